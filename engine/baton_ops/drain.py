@@ -150,8 +150,10 @@ class UrlPlace:
             except Gone:
                 answer |= {"state": "gone", "is_drained": True, "left": {}}
         state = str(answer.get("state") or answer.get("status"))
-        is_drained, is_final = bool(answer.get("is_drained")), bool(answer.get("is_final"))
-        left, drained_by = answer.get("left") or {}, answer.get("drained_by")
+        is_drained = bool(answer.get("is_drained"))
+        is_final = bool(answer.get("is_final"))
+        left = answer.get("left") or {}
+        drained_by = answer.get("drained_by")
         alone = f"drained at this router only: {reason or 'other routers still send to it'}"
         note = alone if drained_by == "router" else None
         return DrainReport(
@@ -278,7 +280,8 @@ def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
 
 def _engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> Iterator[Place]:
     """Engines of a pod: containers with a port whose name begins with http. None of a pod that ends."""
-    meta, status = pod["metadata"], pod.get("status", {})
+    meta = pod["metadata"]
+    status = pod.get("status", {})
     address = status.get("podIP")
     if "deletionTimestamp" in meta or status.get("phase") != "Running" or not address:
         return

@@ -223,7 +223,8 @@ def _row(kind: type[Row], found: dict[str, Any], **own: Any) -> Row:
 
 def _node_of_feed(node: dict[str, Any]) -> NodeRow:
     reports = [rank["report"] for rank in node["ranks"] if rank.get("report")]
-    pages, used = _sum(reports, "kv_pages"), _sum(reports, "kv_pages_used")
+    pages = _sum(reports, "kv_pages")
+    used = _sum(reports, "kv_pages_used")
     return NodeRow(
         node["url"], node["role"], node["state"], node["reason"], node["load"], _sum(reports, "queued_tokens"),
         used / pages if pages and used is not None else None,
@@ -386,7 +387,8 @@ def main(argv: Sequence[str]) -> int:
 
 def watch(config: TopConfig, client: HttpClient, out: TextIO) -> int:
     """Show snapshots until Ctrl-C; a router that is away is asked again each second."""
-    router, key = config.router.rstrip("/"), config.key or config.api_key
+    router = config.router.rstrip("/")
+    key = config.key or config.api_key
     is_screen = out.isatty() and not config.json and not config.once
     columns = shutil.get_terminal_size().columns if out.isatty() else 1000
     is_colored = is_screen and "NO_COLOR" not in os.environ

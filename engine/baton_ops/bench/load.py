@@ -18,7 +18,8 @@ import aiohttp
 
 from baton.config.flags import opt
 
-FIRST_ID, LAST_ID = 3, 1000
+FIRST_ID = 3
+LAST_ID = 1000
 """Ids every tokenizer has and that are not special in common models."""
 
 
@@ -126,7 +127,8 @@ async def send(
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
-            last, before = time.perf_counter(), last
+            before = last
+            last = time.perf_counter()
             # After the first token only usage and errors are read: the client must not become the bottleneck.
             if first and b'"usage"' not in line and b'"error"' not in line:
                 continue

@@ -107,10 +107,8 @@ async def replay(
         try:
             if hold_turns and ask.continues is not None:
                 await asyncio.wait([tasks[ask.continues]])
-            prompt, answer = (
-                prompt_text(ask.request, scale),
-                scaled(ask.request.output_length, scale),
-            )
+            prompt = prompt_text(ask.request, scale)
+            answer = scaled(ask.request.output_length, scale)
             timings.append(await send(session, url, model, prompt, answer, chat=chat))
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as err:
             failures.append(f"{type(err).__name__}: {err}")

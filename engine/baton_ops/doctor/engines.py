@@ -48,7 +48,8 @@ def check_engines_reachable(view: FleetView) -> Iterator[CheckResult]:
 @add_check(ENGINE_CHECKS, "engine.state")
 def check_engine_states(view: FleetView) -> Iterator[CheckResult]:
     for engine in view.engines:
-        seen, reason = str(engine.worker.get("state")), engine.worker.get("reason")
+        seen = str(engine.worker.get("state"))
+        reason = engine.worker.get("reason")
         own = str(engine.info.get("state") or engine.info.get("status") or seen)
         because = f": {reason}" if reason else ""
         dead = [state for state in engine.info.get("internal_states", []) if state.get("dead")]
@@ -189,7 +190,8 @@ def check_engine_clocks(view: FleetView) -> Iterator[CheckResult]:
     for engine in view.engines:
         offset = engine.clock_offset_secs
         if engine.diagnosis:
-            asked_at, answered_at = engine.diagnosis["asked_at"], engine.diagnosis["answered_at"]
+            asked_at = engine.diagnosis["asked_at"]
+            answered_at = engine.diagnosis["answered_at"]
             time_there = engine.diagnosis["host"]["unix_seconds"]
             # The engine read its clock between the two times: only what lies outside them is an offset.
             offset = time_there - min(max(time_there, asked_at), answered_at)
@@ -213,11 +215,10 @@ def check_time_limits(view: FleetView) -> Iterator[CheckResult]:
             for k, v in engine.info.items()
             if k.endswith("_secs") and isinstance(v, (int, float))
         }
-        drain, lease = limits.get("drain_timeout_secs", 60.0), limits.get("kv_lease_secs", 30.0)
-        request, queue = (
-            limits.get("request_timeout_secs", 1800.0),
-            limits.get("queue_timeout_secs", 0.0),
-        )
+        drain = limits.get("drain_timeout_secs", 60.0)
+        lease = limits.get("kv_lease_secs", 30.0)
+        request = limits.get("request_timeout_secs", 1800.0)
+        queue = limits.get("queue_timeout_secs", 0.0)
         transfer = limits.get("kv_transfer_timeout_secs", 60.0)
         if engine.role == "prefill" and drain < lease:
             text = f"it drains for at most {drain:g} s, but leases of KV last {lease:g} s: transfers would break"

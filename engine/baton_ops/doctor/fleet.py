@@ -151,7 +151,8 @@ def read_router(url: str, keys: FleetKeys, client: HttpClient) -> RouterView:
     )
     if listed.status == 0:
         return RouterView(url, listed.problem)
-    workers, problem = listed.object.get("workers"), listed.problem
+    workers = listed.object.get("workers")
+    problem = listed.problem
     if listed.is_ok and not isinstance(workers, list):
         problem = "its /workers names no list of workers: this is no Baton router"
     ready = client.get(f"{url}/readyz")
@@ -210,7 +211,8 @@ def _diagnose(
     """The same engine with its diagnosis; only decode nodes are asked how they reach prefill nodes."""
     if not engine.is_baton:
         return engine
-    url, key = f"{engine.url}/debug/diagnosis", None if engine.is_open else keys.engine
+    url = f"{engine.url}/debug/diagnosis"
+    key = None if engine.is_open else keys.engine
     began = time.time()
     answer = client.post(url, {"challenge": challenge}, key, timeout_secs=DIAGNOSIS_SECS)
     if not answer.is_ok or "host" not in answer.object:

@@ -301,7 +301,8 @@ def _selectors(view: KubeView) -> Iterator[tuple[str, str, dict[str, str]]]:
 @add_check(KUBE_CHECKS, "kube.probes")
 def check_probes(view: KubeView) -> Iterator[CheckResult]:
     for workload in view.workloads:
-        who, is_engine = label(workload), program(workload) == "engine"
+        who = label(workload)
+        is_engine = program(workload) == "engine"
         container = main_container(workload)
         probes = [
             container.get(f"{kind}Probe", {}) for kind in ("readiness", "liveness", "startup")

@@ -104,7 +104,8 @@ REMEDIES = {
 
 @add_check(PAIR_CHECKS, "pair.fingerprint")
 def check_fingerprints(view: FleetView) -> Iterator[CheckResult]:
-    prefill, decode = view.of_role("prefill"), view.of_role("decode")
+    prefill = view.of_role("prefill")
+    decode = view.of_role("decode")
     if not prefill or not decode:
         yield skip("there are no prefill and decode nodes to pair")
         return
@@ -249,7 +250,8 @@ def _same_host_problem(ours: HostFacts, theirs: HostFacts) -> str:
 def check_transports(view: FleetView) -> Iterator[CheckResult]:
     """Name the transport of each pair, and why it is not a better one."""
     prefill = {engine.bootstrap: engine for engine in view.of_role("prefill") if engine.bootstrap}
-    judged, notes = 0, []
+    judged = 0
+    notes = []
     for engine in view.of_role("decode"):
         for look in engine.diagnosis.get("prefill", []):
             p = prefill[(look["host"], look["port"])]

@@ -75,13 +75,12 @@ def greeting(
     setup = ""
     key = '"none"'
     if api_key is not None and key_in_environment:
-        header, setup, key = (
-            ' -H "authorization: Bearer $BATON_API_KEY"',
-            "import os\n",
-            'os.environ["BATON_API_KEY"]',
-        )
+        header = ' -H "authorization: Bearer $BATON_API_KEY"'
+        setup = "import os\n"
+        key = 'os.environ["BATON_API_KEY"]'
     elif api_key is not None:
-        header, key = " -H " + shlex.quote(f"authorization: Bearer {api_key}"), repr(api_key)
+        header = " -H " + shlex.quote(f"authorization: Bearer {api_key}")
+        key = repr(api_key)
     return f"""
 Baton is up at {url}    Ctrl-C stops it.
 In a browser: {url}/ui/

@@ -105,7 +105,9 @@ async def _completion(client: SmokeClient) -> str:
 async def _stream_equals_whole(client: SmokeClient) -> str:
     body = {"messages": QUESTION, "max_tokens": 24}
     whole = (await client.post("/v1/chat/completions", body))["choices"][0]
-    text, finishes, events = "", [], 0
+    text = ""
+    finishes = []
+    events = 0
     async for event in client.stream("/v1/chat/completions", body):
         expect("error" not in event, f"the stream carried an error: {event}")
         events += 1
@@ -195,7 +197,8 @@ async def run_smoke(url: str, model: str, api_key: str | None = None) -> bool:
         for name, check in CHECKS:
             started = time.perf_counter()
             try:
-                detail, ok = await check(client), True
+                detail = await check(client)
+                ok = True
             except (
                 SmokeFailure,
                 aiohttp.ClientError,
@@ -203,7 +206,8 @@ async def run_smoke(url: str, model: str, api_key: str | None = None) -> bool:
                 KeyError,
                 ValueError,
             ) as err:
-                detail, ok = f"{type(err).__name__}: {err}", False
+                detail = f"{type(err).__name__}: {err}"
+                ok = False
             passed += ok
             ms = (time.perf_counter() - started) * 1000
             print(f"  {'ok  ' if ok else 'FAIL'}  {name:<15} {ms:8.0f} ms  {detail}", flush=True)

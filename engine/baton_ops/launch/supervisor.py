@@ -25,7 +25,9 @@ from baton.server import logs
 from baton.server.launch.process_group import ProcessGroup, cancel, describe_exit, first_of
 
 PIPE_CHUNK = 65536
-FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, FORGIVE_AFTER_SECS = 0.5, 30.0, 60.0
+FIRST_PAUSE_SECS = 0.5
+LONGEST_PAUSE_SECS = 30.0
+FORGIVE_AFTER_SECS = 60.0
 ROUTINE_LINE = re.compile(r"\S+Z +(INFO|DEBUG|TRACE) |READY ")
 """Lines of an engine or a router that are no complaint."""
 PROGRESS_LINE = re.compile(r"\S+Z +INFO (?:rank[\d.]+: )?baton\.[\w.]+: (.*)")

@@ -6,8 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 760, 440
-LEFT, RIGHT, TOP, BOTTOM = 60, 160, 40, 50
+WIDTH = 760
+HEIGHT = 440
+LEFT = 60
+RIGHT = 160
+TOP = 40
+BOTTOM = 50
 COLORS = (
     "#0072b2",
     "#d55e00",
@@ -35,7 +39,8 @@ def cdf_svg(title: str, x_label: str, curves: Mapping[str, Sequence[float]]) -> 
         math.log10(max(min((v[len(v) // 100] for v in drawn.values()), default=LEAST), LEAST))
     )
     high = max(math.ceil(math.log10(max([LEAST, *(v[-1] for v in drawn.values())]))), low + 1)
-    inner_w, inner_h = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    inner_w = WIDTH - LEFT - RIGHT
+    inner_h = HEIGHT - TOP - BOTTOM
 
     def x(value: float) -> float:
         return LEFT + inner_w * (math.log10(max(value, 10.0**low)) - low) / (high - low)

@@ -136,7 +136,8 @@ def _token_fields() -> list[str]:
 
 def _shrunk(value: float, name: str, run: SimulatedRun) -> float:
     """`value` real tokens in simulated ones; whole pages where the engine wants whole pages."""
-    scale, page = run.sim.length_scale, run.engine.page_size
+    scale = run.sim.length_scale
+    page = run.engine.page_size
     if isinstance(value, float):
         return value / scale
     if value < 0:
@@ -299,7 +300,8 @@ def offered_seconds(run: SimulatedRun, trace: Sequence[TraceRequest]) -> float:
     Prompts: full steps, and the hits of an LRU cache of the pool's size in order of arrival. Answers: decoded in
     batches as large as slots and pool allow.
     """
-    model, engine = run.model, run.engine
+    model = run.model
+    engine = run.engine
     capacity = 0 if engine.disable_radix_cache else engine.max_total_tokens
     total = 0.0
     for request, cached in zip(trace, traces.cached_in_arrival_order(trace, capacity), strict=True):

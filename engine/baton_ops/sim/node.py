@@ -120,7 +120,8 @@ class VirtualLink:
 
     def apply_event(self, event: Event, sched: Scheduler) -> None:
         if isinstance(event, PrefillDone):
-            setting, handle = self._node.setting, event.req.handle
+            setting = self._node.setting
+            handle = event.req.handle
             seconds = setting.model.transfer_seconds(setting.trace[handle].input_length)
             heapq.heappush(self.releases, (self._node.now + seconds, handle))
 
@@ -193,7 +194,8 @@ class SimNode:
 
     def _take_in(self) -> None:
         while self._next < len(self.records) and self.setting.arrivals[self._next] <= self.now:
-            handle, self._next = self._next, self._next + 1
+            handle = self._next
+            self._next += 1
             try:
                 req = self._request(handle)
                 # The tenant's tokens, as the front takes them before a request reaches the scheduler.
@@ -209,7 +211,8 @@ class SimNode:
                 self.done += 1
 
     def _request(self, handle: int) -> ValidatedRequest:
-        request, arrival = self.setting.trace[handle], self.setting.arrivals[handle]
+        request = self.setting.trace[handle]
+        arrival = self.setting.arrivals[handle]
         answer = scaled(request.output_length, self.setting.scale)
         tenant = request.tenant or DEFAULT_TENANT
         rules = self.sched.limits.fairness

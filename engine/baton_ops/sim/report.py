@@ -87,7 +87,8 @@ def summarize(
     *,
     is_partial: bool = False,
 ) -> RunSummary:
-    records, counters = node.records, node.sched.counters()
+    records = node.records
+    counters = node.sched.counters()
     begun = [r for r in records if r.first_token is not None]
     prompts = sum(r.prompt_tokens for r in begun)
     span = node.now - (records[0].arrival if records else 0.0)

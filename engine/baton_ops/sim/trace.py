@@ -34,7 +34,8 @@ FIRST_ANSWER_TOKEN = 1 << 30
 """Blocks are numbered from 0, answers from here: they never meet."""
 MAX_TIMESTAMP_MS = 1e13
 """Three centuries: stamps since 1970 fit, and sums with them keep their milliseconds."""
-_START, _UNLIKE_ANY = -1, -2
+_START = -1
+_UNLIKE_ANY = -2
 """Stand for "the block before" of a first block, and of blocks that nothing is equal to."""
 SHIPPED = Path(__file__).parent / "traces"
 SHIPPED_NAMES = {path.name.split(".")[0]: path for path in sorted(SHIPPED.glob("*.jsonl.gz"))}
@@ -113,7 +114,8 @@ def _parse(line: str, ids: dict[tuple[int, int], int], previous_ms: float) -> Tr
         )
     if at < previous_ms:
         raise _BadLine(f"timestamp {at} is before the previous line's {previous_ms}; sort the file")
-    prompt, answer = _length(row, "input_length"), _length(row, "output_length")
+    prompt = _length(row, "input_length")
+    answer = _length(row, "output_length")
     priority = row.get("priority")
     if priority is not None and (
         type(priority) is not int or not LEAST_PRIORITY <= priority <= MOST_PRIORITY
