@@ -26,12 +26,10 @@ from baton_ops.clients.flags import (
 )
 from baton_ops.clients.http_client import (
     HttpClient,
-    MetricSample,
     StreamEnded,
     connection_remedy,
-    parse_metrics,
-    total,
 )
+from baton_ops.clients.metrics import MetricSample, parse_metrics, select_samples, sum_samples
 
 PROG = "baton top"
 PERIOD_SECS = 1.0
@@ -245,25 +243,22 @@ def read_poll(
 ) -> TopSnapshot:
     """The same from /workers, the metrics of all workers with the label `worker`, and those of the router."""
     nodes = [_node_of_poll(worker, engines) for worker in workers]
-    return TopSnapshot("poll", int(total(router, "baton_router_queued_requests")), nodes)
+    return TopSnapshot("poll", int(sum_samples(router, "baton_router_queued_requests")), nodes)
 
 
 def _node_of_poll(worker: dict[str, Any], engines: Sequence[MetricSample]) -> NodeRow:
     url = str(worker["url"]).rstrip("/")
     own = [sample for sample in engines if sample.labels.get("worker", "").rstrip("/") == url]
-    pages = total(own, "baton_kv_pages")
-    free = total(own, "baton_kv_pages", state="free") + total(own, "baton_kv_pages", state="cached")
-    rates = _values(own, "baton_generated_tokens_per_second") or _values(
-        own, "baton_generated_tokens_per_s"
-    )
+    pages = sum_samples(own, "baton_kv_pages")
+    free = sum_samples(own, "baton_kv_pages", state="free")
+    free += sum_samples(own, "baton_kv_pages", state="cached")
+    rates = select_samples(own, "baton_generated_tokens_per_second")
+    rates = rates or select_samples(own, "baton_generated_tokens_per_s")
+    rate = sum(sample.value for sample in rates) if rates else None
     return NodeRow(
         url, str(worker.get("worker_type")), str(worker.get("state")), worker.get("reason"), int(worker.get("load", 0)),
-        None, 1 - free / pages if pages else None, None, sum(rates) if rates else None,
+        None, 1 - free / pages if pages else None, None, rate,
     )  # fmt: skip
-
-
-def _values(samples: Sequence[MetricSample], name: str) -> list[float]:
-    return [sample.value for sample in samples if sample.name == name]
 
 
 # ---- the table -------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,10 +23,10 @@ from baton.config.simulated import BLOCK_TOKENS, scaled
 from baton.errors import counted
 from baton_ops.bench.load import LoadRound, RequestTiming, send
 from baton_ops.bench.words import CHARS, words
+from baton_ops.clients.metrics import parse_metrics, sum_samples
 from baton_ops.sim.report import SummaryStat
 from baton_ops.sim.trace import TraceRequest, arrivals
 
-_REQUESTS = re.compile(rb'^baton_http_requests_total\{(?=[^}]*code="ok").*\} (\S+)$', re.MULTILINE)
 PROBE_SECS = 5.0
 
 
@@ -144,20 +143,19 @@ async def worker_urls(session: aiohttp.ClientSession, url: str) -> list[str]:
 async def worker_counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> dict[str, int]:
     """Requests that each worker has answered, by its own count; those without baton's metrics are left out."""
     pages = {url: await _read(session, f"{url}/metrics") for url in dict.fromkeys(urls)}
-    counts = {
-        url: _REQUESTS.findall(page)
+    return {
+        url: int(sum_samples(parse_metrics(page), "baton_http_requests_total", code="ok"))
         for url, page in pages.items()
-        if b"baton_http_requests" in page
+        if "baton_http_requests" in page
     }
-    return {url: int(sum(map(float, values))) for url, values in counts.items()}
 
 
-async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
+async def _read(session: aiohttp.ClientSession, url: str) -> str:
     """Body of the page, empty when nothing answers."""
     with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
         async with session.get(url, timeout=aiohttp.ClientTimeout(total=PROBE_SECS)) as response:
-            return await response.read()
-    return b""
+            return await response.text(errors="replace")
+    return ""
 
 
 HEAD = f"{'':<10}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}{'max':>10}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import email.utils
 import http.client
 import json
-import re
 import ssl
 import time
 import urllib.error
@@ -21,8 +19,6 @@ R = TypeVar("R")
 
 TIMEOUT_SECS = 10.0
 AT_ONCE = 16
-_SAMPLE = re.compile(r"^(\w[\w:]*)(?:\{(.*)\})? (\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,26 +173,3 @@ def _error_message(text: str, status: int) -> str:
 def in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(work, items))
-
-
-@dataclass(frozen=True, slots=True)
-class MetricSample:
-    name: str
-    labels: dict[str, str]
-    value: float
-
-
-def parse_metrics(text: str) -> list[MetricSample]:
-    """Samples of Prometheus' text format; lines that are none are left out."""
-    found = []
-    for match in filter(None, map(_SAMPLE.match, text.splitlines())):
-        with contextlib.suppress(ValueError):
-            found.append(
-                MetricSample(match[1], dict(_LABEL.findall(match[2] or "")), float(match[3]))
-            )
-    return found
-
-
-def total(samples: Iterable[MetricSample], name: str, **labels: str) -> float:
-    """Sum of all samples of that name whose labels include `labels`."""
-    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())

@@ -16,7 +16,8 @@ from baton.config import is_loopback
 from baton.server.api.schema import MAX_PROBES
 from baton.server.observability.host_facts import HostFacts
 from baton.server.worker.transfer_setup import source_address
-from baton_ops.clients.http_client import HttpClient, MetricSample, in_parallel, parse_metrics
+from baton_ops.clients.http_client import HttpClient, in_parallel
+from baton_ops.clients.metrics import MetricSample, parse_metrics
 
 CONNECT_SECS = 3.0
 DIAGNOSIS_SECS = 30.0
@@ -167,9 +168,8 @@ def _read_metrics(url: str, client: HttpClient) -> tuple[list[MetricSample], str
     answer = client.get(f"{url}/metrics")
     if not answer.is_ok:
         return [], answer.problem
-    return parse_metrics(
-        answer.text
-    ), "" if "# TYPE " in answer.text else "the answer is no Prometheus text"
+    problem = "" if "# TYPE " in answer.text else "the answer is no Prometheus text"
+    return parse_metrics(answer.text), problem
 
 
 def _outer_address(url: str, client: HttpClient) -> str | None:

@@ -10,21 +10,19 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
+from baton_ops.clients.metrics import parse_metrics, select_samples
+
 RECENT_SECS = 60
 """Percentiles are of requests whose first token came within this."""
 PAUSE_SECS = 1.0
 ANSWER_SECS = 5.0
 """A feed has a snapshot each second."""
-_BUCKET = re.compile(
-    r'^baton_router_ttft_seconds_bucket\{[^}]*le="([^"]+)"[^}]*\} (\S+)$', re.MULTILINE
-)
 
 BucketCounts = dict[float, float]
 """Upper bound of each bucket of a histogram [s] → observations up to it."""
@@ -33,9 +31,9 @@ BucketCounts = dict[float, float]
 def read_buckets(metrics: str) -> BucketCounts:
     """First tokens of all routes."""
     counts: BucketCounts = {}
-    for bound, count in _BUCKET.findall(metrics):
-        bound_secs = float(bound)
-        counts[bound_secs] = counts.get(bound_secs, 0.0) + float(count)
+    for sample in select_samples(parse_metrics(metrics), "baton_router_ttft_seconds_bucket"):
+        bound_secs = float(sample.labels["le"])
+        counts[bound_secs] = counts.get(bound_secs, 0.0) + sample.value
     return counts
 
 
