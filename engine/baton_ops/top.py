@@ -224,10 +224,16 @@ def _node_of_feed(node: dict[str, Any]) -> NodeRow:
     pages = _sum(reports, "kv_pages")
     used = _sum(reports, "kv_pages_used")
     return NodeRow(
-        node["url"], node["role"], node["state"], node["reason"], node["load"], _sum(reports, "queued_tokens"),
-        used / pages if pages and used is not None else None,
-        _sum(node["ranks"], "prefill_tokens_per_s"), _sum(node["ranks"], "decode_tokens_per_s"),
-    )  # fmt: skip
+        url=node["url"],
+        role=node["role"],
+        state=node["state"],
+        reason=node["reason"],
+        load=node["load"],
+        queued_tokens=_sum(reports, "queued_tokens"),
+        kv_usage=used / pages if pages and used is not None else None,
+        prefill_tokens_per_s=_sum(node["ranks"], "prefill_tokens_per_s"),
+        decode_tokens_per_s=_sum(node["ranks"], "decode_tokens_per_s"),
+    )
 
 
 def _sum(entries: Sequence[dict[str, Any]], name: str) -> Any:
@@ -256,9 +262,16 @@ def _node_of_poll(worker: dict[str, Any], engines: Sequence[MetricSample]) -> No
     rates = rates or select_samples(own, "baton_generated_tokens_per_s")
     rate = sum(sample.value for sample in rates) if rates else None
     return NodeRow(
-        url, str(worker.get("worker_type")), str(worker.get("state")), worker.get("reason"), int(worker.get("load", 0)),
-        None, 1 - free / pages if pages else None, None, rate,
-    )  # fmt: skip
+        url=url,
+        role=str(worker.get("worker_type")),
+        state=str(worker.get("state")),
+        reason=worker.get("reason"),
+        load=int(worker.get("load", 0)),
+        queued_tokens=None,
+        kv_usage=1 - free / pages if pages else None,
+        prefill_tokens_per_s=None,
+        decode_tokens_per_s=rate,
+    )
 
 
 # ---- the table -------------------------------------------------------------------------------------------------

@@ -115,9 +115,14 @@ async def send(
     path = "chat/completions" if chat else "completions"
     what = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     body = {
-        "model": model, **what, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        "model": model,
+        **what,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
         "stream_options": {"include_usage": True},
-    }  # fmt: skip
+    }
     began = time.perf_counter()
     first = last = 0.0
     usage: dict[str, Any] = {}

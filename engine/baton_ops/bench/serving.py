@@ -182,9 +182,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _add(group: Any, flags: dict[str, tuple[Any, str]]) -> None:
     for name, (default, text) in flags.items():
         group.add_argument(
-            flag_name(name), type=type(default), default=argparse.SUPPRESS, help=f"{text} (default: {default})",
+            flag_name(name),
+            type=type(default),
+            default=argparse.SUPPRESS,
+            help=f"{text} (default: {default})",
             metavar=name.upper().rpartition("_")[2],
-        )  # fmt: skip
+        )
 
 
 async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[str, str]]:
@@ -258,9 +261,14 @@ async def _replay(options: argparse.Namespace) -> int:
             workers = await replay.worker_urls(session, url) or [url]
             before = await replay.worker_counts(session, workers)
             outcome = await replay.replay(
-                session, url, await served_model(url), work, scale=options.length_scale, chat=options.chat,
+                session,
+                url,
+                await served_model(url),
+                work,
+                scale=options.length_scale,
+                chat=options.chat,
                 hold_turns=options.hold_turns,
-            )  # fmt: skip
+            )
             after = await replay.worker_counts(session, workers)
             split = {worker: after[worker] - before[worker] for worker in before if worker in after}
             print(f"\n{url}\n{replay.report(outcome, split)}", flush=True)

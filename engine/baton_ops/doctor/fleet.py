@@ -157,10 +157,19 @@ def read_router(url: str, keys: FleetKeys, client: HttpClient) -> RouterView:
     if listed.is_ok and not isinstance(workers, list):
         problem = "its /workers names no list of workers: this is no Baton router"
     ready = client.get(f"{url}/readyz")
+    metrics, metrics_problem = _read_metrics(url, client)
     return RouterView(
-        url, problem, [] if problem else workers or [], ready.object, ready.is_ok, *_read_metrics(url, client),
-        listed.clock_offset_secs, without_key.is_ok, _outer_address(url, client),
-    )  # fmt: skip
+        url=url,
+        problem=problem,
+        workers=[] if problem else workers or [],
+        readiness=ready.object,
+        is_ready=ready.is_ok,
+        metrics=metrics,
+        metrics_problem=metrics_problem,
+        clock_offset_secs=listed.clock_offset_secs,
+        is_open=without_key.is_ok,
+        outer_address=_outer_address(url, client),
+    )
 
 
 def _read_metrics(url: str, client: HttpClient) -> tuple[list[MetricSample], str]:
@@ -196,9 +205,15 @@ def _read_engine(
         return EngineView(url, role, worker, problem=info.problem, is_unreachable=info.status == 0)
     metrics, problem = _read_metrics(url, client)
     return EngineView(
-        url, role, worker, info.object, is_open=is_open, clock_offset_secs=info.clock_offset_secs,
-        metrics=metrics, metrics_problem=problem,
-    )  # fmt: skip
+        url=url,
+        role=role,
+        worker=worker,
+        info=info.object,
+        is_open=is_open,
+        clock_offset_secs=info.clock_offset_secs,
+        metrics=metrics,
+        metrics_problem=problem,
+    )
 
 
 def _diagnose(

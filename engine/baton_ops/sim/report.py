@@ -221,9 +221,12 @@ def _numbers(stat: SummaryStat | None, unit: float = 1.0) -> list[str]:
 def _endings(s: RunSummary) -> str:
     """Counts that are not 0; empty when all are."""
     counts = {
-        "refused": s.refused, "timed out": s.timed_out, "retractions": s.retractions, "preemptions": s.preemptions,
+        "refused": s.refused,
+        "timed out": s.timed_out,
+        "retractions": s.retractions,
+        "preemptions": s.preemptions,
         "starved": s.starved,
-    }  # fmt: skip
+    }
     found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     left_out = (
         " (no TTFT above without a first token: see `in time`)" if s.refused or s.timed_out else ""
