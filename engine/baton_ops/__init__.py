@@ -1,4 +1,6 @@
-"""Commands that operators run beside the engine, and the command `baton` itself. Nothing in `baton` imports it.
+"""Commands that operators run beside the engine, and the command `baton` itself.
+
+Nothing in `baton` imports it.
 
 Lowest first; each imports only those before it:
 

@@ -1,12 +1,12 @@
 """`baton chat`: talk to a model behind a router or an engine, in the terminal.
 
 1. The model's name comes from GET /v1/models unless --model gives it;
-2. on a terminal each line is a message, or a command that begins with /; answers stream, and Ctrl-C stops the answer,
-   at the prompt the line;
+2. on a terminal each line is a message, or a command that begins with /; answers stream, and Ctrl-C
+   stops the answer, at the prompt the line;
 3. otherwise standard input is one message, and the answer alone goes to standard output.
 
-The conversation is kept here and sent whole with each message. Exit code: 0, 1 when the server gave no answer, 2 for
-wrong flags.
+The conversation is kept here and sent whole with each message. Exit code: 0, 1 when the server gave
+no answer, 2 for wrong flags.
 """
 
 from __future__ import annotations
@@ -177,10 +177,12 @@ class ChatSession:
         self._notes = notes
 
     def ask(self, text: str) -> ChatAnswer:
-        """Send a message and print the answer as it comes. Raises AnswerFailed; then the message is forgotten.
+        """Send a message and print the answer as it comes.
 
-        A KeyboardInterrupt stops the answer: the server sees the connection close. Its text so far stays in
-        the conversation.
+        Raises AnswerFailed; then the message is forgotten.
+
+        A KeyboardInterrupt stops the answer: the server sees the connection close. Its text so far
+        stays in the conversation.
         """
         turns = self.conversation.turns
         turns.append({"role": "user", "content": text})

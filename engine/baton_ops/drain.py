@@ -1,18 +1,19 @@
 """`baton drain`: take engines out of service, show what they have left, return them.
 
-1. Targets become places: the URL of an engine, the URL of a router's worker (ROUTER/workers/ID), or the engines of
-   Kubernetes pods, found with `kubectl get pods`;
-2. before a drain every place is asked how many other ready nodes could take its requests: a drain that leaves none
-   needs --force, or a yes on a terminal;
+1. Targets become places: the URL of an engine, the URL of a router's worker (ROUTER/workers/ID), or
+   the engines of Kubernetes pods, found with `kubectl get pods`;
+2. before a drain every place is asked how many other ready nodes could take its requests: a drain
+   that leaves none needs --force, or a yes on a terminal;
 3. every place gets the order to drain or, with --undo, to return to service; --status only asks;
 4. --wait asks each second what is left, until nothing is or --timeout has passed.
 
-Engines of pods are asked by `kubectl exec`, from inside: they listen on the pod's address only, network policies let
-only routers reach them, and the key is in the container's environment. That takes the rights `get pods`, `list pods`
-and `create pods/exec`. With --router the router passes the order on, and reading pods is enough.
+Engines of pods are asked by `kubectl exec`, from inside: they listen on the pod's address only,
+network policies let only routers reach them, and the key is in the container's environment. That
+takes the rights `get pods`, `list pods` and `create pods/exec`. With --router the router passes the
+order on, and reading pods is enough.
 
-Exit codes: 0 done, 1 a target could not be asked or returned to service meanwhile, 2 wrong flags, 3 work is left,
-4 refused: no ready node would be left for the requests of a target.
+Exit codes: 0 done, 1 a target could not be asked or returned to service meanwhile, 2 wrong flags, 3
+work is left, 4 refused: no ready node would be left for the requests of a target.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _left_text(left: dict[str, Any]) -> str:
     return ", ".join([*counts, *oldest])
 
 
-# ---- places ----------------------------------------------------------------------------------------------------------
+# ---- places --------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -279,7 +280,10 @@ def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
 
 
 def _engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> Iterator[Place]:
-    """Engines of a pod: containers with a port whose name begins with http. None of a pod that ends."""
+    """Engines of a pod: containers with a port whose name begins with http.
+
+    A pod that ends has none.
+    """
     meta = pod["metadata"]
     status = pod.get("status", {})
     address = status.get("podIP")
@@ -302,7 +306,7 @@ def _engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> Iter
             yield UrlPlace(name, worker, config.key)
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def make_parser() -> FlagParser:
@@ -359,7 +363,9 @@ def find_last_nodes(reports: Iterable[DrainReport]) -> list[str]:
 
 
 def may_drain(config: DrainConfig, places: Sequence[Place]) -> bool:
-    """Ask how many nodes would be left; True if enough are, with --force, or after a yes on a terminal.
+    """Ask how many nodes would be left.
+
+    Returns True if enough are, with --force, or after a yes on a terminal.
 
     Pods are asked with --force, too: their place learns whether the command inside knows that flag.
     """
@@ -407,7 +413,7 @@ def run_drain(config: DrainConfig, places: Sequence[Place]) -> int:
 
 
 def _is_lost(config: DrainConfig, report: DrainReport) -> bool:
-    """True for a target that could not be asked, or that does not drain although this command waits for it."""
+    """True for a target that could not be asked, or that is waited for and does not drain."""
     is_back = config.wait and report.state in ("ready", "accepted") and not report.is_drained
     return report.error is not None or is_back
 
@@ -436,7 +442,8 @@ def _ask(verb: str, place: Place, before: DrainReport | None) -> DrainReport:
     try:
         report = place.ask(verb)
     except Gone as err:
-        # A process that got SIGTERM has ended, or a router has removed the worker that it drained alone.
+        # A process that got SIGTERM has ended, or a router has removed the worker that it drained
+        # alone.
         has_ended = before is not None and (before.is_final or before.drained_by == "router")
         report = DrainReport(place.name, "gone", has_ended, error=None if has_ended else str(err))
     except (DrainFailed, KubectlError) as err:

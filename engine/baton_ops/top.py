@@ -1,7 +1,8 @@
 """`baton top`: nodes, pairs and slow requests of a fleet in the terminal, once a second.
 
-The numbers are those of the router's `GET /ui/feed`, one snapshot for all that listen. A router that does not serve it
-is asked for `/workers` and `/engine_metrics` instead, which know no pairs and no requests.
+The numbers are those of the router's `GET /ui/feed`, one snapshot for all that listen. A router
+that does not serve it is asked for `/workers` and `/engine_metrics` instead, which know no pairs
+and no requests.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def parse(argv: Sequence[str]) -> TopConfig:
     return config if url is None else replace(config, router=url)
 
 
-# ---- sources ---------------------------------------------------------------------------------------------------
+# ---- sources -------------------------------------------------------------------------------------
 
 
 class SourceFailed(Exception):
@@ -247,7 +248,7 @@ def read_poll(
     engines: Sequence[MetricSample],
     router: Sequence[MetricSample],
 ) -> TopSnapshot:
-    """The same from /workers, the metrics of all workers with the label `worker`, and those of the router."""
+    """Snapshot from /workers, all workers' metrics with the label `worker`, and the router's."""
     nodes = [_node_of_poll(worker, engines) for worker in workers]
     return TopSnapshot("poll", int(sum_samples(router, "baton_router_queued_requests")), nodes)
 
@@ -274,7 +275,7 @@ def _node_of_poll(worker: dict[str, Any], engines: Sequence[MetricSample]) -> No
     )
 
 
-# ---- the table -------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def number(value: float | None, unit: str = "") -> str:

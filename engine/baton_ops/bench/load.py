@@ -1,8 +1,8 @@
 """Measured request, and the closed-loop load made of such.
 
-In a round `concurrency` clients each send their next request when the last is answered. Prompts are random token ids of
-a fixed length (the first `shared_tokens` equal in all of them), answers have a fixed length, so that servers get the
-same work. Clock: monotonic, in this process.
+In a round `concurrency` clients each send their next request when the last is answered. Prompts are
+random token ids of a fixed length (the first `shared_tokens` equal in all of them), answers have a
+fixed length, so that servers get the same work. Clock: monotonic, in this process.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ async def send(
     *,
     chat: bool = False,
 ) -> RequestTiming:
-    """Receive a streamed answer of exactly `tokens` tokens. Raises ClientError, TimeoutError, or ValueError.
+    """Receive a streamed answer of exactly `tokens` tokens.
+
+    Raises ClientError, TimeoutError, or ValueError.
 
     `chat`: the prompt is a user's message, not a completion's; it is text then.
     """
@@ -134,7 +136,8 @@ async def send(
                 continue
             before = last
             last = time.perf_counter()
-            # After the first token only usage and errors are read: the client must not become the bottleneck.
+            # After the first token only usage and errors are read: the client must not become the
+            # bottleneck.
             if first and b'"usage"' not in line and b'"error"' not in line:
                 continue
             event = json.loads(line[6:])
@@ -154,7 +157,10 @@ async def send(
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
-    """Not only the role; a token may be part of a character and show nothing, then the next one counts."""
+    """True if a choice carries text or an end, not only the role.
+
+    A token may be part of a character and show nothing; then the next one counts.
+    """
     return bool(
         choice.get("text") or choice.get("delta", {}).get("content") or choice.get("finish_reason")
     )

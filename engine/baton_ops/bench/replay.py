@@ -1,10 +1,14 @@
-"""A recorded trace against a server: requests leave when it says so, whether or not earlier ones were answered.
+"""A recorded trace against a server: requests leave when it says so, whether or not earlier ones
+were answered.
 
-1. `timed_requests` makes the requests of a trace: when each leaves, a prompt whose text is equal to others' exactly
-   where their block ids are, how long an answer, and which earlier request it continues;
-2. `replay` sends them; with `hold_turns` a request waits for the answer to the one that it continues, because a client
-   cannot ask on before that (traces that are replayed faster than recorded would otherwise do so);
-3. `ReplayRound` is what the clients saw. What the workers saw, their own metrics tell: `worker_counts`.
+1. `timed_requests` makes the requests of a trace: when each leaves, a prompt whose text is equal to
+   others' exactly where their block ids are, how long an answer, and which earlier request it
+   continues;
+2. `replay` sends them; with `hold_turns` a request waits for the answer to the one that it
+   continues, because a client cannot ask on before that (traces that are replayed faster than
+   recorded would otherwise do so);
+3. `ReplayRound` is what the clients saw. What the workers saw, their own metrics tell:
+   `worker_counts`.
 """
 
 from __future__ import annotations
@@ -47,9 +51,11 @@ def timed_requests(trace: Sequence[TraceRequest], factor: float) -> list[TimedRe
 
 
 def parents(trace: Sequence[TraceRequest]) -> list[int | None]:
-    """The request that each one continues: the first one to end with the deepest full block that both have.
+    """The request that each one continues: the first one to end with the deepest full block that
+    both have.
 
-    A block that its first request went on from does not count: it is a beginning that strangers share.
+    A block that its first request went on from does not count: it is a beginning that strangers
+    share.
     """
     ended: dict[int, int] = {}  # last full block of the request that brought it → that request
     seen: set[int] = set()
@@ -95,7 +101,10 @@ async def replay(
     chat: bool,
     hold_turns: bool,
 ) -> ReplayRound:
-    """Send everything; returns when the last answer has ended. A failed request is counted and raises nothing."""
+    """Send everything; returns when the last answer has ended.
+
+    A failed request is counted and raises nothing.
+    """
     tasks: list[asyncio.Task[None]] = []
     timings: list[RequestTiming] = []
     failures: list[str] = []
@@ -141,7 +150,10 @@ async def worker_urls(session: aiohttp.ClientSession, url: str) -> list[str]:
 
 
 async def worker_counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> dict[str, int]:
-    """Requests that each worker has answered, by its own count; those without baton's metrics are left out."""
+    """Requests that each worker has answered, by its own count.
+
+    Those without baton's metrics are left out.
+    """
     pages = {url: await _read(session, f"{url}/metrics") for url in dict.fromkeys(urls)}
     return {
         url: int(sum_samples(parse_metrics(page), "baton_http_requests_total", code="ok"))

@@ -1,8 +1,9 @@
-"""`baton bench`: the same load against several servers, interleaved round by round, and the ratios between them.
+"""`baton bench`: the same load against several servers, interleaved, and the ratios between them.
 
-Without --url it starts two clusters itself: one engine that does both phases, and a prefill/decode pair; only one of
-them works at a time. A ratio is taken within each round, so that what the machine does meanwhile hits both arms; its
-spread over the rounds is shown. One warm-up round per arm is thrown away.
+Without --url it starts two clusters itself: one engine that does both phases, and a prefill/decode
+pair; only one of them works at a time. A ratio is taken within each round, so that what the machine
+does meanwhile hits both arms; its spread over the rounds is shown. One warm-up round per arm is
+thrown away.
 
 With --trace it replays a recorded trace instead, against one server after the other (replay.py).
 """
@@ -68,7 +69,10 @@ def ratios(
 
 
 def table(arms: Sequence[BenchArm], columns: int | None = None) -> str:
-    """Per arm the median over rounds; per further arm its ratio to the first with the range over rounds."""
+    """Median over rounds of each arm.
+
+    Arms after the first have their ratio to it, too, with the range over rounds.
+    """
     names = [arm.name.removeprefix("http://") for arm in arms]
     rows = [("", *(name for name, _ in COLUMNS))]
     for name, arm in zip(names, arms, strict=True):

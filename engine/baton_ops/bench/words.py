@@ -1,6 +1,7 @@
 """Text of exact length for prompts: 256 common words of three letters, each with a space behind it.
 
-Four characters each, about one token in the usual tokenizers and exactly one in a simulated engine's.
+Four characters each, about one token in the usual tokenizers and exactly one in a simulated
+engine's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """`baton completion SHELL`: a script that completes commands, flags and the values of flags.
 
-1. `read_commands` asks the parser of each subcommand for its flags; those of the router come from the router itself;
-2. `SCRIPTS` has a function per shell that writes them down: the script starts no program when a key is pressed.
+1. `read_commands` asks the parser of each subcommand for its flags; those of the router come from
+   the router itself;
+2. `SCRIPTS` has a function per shell that writes them down: the script starts no program when a key
+   is pressed.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def read_commands() -> list[CommandWords]:
     return found
 
 
-# ---- scripts -----------------------------------------------------------------------------------------------------
+# ---- scripts -------------------------------------------------------------------------------------
 
 
 def bash_script(commands: Sequence[CommandWords]) -> str:

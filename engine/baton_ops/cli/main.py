@@ -1,4 +1,6 @@
-"""The `baton` command: one subcommand per thing a user does. Nothing heavy is imported before it is known to be needed.
+"""The `baton` command: one subcommand per thing a user does.
+
+Nothing heavy is imported before it is known to be needed.
 
 `baton router …` hands its arguments to the router unread, so that no router flag is written twice.
 """
@@ -70,7 +72,10 @@ PARSERS = {
     "simulate": "baton_ops.sim.main",
     "completion": "baton_ops.cli.completion",
 }
-"""Modules whose `make_parser` knows the flags of a subcommand. Those of the others are the router's."""
+"""Modules whose `make_parser` knows the flags of a subcommand.
+
+Those of the others are the router's.
+"""
 
 ELSEWHERE = dict.fromkeys(
     ("serve", "launch", "launch_server", "run", "start"),
@@ -92,7 +97,7 @@ def own_version() -> str:
 
 
 def router() -> int:
-    """Entry point of the command `baton-router`, for where the native program of that name is not installed."""
+    """Entry point of the command `baton-router` where the native program is not installed."""
     return _native("baton-router")(sys.argv[1:])
 
 

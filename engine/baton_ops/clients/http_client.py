@@ -1,4 +1,4 @@
-"""HTTP to routers and engines: answers with what went wrong as data, and the clock of the other side."""
+"""HTTP to routers and engines: answers with errors as data, and the clock of the other side."""
 
 from __future__ import annotations
 
@@ -23,13 +23,19 @@ AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """Answer of a host. With `status` 0 there was none and `problem` says why; otherwise `problem` is its error."""
+    """Answer of a host.
+
+    With `status` 0 there was none and `problem` says why; otherwise `problem` is its error.
+    """
 
     status: int
     text: str
     problem: str
     clock_offset_secs: float | None
-    """Difference of the other side's clock, by its Date header; up to half a second means nothing."""
+    """Difference of the other side's clock, by its Date header.
+
+    Up to half a second means nothing.
+    """
 
     @property
     def is_ok(self) -> bool:
@@ -54,7 +60,10 @@ class StreamEnded(Exception):
 
 
 class HttpClient:
-    """Client for all hosts, without a proxy. `ca_file`: PEM file of authorities to trust besides the system's."""
+    """Client for all hosts, without a proxy.
+
+    `ca_file`: PEM file of authorities to trust besides the system's.
+    """
 
     def __init__(self, ca_file: str | None = None) -> None:
         context = ssl.create_default_context()
@@ -84,9 +93,12 @@ class HttpClient:
         body: dict[str, Any] | None = None,
         timeout_secs: float = TIMEOUT_SECS,
     ) -> Generator[str, None, None]:
-        """Lines of an answer that does not end, each when it comes. Raises StreamEnded when none comes for a while.
+        """Lines of an answer that does not end, each when it comes.
 
-        With `body` it is the answer to a POST of this JSON. Closing the generator closes the connection.
+        Raises StreamEnded when none comes for a while.
+
+        With `body` it is the answer to a POST of this JSON. Closing the generator closes the
+        connection.
         """
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         data = None
@@ -135,7 +147,9 @@ NO_HTTP = "its answer is no HTTP"
 
 
 def connection_remedy(url: str, problem: str) -> str | None:
-    """Advice for a URL whose scheme or certificate is at fault, by what went wrong; None: it is something else."""
+    """Advice for a URL whose scheme or certificate is at fault, by what went wrong; None: it is
+    something else.
+    """
     address = url.partition("://")[2]
     if "certificate" in problem:
         return "give the authority of its certificate with --ca-cert FILE, and a host that it names"
@@ -155,7 +169,10 @@ def _reason(err: Exception) -> str:
 
 
 def _offset(date: str | None, began: float) -> float | None:
-    """The header is cut to whole seconds, so its middle is compared with the middle of the exchange."""
+    """Difference of the clocks by a Date header.
+
+    The header is cut to whole seconds, so its middle is compared with that of the exchange.
+    """
     try:
         server_secs = email.utils.parsedate_to_datetime(date).timestamp()  # type: ignore[arg-type]
     except (TypeError, ValueError):  # no header, or another format

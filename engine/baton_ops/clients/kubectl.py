@@ -10,7 +10,10 @@ from typing import Any
 
 
 class KubectlError(Exception):
-    """kubectl could not be run or ended with an error; the message says which, or is its last line."""
+    """kubectl could not be run or ended with an error.
+
+    The message says which, or is its last line.
+    """
 
 
 class Kubectl:
@@ -20,7 +23,10 @@ class Kubectl:
         self._timeout_secs = timeout_secs
 
     def run(self, *words: str, exits: Collection[int] = (0,)) -> str:
-        """Standard output. Raises KubectlError for another exit code than `exits`, or one without output."""
+        """Standard output of kubectl with these words.
+
+        Raises KubectlError for another exit code than `exits`, or one without output.
+        """
         command = [*self._command, *words]
         try:
             done = subprocess.run(

@@ -9,5 +9,6 @@ pairs       checks of prefill and decode nodes together
 kubernetes  checks of a namespace, through kubectl
 main        the command `baton doctor`
 
-A check takes what was read before and returns results; it reads nothing itself. Nothing here changes a node.
+A check takes what was read before and returns results; it reads nothing itself. Nothing here
+changes a node.
 """

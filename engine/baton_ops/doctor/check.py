@@ -1,4 +1,4 @@
-"""The result of one check: a stable name, a status, a sentence, and what to do; and lists of checks."""
+"""Results of checks: a stable name, a status, a sentence, what to do. Lists of checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class CheckStatus(str, enum.Enum):
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     name: str
-    """Subject and property, such as `pair.cluster_key`; stable, for scripts. Empty until the check's name is set."""
+    """Subject and property, such as `pair.cluster_key`; stable, for scripts.
+
+    Empty until the check's name is set.
+    """
     status: CheckStatus
     sentence: str
     remedy: str = ""
@@ -52,7 +55,7 @@ def is_problem(result: CheckResult) -> bool:
 
 
 def merge(results: Iterable[CheckResult]) -> list[CheckResult]:
-    """Results of one check: each problem, or the first that is well, or the first that is skipped."""
+    """Results of one check: each problem, else the first that is well, else the first skipped."""
     all_results = list(results)
     problems = [result for result in all_results if is_problem(result)]
     well = [result for result in all_results if result.status is CheckStatus.OK]
@@ -66,9 +69,12 @@ Check = Callable[[View], list[CheckResult]]
 def add_check(
     checks: list[Check[View]], name: str, *, shows_all: bool = False
 ) -> Callable[[Find[View]], Check[View]]:
-    """Add the decorated function to `checks`. Its results get the name and, unless `shows_all`, are merged.
+    """Add the decorated function to `checks`.
 
-    So a check yields each problem, then what is well without any, then why it is skipped without either.
+    Its results get the name and, unless `shows_all`, are merged.
+
+    So a check yields each problem, then what is well without any, then why it is skipped without
+    either.
     """
 
     def add(find: Find[View]) -> Check[View]:

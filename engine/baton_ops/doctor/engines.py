@@ -150,7 +150,10 @@ HOST_CHECKS: dict[str, Callable[[EngineView], CheckResult]] = {
 
 @add_check(ENGINE_CHECKS, "engine.host", shows_all=True)
 def check_engine_hosts(view: FleetView) -> Iterator[CheckResult]:
-    """Limits and memory of each engine's process, as it reports them; where all are well, one is an example."""
+    """Limits and memory of each engine's process, as it reports them.
+
+    Where all are well, one is an example.
+    """
     if not view.diagnosed:
         reason = next(
             (e.diagnosis_problem for e in view.engines if e.diagnosis_problem),
@@ -193,7 +196,8 @@ def check_engine_clocks(view: FleetView) -> Iterator[CheckResult]:
             asked_at = engine.diagnosis["asked_at"]
             answered_at = engine.diagnosis["answered_at"]
             time_there = engine.diagnosis["host"]["unix_seconds"]
-            # The engine read its clock between the two times: only what lies outside them is an offset.
+            # The engine read its clock between the two times: only what lies outside them is an
+            # offset.
             offset = time_there - min(max(time_there, asked_at), answered_at)
         if offset is not None:
             yield host.skew(engine.label, offset)

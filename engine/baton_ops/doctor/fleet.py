@@ -1,4 +1,6 @@
-"""Answers of routers and engines: `read_fleet` asks the routers that are named, then every worker that they list."""
+"""Answers of routers and engines: `read_fleet` asks the routers that are named, then every worker
+that they list.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,10 @@ class FleetView:
     routers: list[RouterView]
     engines: list[EngineView]
     closed_from_here: frozenset[tuple[str, int]] = frozenset()
-    """Bootstrap servers that this host does not reach; looked at where a decode node reports nothing itself."""
+    """Bootstrap servers that this host does not reach.
+
+    They are tried where a decode node reports nothing itself.
+    """
 
     def of_role(self, role: str) -> list[EngineView]:
         return [engine for engine in self.engines if engine.role == role]
@@ -110,7 +115,7 @@ class FleetKeys:
     """--api-key of the engines."""
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def read_fleet(urls: Iterable[str], keys: FleetKeys, client: HttpClient) -> FleetView:
@@ -182,7 +187,9 @@ def _read_metrics(url: str, client: HttpClient) -> tuple[list[MetricSample], str
 
 
 def _outer_address(url: str, client: HttpClient) -> str | None:
-    """Address where other hosts reach a router: its own, or instead of loopback this machine's if it answers there."""
+    """Address where other hosts reach a router: its own, or instead of loopback this machine's if
+    it answers there.
+    """
     parts = urlsplit(url)
     name = parts.hostname or ""
     if not is_loopback(name):
@@ -223,7 +230,10 @@ def _diagnose(
     keys: FleetKeys,
     client: HttpClient,
 ) -> EngineView:
-    """The same engine with its diagnosis; only decode nodes are asked how they reach prefill nodes."""
+    """The same engine with its diagnosis.
+
+    Only decode nodes are asked how they reach prefill nodes.
+    """
     if not engine.is_baton:
         return engine
     url = f"{engine.url}/debug/diagnosis"

@@ -1,6 +1,7 @@
-"""Checks of this machine's NVIDIA GPUs: the driver, what torch sees of them, and the links between them.
+"""Checks of this machine's NVIDIA GPUs: the driver, torch's view of them, and their links.
 
-torch is asked in a process of its own, which may hang in a broken driver and costs 500 MB only while it runs.
+torch is asked in a process of its own, which may hang in a broken driver and costs 500 MB only
+while it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Checks of one machine and of the limits of one process: of this one, or of an engine that reported its facts."""
+"""Checks of one machine and of the limits of one process: of this one, or of an engine that
+reported its facts.
+"""
 
 from __future__ import annotations
 

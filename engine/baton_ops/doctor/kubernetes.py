@@ -52,7 +52,7 @@ class KubeView:
         return [workload for workload in every if program(workload) is not None]
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def read_namespace(namespace: str, command: str = "kubectl") -> KubeView:
@@ -93,7 +93,7 @@ def _can(kubectl: Kubectl, namespace: str, account: str, verb: str) -> str:
     return answer.strip().splitlines()[-1].partition(" ")[0]
 
 
-# ---- accessors -------------------------------------------------------------------------------------------------
+# ---- accessors -----------------------------------------------------------------------------------
 
 
 def pod_spec(workload: Object) -> Object:
@@ -105,7 +105,10 @@ def containers(workload: Object) -> list[Object]:
 
 
 def main_container(workload: Object) -> Object:
-    """The container that runs `baton router`, `baton engine` or one of their binaries; empty when none does."""
+    """The container that runs `baton router`, `baton engine` or one of their binaries.
+
+    Empty when none does.
+    """
     return next(filter(_program_of, containers(workload)), {})
 
 
@@ -133,7 +136,10 @@ def account_of(workload: Object) -> str:
 
 
 def arguments(workload: Object, view: KubeView) -> list[str]:
-    """Command line of the main container with $(NAME) replaced from ConfigMaps and plain environment."""
+    """Command line of the main container.
+
+    $(NAME) is replaced from ConfigMaps and plain environment.
+    """
     container = main_container(workload)
     values: dict[str, str] = {}
     maps = {m["metadata"]["name"]: m.get("data", {}) for m in view.of_kind("configmaps")}
@@ -190,7 +196,7 @@ def is_pod_ready(pod: Object) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
 
-# ---- checks ----------------------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 KUBE_CHECKS: list[Check[KubeView]] = []
@@ -236,7 +242,10 @@ WAITING_IS_NORMAL = ("ContainerCreating", "PodInitializing")
 
 
 def _trouble(pod: Object) -> str:
-    """Why a pod does not run, as the scheduler and the kubelet say; empty: nothing is wrong, or it starts."""
+    """Why a pod does not run, as the scheduler and the kubelet say.
+
+    Empty: nothing is wrong, or it starts.
+    """
     status = pod.get("status", {})
     for container in [
         *status.get("initContainerStatuses", []),
@@ -280,9 +289,11 @@ def check_selectors(view: KubeView) -> Iterator[CheckResult]:
 
 
 def _selectors(view: KubeView) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Short name, name and selector of what should select pods of Baton: Services, and flags of routers.
+    """Short name, name and selector of what should select pods of Baton: Services, and flags of
+    routers.
 
-    A Service is meant for a workload if its selector has a key of the workload's labels, with whatever value.
+    A Service is meant for a workload if its selector has a key of the workload's labels, with
+    whatever value.
     """
     keys = {key for workload in view.workloads for key in labels_of(workload["spec"]["template"])}
     for service in view.of_kind("services"):
@@ -330,7 +341,9 @@ def check_probes(view: KubeView) -> Iterator[CheckResult]:
 
 @add_check(KUBE_CHECKS, "kube.grace")
 def check_grace(view: KubeView) -> Iterator[CheckResult]:
-    """preStop + drain + 10 s must fit into terminationGracePeriodSeconds, or Kubernetes kills running requests."""
+    """preStop + drain + 10 s must fit into terminationGracePeriodSeconds, or Kubernetes kills
+    running requests.
+    """
     notes = []
     for workload in view.workloads:
         flag, default = DRAIN_FLAGS[str(program(workload))]

@@ -1,8 +1,8 @@
-"""`baton doctor`: is this machine, this fleet, this namespace well? One line per check, with a remedy.
+"""`baton doctor`: checks of a machine, a fleet or a namespace, a line with a remedy for each.
 
-Without a flag this machine is checked; with the URL of a router, or --fleet, routers and all engines that they list;
-with --namespace the objects of Kubernetes, through kubectl. Changes nothing. Exit code: 0 all well, 1 warnings, 2
-failures or wrong flags.
+Without a flag this machine is checked; with the URL of a router, or --fleet, routers and all
+engines that they list; with --namespace the objects of Kubernetes, through kubectl. Changes
+nothing. Exit code: 0 all well, 1 warnings, 2 failures or wrong flags.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of prefill and decode nodes together: keys, fingerprints, the way from D to P, transports."""
+"""Checks of prefill and decode nodes together: keys, fingerprints, reachability, transports."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def named(labels: list[str]) -> str:
     return ", ".join(labels[:SHOWN]) + more
 
 
-# ---- cluster key -----------------------------------------------------------------------------------------------
+# ---- cluster key ---------------------------------------------------------------------------------
 
 
 @add_check(PAIR_CHECKS, "pair.cluster_key")
 def check_cluster_keys(view: FleetView) -> Iterator[CheckResult]:
     """Compare proofs for one challenge; keys themselves are never shown.
 
-    An engine signs with its first key and accepts both: they differ while keys are changed node by node.
+    An engine signs with its first key and accepts both: they differ while keys are changed node by
+    node.
     """
     engines = [e for e in view.diagnosed if e.role in ("prefill", "decode")]
     if len(engines) < 2:
@@ -74,7 +75,7 @@ def _accept_each_other(one: EngineView, other: EngineView) -> bool:
     return _proofs(one)[0] in _proofs(other) and _proofs(other)[0] in _proofs(one)
 
 
-# ---- fingerprints ----------------------------------------------------------------------------------------------
+# ---- fingerprints --------------------------------------------------------------------------------
 
 
 def differences(prefill: EngineView, decode: EngineView) -> list[str]:
@@ -128,7 +129,7 @@ def check_fingerprints(view: FleetView) -> Iterator[CheckResult]:
     yield ok(f"{len(pairs)} {'pair fits' if len(pairs) == 1 else 'pairs fit'} together")
 
 
-# ---- reachability ----------------------------------------------------------------------------------------------
+# ---- reachability --------------------------------------------------------------------------------
 
 BOOTSTRAP_REMEDIES = {
     "unreachable": "open the bootstrap port from D to P; without a cluster key P listens on 127.0.0.1 only",
@@ -196,7 +197,7 @@ def _troubles(look: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-# ---- transports ------------------------------------------------------------------------------------------------
+# ---- transports ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,10 @@ class TransportChoice:
 
 
 def choose_transport(prefill: EngineView, decode: EngineView) -> TransportChoice | None:
-    """Work out what the transfer runtimes should choose; None when a node has not reported its host."""
+    """Work out what the transfer runtimes should choose.
+
+    Returns None when a node has not reported its host.
+    """
     if not prefill.diagnosis or not decode.diagnosis:
         return None
     tables = [

@@ -1,4 +1,4 @@
-"""Shape of a local cluster, read from the flags of `baton up`: `parse` makes a checked `ClusterPlan`."""
+"""Shape of a local cluster: `parse` makes a `ClusterPlan` of the flags of `baton up`."""
 
 from __future__ import annotations
 

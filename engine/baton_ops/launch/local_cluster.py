@@ -1,13 +1,17 @@
-"""`baton up`: a whole cluster on this machine, as child processes: nodes first, then the router, then a line to paste.
+"""`baton up`: a whole cluster on this machine, as child processes: nodes first, then the router,
+then a line to paste.
 
  1. flags → `ClusterPlan` (cluster_plan.py) + free ports;
- 2. all nodes start at once; each prints READY with the address it got; the router starts when all are ready;
- 3. the state file tells other programs who runs where; what dies is restarted on the same port, with back-off;
+ 2. all nodes start at once; each prints READY with the address it got; the router starts when all
+    are ready;
+ 3. the state file tells other programs who runs where; what dies is restarted on the same port,
+    with back-off;
  4. a terminal shows what loads and, while it serves, the traffic (screen.py, traffic.py);
  5. Ctrl-C, SIGTERM, or the end of --smoke: router first, then nodes; nothing is left behind.
 
-A node that cannot start the first time (a bad flag, no such model) ends `up`; only what has been ready is restarted,
-when it dies, and when it runs but has not answered its health check for --hang-timeout-secs.
+A node that cannot start the first time (a bad flag, no such model) ends `up`; only what has been
+ready is restarted, when it dies, and when it runs but has not answered its health check for
+--hang-timeout-secs.
 """
 
 from __future__ import annotations
@@ -58,7 +62,9 @@ from baton_ops.launch.traffic import TrafficMonitor
 ROUTER_GRACE_SECS = 5.0
 """Running requests get this long to end by themselves."""
 ROUTER_STOP_SECS = ROUTER_GRACE_SECS + 5.0
-"""The router is killed after this: it waits half a second before the grace, and up to two after it for last events."""
+"""The router is killed after this: it waits half a second before the grace, and up to two after it
+for last events.
+"""
 NODE_GRACE_SECS = 10.0
 PORTS_TRIED = 100
 PORT_TAKEN = "is in use already"
@@ -72,7 +78,10 @@ PROGRESS_SECS = 3.0
 
 @dataclass
 class ClusterNode:
-    """Engine of the cluster. Port 0 until it has reported the one it got; from then on it keeps it."""
+    """Engine of the cluster.
+
+    Port 0 until it has reported the one it got; from then on it keeps it.
+    """
 
     role: str
     name: str
@@ -139,7 +148,10 @@ class LocalCluster:
         return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"
 
     async def start(self) -> None:
-        """Nodes at once, then the router. Raises ChildFailed, with the end of a log, when one is not ready in time."""
+        """Nodes at once, then the router.
+
+        Raises ChildFailed, with the end of a log, when one is not ready in time.
+        """
         self.port, note = choose_port(self.host, self.plan.up.port)
         if note:
             self._say(note)
@@ -165,7 +177,8 @@ class LocalCluster:
                 )
                 for node in self.nodes
             ),
-            # A restarted router is well when it answers: it may be waiting for a node that is down too.
+            # A restarted router is well when it answers: it may be waiting for a node that is down
+            # too.
             self._keep_alive(
                 self.router, partial(self._start_router, "/livez"), lambda: f"{self.url}/livez"
             ),
@@ -185,7 +198,10 @@ class LocalCluster:
         return lines
 
     async def stop(self) -> None:
-        """Router first, so that no request finds half a cluster; then all nodes at once. Cancel `watch` before."""
+        """Router first, so that no request finds half a cluster; then all nodes at once.
+
+        Cancel `watch` before.
+        """
         await self._end(self.router, ROUTER_STOP_SECS)
         await asyncio.gather(*(self._end(node.child, NODE_GRACE_SECS) for node in self.nodes))
         if self.plan.up.state_file:
@@ -231,7 +247,7 @@ class LocalCluster:
         self._say(f"{node.name:<10} ready at {node.url}")
 
     async def _tell_progress(self) -> None:
-        """Print the newest log line of each node that is not ready, whenever it changes; until canceled."""
+        """Print the newest log line of each node that is not ready, until canceled."""
         shown: dict[str, str] = {}
         while True:
             await asyncio.sleep(PROGRESS_SECS)
@@ -246,7 +262,10 @@ class LocalCluster:
                     shown[node.name] = text
 
     async def _start_router_first(self) -> None:
-        """Start the router; on another free port if the one chosen before the nodes started is taken by now."""
+        """Start the router.
+
+        It gets another free port if the one chosen before the nodes started is taken by now.
+        """
         for tries_left in reversed(range(ROUTER_PORT_TRIES)):
             try:
                 return await self._start_router("/readyz")
@@ -283,7 +302,8 @@ class LocalCluster:
             "--port",
             str(self.port),
         ]
-        # A laptop's cluster comes and goes: probe it every second, and do not linger when it has to stop.
+        # A laptop's cluster comes and goes: probe it every second, and do not linger when it has to
+        # stop.
         argv += ["--health-check-interval-secs", "1", "--shutdown-delay-ms", "0"]
         argv += ["--shutdown-grace-period-secs", str(int(ROUTER_GRACE_SECS))]
         workers = [node.url for node in self.nodes if node.role == "worker"]
@@ -367,7 +387,10 @@ async def _answers(url: str) -> None:
 
 
 def choose_port(host: str, wanted: int | None) -> tuple[int, str | None]:
-    """The router's port and a sentence if it is not the expected one. Raises ChildFailed if `wanted` is taken."""
+    """The router's port and a sentence if it is not the expected one.
+
+    Raises ChildFailed if `wanted` is taken.
+    """
     if wanted is not None:
         if (port := _bindable(host, wanted)) is not None:
             return port, None
@@ -493,7 +516,10 @@ async def _run(plan: ClusterPlan, log_dir: Path) -> int:
 
 
 def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
-    """The router tokenizes as the engines do, once for both nodes of a pair. Not what --simulate makes of text."""
+    """The router tokenizes as the engines do, once for both nodes of a pair.
+
+    Not what --simulate makes of text.
+    """
     config = build(dict(engine))
     if uses_four_bytes(config):
         return []
@@ -519,7 +545,7 @@ def _router_flags(plan: ClusterPlan) -> list[str]:
 
 
 def check_router_flags(plan: ClusterPlan) -> str | None:
-    """The router's complaint about its flags, which is better heard before a node has loaded a model."""
+    """The router's complaint about its flags, read before any node has loaded a model."""
     if any(word == "--api-key" or word.startswith("--api-key=") for word in plan.args["router"]):
         return "--router-args: give --api-key to baton up itself, which gives it to the router and the nodes"
     argv = [sys.executable, "-m", "baton_ops.cli", "router", *_router_flags(plan), "--print-flags"]

@@ -1,4 +1,4 @@
-"""`baton up --smoke`: real requests through a running cluster, each checked, with a table of what came back.
+"""`baton up --smoke`: real requests through a running cluster, each checked, and their table.
 
 Needs nothing but a base URL and a model name; asserts on what a client can see.
 """

@@ -1,8 +1,10 @@
 """Child process that is kept alive: started, watched and restarted with back-off.
 
  1. `start` spawns it in a process group of its own (process_group.py);
- 2. `until_ready` waits for its `READY {json}` line, or for a probe of the caller's, bounded by a deadline;
- 3. `wait` returns its exit code; `RestartBackoff` says how long to pause before the next `start`; `stop` ends it;
+ 2. `until_ready` waits for its `READY {json}` line, or for a probe of the caller's, bounded by a
+    deadline;
+ 3. `wait` returns its exit code; `RestartBackoff` says how long to pause before the next `start`;
+    `stop` ends it;
  4. `until_unresponsive` finds a process that runs and answers nothing any more.
 
 Its output goes to a log file; `last_errors` shows the end of it when the process dies.
@@ -34,15 +36,16 @@ PROGRESS_LINE = re.compile(r"\S+Z +INFO (?:rank[\d.]+: )?baton\.[\w.]+: (.*)")
 
 
 HANG_PROBES = 4
-"""Probes in a row without an answer before a process hangs. Each waits for a part of the limit, so that the time in
-which this process itself was stopped (Ctrl-Z) counts as one."""
+"""Probes in a row without an answer before a process hangs. Each waits for a part of the limit, so
+that the time in which this process itself was stopped (Ctrl-Z) counts as one."""
 HANG_PROBE_PAUSE_SECS = 5.0
 
 
 async def until_unresponsive(url: Callable[[], str], limit_secs: float) -> None:
     """Return once GET `url` got no answer for `limit_secs`.
 
-    Any status is an answer, and so is a refused or broken connection: a process that has ended is not this one's case.
+    Any status is an answer, and so is a refused or broken connection: a process that has ended is
+    not this one's case.
     """
     timeout = aiohttp.ClientTimeout(total=limit_secs / HANG_PROBES)
     connector = aiohttp.TCPConnector(force_close=True)
@@ -70,7 +73,10 @@ class ChildFailed(Exception):
 
 
 class RestartBackoff:
-    """Pauses between restarts: each twice the one before, up to a limit; the shortest after a long healthy life."""
+    """Pauses between restarts: each twice the one before, up to a limit.
+
+    After a long healthy life the next pause is the shortest again.
+    """
 
     def __init__(self) -> None:
         self._next = FIRST_PAUSE_SECS
@@ -83,7 +89,10 @@ class RestartBackoff:
 
 
 class ChildProcess:
-    """Supervised process. `argv` is asked for at every start, so that a restart can name the port it had."""
+    """Supervised process.
+
+    `argv` is asked for at every start, so that a restart can name the port it had.
+    """
 
     def __init__(
         self, name: str, argv: Callable[[], Sequence[str]], log_path: Path, env: Mapping[str, str]
@@ -124,7 +133,10 @@ class ChildProcess:
         self._output = loop.create_task(self._copy_output(read_end, self._announced))
 
     async def until_ready(self, timeout_secs: float, probe: Awaitable[Any] | None = None) -> Any:
-        """Wait for the READY line (returns its JSON), or for `probe` if given. Raises ChildFailed; kills nothing."""
+        """Wait for the READY line (returns its JSON), or for `probe` if given.
+
+        Raises ChildFailed; kills nothing.
+        """
         assert self._group is not None, "start comes first"
         assert self._announced is not None, "start comes first"
         ready = asyncio.ensure_future(
@@ -141,7 +153,10 @@ class ChildProcess:
         raise ChildFailed(f"{self.name} was not ready after {timeout_secs:.0f} s")
 
     async def wait(self) -> int:
-        """Wait for its end; returns the exit code, negative for a signal. The rest of its group is killed."""
+        """Wait for its end; returns the exit code, negative for a signal.
+
+        The rest of its group is killed.
+        """
         assert self._group is not None, "start comes first"
         code = await self._group.wait()
         if (
@@ -152,7 +167,9 @@ class ChildProcess:
         return code
 
     async def stop(self, grace_secs: float) -> bool:
-        """SIGTERM, wait at most `grace_secs`, SIGKILL for the whole group. Safe to call on a dead process.
+        """SIGTERM, wait at most `grace_secs`, SIGKILL for the whole group.
+
+        Safe to call on a dead process.
 
         Returns whether it ended by itself.
         """
@@ -168,7 +185,9 @@ class ChildProcess:
             self._group.kill()
 
     def last_errors(self, count: int = 20) -> str:
-        """The end of what it logged since its start, without lines of level INFO and below where there are others."""
+        """The end of what it logged since its start, without lines of level INFO and below where
+        there are others.
+        """
         lines = self._last_lines()
         return "\n".join(
             [line for line in lines if not ROUTINE_LINE.match(line)][-count:] or lines[-1:]

@@ -1,8 +1,9 @@
 """Traffic of a running cluster in one line, for the terminal of `baton up`.
 
-1. `TrafficMonitor.run` reads the router's feed (requests, tokens per second, KV in use) and, with each snapshot, the
-   histogram of first tokens in its /metrics;
-2. `line` is the newest state; a router that is away, or wants another key, leaves out what is unknown.
+1. `TrafficMonitor.run` reads the router's feed (requests, tokens per second, KV in use) and, with
+   each snapshot, the histogram of first tokens in its /metrics;
+2. `line` is the newest state; a router that is away, or wants another key, leaves out what is
+   unknown.
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ def read_snapshot(event: dict[str, Any]) -> TrafficSnapshot:
 
 
 def status_line(snapshot: TrafficSnapshot, first_tokens: BucketCounts) -> str:
-    """Requests, rate, first tokens and KV, the most important first: a narrow terminal cuts the end."""
+    """Requests, rate, first tokens and KV.
+
+    The most important come first, because a narrow terminal cuts the end.
+    """
     parts = [f"{snapshot.running} running, {snapshot.queued} queued", *snapshot.out_of_service]
     if snapshot.tokens_per_s is not None:
         parts.append(f"{snapshot.tokens_per_s:.0f} tokens/s")

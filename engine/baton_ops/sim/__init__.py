@@ -1,4 +1,6 @@
-"""`baton simulate`: the production scheduler over a recorded trace, on a virtual clock. Standard library only.
+"""`baton simulate`: the production scheduler over a recorded trace, on a virtual clock.
+
+Standard library only.
 
 `baton engine --simulate`, the production engine without a model, is `baton.runtime.simulated`.
 

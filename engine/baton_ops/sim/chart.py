@@ -1,4 +1,4 @@
-"""Distributions as a self-contained SVG: share of requests (0 to 1) over seconds on a logarithmic axis."""
+"""Distributions as a self-contained SVG: share of requests over seconds, on a logarithmic axis."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ LEAST = 1e-3
 def cdf_svg(title: str, x_label: str, curves: Mapping[str, Sequence[float]]) -> str:
     """An SVG document; `curves` maps a name to values in seconds (empty ones are left out)."""
     drawn = {name: sorted(values) for name, values in curves.items() if values}
-    # The fastest percent may be drawn at the left edge: a few full cache hits would stretch the axis by decades.
+    # The fastest percent may be drawn at the left edge: a few full cache hits would stretch the
+    # axis by decades.
     low = math.floor(
         math.log10(max(min((v[len(v) // 100] for v in drawn.values()), default=LEAST), LEAST))
     )

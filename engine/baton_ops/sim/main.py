@@ -1,8 +1,10 @@
 """`baton simulate`: what would each queue order have done to a recorded day? Flags in, table out.
 
-1. Flags: SimConfig (the simulation), StepModel (the device), and every engine flag that the planner reads.
+1. Flags: SimConfig (the simulation), StepModel (the device), and every engine flag that the planner
+   reads.
 2. Arrivals: as recorded, or rescaled by --speedup or to a target --load.
-3. One policy after the other over the same arrivals; progress on stderr; Ctrl-C prints what there is and exits 130.
+3. One policy after the other over the same arrivals; progress on stderr; Ctrl-C prints what there
+   is and exits 130.
 
 With --replay nothing is simulated: recorded decisions are repeated and compared (sched.recording).
 """
@@ -53,7 +55,10 @@ NOT_SIMULATED = frozenset({
     "abort_on_priority_when_disabled", "stream_interval", "drain_timeout_secs", "decision_log", "scheduler_trace",
     "kv_events_config", "metrics_compat", "enable_trace", "otlp_traces_endpoint",
 })  # fmt: skip
-"""Engine flags without a meaning here: refused, not swallowed. Every other one is taken from EngineConfig."""
+"""Engine flags without a meaning here: refused, not swallowed.
+
+Every other one is taken from EngineConfig.
+"""
 
 DEFAULTS: dict[str, Any] = {**NODE, "max_queued_requests": 1_000_000}
 """Differ from the engine's own."""
@@ -162,7 +167,10 @@ def _coarser(rules: TenantRules, run: SimulatedRun) -> TenantRules:
 
 
 def check_classes(run: SimulatedRun, trace: Sequence[TraceRequest]) -> None:
-    """Raises ConfigError for a class of the trace that --priority-classes does not have; without it they only group."""
+    """Raises ConfigError for a class of the trace that --priority-classes does not have.
+
+    Without that flag classes only group requests.
+    """
     names = fairness(run.engine).classes.names
     unknown = {r.priority_class for r in trace if r.priority_class is not None} - set(names)
     if names and unknown:
@@ -198,7 +206,10 @@ def make_parser() -> FlagParser:
 
 
 def parse(argv: Sequence[str]) -> SimulatedRun:
-    """Flags → checked settings; prints every mistake and exits with 2. Reads no file but --tenant-config's."""
+    """Flags → checked settings; prints every mistake and exits with 2.
+
+    Reads no file but --tenant-config's.
+    """
     values, bad = make_parser().read(argv)
     sim = SimConfig(**_of(SimConfig, values))
     model = dataclasses.replace(PRESETS[sim.model], **_of(StepModel, values))
@@ -297,8 +308,8 @@ def setting(run: SimulatedRun, trace: Sequence[TraceRequest]) -> NodeSetting:
 def offered_seconds(run: SimulatedRun, trace: Sequence[TraceRequest]) -> float:
     """Device time that the trace asks for: what --load divides by the time in which it arrives.
 
-    Prompts: full steps, and the hits of an LRU cache of the pool's size in order of arrival. Answers: decoded in
-    batches as large as slots and pool allow.
+    Prompts: full steps, and the hits of an LRU cache of the pool's size in order of arrival.
+    Answers: decoded in batches as large as slots and pool allow.
     """
     model = run.model
     engine = run.engine
@@ -373,7 +384,10 @@ def simulate(
 
 
 def replay_main(sim: SimConfig) -> int:
-    """Do this program's decisions equal the recorded ones? Exit code 1 if not; --json writes every decision."""
+    """Compare this program's decisions with the recorded ones.
+
+    The exit code is 1 if they differ. --json writes every decision.
+    """
     assert sim.replay is not None
     path = Path(sim.replay)
     made: list[dict[str, Any]] = []

@@ -1,10 +1,12 @@
-"""Engine rank on a virtual clock: the production loop (runtime.engine_loop) with a step-time model as its device.
+"""Engine rank on a virtual clock: the production loop (runtime.engine_loop) with a step-time model
+as its device.
 
-Before a turn of the loop, take in what has arrived. When the loop waits for a step, the clock runs to the step's end;
-when it has nothing to do, the clock jumps to the next arrival, release or deadline. Planning takes no virtual time.
+Before a turn of the loop, take in what has arrived. When the loop waits for a step, the clock runs
+to the step's end; when it has nothing to do, the clock jumps to the next arrival, release or
+deadline. Planning takes no virtual time.
 
-Invariants: the clock never goes back; every request of the trace ends in exactly one outcome; at the end no page is
-held.
+Invariants: the clock never goes back; every request of the trace ends in exactly one outcome; at
+the end no page is held.
 """
 
 from __future__ import annotations
@@ -89,7 +91,10 @@ class NodeSetting:
 
 
 class StuckSimulation(RuntimeError):
-    """The scheduler has requests and does nothing: a bug in the scheduler. The message has its state."""
+    """The scheduler has requests and does nothing: a bug in the scheduler.
+
+    The message has its state.
+    """
 
 
 class SameThread:
@@ -105,7 +110,9 @@ class SameThread:
 
 
 class VirtualLink:
-    """Transfer driver of a P node: a prompt's pages are released when a link of the modeled speed has carried them."""
+    """Transfer driver of a P node: a prompt's pages are released when a link of the modeled speed
+    has carried them.
+    """
 
     def __init__(self, node: SimNode) -> None:
         self._node = node
@@ -145,7 +152,10 @@ class SimulatedStep:
 
 
 class SimNode:
-    """Build one per policy; `run` may be interrupted, `records` are valid at any time. It is its loop's device."""
+    """Build one per policy; `run` may be interrupted, `records` are valid at any time.
+
+    It is its loop's device.
+    """
 
     def __init__(self, setting: NodeSetting, limits: Limits) -> None:
         self.setting = setting
@@ -181,7 +191,10 @@ class SimNode:
         return self._decisions.hexdigest()[:16]
 
     def run(self, progress: Callable[[SimNode], None] = lambda _: None) -> None:
-        """Until every request has ended. Raises Stuck, or LedgerError if the page books do not balance."""
+        """Run until every request has ended.
+
+        Raises Stuck, or LedgerError if the page books do not balance.
+        """
         while self._turn():
             progress(self)
         self.sched.ledger().check_idle(self.sched.limits.num_pages)
@@ -198,7 +211,8 @@ class SimNode:
             self._next += 1
             try:
                 req = self._request(handle)
-                # The tenant's tokens, as the front takes them before a request reaches the scheduler.
+                # The tenant's tokens, as the front takes them before a request reaches the
+                # scheduler.
                 wait = self._rates.admit(req.tenant, self.records[handle].prompt_tokens, self.now)
                 if wait > 0:
                     raise RateLimited(
@@ -278,7 +292,10 @@ class SimNode:
                 self.done += 1
 
     def _jump(self) -> bool:
-        """Move the clock to the next thing that happens by itself; False when nothing is left to happen."""
+        """Move the clock to the next event that needs no step.
+
+        Returns False when none is left.
+        """
         coming = [self.setting.arrivals[self._next]] if self._next < len(self.records) else []
         coming += [self._link.releases[0][0]] if self._link and self._link.releases else []
         deadline = self.sched.next_deadline()
@@ -293,7 +310,10 @@ class SimNode:
 
 
 def _outcome(event: EmittedTokens) -> RequestOutcome:
-    """Outcome by a request's last event; one that lost its place to a higher priority was refused, only later."""
+    """Outcome by a request's last event.
+
+    One that lost its place to a higher priority was refused, only later.
+    """
     if event.finish is not FinishReason.ERROR or event.error is None:
         return RequestOutcome.COMPLETED
     return (

@@ -1,4 +1,4 @@
-"""Latencies of a simulation's requests: numbers per policy, as a table for people and as JSON for programs."""
+"""Latencies of a simulation's requests: numbers per policy, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class RecordGroup:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Outcome of a policy. Seconds on the virtual clock, but for `wall_seconds`; counts of requests and steps."""
+    """Outcome of a policy.
+
+    Seconds on the virtual clock, but for `wall_seconds`; counts of requests and steps.
+    """
 
     policy: str
     requests: int
@@ -65,7 +68,7 @@ class RunSummary:
     retractions: int
     preemptions: int
     starved: int
-    """Requests that waited for longer than --starvation-threshold-ms while later ones were admitted."""
+    """Requests that waited longer than --starvation-threshold-ms while later ones were admitted."""
     steps: int
     simulated_seconds: float
     decisions: str
@@ -153,12 +156,13 @@ COLUMN_GROUPS = (2, 6, 4, 5, 4)
 def fit_table(
     rows: Sequence[Sequence[str]], columns: int | None = None, groups: Sequence[int] = ()
 ) -> list[str]:
-    """Lines of a table, the first column aligned to the left; parts below each other where it is wider than `columns`.
+    """Lines of a table, the first column aligned to the left.
+
+    A table wider than `columns` is shown in parts below each other.
 
     Args:
-        rows: the header first.
-        columns: width of the terminal; None: any.
-        groups: numbers of columns after the first that stay in one part; empty: each may be in another.
+        rows: the header first. columns: width of the terminal; None: any. groups: numbers of
+        columns after the first that stay in one part; empty: each may be in another.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     parts: list[list[int]] = [[]]
@@ -183,7 +187,10 @@ def fit_table(
 
 
 def table(summaries: Sequence[RunSummary], columns: int | None = None) -> str:
-    """Format a row per policy; a p50 … belongs to the name before it. `vs first`: mean TTFT over the first row's."""
+    """Format a row per policy; a p50 … belongs to the name before it.
+
+    `vs first`: mean TTFT over the first row's.
+    """
     first = summaries[0].ttft.mean if summaries and summaries[0].ttft else 0.0
     rows = [HEADER, *(_cells(summary, first) for summary in summaries)]
     lines = fit_table(rows, columns, COLUMN_GROUPS)

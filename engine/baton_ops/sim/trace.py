@@ -1,13 +1,15 @@
-"""Trace files → requests: arrival times, lengths, and prompts whose prefixes are equal exactly where the trace says so.
+"""Trace files → requests: arrival times, lengths, and prompts whose prefixes are equal exactly
+where the trace says so.
 
- 1. `read` parses and checks JSON Lines (gzip'd or not): timestamp [ms], input_length, output_length [tokens], hash_ids
-    (one id per 512-token block of the prompt), and who asks: priority, priority_class, tenant (all four optional). A
-    bad line is an error with its number.
- 2. `arrivals` turns time stamps into seconds: stamps of coarse clocks are spread evenly over the gap to the next one.
- 3. `prompt_tokens` makes token ids when a request arrives: each token of a block is the block's number, so equal ids
-    behind equal prefixes are equal tokens, different ids differ in every page, and a partial block is a prefix of the
-    whole one. Answers use numbers of their own (`answer_token`): a trace does not tell what was answered, so nothing
-    matches them.
+ 1. `read` parses and checks JSON Lines (gzip'd or not): timestamp [ms], input_length, output_length
+    [tokens], hash_ids (one id per 512-token block of the prompt), and who asks: priority,
+    priority_class, tenant (all four optional). A bad line is an error with its number.
+ 2. `arrivals` turns time stamps into seconds: stamps of coarse clocks are spread evenly over the
+    gap to the next one.
+ 3. `prompt_tokens` makes token ids when a request arrives: each token of a block is the block's
+    number, so equal ids behind equal prefixes are equal tokens, different ids differ in every page,
+    and a partial block is a prefix of the whole one. Answers use numbers of their own
+    (`answer_token`): a trace does not tell what was answered, so nothing matches them.
 
 Format: Mooncake's (arXiv 2407.00079).
 """
@@ -49,7 +51,7 @@ class TraceRequest:
     input_length: int
     output_length: int
     blocks: tuple[int, ...]
-    """Numbers from 0 on, BLOCK_TOKENS tokens each: one per distinct hash id behind a distinct prefix."""
+    """Numbers from 0 on, of BLOCK_TOKENS tokens each, per distinct hash id and prefix."""
     priority: int | None = None
     priority_class: str | None = None
     tenant: str | None = None
@@ -73,7 +75,10 @@ def locate(name: str) -> Path:
 
 
 def read(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a trace. Raises ConfigError, with the line number, for what is not one."""
+    """The first `limit` requests of a trace.
+
+    Raises ConfigError, with the line number, for what is not one.
+    """
     number = 0  # the last line read, for messages
     ids: dict[tuple[int, int], int] = {}
     requests: list[TraceRequest] = []
@@ -170,7 +175,10 @@ def _blocks(hash_ids: Any, prompt: int, ids: dict[tuple[int, int], int]) -> tupl
 
 
 def arrivals(trace: Sequence[TraceRequest]) -> list[float]:
-    """Arrival in seconds from the first request; k equal stamps are spread evenly over the gap to the next stamp."""
+    """Arrival in seconds from the first request.
+
+    Equal stamps are spread evenly over the gap to the next stamp.
+    """
     counts = Counter(request.timestamp_ms for request in trace)
     gaps = [after - at for at, after in itertools.pairwise(counts)]
     gaps.append(
@@ -184,7 +192,10 @@ def arrivals(trace: Sequence[TraceRequest]) -> list[float]:
 
 
 def prompt_tokens(request: TraceRequest, scale: int) -> array[int]:
-    """The prompt's token ids; one of them stands for `scale` real tokens (a divisor of BLOCK_TOKENS)."""
+    """The prompt's token ids.
+
+    One of them stands for `scale` real tokens (a divisor of BLOCK_TOKENS).
+    """
     per_block = BLOCK_TOKENS // scale
     tokens = array("i")
     for block in request.blocks:
@@ -199,7 +210,8 @@ def answer_token(handle: int) -> int:
 
 
 def cached_in_arrival_order(trace: Iterable[TraceRequest], capacity_tokens: int) -> list[int]:
-    """Prompt tokens per request that an LRU cache of this size holds when requests run one after the other.
+    """Prompt tokens per request that an LRU cache of this size holds when requests run one after
+    the other.
 
     A yardstick for --load, not a bound: a scheduler that reorders may do better or worse.
     """
