@@ -6,6 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+from tests.structure.shape import (
+    code_lines,
+    matches_on_bool,
+    packed_statements,
+    tuple_assignments,
+)
 from tests.structure.sources import (
     CRATES,
     PYTHON,
@@ -27,6 +33,7 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 MAX_ONE_WORD_PERCENT = 30
 MAX_DOC_COLUMNS = 100
+MAX_TUPLE_ASSIGNMENTS_PER_KLOC = 1
 
 PACKAGE_ORDER = (
     "errors", "config", "cache", "sched", "layers", "models", "disagg", "runtime", "server", "sim", "cli",
@@ -171,6 +178,26 @@ def types_of_one_name() -> Offenses:
                 yield f"{package}:{name}", count
 
 
+def tuple_assigning_packages() -> Offenses:
+    """Packages with too many assignments `a, b = x, y` per thousand lines of code."""
+    for package, paths in packages().items():
+        count = sum(map(tuple_assignments, paths))
+        if 1000 * count > MAX_TUPLE_ASSIGNMENTS_PER_KLOC * sum(map(code_lines, paths)):
+            yield package, count
+
+
+def bool_matches() -> Offenses:
+    for path in product_files():
+        if count := matches_on_bool(path):
+            yield path, count
+
+
+def statements_on_one_line() -> Offenses:
+    for path in product_files():
+        if count := packed_statements(path):
+            yield path, count
+
+
 def bare_openings() -> Offenses:
     """Doc comments that begin without their subject, per file."""
     for path in product_files():
@@ -258,6 +285,13 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
         f"at most {MAX_ONE_WORD_PERCENT} % of a package's public types have one word",
     ),
     "same-name-types": (types_of_one_name, "two public types of a package never share a name"),
+    "tuple-assignment": (
+        tuple_assigning_packages,
+        "one fact per line: at most "
+        f"{MAX_TUPLE_ASSIGNMENTS_PER_KLOC} `a, b = x, y` per 1,000 lines of code of a package",
+    ),
+    "match-bool": (bool_matches, "a choice between true and false is an `if`"),
+    "one-statement": (statements_on_one_line, "each statement stands on a line of its own"),
     "bare-opening": (
         bare_openings,
         "a doc comment begins with a noun phrase or an imperative verb",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.structure.allowed import PATH, allowed, grown, outdated
+from tests.structure.figures import percentile, table
 from tests.structure.rules import BARE, RULES, RULES_FILE, offenses, spoken_files
+from tests.structure.shape import matches_on_bool, packed_statements, tuple_assignments
 from tests.structure.sources import cyclic, expanded, files, functions
 
-WRITE = f"`python -m tests.structure` rewrites {PATH.name}"
+WRITE = f"`python -m tests.structure write` rewrites {PATH.name}"
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +87,73 @@ def test_functions_are_measured() -> None:
 )
 def test_bare_openings_differ_from_nouns(line: str, is_bare: bool) -> None:
     assert bool(BARE.match(line)) is is_bare
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "count"),
+    [
+        ("a.py", "first, second = 1, other", 1),
+        ("a.py", "self.first, second = 1, f(2, 3)", 1),
+        ("a.py", "first, second = second, first", 0),
+        ("a.py", "first, second = pair()", 0),
+        ("a.py", "pair = 1, 2", 0),
+        ("a.rs", "let (first, mut second) = (f(1, 2), [3, 4]);", 1),
+        ("a.rs", "let (first, second): (u8, u8) = (1, 2);", 1),
+        ("a.rs", "    (first, second) = (1, 2);", 1),
+        ("a.rs", "let (first, second) = (second, first);", 0),
+        ("a.rs", "let (first, second) = pair(1, 2);", 0),
+        ("a.rs", "let (Some(first), Ok(second)) = (f(), g()) else { return };", 0),
+        ("a.rs", "if let (Some(first), Ok(second)) = (f(), g()) {}", 0),
+        ("a.rs", 'let (open, close) = ("(", ")"); // both', 1),
+    ],
+)
+def test_unrelated_values_of_one_assignment_are_counted(
+    name: str, line: str, count: int, tmp_path: Path
+) -> None:
+    assert tuple_assignments(written(tmp_path / name, line)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "count"),
+    [
+        ("a.rs", "match a.is_some() {\n    true => 1,\n    false => 2,\n}", 1),
+        ("a.rs", "match flag {\n    false if late => 1,\n    _ => 2,\n}", 1),
+        ("a.rs", "match (a, b) {\n    (true, _) => 1,\n    _ => 2,\n}", 0),
+        ("a.py", "match flag:\n    case True:\n        pass\n", 1),
+        ("a.py", "match flag:\n    case None:\n        pass\n", 0),
+    ],
+)
+def test_matches_on_a_bool_are_counted(name: str, source: str, count: int, tmp_path: Path) -> None:
+    assert matches_on_bool(written(tmp_path / name, source)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "count"),
+    [
+        ("a.py", "a = 1; b = 2", 1),
+        ("a.py", "if a: b = 2", 1),
+        ("a.py", "def a() -> None: ...", 0),
+        ("a.rs", "let a = 1; let b = 2;", 1),
+        ("a.rs", "let a = [0; N]; // one; two", 0),
+        ("a.rs", "|a| { b(a); }", 0),
+    ],
+)
+def test_statements_that_share_a_line_are_counted(
+    name: str, line: str, count: int, tmp_path: Path
+) -> None:
+    assert packed_statements(written(tmp_path / name, line)) == count
+
+
+def written(path: Path, source: str) -> str:
+    path.write_text(source, encoding="utf-8")
+    return str(path)
+
+
+def test_percentiles_are_values_of_the_list() -> None:
+    sizes = list(range(1, 101))
+    assert [percentile(sizes, percent) for percent in (50, 95, 99, 100)] == [50, 95, 99, 100]
+    assert percentile([], 50) == 0
+
+
+def test_figures_name_every_crate() -> None:
+    assert {"router/src", "kv_transfer/src", "engine/baton/sched"} <= set(table().split())
