@@ -33,11 +33,11 @@ from baton.errors import Aborted, EngineDead, EngineError
 from baton.runtime import priority_hook
 from baton.runtime.priority_hook import PriorityHook
 from baton.sched import recording, setup
-from baton.sched.metrics.request_timeline import RequestTimeline
 from baton.sched.scheduler import Scheduler
 from baton.sched.types.events import EmittedTokens, Event, OrderReviewed
 from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import ValidatedRequest
+from baton.sched.types.request_timeline import RequestTimeline
 
 if TYPE_CHECKING:
     from baton.disagg.transfer_driver import TransferDriver

@@ -7,10 +7,10 @@
 | `state` | tables of sequences, and the moves between them |
 | `setup` | limits and rules of a scheduler, from `EngineConfig` |
 | `recording` | every input of a scheduler as a line; replay |
-| `types/` | request, sequence, plan, events, limits |
+| `types/` | request, sequence, plan, events, limits, request timelines |
 | `queue/` | waiting queue, admission, priority, deadlines |
 | `policies/` | queue orders, one file each |
 | `fairness/` | shares of classes and tenants |
 | `memory/` | pages of sequences, demand, preemption |
-| `metrics/` | statistics, request timelines, step log, load reports |
+| `metrics/` | statistics, step log, load reports |
 """

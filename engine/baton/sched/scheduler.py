@@ -19,7 +19,6 @@ from baton import errors
 from baton.cache.kv_events import Stored
 from baton.cache.ledger import HostLedger, PageLedger
 from baton.sched.metrics.load_report import LoadReport, measure
-from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.metrics.step_log import StepDecision, StepLog
 from baton.sched.planner import Planner, PlanOutcome
 from baton.sched.policies.base import work
@@ -37,6 +36,7 @@ from baton.sched.types.events import (
 from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
+from baton.sched.types.request_timeline import PulledPages
 from baton.sched.types.sequence import Seq, SeqState
 
 DUMPED_DECISIONS = 20

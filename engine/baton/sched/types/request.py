@@ -73,7 +73,7 @@ class ValidatedRequest:
     priority_class: str = ""
     """Name from --priority-classes; "" counts as the middle one."""
     trace: bytes = b""
-    """Not empty: a timeline (sched.metrics.request_timeline) is recorded, and handed back with this."""
+    """Not empty: a timeline (sched.types.request_timeline) is recorded, and handed back with this."""
     tenant: str = ""
     """For whom this is computed (sched.fairness.tenants); "": no tenant, and without a tenant's limits."""
 

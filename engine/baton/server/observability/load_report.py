@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from baton.sched.metrics.request_timeline import FirstTokenStages
+from baton.sched.types.request_timeline import FirstTokenStages
 from baton.server.worker.client import RankClient
 
 LOAD_HEADER = "x-baton-load"
