@@ -18,9 +18,9 @@ from baton.sched import setup
 from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
 from baton.sched.policies.dfs_weight import ROOT, BranchWeights, Path
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.types.limits import Limits
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
 from tests.support.sched_sim import VOCAB, Node, ordered, random_prompt, reference, request
 

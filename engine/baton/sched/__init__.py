@@ -7,8 +7,8 @@
 | `state` | tables of sequences, and the moves between them |
 | `setup` | limits and rules of a scheduler, from `EngineConfig` |
 | `recording` | every input of a scheduler as a line; replay |
-| `types/` | request, sequence, plan, events, limits, request timelines |
-| `queue/` | waiting queue, admission, priority, deadlines |
+| `types/` | request, sequence, priority, plan, events, limits, request timelines |
+| `queue/` | waiting queue, admission, deadlines |
 | `policies/` | queue orders, one file each |
 | `fairness/` | shares of classes and tenants |
 | `memory/` | pages of sequences, demand, preemption |

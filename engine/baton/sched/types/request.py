@@ -59,7 +59,7 @@ class ValidatedRequest:
     prompt: IntArray
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int | None = None
-    """The client's; None counts as lowest when priority scheduling is on (sched.queue.priority.PriorityRule)."""
+    """The client's; None counts as lowest when priority scheduling is on (sched.types.priority.PriorityRule)."""
     namespace: bytes = b""
     """Radix cache namespace (extra_key / cache_salt): equal prompts of different namespaces share nothing."""
     arrival: float = 0.0
