@@ -28,7 +28,7 @@ from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import Row, StepPlan, StepResult, StopReason
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest

@@ -9,7 +9,7 @@ import pytest
 
 from baton.config.simulated import StepModel
 from baton.sched.policies import PolicyParams
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sim.node import NodeSetting, SimNode
 from baton.sim.report import percentile, ttfts
 from baton.sim.trace import TraceRequest

@@ -15,7 +15,7 @@ from baton.errors import PromptTooLong, TenantQueueFull
 from baton.sched.fairness.fair_queue import MAX_LABELS, FairnessRules, FairQueue
 from baton.sched.policies import POLICIES
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest

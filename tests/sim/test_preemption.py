@@ -14,7 +14,7 @@ from baton.errors import QueueFull
 from baton.runtime.simulated.device import step_seconds
 from baton.sched.memory.preemption import may_preempt, priority_victims, retraction_victim
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest

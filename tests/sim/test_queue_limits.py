@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import DuplicateRoom, QueueFull
 from baton.sched.queue.admission import AdmissionController, DrainRate
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import Seq

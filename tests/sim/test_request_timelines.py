@@ -9,8 +9,8 @@ import random
 import pytest
 
 from baton.errors import KvTransferFailed, RequestTimeout
+from baton.sched.setup.limits import Limits
 from baton.sched.types import request_timeline
-from baton.sched.types.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages, RequestTimeline

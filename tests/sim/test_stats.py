@@ -11,7 +11,7 @@ import pytest
 from baton.sched.metrics import collector
 from baton.sched.policies import PolicyParams
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepPlan
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import Rendezvous

@@ -10,7 +10,7 @@ import pytest
 from baton.cache.eviction import EVICTION_POLICIES
 from baton.errors import QueueFull, WrongState
 from baton.sched.policies import POLICIES
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import SeqState

@@ -16,6 +16,7 @@ from baton.cache.host import CopyRun
 from baton.cache.radix import InsertResult
 from baton.sched.policies import Policy, PolicyContext
 from baton.sched.scheduler import Scheduler
+from baton.sched.setup.limits import Limits
 from baton.sched.types.events import (
     AbortTransfer,
     EmittedTokens,
@@ -25,7 +26,6 @@ from baton.sched.types.events import (
     PrefillDone,
     RevokeGrant,
 )
-from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, UNKNOWN_TOKEN, StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest

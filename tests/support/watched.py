@@ -21,8 +21,8 @@ from baton.cache.radix import RadixNode
 from baton.sched.planner.reservation import PageReservation
 from baton.sched.policies import AdaptivePolicy, ShortFirst
 from baton.sched.scheduler import Scheduler
+from baton.sched.setup.limits import Limits
 from baton.sched.types.hashing import uniform
-from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import LOWEST_PRIORITY
 from baton.sched.types.sequence import Seq, SeqState

@@ -24,6 +24,7 @@ from baton.sched.planner import Planner, PlanOutcome
 from baton.sched.policies.base import work
 from baton.sched.queue.deadlines import DeadlineQueue
 from baton.sched.queue.priority_hook import LoadView, RequestView
+from baton.sched.setup.limits import Limits
 from baton.sched.state import SchedulerState
 from baton.sched.types.events import (
     AbortTransfer,
@@ -33,7 +34,6 @@ from baton.sched.types.events import (
     PrefillDone,
     new_token,
 )
-from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import PulledPages

@@ -1,4 +1,4 @@
-"""The budgets of one scheduler (names, defaults and help: baton.config; the mapping: sched.setup)."""
+"""The budgets of one scheduler (names, defaults and help: baton.config; the mapping: sched.setup.from_config)."""
 
 from __future__ import annotations
 
