@@ -25,7 +25,7 @@ from baton.sched.policies.adaptive import (
     snapshot_in_parts,
 )
 from baton.sched.setup.limits import Limits
-from baton.sched.state import SchedulerState
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.events import OrderReviewed
 from baton.sched.types.sequence import Seq
 from baton.sim.node import NodeSetting, SimNode

@@ -11,7 +11,7 @@ import pytest
 from baton import config, errors
 from baton.cli import drain
 from baton.cli.bench import serving
-from baton.sched.metrics.load_report import LoadReport
+from baton.sched.state.load_report import LoadReport
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

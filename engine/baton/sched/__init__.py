@@ -4,7 +4,6 @@
 |---|---|
 | `scheduler` | `Scheduler`: requests in, results in, plans and events out |
 | `planner` | `Planner`: the rows of one step |
-| `state` | tables of sequences, and the moves between them |
 | `recording` | every input of a scheduler as a line; replay |
 | `types/` | request, sequence, priority, plan, events, request timelines |
 | `queue/` | waiting queue, admission, deadlines |
@@ -12,5 +11,6 @@
 | `fairness/` | shares of classes and tenants |
 | `setup/` | limits of a scheduler, and their values from `EngineConfig` |
 | `memory/` | pages of sequences, demand, preemption |
-| `metrics/` | statistics, step log, load reports |
+| `metrics/` | statistics, step log |
+| `state/` | tables of sequences and the moves between them; load reports of them |
 """

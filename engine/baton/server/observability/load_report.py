@@ -29,7 +29,7 @@ def short(rank: RankClient) -> dict[str, Any]:
 
 
 def full(rank: RankClient) -> dict[str, Any]:
-    """Element of GET /v1/loads: the same, tokens since the start, and all of sched.metrics.load_report.LoadReport."""
+    """Element of GET /v1/loads: the same, tokens since the start, and all of sched.state.load_report.LoadReport."""
     return {
         **short(rank),
         **_totals(rank, "_tokens"),

@@ -12,7 +12,7 @@ import msgspec
 
 from baton.cache.int_array import pack, unpack
 from baton.sched.metrics.histogram import Histogram
-from baton.sched.metrics.load_report import LoadReport
+from baton.sched.state.load_report import LoadReport
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.request_timeline import RequestTimeline
