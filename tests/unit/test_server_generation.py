@@ -18,11 +18,11 @@ from baton.errors import EngineError, KvTransferFailed, RequestTimeout
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, SamplingParams
-from baton.server.api.openai import ChatFormat, CompletionFormat, token_key
-from baton.server.api.sglang_format import GenerateFormat
-from baton.server.api.validation import AcceptedRequest, PromptItem
 from baton.server.http.generation import Generation
 from baton.server.observability.metrics import EngineMetrics
+from baton.server.request.openai import ChatFormat, CompletionFormat, token_key
+from baton.server.request.sglang_format import GenerateFormat
+from baton.server.request.validation import AcceptedRequest, PromptItem
 from baton.server.text.detokenizer import TextRules
 from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model

@@ -11,9 +11,9 @@ import pytest
 from baton import config
 from baton.errors import BadRequest, ConfigError, RateLimited
 from baton.sched.setup import from_config
-from baton.server.api.fields import read
-from baton.server.api.schema import RequestFields
-from baton.server.api.tenancy import Tenancy
+from baton.server.request.fields import read
+from baton.server.request.schema import RequestFields
+from baton.server.request.tenancy import Tenancy
 
 
 def file(folder: Path, document: Any) -> str:

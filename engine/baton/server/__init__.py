@@ -3,7 +3,7 @@
 | package | holds |
 |---|---|
 | `http/` | routes, request handling, streams, life cycle |
-| `api/` | request schema: OpenAI, SGLang's native API, tenancy, resume |
+| `request/` | request schema: OpenAI, SGLang's native API, tenancy, resume |
 | `text/` | tokenizer, chat template, detokenizer, facts about a model directory |
 | `worker/` | the rank process, its client in the front, and their messages |
 | `tensor_parallel/` | a group of processes that computes one model |

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from baton.cli.doctor.client import HttpClient, MetricSample, in_parallel, parse_metrics
 from baton.config import is_loopback
-from baton.server.api.schema import MAX_PROBES
 from baton.server.observability.host_facts import HostFacts
+from baton.server.request.schema import MAX_PROBES
 from baton.server.worker.transfer_setup import source_address
 
 CONNECT_SECS = 3.0

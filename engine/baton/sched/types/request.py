@@ -14,7 +14,7 @@ from baton.cache.int_array import IntArray
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Ranges are checked at the edge (server.api.validation); `top_k` 0 means no limit."""
+    """How tokens are chosen. Ranges are checked at the edge (server.request.validation); `top_k` 0 means no limit."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0

@@ -22,8 +22,8 @@ from baton.config.tenants import DEFAULT_TENANT, NAME_RULE, TENANT_NAME
 from baton.errors import BadRequest, RateLimited
 from baton.sched.fairness.tenants import RateLimits
 from baton.sched.setup import from_config
-from baton.server.api.fields import bad
-from baton.server.api.schema import RequestFields
+from baton.server.request.fields import bad
+from baton.server.request.schema import RequestFields
 
 TENANT_HEADER = "x-tenant-id"
 
