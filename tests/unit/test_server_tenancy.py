@@ -11,7 +11,7 @@ import pytest
 from baton import config
 from baton.errors import BadRequest, ConfigError, RateLimited
 from baton.sched.setup import from_config
-from baton.server.request.fields import read
+from baton.server.fields import read
 from baton.server.request.schema import RequestFields
 from baton.server.request.tenancy import Tenancy
 

@@ -9,6 +9,7 @@
 | `tensor_parallel/` | a group of processes that computes one model |
 | `kv_events/` | announcements of cached blocks |
 | `observability/` | metrics, spans, load reports, diagnosis, logs |
+| `fields` | JSON objects of requests, and what is wrong in them |
 | `logs` | log lines: text or JSON |
 | `launch/` | `baton engine`, `baton up`, supervision of processes |
 """

@@ -25,6 +25,7 @@ from baton import DISTRIBUTION, errors
 from baton.config import SECRETS, EngineConfig, kv_events
 from baton.sched.metrics import step_log
 from baton.sched.types.request import SamplingParams
+from baton.server import fields
 from baton.server.http.generation import Generation
 from baton.server.http.http_utils import (
     REQUEST_ID,
@@ -44,7 +45,6 @@ from baton.server.kv_events.http_stream import KvStreams
 from baton.server.observability import diagnosis, load_report, tracer
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
-from baton.server.request import fields
 from baton.server.request.openai import ChatFormat, CompletionFormat, spellings
 from baton.server.request.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.request.sglang_format import GenerateFormat

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from baton.errors import FingerprintMismatch
-from baton.server.request import fields
+from baton.server import fields
 from baton.server.request.schema import RequestFields, ResumeFields
 from baton.server.request.token_ids import ModelVocabulary
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from baton.errors import BadRequest, ConfigError
 from baton.sched.types.request import SamplingParams
-from baton.server.request import fields
-from baton.server.request.fields import first
+from baton.server import fields
+from baton.server.fields import first
 from baton.server.request.schema import MAX_STOP_IDS, SamplingFields
 from baton.server.request.token_ids import ModelVocabulary
 from baton.server.text.model_info import ModelFacts

@@ -22,7 +22,7 @@ from baton.config.tenants import DEFAULT_TENANT, NAME_RULE, TENANT_NAME
 from baton.errors import BadRequest, RateLimited
 from baton.sched.fairness.tenants import RateLimits
 from baton.sched.setup import from_config
-from baton.server.request.fields import bad
+from baton.server.fields import bad
 from baton.server.request.schema import RequestFields
 
 TENANT_HEADER = "x-tenant-id"

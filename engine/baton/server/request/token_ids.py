@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from baton.errors import BadRequest, FingerprintMismatch
-from baton.server.request.fields import bad, shown
+from baton.server.fields import bad, shown
 from baton.server.request.schema import MAX_ITEMS
 from baton.server.text.tokenizer import Tokenizer
 

@@ -27,8 +27,9 @@ from baton.errors import (
     by_code,
 )
 from baton.sched.types.request import Rendezvous, SamplingParams
-from baton.server.request import fields, schema, unsupported_fields
-from baton.server.request.fields import bad, first
+from baton.server import fields
+from baton.server.fields import bad, first
+from baton.server.request import schema, unsupported_fields
 from baton.server.request.placement import place, seed_for
 from baton.server.request.resume import ResumeState, read_resume
 from baton.server.request.sampling import read_defaults, read_params
