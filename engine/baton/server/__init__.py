@@ -2,8 +2,9 @@
 
 | package | holds |
 |---|---|
-| `http/` | routes, request handling, streams, life cycle |
-| `request/` | request schema: OpenAI, SGLang's native API, tenancy, resume |
+| `http/` | routes, request handling, life cycle |
+| `request/` | requests: schema, validation, placement, tenancy, resume |
+| `response/` | answers: generation, OpenAI's and SGLang's formats, streams |
 | `text/` | tokenizer, chat template, detokenizer, facts about a model directory |
 | `worker/` | the rank process, its client in the front, and their messages |
 | `tensor_parallel/` | a group of processes that computes one model |
