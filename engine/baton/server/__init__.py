@@ -2,14 +2,14 @@
 
 | package | holds |
 |---|---|
-| `http/` | routes, request handling, life cycle |
+| `http/` | routes, request handling, life cycle, tracer |
 | `request/` | requests: schema, validation, placement, tenancy, resume |
 | `response/` | answers: generation, OpenAI's and SGLang's formats, streams |
 | `text/` | tokenizer, chat template, detokenizer, facts about a model directory |
-| `worker/` | the rank process, its client in the front, and their messages |
+| `worker/` | the rank process, its client in the front, their messages, its log files |
 | `tensor_parallel/` | a group of processes that computes one model |
 | `kv_events/` | announcements of cached blocks |
-| `observability/` | metrics, spans, load reports, diagnosis, logs |
+| `observability/` | metrics, spans, load reports, diagnosis |
 | `fields` | JSON objects of requests, and what is wrong in them |
 | `logs` | log lines: text or JSON |
 | `launch/` | `baton engine`, `baton up`, supervision of processes |

@@ -26,6 +26,7 @@ from baton.config import SECRETS, EngineConfig, kv_events
 from baton.sched.metrics import step_log
 from baton.sched.types.request import SamplingParams
 from baton.server import fields
+from baton.server.http import tracer
 from baton.server.http.http_utils import (
     REQUEST_ID,
     error_response,
@@ -40,7 +41,7 @@ from baton.server.http.lifecycle import (
     ServerLifecycle,
 )
 from baton.server.http.request_handler import RequestHandler
-from baton.server.observability import diagnosis, load_report, tracer
+from baton.server.observability import diagnosis, load_report
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
 from baton.server.request.schema import INT64_MAX, MAX_ITEMS, AbortRequest

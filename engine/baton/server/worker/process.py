@@ -36,12 +36,12 @@ from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server import logs
 from baton.server.kv_events.publisher import KvPublisher
-from baton.server.observability.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
 from baton.server.tensor_parallel import channel
 from baton.server.tensor_parallel.process import run_leader, run_worker
 from baton.server.tensor_parallel.transfer_node import TpTransferNode
 from baton.server.text import model_info
 from baton.server.worker import messages, transfer_setup
+from baton.server.worker.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
 
 if TYPE_CHECKING:
     from baton.runtime.build import LoadedModel
