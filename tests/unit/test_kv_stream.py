@@ -15,10 +15,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from baton.cache.kv_events import Removed, Stored
 from baton.errors import EngineError
 from baton.server.http.http_utils import error_response
-from baton.server.kv_events import codec
 from baton.server.response import kv_event_stream
 from baton.server.response.kv_event_stream import KvStreams
 from baton.server.worker.client import RankClient
+from baton.server.worker.kv_events import codec
 from baton.server.worker.messages import KvEvents, ReplyMessage
 
 BLOCK = Stored((2**64 - 1,), None, b"\1\0\0\0\2\0\0\0", b"salt\0")

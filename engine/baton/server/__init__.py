@@ -7,8 +7,8 @@
 | `response/` | answers: generation, OpenAI's and SGLang's formats, streams |
 | `text/` | tokenizer, chat template, detokenizer, facts about a model directory |
 | `worker/` | the rank process, its client in the front, their messages, its log files |
-| `tensor_parallel/` | a group of processes that computes one model |
-| `kv_events/` | announcements of cached blocks |
+| `worker/tensor_parallel/` | a group of processes that computes one model |
+| `worker/kv_events/` | announcements of cached blocks |
 | `observability/` | metrics, spans, load reports, diagnosis |
 | `fields` | JSON objects of requests, and what is wrong in them |
 | `logs` | log lines: text or JSON |
