@@ -9,12 +9,13 @@ from tests.structure.rules import packages
 from tests.structure.shape import code_lines, tuple_assignments
 from tests.structure.sources import (
     CRATES,
+    PYTHON,
     Graph,
     cyclic,
+    entry,
+    file_imports,
     functions,
     merged,
-    python_imports,
-    rust_imports,
 )
 
 LONG_FUNCTION_LINES = 60
@@ -88,45 +89,22 @@ def second_floor() -> str:
 
 
 def second_floor_components() -> list[tuple[str, set[str]]]:
-    """(package, its folders and files that reach each other) of each package and module."""
-    imports = {name.replace(".", "/"): _paths(names) for name, names in python_imports().items()}
-    found = _components(imports, depth=2)
-    for folder in CRATES.values():
-        depth = folder.count("/") + 1
-        uses = {
-            _without_suffix(path): _without_suffixes(used)
-            for path, used in rust_imports(folder).items()
-        }
-        found += _components(uses, depth=depth)
-        found += _components(uses, depth=depth + 1)
-    return found
-
-
-def _paths(modules: set[str]) -> set[str]:
-    return {module.replace(".", "/") for module in modules}
-
-
-def _without_suffix(path: str) -> str:
-    return path.removesuffix(".rs").removesuffix("/mod")
-
-
-def _without_suffixes(paths: set[str]) -> set[str]:
-    return {_without_suffix(path) for path in paths}
-
-
-def _components(graph: Graph, *, depth: int) -> list[tuple[str, set[str]]]:
-    """Components among the entries of each folder that lies `depth` folders deep."""
-    entries: dict[str, dict[str, str]] = {}
-    for node in graph:
-        parts = node.split("/")
-        if len(parts) > depth:
-            entries.setdefault("/".join(parts[:depth]), {})[node] = parts[depth]
+    """(folder, its entries that reach each other) of each folder below a package or module."""
+    imports = file_imports()
+    above = (f"{PYTHON}/", *(f"{folder}/" for folder in CRATES.values()))
+    folders = {
+        path.rsplit("/", depth)[0] for path in imports for depth in range(1, path.count("/"))
+    }
     return [
         (folder, group)
-        for folder, group_of in sorted(entries.items())
-        for group in cyclic(merged(_within(graph, group_of), group_of))
+        for folder in sorted(folders)
+        if folder.startswith(above)
+        for group in cyclic(_entries(imports, folder))
     ]
 
 
-def _within(graph: Graph, nodes: dict[str, str]) -> Graph:
-    return {node: {target for target in graph[node] if target in nodes} for node in nodes}
+def _entries(imports: Graph, folder: str) -> Graph:
+    """Imports between the entries of a folder."""
+    inside = {path for path in imports if path.startswith(f"{folder}/")}
+    names = {path: entry(path, folder) for path in inside}
+    return merged({path: imports[path] & inside for path in inside}, names)

@@ -15,7 +15,10 @@ from tests.structure.shape import (
 from tests.structure.sources import (
     CRATES,
     PYTHON,
+    ROOTS,
     cyclic,
+    entry,
+    file_imports,
     files,
     first_doc_lines,
     functions,
@@ -44,6 +47,70 @@ ROUTER_ORDER = (
     "lib", "main",
 )  # fmt: skip
 """Modules of the router, lowest first: each uses only those before it."""
+SECOND_FLOOR = {
+    "engine/baton/sched": (
+        "types",
+        "policies",
+        "fairness",
+        "metrics",
+        "setup",
+        "queue",
+        "memory",
+        "state",
+        "planner",
+        "scheduler",
+        "recording",
+    ),
+    "engine/baton/layers": (
+        "model_spec",
+        "shard",
+        "collectives",
+        "flashinfer_loader",
+        "kernels",
+        "cuda",
+        "ops_cpu",
+        "ops_cuda",
+        "ops",
+        "kv_pool",
+        "attention",
+    ),
+    "engine/baton/runtime": (
+        "device",
+        "communicators",
+        "model_limits",
+        "priority_hook",
+        "engine_loop",
+        "sampling",
+        "runner",
+        "memory",
+        "build",
+        "simulated",
+    ),
+    "engine/baton/server": (
+        "fields",
+        "logs",
+        "text",
+        "request",
+        "worker",
+        "observability",
+        "response",
+        "http",
+        "launch",
+    ),
+    "engine/baton/server/worker": (
+        "messages",
+        "transfer_setup",
+        "log_file",
+        "kv_events",
+        "tensor_parallel",
+        "client",
+        "process",
+    ),
+}
+"""Files and folders of a package, lowest first: each imports only those before it.
+
+`__init__` (`mod` in Rust) imports all others unless it is listed itself.
+"""
 
 STATE_MACHINES = {"kv_transfer/src/state_machine/decode.rs:step"}
 """Functions that match over all states of one machine; these stay in one place, however long."""
@@ -124,6 +191,22 @@ def _router_floor(path: str) -> int:
     return ROUTER_ORDER.index(
         path.removeprefix(CRATES["router"] + "/").split("/")[0].removesuffix(".rs")
     )
+
+
+def upward_imports_of_a_package() -> Offenses:
+    """Imports against the order of SECOND_FLOOR, and entries without a place in it."""
+    imports = file_imports()
+    for folder, order in SECOND_FLOOR.items():
+        inside = {path for path in imports if path.startswith(f"{folder}/")}
+        entries = {entry(path, folder) for path in inside}
+        yield from ((f"{folder}: {name} is not listed", 1) for name in entries - {*order, *ROOTS})
+        yield from ((f"{folder}: {name} does not exist", 1) for name in {*order} - entries)
+        listed = [*order, *sorted(entries.difference(order))]
+        place = {name: index for index, name in enumerate(listed)}
+        for path in inside:
+            for other in imports[path] & inside:
+                if place[entry(other, folder)] > place[entry(path, folder)]:
+                    yield f"{path} -> {other}", 1
 
 
 def folder_entries() -> Offenses:
@@ -267,6 +350,11 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
         upward_imports,
         f"a package imports only those before it (engine: {' < '.join(PACKAGE_ORDER)}; "
         f"router: {' < '.join(ROUTER_ORDER)}): move what both need into the lower one",
+    ),
+    "second-floor": (
+        upward_imports_of_a_package,
+        "inside a package a file imports only entries before its own (SECOND_FLOOR in rules.py): "
+        "move what both need into the lower one, or pass it in",
     ),
     "folder-entries": (
         folder_entries,

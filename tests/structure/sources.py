@@ -108,6 +108,30 @@ def _imported(name: str, path: str, modules: dict[str, str]) -> Iterator[str]:
                 )
 
 
+# ---------------------------------------------------------------------- imports between files
+
+ROOTS = ("__init__", "mod", "lib")
+"""Files that stand for the folder they lie in."""
+
+
+@functools.cache
+def file_imports() -> Graph:
+    """Imports between files, of Python and of each crate."""
+    modules = python_modules()
+    graph = {
+        modules[name]: {modules[other] for other in imported}
+        for name, imported in python_imports().items()
+    }
+    for folder in CRATES.values():
+        graph |= rust_imports(folder)
+    return graph
+
+
+def entry(path: str, folder: str) -> str:
+    """The folder or file directly below `folder` that a path leads to, without its ending."""
+    return path.removeprefix(f"{folder}/").split("/")[0].removesuffix(".py").removesuffix(".rs")
+
+
 # ---------------------------------------------------------------------- Rust imports
 
 

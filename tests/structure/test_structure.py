@@ -8,7 +8,15 @@ import pytest
 
 from tests.structure.allowed import PATH, allowed, grown, outdated
 from tests.structure.figures import percentile, table
-from tests.structure.rules import BARE, RULES, RULES_FILE, offenses, spoken_files
+from tests.structure.rules import (
+    BARE,
+    RULES,
+    RULES_FILE,
+    SECOND_FLOOR,
+    offenses,
+    spoken_files,
+    upward_imports_of_a_package,
+)
 from tests.structure.shape import matches_on_bool, packed_statements, tuple_assignments
 from tests.structure.sources import cyclic, expanded, files, functions
 
@@ -70,6 +78,19 @@ def test_words_of_every_source_are_checked() -> None:
 def test_cycles_are_found_and_chains_are_not() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
     assert cyclic(graph) == [{"a", "b", "c"}]
+
+
+def test_imports_against_the_order_of_a_package_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not list(upward_imports_of_a_package())
+    folder = "engine/baton/server"
+    order = [name for name in SECOND_FLOOR[folder] if name != "logs"]
+    monkeypatch.setitem(SECOND_FLOOR, folder, (*reversed(order), "moved"))
+    found = [what for what, _ in upward_imports_of_a_package()]
+    assert f"{folder}: logs is not listed" in found
+    assert f"{folder}: moved does not exist" in found
+    assert f"{folder}/request/sampling.py -> {folder}/fields.py" in found
 
 
 def test_use_trees_are_expanded() -> None:
