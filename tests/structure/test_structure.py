@@ -12,13 +12,13 @@ from tests.structure.rules import (
     BARE,
     RULES,
     RULES_FILE,
-    SECOND_FLOOR,
     offenses,
     spoken_files,
     upward_imports_of_a_package,
 )
+from tests.structure.second_floor import SECOND_FLOOR
 from tests.structure.shape import matches_on_bool, packed_statements, tuple_assignments
-from tests.structure.sources import cyclic, expanded, files, functions
+from tests.structure.sources import cyclic, expanded, files, functions, rust_imports
 
 WRITE = f"`python -m tests.structure write` rewrites {PATH.name}"
 
@@ -91,6 +91,11 @@ def test_imports_against_the_order_of_a_package_are_found(
     assert f"{folder}: logs is not listed" in found
     assert f"{folder}: moved does not exist" in found
     assert f"{folder}/request/sampling.py -> {folder}/fields.py" in found
+
+
+def test_a_use_of_a_name_exported_again_leads_to_its_module() -> None:
+    uses = rust_imports("router/core/src")["router/core/src/kv/index.rs"]
+    assert "router/core/src/kv/replica.rs" in uses  # `use super::CacheUpdate`
 
 
 def test_use_trees_are_expanded() -> None:
