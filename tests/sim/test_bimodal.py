@@ -9,7 +9,7 @@ import pytest
 
 from baton.config.simulated import StepModel
 from baton.sched.policies import PolicyParams
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton_ops.sim.node import NodeSetting, SimNode
 from baton_ops.sim.report import percentile, ttfts
 from baton_ops.sim.trace import TraceRequest

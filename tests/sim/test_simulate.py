@@ -21,8 +21,8 @@ from baton.config.flags import markdown
 from baton.config.simulated import BLOCK_TOKENS, PRESETS, StepModel, scaled
 from baton.errors import ConfigError
 from baton.sched.policies import POLICIES
-from baton.sched.setup import limits
-from baton.sched.types.limits import Limits
+from baton.sched.setup.from_config import limits
+from baton.sched.setup.limits import Limits
 from baton_ops.cli import main
 from baton_ops.sim import main as command
 from baton_ops.sim import trace as traces

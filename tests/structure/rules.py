@@ -6,9 +6,19 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+from tests.structure.second_floor import SECOND_FLOOR
+from tests.structure.shape import (
+    code_lines,
+    matches_on_bool,
+    packed_statements,
+    tuple_assignments,
+)
 from tests.structure.sources import (
     CRATES,
+    ROOTS,
     cyclic,
+    entry,
+    file_imports,
     files,
     first_doc_lines,
     functions,
@@ -27,6 +37,7 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 MAX_ONE_WORD_PERCENT = 30
 MAX_DOC_COLUMNS = 100
+MAX_TUPLE_ASSIGNMENTS_PER_KLOC = 1
 
 PACKAGE_ORDER = {
     "baton": ("errors", "config", "cache", "sched", "layers", "models", "disagg", "runtime", "server"),
@@ -128,6 +139,22 @@ def _router_floor(path: str) -> int:
     )
 
 
+def upward_imports_of_a_package() -> Offenses:
+    """Imports against the order of SECOND_FLOOR, and entries without a place in it."""
+    imports = file_imports()
+    for folder, order in SECOND_FLOOR.items():
+        inside = {path for path in imports if path.startswith(f"{folder}/")}
+        entries = {entry(path, folder) for path in inside}
+        yield from ((f"{folder}: {name} is not listed", 1) for name in entries - {*order, *ROOTS})
+        yield from ((f"{folder}: {name} does not exist", 1) for name in {*order} - entries)
+        listed = [*order, *sorted(entries.difference(order))]
+        place = {name: index for index, name in enumerate(listed)}
+        for path in inside:
+            for other in imports[path] & inside:
+                if place[entry(other, folder)] > place[entry(path, folder)]:
+                    yield f"{path} -> {other}", 1
+
+
 def folder_entries() -> Offenses:
     """Folders of sources that list too many files and folders."""
     listed: dict[str, set[str]] = {}
@@ -178,6 +205,26 @@ def types_of_one_name() -> Offenses:
         for name, count in Counter(name for path in paths for name in public_types(path)).items():
             if count > 1:
                 yield f"{package}:{name}", count
+
+
+def tuple_assigning_packages() -> Offenses:
+    """Packages with too many assignments `a, b = x, y` per thousand lines of code."""
+    for package, paths in packages().items():
+        count = sum(map(tuple_assignments, paths))
+        if 1000 * count > MAX_TUPLE_ASSIGNMENTS_PER_KLOC * sum(map(code_lines, paths)):
+            yield package, count
+
+
+def bool_matches() -> Offenses:
+    for path in product_files():
+        if count := matches_on_bool(path):
+            yield path, count
+
+
+def statements_on_one_line() -> Offenses:
+    for path in product_files():
+        if count := packed_statements(path):
+            yield path, count
 
 
 def bare_openings() -> Offenses:
@@ -250,6 +297,11 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
         f"a package imports only those before it (Python: {' < '.join(_python_order())}; "
         f"router: {' < '.join(ROUTER_ORDER)}): move what both need into the lower one",
     ),
+    "second-floor": (
+        upward_imports_of_a_package,
+        "inside a package a file imports only entries before its own (second_floor.py): "
+        "move what both need into the lower one, or pass it in",
+    ),
     "folder-entries": (
         folder_entries,
         f"a folder lists at most {MAX_ENTRIES} entries: group them by a noun of the field",
@@ -267,6 +319,13 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
         f"at most {MAX_ONE_WORD_PERCENT} % of a package's public types have one word",
     ),
     "same-name-types": (types_of_one_name, "two public types of a package never share a name"),
+    "tuple-assignment": (
+        tuple_assigning_packages,
+        "one fact per line: at most "
+        f"{MAX_TUPLE_ASSIGNMENTS_PER_KLOC} `a, b = x, y` per 1,000 lines of code of a package",
+    ),
+    "match-bool": (bool_matches, "a choice between true and false is an `if`"),
+    "one-statement": (statements_on_one_line, "each statement stands on a line of its own"),
     "bare-opening": (
         bare_openings,
         "a doc comment begins with a noun phrase or an imperative verb",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton import config, errors
-from baton.sched.metrics.load_report import LoadReport
+from baton.sched.state.load_report import LoadReport
 from baton_ops import drain
 from baton_ops.bench import serving
 
@@ -124,7 +124,7 @@ def test_places_in_the_code_map_exist() -> None:
     "page", [*PAGES, ROOT / "deploy" / "README.md"], ids=lambda page: page.parent.name + page.name
 )
 def test_source_files_that_pages_name_exist(page: Path) -> None:
-    """Pages may leave out leading folders: `capture.py` and `graphs/capture.py` both name a file that ends so."""
+    """Pages may leave out leading folders: `capture.py` and `runner/capture.py` both name a file that ends so."""
     named = re.findall(r"`([\w./-]+\.(?:rs|py))(?::\w+)?`", page.read_text(encoding="utf-8"))
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in SOURCES)] == []
 

@@ -17,10 +17,8 @@ from baton.errors import ConfigError
 from baton.layers.attention.reference import TorchAttention
 from baton.layers.collectives import TpContext, init_group, leave
 from baton.layers.shard import Shard
-from baton.runtime.graphs import warmup
-from baton.runtime.graphs.capture import BYTES_EACH
-from baton.runtime.graphs.warmup import WarmupLimits, pages_needed, steps
 from baton.runtime.memory import profile as fitting
+from baton.runtime.memory import warmup
 from baton.runtime.memory.device_memory import (
     GIB,
     LEAST_PAGES,
@@ -30,6 +28,8 @@ from baton.runtime.memory.device_memory import (
     size_pool,
 )
 from baton.runtime.memory.profile import check_weights, profile_memory
+from baton.runtime.memory.warmup import WarmupLimits, pages_needed, steps
+from baton.runtime.runner.capture import BYTES_EACH
 from baton.sched.types.plan import ForwardMode, StepPlan
 from tests.support import tiny_model
 from tests.support.whole_model import load_model

@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from baton.config import is_loopback
-from baton.server.api.schema import MAX_PROBES
 from baton.server.observability.host_facts import HostFacts
+from baton.server.request.schema import MAX_PROBES
 from baton.server.worker.transfer_setup import source_address
 from baton_ops.clients.http_client import HttpClient, in_parallel
 from baton_ops.clients.metrics import MetricSample, parse_metrics

@@ -31,8 +31,8 @@ from baton.config.tenants import TenantRule, TenantRules
 from baton.errors import ConfigError
 from baton.sched.policies import POLICIES
 from baton.sched.recording import ReplayError, digest, replay
-from baton.sched.setup import fairness, limits
-from baton.sched.types.limits import Limits
+from baton.sched.setup.from_config import fairness, limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepPlan
 from baton_ops.sim import trace as traces
 from baton_ops.sim.chart import cdf_svg

@@ -27,9 +27,9 @@ from baton.runtime.engine_loop import Answer, Done, EngineLoop, Outcome
 from baton.runtime.simulated.device import step_seconds
 from baton.sched.fairness.tenants import RateLimits
 from baton.sched.scheduler import Scheduler
+from baton.sched.setup.limits import Limits
 from baton.sched.types.events import EmittedTokens, Event, PrefillDone
 from baton.sched.types.hashing import uniform
-from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
 from baton_ops.sim.trace import TraceRequest, answer_token, prompt_tokens

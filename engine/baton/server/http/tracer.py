@@ -19,9 +19,9 @@ from prometheus_client import Counter
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from baton.server.http.generation import Generation
 from baton.server.http.http_utils import REQUEST_ID
 from baton.server.observability import spans
+from baton.server.response.generation import Generation
 from baton.server.worker.messages import TimelinesMessage
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from functools import partialmethod
 from typing import Any
 
 from baton.disagg.transfer_driver import TransferNode
-from baton.server.tensor_parallel.channel import FollowerStuck, TpGroup, TpWorkers
+from baton.server.worker.tensor_parallel.channel import FollowerStuck, TpGroup, TpWorkers
 
 log = logging.getLogger("baton.team_node")
 

@@ -7,8 +7,8 @@
    again in the model's collectives. Between steps a follower sleeps on its socket: no process waits in a collective
    for work to come.
 4. On P and D nodes every rank has a transfer runtime for its heads of each page, and followers do with theirs what the
-   first rank does with its own (server.tensor_parallel.transfer_node), in one order with the steps; what they hear,
-   they report.
+   first rank does with its own (server.worker.tensor_parallel.transfer_node), in one order with the steps; what they
+   hear, they report.
 5. An empty message ends a follower. Signals do not: a group ends together, and the front kills what is left of one.
 
 Channel: one PUSH socket per follower, bound by the first rank in the engine's private directory (ADR 0009).

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from baton.errors import BadRequest, FingerprintMismatch
-from baton.server.api.fields import bad, shown
-from baton.server.api.schema import MAX_ITEMS
+from baton.server.fields import bad, shown
+from baton.server.request.schema import MAX_ITEMS
 from baton.server.text.tokenizer import Tokenizer
 
 SHOWN_TOKENS = 8

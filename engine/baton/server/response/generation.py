@@ -20,12 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import EngineError, RequestTimeout
-from baton.sched.metrics.request_timeline import FirstTokenStages
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, ValidatedRequest
-from baton.server.api.validation import AcceptedRequest, PromptItem
+from baton.sched.types.request_timeline import FirstTokenStages
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.spans import ParentSpan
+from baton.server.request.validation import AcceptedRequest, PromptItem
 from baton.server.text.detokenizer import Detokenizer, StopMatcher
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankClient, RankSet

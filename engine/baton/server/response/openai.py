@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from baton.server.http.generation import ChoiceState, Generation, TextDelta, TokenLogprobs
+from baton.server.response.generation import ChoiceState, Generation, TextDelta, TokenLogprobs
 
 encode_json = msgspec.json.Encoder().encode
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from baton.sched.policies.base import cached_tokens
 from baton.sched.queue.priority_buckets import BANDS, DEFAULT, band
-from baton.sched.state import SchedulerState
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.sequence import wants_row
 
 NEW_PROBES = 64

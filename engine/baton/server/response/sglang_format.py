@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from baton.server.api.openai import ResponseFormat, finite_logprob, sse
-from baton.server.http.generation import ChoiceState, Generation, TextDelta, TokenLogprobs
+from baton.server.response.generation import ChoiceState, Generation, TextDelta, TokenLogprobs
+from baton.server.response.openai import ResponseFormat, finite_logprob, sse
 
 
 class GenerateFormat(ResponseFormat):

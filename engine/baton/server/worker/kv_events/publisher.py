@@ -25,7 +25,7 @@ from baton.config import kv_events
 from baton.config.kv_events import FLAG, KvEventsConfig
 from baton.errors import ConfigError
 from baton.sched.scheduler import Scheduler
-from baton.server.kv_events import codec
+from baton.server.worker.kv_events import codec
 from baton.server.worker.messages import KvEvents
 
 log = logging.getLogger("baton.kv_events")

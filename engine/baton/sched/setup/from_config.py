@@ -10,8 +10,8 @@ from baton.config import EngineConfig, kv_events, tenants
 from baton.config.classes import ClassRules, parse_classes
 from baton.sched.fairness.fair_queue import FairnessRules
 from baton.sched.policies.base import PolicyParams
-from baton.sched.queue.priority import PriorityRule
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
+from baton.sched.types.priority import PriorityRule
 
 Made = TypeVar("Made", Limits, PolicyParams, FairnessRules)
 

@@ -12,8 +12,8 @@ from typing import Any
 from baton.errors import MissingField
 from baton.sched.types.hashing import mix64
 from baton.sched.types.request import Rendezvous
-from baton.server.api.fields import bad, first
-from baton.server.api.schema import INT64_MAX, RequestFields
+from baton.server.fields import bad, first
+from baton.server.request.schema import INT64_MAX, RequestFields
 
 DEFAULT_BOOTSTRAP_PORT = 8998
 

@@ -1,4 +1,4 @@
-"""The budgets of one scheduler (names, defaults and help: baton.config; the mapping: sched.setup)."""
+"""The budgets of one scheduler (names, defaults and help: baton.config; the mapping: sched.setup.from_config)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.sched.fairness.fair_queue import FairnessRules
 from baton.sched.policies.base import PolicyParams
-from baton.sched.queue.priority import PriorityRule
+from baton.sched.types.priority import PriorityRule
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@
 //! all of them share (`context`); each of them gets the others as arguments and does not know the
 //! loop.
 
+mod accept;
+
 use std::io;
 use std::mem;
 use std::net::{IpAddr, TcpListener};
@@ -16,10 +18,10 @@ use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 
+use self::accept::accept_loop;
 use super::command::EngineCommand;
 use super::communicators::LoopContext;
 use super::config::NodeConfig;
-use super::connections::accept::accept_loop;
 use super::connections::establish::PeerMessage;
 use super::connections::outbox::OutgoingMessage;
 use super::context::{LoopInboxes, LoopMessage, NodeContext, NodeTimer, SharedState, uuid};

@@ -12,10 +12,10 @@ from typing import Any
 
 from baton.errors import BadRequest, ConfigError
 from baton.sched.types.request import SamplingParams
-from baton.server.api import fields
-from baton.server.api.fields import first
-from baton.server.api.schema import MAX_STOP_IDS, SamplingFields
-from baton.server.api.token_ids import ModelVocabulary
+from baton.server import fields
+from baton.server.fields import first
+from baton.server.request.schema import MAX_STOP_IDS, SamplingFields
+from baton.server.request.token_ids import ModelVocabulary
 from baton.server.text.model_info import ModelFacts
 
 DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -27,19 +27,20 @@ from baton.errors import (
     by_code,
 )
 from baton.sched.types.request import Rendezvous, SamplingParams
-from baton.server.api import fields, schema, unsupported_fields
-from baton.server.api.fields import bad, first
-from baton.server.api.placement import place, seed_for
-from baton.server.api.resume import ResumeState, read_resume
-from baton.server.api.sampling import read_defaults, read_params
-from baton.server.api.schema import (
+from baton.server import fields
+from baton.server.fields import bad, first
+from baton.server.request import schema, unsupported_fields
+from baton.server.request.placement import place, seed_for
+from baton.server.request.resume import ResumeState, read_resume
+from baton.server.request.sampling import read_defaults, read_params
+from baton.server.request.schema import (
     MAX_DEADLINE_MS,
     MAX_ITEMS,
     RequestFields,
     SamplingFields,
 )
-from baton.server.api.tenancy import Tenancy
-from baton.server.api.token_ids import ModelVocabulary, refuse_other_tokenizer, rows_of_ids
+from baton.server.request.tenancy import Tenancy
+from baton.server.request.token_ids import ModelVocabulary, refuse_other_tokenizer, rows_of_ids
 from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.detokenizer import TextRules
 from baton.server.text.messages import count_chars

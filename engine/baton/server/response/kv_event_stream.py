@@ -23,8 +23,8 @@ import msgspec
 from aiohttp import web
 
 from baton.errors import BadRequest, EngineDead, EngineError, NotFound
-from baton.server.kv_events import codec
 from baton.server.worker.client import RankClient, RankSet
+from baton.server.worker.kv_events import codec
 from baton.server.worker.messages import KvEvents
 
 KEEP = 1024

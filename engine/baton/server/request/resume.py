@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from baton.errors import FingerprintMismatch
-from baton.server.api import fields
-from baton.server.api.schema import RequestFields, ResumeFields
-from baton.server.api.token_ids import ModelVocabulary
+from baton.server import fields
+from baton.server.request.schema import RequestFields, ResumeFields
+from baton.server.request.token_ids import ModelVocabulary
 
 EMIT_HEADER = "x-baton-emit-tokens"
 _encode = msgspec.json.Encoder().encode

@@ -1,4 +1,4 @@
-"""Conversion of a JSON object to a msgspec Struct (schema.py), with errors in sentences for the client.
+"""Conversion of a JSON object to a msgspec Struct (request/schema.py), with errors in sentences for the client.
 
 JSON null means absent, as in OpenAI's API. Errors are BadRequest with `param`, e.g. `sampling_params.top_p`.
 """

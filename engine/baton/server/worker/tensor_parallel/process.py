@@ -16,10 +16,15 @@ import msgspec
 import zmq
 
 from baton.config import EngineConfig
-from baton.server.tensor_parallel import channel, transfer_node
-from baton.server.tensor_parallel.channel import TpGroup, TpWorkers, TransferEvents, encode_report
 from baton.server.text import model_info
 from baton.server.worker import transfer_setup
+from baton.server.worker.tensor_parallel import channel, transfer_node
+from baton.server.worker.tensor_parallel.channel import (
+    TpGroup,
+    TpWorkers,
+    TransferEvents,
+    encode_report,
+)
 
 if TYPE_CHECKING:
     from baton.runtime.build import LoadedModel

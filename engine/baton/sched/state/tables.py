@@ -29,8 +29,8 @@ from baton.sched.policies import POLICIES, Policy, PolicyContext
 from baton.sched.queue.admission import AdmissionController
 from baton.sched.queue.priority_buckets import class_of
 from baton.sched.queue.waiting_queue import WaitingQueue
+from baton.sched.setup.limits import Limits
 from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, GrantPages, RevokeGrant
-from baton.sched.types.limits import Limits
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import Seq, SeqState
 

@@ -20,10 +20,10 @@ from baton.config import EngineConfig
 from baton.config.classes import SERVICE_TIERS
 from baton.config.tenants import DEFAULT_TENANT, NAME_RULE, TENANT_NAME
 from baton.errors import BadRequest, RateLimited
-from baton.sched import setup
 from baton.sched.fairness.tenants import RateLimits
-from baton.server.api.fields import bad
-from baton.server.api.schema import RequestFields
+from baton.sched.setup import from_config
+from baton.server.fields import bad
+from baton.server.request.schema import RequestFields
 
 TENANT_HEADER = "x-tenant-id"
 
@@ -31,7 +31,7 @@ TENANT_HEADER = "x-tenant-id"
 class Tenancy:
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError for a bad tenant file."""
-        self._rules = setup.fairness(config)
+        self._rules = from_config.fairness(config)
         rules = self._rules.tenants
         self._rates = None if rules is None else RateLimits(rules, config.max_idle_tenants)
 
