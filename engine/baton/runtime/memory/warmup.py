@@ -35,6 +35,8 @@ SAMPLINGS = (
 CACHED_TOKENS = 8192
 """Long enough for attention to split one row's KV among thread blocks, which takes its workspace."""
 FEW_TOKENS = 16
+LONG_PROMPT_TOKENS = 512
+"""Attention may have other kernels for long rows."""
 TOKEN = 0
 """Every vocabulary has it."""
 
@@ -103,8 +105,10 @@ def steps(limits: WarmupLimits) -> list[tuple[str, StepPlan]]:
     )
     few_tokens = min(FEW_TOKENS, limits.prompt_tokens, limits.context)
     cached = min(CACHED_TOKENS, limits.context - few_tokens)
+    long = min(LONG_PROMPT_TOKENS, limits.prompt_tokens, limits.context)
     made = [
         _Step("one prompt", 0, (short,)),
+        _Step(f"one prompt of {long} tokens", 0, (long,)),
         _Step("a chunk that is not a prompt's last", 0, (short,), samples=False),
         _Step(f"{few_tokens} tokens after {cached} cached ones", 0, (few_tokens,), cached=cached),
         _Step("one sequence decoding", 1, ()),
