@@ -149,7 +149,7 @@ class FlashInferAttention(PagedAttention):
         return _Wrappers(decode, prefill, long_prefill)
 
     def _has_long_kernels(self, window: int) -> bool:
-        """Whether LONG_KERNELS exist for this GPU and were tried for such layers (tests/gpu/test_attention.py)."""
+        """Return whether this GPU has LONG_KERNELS, tried for such layers (tests/gpu/test_attention.py)."""
         data = self._kv.data
         if not data.is_cuda or torch.cuda.get_device_capability(data.device)[0] != 9:
             return False
