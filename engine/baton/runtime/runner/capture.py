@@ -91,7 +91,8 @@ class DecodeGraphs:
     """Longest row [tokens]."""
 
     def __post_init__(self) -> None:
-        kv, largest = self.kv, self.largest
+        kv = self.kv
+        largest = self.largest
         assert kv.dummy_page is not None, "the pool has no page for padding rows"
         self.sizes = capture_sizes(largest)
         device = kv.data.device
@@ -125,7 +126,8 @@ class DecodeGraphs:
 
     def _decode(self, size: int) -> None:
         """Compute a decode step; this is recorded."""
-        static, rows = self._static, slice(size)
+        static = self._static
+        rows = slice(size)
         self.attn.use_capture(size, static.slot_mapping[rows])
         batch = ForwardBatch(
             token_ids=self.table.read(static.token_ids[rows]),
