@@ -1,4 +1,4 @@
-"""`nccl`: libnccl from the wheel that torch brings, two ranks per communicator, through ctypes. No GPU has run it yet.
+"""`nccl`: libnccl from the wheel that torch brings, two ranks per communicator, through ctypes.
 
 Slabs of a pool on the device are on it too, and NCCL sends from one into the other: page → slab → NCCL → slab → page.
 Pages in host memory cross the bus twice: page → pinned host slab → device slab → NCCL → device slab → pinned host slab

@@ -48,7 +48,8 @@ PROGRESS_SECS = 1.0
 MOST_ROWS = 256
 """Most rows of a recorded step, by default (--cuda-graph-max-bs): 35 graphs. Larger steps keep a GPU busy anyway."""
 BYTES_EACH = 8 << 20
-"""Memory of one graph besides what all share: a guess, until a GPU has been asked."""
+"""Memory of one graph besides what all share. On an H200 all 35 graphs of Qwen3-0.6B took 0.28 GiB, shared memory
+included."""
 
 
 def rows_to_record(config: EngineConfig) -> int:
