@@ -13,7 +13,14 @@ from baton.runtime.sampling.sampler import SampleRow
 from baton.runtime.sampling.step_sampler import SamplingLaunch
 from baton.sched.types.plan import INVALID_TOKEN
 from tests.support.plain_sampler import sample
-from tests.unit.test_sampler import FILTERS, MIX, chi_square, naive_distribution, noise, row
+from tests.unit.runtime.sampling.test_sampler import (
+    FILTERS,
+    MIX,
+    chi_square,
+    naive_distribution,
+    noise,
+    row,
+)
 
 CUDA = torch.device("cuda")
 

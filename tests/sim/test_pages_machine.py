@@ -1,7 +1,7 @@
 """Hypothesis drives the scheduler's pages: every call in every order, on a pool of a few pages, shrunk when it fails.
 
 WatchedScheduler counts holders, locks, slots and private pages again after each call; the pretend device knows which
-tokens each page was computed from. The tree alone has its own machine in tests/unit/test_radix.py.
+tokens each page was computed from. The tree alone has its own machine in tests/unit/cache/test_radix.py.
 """
 
 from __future__ import annotations

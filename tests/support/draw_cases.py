@@ -1,4 +1,4 @@
-"""The draw kernel in Triton's interpreter against the host's sampler: run by tests/unit/test_draw_kernel.py.
+"""The draw kernel in Triton's interpreter against the host's sampler: run by tests/unit/layers/kernels/test_draw.py.
 
 The interpreter is chosen when Triton is imported (TRITON_INTERPRET=1), so this is a process of its own.
 """

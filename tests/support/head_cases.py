@@ -1,4 +1,5 @@
-"""The head kernel against plain torch: run in Triton's interpreter by tests/unit/test_head_kernel.py, and by tests/gpu.
+"""The head kernel against plain torch: run in Triton's interpreter by tests/unit/layers/kernels/test_heads.py, and by
+tests/gpu.
 
 The interpreter is chosen when Triton is imported (TRITON_INTERPRET=1), so this is a process of its own.
 """

@@ -1,7 +1,8 @@
 """Golden file of message normalization: what a client sends, what the template is given, and the prompt.
 
 `python -m tests.support.message_goldens` writes `tests/contract/golden/messages/cases.json`; a Python test holds the
-engine to it (tests/unit/test_messages.py), a Rust test the router (router/src/request/tokenize/messages.rs).
+engine to it (tests/unit/server/text/test_messages.py), a Rust test the router
+(router/src/request/tokenize/messages.rs).
 
 Capabilities and normalized messages are written here by hand. The prompt is what transformers' renderer makes
 of the normalized messages. The templates are written for these tests, one for each way in which the templates of

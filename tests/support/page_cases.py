@@ -1,5 +1,5 @@
-"""The page kernels against plain integers: run in Triton's interpreter by tests/unit/test_page_kernel.py, and by
-tests/gpu.
+"""The page kernels against plain integers: run in Triton's interpreter by tests/unit/layers/kernels/test_pages.py, and
+by tests/gpu.
 
 The interpreter is chosen when Triton is imported (TRITON_INTERPRET=1), so this is a process of its own.
 """

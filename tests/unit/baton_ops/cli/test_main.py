@@ -102,7 +102,7 @@ def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_version_is_that_of_the_distribution_that_pyproject_names() -> None:
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    project = (Path(__file__).parents[4] / "pyproject.toml").read_text()
     assert re.search(rf'^name = "{DISTRIBUTION}"', project, re.MULTILINE)
 
 
@@ -406,7 +406,7 @@ def test_log_directory_is_removed_after_a_clean_stop_only(monkeypatch: pytest.Mo
 def test_installed_router_command_is_the_router(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    project = (Path(__file__).parents[4] / "pyproject.toml").read_text()
     assert 'baton-router = "baton_ops.cli.main:router"\n' in project
     monkeypatch.setattr(sys, "argv", ["baton-router", "--port", "not-a-port"])
     assert main.router() == 2

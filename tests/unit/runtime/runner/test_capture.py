@@ -33,7 +33,7 @@ from tests.support.attention_cases import Case
 from tests.support.late_stream import LateStream
 from tests.support.tape import TapeRecorder
 from tests.support.whole_model import load_model
-from tests.unit.test_device import CUDA, DeviceCheck, FakeStream
+from tests.unit.runtime.test_device import CUDA, DeviceCheck, FakeStream
 
 
 @pytest.fixture(scope="module", autouse=True)

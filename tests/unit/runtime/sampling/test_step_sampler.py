@@ -1,5 +1,5 @@
 """The device sampler without a device: what it reads from rows, and that it looks at nothing. The kernel itself is
-tested in test_draw_kernel.py; on CPU tensors the host's sampler draws."""
+tested in tests/unit/layers/kernels/test_draw.py; on CPU tensors the host's sampler draws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from baton.runtime.sampling.step_sampler import SamplingLaunch
 from baton.sched.types.plan import INVALID_TOKEN, StepResult
 from baton.sched.types.request import SamplingParams
 from tests.support.plain_sampler import sample
-from tests.unit.test_sampler import FILTERS, MIX, noise, row
+from tests.unit.runtime.sampling.test_sampler import FILTERS, MIX, noise, row
 
 
 @pytest.fixture(scope="module", autouse=True)

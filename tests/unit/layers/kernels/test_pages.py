@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from baton.layers.cuda import device_pages
-from tests.unit.test_head_kernel import needs_triton, output
+from tests.unit.layers.kernels.test_heads import needs_triton, output
 
 COMPILE = """
 import triton

@@ -65,7 +65,7 @@ def test_template_and_tokenizer(path: Path) -> None:
 
 
 def test_the_router_knows_the_aspects(path: Path) -> None:
-    source = Path(__file__).parents[2] / "router" / "core" / "src" / "pairing" / "fingerprint.rs"
+    source = Path(__file__).parents[4] / "router" / "core" / "src" / "pairing" / "fingerprint.rs"
     listed = re.search(r"FINGERPRINT_FIELDS: \[&str; \d+\] =\s*\[(.*?)\]", source.read_text(), re.S)
     assert listed is not None
     assert re.findall(r'"(\w+)"', listed[1]) == list(of(path))

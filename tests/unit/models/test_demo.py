@@ -162,7 +162,7 @@ def test_flags_and_codes_in_the_answers_exist(questions: Questions) -> None:
     from baton import errors
 
     text = " ".join(topic.answer for topic in questions.all_topics)
-    flags = (Path(__file__).parents[2] / "docs" / "flags.md").read_text(
+    flags = (Path(__file__).parents[3] / "docs" / "flags.md").read_text(
         encoding="utf-8"
     )  # generated
     of_up = {"--smoke", "--log-dir", "--prefill", "--decode", "--help"}

@@ -19,7 +19,7 @@ from baton.models import load
 from baton.models.load import load_weights
 from baton.models.spec_reader import read_spec
 from baton.models.weights import Part, plan_weights
-from tests.unit.test_models_load import checkpoint
+from tests.unit.models.test_load import checkpoint
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,

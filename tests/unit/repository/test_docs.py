@@ -13,7 +13,7 @@ from baton.sched.state.load_report import LoadReport
 from baton_ops import drain
 from baton_ops.bench import serving
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("engine", "router", "kv_transfer", "tests", "tools", "deploy")
 SOURCES = [

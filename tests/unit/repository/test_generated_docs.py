@@ -18,7 +18,7 @@ from baton_ops import chat, drain, top
 from baton_ops.doctor import main as doctor
 from baton_ops.launch import cluster_plan
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_flags_table_is_current() -> None:

@@ -18,7 +18,7 @@ from tests.support.model_loop import ModelLoop
 from tests.support.sched_sim import Node, request
 from tests.support.whole_model import load_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
