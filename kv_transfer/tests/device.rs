@@ -99,7 +99,7 @@ fn every_transport_relays_between_devices() {
 }
 
 #[test]
-fn a_device_and_host_memory_make_a_pair() {
+fn device_and_host_memory_make_a_pair() {
     for (p_on_device, d_on_device) in [(true, false), (false, true)] {
         for (via, by) in [("gloo", "gloo"), ("tcp", "tcp"), ("nccl", "tcp")] {
             let config = node(&json!([via, "tcp"]), &json!({}));
@@ -115,7 +115,7 @@ fn a_device_and_host_memory_make_a_pair() {
 }
 
 #[test]
-fn the_best_transport_of_the_list_is_taken() {
+fn best_transport_of_the_list_is_taken() {
     let all = json!(["cuda_ipc", "nccl", "tcp"]);
     let both = pair(&all, &json!({}), &json!({}));
     assert_eq!(relay(&both, 1), "cuda_ipc");
@@ -163,7 +163,7 @@ fn pages_that_cannot_be_opened_travel_otherwise() {
 }
 
 #[test]
-fn a_page_given_away_under_the_copy_is_stale() {
+fn page_given_away_under_the_copy_is_stale() {
     for via in ["cuda_ipc", "nccl", "gloo", "tcp"] {
         let hold = Hold::new();
         let held = fault("COPIED", &hold.rule());
@@ -199,7 +199,7 @@ fn damage_on_the_way_is_found_on_the_device() {
 }
 
 #[test]
-fn a_wrong_page_is_found_on_the_device() {
+fn wrong_page_is_found_on_the_device() {
     for via in ["cuda_ipc", "nccl", "gloo", "tcp"] {
         let pair = pair(&json!([via]), &json!({}), &json!({}));
         pair.open(1);
@@ -216,7 +216,7 @@ fn a_wrong_page_is_found_on_the_device() {
 }
 
 #[test]
-fn the_pages_of_a_peer_that_is_gone_are_closed_and_the_next_one_opened() {
+fn pages_of_a_peer_that_is_gone_are_closed_and_the_next_one_opened() {
     let dying = fault("PROGRESS", &json!("kill"));
     let pair = pair(&json!(["cuda_ipc"]), &dying, &json!({}));
     pair.open(1);
@@ -253,7 +253,7 @@ fn pages_of_a_dead_peer_are_not_read_even_if_all_were_announced() {
 }
 
 #[test]
-fn a_cancelled_pull_writes_nothing_more() {
+fn cancelled_pull_writes_nothing_more() {
     let slow = json!({"fault": {"rules": [{"on": "PAGE", "do": {"delay_ms": 2}, "repeat": true}]}});
     let pair = pair(&json!(["cuda_ipc"]), &json!({}), &slow);
     pair.open(1);
@@ -296,7 +296,7 @@ fn pages_on_a_device_have_one_copy_thread() {
 }
 
 #[test]
-fn a_transport_of_the_other_kind_of_memory_is_refused() {
+fn transport_of_the_other_kind_of_memory_is_refused() {
     let on_device = Arc::new(KvPool::create_on(4, PAGE, Memory::new(4, PAGE)).unwrap());
     let in_host = Arc::new(KvPool::create(4, PAGE).unwrap());
     for (pool, via) in [(on_device, "shm"), (in_host, "cuda_ipc")] {

@@ -26,7 +26,7 @@ fn on(transport: &str, mut extra: Value) -> Value {
 // ---- pages that are not what was announced ----
 
 #[test]
-fn a_page_that_got_a_new_owner_is_stale_and_never_committed() {
+fn page_that_got_a_new_owner_is_stale_and_never_committed() {
     for transport in TRANSPORTS {
         let pair = Pair::new(transport);
         pair.open(1);
@@ -48,7 +48,7 @@ fn a_page_that_got_a_new_owner_is_stale_and_never_committed() {
 }
 
 #[test]
-fn a_page_that_gets_a_new_owner_during_its_copy_is_stale() {
+fn page_that_gets_a_new_owner_during_its_copy_is_stale() {
     // (gloo looks twice at P, before anything is sent: tests/staged.rs)
     for transport in ["shm", "tcp"] {
         let hold = Hold::new();
@@ -76,7 +76,7 @@ fn a_page_that_gets_a_new_owner_during_its_copy_is_stale() {
 }
 
 #[test]
-fn a_page_rewritten_under_an_even_generation_is_caught_by_its_checksum() {
+fn page_rewritten_under_an_even_generation_is_caught_by_its_checksum() {
     for transport in TRANSPORTS {
         let pair = Pair::new(transport);
         pair.open(1);
@@ -98,7 +98,7 @@ fn a_page_rewritten_under_an_even_generation_is_caught_by_its_checksum() {
 }
 
 #[test]
-fn a_flipped_bit_is_a_checksum_failure_and_retryable() {
+fn flipped_bit_is_a_checksum_failure_and_retryable() {
     for transport in TRANSPORTS {
         let pair = Pair::with(
             &on(transport, json!({})),
@@ -251,7 +251,7 @@ fn damaged_page_in_one_part_of_a_pull_fails_its_room_only() {
 }
 
 #[test]
-fn a_broken_shm_falls_back_to_tcp() {
+fn broken_shm_falls_back_to_tcp() {
     let pair = Pair::with(
         &json!({}),
         &fault(r#"{"on": "PAGE", "nth": 8, "do": "break"}"#),
@@ -435,7 +435,7 @@ fn unknown_peers_and_garbage_on_the_port_harm_no_room() {
 // ---- keys ----
 
 #[test]
-fn a_wrong_or_missing_cluster_key_is_refused_by_the_bootstrap_server() {
+fn wrong_or_missing_cluster_key_is_refused_by_the_bootstrap_server() {
     let d = Rank::start("decode", &json!({"cluster_key": "guess"}));
     for server_key in [Some("secret".into()), None] {
         let is_keyed = server_key.is_some();
@@ -675,7 +675,7 @@ fn registering_without_a_server_fails_in_time_with_the_reason() {
 // ---- peers that go away ----
 
 #[test]
-fn a_node_that_closes_ends_its_peers_rooms_and_its_successor_is_found() {
+fn node_that_closes_ends_its_peers_rooms_and_its_successor_is_found() {
     let mut pair = Pair::new("shm");
     pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
     pair.open(1);
@@ -704,7 +704,7 @@ fn a_node_that_closes_ends_its_peers_rooms_and_its_successor_is_found() {
 }
 
 #[test]
-fn a_restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
+fn restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
     let first = Rank::start("prefill", &json!({}));
     let port = first.node.port();
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
@@ -812,7 +812,7 @@ fn ask(port: u16, request: &str) -> Value {
 }
 
 #[test]
-fn the_lease_of_a_decode_node_that_closed_ends_soon() {
+fn lease_of_a_decode_node_that_closed_ends_soon() {
     let pair = Pair::new("shm");
     pair.open(1);
     pair.p.prefill(1, &span(0, 5), 5);
@@ -905,7 +905,7 @@ fn child_prefill() {
 const KILL_MS: u128 = 1500;
 
 #[test]
-fn a_killed_prefill_process_is_noticed_by_its_socket() {
+fn killed_prefill_process_is_noticed_by_its_socket() {
     for transport in ["shm", "tcp"] {
         let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
         let mut p = ChildNode::start(&server, transport);
@@ -957,7 +957,7 @@ fn by_shm_a_prompt_survives_the_death_of_its_prefill_process() {
 }
 
 #[test]
-fn a_stopped_prefill_process_is_given_up_after_three_heartbeats() {
+fn stopped_prefill_process_is_given_up_after_three_heartbeats() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
     let mut p = ChildNode::start(&server, "shm");
     let d = Rank::start("decode", &json!({"heartbeat_ms": 300}));
@@ -998,7 +998,7 @@ impl Dice {
 }
 
 #[test]
-fn a_storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
+fn storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
     let seed = std::env::var("BATON_SEED")
         .ok()
         .and_then(|s| s.parse().ok())

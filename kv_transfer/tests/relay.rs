@@ -48,7 +48,7 @@ fn pages_are_pulled_while_later_chunks_are_still_computed() {
 }
 
 #[test]
-fn a_grant_is_revoked_until_prefill_has_announced_pages() {
+fn grant_is_revoked_until_prefill_has_announced_pages() {
     for transport in TRANSPORTS {
         let pair = Pair::new(transport);
         let heard = |wanted: NodeEvent| {
@@ -90,7 +90,7 @@ fn only_the_pages_that_decode_lacks_are_pulled() {
 }
 
 #[test]
-fn a_full_hit_commits_without_any_page() {
+fn full_hit_commits_without_any_page() {
     let pair = Pair::new("shm");
     pair.open(1);
     pair.d.node.grant(1, 20, &[]).unwrap();
@@ -144,7 +144,7 @@ fn prefill_does_not_wait_for_decode_and_its_lease_ends() {
 }
 
 #[test]
-fn a_lease_lives_as_long_as_decode_asks_for_it() {
+fn lease_lives_as_long_as_decode_asks_for_it() {
     let pair = Pair::with(
         &json!({"lease_ms": 1500, "heartbeat_ms": 100}),
         &json!({"heartbeat_ms": 100}),
@@ -374,7 +374,7 @@ fn invalid_calls_are_errors_at_once() {
 }
 
 #[test]
-fn a_request_that_takes_too_long_ends_at_its_deadline_on_both_sides() {
+fn request_that_takes_too_long_ends_at_its_deadline_on_both_sides() {
     let pair = Pair::new("shm");
     pair.p.node.offer(1, 0, HASH, 80).unwrap();
     assert_eq!(pair.p.end_code(1), "DEADLINE");
@@ -389,7 +389,7 @@ fn a_request_that_takes_too_long_ends_at_its_deadline_on_both_sides() {
 }
 
 #[test]
-fn a_room_without_a_rank_finds_it_by_its_number() {
+fn room_without_a_rank_finds_it_by_its_number() {
     let pair = Pair::with(&json!({"dp_size": 2, "dp_rank": 1}), &json!({}));
     pair.p.node.offer(5, 0, HASH, DEADLINE_MS).unwrap();
     pair.d
@@ -411,7 +411,7 @@ fn a_room_without_a_rank_finds_it_by_its_number() {
 }
 
 #[test]
-fn a_draining_node_finishes_what_it_has_and_takes_nothing_new() {
+fn draining_node_finishes_what_it_has_and_takes_nothing_new() {
     let pair = Pair::new("shm");
     pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
     pair.p.node.drain();
@@ -429,7 +429,7 @@ fn a_draining_node_finishes_what_it_has_and_takes_nothing_new() {
 }
 
 #[test]
-fn a_shared_prefix_is_hashed_once() {
+fn shared_prefix_is_hashed_once() {
     let pair = Pair::new("shm");
     pair.p.write(&span(0, 20), 9);
     for room in 1..=3 {

@@ -83,7 +83,7 @@ fn one_communicator_serves_the_rooms_of_a_pair() {
 }
 
 #[test]
-fn a_lost_message_costs_the_communicator_and_not_the_room() {
+fn lost_message_costs_the_communicator_and_not_the_room() {
     for (message, at_p) in [
         ("COMM_OPEN", false),
         ("COMM_ID", true),
@@ -111,7 +111,7 @@ fn a_lost_message_costs_the_communicator_and_not_the_room() {
 }
 
 #[test]
-fn a_doubled_message_is_ignored_or_costs_the_communicator() {
+fn doubled_message_is_ignored_or_costs_the_communicator() {
     for (message, at_p, by) in [
         ("COMM_OPEN", false, "gloo"),
         ("COMM_ID", true, "gloo"),
@@ -150,7 +150,7 @@ fn prefill_node_that_dies_in_a_send_ends_the_room_without_leaks() {
 }
 
 #[test]
-fn a_page_given_away_between_its_two_looks_is_stale_and_spoils_no_other_room() {
+fn page_given_away_between_its_two_looks_is_stale_and_spoils_no_other_room() {
     let hold = Hold::new();
     let patient = staged(&json!({"comm_op_ms": 30_000}));
     let mut held = patient.clone();
@@ -219,7 +219,7 @@ fn without_a_second_transport_a_broken_communicator_ends_the_room() {
 }
 
 #[test]
-fn a_peer_without_the_transport_is_served_by_tcp() {
+fn peer_without_the_transport_is_served_by_tcp() {
     let pair = Pair::with(&json!({"transports": ["tcp"]}), &staged(&json!({})));
     assert_eq!(relay(&pair, 1), "tcp");
     assert_eq!(
@@ -230,7 +230,7 @@ fn a_peer_without_the_transport_is_served_by_tcp() {
 }
 
 #[test]
-fn an_idle_communicator_makes_place_for_another_pair() {
+fn idle_communicator_makes_place_for_another_pair() {
     let one = staged(&json!({"max_communicators": 1}));
     for (p, d) in [(&one, &staged(&json!({}))), (&staged(&json!({})), &one)] {
         let first = Pair::with(p, d);
@@ -288,7 +288,7 @@ fn an_idle_communicator_makes_place_for_another_pair() {
 }
 
 #[test]
-fn the_backend_and_the_list_of_transports_must_agree() {
+fn backend_and_the_list_of_transports_must_agree() {
     let pool = Arc::new(KvPool::create(4, PAGE).unwrap());
     let start = |transports: Value, backend: bool| {
         let backend = backend.then(|| Arc::<Pipes>::default() as _);

@@ -69,7 +69,7 @@ async def storm(engine: FakeEngine, rng: random.Random) -> Counter[str]:
         )
 
 
-def test_a_storm_leaves_nothing_behind() -> None:
+def test_storm_leaves_nothing_behind() -> None:
     seed = random.SystemRandom().getrandbits(32)
     with fake_engine("--model-path", model(), "--dp-size", "2", "--log-level", "warning") as engine:
         outcomes = asyncio.run(storm(engine, random.Random(seed)))

@@ -48,7 +48,7 @@ def test_two_processes_over_cuda_ipc_equal_one(cluster: Cluster, solo: Cluster) 
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_process_is_survived(cluster: Cluster, role: str) -> None:
+def test_killed_process_is_survived(cluster: Cluster, role: str) -> None:
     """The dead process's memory holds rubbish from then on, where it is still open; no token comes from that."""
     killed_node_is_survived(cluster, role, prompt_words=600, max_tokens=8)
     everyone = {node["url"] for node in cluster.state["nodes"]}

@@ -118,7 +118,7 @@ def collectives_at_rest(engine: Engine) -> float:
     return now
 
 
-def test_a_killed_follower_ends_the_group_and_its_requests(tmp_path: Path) -> None:
+def test_killed_follower_ends_the_group_and_its_requests(tmp_path: Path) -> None:
     with started(tmp_path) as engine:
         results: list[httpx.Response] = []
         threads = [
@@ -169,7 +169,7 @@ def until(fact: Callable[[], bool]) -> None:
         time.sleep(0.02)  # polls another process
 
 
-def test_a_model_that_cannot_be_divided_ends_the_start(tmp_path: Path) -> None:
+def test_model_that_cannot_be_divided_ends_the_start(tmp_path: Path) -> None:
     model = tiny_model.make(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 129}))

@@ -129,7 +129,7 @@ def test_answer_has_a_bar_of_its_stages_and_the_reasons_for_its_workers(cluster:
     in_browser(scene())
 
 
-def test_a_killed_decode_node_shows_as_failover_and_the_text_is_that_of_an_undisturbed_answer(
+def test_killed_decode_node_shows_as_failover_and_the_text_is_that_of_an_undisturbed_answer(
     cluster: Cluster,
 ) -> None:
     undisturbed = whole_answer(cluster.url, QUESTION, LONG)
@@ -197,7 +197,7 @@ def test_cluster_view_shows_nodes_pairs_and_requests(cluster: Cluster) -> None:
     in_browser(scene())
 
 
-def test_the_feed_stops_while_the_tab_is_hidden(cluster: Cluster) -> None:
+def test_feed_stops_while_the_tab_is_hidden(cluster: Cluster) -> None:
     def listening() -> float:
         return metric(cluster.url, "baton_router_feed_clients")
 

@@ -31,7 +31,7 @@ def test_ctrl_c_stops_everything_at_once_and_exits_with_0() -> None:
 
 
 @pytest.mark.slow
-def test_a_node_that_does_not_end_is_killed_and_named() -> None:
+def test_node_that_does_not_end_is_killed_and_named() -> None:
     with Cluster.up() as cluster:
         processes = family(cluster.process.pid)
         psutil.Process(cluster.node("decode")["pid"]).suspend()

@@ -38,7 +38,7 @@ def pool(pages: int, gpu: torch.device, page_bytes: int = PAGE) -> tuple[torch.T
     return rows, DevicePages(rows, CudaQueue(gpu), CudaIpc(gpu))
 
 
-def test_the_pool_is_zeroed_memory_of_its_own(gpu: torch.device) -> None:
+def test_pool_is_zeroed_memory_of_its_own(gpu: torch.device) -> None:
     before = torch.cuda.memory_allocated()
     data = allocate(1 << 20, gpu)
     assert data.device == gpu

@@ -43,7 +43,7 @@ def test_float32_with_the_reference_equals_transformers(
 
 
 @pytest.mark.timeout(600)
-def test_the_demo_model_answers_alike_on_cpu_and_gpu() -> None:
+def test_demo_model_answers_alike_on_cpu_and_gpu() -> None:
     """bfloat16 rounds differently on the two, so a few near ties may fall the other way; half the tokens may not."""
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
     from baton.server.text.model_info import resolve

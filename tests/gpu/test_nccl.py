@@ -44,7 +44,7 @@ def test_two_processes_over_nccl_equal_one(pair: Cluster) -> None:
     pair.assert_nothing_is_held()
 
 
-def test_a_killed_prefill_process_is_aborted_or_given_up(pair: Cluster) -> None:
+def test_killed_prefill_process_is_aborted_or_given_up(pair: Cluster) -> None:
     """D's receive waits on the GPU for a process that is gone. Its abort may hang; the service may not."""
     killed_node_is_survived(pair, "prefill", prompt_words=600, max_tokens=8)
     pair.complete("a new pair has a new communicator", max_tokens=4)

@@ -127,7 +127,7 @@ def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-def test_a_model_of_these_shapes_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_of_these_shapes_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
     monkeypatch.setattr(ops, "_flashinfer", None)
     monkeypatch.setattr(ops, "_head_kernel", None)

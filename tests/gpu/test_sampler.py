@@ -61,7 +61,7 @@ def test_draws_follow_the_filtered_distribution(params: dict[str, float], vocab:
     assert chi_square(counts, expected * n) < 4
 
 
-def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
+def test_row_draws_the_same_alone_and_in_a_batch() -> None:
     kinds = [*FILTERS, *MIX]
     n = 4 * len(kinds)
     rows = [row(seed=i, **kinds[i % len(kinds)]) for i in range(n)]

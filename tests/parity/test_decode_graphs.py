@@ -136,7 +136,7 @@ def test_every_capture_size_and_beyond(
         engine.close()
 
 
-def test_a_step_whose_pages_do_not_fit_the_buffers_runs_eagerly(
+def test_step_whose_pages_do_not_fit_the_buffers_runs_eagerly(
     reference: Callable[[str], Reference], device: Device
 ) -> None:
     """Rows that share a long prefix name more pages than the pool has twice over."""

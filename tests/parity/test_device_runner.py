@@ -61,7 +61,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
-def test_the_tokens_of_the_cpu(
+def test_tokens_of_the_cpu(
     reference: Callable[[str], Reference],
     device: Device,
     flags: dict[str, object],
@@ -103,7 +103,7 @@ def test_rows_with_penalties_beside_rows_without(
 
 
 @pytest.mark.parametrize("graph_rows", [0, 5])
-def test_a_row_with_nan_ends_its_request_as_on_the_cpu(
+def test_row_with_nan_ends_its_request_as_on_the_cpu(
     reference: Callable[[str], Reference],
     device: Device,
     monkeypatch: pytest.MonkeyPatch,

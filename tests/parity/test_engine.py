@@ -75,7 +75,7 @@ def test_sampled_tokens_do_not_depend_on_batch_chunk_or_overlap(
     assert len({tuple(a) for a in alone}) == 3
 
 
-def test_a_real_engines_trace_replays_to_the_same_plans(
+def test_real_engines_trace_replays_to_the_same_plans(
     reference: Callable[[str], Reference],
 ) -> None:
     """Times, sampled tokens and overlap of a real run: nothing that decides is missing in --scheduler-trace."""

@@ -100,7 +100,7 @@ def test_sampling_and_logprobs_cross_the_relay_unchanged(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_demo_model_answers_alike_in_transformers_in_one_process_and_across_the_relay(
+def test_demo_model_answers_alike_in_transformers_in_one_process_and_across_the_relay(
     transport: str,
 ) -> None:
     model = reference_model(DEMO)
@@ -136,7 +136,7 @@ def test_two_pools_that_hold_one_prompt_each_serve_many(
         pair.close()
 
 
-def test_a_prompt_that_no_decode_node_fetches_is_released_on_request(
+def test_prompt_that_no_decode_node_fetches_is_released_on_request(
     reference: Callable[[str], Reference],
 ) -> None:
     pair = Pair(reference("llama").path, "shm")

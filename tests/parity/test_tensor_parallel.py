@@ -147,7 +147,7 @@ def test_bfloat16_is_as_close_as_in_one_process(
             assert (seen.steps[0][0] - want[-1]).abs().max() < 0.05 * want.abs().max()
 
 
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(
+def test_row_has_the_same_bits_alone_and_in_a_batch(
     reference: Callable[[str], Reference], helpers: Helpers, prompts: list[list[int]]
 ) -> None:
     """Four addends: their order must not depend on where a row stands."""
@@ -196,7 +196,7 @@ def test_random_weights_are_the_same_model_however_divided(
         assert answer(engine, prompts, greedy(STEPS)) == want
 
 
-def test_a_follower_that_would_do_something_else_ends_the_group(
+def test_follower_that_would_do_something_else_ends_the_group(
     reference: Callable[[str], Reference], helpers: Helpers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One page of one slot differs in one message: the follower refuses before it computes, and all ranks end."""

@@ -90,7 +90,7 @@ def test_replay_gives_what_is_cached_and_computed(seed: int) -> None:
     assert fresh.blocks == consumer.blocks
 
 
-def test_a_prompt_aborted_in_flight_is_announced_only_with_its_step() -> None:
+def test_prompt_aborted_in_flight_is_announced_only_with_its_step() -> None:
     node = Node(Limits(16, 2, 4, 100, 64, kv_event_batches=KEEP), depth=3)
     consumer = Consumer(8)
     node.sched.add(request(0, [1, 2, 3, 4, 1], 4, ignore_eos=True))

@@ -247,7 +247,7 @@ def test_dfs_weight_equals_the_recursive_definition(ends: list[tuple[int, list[i
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("priorities", [False, True])
-def test_the_waiting_queue_equals_a_sort_from_scratch(policy: str, priorities: bool) -> None:
+def test_waiting_queue_equals_a_sort_from_scratch(policy: str, priorities: bool) -> None:
     rng = random.Random(7)
     rule = PriorityRule(enabled=priorities, aging_rate=0.5, low_values_first=True)
     made = POLICIES[policy](PolicyParams())
@@ -359,7 +359,7 @@ def ranked(
 
 
 @pytest.mark.parametrize("mode", ["cache", "recompute", "offload", "auto"])
-def test_a_more_important_request_takes_a_slot_and_the_victim_resumes_exactly(mode: str) -> None:
+def test_more_important_request_takes_a_slot_and_the_victim_resumes_exactly(mode: str) -> None:
     node = preempting(preemption_mode=mode, host_pages=50)
     for handle in (0, 1):
         node.sched.add(ranked(handle, 0))  # type: ignore[arg-type]
@@ -378,7 +378,7 @@ def test_a_more_important_request_takes_a_slot_and_the_victim_resumes_exactly(mo
     node.sched.ledger().check_idle(200)
 
 
-def test_the_threshold_is_strict_and_memory_preempts_too() -> None:
+def test_threshold_is_strict_and_memory_preempts_too() -> None:
     node = preempting()
     for handle in (0, 1):
         node.sched.add(ranked(handle, 0))  # type: ignore[arg-type]

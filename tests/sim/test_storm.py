@@ -29,7 +29,7 @@ def test_every_promise_holds_with_short_queues_and_priorities_that_change(weathe
 
 
 @pytest.mark.parametrize("weather", weathers(100)[::17], ids=str)
-def test_the_same_weather_gives_the_same_plans_and_another_seed_others(weather: Weather) -> None:
+def test_same_weather_gives_the_same_plans_and_another_seed_others(weather: Weather) -> None:
     first, again = ride(weather, TURNS), ride(weather, TURNS)
     assert (first.digest, first.endings) == (again.digest, again.endings)
     assert first.digest != ride(dataclasses.replace(weather, seed=weather.seed + 1), TURNS).digest

@@ -138,7 +138,7 @@ def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
         each.sched.ledger().check_idle(each.limits.num_pages)
 
 
-def test_a_suspended_request_keeps_its_place_and_passes_a_full_queue() -> None:
+def test_suspended_request_keeps_its_place_and_passes_a_full_queue() -> None:
     node = Node(Limits(200, 4, 1, 2, 64), depth=1)
     for handle in range(2):
         node.sched.add(request(handle, [1] * 5, 6, ignore_eos=True))
@@ -192,7 +192,7 @@ def test_states_in_which_a_request_cannot_be_suspended_change_nothing() -> None:
         p.sched.suspend([0])
 
 
-def test_the_last_step_of_a_suspended_prompt_still_leases_it() -> None:
+def test_last_step_of_a_suspended_prompt_still_leases_it() -> None:
     """P: the whole prompt was in flight when it was suspended, and resumed or not, its first token goes to D."""
     for resumed in (False, True):
         p = Node(Limits(64, 4, 4, 100, 64, role="prefill"), depth=2)

@@ -264,6 +264,16 @@ def private_words() -> Offenses:
                 yield f"{area}:{word}", count
 
 
+def tests_led_by_an_article() -> Offenses:
+    """Files with test functions whose name begins with an article, and how many these are."""
+    for path in [*files("tests", ".py"), *files("deploy", ".py")]:
+        if count := len(re.findall(r"\bdef test_(?:a|an|the)_", text(path))):
+            yield path, count
+    for path in files(".", ".rs"):
+        if count := len(re.findall(r"\bfn (?:a|an|the)_", text(path))):
+            yield path, count
+
+
 def missing_files() -> Offenses:
     """Source files named in comments and docstrings of the products that do not exist."""
     names = {path.rsplit("/", 1)[-1] for path in files(".", ".rs", ".py", ".js")}
@@ -332,6 +342,10 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
     ),
     "doc-columns": (long_doc_lines, f"prose of a page wraps at {MAX_DOC_COLUMNS} columns"),
     "private-word": (private_words, "use the field's word; rules.py names one for each"),
+    "test-article": (
+        tests_led_by_an_article,
+        "the name of a test says condition and result, without an article in front",
+    ),
     "missing-file": (missing_files, "a comment names only files that exist"),
 }
 

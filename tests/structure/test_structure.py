@@ -44,7 +44,7 @@ def test_entries_follow_what_was_mended(found: dict[tuple[str, str], int]) -> No
     assert not lower, f"breaks its rule less than allowed ({WRITE}):\n" + "\n".join(lower)
 
 
-def test_a_count_below_its_entry_is_outdated() -> None:
+def test_count_below_its_entry_is_outdated() -> None:
     limits = {
         ("private-word", "docs:second"): 3,
         ("private-word", "docs:first"): 1,
@@ -62,7 +62,7 @@ def test_sizes_in_lines_follow_after_five_percent() -> None:
     assert outdated(limits, {("file-lines", "a.py"): 949}) == ["file-lines a.py: 949, allowed 1000"]
 
 
-def test_a_renamed_file_keeps_the_sum_and_a_new_exception_does_not() -> None:
+def test_renamed_file_keeps_the_sum_and_a_new_exception_does_not() -> None:
     limits = {("bare-opening", "old.py"): 2}
     assert grown(limits, {("bare-opening", "new.py"): 2}) == []
     assert grown(limits, {("bare-opening", "old.py"): 2, ("bare-opening", "new.py"): 1}) == [
@@ -93,7 +93,7 @@ def test_imports_against_the_order_of_a_package_are_found(
     assert f"{folder}/request/sampling.py -> {folder}/fields.py" in found
 
 
-def test_a_use_of_a_name_exported_again_leads_to_its_module() -> None:
+def test_use_of_a_name_exported_again_leads_to_its_module() -> None:
     uses = rust_imports("router/core/src")["router/core/src/kv/index.rs"]
     assert "router/core/src/kv/replica.rs" in uses  # `use super::CacheUpdate`
 

@@ -182,7 +182,7 @@ def test_evicted_pages_come_back_at_one_copy_each_way() -> None:
     m.check()
 
 
-def test_a_page_survives_the_loss_of_its_prefix() -> None:
+def test_page_survives_the_loss_of_its_prefix() -> None:
     m = Machine(pages=8, slots=2, eviction="lru")
     m.use([1] * 8)
     m.cache.evict(4)
@@ -196,7 +196,7 @@ def test_a_page_survives_the_loss_of_its_prefix() -> None:
 
 
 @pytest.mark.parametrize(("eviction", "kept"), [("lru", 3), ("mru", 1), ("fifo", 3), ("filo", 1)])
-def test_the_eviction_policy_decides_which_pages_stay_on_the_host(eviction: str, kept: int) -> None:
+def test_eviction_policy_decides_which_pages_stay_on_the_host(eviction: str, kept: int) -> None:
     m = Machine(pages=9, slots=3, eviction=eviction)
     for token in (1, 2, 3, 1, 2, 3):
         m.use([token] * 6)
@@ -217,7 +217,7 @@ def test_pages_never_requested_again_displace_no_others() -> None:
     assert m.use([1] * 8) == 4, "still here"
 
 
-def test_the_next_turn_of_a_conversation_displaces_what_was_not_continued() -> None:
+def test_next_turn_of_a_conversation_displaces_what_was_not_continued() -> None:
     m = Machine(pages=8, slots=6)
     m.use([9] * 8)
     m.cache.evict(4)
@@ -250,7 +250,7 @@ def test_duplicates_go_first_and_pinned_pages_never() -> None:
     m.check()
 
 
-def test_a_full_host_without_room_just_forgets() -> None:
+def test_full_host_without_room_just_forgets() -> None:
     m = Machine(pages=4, slots=2, eviction="mru")
     m.use([1] * 4)
     m.cache.evict(2)

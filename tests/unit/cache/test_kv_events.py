@@ -97,7 +97,7 @@ def test_replay_gives_exactly_the_settled_pages(seed: int) -> None:
     assert log.take(0.0) is None
 
 
-def test_the_first_word_is_that_there_is_nothing() -> None:
+def test_first_word_is_that_there_is_nothing() -> None:
     log = KvEventLog(4, keep=1)
     batch = log.take(1.5)
     assert batch is not None
@@ -105,7 +105,7 @@ def test_the_first_word_is_that_there_is_nothing() -> None:
     assert log.take(2.0) is None
 
 
-def test_a_page_is_announced_when_its_step_has_committed_and_not_before() -> None:
+def test_page_is_announced_when_its_step_has_committed_and_not_before() -> None:
     cache, allocator, log = make()
     log.take(0.0)
     publish(cache, allocator, encode(1, 2))
@@ -159,7 +159,7 @@ def test_replay_goes_back_as_far_as_batches_are_kept() -> None:
     assert list(log.since(log.next_seq)) == []
 
 
-def test_a_tree_without_a_log_works_the_same() -> None:
+def test_tree_without_a_log_works_the_same() -> None:
     with_log, without = make(2, 8)[:2], (RadixCache(2, allocator := PageAllocator(8)), allocator)
     for seed in range(200):
         rng = random.Random(seed)

@@ -346,7 +346,7 @@ TestRadix = RadixMachine.TestCase
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("policy", list(EVICTION_POLICIES))
-def test_a_full_pool_evicts_what_the_policy_says(policy: str, seed: int) -> None:
+def test_full_pool_evicts_what_the_policy_says(policy: str, seed: int) -> None:
     """The same machine driven by a seeded mix that keeps the pool full of leaves: thousands of real choices."""
     rng = random.Random(f"{policy} {seed}")
     machine = RadixMachine()
@@ -378,7 +378,7 @@ def test_a_full_pool_evicts_what_the_policy_says(policy: str, seed: int) -> None
     assert real_choices > 150, "the mix no longer fills the pool"
 
 
-def test_a_prefix_used_all_the_time_does_not_grow_the_eviction_queue() -> None:
+def test_prefix_used_all_the_time_does_not_grow_the_eviction_queue() -> None:
     allocator = PageAllocator(8)
     cache = RadixCache(1, allocator, eviction="mru")
     for head in range(4):
@@ -390,7 +390,7 @@ def test_a_prefix_used_all_the_time_does_not_grow_the_eviction_queue() -> None:
     assert cache.probe(encode([3, 9]), b"", 2).num_tokens == 0
 
 
-def test_an_unknown_eviction_policy_is_refused() -> None:
+def test_unknown_eviction_policy_is_refused() -> None:
     with pytest.raises(
         ValueError, match="'slru': there is none of this name; there are lru, lfu, fifo"
     ):

@@ -107,7 +107,7 @@ def test_mistakes_of_every_kind_are_reported_together_a_line_each(
     assert len(shown) == 8
 
 
-def test_a_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         config.parse(["--port"])
     assert (
@@ -199,7 +199,7 @@ def test_queue_order_flags_reach_the_scheduler() -> None:
     assert (plain.priority.aging_max, plain.priority.default) == (math.inf, None)
 
 
-def test_an_eviction_policy_without_a_cache_is_refused() -> None:
+def test_eviction_policy_without_a_cache_is_refused() -> None:
     with pytest.raises(
         ConfigError,
         match="--radix-eviction-policy lfu: nothing is cached with --disable-radix-cache",
@@ -213,7 +213,7 @@ def test_abbreviations_are_no_flags() -> None:
         config.parse(["--disagg", "prefill"])
 
 
-def test_a_gpu_has_larger_steps_unless_their_size_is_given() -> None:
+def test_gpu_has_larger_steps_unless_their_size_is_given() -> None:
     cuda = config.build({"device": "cuda"})
     assert (cuda.max_running_requests, cuda.chunked_prefill_size) == (256, 8192)
     assert config.build({"device": "cuda", "chunked_prefill_size": 512}).chunked_prefill_size == 512
@@ -229,7 +229,7 @@ def test_flashinfer_on_the_cpu_is_refused_before_anything_is_loaded() -> None:
         config.build({"attention_backend": "flashinfer"})
 
 
-def test_the_share_of_a_gpus_memory_is_for_gpus() -> None:
+def test_share_of_a_gpus_memory_is_for_gpus() -> None:
     for wrong in (0, 1, -0.5, 1.2):
         with pytest.raises(
             ConfigError, match=r"--mem-fraction-static .* give a number above 0 and below 1"

@@ -102,6 +102,6 @@ def test_each_rank_has_its_own_endpoints_as_in_vllm() -> None:
         ("tcp://router:5557", False),
     ],
 )
-def test_the_endpoint_says_whether_to_bind(endpoint: str, bound: bool) -> None:
+def test_endpoint_says_whether_to_bind(endpoint: str, bound: bool) -> None:
     assert binds(endpoint) is bound
     assert mistakes(json.dumps({"endpoint": endpoint}), 1) == []

@@ -176,7 +176,7 @@ def test_room_given_up_by_one_rank_fails_its_request() -> None:
     sched.ledger().check_idle(32)
 
 
-def test_the_end_of_a_former_offer_does_not_end_a_later_one() -> None:
+def test_end_of_a_former_offer_does_not_end_a_later_one() -> None:
     node = Runtime()
     p, driver = (
         Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1),

@@ -55,7 +55,7 @@ def pair() -> Iterator[tuple[Any, Any, Any, Any, Any]]:
     server.stop()
 
 
-def test_the_pool_is_one_writable_buffer_that_outlives_its_python_object() -> None:
+def test_pool_is_one_writable_buffer_that_outlives_its_python_object() -> None:
     pool = native.KvPool(4, PAGE)
     bytes_of = np.frombuffer(pool.buffer(), dtype=np.uint8)
     assert (pool.nbytes, pool.num_pages, pool.page_bytes) == (4 * PAGE, 4, PAGE)
@@ -84,7 +84,7 @@ def test_page_ids_outside_the_pool_are_value_errors(pages: bytes) -> None:
             call(pages)
 
 
-def test_a_prompt_is_transferred_and_both_sides_are_notified(
+def test_prompt_is_transferred_and_both_sides_are_notified(
     pair: tuple[Any, Any, Any, Any, Any],
 ) -> None:
     server, src, dst, p, d = pair

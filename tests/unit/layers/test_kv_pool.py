@@ -38,7 +38,7 @@ def test_pool_is_sized_by_tokens_or_else_by_mib():
     ("tokens", "mib", "words"),
     [(7, 1, "--max-total-tokens 7 .* raise it to 8"), (0, 1, "--kv-pool-mib 1 .* raise it to 3")],
 )
-def test_a_pool_below_two_pages_is_refused_with_what_would_do(tokens, mib, words):
+def test_pool_below_two_pages_is_refused_with_what_would_do(tokens, mib, words):
     big = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
     spec, page_size = (SPEC, 4) if tokens else (big, 12)
     with pytest.raises(ConfigError, match=words):

@@ -51,7 +51,7 @@ def test_linear_equals_torch(dtype: torch.dtype, rows: int, inputs: int, outputs
 
 
 @both_dtypes
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
+def test_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
     packed = ops_cpu.PackedWeight(noise(200, 600, dtype=dtype))
     x = noise(210, 600, dtype=dtype, seed=1)
     whole = packed.multiply(x)
@@ -60,7 +60,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> N
 
 
 @both_dtypes
-def test_the_number_of_threads_does_not_change_a_bit(dtype: torch.dtype) -> None:
+def test_number_of_threads_does_not_change_a_bit(dtype: torch.dtype) -> None:
     weight, x = noise(700, 2000, dtype=dtype), noise(33, 2000, dtype=dtype, seed=1)
     alone = ops_cpu.PackedWeight(weight).multiply(x)
     ops_cpu.set_threads(3)
@@ -140,7 +140,7 @@ def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
         )
 
 
-def test_an_unknown_instruction_level_ends_the_start_with_a_sentence() -> None:
+def test_unknown_instruction_level_ends_the_start_with_a_sentence() -> None:
     env = {**os.environ, "BATON_CPU_ISA": "sse9", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", "import baton.layers.ops"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)

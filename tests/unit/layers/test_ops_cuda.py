@@ -74,7 +74,7 @@ def test_heads_are_views_of_the_projection(dtype: torch.dtype) -> None:
 
 @both_dtypes
 @pytest.mark.usefixtures("plain")
-def test_the_activation_is_plain_torchs(dtype: torch.dtype) -> None:
+def test_activation_is_plain_torchs(dtype: torch.dtype) -> None:
     gate_up = noise(9, 2 * 96, dtype=dtype)
     close(FAST.silu_mul(gate_up), ops.silu_mul(gate_up))
 
@@ -91,7 +91,7 @@ def test_tables_that_are_not_one_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 @pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": False, "attention_bias": True}])
-def test_a_model_computes_alike_with_them(
+def test_model_computes_alike_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], dtype: str
 ) -> None:
     path = shapes.make("tiny", tmp_path / "m", **shape)
@@ -110,7 +110,7 @@ def test_a_model_computes_alike_with_them(
     torch.testing.assert_close(logits(FAST), logits(None), rtol=0.05, atol=0.05)
 
 
-def test_a_chunk_that_samples_nothing_launches_no_kernel_over_no_rows(
+def test_chunk_that_samples_nothing_launches_no_kernel_over_no_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = shapes.make("tiny", tmp_path / "m")
@@ -223,7 +223,7 @@ def nvcc(folder: Path, version: str) -> Path:
 
 
 @pytest.mark.usefixtures("library")
-def test_a_missing_or_mismatched_compiler_is_one_sentence(
+def test_missing_or_mismatched_compiler_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def why(home: Path) -> str | None:
@@ -241,7 +241,7 @@ def test_a_missing_or_mismatched_compiler_is_one_sentence(
     assert why(nvcc(tmp_path / "new", "13.2")) is None
 
 
-def test_the_compiler_of_nvidias_wheels_is_used_where_there_is_no_other(
+def test_compiler_of_nvidias_wheels_is_used_where_there_is_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = nvcc(tmp_path / "site" / "nvidia" / "cu13", "13.0")
@@ -262,7 +262,7 @@ def test_the_compiler_of_nvidias_wheels_is_used_where_there_is_no_other(
 
 
 @pytest.mark.usefixtures("library")
-def test_a_ninja_beside_the_interpreter_is_found(
+def test_ninja_beside_the_interpreter_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", str(nvcc(tmp_path / "cuda", "13.0")))
@@ -279,7 +279,7 @@ def test_a_ninja_beside_the_interpreter_is_found(
     assert flashinfer_loader.os.environ["PATH"] == "/venv/bin:/nowhere"
 
 
-def test_an_absent_library_is_one_sentence() -> None:
+def test_absent_library_is_one_sentence() -> None:
     code = "from baton.layers import flashinfer_loader as f; print(f.obstacle())"
     said = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

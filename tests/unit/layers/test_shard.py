@@ -102,7 +102,7 @@ def test_shares_are_slices_of_the_file(tmp_path: Path, rank: int) -> None:
     assert torch.equal(weights.lm_head, kept["lm_head.weight"][vocab])
 
 
-def test_a_rank_reads_its_shares_and_no_whole_matrix(
+def test_rank_reads_its_shares_and_no_whole_matrix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint(tmp_path, **SHAPE)
@@ -133,7 +133,7 @@ def test_a_rank_reads_its_shares_and_no_whole_matrix(
     assert all("norm" in name for name in whole)
 
 
-def test_a_bias_of_a_rank_without_it_is_not_unexpected_but_a_strange_one_is(tmp_path: Path) -> None:
+def test_bias_of_a_rank_without_it_is_not_unexpected_but_a_strange_one_is(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, **SHAPE)
     load_weights(read_spec(path), path, shard=Shard(1, 2))
     save_file({"model.layers.0.mlp.gate_proj.scale": torch.ones(2)}, path / "model.safetensors")
@@ -182,7 +182,7 @@ def test_indivisible_shapes_are_refused_with_the_possible_sizes(
     assert err.value.message == message
 
 
-def test_a_share_has_its_heads_and_its_part_of_the_kv_pool(tmp_path: Path) -> None:
+def test_share_has_its_heads_and_its_part_of_the_kv_pool(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
     assert share_of(spec, WHOLE) == spec
     two, four = share_of(spec, Shard(1, 2)), share_of(spec, Shard(3, 4))

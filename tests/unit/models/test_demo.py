@@ -77,7 +77,7 @@ def test_transformers_answers_ten_questions_word_for_word(
         assert tokenizer.decode(answer, skip_special_tokens=True) == topic.answer
 
 
-def test_an_unseen_question_gets_a_short_answer(
+def test_unseen_question_gets_a_short_answer(
     model: Any, tokenizer: Any, questions: Questions
 ) -> None:
     for question in questions.unseen[:3]:
@@ -148,7 +148,7 @@ def test_question_list_is_large_and_rephrased(questions: Questions) -> None:
     assert [t.questions[0] for t in questions.topics if len(t.questions) < 5] == []
 
 
-def test_a_question_with_two_answers_is_refused(tmp_path: Path) -> None:
+def test_question_with_two_answers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "qa.txt"
     path.write_text("Q: What is P?\nA: A node.\n\nQ: what is p?\nA: A letter.\n")
     with pytest.raises(ValueError, match="stands in line 1 too"):

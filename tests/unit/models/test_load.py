@@ -85,7 +85,7 @@ def test_weights_that_do_not_fit_are_listed(tmp_path, edit, words):
         assert word in err.value.message
 
 
-def test_a_start_refuses_what_headers_and_memory_show(tmp_path, monkeypatch):
+def test_start_refuses_what_headers_and_memory_show(tmp_path, monkeypatch):
     path = checkpoint(tmp_path)
     check(build({}), path)
     monkeypatch.setattr(checkpoint_module, "available_memory", lambda: 2**20)

@@ -328,7 +328,7 @@ def test_junk_in_any_field_is_a_config_error_or_harmless(tmp_path, config, field
         assert len(spec.windows) == spec.num_layers
 
 
-def test_an_unnamed_dtype_is_that_of_the_weights(tmp_path):
+def test_unnamed_dtype_is_that_of_the_weights(tmp_path):
     path = write(tmp_path, LLAMA_32_1B, torch_dtype=...)
     assert read_spec(path, on_cpu=False).dtype == "float32"
     header = json.dumps(

@@ -15,7 +15,7 @@ from tests.perf import bench_gpu
 from tests.support import cluster
 
 
-def test_the_workload_is_that_of_nano_vllms_readme() -> None:
+def test_workload_is_that_of_nano_vllms_readme() -> None:
     prompts, lengths = bench_gpu.nano_vllm(256, (100, 1024))
     assert sum(lengths) == 133_966, "the number of answer tokens that README states"
     assert all(100 <= len(prompt) <= 1024 for prompt in prompts)
@@ -46,7 +46,7 @@ def test_all_that_needs_one_process_runs_and_reports(
     assert decode[1]["least MB"] > decode[0]["least MB"], "more rows have more KV"
 
 
-def test_a_section_that_fails_is_named_and_the_others_go_on(
+def test_section_that_fails_is_named_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object) -> None:
@@ -62,7 +62,7 @@ def test_a_section_that_fails_is_named_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("fallbacks", [0.0, 1.0])
-def test_a_transfer_is_of_the_transport_it_names(
+def test_transfer_is_of_the_transport_it_names(
     fallbacks: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextmanager

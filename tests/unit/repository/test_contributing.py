@@ -41,7 +41,7 @@ def first_served(policy: str) -> list[int]:
     return list(node.finished)
 
 
-def test_the_example_of_a_policy_orders_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_of_a_policy_orders_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("newest_first")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     (code,) = code_of("a scheduling policy")
@@ -51,7 +51,7 @@ def test_the_example_of_a_policy_orders_the_queue(monkeypatch: pytest.MonkeyPatc
     assert first_served("newest-first") == [3, 2, 1, 0]
 
 
-def test_the_example_of_a_family_computes_what_transformers_computes(
+def test_example_of_a_family_computes_what_transformers_computes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     family, variant = (eval(f"{{{code}}}", vars(spec_reader)) for code in code_of("a model family"))
@@ -69,7 +69,7 @@ def test_the_example_of_a_family_computes_what_transformers_computes(
 
 
 @pytest.mark.parametrize(("path", "function"), re.findall(r"`([\w/]+\.(?:rs|py)):(\w+)`", PAGE))
-def test_the_functions_it_names_are_defined_there(path: str, function: str) -> None:
+def test_functions_it_names_are_defined_there(path: str, function: str) -> None:
     defined = rf"^ *(?:pub(?:\(\w+\))? )?(?:async )?(?:def|fn) {function}\b"
     assert re.search(defined, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
 

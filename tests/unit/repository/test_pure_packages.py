@@ -65,7 +65,7 @@ def test_pure_rooms_import_without_torch_sockets_or_clocks() -> None:
     assert {"baton.cache.radix", "baton.sched.types.request"} <= set(done.stdout.split())
 
 
-def test_the_block_itself_works() -> None:
+def test_block_itself_works() -> None:
     """`messages` needs msgspec: were the blocker broken, this would import."""
     done = import_rooms(["baton.server.worker.messages"])
     assert done.returncode != 0

@@ -14,7 +14,7 @@ def _inference():
         yield
 
 
-def test_a_replay_computes_with_what_fixed_memory_holds_then():
+def test_replay_computes_with_what_fixed_memory_holds_then():
     x, y = torch.arange(4.0), torch.zeros(2)
     replay = TapeRecorder().record(lambda: y.copy_((x.view(2, 2) * 2).sum(-1)))
     x.copy_(torch.ones(4))

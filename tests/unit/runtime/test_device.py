@@ -58,7 +58,7 @@ def resolve(**flags: object) -> torch.device:
     return device.resolve(config.build(dict(flags)))
 
 
-def test_the_default_is_the_cpu_even_beside_a_gpu(cuda: None) -> None:
+def test_default_is_the_cpu_even_beside_a_gpu(cuda: None) -> None:
     assert resolve() == torch.device("cpu")
 
 
@@ -104,7 +104,7 @@ def test_cuda_is_taken_where_there_is_one() -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_gpu_without_flashinfer_is_refused_unless_the_reference_is_asked_for(
+def test_gpu_without_flashinfer_is_refused_unless_the_reference_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -200,7 +200,7 @@ def make_runner(model: Decoder, check: DeviceCheck) -> DeviceRunner:
 
 
 @pytest.mark.usefixtures("no_kernel")
-def test_a_step_on_cuda_mixes_no_devices(tmp_path: Path) -> None:
+def test_step_on_cuda_mixes_no_devices(tmp_path: Path) -> None:
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
     check = DeviceCheck()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -220,7 +220,7 @@ def test_a_step_on_cuda_mixes_no_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_kernel")
-def test_a_steps_time_begins_when_its_inputs_are_queued(tmp_path: Path) -> None:
+def test_steps_time_begins_when_its_inputs_are_queued(tmp_path: Path) -> None:
     """Else a device that waits for the host would count as busy."""
     calls: list[str] = []
 
@@ -250,7 +250,7 @@ def test_a_steps_time_begins_when_its_inputs_are_queued(tmp_path: Path) -> None:
     assert calls[:4] == ["put", "plan", "mark", "kernel"]
 
 
-def test_the_check_itself_works(tmp_path: Path) -> None:
+def test_check_itself_works(tmp_path: Path) -> None:
     """Were fake tensors lenient, a weight left behind would pass."""
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
     with FakeTensorMode(allow_non_fake_inputs=True):

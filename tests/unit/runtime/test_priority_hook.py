@@ -53,7 +53,7 @@ def finish_order(at: Node) -> list[int]:
     return list(at.finished)
 
 
-def test_the_answer_replaces_the_priority_in_the_order() -> None:
+def test_answer_replaces_the_priority_in_the_order() -> None:
     hook = PriorityHook(lambda view, _: float(view.id == "r3") * 9, 0.25)
     at = node()
     for handle in range(5):
@@ -74,7 +74,7 @@ def test_none_gives_a_request_its_own_priority_again() -> None:
     assert finish_order(at) == [0, 1, 2]
 
 
-def test_an_adjusted_priority_never_preempts() -> None:
+def test_adjusted_priority_never_preempts() -> None:
     hook = PriorityHook(lambda _, __: 1e6, 0.25)
     at = node()
     add(at, hook, 0)
@@ -141,7 +141,7 @@ def test_at_most_256_calls_per_turn_and_every_request_has_its_turn() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "high", RuntimeError("oh")])
-def test_a_failure_keeps_the_old_value_and_is_counted(
+def test_failure_keeps_the_old_value_and_is_counted(
     bad: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     fails = False
@@ -176,7 +176,7 @@ def slow_hook(milliseconds: float) -> tuple[PriorityHook, list[str]]:
     return PriorityHook(adjust, 0.25, clock), called
 
 
-def test_a_slow_hook_is_switched_off_after_ten_seconds_with_one_warning(
+def test_slow_hook_is_switched_off_after_ten_seconds_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     hook, called = slow_hook(0.6)
@@ -197,7 +197,7 @@ def test_a_slow_hook_is_switched_off_after_ten_seconds_with_one_warning(
     assert finish_order(at) == [1, 0, 2], "what it said last still holds"
 
 
-def test_a_hook_within_its_limit_stays() -> None:
+def test_hook_within_its_limit_stays() -> None:
     hook, _ = slow_hook(0.4)
     at = node()
     for handle in range(2):
@@ -217,7 +217,7 @@ def test_a_hook_within_its_limit_stays() -> None:
         ("broken_hook:f", "cannot be imported (ZeroDivisionError"),
     ],
 )
-def test_a_wrong_name_ends_the_start_with_a_sentence(
+def test_wrong_name_ends_the_start_with_a_sentence(
     spec: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_hook.py").write_text("1 / 0\n", encoding="utf-8")
@@ -228,7 +228,7 @@ def test_a_wrong_name_ends_the_start_with_a_sentence(
     assert remedy in caught.value.message
 
 
-def test_a_hook_is_imported_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hook_is_imported_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_hook.py").write_text(
         "class Hooks:\n    @staticmethod\n    def older_first(view, load):\n        return view.wait_secs\n",
         encoding="utf-8",

@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_breaks_two_workers_alone_or_three_in_company() {
+    fn request_breaks_two_workers_alone_or_three_in_company() {
         for (breaks, is_over) in [
             (&[true][..], false),
             (&[true, true], true),

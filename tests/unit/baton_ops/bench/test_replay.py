@@ -41,7 +41,7 @@ def test_prompts_have_common_text_exactly_where_the_trace_has_common_tokens(scal
         assert texts[0][4 * same : 4 * same + 40] != texts[1][4 * same : 4 * same + 40]
 
 
-def test_a_turn_continues_the_request_whose_blocks_it_repeats() -> None:
+def test_turn_continues_the_request_whose_blocks_it_repeats() -> None:
     first, second, third = (
         request(1100, 0, 1, 2),
         request(1700, 0, 1, 3, 4),
@@ -65,7 +65,7 @@ def test_arrivals_are_stretched() -> None:
     assert [ask.at for ask in timed_requests(trace, 0.5)] == [0.0, 1.0, 1.5]
 
 
-def test_a_report_says_what_came_back() -> None:
+def test_report_says_what_came_back() -> None:
     outcome = ReplayRound(
         2.0,
         (RequestTiming(0.1, 0.5, 5, 100, 30), RequestTiming(0.3, 0.5, 1, 100, 0)),

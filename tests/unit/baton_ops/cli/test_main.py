@@ -285,7 +285,7 @@ def test_state_file_has_exactly_the_agreed_fields(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["state.json"]
 
 
-def test_a_wrong_router_flag_is_reported_before_any_node_starts(
+def test_wrong_router_flag_is_reported_before_any_node_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flags, complaint in (

@@ -61,11 +61,11 @@ def test_any_mix_of_rows(
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.soft_cap], ids=str)
-def test_the_torch_backend_passes_the_same_cases(case: Case) -> None:
+def test_torch_backend_passes_the_same_cases(case: Case) -> None:
     check(case, TorchAttention)
 
 
-def test_a_wrong_window_would_be_noticed() -> None:
+def test_wrong_window_would_be_noticed() -> None:
     case = Case(windows=(5, 5))
 
     def off_by_one(spec: Any, kv: Any) -> FlashInferAttention:
@@ -96,7 +96,7 @@ def test_one_plan_per_window_and_step_however_many_layers() -> None:
     ("heads", "kv_heads", "dim"),
     [(64, 8, 128), (96, 8, 128), (8, 1, 128), (16, 2, 64), (32, 4, 256)],
 )
-def test_the_workspace_holds_what_splitting_a_short_chunk_of_a_long_context_takes(
+def test_workspace_holds_what_splitting_a_short_chunk_of_a_long_context_takes(
     heads: int, kv_heads: int, dim: int
 ) -> None:
     case = Case(heads=heads, kv_heads=kv_heads, dim=dim, windows=(0,), lengths=(1,))

@@ -131,7 +131,7 @@ def test_padding_leaves_live_rows_alone_and_touches_the_dummy_page_only(
 
 
 @given(st.integers(1, 600), st.data())
-def test_the_ladder_holds_each_batch_with_little_padding(largest: int, data: st.DataObject) -> None:
+def test_ladder_holds_each_batch_with_little_padding(largest: int, data: st.DataObject) -> None:
     ladder = capture_sizes(largest)
     assert list(ladder) == sorted(set(ladder))
     assert (ladder[0], ladder[-1]) == (1, largest)

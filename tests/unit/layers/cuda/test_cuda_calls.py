@@ -70,7 +70,7 @@ def stuck(why: str) -> NoReturn:
     raise AssertionError(why)
 
 
-def test_a_call_returns_when_its_event_has_come_and_streams_are_used_again(cuda: FakeCuda) -> None:
+def test_call_returns_when_its_event_has_come_and_streams_are_used_again(cuda: FakeCuda) -> None:
     queue = CudaQueue(GPU, stuck)
     for _ in range(3):
         waited = cuda.waits
@@ -91,7 +91,7 @@ def test_work_queued_before_an_error_is_waited_for(cuda: FakeCuda) -> None:
     assert cuda.waits == 1
 
 
-def test_a_device_that_hangs_is_given_up_and_never_reported_as_done(
+def test_device_that_hangs_is_given_up_and_never_reported_as_done(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_pages, "STUCK_SECS", 0.01)
@@ -109,7 +109,7 @@ def test_a_device_that_hangs_is_given_up_and_never_reported_as_done(
     assert given_up == ["cuda:0 is not through with copying a peer's pages after 0.01 s"]
 
 
-def test_a_followers_step_has_ended_before_it_gets_the_next_order(
+def test_followers_step_has_ended_before_it_gets_the_next_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next order may be to announce the pages of that step."""
@@ -154,7 +154,7 @@ def lib(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeRuntime:
     return fake
 
 
-def test_a_handle_names_its_gpu_and_has_all_of_cudas_bytes(lib: FakeRuntime) -> None:
+def test_handle_names_its_gpu_and_has_all_of_cudas_bytes(lib: FakeRuntime) -> None:
     handle = json.loads(CudaIpc(GPU).handle(torch.zeros(48, dtype=torch.uint8)))
     assert handle == {"gpu": "GPU-1", "handle": "010200" + "00" * 61, "bytes": 48}
     assert ctypes.sizeof(ipc.IpcHandle) == 64
@@ -169,7 +169,7 @@ def test_memory_of_another_gpu_is_refused_before_cuda_is_asked(lib: FakeRuntime)
     assert lib.calls == []
 
 
-def test_an_error_is_named_and_cleared_and_no_memory_is_torchs_error(lib: FakeRuntime) -> None:
+def test_error_is_named_and_cleared_and_no_memory_is_torchs_error(lib: FakeRuntime) -> None:
     lib.codes["cudaIpcGetMemHandle"] = 1
     with pytest.raises(RuntimeError, match=r"cudaIpcGetMemHandle: text of 1 \(CUDA error 1\)"):
         CudaIpc(GPU).handle(torch.zeros(48, dtype=torch.uint8))
@@ -198,7 +198,7 @@ def test_memory_that_cannot_be_page_locked_leaves_no_error_and_nothing_registere
     )
 
 
-def test_the_runtime_that_torch_loads_has_every_call() -> None:
+def test_runtime_that_torch_loads_has_every_call() -> None:
     if torch.version.cuda is None:
         pytest.skip("this torch is built without CUDA")
     lib = ipc.runtime()

@@ -29,7 +29,7 @@ def pool(pages: int) -> tuple[torch.Tensor, DevicePages, StandIn]:
     return rows, DevicePages(rows, stand_in, stand_in), stand_in
 
 
-def test_the_weights_are_those_of_the_crate() -> None:
+def test_weights_are_those_of_the_crate() -> None:
     known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F5, 0x06C45D188009454F]
     assert weights(3).view(np.uint64).tolist() == known
 
@@ -66,7 +66,7 @@ def test_slabs_take_as_many_pages_as_come() -> None:
     assert [bytes_of(ours, page) for page in range(5)] == before
 
 
-def test_a_peers_pages_are_read_until_they_are_closed() -> None:
+def test_peers_pages_are_read_until_they_are_closed() -> None:
     (ours, pages, stand_in), (theirs, peer, _) = pool(5), pool(4)
     opened = pages.open(peer.handle(), 4)
     sums = np.frombuffer(opened.copy(ids([3, 0]), ids([1, 4])), np.uint64).tolist()
@@ -82,7 +82,7 @@ def test_a_peers_pages_are_read_until_they_are_closed() -> None:
         opened.copy(ids([3]), ids([1]))
 
 
-def test_a_copy_of_many_parts_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_of_many_parts_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_pages, "SUM_BYTES", 2 * PAGE)
     (ours, pages, stand_in), (theirs, peer, _) = pool(9), pool(9)
     opened = pages.open(peer.handle(), 9)
@@ -102,7 +102,7 @@ def test_a_copy_of_many_parts_is_waited_for_once(monkeypatch: pytest.MonkeyPatch
     assert sums == peer.sums(ids(list(range(9))))
 
 
-def test_a_handle_of_another_size_is_refused_and_let_go() -> None:
+def test_handle_of_another_size_is_refused_and_let_go() -> None:
     (_, pages, stand_in), (_, peer, _) = pool(5), pool(4)
     with pytest.raises(ValueError, match="384 bytes, its pages have 480"):
         pages.open(peer.handle(), 5)

@@ -11,7 +11,7 @@ import pytest
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernel_draws_the_hosts_tokens() -> None:
+def test_kernel_draws_the_hosts_tokens() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.draw_cases"],

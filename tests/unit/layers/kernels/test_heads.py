@@ -61,7 +61,7 @@ compiled(_store_heads, sizes, 4, **dict.fromkeys(names, "*bf16"), **others)
 
 
 @needs_triton
-def test_the_kernels_compile_for_a_gpu_of_compute_capability_9() -> None:
+def test_kernels_compile_for_a_gpu_of_compute_capability_9() -> None:
     """To machine code, which needs no GPU; the interpreter takes what the compiler does not."""
     assert output("-c", COMPILE).split() == ["_draw", "True", "_store_heads", "True"]
 
@@ -116,7 +116,7 @@ def test_kernels_that_cannot_be_compiled_end_the_start_unless_the_reference_is_a
 
 
 @pytest.mark.usefixtures("_undo")
-def test_an_absent_triton_is_one_sentence(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_triton_is_one_sentence(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("triton", "baton.layers.kernels.draw", "baton.layers.kernels.heads"):
         monkeypatch.setitem(sys.modules, name, None)
     assert "ImportError: import of" in str(

@@ -73,7 +73,7 @@ def test_nccl_without_a_gpu_is_refused_in_one_sentence() -> None:
         make_backend(config, "127.0.0.1", ["nccl", "tcp"])
 
 
-def test_the_library_that_torch_brings_has_every_call_and_takes_our_config() -> None:
+def test_library_that_torch_brings_has_every_call_and_takes_our_config() -> None:
     if nccl.library_path() is None:
         pytest.skip("this torch brings no libnccl")
     lib = nccl.load()
@@ -82,7 +82,7 @@ def test_the_library_that_torch_brings_has_every_call_and_takes_our_config() -> 
     assert version.value >= nccl.CONFIG_VERSION, "an older library reads fields that are not there"
 
 
-def test_the_config_has_the_layout_of_the_header() -> None:
+def test_config_has_the_layout_of_the_header() -> None:
     made = nccl.config(1)
     assert (made.size, ctypes.sizeof(nccl.Config), nccl.Config.net_name.offset) == (40, 40, 32)
     assert (made.magic, made.blocking, made.max_ctas, made.cga_cluster_size) == (
@@ -105,7 +105,7 @@ def test_init_and_send_wait_until_nccl_has_taken_them_up() -> None:
     assert lib.calls == ["init 1 of 2", f"send {(4096, 64, nccl.UINT8, 0)}"]
 
 
-def test_a_peer_that_never_comes_is_a_timeout_and_an_error_is_named() -> None:
+def test_peer_that_never_comes_is_a_timeout_and_an_error_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"ncclCommInitRankConfig: not done within 0\.01 s"):
         nccl.Handle(FakeNccl([nccl.IN_PROGRESS])).init(UID, 0, 0.01)
     with pytest.raises(RuntimeError, match=r"error of code 6 \(NCCL error 6\)"):
@@ -114,7 +114,7 @@ def test_a_peer_that_never_comes_is_a_timeout_and_an_error_is_named() -> None:
         nccl.Handle(FakeNccl([nccl.SUCCESS], init=4)).init(UID, 0, 5)
 
 
-def test_an_abort_happens_once_and_ends_every_poll() -> None:
+def test_abort_happens_once_and_ends_every_poll() -> None:
     lib = FakeNccl([nccl.SUCCESS])
     handle = nccl.Handle(lib)
     handle.init(UID, 0, 5)

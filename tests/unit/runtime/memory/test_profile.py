@@ -43,7 +43,7 @@ sizes = st.integers(0, 200 * GIB)
     activations=sizes, graphs=st.integers(0, 4 * GIB), page_bytes=st.integers(1, 64 * MIB),
     fraction=st.floats(0.01, 0.99),
 )  # fmt: skip
-def test_a_pool_keeps_to_the_fraction_and_to_what_is_free(
+def test_pool_keeps_to_the_fraction_and_to_what_is_free(
     total: int, free_share: float, weights: int, workspace: int, activations: int, graphs: int, page_bytes: int,
     fraction: float,
 ) -> None:  # fmt: skip
@@ -69,9 +69,7 @@ def test_a_pool_keeps_to_the_fraction_and_to_what_is_free(
     wanted=st.integers(2, 100_000),
     page_bytes=st.integers(1, 4 * MIB),
 )
-def test_a_wanted_pool_is_taken_as_it_is_or_refused(
-    free: int, wanted: int, page_bytes: int
-) -> None:
+def test_wanted_pool_is_taken_as_it_is_or_refused(free: int, wanted: int, page_bytes: int) -> None:
     needs = MemoryNeeds(80 * GIB, free, 10 * GIB, 128 * MIB, GIB, 0)
     if wanted * page_bytes <= needs.room:
         assert size_pool(needs, page_bytes, 0.01, wanted) == (wanted, "as asked for"), (
@@ -93,7 +91,7 @@ def test_two_engines_share_a_device_by_its_whole_memory() -> None:
     assert size_pool(beside, page, 0.6).why == "all that is free"
 
 
-def test_a_pool_that_does_not_fit_is_refused_with_numbers_and_the_flag_to_lower() -> None:
+def test_pool_that_does_not_fit_is_refused_with_numbers_and_the_flag_to_lower() -> None:
     full = MemoryNeeds(80 * GIB, 3 * GIB, 70 * GIB, 128 * MIB, 4 * GIB, 0)
     said = r"no room for 2 KV pages of 2\.00 MiB .*free 3\.00 GiB beside weights of 70.*a step takes 4\.00 GiB.*lower "
     with pytest.raises(ConfigError, match=said + "--chunked-prefill-size"):
@@ -137,7 +135,7 @@ def test_warmup_steps_are_steps_a_scheduler_could_plan(at: WarmupLimits) -> None
 
 
 @given(limits())
-def test_the_largest_step_cannot_be_exceeded(at: WarmupLimits) -> None:
+def test_largest_step_cannot_be_exceeded(at: WarmupLimits) -> None:
     *_, (_, decode), (_, largest) = steps(at)
     assert decode.mode is ForwardMode.DECODE
     assert len(decode.rows) == at.running, "every sequence decodes"
@@ -162,7 +160,7 @@ def test_steps_without_a_draw_and_with_a_long_cached_prefix_are_in_the_warmup() 
     )
 
 
-def test_the_largest_step_fills_the_budget() -> None:
+def test_largest_step_fills_the_budget() -> None:
     *_, (_, largest) = steps(
         WarmupLimits(tokens=8192, prompt_tokens=8192, running=256, context=40960, page_size=16)
     )
@@ -214,7 +212,7 @@ def config(**flags: Any) -> EngineConfig:
     )
 
 
-def test_the_pool_is_what_the_warmup_leaves(made: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_pool_is_what_the_warmup_leaves(made: Any, caplog: pytest.LogCaptureFixture) -> None:
     memory, asked = Counted(), config(mem_fraction_static=0.5)
     with caplog.at_level(logging.INFO):
         pages = profile_memory(made, asked, 512, None, memory)
@@ -262,7 +260,7 @@ def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:
         check_weights(70 * GIB + GIB // 2, Counted())
 
 
-def test_a_requested_pool_is_warmed_up_too_and_checked(made: Any) -> None:
+def test_requested_pool_is_warmed_up_too_and_checked(made: Any) -> None:
     memory = Counted()
     assert profile_memory(made, config(), 512, 100, memory) == 100
     assert memory.steps == 9
@@ -295,7 +293,7 @@ def backends(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
 NINJA = "Ninja build failed. Ninja output:\n[1/2] nvcc …\nfatal error: cuda_fp8.h: No such file\nninja: stopped"
 
 
-def test_a_flashinfer_that_cannot_run_ends_the_start(
+def test_flashinfer_that_cannot_run_ends_the_start(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backends(monkeypatch, RuntimeError(NINJA))
@@ -308,7 +306,7 @@ def test_a_flashinfer_that_cannot_run_ends_the_start(
     assert profile_memory(made, config(attention_backend="torch"), 512, None, Counted()) > 0
 
 
-def test_a_flashinfer_with_another_interface_ends_the_start_too(
+def test_flashinfer_with_another_interface_ends_the_start_too(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backends(monkeypatch, TypeError("plan() got an unexpected keyword argument 'window_left'"))
@@ -319,7 +317,7 @@ def test_a_flashinfer_with_another_interface_ends_the_start_too(
         profile_memory(made, config(), 512, None, Counted())
 
 
-def test_a_device_that_runs_out_of_memory_is_no_reason_for_another_backend(
+def test_device_that_runs_out_of_memory_is_no_reason_for_another_backend(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = backends(
@@ -332,9 +330,7 @@ def test_a_device_that_runs_out_of_memory_is_no_reason_for_another_backend(
     assert asked == ["auto"]
 
 
-def test_an_error_of_the_reference_is_not_hidden(
-    made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_the_reference_is_not_hidden(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def execute(limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -358,7 +354,7 @@ def test_tensor_parallel_ranks_warm_up_together_and_take_the_smallest_pool(made:
     assert orders == []
 
 
-def test_the_least_of_a_group(tmp_path: Path) -> None:
+def test_least_of_a_group(tmp_path: Path) -> None:
     group = init_group(Shard(0, 1), CPU, tmp_path / "meet", 30)
     try:
         assert group.all_reduce_min(1 << 40) == 1 << 40

@@ -63,7 +63,7 @@ def test_one_copy_fills_every_buffer(most: int, pages: int, data: st.DataObject)
         assert static.last_page_len[:n].tolist() == rows.last_page_len.tolist()
 
 
-def test_the_table_reads_what_was_written_last() -> None:
+def test_table_reads_what_was_written_last() -> None:
     table = TokenTable(4, torch.device("cpu"))
     table.write(torch.tensor([2, 0, table.dummy, table.dummy]), torch.tensor([70, 50, 1, 2]))
     table.write(torch.tensor([2]), torch.tensor([71]))
@@ -79,7 +79,7 @@ def test_the_table_reads_what_was_written_last() -> None:
     heads=st.sampled_from([(2, 2), (4, 2), (4, 1)]), page_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99),
     windows=st.sampled_from([(0, 0), (0, 5), (3, 7)]), lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
 )  # fmt: skip
-def test_a_recorded_forward_attends_as_the_eager_one(
+def test_recorded_forward_attends_as_the_eager_one(
     heads: tuple[int, int], page_size: int, seed: int, windows: tuple[int, int], lengths: list[int]
 ) -> None:
     """Grouped queries, windows, pages of any size; every capture size is recorded once and used for any rows."""
@@ -242,7 +242,7 @@ def test_how_many_rows_are_recorded(flags: dict[str, object], rows: int) -> None
     assert rows_to_record(config.build({"device": "cuda", **flags})) == rows
 
 
-def test_the_reason_for_not_recording_is_logged(
+def test_reason_for_not_recording_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
@@ -265,7 +265,7 @@ def test_the_reason_for_not_recording_is_logged(
     assert "the torch attention backend cannot be recorded" in caplog.messages[3]
 
 
-def test_a_failure_while_recording_leaves_an_engine_that_runs_eagerly(
+def test_failure_while_recording_leaves_an_engine_that_runs_eagerly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")

@@ -64,7 +64,7 @@ def naive_distribution(logits: torch.Tensor, p: SamplingParams) -> np.ndarray:
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 2}]
 )
-def test_a_row_with_nonfinite_logits_gets_no_token_and_others_keep_theirs(
+def test_row_with_nonfinite_logits_gets_no_token_and_others_keep_theirs(
     value: float, params: dict[str, float]
 ) -> None:
     logits = noise(3, 300)
@@ -174,7 +174,7 @@ class TestDistribution:
         st.integers(0, 2**32), st.sampled_from([0.3, 1.0, 4.0]), st.sampled_from([0, 2, 17, 64, 200, 1000]),
         st.sampled_from([0.05, 0.5, 0.95, 0.999, 1.0]), st.sampled_from([0.0, 0.001, 0.3]),
     )  # fmt: skip
-    def test_the_head_alone_decides_as_the_whole_sort_does(self, seed, scale, top_k, top_p, min_p):
+    def test_head_alone_decides_as_the_whole_sort_does(self, seed, scale, top_k, top_p, min_p):
         logits = noise(2, 600, seed % 1000, scale)
         rows = [row(seed=seed + i, top_k=top_k, top_p=top_p, min_p=min_p) for i in range(2)]
         tokens = []
@@ -218,7 +218,7 @@ MIX = (
 
 
 class TestIndependence:
-    def test_a_row_draws_the_same_alone_and_in_any_batch(self):
+    def test_row_draws_the_same_alone_and_in_any_batch(self):
         n = 44
         logits = noise(n, 500)
         rows = [row(seed=i, **MIX[i % len(MIX)]) for i in range(n)]
@@ -243,7 +243,7 @@ class TestIndependence:
         assert answer(5) == answer(5) != answer(6)
         assert len(set(answer(5))) > 5
 
-    def test_a_row_rebuilt_from_history_continues_as_the_one_that_never_left(self):
+    def test_row_rebuilt_from_history_continues_as_the_one_that_never_left(self):
         params = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "min_new_tokens": 6,
                   "stop_token_ids": (3,)}  # fmt: skip
         kept, out = row(seed=1, **params), []
@@ -292,7 +292,7 @@ class TestEdits:
         assert logits.tolist() == [0.0, 2.0, -math.inf, 0.0]
         edit(row(logit_bias=((9, 5.0),), min_new_tokens=1, stop_token_ids=(7,)), logits)
 
-    def test_a_greedy_row_without_wishes_is_plain_again_after_min_new_tokens(self):
+    def test_greedy_row_without_wishes_is_plain_again_after_min_new_tokens(self):
         r = row(temperature=0.0, min_new_tokens=1, stop_token_ids=(1,))
         assert not r.is_plain
         r.append(5)

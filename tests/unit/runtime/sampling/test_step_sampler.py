@@ -86,7 +86,7 @@ class TestSameTokens:
         ]
         same(logits, rows)
 
-    def test_the_ends_of_the_range_never_give_a_token_without_probability(self, monkeypatch):
+    def test_ends_of_the_range_never_give_a_token_without_probability(self, monkeypatch):
         for u in (0.0, 2.0**-53, 0.5, 1 - 2.0**-53):
             monkeypatch.setattr(sampler, "uniform", lambda seed, position, u=u: u)
             for vocab in (10, 600):
@@ -119,7 +119,7 @@ class TestSameTokens:
 
 
 class TestIndependent:
-    def test_a_row_draws_the_same_alone_and_in_any_batch(self):
+    def test_row_draws_the_same_alone_and_in_any_batch(self):
         n = 44
         mix = [*MIX, {"top_k": 300, "temperature": 1.5}, {"top_p": 0.999, "temperature": 3.0}]
         logits = noise(n, 500)
@@ -132,7 +132,7 @@ class TestIndependent:
                 assert together.tokens[at] == alone[i].tokens[0]
                 assert (at in together.logprobs) == (0 in alone[i].logprobs)
 
-    def test_a_draw_is_fixed_when_it_is_made(self):
+    def test_draw_is_fixed_when_it_is_made(self):
         """The rows go on to the next step while the device still works on this one."""
         logits, r = noise(1, 500), row(seed=4, temperature=2.0, frequency_penalty=1.0, out=(5, 6))
         made = SamplingLaunch([r], 500, torch.from_numpy)
@@ -172,6 +172,6 @@ def test_nothing_is_read_from_the_device_and_no_devices_are_mixed(monkeypatch):
                 look(torch.ones(3, device="cuda"))
 
 
-def test_the_filters_have_no_say_over_greedy_rows():
+def test_filters_have_no_say_over_greedy_rows():
     p = SamplingParams(temperature=0.0, top_k=400, top_p=0.1, min_p=0.9)
     same(noise(1, 900), [SampleRow(p, 0, ())])

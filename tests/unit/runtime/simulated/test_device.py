@@ -39,7 +39,7 @@ def test_numbers_of_a_device_are_replaced_and_mistakes_reported_together() -> No
     assert len(error.value.message.splitlines()) == 5
 
 
-def test_the_node_is_as_large_as_the_device_unless_flags_say_otherwise() -> None:
+def test_node_is_as_large_as_the_device_unless_flags_say_otherwise() -> None:
     config = build({"simulate": "reference,length_scale=8", "max_running_requests": 7})
     assert (config.max_total_tokens, config.chunked_prefill_size, config.max_running_requests) == (
         125_000,
@@ -59,7 +59,7 @@ def test_flags_about_a_real_device_are_refused() -> None:
     ]
 
 
-def test_a_step_that_waited_begins_where_the_last_one_ended() -> None:
+def test_step_that_waited_begins_where_the_last_one_ended() -> None:
     now, slept = [100.0], []
 
     def sleep(seconds: float) -> None:
@@ -131,7 +131,7 @@ def test_ends_reach_d_in_order_of_their_transfers_and_not_after_an_abort() -> No
     assert wire.calls == [(2, "CLIENT_GONE"), (3, 1, 1, b"short"), (1, 1, 9, b"long")]
 
 
-def test_an_error_of_the_transfer_runtime_reaches_the_rank() -> None:
+def test_error_of_the_transfer_runtime_reaches_the_rank() -> None:
     wire = Wire(RuntimeError("full"))
     paced = PacedTransfer(wire, read("reference,transfer_ms=0,transfer_us=0"), 16)  # type: ignore[arg-type]
     paced.finish(1, 1, 1, b"")

@@ -113,7 +113,7 @@ def test_backlogged_classes_share_by_weight_in_every_window(weights: list[int], 
 
 
 @given(weights=CLASSES, seed=st.integers(0, 10_000))
-def test_a_class_that_comes_back_waits_for_one_turn_of_each_other(
+def test_class_that_comes_back_waits_for_one_turn_of_each_other(
     weights: list[int], seed: int
 ) -> None:
     rng = random.Random(seed)

@@ -140,7 +140,7 @@ def test_counters_equal_the_definition(seed: int) -> None:
         assert {w: counters[w] for w in waiting} == {w: own[w] for w in waiting}
 
 
-def test_a_pause_earns_nothing_and_a_lone_tenant_runs_into_no_debt() -> None:
+def test_pause_earns_nothing_and_a_lone_tenant_runs_into_no_debt() -> None:
     counters = VirtualCounters(max_idle=10)
     counters.enter("busy")
     counters.enter("pausing")
@@ -224,7 +224,7 @@ def test_waiting_the_returned_time_is_enough_and_a_moment_less_is_not() -> None:
     assert rate.admit("t", 100, 3.0 + wait + 1e-9) == 0
 
 
-def test_a_request_larger_than_a_minute_needs_a_full_bucket_and_answers_overdraw_it() -> None:
+def test_request_larger_than_a_minute_needs_a_full_bucket_and_answers_overdraw_it() -> None:
     rate = limits(60)
     assert rate.admit("t", 100, 0.0) == 0
     assert rate.admit("t", 1, 0.0) == pytest.approx(41)

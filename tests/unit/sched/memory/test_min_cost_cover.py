@@ -20,7 +20,7 @@ def brute_force(items: list[tuple[int, int]], need: int) -> int | None:
 
 
 @given(ITEMS, st.integers(-3, 60))
-def test_a_cover_costs_at_most_twice_the_optimum(items: list[tuple[int, int]], need: int) -> None:
+def test_cover_costs_at_most_twice_the_optimum(items: list[tuple[int, int]], need: int) -> None:
     costs, gains = [c for c, _ in items], [g for _, g in items]
     found = cheap_cover(costs, gains, need)
     want = brute_force(items, need)

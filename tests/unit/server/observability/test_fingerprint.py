@@ -50,7 +50,7 @@ def differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
         ({"layers": 3, "model_hash": "def"}, ["model", "kv_layout"]),
     ],
 )
-def test_a_difference_shows_in_its_aspect(
+def test_difference_shows_in_its_aspect(
     path: Path, layout: dict[str, Any], aspects: list[str]
 ) -> None:
     assert differing(of(path), of(path, **layout)) == aspects
@@ -64,7 +64,7 @@ def test_template_and_tokenizer(path: Path) -> None:
     assert differing(before, of(path)) == ["tokenizer"]
 
 
-def test_the_router_knows_the_aspects(path: Path) -> None:
+def test_router_knows_the_aspects(path: Path) -> None:
     source = Path(__file__).parents[4] / "router" / "core" / "src" / "pairing" / "fingerprint.rs"
     listed = re.search(r"FINGERPRINT_FIELDS: \[&str; \d+\] =\s*\[(.*?)\]", source.read_text(), re.S)
     assert listed is not None

@@ -70,7 +70,7 @@ def test_every_alias_has_a_source_and_a_name_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("which", "prefixes"), [("none", 1), ("sglang", 3), ("vllm", 2), ("all", 4)]
 )
-def test_the_flag_chooses_the_names(which: str, prefixes: int) -> None:
+def test_flag_chooses_the_names(which: str, prefixes: int) -> None:
     found = {name for name in families(which) if not name.startswith("baton_")}
     assert {f.name for f in metric_aliases.ALWAYS} <= found
     groups = {name.split(":")[0].split("_")[0] + (":" if ":" in name else "_") for name in found - {
@@ -141,7 +141,7 @@ def test_histograms_add_up_over_the_labels_that_are_left_out() -> None:
     assert {s.labels["priority"] for s in by_class} == {"a", "b"}
 
 
-def test_a_dead_rank_leaves_nothing() -> None:
+def test_dead_rank_leaves_nothing() -> None:
     made = EngineMetrics(compat_names="all")
     made.report(
         StatsMessage(0, {'kv_pages{state="free"}': 1.0, 'requests{state="waiting"}': 1.0}, {})

@@ -49,7 +49,7 @@ def timeline(**fields: Any) -> RequestTimeline:
 # ---------------------------------------------------------------------- traceparent
 
 
-def test_the_callers_trace_is_continued() -> None:
+def test_callers_trace_is_continued() -> None:
     mine = continue_trace(W3C)
     assert mine is not None
     assert (mine.trace, mine.above) == (PARENT.trace, PARENT.above)
@@ -57,7 +57,7 @@ def test_the_callers_trace_is_continued() -> None:
     assert continue_trace(f"cc{W3C[2:]}-more") is not None, "a later version may add to the end"
 
 
-def test_a_caller_that_does_not_sample_is_followed() -> None:
+def test_caller_that_does_not_sample_is_followed() -> None:
     assert continue_trace(W3C[:-1] + "0") is None
     assert continue_trace(W3C[:-2] + "02") is None, "only the lowest bit says so"
 
@@ -80,7 +80,7 @@ def test_without_a_valid_parent_a_trace_begins(wrong: str | None) -> None:
 # ---------------------------------------------------------------------- the front's span
 
 
-def test_the_request_hangs_below_the_caller() -> None:
+def test_request_hangs_below_the_caller() -> None:
     span = request_span(PARENT, dataclasses.replace(ANSWERED, first_token=4.0), unix)
     assert (span.trace, span.id, span.parent) == (PARENT.trace, 11, PARENT.above)
     assert (span.name, span.is_server, span.error) == ("POST /generate", True, None)
@@ -106,7 +106,7 @@ def test_only_what_the_server_did_wrong_is_an_error(outcome: str, fails: bool) -
 # ---------------------------------------------------------------------- a rank's spans
 
 
-def test_a_node_that_does_both_phases() -> None:
+def test_node_that_does_both_phases() -> None:
     spans = timeline_spans(
         timeline(
             admitted_at=3.0, first_token_at=5.0, ended_at=8.0, cached_tokens=16, computed_tokens=24, steps=2,
@@ -136,7 +136,7 @@ def test_a_node_that_does_both_phases() -> None:
     assert spans[1].events[0][2] == [("baton.tokens", 16)]
 
 
-def test_a_prefill_node_holds_a_lease() -> None:
+def test_prefill_node_holds_a_lease() -> None:
     spans = timeline_spans(
         timeline(admitted_at=3.0, first_token_at=5.0, ended_at=30.0, leased_pages=7, finish="DONE"),
         0,
@@ -148,7 +148,7 @@ def test_a_prefill_node_holds_a_lease() -> None:
     }  # fmt: skip
 
 
-def test_a_decode_node_waits_for_pages() -> None:
+def test_decode_node_waits_for_pages() -> None:
     pulled = PulledPages("shm", 7, 7 << 14, 0.000_25, 1.0)
     spans = timeline_spans(
         timeline(
@@ -168,7 +168,7 @@ def test_a_decode_node_waits_for_pages() -> None:
     assert transfer["baton.bytes"] == 7 << 14
 
 
-def test_a_failed_request_has_its_error_in_the_span_where_it_failed() -> None:
+def test_failed_request_has_its_error_in_the_span_where_it_failed() -> None:
     (queue,) = timeline_spans(
         timeline(ended_at=3.0, finish="error", error="queue_timeout"), 0, unix
     )

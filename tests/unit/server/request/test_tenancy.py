@@ -96,7 +96,7 @@ def test_bad_flags_name_themselves() -> None:
         config.build({"disable_class_charge_decode": True})
 
 
-def test_the_tenant_is_the_field_else_the_header_else_the_key_else_default(tmp_path: Path) -> None:
+def test_tenant_is_the_field_else_the_header_else_the_key_else_default(tmp_path: Path) -> None:
     t = tenancy(tmp_path, {})
     headers = {"x-tenant-id": "from-header", "authorization": "Bearer secret"}
     assert placed(t, {"tenant": "from-field"}, headers).tenant == "from-field"
@@ -130,7 +130,7 @@ def test_bad_names_are_refused_with_field_or_header(tmp_path: Path) -> None:
         assert caught.value.param == param
 
 
-def test_the_class_is_the_field_else_the_tier_else_the_tenants_else_by_priority(
+def test_class_is_the_field_else_the_tier_else_the_tenants_else_by_priority(
     tmp_path: Path,
 ) -> None:
     tenants = {"tenants": {"low": {"priority_class": "b"}, "lowest": {"priority_class": "c"}}}
@@ -168,7 +168,7 @@ def test_without_the_flags_nothing_is_read_and_nothing_changes() -> None:
     t.spend("", 10**9, 0.0)
 
 
-def test_a_used_up_minute_is_429_with_the_seconds_to_wait(tmp_path: Path) -> None:
+def test_used_up_minute_is_429_with_the_seconds_to_wait(tmp_path: Path) -> None:
     t = tenancy(tmp_path, {"tenants": {"t": {"tokens_per_minute": 600}}})
     t.admit("t", 500, 0.0)
     t.spend("t", 90, 0.0)

@@ -95,7 +95,7 @@ def tokenize(v: RequestValidator, **body: Any) -> Any:
         (tokenize, "messages"),
     ],
 )
-def test_a_text_too_long_for_any_tokens_is_refused_untokenized(
+def test_text_too_long_for_any_tokens_is_refused_untokenized(
     make: Make, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, form: Any, field: str
 ) -> None:
     chars = CONTEXT * tokenizer.max_chars_per_token + 1
@@ -109,7 +109,7 @@ def test_a_text_too_long_for_any_tokens_is_refused_untokenized(
     assert re.search(r"at least \d+ tokens", caught.value.message)
 
 
-def test_the_longest_text_that_may_fit_is_tokenized(make: Make, tokenizer: Tokenizer) -> None:
+def test_longest_text_that_may_fit_is_tokenized(make: Make, tokenizer: Tokenizer) -> None:
     text = "x" * (CONTEXT * tokenizer.max_chars_per_token)
     assert len(tokenize(make(), prompt=text)) > CONTEXT
     with pytest.raises(PromptTooLong, match="the prompt has "):
@@ -691,7 +691,7 @@ def test_namespaces_differ_by_salt_and_key(make: Make) -> None:
     assert len({completion(v, **body).namespace for body in bodies}) == 4
 
 
-def test_a_small_pool_lowers_the_context(make: Make) -> None:
+def test_small_pool_lowers_the_context(make: Make) -> None:
     v = make()
     v.context_length = 40
     prompt, answer = (item := chat(v).items[0]).prompt, item.params.max_new_tokens
@@ -746,7 +746,7 @@ def test_one_room_per_answer(make: Make) -> None:
     )
 
 
-def test_a_room_per_prompt_is_numbered_by_answer(make: Make) -> None:
+def test_room_per_prompt_is_numbered_by_answer(make: Make) -> None:
     """sglang-router 0.3.2 and smg 1.13 send one entry per prompt of a batch; P and D derive the rest alike."""
     meet = {
         "bootstrap_host": ["p", "q"],
@@ -759,7 +759,7 @@ def test_a_room_per_prompt_is_numbered_by_answer(make: Make) -> None:
         assert found == [("p", 1, 4), ("p", 1, 5), ("q", 2, 2**63 - 1), ("q", 2, 0)]
 
 
-def test_an_ipv6_bootstrap_host_may_have_brackets(make: Make) -> None:
+def test_ipv6_bootstrap_host_may_have_brackets(make: Make) -> None:
     for host in ("::1", "[::1]"):
         (item,) = completion(
             make(disaggregation_mode="decode"), bootstrap_host=host, bootstrap_room=1
@@ -774,11 +774,11 @@ def test_without_a_room_a_decode_node_serves_alone(make: Make) -> None:
     assert item.dp_rank is None
 
 
-def test_a_single_process_engine_ignores_rooms(make: Make) -> None:
+def test_single_process_engine_ignores_rooms(make: Make) -> None:
     assert completion(make(), **MEET).items[0].rendezvous is None
 
 
-def test_a_room_needs_a_host_on_the_decode_node(make: Make) -> None:
+def test_room_needs_a_host_on_the_decode_node(make: Make) -> None:
     with pytest.raises(EngineError) as caught:
         completion(make(disaggregation_mode="decode"), bootstrap_room=1)
     assert caught.value.param == "bootstrap_host"

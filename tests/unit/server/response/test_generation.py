@@ -288,7 +288,7 @@ def test_native_stream_ends_with_the_whole_answer(
         assert [e["meta_info"]["finish_reason"] for e in mine[:-1]] == [None] * (len(mine) - 1)
 
 
-def test_an_error_comes_after_what_was_there_and_stops_the_other_items(
+def test_error_comes_after_what_was_there_and_stops_the_other_items(
     tokenizer: Tokenizer,
 ) -> None:
     async def run() -> None:
@@ -307,7 +307,7 @@ def test_an_error_comes_after_what_was_there_and_stops_the_other_items(
     asyncio.run(run())
 
 
-def test_a_silent_rank_is_given_up_after_the_deadline(
+def test_silent_rank_is_given_up_after_the_deadline(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.server.response.generation.DEADLINE_GRACE_SECS", 0.02)

@@ -91,7 +91,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(test())  # type: ignore[arg-type]
 
 
-def test_a_reader_without_a_number_gets_a_snapshot_and_what_follows() -> None:
+def test_reader_without_a_number_gets_a_snapshot_and_what_follows() -> None:
     async def scene() -> None:
         ranks = ScriptedRanks(1)
         async with serving(ranks) as (client, _):
@@ -118,7 +118,7 @@ def test_a_reader_without_a_number_gets_a_snapshot_and_what_follows() -> None:
     run(scene)
 
 
-def test_a_reader_that_is_up_to_date_gets_batches_only() -> None:
+def test_reader_that_is_up_to_date_gets_batches_only() -> None:
     async def scene() -> None:
         ranks = ScriptedRanks(1)
         async with serving(ranks) as (client, _):
@@ -155,7 +155,7 @@ def test_events_no_longer_kept_are_replaced_by_a_snapshot(monkeypatch: pytest.Mo
     run(scene)
 
 
-def test_a_living_stream_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_living_stream_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_event_stream, "ALIVE_SECS", 0.01)
 
     async def scene() -> None:
@@ -167,7 +167,7 @@ def test_a_living_stream_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run(scene)
 
 
-def test_the_end_of_a_rank_or_of_the_node_ends_the_stream() -> None:
+def test_end_of_a_rank_or_of_the_node_ends_the_stream() -> None:
     async def scene() -> None:
         ranks = ScriptedRanks(2)
         async with serving(ranks) as (client, streams):

@@ -133,7 +133,7 @@ def test_plain_text_gets_the_same_special_tokens_as_transformers(
     assert tokenizer.encode("the baton") == theirs("the baton")["input_ids"]
 
 
-def test_a_refusing_template_gives_its_message() -> None:
+def test_refusing_template_gives_its_message() -> None:
     with pytest.raises(BadRequest, match="unknown role judge"):
         ChatTemplate(LLAMA3_LIKE, {"bos_token": "<s>"}).render([{"role": "judge", "content": "x"}])
 

@@ -241,7 +241,7 @@ def test_stop_strings_cut_where_a_character_reader_would(
     assert shown == kept + (stop if include and stop else "")
 
 
-def test_a_possible_beginning_is_held_until_it_is_decided() -> None:
+def test_possible_beginning_is_held_until_it_is_decided() -> None:
     matcher = StopMatcher(["</end>"])
     assert matcher.feed("a</e") == "a"
     assert matcher.feed("x</") == "</ex"

@@ -75,7 +75,7 @@ def test_special_tokens_may_be_objects(path: Path) -> None:
     assert load(path).special_tokens == {"bos_token": "<b>", "pad_token": "<pad>"}
 
 
-def test_the_demo_model_is_found_without_importing_torch() -> None:
+def test_demo_model_is_found_without_importing_torch() -> None:
     assert model_info.resolve("demo").name == "demo"
 
 
@@ -111,7 +111,7 @@ def test_tokenizer_errors_name_the_file(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
-def test_a_hub_id_is_found_in_the_hub_cache_and_gives_the_name(
+def test_hub_id_is_found_in_the_hub_cache_and_gives_the_name(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -126,7 +126,7 @@ def test_a_hub_id_is_found_in_the_hub_cache_and_gives_the_name(
     assert (facts.name, facts.path) == ("Qwen/Tiny-1.0", folder / "snapshots/abc")
 
 
-def test_a_tokenizer_path_may_be_a_hub_id(
+def test_tokenizer_path_may_be_a_hub_id(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -146,7 +146,7 @@ def test_a_tokenizer_path_may_be_a_hub_id(
     ] == str(snapshot)
 
 
-def test_a_checkpoints_truncation_does_not_cut_prompts(path: Path) -> None:
+def test_checkpoints_truncation_does_not_cut_prompts(path: Path) -> None:
     edit(
         path / "tokenizer.json",
         truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},

@@ -94,5 +94,5 @@ def test_texts_that_wait_for_a_thread_are_bounded() -> None:
     tokenizer.close()
 
 
-def test_the_wheel_may_not_start_threads_of_its_own() -> None:
+def test_wheel_may_not_start_threads_of_its_own() -> None:
     assert module.os.environ["TOKENIZERS_PARALLELISM"] == "false"

@@ -155,7 +155,7 @@ def test_rows_reach_their_sinks_and_a_finish_ends_them(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_a_start_that_fails_at_once_is_quiet(tmp_path: Path) -> None:
+def test_start_that_fails_at_once_is_quiet(tmp_path: Path) -> None:
     """The loop may have planned a look at the sockets before they were closed."""
 
     async def scene(stage: Stage) -> None:
@@ -201,7 +201,7 @@ def test_error_rows_become_typed_errors(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_a_broken_sink_does_not_cost_the_other_rows(tmp_path: Path) -> None:
+def test_broken_sink_does_not_cost_the_other_rows(tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()
         broken, fine = Recorder(breaks=True), Recorder()
@@ -246,7 +246,7 @@ def test_in_flight_requests_are_bounded_per_rank(tmp_path: Path) -> None:
     play(tmp_path, scene, limit=2)
 
 
-def test_the_least_loaded_living_rank_is_chosen(tmp_path: Path) -> None:
+def test_least_loaded_living_rank_is_chosen(tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()
         stage.submit(Recorder(), 0, prompt=100)
@@ -262,7 +262,7 @@ def test_the_least_loaded_living_rank_is_chosen(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_a_fatal_message_fails_requests_and_questions_of_that_rank_only(tmp_path: Path) -> None:
+def test_fatal_message_fails_requests_and_questions_of_that_rank_only(tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()
         mine, other = Recorder(), Recorder()

@@ -24,7 +24,7 @@ def test_lines_come_in_order_and_the_log_is_continued(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(6))
 
 
-def test_a_log_starts_a_new_file_at_its_limit_and_keeps_one(tmp_path: Path) -> None:
+def test_log_starts_a_new_file_at_its_limit_and_keeps_one(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     file = LogFile("--decision-log", str(path), str, 40)
     for number in range(10):
@@ -34,7 +34,7 @@ def test_a_log_starts_a_new_file_at_its_limit_and_keeps_one(tmp_path: Path) -> N
     assert path.read_text().split() == [f"{n:09d}" for n in range(8, 10)]
 
 
-def test_a_trace_ends_at_its_limit_and_replaces_an_older_one(tmp_path: Path) -> None:
+def test_trace_ends_at_its_limit_and_replaces_an_older_one(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text("an older trace")
     file = LogFile("--scheduler-trace", str(path), str, 40, must_be_whole=True)
@@ -75,7 +75,7 @@ def test_lines_the_disk_cannot_take_are_dropped_and_counted(
     assert file.dropped == (3 if whole else 2), "a trace with a gap is not continued"
 
 
-def test_a_file_that_cannot_be_opened_is_a_mistake_in_the_flags(tmp_path: Path) -> None:
+def test_file_that_cannot_be_opened_is_a_mistake_in_the_flags(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"--decision-log .*No such file or directory; give a file in a directory"
     ):

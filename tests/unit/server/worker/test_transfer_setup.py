@@ -60,7 +60,7 @@ def test_auto_on_a_gpu_logs_the_transports(
     assert transports(build("auto"), on_device=False) == ["shm", "tcp"]
 
 
-def test_a_transport_of_the_other_memory_is_refused() -> None:
+def test_transport_of_the_other_memory_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="shm: the KV pages are in GPU memory with --device cuda; use auto, cuda_"
     ):
@@ -187,7 +187,7 @@ def test_url_of_an_engine_answers_on_this_machine() -> None:
     ]
 
 
-def test_a_source_address_on_loopback_is_none() -> None:
+def test_source_address_on_loopback_is_none() -> None:
     assert transfer_setup.source_address(socket.AF_INET, "127.0.0.1") is None
 
 

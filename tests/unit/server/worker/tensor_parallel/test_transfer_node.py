@@ -180,7 +180,7 @@ def test_all_heads_of_a_page_are_there_or_none_is_used(size: int, seed: int) -> 
     assert len(team.merger) == 0, "nothing is remembered of a room that is over"
 
 
-def test_a_failure_of_one_rank_ends_the_others_and_is_reported() -> None:
+def test_failure_of_one_rank_ends_the_others_and_is_reported() -> None:
     calls: list[tuple[Any, ...]] = []
     merger = EventMerger(3, lambda *call: calls.append(call))
     merger.begin(ROOM)
@@ -200,7 +200,7 @@ def test_committed_carries_the_first_ranks_data_once_all_have_committed() -> Non
     assert merger.take(1, [("committed", ROOM)], 0.0) == [("committed", ROOM, b"token", 3, 9)]
 
 
-def test_a_prompt_is_released_when_no_rank_of_p_serves_it_any_more() -> None:
+def test_prompt_is_released_when_no_rank_of_p_serves_it_any_more() -> None:
     calls: list[tuple[Any, ...]] = []
     merger = EventMerger(2, lambda *call: calls.append(call))
     merger.begin(ROOM)
@@ -270,7 +270,7 @@ def test_each_process_of_d_reads_from_the_one_of_p_with_its_heads() -> None:
     assert all(node.calls[-1] == ("grant", ROOM, 0, b"pages") for node in nodes)
 
 
-def test_a_room_that_the_first_rank_refuses_reaches_no_other() -> None:
+def test_room_that_the_first_rank_refuses_reaches_no_other() -> None:
     nodes = [FakeNode({ROOM}), FakeNode()]
     team, _ = team_of(nodes)
     with pytest.raises(ValueError, match="in use"):
@@ -278,7 +278,7 @@ def test_a_room_that_the_first_rank_refuses_reaches_no_other() -> None:
     assert nodes[1].calls == []
 
 
-def test_a_room_that_a_follower_refuses_fails_everywhere() -> None:
+def test_room_that_a_follower_refuses_fails_everywhere() -> None:
     nodes = [FakeNode(), FakeNode({ROOM})]
     team, _ = team_of(nodes)
     team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
@@ -288,7 +288,7 @@ def test_a_room_that_a_follower_refuses_fails_everywhere() -> None:
     assert team.poll(10) == [("failed", ROOM, "DUP_ROOM", "room is in use", True)]
 
 
-def test_a_follower_without_capacity_fails_the_room_and_lives() -> None:
+def test_follower_without_capacity_fails_the_room_and_lives() -> None:
     class Full(FakeNode):
         def open(self, *_: Any) -> None:
             raise RuntimeError("4 rooms are live")
@@ -300,7 +300,7 @@ def test_a_follower_without_capacity_fails_the_room_and_lives() -> None:
     assert team.poll(10) == [("failed", ROOM, "NO_CAPACITY", "4 rooms are live", True)]
 
 
-def test_a_call_that_a_follower_refuses_aborts_the_room() -> None:
+def test_call_that_a_follower_refuses_aborts_the_room() -> None:
     class Broken(FakeNode):
         def grant(self, *_: Any) -> None:
             raise ValueError("5 pages are not int32")
@@ -312,7 +312,7 @@ def test_a_call_that_a_follower_refuses_aborts_the_room() -> None:
     assert nodes[1].calls[-1] == ("abort", ROOM, "TRANSPORT_BROKEN")
 
 
-def test_a_runtime_that_failed_on_a_follower_shows_in_the_health_of_all() -> None:
+def test_runtime_that_failed_on_a_follower_shows_in_the_health_of_all() -> None:
     class Healthy(FakeNode):
         def stats_json(self) -> str:
             return '{"healthy": true, "unhealthy_reason": null}'
@@ -325,7 +325,7 @@ def test_a_runtime_that_failed_on_a_follower_shows_in_the_health_of_all() -> Non
     assert json.loads(team.stats_json()) == health
 
 
-def test_a_room_that_lives_on_a_follower_is_not_begun_again() -> None:
+def test_room_that_lives_on_a_follower_is_not_begun_again() -> None:
     nodes = [FakeNode(), FakeNode()]
     team, _ = team_of(nodes)
     team.offer(ROOM, 0, b"hash", 1000)
@@ -335,7 +335,7 @@ def test_a_room_that_lives_on_a_follower_is_not_begun_again() -> None:
         team.offer(ROOM, 1, b"hash", 1000)
 
 
-def test_a_rank_that_never_ends_a_room_is_noticed() -> None:
+def test_rank_that_never_ends_a_room_is_noticed() -> None:
     merger = EventMerger(3, lambda *_: None)
     merger.begin(ROOM)
     merger.begin(ROOM + 1)
