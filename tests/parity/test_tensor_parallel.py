@@ -17,7 +17,7 @@ from tests.parity.conftest import Reference
 from tests.support import tiny_model
 from tests.support.checkpoints import VOCAB, reference_greedy
 from tests.support.engine_run import answer, greedy, make_engine
-from tests.support.tp_team import Helpers
+from tests.support.executor_ranks import Helpers
 
 pytestmark = pytest.mark.timeout(
     300

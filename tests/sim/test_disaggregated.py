@@ -9,9 +9,9 @@ import pytest
 
 from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
-from tests.support.sched_pair import Relay
+from tests.support.fake_transfer import Relay
+from tests.support.scenarios import Ride, Weather, weathers
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
-from tests.support.storm import Ride, Weather, weathers
 
 
 @pytest.mark.parametrize("seed", range(60))

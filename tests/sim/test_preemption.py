@@ -19,7 +19,7 @@ from baton.sched.types.plan import StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
-from tests.support.sched_pair import Relay
+from tests.support.fake_transfer import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 PRIORITY = PriorityRule(enabled=True, preemption_threshold=3)

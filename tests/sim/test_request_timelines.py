@@ -14,7 +14,7 @@ from baton.sched.types import request_timeline
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
-from tests.support.sched_pair import Relay
+from tests.support.fake_transfer import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, request
 
 LIMITS = Limits(100, 4, 4, 100, 16)

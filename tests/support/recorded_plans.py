@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from baton.sched.policies import POLICIES
-from tests.support.storm import Weather, ride
+from tests.support.scenarios import Weather, ride
 
 RECORDED = Path(__file__).parents[1] / "sim/golden/plans.json"
 TURNS = 160

@@ -22,7 +22,7 @@ from baton.sched.policies import POLICIES, PolicyParams
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
-from tests.support.sched_pair import Relay
+from tests.support.fake_transfer import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.watched import WatchedScheduler
 

@@ -2,7 +2,7 @@
 
     with helpers.engine(path, tp_size=2) as engine: answer(engine, prompts, greedy(8))
 
-A helper (`python -m tests.support.tp_team`) follows as the real process does
+A helper (`python -m tests.support.executor_ranks`) follows as the real process does
 (server.worker.tensor_parallel.process.follow), engine after engine.
 """
 
@@ -40,7 +40,7 @@ class Helpers:
     def __init__(self, count: int) -> None:
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.support.tp_team"],
+                [sys.executable, "-m", "tests.support.executor_ranks"],
                 cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             )
             for _ in range(count)

@@ -1,4 +1,4 @@
-"""Scheduler storms: tests.support.storm over every policy, role, page size, overlap and priority setting.
+"""Scheduler storms: tests.support.scenarios over every policy, role, page size, overlap and priority setting.
 
 A failure prints its Weather, which reproduces it: `ride(Weather(...), turns)`.
 """
@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 
 from baton.sched.policies import POLICIES
-from tests.support.storm import Log, Weather, ride, weathers
+from tests.support.scenarios import Log, Weather, ride, weathers
 
 TURNS = 120
 LONG_STEPS = 200_000
