@@ -100,7 +100,7 @@ def test_it_answers_rests_and_ends_in_order(tmp_path: Path) -> None:
         until(lambda: not any(woken_in_a_second(pid) for pid in engine.pids))
         os.kill(engine.pids[1], signal.SIGTERM)  # as a service manager does to every process
         assert engine.complete(max_tokens=1).status_code == 200, (
-            "a follower ends with its group, not before"
+            "an executor rank ends with its group, not before"
         )
         engine.process.send_signal(signal.SIGINT)
         assert engine.process.wait(timeout=DIED) == 0
@@ -118,7 +118,7 @@ def collectives_at_rest(engine: Engine) -> float:
     return now
 
 
-def test_killed_follower_ends_the_group_and_its_requests(tmp_path: Path) -> None:
+def test_killed_executor_rank_ends_the_group_and_its_requests(tmp_path: Path) -> None:
     with started(tmp_path) as engine:
         results: list[httpx.Response] = []
         threads = [

@@ -168,12 +168,12 @@ def test_other_ranks_get_tokens_that_are_known(
     assert all((decode(order)[0].token_ids >= 0).all() for order in orders)
     leader = device.runner
     device.late(path)
-    follower = device.runner
+    executor = device.runner
     assert leader is not None
-    assert follower is not None
+    assert executor is not None
     for order in orders:
-        follower.execute_remote(order)  # raises StepMismatch where its arrays differ
-    assert torch.equal(follower._kv.data, leader._kv.data)
+        executor.execute_remote(order)  # raises StepMismatch where its arrays differ
+    assert torch.equal(executor._kv.data, leader._kv.data)
 
 
 def mixed(engine: EngineLoop) -> tuple[dict[int, list[int]], list[list[float]]]:

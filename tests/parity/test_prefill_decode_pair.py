@@ -30,7 +30,7 @@ LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 70, 130]
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_relay_equals_transformers(
+def test_pair_equals_transformers(
     reference: Callable[[str], Reference], variant: str, transport: str
 ) -> None:
     ref = reference(variant)
@@ -68,7 +68,7 @@ def test_relay_equals_transformers(
     ],
     ids=str,
 )
-def test_relay_under_every_engine_setting(
+def test_pair_equals_one_process_under_every_engine_setting(
     reference: Callable[[str], Reference], flags: dict[str, object]
 ) -> None:
     ref = reference("llama")
@@ -82,7 +82,7 @@ def test_relay_under_every_engine_setting(
         pair.close()
 
 
-def test_sampling_and_logprobs_cross_the_relay_unchanged(
+def test_sampling_and_logprobs_are_transferred_unchanged(
     reference: Callable[[str], Reference],
 ) -> None:
     ref = reference("llama")
@@ -100,7 +100,7 @@ def test_sampling_and_logprobs_cross_the_relay_unchanged(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_demo_model_answers_alike_in_transformers_in_one_process_and_across_the_relay(
+def test_demo_model_answers_alike_in_transformers_in_one_process_and_in_a_pair(
     transport: str,
 ) -> None:
     model = reference_model(DEMO)

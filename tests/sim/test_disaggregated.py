@@ -9,8 +9,8 @@ import pytest
 
 from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
-from tests.support.fake_transfer import Relay
-from tests.support.scenarios import Ride, Weather, weathers
+from tests.support.fake_transfer import FakeTransfer
+from tests.support.scenarios import Scenario, ScenarioRun, scenarios
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
@@ -35,7 +35,7 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
         return Node(lim, depth=rng.choice([1, 2]))
 
     p, d = node("prefill"), node("decode")
-    relay = Relay(p, d, rng, break_rate=rng.choice([0.0, 0.0, 0.05]))
+    transfer = FakeTransfer(p, d, rng, break_rate=rng.choice([0.0, 0.0, 0.05]))
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
     want: dict[int, list[int]] = {}
     aborted: set[int] = set()
@@ -44,7 +44,7 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
     def turn() -> None:
         p.step()
         d.step()
-        relay.tick()
+        transfer.tick()
 
     for handle in range(30):
         prompt = random_prompt(rng, shared, longest)
@@ -75,7 +75,7 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
     d.absorb()
     for handle, tokens in want.items():
         got = d.outputs.get(handle, [])
-        if handle in aborted or 1000 + handle in relay.broken:
+        if handle in aborted or 1000 + handle in transfer.broken:
             assert got == tokens[: len(got)]
         else:
             assert got == tokens, f"seed {seed} request {handle}"
@@ -202,7 +202,7 @@ def test_two_full_nodes_do_not_wait_for_each_other() -> None:
     """D set pages aside for the prompt that P has no room for, while P holds the one that D has no room for."""
     p = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1)
     d = Node(Limits(8, 4, 8, 100, 64, role="decode", num_reserved_decode_tokens=0), depth=1)
-    relay = Relay(p, d, random.Random(0), 0.0)
+    transfer = FakeTransfer(p, d, random.Random(0), 0.0)
     late, early = (
         request(handle, [handle] * 20, 3, ignore_eos=True, room=handle) for handle in (1, 2)
     )
@@ -216,22 +216,22 @@ def test_two_full_nodes_do_not_wait_for_each_other() -> None:
     for _ in range(60):
         p.step()
         d.step()
-        relay.tick()
+        transfer.tick()
     d.absorb()
     assert d.finished.keys() == {1, 2}
-    assert relay.revoked == 1
+    assert transfer.revoked == 1
     assert d.outputs == {req.handle: reference(req.prompt, 3, True) for req in (late, early)}
     for node in (p, d):
         node.sched.ledger().check_idle(8)
 
 
-@pytest.mark.parametrize("weather", [w for w in weathers(0) if w.role == "pair"][5::6], ids=str)
-def test_no_lease_ends_before_its_time_while_both_nodes_live(weather: Weather) -> None:
-    ride = Ride(weather)
-    ride.abort_rate = ride.suspend_rate = 0.0
-    ride.run(60)
-    assert ride.relay is not None
-    assert ride.relay.expired == 0, weather
+@pytest.mark.parametrize("scenario", [w for w in scenarios(0) if w.role == "pair"][5::6], ids=str)
+def test_no_lease_ends_before_its_time_while_both_nodes_live(scenario: Scenario) -> None:
+    run = ScenarioRun(scenario)
+    run.abort_rate = run.suspend_rate = 0.0
+    run.run(60)
+    assert run.transfer is not None
+    assert run.transfer.expired == 0, scenario
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -473,7 +473,7 @@ def test_srpt_lets_a_short_prompt_pass_a_long_one_between_its_chunks() -> None:
     assert done["srpt-aging"] <= 2 < 12 <= done["fcfs"]
 
 
-def test_lpm_with_in_batch_thresholds_puts_followers_of_a_cold_prefix_last(
+def test_lpm_with_in_batch_thresholds_puts_repeats_of_a_cold_prefix_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def first_rows(params: PolicyParams) -> list[int]:

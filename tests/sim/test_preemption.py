@@ -19,7 +19,7 @@ from baton.sched.types.plan import StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
-from tests.support.fake_transfer import Relay
+from tests.support.fake_transfer import FakeTransfer
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 PRIORITY = PriorityRule(enabled=True, preemption_threshold=3)
@@ -110,7 +110,7 @@ def test_on_a_decode_node_an_important_transfer_preempts_running_requests(scarce
     limits = Limits(pages, 4, slots, 100, 64, priority=PRIORITY)
     p = Node(dataclasses.replace(limits, role="prefill", num_pages=400), depth=1)
     d = Node(dataclasses.replace(limits, role="decode"), depth=1)
-    relay = Relay(p, d, random.Random(0), break_rate=0.0)
+    transfer = FakeTransfer(p, d, random.Random(0), break_rate=0.0)
     asks = [(0, 40, 0), (1, 40, 2), (2, 5, 5), (3, 5, 9)]
     for handle, answer, priority in asks:
         if handle >= 2:
@@ -124,14 +124,14 @@ def test_on_a_decode_node_an_important_transfer_preempts_running_requests(scarce
         while handle not in d.sched._state.running:
             p.step()
             d.step()
-            relay.tick()
+            transfer.tick()
     assert not set(d.sched._state.running) >= {0, 1}, "one was sent back"
     assert not d.finished.keys() & {0, 1}, "and no request waited for its end"
     assert d.sched.counters()["preemptions_total"] >= 1
     while not d.sched.is_idle:
         p.step()
         d.step()
-        relay.tick()
+        transfer.tick()
     for handle, answer, _ in asks:
         assert d.outputs[handle] == reference([handle] * 6, answer, True)
 

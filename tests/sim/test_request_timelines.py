@@ -14,7 +14,7 @@ from baton.sched.types import request_timeline
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
-from tests.support.fake_transfer import Relay
+from tests.support.fake_transfer import FakeTransfer
 from tests.support.sched_sim import VOCAB, Node, random_prompt, request
 
 LIMITS = Limits(100, 4, 4, 100, 16)
@@ -209,7 +209,7 @@ def test_timelines_agree_with_the_results_of_requests(seed: int) -> None:
         return Node(limits, rng.choice([1, 2]), lambda: float(next(ticks)))
 
     p, d = node("prefill"), node("decode")
-    relay = Relay(p, d, rng, break_rate=rng.choice([0.0, 0.05]))
+    transfer = FakeTransfer(p, d, rng, break_rate=rng.choice([0.0, 0.05]))
     longest = min(20, p.limits.capacity_tokens - 1, d.limits.capacity_tokens - 1)
     requests = {}
     aborted = set()
@@ -217,7 +217,7 @@ def test_timelines_agree_with_the_results_of_requests(seed: int) -> None:
     def turn() -> None:
         p.step()
         d.step()
-        relay.tick()
+        transfer.tick()
 
     for handle in range(30):
         prompt = random_prompt(rng, [[1, 2, 3, 4, 0, 1, 2, 3]], longest)

@@ -1,6 +1,6 @@
-"""Scheduler storms: tests.support.scenarios over every policy, role, page size, overlap and priority setting.
+"""Random scenarios of tests.support.scenarios over every policy, role, page size, overlap and priority setting.
 
-A failure prints its Weather, which reproduces it: `ride(Weather(...), turns)`.
+A failure prints its scenario; `run_scenario(Scenario(...), turns)` reproduces it.
 """
 
 from __future__ import annotations
@@ -10,67 +10,72 @@ import dataclasses
 import pytest
 
 from baton.sched.policies import POLICIES
-from tests.support.scenarios import Log, Weather, ride, weathers
+from tests.support.scenarios import Scenario, ScenarioLog, run_scenario, scenarios
 
 TURNS = 120
 LONG_STEPS = 200_000
 
 
-@pytest.mark.parametrize("weather", weathers(0)[::3], ids=str)
-def test_every_promise_holds_in_a_storm(weather: Weather) -> None:
-    log = ride(weather, TURNS)
-    assert log.steps > 0 or log.endings.keys() <= {"REFUSED", "ERROR", "GONE"}
+@pytest.mark.parametrize("scenario", scenarios(0)[::3], ids=str)
+def test_every_invariant_holds_in_random_scenarios(scenario: Scenario) -> None:
+    log = run_scenario(scenario, TURNS)
+    assert log.steps > 0 or log.endings.keys() <= {"REFUSED", "ERROR", "ABORTED"}
 
 
-@pytest.mark.parametrize("weather", weathers(300, is_tight=True)[::5], ids=str)
-def test_every_promise_holds_with_short_queues_and_priorities_that_change(weather: Weather) -> None:
-    log = ride(weather, TURNS)
-    assert log.steps > 0 or log.endings.keys() <= {"REFUSED", "ERROR", "GONE"}
+@pytest.mark.parametrize("scenario", scenarios(300, is_tight=True)[::5], ids=str)
+def test_every_invariant_holds_with_short_queues_and_priorities_that_change(
+    scenario: Scenario,
+) -> None:
+    log = run_scenario(scenario, TURNS)
+    assert log.steps > 0 or log.endings.keys() <= {"REFUSED", "ERROR", "ABORTED"}
 
 
-@pytest.mark.parametrize("weather", weathers(100)[::17], ids=str)
-def test_same_weather_gives_the_same_plans_and_another_seed_others(weather: Weather) -> None:
-    first, again = ride(weather, TURNS), ride(weather, TURNS)
+@pytest.mark.parametrize("scenario", scenarios(100)[::17], ids=str)
+def test_same_scenario_gives_same_plans_and_another_seed_others(scenario: Scenario) -> None:
+    first, again = run_scenario(scenario, TURNS), run_scenario(scenario, TURNS)
     assert (first.digest, first.endings) == (again.digest, again.endings)
-    assert first.digest != ride(dataclasses.replace(weather, seed=weather.seed + 1), TURNS).digest
+    assert (
+        first.digest
+        != run_scenario(dataclasses.replace(scenario, seed=scenario.seed + 1), TURNS).digest
+    )
 
 
 @pytest.mark.parametrize(
-    ("weather", "turns"),
+    ("scenario", "turns"),
     [
         (
-            Weather(seed=10053, policy="dfs-weight", role="null", page=4, depth=1, priority=True),
+            Scenario(seed=10053, policy="dfs-weight", role="null", page=4, depth=1, priority=True),
             400,
         ),
-        (Weather(seed=10231, policy="adaptive", role="pair", page=1, depth=2, priority=True), 400),
-        (Weather(seed=10223, policy="adaptive", role="null", page=4, depth=2, priority=True), 400),
+        (Scenario(seed=10231, policy="adaptive", role="pair", page=1, depth=2, priority=True), 400),
+        (Scenario(seed=10223, policy="adaptive", role="null", page=4, depth=2, priority=True), 400),
         (
-            Weather(seed=20071, policy="dfs-weight", role="pair", page=16, depth=2, priority=True),
+            Scenario(seed=20071, policy="dfs-weight", role="pair", page=16, depth=2, priority=True),
             400,
         ),
-        (Weather(seed=20106, policy="random", role="null", page=16, depth=2, priority=False), 400),
-        (Weather(seed=20118, policy="random", role="pair", page=16, depth=2, priority=False), 400),
-        (Weather(seed=40043, policy="lpm", role="pair", page=4, depth=2, priority=True), TURNS),
-        (Weather(seed=40206, policy="hrrn", role="pair", page=1, depth=2, priority=False), TURNS),
-        (Weather(seed=70036, policy="lpm", role="pair", page=1, depth=1, priority=False), TURNS),
+        (Scenario(seed=20106, policy="random", role="null", page=16, depth=2, priority=False), 400),
+        (Scenario(seed=20118, policy="random", role="pair", page=16, depth=2, priority=False), 400),
+        (Scenario(seed=40043, policy="lpm", role="pair", page=4, depth=2, priority=True), TURNS),
+        (Scenario(seed=40206, policy="hrrn", role="pair", page=1, depth=2, priority=False), TURNS),
+        (Scenario(seed=70036, policy="lpm", role="pair", page=1, depth=1, priority=False), TURNS),
     ],
     ids=str,
 )
-def test_weathers_that_once_broke_a_promise(weather: Weather, turns: int) -> None:
-    assert ride(weather, turns).steps > 0
+def test_scenarios_that_once_broke_an_invariant(scenario: Scenario, turns: int) -> None:
+    assert run_scenario(scenario, turns).steps > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_hundred_thousand_random_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    """Memory from 1 to 100 % of what the crowd needs; aborts hit every state."""
-    total = Log()
+    """Memory from 1 to 100 % of what all live requests need; aborts hit every state."""
+    total = ScenarioLog()
     first_seed = 10_000
     while total.steps < LONG_STEPS:
         for policy in POLICIES:
-            many = weathers(first_seed) + weathers(first_seed + 5_000, is_tight=True)
-            for weather in [w for w in many if w.policy == policy]:
-                log = ride(weather, 400)
+            many = scenarios(first_seed) + scenarios(first_seed + 5_000, is_tight=True)
+            for scenario in [w for w in many if w.policy == policy]:
+                log = run_scenario(scenario, 400)
                 total.steps += log.steps
                 total.checked += log.checked
                 total.endings += log.endings
@@ -81,7 +86,7 @@ def test_two_hundred_thousand_random_steps(capsys: pytest.CaptureFixture[str]) -
                     flush=True,
                 )
         first_seed += 10_000
-    assert {"STOP", "LENGTH", "ERROR", "GONE", "REFUSED"} <= total.endings.keys()
+    assert {"STOP", "LENGTH", "ERROR", "ABORTED", "REFUSED"} <= total.endings.keys()
     for kind in (
         "gap",
         "order",

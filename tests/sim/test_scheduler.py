@@ -165,7 +165,7 @@ def test_requests_of_one_step_share_their_prefix() -> None:
     plan = node.sched.plan()
     assert plan is not None
     assert [row.n for row in plan.rows] == [9, 1, 1, 1], (
-        "followers compute only what the leader does not"
+        "later requests compute only what the first one does not"
     )
     node.flight.append(plan)
     node.run()

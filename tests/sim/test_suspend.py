@@ -14,7 +14,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import SeqState
-from tests.sim.test_disaggregated import Relay
+from tests.support.fake_transfer import FakeTransfer
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
@@ -98,7 +98,7 @@ def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
         return Node(lim, depth=rng.choice([1, 2]))
 
     p, d = half("prefill"), half("decode")
-    relay = Relay(p, d, rng, break_rate=0.0)
+    transfer = FakeTransfer(p, d, rng, break_rate=0.0)
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
     want: dict[int, list[int]] = {}
 
@@ -106,7 +106,7 @@ def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
         for each in (p, d):
             storm(each, rng, list(want))
             each.step()
-        relay.tick()
+        transfer.tick()
 
     for handle in range(20):
         req = request(
@@ -128,7 +128,7 @@ def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
             each.sched.resume(list(want))
         p.step()
         d.step()
-        relay.tick()
+        transfer.tick()
         if d.sched.is_idle and p.sched.is_idle:
             break
     d.absorb()

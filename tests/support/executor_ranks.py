@@ -1,9 +1,9 @@
-"""A tensor-parallel group for tests: the first rank in this process, the others in helpers that are started once.
+"""A tensor-parallel group for tests: TP rank 0 in this process, the executor ranks in processes started once.
 
-    with helpers.engine(path, tp_size=2) as engine: answer(engine, prompts, greedy(8))
+    with executors.engine(path, tp_size=2) as engine: answer(engine, prompts, greedy(8))
 
-A helper (`python -m tests.support.executor_ranks`) follows as the real process does
-(server.worker.tensor_parallel.process.follow), engine after engine.
+An executor rank (`python -m tests.support.executor_ranks`) executes steps as the real process does
+(server.worker.tensor_parallel.process.run_worker), engine after engine.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def show_nothing(loaded: int, total: int) -> None:
     """Ignore progress of loading."""
 
 
-class Helpers:
-    """Up to `count` followers."""
+class ExecutorProcesses:
+    """Processes of up to `count` executor ranks."""
 
     def __init__(self, count: int) -> None:
         self._processes = [
@@ -45,8 +45,8 @@ class Helpers:
             )
             for _ in range(count)
         ]  # fmt: skip
-        self.said: list[str] = []
-        """How the followers of the last engine ended: 'stopped', or an error."""
+        self.endings: list[str] = []
+        """Per executor rank of the last engine: 'stopped', or its error."""
 
     @contextlib.contextmanager
     def engine(
@@ -60,8 +60,8 @@ class Helpers:
         """An engine of `tp_size` ranks. `touch` sees the first rank's part before the engine is made of it."""
         config = build({"model_path": str(path), "tp_size": tp_size, **FLAGS, **flags})
         with tempfile.TemporaryDirectory() as folder:
-            followers = self._processes[: tp_size - 1]
-            for tp_rank, process in enumerate(followers, 1):
+            executors = self._processes[: tp_size - 1]
+            for tp_rank, process in enumerate(executors, 1):
                 job = {
                     "config": dataclasses.asdict(config),
                     "tp_rank": tp_rank,
@@ -73,8 +73,8 @@ class Helpers:
                 process.stdin.flush()
             context: zmq.Context[Any] = zmq.Context()
             try:
-                team = channel.TpGroup(0, tp_size, Path(folder), 0)
-                loaded, orders = run_leader(config, team, context, show_nothing)
+                group = channel.TpGroup(0, tp_size, Path(folder), 0)
+                loaded, orders = run_leader(config, group, context, show_nothing)
                 touch(loaded)
                 engine = loaded.engine()
                 try:
@@ -85,8 +85,8 @@ class Helpers:
             finally:
                 collectives.leave()
                 context.destroy(linger=1000)
-                self.said = [
-                    str(json.loads(p.stdout.readline())) for p in followers if p.stdout is not None
+                self.endings = [
+                    str(json.loads(p.stdout.readline())) for p in executors if p.stdout is not None
                 ]
 
     def close(self) -> None:
@@ -101,13 +101,13 @@ def main() -> None:
         job = json.loads(line)
         config = EngineConfig(**job["config"])
         try:
-            team = channel.TpGroup(job["tp_rank"], config.tp_size, Path(job["folder"]), 0)
-            run_worker(config, team, context, None, show_nothing)
-            said = "stopped"
+            group = channel.TpGroup(job["tp_rank"], config.tp_size, Path(job["folder"]), 0)
+            run_worker(config, group, context, None, show_nothing)
+            ending = "stopped"
         except Exception as err:  # noqa: BLE001 - the test asks for it
             collectives.leave()
-            said = f"{type(err).__name__}: {err}"
-        print(json.dumps(said), flush=True)
+            ending = f"{type(err).__name__}: {err}"
+        print(json.dumps(ending), flush=True)
 
 
 if __name__ == "__main__":

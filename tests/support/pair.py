@@ -149,7 +149,7 @@ class Pair:
                 self.wait()
 
     def wait(self) -> None:
-        """Until one of the transfer runtimes has news."""
+        """Until one of the transfer runtimes has events."""
         select.select([self.p.node.event_fd, self.d.node.event_fd], [], [], 0.5)
 
     def pulled(self) -> dict[str, Any]:

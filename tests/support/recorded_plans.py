@@ -1,4 +1,4 @@
-"""Recorded plans: digests of what the scheduler planned in one storm per policy and role.
+"""Recorded plans: digests of what the scheduler planned in one scenario per policy and role.
 
 A change that only moves or renames code leaves every digest equal. `python -m tests.support.recorded_plans` records
 them again, for a change that is meant to plan differently; the commit says what changed and why.
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from baton.sched.policies import POLICIES
-from tests.support.scenarios import Weather, ride
+from tests.support.scenarios import Scenario, run_scenario
 
 RECORDED = Path(__file__).parents[1] / "sim/golden/plans.json"
 TURNS = 160
@@ -19,11 +19,11 @@ NAMES = [f"{policy} {role}" for policy in POLICIES for role in ROLES]
 
 
 def digest_of(name: str) -> str:
-    """Digest of all plans of one storm, field by field. `name`: policy and role."""
+    """Digest of all plans of one scenario, field by field. `name`: policy and role."""
     policy, role = name.split()
     seed = 500 + NAMES.index(name)
-    return ride(
-        Weather(seed=seed, policy=policy, role=role, page=4, depth=2, priority=True), TURNS
+    return run_scenario(
+        Scenario(seed=seed, policy=policy, role=role, page=4, depth=2, priority=True), TURNS
     ).digest
 
 

@@ -1,8 +1,8 @@
-"""Random weather for the scheduler: load, aborts in every state, deadlines, flushes and cut wires, on a small pool.
+"""Random scenarios for the scheduler: load, aborts, deadlines, flushes and broken transfers, on a small pool.
 
-`Weather` is a seed with the settings that matter; `ride` drives one node, or a prefill and a decode node, through it.
-Every plan is checked by tests.support.watched, every token by the pretend device, every ending here. The same weather
-gives the same plans, so its repr is all that a failure has to print.
+`Scenario` is a seed with the settings that matter; `run_scenario` drives one node, or a prefill and a decode node.
+Every plan is checked by tests.support.watched, every token by the pretend device, every ending here. Equal scenarios
+give equal plans, so the repr of the scenario is all that a failure has to print.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from baton.sched.policies import POLICIES, PolicyParams
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
-from tests.support.fake_transfer import Relay
+from tests.support.fake_transfer import FakeTransfer
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.watched import WatchedScheduler
 
 LONGEST_PROMPT, LONGEST_ANSWER = 40, 30
-CROWD = 12
+MAX_LIVE_REQUESTS = 12
 """Most requests alive at once."""
 TURN_SECS = 0.01
 LEASE_TICKS = 300
@@ -43,7 +43,7 @@ FAIR = FairnessRules(
 
 
 @dataclass(frozen=True)
-class Weather:
+class Scenario:
     seed: int
     policy: str
     role: str
@@ -55,13 +55,13 @@ class Weather:
     """Short queues, short clips and many or few unfinished prompts at once; priorities change while requests live."""
 
     def limits(self, rng: random.Random, role: str) -> Limits:
-        # 100 %: the whole crowd fits. 1 %: hardly one request does, the longest are refused.
+        # 100 %: all live requests fit. 1 %: hardly one request does, the longest are refused.
         share = rng.choice([0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0])
-        full = CROWD * -(-(LONGEST_PROMPT + LONGEST_ANSWER) // self.page)
+        full = MAX_LIVE_REQUESTS * -(-(LONGEST_PROMPT + LONGEST_ANSWER) // self.page)
         limits = Limits(
             num_pages=max(round(full * share), 2),
             page_size=self.page,
-            max_running_requests=rng.choice([1, 2, 4, 8, CROWD]),
+            max_running_requests=rng.choice([1, 2, 4, 8, MAX_LIVE_REQUESTS]),
             max_queued_requests=10_000,
             step_tokens=self.page * rng.choice([1, 2, 3, 8, 40]),
             prefill_max_requests=rng.choice([None, None, 1, 3]),
@@ -113,7 +113,7 @@ class Weather:
         )
 
 
-def weathers(first_seed: int, is_tight: bool = False) -> list[Weather]:
+def scenarios(first_seed: int, is_tight: bool = False) -> list[Scenario]:
     """Every policy x role x page size x overlap x priority, each with its own seed."""
     combinations = [
         (policy, role, page, depth, priority)
@@ -123,11 +123,11 @@ def weathers(first_seed: int, is_tight: bool = False) -> list[Weather]:
         for depth in (1, 2)
         for priority in (False, True)
     ]
-    return [Weather(first_seed + i, *values, is_tight) for i, values in enumerate(combinations)]
+    return [Scenario(first_seed + i, *values, is_tight) for i, values in enumerate(combinations)]
 
 
 @dataclass
-class Log:
+class ScenarioLog:
     """Record of one run."""
 
     steps: int = 0
@@ -136,48 +136,48 @@ class Log:
     endings: Counter[str] = field(default_factory=Counter)
 
 
-class Ride:
-    def __init__(self, weather: Weather) -> None:
-        self.weather = weather
-        self.rng = random.Random(weather.seed)
-        roles = ("prefill", "decode") if weather.role == "pair" else ("null",)
-        self.nodes = [self._node(weather.limits(self.rng, role)) for role in roles]
+class ScenarioRun:
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.rng = random.Random(scenario.seed)
+        roles = ("prefill", "decode") if scenario.role == "pair" else ("null",)
+        self.nodes = [self._node(scenario.limits(self.rng, role)) for role in roles]
         self.front = self.nodes[-1]
-        """The node that the client hears: the decode node of a pair."""
-        wire = self.rng.choice([0.0, 0.0, 0.01])
-        self.relay = (
-            Relay(self.nodes[0], self.nodes[1], self.rng, wire, LEASE_TICKS)
-            if weather.role == "pair"
+        """The node whose tokens reach the client: the decode node of a pair."""
+        break_rate = self.rng.choice([0.0, 0.0, 0.01])
+        self.transfer = (
+            FakeTransfer(self.nodes[0], self.nodes[1], self.rng, break_rate, LEASE_TICKS)
+            if scenario.role == "pair"
             else None
         )
-        self.heads = [
+        self.shared_prefixes = [
             [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(2, 30))] for _ in range(3)
         ]
         self.abort_rate = self.rng.choice([0.0, 0.02, 0.1])
         self.suspend_rate = self.rng.choice([0.0, 0.0, 0.05])
-        self.is_impatient = any(
+        self.has_time_limits = any(
             n.limits.queue_timeout_secs or n.limits.aborts_missed_deadlines for n in self.nodes
         )
         """An error for a request that had no time limit of its own is a proper end."""
         self.turns = 0
-        self.want: dict[int, list[int]] = {}
-        self.gone: set[int] = set()
-        """Aborted by the client: it hears no more."""
+        self.expected: dict[int, list[int]] = {}
+        self.aborted: set[int] = set()
+        """Aborted by the client: no further tokens are expected."""
         self.refused: set[int] = set()
         self.may_fail: set[int] = set()
         """One half of the pair was ordered to stop, or there is a deadline: an error is a proper end."""
-        self.log = Log()
+        self.log = ScenarioLog()
 
     def _node(self, limits: Limits) -> Node:
-        node = Node(limits, self.weather.depth)
+        node = Node(limits, self.scenario.depth)
         node.sched = WatchedScheduler(limits)
         return node
 
     # ------------------------------------------------------------------ the loop
 
-    def run(self, turns: int) -> Log:
+    def run(self, turns: int) -> ScenarioLog:
         for _ in range(turns):
-            if len(self.alive()) < CROWD and self.rng.random() < 0.5:
+            if len(self.alive()) < MAX_LIVE_REQUESTS and self.rng.random() < 0.5:
                 for _ in range(self.rng.choice([1, 1, 1, 4])):
                     self.submit()
             self.turn()
@@ -187,10 +187,10 @@ class Ride:
                 self.suspend()
             if self.rng.random() < 0.01:
                 self.rng.choice(self.nodes).sched.flush_cache()
-            if self.weather.is_tight:
+            if self.scenario.is_tight:
                 self.adjust_priorities()
         for node in self.nodes:
-            node.sched.resume(list(self.want))
+            node.sched.resume(list(self.expected))
         for _ in range(5000):
             if not self.alive() and all(self._rests(node) for node in self.nodes):
                 break
@@ -199,7 +199,7 @@ class Ride:
         return self.log
 
     def alive(self) -> set[int]:
-        return self.want.keys() - self.front.finished.keys() - self.gone - self.refused
+        return self.expected.keys() - self.front.finished.keys() - self.aborted - self.refused
 
     @staticmethod
     def _rests(node: Node) -> bool:
@@ -213,15 +213,15 @@ class Ride:
             node.sched.expire(node.sched.clock)
             node.absorb()
             node.step()
-        if self.relay is not None:
-            self.relay.tick()
+        if self.transfer is not None:
+            self.transfer.tick()
 
     def submit(self) -> None:
-        rng, handle = self.rng, len(self.want)
-        prompt = random_prompt(rng, self.heads, LONGEST_PROMPT)
+        rng, handle = self.rng, len(self.expected)
+        prompt = random_prompt(rng, self.shared_prefixes, LONGEST_PROMPT)
         plain = request(
             handle, prompt, rng.randint(1, LONGEST_ANSWER), ignore_eos=rng.random() < 0.7,
-            room=1000 + handle if self.relay is not None else None,
+            room=1000 + handle if self.transfer is not None else None,
         )  # fmt: skip
         now = self.turns * TURN_SECS
         req = dataclasses.replace(
@@ -235,10 +235,10 @@ class Ride:
             tenant=rng.choice(["small", "heavy", "other"]),
         )
         room = self.front.limits.capacity_tokens - len(prompt)
-        self.want[handle] = reference(
+        self.expected[handle] = reference(
             req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos
         )
-        if req.deadline is not None or self.is_impatient:
+        if req.deadline is not None or self.has_time_limits:
             self.may_fail.add(handle)
         self._send(req)
 
@@ -250,7 +250,7 @@ class Ride:
             try:
                 node.sched.add(req)
             except (PromptTooLong, QueueFull, TenantQueueFull) as refusal:
-                is_right = self.weather.is_tight if fits else isinstance(refusal, PromptTooLong)
+                is_right = self.scenario.is_tight if fits else isinstance(refusal, PromptTooLong)
                 assert is_right, (
                     "a request that fits was refused, or one that does not with another error"
                 )
@@ -260,15 +260,17 @@ class Ride:
                 if req.handle not in self.front.finished:
                     self.refused.add(req.handle)
                 return
-            assert fits, "an impossible request was let in"
+            assert fits, "a request that cannot fit was accepted"
             if self.rng.random() < 0.3:
                 self.turn()
 
     def abort(self) -> None:
         """Any request of the last ones: waiting, running, in flight, leased, in transfer, or long finished."""
-        if not self.want:
+        if not self.expected:
             return
-        handle = self.rng.randrange(max(len(self.want) - 2 * CROWD, 0), len(self.want))
+        handle = self.rng.randrange(
+            max(len(self.expected) - 2 * MAX_LIVE_REQUESTS, 0), len(self.expected)
+        )
         for node in self.nodes:
             node.absorb()
         halves = self.nodes if self.rng.random() < 0.7 else [self.rng.choice(self.nodes)]
@@ -279,7 +281,7 @@ class Ride:
                 self.log.checked[f"abort {node.limits.role} {seq.state.value}{in_flight}"] += 1
         if self.front in halves:
             if handle not in self.front.finished:
-                self.gone.add(handle)
+                self.aborted.add(handle)
         else:
             self.may_fail.add(handle)
         for node in halves:
@@ -289,7 +291,7 @@ class Ride:
     def suspend(self) -> None:
         """Some requests of one node may not run for a while; others may again."""
         node = self.rng.choice(self.nodes)
-        recent = range(max(len(self.want) - 2 * CROWD, 0), len(self.want))
+        recent = range(max(len(self.expected) - 2 * MAX_LIVE_REQUESTS, 0), len(self.expected))
         for handle in recent:
             if self.rng.random() < 0.2:
                 try:
@@ -302,7 +304,7 @@ class Ride:
     def adjust_priorities(self) -> None:
         """As --priority-adjustment-function does, on every node; and the KV events are read."""
         alive = sorted(self.alive())
-        if self.weather.priority and alive and self.rng.random() < 0.2:
+        if self.scenario.priority and alive and self.rng.random() < 0.2:
             for node in self.nodes:
                 chosen = self.rng.sample(alive, min(3, len(alive)))
                 node.sched.adjust_priorities(
@@ -316,33 +318,33 @@ class Ride:
     # ------------------------------------------------------------------ the end
 
     def finish(self) -> None:
-        """Everybody was answered once, rightly, and nothing is held."""
-        if self.relay is not None:
-            self.log.checked["lease expired"] = self.relay.expired
+        """Every request ended once with the right tokens, and no resource is held."""
+        if self.transfer is not None:
+            self.log.checked["lease expired"] = self.transfer.expired
         front = self.front
         assert not self.alive(), (
             f"never answered: {sorted(self.alive())}, {[n.sched.counts() for n in self.nodes]}"
         )
-        for handle, tokens in self.want.items():
+        for handle, tokens in self.expected.items():
             got = front.outputs.get(handle, [])
             end = front.finished.get(handle)
-            if handle in self.refused or handle in self.gone:
+            if handle in self.refused or handle in self.aborted:
                 assert end is None
                 assert got == tokens[: len(got)], (
                     f"request {handle}: {got} is no beginning of {tokens}"
                 )
             elif end is FinishReason.ERROR:
-                room_broke = self.relay is not None and 1000 + handle in self.relay.broken
+                room_broke = self.transfer is not None and 1000 + handle in self.transfer.broken
                 error = front.errors[handle]
                 left_full_queue = (
-                    self.weather.is_tight and self.weather.priority and "queue_full" in error
+                    self.scenario.is_tight and self.scenario.priority and "queue_full" in error
                 )
                 assert handle in self.may_fail or room_broke or left_full_queue, error
                 assert got == tokens[: len(got)]
             else:
                 assert got == tokens, f"request {handle}: {got} instead of {tokens}"
             self.log.endings[
-                end.name if end is not None else "REFUSED" if handle in self.refused else "GONE"
+                end.name if end is not None else "REFUSED" if handle in self.refused else "ABORTED"
             ] += 1
         for node in self.nodes:
             sched = node.sched
@@ -356,9 +358,9 @@ class Ride:
             self.log.digest += sched.digest
 
 
-def ride(weather: Weather, turns: int) -> Log:
-    """Raises AssertionError naming the weather when a promise is broken."""
+def run_scenario(scenario: Scenario, turns: int) -> ScenarioLog:
+    """Run a scenario; raises AssertionError naming it when an invariant is broken."""
     try:
-        return Ride(weather).run(turns)
+        return ScenarioRun(scenario).run(turns)
     except Exception as err:
-        raise AssertionError(f"{weather}, {turns} turns: {type(err).__name__}: {err}") from err
+        raise AssertionError(f"{scenario}, {turns} turns: {type(err).__name__}: {err}") from err

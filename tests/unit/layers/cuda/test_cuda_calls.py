@@ -109,7 +109,7 @@ def test_device_that_hangs_is_given_up_and_never_reported_as_done(
     assert given_up == ["cuda:0 is not through with copying a peer's pages after 0.01 s"]
 
 
-def test_followers_step_has_ended_before_it_gets_the_next_order(
+def test_executor_ranks_step_has_ended_before_it_gets_the_next_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next order may be to announce the pages of that step."""

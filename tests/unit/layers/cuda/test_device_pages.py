@@ -102,7 +102,7 @@ def test_copy_of_many_parts_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) 
     assert sums == peer.sums(ids(list(range(9))))
 
 
-def test_handle_of_another_size_is_refused_and_let_go() -> None:
+def test_handle_of_another_size_is_refused_and_closed() -> None:
     (_, pages, stand_in), (_, peer, _) = pool(5), pool(4)
     with pytest.raises(ValueError, match="384 bytes, its pages have 480"):
         pages.open(peer.handle(), 5)

@@ -66,18 +66,18 @@ class Rank:
         self.events.append(event)
 
 
-class Team:
-    """A room on all ranks, and what the scheduler would know of it."""
+class RoomOnRanks:
+    """One room on all TP ranks, with the state that the scheduler keeps of it."""
 
     def __init__(self, size: int, rng: random.Random) -> None:
         self.ranks = [Rank() for _ in range(size)]
         self.rng = rng
-        self.merger = EventMerger(size, self.tell)
+        self.merger = EventMerger(size, self.call_ranks)
         self.merger.begin(ROOM)
         self.heard: list[tuple[Any, ...]] = []
         self.granted = self.revoking = self.aborted = False
 
-    def tell(self, call: str, _room: int, *args: Any) -> None:
+    def call_ranks(self, call: str, _room: int, *args: Any) -> None:
         for number, rank in enumerate(self.ranks):
             if call != "grant_again" or number in args[2]:
                 rank.calls.append((call, *args))
@@ -86,19 +86,19 @@ class Team:
         if not self.granted and not self.ended:
             self.granted = True
             self.merger.granted(ROOM, 0, b"pages")
-            self.tell("grant", ROOM, 0, b"pages")
+            self.call_ranks("grant", ROOM, 0, b"pages")
 
     def revoke(self) -> None:
         if self.granted and not self.revoking and not self.ended:
             self.revoking = True
             self.merger.revoking(ROOM)
-            self.tell("revoke", ROOM)
+            self.call_ranks("revoke", ROOM)
 
     def abort(self) -> None:
         if not self.ended:
             self.aborted = True
             self.merger.aborted(ROOM)
-            self.tell("abort", ROOM, "CLIENT_GONE")
+            self.call_ranks("abort", ROOM, "CLIENT_GONE")
 
     @property
     def ended(self) -> bool:
@@ -160,24 +160,24 @@ WEIGHTS = {
 @given(st.integers(1, 4), st.integers(0, 2**32))
 def test_all_heads_of_a_page_are_there_or_none_is_used(size: int, seed: int) -> None:
     rng = random.Random(seed)
-    team = Team(size, rng)
+    room = RoomOnRanks(size, rng)
     for what in rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=120):
-        team.act(what)
-    team.settle()
-    assert not team.revoking or team.ended, "a revocation is answered, or the room ends"
-    if not team.ended and team.granted:
-        assert all(rank.has_grant or rank.is_over for rank in team.ranks), (
+        room.act(what)
+    room.settle()
+    assert not room.revoking or room.ended, "a revocation is answered, or the room ends"
+    if not room.ended and room.granted:
+        assert all(rank.has_grant or rank.is_over for rank in room.ranks), (
             "announced: all may be written"
         )
     # From here everything goes well, if it still can.
-    team.grant()
-    team.settle()
-    for rank in team.ranks:
+    room.grant()
+    room.settle()
+    for rank in room.ranks:
         rank.announce()
         rank.commit()
-    team.settle()
-    assert team.ended
-    assert len(team.merger) == 0, "nothing is remembered of a room that is over"
+    room.settle()
+    assert room.ended
+    assert len(room.merger) == 0, "nothing is remembered of a room that is over"
 
 
 def test_failure_of_one_rank_ends_the_others_and_is_reported() -> None:
@@ -237,102 +237,103 @@ class FakeNode:
         return events
 
 
-class Following:
-    """Followers (server.worker.tensor_parallel.channel) that execute_call at once."""
+class InlineExecutors:
+    """Stands for server.worker.tensor_parallel.channel.TpWorkers; calls are executed at once."""
 
-    def __init__(self, teams: list[channel.TpGroup], nodes: list[FakeNode]) -> None:
-        self.team, *self.teams = teams
+    def __init__(self, groups: list[channel.TpGroup], nodes: list[FakeNode]) -> None:
+        self.team = groups[0]
+        self.groups = groups[1:]
         self.nodes = nodes
         self.reports: list[channel.TransferEvents] = []
 
     def send_call(self, call: str, *args: Any) -> None:
-        for team, node in zip(self.teams, self.nodes, strict=True):
-            if refused := execute_call(node, team, call, args):
-                self.reports.append(channel.TransferEvents(team.tp_rank, [refused]))
+        for group, node in zip(self.groups, self.nodes, strict=True):
+            if refused := execute_call(node, group, call, args):
+                self.reports.append(channel.TransferEvents(group.tp_rank, [refused]))
 
     def heard(self) -> list[channel.TransferEvents]:
         reports, self.reports = self.reports, []
         return reports
 
 
-def team_of(nodes: list[FakeNode]) -> tuple[TpTransferNode, Following]:
-    teams = [channel.TpGroup(rank, len(nodes), Path("/nowhere"), 1) for rank in range(len(nodes))]
-    followers = Following(teams, nodes[1:])
-    return TpTransferNode(nodes[0], followers, late_secs=60.0), followers
+def make_tp_node(nodes: list[FakeNode]) -> tuple[TpTransferNode, InlineExecutors]:
+    groups = [channel.TpGroup(rank, len(nodes), Path("/nowhere"), 1) for rank in range(len(nodes))]
+    executors = InlineExecutors(groups, nodes[1:])
+    return TpTransferNode(nodes[0], executors, late_secs=60.0), executors
 
 
 def test_each_process_of_d_reads_from_the_one_of_p_with_its_heads() -> None:
     nodes = [FakeNode() for _ in range(3)]
-    team, _ = team_of(nodes)
-    team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
+    tp_node, _ = make_tp_node(nodes)
+    tp_node.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
     assert [node.calls[0][5] for node in nodes] == [0, 1, 2]
-    team.grant(ROOM, 0, b"pages")
+    tp_node.grant(ROOM, 0, b"pages")
     assert all(node.calls[-1] == ("grant", ROOM, 0, b"pages") for node in nodes)
 
 
 def test_room_that_the_first_rank_refuses_reaches_no_other() -> None:
     nodes = [FakeNode({ROOM}), FakeNode()]
-    team, _ = team_of(nodes)
+    tp_node, _ = make_tp_node(nodes)
     with pytest.raises(ValueError, match="in use"):
-        team.offer(ROOM, 0, b"hash", 1000)
+        tp_node.offer(ROOM, 0, b"hash", 1000)
     assert nodes[1].calls == []
 
 
-def test_room_that_a_follower_refuses_fails_everywhere() -> None:
+def test_room_that_an_executor_rank_refuses_fails_everywhere() -> None:
     nodes = [FakeNode(), FakeNode({ROOM})]
-    team, _ = team_of(nodes)
-    team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
-    assert team.poll(10) == []
+    tp_node, _ = make_tp_node(nodes)
+    tp_node.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
+    assert tp_node.poll(10) == []
     assert nodes[0].calls[-1] == ("abort", ROOM, "DUP_ROOM")
     nodes[0].events = [("aborted", ROOM)]
-    assert team.poll(10) == [("failed", ROOM, "DUP_ROOM", "room is in use", True)]
+    assert tp_node.poll(10) == [("failed", ROOM, "DUP_ROOM", "room is in use", True)]
 
 
-def test_follower_without_capacity_fails_the_room_and_lives() -> None:
+def test_executor_rank_without_capacity_fails_the_room_and_lives() -> None:
     class Full(FakeNode):
         def open(self, *_: Any) -> None:
             raise RuntimeError("4 rooms are live")
 
     nodes = [FakeNode(), Full()]
-    team, _ = team_of(nodes)
-    team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
+    tp_node, _ = make_tp_node(nodes)
+    tp_node.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
     nodes[0].events = [("aborted", ROOM)]
-    assert team.poll(10) == [("failed", ROOM, "NO_CAPACITY", "4 rooms are live", True)]
+    assert tp_node.poll(10) == [("failed", ROOM, "NO_CAPACITY", "4 rooms are live", True)]
 
 
-def test_call_that_a_follower_refuses_aborts_the_room() -> None:
+def test_call_that_an_executor_rank_refuses_aborts_the_room() -> None:
     class Broken(FakeNode):
         def grant(self, *_: Any) -> None:
             raise ValueError("5 pages are not int32")
 
     nodes = [FakeNode(), Broken()]
-    team, _ = team_of(nodes)
-    team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
-    team.grant(ROOM, 0, b"odd")
+    tp_node, _ = make_tp_node(nodes)
+    tp_node.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
+    tp_node.grant(ROOM, 0, b"odd")
     assert nodes[1].calls[-1] == ("abort", ROOM, "TRANSPORT_BROKEN")
 
 
-def test_runtime_that_failed_on_a_follower_shows_in_the_health_of_all() -> None:
+def test_runtime_that_failed_on_an_executor_rank_shows_in_the_health_of_all() -> None:
     class Healthy(FakeNode):
         def stats_json(self) -> str:
             return '{"healthy": true, "unhealthy_reason": null}'
 
-    team, followers = team_of([Healthy(), FakeNode()])
-    assert json.loads(team.stats_json())["healthy"]
-    followers.reports.append(channel.TransferEvents(1, [], "data thread: gone"))
-    assert team.poll(10) == []
+    tp_node, executors = make_tp_node([Healthy(), FakeNode()])
+    assert json.loads(tp_node.stats_json())["healthy"]
+    executors.reports.append(channel.TransferEvents(1, [], "data thread: gone"))
+    assert tp_node.poll(10) == []
     health = {"healthy": False, "unhealthy_reason": "tensor-parallel rank 1: data thread: gone"}
-    assert json.loads(team.stats_json()) == health
+    assert json.loads(tp_node.stats_json()) == health
 
 
-def test_room_that_lives_on_a_follower_is_not_begun_again() -> None:
+def test_room_that_lives_on_an_executor_rank_is_not_begun_again() -> None:
     nodes = [FakeNode(), FakeNode()]
-    team, _ = team_of(nodes)
-    team.offer(ROOM, 0, b"hash", 1000)
+    tp_node, _ = make_tp_node(nodes)
+    tp_node.offer(ROOM, 0, b"hash", 1000)
     nodes[0].events = [("released", ROOM, "CLIENT_GONE")]
-    assert team.poll(10) == []
+    assert tp_node.poll(10) == []
     with pytest.raises(ValueError, match="room 7 is live on another tensor-parallel rank"):
-        team.offer(ROOM, 1, b"hash", 1000)
+        tp_node.offer(ROOM, 1, b"hash", 1000)
 
 
 def test_rank_that_never_ends_a_room_is_noticed() -> None:
