@@ -40,7 +40,7 @@ fn pair(transports: &Value, p: &Value, d: &Value) -> Pair {
     )
 }
 
-fn relay(pair: &Pair, room: u64) -> String {
+fn transfer_room(pair: &Pair, room: u64) -> String {
     let (src, dst) = (span(0, 40), span(100, 40));
     pair.open(room);
     pair.grant(room, &dst);
@@ -80,7 +80,7 @@ fn every_transport_relays_between_devices() {
         let config = json!({"tcp_streams": streams});
         let pair = pair(&json!([via]), &config, &config);
         for room in 1..=3 {
-            assert_eq!(relay(&pair, room), via);
+            assert_eq!(transfer_room(&pair, room), via);
         }
         assert_eq!(fallbacks(&pair.d), 0.0, "{via}");
         pair.assert_idle();
@@ -107,8 +107,12 @@ fn device_and_host_memory_make_a_pair() {
                 rank("prefill", p_on_device, &config),
                 rank("decode", d_on_device, &config),
             );
-            assert_eq!(relay(&pair, 1), by, "{via}, P on a device: {p_on_device}");
-            assert_eq!(relay(&pair, 2), by, "{via}");
+            assert_eq!(
+                transfer_room(&pair, 1),
+                by,
+                "{via}, P on a device: {p_on_device}"
+            );
+            assert_eq!(transfer_room(&pair, 2), by, "{via}");
             pair.assert_idle();
         }
     }
@@ -118,13 +122,13 @@ fn device_and_host_memory_make_a_pair() {
 fn best_transport_of_the_list_is_taken() {
     let all = json!(["cuda_ipc", "nccl", "tcp"]);
     let both = pair(&all, &json!({}), &json!({}));
-    assert_eq!(relay(&both, 1), "cuda_ipc");
+    assert_eq!(transfer_room(&both, 1), "cuda_ipc");
     both.assert_idle();
     let afar = Pair::of(
         rank("prefill", true, &node(&json!(["nccl", "tcp"]), &json!({}))),
         rank("decode", true, &node(&all, &json!({}))),
     );
-    assert_eq!(relay(&afar, 1), "nccl");
+    assert_eq!(transfer_room(&afar, 1), "nccl");
     afar.assert_idle();
 }
 
@@ -132,19 +136,19 @@ fn best_transport_of_the_list_is_taken() {
 fn broken_transport_is_replaced_by_the_next() {
     let hangs_end = json!({"comm_op_ms": 3000, "comm_abort_ms": 500});
     let pair = pair(&json!(["cuda_ipc", "nccl", "tcp"]), &hangs_end, &hangs_end);
-    assert_eq!(relay(&pair, 1), "cuda_ipc");
+    assert_eq!(transfer_room(&pair, 1), "cuda_ipc");
     of(&pair.d).fails.lock().push("copy");
-    assert_eq!(relay(&pair, 2), "nccl");
+    assert_eq!(transfer_room(&pair, 2), "nccl");
     of(&pair.d).fails.lock().clear();
     assert_eq!(
-        relay(&pair, 3),
+        transfer_room(&pair, 3),
         "nccl",
         "cuda_ipc stays off until the pair connects again"
     );
     assert_eq!(fallbacks(&pair.d), 1.0);
     pair.p.pipes.stick(true); // and its aborts hang
     pair.d.pipes.stick(true);
-    assert_eq!(relay(&pair, 4), "tcp");
+    assert_eq!(transfer_room(&pair, 4), "tcp");
     assert_eq!(fallbacks(&pair.d), 2.0);
     pair.p.pipes.stick(false);
     pair.d.pipes.stick(false);
@@ -157,7 +161,7 @@ fn pages_that_cannot_be_opened_travel_otherwise() {
     let d = rank("decode", true, &config);
     of(&d).fails.lock().push("open");
     let pair = Pair::of(rank("prefill", true, &config), d);
-    assert_eq!(relay(&pair, 1), "tcp");
+    assert_eq!(transfer_room(&pair, 1), "tcp");
     assert_eq!(fallbacks(&pair.d), 1.0);
     pair.assert_idle();
 }
@@ -179,7 +183,7 @@ fn page_given_away_under_the_copy_is_stale() {
             ("STALE_PAGE".into(), "STALE_PAGE".into()),
             "{via}"
         );
-        assert_eq!(relay(&pair, 2), via);
+        assert_eq!(transfer_room(&pair, 2), via);
         pair.assert_idle();
     }
 }
@@ -193,7 +197,7 @@ fn damage_on_the_way_is_found_on_the_device() {
         pair.p.prefill(1, &span(0, 40), 16);
         assert_eq!(pair.d.end_code(1) == "CHECKSUM", found, "{via}");
         assert_eq!(pair.p.end_code(1), "CHECKSUM");
-        assert_eq!(relay(&pair, 2), via);
+        assert_eq!(transfer_room(&pair, 2), via);
         pair.assert_idle();
     }
 }
@@ -228,7 +232,7 @@ fn pages_of_a_peer_that_is_gone_are_closed_and_the_next_one_opened() {
     });
     pair.p.node.abort(1, "CLIENT_GONE").unwrap();
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
-    assert_eq!(relay(&pair, 2), "cuda_ipc");
+    assert_eq!(transfer_room(&pair, 2), "cuda_ipc");
     assert_eq!(of(&pair.d).opened.load(Ordering::Relaxed), 2);
     pair.assert_idle();
 }
@@ -270,7 +274,7 @@ fn cancelled_pull_writes_nothing_more() {
     );
     assert!(made < 4, "1000 pages are 4 copies");
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
-    assert_eq!(relay(&pair, 2), "cuda_ipc");
+    assert_eq!(transfer_room(&pair, 2), "cuda_ipc");
     assert_eq!(of(&pair.d).read(1050), before);
     pair.assert_idle();
 }

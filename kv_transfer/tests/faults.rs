@@ -42,7 +42,7 @@ fn page_that_got_a_new_owner_is_stale_and_never_committed() {
             ("STALE_PAGE".into(), "STALE_PAGE".into()),
             "{transport}"
         );
-        pair.relay(2);
+        pair.transfer_room(2);
         pair.assert_idle();
     }
 }
@@ -117,7 +117,7 @@ fn flipped_bit_is_a_checksum_failure_and_retryable() {
             other => panic!("{other:?}"),
         }
         assert_eq!(pair.p.end_code(1), "CHECKSUM");
-        pair.relay(2);
+        pair.transfer_room(2);
         pair.assert_idle();
     }
 }
@@ -137,7 +137,7 @@ fn pages_that_one_transport_damaged_are_pulled_again_by_tcp() {
         let mut flip = fault(r#"{"on": "PAGE", "nth": 13, "do": "flip"}"#);
         flip["transports"] = both["transports"].clone();
         let pair = Pair::with(&both, &flip);
-        pair.relay(1);
+        pair.transfer_room(1);
         let damaged = format!("kv_damaged_pulls_total{{transport=\"{transport}\"}}");
         assert_eq!(counter(&pair.d, &damaged), 1.0);
         assert_eq!(counter(&pair.d, "kv_quarantines_total"), 0.0);
@@ -270,7 +270,7 @@ fn broken_shm_falls_back_to_tcp() {
         1.0
     );
     assert_eq!(pair.p.end_code(1), "DONE");
-    pair.relay(2);
+    pair.transfer_room(2);
     pair.assert_idle();
 }
 
@@ -335,7 +335,7 @@ fn lost_messages_end_at_a_deadline_or_a_lease_and_leave_nothing() {
             "{message} lost"
         );
         pair.assert_idle();
-        pair.relay(2);
+        pair.transfer_room(2);
     }
 }
 
@@ -355,7 +355,7 @@ fn doubled_and_reordered_messages_change_nothing() {
             }
             let pair = Pair::with(&config, &config);
             for room in 1..4 {
-                pair.relay(room);
+                pair.transfer_room(room);
             }
             pair.assert_idle();
         }
@@ -390,7 +390,7 @@ fn damaged_frame_ends_the_connection_and_the_next_room_gets_a_new_one() {
             (pair.d.end_code(1).as_str(), pair.p.end_code(1).as_str()),
             (code, code)
         );
-        pair.relay(2);
+        pair.transfer_room(2);
         pair.assert_idle();
     }
 }
@@ -409,7 +409,7 @@ fn lost_connection_ends_rooms_at_once_on_d_and_after_the_lease_on_p() {
             ("PEER_DEAD".into(), "LEASE_EXPIRED".into()),
             "{message}"
         );
-        pair.relay(2);
+        pair.transfer_room(2);
         pair.assert_idle();
     }
 }
@@ -428,7 +428,7 @@ fn unknown_peers_and_garbage_on_the_port_harm_no_room() {
         stream.write_all(garbage).unwrap();
     }
     let _silent = TcpStream::connect(("127.0.0.1", pair.p.node.port())).unwrap();
-    pair.relay(1);
+    pair.transfer_room(1);
     pair.assert_idle();
 }
 
@@ -473,7 +473,7 @@ fn key_changes_node_by_node_without_a_refusal() {
             .unwrap();
         let d = Rank::start("decode", &config(d_keys));
         let pair = Pair { server, p, d };
-        pair.relay(1);
+        pair.transfer_room(1);
         pair.assert_idle();
     }
 }
@@ -510,8 +510,8 @@ fn with_a_key_everything_works_over_every_transport() {
             p,
             d: Rank::start("decode", &config),
         };
-        pair.relay(1);
-        pair.relay(2);
+        pair.transfer_room(1);
+        pair.transfer_room(2);
         pair.assert_idle();
     }
 }
@@ -558,7 +558,7 @@ fn bootstrap_server_that_never_answers_delays_no_other_room() {
             NEVER_MS,
         )
         .unwrap();
-    pair.relay(2);
+    pair.transfer_room(2);
     assert_eq!(pair.d.end_code(1), "UNREACHABLE");
     pair.assert_idle();
 }
@@ -770,7 +770,7 @@ fn facts_of_a_prefill_node_end_with_its_process() {
         rank.node.register("127.0.0.1", port, TIMEOUT).unwrap();
         rank
     };
-    let relay = |p: &Rank, room: u64| {
+    let transfer_room = |p: &Rank, room: u64| {
         p.prefill(room, &span(0, 5), 5);
         open(room);
         assert_eq!(
@@ -779,7 +779,7 @@ fn facts_of_a_prefill_node_end_with_its_process() {
         );
     };
     let first = start(&json!({}));
-    relay(&first, 1);
+    transfer_room(&first, 1);
     first.node.close();
     drop((first, server));
     // The same address, another page layout: refused, and not for longer than that process lives.
@@ -792,8 +792,8 @@ fn facts_of_a_prefill_node_end_with_its_process() {
     // The first layout again, on two ranks: an odd room belongs to the second.
     let _server = BootstrapServer::start("127.0.0.1", port, None).unwrap();
     let ranks = [0, 1].map(|rank| start(&json!({"dp_rank": rank, "dp_size": 2})));
-    relay(&ranks[1], 5);
-    relay(&ranks[0], 6);
+    transfer_room(&ranks[1], 5);
+    transfer_room(&ranks[0], 6);
     d.assert_idle();
 }
 

@@ -262,7 +262,7 @@ fn prefill_can_abort_at_every_stage() {
         ("CLIENT_GONE".into(), "CLIENT_GONE".into()),
         "leased"
     );
-    pair.relay(5);
+    pair.transfer_room(5);
     pair.assert_idle();
 }
 

@@ -168,8 +168,8 @@ struct Cluster {
 struct Api {
     addr: SocketAddr,
     cluster: Arc<Mutex<Cluster>>,
-    /// Counts changes; an odd-one-out for cuts: the number of cuts so far.
-    news: watch::Sender<(u64, u64)>,
+    /// (changes so far, connections cut so far), sent at each.
+    feed: watch::Sender<(u64, u64)>,
 }
 
 fn pod(ip: &str, app: &str, is_ready: bool) -> Value {
@@ -188,7 +188,7 @@ impl Api {
         let api = Api {
             addr: listener.local_addr().unwrap(),
             cluster: Arc::default(),
-            news: watch::channel((0, 0)).0,
+            feed: watch::channel((0, 0)).0,
         };
         let routes = axum::Router::new()
             .route(
@@ -217,7 +217,7 @@ impl Api {
 
     fn change(&self, change: impl FnOnce(&mut Cluster)) {
         change(&mut self.cluster.lock());
-        self.news.send_modify(|(changes, _)| *changes += 1);
+        self.feed.send_modify(|(changes, _)| *changes += 1);
     }
 
     fn put(&self, name: &str, mut pod: Value) {
@@ -265,7 +265,7 @@ impl Api {
     }
 
     fn cut(&self) {
-        self.news.send_modify(|(_, cuts)| *cuts += 1);
+        self.feed.send_modify(|(_, cuts)| *cuts += 1);
     }
 
     fn asked(&self) -> Vec<BTreeMap<String, String>> {
@@ -330,13 +330,13 @@ async fn pods(
         return format!("{gone}\n").into_response();
     }
     drop(cluster);
-    let news = api.news.subscribe();
-    let cuts = news.borrow().1;
-    let events = futures_util::stream::unfold((api, news, since), move |(api, mut news, since)| {
+    let feed = api.feed.subscribe();
+    let cuts = feed.borrow().1;
+    let events = futures_util::stream::unfold((api, feed, since), move |(api, mut feed, since)| {
         let selector = selector.clone();
         async move {
             loop {
-                let seen = *news.borrow_and_update();
+                let seen = *feed.borrow_and_update();
                 if seen.1 != cuts {
                     return None;
                 }
@@ -352,11 +352,11 @@ async fn pods(
                         if event["type"] == "BOOKMARK" || matches(&event["object"], &selector) =>
                     {
                         let line = Ok::<_, std::io::Error>(format!("{event}\n"));
-                        return Some((line, (api, news, version)));
+                        return Some((line, (api, feed, version)));
                     }
                     // An event of other pods: an empty piece, to go on behind it.
-                    Some((version, _)) => return Some((Ok(String::new()), (api, news, version))),
-                    None => news.changed().await.ok()?,
+                    Some((version, _)) => return Some((Ok(String::new()), (api, feed, version))),
+                    None => feed.changed().await.ok()?,
                 }
             }
         }

@@ -38,7 +38,7 @@ async fn outcome(router: &Router, outcome: &str) -> f64 {
 }
 
 #[tokio::test]
-async fn every_cut_is_gone_on_with_and_the_client_gets_the_same_bytes() {
+async fn every_cut_is_resumed_and_the_client_gets_the_same_bytes() {
     timed(async {
         let p = ours(&[]).await;
         let mut dying = ours(&[]).await;
