@@ -499,7 +499,7 @@ HANDOVER = {
 """Record of a request: P is done at 40 ms, D had room for it at 70 ms, and its first event came at 100 ms."""
 
 
-def test_handover_tells_pull_from_waiting() -> None:
+def test_handover_shows_pull_apart_from_waiting() -> None:
     early = json.loads(json.dumps(HANDOVER))
     early["legs"][1]["first_token_ms"] = 40
     early["legs"][1]["stages"]["queue_ms"] = 5

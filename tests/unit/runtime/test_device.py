@@ -119,7 +119,7 @@ def test_gpu_without_flashinfer_is_refused_unless_the_reference_is_asked_for(
     assert resolve(device="cuda", attention_backend="torch") == CUDA
 
 
-def test_no_cuda_tells_a_build_from_a_machine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cuda_reason_differs_for_build_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "is built without CUDA" in str(device.no_cuda())
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -82,7 +82,7 @@ def test_values_that_are_no_tokens_are_refused(folder: Path, name: str) -> None:
         Tokenizer(folder)
 
 
-def test_fingerprints_tell_added_tokens_apart(folder: Path) -> None:
+def test_fingerprints_differ_with_added_tokens(folder: Path) -> None:
     def prints(**config: Any) -> tuple[str, str]:
         write_files(folder, added_token_cases.case_of({"config": config}))
         facts = model_info.load(build({"model_path": str(folder)}))

@@ -154,7 +154,7 @@ def test_checkpoints_truncation_does_not_cut_prompts(path: Path) -> None:
     assert len(Tokenizer(path).encode("hello world, how are you today?")) > 4
 
 
-def test_fingerprint_tells_tokenizers_templates_and_special_tokens_apart(path: Path) -> None:
+def test_fingerprint_differs_with_tokenizer_template_and_special_tokens(path: Path) -> None:
     prints = [load(path).tokenizer_fingerprint]
     assert load(path).tokenizer_fingerprint == prints[0]
     assert len(prints[0]) == 64
