@@ -80,7 +80,7 @@ class Scheduler:
                 f"prompt has {prompt_len} tokens, the KV pool of this engine holds {limits.capacity_tokens}; shorten "
                 "it or start the engine with a larger --max-total-tokens"
             )
-        state.sharing.check(
+        state.sharing.check_request(
             req, state.admission.retry_after(max(state.now, req.arrival), state.times.prefill_rate)
         )
         meet = req.rendezvous

@@ -54,9 +54,9 @@ class SchedulerState:
         label: Callable[[Seq], str] = functools.partial(class_of, rule=limits.priority)
         if limits.fairness.enabled:
             self.sharing = fair = FairQueue(
-                limits.fairness, limits.step_tokens, self.memory.answer_tokens
+                limits.fairness, limits.step_tokens, self.memory.answer_tokens, self.holders
             )
-            label = fair.label if limits.fairness.classes.classes else label
+            label = fair.label_of if limits.fairness.classes.classes else label
         self.waiting = WaitingQueue(self.policy, limits.priority, self.view, self.sharing)
         self.opening = WaitingQueue(
             POLICIES[limits.policy](limits.policy_params), limits.priority, self.view, self.sharing

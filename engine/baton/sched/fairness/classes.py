@@ -35,20 +35,20 @@ class DeficitRoundRobin:
         """The amount that stands for one token."""
         self.shares = [quantum * weight for weight in weights]
         self.credit = [0] * len(weights)
-        self._at = len(weights) - 1
+        self._turn_of = len(weights) - 1
 
-    def turn(self, ready: Collection[int]) -> int:
+    def next_turn(self, ready: Collection[int]) -> int:
         """The class to serve next. Passes the turn on while the one that has it is out of credit or not ready."""
-        if self._at in ready and self.credit[self._at] > 0:
-            return self._at
+        if self._turn_of in ready and self.credit[self._turn_of] > 0:
+            return self._turn_of
         self._skip_rounds(ready)
         while True:
-            self._at = (self._at + 1) % len(self.shares)
-            self.credit[self._at] += self.shares[self._at]
-            if self._at not in ready:
-                self.credit[self._at] = min(self.credit[self._at], 0)
-            elif self.credit[self._at] > 0:
-                return self._at
+            self._turn_of = (self._turn_of + 1) % len(self.shares)
+            self.credit[self._turn_of] += self.shares[self._turn_of]
+            if self._turn_of not in ready:
+                self.credit[self._turn_of] = min(self.credit[self._turn_of], 0)
+            elif self.credit[self._turn_of] > 0:
+                return self._turn_of
 
     def _skip_rounds(self, ready: Collection[int]) -> None:
         """Rounds in which none of `ready` would get out of debt, all at once."""
@@ -60,7 +60,7 @@ class DeficitRoundRobin:
                     self.credit[c] = min(self.credit[c], 0)
 
     def least_served(self, ready: Collection[int]) -> int:
-        """Like `turn`, but the turn stays where it is: for work that goes on while another's turn is blocked."""
+        """Like `next_turn`, but the turn stays where it is: for work that goes on while another's turn is blocked."""
         return max(ready, key=lambda c: (self.credit[c] / self.shares[c], -c))
 
     def charge(self, c: int, tokens: int) -> None:
@@ -74,8 +74,11 @@ class DeficitRoundRobin:
         """Settle all accounts, when no request waits."""
         self.credit = [0] * len(self.shares)
 
-    def saved(self) -> tuple[int, list[int]]:
-        return self._at, list(self.credit)
+    def save(self) -> tuple[int, list[int]]:
+        """The accounts as they are now, for `restore`."""
+        return self._turn_of, list(self.credit)
 
     def restore(self, saved: tuple[int, list[int]]) -> None:
-        self._at, self.credit = saved[0], list(saved[1])
+        turn_of, credit = saved
+        self._turn_of = turn_of
+        self.credit = list(credit)

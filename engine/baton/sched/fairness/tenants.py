@@ -35,7 +35,7 @@ class VirtualCounters:
         """A heap with an entry of at most its counter for each active tenant (counters only grow), and stale ones."""
         self._last_left = ""
         self._last_floor = 0.0
-        self.forgotten = 0
+        self.num_forgotten = 0
 
     def __getitem__(self, tenant: str) -> float:
         if tenant in self._active:
@@ -47,7 +47,7 @@ class VirtualCounters:
         active = self._active
         return [active[tenant] if tenant in active else self[tenant] for tenant in tenants]
 
-    def enter(self, tenant: str) -> None:
+    def activate(self, tenant: str) -> None:
         """A request of this tenant waits; called for the first one."""
         floor = self._floor()
         counter = max(self._idle.pop(tenant, 0.0), floor)
@@ -57,13 +57,13 @@ class VirtualCounters:
             self._lower_bounds = [(value, name) for name, value in self._active.items()]
             heapq.heapify(self._lower_bounds)
 
-    def leave(self, tenant: str) -> None:
+    def deactivate(self, tenant: str) -> None:
         """None of its requests waits any more; what runs is still charged."""
         self._idle[tenant] = self._last_floor = self._active.pop(tenant)
         self._last_left = tenant
         if len(self._idle) > self._max_idle:
             self._idle.popitem(last=False)
-            self.forgotten += 1
+            self.num_forgotten += 1
 
     def charge(self, tenant: str, amount: float) -> None:
         if tenant in self._active:

@@ -102,7 +102,9 @@ class Planner:
             if not state.running:
                 memory.ratio.on_idle()
             elif state.planned_step == state.committed_step:
-                self._transfers.take_back(1)  # no answer finds a page, and idle transfers hold some
+                self._transfers.revoke_grants(
+                    1
+                )  # no answer finds a page, and idle transfers hold some
             if not memory.has_copies:
                 return None
         if num_decode:

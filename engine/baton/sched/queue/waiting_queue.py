@@ -162,7 +162,7 @@ class WaitingQueue:
         self._joins += 1
         self._await_place(seq, self._joins)
         self._tree = None
-        self._sharing.entered(seq)
+        self._sharing.on_queued(seq)
 
     def discard(self, seq: Seq) -> None:
         """Take a sequence out; one that is not waiting is ignored."""
@@ -176,7 +176,7 @@ class WaitingQueue:
         if self._probes is not None:
             self._probes.forget(handle)
         self._tree = None
-        self._sharing.left(seq)
+        self._sharing.on_dequeued(seq)
 
     def reprioritize(self, seq: Seq) -> None:
         """To be called after a change of the sequence's adjusted priority."""
