@@ -135,8 +135,10 @@ class HostTier:
                 assert taken is not None, "room was made before"
                 known = self._pages[key] = HostPage(key, first_key, index + at, taken[0])
                 self._ask(True, page, taken[0])
-            known.stamp, known.created = node.stamp, node.created
-            known.reuses, known.priority = node.reuses, node.priority
+            known.stamp = node.stamp
+            known.created = node.created
+            known.reuses = node.reuses
+            known.priority = node.priority
             known.on_device = False
             self._settle(known)
 
@@ -227,7 +229,8 @@ class HostTier:
 
     def take_copies(self) -> tuple[CopyRun, ...]:
         """Copies requested since the last call, to be carried out in this order before the next step's rows."""
-        runs, self._runs = tuple(self._runs), []
+        runs = tuple(self._runs)
+        self._runs = []
         self._targets = set()
         return runs
 

@@ -63,7 +63,8 @@ class RadixNode:
 
     def path(self) -> list[RadixNode]:
         """Nodes from the root's child on down to this one."""
-        node, found = self, []
+        node = self
+        found = []
         while node.parent is not None:
             found.append(node)
             node = node.parent
@@ -112,7 +113,8 @@ class ProbeWatch:
         if filed is None or filed[2] is not probe:
             if filed is not None:
                 self.forget(owner)
-            node, beyond = probe.node, probe.beyond
+            node = probe.node
+            beyond = probe.beyond
             place = node if node.parent is not None else namespace
             self._owners.setdefault(place, {}).setdefault(beyond, {})[owner] = None
             self._filed[owner] = place, beyond, probe
@@ -385,7 +387,8 @@ class RadixCache:
         below = 0
         while node.parent is not None and not node.locks and len(node.children) == below:
             pages += len(node.pages)
-            node, below = node.parent, 1
+            node = node.parent
+            below = 1
         return pages
 
     def evict_branch(self, node: RadixNode) -> int:
@@ -496,7 +499,9 @@ class RadixCache:
         cut = at_page * self._page_bytes
         self._serial += 1
         self.version += 1
-        key, pages, serial = node.key[:cut], node.pages[:at_page], self._serial
+        key = node.key[:cut]
+        pages = node.pages[:at_page]
+        serial = self._serial
         upper = RadixNode(
             parent,
             key,
@@ -524,7 +529,8 @@ class RadixCache:
         now = self.clock + 1
         leaf = RadixNode(parent, key, pages, self._serial, now, now)
         if like is not None:
-            leaf.created, leaf.reuses = like.created, like.reuses
+            leaf.created = like.created
+            leaf.reuses = like.reuses
         parent.children[key[: self._page_bytes]] = leaf
         for watch in self._watches:
             watch.on_child(parent, key[: self._page_bytes])
@@ -602,7 +608,8 @@ class RadixCache:
 
 def _common_pages(key: bytes, tokens: bytes, at: int, limit: int, width: int) -> int:
     """How many of the first `limit` pages of `key` equal `tokens[at:]`, by bisection; the first is known to."""
-    low, high = 1, limit
+    low = 1
+    high = limit
     while low < high:
         middle = (low + high + 1) // 2
         if key[low * width : middle * width] == tokens[at + low * width : at + middle * width]:

@@ -240,7 +240,9 @@ def replay(
 def _scheduler(line: str) -> Scheduler:
     try:
         first = json.loads(line)
-        version, flags, sizes = first["version"], first["flags"], first["sizes"]
+        version = first["version"]
+        flags = first["flags"]
+        sizes = first["sizes"]
     except (ValueError, TypeError, KeyError) as err:
         raise ReplayError("line 1: not the header of a scheduler trace") from err
     if version != VERSION:

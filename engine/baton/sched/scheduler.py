@@ -73,7 +73,8 @@ class Scheduler:
             PromptTooLong: it could never run here. DuplicateRoom: its bootstrap room is in use. QueueFull: the limits
             of the queue are reached; with priorities, less important requests may end with it instead.
         """
-        state, limits = self._state, self.limits
+        state = self._state
+        limits = self.limits
         prompt_len = len(req.prompt)
         if prompt_len + 1 > limits.capacity_tokens:
             raise errors.PromptTooLong(
@@ -356,7 +357,9 @@ class Scheduler:
 
     def _note(self, outcome: PlanOutcome, now: float) -> None:
         """Keep a record of what was just decided."""
-        state, limits, plan = self._state, self.limits, outcome.plan
+        state = self._state
+        limits = self.limits
+        plan = outcome.plan
         requeued = tuple(state.stats.requeued)
         if plan is not None:
             self.decisions.steps[plan.mode, plan.stopped_by] += 1
@@ -413,12 +416,10 @@ class Scheduler:
         state.computed_tokens += plan.num_tokens - plan.num_decode
         state.stats.on_computed(plan, state.now)
         sampled = -1
-        seqs, retained, tokens, logprobs = (
-            state.seqs,
-            state.retained,
-            result.tokens,
-            result.logprobs,
-        )
+        seqs = state.seqs
+        retained = state.retained
+        tokens = result.tokens
+        logprobs = result.logprobs
         for handle, _, start, n, sample, _, _, _ in plan.rows:
             if sample:
                 sampled += 1
@@ -520,7 +521,8 @@ class Scheduler:
 
     def drain_events(self) -> list[Event]:
         """Events since the last call, in order. The shell carries each out before it makes the next plan."""
-        events, self._state.outbox = self._state.outbox, []
+        events = self._state.outbox
+        self._state.outbox = []
         return events
 
     def flush_cache(self) -> int:
@@ -537,7 +539,8 @@ class Scheduler:
 
     def counters(self) -> dict[str, float]:
         """Counters for metrics, since the start, beside those of `stats`, `sharing` and `decisions`."""
-        state, queues = self._state, (self._state.waiting, self._state.opening)
+        state = self._state
+        queues = (self._state.waiting, self._state.opening)
         counts = state.admission.turned_away.items()
         sources = self.hit_tokens.items()
         return {
@@ -607,7 +610,8 @@ class Scheduler:
 
     def ledger(self) -> PageLedger:
         """Where every page is. Raises if the books do not balance."""
-        state, memory = self._state, self._state.memory
+        state = self._state
+        memory = self._state.memory
         private = in_transfer = 0
         for seq in state.seqs.values():
             if seq.state in (SeqState.TRANSFER, SeqState.LEASED, SeqState.ABORTING):

@@ -290,7 +290,8 @@ class SchedulerState:
 
     def announce(self, seq: Seq) -> None:
         """D: P holds pages for a prompt on its way."""
-        seq.is_announced, seq.is_revoking = True, False
+        seq.is_announced = True
+        seq.is_revoking = False
         self.stats.timeline(seq).announced_at = self.stats.now
         if seq.state is SeqState.OPENING:
             self.announced[seq.handle] = seq
@@ -345,7 +346,8 @@ class SchedulerState:
         """Tell the client why its request is about to end."""
         seq.finish = FinishReason.ERROR
         self.stats.timeline(seq).error = error.code
-        cached, cause = max(seq.cached_tokens, 0), (error.code, error.message)
+        cached = max(seq.cached_tokens, 0)
+        cause = (error.code, error.message)
         self.outbox.append(
             EmittedTokens(seq.handle, (), seq.finish, cached, None, cause, error.retry_after_secs)
         )

@@ -76,7 +76,8 @@ class KvManager:
 
     def take_new_pages(self) -> array[int]:
         """Pages that got a new owner since the last call, each once."""
-        taken, self._new_pages = self._new_pages, array("i")
+        taken = self._new_pages
+        self._new_pages = array("i")
         return array("i", dict.fromkeys(taken))
 
     def take_copies(self) -> tuple[CopyRun, ...]:
@@ -119,7 +120,9 @@ class KvManager:
 
     def total_growth(self, seqs: Iterable[Seq]) -> int:
         """The sum of `growth`, without a call per sequence: it is taken in every step that a waiting request sees."""
-        page_size, clip, ratio = self.page_size, self.ratio.clip, self.ratio.value
+        page_size = self.page_size
+        clip = self.ratio.clip
+        ratio = self.ratio.value
         longest = int(clip * ratio)
         total = 0
         for seq in seqs:
@@ -202,7 +205,8 @@ class KvManager:
         """Let a sequence hold this path, which is locked for it, in place of the one it had."""
         if seq.node is not None:
             self.cache.unlock(seq.node)
-        seq.node, seq.published = node, published
+        seq.node = node
+        seq.published = published
 
     def _count_hit(self, seq: Seq, match: PrefixMatch) -> None:
         tokens = (len(match.pages) - len(seq.pages)) * self.page_size

@@ -24,14 +24,17 @@ def cheap_cover(costs: Sequence[int], gains: Sequence[int], need: int) -> list[i
         return [min(range(len(costs)), key=costs.__getitem__)]
     cover: list[int] = []
     chosen: list[int] = []
-    least, spent, left = sum(costs) + 1, 0, need
+    least = sum(costs) + 1
+    spent = 0
+    left = need
     for i in sorted((i for i in range(len(costs)) if gains[i]), key=lambda i: costs[i] / gains[i]):
         if gains[i] < left:
             chosen.append(i)
             spent += costs[i]
             left -= gains[i]
         elif spent + costs[i] < least:
-            least, cover = spent + costs[i], [*chosen, i]
+            least = spent + costs[i]
+            cover = [*chosen, i]
     spare = sum(gains[i] for i in cover) - need
     for i in sorted(cover, key=lambda i: -costs[i]):
         if gains[i] <= spare:

@@ -134,7 +134,8 @@ class SchedStats:
         elif life.waits:
             return
         else:
-            life.waits, life.since = True, now
+            life.waits = True
+            life.since = now
             if seq.state is SeqState.OPENING:
                 self.timeline(seq).note(self.now, "revoked", 0)
         self.queued[life.cls] += 1
@@ -185,7 +186,8 @@ class SchedStats:
         self._stop_waiting(life)
         timeline = self.timeline(seq)
         if timeline.admitted_at is None:
-            timeline.admitted_at, timeline.is_transfer = now, seq.state is SeqState.TRANSFER
+            timeline.admitted_at = now
+            timeline.is_transfer = seq.state is SeqState.TRANSFER
         else:
             timeline.note(now, "admitted", seq.computed)
         if life.lost_tokens:
@@ -246,7 +248,8 @@ class SchedStats:
         A gap counts when one of its steps computed prompt tokens or went without the request.
         """
         current = {row.handle for row in plan.rows if row.sample}
-        last, last_at = self._last_step, self._last_step_at
+        last = self._last_step
+        last_at = self._last_step_at
         stayed = len(current)
         if current != last:
             for handle in last - current:
@@ -259,7 +262,8 @@ class SchedStats:
                     self.decode_stall.observe(now - since)
         if stayed and plan.num_decode < len(plan.rows):
             self.decode_stall.observe(now - last_at, stayed)
-        self._last_step, self._last_step_at = current, now
+        self._last_step = current
+        self._last_step_at = now
 
     def on_observed(self, plan: StepPlan, seconds: float) -> None:
         """How long a step took on the device."""
@@ -310,7 +314,8 @@ class SchedStats:
             timeline.ended_at = self.now
             timeline.cached_tokens = max(seq.cached_tokens, 0)
             timeline.output_tokens = len(seq.tokens) - seq.prompt_len
-            timeline.retractions, timeline.preemptions = seq.retractions, seq.preemptions
+            timeline.retractions = seq.retractions
+            timeline.preemptions = seq.preemptions
             if seq.finish is not None:
                 timeline.finish = seq.finish.name.lower()
         return timeline

@@ -69,7 +69,9 @@ def measure(state: SchedulerState) -> LoadReport:
     What of it is cached is what the last look into the tree found: the queue order's or, at most NEW_PROBES times per
     report, one of our own.
     """
-    rule, index, now = state.limits.priority, state.memory.cache, state.now
+    rule = state.limits.priority
+    index = state.memory.cache
+    now = state.now
     probes = NEW_PROBES
     by_band: dict[str, WaitingLoad] = defaultdict(WaitingLoad)
     by_class: dict[str, WaitingLoad] = defaultdict(WaitingLoad)

@@ -56,9 +56,11 @@ class StepTimeFit:
         alone_a = self._uy / self._uu if self._uu else 0.0
         alone_b = self._vy / self._vv if self._vv else 0.0
         if alone_a * self._uy >= alone_b * self._vy:
-            self.a, self.b = max(alone_a, 0.0), 0.0
+            self.a = max(alone_a, 0.0)
+            self.b = 0.0
         else:
-            self.a, self.b = 0.0, max(alone_b, 0.0)
+            self.a = 0.0
+            self.b = max(alone_b, 0.0)
 
     @property
     def ratio(self) -> float | None:

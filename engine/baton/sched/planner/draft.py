@@ -20,7 +20,9 @@ class PlanDraft:
 
     def add(self, seq: Seq, n: int) -> None:
         """Plan the next `n` tokens of a sequence."""
-        start, sent, end = seq.computed, seq.pages_sent_to_runner, seq.computed + n
+        start = seq.computed
+        sent = seq.pages_sent_to_runner
+        end = seq.computed + n
         if sent == 0:
             history = array("i", seq.tokens)
             self.admitted.append(

@@ -57,7 +57,8 @@ class Planner:
 
     def plan(self, now: float) -> PlanOutcome:
         """Choose the next forward pass."""
-        state, limits = self._state, self._state.limits
+        state = self._state
+        limits = self._state.limits
         state.now = now
         state.stats.on_plan(now)
         for queue in (state.waiting, state.opening):
@@ -97,7 +98,9 @@ class Planner:
         self, draft: PlanDraft, num_decode: int, stopped_by: StopReason, retracted: int
     ) -> StepPlan | None:
         """Make the plan of a draft; None when it has neither rows nor copies."""
-        state, memory, times = self._state, self._state.memory, self._state.times
+        state = self._state
+        memory = self._state.memory
+        times = self._state.times
         if not draft.rows:
             if not state.running:
                 memory.ratio.on_idle()
@@ -113,8 +116,11 @@ class Planner:
         else:  # a step for copies alone adds nothing
             run = sum(times.chunk_seconds(row.start, row.n) for row in draft.rows)
             self._prefill_run_secs = (self._prefill_run_secs or 0.0) + run
-        step, rows, admitted = state.step_planned(), tuple(draft.rows), tuple(draft.admitted)
-        new_pages, copies = memory.take_new_pages(), memory.take_copies()
+        step = state.step_planned()
+        rows = tuple(draft.rows)
+        admitted = tuple(draft.admitted)
+        new_pages = memory.take_new_pages()
+        copies = memory.take_copies()
         return StepPlan(step, rows, num_decode, admitted, new_pages, stopped_by, retracted, copies)
 
     def _reclaim(self, stopped_by: StopReason) -> bool:
@@ -132,7 +138,8 @@ class Planner:
 
     def _skips_decode(self) -> bool:
         """Under prefill_first: does this step leave decode rows out, because prompts wait and the gap allows it?"""
-        state, limits = self._state, self._state.limits
+        state = self._state
+        limits = self._state.limits
         if not limits.prefill_first or limits.enable_mixed_chunk:
             return False
         if self._prefill_run_secs is not None:

@@ -37,7 +37,8 @@ class BranchWeights:
 
     def add(self, path: Path, count: int = 1) -> None:
         """Count so many requests that end there."""
-        weight, children = self._weight, self._children
+        weight = self._weight
+        children = self._children
         parent = ROOT
         for node in path:
             if node in weight:
@@ -51,7 +52,9 @@ class BranchWeights:
     def places(self) -> dict[int, int]:
         """Node → its place in the walk, children before their parent. O(n log n) in the number of nodes."""
         # Backwards, a walk in which a parent comes before its children is a matter of one stack.
-        weight, stack, backwards = self._weight, [ROOT], []
+        weight = self._weight
+        stack = [ROOT]
+        backwards = []
         while stack:
             node = stack.pop()
             backwards.append(node)

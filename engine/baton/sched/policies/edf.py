@@ -44,7 +44,8 @@ class EdfPolicy(Policy):
         due = [self._due(seq) for seq in queue]
         if not self.params.demote_hopeless:
             return due
-        own, later = all_work(queue, view), self.params.edf_demotion_secs
+        own = all_work(queue, view)
+        later = self.params.edf_demotion_secs
         return [
             at + later if view.now > at - tokens / cache_key else at
             for at, tokens in zip(due, own, strict=True)

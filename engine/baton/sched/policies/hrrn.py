@@ -18,7 +18,8 @@ class HrrnPolicy(Policy):
     def sort_keys(
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Sequence[float]:
-        done, own = cache_key, all_work(queue, view)
+        done = cache_key
+        own = all_work(queue, view)
         return [
             -(done - seq.tokens_computed_at_arrival) / max(tokens, 1)
             for seq, tokens in zip(queue, own, strict=True)

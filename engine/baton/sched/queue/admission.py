@@ -23,7 +23,8 @@ from baton.sched.types.sequence import Seq
 
 Entry = TypeVar("Entry", bound=tuple[Any, ...])
 
-MIN_RETRY_SECS, MAX_RETRY_SECS = 1, 60
+MIN_RETRY_SECS = 1
+MAX_RETRY_SECS = 60
 """Bounds of Retry-After [s]: below, clients would busy-loop; above, most give up."""
 HORIZON_SECS = 30.0
 """The rate at which the queue moves is an average over about so long [s]."""
@@ -122,7 +123,8 @@ class AdmissionController:
         Raises:
             QueueFull: the limits are reached by requests that are as important; nothing has changed.
         """
-        limits, prompt = self._limits, len(req.prompt)
+        limits = self._limits
+        prompt = len(req.prompt)
         most = math.inf if limits.max_queued_tokens is None else limits.max_queued_tokens
         requests = len(self._queued) + 1 - limits.max_queued_requests
         waiting = self.queued_tokens
@@ -176,7 +178,8 @@ class AdmissionController:
         return None
 
     def _full(self, requests: int, prompt: int, now: float, prefill_rate: float) -> QueueFull:
-        limits, queued = self._limits, self.queued_tokens
+        limits = self._limits
+        queued = self.queued_tokens
         if requests > 0:
             retry = self.retry_after(now, prefill_rate, requests)
             what = f"{len(self._queued)} requests are waiting, the limit is {limits.max_queued_requests}"

@@ -65,17 +65,21 @@ class _Order:
         self, seqs: Iterable[Seq], keys: Iterable[float], expiries: Iterable[float], now: float
     ) -> None:
         """Put in sequences, or move them to other places. `expiries`: when their keys are other ones."""
-        rule, entries = self._rule, self.entries
-        has_priority, is_capped = rule.enabled, rule.is_capped
+        rule = self._rule
+        entries = self.entries
+        has_priority = rule.enabled
+        is_capped = rule.is_capped
         for seq, key, due in zip(seqs, keys, expiries, strict=False):  # expiries may have no end
-            handle, lane = seq.handle, self.aging
+            handle = seq.handle
+            lane = self.aging
             if handle in entries:
                 self.remove(handle)
             rank = rule.aging_key(seq) if has_priority else 0.0
             if is_capped:
                 capped_from = rule.capped_from(seq)
                 if capped_from <= now:
-                    rank, lane = rule.capped_key(seq), self.aged
+                    rank = rule.capped_key(seq)
+                    lane = self.aged
                 elif capped_from < due:
                     due = capped_from
             entry = entries[handle] = (rank, key, seq.req.arrival, handle, seq)
@@ -214,7 +218,8 @@ class WaitingQueue:
 
     def sorted_of(self, seqs: Iterable[Seq]) -> list[Seq]:
         """Some that wait, in order; those that have no place yet go last. O(n log n) in their number."""
-        now, entries = self._view().now, self._order.entries
+        now = self._view().now
+        entries = self._order.entries
 
         def rank(seq: Seq) -> tuple[bool, float, float, float, int]:
             entry = entries.get(seq.handle)
@@ -294,7 +299,8 @@ class WaitingQueue:
             self._sort_all(view, cache_key)
             return
         if not self._order.entries:
-            self._order, self._next = _Order(self.priority, cache_key), None
+            self._order = _Order(self.priority, cache_key)
+            self._next = None
         elif cache_key == self._order.cache_key:
             self._next = None
         elif self._next is None:
@@ -320,7 +326,8 @@ class WaitingQueue:
             self._next, [entries[handle][4] for handle in handles if handle in entries], view
         )
         if not self._to_build:
-            self._order, self._next = self._next, None
+            self._order = self._next
+            self._next = None
         return len(handles)
 
     def _move_stale(self, probes: ProbeWatch, view: PolicyContext, most: int) -> int:
@@ -398,10 +405,13 @@ class WaitingQueue:
         assert self._next is not None, "it is made when sorting starts"
         ready = next(sorting, None)
         if ready is None:
-            self._order, self._next, self._sorting = self._next, None, None
+            self._order = self._next
+            self._next = None
+            self._sorting = None
             return
         # A request that left and returned meanwhile is in `_next` already.
-        placed, moved = self._order.entries, self._next.entries
+        placed = self._order.entries
+        moved = self._next.entries
         found = [
             (seq, key) for seq, key in ready if seq.handle in placed and seq.handle not in moved
         ]
@@ -414,10 +424,12 @@ def _walk(order: _Order, entries: list[Entry], shift: float) -> Iterator[Entry]:
     Args:
         shift: makes priorities of this list comparable with those of others at the present time.
     """
-    at, changes = 0, order.changes
+    at = 0
+    changes = order.changes
     while at < len(entries):
         last = entries[at]
         yield (last[0] + shift, *last[1:])
         at += 1
         if order.changes != changes:
-            at, changes = bisect.bisect_right(entries, last), order.changes
+            at = bisect.bisect_right(entries, last)
+            changes = order.changes
