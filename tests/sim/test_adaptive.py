@@ -142,7 +142,7 @@ def test_snapshot_numbers_equal_prefixes_equally_and_namespaces_apart() -> None:
     pages = state.memory.allocator.alloc(8)
     assert pages is not None
     state.memory.cache.insert(seqs[0].key, pages, b"")
-    view = state.view()
+    view = state.policy_context()
     made = run_all(
         snapshot_in_parts(seqs, view, PolicyParams(), lambda s: state.memory.cached_pages(s) * 4)
     )
@@ -168,7 +168,7 @@ def test_snapshot_and_review_are_bounded() -> None:
                 8,
             )
         )
-    made = run_all(snapshot_in_parts(queue, state.view(), PolicyParams(), lambda _: 0))
+    made = run_all(snapshot_in_parts(queue, state.policy_context(), PolicyParams(), lambda _: 0))
     assert len(made.requests) == adaptive.MAX_REQUESTS
     assert sum(len(r.blocks) for r in made.requests) <= adaptive.MAX_BLOCKS
     assert made.requests[0].tokens == 5000
@@ -288,7 +288,7 @@ def test_an_empty_queue_breaks_the_row() -> None:
         PolicyParams(adaptive_window_secs=1.0, short_first_aging_tokens_per_s=0.0)
     )
     state = SchedulerState(Limits(100, 4, 4, 100, 64))
-    at = state.view()
+    at = state.policy_context()
 
     def view(now: float) -> PolicyContext:
         return PolicyContext(now, 0, at.index, 100.0, 0, at.answer_share, 400)
@@ -316,7 +316,7 @@ def test_a_long_queue_is_reviewed_over_many_plans_as_it_was_at_the_first() -> No
             Seq(dataclasses.replace(plain, arrival=handle / 100), array("i", plain.prompt), 4)
         )
     policy = AdaptivePolicy(PolicyParams(adaptive_window_secs=1.0))
-    at = state.view()
+    at = state.policy_context()
     now = dataclasses.replace(at, now=1.0)
     once = run_all(policy._review_in_parts(queue, now))
     assert once is not None

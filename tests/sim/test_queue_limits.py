@@ -159,7 +159,7 @@ def test_a_request_that_entered_twice_times_out_once() -> None:
         admission.add(seq, 5, 0.0)
         admission.remove(seq, 0.0)
     admission.add(seq, 5, 0.0)
-    assert admission.overdue(req.arrival + 11) == [seq]
+    assert admission.pop_overdue(req.arrival + 11) == [seq]
     assert admission.turned_away["timeout"] == 1
 
 
@@ -390,7 +390,7 @@ def test_a_request_that_entered_twice_without_having_started_is_refused_once() -
         again.add(seqs[1], 1, 0.0)
         again.remove(seqs[1], 0.0)
     again.add(seqs[1], 1, 0.0)
-    assert again.overdue(5.0) == [seqs[1]]
+    assert again.pop_overdue(5.0) == [seqs[1]]
     assert again.turned_away["timeout"] == 1
 
 

@@ -125,7 +125,7 @@ def header(
 # ---------------------------------------------------------------------- recording
 
 
-def _recorded(name: str) -> Callable[..., Any]:
+def _recording_method(name: str) -> Callable[..., Any]:
     original = getattr(Scheduler, name)
     signature = inspect.signature(original)
 
@@ -135,7 +135,7 @@ def _recorded(name: str) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        self._write(json.dumps([name, *map(_argument, list(bound.arguments.values())[1:])]))
+        self._write(json.dumps([name, *map(_plain_argument, list(bound.arguments.values())[1:])]))
         self._is_nested = True
         try:
             result = original(self, *args, **kwargs)
@@ -148,7 +148,7 @@ def _recorded(name: str) -> Callable[..., Any]:
     return method
 
 
-def _argument(value: Any) -> Any:
+def _plain_argument(value: Any) -> Any:
     if isinstance(value, StepPlan):
         return value.step
     if isinstance(value, StepResult):
@@ -168,7 +168,7 @@ class RecordingScheduler(Scheduler):
 
 
 for _name in INPUTS:
-    setattr(RecordingScheduler, _name, _recorded(_name))
+    setattr(RecordingScheduler, _name, _recording_method(_name))
 
 
 # ---------------------------------------------------------------------- replaying
@@ -197,7 +197,7 @@ def replay(
 ) -> ReplayResult:
     """Repeat what a RecordingScheduler wrote; stops at the first difference. Raises ReplayError."""
     numbered = iter(enumerate(lines, 1))
-    sched = _scheduler(next(numbered, (1, ""))[1])
+    sched = _make_scheduler(next(numbered, (1, ""))[1])
     done = ReplayResult()
     flight: dict[int, StepPlan] = {}
     pending: tuple[int, float, StepPlan | None] | None = None
@@ -220,7 +220,7 @@ def replay(
         done.inputs += 1
         done.requests += name == "add"
         try:
-            result = _call(sched, name, args, flight)
+            result = _repeat_call(sched, name, args, flight)
         except Exception as err:
             raise ReplayError(
                 f"line {number}: {name} cannot be repeated ({type(err).__name__}: {err}); the file is damaged or was "
@@ -237,7 +237,7 @@ def replay(
     return done
 
 
-def _scheduler(line: str) -> Scheduler:
+def _make_scheduler(line: str) -> Scheduler:
     try:
         first = json.loads(line)
         version = first["version"]
@@ -264,7 +264,7 @@ def _scheduler(line: str) -> Scheduler:
         ) from err
 
 
-def _call(sched: Scheduler, name: str, args: list[Any], flight: dict[int, StepPlan]) -> Any:
+def _repeat_call(sched: Scheduler, name: str, args: list[Any], flight: dict[int, StepPlan]) -> Any:
     if name == "commit":
         step, tokens, now = args
         return sched.commit(flight[step], StepResult(tokens), now)

@@ -18,11 +18,11 @@ from collections.abc import Collection, Mapping, Sequence
 from baton import errors
 from baton.cache.kv_events import Stored
 from baton.cache.ledger import HostLedger, PageLedger
-from baton.sched.metrics.load_report import LoadReport, measure
+from baton.sched.metrics.load_report import LoadReport, measure_load
 from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.metrics.step_log import StepDecision, StepLog
 from baton.sched.planner import Planner, PlanOutcome
-from baton.sched.policies.base import work
+from baton.sched.policies.base import tokens_to_compute
 from baton.sched.queue.deadlines import DeadlineQueue
 from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.state import SchedulerState
@@ -106,7 +106,7 @@ class Scheduler:
         state.seqs[req.handle] = seq
         if meet is not None:
             state.rooms[meet.room] = seq
-        self._deadlines.watch(req, state.seqs, len(state.seqs))
+        self._deadlines.watch_request(req, state.seqs, len(state.seqs))
         if meet is not None and limits.role == "decode":
             # Shake hands with P at once; pages come later, so that a full D delays no P.
             seq.state = SeqState.OPENING
@@ -132,10 +132,10 @@ class Scheduler:
         leased = self._state.leased.get(handle)
         if leased is not None:
             self._state.outbox.append(AbortTransfer(leased.req, code))
-        seq = self._alive(handle)
+        seq = self._live_request(handle)
         if seq is not None:
             seq.finish = FinishReason.ABORT
-            self._state.end(seq, code)
+            self._state.end_request(seq, code)
 
     # ------------------------------------------------------------------ suspend and resume
 
@@ -194,7 +194,7 @@ class Scheduler:
         return list(self._state.seqs)
 
     def is_alive(self, handle: int) -> bool:
-        return self._alive(handle) is not None
+        return self._live_request(handle) is not None
 
     def request_view(self, handle: int, now: float) -> RequestView | None:
         """View of a waiting request for a hook; None: it is unknown, or does not wait now."""
@@ -208,7 +208,7 @@ class Scheduler:
             priority_class=seq.req.priority_class,
             tenant=seq.req.tenant,
             wait_secs=now - seq.req.arrival,
-            work_tokens=work(seq, state.view()),
+            work_tokens=tokens_to_compute(seq, state.policy_context()),
             answer_tokens=state.memory.ratio.estimate(seq.max_new_tokens - seq.generated),
             generated_tokens=seq.generated,
             preemptions=seq.preemptions,
@@ -226,8 +226,8 @@ class Scheduler:
     def expire(self, now: float) -> None:
         """End every request that has run out of time, or has waited for longer than --queue-timeout-secs."""
         state = self._state
-        for handle, is_whole in self._deadlines.passed(now):
-            seq = self._alive(handle)
+        for handle, is_whole in self._deadlines.pop_passed(now):
+            seq = self._live_request(handle)
             if seq is None:
                 continue
             if is_whole:
@@ -239,7 +239,7 @@ class Scheduler:
                 state.end_with_error(seq, error, "DEADLINE")
             elif len(seq.tokens) == seq.prompt_len:
                 state.miss_deadline(seq)
-        for seq in state.admission.overdue(now):
+        for seq in state.admission.pop_overdue(now):
             retry = state.admission.retry_after(now, state.times.prefill_rate)
             waited = self.limits.queue_timeout_secs
             error = errors.QueueTimeout(
@@ -252,20 +252,20 @@ class Scheduler:
     def next_deadline(self) -> float | None:
         coming = [
             at
-            for at in (self._deadlines.next(), self._state.admission.next_due())
+            for at in (self._deadlines.next_deadline(), self._state.admission.next_due())
             if at is not None
         ]
         return min(coming, default=None)
 
     def fail(self, handle: int, error: errors.EngineError, code: str = "DEADLINE") -> None:
         """End a request with an error, or abort one that has been answered; `code`: the transfer peer's reason."""
-        seq = self._alive(handle)
+        seq = self._live_request(handle)
         if seq is None:
             self.abort(handle, code)
         else:
             self._state.end_with_error(seq, error, code)
 
-    def _alive(self, handle: int) -> Seq | None:
+    def _live_request(self, handle: int) -> Seq | None:
         """The request, unless it has been answered already."""
         seq = self._state.seqs.get(handle)
         return None if seq is None or seq.state in (SeqState.LEASED, SeqState.ABORTING) else seq
@@ -276,13 +276,13 @@ class Scheduler:
         """D: P holds pages for this prompt: they are fetched before pages are set aside for others, and not revoked."""
         seq = self._state.rooms.get(room)
         if seq is not None and seq.state in (SeqState.OPENING, SeqState.TRANSFER):
-            self._state.announce(seq)
+            self._state.note_announced(seq)
 
     def grant_revoked(self, room: int) -> None:
         """D: the transfer runtime has carried out a RevokeGrant; the pages may be used again."""
         seq = self._state.rooms.get(room)
         if seq is not None and seq.state is SeqState.TRANSFER and seq.is_revoking:
-            self._state.ungrant(seq)
+            self._state.take_grant_back(seq)
 
     def transfer_committed(
         self,
@@ -302,7 +302,7 @@ class Scheduler:
             return
         del state.transfer[seq.handle]
         del state.rooms[room]
-        state.run(seq)
+        state.start_running(seq)
         seq.has_started = True
         seq.cached_tokens = cached_tokens
         seq.computed = seq.committed = seq.prompt_len
@@ -318,13 +318,13 @@ class Scheduler:
             return
         if seq.state is not SeqState.ABORTING:
             state.report_error(seq, error)
-        state.forget(seq)
+        state.forget_request(seq)
 
     def transfer_closed(self, room: int) -> None:
         """D: the transfer runtime has carried out an AbortTransfer; the pages may be used again."""
         seq = self._state.rooms.get(room)
         if seq is not None and seq.state is SeqState.ABORTING:
-            self._state.forget(seq)
+            self._state.forget_request(seq)
 
     def release(self, room: int, code: str = "DONE") -> None:
         """P: the lease on a prompt's pages is over, however it ended: DONE, or the transfer runtime's reason.
@@ -338,8 +338,8 @@ class Scheduler:
         if code == "CHECKSUM":
             self._state.memory.quarantine(seq)
         if seq.state is SeqState.LEASED:
-            self.stats.timeline(seq).finish = code
-            self._state.forget(seq)
+            self.stats.timeline_of(seq).finish = code
+            self._state.forget_request(seq)
         else:
             seq.is_released = True
 
@@ -352,10 +352,10 @@ class Scheduler:
             now: seconds, the clock of Validated.arrival; only policies that weigh waiting time read it.
         """
         outcome = self._planner.plan(now)
-        self._note(outcome, now)
+        self._record_decision(outcome, now)
         return outcome.plan
 
-    def _note(self, outcome: PlanOutcome, now: float) -> None:
+    def _record_decision(self, outcome: PlanOutcome, now: float) -> None:
         """Keep a record of what was just decided."""
         state = self._state
         limits = self.limits
@@ -368,7 +368,7 @@ class Scheduler:
             if (
                 not waits
                 or state.planned_step > state.committed_step
-                or not self.decisions.is_news(outcome.stopped_by)
+                or not self.decisions.is_new_reason(outcome.stopped_by)
             ):
                 return
         state.stats.requeued.clear()
@@ -393,7 +393,7 @@ class Scheduler:
             admitted=tuple(adm.handle for adm in plan.admitted) if plan else (),
             requeued=requeued,
         )
-        self.decisions.note(decision)
+        self.decisions.record(decision)
 
     # ------------------------------------------------------------------ results
 
@@ -431,7 +431,7 @@ class Scheduler:
             if end > seq.committed and (seq.state is RUNNING or handle in retained):
                 seq.committed = end
                 if seq.is_lease and not seq.is_released:
-                    self._announce(seq)
+                    self._announce_pages(seq)
             if sample:
                 seq.inflight -= 1
                 if len(seq.tokens) == seq.prompt_len:
@@ -480,10 +480,10 @@ class Scheduler:
         if finish is None:
             return
         if seq.is_lease and not seq.is_released:
-            self._lease(seq, token, logprobs)
+            self._lease_pages(seq, token, logprobs)
         else:
             seq.finish = finish
-            state.end(seq, "")
+            state.end_request(seq, "")
 
     def _fail_nonfinite(self, seq: Seq) -> None:
         state = self._state
@@ -495,7 +495,7 @@ class Scheduler:
         state.memory.quarantine(seq)
         state.end_with_error(seq, error, "CLIENT_GONE")
 
-    def _announce(self, seq: Seq) -> None:
+    def _announce_pages(self, seq: Seq) -> None:
         """P: prompt pages that the committed steps made final, the last partial one with the end of the prompt."""
         done = min(seq.committed, seq.prompt_len)
         whole = (
@@ -508,9 +508,9 @@ class Scheduler:
             seq.announced_pages = whole
             self._state.outbox.append(PagesFinal(seq.req, first, seq.pages[first:whole]))
 
-    def _lease(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _lease_pages(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
         total = self._state.memory.pages(seq.prompt_len)
-        self._state.lease(seq)
+        self._state.start_lease(seq)
         self._state.stats.on_leased(seq, total)
         last = seq.prompt_len - (total - 1) * self.limits.page_size
         self._state.outbox.append(
@@ -531,7 +531,7 @@ class Scheduler:
 
     def load(self) -> LoadReport:
         """Load report for routers."""
-        return measure(self._state)
+        return measure_load(self._state)
 
     @property
     def is_idle(self) -> bool:

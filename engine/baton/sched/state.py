@@ -7,7 +7,7 @@ Facade (ingress, results) and planner share this state; each move leaves slots, 
   were announced to D keeps them through a suspension (`retained`), because D may be reading them.
 * D takes pages back only from rooms of which P has announced nothing; the others P finishes by itself.
 * D's granted pages are written by the transfer runtime beside the compute, so they are handed over only when no
-  step in flight can still write to them (`grant` waits for the commits of all steps planned before it).
+  step in flight can still write to them (`grant_pages` waits for the commits of all steps planned before it).
 """
 
 from __future__ import annotations
@@ -57,9 +57,12 @@ class SchedulerState:
                 limits.fairness, limits.step_tokens, self.memory.answer_tokens, self.holders
             )
             label = fair.label_of if limits.fairness.classes.classes else label
-        self.waiting = WaitingQueue(self.policy, limits.priority, self.view, self.sharing)
+        self.waiting = WaitingQueue(self.policy, limits.priority, self.policy_context, self.sharing)
         self.opening = WaitingQueue(
-            POLICIES[limits.policy](limits.policy_params), limits.priority, self.view, self.sharing
+            POLICIES[limits.policy](limits.policy_params),
+            limits.priority,
+            self.policy_context,
+            self.sharing,
         )
         self.announced: dict[int, Seq] = {}
         """D: those of `opening` whose pages P holds. A view, not a table."""
@@ -84,7 +87,7 @@ class SchedulerState:
         self.preemptions = 0
         self.suspensions = 0
 
-    def view(self) -> PolicyContext:
+    def policy_context(self) -> PolicyContext:
         return PolicyContext(
             self.now,
             self.planned_step,
@@ -150,9 +153,9 @@ class SchedulerState:
 
     # ------------------------------------------------------------------ running
 
-    def run(self, seq: Seq) -> None:
+    def start_running(self, seq: Seq) -> None:
         """WAITING or TRANSFER → RUNNING."""
-        seq.to(SeqState.RUNNING)
+        seq.move_to(SeqState.RUNNING)
         self.retained.pop(seq.handle, None)
         seq.sort_key = self.limits.priority.sort_key(seq, self.now)
         last = next(reversed(self.running.values()), None)
@@ -181,7 +184,7 @@ class SchedulerState:
     def requeue(self, seq: Seq, mode: str) -> None:
         """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds nothing."""
         self._leave_device(seq, mode)
-        seq.to(SeqState.WAITING)
+        seq.move_to(SeqState.WAITING)
         self.enqueue(seq)
 
     def _leave_device(self, seq: Seq, mode: str) -> None:
@@ -191,7 +194,7 @@ class SchedulerState:
         self.running.pop(seq.handle, None)
         seq.computed = seq.committed = seq.pages_sent_to_runner = 0
 
-    def _park(self, seq: Seq) -> None:
+    def _retain_pages(self, seq: Seq) -> None:
         """P: give up the slot and keep the pages: some were announced to D, or soon will be."""
         del self.running[seq.handle]
         self._free_slot(seq)
@@ -201,8 +204,8 @@ class SchedulerState:
     def cancel_admission(self, seq: Seq) -> None:
         """Undo an admission that no row came of."""
         if seq.announced_pages:
-            self._park(seq)
-            seq.to(SeqState.WAITING)
+            self._retain_pages(seq)
+            seq.move_to(SeqState.WAITING)
             self.enqueue(seq)
         else:
             self.requeue(seq, "recompute")
@@ -251,21 +254,21 @@ class SchedulerState:
         if seq.state is SeqState.WAITING:
             self.dequeue(seq)
         elif seq.is_lease and seq.pages:
-            self._park(seq)
+            self._retain_pages(seq)
         else:
             self._leave_device(seq, self.limits.preemption_mode)
-        seq.to(SeqState.SUSPENDED)
+        seq.move_to(SeqState.SUSPENDED)
         self.suspended[seq.handle] = seq
 
     def resume(self, seq: Seq) -> None:
         """SUSPENDED → WAITING, at the place of its arrival, whatever the queue's limits."""
         del self.suspended[seq.handle]
-        seq.to(SeqState.WAITING)
+        seq.move_to(SeqState.WAITING)
         self.enqueue(seq)
 
     # ------------------------------------------------------------------ leased
 
-    def lease(self, seq: Seq) -> None:
+    def start_lease(self, seq: Seq) -> None:
         """P: the prompt is computed; its pages stay for D, its slot does not.
 
         Suspended or waiting again: its last step was in flight when it was suspended.
@@ -274,13 +277,13 @@ class SchedulerState:
         self.stats.on_withdrawn(seq)
         for table in (self.running, self.suspended, self.retained):
             table.pop(seq.handle, None)
-        seq.to(SeqState.LEASED)
+        seq.move_to(SeqState.LEASED)
         self.leased[seq.handle] = seq
         self._free_slot(seq)
 
     # ------------------------------------------------------------------ transfer
 
-    def grant(self, seq: Seq, start_page: int, pages: array[int]) -> None:
+    def grant_pages(self, seq: Seq, start_page: int, pages: array[int]) -> None:
         """D: hand pages to the transfer runtime once the steps planned so far have committed.
 
         If pages are waiting to be copied, these may be among them: then the next step, too, has to commit.
@@ -288,30 +291,30 @@ class SchedulerState:
         after = self.planned_step + self.memory.has_copies
         self._grants.append((after, seq, GrantPages(seq.req, start_page, pages)))
 
-    def announce(self, seq: Seq) -> None:
+    def note_announced(self, seq: Seq) -> None:
         """D: P holds pages for a prompt on its way."""
         seq.is_announced = True
         seq.is_revoking = False
-        self.stats.timeline(seq).announced_at = self.stats.now
+        self.stats.timeline_of(seq).announced_at = self.stats.now
         if seq.state is SeqState.OPENING:
             self.announced[seq.handle] = seq
 
-    def revoke(self, seq: Seq) -> None:
+    def revoke_grant(self, seq: Seq) -> None:
         """D: ask for the pages of a transfer of which nothing has come; at once if its grant has not left yet."""
         pending = len(self._grants)
         self._grants = deque(entry for entry in self._grants if entry[1] is not seq)
         if len(self._grants) < pending:
-            self.ungrant(seq)
+            self.take_grant_back(seq)
         else:
             seq.is_revoking = True
             self.outbox.append(RevokeGrant(seq.req))
 
-    def ungrant(self, seq: Seq) -> None:
+    def take_grant_back(self, seq: Seq) -> None:
         """D: TRANSFER → OPENING: no peer writes to its pages any more."""
         seq.is_revoking = False
         del self.transfer[seq.handle]
-        self._let_go(seq)
-        seq.to(SeqState.OPENING)
+        self._release_memory(seq)
+        seq.move_to(SeqState.OPENING)
         self.enqueue(seq)
 
     def release_grants(self) -> None:
@@ -322,7 +325,7 @@ class SchedulerState:
 
     # ------------------------------------------------------------------ endings
 
-    def end(self, seq: Seq, code: str) -> None:
+    def end_request(self, seq: Seq, code: str) -> None:
         """Take a sequence out of whatever state it is in. `code` != "": tell the transfer peer."""
         has_room = seq.req.rendezvous is not None and seq.req.rendezvous.room in self.rooms
         if has_room and code:
@@ -331,21 +334,21 @@ class SchedulerState:
             self.dequeue(seq)
             self.transfer.pop(seq.handle, None)
             self._free_slot(seq)
-            self._tell_end(seq)
-            seq.to(SeqState.ABORTING)
+            self._emit_timeline(seq)
+            seq.move_to(SeqState.ABORTING)
             self.closing[seq.handle] = seq
             return
-        self.forget(seq)
+        self.forget_request(seq)
 
     def end_with_error(self, seq: Seq, error: EngineError, code: str) -> None:
-        """`end`, and tell the client why."""
+        """`end_request`, and tell the client why."""
         self.report_error(seq, error)
-        self.end(seq, code)
+        self.end_request(seq, code)
 
     def report_error(self, seq: Seq, error: EngineError) -> None:
         """Tell the client why its request is about to end."""
         seq.finish = FinishReason.ERROR
-        self.stats.timeline(seq).error = error.code
+        self.stats.timeline_of(seq).error = error.code
         cached = max(seq.cached_tokens, 0)
         cause = (error.code, error.message)
         self.outbox.append(
@@ -361,11 +364,11 @@ class SchedulerState:
         )
         self.end_with_error(seq, late, "DEADLINE")
 
-    def forget(self, seq: Seq) -> None:
+    def forget_request(self, seq: Seq) -> None:
         """Publish what is worth keeping, free the rest and drop the sequence."""
         if seq.state is SeqState.RUNNING or seq.handle in self.retained:
             self.memory.publish(seq)
-        self._let_go(seq)
+        self._release_memory(seq)
         self.dequeue(seq)
         for table in (
             self.transfer, self.running, self.suspended, self.retained, self.leased, self.closing, self.seqs,
@@ -374,14 +377,14 @@ class SchedulerState:
         meet = seq.req.rendezvous
         if meet is not None and self.rooms.get(meet.room) is seq:
             del self.rooms[meet.room]
-        self._tell_end(seq)
-        seq.to(SeqState.FINISHED)
+        self._emit_timeline(seq)
+        seq.move_to(SeqState.FINISHED)
 
-    def _tell_end(self, seq: Seq) -> None:
+    def _emit_timeline(self, seq: Seq) -> None:
         if (timeline := self.stats.on_ended(seq)) is not None:
             self.outbox.append(timeline)
 
-    def _let_go(self, seq: Seq) -> None:
+    def _release_memory(self, seq: Seq) -> None:
         self.memory.release_pages(seq)
         self._free_slot(seq)
 

@@ -67,7 +67,7 @@ class ClassQueue:
             self._heap = self._heap_of_tenants()
         while self._heap:
             rank, number, tenant = self._heap[0]
-            current_rank = self._rank(tenant)
+            current_rank = self._rank_of(tenant)
             if rank != current_rank:
                 heapq.heapreplace(self._heap, (current_rank, number, tenant))
                 continue
@@ -79,12 +79,12 @@ class ClassQueue:
 
     def _heap_of_tenants(self) -> list[tuple[float, int, str]]:
         """Tenants by counter; of equal ones the one that waits for longer without a break."""
-        counters = self._counters.of(self.tenants)
+        counters = self._counters.counters_of(self.tenants)
         heap = list(zip(counters, range(len(counters)), self.tenants, strict=True))
         heapq.heapify(heap)
         return heap
 
-    def _rank(self, tenant: str) -> float:
+    def _rank_of(self, tenant: str) -> float:
         return math.inf if tenant in self._last else self._counters[tenant]
 
     def _next_of(self, tenant: str, check_start: Callable[[Seq], StartVerdict]) -> Seq | None:

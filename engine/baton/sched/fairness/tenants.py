@@ -42,14 +42,14 @@ class VirtualCounters:
             return self._active[tenant]
         return self._idle.get(tenant, self._last_floor)
 
-    def of(self, tenants: Iterable[str]) -> list[float]:
+    def counters_of(self, tenants: Iterable[str]) -> list[float]:
         """Their counters: those of many without a call each."""
         active = self._active
         return [active[tenant] if tenant in active else self[tenant] for tenant in tenants]
 
     def activate(self, tenant: str) -> None:
         """A request of this tenant waits; called for the first one."""
-        floor = self._floor()
+        floor = self._least_counter()
         counter = max(self._idle.pop(tenant, 0.0), floor)
         self._active[tenant] = counter
         heapq.heappush(self._lower_bounds, (counter, tenant))
@@ -72,7 +72,7 @@ class VirtualCounters:
             self._idle[tenant] += amount
             self._idle.move_to_end(tenant)
 
-    def _floor(self) -> float:
+    def _least_counter(self) -> float:
         """Least counter of the waiting tenants; of the last that waited when none does."""
         heap = self._lower_bounds
         while heap:
@@ -104,24 +104,24 @@ class RateLimits:
         limit = self._rules.of(tenant).tokens_per_minute
         if limit is None:
             return 0.0
-        level = self._level(tenant, limit, now)
+        level = self._level_of(tenant, limit, now)
         missing = min(tokens, limit) - level
         if missing > 0:
             return missing * 60 / limit
-        self._store(tenant, level - tokens, now)
+        self._store_level(tenant, level - tokens, now)
         return 0.0
 
     def spend(self, tenant: str, tokens: int, now: float) -> None:
         """Take generated tokens; the bucket may go below empty. Negative: give back what was taken for nothing."""
         limit = self._rules.of(tenant).tokens_per_minute
         if limit is not None:
-            self._store(tenant, self._level(tenant, limit, now) - tokens, now)
+            self._store_level(tenant, self._level_of(tenant, limit, now) - tokens, now)
 
-    def _level(self, tenant: str, limit: int, now: float) -> float:
+    def _level_of(self, tenant: str, limit: int, now: float) -> float:
         level, at = self._buckets.get(tenant, (float(limit), now))
         return min(level + (now - at) * limit / 60, float(limit))
 
-    def _store(self, tenant: str, level: float, now: float) -> None:
+    def _store_level(self, tenant: str, level: float, now: float) -> None:
         self._buckets[tenant] = (level, now)
         self._buckets.move_to_end(tenant)
         if len(self._buckets) > self._max_tenants:

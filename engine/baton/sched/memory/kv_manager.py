@@ -8,9 +8,9 @@ A sequence's pages, in the order of its tokens:
 (private pages below `published` exist too: where the tree already had the same tokens, both copies live on.)
 
 Behind the device's pages stands the host tier, if there is one: what the tree evicts goes there (at once by
-`release_device_memory` with mode offload). A sequence that is admitted gets its continuation from there (`restore`).
+`release_device_memory` with mode offload). A sequence that is admitted gets its continuation from there (`restore_prefix`).
 
-Prompt tokens that need no computing are counted where a sequence gets them (`share`, `restore`), by source.
+Prompt tokens that need no computing are counted where a sequence gets them (`share_prefix`, `restore_prefix`), by source.
 
 Invariants: free + cached + locked + private = capacity; new pages and copies are handed to exactly one plan, the next.
 """
@@ -186,8 +186,8 @@ class KvManager:
             self._new_pages.extend(pages)
         return pages
 
-    def match(self, seq: Seq, max_tokens: int) -> PrefixMatch:
-        """The cached prefix of a sequence, locked: the caller hands it to `share` or unlocks its node."""
+    def match_prefix(self, seq: Seq, max_tokens: int) -> PrefixMatch:
+        """The cached prefix of a sequence, locked: the caller hands it to `share_prefix` or unlocks its node."""
         if seq.node is not None and self.cache.is_quarantined(seq.node):
             self.cache.lock(seq.node)  # what it has stays; the tree has nothing that continues it
             return PrefixMatch(seq.node, seq.pages[: seq.published], seq.published * self.page_size)
@@ -195,13 +195,13 @@ class KvManager:
         self.cache.lock(match.node)
         return match
 
-    def share(self, seq: Seq, match: PrefixMatch) -> None:
+    def share_prefix(self, seq: Seq, match: PrefixMatch) -> None:
         """Let a sequence use a locked prefix in place of, and beyond, the pages it has."""
         self._count_hit(seq, match)
-        self._hold(seq, match.node, len(match.pages))
+        self._hold_path(seq, match.node, len(match.pages))
         seq.pages.extend(match.pages[len(seq.pages) :])
 
-    def _hold(self, seq: Seq, node: RadixNode | None, published: int) -> None:
+    def _hold_path(self, seq: Seq, node: RadixNode | None, published: int) -> None:
         """Let a sequence hold this path, which is locked for it, in place of the one it had."""
         if seq.node is not None:
             self.cache.unlock(seq.node)
@@ -223,12 +223,12 @@ class KvManager:
         self.hit_tokens["device"] += tokens - fresh
         seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
 
-    def restore(self, seq: Seq, max_tokens: int) -> None:
+    def restore_prefix(self, seq: Seq, max_tokens: int) -> None:
         """Bring back from the host what follows the sequence's shared prefix: copied before the next step's rows."""
         if self.host is None:
             return
         first = len(seq.pages)
-        assert seq.node is not None, "share comes first"
+        assert seq.node is not None, "share_prefix comes first"
         found = self.host.find(
             seq.node, seq.key, seq.req.namespace, first, max_tokens // self.page_size
         )
@@ -241,7 +241,7 @@ class KvManager:
                 self.host.copy_in(found, pages)
                 self._share_restored(seq, pages, found[0])
             self.host.unpin(found)
-        self._unpin(seq)
+        self._unpin_pages(seq)
 
     def _share_restored(self, seq: Seq, pages: array[int], like: HostPage) -> None:
         first = len(seq.pages)
@@ -254,10 +254,10 @@ class KvManager:
             self.cache.reuse(done.node, priority, beyond=seq.node)
             if seq.state is not SeqState.TRANSFER:
                 seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
-        self._hold(seq, done.node, first + len(pages))
+        self._hold_path(seq, done.node, first + len(pages))
         seq.pages.extend(pages)
 
-    def _unpin(self, seq: Seq) -> None:
+    def _unpin_pages(self, seq: Seq) -> None:
         if self.host is not None and seq.pinned:
             self.host.unpin(seq.pinned)
             seq.pinned = []
@@ -278,11 +278,11 @@ class KvManager:
         """Between two chunks of a prompt: take over pages that another sequence computed meanwhile."""
         if seq.computed % self.page_size or len(seq.pages) * self.page_size != seq.computed:
             return
-        match = self.match(seq, len(seq.tokens) - 1)
+        match = self.match_prefix(seq, len(seq.tokens) - 1)
         if match.num_tokens <= seq.computed:
             self.cache.unlock(match.node)
             return
-        self.share(seq, match)
+        self.share_prefix(seq, match)
         seq.computed = match.num_tokens
 
     # ------------------------------------------------------------------ giving
@@ -298,7 +298,7 @@ class KvManager:
         priority = self._priority.base(seq)
         done = self.cache.insert(seq.key, seq.pages[first:last], seq.req.namespace, first, priority)
         self.cache.lock(done.node)
-        self._hold(seq, done.node, last)
+        self._hold_path(seq, done.node, last)
         # Where the tree had the same tokens already, its pages stay and ours remain private.
         seq.private.difference_update(seq.pages[first + len(done.existing_pages) : last])
 
@@ -322,9 +322,9 @@ class KvManager:
             mode == "auto" and prefill_rate < self.host_pages_per_s * self.page_size
         )
         if self.host is not None and node is not None and pays:
-            self._offload(seq, node, self.host)
+            self._offload_branch(seq, node, self.host)
 
-    def _offload(self, seq: Seq, node: RadixNode, host: HostTier) -> None:
+    def _offload_branch(self, seq: Seq, node: RadixNode, host: HostTier) -> None:
         """Send the end of a branch without users to the host, and keep it there for this sequence."""
         count = self.cache.branch_pages(node)
         if not count or not host.reserve(count):
@@ -337,11 +337,11 @@ class KvManager:
     def release_pages(self, seq: Seq) -> None:
         """Free what a sequence holds; what it published stays cached."""
         seq.pages_were_released = True
-        self._unpin(seq)
+        self._unpin_pages(seq)
         if seq.private:
             self.allocator.free(array("i", sorted(seq.private)))
             seq.private.clear()
-        self._hold(seq, None, 0)
+        self._hold_path(seq, None, 0)
         seq.pages = array("i")
 
     def quarantine(self, seq: Seq) -> None:
@@ -349,7 +349,7 @@ class KvManager:
 
         The transfer peer found one of them damaged, or the model computed NaN or infinity from them.
         """
-        self._unpin(seq)
+        self._unpin_pages(seq)
         self.quarantined_pages += self.cache.quarantine(seq.key, seq.req.namespace)
         if self.host is not None:
             self.quarantined_pages += self.host.quarantine(seq.key, seq.req.namespace)

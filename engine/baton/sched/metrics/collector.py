@@ -113,7 +113,7 @@ class SchedStats:
         self._leased_at: dict[int, float] = {}
         """P: start of each live lease by handle, in the order in which the leases began."""
 
-    def timeline(self, seq: Seq) -> RequestTimeline:
+    def timeline_of(self, seq: Seq) -> RequestTimeline:
         """Timeline of a traced request, to be written; for any other request one that is never read."""
         return self._timelines.get(seq.handle, self._unread)
 
@@ -137,7 +137,7 @@ class SchedStats:
             life.waits = True
             life.since = now
             if seq.state is SeqState.OPENING:
-                self.timeline(seq).note(self.now, "revoked", 0)
+                self.timeline_of(seq).add_event(self.now, "revoked", 0)
         self.queued[life.cls] += 1
         self._order.enter(seq.handle, seq.req.arrival)
         heapq.heappush(self._due, (life.since + self._starvation_secs, seq.handle))
@@ -161,11 +161,11 @@ class SchedStats:
                 continue
             life = self._request_stats[handle]
             if self._order.count(handle):
-                self._starve(life)
+                self._mark_starving(life)
             else:
                 heapq.heappush(self._overdue, (life.key, handle))
 
-    def _starve(self, life: _RequestStats) -> None:
+    def _mark_starving(self, life: _RequestStats) -> None:
         life.is_starving = True
         self.starving[life.cls] += 1
         if not life.has_starved:
@@ -184,12 +184,12 @@ class SchedStats:
             life.queue_seconds = max(now - seq.req.arrival, 0.0)
             self.waiting_time[life.cls].observe(life.queue_seconds)
         self._stop_waiting(life)
-        timeline = self.timeline(seq)
+        timeline = self.timeline_of(seq)
         if timeline.admitted_at is None:
             timeline.admitted_at = now
             timeline.is_transfer = seq.state is SeqState.TRANSFER
         else:
-            timeline.note(now, "admitted", seq.computed)
+            timeline.add_event(now, "admitted", seq.computed)
         if life.lost_tokens:
             self.recomputed_tokens += max(life.lost_tokens - seq.computed, 0)
             life.lost_tokens = 0
@@ -206,7 +206,7 @@ class SchedStats:
                 and not life.is_starving
                 and now - life.since > self._starvation_secs
             ):
-                self._starve(life)
+                self._mark_starving(life)
 
     def _stop_waiting(self, life: _RequestStats) -> None:
         life.waits = False
@@ -225,7 +225,7 @@ class SchedStats:
                 waiting ones too.
         """
         life = self._request_stats[seq.handle]
-        self.timeline(seq).note(self.now, REQUEUE_EVENTS[reason], seq.computed)
+        self.timeline_of(seq).add_event(self.now, REQUEUE_EVENTS[reason], seq.computed)
         if life.waits:
             self.on_withdrawn(seq)
             return
@@ -240,7 +240,7 @@ class SchedStats:
         if self._timelines:
             for row in plan.rows[plan.num_decode :]:
                 if (timeline := self._timelines.get(row.handle)) is not None:
-                    timeline.computed(now, row.n)
+                    timeline.on_computed(now, row.n)
 
     def on_step(self, plan: StepPlan, now: float) -> None:
         """A step is committed: how long did running requests wait for its token because of other work?
@@ -276,7 +276,7 @@ class SchedStats:
     def on_first_token(self, seq: Seq, now: float) -> FirstTokenStages:
         """By the step that ended `now`; or, on D, it came with the pages, after the last plan was made."""
         now = max(now, self.now)
-        self.timeline(seq).first_token_at = now
+        self.timeline_of(seq).first_token_at = now
         if seq.req.ttft_deadline is not None:
             slack = seq.req.ttft_deadline - now
             self.deadline_slack.observe(slack)
@@ -289,12 +289,12 @@ class SchedStats:
         self._request_stats[seq.handle].pulled = pulled
         if pulled is not None:
             self.pull_durations[pulled.transport].observe(pulled.pull_seconds)
-        self.timeline(seq).pulled = pulled
+        self.timeline_of(seq).pulled = pulled
 
     def on_leased(self, seq: Seq, pages: int) -> None:
         """P: its prompt is computed, and waits for D."""
         self._leased_at[seq.handle] = self.now
-        self.timeline(seq).leased_pages = pages
+        self.timeline_of(seq).leased_pages = pages
 
     def on_withdrawn(self, seq: Seq) -> None:
         """A request waits no longer, if it did, and was not admitted."""

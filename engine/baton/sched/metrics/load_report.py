@@ -63,7 +63,7 @@ class LoadReport:
     """Measured, smoothed; 0 before the first step with decode rows."""
 
 
-def measure(state: SchedulerState) -> LoadReport:
+def measure_load(state: SchedulerState) -> LoadReport:
     """Looks at every waiting request.
 
     What of it is cached is what the last look into the tree found: the queue order's or, at most NEW_PROBES times per

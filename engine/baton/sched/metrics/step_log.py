@@ -56,12 +56,12 @@ class StepLog:
         self.sink: Callable[[StepDecision], None] | None = None
         self.steps: Counter[tuple[ForwardMode, StopReason]] = Counter()
 
-    def note(self, decision: StepDecision) -> None:
+    def record(self, decision: StepDecision) -> None:
         self._ring.append(decision)
         if self.sink is not None:
             self.sink(decision)
 
-    def is_news(self, stopped_by: StopReason) -> bool:
+    def is_new_reason(self, stopped_by: StopReason) -> bool:
         """Is it worth a record that nothing was planned for this reason?"""
         last = self._ring[-1] if self._ring else None
         return stopped_by is not StopReason.QUEUE_EMPTY and (

@@ -25,7 +25,7 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
     page_size = state.limits.page_size
     running = state.running
     rows = draft.rows
-    starved = _find_pages(state) if memory.available < len(running) else ()
+    starved = _find_starved(state) if memory.available < len(running) else ()
     others: list[Seq] = []
     for seq in running.values():
         known = seq.tokens
@@ -41,7 +41,7 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
             continue
         sent = seq.pages_sent_to_runner
         if sent == 0:
-            draft.add(seq, 1)
+            draft.add_row(seq, 1)
             continue
         pages = NO_PAGES
         held = len(seq.pages)
@@ -56,7 +56,7 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
     return others
 
 
-def _find_pages(state: SchedulerState) -> set[int]:
+def _find_starved(state: SchedulerState) -> set[int]:
     """Pages for the next tokens where there may be too few, by retraction if need be. Returns who gets none."""
     page_size = state.limits.page_size
     running = state.running.values()
@@ -65,10 +65,14 @@ def _find_pages(state: SchedulerState) -> set[int]:
         for seq in running
         if is_ready_to_decode(seq) and seq.total_len > len(seq.pages) * page_size
     ]
-    return {seq.handle for seq in short if seq.state is SeqState.RUNNING and not _grow(state, seq)}
+    return {
+        seq.handle
+        for seq in short
+        if seq.state is SeqState.RUNNING and not _find_pages_for(state, seq)
+    }
 
 
-def _grow(state: SchedulerState, seq: Seq) -> bool:
+def _find_pages_for(state: SchedulerState, seq: Seq) -> bool:
     """Make room for the next token of a decoding sequence, retracting others if need be. False: not this step."""
     while not state.memory.extend(seq, seq.total_len):
         if not retract_for(state, seq):

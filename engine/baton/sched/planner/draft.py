@@ -18,7 +18,7 @@ class PlanDraft:
     seconds_budget: float | None = None
     """Time the prompts are allowed to take."""
 
-    def add(self, seq: Seq, n: int) -> None:
+    def add_row(self, seq: Seq, n: int) -> None:
         """Plan the next `n` tokens of a sequence."""
         start = seq.computed
         sent = seq.pages_sent_to_runner

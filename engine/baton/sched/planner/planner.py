@@ -87,14 +87,16 @@ class Planner:
         if skip_decode and not draft.rows:
             plan_decode_rows(state, draft)
             num_decode = len(draft.rows)
-        if not draft.rows and (state.retractions > retractions or self._reclaim(stopped_by)):
+        if not draft.rows and (
+            state.retractions > retractions or self._release_retained(stopped_by)
+        ):
             return self.plan(
                 now
             )  # the pages just freed may let another sequence run; each round frees one's
-        plan = self._finish(draft, num_decode, stopped_by, state.retractions - retractions)
+        plan = self._finish_plan(draft, num_decode, stopped_by, state.retractions - retractions)
         return PlanOutcome(plan, stopped_by, draft.seconds_budget, self._growth.counted)
 
-    def _finish(
+    def _finish_plan(
         self, draft: PlanDraft, num_decode: int, stopped_by: StopReason, retracted: int
     ) -> StepPlan | None:
         """Make the plan of a draft; None when it has neither rows nor copies."""
@@ -123,7 +125,7 @@ class Planner:
         copies = memory.take_copies()
         return StepPlan(step, rows, num_decode, admitted, new_pages, stopped_by, retracted, copies)
 
-    def _reclaim(self, stopped_by: StopReason) -> bool:
+    def _release_retained(self, stopped_by: StopReason) -> bool:
         """P: prompts wait for pages and nothing runs: have a retained one release its pages.
 
         Leases come first: D takes them before anything that is still to be computed here.

@@ -137,7 +137,7 @@ class PrefillPlanner:
         if is_waiting:
             if not self._has_budget_for(seq, budget):
                 return PrefillStopped(StopReason.TOKEN_BUDGET)
-            refusal = self._admit(seq)
+            refusal = self._admit_candidate(seq)
             if refusal is not None:
                 return refusal
         else:
@@ -150,8 +150,8 @@ class PrefillPlanner:
             state.stats.on_admitted(seq, state.now)
         budget.spend(start, num_tokens)
         state.sharing.charge_prompt(seq, num_tokens, start if is_first_chunk else 0)
-        draft.add(seq, num_tokens)
-        self._growth.add(memory.growth(seq) - growth_before)
+        draft.add_row(seq, num_tokens)
+        self._growth.add_pages(memory.growth(seq) - growth_before)
         memory.publish(seq)
         return CandidatePlanned(num_tokens, is_waiting, is_partial(seq))
 
@@ -176,32 +176,32 @@ class PrefillPlanner:
         cached = cached_tokens(seq, self._state.memory.cache)
         return budget.chunk_tokens(cached, seq.total_len - cached) > 0
 
-    def _admit(self, seq: Seq) -> CandidateRefused | None:
+    def _admit_candidate(self, seq: Seq) -> CandidateRefused | None:
         """Give a waiting sequence a slot and its cached prefix, if it is expected to fit."""
         state = self._state
         memory = state.memory
         if not state.slots:
             return NO_SLOT_LEFT
-        match = memory.match(seq, len(seq.tokens) - 1)
+        match = memory.match_prefix(seq, len(seq.tokens) - 1)
         num_cached = max(len(match.pages), len(seq.pages))
         need = self._estimate.pages_for(seq, num_cached)
         if need > memory.available or not self._reservation.may_pass(seq):
             memory.cache.unlock(match.node)
-            return self._refuse(seq, need)
+            return self._refuse_candidate(seq, need)
         self._reservation.on_admitted(seq)
         state.dequeue(seq)
-        state.run(seq)
+        state.start_running(seq)
         seq.slot = state.slots.pop()
         seq.admitted_step = state.planned_step
         if seq.pages:  # retained: it resumes where it was
             memory.cache.unlock(match.node)
             return None
-        memory.share(seq, match)
-        memory.restore(seq, len(seq.tokens) - 1)
+        memory.share_prefix(seq, match)
+        memory.restore_prefix(seq, len(seq.tokens) - 1)
         seq.computed = seq.published * memory.page_size
         return None
 
-    def _refuse(self, seq: Seq, need: int) -> CandidateRefused:
+    def _refuse_candidate(self, seq: Seq, need: int) -> CandidateRefused:
         """Refuse a request that needs more pages than there are, or would pass a reservation.
 
         Pages are kept for it only if they are missing now that its cached prefix is unlocked, and
@@ -210,7 +210,7 @@ class PrefillPlanner:
         memory = self._state.memory
         if need <= memory.available:
             return REFUSED
-        has_reservation = self._reservation.reserve(seq)
+        has_reservation = self._reservation.reserve_pages(seq)
         least_need = memory.watermark + self._growth.pages()
         is_full = memory.available <= least_need
         return CandidateRefused(StopReason.NO_PAGES, has_reservation, fits_no_other=is_full)

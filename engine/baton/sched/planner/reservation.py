@@ -36,7 +36,7 @@ class ReservationHolder:
         reservation = self.current
         return None if reservation is None or reservation.was_tried else reservation.seq
 
-    def reserve(self, seq: Seq) -> bool:
+    def reserve_pages(self, seq: Seq) -> bool:
         """Keep pages for a request that did not fit, unless a more important one has the reservation.
 
         Others that pass it leave it room from now on. Returns whether the reservation is its own.
@@ -119,7 +119,7 @@ class ReservedGrowth:
             self.counted = self._state.memory.total_growth(self.growing())
         return self.counted
 
-    def add(self, pages: int) -> None:
+    def add_pages(self, pages: int) -> None:
         """Follow a change of one sequence's growth."""
         if self.counted is not None:
             self.counted += pages

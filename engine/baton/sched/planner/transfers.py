@@ -42,7 +42,7 @@ class TransferPlanner:
         num_refused = 0
         announced_only = False
         first_requeued = self._first_requeued()
-        candidates = self._candidates()
+        candidates = self._order_candidates()
         seq = next(candidates, None)
         while seq is not None:
             if not state.slots and not limits.priority.enabled:
@@ -63,7 +63,7 @@ class TransferPlanner:
                 lacks_room = short > 0 or not state.slots
             outcome: CandidateOutcome
             if not lacks_room and self._may_overtake(seq):
-                outcome = self._admit(seq, match)
+                outcome = self._admit_candidate(seq, match)
             else:
                 state.memory.cache.unlock(match.node)
                 if lacks_room and seq.is_announced and not announced_only:
@@ -72,40 +72,40 @@ class TransferPlanner:
                     announced_only = self._announced_first()
                     if announced_only:
                         self.revoke_grants(short)
-                outcome = self._refuse(seq, short)
+                outcome = self._refuse_candidate(seq, short)
                 num_refused += 1
                 if outcome.fits_no_other:
                     return
             seq = next_candidate(candidates, outcome)
 
-    def _refuse(self, seq: Seq, short: int) -> CandidateRefused:
+    def _refuse_candidate(self, seq: Seq, short: int) -> CandidateRefused:
         """Note a prompt that lacks a slot or `short` pages, or would pass one that pages are kept for."""
         state = self._state
         memory = state.memory
-        has_reservation = short > 0 and self.reservation.reserve(seq)
+        has_reservation = short > 0 and self.reservation.reserve_pages(seq)
         if not state.slots:
             return CandidateRefused(StopReason.NO_SLOT, has_reservation, fits_no_other=True)
         least_need = memory.watermark + self._growth.pages()
         is_full = memory.available <= least_need
         return CandidateRefused(StopReason.NO_PAGES, has_reservation, fits_no_other=is_full)
 
-    def _admit(self, seq: Seq, match: PrefixMatch) -> CandidatePlanned:
+    def _admit_candidate(self, seq: Seq, match: PrefixMatch) -> CandidatePlanned:
         state = self._state
         memory = state.memory
         self.reservation.on_admitted(seq)
         seq.admitted_step = state.planned_step
         state.dequeue(seq)
-        seq.to(SeqState.TRANSFER)
+        seq.move_to(SeqState.TRANSFER)
         state.stats.on_admitted(seq, state.now)
         state.transfer[seq.handle] = seq
         seq.slot = state.slots.pop()
-        memory.share(seq, match)
-        memory.restore(seq, seq.prompt_len)
+        memory.share_prefix(seq, match)
+        memory.restore_prefix(seq, seq.prompt_len)
         num_local_pages = len(seq.pages)
         fits = memory.extend(seq, seq.prompt_len)
         assert fits, "so many pages were available"
         self._growth.reset()
-        state.grant(seq, num_local_pages, seq.pages[num_local_pages:])
+        state.grant_pages(seq, num_local_pages, seq.pages[num_local_pages:])
         cached_tokens = num_local_pages * memory.page_size
         fetched_tokens = seq.prompt_len - cached_tokens
         state.sharing.charge_prompt(seq, fetched_tokens, cached_tokens)
@@ -134,7 +134,7 @@ class TransferPlanner:
             self._growth.reset()
         return bool(victims)
 
-    def _candidates(self) -> Candidates:
+    def _order_candidates(self) -> Candidates:
         """Prompts on their way, in order, until too many lacked room; then the one with the reservation."""
         self.reservation.review(lambda seq: seq.state is SeqState.OPENING, was_tried=False)
         skip_ahead = self._state.limits.admission_skip_ahead
@@ -163,7 +163,7 @@ class TransferPlanner:
         """Return the cached prefix, locked, and how many pages are missing for the rest and for the answers."""
         state = self._state
         memory = state.memory
-        match = memory.match(seq, seq.prompt_len)
+        match = memory.match_prefix(seq, seq.prompt_len)
         need = memory.pages(seq.prompt_len) - len(match.pages)
         is_alone = not (state.running or state.transfer or state.waiting)
         if not is_alone:
@@ -215,7 +215,7 @@ class TransferPlanner:
         others_end = bool(state.running) or len(idle) < len(state.transfer)
         if short <= 0 or not others_end:
             for seq in chosen:
-                state.revoke(seq)
+                state.revoke_grant(seq)
 
     def _first_requeued(self) -> SortKey | None:
         """Sort key of the first that ran here and waits for room again, within its tenant's limits."""

@@ -146,10 +146,10 @@ def cached_tokens(seq: Seq, index: RadixCache) -> int:
     """Prompt tokens of a sequence that need no computing."""
     if seq.pages:
         return seq.computed
-    return _probed(seq, index).num_tokens
+    return refresh_probe(seq, index).num_tokens
 
 
-def _probed(seq: Seq, index: RadixCache) -> PrefixProbe:
+def refresh_probe(seq: Seq, index: RadixCache) -> PrefixProbe:
     seq.probe = probe = index.probe(seq.key, seq.req.namespace, len(seq.tokens) - 1, seq.probe)
     return probe
 
@@ -159,7 +159,7 @@ def all_cached_tokens(queue: Sequence[Seq], index: RadixCache) -> list[int]:
     probes = [seq.probe for seq in queue]
     for i in index.outdated(probes):
         if not queue[i].pages:
-            probes[i] = _probed(queue[i], index)
+            probes[i] = refresh_probe(queue[i], index)
     return [
         seq.computed if seq.pages or probe is None else probe.num_tokens
         for seq, probe in zip(queue, probes, strict=True)
@@ -167,13 +167,13 @@ def all_cached_tokens(queue: Sequence[Seq], index: RadixCache) -> list[int]:
 
 
 def all_work(queue: Sequence[Seq], view: PolicyContext) -> list[int]:
-    """`work` of each."""
+    """`tokens_to_compute` of each."""
     found = all_cached_tokens(queue, view.index)
     return [
         len(seq.tokens) + seq.inflight - cached for seq, cached in zip(queue, found, strict=True)
     ]
 
 
-def work(seq: Seq, view: PolicyContext) -> int:
+def tokens_to_compute(seq: Seq, view: PolicyContext) -> int:
     """Tokens to compute before the next one can be sampled."""
     return seq.total_len - cached_tokens(seq, view.index)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from baton.cache.radix import PrefixProbe, RadixCache, RadixNode
-from baton.sched.policies.base import Policy, PolicyContext, _probed, batches
+from baton.sched.policies.base import Policy, PolicyContext, refresh_probe, batches
 from baton.sched.types.sequence import Seq
 
 ROOT = -1
@@ -35,7 +35,7 @@ class BranchWeights:
         self._weight: dict[int, int] = {}
         self._children: dict[int, list[int]] = {ROOT: []}
 
-    def add(self, path: Path, count: int = 1) -> None:
+    def add_path(self, path: Path, count: int = 1) -> None:
         """Count so many requests that end there."""
         weight = self._weight
         children = self._children
@@ -49,7 +49,7 @@ class BranchWeights:
                 children[parent].append(node)
             parent = node
 
-    def places(self) -> dict[int, int]:
+    def walk_places(self) -> dict[int, int]:
         """Node → its place in the walk, children before their parent. O(n log n) in the number of nodes."""
         # Backwards, a walk in which a parent comes before its children is a matter of one stack.
         weight = self._weight
@@ -70,21 +70,21 @@ class DfsWeight(Policy):
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Sequence[float]:
         ends = _PrefixEnds()
-        ends.add(queue, view.index)
-        ends.walk(view.index)
-        return [ends.place(seq) for seq in queue]
+        ends.add_requests(queue, view.index)
+        ends.walk_tree(view.index)
+        return [ends.place_of(seq) for seq in queue]
 
     def keys_in_parts(
         self, queue: Sequence[Seq], part: int, view: Callable[[], PolicyContext], cache_key: Any
     ) -> Iterator[Iterable[tuple[Seq, float]]]:
         ends = _PrefixEnds()
         for seqs in batches(queue, part):
-            ends.add(seqs, view().index)
+            ends.add_requests(seqs, view().index)
             yield ()
-        ends.walk(view().index)
+        ends.walk_tree(view().index)
         yield ()
         for seqs in batches(queue, part):
-            yield [(seq, ends.place(seq)) for seq in seqs]
+            yield [(seq, ends.place_of(seq)) for seq in seqs]
 
 
 class _PrefixEnds:
@@ -96,25 +96,25 @@ class _PrefixEnds:
         """A probe that ended there, and how many did."""
         self._places: dict[RadixNode, int] = {}
 
-    def add(self, queue: Sequence[Seq], index: RadixCache) -> None:
+    def add_requests(self, queue: Sequence[Seq], index: RadixCache) -> None:
         for i in index.outdated([seq.probe for seq in queue]):
-            _probed(queue[i], index)
+            refresh_probe(queue[i], index)
         for seq in queue:
             assert seq.probe is not None, "outdated names those without"
             probe = self._probe_of[seq.handle] = seq.probe
             _, count = self._ending.get(probe.node, (probe, 0))
             self._ending[probe.node] = probe, count + 1
 
-    def walk(self, index: RadixCache) -> None:
+    def walk_tree(self, index: RadixCache) -> None:
         """O(nodes on the way to these ends)."""
         weights = BranchWeights()
         last: dict[RadixNode, int] = {}
         for node, (probe, count) in self._ending.items():
             path = index.path_of(probe)
-            weights.add(path, count)
+            weights.add_path(path, count)
             last[node] = path[-1] if path else ROOT
-        places = weights.places()
+        places = weights.walk_places()
         self._places = {node: places[number] for node, number in last.items()}
 
-    def place(self, seq: Seq) -> int:
+    def place_of(self, seq: Seq) -> int:
         return self._places[self._probe_of[seq.handle].node]

@@ -34,14 +34,14 @@ class EdfPolicy(Policy):
     def cache_key(self, count: int, view: PolicyContext) -> Hashable:
         return self._held(view.prefill_rate) if self.params.demote_hopeless else 0.0
 
-    def _due(self, seq: Seq) -> float:
+    def _deadline_of(self, seq: Seq) -> float:
         deadline = seq.req.ttft_deadline
         return seq.req.arrival + self.params.default_deadline_secs if deadline is None else deadline
 
     def sort_keys(
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Sequence[float]:
-        due = [self._due(seq) for seq in queue]
+        due = [self._deadline_of(seq) for seq in queue]
         if not self.params.demote_hopeless:
             return due
         own = all_work(queue, view)
@@ -57,7 +57,7 @@ class EdfPolicy(Policy):
         if not self.params.demote_hopeless:
             return NEVER
         latest = [
-            self._due(seq) - tokens / cache_key
+            self._deadline_of(seq) - tokens / cache_key
             for seq, tokens in zip(queue, all_work(queue, view), strict=True)
         ]
         return [

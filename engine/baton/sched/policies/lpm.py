@@ -56,11 +56,11 @@ class LpmPolicy(Policy):
             aging * seq.req.arrival - tokens for seq, tokens in zip(queue, cached, strict=True)
         ]
         if self.params.in_batch_prefix_caching_check_threshold >= 0:
-            for at in self._followers(queue, view):
+            for at in self._find_shared_heads(queue, view):
                 found[at] = math.inf
         return found
 
-    def _followers(self, queue: Sequence[Seq], view: PolicyContext) -> Iterator[int]:
+    def _find_shared_heads(self, queue: Sequence[Seq], view: PolicyContext) -> Iterator[int]:
         """Places of those whose first tokens an earlier one, by arrival, has to compute anyway."""
         length = self.params.in_batch_prefix_caching_deprioritize_threshold
         most_cached = self.params.in_batch_prefix_caching_check_threshold

@@ -40,7 +40,7 @@ class DrainRate:
         self._requests = 0.0
         self._tokens = 0.0
 
-    def start(self, now: float, was_empty: bool = False) -> None:
+    def start_clock(self, now: float, was_empty: bool = False) -> None:
         """The queue has something in it: time counts from now on.
 
         A queue that was empty for longer than the horizon is measured afresh: its last requests say nothing of now.
@@ -49,9 +49,9 @@ class DrainRate:
             self._since = self._at = now
             self._requests = self._tokens = 0.0
 
-    def left(self, tokens: int, now: float) -> None:
-        self.start(now)
-        kept = self._kept(now)
+    def on_left(self, tokens: int, now: float) -> None:
+        self.start_clock(now)
+        kept = self._remaining_share(now)
         self._requests = self._requests * kept + 1
         self._tokens = self._tokens * kept + tokens
         self._at = max(self._at, now)
@@ -61,15 +61,15 @@ class DrainRate:
         if self._since is None or now <= self._since:
             return 0.0, 0.0
         weight = self._horizon * -math.expm1((self._since - max(self._at, now)) / self._horizon)
-        kept = self._kept(now)
+        kept = self._remaining_share(now)
         return self._requests * kept / weight, self._tokens * kept / weight
 
-    def _kept(self, now: float) -> float:
+    def _remaining_share(self, now: float) -> float:
         """Share of the sums that still counts at `now`."""
         return math.exp(min(self._at - now, 0.0) / self._horizon)
 
 
-def _pop(heap: list[Entry]) -> int:
+def _pop_handle(heap: list[Entry]) -> int:
     """The handle of the first entry, which is there once for each time that its request came in."""
     entry = heapq.heappop(heap)
     while heap and heap[0] == entry:
@@ -96,16 +96,16 @@ class AdmissionController:
 
     def add(self, seq: Seq, tokens: int, now: float) -> None:
         """`tokens` counts towards --max-queued-tokens."""
-        self._rate.start(now, was_empty=not self._queued)
+        self._rate.start_clock(now, was_empty=not self._queued)
         self._queued[seq.handle] = seq, tokens
         self.queued_tokens += tokens
         if seq.has_started:
             return
         if self._limits.priority.enabled:
-            self._compact(self._eviction_heap)
+            self._drop_dead_entries(self._eviction_heap)
             self._push_candidate(seq)
         if self._limits.queue_timeout_secs:
-            self._compact(self._due)
+            self._drop_dead_entries(self._due)
             heapq.heappush(
                 self._due, (seq.req.arrival + self._limits.queue_timeout_secs, seq.handle)
             )
@@ -115,7 +115,7 @@ class AdmissionController:
         _, tokens = self._queued.pop(seq.handle, (None, -1))
         if tokens >= 0:
             self.queued_tokens -= tokens
-            self._rate.left(tokens, now)
+            self._rate.on_left(tokens, now)
 
     def make_room(self, req: ValidatedRequest, now: float, prefill_rate: float) -> list[Seq]:
         """Requests of lower priority that have to leave so that `req` may enter.
@@ -136,17 +136,17 @@ class AdmissionController:
                 for seq in victims:
                     self._push_candidate(seq)
                 self.turned_away["refused"] += 1
-                raise self._full(requests, prompt, now, prefill_rate)
+                raise self._queue_full_error(requests, prompt, now, prefill_rate)
             victims.append(victim)
             waiting -= self._queued[victim.handle][1]
         self.turned_away["evicted"] += len(victims)
         return victims
 
-    def overdue(self, now: float) -> list[Seq]:
+    def pop_overdue(self, now: float) -> list[Seq]:
         """Requests that have waited too long without having started; each is named once, however often it came in."""
         found: dict[int, Seq] = {}
         while self._due and self._due[0][0] <= now:
-            seq, _ = self._queued.get(_pop(self._due), (None, 0))
+            seq, _ = self._queued.get(_pop_handle(self._due), (None, 0))
             if seq is not None and not seq.has_started:
                 found[seq.handle] = seq
         self.turned_away["timeout"] += len(found)
@@ -172,12 +172,14 @@ class AdmissionController:
     def _pop_least(self, above: int) -> Seq | None:
         """The first to be turned away, if it is less important than `above`."""
         while self._eviction_heap and self._eviction_heap[0][0] < above:
-            seq, _ = self._queued.get(_pop(self._eviction_heap), (None, 0))
+            seq, _ = self._queued.get(_pop_handle(self._eviction_heap), (None, 0))
             if seq is not None and not seq.has_started:
                 return seq
         return None
 
-    def _full(self, requests: int, prompt: int, now: float, prefill_rate: float) -> QueueFull:
+    def _queue_full_error(
+        self, requests: int, prompt: int, now: float, prefill_rate: float
+    ) -> QueueFull:
         limits = self._limits
         queued = self.queued_tokens
         if requests > 0:
@@ -198,7 +200,7 @@ class AdmissionController:
         entry = (self._limits.priority.base(seq), -seq.req.arrival, -seq.handle, seq.handle)
         heapq.heappush(self._eviction_heap, entry)
 
-    def _compact(self, heap: list[Entry]) -> None:
+    def _drop_dead_entries(self, heap: list[Entry]) -> None:
         """Drop what has left, once it is the larger part."""
         if len(heap) > 1024 + 2 * len(self._queued):
             heap[:] = [entry for entry in heap if entry[-1] in self._queued]

@@ -20,7 +20,7 @@ class DeadlineQueue:
         self._heap: list[tuple[float, bool, int]] = []
         """(time, for the whole answer and not only its first token, handle)."""
 
-    def watch(self, req: ValidatedRequest, alive: Container[int], alive_count: int) -> None:
+    def watch_request(self, req: ValidatedRequest, alive: Container[int], alive_count: int) -> None:
         if req.deadline is not None:
             heapq.heappush(self._heap, (req.deadline, True, req.handle))
         if self._with_first_token and req.ttft_deadline is not None:
@@ -29,11 +29,11 @@ class DeadlineQueue:
             self._heap = [entry for entry in self._heap if entry[2] in alive]
             heapq.heapify(self._heap)
 
-    def passed(self, now: float) -> Iterator[tuple[int, bool]]:
+    def pop_passed(self, now: float) -> Iterator[tuple[int, bool]]:
         """Handles whose time is over, perhaps after they ended, and whether it was for the whole answer; each once."""
         while self._heap and self._heap[0][0] <= now:
             _, is_whole, handle = heapq.heappop(self._heap)
             yield handle, is_whole
 
-    def next(self) -> float | None:
+    def next_deadline(self) -> float | None:
         return self._heap[0][0] if self._heap else None

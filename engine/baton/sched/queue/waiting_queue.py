@@ -107,7 +107,7 @@ class _Order:
                 del lane[at]
         self.changes += 1
 
-    def take_due(self, now: float, most: int) -> list[Seq]:
+    def pop_due(self, now: float, most: int) -> list[Seq]:
         """Up to so many that have to be entered again by now."""
         found: list[Seq] = []
         while self._moves and self._moves[0][0] <= now and len(found) < most:
@@ -187,7 +187,7 @@ class WaitingQueue:
         view = self._view()
         if seq.handle in self._joined:
             self._await_place(seq, self._joined[seq.handle])
-        for order in self._orders():
+        for order in self._all_orders():
             if seq.handle in order.entries:
                 key = order.entries[seq.handle][1]
                 order.enter(
@@ -207,7 +207,7 @@ class WaitingQueue:
         The queue may change while the caller iterates: who left is not given, nor is who joins.
         """
         view = self._view()
-        self._update(view)
+        self._update_order(view)
         order = self._order
         waiting = self._waiting_entries(order, view, self._joins)
         if not under_way:
@@ -261,13 +261,13 @@ class WaitingQueue:
     ) -> Iterator[Entry]:
         """Those that wait, with their priorities at the present time; at the end those that have no place yet."""
         gained = self.priority.aging_rate * view.now if self.priority.enabled else 0.0
-        entries = _walk(order, order.aging, -gained)
+        entries = _walk_lane(order, order.aging, -gained)
         if self.priority.is_capped:
-            entries = heapq.merge(entries, _walk(order, order.aged, 0.0))
+            entries = heapq.merge(entries, _walk_lane(order, order.aged, 0.0))
         for entry in entries:
             if entry[3] in self._seqs:
                 yield entry
-        while order is self._order and (joined := self._join(view, last_join)):
+        while order is self._order and (joined := self._place_joined(view, last_join)):
             keys = (
                 (self.priority.key(seq, view.now), order.entries[seq.handle][1], seq)
                 for seq in joined
@@ -277,7 +277,7 @@ class WaitingQueue:
 
     # ------------------------------------------------------------------ keeping it sorted
 
-    def _orders(self) -> tuple[_Order, ...]:
+    def _all_orders(self) -> tuple[_Order, ...]:
         return (self._order,) if self._next is None else (self._order, self._next)
 
     def _await_place(self, seq: Seq, number: int) -> None:
@@ -291,7 +291,7 @@ class WaitingQueue:
             ]
             heapq.heapify(self._to_join)
 
-    def _update(self, view: PolicyContext) -> None:
+    def _update_order(self, view: PolicyContext) -> None:
         cache_key = self.policy.cache_key(len(self._seqs), view)
         if self._probes is None:
             self._probes = view.index.watch()
@@ -308,21 +308,21 @@ class WaitingQueue:
             self._to_build = list(self._order.entries)
         left = KINDS * EXACT_UP_TO if len(self._seqs) <= EXACT_UP_TO else KEYS_PER_LOOK
         share = left // KINDS
-        left -= self._build(view, left - 3 * share)
-        due = self._order.take_due(view.now, left - 2 * share)
-        self._enter(self._order, due, view)
+        left -= self._build_next(view, left - 3 * share)
+        due = self._order.pop_due(view.now, left - 2 * share)
+        self._place_in(self._order, due, view)
         left -= len(due)
         left -= self._move_stale(self._probes, view, left - share)
-        self._join(view, self._joins, left)
+        self._place_joined(view, self._joins, left)
 
-    def _build(self, view: PolicyContext, most: int) -> int:
+    def _build_next(self, view: PolicyContext, most: int) -> int:
         """Continue with the next order. Returns by how many sequences."""
         if self._next is None:
             return 0
         handles = self._to_build[-most:]
         del self._to_build[-most:]
         entries = self._order.entries
-        self._enter(
+        self._place_in(
             self._next, [entries[handle][4] for handle in handles if handle in entries], view
         )
         if not self._to_build:
@@ -333,13 +333,15 @@ class WaitingQueue:
     def _move_stale(self, probes: ProbeWatch, view: PolicyContext, most: int) -> int:
         """Bring those to their places whose cached prefix may have changed. Returns how many."""
         stale = [self._seqs[handle] for handle in itertools.islice(probes.stale, most)]
-        for order in self._orders() if stale else ():
-            self._enter(order, [seq for seq in stale if seq.handle in order.entries], view)
+        for order in self._all_orders() if stale else ():
+            self._place_in(order, [seq for seq in stale if seq.handle in order.entries], view)
         for seq in stale:
             probes.stale.pop(seq.handle, None)
         return len(stale)
 
-    def _join(self, view: PolicyContext, last_join: int, most: int = KEYS_PER_LOOK) -> list[Seq]:
+    def _place_joined(
+        self, view: PolicyContext, last_join: int, most: int = KEYS_PER_LOOK
+    ) -> list[Seq]:
         """Give those a place that came last so far back, the `most` most important. Returns them."""
         found: list[Seq] = []
         later: list[tuple[float, float, int, int]] = []
@@ -355,11 +357,11 @@ class WaitingQueue:
             found.append(self._seqs[handle])
         for entry in later:
             heapq.heappush(self._to_join, entry)
-        for order in self._orders() if found else ():
-            self._enter(order, found, view)
+        for order in self._all_orders() if found else ():
+            self._place_in(order, found, view)
         return found
 
-    def _enter(self, order: _Order, seqs: Sequence[Seq], view: PolicyContext) -> None:
+    def _place_in(self, order: _Order, seqs: Sequence[Seq], view: PolicyContext) -> None:
         if not seqs:
             return
         policy = self.policy
@@ -377,9 +379,9 @@ class WaitingQueue:
 
     def _sort_all(self, view: PolicyContext, cache_key: Hashable) -> None:
         """Where each number depends on all: sort everything, a long queue over many looks."""
-        if self._join(view, self._joins, EXACT_UP_TO):
+        if self._place_joined(view, self._joins, EXACT_UP_TO):
             self._tree = None
-        due = self._order.take_due(view.now, KEYS_PER_LOOK)
+        due = self._order.pop_due(view.now, KEYS_PER_LOOK)
         self._order.enter(due, [self._order.entries[seq.handle][1] for seq in due], NEVER, view.now)
         is_long = len(self._order.entries) >= 2 * EXACT_UP_TO
         if not is_long:
@@ -418,7 +420,7 @@ class WaitingQueue:
         self._next.enter([seq for seq, _ in found], [key for _, key in found], NEVER, view.now)
 
 
-def _walk(order: _Order, entries: list[Entry], shift: float) -> Iterator[Entry]:
+def _walk_lane(order: _Order, entries: list[Entry], shift: float) -> Iterator[Entry]:
     """Walk one of the order's lists, which may change meanwhile.
 
     Args:

@@ -169,7 +169,7 @@ class Seq:
         """P: D may be reading some of its pages, so they stay where they are."""
         return self.is_lease and self.announced_pages > 0
 
-    def to(self, state: SeqState) -> None:
+    def move_to(self, state: SeqState) -> None:
         if state not in LEGAL[self.state]:
             raise IllegalTransition(f"request {self.req.rid}: {self.state.value} -> {state.value}")
         self.state = state
