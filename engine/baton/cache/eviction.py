@@ -64,6 +64,6 @@ EVICTION_POLICIES = {
 def eviction_policy(name: str) -> EvictionPolicy:
     """Raises ValueError for a name that is none of them."""
     if name not in EVICTION_POLICIES:
-        known = ", ".join(EVICTION_POLICIES)
-        raise ValueError(f"eviction policy {name!r}: there is none of this name; there are {known}")
+        names = ", ".join(EVICTION_POLICIES)
+        raise ValueError(f"eviction policy {name!r}: there is none of this name; there are {names}")
     return EVICTION_POLICIES[name]

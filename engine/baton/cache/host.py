@@ -120,27 +120,27 @@ class HostTier:
         index = sum(len(part.pages) for part in path) - len(keys)
         first_key = self._keys[path[0].pages[0]]  # hashed on the way to those of the leaf
         room = -1
-        for at, (key, page) in enumerate(zip(keys, node.pages, strict=True)):
-            known = self._pages.get(key)
-            if known is None:
+        for offset, (key, page) in enumerate(zip(keys, node.pages, strict=True)):
+            host_page = self._pages.get(key)
+            if host_page is None:
                 if room < 0:
-                    wanted = sum(k not in self._pages for k in keys[at:])
+                    wanted = sum(k not in self._pages for k in keys[offset:])
                     if not _may_come_back(node):
                         wanted = min(wanted, self._slots.free_count + len(self._duplicates))
-                    room = self._make_room(wanted, (self._policy.key(node), -index - at))
+                    room = self._make_room(wanted, (self._policy.key(node), -index - offset))
                 if room == 0:
                     continue
                 room -= 1
-                taken = self._slots.alloc(1)
-                assert taken is not None, "room was made before"
-                known = self._pages[key] = HostPage(key, first_key, index + at, taken[0])
-                self._ask(True, page, taken[0])
-            known.stamp = node.stamp
-            known.created = node.created
-            known.reuses = node.reuses
-            known.priority = node.priority
-            known.on_device = False
-            self._settle(known)
+                slots = self._slots.alloc(1)
+                assert slots is not None, "room was made before"
+                host_page = self._pages[key] = HostPage(key, first_key, index + offset, slots[0])
+                self._ask(True, page, slots[0])
+            host_page.stamp = node.stamp
+            host_page.created = node.created
+            host_page.reuses = node.reuses
+            host_page.priority = node.priority
+            host_page.on_device = False
+            self._settle(host_page)
 
     def clear(self) -> int:
         """Forget every page that is not pinned; returns how many."""
@@ -170,18 +170,18 @@ class HostTier:
         if not self._pages or first >= last:
             return []
         key = self._keys_of(node)[-1] if node.parent is not None else _root_key(namespace)
-        found: list[HostPage] = []
-        for at in range(first, last):
-            key = _next_key(key, tokens[at * self._page_bytes : (at + 1) * self._page_bytes])
+        pages: list[HostPage] = []
+        for index in range(first, last):
+            key = _next_key(key, tokens[index * self._page_bytes : (index + 1) * self._page_bytes])
             page = self._pages.get(key)
             if page is None:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
-    def copy_in(self, found: Sequence[HostPage], pages: array[int]) -> None:
+    def copy_in(self, host_pages: Sequence[HostPage], pages: array[int]) -> None:
         """Ask for these to be copied to device pages, which the tree then takes."""
-        for host_page, page in zip(found, pages, strict=True):
+        for host_page, page in zip(host_pages, pages, strict=True):
             self._ask(False, page, host_page.slot)
             self._keys[page] = host_page.key
             host_page.on_device = True
@@ -319,11 +319,11 @@ class HostTier:
     def _keys_of(self, node: RadixNode) -> list[bytes]:
         """Keys of a node's pages. Hashed once while the tree holds them: all pages of a node have one, or none."""
         path = []
-        at = node
-        while at.parent is not None and at.pages[-1] not in self._keys:
-            path.append(at)
-            at = at.parent
-        key = _root_key(at.key) if at.parent is None else self._keys[at.pages[-1]]
+        ancestor = node
+        while ancestor.parent is not None and ancestor.pages[-1] not in self._keys:
+            path.append(ancestor)
+            ancestor = ancestor.parent
+        key = _root_key(ancestor.key) if ancestor.parent is None else self._keys[ancestor.pages[-1]]
         width = self._page_bytes
         for part in reversed(path):
             for i, page in enumerate(part.pages):

@@ -125,31 +125,31 @@ class KvEventLog:
 
     def _announce(self, edge: Edge, count: int) -> None:
         parent = self._hashes[edge.parent_page] if edge.parent_page >= 0 else None
-        at = first_parent(edge.namespace) if parent is None else parent
+        block_hash = first_parent(edge.namespace) if parent is None else parent
         width = self._page_bytes
         hashes = []
         for i, page in enumerate(edge.pages[:count]):
-            at = chain(at, edge.tokens[i * width : (i + 1) * width])
+            block_hash = chain(block_hash, edge.tokens[i * width : (i + 1) * width])
             del self._pending[page]
-            self._hashes[page] = at
-            hashes.append(at)
+            self._hashes[page] = block_hash
+            hashes.append(block_hash)
         self._open.append(
             Stored(tuple(hashes), parent, edge.tokens[: count * width], edge.namespace)
         )
 
     def removed(self, pages: array[int]) -> None:
         """The tree gave these pages back: the last ones of a leaf, all announced or none."""
-        gone = []
+        hashes = []
         for page in reversed(pages):
-            block = self._hashes.pop(page, None)
-            if block is not None:
-                gone.append(block)
+            block_hash = self._hashes.pop(page, None)
+            if block_hash is not None:
+                hashes.append(block_hash)
             else:
                 entry = self._pending.pop(page)
                 entry.kept -= 1
                 assert entry.edge.pages[entry.kept] == page, "a leaf loses its last pages first"
-        if gone:
-            self._open.append(Removed(tuple(gone)))
+        if hashes:
+            self._open.append(Removed(tuple(hashes)))
 
     # ------------------------------------------------------------------ to the shell
 

@@ -35,13 +35,13 @@ class PageAllocator:
             raise ValueError(f"cannot allocate {n} pages")
         if n > len(self._free):
             return None
-        taken = self._free[len(self._free) - n :]
+        pages = self._free[len(self._free) - n :]
         del self._free[len(self._free) - n :]
-        taken.reverse()
+        pages.reverse()
         owned = self._is_owned
-        for page in taken:
+        for page in pages:
             owned[page] = 1
-        return taken
+        return pages
 
     def free(self, pages: Iterable[int]) -> None:
         """Give pages back. Raises PageError, freeing none, for a page that is foreign, free, or listed twice."""
@@ -50,12 +50,12 @@ class PageAllocator:
         if returned and not (min(returned) >= 0 and max(returned) < self.num_pages):
             foreign = next(page for page in returned if not 0 <= page < self.num_pages)
             raise PageError(f"cannot free page {foreign}: it is not one of 0..{self.num_pages - 1}")
-        rest = iter(returned)
-        for page in rest:
+        remaining = iter(returned)
+        for page in remaining:
             if not owned[page]:
-                done = len(returned) - len(list(rest)) - 1
-                for good in returned[:done]:
-                    owned[good] = 1
+                num_freed = len(returned) - len(list(remaining)) - 1
+                for freed in returned[:num_freed]:
+                    owned[freed] = 1
                 raise PageError(f"cannot free page {page}: it is free already")
             owned[page] = 0
         returned.reverse()

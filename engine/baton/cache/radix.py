@@ -64,12 +64,12 @@ class RadixNode:
     def path(self) -> list[RadixNode]:
         """Nodes from the root's child on down to this one."""
         node = self
-        found = []
+        nodes = []
         while node.parent is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        found.reverse()
-        return found
+        nodes.reverse()
+        return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +319,12 @@ class RadixCache:
         """
         self._raise_priority(node, priority)
         fresh = 0
-        at = node
-        while at.parent is not None and at is not beyond:
-            at.reuses += 1
-            if at.created > self.settled:
-                fresh += len(at.pages)
-            at = at.parent
+        ancestor = node
+        while ancestor.parent is not None and ancestor is not beyond:
+            ancestor.reuses += 1
+            if ancestor.created > self.settled:
+                fresh += len(ancestor.pages)
+            ancestor = ancestor.parent
         return fresh
 
     def settle(self, clock: int) -> None:
@@ -352,26 +352,26 @@ class RadixCache:
         """Keep `node` and its ancestors from eviction until as many `unlock`s. O(depth)."""
         if node.is_evicted and not self.is_quarantined(node):
             raise ValueError("cannot lock an evicted node: lock a match before evicting")
-        at = node
-        while at.parent is not None:
-            if at.locks == 0:
-                self.evictable_pages -= len(at.pages)
-                self.locked_pages += len(at.pages)
-            at.locks += 1
-            at = at.parent
+        ancestor = node
+        while ancestor.parent is not None:
+            if ancestor.locks == 0:
+                self.evictable_pages -= len(ancestor.pages)
+                self.locked_pages += len(ancestor.pages)
+            ancestor.locks += 1
+            ancestor = ancestor.parent
 
     def unlock(self, node: RadixNode) -> None:
         """Undo one `lock`. O(depth)."""
         if node.parent is not None and node.locks == 0:
             raise ValueError("cannot unlock a node that is not locked")
-        at = node
-        while at.parent is not None:
-            at.locks -= 1
-            if at.locks == 0:
-                self.evictable_pages += len(at.pages)
-                self.locked_pages -= len(at.pages)
-                self._push_candidate(at)
-            at = at.parent
+        ancestor = node
+        while ancestor.parent is not None:
+            ancestor.locks -= 1
+            if ancestor.locks == 0:
+                self.evictable_pages += len(ancestor.pages)
+                self.locked_pages -= len(ancestor.pages)
+                self._push_candidate(ancestor)
+            ancestor = ancestor.parent
 
     def pages_locked_once(self, node: RadixNode) -> int:
         """Pages on the path to a locked `node` without other locks: what its `unlock` makes evictable."""
@@ -439,17 +439,17 @@ class RadixCache:
         Unlocked pages are freed now, locked ones as any others once they are unlocked. Returns how many pages it was.
         """
         root = self._roots.get(namespace)
-        first = tokens[: self._page_bytes]
-        if root is None or (top := root.children.pop(first, None)) is None:
+        first_page = tokens[: self._page_bytes]
+        if root is None or (branch_top := root.children.pop(first_page, None)) is None:
             return 0
         if not root.children:
             del self._roots[namespace]
         self._serial += 1
         self.version += 1
-        away = top.parent = RadixNode(None, namespace, array("i"), self._serial)
-        away.children[first] = top
-        self._quarantine.add(away)
-        branch = [top]
+        hidden_root = branch_top.parent = RadixNode(None, namespace, array("i"), self._serial)
+        hidden_root.children[first_page] = branch_top
+        self._quarantine.add(hidden_root)
+        branch = [branch_top]
         for node in branch:
             branch.extend(node.children.values())
         pages = sum(len(node.pages) for node in branch)
@@ -477,20 +477,22 @@ class RadixCache:
         """
         node = self._roots.get(namespace, self._nowhere)
         width = self._page_bytes
-        at = 0
+        offset = 0
         end = limit * width
-        while at < end:
-            child = node.children.get(tokens[at : at + width])
+        while offset < end:
+            child = node.children.get(tokens[offset : offset + width])
             if child is None:
                 break
             key = child.key
-            if at + len(key) <= end and tokens.startswith(key, at):
-                at += len(key)
+            if offset + len(key) <= end and tokens.startswith(key, offset):
+                offset += len(key)
                 node = child
                 continue
-            same = _common_pages(key, tokens, at, min(len(key), end - at) // width, width)
-            return child, at // width + same, same
-        return node, at // width, 0
+            num_equal = _common_pages(
+                key, tokens, offset, min(len(key), end - offset) // width, width
+            )
+            return child, offset // width + num_equal, num_equal
+        return node, offset // width, 0
 
     def _split(self, node: RadixNode, at_page: int) -> RadixNode:
         """Cut node's edge after `at_page` pages. The new upper part is returned; handles keep meaning the lower end."""
@@ -606,13 +608,16 @@ class RadixCache:
         return pages
 
 
-def _common_pages(key: bytes, tokens: bytes, at: int, limit: int, width: int) -> int:
+def _common_pages(key: bytes, tokens: bytes, offset: int, limit: int, width: int) -> int:
     """How many of the first `limit` pages of `key` equal `tokens[at:]`, by bisection; the first is known to."""
     low = 1
     high = limit
     while low < high:
         middle = (low + high + 1) // 2
-        if key[low * width : middle * width] == tokens[at + low * width : at + middle * width]:
+        if (
+            key[low * width : middle * width]
+            == tokens[offset + low * width : offset + middle * width]
+        ):
             low = middle
         else:
             high = middle - 1

@@ -198,7 +198,7 @@ def replay(
     """Repeat what a RecordingScheduler wrote; stops at the first difference. Raises ReplayError."""
     numbered = iter(enumerate(lines, 1))
     sched = _make_scheduler(next(numbered, (1, ""))[1])
-    done = ReplayResult()
+    outcome = ReplayResult()
     flight: dict[int, StepPlan] = {}
     pending: tuple[int, float, StepPlan | None] | None = None
     for number, line in numbered:
@@ -210,15 +210,15 @@ def replay(
         except (ValueError, TypeError, IndexError, RecursionError) as err:
             raise ReplayError(f"line {number}: not a line of a scheduler trace ({err})") from err
         if pending is not None:
-            at, now, plan = pending
+            plan_line, now, plan = pending
             pending = None
             if (None if plan is None else digest(plan)) != expected:
-                done.difference = PlanDifference(at, now, expected, plan)
-                return done
+                outcome.difference = PlanDifference(plan_line, now, expected, plan)
+                return outcome
         if name == "=":
             continue
-        done.inputs += 1
-        done.requests += name == "add"
+        outcome.inputs += 1
+        outcome.requests += name == "add"
         try:
             result = _repeat_call(sched, name, args, flight)
         except Exception as err:
@@ -230,11 +230,11 @@ def replay(
         if name == "plan":
             pending = (number, args[0], result)
             if result is not None:
-                done.plans += 1
+                outcome.plans += 1
                 flight[result.step] = result
                 on_plan(sched, result)
     # A trace that ends right after a plan line was cut there: nothing to compare with.
-    return done
+    return outcome
 
 
 def _make_scheduler(line: str) -> Scheduler:

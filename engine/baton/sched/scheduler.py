@@ -84,30 +84,30 @@ class Scheduler:
         state.sharing.check_request(
             req, state.admission.retry_after(max(state.now, req.arrival), state.times.prefill_rate)
         )
-        meet = req.rendezvous
-        if meet is not None and meet.room in state.rooms:
+        rendezvous = req.rendezvous
+        if rendezvous is not None and rendezvous.room in state.rooms:
             raise errors.DuplicateRoom(
-                f"bootstrap room {meet.room} is in use by another request; draw a new one",
+                f"bootstrap room {rendezvous.room} is in use by another request; draw a new one",
                 param="bootstrap_room",
             )
         self._make_room(req)
-        is_lease = limits.role == "prefill" and meet is not None
-        limit = (
+        is_lease = limits.role == "prefill" and rendezvous is not None
+        max_new_tokens = (
             1 if is_lease else min(req.params.max_new_tokens, limits.capacity_tokens - prompt_len)
         )
         seq = Seq(
             req,
             array("i", req.prompt),
-            limit,
+            max_new_tokens,
             is_lease=is_lease,
             tokens_computed_at_arrival=state.computed_tokens,
         )
         seq.start_priority = state.start_priority(req)
         state.seqs[req.handle] = seq
-        if meet is not None:
-            state.rooms[meet.room] = seq
+        if rendezvous is not None:
+            state.rooms[rendezvous.room] = seq
         self._deadlines.watch_request(req, state.seqs, len(state.seqs))
-        if meet is not None and limits.role == "decode":
+        if rendezvous is not None and limits.role == "decode":
             # Shake hands with P at once; pages come later, so that a full D delays no P.
             seq.state = SeqState.OPENING
             state.outbox.append(OpenTransfer(req))
@@ -182,8 +182,8 @@ class Scheduler:
 
     def in_rooms(self, rooms: Collection[int]) -> list[int]:
         """Handles of the requests with these bootstrap rooms, leased ones included."""
-        known = self._state.rooms
-        return [known[room].handle for room in rooms if room in known]
+        seq_of_room = self._state.rooms
+        return [seq_of_room[room].handle for room in rooms if room in seq_of_room]
 
     def leased(self, rid: str | None) -> list[int]:
         """P: handles of computed prompts that wait for D, of this rid or (None) all."""
@@ -250,12 +250,12 @@ class Scheduler:
             state.end_with_error(seq, error, "NO_CAPACITY")
 
     def next_deadline(self) -> float | None:
-        coming = [
-            at
-            for at in (self._deadlines.next_deadline(), self._state.admission.next_due())
-            if at is not None
+        deadlines = [
+            deadline
+            for deadline in (self._deadlines.next_deadline(), self._state.admission.next_due())
+            if deadline is not None
         ]
-        return min(coming, default=None)
+        return min(deadlines, default=None)
 
     def fail(self, handle: int, error: errors.EngineError, code: str = "DEADLINE") -> None:
         """End a request with an error, or abort one that has been answered; `code`: the transfer peer's reason."""
@@ -449,9 +449,9 @@ class Scheduler:
         if token == INVALID_TOKEN:
             self._fail_nonfinite(seq)
             return
-        known = seq.tokens
-        known.append(token)
-        generated = len(known) - seq.prompt_len
+        tokens = seq.tokens
+        tokens.append(token)
+        generated = len(tokens) - seq.prompt_len
         stages = state.stats.on_first_token(seq, state.now) if generated == 1 else None
         if seq.state is not RUNNING:
             state.waiting.on_tokens(seq)
@@ -497,16 +497,16 @@ class Scheduler:
 
     def _announce_pages(self, seq: Seq) -> None:
         """P: prompt pages that the committed steps made final, the last partial one with the end of the prompt."""
-        done = min(seq.committed, seq.prompt_len)
-        whole = (
-            self._state.memory.pages(done)
-            if done == seq.prompt_len
-            else done // self.limits.page_size
+        final_tokens = min(seq.committed, seq.prompt_len)
+        final_pages = (
+            self._state.memory.pages(final_tokens)
+            if final_tokens == seq.prompt_len
+            else final_tokens // self.limits.page_size
         )
-        if whole > seq.announced_pages:
+        if final_pages > seq.announced_pages:
             first = seq.announced_pages
-            seq.announced_pages = whole
-            self._state.outbox.append(PagesFinal(seq.req, first, seq.pages[first:whole]))
+            seq.announced_pages = final_pages
+            self._state.outbox.append(PagesFinal(seq.req, first, seq.pages[first:final_pages]))
 
     def _lease_pages(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
         total = self._state.memory.pages(seq.prompt_len)

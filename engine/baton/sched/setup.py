@@ -31,10 +31,10 @@ ASSUMED_PAGE_BYTES = 2_000_000
 """16 tokens of an 8 B model with grouped queries; where pages have no size in bytes (tests, simulation)."""
 
 
-def _from_flags(made: type[Made], config: EngineConfig, **others: Any) -> Made:
-    """Make a class of the flags that have the names of its fields, and of `others`."""
-    same = {f.name: getattr(config, f.name) for f in fields(made) if hasattr(EngineConfig, f.name)}
-    return made(**(same | others))
+def _from_flags(cls: type[Made], config: EngineConfig, **values: Any) -> Made:
+    """Make a class of the flags that have the names of its fields, and of `values`."""
+    flags = {f.name: getattr(config, f.name) for f in fields(cls) if hasattr(EngineConfig, f.name)}
+    return cls(**(flags | values))
 
 
 def limits(

@@ -358,11 +358,11 @@ class SchedulerState:
     def miss_deadline(self, seq: Seq) -> None:
         """End a request whose first token did not come, or cannot come, in the time that its client gave."""
         self.admission.turned_away["deadline"] += 1
-        late = DeadlineMissed(
+        error = DeadlineMissed(
             f"request {seq.req.rid} was {seq.state.value} and its first token cannot come within its "
             "ttft_deadline_ms any more; retry with a longer one, or start the engine with --deadline-miss-action demote"
         )
-        self.end_with_error(seq, late, "DEADLINE")
+        self.end_with_error(seq, error, "DEADLINE")
 
     def forget_request(self, seq: Seq) -> None:
         """Publish what is worth keeping, free the rest and drop the sequence."""
@@ -374,9 +374,9 @@ class SchedulerState:
             self.transfer, self.running, self.suspended, self.retained, self.leased, self.closing, self.seqs,
         ):  # fmt: skip
             table.pop(seq.handle, None)
-        meet = seq.req.rendezvous
-        if meet is not None and self.rooms.get(meet.room) is seq:
-            del self.rooms[meet.room]
+        rendezvous = seq.req.rendezvous
+        if rendezvous is not None and self.rooms.get(rendezvous.room) is seq:
+            del self.rooms[rendezvous.room]
         self._emit_timeline(seq)
         seq.move_to(SeqState.FINISHED)
 

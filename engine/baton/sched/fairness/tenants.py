@@ -118,8 +118,8 @@ class RateLimits:
             self._store_level(tenant, self._level_of(tenant, limit, now) - tokens, now)
 
     def _level_of(self, tenant: str, limit: int, now: float) -> float:
-        level, at = self._buckets.get(tenant, (float(limit), now))
-        return min(level + (now - at) * limit / 60, float(limit))
+        level, measured_at = self._buckets.get(tenant, (float(limit), now))
+        return min(level + (now - measured_at) * limit / 60, float(limit))
 
     def _store_level(self, tenant: str, level: float, now: float) -> None:
         self._buckets[tenant] = (level, now)

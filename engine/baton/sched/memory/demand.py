@@ -35,8 +35,10 @@ class NewTokenRatio:
     def on_retraction(self, survivors: Iterable[tuple[int, int]]) -> None:
         """`survivors`: (generated, max_new_tokens) of every request still running."""
         pairs = list(survivors)
-        done = sum(generated for generated, _ in pairs) + RETRACT_LOOKAHEAD * len(pairs)
-        self.value = min(1.0, max(self.value, done / (sum(limit for _, limit in pairs) + 1)))
+        expected_tokens = sum(generated for generated, _ in pairs) + RETRACT_LOOKAHEAD * len(pairs)
+        self.value = min(
+            1.0, max(self.value, expected_tokens / (sum(limit for _, limit in pairs) + 1))
+        )
 
     def on_idle(self) -> None:
         self.value = self.initial
@@ -62,24 +64,28 @@ def peak_growth(answers: Iterable[KnownAnswer], page_size: int) -> int:
     The need only falls there, hence its peak is at an ending or one step later.
     Cost: O(n log n + distinct endings * min(n, page_size)).
     """
-    ending = sorted(answers, key=lambda a: a.to_come)
-    room: Counter[int] = Counter(
-        -a.tokens % page_size for a in ending
+    by_ending = sorted(answers, key=lambda a: a.to_come)
+    free_places: Counter[int] = Counter(
+        -a.tokens % page_size for a in by_ending
     )  # free places in the last page → requests
-    peak = kept = given_back = 0
-    late: deque[tuple[int, int]] = deque()  # (ending step, pages) not to be counted on yet
-    for steps, group in itertools.groupby(ending, key=lambda a: a.to_come):
+    peak = kept_by_ended = given_back = 0
+    pending_returns: deque[tuple[int, int]] = (
+        deque()
+    )  # (ending step, pages) not to be counted on yet
+    for steps, group in itertools.groupby(by_ending, key=lambda a: a.to_come):
         ended = list(group)
         for step in (steps, steps + 1):
-            while late and late[0][0] + 1 < step:
-                given_back += late.popleft()[1]
-            grown = sum(n * -(-max(step - free, 0) // page_size) for free, n in room.items())
-            peak = max(peak, grown + kept - given_back)
+            while pending_returns and pending_returns[0][0] + 1 < step:
+                given_back += pending_returns.popleft()[1]
+            growth = sum(
+                n * -(-max(step - free, 0) // page_size) for free, n in free_places.items()
+            )
+            peak = max(peak, growth + kept_by_ended - given_back)
             for a in ended:
                 free = -a.tokens % page_size
-                room[free] -= 1
-                own = -(-max(steps - free, 0) // page_size)
-                late.append((steps, a.held_alone + own))
-                kept += own
+                free_places[free] -= 1
+                own_growth = -(-max(steps - free, 0) // page_size)
+                pending_returns.append((steps, a.held_alone + own_growth))
+                kept_by_ended += own_growth
             ended = []
     return peak

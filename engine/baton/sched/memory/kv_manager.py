@@ -76,9 +76,9 @@ class KvManager:
 
     def take_new_pages(self) -> array[int]:
         """Pages that got a new owner since the last call, each once."""
-        taken = self._new_pages
+        pages = self._new_pages
         self._new_pages = array("i")
-        return array("i", dict.fromkeys(taken))
+        return array("i", dict.fromkeys(pages))
 
     def take_copies(self) -> tuple[CopyRun, ...]:
         return () if self.host is None else self.host.take_copies()
@@ -142,23 +142,23 @@ class KvManager:
 
         When a prompt under way will end is not known: it counts in full and gives nothing back.
         """
-        known: list[Seq] = []
-        others: list[Seq] = []
+        fixed_length: list[Seq] = []
+        other_seqs: list[Seq] = []
         for seq in seqs:
             is_known = seq.has_fixed_length and seq.is_decoding
-            (known if is_known else others).append(seq)
-        coming = [
-            self.pages(seq.total_len) - len(seq.pages) for seq in known
+            (fixed_length if is_known else other_seqs).append(seq)
+        pages_in_flight = [
+            self.pages(seq.total_len) - len(seq.pages) for seq in fixed_length
         ]  # for tokens in flight, not held yet
         answers = []
-        for seq, more in zip(known, coming, strict=True):
-            held_alone = len(seq.private) + self._locked_alone(seq) + more
+        for seq, num_in_flight in zip(fixed_length, pages_in_flight, strict=True):
+            held_alone = len(seq.private) + self._locked_alone(seq) + num_in_flight
             answers.append(
                 KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, held_alone)
             )
-        return max(sum(coming) + peak_growth(answers, self.page_size), 0) + self.total_growth(
-            others
-        )
+        return max(
+            sum(pages_in_flight) + peak_growth(answers, self.page_size), 0
+        ) + self.total_growth(other_seqs)
 
     def freed_by(self, seq: Seq) -> tuple[int, int]:
         """(pages that become available, tokens to compute again) if this running sequence released everything.
@@ -229,32 +229,32 @@ class KvManager:
             return
         first = len(seq.pages)
         assert seq.node is not None, "share_prefix comes first"
-        found = self.host.find(
+        host_pages = self.host.find(
             seq.node, seq.key, seq.req.namespace, first, max_tokens // self.page_size
         )
-        if found:
+        if host_pages:
             self.host.pin(
-                found
+                host_pages
             )  # the allocation below may evict, and evicting makes room on the host
-            pages = self.allocate(len(found))
+            pages = self.allocate(len(host_pages))
             if pages is not None:
-                self.host.copy_in(found, pages)
-                self._share_restored(seq, pages, found[0])
-            self.host.unpin(found)
+                self.host.copy_in(host_pages, pages)
+                self._share_restored(seq, pages, host_pages[0])
+            self.host.unpin(host_pages)
         self._unpin_pages(seq)
 
     def _share_restored(self, seq: Seq, pages: array[int], like: HostPage) -> None:
         first = len(seq.pages)
         priority = max(self._priority.base(seq), like.priority)
-        done = self.cache.insert(seq.key, pages, seq.req.namespace, first, priority, like)
-        self.cache.lock(done.node)
+        inserted = self.cache.insert(seq.key, pages, seq.req.namespace, first, priority, like)
+        self.cache.lock(inserted.node)
         tokens = len(pages) * self.page_size
         self.hit_tokens["rematch" if seq.pages_were_released else "host"] += tokens
         if not seq.pages_were_released:
-            self.cache.reuse(done.node, priority, beyond=seq.node)
+            self.cache.reuse(inserted.node, priority, beyond=seq.node)
             if seq.state is not SeqState.TRANSFER:
                 seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
-        self._hold_path(seq, done.node, first + len(pages))
+        self._hold_path(seq, inserted.node, first + len(pages))
         seq.pages.extend(pages)
 
     def _unpin_pages(self, seq: Seq) -> None:
@@ -296,11 +296,13 @@ class KvManager:
         if seq.node is not None and self.cache.is_quarantined(seq.node):
             return  # what follows a damaged page is of no use to others
         priority = self._priority.base(seq)
-        done = self.cache.insert(seq.key, seq.pages[first:last], seq.req.namespace, first, priority)
-        self.cache.lock(done.node)
-        self._hold_path(seq, done.node, last)
+        inserted = self.cache.insert(
+            seq.key, seq.pages[first:last], seq.req.namespace, first, priority
+        )
+        self.cache.lock(inserted.node)
+        self._hold_path(seq, inserted.node, last)
         # Where the tree had the same tokens already, its pages stay and ours remain private.
-        seq.private.difference_update(seq.pages[first + len(done.existing_pages) : last])
+        seq.private.difference_update(seq.pages[first + len(inserted.existing_pages) : last])
 
     def release_device_memory(self, seq: Seq, mode: str, prefill_rate: float) -> None:
         """Release everything a sequence holds that is going to come back.

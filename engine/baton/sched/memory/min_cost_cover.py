@@ -24,16 +24,16 @@ def cheap_cover(costs: Sequence[int], gains: Sequence[int], need: int) -> list[i
         return [min(range(len(costs)), key=costs.__getitem__)]
     cover: list[int] = []
     chosen: list[int] = []
-    least = sum(costs) + 1
-    spent = 0
-    left = need
+    best_cost = sum(costs) + 1
+    chosen_cost = 0
+    need_left = need
     for i in sorted((i for i in range(len(costs)) if gains[i]), key=lambda i: costs[i] / gains[i]):
-        if gains[i] < left:
+        if gains[i] < need_left:
             chosen.append(i)
-            spent += costs[i]
-            left -= gains[i]
-        elif spent + costs[i] < least:
-            least = spent + costs[i]
+            chosen_cost += costs[i]
+            need_left -= gains[i]
+        elif chosen_cost + costs[i] < best_cost:
+            best_cost = chosen_cost + costs[i]
             cover = [*chosen, i]
     spare = sum(gains[i] for i in cover) - need
     for i in sorted(cover, key=lambda i: -costs[i]):

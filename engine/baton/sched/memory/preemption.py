@@ -67,15 +67,15 @@ def priority_victims(
             only victims share is not counted for either: the set frees at least what it promises.
     """
     rule = limits.priority
-    below = rule.base(head) - rule.preemption_threshold
+    priority_limit = rule.base(head) - rule.preemption_threshold
     candidates = sorted(
         (
             s
             for s in running
-            if rule.base(s) < below and s.sort_key > sort_key and may_preempt(s, limits)
+            if rule.base(s) < priority_limit and s.sort_key > sort_key and may_preempt(s, limits)
         ),
         key=lambda s: (rule.base(s), -s.req.arrival, -s.handle),
     )
-    found = [freed(seq) for seq in candidates]
-    chosen = cheap_cover([tokens for _, tokens in found], [pages for pages, _ in found], short)
+    gains = [freed(seq) for seq in candidates]
+    chosen = cheap_cover([tokens for _, tokens in gains], [pages for pages, _ in gains], short)
     return [] if chosen is None else [candidates[i] for i in chosen]

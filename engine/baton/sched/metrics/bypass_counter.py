@@ -30,10 +30,10 @@ class BypassCounter:
     def enter(self, handle: int, arrival: float) -> None:
         """A request begins to wait (again). Its handle does not wait already."""
         key = (arrival, handle)
-        at = bisect_left(self._keys, key)
-        self._keys.insert(at, key)
-        self._passed.insert(at, 0)
-        self._waiting[handle] = key, self._counted_from(at)
+        index = bisect_left(self._keys, key)
+        self._keys.insert(index, key)
+        self._passed.insert(index, 0)
+        self._waiting[handle] = key, self._counted_from(index)
 
     def admit(self, handle: int) -> int:
         """A waiting request is admitted: it overtakes those that arrived before it. Returns by how many it was."""
@@ -49,20 +49,20 @@ class BypassCounter:
         key, base = self._waiting[handle]
         return self._counted_from(bisect_left(self._keys, key)) - base
 
-    def _counted_from(self, at: int) -> int:
-        if 2 * at < len(self._passed):
-            return self._total - sum(self._passed[:at])
-        return sum(self._passed[at:])
+    def _counted_from(self, index: int) -> int:
+        if 2 * index < len(self._passed):
+            return self._total - sum(self._passed[:index])
+        return sum(self._passed[index:])
 
-    def _remove(self, handle: int, admitted: int) -> int:
+    def _remove(self, handle: int, num_admitted: int) -> int:
         key, base = self._waiting.pop(handle)
-        at = bisect_left(self._keys, key)
-        found = self._counted_from(at) - base
-        del self._keys[at]
-        moved = self._passed.pop(at)
-        if at:
-            self._passed[at - 1] += moved + admitted
-            self._total += admitted
+        index = bisect_left(self._keys, key)
+        num_overtaken = self._counted_from(index) - base
+        del self._keys[index]
+        num_passed = self._passed.pop(index)
+        if index:
+            self._passed[index - 1] += num_passed + num_admitted
+            self._total += num_admitted
         else:
-            self._total -= moved
-        return found
+            self._total -= num_passed
+        return num_overtaken

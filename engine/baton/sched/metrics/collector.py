@@ -121,34 +121,34 @@ class SchedStats:
 
     def on_queued(self, seq: Seq, now: float) -> None:
         """A request waits; one that waits already (an admission was taken back) keeps its place."""
-        life = self._request_stats.get(seq.handle)
-        if life is None:
+        stats = self._request_stats.get(seq.handle)
+        if stats is None:
             arrival = seq.req.arrival
-            life = self._request_stats[seq.handle] = _RequestStats(
+            stats = self._request_stats[seq.handle] = _RequestStats(
                 self.class_of(seq), (arrival, seq.handle), arrival
             )
             if seq.req.trace:
                 self._timelines[seq.handle] = RequestTimeline(
                     seq.handle, seq.req.trace, seq.prompt_len
                 )
-        elif life.waits:
+        elif stats.waits:
             return
         else:
-            life.waits = True
-            life.since = now
+            stats.waits = True
+            stats.since = now
             if seq.state is SeqState.OPENING:
                 self.timeline_of(seq).add_event(self.now, "revoked", 0)
-        self.queued[life.cls] += 1
+        self.queued[stats.cls] += 1
         self._order.enter(seq.handle, seq.req.arrival)
-        heapq.heappush(self._due, (life.since + self._starvation_secs, seq.handle))
+        heapq.heappush(self._due, (stats.since + self._starvation_secs, seq.handle))
         if len(self._due) > 1024 + 4 * len(self._request_stats):
             self._due = [entry for entry in self._due if self._is_due(*entry)]
             heapq.heapify(self._due)
 
-    def _is_due(self, at: float, handle: int) -> bool:
+    def _is_due(self, time: float, handle: int) -> bool:
         """Does this entry of `_due` speak of a wait that goes on?"""
-        life = self._request_stats.get(handle)
-        return life is not None and life.waits and life.since + self._starvation_secs == at
+        stats = self._request_stats.get(handle)
+        return stats is not None and stats.waits and stats.since + self._starvation_secs == time
 
     def on_plan(self, now: float) -> None:
         """Time has come to `now`: who waits too long from here on?"""
@@ -156,64 +156,64 @@ class SchedStats:
         for _ in range(MAX_DUE_PER_PLAN):
             if not self._due or self._due[0][0] >= now:
                 return
-            at, handle = heapq.heappop(self._due)
-            if not self._is_due(at, handle):
+            time, handle = heapq.heappop(self._due)
+            if not self._is_due(time, handle):
                 continue
-            life = self._request_stats[handle]
+            stats = self._request_stats[handle]
             if self._order.count(handle):
-                self._mark_starving(life)
+                self._mark_starving(stats)
             else:
-                heapq.heappush(self._overdue, (life.key, handle))
+                heapq.heappush(self._overdue, (stats.key, handle))
 
-    def _mark_starving(self, life: _RequestStats) -> None:
-        life.is_starving = True
-        self.starving[life.cls] += 1
-        if not life.has_starved:
-            life.has_starved = True
-            self.starved[life.cls] += 1
+    def _mark_starving(self, stats: _RequestStats) -> None:
+        stats.is_starving = True
+        self.starving[stats.cls] += 1
+        if not stats.has_starved:
+            stats.has_starved = True
+            self.starved[stats.cls] += 1
 
     def on_admitted(self, seq: Seq, now: float) -> None:
         """A waiting request got its row; `seq.computed` tokens of it come from the cache."""
-        life = self._request_stats[seq.handle]
-        if life.was_admitted:
+        stats = self._request_stats[seq.handle]
+        if stats.was_admitted:
             self._order.leave(seq.handle)
         else:
-            life.was_admitted = True
-            self._overtake_overdue(life.key, now)
+            stats.was_admitted = True
+            self._overtake_overdue(stats.key, now)
             self.overtaken.observe(self._order.admit(seq.handle))
-            life.queue_seconds = max(now - seq.req.arrival, 0.0)
-            self.waiting_time[life.cls].observe(life.queue_seconds)
-        self._stop_waiting(life)
+            stats.queue_seconds = max(now - seq.req.arrival, 0.0)
+            self.waiting_time[stats.cls].observe(stats.queue_seconds)
+        self._stop_waiting(stats)
         timeline = self.timeline_of(seq)
         if timeline.admitted_at is None:
             timeline.admitted_at = now
             timeline.is_transfer = seq.state is SeqState.TRANSFER
         else:
             timeline.add_event(now, "admitted", seq.computed)
-        if life.lost_tokens:
-            self.recomputed_tokens += max(life.lost_tokens - seq.computed, 0)
-            life.lost_tokens = 0
+        if stats.lost_tokens:
+            self.recomputed_tokens += max(stats.lost_tokens - seq.computed, 0)
+            stats.lost_tokens = 0
 
     def _overtake_overdue(self, key: Key, now: float) -> None:
         """Those who wait too long and arrived before `key` are overtaken now."""
         while self._overdue and self._overdue[0][0] < key:
             _, handle = heapq.heappop(self._overdue)
-            life = self._request_stats.get(handle)
+            stats = self._request_stats.get(handle)
             # The wait of this entry may be over, and another one have begun.
             if (
-                life
-                and life.waits
-                and not life.is_starving
-                and now - life.since > self._starvation_secs
+                stats
+                and stats.waits
+                and not stats.is_starving
+                and now - stats.since > self._starvation_secs
             ):
-                self._mark_starving(life)
+                self._mark_starving(stats)
 
-    def _stop_waiting(self, life: _RequestStats) -> None:
-        life.waits = False
-        self.queued[life.cls] -= 1
-        if life.is_starving:
-            life.is_starving = False
-            self.starving[life.cls] -= 1
+    def _stop_waiting(self, stats: _RequestStats) -> None:
+        stats.waits = False
+        self.queued[stats.cls] -= 1
+        if stats.is_starving:
+            stats.is_starving = False
+            self.starving[stats.cls] -= 1
 
     # ------------------------------------------------------------------ running
 
@@ -224,15 +224,15 @@ class SchedStats:
             reason: memory (retracted), priority (preempted for its pages), slots (for its slot), or admin, which takes
                 waiting ones too.
         """
-        life = self._request_stats[seq.handle]
+        stats = self._request_stats[seq.handle]
         self.timeline_of(seq).add_event(self.now, REQUEUE_EVENTS[reason], seq.computed)
-        if life.waits:
+        if stats.waits:
             self.on_withdrawn(seq)
             return
         self.requeued.append((seq.handle, reason))
         other = None if by is None else self._request_stats.get(by.handle)
-        self.suspensions[life.cls, other.cls if other else "", reason] += 1
-        life.lost_tokens = seq.computed
+        self.suspensions[stats.cls, other.cls if other else "", reason] += 1
+        stats.lost_tokens = seq.computed
 
     def on_computed(self, plan: StepPlan, now: float) -> None:
         """A step is done; its tokens have not been handed out yet."""
@@ -281,8 +281,8 @@ class SchedStats:
             slack = seq.req.ttft_deadline - now
             self.deadline_slack.observe(slack)
             self.deadlines_missed["ttft"] += slack < 0
-        life = self._request_stats[seq.handle]
-        return FirstTokenStages(life.queue_seconds, life.pulled)
+        stats = self._request_stats[seq.handle]
+        return FirstTokenStages(stats.queue_seconds, stats.pulled)
 
     def on_pulled(self, seq: Seq, pulled: PulledPages | None) -> None:
         """D: its pages are here."""
@@ -298,10 +298,10 @@ class SchedStats:
 
     def on_withdrawn(self, seq: Seq) -> None:
         """A request waits no longer, if it did, and was not admitted."""
-        life = self._request_stats.get(seq.handle)
-        if life is not None and life.waits:
+        stats = self._request_stats.get(seq.handle)
+        if stats is not None and stats.waits:
             self._order.leave(seq.handle)
-            self._stop_waiting(life)
+            self._stop_waiting(stats)
 
     def on_ended(self, seq: Seq) -> RequestTimeline | None:
         """Returns its timeline, once, if it was traced."""

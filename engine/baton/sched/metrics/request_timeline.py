@@ -74,17 +74,17 @@ class RequestTimeline:
     """(when, what, tokens), in order: computed, admitted (again), retracted, preempted, suspended, revoked."""
     lost_events: int = 0
 
-    def add_event(self, at: float, what: str, tokens: int) -> None:
+    def add_event(self, time: float, name: str, tokens: int) -> None:
         if len(self.events) < MAX_EVENTS:
-            self.events.append((at, what, tokens))
+            self.events.append((time, name, tokens))
         else:
             self.lost_events += 1
 
-    def on_computed(self, at: float, tokens: int) -> None:
+    def on_computed(self, time: float, tokens: int) -> None:
         """A step has computed so many of its tokens; said before the token that the step sampled."""
         if self.first_token_at is None:
             self.steps += 1
             self.computed_tokens += tokens
         else:
             self.recomputed_tokens += tokens
-        self.add_event(at, "computed", tokens)
+        self.add_event(time, "computed", tokens)

@@ -97,8 +97,8 @@ class StepTime:
 
     def confirms(self, tokens: int, now: float) -> bool:
         """True if a prompt at least half as long was computed within EVIDENCE_SECS."""
-        at, most = self._evidence
-        return now - at <= EVIDENCE_SECS and tokens <= 2 * most
+        time, most_tokens = self._evidence
+        return now - time <= EVIDENCE_SECS and tokens <= 2 * most_tokens
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from a step that took `seconds` on the device."""

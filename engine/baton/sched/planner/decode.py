@@ -26,14 +26,14 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
     running = state.running
     rows = draft.rows
     starved = _find_starved(state) if memory.available < len(running) else ()
-    others: list[Seq] = []
+    prompts: list[Seq] = []
     for seq in running.values():
-        known = seq.tokens
+        tokens_known = seq.tokens
         inflight = seq.inflight
         start = seq.computed
-        total = len(known) + inflight
+        total = len(tokens_known) + inflight
         if total - start != 1 or not seq.prompt_len < total < seq.max_total_tokens:
-            others.append(seq)
+            prompts.append(seq)
             continue
         if total > len(seq.pages) * page_size and (
             seq.handle in starved or not memory.extend(seq, total)
@@ -44,16 +44,16 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
             draft.add_row(seq, 1)
             continue
         pages = NO_PAGES
-        held = len(seq.pages)
-        if sent < held:
+        num_pages = len(seq.pages)
+        if sent < num_pages:
             pages = seq.pages[sent:]
-            seq.pages_sent_to_runner = held
-        tokens = UNKNOWN if inflight else known[start:]
+            seq.pages_sent_to_runner = num_pages
+        tokens = UNKNOWN if inflight else tokens_known[start:]
         rows.append(new_row((seq.handle, seq.slot, start, 1, True, tokens, sent, pages)))
         seq.computed = total
         seq.inflight = inflight + 1
         seq.inflight_steps += 1
-    return others
+    return prompts
 
 
 def _find_starved(state: SchedulerState) -> set[int]:

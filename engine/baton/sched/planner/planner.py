@@ -77,13 +77,13 @@ class Planner:
             self._preemption.plan(draft, can_prefill=can_prefill)
         retractions = state.retractions
         skip_decode = self._skips_decode()
-        others = list(state.running.values()) if skip_decode else plan_decode_rows(state, draft)
+        prompts = list(state.running.values()) if skip_decode else plan_decode_rows(state, draft)
         num_decode = len(draft.rows)
         stopped_by = StopReason.PREEMPTED
         if num_decode and limits.prefill_first and not limits.enable_mixed_chunk:
             stopped_by = StopReason.DECODE_ONLY
         elif state.retractions == retractions:
-            stopped_by = self.prefill.plan(draft, others)
+            stopped_by = self.prefill.plan(draft, prompts)
         if skip_decode and not draft.rows:
             plan_decode_rows(state, draft)
             num_decode = len(draft.rows)
@@ -116,8 +116,8 @@ class Planner:
             memory.ratio.on_decode_step()
             self._prefill_run_secs = None
         else:  # a step for copies alone adds nothing
-            run = sum(times.chunk_seconds(row.start, row.n) for row in draft.rows)
-            self._prefill_run_secs = (self._prefill_run_secs or 0.0) + run
+            prefill_secs = sum(times.chunk_seconds(row.start, row.n) for row in draft.rows)
+            self._prefill_run_secs = (self._prefill_run_secs or 0.0) + prefill_secs
         step = state.step_planned()
         rows = tuple(draft.rows)
         admitted = tuple(draft.admitted)
@@ -146,7 +146,9 @@ class Planner:
             return False
         if self._prefill_run_secs is not None:
             next_secs = state.times.chunk_seconds(0, limits.step_tokens)
-            most = limits.max_decode_gap_secs
-            if not most or self._prefill_run_secs + next_secs > most:  # predictions may be 0
+            gap_limit = limits.max_decode_gap_secs
+            if (
+                not gap_limit or self._prefill_run_secs + next_secs > gap_limit
+            ):  # predictions may be 0
                 return False
         return bool(state.waiting) or any(not seq.is_decoding for seq in state.running.values())

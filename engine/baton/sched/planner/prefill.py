@@ -53,17 +53,17 @@ class PrefillPlanner:
         self._estimate = estimate
         self._reservation = reservation
 
-    def plan(self, draft: PlanDraft, others: list[Seq]) -> StopReason:
+    def plan(self, draft: PlanDraft, prompts: list[Seq]) -> StopReason:
         """Add prompt chunks to the draft.
 
         Args:
-            others: running sequences without a row yet, in the order of running.
+            prompts: running sequences without a row yet, in the order of running.
         """
         state = self._state
         self._growth.reset()  # decode rows have changed it
         budget = PromptBudget(state.limits, state.times, len(draft.rows))
         draft.seconds_budget = budget.seconds
-        context = self._make_context(draft, others, budget)
+        context = self._make_context(draft, prompts, budget)
         candidates = state.sharing.order_prefill(context)
         first_refusal: StopReason | None = None
         seq = next(candidates, None)
@@ -85,14 +85,14 @@ class PrefillPlanner:
         return StopReason.QUEUE_EMPTY
 
     def _make_context(
-        self, draft: PlanDraft, others: list[Seq], budget: PromptBudget
+        self, draft: PlanDraft, prompts: list[Seq], budget: PromptBudget
     ) -> PrefillContext:
         state = self._state
         limits = state.limits
         reservation = self._reservation
         # A request that was preempted for others might come behind a less important one.
         reservation.review(self._estimate.can_start, was_tried=draft.preemptor is not None)
-        unfinished = partial_of(others)
+        unfinished = partial_of(prompts)
         reorders = state.policy.reorders_partial_prefills or limits.priority.enabled
         return PrefillContext(
             unfinished=unfinished,

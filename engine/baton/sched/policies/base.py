@@ -168,9 +168,10 @@ def all_cached_tokens(queue: Sequence[Seq], index: RadixCache) -> list[int]:
 
 def all_work(queue: Sequence[Seq], view: PolicyContext) -> list[int]:
     """`tokens_to_compute` of each."""
-    found = all_cached_tokens(queue, view.index)
+    cached_tokens = all_cached_tokens(queue, view.index)
     return [
-        len(seq.tokens) + seq.inflight - cached for seq, cached in zip(queue, found, strict=True)
+        len(seq.tokens) + seq.inflight - cached
+        for seq, cached in zip(queue, cached_tokens, strict=True)
     ]
 
 

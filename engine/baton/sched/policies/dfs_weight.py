@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from baton.cache.radix import PrefixProbe, RadixCache, RadixNode
-from baton.sched.policies.base import Policy, PolicyContext, refresh_probe, batches
+from baton.sched.policies.base import Policy, PolicyContext, batches, refresh_probe
 from baton.sched.types.sequence import Seq
 
 ROOT = -1

@@ -41,14 +41,14 @@ class EdfPolicy(Policy):
     def sort_keys(
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Sequence[float]:
-        due = [self._deadline_of(seq) for seq in queue]
+        deadlines = [self._deadline_of(seq) for seq in queue]
         if not self.params.demote_hopeless:
-            return due
-        own = all_work(queue, view)
+            return deadlines
+        work_tokens = all_work(queue, view)
         later = self.params.edf_demotion_secs
         return [
-            at + later if view.now > at - tokens / cache_key else at
-            for at, tokens in zip(due, own, strict=True)
+            deadline + later if view.now > deadline - tokens / cache_key else deadline
+            for deadline, tokens in zip(deadlines, work_tokens, strict=True)
         ]
 
     def expiries(

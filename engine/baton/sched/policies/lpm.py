@@ -52,26 +52,24 @@ class LpmPolicy(Policy):
         aging = self.params.lpm_aging_tokens_per_s
         # cached + aging * (now - arrival), less the term that is equal for all: the order needs no clock.
         cached = all_cached_tokens(queue, view.index)
-        found = [
-            aging * seq.req.arrival - tokens for seq, tokens in zip(queue, cached, strict=True)
-        ]
+        keys = [aging * seq.req.arrival - tokens for seq, tokens in zip(queue, cached, strict=True)]
         if self.params.in_batch_prefix_caching_check_threshold >= 0:
-            for at in self._find_shared_heads(queue, view):
-                found[at] = math.inf
-        return found
+            for index in self._find_shared_heads(queue, view):
+                keys[index] = math.inf
+        return keys
 
     def _find_shared_heads(self, queue: Sequence[Seq], view: PolicyContext) -> Iterator[int]:
         """Places of those whose first tokens an earlier one, by arrival, has to compute anyway."""
-        length = self.params.in_batch_prefix_caching_deprioritize_threshold
+        head_tokens = self.params.in_batch_prefix_caching_deprioritize_threshold
         most_cached = self.params.in_batch_prefix_caching_check_threshold
         leaders: set[tuple[bytes, bytes]] = set()
-        for at in sorted(
-            range(len(queue)), key=lambda at: (queue[at].req.arrival, queue[at].handle)
+        for index in sorted(
+            range(len(queue)), key=lambda index: (queue[index].req.arrival, queue[index].handle)
         ):
-            seq = queue[at]
-            if len(seq.tokens) < length or cached_tokens(seq, view.index) > most_cached:
+            seq = queue[index]
+            if len(seq.tokens) < head_tokens or cached_tokens(seq, view.index) > most_cached:
                 continue
-            head = (seq.req.namespace, seq.key[: length * seq.tokens.itemsize])
+            head = (seq.req.namespace, seq.key[: head_tokens * seq.tokens.itemsize])
             if head in leaders:
-                yield at
+                yield index
             leaders.add(head)

@@ -51,9 +51,9 @@ class DrainRate:
 
     def on_left(self, tokens: int, now: float) -> None:
         self.start_clock(now)
-        kept = self._remaining_share(now)
-        self._requests = self._requests * kept + 1
-        self._tokens = self._tokens * kept + tokens
+        share = self._remaining_share(now)
+        self._requests = self._requests * share + 1
+        self._tokens = self._tokens * share + tokens
         self._at = max(self._at, now)
 
     def per_second(self, now: float) -> tuple[float, float]:
@@ -61,8 +61,8 @@ class DrainRate:
         if self._since is None or now <= self._since:
             return 0.0, 0.0
         weight = self._horizon * -math.expm1((self._since - max(self._at, now)) / self._horizon)
-        kept = self._remaining_share(now)
-        return self._requests * kept / weight, self._tokens * kept / weight
+        share = self._remaining_share(now)
+        return self._requests * share / weight, self._tokens * share / weight
 
     def _remaining_share(self, now: float) -> float:
         """Share of the sums that still counts at `now`."""
@@ -125,12 +125,12 @@ class AdmissionController:
         """
         limits = self._limits
         prompt = len(req.prompt)
-        most = math.inf if limits.max_queued_tokens is None else limits.max_queued_tokens
+        most_tokens = math.inf if limits.max_queued_tokens is None else limits.max_queued_tokens
         requests = len(self._queued) + 1 - limits.max_queued_requests
         waiting = self.queued_tokens
         victims: list[Seq] = []
         # A prompt longer than the token limit may wait alone: it would be refused for ever.
-        while requests > len(victims) or (waiting and waiting + prompt > most):
+        while requests > len(victims) or (waiting and waiting + prompt > most_tokens):
             victim = self._pop_least(limits.priority.base_of(req))
             if victim is None:
                 for seq in victims:
@@ -144,13 +144,13 @@ class AdmissionController:
 
     def pop_overdue(self, now: float) -> list[Seq]:
         """Requests that have waited too long without having started; each is named once, however often it came in."""
-        found: dict[int, Seq] = {}
+        overdue: dict[int, Seq] = {}
         while self._due and self._due[0][0] <= now:
             seq, _ = self._queued.get(_pop_handle(self._due), (None, 0))
             if seq is not None and not seq.has_started:
-                found[seq.handle] = seq
-        self.turned_away["timeout"] += len(found)
-        return list(found.values())
+                overdue[seq.handle] = seq
+        self.turned_away["timeout"] += len(overdue)
+        return list(overdue.values())
 
     def next_due(self) -> float | None:
         return self._due[0][0] if self._due else None
@@ -162,11 +162,11 @@ class AdmissionController:
 
         Before the queue has moved, tokens at `prefill_rate` stand for the rate.
         """
-        moved, moved_tokens = self._rate.per_second(now)
+        request_rate, token_rate = self._rate.per_second(now)
         mean = self.queued_tokens / len(self._queued) if self._queued else 0.0
-        wait = requests / moved if moved else requests * mean / prefill_rate
+        wait = requests / request_rate if request_rate else requests * mean / prefill_rate
         if tokens > 0:
-            wait = max(wait, tokens / (moved_tokens or prefill_rate))
+            wait = max(wait, tokens / (token_rate or prefill_rate))
         return math.ceil(min(max(wait, MIN_RETRY_SECS), MAX_RETRY_SECS))
 
     def _pop_least(self, above: int) -> Seq | None:
@@ -181,20 +181,23 @@ class AdmissionController:
         self, requests: int, prompt: int, now: float, prefill_rate: float
     ) -> QueueFull:
         limits = self._limits
-        queued = self.queued_tokens
+        queued_tokens = self.queued_tokens
         if requests > 0:
             retry = self.retry_after(now, prefill_rate, requests)
-            what = f"{len(self._queued)} requests are waiting, the limit is {limits.max_queued_requests}"
+            cause = f"{len(self._queued)} requests are waiting, the limit is {limits.max_queued_requests}"
             flag = "--max-queued-requests"
         else:
             assert limits.max_queued_tokens is not None
             retry = self.retry_after(
-                now, prefill_rate, 1, min(queued, queued + prompt - limits.max_queued_tokens)
+                now,
+                prefill_rate,
+                1,
+                min(queued_tokens, queued_tokens + prompt - limits.max_queued_tokens),
             )
-            what = f"{queued} prompt tokens are waiting and this request brings {prompt}"
-            what += f", the limit is {limits.max_queued_tokens}"
+            cause = f"{queued_tokens} prompt tokens are waiting and this request brings {prompt}"
+            cause += f", the limit is {limits.max_queued_tokens}"
             flag = "--max-queued-tokens"
-        return QueueFull(f"{what}; retry after {retry} s or raise {flag}", retry_after_secs=retry)
+        return QueueFull(f"{cause}; retry after {retry} s or raise {flag}", retry_after_secs=retry)
 
     def _push_candidate(self, seq: Seq) -> None:
         entry = (self._limits.priority.base(seq), -seq.req.arrival, -seq.handle, seq.handle)

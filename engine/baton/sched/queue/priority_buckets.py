@@ -24,8 +24,8 @@ def band(value: float) -> str:
     """The band's name, e.g. "4" for 4 to 15; "low" below all edges; "default" for a missing priority."""
     if value <= LOWEST_PRIORITY / 2:  # aging lifts it a little
         return DEFAULT
-    at = bisect.bisect_right(EDGES, value)
-    return str(EDGES[at - 1]) if at else LOW
+    index = bisect.bisect_right(EDGES, value)
+    return str(EDGES[index - 1]) if index else LOW
 
 
 def class_of(seq: Seq, rule: PriorityRule) -> str:

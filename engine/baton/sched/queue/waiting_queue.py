@@ -102,20 +102,20 @@ class _Order:
         if entry is None:
             return
         for lane in (self.aging, self.aged):
-            at = bisect.bisect_left(lane, entry)
-            if at < len(lane) and lane[at][3] == handle:
-                del lane[at]
+            index = bisect.bisect_left(lane, entry)
+            if index < len(lane) and lane[index][3] == handle:
+                del lane[index]
         self.changes += 1
 
-    def pop_due(self, now: float, most: int) -> list[Seq]:
+    def pop_due(self, now: float, limit: int) -> list[Seq]:
         """Up to so many that have to be entered again by now."""
-        found: list[Seq] = []
-        while self._moves and self._moves[0][0] <= now and len(found) < most:
+        due_seqs: list[Seq] = []
+        while self._moves and self._moves[0][0] <= now and len(due_seqs) < limit:
             due, handle = heapq.heappop(self._moves)
             if self._due.get(handle) == due:
                 del self._due[handle]
-                found.append(self.entries[handle][4])
-        return found
+                due_seqs.append(self.entries[handle][4])
+        return due_seqs
 
 
 class WaitingQueue:
@@ -200,8 +200,8 @@ class WaitingQueue:
         if self._probes is not None and seq.handle in self._order.entries:
             self._probes.stale[seq.handle] = None
 
-    def in_order(self, under_way: Sequence[Seq] = ()) -> Iterator[Seq]:
-        """Sequences as the planner should try them, among them those `under_way`, which do not wait any more.
+    def in_order(self, unfinished: Sequence[Seq] = ()) -> Iterator[Seq]:
+        """Sequences as the planner should try them, among them those `unfinished`, which do not wait any more.
 
         These compete with waiting ones if the policy re-decides chunks; else they come first among equal priorities.
         The queue may change while the caller iterates: who left is not given, nor is who joins.
@@ -210,11 +210,15 @@ class WaitingQueue:
         self._update_order(view)
         order = self._order
         waiting = self._waiting_entries(order, view, self._joins)
-        if not under_way:
+        if not unfinished:
             return (entry[4] for entry in waiting)
-        given = {seq.handle for seq in under_way}
-        entries = heapq.merge(waiting, self._entries_of(under_way, view, order.cache_key))
-        return (entry[4] for entry in entries if entry[3] in self._seqs or entry[3] in given)
+        unfinished_handles = {seq.handle for seq in unfinished}
+        entries = heapq.merge(waiting, self._entries_of(unfinished, view, order.cache_key))
+        return (
+            entry[4]
+            for entry in entries
+            if entry[3] in self._seqs or entry[3] in unfinished_handles
+        )
 
     def sorted_of(self, seqs: Iterable[Seq]) -> list[Seq]:
         """Some that wait, in order; those that have no place yet go last. O(n log n) in their number."""
@@ -228,10 +232,10 @@ class WaitingQueue:
 
         return sorted(seqs, key=rank)
 
-    def sorted_alone(self, under_way: Sequence[Seq]) -> list[Seq]:
+    def sorted_alone(self, unfinished: Sequence[Seq]) -> list[Seq]:
         """Those under way in the order in which `in_order` gives them."""
         return [
-            entry[4] for entry in self._entries_of(under_way, self._view(), self._order.cache_key)
+            entry[4] for entry in self._entries_of(unfinished, self._view(), self._order.cache_key)
         ]
 
     def review(self) -> OrderReviewed | None:
@@ -243,17 +247,17 @@ class WaitingQueue:
         )
 
     def _entries_of(
-        self, under_way: Sequence[Seq], view: PolicyContext, cache_key: Hashable
+        self, unfinished: Sequence[Seq], view: PolicyContext, cache_key: Hashable
     ) -> list[Entry]:
-        is_alike = self.policy.reorders_partial_prefills
+        competes = self.policy.reorders_partial_prefills
         keys = (
-            self.policy.sort_keys(under_way, view, cache_key)
-            if is_alike
-            else [-math.inf] * len(under_way)
+            self.policy.sort_keys(unfinished, view, cache_key)
+            if competes
+            else [-math.inf] * len(unfinished)
         )
         return sorted(
             (self.priority.key(seq, view.now), key, seq.req.arrival, seq.handle, seq)
-            for seq, key in zip(under_way, keys, strict=True)
+            for seq, key in zip(unfinished, keys, strict=True)
         )
 
     def _waiting_entries(
@@ -272,8 +276,10 @@ class WaitingQueue:
                 (self.priority.key(seq, view.now), order.entries[seq.handle][1], seq)
                 for seq in joined
             )
-            more = sorted((rank, key, seq.req.arrival, seq.handle, seq) for rank, key, seq in keys)
-            yield from (entry for entry in more if entry[3] in self._seqs)
+            placed_entries = sorted(
+                (rank, key, seq.req.arrival, seq.handle, seq) for rank, key, seq in keys
+            )
+            yield from (entry for entry in placed_entries if entry[3] in self._seqs)
 
     # ------------------------------------------------------------------ keeping it sorted
 
@@ -306,21 +312,21 @@ class WaitingQueue:
         elif self._next is None:
             self._next = _Order(self.priority, cache_key)
             self._to_build = list(self._order.entries)
-        left = KINDS * EXACT_UP_TO if len(self._seqs) <= EXACT_UP_TO else KEYS_PER_LOOK
-        share = left // KINDS
-        left -= self._build_next(view, left - 3 * share)
-        due = self._order.pop_due(view.now, left - 2 * share)
+        keys_left = KINDS * EXACT_UP_TO if len(self._seqs) <= EXACT_UP_TO else KEYS_PER_LOOK
+        share = keys_left // KINDS
+        keys_left -= self._build_next(view, keys_left - 3 * share)
+        due = self._order.pop_due(view.now, keys_left - 2 * share)
         self._place_in(self._order, due, view)
-        left -= len(due)
-        left -= self._move_stale(self._probes, view, left - share)
-        self._place_joined(view, self._joins, left)
+        keys_left -= len(due)
+        keys_left -= self._move_stale(self._probes, view, keys_left - share)
+        self._place_joined(view, self._joins, keys_left)
 
-    def _build_next(self, view: PolicyContext, most: int) -> int:
+    def _build_next(self, view: PolicyContext, limit: int) -> int:
         """Continue with the next order. Returns by how many sequences."""
         if self._next is None:
             return 0
-        handles = self._to_build[-most:]
-        del self._to_build[-most:]
+        handles = self._to_build[-limit:]
+        del self._to_build[-limit:]
         entries = self._order.entries
         self._place_in(
             self._next, [entries[handle][4] for handle in handles if handle in entries], view
@@ -330,9 +336,9 @@ class WaitingQueue:
             self._next = None
         return len(handles)
 
-    def _move_stale(self, probes: ProbeWatch, view: PolicyContext, most: int) -> int:
+    def _move_stale(self, probes: ProbeWatch, view: PolicyContext, limit: int) -> int:
         """Bring those to their places whose cached prefix may have changed. Returns how many."""
-        stale = [self._seqs[handle] for handle in itertools.islice(probes.stale, most)]
+        stale = [self._seqs[handle] for handle in itertools.islice(probes.stale, limit)]
         for order in self._all_orders() if stale else ():
             self._place_in(order, [seq for seq in stale if seq.handle in order.entries], view)
         for seq in stale:
@@ -340,26 +346,26 @@ class WaitingQueue:
         return len(stale)
 
     def _place_joined(
-        self, view: PolicyContext, last_join: int, most: int = KEYS_PER_LOOK
+        self, view: PolicyContext, last_join: int, limit: int = KEYS_PER_LOOK
     ) -> list[Seq]:
-        """Give those a place that came last so far back, the `most` most important. Returns them."""
-        found: list[Seq] = []
-        later: list[tuple[float, float, int, int]] = []
-        while self._to_join and len(found) < most:
+        """Give those a place that came last so far back, the `limit` most important. Returns them."""
+        placed: list[Seq] = []
+        not_yet: list[tuple[float, float, int, int]] = []
+        while self._to_join and len(placed) < limit:
             entry = heapq.heappop(self._to_join)
             _, _, handle, number = entry
             if self._joined.get(handle) != number:
                 continue  # it has left, or has another priority
             if number > last_join:
-                later.append(entry)
+                not_yet.append(entry)
                 continue
             del self._joined[handle]
-            found.append(self._seqs[handle])
-        for entry in later:
+            placed.append(self._seqs[handle])
+        for entry in not_yet:
             heapq.heappush(self._to_join, entry)
-        for order in self._all_orders() if found else ():
-            self._place_in(order, found, view)
-        return found
+        for order in self._all_orders() if placed else ():
+            self._place_in(order, placed, view)
+        return placed
 
     def _place_in(self, order: _Order, seqs: Sequence[Seq], view: PolicyContext) -> None:
         if not seqs:
@@ -412,12 +418,16 @@ class WaitingQueue:
             self._sorting = None
             return
         # A request that left and returned meanwhile is in `_next` already.
-        placed = self._order.entries
-        moved = self._next.entries
-        found = [
-            (seq, key) for seq, key in ready if seq.handle in placed and seq.handle not in moved
+        entries = self._order.entries
+        entries_of_next = self._next.entries
+        new_keys = [
+            (seq, key)
+            for seq, key in ready
+            if seq.handle in entries and seq.handle not in entries_of_next
         ]
-        self._next.enter([seq for seq, _ in found], [key for _, key in found], NEVER, view.now)
+        self._next.enter(
+            [seq for seq, _ in new_keys], [key for _, key in new_keys], NEVER, view.now
+        )
 
 
 def _walk_lane(order: _Order, entries: list[Entry], shift: float) -> Iterator[Entry]:
@@ -426,12 +436,12 @@ def _walk_lane(order: _Order, entries: list[Entry], shift: float) -> Iterator[En
     Args:
         shift: makes priorities of this list comparable with those of others at the present time.
     """
-    at = 0
+    index = 0
     changes = order.changes
-    while at < len(entries):
-        last = entries[at]
-        yield (last[0] + shift, *last[1:])
-        at += 1
+    while index < len(entries):
+        last_entry = entries[index]
+        yield (last_entry[0] + shift, *last_entry[1:])
+        index += 1
         if order.changes != changes:
-            at = bisect.bisect_right(entries, last)
+            index = bisect.bisect_right(entries, last_entry)
             changes = order.changes
