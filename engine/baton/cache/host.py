@@ -1,27 +1,33 @@
-"""A second tier for KV pages: host memory that takes what is evicted from the device, found again by its tokens.
+"""A second tier for KV pages: host memory that takes what is evicted from the device, found again
+by its tokens.
 
 Life of a host page:
- 1. The radix tree evicts a leaf; `demote` keys each of its pages by the tokens that lead to it (a chain of hashes, so a
-    page is worth something even when the pages before it are gone) and asks for a copy to a slot of the host pool.
- 2. `find` follows the prompt of a request beyond what the tree holds; `copy_in` asks for copies into device pages.
- 3. The slot keeps the content of a page that went back to the device, but such slots are the first to be reused; if
-    the page is evicted again before that, nothing needs to be copied.
- 4. Without free or duplicate slots the eviction policy decides between what is here and what wants to come in, and
-    nothing comes in that was never reused and continues nothing that was.
- 5. `pin` keeps pages of a preempted request until it runs again or ends, up to `PIN_SHARE` of the pool.
+ 1. The radix tree evicts a leaf; `demote` keys each of its pages by the tokens that lead to it (a
+    chain of hashes, so a page is worth something even when the pages before it are gone) and asks
+    for a copy to a slot of the host pool.
+ 2. `find` follows the prompt of a request beyond what the tree holds; `copy_in` asks for copies
+    into device pages.
+ 3. The slot keeps the content of a page that went back to the device, but such slots are the first
+    to be reused; if the page is evicted again before that, nothing needs to be copied.
+ 4. Without free or duplicate slots the eviction policy decides between what is here and what wants
+    to come in, and nothing comes in that was never reused and continues nothing that was.
+ 5. `pin` keeps pages of a preempted request until it runs again or ends, up to `PIN_SHARE` of the
+    pool.
 
-Copies are only *asked for*: they are taken with `take_copies` and carried out in order before the rows of the next
-step, therefore after all rows planned earlier and before any row that reuses the page. A page or slot may be given a
-new purpose as soon as the copy that saves its content is in the list.
+Copies are only *asked for*: they are taken with `take_copies` and carried out in order before the
+rows of the next step, therefore after all rows planned earlier and before any row that reuses the
+page. A page or slot may be given a new purpose as soon as the copy that saves its content is in the
+list.
 
- 6. `quarantine` forgets every page behind a damaged one; a pinned one keeps its slot until it is unpinned.
+ 6. `quarantine` forgets every page behind a damaged one; a pinned one keeps its slot until it is
+    unpinned.
 
-Invariants: free + cached + pinned = slots; a slot belongs to one key; a key's content is the KV of exactly its tokens,
-because a page's key is forgotten when the tree lets go of the page.
+Invariants: free + cached + pinned = slots; a slot belongs to one key; a key's content is the KV of
+exactly its tokens, because a page's key is forgotten when the tree lets go of the page.
 Deliberately unknown here: requests, tensors, time.
 
-Sources: hash chains as in vLLM's prefix cache, demotion on eviction as in SGLang's hierarchical cache; both keep device
-pages addressable by what they hold and so does this.
+Sources: hash chains as in vLLM's prefix cache, demotion on eviction as in SGLang's hierarchical
+cache; both keep device pages addressable by what they hold and so does this.
 """
 
 from __future__ import annotations
@@ -41,7 +47,9 @@ from baton.cache.radix import TOKEN_BYTES, RadixNode
 DIGEST_BYTES = 16
 """Two different prefixes with one key would need about 2^64 pages."""
 PIN_SHARE = 0.75
-"""Share of the pool for pinned pages: the rest stays a cache for everybody, however many requests are suspended."""
+"""Share of the pool for pinned pages: the rest stays a cache for everybody, however many requests
+are suspended.
+"""
 DEAD_ENTRIES = 64
 
 
@@ -58,9 +66,11 @@ class CopyRun:
 
 @dataclass(slots=True, eq=False)
 class HostPage:
-    """Page of some prefix on the host. A handle for `copy_in` and `pin`; its fields belong to the tier.
+    """Page of some prefix on the host. A handle for `copy_in` and `pin`; its fields belong to the
+    tier.
 
-    `stamp`, `created`, `reuses` and `priority` are what the tree's node remembered (cache.eviction.PageMemory).
+    `stamp`, `created`, `reuses` and `priority` are what the tree's node remembered
+    (cache.eviction.PageMemory).
     """
 
     key: bytes
@@ -112,8 +122,9 @@ class HostTier:
     def demote(self, node: RadixNode) -> None:
         """Keep what a leaf holds, as far as there is room; the pages closest to the root first.
 
-        In a full pool only what was reused, or continues what was, takes the place of something: most pages are never
-        asked for again, and copying them costs every step that evicts (docs/scheduling/preemption.md has figures).
+        In a full pool only what was reused, or continues what was, takes the place of something:
+        most pages are never asked for again, and copying them costs every step that evicts
+        (docs/scheduling/preemption.md has figures).
         """
         keys = self._keys_of(node)
         path = node.path()
@@ -147,7 +158,8 @@ class HostTier:
         return self._drop_all([page for page in self._pages.values() if not page.pins])
 
     def quarantine(self, tokens: bytes, namespace: bytes) -> int:
-        """Forget every page of the prompts that begin as this one: one of its pages is damaged. Returns how many.
+        """Forget every page of the prompts that begin as this one: one of its pages is damaged.
+        Returns how many.
 
         Cost: O(pages of the tier).
         """
@@ -190,7 +202,10 @@ class HostTier:
     # ------------------------------------------------------------------ pins
 
     def reserve(self, wanted: int) -> bool:
-        """Have so many slots free for pages that will be pinned, whatever they cost. False: too many are pinned."""
+        """Have so many slots free for pages that will be pinned, whatever they cost.
+
+        False: too many are pinned.
+        """
         if self._pinned + wanted > self.num_slots * PIN_SHARE:
             return False
         self._make_room(wanted, None)
@@ -228,7 +243,9 @@ class HostTier:
         return bool(self._runs)
 
     def take_copies(self) -> tuple[CopyRun, ...]:
-        """Copies requested since the last call, to be carried out in this order before the next step's rows."""
+        """Copies requested since the last call, to be carried out in this order before the next
+        step's rows.
+        """
         runs = tuple(self._runs)
         self._runs = []
         self._targets = set()
@@ -253,10 +270,11 @@ class HostTier:
     # ------------------------------------------------------------------ slots
 
     def _make_room(self, wanted: int, worth: tuple[Key, int] | None) -> int:
-        """Have up to `wanted` slots free, at the cost of duplicates and of what the policy values less than `worth`.
+        """Have up to `wanted` slots free, at the cost of duplicates and of what the policy values
+        less than `worth`.
 
-        `worth` is a policy's key and, smaller for deeper pages, the index: of equals the one closest to the root stays;
-        None is worth everything.
+        `worth` is a policy's key and, smaller for deeper pages, the index: of equals the one
+        closest to the root stays; None is worth everything.
         """
         while self._slots.free_count < wanted:
             if self._duplicates:
@@ -280,7 +298,9 @@ class HostTier:
         return None
 
     def _settle(self, page: HostPage) -> None:
-        """Put a page where its state belongs: pinned ones nowhere, duplicates in their line, others in the heap."""
+        """Put a page where its state belongs: pinned ones nowhere, duplicates in their line, others
+        in the heap.
+        """
         if self._pages.get(page.key) is not page:
             if not page.pins:
                 self._condemned -= 1
@@ -317,7 +337,10 @@ class HostTier:
     # ------------------------------------------------------------------ keys
 
     def _keys_of(self, node: RadixNode) -> list[bytes]:
-        """Keys of a node's pages. Hashed once while the tree holds them: all pages of a node have one, or none."""
+        """Keys of a node's pages.
+
+        Hashed once while the tree holds them: all pages of a node have one, or none.
+        """
         path = []
         ancestor = node
         while ancestor.parent is not None and ancestor.pages[-1] not in self._keys:
@@ -332,7 +355,9 @@ class HostTier:
 
 
 def _may_come_back(node: RadixNode) -> bool:
-    """Did a request start with these pages, or with those right before them, as a conversation's next turn does?"""
+    """Did a request start with these pages, or with those right before them, as a conversation's
+    next turn does?
+    """
     return node.reuses > 0 or (node.parent is not None and node.parent.reuses > 0)
 
 

@@ -1,6 +1,7 @@
 """Token ids and page ids in messages: arrays of typecode 'i', which travel as their bytes.
 
-msgspec evaluates annotations, and before Python 3.12 `array[int]` has no value: such fields are of type `IntArray`.
+msgspec evaluates annotations, and before Python 3.12 `array[int]` has no value: such fields are of
+type `IntArray`.
 """
 
 from __future__ import annotations

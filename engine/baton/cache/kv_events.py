@@ -4,16 +4,18 @@ Life of a block (one page of tokens, named by a hash of its whole prefix):
  1. A page is published to the tree when its computation is *scheduled*; `stored` keeps it pending.
  2. When its step has committed, `settled` announces it: Stored.
  3. It is evicted: Removed. One that was never announced leaves without a word.
- 4. `take` closes what happened since the last call into a batch with the next sequence number; the last `keep`
-    batches can be replayed. Who has missed more asks for a `snapshot` and goes on from its number.
+ 4. `take` closes what happened since the last call into a batch with the next sequence number; the
+    last `keep` batches can be replayed. Who has missed more asks for a `snapshot` and goes on from
+    its number.
 
-The hash of a block is the first 8 bytes, big-endian, of SHA-256(hash of its parent, 8 bytes big-endian | its tokens,
-little-endian int32); a first block's parent is 0, or for a namespace the first 8 bytes of SHA-256(namespace). Anybody
-who has the tokens can compute it.
+The hash of a block is the first 8 bytes, big-endian, of SHA-256(hash of its parent, 8 bytes
+big-endian | its tokens, little-endian int32); a first block's parent is 0, or for a namespace the
+first 8 bytes of SHA-256(namespace). Anybody who has the tokens can compute it.
 
-Invariants: replaying all batches gives exactly the settled pages of the tree; a Stored comes after its parent's;
-pending + announced pages = pages in the tree; memory is bounded by the pool's pages and `keep`.
-Format and meaning of the events follow vLLM's KV events; how they travel is the server's business.
+Invariants: replaying all batches gives exactly the settled pages of the tree; a Stored comes after
+its parent's; pending + announced pages = pages in the tree; memory is bounded by the pool's pages
+and `keep`. Format and meaning of the events follow vLLM's KV events; how they travel is the
+server's business.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 DEVICE = "GPU"
-"""Medium of pages in the KV pool, in vLLM's words; consumers know the word, whatever the device is."""
+"""Medium of pages in the KV pool, in vLLM's words; consumers know the word, whatever the device is.
+"""
 HASH_BYTES = 8
 
 
@@ -95,7 +98,10 @@ def chain(parent: int, tokens: bytes) -> int:
 
 
 class KvEventLog:
-    """See the module. `page_bytes`: token bytes of a page; `keep`: batches kept for replay, at least 1."""
+    """See the module.
+
+    `page_bytes`: token bytes of a page; `keep`: batches kept for replay, at least 1.
+    """
 
     def __init__(self, page_bytes: int, keep: int) -> None:
         self.next_seq = 0
@@ -164,11 +170,14 @@ class KvEventLog:
         return batch
 
     def since(self, seq: int) -> Iterator[EventBatch]:
-        """Batches from this number on, as far back as they are kept: the first may have a larger number."""
+        """Batches from this number on, as far back as they are kept: the first may have a larger
+        number.
+        """
         return (batch for batch in self._batches if batch.seq >= seq)
 
     def snapshot(self, edges: Iterable[Edge]) -> list[Stored]:
-        """Every announced block of the tree with these edges, parents first: what replaying the whole log gives.
+        """Every announced block of the tree with these edges, parents first: what replaying the
+        whole log gives.
 
         It stands for the batches before `next_seq`, once `take` has closed what happened.
         """

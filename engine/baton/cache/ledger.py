@@ -1,4 +1,5 @@
-"""Conservation of pages: each page of the pool is in exactly one of four states, and the four add up to the capacity.
+"""Conservation of pages: each page of the pool is in exactly one of four states, and the four add
+up to the capacity.
 
 free         no owner
 cached       in the radix tree, evictable
@@ -17,7 +18,10 @@ from baton.cache.radix import RadixCache
 
 
 class LedgerError(RuntimeError):
-    """Pages were lost, counted twice, or are still held for a request that has ended. The message has the numbers."""
+    """Pages were lost, counted twice, or are still held for a request that has ended.
+
+    The message has the numbers.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,10 @@ class PageLedger:
     def take(
         cls, allocator: PageAllocator, cache: RadixCache, private: int, in_transfer: int
     ) -> PageLedger:
-        """Count now. `private`: pages requests own outside the tree; `in_transfer`: pages counted as neither."""
+        """Count now.
+
+        `private`: pages requests own outside the tree; `in_transfer`: pages counted as neither.
+        """
         return cls(
             allocator.free_count, cache.evictable_pages, cache.locked_pages + private, in_transfer
         )
@@ -58,7 +65,9 @@ class PageLedger:
 
 @dataclass(frozen=True, slots=True)
 class HostLedger:
-    """Slots of the host tier by state at one moment: each is free, cached, or pinned for a preempted request."""
+    """Slots of the host tier by state at one moment: each is free, cached, or pinned for a
+    preempted request.
+    """
 
     free: int
     cached: int

@@ -1,7 +1,8 @@
 """The pool's free list: which of the page ids 0..n-1 have no owner.
 
-Life of a page: free → `alloc` → owned by the caller (a request, or the radix cache after `insert`) → `free` → free.
-Invariants: a page is handed out at most once until it is freed; a refused call changes nothing.
+Life of a page: free → `alloc` → owned by the caller (a request, or the radix cache after `insert`)
+→ `free` → free. Invariants: a page is handed out at most once until it is freed; a refused call
+changes nothing.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ from collections.abc import Iterable
 
 
 class PageError(ValueError):
-    """A page was freed twice or does not belong to the pool: a bug in the caller, never a user's mistake."""
+    """A page was freed twice or does not belong to the pool: a bug in the caller, never a user's
+    mistake.
+    """
 
 
 class PageAllocator:
-    """All-or-nothing allocator of page ids. Every call is O(pages asked for); no page content is touched."""
+    """All-or-nothing allocator of page ids.
+
+    Every call is O(pages asked for); no page content is touched.
+    """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
             raise ValueError(f"a pool of {num_pages} pages cannot hold a token; give at least 1")
         self.num_pages = num_pages
-        # A stack with the lowest ids on top: a fresh pool hands out ascending runs, which copy and transfer as spans.
+        # A stack with the lowest ids on top: a fresh pool hands out ascending runs, which copy and
+        # transfer as spans.
         self._free = array("i", range(num_pages - 1, -1, -1))
         self._is_owned = bytearray(num_pages)
 
@@ -44,7 +51,10 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back. Raises PageError, freeing none, for a page that is foreign, free, or listed twice."""
+        """Give pages back.
+
+        Raises PageError, freeing none, for a page that is foreign, free, or listed twice.
+        """
         returned = array("i", pages)
         owned = self._is_owned
         if returned and not (min(returned) >= 0 and max(returned) < self.num_pages):

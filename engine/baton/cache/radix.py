@@ -1,27 +1,32 @@
-"""Prefix tree from token ids to the KV pages that hold them, so that equal prompt prefixes are computed once.
+"""Prefix tree from token ids to the KV pages that hold them, so that equal prompt prefixes are
+computed once.
 
 Life of a cached page:
- 1. A request computes (or receives) pages and `insert`s them: the tree owns them from then on. Publishing a page while
-    the step that fills it is computed is fine: in every layer KV is written before this or a later step reads it.
- 2. `match` finds the longest cached prefix of another request; `lock` keeps its path from eviction while it is used.
- 3. `reuse` remembers, for the eviction policy, that a request did start with them. `settle` tells which pages have
-    been computed since: the others are only scheduled.
- 4. `unlock` makes the path evictable again; `evict` frees tails of leaves through the allocator, in the order of the
-    eviction policy (eviction.py; least recently used first by default).
+ 1. A request computes (or receives) pages and `insert`s them: the tree owns them from then on.
+    Publishing a page while the step that fills it is computed is fine: in every layer KV is written
+    before this or a later step reads it.
+ 2. `match` finds the longest cached prefix of another request; `lock` keeps its path from eviction
+    while it is used.
+ 3. `reuse` remembers, for the eviction policy, that a request did start with them. `settle` tells
+    which pages have been computed since: the others are only scheduled.
+ 4. `unlock` makes the path evictable again; `evict` frees tails of leaves through the allocator, in
+    the order of the eviction policy (eviction.py; least recently used first by default).
 
-Keys are page-aligned `bytes` of little-endian int32 token ids: edges compare as bytes (memcmp), a mismatch is found by
-bisection. 4096 tokens match in under 10 us where a loop over Python ints takes 140 us.
+Keys are page-aligned `bytes` of little-endian int32 token ids: edges compare as bytes (memcmp), a
+mismatch is found by bisection. 4096 tokens match in under 10 us where a loop over Python ints takes
+140 us.
 
     root ──[p0 p1 p2]──▶ node ──[p3]──▶ leaf        an edge holds one or more pages; children differ in their first page
                           └────[p7 p8]──▶ leaf
 
-Invariants: sibling edges differ in their first page; a locked node's ancestors are locked; evictable_pages +
-locked_pages = pages in the tree; every evictable leaf has exactly one live heap entry (`queued`) whose key is at most
-its own (so the smallest up-to-date entry is the next victim), and dead entries are never more than live ones + a few.
-`quarantine` moves a branch with a damaged page, or one that holds NaN, under a root that no prompt matches; its users
-keep it until they end.
+Invariants: sibling edges differ in their first page; a locked node's ancestors are locked;
+evictable_pages + locked_pages = pages in the tree; every evictable leaf has exactly one live heap
+entry (`queued`) whose key is at most its own (so the smallest up-to-date entry is the next victim),
+and dead entries are never more than live ones + a few. `quarantine` moves a branch with a damaged
+page, or one that holds NaN, under a root that no prompt matches; its users keep it until they end.
 
-Deliberately unknown here: requests, tensors, time (stamps are counts of a clock that ticks with each use).
+Deliberately unknown here: requests, tensors, time (stamps are counts of a clock that ticks with
+each use).
 """
 
 from __future__ import annotations
@@ -82,7 +87,9 @@ class PrefixMatch:
 
 
 class PrefixProbe(NamedTuple):
-    """Where a prefix ended in the tree, so that asking again costs a look-up instead of comparing the prompt."""
+    """Where a prefix ended in the tree, so that asking again costs a look-up instead of comparing
+    the prompt.
+    """
 
     node: RadixNode
     node_bytes: int
@@ -91,14 +98,17 @@ class PrefixProbe(NamedTuple):
     limit: int
     """Pages that it could have had."""
     beyond: bytes
-    """The prompt's next page: as a child of the node it would lengthen the prefix; b"": nothing below would."""
+    """The prompt's next page: as a child of the node it would lengthen the prefix; b"": nothing
+    below would.
+    """
 
 
 class ProbeWatch:
-    """Which of many probes the tree's changes have made out of date, at the cost of a look-up per change.
+    """Which of many probes the tree's changes have made out of date, at the cost of a look-up per
+    change.
 
-    Probes are filed by where they ended: by node, or by namespace where nothing matched (roots come and go), and there
-    by the page that would lengthen them.
+    Probes are filed by where they ended: by node, or by namespace where nothing matched (roots come
+    and go), and there by the page that would lengthen them.
     """
 
     def __init__(self) -> None:
@@ -154,7 +164,8 @@ class InsertResult:
     existing_pages: array[int]
     """The tree's own pages for the first part of the range: use these instead of the caller's.
 
-    Of the caller's the tree took none for this part: what are not its own anyway, the caller still owns and frees.
+    Of the caller's the tree took none for this part: what are not its own anyway, the caller still
+    owns and frees.
     """
 
 
@@ -178,10 +189,14 @@ class RadixCache:
         self.evictable_pages = 0
         self.locked_pages = 0
         self.version = 0
-        """Grows whenever nodes come, go or are cut: while it is equal, `probe` and `path_of` answer the same."""
+        """Grows whenever nodes come, go or are cut: while it is equal, `probe` and `path_of` answer
+        the same.
+        """
         self.on_remove: Callable[[RadixNode, bool], None] | None = None
-        """Called with a leaf whose pages are about to be freed, still in its place in the tree; True: by `flush`, for
-        good. The pages' content is intact until another owner has written to them."""
+        """Called with a leaf whose pages are about to be freed, still in its place in the tree;
+        True: by `flush`, for good. The pages' content is intact until another owner has written to
+        them.
+        """
         self._watches: list[ProbeWatch] = []
         self._page_bytes = page_size * TOKEN_BYTES
         self._allocator = allocator
@@ -202,7 +217,8 @@ class RadixCache:
         """Roots of branches that no prompt may match any more."""
 
     def match(self, tokens: bytes, namespace: bytes, max_tokens: int) -> PrefixMatch:
-        """Find the longest cached prefix of at most `max_tokens`, in whole pages, and mark it recently used.
+        """Find the longest cached prefix of at most `max_tokens`, in whole pages, and mark it
+        recently used.
 
         Args:
             tokens: little-endian int32 ids; a last partial page is ignored.
@@ -218,10 +234,12 @@ class RadixCache:
     def probe(
         self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None = None
     ) -> PrefixProbe:
-        """Find the prefix that `match` would find; changes neither tree nor LRU order (for sorting queues).
+        """Find the prefix that `match` would find; changes neither tree nor LRU order (for sorting
+        queues).
 
         Args:
-            last: the answer of an earlier call for these tokens or a part of them, None the first time.
+            last: the answer of an earlier call for these tokens or a part of them, None the first
+                time.
         Cost: a dictionary look-up if the tree has not changed around the place where `last` ended.
         """
         width = self._page_bytes
@@ -235,7 +253,8 @@ class RadixCache:
         return PrefixProbe(node, len(node.key), matched * self.page_size, limit, beyond)
 
     def outdated(self, probes: Iterable[PrefixProbe | None]) -> list[int]:
-        """Places of the probes (of unchanged tokens) that would give another answer now, and of those not made yet.
+        """Places of the probes (of unchanged tokens) that would give another answer now, and of
+        those not made yet.
 
         One loop without calls: a queue asks for all its requests whenever the tree has changed.
         """
@@ -257,7 +276,8 @@ class RadixCache:
         return self._watches[-1]
 
     def path_of(self, probe: PrefixProbe) -> list[int]:
-        """Serial numbers of the nodes along a probe of the present version, from the root's child on.
+        """Serial numbers of the nodes along a probe of the present version, from the root's child
+        on.
 
         The last node may be matched in part only (`match` would split it).
         """
@@ -272,14 +292,19 @@ class RadixCache:
         priority: int = LOWEST_PRIORITY,
         like: PageMemory | None = None,
     ) -> InsertResult:
-        """Publish `pages` as the KV of `tokens` from page index `from_page` on; the tree takes those it lacks.
+        """Publish `pages` as the KV of `tokens` from page index `from_page` on; the tree takes
+        those it lacks.
 
         Args:
-            tokens: ids from the start of the sequence, enough to fill all these pages; more is ignored.
-            priority: of the request that computed them, larger is more important; the whole path gets at least it.
-            like: what pages that had left the tree and come back now are remembered by; only its age and reuses count.
+            tokens: ids from the start of the sequence, enough to fill all these pages; more is
+                ignored.
+            priority: of the request that computed them, larger is more important; the whole path
+                gets at least it.
+            like: what pages that had left the tree and come back now are remembered by; only its
+                age and reuses count.
         Raises:
-            ValueError: tokens are too few, or the tree no longer holds the pages before `from_page` (the caller must
+            ValueError: tokens are too few, or the tree no longer holds the pages before `from_page`
+            (the caller must
                 have that prefix locked). Nothing has changed then.
         """
         total = from_page + len(pages)
@@ -310,7 +335,8 @@ class RadixCache:
     def reuse(
         self, node: RadixNode, priority: int = LOWEST_PRIORITY, beyond: RadixNode | None = None
     ) -> int:
-        """A request of this priority starts with the pages up to `node` (of a match), those up to `beyond` excepted.
+        """A request of this priority starts with the pages up to `node` (of a match), those up to
+        `beyond` excepted.
 
         Matching alone does not count: the planner may look many times before it admits. O(depth).
 
@@ -334,7 +360,10 @@ class RadixCache:
             self._log.settled(self.settled)
 
     def edges(self) -> Iterator[Edge]:
-        """Every edge of the tree, parents before their children. O(pages); the tree must not change meanwhile."""
+        """Every edge of the tree, parents before their children.
+
+        O(pages); the tree must not change meanwhile.
+        """
         for namespace, root in self._roots.items():
             stack = list(root.children.values())
             while stack:
@@ -374,7 +403,9 @@ class RadixCache:
             ancestor = ancestor.parent
 
     def pages_locked_once(self, node: RadixNode) -> int:
-        """Pages on the path to a locked `node` without other locks: what its `unlock` makes evictable."""
+        """Pages on the path to a locked `node` without other locks: what its `unlock` makes
+        evictable.
+        """
         count = 0
         while node.parent is not None and node.locks == 1:
             count += len(node.pages)
@@ -392,7 +423,9 @@ class RadixCache:
         return pages
 
     def evict_branch(self, node: RadixNode) -> int:
-        """Free `node` and what of its ancestors it alone needed: unlocked and without other children. Returns pages."""
+        """Free `node` and what of its ancestors it alone needed: unlocked and without other
+        children. Returns pages.
+        """
         freed = 0
         while node.parent is not None and not (node.locks or node.children):
             parent = node.parent
@@ -404,7 +437,8 @@ class RadixCache:
         return freed
 
     def evict(self, n_pages: int, for_good: bool = False) -> int:
-        """Free up to `n_pages` unlocked pages from the tails of leaves, in the policy's order. O(log nodes) per leaf.
+        """Free up to `n_pages` unlocked pages from the tails of leaves, in the policy's order.
+        O(log nodes) per leaf.
 
         Returns:
             How many pages went back to the allocator: n_pages, or all that were evictable.
@@ -434,9 +468,11 @@ class RadixCache:
         return freed
 
     def quarantine(self, tokens: bytes, namespace: bytes) -> int:
-        """Keep every later match from the branch whose pages begin these tokens: one of them is damaged or holds NaN.
+        """Keep every later match from the branch whose pages begin these tokens: one of them is
+        damaged or holds NaN.
 
-        Unlocked pages are freed now, locked ones as any others once they are unlocked. Returns how many pages it was.
+        Unlocked pages are freed now, locked ones as any others once they are unlocked. Returns how
+        many pages it was.
         """
         root = self._roots.get(namespace)
         first_page = tokens[: self._page_bytes]
@@ -473,7 +509,8 @@ class RadixCache:
         """Follow `tokens` for at most `limit` pages.
 
         Returns:
-            (node, matched, inside): `matched` pages in all; they end `inside` pages into node's edge, 0 = at its end.
+            (node, matched, inside): `matched` pages in all; they end `inside` pages into node's
+            edge, 0 = at its end.
         """
         node = self._roots.get(namespace, self._nowhere)
         width = self._page_bytes
@@ -495,7 +532,10 @@ class RadixCache:
         return node, offset // width, 0
 
     def _split(self, node: RadixNode, at_page: int) -> RadixNode:
-        """Cut node's edge after `at_page` pages. The new upper part is returned; handles keep meaning the lower end."""
+        """Cut node's edge after `at_page` pages.
+
+        The new upper part is returned; handles keep meaning the lower end.
+        """
         parent = node.parent
         assert parent is not None, "a root has no edge to cut"
         cut = at_page * self._page_bytes
@@ -567,7 +607,9 @@ class RadixCache:
             watch.on_changed(node)
 
     def _push_candidate(self, node: RadixNode) -> None:
-        """Queue `node` for eviction if it is an unlocked leaf and not queued yet, or too far behind."""
+        """Queue `node` for eviction if it is an unlocked leaf and not queued yet, or too far
+        behind.
+        """
         if node.locks or node.children:
             return
         if node.queued is None:
@@ -584,7 +626,9 @@ class RadixCache:
         heapq.heapify(self._heap)
 
     def _touch(self, node: RadixNode) -> None:
-        """Mark the path to `node` as used now; a parent's stamp is thereby never older than its children's."""
+        """Mark the path to `node` as used now; a parent's stamp is thereby never older than its
+        children's.
+        """
         self.clock += 1
         leaf = node
         while node.parent is not None:
@@ -595,7 +639,9 @@ class RadixCache:
 
     @staticmethod
     def _raise_priority(node: RadixNode, priority: int) -> None:
-        """Ancestors are at least as important as what hangs below them, so the walk ends at the first that is."""
+        """Ancestors are at least as important as what hangs below them, so the walk ends at the
+        first that is.
+        """
         while node.parent is not None and node.priority < priority:
             node.priority = priority
             node = node.parent
@@ -609,7 +655,9 @@ class RadixCache:
 
 
 def _common_pages(key: bytes, tokens: bytes, offset: int, limit: int, width: int) -> int:
-    """How many of the first `limit` pages of `key` equal `tokens[at:]`, by bisection; the first is known to."""
+    """How many of the first `limit` pages of `key` equal `tokens[at:]`, by bisection; the first is
+    known to.
+    """
     low = 1
     high = limit
     while low < high:

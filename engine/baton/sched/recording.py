@@ -1,12 +1,13 @@
 """Every input of a scheduler as lines, and the same decisions again from them.
 
-1. `RecordingScheduler` writes each call that changes a scheduler as one JSON line: first a header with the flags, then
-   [name, arguments...]. After a plan comes ["=", digest of the plan].
+1. `RecordingScheduler` writes each call that changes a scheduler as one JSON line: first a header
+   with the flags, then [name, arguments...]. After a plan comes ["=", digest of the plan].
 2. `replay` makes a scheduler from the header, repeats the calls and compares the digests.
 
-The scheduler is pure, so equal inputs give equal plans, byte for byte; a difference is a bug (a hidden clock, an order
-that depends on memory addresses) or another version of the code. Lines hold prompts as token ids: treat the file like
-prompts. Log-probabilities decide nothing and are left out.
+The scheduler is pure, so equal inputs give equal plans, byte for byte; a difference is a bug (a
+hidden clock, an order that depends on memory addresses) or another version of the code. Lines hold
+prompts as token ids: treat the file like prompts. Log-probabilities decide nothing and are left
+out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ INPUTS = (
     "transfer_failed", "transfer_closed", "grant_revoked", "release", "adjust_priorities", "plan", "observe", "commit",
     "flush_cache",
 )  # fmt: skip
-"""Methods of Scheduler that change what it decides. All its other public members only look (a test compares)."""
+"""Methods of Scheduler that change what it decides.
+
+All its other public members only look (a test compares).
+"""
 
 _CLASSES: dict[str, Any] = {
     name: cls for name, cls in vars(request).items() if dataclasses.is_dataclass(cls)
@@ -159,7 +163,10 @@ def _plain_argument(value: Any) -> Any:
 
 
 class RecordingScheduler(Scheduler):
-    """A scheduler that writes its inputs. `write` gets one line at a time, before the call takes effect."""
+    """A scheduler that writes its inputs.
+
+    `write` gets one line at a time, before the call takes effect.
+    """
 
     def __init__(self, limits: Limits, write: Write) -> None:
         self._is_nested = False

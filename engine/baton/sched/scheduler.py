@@ -3,7 +3,8 @@
 Two pure halves (no clock, no torch, no sockets):
 
 1. `plan()` looks at queues and pages and returns a StepPlan (sched.planner).
-2. `commit(plan, result)` takes the sampled tokens, finishes sequences, frees pages and returns events for the shell.
+2. `commit(plan, result)` takes the sampled tokens, finishes sequences, frees pages and returns
+   events for the shell.
 
 The tables are in sched.state, the pages in sched.memory.kv_manager, who gives way is decided in
 sched.memory.preemption. After every call
@@ -60,7 +61,9 @@ class Scheduler:
         self.sharing = state.sharing
         """The accounts of classes and tenants."""
         self.hit_tokens = state.memory.hit_tokens
-        """Tokens that sequences found in the cache, since the start, by source (memory.kv_manager.HIT_SOURCES)."""
+        """Tokens that sequences found in the cache, since the start, by source
+        (memory.kv_manager.HIT_SOURCES).
+        """
         self.kv_events = state.memory.kv_events
         """Events of the tree; None unless Limits.kv_event_batches."""
 
@@ -70,8 +73,9 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            PromptTooLong: it could never run here. DuplicateRoom: its bootstrap room is in use. QueueFull: the limits
-            of the queue are reached; with priorities, less important requests may end with it instead.
+            PromptTooLong: it could never run here. DuplicateRoom: its bootstrap room is in use.
+            QueueFull: the limits of the queue are reached; with priorities, less important requests
+            may end with it instead.
         """
         state = self._state
         limits = self.limits
@@ -125,9 +129,11 @@ class Scheduler:
             state.end_with_error(seq, error, "NO_CAPACITY")
 
     def abort(self, handle: int, code: str = "CLIENT_GONE") -> None:
-        """Stop a request and free what it holds; unknown or finished handles are ignored. No Emitted follows.
+        """Stop a request and free what it holds; unknown or finished handles are ignored. No
+        Emitted follows.
 
-        P: a prompt that is computed and waits for D is released, too, as soon as the transfer runtime releases it.
+        P: a prompt that is computed and waits for D is released, too, as soon as the transfer
+        runtime releases it.
         """
         leased = self._state.leased.get(handle)
         if leased is not None:
@@ -140,10 +146,12 @@ class Scheduler:
     # ------------------------------------------------------------------ suspend and resume
 
     def suspend(self, handles: Sequence[int]) -> int:
-        """Keep these requests from running until `resume`, all or none; they keep arrival, tokens and deadline.
+        """Keep these requests from running until `resume`, all or none; they keep arrival, tokens
+        and deadline.
 
         Returns:
-            How many of them are alive and suspended now, whether by this call or before; unknown ones are ignored.
+            How many of them are alive and suspended now, whether by this call or before; unknown
+            ones are ignored.
         Raises:
             WrongState: one of them has its KV in transfer.
         A token that is being computed still comes.
@@ -161,7 +169,10 @@ class Scheduler:
         return len(seqs)
 
     def resume(self, handles: Sequence[int]) -> int:
-        """Let these requests run again; returns how many are alive. One that is not suspended stays as it is."""
+        """Let these requests run again; returns how many are alive.
+
+        One that is not suspended stays as it is.
+        """
         seqs = [seq for handle in handles if (seq := self._state.seqs.get(handle)) is not None]
         for seq in seqs:
             if seq.state is SeqState.SUSPENDED:
@@ -171,9 +182,11 @@ class Scheduler:
     # ------------------------------------------------------------------ priorities given by the shell
 
     def adjust_priorities(self, priorities: Mapping[int, float | None]) -> None:
-        """Replace the priority of these requests in the queue order (larger is better); None: their own again.
+        """Replace the priority of these requests in the queue order (larger is better); None: their
+        own again.
 
-        Preemption and queue limits go on comparing what requests state. Unknown handles are ignored.
+        Preemption and queue limits go on comparing what requests state. Unknown handles are
+        ignored.
         """
         for handle, priority in priorities.items():
             seq = self._state.seqs.get(handle)
@@ -224,7 +237,9 @@ class Scheduler:
     # ------------------------------------------------------------------ deadlines and failures
 
     def expire(self, now: float) -> None:
-        """End every request that has run out of time, or has waited for longer than --queue-timeout-secs."""
+        """End every request that has run out of time, or has waited for longer than
+        --queue-timeout-secs.
+        """
         state = self._state
         for handle, is_whole in self._deadlines.pop_passed(now):
             seq = self._live_request(handle)
@@ -258,7 +273,9 @@ class Scheduler:
         return min(deadlines, default=None)
 
     def fail(self, handle: int, error: errors.EngineError, code: str = "DEADLINE") -> None:
-        """End a request with an error, or abort one that has been answered; `code`: the transfer peer's reason."""
+        """End a request with an error, or abort one that has been answered; `code`: the transfer
+        peer's reason.
+        """
         seq = self._live_request(handle)
         if seq is None:
             self.abort(handle, code)
@@ -273,7 +290,9 @@ class Scheduler:
     # ------------------------------------------------------------------ KV transfer
 
     def transfer_announced(self, room: int) -> None:
-        """D: P holds pages for this prompt: they are fetched before pages are set aside for others, and not revoked."""
+        """D: P holds pages for this prompt: they are fetched before pages are set aside for others,
+        and not revoked.
+        """
         seq = self._state.rooms.get(room)
         if seq is not None and seq.state in (SeqState.OPENING, SeqState.TRANSFER):
             self._state.note_announced(seq)
@@ -327,10 +346,12 @@ class Scheduler:
             self._state.forget_request(seq)
 
     def release(self, room: int, code: str = "DONE") -> None:
-        """P: the lease on a prompt's pages is over, however it ended: DONE, or the transfer runtime's reason.
+        """P: the lease on a prompt's pages is over, however it ended: DONE, or the transfer
+        runtime's reason.
 
-        A room that ends before its prompt is computed gets no lease: the pages are free when the last step commits.
-        After CHECKSUM the prompt's cached pages serve no other request: a retry computes them again.
+        A room that ends before its prompt is computed gets no lease: the pages are free when the
+        last step commits. After CHECKSUM the prompt's cached pages serve no other request: a retry
+        computes them again.
         """
         seq = self._state.rooms.get(room)
         if seq is None:
@@ -346,10 +367,12 @@ class Scheduler:
     # ------------------------------------------------------------------ planning
 
     def plan(self, now: float = 0.0) -> StepPlan | None:
-        """Choose the next forward pass; None when there is nothing to compute. Same state and `now`, same plan.
+        """Choose the next forward pass; None when there is nothing to compute. Same state and
+        `now`, same plan.
 
         Args:
-            now: seconds, the clock of Validated.arrival; only policies that weigh waiting time read it.
+            now: seconds, the clock of Validated.arrival; only policies that weigh waiting time read
+                it.
         """
         outcome = self._planner.plan(now)
         self._record_decision(outcome, now)
@@ -400,7 +423,8 @@ class Scheduler:
     def observe(self, plan: StepPlan, seconds: float, copy_seconds: float = 0.0) -> None:
         """How long a step took on the device, and how much of it the copies to and from the host.
 
-        Aging, deadlines and the choice between copying and computing a preempted request's KV are measured with it.
+        Aging, deadlines and the choice between copying and computing a preempted request's KV are
+        measured with it.
         """
         seconds -= copy_seconds
         self._state.times.observe(plan, seconds)
@@ -408,7 +432,10 @@ class Scheduler:
         self._state.memory.observe_copies(plan.copies, copy_seconds)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> None:
-        """Apply the outcome of a step, at `now` (as in `plan`). Steps are committed in the order of planning."""
+        """Apply the outcome of a step, at `now` (as in `plan`).
+
+        Steps are committed in the order of planning.
+        """
         state = self._state
         state.now = max(state.now, now)
         assert plan.step == state.committed_step + 1, "steps are committed in order"
@@ -496,7 +523,9 @@ class Scheduler:
         state.end_with_error(seq, error, "CLIENT_GONE")
 
     def _announce_pages(self, seq: Seq) -> None:
-        """P: prompt pages that the committed steps made final, the last partial one with the end of the prompt."""
+        """P: prompt pages that the committed steps made final, the last partial one with the end of
+        the prompt.
+        """
         final_tokens = min(seq.committed, seq.prompt_len)
         final_pages = (
             self._state.memory.pages(final_tokens)
@@ -520,7 +549,10 @@ class Scheduler:
     # ------------------------------------------------------------------ views
 
     def drain_events(self) -> list[Event]:
-        """Events since the last call, in order. The shell carries each out before it makes the next plan."""
+        """Events since the last call, in order.
+
+        The shell carries each out before it makes the next plan.
+        """
         events = self._state.outbox
         self._state.outbox = []
         return events
@@ -538,7 +570,9 @@ class Scheduler:
         return not self._state.seqs
 
     def counters(self) -> dict[str, float]:
-        """Counters for metrics, since the start, beside those of `stats`, `sharing` and `decisions`."""
+        """Counters for metrics, since the start, beside those of `stats`, `sharing` and
+        `decisions`.
+        """
         state = self._state
         queues = (self._state.waiting, self._state.opening)
         counts = state.admission.turned_away.items()
@@ -559,7 +593,8 @@ class Scheduler:
     def gauges(self) -> dict[str, float]:
         """Gauges for metrics, beside those of `stats` and `sharing`.
 
-        The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the others.
+        The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the
+        others.
         """
         policy = self._state.arrival_policy
         active = dict.fromkeys((policy.name, *policy.chosen), 0.0) | {policy.active: 1.0}
@@ -600,11 +635,16 @@ class Scheduler:
         }
 
     def oldest_arrival(self) -> float | None:
-        """When the oldest request that is not over arrived, leased ones included; None: there is none."""
+        """When the oldest request that is not over arrived, leased ones included; None: there is
+        none.
+        """
         return min((seq.req.arrival for seq in self._state.seqs.values()), default=None)
 
     def host_ledger(self) -> HostLedger | None:
-        """Where every page of the host tier is; None without one. Raises if the books do not balance."""
+        """Where every page of the host tier is; None without one.
+
+        Raises if the books do not balance.
+        """
         host = self._state.memory.host
         return None if host is None else host.ledger()
 
@@ -624,7 +664,9 @@ class Scheduler:
         return ledger
 
     def dump(self) -> dict[str, object]:
-        """Pages by owner, and the last decisions: for the log when the page ledger does not balance."""
+        """Pages by owner, and the last decisions: for the log when the page ledger does not
+        balance.
+        """
         memory = self._state.memory
         return {
             "free": memory.allocator.free_count,

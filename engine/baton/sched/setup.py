@@ -24,11 +24,14 @@ def resolve_policy(config: EngineConfig) -> str:
 
 
 HOST_LINK_BYTES_PER_S = 10e9
-"""Between device and host, until it has been measured: half of PCIe 4.0 x16, or one core's memcpy."""
+"""Between device and host, until it has been measured: half of PCIe 4.0 x16, or one core's memcpy.
+"""
 
 
 ASSUMED_PAGE_BYTES = 2_000_000
-"""16 tokens of an 8 B model with grouped queries; where pages have no size in bytes (tests, simulation)."""
+"""16 tokens of an 8 B model with grouped queries; where pages have no size in bytes (tests,
+simulation).
+"""
 
 
 def _from_flags(cls: type[Made], config: EngineConfig, **values: Any) -> Made:
@@ -40,7 +43,9 @@ def _from_flags(cls: type[Made], config: EngineConfig, **values: Any) -> Made:
 def limits(
     config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes: int = ASSUMED_PAGE_BYTES
 ) -> Limits:
-    """The budgets of one rank whose KV pool has `num_pages` on the device and `host_pages` behind them."""
+    """The budgets of one rank whose KV pool has `num_pages` on the device and `host_pages` behind
+    them.
+    """
     c = config
     events = kv_events.read(c.kv_events_config)
     return _from_flags(

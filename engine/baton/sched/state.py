@@ -1,13 +1,18 @@
 """Every request of one rank: which table it is in, and the moves between tables.
 
-Facade (ingress, results) and planner share this state; each move leaves slots, pages and tables consistent.
+Facade (ingress, results) and planner share this state; each move leaves slots, pages and tables
+consistent.
 
-* A waiting sequence holds nothing. A retracted one publishes prompt and answer to the tree before it lets go.
-* A suspended one holds nothing either and is not planned until it is resumed. Exception, on P: a prompt whose pages
-  were announced to D keeps them through a suspension (`retained`), because D may be reading them.
-* D takes pages back only from rooms of which P has announced nothing; the others P finishes by itself.
-* D's granted pages are written by the transfer runtime beside the compute, so they are handed over only when no
-  step in flight can still write to them (`grant_pages` waits for the commits of all steps planned before it).
+* A waiting sequence holds nothing. A retracted one publishes prompt and answer to the tree before
+  it lets go.
+* A suspended one holds nothing either and is not planned until it is resumed. Exception, on P: a
+  prompt whose pages were announced to D keeps them through a suspension (`retained`), because D may
+  be reading them.
+* D takes pages back only from rooms of which P has announced nothing; the others P finishes by
+  itself.
+* D's granted pages are written by the transfer runtime beside the compute, so they are handed over
+  only when no step in flight can still write to them (`grant_pages` waits for the commits of all
+  steps planned before it).
 """
 
 from __future__ import annotations
@@ -102,7 +107,9 @@ class SchedulerState:
 
     @property
     def arrival_policy(self) -> Policy:
-        """The order of the queue that new requests join; a decode node's other queue holds those sent back."""
+        """The order of the queue that new requests join; a decode node's other queue holds those
+        sent back.
+        """
         return self.opening.policy if self.limits.role == "decode" else self.policy
 
     # ------------------------------------------------------------------ steps
@@ -128,7 +135,8 @@ class SchedulerState:
     def start_priority(self, req: ValidatedRequest) -> float | None:
         """Start of the order where the request states no priority and requests age; None: its base.
 
-        Below all priorities stated so far, but within reach: aging has to bring it past them in bounded time.
+        Below all priorities stated so far, but within reach: aging has to bring it past them in
+        bounded time.
         """
         rule = self.limits.priority
         if req.priority is not None or rule.default is not None:
@@ -138,7 +146,10 @@ class SchedulerState:
         return None
 
     def enqueue(self, seq: Seq) -> None:
-        """Queue a sequence by its state. One whose prompt P computes adds no tokens to those that wait here."""
+        """Queue a sequence by its state.
+
+        One whose prompt P computes adds no tokens to those that wait here.
+        """
         is_opening = seq.state is SeqState.OPENING
         (self.opening if is_opening else self.waiting).add(seq)
         self.admission.add(seq, 0 if is_opening else seq.prompt_len, self.now)
@@ -182,13 +193,18 @@ class SchedulerState:
         self._is_unsorted = True
 
     def requeue(self, seq: Seq, mode: str) -> None:
-        """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds nothing."""
+        """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds
+        nothing.
+        """
         self._leave_device(seq, mode)
         seq.move_to(SeqState.WAITING)
         self.enqueue(seq)
 
     def _leave_device(self, seq: Seq, mode: str) -> None:
-        """Take a sequence off the device: its slot and its pages are free for others. `mode`: see KvManager."""
+        """Take a sequence off the device: its slot and its pages are free for others.
+
+        `mode`: see KvManager.
+        """
         self.memory.release_device_memory(seq, mode, self.times.prefill_rate)
         self._free_slot(seq)
         self.running.pop(seq.handle, None)
@@ -211,10 +227,11 @@ class SchedulerState:
             self.requeue(seq, "recompute")
 
     def release_retained(self) -> bool:
-        """P: release one retained sequence's pages, the newest's, suspended ones first. False: nothing is retained.
+        """P: release one retained sequence's pages, the newest's, suspended ones first. False:
+        nothing is retained.
 
-        D has read most of them long ago; should it come for one that has been reused meanwhile, its transfer fails and
-        no wrong token comes of it.
+        D has read most of them long ago; should it come for one that has been reused meanwhile, its
+        transfer fails and no wrong token comes of it.
         """
         if not self.retained:
             return False
@@ -238,7 +255,9 @@ class SchedulerState:
         )
 
     def preempt(self, seq: Seq, by: Seq | None = None) -> None:
-        """Send a sequence back, for `by` if it is one of higher priority that lacks a slot or pages."""
+        """Send a sequence back, for `by` if it is one of higher priority that lacks a slot or
+        pages.
+        """
         self.stats.on_suspended(seq, "priority" if self.slots else "slots", by)
         self.preemptions += 1
         seq.preemptions += 1
@@ -286,7 +305,8 @@ class SchedulerState:
     def grant_pages(self, seq: Seq, start_page: int, pages: array[int]) -> None:
         """D: hand pages to the transfer runtime once the steps planned so far have committed.
 
-        If pages are waiting to be copied, these may be among them: then the next step, too, has to commit.
+        If pages are waiting to be copied, these may be among them: then the next step, too, has to
+        commit.
         """
         after = self.planned_step + self.memory.has_copies
         self._grants.append((after, seq, GrantPages(seq.req, start_page, pages)))
@@ -300,7 +320,9 @@ class SchedulerState:
             self.announced[seq.handle] = seq
 
     def revoke_grant(self, seq: Seq) -> None:
-        """D: ask for the pages of a transfer of which nothing has come; at once if its grant has not left yet."""
+        """D: ask for the pages of a transfer of which nothing has come; at once if its grant has
+        not left yet.
+        """
         pending = len(self._grants)
         self._grants = deque(entry for entry in self._grants if entry[1] is not seq)
         if len(self._grants) < pending:
@@ -356,7 +378,9 @@ class SchedulerState:
         )
 
     def miss_deadline(self, seq: Seq) -> None:
-        """End a request whose first token did not come, or cannot come, in the time that its client gave."""
+        """End a request whose first token did not come, or cannot come, in the time that its client
+        gave.
+        """
         self.admission.turned_away["deadline"] += 1
         error = DeadlineMissed(
             f"request {seq.req.rid} was {seq.state.value} and its first token cannot come within its "

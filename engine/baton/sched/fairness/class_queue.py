@@ -1,4 +1,5 @@
-"""Candidates of one class in one step, tenants taking turns, and how the classes' queues are filled.
+"""Candidates of one class in one step, tenants taking turns, and how the classes' queues are
+filled.
 
     order of the policy ──pull──▶ ClassQueue of the request's class ──▶ queue of its tenant
 

@@ -7,7 +7,8 @@
 sched.fairness.tenants which of its tenants has had least. The planner charges what it plans for a
 candidate before it sends the outcome and gets the next one.
 
-* A tenant at its limit (`max_running`, `max_kv_tokens`) is skipped with everything it has waiting; others pass.
+* A tenant at its limit (`max_running`, `max_kv_tokens`) is skipped with everything it has waiting;
+  others pass.
 * A candidate for which there are no pages is passed over: other tenants of its class follow, then
   its own tenant's later requests, then other classes. The planner keeps pages for it
   (planner/reservation.py), so that those that pass cannot keep it out for ever. A class whose

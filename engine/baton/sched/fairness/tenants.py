@@ -1,18 +1,19 @@
 """Order and rate of tenants inside a class; their limits are `baton.config.tenants.TenantRules`.
 
-* `VirtualCounters` decide between tenants who wait for the same class: the least counter first. A counter grows by
-  what was done for the tenant, divided by its weight. A tenant that comes back from a pause starts at the least counter
-  of those who wait (or of the last one that waited): a pause earns nothing, and no tenant pays for capacity that none
-  else wanted.
+* `VirtualCounters` decide between tenants who wait for the same class: the least counter first. A
+  counter grows by what was done for the tenant, divided by its weight. A tenant that comes back
+  from a pause starts at the least counter of those who wait (or of the last one that waited): a
+  pause earns nothing, and no tenant pays for capacity that none else wanted.
 * `RateLimits` are token buckets of one minute's tokens: they refuse, the counters only order.
 
-Bounds. Counters of two tenants that both wait differ by at most U, the largest amount one can be charged after it was
-chosen (its prompt, and its answers that run); so over any time in which both wait their normalized service differs
-by at most 2 U. A bucket lets through at most a minute's tokens at once and its rate after that; answers are
-taken from it as they are generated and may overdraw it, which the next request waits for.
+Bounds. Counters of two tenants that both wait differ by at most U, the largest amount one can be
+charged after it was chosen (its prompt, and its answers that run); so over any time in which both
+wait their normalized service differs by at most 2 U. A bucket lets through at most a minute's
+tokens at once and its rate after that; answers are taken from it as they are generated and may
+overdraw it, which the next request waits for.
 
-Pure: no clock (`now` is an argument), no files. Source: Sheng et al., "Fairness in Serving Large Language Models" (OSDI
-2024, arXiv 2401.00588).
+Pure: no clock (`now` is an argument), no files. Source: Sheng et al., "Fairness in Serving Large
+Language Models" (OSDI 2024, arXiv 2401.00588).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class VirtualCounters:
         self._active: dict[str, float] = {}
         self._idle: OrderedDict[str, float] = OrderedDict()
         self._lower_bounds: list[tuple[float, str]] = []
-        """A heap with an entry of at most its counter for each active tenant (counters only grow), and stale ones."""
+        """A heap with an entry of at most its counter for each active tenant (counters only grow),
+        and stale ones.
+        """
         self._last_left = ""
         self._last_floor = 0.0
         self.num_forgotten = 0
@@ -88,7 +91,10 @@ class VirtualCounters:
 
 
 class RateLimits:
-    """Token buckets, one per tenant with a limit. Times are seconds of one clock that does not go back."""
+    """Token buckets, one per tenant with a limit.
+
+    Times are seconds of one clock that does not go back.
+    """
 
     def __init__(self, rules: TenantRules, max_tenants: int) -> None:
         self._rules = rules
@@ -97,7 +103,8 @@ class RateLimits:
         """tenant → (tokens in the bucket, when)."""
 
     def admit(self, tenant: str, tokens: int, now: float) -> float:
-        """Take a request's prompt tokens: 0.0, or the seconds after which it would be let through (nothing is taken).
+        """Take a request's prompt tokens: 0.0, or the seconds after which it would be let through
+        (nothing is taken).
 
         A prompt larger than a minute's tokens needs a full bucket and overdraws it.
         """
@@ -112,7 +119,10 @@ class RateLimits:
         return 0.0
 
     def spend(self, tenant: str, tokens: int, now: float) -> None:
-        """Take generated tokens; the bucket may go below empty. Negative: give back what was taken for nothing."""
+        """Take generated tokens; the bucket may go below empty.
+
+        Negative: give back what was taken for nothing.
+        """
         limit = self._rules.of(tenant).tokens_per_minute
         if limit is not None:
             self._store_level(tenant, self._level_of(tenant, limit, now) - tokens, now)

@@ -1,11 +1,13 @@
 """How much memory running requests will still take.
 
-`NewTokenRatio` says how much of its allowance an answer will really use: SGLang's new_token_ratio as a small state
-machine. It starts at 0.7 x conservativeness, decays linearly to 14 % of that over 600 decode steps without trouble,
-jumps up when memory ran out, and starts afresh when the engine turns idle (constants of SGLang 0.5.7).
+`NewTokenRatio` says how much of its allowance an answer will really use: SGLang's new_token_ratio
+as a small state machine. It starts at 0.7 x conservativeness, decays linearly to 14 % of that over
+600 decode steps without trouble, jumps up when memory ran out, and starts afresh when the engine
+turns idle (constants of SGLang 0.5.7).
 
-`peak_growth` is for answers whose length is known (ignore_eos): it walks through their endings, so that a request may
-count on pages which another one will have given back by then (SGLang does so for ignore_eos without a radix cache).
+`peak_growth` is for answers whose length is known (ignore_eos): it walks through their endings, so
+that a request may count on pages which another one will have given back by then (SGLang does so for
+ignore_eos without a radix cache).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ RETRACT_LOOKAHEAD = 20
 
 
 class NewTokenRatio:
-    """Args: `clip`: an answer is never expected to be longer, so that a huge max_tokens does not block [tokens]."""
+    """Args: `clip`: an answer is never expected to be longer, so that a huge max_tokens does not
+    block [tokens].
+    """
 
     def __init__(self, conservativeness: float, clip: int = 4096) -> None:
         self.initial = min(1.0, 0.7 * conservativeness)
@@ -58,10 +62,11 @@ class KnownAnswer:
 
 
 def peak_growth(answers: Iterable[KnownAnswer], page_size: int) -> int:
-    """Most pages that these requests will need at once beyond those they hold, each getting one token per step.
+    """Most pages that these requests will need at once beyond those they hold, each getting one
+    token per step.
 
-    What a request gives back counts from the second step after its last one: with overlap its end is noticed so late.
-    The need only falls there, hence its peak is at an ending or one step later.
+    What a request gives back counts from the second step after its last one: with overlap its end
+    is noticed so late. The need only falls there, hence its peak is at an ending or one step later.
     Cost: O(n log n + distinct endings * min(n, page_size)).
     """
     by_ending = sorted(answers, key=lambda a: a.to_come)

@@ -1,18 +1,23 @@
-"""Pages of sequences: who holds which, what the tree keeps, and how many more are going to be needed.
+"""Pages of sequences: who holds which, what the tree keeps, and how many more are going to be
+needed.
 
 A sequence's pages, in the order of its tokens:
 
     [ shared with the tree, locked through seq.node | private ........ ]
     0                                    seq.published          len(seq.pages)
 
-(private pages below `published` exist too: where the tree already had the same tokens, both copies live on.)
+(private pages below `published` exist too: where the tree already had the same tokens, both copies
+live on.)
 
-Behind the device's pages stands the host tier, if there is one: what the tree evicts goes there (at once by
-`release_device_memory` with mode offload). A sequence that is admitted gets its continuation from there (`restore_prefix`).
+Behind the device's pages stands the host tier, if there is one: what the tree evicts goes there (at
+once by `release_device_memory` with mode offload). A sequence that is admitted gets its
+continuation from there (`restore_prefix`).
 
-Prompt tokens that need no computing are counted where a sequence gets them (`share_prefix`, `restore_prefix`), by source.
+Prompt tokens that need no computing are counted where a sequence gets them (`share_prefix`,
+`restore_prefix`), by source.
 
-Invariants: free + cached + locked + private = capacity; new pages and copies are handed to exactly one plan, the next.
+Invariants: free + cached + locked + private = capacity; new pages and copies are handed to exactly
+one plan, the next.
 """
 
 from __future__ import annotations
@@ -33,10 +38,10 @@ HIT_SOURCES = ("device", "in_flight", "host", "decode_tree", "rematch")
 """Where the pages came from that a sequence did not compute:
 
 device       this node's tree, computed earlier (admission, or between two chunks of a prompt)
-in_flight    this node's tree, scheduled by a step that had not committed yet: prompts that arrive together
-host         the host tier: evicted from this node's tree, and copied back
-decode_tree  D: its own tree, so that P does not send them
-rematch      found again by a request that had released its pages (retraction, preemption, suspension): no saving over
+in_flight    this node's tree, scheduled by a step that had not committed yet: prompts that arrive
+together host         the host tier: evicted from this node's tree, and copied back decode_tree  D:
+its own tree, so that P does not send them rematch      found again by a request that had released
+its pages (retraction, preemption, suspension): no saving over
              a run without them, and counted in no request's cached_tokens
 """
 
@@ -104,7 +109,9 @@ class KvManager:
         return cached_tokens(seq, self.cache) // self.page_size
 
     def answer_tokens(self, seq: Seq) -> int:
-        """Tokens that the rest of the answer is expected to have; exactly those that ignore_eos makes it have."""
+        """Tokens that the rest of the answer is expected to have; exactly those that ignore_eos
+        makes it have.
+        """
         left = seq.max_new_tokens - seq.generated
         if seq.is_lease:
             return 0
@@ -119,7 +126,9 @@ class KvManager:
         return self.pages(seq.total_len + self.answer_tokens(seq))
 
     def total_growth(self, seqs: Iterable[Seq]) -> int:
-        """The sum of `growth`, without a call per sequence: it is taken in every step that a waiting request sees."""
+        """The sum of `growth`, without a call per sequence: it is taken in every step that a
+        waiting request sees.
+        """
         page_size = self.page_size
         clip = self.ratio.clip
         ratio = self.ratio.value
@@ -138,7 +147,8 @@ class KvManager:
         return total
 
     def peak_growth(self, seqs: Sequence[Seq]) -> int:
-        """Like `total_growth`, less what decoding answers of known length give back before others need it.
+        """Like `total_growth`, less what decoding answers of known length give back before others
+        need it.
 
         When a prompt under way will end is not known: it counts in full and gives nothing back.
         """
@@ -161,9 +171,11 @@ class KvManager:
         ) + self.total_growth(other_seqs)
 
     def freed_by(self, seq: Seq) -> tuple[int, int]:
-        """(pages that become available, tokens to compute again) if this running sequence released everything.
+        """(pages that become available, tokens to compute again) if this running sequence released
+        everything.
 
-        Available are its private pages, the tree's pages that only it locks, and what was reserved for its growth.
+        Available are its private pages, the tree's pages that only it locks, and what was reserved
+        for its growth.
         """
         alone = self._locked_alone(seq)
         stay = seq.published - alone
@@ -177,7 +189,9 @@ class KvManager:
     # ------------------------------------------------------------------ taking
 
     def allocate(self, n: int) -> array[int] | None:
-        """n pages with a new owner, evicting cached ones if need be; None when there are not so many."""
+        """n pages with a new owner, evicting cached ones if need be; None when there are not so
+        many.
+        """
         short = n - self.allocator.free_count
         if short > 0:
             self.cache.evict(short)
@@ -187,7 +201,9 @@ class KvManager:
         return pages
 
     def match_prefix(self, seq: Seq, max_tokens: int) -> PrefixMatch:
-        """The cached prefix of a sequence, locked: the caller hands it to `share_prefix` or unlocks its node."""
+        """The cached prefix of a sequence, locked: the caller hands it to `share_prefix` or unlocks
+        its node.
+        """
         if seq.node is not None and self.cache.is_quarantined(seq.node):
             self.cache.lock(seq.node)  # what it has stays; the tree has nothing that continues it
             return PrefixMatch(seq.node, seq.pages[: seq.published], seq.published * self.page_size)
@@ -224,7 +240,9 @@ class KvManager:
         seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
 
     def restore_prefix(self, seq: Seq, max_tokens: int) -> None:
-        """Bring back from the host what follows the sequence's shared prefix: copied before the next step's rows."""
+        """Bring back from the host what follows the sequence's shared prefix: copied before the
+        next step's rows.
+        """
         if self.host is None:
             return
         first = len(seq.pages)
@@ -263,7 +281,10 @@ class KvManager:
             seq.pinned = []
 
     def extend(self, seq: Seq, tokens: int) -> bool:
-        """Make room for the sequence's first `tokens` tokens. False: there is none, nothing changed."""
+        """Make room for the sequence's first `tokens` tokens.
+
+        False: there is none, nothing changed.
+        """
         need = -(-tokens // self.page_size) - len(seq.pages)
         if need <= 0:
             return True
@@ -308,13 +329,15 @@ class KvManager:
         """Release everything a sequence holds that is going to come back.
 
         Args:
-            mode: recompute: the KV is lost, but for what was published. cache: it stays in the tree, evictable.
-                offload: what no other sequence uses goes to the host now, so that its pages are free, and stays there
-                until the sequence is back; without room there, as cache. auto: offload if copying the pages takes less
-                time than computing them at `prefill_rate` [tokens/s], else cache.
+            mode: recompute: the KV is lost, but for what was published. cache: it stays in the
+                tree, evictable. offload: what no other sequence uses goes to the host now, so that
+                its pages are free, and stays there until the sequence is back; without room there,
+                as cache. auto: offload if copying the pages takes less time than computing them at
+                `prefill_rate` [tokens/s], else cache.
 
-        The last page, if it is not full, is always computed again: it goes into the same forward pass as the token that
-        has to be computed anyway, and a page that is not full has no place in the tree.
+        The last page, if it is not full, is always computed again: it goes into the same forward
+        pass as the token that has to be computed anyway, and a page that is not full has no place
+        in the tree.
         """
         if mode != "recompute":
             self.publish(seq)
@@ -349,7 +372,8 @@ class KvManager:
     def quarantine(self, seq: Seq) -> None:
         """Keep the cached pages of this sequence from all others, those on the host too.
 
-        The transfer peer found one of them damaged, or the model computed NaN or infinity from them.
+        The transfer peer found one of them damaged, or the model computed NaN or infinity from
+        them.
         """
         self._unpin_pages(seq)
         self.quarantined_pages += self.cache.quarantine(seq.key, seq.req.namespace)

@@ -1,8 +1,9 @@
-"""A cheap set of items whose gains add up to a need (minimum knapsack): whom to preempt, as plain numbers.
+"""A cheap set of items whose gains add up to a need (minimum knapsack): whom to preempt, as plain
+numbers.
 
-Greedy by cost per gain, in which an item that would finish the set is tried as its end and then passed over: at most
-twice the optimum (Csirik, Frenk, Labbé, Zhang 1991, "Heuristics for the 0-1 min-knapsack problem"). What the end made
-superfluous is left out again.
+Greedy by cost per gain, in which an item that would finish the set is tried as its end and then
+passed over: at most twice the optimum (Csirik, Frenk, Labbé, Zhang 1991, "Heuristics for the 0-1
+min-knapsack problem"). What the end made superfluous is left out again.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Sequence
 
 
 def cheap_cover(costs: Sequence[int], gains: Sequence[int], need: int) -> list[int] | None:
-    """Indices of a non-empty set with Σ gains ≥ need and small Σ costs; None when all together do not reach it.
+    """Indices of a non-empty set with Σ gains ≥ need and small Σ costs; None when all together do
+    not reach it.
 
     No index of several can be left out.
 
     Args:
-        costs, gains: not negative, of equal length. Of items with one ratio the earlier ones are taken first.
+        costs, gains: not negative, of equal length. Of items with one ratio the earlier ones are
+            taken first.
     """
     if not costs:
         return None

@@ -1,10 +1,11 @@
 """Victims of preemption and retraction: choices only; the planner carries them out.
 
-Retraction is for memory that the estimate did not foresee, preemption for a waiting request of clearly higher priority.
-Both take what is cheap to compute again, and never a prompt with pages promised to a decode node: it was admitted
-with room for all of it. Neither can go on for ever: the oldest running sequence (of the most important ones) is never
-retracted for another, only a strictly higher base priority preempts, and a sequence that was preempted
-`max_preemptions_per_request` times is immune.
+Retraction is for memory that the estimate did not foresee, preemption for a waiting request of
+clearly higher priority. Both take what is cheap to compute again, and never a prompt with pages
+promised to a decode node: it was admitted with room for all of it. Neither can go on for ever: the
+oldest running sequence (of the most important ones) is never retracted for another, only a strictly
+higher base priority preempts, and a sequence that was preempted `max_preemptions_per_request` times
+is immune.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from baton.sched.types.sequence import Seq, SortKey
 
 
 def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -> Seq | None:
-    """The running sequence to send back so that `keep` can grow: `keep` itself when it is the last but the first.
+    """The running sequence to send back so that `keep` can grow: `keep` itself when it is the last
+    but the first.
 
-    Less important ones go before more important ones, then the cheapest to compute again, then the newest.
-    None: only the first in (importance, age) is left, which stays, and prompts of which D is reading pages.
+    Less important ones go before more important ones, then the cheapest to compute again, then the
+    newest. None: only the first in (importance, age) is left, which stays, and prompts of which D
+    is reading pages.
     """
     base: Callable[[Seq], int] = rule.base if rule.enabled else lambda _: 0
     first = min(
@@ -54,17 +57,19 @@ def priority_victims(
     freed: Callable[[Seq], tuple[int, int]],
     sort_key: SortKey,
 ) -> list[Seq]:
-    """Running sequences to suspend so that `head` gets a slot and `short` more pages; none if that cannot be had.
+    """Running sequences to suspend so that `head` gets a slot and `short` more pages; none if that
+    cannot be had.
 
-    All or nothing, and with few tokens to compute again (`cheap_cover`: at most twice the fewest); among equals the
-    least important, then the newest. A victim's base priority is lower by more than the threshold, so
-    that an aged request never evicts, and it is behind `head` in the order, so that it is not admitted again before it:
-    no two can evict each other in turn.
+    All or nothing, and with few tokens to compute again (`cheap_cover`: at most twice the fewest);
+    among equals the least important, then the newest. A victim's base priority is lower by more
+    than the threshold, so that an aged request never evicts, and it is behind `head` in the order,
+    so that it is not admitted again before it: no two can evict each other in turn.
 
     Args:
         sort_key: of `head` among the running (PriorityRule.sort_key).
-        freed: (pages that become available, tokens to compute again) when this sequence alone is suspended. What two
-            only victims share is not counted for either: the set frees at least what it promises.
+        freed: (pages that become available, tokens to compute again) when this sequence alone is
+            suspended. What two only victims share is not counted for either: the set frees at least
+            what it promises.
     """
     rule = limits.priority
     priority_limit = rule.base(head) - rule.preemption_threshold

@@ -1,14 +1,15 @@
 """Counts of overtaking: for each waiting request, how many that arrived after it went first.
 
-Requests that wait stand in order of arrival (arrival, handle). Between two neighbors stands a counter: `passed[r]` is
-the number of admissions, since r came, of requests that arrived between r and the next one waiting after it. A request
-was overtaken by all that is counted from its place on:
+Requests that wait stand in order of arrival (arrival, handle). Between two neighbors stands a
+counter: `passed[r]` is the number of admissions, since r came, of requests that arrived between r
+and the next one waiting after it. A request was overtaken by all that is counted from its place on:
 
     waiting, by arrival     r0      r1        r2   r3
     passed                   0       2         0    1        overtaken: 3 3 1 1, less what was there when it came
 
-When a request leaves, its counter is added to its predecessor's. Cost of an operation: a search, and a sum over the
-shorter side of the list (10 µs in the middle of 4096; nothing at its ends, where arrivals and fcfs work).
+When a request leaves, its counter is added to its predecessor's. Cost of an operation: a search,
+and a sum over the shorter side of the list (10 µs in the middle of 4096; nothing at its ends, where
+arrivals and fcfs work).
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class BypassCounter:
         self._waiting[handle] = key, self._counted_from(index)
 
     def admit(self, handle: int) -> int:
-        """A waiting request is admitted: it overtakes those that arrived before it. Returns by how many it was."""
+        """A waiting request is admitted: it overtakes those that arrived before it.
+
+        Returns by how many it was.
+        """
         return self._remove(handle, 1)
 
     def leave(self, handle: int) -> None:

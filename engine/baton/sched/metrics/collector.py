@@ -1,21 +1,24 @@
 """Statistics of the scheduler: requests that wait too long or gave way, and the cost of that.
 
-The scheduler calls one hook per event; `counters`, `gauges` and `histograms` render the sums under the names of
-docs/metrics.md. Nothing here influences a decision.
+The scheduler calls one hook per event; `counters`, `gauges` and `histograms` render the sums under
+the names of docs/metrics.md. Nothing here influences a decision.
 
 1. `on_queued`: a request waits, for the first time or again (retracted, preempted).
-2. `on_admitted`: its next row is planned. Waiting time and overtaking are observed once, at the first admission.
+2. `on_admitted`: its next row is planned. Waiting time and overtaking are observed once, at the
+   first admission.
 3. `on_suspended`, `on_step`, `on_first_token`: on its way.
 4. `on_ended`: forgotten.
 
-The same hooks write the timelines of traced requests (sched.metrics.request_timeline); with none of them traced that
-costs nothing.
+The same hooks write the timelines of traced requests (sched.metrics.request_timeline); with none of
+them traced that costs nothing.
 
-A request is *overtaken* when one that arrived later is admitted (for the first time) before it. It is *starving* while
-it waits for longer than the threshold and has been overtaken; it counts once in priority_starvation.
+A request is *overtaken* when one that arrived later is admitted (for the first time) before it. It
+is *starving* while it waits for longer than the threshold and has been overtaken; it counts once in
+priority_starvation.
 
-Cost: O(log n) per admission in the number of waiting requests; per step one set of the step's handles, and of the
-waits that have become too long at most MAX_DUE_PER_PLAN: those of a burst are counted over several steps.
+Cost: O(log n) per admission in the number of waiting requests; per step one set of the step's
+handles, and of the waits that have become too long at most MAX_DUE_PER_PLAN: those of a burst are
+counted over several steps.
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ class _RequestStats:
 
 
 class SchedStats:
-    """Build with the wait [s] beyond which an overtaken request starves, and what labels a request in metrics."""
+    """Build with the wait [s] beyond which an overtaken request starves, and what labels a request
+    in metrics.
+    """
 
     def __init__(self, starvation_secs: float, class_of: Callable[[Seq], str]) -> None:
         self._starvation_secs = starvation_secs
@@ -78,7 +83,9 @@ class SchedStats:
         self._request_stats: dict[int, _RequestStats] = {}
         self._order = BypassCounter()
         self._due: list[tuple[float, int]] = []
-        """(when the wait gets too long, handle): a heap; entries of waits that are over stay until their time."""
+        """(when the wait gets too long, handle): a heap; entries of waits that are over stay until
+        their time.
+        """
         self._overdue: list[tuple[Key, int]] = []
         """(arrival, handle) of those that wait too long and were not overtaken yet: a heap."""
         self._last_step: set[int] = set()
@@ -114,7 +121,9 @@ class SchedStats:
         """P: start of each live lease by handle, in the order in which the leases began."""
 
     def timeline_of(self, seq: Seq) -> RequestTimeline:
-        """Timeline of a traced request, to be written; for any other request one that is never read."""
+        """Timeline of a traced request, to be written; for any other request one that is never
+        read.
+        """
         return self._timelines.get(seq.handle, self._unread)
 
     # ------------------------------------------------------------------ waiting
@@ -221,8 +230,8 @@ class SchedStats:
         """A request is about to give way, to `by` if to one.
 
         Args:
-            reason: memory (retracted), priority (preempted for its pages), slots (for its slot), or admin, which takes
-                waiting ones too.
+            reason: memory (retracted), priority (preempted for its pages), slots (for its slot), or
+                admin, which takes waiting ones too.
         """
         stats = self._request_stats[seq.handle]
         self.timeline_of(seq).add_event(self.now, REQUEUE_EVENTS[reason], seq.computed)
@@ -243,7 +252,8 @@ class SchedStats:
                     timeline.on_computed(now, row.n)
 
     def on_step(self, plan: StepPlan, now: float) -> None:
-        """A step is committed: how long did running requests wait for its token because of other work?
+        """A step is committed: how long did running requests wait for its token because of other
+        work?
 
         A gap counts when one of its steps computed prompt tokens or went without the request.
         """
@@ -274,7 +284,9 @@ class SchedStats:
             )
 
     def on_first_token(self, seq: Seq, now: float) -> FirstTokenStages:
-        """By the step that ended `now`; or, on D, it came with the pages, after the last plan was made."""
+        """By the step that ended `now`; or, on D, it came with the pages, after the last plan was
+        made.
+        """
         now = max(now, self.now)
         self.timeline_of(seq).first_token_at = now
         if seq.req.ttft_deadline is not None:

@@ -1,10 +1,14 @@
-"""Timeline of a traced request in the scheduler: times and amounts, from which the front makes spans.
+"""Timeline of a traced request in the scheduler: times and amounts, from which the front makes
+spans.
 
-1. a request that carries a trace (`Validated.trace`) gets a RequestTimeline when it is queued first;
-2. the hooks of sched.metrics.collector write it, the same calls that count and time all requests for the metrics;
+1. a request that carries a trace (`Validated.trace`) gets a RequestTimeline when it is queued
+   first;
+2. the hooks of sched.metrics.collector write it, the same calls that count and time all requests
+   for the metrics;
 3. when the scheduler forgets the request its timeline leaves as an event, complete.
 
-Times are seconds on the clock of Validated.arrival. Bounded: after MAX_EVENTS further ones are only counted.
+Times are seconds on the clock of Validated.arrival. Bounded: after MAX_EVENTS further ones are only
+counted.
 """
 
 from __future__ import annotations
@@ -67,11 +71,15 @@ class RequestTimeline:
     leased_pages: int = 0
     """P: pages kept for D from the first token on."""
     finish: str = ""
-    """stop, length, abort, error; of a lease why it ended: DONE or the transfer runtime's reason code."""
+    """stop, length, abort, error; of a lease why it ended: DONE or the transfer runtime's reason
+    code.
+    """
     error: str = ""
     """Code of the error that it ended with."""
     events: list[tuple[float, str, int]] = field(default_factory=list)
-    """(when, what, tokens), in order: computed, admitted (again), retracted, preempted, suspended, revoked."""
+    """(when, what, tokens), in order: computed, admitted (again), retracted, preempted, suspended,
+    revoked.
+    """
     lost_events: int = 0
 
     def add_event(self, time: float, name: str, tokens: int) -> None:

@@ -1,4 +1,5 @@
-"""Chooses the rows of the next forward pass: one token for every decoding sequence, then prompt chunks.
+"""Chooses the rows of the next forward pass: one token for every decoding sequence, then prompt
+chunks.
 
 | module | holds |
 |---|---|

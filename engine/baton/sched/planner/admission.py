@@ -38,7 +38,8 @@ class AdmissionEstimate:
         return seq.total_len - cached_tokens(seq, self._state.memory.cache)
 
     def is_too_late(self, seq: Seq) -> bool:
-        """Under --deadline-miss-action abort: no first token can come in time any more, so nothing is begun.
+        """Under --deadline-miss-action abort: no first token can come in time any more, so nothing
+        is begun.
 
         An estimate that no comparable prompt has confirmed refuses nothing.
         """

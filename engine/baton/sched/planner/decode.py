@@ -16,7 +16,8 @@ NO_PAGES = array("i")
 
 
 def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
-    """Plan one token for every decoding sequence. Returns the running sequences that do not decode now.
+    """Plan one token for every decoding sequence. Returns the running sequences that do not decode
+    now.
 
     Pages that may be short are found before any row is made: one with pages may still fall victim.
     The hot loop of the planner: 256 rows in 0.1 ms, hence no property and no call per row.
@@ -57,7 +58,10 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
 
 
 def _find_starved(state: SchedulerState) -> set[int]:
-    """Pages for the next tokens where there may be too few, by retraction if need be. Returns who gets none."""
+    """Pages for the next tokens where there may be too few, by retraction if need be.
+
+    Returns who gets none.
+    """
     page_size = state.limits.page_size
     running = state.running.values()
     short = [
@@ -73,7 +77,10 @@ def _find_starved(state: SchedulerState) -> set[int]:
 
 
 def _find_pages_for(state: SchedulerState, seq: Seq) -> bool:
-    """Make room for the next token of a decoding sequence, retracting others if need be. False: not this step."""
+    """Make room for the next token of a decoding sequence, retracting others if need be.
+
+    False: not this step.
+    """
     while not state.memory.extend(seq, seq.total_len):
         if not retract_for(state, seq):
             return False

@@ -39,5 +39,6 @@ class PlanDraft:
         seq.computed = end
         seq.inflight_steps += 1
         seq.has_started = True
-        # The token before this one is known or in flight; from now on the newest unknown one is this row's.
+        # The token before this one is known or in flight; from now on the newest unknown one is
+        # this row's.
         seq.inflight += samples

@@ -1,17 +1,20 @@
-"""Planner of the next forward pass: one token for every decoding sequence, then prompt chunks in policy order.
+"""Planner of the next forward pass: one token for every decoding sequence, then prompt chunks in
+policy order.
 
-Works on sched.state.SchedulerState and advances `computed` there, so that the next plan can be made while it runs
-(overlap scheduling). Rules:
+Works on sched.state.SchedulerState and advances `computed` there, so that the next plan can be made
+while it runs (overlap scheduling). Rules:
 
 * Between two tokens of a running sequence at most one step goes by without it.
-* A prompt page joins the radix tree when its computation is *scheduled*: a later row, even one of the same step, may
-  use it, because steps run in order and every layer writes its KV before it reads. Pages leave the engine only after
-  commit.
-* Decode rows stand in the order of importance, then age (PriorityRule.sort_key): the first get pages first, and the
-  events of a step follow its rows.
-* Admission is by estimate, the truth comes at allocation; a request that is alone is always admitted.
+* A prompt page joins the radix tree when its computation is *scheduled*: a later row, even one of
+  the same step, may use it, because steps run in order and every layer writes its KV before it
+  reads. Pages leave the engine only after commit.
+* Decode rows stand in the order of importance, then age (PriorityRule.sort_key): the first get
+  pages first, and the events of a step follow its rows.
+* Admission is by estimate, the truth comes at allocation; a request that is alone is always
+  admitted.
 
-Sources: token budget after vLLM v1, admission estimate after SGLang 0.5.7, both as specified in docs/architecture.md.
+Sources: token budget after vLLM v1, admission estimate after SGLang 0.5.7, both as specified in
+docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ class Planner:
         self._preemption = PreemptionPlanner(state, estimate, self.reservation)
         self.prefill = PrefillPlanner(state, self._growth, estimate, self.reservation)
         self._prefill_run_secs: float | None = None
-        """Predicted time of the steps without decode rows since the last step with some; None: that was it."""
+        """Predicted time of the steps without decode rows since the last step with some; None: that
+        was it.
+        """
 
     def plan(self, now: float) -> PlanOutcome:
         """Choose the next forward pass."""
@@ -139,7 +144,9 @@ class Planner:
         return is_stuck and state.release_retained()
 
     def _skips_decode(self) -> bool:
-        """Under prefill_first: does this step leave decode rows out, because prompts wait and the gap allows it?"""
+        """Under prefill_first: does this step leave decode rows out, because prompts wait and the
+        gap allows it?
+        """
         state = self._state
         limits = self._state.limits
         if not limits.prefill_first or limits.enable_mixed_chunk:

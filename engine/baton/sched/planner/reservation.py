@@ -1,4 +1,6 @@
-"""Pages kept for a request that did not fit, so that those that pass it cannot keep it out for ever."""
+"""Pages kept for a request that did not fit, so that those that pass it cannot keep it out for
+ever.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class ReservationHolder:
         return None if reservation is None or reservation.was_tried else reservation.seq
 
     def reserve_pages(self, seq: Seq) -> bool:
-        """Keep pages for a request that did not fit, unless a more important one has the reservation.
+        """Keep pages for a request that did not fit, unless a more important one has the
+        reservation.
 
         Others that pass it leave it room from now on. Returns whether the reservation is its own.
         """
@@ -51,7 +54,9 @@ class ReservationHolder:
         return False
 
     def review(self, can_start: Callable[[Seq], bool], *, was_tried: bool) -> None:
-        """Drop the reservation of a request that cannot start any more; mark another one for this plan."""
+        """Drop the reservation of a request that cannot start any more; mark another one for this
+        plan.
+        """
         reservation = self.current
         if reservation is None:
             return
@@ -61,10 +66,12 @@ class ReservationHolder:
             self.current = None
 
     def may_pass(self, seq: Seq, without: Sequence[Seq] = ()) -> bool:
-        """May a request be admitted, once those of `without` are preempted, although another one waits for pages?
+        """May a request be admitted, once those of `without` are preempted, although another one
+        waits for pages?
 
-        Each page given to one that passes is set aside for the one that waits, until all of its pages are. So those
-        that pass hold at most the rest of the pool, and it starts as soon as what ran before it has ended.
+        Each page given to one that passes is set aside for the one that waits, until all of its
+        pages are. So those that pass hold at most the rest of the pool, and it starts as soon as
+        what ran before it has ended.
         """
         state = self._state
         memory = state.memory
@@ -103,7 +110,9 @@ class ReservationHolder:
 
 
 class ReservedGrowth:
-    """Pages that running requests are expected to still take; counted when first asked for in a plan."""
+    """Pages that running requests are expected to still take; counted when first asked for in a
+    plan.
+    """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -125,7 +134,9 @@ class ReservedGrowth:
             self.counted += pages
 
     def growing(self) -> Iterator[Seq]:
-        """Sequences for whose growth room is kept: a retained one could not be finished later without."""
+        """Sequences for whose growth room is kept: a retained one could not be finished later
+        without.
+        """
         state = self._state
         return itertools.chain(
             state.running.values(), state.transfer.values(), state.retained.values()

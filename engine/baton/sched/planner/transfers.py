@@ -29,10 +29,12 @@ class TransferPlanner:
         """For one of the prompts on their way."""
 
     def plan(self) -> None:
-        """Reserve pages for prompts on their way, leaving room for running answers of the same importance.
+        """Reserve pages for prompts on their way, leaving room for running answers of the same
+        importance.
 
-        Pages are set aside before P has computed anything, so that they can be filled without asking here again. But P
-        may be full of finished prompts that wait for room here, which the room set aside is not: it is taken back then.
+        Pages are set aside before P has computed anything, so that they can be filled without
+        asking here again. But P may be full of finished prompts that wait for room here, which the
+        room set aside is not: it is taken back then.
         """
         state = self._state
         limits = state.limits
@@ -79,7 +81,9 @@ class TransferPlanner:
             seq = next_candidate(candidates, outcome)
 
     def _refuse_candidate(self, seq: Seq, short: int) -> CandidateRefused:
-        """Note a prompt that lacks a slot or `short` pages, or would pass one that pages are kept for."""
+        """Note a prompt that lacks a slot or `short` pages, or would pass one that pages are kept
+        for.
+        """
         state = self._state
         memory = state.memory
         has_reservation = short > 0 and self.reservation.reserve_pages(seq)
@@ -135,7 +139,9 @@ class TransferPlanner:
         return bool(victims)
 
     def _order_candidates(self) -> Candidates:
-        """Prompts on their way, in order, until too many lacked room; then the one with the reservation."""
+        """Prompts on their way, in order, until too many lacked room; then the one with the
+        reservation.
+        """
         self.reservation.review(lambda seq: seq.state is SeqState.OPENING, was_tried=False)
         skip_ahead = self._state.limits.admission_skip_ahead
         num_refused = 0
@@ -150,7 +156,10 @@ class TransferPlanner:
             yield reserved
 
     def _may_overtake(self, seq: Seq, without: Sequence[Seq] = ()) -> bool:
-        """As for waiting requests. What P has computed need not wait for what P may have no room to compute."""
+        """As for waiting requests.
+
+        What P has computed need not wait for what P may have no room to compute.
+        """
         reservation = self.reservation.current
         if reservation is None:
             return True
@@ -160,7 +169,9 @@ class TransferPlanner:
         return self.reservation.may_pass(seq, without)
 
     def _match_prefix(self, seq: Seq) -> tuple[PrefixMatch, int]:
-        """Return the cached prefix, locked, and how many pages are missing for the rest and for the answers."""
+        """Return the cached prefix, locked, and how many pages are missing for the rest and for the
+        answers.
+        """
         state = self._state
         memory = state.memory
         match = memory.match_prefix(seq, seq.prompt_len)
@@ -200,7 +211,9 @@ class TransferPlanner:
         return not state.running and not any(seq.is_announced for seq in state.transfer.values())
 
     def revoke_grants(self, short: int) -> None:
-        """Revoke grants of which nothing has come, the newest first, for one that needs a slot and `short` pages."""
+        """Revoke grants of which nothing has come, the newest first, for one that needs a slot and
+        `short` pages.
+        """
         state = self._state
         idle = [seq for seq in state.transfer.values() if not seq.is_announced]
         if any(seq.is_revoking for seq in idle):

@@ -1,17 +1,22 @@
-"""--schedule-policy adaptive: which of five orders would serve the queue best? Replay it through each, and see.
+"""--schedule-policy adaptive: which of five orders would serve the queue best? Replay it through
+each, and see.
 
-1. Every `--adaptive-window-secs` the queue is written down as a `QueueSnapshot`: plain numbers, fit for a log line.
-2. `forecast_in_parts` serves it on paper, one request after the other, in each order: with the measured prefill rate,
-   and with a prefix cache of the pool's size, so that orders that keep equal prefixes together get credit for it.
-3. `decide` compares mean TTFT + `--adaptive-tail-weight` * p99. An order that is more than 10 % better twice in a row
-   takes over; so there is at most one switch in two windows, and none for noise.
+1. Every `--adaptive-window-secs` the queue is written down as a `QueueSnapshot`: plain numbers, fit
+   for a log line.
+2. `forecast_in_parts` serves it on paper, one request after the other, in each order: with the
+   measured prefill rate, and with a prefix cache of the pool's size, so that orders that keep equal
+   prefixes together get credit for it.
+3. `decide` compares mean TTFT + `--adaptive-tail-weight` * p99. An order that is more than 10 %
+   better twice in a row takes over; so there is at most one switch in two windows, and none for
+   noise.
 
-A forecast and `decide` are pure functions: `replay_line` repeats a decision from its line in the log. Not modeled:
-arrivals to come, decode steps between the prompts, prompts under way. Only the ratio of forecasts is used.
+A forecast and `decide` are pure functions: `replay_line` repeats a decision from its line in the
+log. Not modeled: arrivals to come, decode steps between the prompts, prompts under way. Only the
+ratio of forecasts is used.
 
-Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 25 ms, once per window. It is done in parts (`*_in_parts` yield
-the units of work done, some 0.4 us each), WORK_PER_PLAN or 1 % of the time at a plan: a long queue's review takes up to
-180 plans where steps are short.
+Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 25 ms, once per window. It is done in parts
+(`*_in_parts` yield the units of work done, some 0.4 us each), WORK_PER_PLAN or 1 % of the time at a
+plan: a long queue's review takes up to 180 plans where steps are short.
 """
 
 from __future__ import annotations
@@ -276,7 +281,9 @@ CANDIDATES: dict[str, _ReplayedOrder] = {
 
 
 def forecast_in_parts(snapshot: QueueSnapshot, order: str) -> Parts[OrderForecast]:
-    """Mean and p99 of the time to first token, counted from arrival, if the queue is served in this order."""
+    """Mean and p99 of the time to first token, counted from arrival, if the queue is served in this
+    order.
+    """
     key = CANDIDATES[order].key
     replay = _Replay(snapshot)
     now = 0.0

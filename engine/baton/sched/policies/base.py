@@ -24,7 +24,9 @@ class PolicyContext:
     now: float
     step: int
     index: RadixCache
-    """To look at only (`version`, `probe`, `outdated`, `watch`, `path_of`): what is evicted next must not change."""
+    """To look at only (`version`, `probe`, `outdated`, `watch`, `path_of`): what is evicted next
+    must not change.
+    """
     prefill_rate: float
     """Prompt tokens the engine computes per second, measured."""
     computed_tokens: int
@@ -61,20 +63,27 @@ class PolicyParams:
 
 
 class Policy(abc.ABC):
-    """`sort_keys` is the order, the rest says when it changes. An instance belongs to one queue: it may have state."""
+    """`sort_keys` is the order, the rest says when it changes.
+
+    An instance belongs to one queue: it may have state.
+    """
 
     name: ClassVar[str]
     wants_queue_review: ClassVar[bool] = False
     """Wants to look at the whole queue before every plan."""
     keys_are_independent: bool = True
-    """A sequence's number does not depend on who else waits, and on nothing in the tree but its cached prefix."""
+    """A sequence's number does not depend on who else waits, and on nothing in the tree but its
+    cached prefix.
+    """
 
     def __init__(self, params: PolicyParams) -> None:
         self.params = params
 
     @property
     def reorders_partial_prefills(self) -> bool:
-        """Prompts in progress compete with waiting ones at every chunk boundary, instead of going first."""
+        """Prompts in progress compete with waiting ones at every chunk boundary, instead of going
+        first.
+        """
         return False
 
     @property
@@ -96,21 +105,28 @@ class Policy(abc.ABC):
         return None
 
     def cache_key(self, count: int, view: PolicyContext) -> Hashable:
-        """Called first, with the queue's length: while it and the cached prefixes are equal, so are the sort keys."""
+        """Called first, with the queue's length: while it and the cached prefixes are equal, so are
+        the sort keys.
+        """
         return ()
 
     @abc.abstractmethod
     def sort_keys(
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Sequence[float]:
-        """A number for each sequence, smallest first. `cache_key`: a result of `cache_key`, perhaps not the latest."""
+        """A number for each sequence, smallest first.
+
+        `cache_key`: a result of `cache_key`, perhaps not the latest.
+        """
 
     def keys_in_parts(
         self, queue: Sequence[Seq], part: int, view: Callable[[], PolicyContext], cache_key: Any
     ) -> Iterator[Iterable[tuple[Seq, float]]]:
-        """`sort_keys` of a long queue, where keys are not independent: works on some `part` sequences at a time.
+        """`sort_keys` of a long queue, where keys are not independent: works on some `part`
+        sequences at a time.
 
-        Yields what is ready, often nothing; each sequence once in all. The queue and the tree may change meanwhile.
+        Yields what is ready, often nothing; each sequence once in all. The queue and the tree may
+        change meanwhile.
         """
         for seqs in batches(queue, part):
             all_cached_tokens(seqs, view().index)
@@ -122,12 +138,16 @@ class Policy(abc.ABC):
     def expiries(
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Iterable[float]:
-        """When the numbers that `sort_keys` has just given them are other ones, though nothing else changes."""
+        """When the numbers that `sort_keys` has just given them are other ones, though nothing else
+        changes.
+        """
         return NEVER
 
 
 class HysteresisValue:
-    """A measured number as orders use it: it follows the measurement in steps of 5 %, so that noise sorts nothing."""
+    """A measured number as orders use it: it follows the measurement in steps of 5 %, so that noise
+    sorts nothing.
+    """
 
     def __init__(self) -> None:
         self._value = 0.0

@@ -1,8 +1,9 @@
-r"""dfs-weight: walk the radix tree depth first, heaviest subtree first, and take requests as the walk passes them.
+r"""dfs-weight: walk the radix tree depth first, heaviest subtree first, and take requests as the
+walk passes them.
 
-The weight of a tree node is the number of waiting requests whose cached prefix ends in its subtree. Children come
-before the requests that end at their parent; of equal weights the older node comes first, and requests that end at the
-same node go by arrival, as under every policy.
+The weight of a tree node is the number of waiting requests whose cached prefix ends in its subtree.
+Children come before the requests that end at their parent; of equal weights the older node comes
+first, and requests that end at the same node go by arrival, as under every policy.
 
         root                queue: r1→C r2→F r3→D r4→C r5→A r6→G      (rX→N: the prefix of rX ends at node N)
        /    \              weights: A 4 (C 2, D 1, itself 1), B 2 (F 1, G 1)
@@ -10,7 +11,8 @@ same node go by arrival, as under every policy.
      / \    / \
     C   D  F   G            Source: SGLang 0.5.7's _calc_weight / _get_dfs_priority, without its recursion.
 
-Only the nodes on the queue's own prefixes are known here, not the whole tree, and only they are walked through.
+Only the nodes on the queue's own prefixes are known here, not the whole tree, and only they are
+walked through.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from baton.sched.types.sequence import Seq
 ROOT = -1
 
 Path = Sequence[int]
-"""Numbers of tree nodes from the root's child down to the end of a cached prefix; () ends at the root, the last."""
+"""Numbers of tree nodes from the root's child down to the end of a cached prefix; () ends at the
+root, the last.
+"""
 
 
 class BranchWeights:
@@ -50,7 +54,10 @@ class BranchWeights:
             parent = node
 
     def walk_places(self) -> dict[int, int]:
-        """Node → its place in the walk, children before their parent. O(n log n) in the number of nodes."""
+        """Node → its place in the walk, children before their parent.
+
+        O(n log n) in the number of nodes.
+        """
         # Backwards, a walk in which a parent comes before its children is a matter of one stack.
         weight = self._weight
         stack = [ROOT]
@@ -88,7 +95,9 @@ class DfsWeight(Policy):
 
 
 class _PrefixEnds:
-    """Where the cached prefixes of requests end in the tree, and the places of these nodes in the walk."""
+    """Where the cached prefixes of requests end in the tree, and the places of these nodes in the
+    walk.
+    """
 
     def __init__(self) -> None:
         self._probe_of: dict[int, PrefixProbe] = {}

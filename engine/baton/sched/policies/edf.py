@@ -18,10 +18,11 @@ from baton.sched.types.sequence import Seq
 
 
 class EdfPolicy(Policy):
-    """Earliest first-token deadline first; one that cannot be met any more counts as `edf_demotion_secs` later.
+    """Earliest first-token deadline first; one that cannot be met any more counts as
+    `edf_demotion_secs` later.
 
-    Without the demotion an overloaded engine works on lost causes only (they are always the most urgent); without its
-    bound they would wait for as long as others come that can still be in time.
+    Without the demotion an overloaded engine works on lost causes only (they are always the most
+    urgent); without its bound they would wait for as long as others come that can still be in time.
     """
 
     name = "edf"

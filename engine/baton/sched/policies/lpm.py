@@ -18,11 +18,12 @@ from baton.sched.types.sequence import Seq
 
 
 class LpmPolicy(Policy):
-    """Above the threshold first come first served, until the queue has shrunk to 3/4 of it (no flapping).
+    """Above the threshold first come first served, until the queue has shrunk to 3/4 of it (no
+    flapping).
 
-    With the in-batch thresholds set, a request with a cold prefix that an earlier waiting one begins with as well goes
-    last, so that the earlier one can compute it for both (SGLang 0.5.7). Requests of one step share their pages here
-    without that, hence it is off by default.
+    With the in-batch thresholds set, a request with a cold prefix that an earlier waiting one
+    begins with as well goes last, so that the earlier one can compute it for both (SGLang 0.5.7).
+    Requests of one step share their pages here without that, hence it is off by default.
     """
 
     name = "lpm"
@@ -50,7 +51,8 @@ class LpmPolicy(Policy):
         if cache_key:
             return [seq.req.arrival for seq in queue]
         aging = self.params.lpm_aging_tokens_per_s
-        # cached + aging * (now - arrival), less the term that is equal for all: the order needs no clock.
+        # cached + aging * (now - arrival), less the term that is equal for all: the order needs no
+        # clock.
         cached = all_cached_tokens(queue, view.index)
         keys = [aging * seq.req.arrival - tokens for seq, tokens in zip(queue, cached, strict=True)]
         if self.params.in_batch_prefix_caching_check_threshold >= 0:

@@ -1,13 +1,17 @@
-"""Admission control of the waiting queue: which requests may wait, for how long, and Retry-After of the others.
+"""Admission control of the waiting queue: which requests may wait, for how long, and Retry-After of
+the others.
 
-1. A new request passes `make_room`. At the limits (`--max-queued-requests`, `--max-queued-tokens`) it is refused, or,
-   with priorities, takes the place of waiting requests of strictly lower priority: least important first, newest first
-   among equals (as SGLang 0.5.7 does). Only base priorities count: an aged request must not be immune.
-2. It is added, and removed when it is admitted or ended; the controller measures how fast the queue moves.
+1. A new request passes `make_room`. At the limits (`--max-queued-requests`, `--max-queued-tokens`)
+   it is refused, or, with priorities, takes the place of waiting requests of strictly lower
+   priority: least important first, newest first among equals (as SGLang 0.5.7 does). Only base
+   priorities count: an aged request must not be immune.
+2. It is added, and removed when it is admitted or ended; the controller measures how fast the queue
+   moves.
 3. A request that has waited longer than `--queue-timeout-secs` without having started is `overdue`.
 
-A request that has started (preempted, retracted, suspended) is never turned away and never overdue: its work is paid.
-`retry_after` is the time until the queue is expected to have room, from the rate at which it moves, within bounds.
+A request that has started (preempted, retracted, suspended) is never turned away and never overdue:
+its work is paid. `retry_after` is the time until the queue is expected to have room, from the rate
+at which it moves, within bounds.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ HORIZON_SECS = 30.0
 
 
 class DrainRate:
-    """Requests and prompt tokens that left the queue per second, recent ones counting more (1/e per horizon)."""
+    """Requests and prompt tokens that left the queue per second, recent ones counting more (1/e per
+    horizon).
+    """
 
     def __init__(self, horizon_secs: float = HORIZON_SECS) -> None:
         self._horizon = horizon_secs
@@ -43,7 +49,8 @@ class DrainRate:
     def start_clock(self, now: float, was_empty: bool = False) -> None:
         """The queue has something in it: time counts from now on.
 
-        A queue that was empty for longer than the horizon is measured afresh: its last requests say nothing of now.
+        A queue that was empty for longer than the horizon is measured afresh: its last requests say
+        nothing of now.
         """
         if self._since is None or (was_empty and now - self._at > self._horizon):
             self._since = self._at = now
@@ -79,11 +86,15 @@ def _pop_handle(heap: list[Entry]) -> int:
 
 
 class AdmissionController:
-    """Counts include requests that started and came back: they use the room, but cannot be turned away."""
+    """Counts include requests that started and came back: they use the room, but cannot be turned
+    away.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.queued_tokens = 0
-        """Prompt tokens of the requests that wait to be computed here (not of those that wait for another's KV)."""
+        """Prompt tokens of the requests that wait to be computed here (not of those that wait for
+        another's KV).
+        """
         self.turned_away = dict.fromkeys(("refused", "evicted", "timeout", "deadline"), 0)
         """Waiting requests that ended without having started, by reason."""
         self._limits = limits
@@ -121,7 +132,8 @@ class AdmissionController:
         """Requests of lower priority that have to leave so that `req` may enter.
 
         Raises:
-            QueueFull: the limits are reached by requests that are as important; nothing has changed.
+            QueueFull: the limits are reached by requests that are as important; nothing has
+            changed.
         """
         limits = self._limits
         prompt = len(req.prompt)
@@ -143,7 +155,9 @@ class AdmissionController:
         return victims
 
     def pop_overdue(self, now: float) -> list[Seq]:
-        """Requests that have waited too long without having started; each is named once, however often it came in."""
+        """Requests that have waited too long without having started; each is named once, however
+        often it came in.
+        """
         overdue: dict[int, Seq] = {}
         while self._due and self._due[0][0] <= now:
             seq, _ = self._queued.get(_pop_handle(self._due), (None, 0))

@@ -1,21 +1,26 @@
-"""The waiting queue: sequences that hold nothing, in the order of a policy, kept sorted at a bounded cost per look.
+"""The waiting queue: sequences that hold nothing, in the order of a policy, kept sorted at a
+bounded cost per look.
 
-A look (`in_order`) of a queue of at most `EXACT_UP_TO` gives exactly the order that the policy defines. In a longer one
-it brings `KEYS_PER_LOOK` sequences up to date, so that thousands cost a step no more than these.
+A look (`in_order`) of a queue of at most `EXACT_UP_TO` gives exactly the order that the policy
+defines. In a longer one it brings `KEYS_PER_LOOK` sequences up to date, so that thousands cost a
+step no more than these.
 
-1. A sequence that joins gets its number at the next look; of many that join together the most important first. Should
-   a caller want more than those in order, it gets the next ones.
-2. When the radix tree changes, sequences whose cached prefix may be another one move (`ProbeWatch`), and so do those
-   whose number changes at a moment known before (`Policy.expiries`).
-3. When the policy's `cache_key` changes (a measured rate for srpt-aging, the work done for hrrn, ...), a second
-   order with the new numbers is built beside the one in force, and takes its place when it is complete.
+1. A sequence that joins gets its number at the next look; of many that join together the most
+   important first. Should a caller want more than those in order, it gets the next ones.
+2. When the radix tree changes, sequences whose cached prefix may be another one move
+   (`ProbeWatch`), and so do those whose number changes at a moment known before
+   (`Policy.expiries`).
+3. When the policy's `cache_key` changes (a measured rate for srpt-aging, the work done for hrrn,
+   ...), a second order with the new numbers is built beside the one in force, and takes its place
+   when it is complete.
 
-A policy whose numbers depend on who else waits (dfs-weight, lpm with in-batch thresholds) sorts all again, a long queue
-over many looks: a second order is built as under 3, and those that join meanwhile go last in both.
+A policy whose numbers depend on who else waits (dfs-weight, lpm with in-batch thresholds) sorts all
+again, a long queue over many looks: a second order is built as under 3, and those that join
+meanwhile go last in both.
 
-Priority aging with a maximum needs two lists: among requests that still age the order never changes, among those that
-have aged all they can neither does; a look merges the two at the present time. A request moves from the first to the
-second at arrival + maximum / rate.
+Priority aging with a maximum needs two lists: among requests that still age the order never
+changes, among those that have aged all they can neither does; a look merges the two at the present
+time. A request moves from the first to the second at arrival + maximum / rate.
 """
 
 from __future__ import annotations
@@ -43,7 +48,9 @@ MAX_DEAD_ENTRIES = 64
 """Superseded entries of a heap that are tolerated beside one per sequence."""
 
 Entry = tuple[float, float, float, int, Seq]
-"""(priority, policy, arrival, handle, sequence): handles differ, so comparing never reaches the sequence."""
+"""(priority, policy, arrival, handle, sequence): handles differ, so comparing never reaches the
+sequence.
+"""
 
 
 class _Order:
@@ -64,7 +71,10 @@ class _Order:
     def enter(
         self, seqs: Iterable[Seq], keys: Iterable[float], expiries: Iterable[float], now: float
     ) -> None:
-        """Put in sequences, or move them to other places. `expiries`: when their keys are other ones."""
+        """Put in sequences, or move them to other places.
+
+        `expiries`: when their keys are other ones.
+        """
         rule = self._rule
         entries = self.entries
         has_priority = rule.enabled
@@ -119,7 +129,10 @@ class _Order:
 
 
 class WaitingQueue:
-    """`view` is called when an order is needed; it must not change the queue. `sharing` learns who waits."""
+    """`view` is called when an order is needed; it must not change the queue.
+
+    `sharing` learns who waits.
+    """
 
     def __init__(
         self,
@@ -137,7 +150,9 @@ class WaitingQueue:
         """Those that are in no order yet, with the number of their arrival here."""
         self._joins = 0
         self._to_join: list[tuple[float, float, int, int]] = []
-        """(priority, arrival, handle, number of its arrival here): a heap; valid if `_joined` says so."""
+        """(priority, arrival, handle, number of its arrival here): a heap; valid if `_joined` says
+        so.
+        """
         self._order = _Order(priority, None)
         """The order in force."""
         self._next: _Order | None = None
@@ -145,7 +160,8 @@ class WaitingQueue:
         self._to_build: list[int] = []
         """Those that `_next` lacks, and others that have left."""
         self._tree: int | None = None
-        """The tree's version that the order in force knows, if all is sorted again for another one."""
+        """The tree's version that the order in force knows, if all is sorted again for another one.
+        """
         self._sorting: Iterator[Iterable[tuple[Seq, float]]] | None = None
         """Sorted parts that `_next` is built from; None when nothing is being sorted."""
         self._probes: ProbeWatch | None = None
@@ -201,10 +217,12 @@ class WaitingQueue:
             self._probes.stale[seq.handle] = None
 
     def in_order(self, unfinished: Sequence[Seq] = ()) -> Iterator[Seq]:
-        """Sequences as the planner should try them, among them those `unfinished`, which do not wait any more.
+        """Sequences as the planner should try them, among them those `unfinished`, which do not
+        wait any more.
 
-        These compete with waiting ones if the policy re-decides chunks; else they come first among equal priorities.
-        The queue may change while the caller iterates: who left is not given, nor is who joins.
+        These compete with waiting ones if the policy re-decides chunks; else they come first among
+        equal priorities. The queue may change while the caller iterates: who left is not given, nor
+        is who joins.
         """
         view = self._view()
         self._update_order(view)
@@ -221,7 +239,10 @@ class WaitingQueue:
         )
 
     def sorted_of(self, seqs: Iterable[Seq]) -> list[Seq]:
-        """Some that wait, in order; those that have no place yet go last. O(n log n) in their number."""
+        """Some that wait, in order; those that have no place yet go last.
+
+        O(n log n) in their number.
+        """
         now = self._view().now
         entries = self._order.entries
 
@@ -263,7 +284,9 @@ class WaitingQueue:
     def _waiting_entries(
         self, order: _Order, view: PolicyContext, last_join: int
     ) -> Iterator[Entry]:
-        """Those that wait, with their priorities at the present time; at the end those that have no place yet."""
+        """Those that wait, with their priorities at the present time; at the end those that have no
+        place yet.
+        """
         gained = self.priority.aging_rate * view.now if self.priority.enabled else 0.0
         entries = _walk_lane(order, order.aging, -gained)
         if self.priority.is_capped:

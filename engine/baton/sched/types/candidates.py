@@ -1,9 +1,10 @@
 """Exchange between the prefill planner and the strategy that orders its candidates.
 
 1. The planner hands a `PrefillContext` to the strategy, once per plan.
-2. The strategy yields one candidate at a time; the planner tries it and sends back a `CandidateOutcome`.
-3. The strategy chooses the next candidate from the context and the outcomes so far; the planner stops asking when the
-   step is full.
+2. The strategy yields one candidate at a time; the planner tries it and sends back a
+   `CandidateOutcome`.
+3. The strategy chooses the next candidate from the context and the outcomes so far; the planner
+   stops asking when the step is full.
 """
 
 from __future__ import annotations
@@ -83,18 +84,26 @@ class PrefillContext:
     reorders_unfinished: bool
     """Prompts in progress compete with waiting requests in policy order; else they go first."""
     preemptor: Seq | None
-    """The waiting request that others were preempted for in this plan; no other one is admitted before it."""
+    """The waiting request that others were preempted for in this plan; no other one is admitted
+    before it.
+    """
     reserved: Seq | None
-    """The waiting request that pages are kept for: tried when all others have been, unless it was tried before."""
+    """The waiting request that pages are kept for: tried when all others have been, unless it was
+    tried before.
+    """
     max_partial_prefills: int | None
-    """A request starts only behind fewer unfinished prompts, or if this step completes it; None: no limit."""
+    """A request starts only behind fewer unfinished prompts, or if this step completes it; None: no
+    limit.
+    """
     skip_ahead: int
     """Waiting requests that may be passed over."""
     free_slots: int
     token_budget: int
     """Prompt tokens that the step may compute."""
     order_candidates: Callable[[], Iterator[Seq]]
-    """Waiting requests in policy order, the prompts in progress among them if `reorders_unfinished`."""
+    """Waiting requests in policy order, the prompts in progress among them if
+    `reorders_unfinished`.
+    """
     sort_unfinished: Callable[[], list[Seq]]
     """Prompts in progress in policy order."""
     extend_tokens: Callable[[Seq], int]
