@@ -23,7 +23,7 @@ list.
     unpinned.
 
 Invariants: free + cached + pinned = slots; a slot belongs to one key; a key's content is the KV of
-exactly its tokens, because a page's key is forgotten when the tree lets go of the page.
+exactly its tokens, because a page's key is forgotten when the tree releases the page.
 Deliberately unknown here: requests, tensors, time.
 
 Sources: hash chains as in vLLM's prefix cache, demotion on eviction as in SGLang's hierarchical
@@ -47,8 +47,7 @@ from baton.cache.radix import TOKEN_BYTES, RadixNode
 DIGEST_BYTES = 16
 """Two different prefixes with one key would need about 2^64 pages."""
 PIN_SHARE = 0.75
-"""Share of the pool for pinned pages: the rest stays a cache for everybody, however many requests
-are suspended.
+"""Share of the pool for pinned pages: the others stay a cache, however many requests are suspended.
 """
 DEAD_ENTRIES = 64
 
@@ -230,11 +229,8 @@ class HostTier:
 
     def only_here(self, keys: Iterable[bytes]) -> list[HostPage]:
         """The pages of these keys that the host has and the device has not."""
-        return [
-            page
-            for key in keys
-            if (page := self._pages.get(key)) is not None and not page.on_device
-        ]
+        pages = (self._pages.get(key) for key in keys)
+        return [page for page in pages if page is not None and not page.on_device]
 
     # ------------------------------------------------------------------ copies and books
 
@@ -281,9 +277,9 @@ class HostTier:
                 self._drop(next(iter(self._duplicates.values())))
                 continue
             victim = self._next_victim()
-            if victim is None or (
-                worth is not None and (self._policy.key(victim), -victim.index) >= worth
-            ):
+            if victim is None:
+                break
+            if worth is not None and (self._policy.key(victim), -victim.index) >= worth:
                 break
             self._drop(victim)
         return min(wanted, self._slots.free_count)

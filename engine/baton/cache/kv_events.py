@@ -10,7 +10,7 @@ Life of a block (one page of tokens, named by a hash of its whole prefix):
 
 The hash of a block is the first 8 bytes, big-endian, of SHA-256(hash of its parent, 8 bytes
 big-endian | its tokens, little-endian int32); a first block's parent is 0, or for a namespace the
-first 8 bytes of SHA-256(namespace). Anybody who has the tokens can compute it.
+first 8 bytes of SHA-256(namespace). It can be computed from the tokens alone.
 
 Invariants: replaying all batches gives exactly the settled pages of the tree; a Stored comes after
 its parent's; pending + announced pages = pages in the tree; memory is bounded by the pool's pages
@@ -157,7 +157,7 @@ class KvEventLog:
         if hashes:
             self._open.append(Removed(tuple(hashes)))
 
-    # ------------------------------------------------------------------ to the shell
+    # ------------------------------------------------------------------ to the server
 
     def take(self, ts: float) -> EventBatch | None:
         """Events since the last call, numbered and kept for replay; None: nothing."""

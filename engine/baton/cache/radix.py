@@ -16,8 +16,8 @@ Keys are page-aligned `bytes` of little-endian int32 token ids: edges compare as
 mismatch is found by bisection. 4096 tokens match in under 10 us where a loop over Python ints takes
 140 us.
 
-    root ──[p0 p1 p2]──▶ node ──[p3]──▶ leaf        an edge holds one or more pages; children differ in their first page
-                          └────[p7 p8]──▶ leaf
+    root ──[p0 p1 p2]──▶ node ──[p3]──▶ leaf      an edge holds one or more pages;
+                          └────[p7 p8]──▶ leaf    children differ in their first page
 
 Invariants: sibling edges differ in their first page; a locked node's ancestors are locked;
 evictable_pages + locked_pages = pages in the tree; every evictable leaf has exactly one live heap
@@ -247,9 +247,9 @@ class RadixCache:
         if last is not None and last.limit == limit and not self.outdated((last,)):
             return last
         node, matched, inside = self._walk(tokens, namespace, limit)
-        beyond = (
-            b"" if inside or matched == limit else tokens[matched * width : (matched + 1) * width]
-        )
+        beyond = b""
+        if not inside and matched < limit:
+            beyond = tokens[matched * width : (matched + 1) * width]
         return PrefixProbe(node, len(node.key), matched * self.page_size, limit, beyond)
 
     def outdated(self, probes: Iterable[PrefixProbe | None]) -> list[int]:
@@ -315,7 +315,8 @@ class RadixCache:
         node, matched, inside = self._walk(tokens, namespace, total)
         if matched < from_page:
             raise ValueError(
-                f"insert from page {from_page}, but only {matched} are cached: lock the prefix first"
+                f"insert from page {from_page}, but only {matched} are cached: "
+                "lock the prefix first"
             )
         if inside:
             node = self._split(node, inside)
@@ -369,12 +370,8 @@ class RadixCache:
             while stack:
                 node = stack.pop()
                 assert node.parent is not None, "roots are not pushed"
-                yield Edge(
-                    namespace,
-                    node.parent.pages[-1] if node.parent.pages else -1,
-                    node.pages,
-                    node.key,
-                )
+                parent_page = node.parent.pages[-1] if node.parent.pages else -1
+                yield Edge(namespace, parent_page, node.pages, node.key)
                 stack.extend(node.children.values())
 
     def lock(self, node: RadixNode) -> None:
@@ -476,7 +473,10 @@ class RadixCache:
         """
         root = self._roots.get(namespace)
         first_page = tokens[: self._page_bytes]
-        if root is None or (branch_top := root.children.pop(first_page, None)) is None:
+        if root is None:
+            return 0
+        branch_top = root.children.pop(first_page, None)
+        if branch_top is None:
             return 0
         if not root.children:
             del self._roots[namespace]
@@ -549,11 +549,11 @@ class RadixCache:
             key,
             pages,
             serial,
-            node.stamp,
-            node.created,
-            node.reuses,
-            node.priority,
-            node.locks,
+            stamp=node.stamp,
+            created=node.created,
+            reuses=node.reuses,
+            priority=node.priority,
+            locks=node.locks,
         )
         parent.children[upper.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]

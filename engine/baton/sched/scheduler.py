@@ -1,10 +1,10 @@
 """The scheduler of one rank: requests go in, plans come out, results go in, events come out.
 
-Two pure halves (no clock, no torch, no sockets):
+Two deterministic halves (no clock, no torch, no sockets):
 
 1. `plan()` looks at queues and pages and returns a StepPlan (sched.planner).
 2. `commit(plan, result)` takes the sampled tokens, finishes sequences, frees pages and returns
-   events for the shell.
+   events for the engine loop.
 
 The tables are in sched.state, the pages in sched.memory.kv_manager, who gives way is decided in
 sched.memory.preemption. After every call
@@ -82,12 +82,13 @@ class Scheduler:
         prompt_len = len(req.prompt)
         if prompt_len + 1 > limits.capacity_tokens:
             raise errors.PromptTooLong(
-                f"prompt has {prompt_len} tokens, the KV pool of this engine holds {limits.capacity_tokens}; shorten "
-                "it or start the engine with a larger --max-total-tokens"
+                f"prompt has {prompt_len} tokens, "
+                f"the KV pool of this engine holds {limits.capacity_tokens}; "
+                "shorten it or start the engine with a larger --max-total-tokens"
             )
-        state.sharing.check_request(
-            req, state.admission.retry_after(max(state.now, req.arrival), state.times.prefill_rate)
-        )
+        now = max(state.now, req.arrival)
+        retry_secs = state.admission.retry_after(now, state.times.prefill_rate)
+        state.sharing.check_request(req, retry_secs)
         rendezvous = req.rendezvous
         if rendezvous is not None and rendezvous.room in state.rooms:
             raise errors.DuplicateRoom(
@@ -96,9 +97,9 @@ class Scheduler:
             )
         self._make_room(req)
         is_lease = limits.role == "prefill" and rendezvous is not None
-        max_new_tokens = (
-            1 if is_lease else min(req.params.max_new_tokens, limits.capacity_tokens - prompt_len)
-        )
+        max_new_tokens = 1
+        if not is_lease:
+            max_new_tokens = min(req.params.max_new_tokens, limits.capacity_tokens - prompt_len)
         seq = Seq(
             req,
             array("i", req.prompt),
@@ -123,7 +124,8 @@ class Scheduler:
         for seq in state.admission.make_room(req, now, state.times.prefill_rate):
             retry = state.admission.retry_after(now, state.times.prefill_rate)
             error = errors.QueueFull(
-                f"request {seq.req.rid} left the full queue for one of higher priority; retry after {retry} s",
+                f"request {seq.req.rid} left the full queue for one of higher priority; "
+                f"retry after {retry} s",
                 retry_after_secs=retry,
             )
             state.end_with_error(seq, error, "NO_CAPACITY")
@@ -160,7 +162,8 @@ class Scheduler:
         for seq in seqs:
             if seq.state not in (SeqState.WAITING, SeqState.RUNNING, SeqState.SUSPENDED):
                 raise errors.WrongState(
-                    f"request {seq.req.rid} is {seq.state.value}: only waiting and running requests can be suspended; "
+                    f"request {seq.req.rid} is {seq.state.value}: "
+                    "only waiting and running requests can be suspended; "
                     "ask again once it decodes, or ask the other node of the pair"
                 )
         for seq in seqs:
@@ -179,13 +182,13 @@ class Scheduler:
                 self._state.resume(seq)
         return len(seqs)
 
-    # ------------------------------------------------------------------ priorities given by the shell
+    # ------------------------------------------------------------------ adjusted priorities
 
     def adjust_priorities(self, priorities: Mapping[int, float | None]) -> None:
         """Replace the priority of these requests in the queue order (larger is better); None: their
         own again.
 
-        Preemption and queue limits go on comparing what requests state. Unknown handles are
+        Preemption and queue limits still compare what requests state. Unknown handles are
         ignored.
         """
         for handle, priority in priorities.items():
@@ -248,7 +251,8 @@ class Scheduler:
             if is_whole:
                 error: errors.EngineError = errors.RequestTimeout(
                     f"request {seq.req.rid} passed its deadline in the state {seq.state.value}; "
-                    "retry, with a longer deadline_ms if it stated one, or raise --request-timeout-secs"
+                    "retry, with a longer deadline_ms if it stated one, "
+                    "or raise --request-timeout-secs"
                 )
                 state.stats.deadlines_missed["total"] += 1
                 state.end_with_error(seq, error, "DEADLINE")
@@ -258,7 +262,8 @@ class Scheduler:
             retry = state.admission.retry_after(now, state.times.prefill_rate)
             waited = self.limits.queue_timeout_secs
             error = errors.QueueTimeout(
-                f"request {seq.req.rid} waited {waited:g} s and had not started, the limit of --queue-timeout-secs; "
+                f"request {seq.req.rid} waited {waited:g} s and had not started, "
+                "the limit of --queue-timeout-secs; "
                 f"retry after {retry} s",
                 retry_after_secs=retry,
             )
@@ -315,9 +320,8 @@ class Scheduler:
         state = self._state
         seq = state.rooms.get(room)
         if seq is None or seq.state is not SeqState.TRANSFER:
-            self.transfer_closed(
-                room
-            )  # aborted when it had ended: the runtime has nothing more to say of it
+            # Aborted after it had ended: no further event of the runtime follows.
+            self.transfer_closed(room)
             return
         del state.transfer[seq.handle]
         del state.rooms[room]
@@ -371,8 +375,8 @@ class Scheduler:
         `now`, same plan.
 
         Args:
-            now: seconds, the clock of Validated.arrival; only policies that weigh waiting time read
-                it.
+            now: seconds, the clock of ValidatedRequest.arrival; only policies that weigh waiting
+                time read it.
         """
         outcome = self._planner.plan(now)
         self._record_decision(outcome, now)
@@ -387,12 +391,11 @@ class Scheduler:
         if plan is not None:
             self.decisions.steps[plan.mode, plan.stopped_by] += 1
         elif not requeued:
-            waits = state.waiting or state.opening
-            if (
-                not waits
-                or state.planned_step > state.committed_step
-                or not self.decisions.is_new_reason(outcome.stopped_by)
-            ):
+            has_waiting = state.waiting or state.opening
+            is_in_flight = state.planned_step > state.committed_step
+            if not has_waiting or is_in_flight:
+                return
+            if not self.decisions.is_new_reason(outcome.stopped_by):
                 return
         state.stats.requeued.clear()
         decode_rows = plan.num_decode if plan else 0
@@ -462,9 +465,8 @@ class Scheduler:
             if sample:
                 seq.inflight -= 1
                 if len(seq.tokens) == seq.prompt_len:
-                    state.times.on_prompt_computed(
-                        seq.prompt_len - max(seq.cached_tokens, 0), state.now
-                    )
+                    computed_tokens = seq.prompt_len - max(seq.cached_tokens, 0)
+                    state.times.on_prompt_computed(computed_tokens, state.now)
                 if seq.state in TAKES_TOKENS:
                     self._take_token(seq, tokens[sampled], logprobs.get(sampled))
         state.stats.on_step(plan, state.now)
@@ -515,8 +517,8 @@ class Scheduler:
     def _fail_nonfinite(self, seq: Seq) -> None:
         state = self._state
         error = errors.NonfiniteLogits(
-            f"the model computed NaN or infinity after {len(seq.tokens)} tokens; send the request again, and check "
-            "the checkpoint and --dtype when it happens to all"
+            f"the model computed NaN or infinity after {len(seq.tokens)} tokens; "
+            "send the request again, and check the checkpoint and --dtype when it happens to all"
         )
         state.memory.publish(seq)  # what the same step computed leaves the tree with the rest
         state.memory.quarantine(seq)
@@ -527,24 +529,29 @@ class Scheduler:
         the prompt.
         """
         final_tokens = min(seq.committed, seq.prompt_len)
-        final_pages = (
-            self._state.memory.pages(final_tokens)
-            if final_tokens == seq.prompt_len
-            else final_tokens // self.limits.page_size
-        )
+        final_pages = final_tokens // self.limits.page_size
+        if final_tokens == seq.prompt_len:
+            final_pages = self._state.memory.pages(seq.prompt_len)
         if final_pages > seq.announced_pages:
             first = seq.announced_pages
             seq.announced_pages = final_pages
             self._state.outbox.append(PagesFinal(seq.req, first, seq.pages[first:final_pages]))
 
     def _lease_pages(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
-        total = self._state.memory.pages(seq.prompt_len)
-        self._state.start_lease(seq)
-        self._state.stats.on_leased(seq, total)
-        last = seq.prompt_len - (total - 1) * self.limits.page_size
-        self._state.outbox.append(
-            PrefillDone(seq.req, total, last, token, max(seq.cached_tokens, 0), logprobs)
+        state = self._state
+        num_pages = state.memory.pages(seq.prompt_len)
+        state.start_lease(seq)
+        state.stats.on_leased(seq, num_pages)
+        full_pages_tokens = (num_pages - 1) * self.limits.page_size
+        prefill_done = PrefillDone(
+            req=seq.req,
+            total_pages=num_pages,
+            last_page_tokens=seq.prompt_len - full_pages_tokens,
+            token=token,
+            cached_tokens=max(seq.cached_tokens, 0),
+            logprobs=logprobs,
         )
+        state.outbox.append(prefill_done)
 
     # ------------------------------------------------------------------ views
 
@@ -651,7 +658,7 @@ class Scheduler:
     def ledger(self) -> PageLedger:
         """Where every page is. Raises if the books do not balance."""
         state = self._state
-        memory = self._state.memory
+        memory = state.memory
         private = in_transfer = 0
         for seq in state.seqs.values():
             if seq.state in (SeqState.TRANSFER, SeqState.LEASED, SeqState.ABORTING):

@@ -1,10 +1,10 @@
 """Every request of one rank: which table it is in, and the moves between tables.
 
-Facade (ingress, results) and planner share this state; each move leaves slots, pages and tables
+Scheduler (requests, results) and planner share this state; each move leaves slots, pages and tables
 consistent.
 
 * A waiting sequence holds nothing. A retracted one publishes prompt and answer to the tree before
-  it lets go.
+  its pages are released.
 * A suspended one holds nothing either and is not planned until it is resumed. Exception, on P: a
   prompt whose pages were announced to D keeps them through a suspension (`retained`), because D may
   be reading them.
@@ -94,15 +94,15 @@ class SchedulerState:
 
     def policy_context(self) -> PolicyContext:
         return PolicyContext(
-            self.now,
-            self.planned_step,
-            self.memory.cache,
-            self.times.prefill_rate,
-            self.computed_tokens,
-            self.memory.ratio.value,
-            self.limits.capacity_tokens,
-            self.limits.clip_max_new_tokens,
-            self.admission.queued_tokens,
+            now=self.now,
+            step=self.planned_step,
+            index=self.memory.cache,
+            prefill_rate=self.times.prefill_rate,
+            computed_tokens=self.computed_tokens,
+            answer_share=self.memory.ratio.value,
+            pool_tokens=self.limits.capacity_tokens,
+            clip_max_new_tokens=self.limits.clip_max_new_tokens,
+            queued_tokens=self.admission.queued_tokens,
         )
 
     @property
@@ -150,9 +150,12 @@ class SchedulerState:
 
         One whose prompt P computes adds no tokens to those that wait here.
         """
-        is_opening = seq.state is SeqState.OPENING
-        (self.opening if is_opening else self.waiting).add(seq)
-        self.admission.add(seq, 0 if is_opening else seq.prompt_len, self.now)
+        if seq.state is SeqState.OPENING:
+            self.opening.add(seq)
+            self.admission.add(seq, 0, self.now)
+        else:
+            self.waiting.add(seq)
+            self.admission.add(seq, seq.prompt_len, self.now)
         self.stats.on_queued(seq, self.now)
 
     def dequeue(self, seq: Seq) -> None:
@@ -169,8 +172,9 @@ class SchedulerState:
         seq.move_to(SeqState.RUNNING)
         self.retained.pop(seq.handle, None)
         seq.sort_key = self.limits.priority.sort_key(seq, self.now)
-        last = next(reversed(self.running.values()), None)
-        self._is_unsorted |= last is not None and seq.sort_key < last.sort_key
+        last_seq = next(reversed(self.running.values()), None)
+        if last_seq is not None and seq.sort_key < last_seq.sort_key:
+            self._is_unsorted = True
         self.running[seq.handle] = seq
 
     def sort_running(self) -> None:
@@ -237,7 +241,7 @@ class SchedulerState:
             return False
         seq = max(
             self.retained.values(),
-            key=lambda s: (s.state is SeqState.SUSPENDED, s.req.arrival, s.handle),
+            key=lambda seq: (seq.state is SeqState.SUSPENDED, seq.req.arrival, seq.handle),
         )
         del self.retained[seq.handle]
         self._leave_device(seq, "cache")
@@ -251,7 +255,7 @@ class SchedulerState:
         mode = self.limits.preemption_mode
         self.requeue(seq, "cache" if mode == "recompute" else mode)
         self.memory.ratio.on_retraction(
-            (s.generated, s.max_new_tokens) for s in self.running.values()
+            (survivor.generated, survivor.max_new_tokens) for survivor in self.running.values()
         )
 
     def preempt(self, seq: Seq, by: Seq | None = None) -> None:
@@ -308,8 +312,9 @@ class SchedulerState:
         If pages are waiting to be copied, these may be among them: then the next step, too, has to
         commit.
         """
-        after = self.planned_step + self.memory.has_copies
-        self._grants.append((after, seq, GrantPages(seq.req, start_page, pages)))
+        after_step = self.planned_step + self.memory.has_copies
+        grant = GrantPages(seq.req, start_page, pages)
+        self._grants.append((after_step, seq, grant))
 
     def note_announced(self, seq: Seq) -> None:
         """D: P holds pages for a prompt on its way."""
@@ -323,9 +328,9 @@ class SchedulerState:
         """D: ask for the pages of a transfer of which nothing has come; at once if its grant has
         not left yet.
         """
-        pending = len(self._grants)
+        num_pending = len(self._grants)
         self._grants = deque(entry for entry in self._grants if entry[1] is not seq)
-        if len(self._grants) < pending:
+        if len(self._grants) < num_pending:
             self.take_grant_back(seq)
         else:
             seq.is_revoking = True
@@ -340,16 +345,20 @@ class SchedulerState:
         self.enqueue(seq)
 
     def release_grants(self) -> None:
-        while self._grants and self._grants[0][0] <= self.committed_step:
-            _, seq, grant = self._grants.popleft()
+        while self._grants:
+            after_step, seq, grant = self._grants[0]
+            if after_step > self.committed_step:
+                return
+            self._grants.popleft()
             if seq.state is SeqState.TRANSFER:
                 self.outbox.append(grant)
 
     # ------------------------------------------------------------------ endings
 
     def end_request(self, seq: Seq, code: str) -> None:
-        """Take a sequence out of whatever state it is in. `code` != "": tell the transfer peer."""
-        has_room = seq.req.rendezvous is not None and seq.req.rendezvous.room in self.rooms
+        """Take a sequence out of whatever state it is in. `code` != "": the transfer peer gets it."""
+        rendezvous = seq.req.rendezvous
+        has_room = rendezvous is not None and rendezvous.room in self.rooms
         if has_room and code:
             self.outbox.append(AbortTransfer(seq.req, code))
         if seq.state in (SeqState.OPENING, SeqState.TRANSFER):
@@ -363,19 +372,23 @@ class SchedulerState:
         self.forget_request(seq)
 
     def end_with_error(self, seq: Seq, error: EngineError, code: str) -> None:
-        """`end_request`, and tell the client why."""
+        """End a request with an error that the client gets."""
         self.report_error(seq, error)
         self.end_request(seq, code)
 
     def report_error(self, seq: Seq, error: EngineError) -> None:
-        """Tell the client why its request is about to end."""
+        """Emit the error that a request is about to end with."""
         seq.finish = FinishReason.ERROR
         self.stats.timeline_of(seq).error = error.code
-        cached = max(seq.cached_tokens, 0)
-        cause = (error.code, error.message)
-        self.outbox.append(
-            EmittedTokens(seq.handle, (), seq.finish, cached, None, cause, error.retry_after_secs)
+        emitted = EmittedTokens(
+            handle=seq.handle,
+            tokens=(),
+            finish=seq.finish,
+            cached_tokens=max(seq.cached_tokens, 0),
+            error=(error.code, error.message),
+            retry_after_secs=error.retry_after_secs,
         )
+        self.outbox.append(emitted)
 
     def miss_deadline(self, seq: Seq) -> None:
         """End a request whose first token did not come, or cannot come, in the time that its client
@@ -383,20 +396,29 @@ class SchedulerState:
         """
         self.admission.turned_away["deadline"] += 1
         error = DeadlineMissed(
-            f"request {seq.req.rid} was {seq.state.value} and its first token cannot come within its "
-            "ttft_deadline_ms any more; retry with a longer one, or start the engine with --deadline-miss-action demote"
+            f"request {seq.req.rid} was {seq.state.value} "
+            "and its first token cannot come within its ttft_deadline_ms any more; "
+            "retry with a longer one, or start the engine with --deadline-miss-action demote"
         )
         self.end_with_error(seq, error, "DEADLINE")
 
     def forget_request(self, seq: Seq) -> None:
         """Publish what is worth keeping, free the rest and drop the sequence."""
-        if seq.state is SeqState.RUNNING or seq.handle in self.retained:
+        is_computed_here = seq.state is SeqState.RUNNING or seq.handle in self.retained
+        if is_computed_here:
             self.memory.publish(seq)
         self._release_memory(seq)
         self.dequeue(seq)
-        for table in (
-            self.transfer, self.running, self.suspended, self.retained, self.leased, self.closing, self.seqs,
-        ):  # fmt: skip
+        tables = (
+            self.transfer,
+            self.running,
+            self.suspended,
+            self.retained,
+            self.leased,
+            self.closing,
+            self.seqs,
+        )
+        for table in tables:
             table.pop(seq.handle, None)
         rendezvous = seq.req.rendezvous
         if rendezvous is not None and self.rooms.get(rendezvous.room) is seq:
@@ -405,7 +427,8 @@ class SchedulerState:
         seq.move_to(SeqState.FINISHED)
 
     def _emit_timeline(self, seq: Seq) -> None:
-        if (timeline := self.stats.on_ended(seq)) is not None:
+        timeline = self.stats.on_ended(seq)
+        if timeline is not None:
             self.outbox.append(timeline)
 
     def _release_memory(self, seq: Seq) -> None:

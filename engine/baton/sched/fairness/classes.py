@@ -7,7 +7,7 @@ of their weights; a class alone gets everything (work conserving). The accounts:
    weight` tokens;
 2. it keeps the turn while its credit is above 0; every token planned for it is taken off, the last
    chunk may overdraw;
-3. tokens of running answers are taken off too, without asking whose turn it is: a running answer is
+3. tokens of running answers are taken off too, whatever class has the turn: a running answer is
    never held up;
 4. a class with nothing to compute loses what credit it has left (idle time earns nothing); its debt
    is paid off round by round like any other. When no request waits, all accounts are settled: there

@@ -39,10 +39,11 @@ class NewTokenRatio:
     def on_retraction(self, survivors: Iterable[tuple[int, int]]) -> None:
         """`survivors`: (generated, max_new_tokens) of every request still running."""
         pairs = list(survivors)
-        expected_tokens = sum(generated for generated, _ in pairs) + RETRACT_LOOKAHEAD * len(pairs)
-        self.value = min(
-            1.0, max(self.value, expected_tokens / (sum(limit for _, limit in pairs) + 1))
-        )
+        expected_tokens = sum(generated for generated, _ in pairs)
+        expected_tokens += RETRACT_LOOKAHEAD * len(pairs)
+        allowed_tokens = sum(limit for _, limit in pairs)
+        share = expected_tokens / (allowed_tokens + 1)
+        self.value = min(1.0, max(self.value, share))
 
     def on_idle(self) -> None:
         self.value = self.initial
@@ -69,15 +70,13 @@ def peak_growth(answers: Iterable[KnownAnswer], page_size: int) -> int:
     is noticed so late. The need only falls there, hence its peak is at an ending or one step later.
     Cost: O(n log n + distinct endings * min(n, page_size)).
     """
-    by_ending = sorted(answers, key=lambda a: a.to_come)
-    free_places: Counter[int] = Counter(
-        -a.tokens % page_size for a in by_ending
-    )  # free places in the last page → requests
+    by_ending = sorted(answers, key=lambda answer: answer.to_come)
+    # Free places in the last page → requests.
+    free_places: Counter[int] = Counter(-answer.tokens % page_size for answer in by_ending)
     peak = kept_by_ended = given_back = 0
-    pending_returns: deque[tuple[int, int]] = (
-        deque()
-    )  # (ending step, pages) not to be counted on yet
-    for steps, group in itertools.groupby(by_ending, key=lambda a: a.to_come):
+    # (ending step, pages) not to be counted on yet.
+    pending_returns: deque[tuple[int, int]] = deque()
+    for steps, group in itertools.groupby(by_ending, key=lambda answer: answer.to_come):
         ended = list(group)
         for step in (steps, steps + 1):
             while pending_returns and pending_returns[0][0] + 1 < step:
@@ -86,11 +85,11 @@ def peak_growth(answers: Iterable[KnownAnswer], page_size: int) -> int:
                 n * -(-max(step - free, 0) // page_size) for free, n in free_places.items()
             )
             peak = max(peak, growth + kept_by_ended - given_back)
-            for a in ended:
-                free = -a.tokens % page_size
+            for answer in ended:
+                free = -answer.tokens % page_size
                 free_places[free] -= 1
                 own_growth = -(-max(steps - free, 0) // page_size)
-                pending_returns.append((steps, a.held_alone + own_growth))
+                pending_returns.append((steps, answer.held_alone + own_growth))
                 kept_by_ended += own_growth
             ended = []
     return peak

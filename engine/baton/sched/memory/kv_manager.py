@@ -54,8 +54,10 @@ class KvManager:
         self.quarantined_pages = 0
         """Cached pages taken out of use since the start (`quarantine`)."""
         self.allocator = PageAllocator(limits.num_pages)
-        keep = limits.kv_event_batches
-        self.kv_events = KvEventLog(limits.page_size * TOKEN_BYTES, keep) if keep else None
+        self.kv_events: KvEventLog | None = None
+        if limits.kv_event_batches:
+            page_bytes = limits.page_size * TOKEN_BYTES
+            self.kv_events = KvEventLog(page_bytes, limits.kv_event_batches)
         self.cache = RadixCache(
             limits.page_size, self.allocator, limits.radix_eviction_policy, self.kv_events
         )
@@ -72,7 +74,7 @@ class KvManager:
         self.host_pages_per_s = limits.host_pages_per_s
         self._new_pages: array[int] = array("i")
 
-    # ------------------------------------------------------------------ what the next plan takes along
+    # ------------------------------------------------------------------ handed to the next plan
 
     @property
     def has_copies(self) -> bool:
@@ -93,7 +95,7 @@ class KvManager:
         if pages and seconds > 0:
             self.host_pages_per_s += COPY_RATE_SMOOTHING * (pages / seconds - self.host_pages_per_s)
 
-    # ------------------------------------------------------------------ how much there is, and will be needed
+    # ------------------------------------------------------------------ pages available and needed
 
     @property
     def available(self) -> int:
@@ -150,25 +152,24 @@ class KvManager:
         """Like `total_growth`, less what decoding answers of known length give back before others
         need it.
 
-        When a prompt under way will end is not known: it counts in full and gives nothing back.
+        When a prompt in progress will end is not known: it counts in full and gives nothing back.
         """
         fixed_length: list[Seq] = []
         other_seqs: list[Seq] = []
         for seq in seqs:
-            is_known = seq.has_fixed_length and seq.is_decoding
-            (fixed_length if is_known else other_seqs).append(seq)
-        pages_in_flight = [
-            self.pages(seq.total_len) - len(seq.pages) for seq in fixed_length
-        ]  # for tokens in flight, not held yet
+            if seq.has_fixed_length and seq.is_decoding:
+                fixed_length.append(seq)
+            else:
+                other_seqs.append(seq)
+        # Pages for tokens in flight, which are not held yet.
+        pages_in_flight = [self.pages(seq.total_len) - len(seq.pages) for seq in fixed_length]
         answers = []
         for seq, num_in_flight in zip(fixed_length, pages_in_flight, strict=True):
             held_alone = len(seq.private) + self._locked_alone(seq) + num_in_flight
-            answers.append(
-                KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, held_alone)
-            )
-        return max(
-            sum(pages_in_flight) + peak_growth(answers, self.page_size), 0
-        ) + self.total_growth(other_seqs)
+            tokens_to_come = seq.max_new_tokens - seq.generated
+            answers.append(KnownAnswer(seq.total_len, tokens_to_come, held_alone))
+        peak = sum(pages_in_flight) + peak_growth(answers, self.page_size)
+        return max(peak, 0) + self.total_growth(other_seqs)
 
     def freed_by(self, seq: Seq) -> tuple[int, int]:
         """(pages that become available, tokens to compute again) if this running sequence released
@@ -177,11 +178,10 @@ class KvManager:
         Available are its private pages, the tree's pages that only it locks, and what was reserved
         for its growth.
         """
-        alone = self._locked_alone(seq)
-        stay = seq.published - alone
-        return len(seq.private) + alone + self.growth(seq), max(
-            seq.computed - stay * self.page_size, 0
-        )
+        pages_alone = self._locked_alone(seq)
+        freed_pages = len(seq.private) + pages_alone + self.growth(seq)
+        cached_tokens = (seq.published - pages_alone) * self.page_size
+        return freed_pages, max(seq.computed - cached_tokens, 0)
 
     def _locked_alone(self, seq: Seq) -> int:
         return self.cache.pages_locked_once(seq.node) if seq.node is not None else 0
@@ -229,14 +229,14 @@ class KvManager:
         if seq.pages_were_released:
             self.hit_tokens["rematch"] += tokens
             return
-        fresh = (
-            self.cache.reuse(match.node, self._priority.base(seq), beyond=seq.node) * self.page_size
-        )
+        priority = self._priority.base(seq)
+        fresh_pages = self.cache.reuse(match.node, priority, beyond=seq.node)
+        fresh_tokens = fresh_pages * self.page_size
         if seq.state is SeqState.TRANSFER:
             self.hit_tokens["decode_tree"] += tokens
             return
-        self.hit_tokens["in_flight"] += fresh
-        self.hit_tokens["device"] += tokens - fresh
+        self.hit_tokens["in_flight"] += fresh_tokens
+        self.hit_tokens["device"] += tokens - fresh_tokens
         seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
 
     def restore_prefix(self, seq: Seq, max_tokens: int) -> None:
@@ -251,9 +251,8 @@ class KvManager:
             seq.node, seq.key, seq.req.namespace, first, max_tokens // self.page_size
         )
         if host_pages:
-            self.host.pin(
-                host_pages
-            )  # the allocation below may evict, and evicting makes room on the host
+            # The allocation below may evict, and evicting makes room on the host.
+            self.host.pin(host_pages)
             pages = self.allocate(len(host_pages))
             if pages is not None:
                 self.host.copy_in(host_pages, pages)
@@ -267,8 +266,10 @@ class KvManager:
         inserted = self.cache.insert(seq.key, pages, seq.req.namespace, first, priority, like)
         self.cache.lock(inserted.node)
         tokens = len(pages) * self.page_size
-        self.hit_tokens["rematch" if seq.pages_were_released else "host"] += tokens
-        if not seq.pages_were_released:
+        if seq.pages_were_released:
+            self.hit_tokens["rematch"] += tokens
+        else:
+            self.hit_tokens["host"] += tokens
             self.cache.reuse(inserted.node, priority, beyond=seq.node)
             if seq.state is not SeqState.TRANSFER:
                 seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
@@ -297,7 +298,8 @@ class KvManager:
 
     def adopt_prefix(self, seq: Seq) -> None:
         """Between two chunks of a prompt: take over pages that another sequence computed meanwhile."""
-        if seq.computed % self.page_size or len(seq.pages) * self.page_size != seq.computed:
+        ends_at_page = len(seq.pages) * self.page_size == seq.computed
+        if not ends_at_page:
             return
         match = self.match_prefix(seq, len(seq.tokens) - 1)
         if match.num_tokens <= seq.computed:
@@ -323,7 +325,8 @@ class KvManager:
         self.cache.lock(inserted.node)
         self._hold_path(seq, inserted.node, last)
         # Where the tree had the same tokens already, its pages stay and ours remain private.
-        seq.private.difference_update(seq.pages[first + len(inserted.existing_pages) : last])
+        first_taken = first + len(inserted.existing_pages)
+        seq.private.difference_update(seq.pages[first_taken:last])
 
     def release_device_memory(self, seq: Seq, mode: str, prefill_rate: float) -> None:
         """Release everything a sequence holds that is going to come back.
@@ -343,9 +346,8 @@ class KvManager:
             self.publish(seq)
         node = seq.node
         self.release_pages(seq)
-        pays = mode == "offload" or (
-            mode == "auto" and prefill_rate < self.host_pages_per_s * self.page_size
-        )
+        copy_rate = self.host_pages_per_s * self.page_size
+        pays = mode == "offload" or (mode == "auto" and prefill_rate < copy_rate)
         if self.host is not None and node is not None and pays:
             self._offload_branch(seq, node, self.host)
 

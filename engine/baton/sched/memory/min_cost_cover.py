@@ -30,7 +30,8 @@ def cheap_cover(costs: Sequence[int], gains: Sequence[int], need: int) -> list[i
     best_cost = sum(costs) + 1
     chosen_cost = 0
     need_left = need
-    for i in sorted((i for i in range(len(costs)) if gains[i]), key=lambda i: costs[i] / gains[i]):
+    useful = (i for i in range(len(costs)) if gains[i])
+    for i in sorted(useful, key=lambda i: costs[i] / gains[i]):
         if gains[i] < need_left:
             chosen.append(i)
             chosen_cost += costs[i]

@@ -2,7 +2,7 @@
 
 Retraction is for memory that the estimate did not foresee, preemption for a waiting request of
 clearly higher priority. Both take what is cheap to compute again, and never a prompt with pages
-promised to a decode node: it was admitted with room for all of it. Neither can go on for ever: the
+promised to a decode node: it was admitted with room for all of it. Neither repeats without end: the
 oldest running sequence (of the most important ones) is never retracted for another, only a strictly
 higher base priority preempts, and a sequence that was preempted `max_preemptions_per_request` times
 is immune.
@@ -41,12 +41,10 @@ def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -
 
 
 def may_preempt(seq: Seq, limits: Limits) -> bool:
-    left = seq.max_new_tokens - seq.generated
-    return (
-        seq.preemptions < limits.max_preemptions_per_request
-        and (left >= limits.preemption_min_remaining_tokens or not seq.is_decoding)
-        and not seq.is_lease
-    )
+    if seq.is_lease or seq.preemptions >= limits.max_preemptions_per_request:
+        return False
+    remaining = seq.max_new_tokens - seq.generated
+    return remaining >= limits.preemption_min_remaining_tokens or not seq.is_decoding
 
 
 def priority_victims(
@@ -82,5 +80,7 @@ def priority_victims(
         key=lambda s: (rule.base(s), -s.req.arrival, -s.handle),
     )
     gains = [freed(seq) for seq in candidates]
-    chosen = cheap_cover([tokens for _, tokens in gains], [pages for pages, _ in gains], short)
-    return [] if chosen is None else [candidates[i] for i in chosen]
+    lost_tokens = [tokens for _, tokens in gains]
+    freed_pages = [pages for pages, _ in gains]
+    chosen = cheap_cover(lost_tokens, freed_pages, short)
+    return [] if chosen is None else [candidates[index] for index in chosen]

@@ -29,7 +29,7 @@ class BypassCounter:
         """By handle: its key, and what was counted from its place on when it came."""
 
     def enter(self, handle: int, arrival: float) -> None:
-        """A request begins to wait (again). Its handle does not wait already."""
+        """Add a request that waits, perhaps again. Its handle does not wait already."""
         key = (arrival, handle)
         index = bisect_left(self._keys, key)
         self._keys.insert(index, key)

@@ -155,7 +155,7 @@ class SchedStats:
             heapq.heapify(self._due)
 
     def _is_due(self, time: float, handle: int) -> bool:
-        """Does this entry of `_due` speak of a wait that goes on?"""
+        """True if the wait that this entry of `_due` belongs to lasts."""
         stats = self._request_stats.get(handle)
         return stats is not None and stats.waits and stats.since + self._starvation_secs == time
 
@@ -209,12 +209,9 @@ class SchedStats:
             _, handle = heapq.heappop(self._overdue)
             stats = self._request_stats.get(handle)
             # The wait of this entry may be over, and another one have begun.
-            if (
-                stats
-                and stats.waits
-                and not stats.is_starving
-                and now - stats.since > self._starvation_secs
-            ):
+            if stats is None or not stats.waits or stats.is_starving:
+                continue
+            if now - stats.since > self._starvation_secs:
                 self._mark_starving(stats)
 
     def _stop_waiting(self, stats: _RequestStats) -> None:
@@ -248,7 +245,8 @@ class SchedStats:
         self.now = now
         if self._timelines:
             for row in plan.rows[plan.num_decode :]:
-                if (timeline := self._timelines.get(row.handle)) is not None:
+                timeline = self._timelines.get(row.handle)
+                if timeline is not None:
                     timeline.on_computed(now, row.n)
 
     def on_step(self, plan: StepPlan, now: float) -> None:
@@ -279,9 +277,10 @@ class SchedStats:
         """How long a step took on the device."""
         if plan.num_decode and seconds > 0:
             rate = plan.num_decode / seconds
-            self.decode_rate += (
-                RATE_SMOOTHING * (rate - self.decode_rate) if self.decode_rate else rate
-            )
+            if self.decode_rate:
+                self.decode_rate += RATE_SMOOTHING * (rate - self.decode_rate)
+            else:
+                self.decode_rate = rate
 
     def on_first_token(self, seq: Seq, now: float) -> FirstTokenStages:
         """By the step that ended `now`; or, on D, it came with the pages, after the last plan was

@@ -1,14 +1,14 @@
 """Timeline of a traced request in the scheduler: times and amounts, from which the front makes
 spans.
 
-1. a request that carries a trace (`Validated.trace`) gets a RequestTimeline when it is queued
-   first;
+1. a request that carries a trace (`ValidatedRequest.trace`) gets a RequestTimeline when it is
+   queued first;
 2. the hooks of sched.metrics.collector write it, the same calls that count and time all requests
    for the metrics;
 3. when the scheduler forgets the request its timeline leaves as an event, complete.
 
-Times are seconds on the clock of Validated.arrival. Bounded: after MAX_EVENTS further ones are only
-counted.
+Times are seconds on the clock of ValidatedRequest.arrival. Bounded: after MAX_EVENTS further ones
+are only counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_EVENTS = 64
 
 @dataclass(frozen=True, slots=True)
 class PulledPages:
-    """D: how a prompt's pages came, as the transfer runtime tells it (kv_transfer's PullStats)."""
+    """D: how a prompt's pages came, as the transfer runtime reports it (kv_transfer's PullStats)."""
 
     transport: str
     """shm, tcp, or none: all of it was here."""

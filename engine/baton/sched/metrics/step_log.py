@@ -2,7 +2,7 @@
 
 The ring answers `GET /v1/scheduler/steps`; a shell may also take every record as it is made
 (`sink`, --decision-log). Times of plans that chose nothing although requests wait are recorded when
-they begin, not while they go on.
+they begin, not while they last.
 """
 
 from __future__ import annotations

@@ -63,11 +63,12 @@ class Planner:
     def plan(self, now: float) -> PlanOutcome:
         """Choose the next forward pass."""
         state = self._state
-        limits = self._state.limits
+        limits = state.limits
         state.now = now
         state.stats.on_plan(now)
         for queue in (state.waiting, state.opening):
-            if (reviewed := queue.review()) is not None:
+            reviewed = queue.review()
+            if reviewed is not None:
                 state.outbox.append(reviewed)
         state.settle()
         state.sort_running()
@@ -76,13 +77,15 @@ class Planner:
         self._growth.reset()
         draft = PlanDraft()
         if limits.priority.enabled:
-            can_prefill = (
-                not limits.prefill_first or limits.enable_mixed_chunk or self._skips_decode()
-            )
+            can_mix = not limits.prefill_first or limits.enable_mixed_chunk
+            can_prefill = can_mix or self._skips_decode()
             self._preemption.plan(draft, can_prefill=can_prefill)
         retractions = state.retractions
         skip_decode = self._skips_decode()
-        prompts = list(state.running.values()) if skip_decode else plan_decode_rows(state, draft)
+        if skip_decode:
+            prompts = list(state.running.values())
+        else:
+            prompts = plan_decode_rows(state, draft)
         num_decode = len(draft.rows)
         stopped_by = StopReason.PREEMPTED
         if num_decode and limits.prefill_first and not limits.enable_mixed_chunk:
@@ -92,13 +95,11 @@ class Planner:
         if skip_decode and not draft.rows:
             plan_decode_rows(state, draft)
             num_decode = len(draft.rows)
-        if not draft.rows and (
-            state.retractions > retractions or self._release_retained(stopped_by)
-        ):
-            return self.plan(
-                now
-            )  # the pages just freed may let another sequence run; each round frees one's
-        plan = self._finish_plan(draft, num_decode, stopped_by, state.retractions - retractions)
+        num_retracted = state.retractions - retractions
+        if not draft.rows and (num_retracted or self._release_retained(stopped_by)):
+            # The pages just freed may let another sequence run; each round frees those of one.
+            return self.plan(now)
+        plan = self._finish_plan(draft, num_decode, stopped_by, num_retracted)
         return PlanOutcome(plan, stopped_by, draft.seconds_budget, self._growth.counted)
 
     def _finish_plan(
@@ -106,29 +107,32 @@ class Planner:
     ) -> StepPlan | None:
         """Make the plan of a draft; None when it has neither rows nor copies."""
         state = self._state
-        memory = self._state.memory
-        times = self._state.times
+        memory = state.memory
         if not draft.rows:
             if not state.running:
                 memory.ratio.on_idle()
             elif state.planned_step == state.committed_step:
-                self._transfers.revoke_grants(
-                    1
-                )  # no answer finds a page, and idle transfers hold some
+                # No answer finds a page, and idle transfers hold some.
+                self._transfers.revoke_grants(1)
             if not memory.has_copies:
                 return None
         if num_decode:
             memory.ratio.on_decode_step()
             self._prefill_run_secs = None
         else:  # a step for copies alone adds nothing
+            times = state.times
             prefill_secs = sum(times.chunk_seconds(row.start, row.n) for row in draft.rows)
             self._prefill_run_secs = (self._prefill_run_secs or 0.0) + prefill_secs
-        step = state.step_planned()
-        rows = tuple(draft.rows)
-        admitted = tuple(draft.admitted)
-        new_pages = memory.take_new_pages()
-        copies = memory.take_copies()
-        return StepPlan(step, rows, num_decode, admitted, new_pages, stopped_by, retracted, copies)
+        return StepPlan(
+            step=state.step_planned(),
+            rows=tuple(draft.rows),
+            num_decode=num_decode,
+            admitted=tuple(draft.admitted),
+            new_pages=memory.take_new_pages(),
+            stopped_by=stopped_by,
+            retracted=retracted,
+            copies=memory.take_copies(),
+        )
 
     def _release_retained(self, stopped_by: StopReason) -> bool:
         """P: prompts wait for pages and nothing runs: have a retained one release its pages.
@@ -136,26 +140,24 @@ class Planner:
         Leases come first: D takes them before anything that is still to be computed here.
         """
         state = self._state
-        is_stuck = (
-            stopped_by is StopReason.NO_PAGES
-            and state.planned_step == state.committed_step
-            and not state.leased
-        )
-        return is_stuck and state.release_retained()
+        if stopped_by is not StopReason.NO_PAGES or state.leased:
+            return False
+        is_device_idle = state.planned_step == state.committed_step
+        return is_device_idle and state.release_retained()
 
     def _skips_decode(self) -> bool:
-        """Under prefill_first: does this step leave decode rows out, because prompts wait and the
-        gap allows it?
+        """True if this step leaves decode rows out: under prefill_first, while prompts wait and the
+        gap allows it.
         """
         state = self._state
-        limits = self._state.limits
+        limits = state.limits
         if not limits.prefill_first or limits.enable_mixed_chunk:
             return False
         if self._prefill_run_secs is not None:
             next_secs = state.times.chunk_seconds(0, limits.step_tokens)
+            gap_secs = self._prefill_run_secs + next_secs
             gap_limit = limits.max_decode_gap_secs
-            if (
-                not gap_limit or self._prefill_run_secs + next_secs > gap_limit
-            ):  # predictions may be 0
+            # Without a limit it is one prefill step, whatever its prediction, which may be 0.
+            if not gap_limit or gap_secs > gap_limit:
                 return False
         return bool(state.waiting) or any(not seq.is_decoding for seq in state.running.values())

@@ -10,8 +10,8 @@ each, and see.
    better twice in a row takes over; so there is at most one switch in two windows, and none for
    noise.
 
-A forecast and `decide` are pure functions: `replay_line` repeats a decision from its line in the
-log. Not modeled: arrivals to come, decode steps between the prompts, prompts under way. Only the
+Forecasts and `decide` change nothing: `replay_line` repeats a decision from its line in the
+log. Not modeled: arrivals to come, decode steps between the prompts, prompts in progress. Only the
 ratio of forecasts is used.
 
 Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 25 ms, once per window. It is done in parts
@@ -357,7 +357,7 @@ class AdaptivePolicy(Policy):
         self._orders = {name: order.policy(params) for name, order in CANDIDATES.items()}
         self._next_review: float | None = None
         self._review: Parts[OrderReviewed | None] | None = None
-        """The one under way."""
+        """The review in progress."""
         self._last_plan = 0.0
 
     @property

@@ -48,7 +48,9 @@ class PolicyParams:
     lpm_degrade_threshold: int = 4096
     lpm_aging_tokens_per_s: float = 0.0
     in_batch_prefix_caching_check_threshold: int = -1
-    """lpm: look for a leader in the queue if at most so many tokens are cached; -1: never."""
+    """lpm: look for an earlier request with the same head if at most so many tokens are cached; -1:
+    never.
+    """
     in_batch_prefix_caching_deprioritize_threshold: int = 32
     short_first_aging_tokens_per_s: float = 500.0
     short_first_output_weight: float | None = None
@@ -88,7 +90,7 @@ class Policy(abc.ABC):
 
     @property
     def active(self) -> str:
-        """The order in force now: another one's name while a policy stands back for it."""
+        """Name of the order in force now: this policy's, or that of the order it uses instead."""
         return self.name
 
     @property

@@ -61,10 +61,12 @@ class LpmPolicy(Policy):
         return keys
 
     def _find_shared_heads(self, queue: Sequence[Seq], view: PolicyContext) -> Iterator[int]:
-        """Places of those whose first tokens an earlier one, by arrival, has to compute anyway."""
+        """Indices of requests that begin like an earlier one, by arrival, which computes that
+        anyway.
+        """
         head_tokens = self.params.in_batch_prefix_caching_deprioritize_threshold
         most_cached = self.params.in_batch_prefix_caching_check_threshold
-        leaders: set[tuple[bytes, bytes]] = set()
+        first_heads: set[tuple[bytes, bytes]] = set()
         for index in sorted(
             range(len(queue)), key=lambda index: (queue[index].req.arrival, queue[index].handle)
         ):
@@ -72,6 +74,6 @@ class LpmPolicy(Policy):
             if len(seq.tokens) < head_tokens or cached_tokens(seq, view.index) > most_cached:
                 continue
             head = (seq.req.namespace, seq.key[: head_tokens * seq.tokens.itemsize])
-            if head in leaders:
+            if head in first_heads:
                 yield index
-            leaders.add(head)
+            first_heads.add(head)

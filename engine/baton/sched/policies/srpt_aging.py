@@ -13,8 +13,8 @@ class SrptAging(Policy):
     """Aging is a share of the prefill rate, smaller in proportion when more than so many seconds of
     work wait.
 
-    Without that an overloaded engine, where everybody waits for minutes, would serve by arrival:
-    minutes of aging outweigh every prompt.
+    Without that an overloaded engine, in which all requests wait for minutes, would serve by
+    arrival: minutes of aging outweigh every prompt.
     """
 
     name = "srpt-aging"

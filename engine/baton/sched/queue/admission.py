@@ -198,7 +198,8 @@ class AdmissionController:
         queued_tokens = self.queued_tokens
         if requests > 0:
             retry = self.retry_after(now, prefill_rate, requests)
-            cause = f"{len(self._queued)} requests are waiting, the limit is {limits.max_queued_requests}"
+            cause = f"{len(self._queued)} requests are waiting"
+            cause += f", the limit is {limits.max_queued_requests}"
             flag = "--max-queued-requests"
         else:
             assert limits.max_queued_tokens is not None

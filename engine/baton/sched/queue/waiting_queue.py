@@ -66,7 +66,8 @@ class _Order:
         self._rule = rule
         self._due: dict[int, float] = {}
         self._moves: list[tuple[float, int]] = []
-        """(time, handle): when a sequence has to be entered again; valid if `_due` says so."""
+        """(time, handle): when a sequence has to be entered again; valid if `_due` has this time.
+        """
 
     def enter(
         self, seqs: Iterable[Seq], keys: Iterable[float], expiries: Iterable[float], now: float
@@ -102,7 +103,7 @@ class _Order:
         self._due[handle] = due
         heapq.heappush(self._moves, (due, handle))
         if len(self._moves) > 2 * len(self.entries) + MAX_DEAD_ENTRIES:
-            self._moves = [(at, handle) for handle, at in self._due.items()]
+            self._moves = [(due, handle) for handle, due in self._due.items()]
             heapq.heapify(self._moves)
 
     def remove(self, handle: int) -> None:
@@ -205,10 +206,9 @@ class WaitingQueue:
             self._await_place(seq, self._joined[seq.handle])
         for order in self._all_orders():
             if seq.handle in order.entries:
-                key = order.entries[seq.handle][1]
-                order.enter(
-                    (seq,), (key,), self.policy.expiries((seq,), view, order.cache_key), view.now
-                )
+                _, key, _, _, _ = order.entries[seq.handle]
+                expiries = self.policy.expiries((seq,), view, order.cache_key)
+                order.enter((seq,), (key,), expiries, view.now)
 
     def on_tokens(self, seq: Seq) -> None:
         """A waiting sequence has more tokens than when its cached prefix was looked up."""
@@ -217,25 +217,24 @@ class WaitingQueue:
             self._probes.stale[seq.handle] = None
 
     def in_order(self, unfinished: Sequence[Seq] = ()) -> Iterator[Seq]:
-        """Sequences as the planner should try them, among them those `unfinished`, which do not
-        wait any more.
+        """Waiting sequences as the planner should try them, with `unfinished` prompts among them.
 
-        These compete with waiting ones if the policy re-decides chunks; else they come first among
-        equal priorities. The queue may change while the caller iterates: who left is not given, nor
-        is who joins.
+        The latter compete with waiting ones if the policy re-decides chunks; else they come first
+        among equal priorities. The queue may change while the caller iterates: sequences that have
+        left or joined meanwhile are not given.
         """
         view = self._view()
         self._update_order(view)
         order = self._order
         waiting = self._waiting_entries(order, view, self._joins)
         if not unfinished:
-            return (entry[4] for entry in waiting)
+            return (seq for _, _, _, _, seq in waiting)
         unfinished_handles = {seq.handle for seq in unfinished}
         entries = heapq.merge(waiting, self._entries_of(unfinished, view, order.cache_key))
         return (
-            entry[4]
-            for entry in entries
-            if entry[3] in self._seqs or entry[3] in unfinished_handles
+            seq
+            for _, _, _, handle, seq in entries
+            if handle in self._seqs or handle in unfinished_handles
         )
 
     def sorted_of(self, seqs: Iterable[Seq]) -> list[Seq]:
@@ -248,34 +247,30 @@ class WaitingQueue:
 
         def rank(seq: Seq) -> tuple[bool, float, float, float, int]:
             entry = entries.get(seq.handle)
-            key = entry[1] if entry is not None else 0.0
+            key = 0.0
+            if entry is not None:
+                _, key, _, _, _ = entry
             return entry is None, self.priority.key(seq, now), key, seq.req.arrival, seq.handle
 
         return sorted(seqs, key=rank)
 
     def sorted_alone(self, unfinished: Sequence[Seq]) -> list[Seq]:
-        """Those under way in the order in which `in_order` gives them."""
-        return [
-            entry[4] for entry in self._entries_of(unfinished, self._view(), self._order.cache_key)
-        ]
+        """Unfinished prompts in the order in which `in_order` gives them."""
+        entries = self._entries_of(unfinished, self._view(), self._order.cache_key)
+        return [seq for _, _, _, _, seq in entries]
 
     def review(self) -> OrderReviewed | None:
         """Let the policy look at the queue as a whole, before a plan."""
-        return (
-            self.policy.review(self._seqs.values(), self._view())
-            if self.policy.wants_queue_review
-            else None
-        )
+        if not self.policy.wants_queue_review:
+            return None
+        return self.policy.review(self._seqs.values(), self._view())
 
     def _entries_of(
         self, unfinished: Sequence[Seq], view: PolicyContext, cache_key: Hashable
     ) -> list[Entry]:
-        competes = self.policy.reorders_partial_prefills
-        keys = (
-            self.policy.sort_keys(unfinished, view, cache_key)
-            if competes
-            else [-math.inf] * len(unfinished)
-        )
+        keys: Sequence[float] = [-math.inf] * len(unfinished)
+        if self.policy.reorders_partial_prefills:
+            keys = self.policy.sort_keys(unfinished, view, cache_key)
         return sorted(
             (self.priority.key(seq, view.now), key, seq.req.arrival, seq.handle, seq)
             for seq, key in zip(unfinished, keys, strict=True)
@@ -292,7 +287,8 @@ class WaitingQueue:
         if self.priority.is_capped:
             entries = heapq.merge(entries, _walk_lane(order, order.aged, 0.0))
         for entry in entries:
-            if entry[3] in self._seqs:
+            _, _, _, handle, _ = entry
+            if handle in self._seqs:
                 yield entry
         while order is self._order and (joined := self._place_joined(view, last_join)):
             keys = (

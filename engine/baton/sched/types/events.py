@@ -43,10 +43,10 @@ NewToken = tuple[
     None,
     FirstTokenStages | None,
 ]
-"""Fields of an Emitted that has a token and no error."""
+"""Fields of an EmittedTokens that has a token and no error."""
 new_token: Callable[[NewToken], EmittedTokens] = functools.partial(tuple.__new__, EmittedTokens)
-"""An Emitted of its fields in order, without the Python call of the generated `__new__`: a step
-makes hundreds.
+"""An EmittedTokens of its fields in order, without the Python call of the generated `__new__`: a
+step makes hundreds.
 """
 
 
@@ -104,7 +104,7 @@ class RevokeGrant(TransferEvent):
 
 @dataclass(frozen=True, slots=True)
 class AbortTransfer(TransferEvent):
-    """Tell the peer that this room is over. On D the pages stay reserved until `transfer_closed`."""
+    """Close a room at the peer. On D the pages stay reserved until `transfer_closed`."""
 
     code: str
 

@@ -1,8 +1,7 @@
 """Validated request: tokens, sampling parameters, and where its KV comes from.
 
 A request changes type as it earns trust: the wire body (server) becomes `ValidatedRequest` (here),
-which the scheduler wraps in a `sched.types.sequence.Seq` with its mutable progress. Pure: standard
-library only.
+which the scheduler wraps in a `sched.types.sequence.Seq` with its mutable progress. No I/O.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Rendezvous:
     attempt: int = 0
     prefill_dp_rank: int = 0
     """P's rank. -1 on D when the router did not name it: room % the prefill node's dp_size, which
-    /route tells.
+    /route reports.
     """
 
 

@@ -186,13 +186,13 @@ class Seq:
 
 
 def wants_row(seq: Seq) -> bool:
-    """Is there anything left to compute? A sequence whose last token is in flight waits for it."""
+    """True if tokens are left to compute. A sequence with its last token in flight waits for it."""
     return seq.extend_tokens > 0 and seq.generated < seq.max_new_tokens
 
 
 def is_ready_to_decode(seq: Seq) -> bool:
     """True if a step may compute the next token of the answer: one token is left to compute, the
-    answer goes on.
+    answer is unfinished.
     """
     return seq.extend_tokens == 1 and seq.prompt_len < seq.total_len < seq.max_total_tokens
 
