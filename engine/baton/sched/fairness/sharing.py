@@ -16,7 +16,6 @@ from baton.sched.types.candidates import (
     Candidates,
     PrefillContext,
     fixed_candidates,
-    leaves_unfinished,
 )
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq, SeqState
@@ -28,18 +27,15 @@ class PrefillProgress:
     def __init__(self, context: PrefillContext) -> None:
         self.admitted: list[Seq] = []
         """Waiting requests that were admitted in this plan."""
+        self.may_admit = context.free_slots > 0
+        """True while a waiting request may still be admitted in this plan."""
         self.num_refused = 0
+        self.num_unfinished = 0
+        """Prompts of which a later step has to compute a part."""
         self._context = context
         self._tokens_left = context.token_budget
         self._slots_left = context.free_slots
-        self._has_pages = True
-        """False once no further waiting request would get pages."""
         self._reserved = context.reserved
-
-    @property
-    def may_admit(self) -> bool:
-        """True while a waiting request may still be admitted in this plan."""
-        return self._slots_left > 0 and self._has_pages
 
     def may_start(self, seq: Seq, unfinished_ahead: int) -> bool:
         """True if a waiting request may start behind so many unfinished prompts."""
@@ -61,15 +57,18 @@ class PrefillProgress:
             self._reserved = None
         if isinstance(outcome, CandidatePlanned):
             self._tokens_left -= outcome.tokens
+            self.num_unfinished += outcome.is_unfinished
             if outcome.was_admitted:
-                self._slots_left -= 1
                 self.admitted.append(seq)
+                self._slots_left -= 1
+                if not self._slots_left:
+                    self.may_admit = False
         elif isinstance(outcome, CandidateRefused):
             self.num_refused += 1
             if outcome.has_reservation:
                 self._reserved = None
             if outcome.fits_no_other:
-                self._has_pages = False
+                self.may_admit = False
 
 
 class SharingStrategy:
@@ -106,7 +105,7 @@ class SharingStrategy:
                 return
         tried: set[int] = set()
         num_passed = 0
-        num_ahead = 0
+        is_limited = context.max_partial_prefills is not None
         preemptor = context.preemptor
         for seq in context.order_candidates():
             if seq.state is SeqState.WAITING:
@@ -117,22 +116,21 @@ class SharingStrategy:
                     continue  # retracted: its row in flight is committed first
                 if preemptor is not None and seq is not preemptor:
                     continue  # the slot and the pages were taken for the preemptor
-                if not progress.may_start(seq, num_ahead):
+                if is_limited and not progress.may_start(seq, progress.num_unfinished):
                     num_passed += 1
                     continue
             else:
                 tried.add(seq.handle)
             outcome = yield seq
             progress.record(seq, outcome)
-            num_ahead += leaves_unfinished(outcome)
             if seq is preemptor:
                 preemptor = None
         for seq in self._untried_candidates(context, progress, tried):
-            if seq.state is SeqState.WAITING and not progress.may_start(seq, num_ahead):
+            is_waiting = seq.state is SeqState.WAITING
+            if is_waiting and not progress.may_start(seq, progress.num_unfinished):
                 continue
             outcome = yield seq
             progress.record(seq, outcome)
-            num_ahead += leaves_unfinished(outcome)
 
     def _untried_candidates(
         self, context: PrefillContext, progress: PrefillProgress, tried: set[int]

@@ -36,8 +36,9 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
         if total - start != 1 or not seq.prompt_len < total < seq.max_total_tokens:
             prompts.append(seq)
             continue
-        lacks_page = total > len(seq.pages) * page_size
-        if lacks_page and (seq.handle in starved or not memory.extend(seq, total)):
+        if total > len(seq.pages) * page_size and (
+            seq.handle in starved or not memory.extend(seq, total)
+        ):
             continue
         sent = seq.pages_sent_to_runner
         if sent == 0:

@@ -68,15 +68,15 @@ class PrefillPlanner:
         first_refusal: StopReason | None = None
         seq = next(candidates, None)
         while seq is not None:
-            exhausted_by = budget.exhausted_by
-            if exhausted_by is not None:
-                return exhausted_by
+            if budget.exhausted_by is not None:
+                return budget.exhausted_by
             outcome = self._try_candidate(seq, draft, budget)
-            if isinstance(outcome, PrefillStopped):
-                return outcome.reason
-            # Prompts in progress continue beside a request that cannot be admitted; so may others.
-            if isinstance(outcome, CandidateRefused) and first_refusal is None:
-                first_refusal = outcome.reason
+            if not isinstance(outcome, CandidatePlanned):
+                if isinstance(outcome, PrefillStopped):
+                    return outcome.reason
+                # Prompts in progress continue beside a request that is refused; so may others.
+                if first_refusal is None and isinstance(outcome, CandidateRefused):
+                    first_refusal = outcome.reason
             seq = next_candidate(candidates, outcome)
         if first_refusal is not None:
             return first_refusal
@@ -143,7 +143,8 @@ class PrefillPlanner:
         else:
             memory.adopt_prefix(seq)
         start = seq.computed
-        num_tokens = budget.chunk_tokens(start, seq.extend_tokens)
+        remaining = seq.extend_tokens
+        num_tokens = budget.chunk_tokens(start, remaining)
         if num_tokens == 0 or not memory.extend(seq, start + num_tokens):
             return self._stop_at(seq, draft, num_tokens=num_tokens, was_admitted=is_waiting)
         if is_waiting:
@@ -153,7 +154,8 @@ class PrefillPlanner:
         draft.add_row(seq, num_tokens)
         self._growth.add_pages(memory.growth(seq) - growth_before)
         memory.publish(seq)
-        return CandidatePlanned(num_tokens, is_waiting, is_partial(seq))
+        is_unfinished = num_tokens < remaining and is_partial(seq)
+        return CandidatePlanned(num_tokens, is_waiting, is_unfinished)
 
     def _stop_at(
         self, seq: Seq, draft: PlanDraft, *, num_tokens: int, was_admitted: bool
@@ -171,7 +173,9 @@ class PrefillPlanner:
 
     def _has_budget_for(self, seq: Seq, budget: PromptBudget) -> bool:
         """True if this step could compute some of a waiting request."""
-        if budget.has_room_for_a_page:
+        limits = self._state.limits
+        is_sized_by_tokens = budget.seconds is None and limits.is_chunked
+        if is_sized_by_tokens and budget.tokens >= limits.page_size:
             return True
         cached = cached_tokens(seq, self._state.memory.cache)
         return budget.chunk_tokens(cached, seq.total_len - cached) > 0

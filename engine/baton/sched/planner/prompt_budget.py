@@ -17,6 +17,8 @@ class PromptBudget:
         """Prompt tokens that may still be taken."""
         self.seconds = self._initial_seconds(num_decode)
         """Predicted time that prompt chunks may still add; None: they are sized by tokens alone."""
+        self.exhausted_by: StopReason | None = None
+        """The budget that is used up; None: another prompt may be tried."""
         self._num_prompts = 0
 
     def _initial_seconds(self, num_decode: int) -> float | None:
@@ -27,22 +29,6 @@ class PromptBudget:
         if limits.enable_dynamic_chunking:
             return self._times.chunk_seconds(0, limits.step_tokens)
         return None
-
-    @property
-    def exhausted_by(self) -> StopReason | None:
-        """The budget that is used up; None: another prompt may be tried."""
-        if self.tokens <= 0:
-            return StopReason.TOKEN_BUDGET
-        most_prompts = self._limits.prefill_max_requests
-        if most_prompts is not None and self._num_prompts >= most_prompts:
-            return StopReason.MAX_REQUESTS
-        return None
-
-    @property
-    def has_room_for_a_page(self) -> bool:
-        """True if a chunk of any prompt fits, whatever its length."""
-        limits = self._limits
-        return self.seconds is None and self.tokens >= limits.page_size and limits.is_chunked
 
     def chunk_tokens(self, start: int, remaining: int) -> int:
         """How many of a prompt's `remaining` tokens, from `start` on, to compute now.
@@ -75,3 +61,8 @@ class PromptBudget:
             self.seconds -= self._times.chunk_seconds(start, num_tokens)
         self.tokens -= num_tokens
         self._num_prompts += 1
+        most_prompts = self._limits.prefill_max_requests
+        if self.tokens <= 0:
+            self.exhausted_by = StopReason.TOKEN_BUDGET
+        elif most_prompts is not None and self._num_prompts >= most_prompts:
+            self.exhausted_by = StopReason.MAX_REQUESTS

@@ -70,11 +70,6 @@ def refuse_each(candidates: Candidates) -> Iterator[Seq]:
         seq = next_candidate(candidates, REFUSED)
 
 
-def leaves_unfinished(outcome: CandidateOutcome) -> bool:
-    """True if the step computes a part of the prompt only."""
-    return isinstance(outcome, CandidatePlanned) and outcome.is_unfinished
-
-
 @dataclass(frozen=True, slots=True)
 class PrefillContext:
     """Facts of one plan that its candidates are chosen by."""
