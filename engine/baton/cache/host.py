@@ -274,7 +274,8 @@ class HostTier:
         """
         while self._slots.free_count < wanted:
             if self._duplicates:
-                self._drop(next(iter(self._duplicates.values())))
+                oldest = next(iter(self._duplicates.values()))
+                self._drop(oldest)
                 continue
             victim = self._next_victim()
             if victim is None:
@@ -351,10 +352,13 @@ class HostTier:
 
 
 def _may_come_back(node: RadixNode) -> bool:
-    """Did a request start with these pages, or with those right before them, as a conversation's
-    next turn does?
+    """True if a request started with these pages, or with those right before them.
+
+    A conversation's next turn does the latter.
     """
-    return node.reuses > 0 or (node.parent is not None and node.parent.reuses > 0)
+    if node.reuses > 0:
+        return True
+    return node.parent is not None and node.parent.reuses > 0
 
 
 def _root_key(namespace: bytes) -> bytes:

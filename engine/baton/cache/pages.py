@@ -57,7 +57,7 @@ class PageAllocator:
         """
         returned = array("i", pages)
         owned = self._is_owned
-        if returned and not (min(returned) >= 0 and max(returned) < self.num_pages):
+        if returned and (min(returned) < 0 or max(returned) >= self.num_pages):
             foreign = next(page for page in returned if not 0 <= page < self.num_pages)
             raise PageError(f"cannot free page {foreign}: it is not one of 0..{self.num_pages - 1}")
         remaining = iter(returned)

@@ -279,7 +279,8 @@ def _make_scheduler(line: str) -> Scheduler:
             f"line 1: flags {unknown} are unknown here; use the version that recorded this file"
         )
     try:
-        if any(type(size) is not int or not 0 <= size <= MAX_SIZE for size in sizes.values()):
+        are_sizes = (type(size) is int and 0 <= size <= MAX_SIZE for size in sizes.values())
+        if not all(are_sizes):
             raise ValueError(f"sizes are {sizes}")
         return Scheduler(setup.limits(EngineConfig(**flags), **sizes))
     except Exception as err:

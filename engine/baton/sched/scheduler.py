@@ -216,7 +216,9 @@ class Scheduler:
         """View of a waiting request for a hook; None: it is unknown, or does not wait now."""
         state = self._state
         seq = state.seqs.get(handle)
-        if seq is None or not (seq in state.waiting or seq in state.opening):
+        if seq is None:
+            return None
+        if seq not in state.waiting and seq not in state.opening:
             return None
         return RequestView(
             id=seq.req.rid,
@@ -622,11 +624,9 @@ class Scheduler:
 
     def cached_blocks(self) -> list[Stored]:
         """Everything announced and not removed since, parents first. O(pages)."""
-        return (
-            []
-            if self.kv_events is None
-            else self.kv_events.snapshot(self._state.memory.cache.edges())
-        )
+        if self.kv_events is None:
+            return []
+        return self.kv_events.snapshot(self._state.memory.cache.edges())
 
     def counts(self) -> dict[str, int]:
         """Requests by state."""

@@ -48,6 +48,9 @@ def limits(
     """
     c = config
     events = kv_events.read(c.kv_events_config)
+    output_weight: float | None = None
+    if c.short_first_output_weight != "auto":
+        output_weight = float(c.short_first_output_weight)
     return _from_flags(
         Limits,
         c,
@@ -58,11 +61,7 @@ def limits(
         policy_params=_from_flags(
             PolicyParams,
             c,
-            short_first_output_weight=(
-                None
-                if c.short_first_output_weight == "auto"
-                else float(c.short_first_output_weight)
-            ),
+            short_first_output_weight=output_weight,
             default_deadline_secs=c.default_deadline_ms / 1000,
             demote_hopeless=c.deadline_miss_action != "keep",
         ),
@@ -90,12 +89,10 @@ def fairness(config: EngineConfig) -> FairnessRules:
     """Classes and tenants. Reads --tenant-config; raises ConfigError for what is wrong in it."""
     c = config
     low_first = c.schedule_low_priority_values_first
-    classes, _ = (
-        parse_classes(c.priority_classes, low_values_first=low_first)
-        if c.priority_classes
-        else (None, [])
-    )
-    classes = classes or ClassRules(low_values_first=low_first)
+    classes = ClassRules(low_values_first=low_first)
+    if c.priority_classes:
+        parsed, _ = parse_classes(c.priority_classes, low_values_first=low_first)
+        classes = parsed or classes
     return _from_flags(
         FairnessRules,
         c,

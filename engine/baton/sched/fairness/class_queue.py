@@ -81,7 +81,8 @@ class ClassQueue:
     def _heap_of_tenants(self) -> list[tuple[float, int, str]]:
         """Tenants by counter; of equal ones the one that waits for longer without a break."""
         counters = self._counters.counters_of(self.tenants)
-        heap = list(zip(counters, range(len(counters)), self.tenants, strict=True))
+        numbers = range(len(counters))
+        heap = list(zip(counters, numbers, self.tenants, strict=True))
         heapq.heapify(heap)
         return heap
 

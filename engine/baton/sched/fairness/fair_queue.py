@@ -204,7 +204,8 @@ class FairQueue(SharingStrategy):
         if reserved is None or not any(self.filter_startable([reserved])):
             return
         unfinished = partial_of([*context.unfinished, *progress.admitted])
-        if progress.may_start(reserved, self._count_ahead(reserved, unfinished)):
+        num_ahead = self._count_ahead(reserved, unfinished)
+        if progress.may_start(reserved, num_ahead):
             yield reserved
 
     def _count_ahead(self, seq: Seq, unfinished: list[Seq]) -> int:

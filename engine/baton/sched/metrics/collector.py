@@ -338,7 +338,8 @@ class SchedStats:
 
     def oldest_lease_seconds(self, now: float) -> float:
         """Returns the age of the oldest live lease on P; 0 without leases."""
-        return max(now - next(iter(self._leased_at.values()), now), 0.0)
+        oldest = next(iter(self._leased_at.values()), now)
+        return max(now - oldest, 0.0)
 
     def counters(self) -> dict[str, float]:
         values = {

@@ -70,13 +70,14 @@ class StepLog:
             self.sink(decision)
 
     def is_new_reason(self, stopped_by: StopReason) -> bool:
-        """Is it worth a record that nothing was planned for this reason?"""
-        last = self._ring[-1] if self._ring else None
-        return stopped_by is not StopReason.QUEUE_EMPTY and (
-            last is None
-            or last.mode != ForwardMode.IDLE.value
-            or last.stopped_by != stopped_by.value
-        )
+        """True if the last record does not have this reason for planning nothing."""
+        if stopped_by is StopReason.QUEUE_EMPTY:
+            return False
+        if not self._ring:
+            return True
+        last = self._ring[-1]
+        was_idle = last.mode == ForwardMode.IDLE.value
+        return not was_idle or last.stopped_by != stopped_by.value
 
     def recent(self, n: int = RING) -> list[dict[str, Any]]:
         """The last n records, oldest first, as JSON objects."""

@@ -133,11 +133,9 @@ def snapshot_in_parts(
     block = MIN_BLOCK_TOKENS
     while block * MAX_BLOCKS < total:
         block *= 2
-    weight = (
-        view.answer_share
-        if params.short_first_output_weight is None
-        else params.short_first_output_weight
-    )
+    weight = params.short_first_output_weight
+    if weight is None:
+        weight = view.answer_share
     numbers: dict[tuple[int, bytes], int] = {}
     requests = []
     for seq in oldest:

@@ -52,7 +52,8 @@ class DrainRate:
         A queue that was empty for longer than the horizon is measured afresh: its last requests say
         nothing of now.
         """
-        if self._since is None or (was_empty and now - self._at > self._horizon):
+        is_stale = was_empty and now - self._at > self._horizon
+        if self._since is None or is_stale:
             self._since = self._at = now
             self._requests = self._tokens = 0.0
 

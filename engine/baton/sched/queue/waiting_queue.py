@@ -290,7 +290,10 @@ class WaitingQueue:
             _, _, _, handle, _ = entry
             if handle in self._seqs:
                 yield entry
-        while order is self._order and (joined := self._place_joined(view, last_join)):
+        while order is self._order:
+            joined = self._place_joined(view, last_join)
+            if not joined:
+                return
             keys = (
                 (self.priority.key(seq, view.now), order.entries[seq.handle][1], seq)
                 for seq in joined
