@@ -19,7 +19,7 @@ from baton.sched.types.sequence import Seq, SeqState
 
 
 class StartVerdict(enum.Enum):
-    """Whether a waiting request may be tried now."""
+    """Answer to a waiting request that could be tried now."""
 
     STARTS = "starts"
     PASSED_OVER = "passed_over"

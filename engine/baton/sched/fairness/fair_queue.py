@@ -356,7 +356,7 @@ class FairQueue(SharingStrategy):
 
 @dataclass(frozen=True, slots=True)
 class _StartCheck:
-    """Whether a waiting request may start, at one turn of its class."""
+    """Check of waiting requests at one turn of their class."""
 
     class_queue: ClassQueue
     usage: TenantUsage

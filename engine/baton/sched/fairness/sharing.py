@@ -22,7 +22,7 @@ from baton.sched.types.sequence import Seq, SeqState
 
 
 class PrefillProgress:
-    """What a plan can still take, counted from its context and the outcomes so far."""
+    """Room that is left in a plan, counted from its context and the outcomes so far."""
 
     def __init__(self, context: PrefillContext) -> None:
         self.admitted: list[Seq] = []

@@ -1,4 +1,4 @@
-"""What the tenants hold of a rank, compared with their limits."""
+"""Requests and KV tokens that tenants hold on a rank, compared with their limits."""
 
 from __future__ import annotations
 
