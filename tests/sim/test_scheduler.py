@@ -427,7 +427,7 @@ def test_disabled_cache_takes_and_finds_nothing() -> None:
     assert (seq.node, seq.published, len(seq.private)) == (None, 0, 2), (
         "the sequence still owns its pages"
     )
-    match = memory.match(later, 2)
+    match = memory.match_prefix(later, 2)
     assert match.num_tokens == 0
     memory.cache.unlock(match.node)
     cache = memory.cache
