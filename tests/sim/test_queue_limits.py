@@ -257,15 +257,15 @@ def test_a_request_without_a_priority_ages_past_important_ones_in_bounded_time()
 def test_moving_rate_forgets_the_past() -> None:
     rate = DrainRate(horizon_secs=10.0)
     assert rate.per_second(5.0) == (0.0, 0.0)
-    rate.start(0.0)
+    rate.start_clock(0.0)
     for second in range(1, 101):
         for _ in range(8):
-            rate.left(100, float(second))
+            rate.on_left(100, float(second))
     requests, tokens = rate.per_second(100.0)
     assert requests == pytest.approx(8.0, rel=0.06)
     assert tokens == pytest.approx(800.0, rel=0.06)
     for second in range(101, 201):
-        rate.left(100, float(second))
+        rate.on_left(100, float(second))
     assert rate.per_second(200.0)[0] == pytest.approx(1.0, rel=0.06)
 
 
