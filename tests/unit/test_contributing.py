@@ -48,11 +48,11 @@ def insert_row(path: Path) -> None:
 
 ORDER_OF_ENDS = """
 from baton import config
-from baton.sched import setup
+from baton.sched.setup import from_config
 from tests.support.sched_sim import Node, request
 
 flags = ["--schedule-policy", "newest-first", "--max-running-requests", "1", "--page-size", "4"]
-node = Node(setup.limits(config.parse(flags), 64), depth=1)
+node = Node(from_config.limits(config.parse(flags), 64), depth=1)
 for handle in range(4):
     node.sched.add(request(handle, [handle + 1] * 4, 2, ignore_eos=True))
 for _ in range(100):

@@ -4,10 +4,10 @@
    with the flags, then [name, arguments...]. After a plan comes ["=", digest of the plan].
 2. `replay` makes a scheduler from the header, repeats the calls and compares the digests.
 
-The scheduler is deterministic, so equal inputs give equal plans, byte for byte; a difference is a bug (a
-hidden clock, an order that depends on memory addresses) or another version of the code. Lines hold
-prompts as token ids: treat the file like prompts. Log-probabilities decide nothing and are left
-out.
+The scheduler is deterministic, so equal inputs give equal plans, byte for byte; a difference is a
+bug (a hidden clock, an order that depends on memory addresses) or another version of the code.
+Lines hold prompts as token ids: treat the file like prompts. Log-probabilities decide nothing and
+are left out.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 
 from baton.config import SECRETS, EngineConfig, tenants
 from baton.errors import EngineError, by_code
-from baton.sched import setup
 from baton.sched.scheduler import Scheduler
+from baton.sched.setup import from_config
+from baton.sched.setup.limits import Limits
 from baton.sched.types import request
-from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 
 VERSION = 1
@@ -129,7 +129,7 @@ def header(
     config: EngineConfig,
     num_pages: int,
     host_pages: int = 0,
-    page_bytes: int = setup.ASSUMED_PAGE_BYTES,
+    page_bytes: int = from_config.ASSUMED_PAGE_BYTES,
 ) -> str:
     """The first line: all that the limits are made from, without secrets."""
     flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in SECRETS}
@@ -282,7 +282,7 @@ def _make_scheduler(line: str) -> Scheduler:
         are_sizes = (type(size) is int and 0 <= size <= MAX_SIZE for size in sizes.values())
         if not all(are_sizes):
             raise ValueError(f"sizes are {sizes}")
-        return Scheduler(setup.limits(EngineConfig(**flags), **sizes))
+        return Scheduler(from_config.limits(EngineConfig(**flags), **sizes))
     except Exception as err:
         raise ReplayError(
             "line 1: no scheduler can be made of the recorded flags "

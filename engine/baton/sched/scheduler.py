@@ -6,9 +6,9 @@ Two deterministic halves (no clock, no torch, no sockets):
 2. `commit(plan, result)` takes the sampled tokens, finishes sequences, frees pages and returns
    events for the engine loop.
 
-The tables are in sched.state, the pages in sched.memory.kv_manager, who gives way is decided in
-sched.memory.preemption. After every call
-free + cached + locked + private pages = capacity (`ledger()`).
+The tables are in sched.state.tables, the pages in sched.memory.kv_manager, who gives way is decided
+in sched.memory.preemption. After every call free + cached + locked + private pages = capacity
+(`ledger()`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Collection, Mapping, Sequence
 from baton import errors
 from baton.cache.kv_events import Stored
 from baton.cache.ledger import HostLedger, PageLedger
-from baton.sched.metrics.load_report import LoadReport, measure_load
-from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.metrics.step_log import StepDecision, StepLog
 from baton.sched.planner import Planner, PlanOutcome
 from baton.sched.policies.base import tokens_to_compute
 from baton.sched.queue.deadlines import DeadlineQueue
 from baton.sched.queue.priority_hook import LoadView, RequestView
-from baton.sched.state import SchedulerState
+from baton.sched.setup.limits import Limits
+from baton.sched.state.load_report import LoadReport, measure_load
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.events import (
     AbortTransfer,
     Event,
@@ -35,9 +35,9 @@ from baton.sched.types.events import (
     PrefillDone,
     new_token,
 )
-from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
+from baton.sched.types.request_timeline import PulledPages
 from baton.sched.types.sequence import Seq, SeqState
 
 DUMPED_DECISIONS = 20
@@ -318,7 +318,8 @@ class Scheduler:
         logprobs: TokenLogprobs | None,
         pulled: PulledPages | None = None,
     ) -> None:
-        """D: every prompt page has arrived and was verified; `token` is the first one, drawn by P."""
+        """D: every prompt page has arrived and was verified; `token` is the first one, drawn by P.
+        """
         state = self._state
         seq = state.rooms.get(room)
         if seq is None or seq.state is not SeqState.TRANSFER:

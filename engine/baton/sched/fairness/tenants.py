@@ -12,8 +12,8 @@ wait their normalized service differs by at most 2 U. A bucket lets through at m
 tokens at once and its rate after that; answers are taken from it as they are generated and may
 overdraw it, which the next request waits for.
 
-Deterministic: no clock (`now` is an argument), no files. Source: Sheng et al., "Fairness in Serving Large
-Language Models" (OSDI 2024, arXiv 2401.00588).
+Deterministic: no clock (`now` is an argument), no files. Source: Sheng et al., "Fairness in Serving
+Large Language Models" (OSDI 2024, arXiv 2401.00588).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from baton.cache.pages import PageAllocator
 from baton.cache.radix import TOKEN_BYTES, PrefixMatch, RadixCache, RadixNode
 from baton.sched.memory.demand import KnownAnswer, NewTokenRatio, peak_growth
 from baton.sched.policies.base import cached_tokens
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.sequence import Seq, SeqState
 
 HIT_SOURCES = ("device", "in_flight", "host", "decode_tree", "rematch")
@@ -297,7 +297,8 @@ class KvManager:
         return True
 
     def adopt_prefix(self, seq: Seq) -> None:
-        """Between two chunks of a prompt: take over pages that another sequence computed meanwhile."""
+        """Between two chunks of a prompt: take over pages that another sequence computed meanwhile.
+        """
         ends_at_page = len(seq.pages) * self.page_size == seq.computed
         if not ends_at_page:
             return
@@ -352,7 +353,8 @@ class KvManager:
             self._offload_branch(seq, node, self.host)
 
     def _offload_branch(self, seq: Seq, node: RadixNode, host: HostTier) -> None:
-        """Send the end of a branch without users to the host, and keep it there for this sequence."""
+        """Send the end of a branch without users to the host, and keep it there for this sequence.
+        """
         count = self.cache.branch_pages(node)
         if not count or not host.reserve(count):
             return

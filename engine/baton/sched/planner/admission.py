@@ -1,10 +1,11 @@
-"""Pages that a waiting request needs, and whether a step's budget can compute it. Changes nothing."""
+"""Pages that a waiting request needs, and whether a step's budget can compute it. Changes nothing.
+"""
 
 from __future__ import annotations
 
 from baton.sched.planner.reservation import ReservedGrowth
 from baton.sched.policies.base import cached_tokens
-from baton.sched.state import SchedulerState
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.sequence import Seq, SeqState
 
 

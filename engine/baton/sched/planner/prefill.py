@@ -18,7 +18,7 @@ from baton.sched.planner.draft import PlanDraft
 from baton.sched.planner.prompt_budget import PromptBudget
 from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
 from baton.sched.policies.base import cached_tokens
-from baton.sched.state import SchedulerState
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.candidates import (
     REFUSED,
     CandidateEnded,
@@ -160,7 +160,8 @@ class PrefillPlanner:
     def _stop_at(
         self, seq: Seq, draft: PlanDraft, *, num_tokens: int, was_admitted: bool
     ) -> PrefillStopped:
-        """End the plan at a candidate: pages or budget for its chunk of `num_tokens` are missing."""
+        """End the plan at a candidate: pages or budget for its chunk of `num_tokens` are missing.
+        """
         state = self._state
         is_device_idle = not draft.rows and state.planned_step == state.committed_step
         if was_admitted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.sched.metrics.step_time import StepTime
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StopReason
 
 

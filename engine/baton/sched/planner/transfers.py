@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton.cache.radix import PrefixMatch
 from baton.sched.memory.preemption import priority_victims
 from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
-from baton.sched.state import SchedulerState
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.candidates import (
     REFUSED,
     CandidateOutcome,
@@ -231,7 +231,8 @@ class TransferPlanner:
                 state.revoke_grant(seq)
 
     def _first_requeued(self) -> SortKey | None:
-        """Sort key of the first that ran here and waits for room again, within its tenant's limits."""
+        """Sort key of the first that ran here and waits for room again, within its tenant's limits.
+        """
         state = self._state
         requeued = (seq for seq in state.waiting if seq.generated)
         startable = state.sharing.filter_startable(requeued)

@@ -34,8 +34,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from baton.cache.radix import ProbeWatch
 from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies.base import NEVER, Policy, PolicyContext, cached_tokens
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.events import OrderReviewed
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
 
 EXACT_UP_TO = 64
@@ -370,7 +370,8 @@ class WaitingQueue:
     def _place_joined(
         self, view: PolicyContext, last_join: int, limit: int = KEYS_PER_LOOK
     ) -> list[Seq]:
-        """Give those a place that came last so far back, the `limit` most important. Returns them."""
+        """Give those a place that came last so far back, the `limit` most important. Returns them.
+        """
         placed: list[Seq] = []
         not_yet: list[tuple[float, float, int, int]] = []
         while self._to_join and len(placed) < limit:

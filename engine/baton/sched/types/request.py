@@ -16,7 +16,7 @@ from baton.cache.int_array import IntArray
 class SamplingParams:
     """How tokens are chosen.
 
-    Ranges are checked at the edge (server.api.validation); `top_k` 0 means no limit.
+    Ranges are checked at the edge (server.request.validation); `top_k` 0 means no limit.
     """
 
     max_new_tokens: int = 128
@@ -74,7 +74,7 @@ class ValidatedRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int | None = None
     """The client's; None counts as lowest when priority scheduling is on
-    (sched.queue.priority.PriorityRule).
+    (sched.types.priority.PriorityRule).
     """
     namespace: bytes = b""
     """Radix cache namespace (extra_key / cache_salt): equal prompts of different namespaces share
@@ -91,7 +91,7 @@ class ValidatedRequest:
     priority_class: str = ""
     """Name from --priority-classes; "" counts as the middle one."""
     trace: bytes = b""
-    """Not empty: a timeline (sched.metrics.request_timeline) is recorded, and handed back with
+    """Not empty: a timeline (sched.types.request_timeline) is recorded, and handed back with
     this.
     """
     tenant: str = ""
