@@ -39,7 +39,7 @@ class FixedIndex:
         node = TreeNode(None, tokens[:1] if found else b"", array("i"), tokens[0])
         return PrefixProbe(node, 0, min(found, max_tokens), 0, b"")
 
-    def outdated(self, probes: Sequence[PrefixProbe | None]) -> range:
+    def find_outdated(self, probes: Sequence[PrefixProbe | None]) -> range:
         return range(len(probes))
 
     def watch(self) -> ProbeWatch:

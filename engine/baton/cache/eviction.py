@@ -32,8 +32,7 @@ LOWEST_PRIORITY = -(2**31)
 
 
 class PageMemory(Protocol):
-    """Memory of a tree node about the use of its pages. Counters of the tree's own clock, no times.
-    """
+    """Memory of a tree node about the use of its pages. Counters of the tree's own clock, no times."""
 
     stamp: int
     """Last use."""

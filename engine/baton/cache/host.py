@@ -144,13 +144,13 @@ class HostTier:
                 slots = self._slots.alloc(1)
                 assert slots is not None, "room was made before"
                 host_page = self._pages[key] = HostPage(key, first_key, index + offset, slots[0])
-                self._ask(True, page, slots[0])
+                self._request_copy(True, page, slots[0])
             host_page.stamp = node.stamp
             host_page.created = node.created
             host_page.reuses = node.reuses
             host_page.priority = node.priority
             host_page.on_device = False
-            self._settle(host_page)
+            self._place_page(host_page)
 
     def clear(self) -> int:
         """Forget every page that is not pinned; returns how many."""
@@ -193,10 +193,10 @@ class HostTier:
     def copy_in(self, host_pages: Sequence[HostPage], pages: array[int]) -> None:
         """Ask for these to be copied to device pages, which the tree then takes."""
         for host_page, page in zip(host_pages, pages, strict=True):
-            self._ask(False, page, host_page.slot)
+            self._request_copy(False, page, host_page.slot)
             self._keys[page] = host_page.key
             host_page.on_device = True
-            self._settle(host_page)
+            self._place_page(host_page)
 
     # ------------------------------------------------------------------ pins
 
@@ -215,13 +215,13 @@ class HostTier:
         for page in pages:
             self._pinned += page.pins == 0
             page.pins += 1
-            self._settle(page)
+            self._place_page(page)
 
     def unpin(self, pages: Iterable[HostPage]) -> None:
         for page in pages:
             page.pins -= 1
             self._pinned -= page.pins == 0
-            self._settle(page)
+            self._place_page(page)
 
     def path_keys(self, node: RadixNode) -> list[bytes]:
         """Keys of every page from the root to the end of a node."""
@@ -254,7 +254,7 @@ class HostTier:
         ledger.check(self.num_slots)
         return ledger
 
-    def _ask(self, to_host: bool, page: int, slot: int) -> None:
+    def _request_copy(self, to_host: bool, page: int, slot: int) -> None:
         target = slot if to_host else page
         if not self._runs or self._runs[-1].to_host != to_host or target in self._targets:
             self._runs.append(CopyRun(to_host, array("i"), array("i")))
@@ -275,14 +275,14 @@ class HostTier:
         while self._slots.free_count < wanted:
             if self._duplicates:
                 oldest = next(iter(self._duplicates.values()))
-                self._drop(oldest)
+                self._drop_page(oldest)
                 continue
             victim = self._next_victim()
             if victim is None:
                 break
             if worth is not None and (self._policy.key(victim), -victim.index) >= worth:
                 break
-            self._drop(victim)
+            self._drop_page(victim)
         return min(wanted, self._slots.free_count)
 
     def _next_victim(self) -> HostPage | None:
@@ -294,7 +294,7 @@ class HostTier:
             heapq.heappop(self._heap)
         return None
 
-    def _settle(self, page: HostPage) -> None:
+    def _place_page(self, page: HostPage) -> None:
         """Put a page where its state belongs: pinned ones nowhere, duplicates in their line, others
         in the heap.
         """
@@ -317,7 +317,7 @@ class HostTier:
             self._heap = [entry for entry in self._heap if entry[3].queued == entry[0]]
             heapq.heapify(self._heap)
 
-    def _drop(self, page: HostPage) -> None:
+    def _drop_page(self, page: HostPage) -> None:
         page.queued = None
         self._duplicates.pop(page.key, None)
         del self._pages[page.key]
@@ -328,7 +328,7 @@ class HostTier:
 
     def _drop_all(self, pages: Sequence[HostPage]) -> int:
         for page in pages:
-            self._drop(page)
+            self._drop_page(page)
         return len(pages)
 
     # ------------------------------------------------------------------ keys

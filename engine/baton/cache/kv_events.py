@@ -1,10 +1,10 @@
 """Contents of the radix tree as a log: others (routers) keep a copy of it by replaying the events.
 
 Life of a block (one page of tokens, named by a hash of its whole prefix):
- 1. A page is published to the tree when its computation is *scheduled*; `stored` keeps it pending.
- 2. When its step has committed, `settled` announces it: Stored.
+ 1. A page is published to the tree when its computation is *scheduled*; `on_stored` keeps it pending.
+ 2. When its step has committed, `on_settled` announces it: Stored.
  3. It is evicted: Removed. One that was never announced leaves without a word.
- 4. `take` closes what happened since the last call into a batch with the next sequence number; the
+ 4. `take_batch` closes what happened since the last call into a batch with the next sequence number; the
     last `keep` batches can be replayed. Who has missed more asks for a `snapshot` and goes on from
     its number.
 
@@ -116,20 +116,20 @@ class KvEventLog:
 
     # ------------------------------------------------------------------ from the tree
 
-    def stored(self, edge: Edge, created: int) -> None:
+    def on_stored(self, edge: Edge, created: int) -> None:
         """The tree took over these pages at this moment of its clock."""
         entry = _Pending(edge, created, len(edge.pages))
         self._queue.append(entry)
         self._pending.update(dict.fromkeys(edge.pages, entry))
 
-    def settled(self, clock: int) -> None:
+    def on_settled(self, clock: int) -> None:
         """Announce what was published up to this moment. O(pages announced)."""
         while self._queue and self._queue[0].created <= clock:
             entry = self._queue.popleft()
             if entry.kept:
-                self._announce(entry.edge, entry.kept)
+                self._announce_blocks(entry.edge, entry.kept)
 
-    def _announce(self, edge: Edge, count: int) -> None:
+    def _announce_blocks(self, edge: Edge, count: int) -> None:
         parent = self._hashes[edge.parent_page] if edge.parent_page >= 0 else None
         block_hash = first_parent(edge.namespace) if parent is None else parent
         width = self._page_bytes
@@ -143,7 +143,7 @@ class KvEventLog:
             Stored(tuple(hashes), parent, edge.tokens[: count * width], edge.namespace)
         )
 
-    def removed(self, pages: array[int]) -> None:
+    def on_removed(self, pages: array[int]) -> None:
         """The tree gave these pages back: the last ones of a leaf, all announced or none."""
         hashes = []
         for page in reversed(pages):
@@ -159,7 +159,7 @@ class KvEventLog:
 
     # ------------------------------------------------------------------ to the server
 
-    def take(self, ts: float) -> EventBatch | None:
+    def take_batch(self, ts: float) -> EventBatch | None:
         """Events since the last call, numbered and kept for replay; None: nothing."""
         if not self._open:
             return None
@@ -169,7 +169,7 @@ class KvEventLog:
         self._batches.append(batch)
         return batch
 
-    def since(self, seq: int) -> Iterator[EventBatch]:
+    def batches_since(self, seq: int) -> Iterator[EventBatch]:
         """Batches from this number on, as far back as they are kept: the first may have a larger
         number.
         """
@@ -179,7 +179,7 @@ class KvEventLog:
         """Every announced block of the tree with these edges, parents first: what replaying the
         whole log gives.
 
-        It stands for the batches before `next_seq`, once `take` has closed what happened.
+        It stands for the batches before `next_seq`, once `take_batch` has closed what happened.
         """
         blocks = []
         for edge in edges:

@@ -34,7 +34,7 @@ class PageLedger:
     in_transfer: int
 
     @classmethod
-    def take(
+    def count_pages(
         cls, allocator: PageAllocator, cache: RadixCache, private: int, in_transfer: int
     ) -> PageLedger:
         """Count now.

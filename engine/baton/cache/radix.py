@@ -225,10 +225,10 @@ class RadixCache:
         Cost: O(bytes compared + nodes on the path); splits at most one edge.
         """
         limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
-        node, matched, inside = self._walk(tokens, namespace, limit)
+        node, matched, inside = self._walk_edges(tokens, namespace, limit)
         if inside:
-            node = self._split(node, inside)
-        self._touch(node)
+            node = self._split_edge(node, inside)
+        self._touch_path(node)
         return PrefixMatch(node, self._path_pages(node), matched * self.page_size)
 
     def probe(
@@ -244,15 +244,15 @@ class RadixCache:
         """
         width = self._page_bytes
         limit = min(len(tokens), max_tokens * TOKEN_BYTES) // width
-        if last is not None and last.limit == limit and not self.outdated((last,)):
+        if last is not None and last.limit == limit and not self.find_outdated((last,)):
             return last
-        node, matched, inside = self._walk(tokens, namespace, limit)
+        node, matched, inside = self._walk_edges(tokens, namespace, limit)
         beyond = b""
         if not inside and matched < limit:
             beyond = tokens[matched * width : (matched + 1) * width]
         return PrefixProbe(node, len(node.key), matched * self.page_size, limit, beyond)
 
-    def outdated(self, probes: Iterable[PrefixProbe | None]) -> list[int]:
+    def find_outdated(self, probes: Iterable[PrefixProbe | None]) -> list[int]:
         """Places of the probes (of unchanged tokens) that would give another answer now, and of
         those not made yet.
 
@@ -312,24 +312,24 @@ class RadixCache:
             raise ValueError(
                 f"{len(tokens) // TOKEN_BYTES} tokens do not fill {total} pages of {self.page_size}"
             )
-        node, matched, inside = self._walk(tokens, namespace, total)
+        node, matched, inside = self._walk_edges(tokens, namespace, total)
         if matched < from_page:
             raise ValueError(
                 f"insert from page {from_page}, but only {matched} are cached: "
                 "lock the prefix first"
             )
         if inside:
-            node = self._split(node, inside)
+            node = self._split_edge(node, inside)
         existing = self._path_pages(node)[from_page:] if matched > from_page else array("i")
         if matched < total:
             if node is self._nowhere:
                 node = self._roots[namespace] = RadixNode(None, namespace, array("i"), 0)
             key = tokens[matched * self._page_bytes : total * self._page_bytes]
             parent_page = node.pages[-1] if node.pages else -1
-            node = self._attach(node, key, pages[matched - from_page :], like)
+            node = self._attach_leaf(node, key, pages[matched - from_page :], like)
             if self._log is not None:
-                self._log.stored(Edge(namespace, parent_page, node.pages, key), self.clock + 1)
-        self._touch(node)
+                self._log.on_stored(Edge(namespace, parent_page, node.pages, key), self.clock + 1)
+        self._touch_path(node)
         self._raise_priority(node, priority)
         return InsertResult(node, existing)
 
@@ -358,7 +358,7 @@ class RadixCache:
         """Mark what was published up to this moment of `clock` as computed."""
         self.settled = max(self.settled, clock)
         if self._log is not None:
-            self._log.settled(self.settled)
+            self._log.on_settled(self.settled)
 
     def edges(self) -> Iterator[Edge]:
         """Every edge of the tree, parents before their children.
@@ -454,7 +454,7 @@ class RadixCache:
                 continue
             wanted = n_pages - freed
             if len(node.pages) > wanted:
-                self._split(node, len(node.pages) - wanted)
+                self._split_edge(node, len(node.pages) - wanted)
             freed += self._remove_leaf(node, for_good)
         return freed
 
@@ -494,7 +494,7 @@ class RadixCache:
                 self.evict_branch(node)
         for node in branch:
             node.is_evicted = True  # for probes; its users keep it
-            self._changed(node)
+            self._note_changed(node)
         return pages
 
     def is_quarantined(self, node: RadixNode) -> bool:
@@ -505,7 +505,9 @@ class RadixCache:
             node = node.parent
         return node in self._quarantine
 
-    def _walk(self, tokens: bytes, namespace: bytes, limit: int) -> tuple[RadixNode, int, int]:
+    def _walk_edges(
+        self, tokens: bytes, namespace: bytes, limit: int
+    ) -> tuple[RadixNode, int, int]:
         """Follow `tokens` for at most `limit` pages.
 
         Returns:
@@ -531,7 +533,7 @@ class RadixCache:
             return child, offset // width + num_equal, num_equal
         return node, offset // width, 0
 
-    def _split(self, node: RadixNode, at_page: int) -> RadixNode:
+    def _split_edge(self, node: RadixNode, at_page: int) -> RadixNode:
         """Cut node's edge after `at_page` pages.
 
         The new upper part is returned; handles keep meaning the lower end.
@@ -557,13 +559,13 @@ class RadixCache:
         )
         parent.children[upper.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
-        self._changed(node)
+        self._note_changed(node)
         node.pages = node.pages[at_page:]
         node.parent = upper
         upper.children[node.key[: self._page_bytes]] = node
         return upper
 
-    def _attach(
+    def _attach_leaf(
         self, parent: RadixNode, key: bytes, pages: array[int], like: PageMemory | None
     ) -> RadixNode:
         self._serial += 1
@@ -587,12 +589,12 @@ class RadixCache:
             self.on_remove(leaf, for_good or self.is_quarantined(leaf))
         del parent.children[leaf.key[: self._page_bytes]]
         leaf.is_evicted = True
-        self._changed(leaf)
+        self._note_changed(leaf)
         self.version += 1
         self.evictable_pages -= len(leaf.pages)
         self._allocator.free(leaf.pages)
         if self._log is not None:
-            self._log.removed(leaf.pages)
+            self._log.on_removed(leaf.pages)
         if parent.parent is not None:
             self._push_candidate(parent)
         elif not parent.children:
@@ -602,7 +604,7 @@ class RadixCache:
                 del self._roots[parent.key]
         return len(leaf.pages)
 
-    def _changed(self, node: RadixNode) -> None:
+    def _note_changed(self, node: RadixNode) -> None:
         for watch in self._watches:
             watch.on_changed(node)
 
@@ -625,7 +627,7 @@ class RadixCache:
         self._heap = [entry for entry in self._heap if entry[2].queued == entry[0]]
         heapq.heapify(self._heap)
 
-    def _touch(self, node: RadixNode) -> None:
+    def _touch_path(self, node: RadixNode) -> None:
         """Mark the path to `node` as used now; a parent's stamp is thereby never older than its
         children's.
         """

@@ -318,8 +318,7 @@ class Scheduler:
         logprobs: TokenLogprobs | None,
         pulled: PulledPages | None = None,
     ) -> None:
-        """D: every prompt page has arrived and was verified; `token` is the first one, drawn by P.
-        """
+        """D: every prompt page has arrived and was verified; `token` is the first one, drawn by P."""
         state = self._state
         seq = state.rooms.get(room)
         if seq is None or seq.state is not SeqState.TRANSFER:
@@ -666,7 +665,7 @@ class Scheduler:
                 in_transfer += len(seq.private)
             else:
                 private += len(seq.private)
-        ledger = PageLedger.take(memory.allocator, memory.cache, private, in_transfer)
+        ledger = PageLedger.count_pages(memory.allocator, memory.cache, private, in_transfer)
         ledger.check(self.limits.num_pages)
         self.host_ledger()
         return ledger

@@ -186,8 +186,7 @@ class FairQueue(SharingStrategy):
     # ------------------------------------------------------------------ the order (SharingStrategy)
 
     def order_prefill(self, context: PrefillContext) -> Candidates:
-        """Prompts to compute in this step: the policy orders the requests of each class and tenant.
-        """
+        """Prompts to compute in this step: the policy orders the requests of each class and tenant."""
         progress = PrefillProgress(context)
         if context.preemptor is not None:
             outcome = yield context.preemptor

@@ -297,8 +297,7 @@ class KvManager:
         return True
 
     def adopt_prefix(self, seq: Seq) -> None:
-        """Between two chunks of a prompt: take over pages that another sequence computed meanwhile.
-        """
+        """Between two chunks of a prompt: take over pages that another sequence computed meanwhile."""
         ends_at_page = len(seq.pages) * self.page_size == seq.computed
         if not ends_at_page:
             return
@@ -353,8 +352,7 @@ class KvManager:
             self._offload_branch(seq, node, self.host)
 
     def _offload_branch(self, seq: Seq, node: RadixNode, host: HostTier) -> None:
-        """Send the end of a branch without users to the host, and keep it there for this sequence.
-        """
+        """Send the end of a branch without users to the host, and keep it there for this sequence."""
         count = self.cache.branch_pages(node)
         if not count or not host.reserve(count):
             return

@@ -1,5 +1,4 @@
-"""Pages that a waiting request needs, and whether a step's budget can compute it. Changes nothing.
-"""
+"""Pages that a waiting request needs, and whether a step's budget can compute it. Changes nothing."""
 
 from __future__ import annotations
 

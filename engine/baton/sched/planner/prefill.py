@@ -160,8 +160,7 @@ class PrefillPlanner:
     def _stop_at(
         self, seq: Seq, draft: PlanDraft, *, num_tokens: int, was_admitted: bool
     ) -> PrefillStopped:
-        """End the plan at a candidate: pages or budget for its chunk of `num_tokens` are missing.
-        """
+        """End the plan at a candidate: pages or budget for its chunk of `num_tokens` are missing."""
         state = self._state
         is_device_idle = not draft.rows and state.planned_step == state.committed_step
         if was_admitted:

@@ -231,8 +231,7 @@ class TransferPlanner:
                 state.revoke_grant(seq)
 
     def _first_requeued(self) -> SortKey | None:
-        """Sort key of the first that ran here and waits for room again, within its tenant's limits.
-        """
+        """Sort key of the first that ran here and waits for room again, within its tenant's limits."""
         state = self._state
         requeued = (seq for seq in state.waiting if seq.generated)
         startable = state.sharing.filter_startable(requeued)

@@ -344,8 +344,7 @@ def replay_line(line: str) -> tuple[OrderChoice, OrderChoice, dict[str, OrderFor
 
 
 class AdaptivePolicy(Policy):
-    """Uses fcfs, lpm, short-first, hrrn or srpt-aging: the one that a replay of the queue favors.
-    """
+    """Uses fcfs, lpm, short-first, hrrn or srpt-aging: the one that a replay of the queue favors."""
 
     name = "adaptive"
     wants_queue_review = True

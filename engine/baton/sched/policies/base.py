@@ -24,7 +24,7 @@ class PolicyContext:
     now: float
     step: int
     index: RadixCache
-    """To look at only (`version`, `probe`, `outdated`, `watch`, `path_of`): what is evicted next
+    """To look at only (`version`, `probe`, `find_outdated`, `watch`, `path_of`): what is evicted next
     must not change.
     """
     prefill_rate: float
@@ -179,7 +179,7 @@ def refresh_probe(seq: Seq, index: RadixCache) -> PrefixProbe:
 def all_cached_tokens(queue: Sequence[Seq], index: RadixCache) -> list[int]:
     """`cached_tokens` of each. Asks again only where the tree has changed."""
     probes = [seq.probe for seq in queue]
-    for i in index.outdated(probes):
+    for i in index.find_outdated(probes):
         if not queue[i].pages:
             probes[i] = refresh_probe(queue[i], index)
     return [

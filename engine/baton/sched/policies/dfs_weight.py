@@ -106,10 +106,10 @@ class _PrefixEnds:
         self._places: dict[RadixNode, int] = {}
 
     def add_requests(self, queue: Sequence[Seq], index: RadixCache) -> None:
-        for i in index.outdated([seq.probe for seq in queue]):
+        for i in index.find_outdated([seq.probe for seq in queue]):
             refresh_probe(queue[i], index)
         for seq in queue:
-            assert seq.probe is not None, "outdated names those without"
+            assert seq.probe is not None, "find_outdated names those without"
             probe = self._probe_of[seq.handle] = seq.probe
             _, count = self._ending.get(probe.node, (probe, 0))
             self._ending[probe.node] = probe, count + 1

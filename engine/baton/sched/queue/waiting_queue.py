@@ -370,8 +370,7 @@ class WaitingQueue:
     def _place_joined(
         self, view: PolicyContext, last_join: int, limit: int = KEYS_PER_LOOK
     ) -> list[Seq]:
-        """Give those a place that came last so far back, the `limit` most important. Returns them.
-        """
+        """Give those a place that came last so far back, the `limit` most important. Returns them."""
         placed: list[Seq] = []
         not_yet: list[tuple[float, float, int, int]] = []
         while self._to_join and len(placed) < limit:

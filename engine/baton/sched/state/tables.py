@@ -356,8 +356,7 @@ class SchedulerState:
     # ------------------------------------------------------------------ endings
 
     def end_request(self, seq: Seq, code: str) -> None:
-        """Take a sequence out of whatever state it is in. `code` != "": the transfer peer gets it.
-        """
+        """Take a sequence out of whatever state it is in. `code` != "": the transfer peer gets it."""
         rendezvous = seq.req.rendezvous
         has_room = rendezvous is not None and rendezvous.room in self.rooms
         if has_room and code:

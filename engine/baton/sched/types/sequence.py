@@ -63,8 +63,7 @@ LEGAL: dict[SeqState, frozenset[SeqState]] = {
 
 
 class IllegalTransition(RuntimeError):
-    """A programmer error: the scheduler tried to move a sequence along an edge that does not exist.
-    """
+    """A programmer error: the scheduler tried to move a sequence along an edge that does not exist."""
 
 
 @dataclass(slots=True, eq=False)
