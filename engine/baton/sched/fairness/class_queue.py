@@ -14,6 +14,8 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 
+from baton.sched.fairness.sharing import PrefillProgress
+from baton.sched.fairness.tenant_usage import TenantUsage
 from baton.sched.fairness.tenants import VirtualCounters
 from baton.sched.types.sequence import Seq, SeqState
 
@@ -26,6 +28,36 @@ class StartVerdict(enum.Enum):
     """Too many unfinished prompts precede it; others of its class are looked at."""
     TENANT_STOPS = "tenant_stops"
     """No waiting request of its tenant may start."""
+
+
+STARTS = StartVerdict.STARTS
+PASSED_OVER = StartVerdict.PASSED_OVER
+"""For the loop over candidates: an attribute of an enum takes a call."""
+
+
+class StartRule:
+    """Limits of one plan that waiting requests start under, as it hands out candidates."""
+
+    def __init__(self, usage: TenantUsage, progress: PrefillProgress | None) -> None:
+        self.num_ahead = 0
+        """Unfinished prompts among the candidates of all classes."""
+        self.is_open = True
+        """Waiting requests may still be admitted."""
+        self._usage = usage
+        self._progress = progress
+
+    def check_start(self, seq: Seq, class_queue: ClassQueue) -> StartVerdict:
+        """Judge a waiting request. Only unfinished prompts of its own class make others count."""
+        progress = self._progress
+        if (
+            progress is not None
+            and class_queue.num_ahead
+            and not progress.may_start(seq, self.num_ahead)
+        ):
+            return PASSED_OVER
+        if self.is_open and self._usage.has_room_for(seq):
+            return STARTS
+        return StartVerdict.TENANT_STOPS
 
 
 class ClassQueue:
@@ -60,7 +92,7 @@ class ClassQueue:
         self._skips_left -= 1
         self._last.add(tenant)
 
-    def next_candidate(self, check_start: Callable[[Seq], StartVerdict]) -> Seq | None:
+    def next_candidate(self, rule: StartRule) -> Seq | None:
         """The next prompt in progress, or request that may start now."""
         if self.first:
             return self.first.popleft()
@@ -72,7 +104,7 @@ class ClassQueue:
             if rank != current_rank:
                 heapq.heapreplace(self._heap, (current_rank, number, tenant))
                 continue
-            seq = self._next_of(tenant, check_start)
+            seq = self._next_of(tenant, rule)
             if seq is not None:
                 return seq
             heapq.heappop(self._heap)
@@ -89,7 +121,7 @@ class ClassQueue:
     def _rank_of(self, tenant: str) -> float:
         return math.inf if tenant in self._last else self._counters[tenant]
 
-    def _next_of(self, tenant: str, check_start: Callable[[Seq], StartVerdict]) -> Seq | None:
+    def _next_of(self, tenant: str, rule: StartRule) -> Seq | None:
         queue = self.queues[tenant]
         while queue or self._pull(tenant):
             is_closed = tenant in self._stopped or self._skips_left < 0
@@ -101,10 +133,10 @@ class ClassQueue:
                 return seq
             if is_closed:
                 continue
-            verdict = check_start(seq)
-            if verdict is StartVerdict.STARTS:
+            verdict = rule.check_start(seq, self)
+            if verdict is STARTS:
                 return seq
-            if verdict is StartVerdict.PASSED_OVER:
+            if verdict is PASSED_OVER:
                 self._skips_left -= 1
             else:
                 self._stopped.add(tenant)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from baton.config.classes import ClassRules, PriorityClass
 from baton.config.tenants import INTERNAL, OTHER, TenantRules
 from baton.errors import PromptTooLong, TenantQueueFull
-from baton.sched.fairness.class_queue import CandidatePool, ClassQueue, StartVerdict
+from baton.sched.fairness.class_queue import CandidatePool, StartRule
 from baton.sched.fairness.classes import DeficitRoundRobin
 from baton.sched.fairness.sharing import PrefillProgress, SharingStrategy
 from baton.sched.fairness.tenant_usage import TenantLimits, TenantUsage
@@ -193,7 +193,7 @@ class FairQueue(SharingStrategy):
             progress.record(context.preemptor, outcome)
         order = (
             seq
-            for seq in context.order_candidates()
+            for seq in context.queries.order_candidates(context)
             if seq.state is not SeqState.WAITING or not seq.inflight_steps
         )
         pool = self._make_pool(order, context.skip_ahead)
@@ -254,19 +254,21 @@ class FairQueue(SharingStrategy):
         ready = pool.ready_classes()
         self._leave_idle_classes(pool, ready)
         usage = TenantUsage(self._limits, self._holders())
-        num_ahead = 0
-        is_open = True
+        rule = StartRule(usage, progress)
         while ready:
-            is_open = is_open and (progress is None or progress.may_admit)
-            number = self._rounds.next_turn(ready) if is_open else self._rounds.least_served(ready)
+            if progress is not None and not progress.may_admit:
+                rule.is_open = False
+            if rule.is_open:
+                number = self._rounds.next_turn(ready)
+            else:
+                number = self._rounds.least_served(ready)
             class_queue = pool.classes[number]
             seq: Seq | None = None
-            if is_open or class_queue.first or class_queue.pending:
-                check = _StartCheck(class_queue, usage, progress, num_ahead, is_open)
-                seq = class_queue.next_candidate(check)
+            if rule.is_open or class_queue.first or class_queue.pending:
+                seq = class_queue.next_candidate(rule)
             if seq is None:
                 ready.discard(number)
-                if is_open or not self._waiting[number]:
+                if rule.is_open or not self._waiting[number]:
                     self._rounds.leave(number)
                 continue
             outcome = yield seq
@@ -277,7 +279,7 @@ class FairQueue(SharingStrategy):
             elif isinstance(outcome, CandidatePlanned):
                 if outcome.was_admitted:
                     usage.add(seq)
-                num_ahead += outcome.is_unfinished
+                rule.num_ahead += outcome.is_unfinished
                 class_queue.num_ahead += outcome.is_unfinished
 
     def _leave_idle_classes(self, pool: CandidatePool, ready: set[int]) -> None:
@@ -352,29 +354,3 @@ class FairQueue(SharingStrategy):
                 counters.num_forgotten for counters in self._counters
             )
         return values
-
-
-@dataclass(frozen=True, slots=True)
-class _StartCheck:
-    """Check of waiting requests at one turn of their class."""
-
-    class_queue: ClassQueue
-    usage: TenantUsage
-    progress: PrefillProgress | None
-    num_ahead: int
-    """Unfinished prompts among all candidates handed out."""
-    is_open: bool
-    """Waiting requests may still be admitted in this plan."""
-
-    def __call__(self, seq: Seq) -> StartVerdict:
-        if self._is_behind_too_many(seq):
-            return StartVerdict.PASSED_OVER
-        if self.is_open and self.usage.has_room_for(seq):
-            return StartVerdict.STARTS
-        return StartVerdict.TENANT_STOPS
-
-    def _is_behind_too_many(self, seq: Seq) -> bool:
-        """True if unfinished prompts, one of its class among them, keep the request waiting."""
-        if self.progress is None or not self.class_queue.num_ahead:
-            return False
-        return not self.progress.may_start(seq, self.num_ahead)

@@ -42,7 +42,7 @@ class PrefillProgress:
         limit = self._context.max_partial_prefills
         if limit is None or unfinished_ahead < limit:
             return True
-        return self._context.extend_tokens(seq) <= self._tokens_left
+        return self._context.queries.extend_tokens(seq) <= self._tokens_left
 
     def untried_reservation(self) -> Seq | None:
         """The request that pages are kept for, if it waits, was not tried, and there is a slot."""
@@ -107,7 +107,7 @@ class SharingStrategy:
         num_passed = 0
         is_limited = context.max_partial_prefills is not None
         preemptor = context.preemptor
-        for seq in context.order_candidates():
+        for seq in context.queries.order_candidates(context):
             if seq.state is SeqState.WAITING:
                 is_skipping = num_passed + progress.num_refused > context.skip_ahead
                 if is_skipping or not progress.may_admit:
@@ -141,11 +141,13 @@ class SharingStrategy:
         """
         untried: list[Seq] = []
         if context.reorders_unfinished and len(tried) < len(context.unfinished):
-            untried = [seq for seq in context.sort_unfinished() if seq.handle not in tried]
+            untried = [
+                seq for seq in context.queries.sort_unfinished(context) if seq.handle not in tried
+            ]
         reserved = progress.untried_reservation()
         if reserved is not None:
             untried.append(reserved)
-        untried.sort(key=context.importance)
+        untried.sort(key=context.queries.importance)
         return untried
 
     def order_transfers(self, waiting: Iterable[Seq], skip_ahead: int) -> Candidates:

@@ -8,8 +8,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from baton.sched.planner.admission import AdmissionEstimate
@@ -24,6 +23,7 @@ from baton.sched.types.candidates import (
     CandidateEnded,
     CandidateOutcome,
     CandidatePlanned,
+    CandidateQueries,
     CandidateRefused,
     PrefillContext,
     next_candidate,
@@ -52,6 +52,12 @@ class PrefillPlanner:
         self._growth = growth
         self._estimate = estimate
         self._reservation = reservation
+        self._queries = CandidateQueries(
+            order_candidates=self._order,
+            sort_unfinished=self._sort_unfinished,
+            extend_tokens=estimate.extend_tokens,
+            importance=self._importance,
+        )
 
     def plan(self, draft: PlanDraft, prompts: list[Seq]) -> StopReason:
         """Add prompt chunks to the draft.
@@ -103,19 +109,18 @@ class PrefillPlanner:
             skip_ahead=limits.admission_skip_ahead,
             free_slots=len(state.slots),
             token_budget=budget.tokens,
-            order_candidates=functools.partial(self._order, unfinished, reorders=reorders),
-            sort_unfinished=functools.partial(state.waiting.sorted_alone, unfinished),
-            extend_tokens=self._estimate.extend_tokens,
-            importance=self._importance,
+            queries=self._queries,
         )
 
-    def _order(self, unfinished: Sequence[Seq], *, reorders: bool) -> Iterator[Seq]:
-        """Waiting requests in policy order; if it `reorders`, prompts in progress among them."""
+    def _order(self, context: PrefillContext) -> Iterator[Seq]:
         waiting = self._state.waiting
-        if reorders:
-            yield from waiting.in_order(unfinished)
+        if context.reorders_unfinished:
+            yield from waiting.in_order(context.unfinished)
         elif waiting:
             yield from waiting.in_order()
+
+    def _sort_unfinished(self, context: PrefillContext) -> list[Seq]:
+        return self._state.waiting.sorted_alone(context.unfinished)
 
     def _importance(self, seq: Seq) -> float:
         state = self._state

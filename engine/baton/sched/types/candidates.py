@@ -70,36 +70,43 @@ def refuse_each(candidates: Candidates) -> Iterator[Seq]:
         seq = next_candidate(candidates, REFUSED)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillContext:
-    """Facts of one plan that its candidates are chosen by."""
+class PrefillContext(NamedTuple):
+    """Facts of one plan that its candidates are chosen by. A tuple: every plan makes one."""
 
     unfinished: Sequence[Seq]
     """Prompts in progress."""
     reorders_unfinished: bool
     """Prompts in progress compete with waiting requests in policy order; else they go first."""
     preemptor: Seq | None
-    """The waiting request that others were preempted for in this plan; no other one is admitted
-    before it.
+    """The waiting request that others were preempted for in this plan.
+
+    No other one is admitted before it.
     """
     reserved: Seq | None
-    """The waiting request that pages are kept for: tried when all others have been, unless it was
-    tried before.
+    """The waiting request that pages are kept for.
+
+    It is tried when all others have been, unless it was tried before.
     """
     max_partial_prefills: int | None
-    """A request starts only behind fewer unfinished prompts, or if this step completes it; None: no
-    limit.
+    """A request starts only behind fewer unfinished prompts, or if this step completes it.
+
+    None: no limit.
     """
     skip_ahead: int
     """Waiting requests that may be passed over."""
     free_slots: int
     token_budget: int
     """Prompt tokens that the step may compute."""
-    order_candidates: Callable[[], Iterator[Seq]]
-    """Waiting requests in policy order, the prompts in progress among them if
-    `reorders_unfinished`.
-    """
-    sort_unfinished: Callable[[], list[Seq]]
+    queries: CandidateQueries
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateQueries:
+    """Questions about candidates that have the same form in every plan; asking changes no table."""
+
+    order_candidates: Callable[[PrefillContext], Iterator[Seq]]
+    """Waiting requests in policy order, the prompts in progress among them if they are reordered."""
+    sort_unfinished: Callable[[PrefillContext], list[Seq]]
     """Prompts in progress in policy order."""
     extend_tokens: Callable[[Seq], int]
     """Tokens of a waiting request that are not cached."""
