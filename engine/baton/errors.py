@@ -44,7 +44,9 @@ class EngineError(Exception):
 
 
 class BadRequest(EngineError):
-    code, status, type = "invalid_value", 400, "invalid_request_error"
+    code = "invalid_value"
+    status = 400
+    type = "invalid_request_error"
 
 
 class InvalidJson(BadRequest):
@@ -64,69 +66,98 @@ class PromptTooLong(BadRequest):
 
 
 class InvalidApiKey(EngineError):
-    code, status, type = "invalid_api_key", 401, "authentication_error"
+    code = "invalid_api_key"
+    status = 401
+    type = "authentication_error"
 
 
 class ModelNotFound(EngineError):
-    code, status, type = "model_not_found", 404, "invalid_request_error"
+    code = "model_not_found"
+    status = 404
+    type = "invalid_request_error"
 
 
 class NotFound(EngineError):
-    code, status, type = "not_found", 404, "invalid_request_error"
+    code = "not_found"
+    status = 404
+    type = "invalid_request_error"
 
 
 class MethodNotAllowed(EngineError):
-    code, status, type = "method_not_allowed", 405, "invalid_request_error"
+    code = "method_not_allowed"
+    status = 405
+    type = "invalid_request_error"
 
 
 class DuplicateRoom(EngineError):
-    code, status, type = "duplicate_room", 409, "invalid_request_error"
+    code = "duplicate_room"
+    status = 409
+    type = "invalid_request_error"
 
 
 class WrongState(EngineError):
-    code, status, type = "wrong_state", 409, "invalid_request_error"
+    code = "wrong_state"
+    status = 409
+    type = "invalid_request_error"
 
 
 class FingerprintMismatch(EngineError):
     """The request's token ids were made for another tokenizer or checkpoint than this engine's."""
 
-    code, status, type = "fingerprint_mismatch", 409, "invalid_request_error"
+    code = "fingerprint_mismatch"
+    status = 409
+    type = "invalid_request_error"
 
 
 class PayloadTooLarge(EngineError):
-    code, status, type = "payload_too_large", 413, "invalid_request_error"
+    code = "payload_too_large"
+    status = 413
+    type = "invalid_request_error"
 
 
 class UnsupportedMediaType(EngineError):
-    code, status, type = "unsupported_media_type", 415, "invalid_request_error"
+    code = "unsupported_media_type"
+    status = 415
+    type = "invalid_request_error"
 
 
 class RateLimited(EngineError):
     """A tenant has used up its tokens of the minute."""
 
-    code, status, type = "rate_limit_exceeded", 429, "overloaded_error"
+    code = "rate_limit_exceeded"
+    status = 429
+    type = "overloaded_error"
 
 
 class QueueFull(EngineError):
-    code, status, type = "queue_full", 503, "overloaded_error"
+    code = "queue_full"
+    status = 503
+    type = "overloaded_error"
 
 
 class TenantQueueFull(QueueFull):
     """A tenant's own limit: other nodes have room, but not for this tenant (a router does not try them)."""
 
-    code, status = "tenant_queue_full", 429
+    code = "tenant_queue_full"
+    status = 429
 
 
 class QueueTimeout(EngineError):
-    code, status, type = "queue_timeout", 503, "overloaded_error"
+    code = "queue_timeout"
+    status = 503
+    type = "overloaded_error"
 
 
 class Draining(EngineError):
-    code, status, type = "draining", 503, "overloaded_error"
+    code = "draining"
+    status = 503
+    type = "overloaded_error"
 
 
 class NotReady(EngineError):
-    code, status, type = "not_ready", 503, "overloaded_error"
+    code = "not_ready"
+    status = 503
+    type = "overloaded_error"
 
 
 class NonfiniteLogits(EngineError):
@@ -136,55 +167,66 @@ class NonfiniteLogits(EngineError):
 
 
 class EngineDead(EngineError):
-    code, status = "engine_dead", 503
+    code = "engine_dead"
+    status = 503
 
 
 class RequestTimeout(EngineError):
-    code, status = "timeout", 504
+    code = "timeout"
+    status = 504
 
 
 class DeadlineMissed(EngineError):
     """The first token did not come in the time that the client gave (--deadline-miss-action abort)."""
 
-    code, status = "deadline", 504
+    code = "deadline"
+    status = 504
 
 
 class Aborted(EngineError):
-    code, status = "aborted", 499
+    code = "aborted"
+    status = 499
 
 
 class PrefillFailed(EngineError):
-    code, status = "prefill_failed", 502
+    code = "prefill_failed"
+    status = 502
 
 
 class KvTransferFailed(EngineError):
     """The prompt's KV pages did not arrive; `reason` is the transfer reason code (docs/protocol.md)."""
 
-    code, status = "kv_transfer_failed", 502
+    code = "kv_transfer_failed"
+    status = 502
 
 
 class KvTransferTimeout(EngineError):
-    code, status = "kv_transfer_timeout", 504
+    code = "kv_transfer_timeout"
+    status = 504
 
 
 class PairIncompatible(EngineError):
-    code, status = "pair_incompatible", 502
+    code = "pair_incompatible"
+    status = 502
 
 
 class PromptMismatch(EngineError):
     """Prefill and decode node tokenized different prompts: about this request, not about the pair."""
 
-    code, status = "prompt_mismatch", 502
+    code = "prompt_mismatch"
+    status = 502
 
 
 class BootstrapUnreachable(EngineError):
-    code, status = "bootstrap_unreachable", 502
+    code = "bootstrap_unreachable"
+    status = 502
 
 
 class ConfigError(EngineError):
     """A flag or a checkpoint the engine cannot run with; ends the process with exit code 2."""
 
-    code, status = "config_error", 500
+    code = "config_error"
+    status = 500
 
 
 def _all(cls: type[EngineError]) -> dict[str, type[EngineError]]:

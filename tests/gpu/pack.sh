@@ -2,7 +2,7 @@
 # A folder that a bare GPU machine needs beside this working tree, to be carried there: tests/gpu/run.sh installs from it, offline.
 #   tests/gpu/pack.sh [FOLDER]        default gpu-wheels, which git ignores
 #   NATIVE=FILE.so                    take this built extension instead of building a release wheel
-#   KERNELS=DIR                       kernels made by tests/gpu/prebuild.py
+#   KERNELS=DIR                       kernels made by tests/gpu/prebuild.py, packed into one archive, aot.txz
 # The machine is x86-64 Linux with Python 3.12, torch, transformers, pytest and nvcc; what it has besides is left out of PACKAGES.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -11,7 +11,7 @@ py=${PYTHON:-.venv/bin/python}
 limit_mib=${LIMIT_MIB:-64}
 flashinfer=$(sed -n 's/.*"\(flashinfer-python==[^"]*\)".*/\1/p' pyproject.toml)
 PACKAGES=(
-    "${flashinfer:?}" apache-tvm-ffi==0.1.9 einops tabulate   # the kernels, without the packages for other GPUs' formats
+    "${flashinfer:?}" apache-tvm-ffi==0.1.9 einops tabulate          # the kernels, without the packages for other GPUs' formats; ran together
     pyzmq msgspec                                                    # the engine
     openai==1.109.1 pydantic pydantic-core annotated-types typing-inspection typing-extensions jiter distro sniffio # tests.support.cluster
 )
@@ -40,8 +40,11 @@ if [ -n "$core" ] && ! ls "$out"/pydantic_core-"$core"-*.whl >/dev/null 2>&1; th
         "${platforms[@]}" -d "$out" "pydantic-core==$core"
 fi
 if [ -n "${KERNELS:-}" ]; then
-    rm -rf "$out/aot" && cp -r "$KERNELS" "$out/aot"
-    find "$out/aot" -name '*.so' -exec strip {} +
+    stripped=$(mktemp -d)
+    cp -r "$KERNELS" "$stripped/aot"
+    find "$stripped/aot" -name '*.so' -exec strip {} +
+    tar -C "$stripped" -cJf "$out/aot.txz" aot
+    rm -rf "$stripped"
 fi
 ls -l "$out"
 carried=$(du -sm "$out" | cut -f1)

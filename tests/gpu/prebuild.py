@@ -1,20 +1,31 @@
 """Compiles flashinfer's kernels that tests/gpu and tests/perf/bench_gpu use; no GPU is needed, but nvcc is.
 
-    CUDA_HOME=… FLASHINFER_CUDA_ARCH_LIST=9.0a python tests/gpu/prebuild.py --into DIR [KERNEL …]     9.0a: H100, H200
+    FLASHINFER_CUDA_ARCH_LIST=9.0a python -m tests.gpu.prebuild --into DIR [KERNEL …]     9.0a: H100, H200
 
-Each comes to lie at DIR/NAME/NAME.so. Copied to flashinfer's own folder data/aot (tests/gpu/run.sh does that) they are
-loaded from there without a compiler: on one core some take minutes, and a borrowed GPU has better things to do. They
-know flashinfer's version and the GPU's generation, but neither Python nor torch. Without --into they are left in
-flashinfer's cache, for this machine.
+nvcc is found where an engine finds it: CUDA_HOME, PATH, /usr/local/cuda, NVIDIA's wheels beside torch.
+
+Each kernel is written to DIR/NAME/NAME.so. Copied to flashinfer's own folder data/aot (tests/gpu/run.sh does that) they
+are loaded from there without a compiler: on one core some take minutes, which a borrowed GPU should not wait for. They
+depend on flashinfer's version and the GPU's generation, but neither on Python nor on torch. Without --into they are
+left in flashinfer's cache, for this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shutil
+import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from baton.layers import flashinfer_loader
+from baton.layers.attention.flashinfer import KERNELS as ALL_GPUS
+from baton.layers.attention.flashinfer import LONG_KERNELS as HOPPER
 
 KERNELS = (
     "norm", "rope", "silu",
@@ -23,8 +34,15 @@ KERNELS = (
     "prefill:bfloat16:64:window", "decode:bfloat16:64:window", "decode:float16:64", "prefill:float16:64",
     "prefill:bfloat16:64:cap", "decode:bfloat16:64:cap", "decode:float16:64:cap", "prefill:float16:64:cap",
     "prefill:bfloat16:256", "decode:bfloat16:256",
+    # the rest of test_attention.py
+    "prefill:bfloat16:128:window", "prefill:bfloat16:256:window",
+    "prefill:float16:64:window", "decode:float16:64:window",
+    "prefill:bfloat16:64:window:cap", "decode:bfloat16:64:window:cap",
+    "prefill:float16:64:window:cap", "decode:float16:64:window:cap",
 )  # fmt: skip
-"""Most important first. The wrapper for decode rows takes the prefill kernel for groups of more than two queries."""
+"""Most important first. The wrapper for decode rows takes the prefill kernel for groups of more than two queries. The
+kernels for long rows, `long:bfloat16:64` and `long:bfloat16:128`, are built when they are named: they are for compute
+capability 9.x alone, and each takes many minutes."""
 
 
 def jit_spec(kernel: str) -> Any:
@@ -49,7 +67,54 @@ def jit_spec(kernel: str) -> Any:
     )  # fmt: skip
     if kind == "decode":
         return gen_batch_decode_module(*shared)
-    return gen_batch_prefill_module("fa2", *shared, False)
+    return gen_batch_prefill_module(HOPPER if kind == "long" else ALL_GPUS, *shared, False)
+
+
+@contextlib.contextmanager
+def linkable_libraries() -> Iterator[None]:
+    """Let kernels be linked on a machine that has neither a driver nor a CUDA toolkit.
+
+    flashinfer links `-lcuda` and `-lcudart`. An empty library with the driver's soname stands in for libcuda.so, since
+    these kernels get the driver's functions from the runtime. NVIDIA's wheels name the runtime libcudart.so.13 only.
+    Folders of a toolkit are searched before ours.
+    """
+    nvcc = flashinfer_loader.find_nvcc()
+    if nvcc is None:
+        raise SystemExit("nvcc is not at CUDA_HOME, in PATH, in /usr/local/cuda or beside torch")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        stub = folder / "libcuda.so"
+        compiler = os.environ.get("CC", "gcc")
+        subprocess.run(
+            [compiler, "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", "/dev/null", "-o", stub],
+            check=True,
+        )
+        for library in (Path(nvcc).parents[1] / "lib").glob("libcudart.so.*"):
+            (folder / "libcudart.so").symlink_to(library)
+            break
+        before = os.environ.get("FLASHINFER_EXTRA_LDFLAGS", "")
+        os.environ["FLASHINFER_EXTRA_LDFLAGS"] = f"{before} -L{folder}".strip()
+        try:
+            yield
+        finally:
+            os.environ["FLASHINFER_EXTRA_LDFLAGS"] = before
+
+
+def build_kernel(kernel: str, into: Path | None) -> None:
+    """Compile one kernel unless it is there, and print its size and the time."""
+    started = time.monotonic()
+    spec = jit_spec(kernel)
+    library = spec.get_library_path()
+    if into is not None:
+        library = into / spec.name / f"{spec.name}.so"
+    if not library.exists():
+        spec.build(verbose=False)
+        if into is not None:
+            library.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(spec.jit_library_path, library)
+    size_mib = library.stat().st_size / 2**20
+    took_secs = time.monotonic() - started
+    print(f"{kernel}: {spec.name}, {size_mib:.1f} MiB, {took_secs:.0f} s", flush=True)
 
 
 def main() -> None:
@@ -57,21 +122,10 @@ def main() -> None:
     parser.add_argument("--into", type=Path)
     parser.add_argument("kernels", nargs="*", default=KERNELS)
     args = parser.parse_args()
-    for kernel in args.kernels:
-        started = time.monotonic()
-        spec = jit_spec(kernel)
-        library = (
-            args.into / spec.name / f"{spec.name}.so" if args.into else spec.get_library_path()
-        )
-        if not library.exists():
-            spec.build(verbose=False)
-            if args.into:
-                library.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(spec.jit_library_path, library)
-        size = library.stat().st_size / 2**20
-        print(
-            f"{kernel}: {spec.name}, {size:.1f} MiB, {time.monotonic() - started:.0f} s", flush=True
-        )
+    flashinfer_loader.load()
+    with linkable_libraries():
+        for kernel in args.kernels:
+            build_kernel(kernel, args.into)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,9 @@ install() { # what pack.sh carried, into a folder of its own; of the package its
     native=$(ls "$site"/_native*.so "$site"/baton/_native*.so 2>/dev/null | head -1)
     [ -z "$native" ] || cp -f --remove-destination "$native" engine/baton/_native.abi3.so || return 1
     rm -rf "$site/baton" "$site/_native.abi3.so"
-    [ ! -d "$wheels/aot" ] || { mkdir -p "$site/flashinfer/data/aot" && cp -r "$wheels/aot/." "$site/flashinfer/data/aot/"; } || return 1
-    echo "installed $(ls "$wheels"/*.whl | wc -l) wheels and $(ls "$wheels/aot" 2>/dev/null | wc -l) kernels from $wheels"
+    # unpacked by Python, which has xz where the machine may not
+    [ ! -f "$wheels/aot.txz" ] || "$py" -m tarfile -e "$wheels/aot.txz" "$site/flashinfer/data" || return 1
+    echo "installed $(ls "$wheels"/*.whl | wc -l) wheels and $(ls "$site/flashinfer/data/aot" 2>/dev/null | wc -l) kernels from $wheels"
 }
 
 part() { # NAME SECONDS COMMAND…

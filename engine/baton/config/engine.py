@@ -143,7 +143,7 @@ class EngineConfig:
     disaggregation_transfer_backend: str = opt(
         "auto",
         "how KV pages travel; auto: shm on one host, else tcp; with --device cuda: cuda_ipc on one GPU, else nccl, "
-        "else tcp; nccl and cuda_ipc are untried so far (docs/gpu.md); gloo: nccl's code path through host memory",
+        "else tcp; nccl has not run on GPUs yet (docs/gpu.md); gloo: nccl's code path through host memory",
         choices=("auto", *KV_TRANSPORTS),
     )
     transfer_port: int = opt(
@@ -242,7 +242,7 @@ class EngineConfig:
     )
     device: str = opt(
         "cpu",
-        "compute device; cuda: one GPU, untried so far (docs/gpu.md); auto: cuda where there is one, else cpu",
+        "compute device; cuda: one GPU (docs/gpu.md); auto: cuda where there is one, else cpu",
         choices=("cpu", "cuda", "auto"),
     )
     attention_backend: str = opt(

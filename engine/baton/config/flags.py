@@ -81,7 +81,8 @@ def opt(
 def out_of_range(config: Any) -> Iterator[str]:
     """Sentences about the fields of a config whose number is outside its bounds. None is always inside."""
     for f in dataclasses.fields(config):
-        value, allowed = getattr(config, f.name), f.metadata["range"]
+        value = getattr(config, f.name)
+        allowed = f.metadata["range"]
         if allowed is not None and value is not None and value not in allowed:
             what = f"a number {allowed}" if " and " in str(allowed) else str(allowed)
             unit = re.search(r" \[[^]]+\]$", f.metadata["help"])
@@ -159,7 +160,9 @@ def add_flags(
             into = parser.add_argument_group(headings[f.name])
         if f.name in skip:
             continue
-        flag, kind, choices = flag_name(f.name), base_type(hints[f.name]), f.metadata["choices"]
+        flag = flag_name(f.name)
+        kind = base_type(hints[f.name])
+        choices = f.metadata["choices"]
         shown = "" if f.default in (None, "") or kind is bool else f" (default: {f.default})"
         env = f"; environment {f.metadata['env']}" if f.metadata["env"] else ""
         text = f.metadata["help"].replace("%", "%%") + env + shown
@@ -257,7 +260,8 @@ class FlagParser(argparse.ArgumentParser):
         return config, values, [*bad, *out_of_range(config)]
 
     def _unknown(self, rest: Sequence[str]) -> list[str]:
-        bad, after_flag = [], False
+        bad = []
+        after_flag = False
         for word in rest:
             is_flag = word.startswith("-") and not re.fullmatch(r"-[\d.]+", word)
             name = word.partition("=")[0]

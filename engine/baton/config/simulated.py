@@ -118,7 +118,8 @@ def read(text: str) -> Simulated:
             bad.append(f"there is no number {name!r}; there are {', '.join(known)}")
         elif not 0 <= values[name] < math.inf:
             bad.append(f"{change}: must not be negative")
-    speed, scale = values.pop("speed", 1.0), values.pop("length_scale", 1.0)
+    speed = values.pop("speed", 1.0)
+    scale = values.pop("length_scale", 1.0)
     if speed <= 0:
         bad.append(f"speed={speed:g}: must be above 0")
     if scale < 1 or scale != int(scale) or BLOCK_TOKENS % int(scale):

@@ -228,7 +228,8 @@ class PrefillTransferDriver(RoomCalls):
                 sched, event.req, self._node.publish, event.first_page, event.pages.tobytes()
             )
         elif isinstance(event, events.PrefillDone):
-            total, last = event.total_pages, event.last_page_tokens
+            total = event.total_pages
+            last = event.last_page_tokens
             self._continue(sched, event.req, self._node.finish, total, last, _payload_of(event))
         elif isinstance(event, events.AbortTransfer):
             self._abort(event.req, event.code)

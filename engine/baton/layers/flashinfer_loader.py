@@ -49,7 +49,8 @@ def _no_nvcc() -> str | None:
         wheels = f"pip install 'nvidia-cuda-nvcc=={torch.version.cuda}.*' nvidia-curand"
         get = f"install a CUDA {torch.version.cuda} toolkit, or {wheels}"
         return f"it compiles its kernels with nvcc, which is {where}; {get}"
-    made, wanted = nvcc_version(nvcc), torch.version.cuda
+    made = nvcc_version(nvcc)
+    wanted = torch.version.cuda
     if made is not None and wanted is not None and made.split(".")[0] != wanted.split(".")[0]:
         return f"{nvcc} is of CUDA {made} and torch of CUDA {wanted}; point CUDA_HOME to a CUDA {wanted}"
     return None

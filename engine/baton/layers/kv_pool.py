@@ -141,7 +141,8 @@ def make_pool(
         else None
     )
     if pool_class is None:
-        data, pool = torch.zeros(shape, dtype=dtype, device=device), None
+        data = torch.zeros(shape, dtype=dtype, device=device)
+        pool = None
     elif on_host:
         assert dummy is None, "every page of a native pool can be transferred"
         pool = pool_class(num_pages, spec.page_bytes(page_size))
@@ -194,7 +195,8 @@ def copy_pages(device: Tensor, host: Tensor, run: CopyRun) -> None:
     Cost: reads and writes each page once; on CUDA it is queued on the current stream and the host does not wait.
     """
     for page, slot, count in _spans(run.pages, run.slots):
-        here, there = device[page : page + count], host[slot : slot + count]
+        here = device[page : page + count]
+        there = host[slot : slot + count]
         target, source = (there, here) if run.to_host else (here, there)
         target.copy_(source, non_blocking=True)
 

@@ -183,7 +183,8 @@ def rope(
     """
     if fast := _kernels_for(q):
         return fast.rope(q, k, positions, cos, sin)
-    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    c = cos[positions].unsqueeze(1)
+    s = sin[positions].unsqueeze(1)
     for x in (q, k):
         first, second = x.float().chunk(2, dim=-1)
         x.copy_(torch.cat((first * c - second * s, second * c + first * s), dim=-1))

@@ -85,10 +85,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Overwrites both: x becomes the norm, residual the sum."""
     weight_at = address("weight", weight, x.dtype, x.shape[-1:])
-    x_at, residual_at = (
-        address("x", x, x.dtype, x.shape),
-        address("residual", residual, x.dtype, x.shape),
-    )
+    x_at = address("x", x, x.dtype, x.shape)
+    residual_at = address("residual", residual, x.dtype, x.shape)
     _rms_norm(x.dtype == _BF16, _vectors("x", x), residual_at, weight_at, eps, x_at)
     return x, residual
 
@@ -97,14 +95,10 @@ def rope(
     q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Raises ValueError when a position has no row in the tables."""
-    positions_at, table = (
-        address("positions", positions, torch.int64, q.shape[:1]),
-        (len(cos), q.shape[-1] // 2),
-    )
-    cos_at, sin_at = (
-        address("cos", cos, torch.float32, table),
-        address("sin", sin, torch.float32, table),
-    )
+    positions_at = address("positions", positions, torch.int64, q.shape[:1])
+    table = (len(cos), q.shape[-1] // 2)
+    cos_at = address("cos", cos, torch.float32, table)
+    sin_at = address("sin", sin, torch.float32, table)
     if k.dtype != q.dtype or k.shape[0] != q.shape[0] or k.shape[-1] != q.shape[-1]:
         raise ValueError(f"q is {q.dtype} {list(q.shape)} but k is {k.dtype} {list(k.shape)}")
     _rope(
@@ -133,7 +127,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def _vectors(name: str, x: Tensor) -> tuple[int, int, int, int, int, int]:
     """x [A, n] or [A, B, n] as (address, A, B, strides of A and B, n)."""
-    shape, strides = x.shape, x.stride()
+    shape = x.shape
+    strides = x.stride()
     if strides[-1] == 1 or shape[-1] == 1:
         if len(shape) == 3:
             return x.data_ptr(), shape[0], shape[1], strides[0], strides[1], shape[2]

@@ -125,12 +125,15 @@ class Decoder:
 
         On a CUDA device it queues work and waits for nothing, so it can be recorded (runtime.runner.capture).
         """
-        eps, last, tp = self.spec.rms_eps, len(self.weights.layers) - 1, self._tp
+        eps = self.spec.rms_eps
+        last = len(self.weights.layers) - 1
+        tp = self._tp
         x = self._embed(batch.token_ids)
         residual: Tensor | None = None
         for i, w in enumerate(self.weights.layers):
             if residual is None:
-                normed, residual = ops.rms_norm(x, w.input_norm, eps), x
+                normed = ops.rms_norm(x, w.input_norm, eps)
+                residual = x
             else:
                 normed, residual = ops.add_rms_norm(x, residual, w.input_norm, eps)
             attended = self._attend(i, w, normed, batch, attn)
@@ -139,7 +142,8 @@ class Decoder:
             ):  # CUDA refuses to launch a kernel over no rows
                 return torch.empty(0, self.spec.vocab_size, device=x.device)
             if i == last and len(batch.sample_index) < len(attended):
-                attended, residual = attended[batch.sample_index], residual[batch.sample_index]
+                attended = attended[batch.sample_index]
+                residual = residual[batch.sample_index]
             x = tp.all_reduce(ops.linear(attended, w.o, w.o_bias))
             normed, residual = ops.add_rms_norm(x, residual, w.post_norm, eps)
             inner = ops.silu_mul(ops.linear(normed, w.gate_up, w.gate_up_bias))
@@ -163,7 +167,8 @@ class Decoder:
         heads = ops.linear(x, w.qkv, w.qkv_bias).view(len(x), -1, spec.head_dim)
         if (store_heads := ops.head_kernel(x)) is not None:
             norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-            paged, tables = cast("PagedAttention", attn), (self._rope.cos, self._rope.sin)
+            paged = cast("PagedAttention", attn)
+            tables = (self._rope.cos, self._rope.sin)
             pages = paged.pages(layer)
             store_heads(
                 heads,
@@ -178,6 +183,7 @@ class Decoder:
             return paged.attend(layer, heads[:, : spec.num_heads])
         q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if w.q_norm is not None and w.k_norm is not None:
-            q, k = ops.rms_norm(q, w.q_norm, spec.rms_eps), ops.rms_norm(k, w.k_norm, spec.rms_eps)
+            q = ops.rms_norm(q, w.q_norm, spec.rms_eps)
+            k = ops.rms_norm(k, w.k_norm, spec.rms_eps)
         q, k = ops.rope(q, k, batch.positions, self._rope.cos, self._rope.sin)
         return attn.forward(layer, q, k, v)

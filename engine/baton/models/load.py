@@ -101,11 +101,13 @@ def _dummy(
     def fill(shape: tuple[int, ...]) -> Tensor:
         nonlocal used
         whole = torch.empty(shape, dtype=dtype, device=device)
-        flat, done = whole.view(-1), 0
+        flat = whole.view(-1)
+        done = 0
         while done < len(flat):
             taken = noise[used : used + len(flat) - done]
             flat[done : done + len(taken)] = taken
-            done, used = done + len(taken), (used + len(taken)) % _NOISE
+            done = done + len(taken)
+            used = (used + len(taken)) % _NOISE
         return whole
 
     own = {(p.layer, p.name): p for p in plan_weights(spec, shard)}

@@ -49,10 +49,13 @@ def _yarn(exponents: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
         per_turn = rope.original_max_position / (times * 2 * math.pi)
         return head_dim * math.log(per_turn) / (2 * math.log(rope.theta))
 
-    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    low = dimension_turning(rope.beta_fast)
+    high = dimension_turning(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     width = (high - low) or 0.001
     stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     period = rope.theta**exponents
@@ -85,7 +88,9 @@ class RopeTables:
 
     def _fill(self, positions: int) -> None:
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * self._frequencies
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        cos = angles.cos() * self._scale
+        sin = angles.sin() * self._scale
         if self._device.type != "cpu":
             cos, sin = torch.cat((cos, sin), dim=1).to(self._device).chunk(2, dim=1)
-        self.cos, self.sin = cos, sin
+        self.cos = cos
+        self.sin = sin

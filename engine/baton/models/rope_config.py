@@ -88,7 +88,8 @@ def _scaled_rope(
         return RopeSpec(theta, kind, factor=required("factor"))
     original = rope.integer("original_max_position_embeddings", max_position)
     if kind == "llama3":
-        low, high = required("low_freq_factor"), required("high_freq_factor")
+        low = required("low_freq_factor")
+        high = required("high_freq_factor")
         if low >= high:
             rope.refuse(
                 f"{field}.high_freq_factor", high, f"it must exceed low_freq_factor ({low})"

@@ -287,7 +287,8 @@ _TOKENIZER_FILES = (
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "use_cache")
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
 
 
 def hash_model(root: Path, load_format: str = "auto", seed: int = 0) -> str:

@@ -63,7 +63,8 @@ class Param(NamedTuple):
 
 def plan_weights(spec: ModelSpec, shard: Shard = WHOLE) -> Iterator[Param]:
     """Every tensor that a rank holds of the model, in file order of a typical checkpoint. `spec`: the whole model's."""
-    vocab, hidden = TensorAxis(spec.vocab_size, shard.of(spec.vocab_size)), _whole(spec.hidden_size)
+    vocab = TensorAxis(spec.vocab_size, shard.of(spec.vocab_size))
+    hidden = _whole(spec.hidden_size)
     yield _param(-1, "embed", {"model.embed_tokens.weight": vocab}, hidden)
     for layer in range(spec.num_layers):
         yield from _layer(spec, shard, layer)
@@ -81,7 +82,8 @@ def is_ignorable(spec: ModelSpec, source: str, shard: Shard = WHOLE) -> bool:
 
 
 def _layer(spec: ModelSpec, shard: Shard, layer: int) -> Iterator[Param]:
-    hidden, dim = _whole(spec.hidden_size), _whole(spec.head_dim)
+    hidden = _whole(spec.hidden_size)
+    dim = _whole(spec.head_dim)
     q = TensorAxis(spec.q_size, _times(shard.of(spec.num_heads), spec.head_dim))
     kv = TensorAxis(spec.kv_size, _times(shard.kv_heads(spec.num_kv_heads), spec.head_dim))
     inner = TensorAxis(spec.intermediate_size, shard.of(spec.intermediate_size))

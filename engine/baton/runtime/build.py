@@ -218,7 +218,8 @@ def _record(
             "CUDA graphs: none, the torch attention backend cannot be recorded; steps are launched in pieces"
         )
         return
-    started, before = time.monotonic(), memory.held()
+    started = time.monotonic()
+    before = memory.held()
     with no_room(
         "CUDA graphs",
         "lower --cuda-graph-max-bs or --mem-fraction-static, or give --disable-cuda-graph",

@@ -230,12 +230,14 @@ class EngineLoop:
 
     def take_outputs(self) -> list[EmittedTokens]:
         """Outputs since the last call, for the requests to hear."""
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         return outputs
 
     def take_timelines(self) -> list[RequestTimeline]:
         """Timelines of the traced requests that have ended since the last call."""
-        timelines, self._timelines = self._timelines, []
+        timelines = self._timelines
+        self._timelines = []
         return timelines
 
     def _collect(self) -> None:
@@ -286,7 +288,8 @@ class EngineLoop:
         """Where the pages are. Empty when the ledger does not balance: then the engine takes no more requests."""
         sched = self.sched
         try:
-            ledger, host = sched.ledger(), sched.host_ledger()
+            ledger = sched.ledger()
+            host = sched.host_ledger()
             if sched.is_idle:
                 ledger.check_idle(sched.limits.num_pages)
                 if host is not None:
@@ -295,7 +298,8 @@ class EngineLoop:
             if self.not_accepting_reason is None:
                 self._fence(f"its page ledger is broken: {err}")
             return {}
-        total, host_gauges = sched.limits.num_pages, {} if host is None else host.gauges()
+        total = sched.limits.num_pages
+        host_gauges = {} if host is None else host.gauges()
         return (
             ledger.gauges()
             | host_gauges
@@ -353,11 +357,9 @@ def make_engine(
     if config.priority_adjustment_function is not None:
         adjust = priority_hook.load(config.priority_adjustment_function)
         hook = PriorityHook(adjust, config.priority_adjust_interval_ms / 1000)
-    overlap, device, page_bytes = (
-        not config.disable_overlap_schedule,
-        device or DeviceThread(),
-        sizes.page_bytes,
-    )
+    overlap = not config.disable_overlap_schedule
+    device = device or DeviceThread()
+    page_bytes = sizes.page_bytes
     return EngineLoop(
         scheduler, runner, driver, overlap=overlap, limits=model_limits, hook=hook, device=device,
         page_bytes=page_bytes,

@@ -143,4 +143,6 @@ class PriorityHook:
                 "--priority-adjustment-function is switched off: it took %.1f ms per turn over the last %.0f s, "
                 "1 ms is allowed", mean * 1e3, now - self._judged_from,
             )  # fmt: skip
-        self._judged_from, self._turns, self._spent_secs = now, 0, 0.0
+        self._judged_from = now
+        self._turns = 0
+        self._spent_secs = 0.0

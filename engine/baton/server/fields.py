@@ -60,7 +60,8 @@ def read(schema: type[Schema], body: Any, prefix: str = "") -> Schema:
             error = str(err)
         found = ERROR.fullmatch(error)
         assert found is not None
-        path, problem = found["path"] or "", found["problem"]
+        path = found["path"] or ""
+        problem = found["problem"]
         value = _at(body, path)
         if "`int" in problem and isinstance(value, float) and value.is_integer() and path in body:
             body = {**body, path: int(value)}

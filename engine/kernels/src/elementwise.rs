@@ -39,7 +39,8 @@ impl<K: RowKernel, E: ElementType> SimdKernel for Span<'_, K, E> {
 unsafe fn for_rows<K: RowKernel>(isa: Isa, dtype: Dtype, rows: usize, row_len: usize, kernel: &K) {
     let share = (SHARE / row_len.max(1)).max(1);
     pool::for_each(rows.div_ceil(share), &|i| {
-        let (first, end) = (i * share, ((i + 1) * share).min(rows));
+        let first = i * share;
+        let end = ((i + 1) * share).min(rows);
         // SAFETY: passed on.
         unsafe {
             match dtype {
@@ -168,10 +169,8 @@ unsafe fn add_and_squares<S: Simd, E: ElementType>(
     let mut sums = [S::splat(0.0); 2];
     let mut i = 0;
     while i < n {
-        let (a, b) = (
-            load_part::<S, E>(x.add(i), n - i),
-            load_part::<S, E>(total.add(i), n - i),
-        );
+        let a = load_part::<S, E>(x.add(i), n - i);
+        let b = load_part::<S, E>(total.add(i), n - i);
         let v = E::round::<S>(S::add(a, b));
         store_part::<S, E>(total.add(i), v, n - i);
         let lanes = &mut sums[i % SUM_LANES / S::LANES];
@@ -229,14 +228,10 @@ impl RowKernel for RotaryEmbedding<'_> {
             let mut i = 0;
             while i < half {
                 let left = half - i;
-                let (c, s) = (
-                    load_part::<S, F32>(self.cos.add(at + i), left),
-                    load_part::<S, F32>(self.sin.add(at + i), left),
-                );
-                let (a, b) = (
-                    load_part::<S, E>(low.add(i), left),
-                    load_part::<S, E>(high.add(i), left),
-                );
+                let c = load_part::<S, F32>(self.cos.add(at + i), left);
+                let s = load_part::<S, F32>(self.sin.add(at + i), left);
+                let a = load_part::<S, E>(low.add(i), left);
+                let b = load_part::<S, E>(high.add(i), left);
                 // Products rounded one by one, as torch does: float32 results are equal to its
                 // bits.
                 store_part::<S, E>(low.add(i), S::sub(S::mul(a, c), S::mul(b, s)), left);
@@ -328,7 +323,9 @@ mod tests {
             .flat_map(|isa| DTYPES.map(|d| (isa, d)))
         {
             for len in [1, 8, 16, 64, 100, 2049] {
-                let (outer, inner, gap) = (3, 2, 5);
+                let outer = 3;
+                let inner = 2;
+                let gap = 5;
                 let stride = inner * len + gap;
                 let x = Stored::new(dtype, &noise(outer * stride, 1));
                 let w = Stored::new(dtype, &noise(len, 2));
@@ -342,7 +339,8 @@ mod tests {
                     len,
                 };
                 let residual = std::ptr::null_mut();
-                let (weight, out_ptr) = (w.1.as_ptr(), out.1.as_mut_ptr());
+                let weight = w.1.as_ptr();
+                let out_ptr = out.1.as_mut_ptr();
                 let norm = RmsNorm {
                     dtype,
                     x: vectors,
@@ -353,7 +351,8 @@ mod tests {
                 };
                 // SAFETY: shapes as described.
                 unsafe { rms_norm_on(isa, &norm) };
-                let (x, w) = (x.values(), w.values());
+                let x = x.values();
+                let w = w.values();
                 let want: Vec<f64> = (0..outer * inner)
                     .flat_map(|row| {
                         let v = &x[row / inner * stride + row % inner * len..][..len];
@@ -377,7 +376,8 @@ mod tests {
             .into_iter()
             .flat_map(|isa| DTYPES.map(|d| (isa, d)))
         {
-            let (rows, len) = (4, 75);
+            let rows = 4;
+            let len = 75;
             let mut x = Stored::new(dtype, &noise(rows * len, 1));
             let mut residual = Stored::new(dtype, &noise(rows * len, 2));
             let sums: Vec<f32> = x
@@ -428,7 +428,9 @@ mod tests {
             .flat_map(|isa| DTYPES.map(|d| (isa, d)))
         {
             for dim in [2, 16, 20, 64, 128] {
-                let (tokens, heads, half) = (3, 2, dim / 2);
+                let tokens = 3;
+                let heads = 2;
+                let half = dim / 2;
                 let stride = heads * dim + 3;
                 let mut x = Stored::new(dtype, &noise(tokens * stride, 1));
                 let before = x.values();
@@ -458,9 +460,11 @@ mod tests {
                     for h in 0..heads {
                         for i in 0..half {
                             let at = t * stride + h * dim + i;
-                            let (a, b) = (f64::from(before[at]), f64::from(before[at + half]));
+                            let a = f64::from(before[at]);
+                            let b = f64::from(before[at + half]);
                             let angle = *position as usize * half + i;
-                            let (c, s) = (f64::from(cos[angle]), f64::from(sin[angle]));
+                            let c = f64::from(cos[angle]);
+                            let s = f64::from(sin[angle]);
                             want[at] = a * c - b * s;
                             want[at + half] = b * c + a * s;
                         }
@@ -483,12 +487,14 @@ mod tests {
             .into_iter()
             .flat_map(|isa| DTYPES.map(|d| (isa, d)))
         {
-            let (rows, len) = (3, 50);
+            let rows = 3;
+            let len = 50;
             let mut values: Vec<f32> = noise(rows * 2 * len, 4).iter().map(|v| v * 12.0).collect();
             values[..6].copy_from_slice(&[0.0, 200.0, -200.0, 88.0, -88.0, -30.0]);
             let gate_up = Stored::new(dtype, &values);
             let mut out = Stored::new(dtype, &vec![0.0; rows * len]);
-            let (from, to) = (gate_up.1.as_ptr(), out.1.as_mut_ptr());
+            let from = gate_up.1.as_ptr();
+            let to = out.1.as_mut_ptr();
             // SAFETY: shapes as described.
             unsafe {
                 silu_mul_on(
@@ -507,7 +513,8 @@ mod tests {
             let want: Vec<f64> = (0..rows * len)
                 .map(|i| {
                     let at = i / len * 2 * len + i % len;
-                    let (g, u) = (f64::from(v[at]), f64::from(v[at + len]));
+                    let g = f64::from(v[at]);
+                    let u = f64::from(v[at + len]);
                     g / (1.0 + (-g).exp()) * u
                 })
                 .collect();

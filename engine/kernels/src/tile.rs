@@ -60,7 +60,8 @@ impl<E: ElementType, const MR: usize, const NR: usize, const XS: usize, const ST
                 }
             }
         }
-        let (mut x, mut w) = (o.x, o.w);
+        let mut x = o.x;
+        let mut w = o.w;
         for _ in 0..o.units {
             for phase in 0..E::PHASES {
                 let mut wv = [E::prepare::<S>(S::load_u32(w), phase); NR];
@@ -120,10 +121,8 @@ pub unsafe fn product<S: Simd, E: ElementType, const XS: usize, const STREAMS: b
         let mut v = 0;
         while v < vecs {
             let nr = (vecs - v).min(tile_vecs);
-            let (w, out) = (
-                o.w.add(v * S::LANES),
-                o.out.add(m * o.out_stride + v * S::LANES),
-            );
+            let w = o.w.add(v * S::LANES);
+            let out = o.out.add(m * o.out_stride + v * S::LANES);
             one_tile::<S, E, XS, STREAMS>(
                 mr,
                 nr,

@@ -48,7 +48,8 @@ fn checksums(made: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
 
 /// A writable memoryview of `memory`, which must not be used after it.
 fn view<'py>(py: Python<'py>, memory: &mut [u8]) -> PyResult<Bound<'py, PyAny>> {
-    let (start, len) = (memory.as_mut_ptr().cast(), memory.len() as isize);
+    let start = memory.as_mut_ptr().cast();
+    let len = memory.len() as isize;
     // SAFETY: the range is the caller's, and it releases the view before it gives the range up.
     unsafe {
         let view = pyo3::ffi::PyMemoryView_FromMemory(start, len, WRITABLE);

@@ -163,10 +163,8 @@ mod tests {
 
     #[test]
     fn answer_is_signed_for_one_request() {
-        let (request, other) = (
-            sign("key", "GET", "/route", 1000, b""),
-            sign("key", "GET", "/route", 1000, b""),
-        );
+        let request = sign("key", "GET", "/route", 1000, b"");
+        let other = sign("key", "GET", "/route", 1000, b"");
         let header = sign_answer("key", &request, 200, b"{}");
         let is_signed =
             |key, request, status| is_answer_signed(key, request, status, b"{}", Some(&header));

@@ -194,7 +194,8 @@ impl LoopContext {
         }
         let staged = self.staged.as_mut()?;
         staged.next += 1;
-        let (key, limits) = ((peer, staged.next), staged.limits);
+        let key = (peer, staged.next);
+        let limits = staged.limits;
         let (receiver, actions) = SlabReceiver::new(limits, now);
         self.start_comm(key, Half::Receiver(receiver), limits)
             .ok()?;
@@ -371,7 +372,8 @@ impl LoopContext {
             self.step_either(former, CommEvent::End(CommEnd::ByPeer(why)));
         }
         if let Err((code, why)) = self.start_sender(key, transport, slabs, pages_per_slab) {
-            let (comm, code) = (key.1, Some(code));
+            let comm = key.1;
+            let code = Some(code);
             self.send(key.0, Msg::CommEnd { comm, code, why });
         }
     }
@@ -504,7 +506,8 @@ impl LoopContext {
     /// Pulls are ended last: their ends may start the next pull on the same communicator.
     fn act_receiver(&mut self, key: CommKey, actions: Vec<ReceiverAction>) {
         let (peer, comm) = key;
-        let (mut revoked, mut ends) = (Vec::new(), Vec::new());
+        let mut revoked = Vec::new();
+        let mut ends = Vec::new();
         for action in actions {
             match action {
                 ReceiverAction::Ask => self.send_comm_open(key),

@@ -218,7 +218,9 @@ impl NodeContext {
         let (internal, internal_inbox) = mpsc::unbounded_channel();
         let (peer_inbox, peer_messages) = PeerInbox::new(INBOX_MESSAGES, INBOX_BYTES);
         // Reports after the loop's end are dropped.
-        let (copied, pulled, dead) = (internal.clone(), internal.clone(), internal.clone());
+        let copied = internal.clone();
+        let pulled = internal.clone();
+        let dead = internal.clone();
         let copy_threads = CopyThreads::start(
             &pool,
             config.copy_threads,

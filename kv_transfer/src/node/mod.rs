@@ -118,7 +118,8 @@ impl TransferNode {
         backend: Option<Arc<dyn CommBackend>>,
     ) -> Result<Self, NodeError> {
         let mut config = NodeConfig::parse(config_json, &pool).map_err(NodeError::Config)?;
-        let (staged, given) = (config.staged(), backend.as_ref().map(|b| b.name()));
+        let staged = config.staged();
+        let given = backend.as_ref().map(|b| b.name());
         if staged.map(Transport::as_str) != given {
             return Err(NodeError::Config(format!(
                 "transfer config: the staged transport of the list is {staged:?}, the backend given makes {given:?}"
@@ -423,7 +424,8 @@ fn cannot_start(what: &str, source: std::io::Error) -> NodeError {
 }
 
 fn listen(config: &NodeConfig) -> Result<(TcpListener, u16), NodeError> {
-    let (host, port) = (config.host.as_str(), config.port);
+    let host = config.host.as_str();
+    let port = config.port;
     let listener = TcpListener::bind((host, port))
         .map_err(|err| cannot_start(&format!("listen on {host}:{port}"), err))?;
     let port = listener

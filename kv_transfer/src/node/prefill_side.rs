@@ -171,7 +171,8 @@ impl PrefillSide {
 
     pub fn on_open(&mut self, ctx: &mut NodeContext, peer: ConnectionId, open: OpenMessage) {
         ctx.shared.stats.lock().opens_received += 1;
-        let (room, attempt) = (open.room, open.attempt);
+        let room = open.room;
+        let attempt = open.attempt;
         let own = &ctx.identity.hello;
         let (code, why) = if open.p_inc_expected != own.inc {
             let why = format!("this is incarnation {}", own.inc);
@@ -218,7 +219,8 @@ impl PrefillSide {
     }
 
     fn keep_pending(&mut self, ctx: &mut NodeContext, peer: ConnectionId, open: OpenMessage) {
-        let (room, attempt) = (open.room, open.attempt);
+        let room = open.room;
+        let attempt = open.attempt;
         let ttl_ms = ctx.config.park_ttl_ms.min(open.deadline_ms);
         let open = PendingOpen {
             peer,
@@ -335,7 +337,8 @@ impl PrefillSide {
                 return;
             }
         };
-        let (phase, attempt) = (&entry.room.phase, entry.room.attempt);
+        let phase = &entry.room.phase;
+        let attempt = entry.room.attempt;
         if phase.name() != before {
             let note = match phase {
                 PrefillPhase::Aborted(code) => code.to_string(),

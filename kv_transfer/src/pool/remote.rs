@@ -121,7 +121,8 @@ impl RemotePool {
 
     /// Ask the kernel once per page to fill our page tables for it.
     pub(crate) fn prefault(&self, page: u32) {
-        let (word, bit) = (&self.populated[page as usize / 64], 1u64 << (page % 64));
+        let word = &self.populated[page as usize / 64];
+        let bit = 1u64 << (page % 64);
         if word.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
             self.map
                 .populate_read(self.offset(page), self.shape.page_bytes);

@@ -340,7 +340,8 @@ mod tests {
         for key in [None, Some("k")] {
             let (initiated, responded) =
                 handshake_of(identity(key, "d", 1), identity(key, "p", 1), Some("p")).await;
-            let (mut initiated, mut responded) = (initiated.expect("met"), responded.expect("met"));
+            let mut initiated = initiated.expect("met");
+            let mut responded = responded.expect("met");
             assert_eq!(
                 (initiated.peer.inc.as_str(), responded.peer.inc.as_str()),
                 ("p", "d")

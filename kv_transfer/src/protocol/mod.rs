@@ -413,7 +413,9 @@ fn check_names<'a>(names: impl IntoIterator<Item = &'a String>) -> Result<(), St
 }
 
 fn check_lists(ids: &[u32], gens: &[u64], sums: Option<&Vec<u64>>) -> Result<(), String> {
-    let (ids, gens, sums) = (ids.len(), gens.len(), sums.map(Vec::len));
+    let ids = ids.len();
+    let gens = gens.len();
+    let sums = sums.map(Vec::len);
     if ids == gens && sums.is_none_or(|sums| sums == ids) {
         return Ok(());
     }

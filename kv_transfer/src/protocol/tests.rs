@@ -146,7 +146,8 @@ fn a_replayed_reflected_or_reordered_frame_is_refused() {
     let key: Option<&[u8]> = Some(b"secret"); // without a key, only the move to another connection would pass
     let msg = |room| Msg::AbortAck { room, attempt: 0 };
     let ((mut seal, mut initiator_open), (_, mut open)) = pair(key, key);
-    let (first, second) = (seal.seal(&msg(1)), seal.seal(&msg(2)));
+    let first = seal.seal(&msg(1));
+    let second = seal.seal(&msg(2));
     assert!(
         initiator_open.open(body(&first)).is_err(),
         "reflected to its sender"

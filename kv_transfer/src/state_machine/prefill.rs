@@ -407,7 +407,8 @@ impl PrefillRoom {
             .take_while(|state| **state != PageState::Missing)
             .count();
         if published != finish.total_pages as usize || self.pages.len() != published {
-            let (total, known) = (finish.total_pages, self.pages.len());
+            let total = finish.total_pages;
+            let known = self.pages.len();
             let why = format!(
                 "{total} pages in all, but pages [0, {published}) of {known} are published"
             );

@@ -382,7 +382,8 @@ impl Worker {
     }
 
     fn make_slabs(&self) -> Result<Slabs, CommError> {
-        let (slabs, bytes) = (self.context.slabs, self.context.slab_bytes);
+        let slabs = self.context.slabs;
+        let bytes = self.context.slab_bytes;
         match self.context.pool.device() {
             Some(device) if self.context.backend.works_on_device() => {
                 Ok(Slabs::Device(device.slabs(slabs, bytes)?))
@@ -405,7 +406,9 @@ impl Worker {
     }
 
     fn send(&self, send: &SlabSend) -> Result<(), CommError> {
-        let (ticket, slab, pages) = (send.ticket, send.slab, &send.pages[..]);
+        let ticket = send.ticket;
+        let slab = send.slab;
+        let pages = &send.pages[..];
         let (open, slabs) = self.opened()?;
         let faults = &self.context.faults;
         faults.delay_page();
@@ -454,7 +457,9 @@ impl Worker {
     }
 
     fn receive(&self, receive: &SlabReceive, claim: &WriteClaim) -> Result<(), CommError> {
-        let (ticket, slab, count) = (receive.ticket, receive.slab, receive.count);
+        let ticket = receive.ticket;
+        let slab = receive.slab;
+        let count = receive.count;
         let pages = &receive.pages[..];
         let (open, slabs) = self.opened()?;
         open.recv(slab, count * self.context.pool.page_bytes())?;
@@ -487,7 +492,9 @@ impl Worker {
     }
 
     fn scatter(&self, slabs: &Slabs, slab: usize, pages: &[PullPage]) -> Result<(), PullError> {
-        let (pool, faults, kind) = (&self.context.pool, &self.context.faults, self.context.sums);
+        let pool = &self.context.pool;
+        let faults = &self.context.faults;
+        let kind = self.context.sums;
         let page_bytes = pool.page_bytes();
         let ring = match (slabs, pool.device()) {
             (Slabs::Device(slabs), Some(device)) => {

@@ -93,7 +93,8 @@ pub async fn serve(
                 continue;
             }
         };
-        let (fd, handle) = (fd.clone(), handle.clone());
+        let fd = fd.clone();
+        let handle = handle.clone();
         tokio::spawn(async move {
             match tokio::time::timeout(STEP, hand_over(stream, &fd, &token, &handle)).await {
                 Ok(Ok(())) => {}

@@ -306,7 +306,8 @@ mod tests {
         ) {
             let shared = |a: &str, b: &str| a.chars().zip(b.chars()).take_while(|(a, b)| a == b).count();
             let [a, b] = tails.map(|tail| format!("{common}{tail}"));
-            let (x, y) = (pseudonymized(&a, secret), pseudonymized(&b, secret));
+            let x = pseudonymized(&a, secret);
+            let y = pseudonymized(&b, secret);
             prop_assert_eq!(x.chars().count(), a.chars().count());
             prop_assert_eq!(shared(&x, &y), shared(&a, &b));
             prop_assert!(!a.chars().any(|c| x.contains(c)));

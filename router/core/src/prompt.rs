@@ -96,7 +96,8 @@ impl PromptBlocks {
             state = hash_block(state, block);
             state
         });
-        let (hashes, units) = (hashes.collect(), text.len());
+        let hashes = hashes.collect();
+        let units = text.len();
         Self {
             hashes,
             block_units: BLOCK_BYTES,
@@ -114,8 +115,11 @@ impl PromptBlocks {
             state = mix(state, *id);
             state
         });
-        let (hashes, block_units, units) = (named.collect(), block_tokens, tokens as usize);
-        let (unit, tokens) = (SizeUnit::Tokens, Some(tokens));
+        let hashes = named.collect();
+        let block_units = block_tokens;
+        let units = tokens as usize;
+        let unit = SizeUnit::Tokens;
+        let tokens = Some(tokens);
         Self {
             hashes,
             unit,
@@ -263,7 +267,8 @@ fn fold(a: u64, b: u64) -> u64 {
 
 /// Two lanes, so that one multiplication need not wait for the other.
 fn hash_block(state: u64, block: &[u8]) -> u64 {
-    let (mut x, mut y) = (state, state.rotate_left(32) ^ MULTIPLIERS[0]);
+    let mut x = state;
+    let mut y = state.rotate_left(32) ^ MULTIPLIERS[0];
     for words in block.chunks_exact(32) {
         let word = |at: usize| {
             let mut bytes = [0; 8];
@@ -293,7 +298,8 @@ mod tests {
         ) {
             let [a, b] = tails.map(|tail| [common.clone(), tail].concat());
             let same = a.iter().zip(&b).take_while(|(x, y)| x == y).count() / BLOCK_BYTES;
-            let (a, b) = (PromptBlocks::of_text(&a, None), PromptBlocks::of_text(&b, None));
+            let a = PromptBlocks::of_text(&a, None);
+            let b = PromptBlocks::of_text(&b, None);
             let equal = a.hashes.iter().zip(&b.hashes).take_while(|(x, y)| x == y).count();
             prop_assert_eq!(equal, same);
             prop_assert!(a.hashes.iter().skip(same).all(|hash| !b.hashes.contains(hash)));
@@ -312,7 +318,8 @@ mod tests {
         ) {
             let [a, b] = tails.map(|tail| [common.clone(), tail].concat());
             let same = a.iter().zip(&b).take_while(|(x, y)| x == y).count() / block_size;
-            let (first, second) = (token_blocks(&a, block_size, "t"), token_blocks(&b, block_size, "t"));
+            let first = token_blocks(&a, block_size, "t");
+            let second = token_blocks(&b, block_size, "t");
             let equal = first.hashes.iter().zip(&second.hashes).take_while(|(x, y)| x == y).count();
             prop_assert_eq!(equal, same);
             prop_assert!(first.hashes.iter().skip(same).all(|hash| !second.hashes.contains(hash)));

@@ -92,7 +92,8 @@ impl LimitFlags {
         ];
         let zeros = at_least_one.into_iter().filter(|(_, value)| *value == 0);
         errors.extend(zeros.map(|(flag, _)| format!("{flag} 0: must be at least 1")));
-        let (one, all) = (self.max_payload_size, self.max_total_body_bytes);
+        let one = self.max_payload_size;
+        let all = self.max_total_body_bytes;
         if all < one {
             errors.push(format!(
                 "--max-total-body-bytes {all}: give at least --max-payload-size, which is {one}"

@@ -600,7 +600,8 @@ impl RouterConfig {
     }
 
     pub fn retry_budget(&self) -> RetryBudget {
-        let (ratio, floor) = (self.retry.retry_budget_ratio, self.retry.retry_budget_floor);
+        let ratio = self.retry.retry_budget_ratio;
+        let floor = self.retry.retry_budget_floor;
         RetryBudget::new(ratio, floor, RETRY_WINDOW_MS)
     }
 

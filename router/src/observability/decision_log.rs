@@ -63,10 +63,8 @@ pub fn start(
     flags: Vec<String>,
     counts: IntCounterVec,
 ) -> Result<(LogQueue, LogWriter), String> {
-    let (version, run) = (
-        env!("CARGO_PKG_VERSION").to_owned(),
-        unix_time().as_millis() as u64,
-    );
+    let version = env!("CARGO_PKG_VERSION").to_owned();
+    let run = unix_time().as_millis() as u64;
     let header = LogHeader {
         decision_log: FORMAT,
         version,
@@ -80,7 +78,8 @@ pub fn start(
     })?;
     let (lines, received) = sync_channel(MAX_LINES);
     let waiting_bytes = Arc::new(AtomicUsize::new(0));
-    let (waiting, counted) = (waiting_bytes.clone(), counts.clone());
+    let waiting = waiting_bytes.clone();
+    let counted = counts.clone();
     let thread = std::thread::Builder::new()
         .name("decision-log".into())
         .spawn(move || write_lines(&received, files, &waiting, &counted))
@@ -254,7 +253,8 @@ mod tests {
     }
 
     fn line(n: u64) -> LogLine {
-        let (role, now_ms) = (Role::Regular, 5);
+        let role = Role::Regular;
+        let now_ms = 5;
         let entry = LogEntry::Evict { role, now_ms };
         LogLine { n, entry }
     }

@@ -54,7 +54,9 @@ fn read(value: &HeaderValue) -> EngineStages {
     };
     let pull = || {
         let transport = part("transport").filter(is_name)?.to_owned();
-        let (pages, bytes, pull_ms) = (number("pages")?, number("bytes")?, ms("pull_us")?);
+        let pages = number("pages")?;
+        let bytes = number("bytes")?;
+        let pull_ms = ms("pull_us")?;
         Some(PagePull {
             transport,
             pages,

@@ -35,10 +35,12 @@ impl AdmissionController {
         let (Some(rate), Some(places)) = (limits.rate_limit_tokens_per_second, &self.places) else {
             return;
         };
-        let (places, size) = (Arc::downgrade(places), self.running);
+        let places = Arc::downgrade(places);
+        let size = self.running;
         tokio::spawn(async move {
             let mut turn = interval(FILL_EVERY);
-            let (mut last, mut owed) = (Instant::now(), 0.0);
+            let mut last = Instant::now();
+            let mut owed = 0.0;
             loop {
                 let now = turn.tick().await;
                 let Some(places) = places.upgrade() else {
@@ -108,7 +110,8 @@ impl AdmissionController {
         let since = Instant::now();
         let place = timeout(self.queue_timeout, places.clone().acquire_owned()).await;
         metrics.queue.observe(since.elapsed().as_secs_f64());
-        let (waited_ms, running) = (ms_since(since), self.running);
+        let waited_ms = ms_since(since);
+        let running = self.running;
         let place = place.map_err(|_| RouteError::QueueTimeout { waited_ms, running })?;
         place.map(Some).map_err(|_closed| RouteError::Draining)
     }

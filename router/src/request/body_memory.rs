@@ -64,7 +64,8 @@ pub struct MemoryShare {
 
 impl MemoryShare {
     pub fn grow(&mut self, bytes: usize) -> Result<(), RouteError> {
-        let (memory, limit_bytes) = (&self.memory, self.memory.limit);
+        let memory = &self.memory;
+        let limit_bytes = self.memory.limit;
         let with_bytes = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= limit_bytes);
         let order = Ordering::Relaxed;
         let taken = memory.held.fetch_update(order, order, with_bytes);

@@ -104,7 +104,8 @@ mod tests {
     fn images_have_a_constant_size_and_their_own_hashes() {
         let prompt =
             |data: &str| format!(r#"[{{"url":"data:image/png;base64,{data}"}},"What is it?"]"#);
-        let (small, large) = (prompt(&base64(3_000, 0)), prompt(&base64(1_000_000, 0)));
+        let small = prompt(&base64(3_000, 0));
+        let large = prompt(&base64(1_000_000, 0));
         let other = condensed(prompt(&base64(3_000, 1)).as_bytes()).unwrap();
         let [small, large] = [small, large].map(|text| condensed(text.as_bytes()).unwrap());
         assert_eq!((small.len(), large.len()), (other.len(), other.len()));

@@ -88,7 +88,8 @@ impl PromptLimit {
 /// Refusal of a `body` whose prompt, or whose members beside it, exceed `limit`. Cost: one pass over
 /// the prompt's JSON where that is longer than the limit; else nothing.
 pub fn oversized(scan: &BodyIndex, body: &[u8], limit: PromptLimit) -> Option<RouteError> {
-    let (prompt, ids) = (scan.prompt(body), scan.ids_json(body));
+    let prompt = scan.prompt(body);
+    let ids = scan.ids_json(body);
     let is_chat = scan.api == ApiKind::Chat;
     let size = is_chat
         .then(|| size_of_messages(prompt, limit))
@@ -99,7 +100,8 @@ pub fn oversized(scan: &BodyIndex, body: &[u8], limit: PromptLimit) -> Option<Ro
             None => size_of_text(prompt, limit),
         });
     if let Some(size) = size {
-        let (param, limit_tokens) = (scan.prompt_param, limit.tokens.get());
+        let param = scan.prompt_param;
+        let limit_tokens = limit.tokens.get();
         return Some(RouteError::PromptTooLong {
             param,
             size,
@@ -132,10 +134,8 @@ pub fn oversized_body(
 /// Size of a conversation's JSON. Templates may drop text, so its characters are not compared with
 /// `limit.chars`, which would fill the context several times over.
 fn size_of_messages(json: &[u8], limit: PromptLimit) -> Option<String> {
-    let (bytes, most) = (
-        json.len() as u64,
-        limit.chars.saturating_mul(JSON_BYTES_PER_CHAR),
-    );
+    let bytes = json.len() as u64;
+    let most = limit.chars.saturating_mul(JSON_BYTES_PER_CHAR);
     (bytes > most).then(|| format!("has {bytes} bytes of messages, at most {most} are accepted"))
 }
 
@@ -183,7 +183,8 @@ fn size_of_ids(json: &[u8], limit: PromptLimit) -> Option<String> {
 fn chars_of(json: &[u8]) -> Option<u64> {
     let text = json.strip_prefix(b"\"")?.strip_suffix(b"\"")?;
     let mut chars = text.iter().filter(|byte| **byte & 0xC0 != 0x80).count();
-    let (mut at, mut is_high) = (0, None);
+    let mut at = 0;
+    let mut is_high = None;
     while let Some(offset) = memchr(b'\\', &text[at..]) {
         at += offset;
         if text.get(at + 1) != Some(&b'u') {
@@ -257,7 +258,8 @@ mod tests {
 
     #[test]
     fn ids_are_counted_where_they_take_the_place_of_a_text() {
-        let (fitting, long) = ("[1, 22, 333, 4]", "[1, 22, 333, 4, 5]");
+        let fitting = "[1, 22, 333, 4]";
+        let long = "[1, 22, 333, 4, 5]";
         let too_long = |param| Some((param, "has 5".to_owned()));
         for (ids, is_refused) in [(fitting, false), (long, true)] {
             let expected = |param| is_refused.then(|| too_long(param)).flatten();
@@ -309,7 +311,8 @@ mod tests {
     fn members_beside_the_prompt_are_bounded_together() {
         let most = LIMIT.rest_bytes() as usize;
         let overhead = r#"{"messages":,"tools":"","input_ids":}"#.len();
-        let (messages, ids) = (r#"[{"content":"some text"}]"#, "[1, 2]");
+        let messages = r#"[{"content":"some text"}]"#;
+        let ids = "[1, 2]";
         for (excess, is_refused) in [(0, false), (1, true)] {
             let tools = "x".repeat(most - overhead + excess);
             let body = format!(r#"{{"messages":{messages},"tools":"{tools}","input_ids":{ids}}}"#);
@@ -333,7 +336,8 @@ mod tests {
     #[test]
     fn limits_of_workers_combine_number_by_number() {
         let limit = |tokens, chars| PromptLimit::of(Some(tokens), Some(chars)).unwrap();
-        let (small, large) = (limit(8, 64), limit(9, 60));
+        let small = limit(8, 64);
+        let large = limit(9, 60);
         assert_eq!(small.or(large), limit(9, 64));
         assert_eq!(small.and(large), limit(8, 60));
         for (tokens, chars) in [

@@ -332,7 +332,9 @@ mod tests {
             let mut cuts: Vec<usize> = cuts.into_iter().map(|at| at % STREAM.len()).collect();
             cuts.extend([0, STREAM.len()]);
             cuts.sort_unstable();
-            let (mut events, mut buffer, mut shown) = (EventSplitter::default(), buffer(), String::new());
+            let mut events = EventSplitter::default();
+            let mut buffer = buffer();
+            let mut shown = String::new();
             for pair in cuts.windows(2) {
                 shown += &pass_piece(&mut events, &mut buffer, &STREAM[pair[0]..pair[1]]).unwrap();
                 let expected = match (shown.contains("\"a\""), shown.contains("\"b\"")) {

@@ -235,7 +235,8 @@ mod tests {
     use super::*;
 
     fn passed(pieces: &[&str], many: bool) -> (String, StreamEnd) {
-        let (mut events, mut tail) = (EventSplitter::default(), StreamTail::new(many));
+        let mut events = EventSplitter::default();
+        let mut tail = StreamTail::new(many);
         let mut out = VecDeque::new();
         for piece in pieces {
             if let Some(run) = events.push(Bytes::copy_from_slice(piece.as_bytes())) {
@@ -263,7 +264,8 @@ mod tests {
             let mut cuts: Vec<usize> = cuts.into_iter().map(|at| at.min(stream.len())).collect();
             cuts.extend([0, stream.len()]);
             cuts.sort_unstable();
-            let (mut splitter, mut seen) = (EventSplitter::default(), String::new());
+            let mut splitter = EventSplitter::default();
+            let mut seen = String::new();
             for cut in cuts.windows(2) {
                 seen += &pushed(&mut splitter, &stream[cut[0]..cut[1]]);
                 // All events that are whole so far, and nothing else.

@@ -14,7 +14,8 @@ const LOOKED_AT: usize = 4096;
 /// The usage in the last pieces of an answer, if any. Cost: one copy and a few scans of at most
 /// `LOOKED_AT` bytes.
 pub fn usage_in<'a>(pieces: impl DoubleEndedIterator<Item = &'a Bytes>) -> Option<TokenUsage> {
-    let (mut last, mut len) = (Vec::new(), 0);
+    let mut last = Vec::new();
+    let mut len = 0;
     for piece in pieces.rev() {
         let part = &piece[piece.len().saturating_sub(LOOKED_AT - len)..];
         len += part.len();

@@ -88,7 +88,8 @@ impl<S: AsyncWrite + Unpin> HeadErrors<S> {
             .requests
             .with_label_values(&["unmatched", "other", "4xx", err.code()])
             .inc();
-        let (body, id) = (err.body(), new_request_id("req-"));
+        let body = err.body();
+        let id = new_request_id("req-");
         let id = id.to_str().unwrap_or_default();
         let headers = format!(
             "content-type: application/json\r\ncontent-length: {}\r\n{REQUEST_ID}: {id}\r\n",

@@ -120,7 +120,9 @@ pub async fn accept(
             tracing::debug!(%err, "client left at once");
             continue;
         }
-        let (terms, closing, watcher) = (terms.clone(), closing.clone(), connections.watcher());
+        let terms = terms.clone();
+        let closing = closing.clone();
+        let watcher = connections.watcher();
         let held = (GaugeGuard::new(&terms.metrics.connections), place);
         tokio::spawn(async move {
             let _held = held;
@@ -294,7 +296,8 @@ async fn serve_h2<S>(
     let routes = TowerToHyperService::new(terms.routes.clone());
     let service = service_fn(|mut request: Request<Incoming>| {
         request.extensions_mut().insert(client);
-        let (stream, answering) = (streams.open(), routes.call(request));
+        let stream = streams.open();
+        let answering = routes.call(request);
         async move { Ok::<_, Infallible>(answering.await?.map(|body| stream.watch(body))) }
     });
     let connection = http2::Builder::new(TokioExecutor::new())
@@ -306,7 +309,8 @@ async fn serve_h2<S>(
         .keep_alive_timeout(PING)
         .serve_connection(TokioIo::new(stream), service);
     let mut connection = pin!(connection);
-    let (mut is_closing, mut busy_at) = (false, Instant::now());
+    let mut is_closing = false;
+    let mut busy_at = Instant::now();
     loop {
         tokio::select! {
             ended = &mut connection => {
@@ -362,7 +366,8 @@ impl Streams {
 
     /// (open ones, ones just given up because their client takes nothing)
     fn sweep_stalled(&self, stall: Duration) -> (usize, usize) {
-        let (mut open, mut stalled) = (0, 0);
+        let mut open = 0;
+        let mut stalled = 0;
         let now_ms = now_ms();
         self.0.lock().retain(|stream| {
             let Some(stream) = stream.upgrade() else {

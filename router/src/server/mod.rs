@@ -186,7 +186,8 @@ impl RunningServer {
     pub async fn start(mut config: RouterConfig) -> Result<Self, String> {
         share_descriptors(&mut config);
         let specs = config.worker_specs().map_err(|bad| bad.join("\n"))?;
-        let (host, port) = (config.listen.host.clone(), config.listen.port);
+        let host = config.listen.host.clone();
+        let port = config.listen.port;
         let (listener, addr) = bind(&host, port, "--port").await?;
         let metrics_listener = match config.observe.prometheus_port {
             None => None,
@@ -196,7 +197,8 @@ impl RunningServer {
             }
         };
         let tls_files = TlsFiles::open(&config.tls, config.limits.http2_max_streams > 0)?;
-        let (tls, to_workers) = (tls_files.for_clients(), tls_files.for_workers());
+        let tls = tls_files.for_clients();
+        let to_workers = tls_files.for_workers();
         let scheme = if tls.is_some() { "https" } else { "http" };
         let (cut, cut_seen) = watch::channel(false);
         let metrics = Arc::new(RouterMetrics::new().map_err(|err| err.to_string())?);
@@ -325,7 +327,8 @@ pub fn deciders(
     let Some(path) = observe.decision_log.clone() else {
         return Ok((deciders, None));
     };
-    let (max_bytes, max_files) = (observe.decision_log_max_bytes, observe.decision_log_files);
+    let max_bytes = observe.decision_log_max_bytes;
+    let max_files = observe.decision_log_files;
     let place = decision_log::LogLocation {
         path,
         max_bytes,
@@ -378,7 +381,8 @@ async fn bind(host: &str, port: u16, flag: &str) -> Result<(TcpListener, SocketA
 }
 
 fn terms(app: &AppState, routes: Router, tls: Option<ClientTls>) -> ConnectionConfig {
-    let (limits, metrics) = (app.config.limits.clone(), app.metrics.clone());
+    let limits = app.config.limits.clone();
+    let metrics = app.metrics.clone();
     ConnectionConfig {
         routes,
         tls,
@@ -419,10 +423,8 @@ mod tests {
             let listen = RouterConfig::parse(&argv).unwrap().listen;
             exposure_warning(&listen, addr.parse().unwrap())
         };
-        let (key, control) = (
-            ["--api-key", "k"],
-            ["--control-plane-api-keys", "a:b:admin:c"],
-        );
+        let key = ["--api-key", "k"];
+        let control = ["--control-plane-api-keys", "a:b:admin:c"];
         let open = warning("0.0.0.0:8000", &[]).unwrap();
         assert!(
             open.contains("0.0.0.0:8000") && open.contains("--api-key and"),

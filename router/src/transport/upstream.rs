@@ -222,7 +222,8 @@ impl ConnectionPool {
                 _ = cut.wait_for(|is_cut| *is_cut) => {}
             }
         });
-        let (task, used_at) = (task.abort_handle(), Instant::now());
+        let task = task.abort_handle();
+        let used_at = Instant::now();
         Ok(Connection {
             sender,
             task,

@@ -225,10 +225,8 @@ impl Watch {
             return self.starting(fleet, worker, reason);
         }
         let config = &fleet.config.health;
-        let (failures, successes) = (
-            config.health_failure_threshold,
-            config.health_success_threshold,
-        );
+        let failures = config.health_failure_threshold;
+        let successes = config.health_success_threshold;
         let counter = self
             .counter
             .get_or_insert_with(|| HealthCounter::new(failures, successes));
@@ -316,7 +314,8 @@ async fn probe(
     mut is_silent: bool,
 ) -> ProbeResult {
     let path = &fleet.config.health.health_check_endpoint;
-    let (begin, heard) = (Instant::now(), worker.pool.heard());
+    let begin = Instant::now();
+    let heard = worker.pool.heard();
     let asking = get_with(worker, path, probe_headers(fleet, worker));
     tokio::pin!(asking);
     let silence = async {

@@ -182,7 +182,9 @@ impl LoadGuard {
             return;
         }
         self.timeline.first_token();
-        let (ticket, worker, now_ms) = (self.ticket, self.candidate.id, now_ms());
+        let ticket = self.ticket;
+        let worker = self.candidate.id;
+        let now_ms = now_ms();
         self.observe(&PolicyEvent::FirstToken {
             ticket,
             worker,
@@ -229,7 +231,8 @@ impl LoadGuard {
             return;
         };
         self.timeline.usage(usage);
-        let (ticket, worker) = (self.ticket, self.candidate.id);
+        let ticket = self.ticket;
+        let worker = self.candidate.id;
         self.observe(&PolicyEvent::Usage {
             ticket,
             worker,

@@ -94,9 +94,16 @@ pub fn take(headers: &mut HeaderMap) -> Option<HeaderValue> {
 pub fn of_header(value: &HeaderValue) -> Result<LoadHeader<'_>, MalformedReport> {
     let text = value.to_str().map_err(|_| MalformedReport)?;
     let mut incarnation = None;
-    let (mut rank, mut queued, mut started, mut age_ms) = (None, None, None, None);
-    let (mut running, mut waiting, mut pages_free, mut pages) = (None, None, None, None);
-    let (mut prefilled, mut generated) = (None, None);
+    let mut rank = None;
+    let mut queued = None;
+    let mut started = None;
+    let mut age_ms = None;
+    let mut running = None;
+    let mut waiting = None;
+    let mut pages_free = None;
+    let mut pages = None;
+    let mut prefilled = None;
+    let mut generated = None;
     for part in text.split(';') {
         let (name, value) = part.split_once('=').ok_or(MalformedReport)?;
         let place = match name.trim() {

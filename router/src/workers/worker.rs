@@ -154,7 +154,8 @@ impl WorkerDescription {
     /// True if nothing has changed but the names of its models, to which a running process may add
     /// LoRA adapters. Names of which none has stayed are another model's.
     pub fn is_of_same_process(&self, other: &Self) -> bool {
-        let (ours, theirs) = (&self.served_model_names, &other.served_model_names);
+        let ours = &self.served_model_names;
+        let theirs = &other.served_model_names;
         let shares_names =
             ours.is_empty() || theirs.is_empty() || ours.iter().any(|name| theirs.contains(name));
         let other_with_own_names = Self {

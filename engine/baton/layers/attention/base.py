@@ -90,7 +90,8 @@ class PagedAttention(AttentionBackend):
         ]
 
     def _set_slots(self, slot_mapping: Tensor) -> None:
-        self._slot_mapping, self._slots = slot_mapping.to(self._kv.data.device), None
+        self._slot_mapping = slot_mapping.to(self._kv.data.device)
+        self._slots = None
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self._slot_mapping is not None, "plan() comes first"
@@ -100,7 +101,8 @@ class PagedAttention(AttentionBackend):
                 self._slot_mapping % self._kv.page_size,
             )
         keys, values = self._layers[layer]
-        keys[self._slots], values[self._slots] = k, v
+        keys[self._slots] = k
+        values[self._slots] = v
         return self.attend(layer, q)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -141,7 +143,8 @@ class GraphInputs:
 
     def fill(self, stream: CudaStream, columns: NDArray[np.int64], rows: PagedRows) -> None:
         """Args: `columns`: [4, n] in the order above, for the n `rows`. What lies behind them stays as it was."""
-        n, pages = len(rows), len(rows.kv_indices)
+        n = len(rows)
+        pages = len(rows.kv_indices)
         words = np.zeros(self._head + self._tail_words(pages), np.int64)
         words[: self._head].reshape(4, self.rows)[:, :n] = columns
         tail = words[self._head :].view(np.int32)

@@ -53,7 +53,9 @@ class CpuAttention:
 
     def plan(self, batch: ForwardBatch) -> None:
         """Raises ValueError when an index tensor has the wrong type or length, or leads out of the pool."""
-        rows, tokens, pages = len(batch.kv_lens), len(batch.slot_mapping), len(batch.page_indices)
+        rows = len(batch.kv_lens)
+        tokens = len(batch.slot_mapping)
+        pages = len(batch.page_indices)
         lengths = {
             "qo_indptr": rows + 1,
             "kv_lens": rows,

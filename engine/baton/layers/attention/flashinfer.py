@@ -111,7 +111,8 @@ class FlashInferAttention(PagedAttention):
         library = library or flashinfer_loader.load()
         super().__init__(spec, kv)
         self._sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.page_size)
-        dtype, scale = kv.data.dtype, 1.0 / math.sqrt(spec.head_dim)
+        dtype = kv.data.dtype
+        scale = 1.0 / math.sqrt(spec.head_dim)
         self._arithmetic = {
             "logits_soft_cap": logits_soft_cap, "sm_scale": scale, "q_data_type": dtype, "kv_data_type": dtype
         }  # fmt: skip
@@ -271,7 +272,8 @@ class FlashInferAttention(PagedAttention):
     def attend(self, layer: int, q: Tensor) -> Tensor:
         pages = self._layers[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        wrappers, n = self._running[self._spec.windows[layer]], self._num_decode
+        wrappers = self._running[self._spec.windows[layer]]
+        n = self._num_decode
         if n:
             wrappers.decode.run(q[:n], pages, out=out[:n])
         if n < len(q):

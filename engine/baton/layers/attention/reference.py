@@ -52,8 +52,10 @@ class TorchAttention(PagedAttention):
 
     def plan(self, batch: ForwardBatch) -> None:
         self._set_slots(batch.slot_mapping)
-        starts, kv_lens = batch.qo_indptr.tolist(), batch.kv_lens.tolist()
-        first_page, pages = batch.page_indptr.tolist(), batch.page_indices.long()
+        starts = batch.qo_indptr.tolist()
+        kv_lens = batch.kv_lens.tolist()
+        first_page = batch.page_indptr.tolist()
+        pages = batch.page_indices.long()
         tables = [pages[a:b] for a, b in itertools.pairwise(first_page)]
         decode = list(range(batch.num_decode))
         groups = [decode] if decode else []
@@ -61,7 +63,8 @@ class TorchAttention(PagedAttention):
         self._groups = []
         for rows in groups:
             n = starts[rows[0] + 1] - starts[rows[0]]
-            row_tables, row_lens = [tables[r] for r in rows], [kv_lens[r] for r in rows]
+            row_tables = [tables[r] for r in rows]
+            row_lens = [kv_lens[r] for r in rows]
             by_window = {w: self._gather(row_tables, row_lens, n, w) for w in self._windows}
             self._groups.append(_Rows(starts[rows[0]], n * len(rows), (len(rows), n), by_window))
 

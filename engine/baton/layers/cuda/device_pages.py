@@ -184,7 +184,8 @@ class DeviceSlabs:
         ]
 
     def _rows(self, slab: int, pages: bytes) -> Tensor:
-        count, words = len(pages) // 4, self._pages.page_words
+        count = len(pages) // 4
+        words = self._pages.page_words
         return self.tensors[slab].view(torch.int64)[: count * words].view(count, words)
 
     def gather(self, pages: bytes, slab: int) -> None:
@@ -221,7 +222,8 @@ class PeerPages:
 
     def close(self) -> None:
         with self._lock:
-            opened, self._opened = self._opened, None
+            opened = self._opened
+            self._opened = None
             if opened is not None:
                 opened.close()
 

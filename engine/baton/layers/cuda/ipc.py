@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SUCCESS, OUT_OF_MEMORY = 0, 2
+SUCCESS = 0
+OUT_OF_MEMORY = 2
 LAZY_PEER_ACCESS = 1
 HANDLE_BYTES = 64
 
@@ -51,8 +52,10 @@ def declared(lib: Any, calls: dict[str, list[Any]], error_string: Any) -> Any:
     """The library; its calls take the arguments named here and return a code that `error_string` explains."""
     for name, arguments in calls.items():
         call = getattr(lib, name)
-        call.argtypes, call.restype = arguments, ctypes.c_int
-    error_string.argtypes, error_string.restype = [ctypes.c_int], ctypes.c_char_p
+        call.argtypes = arguments
+        call.restype = ctypes.c_int
+    error_string.argtypes = [ctypes.c_int]
+    error_string.restype = ctypes.c_char_p
     return lib
 
 

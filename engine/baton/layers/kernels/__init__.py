@@ -43,7 +43,9 @@ def _try_out(spec: ModelSpec, device: torch.device) -> None:
     integers = torch.zeros(2, dtype=torch.int64, device=device)
     columns = torch.tensor([[1.0], [0.5], [1], [0.9], [0.0]], dtype=torch.float64, device=device)
     draw_rows(torch.zeros(1, spec.vocab_size, device=device), integers[:1], columns, integers[1:])
-    dtype, kv_heads, dim = getattr(torch, spec.dtype), spec.num_kv_heads, spec.head_dim
+    dtype = getattr(torch, spec.dtype)
+    kv_heads = spec.num_kv_heads
+    dim = spec.head_dim
     heads = torch.zeros(1, spec.num_heads + 2 * kv_heads, dim, dtype=dtype, device=device)
     pages = torch.zeros(2, 1, 1, kv_heads, dim, dtype=dtype, device=device)
     cos, sin = torch.zeros(1, dim, device=device).chunk(2, dim=1)

@@ -98,7 +98,8 @@ def _above(logits, vocab, temperature, largest, key, BLOCK: tl.constexpr):
     each = tl.zeros((), tl.float64)
     for start in range(0, vocab, BLOCK):
         _, x = _scaled(logits, start, vocab, temperature, BLOCK)
-        keys, weights = _keys(x), tl.exp(x - largest).to(tl.float64)
+        keys = _keys(x)
+        weights = tl.exp(x - largest).to(tl.float64)
         count += tl.sum((keys > key).to(tl.int64), 0)
         mass += tl.sum(tl.where(keys > key, weights, 0.0), 0)
         each = tl.maximum(each, tl.max(tl.where(keys == key, weights, 0.0), 0))
@@ -111,8 +112,10 @@ def _kept(x, largest, min_p, k_key, k_left, p_key, p_left):
 
     `k_left`, `p_left`: so many of the next tokens equal to a threshold are kept, lowest id first.
     """
-    keys, weights = _keys(x), tl.exp(x - largest).to(tl.float64)
-    k_equal, p_equal = (keys == k_key).to(tl.int64), (keys == p_key).to(tl.int64)
+    keys = _keys(x)
+    weights = tl.exp(x - largest).to(tl.float64)
+    k_equal = (keys == k_key).to(tl.int64)
+    p_equal = (keys == p_key).to(tl.int64)
     by_k = (keys > k_key) | ((k_equal > 0) & (tl.cumsum(k_equal, 0) <= k_left))
     by_p = (keys > p_key) | ((p_equal > 0) & (tl.cumsum(p_equal, 0) <= p_left))
     weights = tl.where(by_k & by_p & (weights >= min_p), weights, 0.0)
@@ -157,7 +160,8 @@ def _draw(logits, stride, vocab, rows, columns, count, tokens, BLOCK: tl.constex
         p_left = tl.where(each > 0, tl.ceil((wanted - higher_mass) / each), 0.0).to(tl.int64)
 
     total = tl.zeros((), tl.float64)
-    k_some, p_some = k_left, p_left
+    k_some = k_left
+    p_some = p_left
     for start in range(0, vocab, BLOCK):
         _, x = _scaled(logits, start, vocab, temperature, BLOCK)
         weights, k_used, p_used = _kept(x, largest, min_p, k_key, k_some, p_key, p_some)

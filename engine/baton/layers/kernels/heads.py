@@ -73,7 +73,8 @@ def _store_heads(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, BLOCK)
-    is_q, is_v = head < Q_HEADS, head >= Q_HEADS + KV_HEADS
+    is_q = head < Q_HEADS
+    is_v = head >= Q_HEADS + KV_HEADS
     inside = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & (dims < HALF)[None, :]
     there = heads + token * token_stride + head[:, None] * head_stride + dims[None, :]
     dtype: tl.constexpr = heads.dtype.element_ty
@@ -82,15 +83,18 @@ def _store_heads(
     if HAS_NORM:
         scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)
         is_dim = (dims < HALF)[None, :]
-        q_at, k_at = q_norm + dims[None, :], k_norm + dims[None, :]
+        q_at = q_norm + dims[None, :]
+        k_at = k_norm + dims[None, :]
         left = tl.where(is_q[:, None], tl.load(q_at, mask=is_dim), tl.load(k_at, mask=is_dim)).to(
             tl.float32
         )
-        q_at, k_at = q_at + HALF, k_at + HALF
+        q_at = q_at + HALF
+        k_at = k_at + HALF
         right = tl.where(is_q[:, None], tl.load(q_at, mask=is_dim), tl.load(k_at, mask=is_dim)).to(
             tl.float32
         )
-        x, y = _normed(x, scale, left, is_v, dtype), _normed(y, scale, right, is_v, dtype)
+        x = _normed(x, scale, left, is_v, dtype)
+        y = _normed(y, scale, right, is_v, dtype)
 
     row = tl.load(positions + token) * table_stride + dims[None, :]
     c = tl.load(cos + row, mask=(dims < HALF)[None, :])
@@ -100,7 +104,8 @@ def _store_heads(
     tl.store(there, x.to(dtype), mask=inside & is_q[:, None])
     tl.store(there + HALF, y.to(dtype), mask=inside & is_q[:, None])
     slot = tl.load(slots + token)
-    page, offset = slot // page_size, slot % page_size
+    page = slot // page_size
+    offset = slot % page_size
     kv_head = tl.where(is_v, head - Q_HEADS - KV_HEADS, head - Q_HEADS)
     at = (
         page * page_stride

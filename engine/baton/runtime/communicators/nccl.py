@@ -1,4 +1,4 @@
-"""`nccl`: libnccl from the wheel that torch brings, two ranks per communicator, through ctypes. No GPU has run it yet.
+"""`nccl`: libnccl from the wheel that torch brings, two ranks per communicator, through ctypes.
 
 Slabs of a pool on the device are on it too, and NCCL sends from one into the other: page → slab → NCCL → slab → page.
 Pages in host memory cross the bus twice: page → pinned host slab → device slab → NCCL → device slab → pinned host slab
@@ -36,7 +36,8 @@ from baton.runtime.device import no_cuda
 LIBRARY = "libnccl.so.2"
 UNIQUE_ID_BYTES = 128
 UINT8 = 1
-SUCCESS, IN_PROGRESS = 0, 7
+SUCCESS = 0
+IN_PROGRESS = 7
 CONFIG_MAGIC = 0xCAFEBEEF
 CONFIG_VERSION = 21700
 """NCCL 2.17, whose config ends with the network's name: a later library takes its own defaults for what came after."""
@@ -106,7 +107,8 @@ def unusable() -> str | None:
 def load() -> Any:
     """The library with the calls used here declared."""
     lib = ctypes.CDLL(str(library_path() or LIBRARY))
-    pointer, stream = ctypes.c_void_p, ctypes.c_void_p
+    pointer = ctypes.c_void_p
+    stream = ctypes.c_void_p
     calls: dict[str, list[Any]] = {
         "ncclGetVersion": [ctypes.POINTER(ctypes.c_int)],
         "ncclGetUniqueId": [ctypes.POINTER(UniqueId)],
@@ -144,7 +146,8 @@ class Handle:
 
     def init(self, unique_id: bytes, rank: int, timeout_secs: float) -> None:
         """Args: `unique_id`: as from `NcclBackend.unique_id`."""
-        uid, settings = UniqueId.from_buffer_copy(unique_id), config(unique_id[UNIQUE_ID_BYTES])
+        uid = UniqueId.from_buffer_copy(unique_id)
+        settings = config(unique_id[UNIQUE_ID_BYTES])
         self._call(
             "ncclCommInitRankConfig",
             lambda comm: self._lib.ncclCommInitRankConfig(
@@ -164,7 +167,8 @@ class Handle:
         self.wait(what, timeout_secs, lambda: self.state(what) == SUCCESS)
 
     def wait(self, what: str, timeout_secs: float, is_done: Callable[[], bool]) -> None:
-        deadline, pause = time.monotonic() + timeout_secs, FIRST_POLL_SECS
+        deadline = time.monotonic() + timeout_secs
+        pause = FIRST_POLL_SECS
         while not is_done():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what}: not done within {timeout_secs:g} s")
@@ -181,7 +185,8 @@ class Handle:
 
     def abort(self) -> None:
         with self._lock:
-            comm, self._comm = self._comm, None
+            comm = self._comm
+            self._comm = None
         if comm is not None and comm.value:
             self._checked("ncclCommAbort", self._lib.ncclCommAbort(comm))
 
@@ -249,7 +254,8 @@ class NcclCommunicator:
             undo.pop_all()
 
     def _enqueue(self, name: str, slab: int, nbytes: int) -> None:
-        pointer, stream = self._device_slabs[slab].data_ptr(), self._stream.cuda_stream
+        pointer = self._device_slabs[slab].data_ptr()
+        stream = self._stream.cuda_stream
         self._handle.enqueue(name, pointer, nbytes, self._peer, stream, self._timeout_secs)
 
     def _wait(self, what: str) -> None:

@@ -123,7 +123,8 @@ def _try(
         runner.run if receive is None else lambda _: runner.execute_remote(receive()),
         memory,
     )
-    graphs, rows = 0, rows_to_record(config)
+    graphs = 0
+    rows = rows_to_record(config)
     if rows and isinstance(attn, GraphAttention):
         workspace += attn.capture_bytes(rows)
         graphs = took.largest_decode + len(capture_sizes(rows)) * BYTES_EACH

@@ -84,7 +84,8 @@ class _Step:
         free = itertools.count()
         shapes = [(min(limits.page_size, limits.context) - 1, 1)] * self.decode
         shapes += [(self.cached, n) for n in self.prompts]
-        rows, admitted = [], []
+        rows = []
+        admitted = []
         for slot, (start, n) in enumerate(shapes):
             pages = array("i", itertools.islice(free, limits.pages(start + n)))
             tokens = array("i", [TOKEN]) * n
@@ -127,7 +128,8 @@ def _largest(limits: WarmupLimits) -> _Step:
     while left and len(prompts) < limits.running:
         prompts.append(min(left, limits.context))
         left -= prompts[-1]
-    decode, most = limits.running - len(prompts), max(limits.tokens, limits.running)
+    decode = limits.running - len(prompts)
+    most = max(limits.tokens, limits.running)
     while prompts and (excess := decode + sum(prompts) - most) > 0:
         if excess < prompts[-1]:
             prompts[-1] -= excess

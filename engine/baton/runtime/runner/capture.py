@@ -48,7 +48,8 @@ PROGRESS_SECS = 1.0
 MOST_ROWS = 256
 """Most rows of a recorded step, by default (--cuda-graph-max-bs): 35 graphs. Larger steps keep a GPU busy anyway."""
 BYTES_EACH = 8 << 20
-"""Memory of one graph besides what all share: a guess, until a GPU has been asked."""
+"""Memory of one graph besides what all share. On an H200 all 35 graphs of Qwen3-0.6B took 0.28 GiB, shared memory
+included."""
 
 
 def rows_to_record(config: EngineConfig) -> int:
@@ -91,7 +92,8 @@ class DecodeGraphs:
     """Longest row [tokens]."""
 
     def __post_init__(self) -> None:
-        kv, largest = self.kv, self.largest
+        kv = self.kv
+        largest = self.largest
         assert kv.dummy_page is not None, "the pool has no page for padding rows"
         self.sizes = capture_sizes(largest)
         device = kv.data.device
@@ -125,7 +127,8 @@ class DecodeGraphs:
 
     def _decode(self, size: int) -> None:
         """Compute a decode step; this is recorded."""
-        static, rows = self._static, slice(size)
+        static = self._static
+        rows = slice(size)
         self.attn.use_capture(size, static.slot_mapping[rows])
         batch = ForwardBatch(
             token_ids=self.table.read(static.token_ids[rows]),

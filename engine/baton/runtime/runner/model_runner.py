@@ -159,12 +159,14 @@ class ModelRunner:
         _, of_slot, of_start, of_n, of_sample, of_tokens, _, _ = (
             zip(*rows, strict=True) if rows else ((),) * 8
         )
-        slots, lengths = np.array(of_slot, np.int64), np.array(of_n, np.int64)
+        slots = np.array(of_slot, np.int64)
+        lengths = np.array(of_n, np.int64)
         token_ids = np.frombuffer(b"".join(of_tokens), np.int32).astype(np.int64)
         unknown = token_ids == UNKNOWN_TOKEN
         if unknown.any():
             token_ids[unknown] = self._open_tokens(np.repeat(slots, lengths)[unknown])
-        starts, samples = np.array(of_start, np.int64), np.array(of_sample, np.bool_)
+        starts = np.array(of_start, np.int64)
+        samples = np.array(of_sample, np.bool_)
         growth = [Growth(row.slot, row.page_base, row.pages) for row in rows if row.pages]
         new_pages = plan.new_pages if self._native_pool is not None else array("i")
         return StepInputs(
@@ -191,7 +193,8 @@ class ModelRunner:
             return None
         for slot, base, pages in step.growth:
             self._page_table[slot, base : base + len(pages)] = pages
-        slots, starts = step.slots, step.starts
+        slots = step.slots
+        starts = step.starts
         qo_indptr = np.zeros(count + 1, np.int32)
         np.cumsum(step.lengths, out=qo_indptr[1:])
         kv_lens = starts + step.lengths

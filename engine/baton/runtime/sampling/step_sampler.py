@@ -97,11 +97,9 @@ class SamplingLaunch:
         tokens = drawn.tokens.tolist()
         if drawn.chosen is None or drawn.top_ids is None or drawn.top_logprobs is None:
             return StepResult(tokens)
-        chosen, ids, values = (
-            drawn.chosen.tolist(),
-            drawn.top_ids.tolist(),
-            drawn.top_logprobs.tolist(),
-        )
+        chosen = drawn.chosen.tolist()
+        ids = drawn.top_ids.tolist()
+        values = drawn.top_logprobs.tolist()
         asked = [(n, i, k) for n, (i, k) in enumerate(self._logprobs) if tokens[i] >= 0]
         return StepResult(
             tokens, {i: TokenLogprobs(chosen[n], ids[n][:k], values[n][:k]) for n, i, k in asked}

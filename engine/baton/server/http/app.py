@@ -234,7 +234,8 @@ class HttpServer:
         config["served_model_names"] = self.validator.model_names
         if self.lifecycle.bootstrap is not None:
             config["disaggregation_bootstrap_port"] = self.lifecycle.bootstrap.port
-        ranks, now = self.ranks.ranks, self.lifecycle.condition()
+        ranks = self.ranks.ranks
+        now = self.lifecycle.condition()
         if own_fingerprint := self._fingerprint():
             config["fingerprint"] = own_fingerprint
         return json_response(

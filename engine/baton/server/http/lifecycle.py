@@ -85,7 +85,8 @@ class ServerLifecycle:
                 "rank_dead", f"rank {dead[0].dp_rank} of this engine is gone ({dead[0].dead})"
             )
         if ill := [r for r in ranks if r.stats.not_accepting_reason is not None]:
-            rank, reason = ill[0].dp_rank, ill[0].stats.not_accepting_reason
+            rank = ill[0].dp_rank
+            reason = ill[0].stats.not_accepting_reason
             return self._dead(
                 "rank_failed",
                 f"rank {rank} of this engine takes no new requests: {reason}; restart the node",
@@ -171,7 +172,8 @@ class ServerLifecycle:
         """The answer of /drain and /undrain. Raises EngineError when a living rank does not answer."""
         asked = [r for r in self._ranks.ranks if r.ready and r.dead is None]
         replies = await asyncio.gather(*(self._ranks.control(r, "left", ASK_SECS) for r in asked))
-        now, condition = time.monotonic(), self.condition()
+        now = time.monotonic()
+        condition = self.condition()
         ages = [now - arrived for arrived in self.answers.arrivals.values()]
         ages += [age for reply in replies if (age := reply.result["oldest_secs"]) is not None]
         rooms = sum(reply.result["rooms"] for reply in replies)

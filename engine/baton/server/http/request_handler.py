@@ -130,7 +130,8 @@ class RequestHandler:
             if accepted.ignored:
                 self.metrics.ignored.inc(len(accepted.ignored))
             request_id = request[REQUEST_ID]
-            rid, spend = accepted.rid or request_id, partial(self._spend, accepted.tenant)
+            rid = accepted.rid or request_id
+            spend = partial(self._spend, accepted.tenant)
             generation = Generation(
                 rid,
                 accepted,
@@ -154,15 +155,18 @@ class RequestHandler:
             while not generation.finished:
                 for delta in await generation.next() or ():
                     shape.take(delta)
-            status, outcome = 200, "ok"
+            status = 200
+            outcome = "ok"
             return json_response(shape.whole(), headers=headers | self._router_headers(generation))
         except EngineError as err:
-            status, outcome = err.status, err.code
+            status = err.status
+            outcome = err.code
             if generation is not None and generation.first_token_at is None and err.status == 503:
                 self._spend(accepted.tenant, -accepted.prompt_tokens)
             raise
         except (asyncio.CancelledError, ConnectionError):
-            status, outcome = None, "client_disconnected"
+            status = None
+            outcome = "client_disconnected"
             waiting = generation is None or generation.first_token_at is None
             self.metrics.disconnects.labels("before_first_token" if waiting else "streaming").inc()
             raise

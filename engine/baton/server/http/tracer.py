@@ -124,7 +124,9 @@ class SpanTracer:
 
     def _to_unix(self) -> spans.ToUnix:
         """Offset for all spans as long as the clock is not set, so that children lie within their parents."""
-        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        before = time.monotonic_ns()
+        wall = time.time_ns()
+        after = time.monotonic_ns()
         # The thread may be interrupted between the readings, so they give a range.
         if not wall - after - CLOCKS_APART_NS <= self._offset <= wall - before + CLOCKS_APART_NS:
             self._offset = wall - after

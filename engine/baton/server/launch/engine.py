@@ -94,7 +94,8 @@ def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND)
 def _one_line_for_no_request(record: logging.LogRecord) -> bool:
     """A port scan, or a router that tries HTTP/2 for gRPC, is refused in one line, not in a traceback."""
     if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
-        record.msg, record.exc_info = record.msg + ": this is no HTTP/1.1 request", None
+        record.msg = record.msg + ": this is no HTTP/1.1 request"
+        record.exc_info = None
         record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
     return True
 
@@ -179,7 +180,8 @@ class _Launcher:
         )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        host, port = self._config.host, self._config.port
+        host = self._config.host
+        port = self._config.port
         try:
             await web.TCPSite(runner, host, port, backlog=1024).start()
         except OSError as err:
@@ -302,7 +304,8 @@ class _Launcher:
             await first_of(ranks.changed.wait(), self._signalled.wait())
         is_whole = ranks.all_alive
         if not is_whole:
-            alive, total = sum(r.dead is None for r in ranks.ranks), len(ranks.ranks)
+            alive = sum(r.dead is None for r in ranks.ranks)
+            total = len(ranks.ranks)
             log.error(
                 "%d of %d ranks are alive: exiting with 1 so that a supervisor starts all again",
                 alive,

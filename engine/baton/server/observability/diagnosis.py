@@ -92,7 +92,8 @@ class PrefillProbe:
         }
         if outcome != "ok":
             return found
-        peer_host, peer_port = str(route.get("rank_ip", "")), route.get("rank_port")
+        peer_host = str(route.get("rank_ip", ""))
+        peer_port = route.get("rank_port")
         if type(peer_port) is not int or not 0 < peer_port < 65536:
             detail = f"the bootstrap server names no transfer port, but {peer_port!r}"
             return found | {"transfer": "refused", "detail": detail}
@@ -112,7 +113,8 @@ class PrefillProbe:
             async with self._session.get(
                 url, headers={AUTH_HEADER: header} if header else {}
             ) as response:
-                body, status = await response.content.read(1 << 16), response.status
+                body = await response.content.read(1 << 16)
+                status = response.status
                 proof = response.headers.get(AUTH_HEADER, "")
         except aiohttp.ClientConnectorError as err:
             return (

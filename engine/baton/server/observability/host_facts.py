@@ -88,9 +88,11 @@ def _memory_limit() -> int | None:
     for line in _text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
+            root = Path("/sys/fs/cgroup")
+            name = "memory.max"
         elif controllers == "memory":
-            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+            root = Path("/sys/fs/cgroup/memory")
+            name = "memory.limit_in_bytes"
         else:
             continue
         group = root / path.lstrip("/")

@@ -317,10 +317,8 @@ class EngineMetrics:
         self.model_name = model
         self.table: dict[Spec, MetricWrapperBase] = {}
         """Metrics that the front writes."""
-        counter, gauge = (
-            partial(self._add, prometheus.Counter),
-            partial(self._add, prometheus.Gauge),
-        )
+        counter = partial(self._add, prometheus.Counter)
+        gauge = partial(self._add, prometheus.Gauge)
         histogram = partial(self._add, prometheus.Histogram)
         self.requests = counter(
             "http_requests",

@@ -153,7 +153,8 @@ def timeline_spans(timeline: RequestTimeline, dp_rank: int, unix: ToUnix) -> lis
         happened = [event for event in events if event[0] <= end]
         events = events[len(happened) :]
         noted = [(unix(at), what, more) for at, what, more in happened]
-        trace_id, attributes = int.from_bytes(trace, "big"), who + attributes
+        trace_id = int.from_bytes(trace, "big")
+        attributes = who + attributes
         spans.append(
             Span(
                 trace_id,

@@ -83,5 +83,6 @@ class ResumeCommentWriter:
         at = data.rfind(b"\n\ndata: ", 0, -2)
         at = 0 if at < 0 else at + 2
         comment = b": baton " + _encode({"ids": self._ids, **self._first}) + b"\n"
-        self._ids, self._first = [], {}
+        self._ids = []
+        self._first = {}
         return data[:at] + comment + data[at:]

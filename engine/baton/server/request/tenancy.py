@@ -46,7 +46,8 @@ class Tenancy:
         asked_class = tenant = None
         classes = self._rules.classes
         if classes.classes:
-            asked_class, tier = request.priority_class, request.service_tier
+            asked_class = request.priority_class
+            tier = request.service_tier
             if asked_class is not None and asked_class not in classes.names:
                 there = ", ".join(classes.names)
                 raise bad(

@@ -167,10 +167,8 @@ class RequestValidator:
     # ---- the three request forms -------------------------------------------------------------------------------
 
     async def chat(self, body: dict[str, Any]) -> AcceptedRequest:
-        request, sampling = (
-            fields.read(schema.ChatCompletionRequest, body),
-            fields.read(SamplingFields, body),
-        )
+        request = fields.read(schema.ChatCompletionRequest, body)
+        sampling = fields.read(SamplingFields, body)
         self._check_model(request.model)
         ignored = self._ignored(
             body, unsupported_fields.CHAT, schema.ChatCompletionRequest, SamplingFields
@@ -205,10 +203,8 @@ class RequestValidator:
         return self._accept(prompts, common, max_tokens, None, "messages")
 
     async def completion(self, body: dict[str, Any]) -> AcceptedRequest:
-        request, sampling = (
-            fields.read(schema.CompletionRequest, body),
-            fields.read(SamplingFields, body),
-        )
+        request = fields.read(schema.CompletionRequest, body)
+        sampling = fields.read(SamplingFields, body)
         self._check_model(request.model)
         ignored = self._ignored(
             body, unsupported_fields.COMPLETION, schema.CompletionRequest, SamplingFields
@@ -296,10 +292,8 @@ class RequestValidator:
             return self._tokenizer.encode(text, add_special_tokens=special)
 
         if request.messages is not None:
-            messages, generation_prompt = (
-                await self._messages(request.messages),
-                request.add_generation_prompt,
-            )
+            messages = await self._messages(request.messages)
+            generation_prompt = request.add_generation_prompt
             return await self._rendered(
                 messages, encode, add_generation_prompt=_or(generation_prompt, True)
             )
@@ -521,7 +515,8 @@ class RequestValidator:
         default: int | None,
         param: str,
     ) -> AcceptedRequest:
-        request, n = common.request, common.accepted.n
+        request = common.request
+        n = common.accepted.n
         count = len(prompts) * n
         if count > MAX_ITEMS:
             raise BadRequest(
@@ -646,7 +641,8 @@ def _resumed(items: list[PromptItem], stream: bool, resume: ResumeState) -> Prom
     if len(items) != 1 or not stream:
         raise bad("baton_resume", "goes with one streamed answer")
     (item,) = items
-    done, params = len(resume.ids), item.params
+    done = len(resume.ids)
+    params = item.params
     if done >= params.max_new_tokens:
         raise bad("baton_resume", f"has {done} tokens, the answer may have {params.max_new_tokens}")
     params = replace(

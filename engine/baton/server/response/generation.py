@@ -69,7 +69,8 @@ class ChoiceState:
     )  # fmt: skip
 
     def __init__(self, owner: Generation, index: int, item: PromptItem) -> None:
-        rules, tokenizer = owner.accepted.text, owner.tokenizer
+        rules = owner.accepted.text
+        tokenizer = owner.tokenizer
         skip = rules.skip_special_tokens
         self._owner = owner
         self._detok = Detokenizer(
@@ -136,7 +137,8 @@ class ChoiceState:
 
     def end_empty(self) -> None:
         """Nothing was to be generated."""
-        self.done, self.finish = True, "length"
+        self.done = True
+        self.finish = "length"
         self._pending_delta().finish = "length"
 
     def _pending_delta(self) -> TextDelta:
@@ -169,7 +171,8 @@ class ChoiceState:
         if finish is not None:
             pieces.append(self._matcher.feed(self._detok.flush()))
             if self._matcher.matched is not None:
-                self.matched_stop, name = self._matcher.matched, "stop"
+                self.matched_stop = self._matcher.matched
+                name = "stop"
             pieces.append(self._matcher.flush())
         return "".join(pieces), ids, name
 

@@ -39,7 +39,8 @@ def sse(payload: dict[str, Any]) -> bytes:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    prompt = generation.prompt_tokens
+    completion = generation.completion_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -151,14 +151,16 @@ class StopMatcher:
             return buffer
         if (found := self._first_match(buffer)) is not None:
             _, begin, stop = found
-            self.matched, self._tail = stop, ""
+            self.matched = stop
+            self._tail = ""
             return buffer[: begin + len(stop)] if self._include else buffer[:begin]
         held = self._held(buffer)
         self._tail = buffer[len(buffer) - held :]
         return buffer[: len(buffer) - held]
 
     def flush(self) -> str:
-        tail, self._tail = self._tail, ""
+        tail = self._tail
+        self._tail = ""
         return tail
 
     def _first_match(self, buffer: str) -> tuple[int, int, str] | None:

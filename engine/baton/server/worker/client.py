@@ -250,7 +250,8 @@ class RankSet:
             )
         elif isinstance(message, messages.ReadyMessage):
             rank = self.ranks[message.dp_rank]
-            rank.ready, rank.info = True, message.info
+            rank.ready = True
+            rank.info = message.info
             self.changed.set()
         elif isinstance(message, messages.KvEvents):
             self.on_kv_events(message)
@@ -292,7 +293,8 @@ class RankSet:
             return
         if rank.ready:
             log.error("rank %d is gone: %s; %d requests fail", dp_rank, why, len(rank.items))
-        rank.dead, rank.ready = why, False
+        rank.dead = why
+        rank.ready = False
         rank.stats = messages.StatsMessage(dp_rank)
         self.on_stats(rank)
         for handle, (sink, _) in list(rank.items.items()):
@@ -328,8 +330,6 @@ def _error(row: EmittedTokens) -> EngineError:
     if row.finish is FinishReason.ERROR:
         default = ("internal_error", "the rank gave no reason")
     code, text = row.error or default
-    cls, retry_after_secs = (
-        by_code(code),
-        1 if row.retry_after_secs is None else row.retry_after_secs,
-    )
+    cls = by_code(code)
+    retry_after_secs = 1 if row.retry_after_secs is None else row.retry_after_secs
     return cls(text, retry_after_secs=retry_after_secs if cls.status in (429, 503) else None)

@@ -81,7 +81,8 @@ def main() -> int:
     name = f"rank{rank_config['dp_rank']}" + (f".{team.tp_rank}" if team else "")
     logs.start_logs(config.log_level, config.log_format, name)
     context: zmq.Context[Any] = zmq.Context()
-    pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    pull = context.socket(zmq.PULL)
+    push = context.socket(zmq.PUSH)
     if team is None or team.tp_rank == 0:
         pull.connect(rank_config["to_rank"])
     push.connect(rank_config["to_front"])
@@ -297,7 +298,8 @@ class RankProcess:
         try:
             self.engine.submit(request)
         except EngineError as err:
-            given, later = (err.code, err.message), err.retry_after_secs
+            given = (err.code, err.message)
+            later = err.retry_after_secs
             refused = EmittedTokens(
                 request.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later
             )
@@ -356,11 +358,13 @@ class RankProcess:
 
     def _send_stats(self, now: float) -> None:
         self._next_stats = now + STATS_EVERY_SECS
-        engine, sched = self.engine, self.engine.sched
+        engine = self.engine
+        sched = self.engine.sched
         generated = engine.counters["generated_tokens_total"]
         then, before = self._last_stats or (now, generated)
         rate = (generated - before) / (now - then) if now > then else 0.0
-        self._last_stats, self._reported_rest = (now, generated), not rate
+        self._last_stats = (now, generated)
+        self._reported_rest = not rate
         gauges = {
             **engine.gauges(),
             **sched.stats.gauges(),

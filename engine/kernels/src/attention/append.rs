@@ -75,7 +75,10 @@ mod tests {
 
     #[test]
     fn tokens_land_in_their_slots_and_nowhere_else() {
-        let (layers, page_size, heads, dim) = (2, 4, 2, 3);
+        let layers = 2;
+        let page_size = 4;
+        let heads = 2;
+        let dim = 3;
         let page_stride = layers * 2 * page_size * heads * dim;
         let mut memory = vec![-1.0_f32; 3 * page_stride];
         let layer = page_stride / layers;

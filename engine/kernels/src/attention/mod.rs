@@ -189,7 +189,8 @@ unsafe fn run_item(isa: Isa, a: &PagedAttention, item: Item) {
 
 unsafe fn walk<E: ElementType>(isa: Isa, a: &PagedAttention, item: Item) {
     let plan = Plan::new(a, item);
-    let (rows, units) = (plan.rows * item.heads, plan.units::<E>());
+    let rows = plan.rows * item.heads;
+    let units = plan.units::<E>();
     let sizes = [
         rows * X_STRIDE,
         rows * plan.padded_dim,
@@ -404,7 +405,9 @@ impl BlockRows {
 fn each_run(a: &PagedAttention, item: Item, at: usize, n: usize, mut f: impl FnMut(usize, usize)) {
     let size = a.pages.page_size;
     let first_page = a.rows.page_indptr[item.row] as usize;
-    let (mut page, mut place, mut left) = (at / size, at % size, n);
+    let mut page = at / size;
+    let mut place = at % size;
+    let mut left = n;
     while left > 0 {
         let run = left.min(size - place);
         let id = a.rows.page_indices[first_page + page] as usize;

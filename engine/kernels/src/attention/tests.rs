@@ -84,11 +84,9 @@ impl World {
         let make = |heads: usize, salt: u64| {
             in_storage(shape.dtype, noise(len * heads * shape.dim, seed ^ salt))
         };
-        let (q, k, v) = (
-            make(shape.kv_heads * shape.group, 1),
-            make(shape.kv_heads, 2),
-            make(shape.kv_heads, 3),
-        );
+        let q = make(shape.kv_heads * shape.group, 1);
+        let k = make(shape.kv_heads, 2);
+        let v = make(shape.kv_heads, 3);
         assert_eq!(k.len(), len * width);
         World {
             shape,
@@ -110,7 +108,8 @@ impl World {
 
     /// [len, heads * dim]
     fn reference(&self) -> Vec<f64> {
-        let (h, d) = (self.heads(), self.shape.dim);
+        let h = self.heads();
+        let d = self.shape.dim;
         let mut out = vec![0.0; self.len * h * d];
         for t in 0..self.len {
             let first = if self.shape.window == 0 {
@@ -175,8 +174,14 @@ impl World {
         let mut out = Vec::new();
         let mut done = 0;
         for &n in chunks {
-            let (mut q, mut k, mut v, mut slots) = (vec![], vec![], vec![], vec![]);
-            let (mut qo, mut kv_lens, mut indptr, mut indices) = (vec![0], vec![], vec![0], vec![]);
+            let mut q = vec![];
+            let mut k = vec![];
+            let mut v = vec![];
+            let mut slots = vec![];
+            let mut qo = vec![0];
+            let mut kv_lens = vec![];
+            let mut indptr = vec![0];
+            let mut indices = vec![];
             for (w, world) in everyone.iter().enumerate().rev() {
                 // Company is always computed whole, after this sequence's chunk or before, as its
                 // place falls.
@@ -185,7 +190,8 @@ impl World {
                 } else {
                     (0, world.len)
                 };
-                let (qw, kw) = (world.heads() * s.dim, s.kv_heads * s.dim);
+                let qw = world.heads() * s.dim;
+                let kw = s.kv_heads * s.dim;
                 q.extend(&world.q[from * qw..to * qw]);
                 k.extend(&world.k[from * kw..to * kw]);
                 v.extend(&world.v[from * kw..to * kw]);
@@ -198,11 +204,9 @@ impl World {
                 indices.extend((0..to.div_ceil(s.page_size)).map(|i| page_of(w, i)));
                 indptr.push(indices.len() as i32);
             }
-            let (q, k, v) = (
-                Stored::new(s.dtype, &q),
-                Stored::new(s.dtype, &k),
-                Stored::new(s.dtype, &v),
-            );
+            let q = Stored::new(s.dtype, &q);
+            let k = Stored::new(s.dtype, &k);
+            let v = Stored::new(s.dtype, &v);
             let width = self.heads() * s.dim;
             let mut result = vec![0_u8; slots.len() * width * s.dtype.bytes()];
             let stride = s.kv_heads * s.dim;

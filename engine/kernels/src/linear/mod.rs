@@ -154,7 +154,8 @@ impl SimdKernel for PackPanel<'_> {
     unsafe fn run<S: Simd>(self) {
         const ZEROS: [u32; 16] = [0; 16];
         let PackPanel { shape, panel, ends } = self;
-        let (units, row_bytes) = (shape.units(), shape.inputs * shape.dtype.bytes());
+        let units = shape.units();
+        let row_bytes = shape.inputs * shape.dtype.bytes();
         let to = ends.packed.add(panel * PANEL * units);
         let row = |lane: usize| {
             ends.weight
@@ -256,8 +257,10 @@ unsafe fn multiply<E: ElementType>(isa: Isa, l: &LinearProduct) {
         let row_cuts = l.rows.div_ceil(ITEM_ROWS).max(1);
         let panel_cuts = l.weight.shape.panels().div_ceil(ITEM_PANELS);
         let run = |i: usize| {
-            let (cut, panel) = (i % row_cuts, i / row_cuts * ITEM_PANELS);
-            let (first, end) = (cut * l.rows / row_cuts, (cut + 1) * l.rows / row_cuts);
+            let cut = i % row_cuts;
+            let panel = i / row_cuts * ITEM_PANELS;
+            let first = cut * l.rows / row_cuts;
+            let end = (cut + 1) * l.rows / row_cuts;
             let count = ITEM_PANELS.min(l.weight.shape.panels() - panel);
             with_scratch(padded((end - first) * count * PANEL), |mut carver| {
                 let sums = carver.take((end - first) * count * PANEL).cast();

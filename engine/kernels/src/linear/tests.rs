@@ -53,9 +53,11 @@ impl Case {
     }
 
     fn check(&self, isa: Isa) {
-        let (x, w) = (self.x.values(), self.w.values());
+        let x = self.x.values();
+        let w = self.w.values();
         let bias = self.bias.as_ref().map(Stored::values);
-        let (k, n) = (self.shape.inputs, self.shape.outputs);
+        let k = self.shape.inputs;
+        let n = self.shape.outputs;
         let got = Stored(
             self.shape.dtype,
             self.run(isa, &self.packed(), 0, self.rows),

@@ -76,7 +76,8 @@ mod tests {
     #[test]
     fn pieces_are_aligned_and_apart() {
         with_scratch(padded(5) + padded(40), |mut carver| {
-            let (a, b) = (carver.take(5) as usize, carver.take(40) as usize);
+            let a = carver.take(5) as usize;
+            let b = carver.take(40) as usize;
             assert_eq!((a % 64, b % 64), (0, 0));
             assert_eq!(b - a, 64);
         });

@@ -123,12 +123,10 @@ impl Simd for Avx2 {
         }
         let mut b = [_mm256_setzero_ps(); 8];
         for half in 0..2 {
-            let (x0, x1, x2, x3) = (
-                a[4 * half],
-                a[4 * half + 1],
-                a[4 * half + 2],
-                a[4 * half + 3],
-            );
+            let x0 = a[4 * half];
+            let x1 = a[4 * half + 1];
+            let x2 = a[4 * half + 2];
+            let x3 = a[4 * half + 3];
             b[4 * half] = _mm256_shuffle_ps::<0x44>(x0, x2);
             b[4 * half + 1] = _mm256_shuffle_ps::<0xee>(x0, x2);
             b[4 * half + 2] = _mm256_shuffle_ps::<0x44>(x1, x3);

@@ -55,14 +55,14 @@ unsafe fn transpose16(
         }
     }
     for quarter in 0..4 {
-        let (r0, r1, r2, r3) = (
-            r[4 * quarter],
-            r[4 * quarter + 1],
-            r[4 * quarter + 2],
-            r[4 * quarter + 3],
-        );
-        let (a0, a1) = (_mm512_unpacklo_ps(r0, r1), _mm512_unpackhi_ps(r0, r1));
-        let (a2, a3) = (_mm512_unpacklo_ps(r2, r3), _mm512_unpackhi_ps(r2, r3));
+        let r0 = r[4 * quarter];
+        let r1 = r[4 * quarter + 1];
+        let r2 = r[4 * quarter + 2];
+        let r3 = r[4 * quarter + 3];
+        let a0 = _mm512_unpacklo_ps(r0, r1);
+        let a1 = _mm512_unpackhi_ps(r0, r1);
+        let a2 = _mm512_unpacklo_ps(r2, r3);
+        let a3 = _mm512_unpackhi_ps(r2, r3);
         let columns = [
             _mm512_shuffle_ps::<0x44>(a0, a2),
             _mm512_shuffle_ps::<0xee>(a0, a2),
@@ -186,10 +186,8 @@ level!(
     #[inline(always)]
     unsafe fn dot2(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
         // SAFETY: both types are 512 plain bits.
-        let (x, w) = (
-            std::mem::transmute::<__m512i, __m512bh>(x),
-            std::mem::transmute::<__m512i, __m512bh>(w),
-        );
+        let x = std::mem::transmute::<__m512i, __m512bh>(x);
+        let w = std::mem::transmute::<__m512i, __m512bh>(w);
         _mm512_dpbf16_ps(acc, x, w)
     }
 );

@@ -168,8 +168,10 @@ async fn map_peer(
     peer: &Hello,
     device: Option<Arc<dyn DevicePages>>,
 ) -> Result<RemotePool, String> {
-    let (name, token) = (peer.shm_socket.clone(), peer.shm_token.clone());
-    let (num_pages, page_bytes) = (peer.num_pages as usize, peer.page_bytes as usize);
+    let name = peer.shm_socket.clone();
+    let token = peer.shm_token.clone();
+    let num_pages = peer.num_pages as usize;
+    let page_bytes = peer.page_bytes as usize;
     let mapped = tokio::task::spawn_blocking(move || {
         shm::fetch(&name, &token, num_pages, page_bytes, device.as_deref())
     })

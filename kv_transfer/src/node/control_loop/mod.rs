@@ -140,13 +140,15 @@ impl ControlLoop {
     }
 
     fn listen(&self, listeners: Listeners) {
-        let (identity, internal) = (self.ctx.identity.clone(), self.ctx.internal.clone());
+        let identity = self.ctx.identity.clone();
+        let internal = self.ctx.internal.clone();
         tokio::spawn(async move {
             let err = accept_loop(listeners.control, identity, internal.clone()).await;
             let _ = internal.send(LoopMessage::ListenerDead(err.to_string()));
         });
         if let Some(local) = listeners.local {
-            let (pool, internal) = (self.ctx.pool.clone(), self.ctx.internal.clone());
+            let pool = self.ctx.pool.clone();
+            let internal = self.ctx.internal.clone();
             let failed = internal.clone();
             let failed = move || drop(failed.send(LoopMessage::AcceptFailed));
             tokio::spawn(async move {
@@ -380,7 +382,8 @@ impl ControlLoop {
         if let Some(key) = &conn.key {
             self.decode.connection_down(&self.ctx, key);
         }
-        let (ctx, code) = (&mut self.ctx, err.code);
+        let ctx = &mut self.ctx;
+        let code = err.code;
         for (side, room) in conn.rooms {
             match side {
                 RoomSide::Prefill => {
@@ -454,7 +457,8 @@ impl ControlLoop {
     /// D: fail the rooms of a prefill rank whose engine claims work and does none, although its
     /// transfer runtime lives.
     fn watch_progress(&mut self, peer: ConnectionId, progress: u64, busy: bool) {
-        let (now, limit) = (self.ctx.now(), self.ctx.config.stall_ms);
+        let now = self.ctx.now();
+        let limit = self.ctx.config.stall_ms;
         let Some(conn) = self.ctx.connections.get_mut(&peer) else {
             return;
         };
@@ -481,7 +485,8 @@ impl ControlLoop {
     // ---- bootstrap ----
 
     fn registration(&self) -> RankRegistration {
-        let (config, hello) = (&self.ctx.config, &self.ctx.identity.hello);
+        let config = &self.ctx.config;
+        let hello = &self.ctx.identity.hello;
         let host = config.advertise_host.as_ref().unwrap_or(&config.host);
         let ip = host.parse::<std::net::IpAddr>();
         let host = match ip {

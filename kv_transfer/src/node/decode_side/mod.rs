@@ -107,7 +107,8 @@ impl DecodeSide {
             max_pages: ctx.pool.num_pages(),
             wait_ms: ctx.config.wait_ms,
         };
-        let (now, note) = (ctx.now(), format!("{host}:{port} rank {dp_rank}"));
+        let now = ctx.now();
+        let note = format!("{host}:{port} rank {dp_rank}");
         let machine = DecodeRoom::new(attempt, 0, now, now.saturating_add(deadline_ms), limits);
         let record = ctx.record_of(RoomSide::Decode, room, attempt, machine.phase.name(), note);
         ctx.record(record, false);
@@ -157,7 +158,8 @@ impl DecodeSide {
         let event = if entry.room.phase == DecodePhase::Resolving {
             let address = entry.address.as_ref();
             let last = address.and_then(|address| self.ranks.last_error(address));
-            let (wait_ms, last) = (ctx.config.wait_ms, last.unwrap_or(&entry.last_error));
+            let wait_ms = ctx.config.wait_ms;
+            let last = last.unwrap_or(&entry.last_error);
             let why = format!("the prefill rank was not reached within {wait_ms} ms; last: {last}");
             let code = ReasonCode::Unreachable;
             DecodeEvent::Unreachable { code, why }
@@ -199,7 +201,8 @@ impl DecodeSide {
         };
         match (size, &mut entry.unranked) {
             (Ok(size), Some(unranked)) => {
-                let (host, port) = (unranked.host.clone(), unranked.port);
+                let host = unranked.host.clone();
+                let port = unranked.port;
                 let dp_rank = (room % u64::from(size.max(1))) as u32;
                 entry.unranked = None;
                 self.request_connection(
@@ -488,7 +491,8 @@ impl DecodeSide {
             Ok(actions) => actions,
             Err(invalid) => return ctx.report_invalid_transition(RoomSide::Decode, room, &invalid),
         };
-        let (phase, attempt) = (&entry.room.phase, entry.room.attempt);
+        let phase = &entry.room.phase;
+        let attempt = entry.room.attempt;
         if phase.name() != before {
             let note = match phase {
                 DecodePhase::Failed(code) => code.to_string(),

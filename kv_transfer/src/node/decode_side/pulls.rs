@@ -106,7 +106,8 @@ impl PullJobs {
             pages: job.pages.clone(),
             cancel: job.cancel.clone(),
         };
-        let (peer, via) = (job.peer, job.via);
+        let peer = job.peer;
+        let via = job.via;
         if via.is_mapped() {
             let Some(from) = job.remote.clone() else {
                 return Err(job.failed("the peer's pool is not mapped"));
@@ -163,7 +164,9 @@ impl PullJobs {
             let is_damaged = matches!(end.result, Err(PullError::Failed(ReasonCode::Checksum, _)));
             pull.damaged += u64::from(is_damaged);
         }
-        let (room, ticket, is_tcp) = (job.room, job.ticket, job.via == Transport::Tcp);
+        let room = job.room;
+        let ticket = job.ticket;
+        let is_tcp = job.via == Transport::Tcp;
         let after = match end.result {
             Ok(()) => AfterPull::Step(DecodeEvent::Pulled { ticket }),
             Err(PullError::Failed(ReasonCode::Checksum, why))

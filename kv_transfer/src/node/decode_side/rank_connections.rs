@@ -160,12 +160,14 @@ impl RankConnections {
             });
         match rank.state {
             RankState::Up(_) if !rank.damage.quarantine.allows(now) => {
-                let (code, why) = (ReasonCode::Quarantined, QUARANTINED.into());
+                let code = ReasonCode::Quarantined;
+                let why = QUARANTINED.into();
                 return RankAnswer::Unreachable { code, why };
             }
             RankState::Up(peer) => return RankAnswer::Connected(peer),
             RankState::Broken { until } if now < until => {
-                let (code, why) = (ReasonCode::Unreachable, rank.last_error.clone());
+                let code = ReasonCode::Unreachable;
+                let why = rank.last_error.clone();
                 return RankAnswer::Unreachable { code, why };
             }
             RankState::Broken { .. } => connect(rank, ctx, address),
@@ -235,7 +237,8 @@ impl RankConnections {
             rank.state = RankState::Broken { until: now + pause };
             rank.breaks += 1;
             rank.outage = Outage::default();
-            let (rooms, why) = (mem::take(&mut rank.waiting), rank.last_error.clone());
+            let rooms = mem::take(&mut rank.waiting);
+            let why = rank.last_error.clone();
             // Removed when no room has probed it for some time.
             let removal = now + pause + LAST_BREAK_MS;
             ctx.timers.set(&NodeTimer::Connect(address), Some(removal));
@@ -308,8 +311,10 @@ impl RankConnections {
 fn connect(rank: &mut RankConnection, ctx: &NodeContext, address: &RankAddress) {
     (rank.state, rank.tried_at) = (RankState::Connecting, ctx.now());
     let client = ctx.bootstrap_client(address.host.clone(), address.port);
-    let (identity, internal) = (ctx.identity.clone(), ctx.internal.clone());
-    let (mapped, device) = (ctx.config.mapped(), ctx.pool.device().cloned());
+    let identity = ctx.identity.clone();
+    let internal = ctx.internal.clone();
+    let mapped = ctx.config.mapped();
+    let device = ctx.pool.device().cloned();
     let address = address.clone();
     tokio::spawn(async move {
         // In a task of its own, so that a panic becomes an answer too.

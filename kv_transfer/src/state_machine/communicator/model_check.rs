@@ -338,7 +338,8 @@ impl Relay {
         let runs = |thread| thread == Thread::Running;
         offer(!self.to_p.is_empty(), Transition::HearP);
         offer(!self.to_d.is_empty(), Transition::HearD);
-        let (p, d) = (self.p_jobs.front(), self.d_jobs.front());
+        let p = self.p_jobs.front();
+        let d = self.d_jobs.front();
         offer(
             matches!(
                 p,

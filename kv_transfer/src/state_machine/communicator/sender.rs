@@ -125,7 +125,8 @@ impl SlabSender {
         if !self.life.phase.is_usable() {
             return; // its end was sent already
         }
-        let (next, n) = (self.next_ticket, pages.len());
+        let next = self.next_ticket;
+        let n = pages.len();
         let SlabLimits {
             slabs,
             pages_per_slab,

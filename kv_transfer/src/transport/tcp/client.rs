@@ -297,7 +297,8 @@ impl Client {
             return stream.try_read(&mut chunk.staged[done..]);
         }
         // A page at a time, so that its checksum is taken while it is in the cache.
-        let (page, offset) = (chunk.pages[done / page_bytes], done % page_bytes);
+        let page = chunk.pages[done / page_bytes];
+        let offset = done % page_bytes;
         stream.try_io(Interest::READABLE, || {
             let iovec = libc::iovec {
                 iov_base: self
@@ -331,7 +332,8 @@ impl Client {
                 *reading = self.on_frame(msg)?;
             }
             Reading::Pages { done } => {
-                let (before, after) = (*done, *done + n);
+                let before = *done;
+                let after = *done + n;
                 *done = after;
                 if self.page_arrived(before, after) {
                     *reading = Reading::head();

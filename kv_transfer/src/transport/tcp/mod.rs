@@ -222,7 +222,8 @@ impl DataPlane {
                 .enable_all()
                 .build()?;
             let (commands, inbox) = mpsc::unbounded_channel();
-            let (context, dead) = (context.clone(), dead.clone());
+            let context = context.clone();
+            let dead = dead.clone();
             let served = PeerTasks::new(STREAMS_PER_PEER, MAX_SERVED / threads);
             let work = move || {
                 let run = || runtime.block_on(run(context, served, inbox));
@@ -277,7 +278,8 @@ async fn run(
         tokio::select! {
             command = inbox.recv() => match command {
                 Some(Command::Serve(stream, opened)) => {
-                    let (inc, addr) = (opened.peer.inc.clone(), opened.peer.addr.clone());
+                    let inc = opened.peer.inc.clone();
+                    let addr = opened.peer.addr.clone();
                     let task = tasks.spawn(server::serve(context.clone(), stream, *opened));
                     if served.add(inc, task) {
                         tracing::warn!(peer = %addr, "too many data streams: the oldest one is closed");

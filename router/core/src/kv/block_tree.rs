@@ -171,8 +171,10 @@ impl EngineBlockTree {
     }
 
     fn store(&mut self, stored: &StoredBlocks) -> Result<(), BrokenTree> {
-        let (hashes, tokens) = (stored.hashes.len(), stored.tokens.len());
-        let (block_tokens, width) = (stored.block_tokens, stored.block_tokens as usize);
+        let hashes = stored.hashes.len();
+        let tokens = stored.tokens.len();
+        let block_tokens = stored.block_tokens;
+        let width = stored.block_tokens as usize;
         if width == 0 || tokens != width * hashes {
             return Err(BrokenTree::WrongLength {
                 hashes,
@@ -229,7 +231,8 @@ impl EngineBlockTree {
 
     /// The tokens between the last end of a router block and the end of this block.
     fn tail_behind(&self, slot: Slot) -> Vec<u32> {
-        let (mut at, mut reversed) = (slot, Vec::new());
+        let mut at = slot;
+        let mut reversed = Vec::new();
         while at != NONE {
             let block = &self.blocks[at as usize];
             match &block.rest {
@@ -351,7 +354,9 @@ impl EngineBlockTree {
             if block.parent == FREE || block.copies > 0 || block.first_child != NONE {
                 return;
             }
-            let (parent, next, prev) = (block.parent, block.next, block.prev);
+            let parent = block.parent;
+            let next = block.next;
+            let prev = block.prev;
             self.rest_bytes -= block.rest.heap_bytes();
             self.by_hash.remove(&block.hash);
             if next != NONE {

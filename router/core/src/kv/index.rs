@@ -340,7 +340,8 @@ impl KvIndex {
             let holders = self.holders(path[end - 1]);
             holders.is_some_and(|held| words.all(|(at, word)| word & !held.word(at) == 0))
         };
-        let (mut low, mut step) = (at, 1);
+        let mut low = at;
+        let mut step = 1;
         while low + step <= path.len() && all_hold(low + step) {
             low += step;
             step *= 2;

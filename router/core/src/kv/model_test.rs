@@ -230,8 +230,10 @@ impl World {
     }
 
     fn snapshot(&mut self, at: usize) {
-        let (worker, events) = (WorkerId(at as u64), self.engines[at].snapshot());
-        let (next, index) = (self.engines[at].log.len(), &mut self.index);
+        let worker = WorkerId(at as u64);
+        let events = self.engines[at].snapshot();
+        let next = self.engines[at].log.len();
+        let index = &mut self.index;
         self.replicas[at]
             .snapshot(next as u64, &events, &mut |news| {
                 index.reconcile(worker, &news)
@@ -240,7 +242,8 @@ impl World {
     }
 
     fn forget(&mut self, at: usize) {
-        let (worker, index) = (WorkerId(at as u64), &mut self.index);
+        let worker = WorkerId(at as u64);
+        let index = &mut self.index;
         self.replicas[at]
             .forget(&mut |news| index.reconcile(worker, &news))
             .expect("forgetting");
@@ -290,7 +293,8 @@ impl World {
                 }
             }
             Cure::Skip => {
-                let (worker, index) = (WorkerId(at as u64), &mut self.index);
+                let worker = WorkerId(at as u64);
+                let index = &mut self.index;
                 self.replicas[at]
                     .skip_to(number as u64, &mut |news| index.reconcile(worker, &news))
                     .expect("skipping");
@@ -311,15 +315,14 @@ impl World {
     fn check(&mut self, prompt: &[u32]) {
         let held = self.held_by(prompt);
         for (at, engine) in self.engines.iter().enumerate() {
-            let (rank, replica) = (self.index.rank(WorkerId(at as u64)), &self.replicas[at]);
+            let rank = self.index.rank(WorkerId(at as u64));
+            let replica = &self.replicas[at];
             assert_eq!(rank.is_some_and(|rank| rank.is_exact), replica.is_exact());
             if !replica.is_exact() || replica.next() != Some(engine.log.len() as u64) {
                 continue; // it does not know yet what it lost
             }
-            let (claimed, true_tokens) = (
-                rank.map_or(0, |rank| rank.cached_tokens(held[at], BLOCK, usize::MAX)),
-                engine.held_tokens(prompt),
-            );
+            let claimed = rank.map_or(0, |rank| rank.cached_tokens(held[at], BLOCK, usize::MAX));
+            let true_tokens = engine.held_tokens(prompt);
             assert!(
                 claimed <= true_tokens,
                 "rank {at}: {claimed} of {true_tokens}"

@@ -158,7 +158,8 @@ impl CacheReplica {
     ) -> Result<ApplyResult, ReplicaError> {
         // What was before `Cleared` does not matter, be it known or lost.
         let cleared = events.iter().rposition(|event| *event == KvEvent::Cleared);
-        let (events, is_fresh_start) = (&events[cleared.unwrap_or(0)..], cleared.is_some());
+        let events = &events[cleared.unwrap_or(0)..];
+        let is_fresh_start = cleared.is_some();
         match self.next {
             Some(next) if number < next => return Ok(ApplyResult::Old),
             Some(next) if number > next && !is_fresh_start => {
@@ -235,7 +236,8 @@ impl CacheReplica {
         if self.mirror.apply(events, &mut self.changes)? {
             tell(CacheUpdate::Begin)?;
         }
-        let (page_tokens, bytes) = (self.mirror.page_tokens(), self.mirror.bytes());
+        let page_tokens = self.mirror.page_tokens();
+        let bytes = self.mirror.bytes();
         for changes in self.changes.chunks(PIECE) {
             tell(CacheUpdate::Changed {
                 changes,

@@ -59,11 +59,9 @@ mod tests {
 
     #[test]
     fn only_what_both_tell_can_differ() {
-        let (a, b, unreported) = (
-            fingerprint("16", "bf16"),
-            fingerprint("32", "bf16"),
-            WorkerFingerprint::default(),
-        );
+        let a = fingerprint("16", "bf16");
+        let b = fingerprint("32", "bf16");
+        let unreported = WorkerFingerprint::default();
         assert_eq!(a.differs(&b).collect::<Vec<_>>(), ["page_size"]);
         assert!(
             a.is_compatible(&a) && a.is_compatible(&unreported) && unreported.is_compatible(&b)

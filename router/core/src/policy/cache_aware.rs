@@ -94,13 +94,16 @@ impl CacheAware {
 
     fn is_unbalanced(&self, ready: &[WorkerView]) -> bool {
         let loads = || ready.iter().map(|worker| worker.load);
-        let (max, min) = (loads().max().unwrap_or(0), loads().min().unwrap_or(0));
+        let max = loads().max().unwrap_or(0);
+        let min = loads().min().unwrap_or(0);
         max - min > self.params.balance_abs_threshold
             && max as f32 > self.params.balance_rel_threshold * min as f32
     }
 
     fn choose_by_prefix(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
-        let (text, ready, rng) = (input.request.text, input.ready, &mut *input.rng);
+        let text = input.request.text;
+        let ready = input.ready;
+        let rng = &mut *input.rng;
         let tree = self.read();
         let matched = tree.longest_match(text, ready);
         let total_chars = text.chars().count();
@@ -176,7 +179,8 @@ impl Policy for CacheAware {
     }
 
     fn explain(&self, input: &PolicyInput<'_>) -> Explanation {
-        let (text, ready) = (input.request.text, input.ready);
+        let text = input.request.text;
+        let ready = input.ready;
         let mut ids: Vec<WorkerId> = ready.iter().map(|worker| worker.id).collect();
         ids.sort_unstable();
         let mut held = vec![0; ids.len()];
@@ -224,7 +228,8 @@ impl Policy for CacheAware {
 
     fn stats(&self, _now_ms: u64) -> PolicyStats {
         let tree = self.read();
-        let (chars, index_bytes) = (tree.units_by_worker(), tree.bytes());
+        let chars = tree.units_by_worker();
+        let index_bytes = tree.bytes();
         let evicted_total = tree.evicted_units_total();
         PolicyStats {
             chars,
@@ -403,7 +408,9 @@ mod tests {
         let policy = policy_for(4, params);
         let system =
             "You are a careful assistant of the example company. ".repeat(95)[..4_900].to_owned();
-        let (mut loads, mut counts, mut rng) = ([0usize; 4], [0usize; 4], rng(17));
+        let mut loads = [0usize; 4];
+        let mut counts = [0usize; 4];
+        let mut rng = rng(17);
         let mut in_flight = VecDeque::new();
         for i in 0..requests {
             if in_flight.len() == concurrency {
@@ -486,7 +493,8 @@ mod tests {
                 let least = among.iter().map(|&w| key(w)).min().unwrap_or(0);
                 among.into_iter().filter(|&w| key(w) == least).map(|w| w as u64).collect()
             };
-            let (max, min) = (loads.iter().max().unwrap_or(&0), loads.iter().min().unwrap_or(&0));
+            let max = loads.iter().max().unwrap_or(&0);
+            let min = loads.iter().min().unwrap_or(&0);
             let best = *matched.iter().max().unwrap_or(&0);
             let by_load = |worker: usize| loads[worker];
             let allowed = if max - min > 3 && *max > 2 * min {

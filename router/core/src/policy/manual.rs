@@ -260,7 +260,8 @@ impl Policy for ManualPolicy {
 
     fn stats(&self, _now_ms: u64) -> PolicyStats {
         let state = self.lock();
-        let (keys, evicted_total) = (state.keys.len(), state.evicted_total);
+        let keys = state.keys.len();
+        let evicted_total = state.evicted_total;
         PolicyStats {
             keys,
             evicted_total,
@@ -291,7 +292,9 @@ mod tests {
     #[test]
     fn a_key_stays_with_its_worker_and_returns_to_it() {
         let policy = policy_for(3, ManualParams::default());
-        let (mut sender, mut rng, all) = (TestSender::default(), rng(3), views(&[0, 0, 0]));
+        let mut sender = TestSender::default();
+        let mut rng = rng(3);
+        let all = views(&[0, 0, 0]);
         let first = sender.keyed(&policy, "session", &all, &mut rng);
         assert_eq!(first.why, SelectionReason::NewKey);
         for load in 0..20 {
@@ -323,7 +326,8 @@ mod tests {
 
     #[test]
     fn new_keys_go_where_the_mode_says_and_no_key_is_random() {
-        let (mut sender, mut rng) = (TestSender::default(), rng(5));
+        let mut sender = TestSender::default();
+        let mut rng = rng(5);
         for &mode in AssignmentMode::ALL {
             assert_eq!(mode.to_string().parse(), Ok(mode));
             let policy = policy_for(
@@ -351,7 +355,8 @@ mod tests {
                     routing_key: key,
                     ..Default::default()
                 };
-                let (ready, rng) = (&views(&[0, 0]), &mut rng);
+                let ready = &views(&[0, 0]);
+                let rng = &mut rng;
                 let mut input = PolicyInput {
                     request: &request,
                     ready,
@@ -381,7 +386,9 @@ mod tests {
                 ..Default::default()
             },
         );
-        let (mut sender, mut rng, all) = (TestSender::default(), rng(1), views(&[0, 0]));
+        let mut sender = TestSender::default();
+        let mut rng = rng(1);
+        let all = views(&[0, 0]);
         sender.keyed(&policy, "a", &all, &mut rng);
         sender.now_ms = 6_000;
         sender.keyed(&policy, "b", &all, &mut rng);
@@ -420,7 +427,8 @@ mod tests {
         fn keys_follow_the_naive_model(ops in proptest::collection::vec(op(), 1..60), seed in any::<u64>()) {
             let params = ManualParams { max_idle_secs: 10, max_keys: 3, ..Default::default() };
             let policy = policy_for(4, params);
-            let (mut sender, mut rng) = (TestSender::default(), rng(seed));
+            let mut sender = TestSender::default();
+            let mut rng = rng(seed);
             let mut model: Vec<(u8, Vec<u64>, u64)> = Vec::new();
             let mut alive = [true; 4];
             for op in ops {

@@ -329,7 +329,8 @@ mod tests {
             let policy = build(PolicyKind::Cost, role, &PolicyParams::default());
             let mut sender = TestSender::default();
             for id in 0..2 {
-                let (worker, facts) = (WorkerId(id), WorkerFacts::default());
+                let worker = WorkerId(id);
+                let facts = WorkerFacts::default();
                 policy.observe(&PolicyEvent::WorkerAdded { worker, facts });
             }
             sender.routed(&*policy, 0, &"a".repeat(100));

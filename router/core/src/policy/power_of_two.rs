@@ -85,7 +85,8 @@ mod tests {
 
     #[test]
     fn a_worker_above_all_others_gets_nothing() {
-        let (ready, mut rng) = (views(&[1, 9, 1, 0]), rng(5));
+        let ready = views(&[1, 9, 1, 0]);
+        let mut rng = rng(5);
         assert!((0..1_000).all(|_| chosen(&PowerOfTwo, "", &ready, &mut rng).worker.0 != 1));
     }
 }

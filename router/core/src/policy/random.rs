@@ -34,7 +34,8 @@ mod tests {
 
     #[test]
     fn every_candidate_gets_its_share() {
-        let (ready, mut rng) = (views(&[9, 0, 5, 0]), rng(7));
+        let ready = views(&[9, 0, 5, 0]);
+        let mut rng = rng(7);
         let mut counts = [0usize; 4];
         for _ in 0..4_000 {
             counts[chosen(&RandomPolicy, "", &ready, &mut rng).worker.0 as usize] += 1;

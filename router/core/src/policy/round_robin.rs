@@ -49,7 +49,8 @@ mod tests {
 
     #[test]
     fn order_is_that_of_the_candidates_and_only_what_is_sent_takes_a_turn() {
-        let (policy, ready) = (RoundRobin::default(), views(&[3, 0, 1]));
+        let policy = RoundRobin::default();
+        let ready = views(&[3, 0, 1]);
         let mut sender = TestSender::default();
         let turns: Vec<u64> = (0..6)
             .map(|_| {

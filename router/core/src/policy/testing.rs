@@ -73,7 +73,8 @@ impl TestSender {
 
     pub fn routed(&mut self, policy: &dyn Policy, worker: u64, text: &str) -> SendTicket {
         self.tickets += 1;
-        let (blocks, ticket) = (blocks(text), SendTicket(self.tickets));
+        let blocks = blocks(text);
+        let ticket = SendTicket(self.tickets);
         policy.observe(&PolicyEvent::Routed {
             ticket,
             worker: WorkerId(worker),
@@ -89,7 +90,8 @@ impl TestSender {
     }
 
     pub fn first_token(&self, policy: &dyn Policy, ticket: SendTicket, worker: u64) {
-        let (worker, now_ms) = (WorkerId(worker), self.now_ms);
+        let worker = WorkerId(worker);
+        let now_ms = self.now_ms;
         policy.observe(&PolicyEvent::FirstToken {
             ticket,
             worker,

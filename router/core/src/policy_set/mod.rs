@@ -145,7 +145,8 @@ impl PolicySet {
             explains,
             ..
         } = sending;
-        let (explains, rng) = (*explains, &mut SplitMix64(*seed));
+        let explains = *explains;
+        let rng = &mut SplitMix64(*seed);
         self.policy(role).decide(&mut PolicyInput {
             request,
             ready,
@@ -163,7 +164,8 @@ impl PolicySet {
     ) -> Option<[ExplainedChoice; 2]> {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
         let is_compatible = constraints.map(|constraints| constraints.test(ready));
-        let (rng, is_compatible) = (&mut SplitMix64(sending.seed), is_compatible.as_deref());
+        let rng = &mut SplitMix64(sending.seed);
+        let is_compatible = is_compatible.as_deref();
         decide_pair(
             p,
             d,

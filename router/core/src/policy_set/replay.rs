@@ -145,7 +145,8 @@ impl DecisionReplay {
             routing_key: asked.key.as_deref(),
             now_ms: asked.now_ms,
         };
-        let (seed, streams) = (asked.seed, asked.streams);
+        let seed = asked.seed;
+        let streams = asked.streams;
         let sending = RoutingRequest {
             request,
             seed,
@@ -186,7 +187,8 @@ impl DecisionReplay {
                 let ticket = asked.sides[at].ticket;
                 self.policies.sent(role, &sending, choice, ticket);
                 self.evaluators.sent(role, &sending, choice, ticket);
-                let (hashes, sent_ms) = (asked.prompt.hashes.0.clone(), asked.now_ms);
+                let hashes = asked.prompt.hashes.0.clone();
+                let sent_ms = asked.now_ms;
                 self.in_flight.insert(
                     ticket,
                     InFlight {
@@ -261,7 +263,8 @@ impl DecisionCounts {
     fn write(&self, f: &mut fmt::Formatter<'_>, role: &str) -> fmt::Result {
         let total = self.total();
         let percent = |part: u64| 100.0 * part as f64 / total.max(1) as f64;
-        let (recorded, again) = (self.recorded_policy, self.policy);
+        let recorded = self.recorded_policy;
+        let again = self.policy;
         writeln!(f, "\n{role}: {recorded} recorded, {again} again")?;
         for (what, count) in [
             ("same decision", self.same),
@@ -298,7 +301,8 @@ impl DecisionCounts {
                 Some(choice) => format!("worker {} ({})", choice.worker, choice.why),
                 None => "no worker".to_owned(),
             };
-            let (recorded, again) = (show(recorded), show(again));
+            let recorded = show(recorded);
+            let again = show(again);
             writeln!(
                 f,
                 "  first difference: line {n}: {recorded} recorded, {again} again"
@@ -456,7 +460,8 @@ mod tests {
                     .push((role, ticket, choice.worker, text.to_owned()));
             };
             self.tickets += 2;
-            let (p, d) = (SendTicket(self.tickets - 1), SendTicket(self.tickets));
+            let p = SendTicket(self.tickets - 1);
+            let d = SendTicket(self.tickets);
             if is_pair {
                 let fingerprint = |size: u32| {
                     WorkerFingerprint::of(|aspect| {
@@ -634,7 +639,8 @@ mod tests {
         let regular = &report.roles["regular"];
         assert_eq!(regular.total(), 57);
         assert!(!report.is_same() && regular.other_worker > 10, "{report}");
-        let (was, is) = (regular.recorded.hit_rate(), regular.again.hit_rate());
+        let was = regular.recorded.hit_rate();
+        let is = regular.again.hit_rate();
         assert!(is > was, "{was:?} {is:?}");
         let shown = report.to_string();
         for part in [

@@ -38,6 +38,7 @@
 //! unit, not by scanning. Time is a logical counter. Cost: insert and match O(length of the path +
 //! nodes on it × log), eviction O(log) a node.
 
+mod holder;
 mod segment;
 
 use std::collections::BTreeMap;
@@ -45,14 +46,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::types::{WorkerId, WorkerView};
 
+use holder::{Holder, NOT_QUEUED, position};
 pub use segment::TreeSegment;
 
 /// Index into the arena. 32 bits: 2^32 nodes would need half a terabyte.
 type NodeId = u32;
 
 const ROOT: NodeId = 0;
-/// A `queued` value no stamp has.
-const NOT_QUEUED: u64 = 0;
 
 #[derive(Debug)]
 struct Node<S: TreeSegment + ?Sized> {
@@ -65,36 +65,6 @@ struct Node<S: TreeSegment + ?Sized> {
     children: BTreeMap<S::First, NodeId>,
     /// Sorted by worker. The root lists none.
     holders: Vec<Holder>,
-}
-
-/// A worker that was sent every path up to the end of a node.
-#[derive(Debug)]
-struct Holder {
-    worker: WorkerId,
-    /// When it last was sent a path that passes through the whole node.
-    stamp: AtomicU64,
-    /// Under which key the node waits in the worker's `leaves`; [`NOT_QUEUED`] unless `below` is 0.
-    /// It may be older than `stamp` (which moves under the read lock); eviction notices and queues
-    /// the node again.
-    queued: u64,
-    /// Children of the node that the worker holds too.
-    below: u32,
-}
-
-impl Holder {
-    /// Not queued.
-    fn new(worker: WorkerId, stamp: u64, below: u32) -> Self {
-        Self {
-            worker,
-            stamp: AtomicU64::new(stamp),
-            queued: NOT_QUEUED,
-            below,
-        }
-    }
-
-    fn stamp(&self) -> u64 {
-        self.stamp.load(Ordering::Relaxed)
-    }
 }
 
 #[derive(Debug, Default)]
@@ -198,7 +168,9 @@ where
     /// The nodes along `path`, each with the units matched up to its end, or to where the path
     /// leaves it.
     fn walk<'t>(&'t self, path: &'t S) -> impl Iterator<Item = PrefixMatch<'t>> {
-        let (mut next, mut rest, mut units) = (self.node(ROOT).child_for(path), path, 0);
+        let mut next = self.node(ROOT).child_for(path);
+        let mut rest = path;
+        let mut units = 0;
         std::iter::from_fn(move || {
             let node = self.node(next?);
             let common = node.label.common(rest);
@@ -264,7 +236,8 @@ where
     /// If `worker` holds exactly this path as the end of a node, renew it and return true; else an
     /// insert is needed.
     pub fn touch(&self, worker: WorkerId, path: &S) -> bool {
-        let (mut id, mut rest) = (ROOT, path);
+        let mut id = ROOT;
+        let mut rest = path;
         while !rest.is_empty() {
             let Some(next) = self.descend(id, rest) else {
                 return false;
@@ -295,13 +268,15 @@ where
             return AccessStamp(stamp);
         }
         self.make_room();
-        let (mut at, mut rest) = (ROOT, path);
+        let mut at = ROOT;
+        let mut rest = path;
         while !rest.is_empty() {
             let child = match self.node(at).child_for(rest) {
                 None => self.add_child(at, rest),
                 Some(child) => {
                     let label = &self.node(child).label;
-                    let (common, len) = (label.common(rest), label.len());
+                    let common = label.common(rest);
+                    let len = label.len();
                     if common < len {
                         self.split(child, common)
                     } else {
@@ -324,7 +299,9 @@ where
     /// Take back what the insert that returned `stamp` claimed beyond the first `keep` units,
     /// unless something sent since passes through it.
     pub fn retract(&mut self, worker: WorkerId, path: &S, stamp: AccessStamp, keep: usize) {
-        let (mut id, mut rest, mut units) = (ROOT, path, 0);
+        let mut id = ROOT;
+        let mut rest = path;
+        let mut units = 0;
         while let Some((child, behind)) = self.descend(id, rest)
             && position(&self.node(child).holders, worker).is_ok()
         {
@@ -338,7 +315,8 @@ where
             if node.holders[at].below > 0 || node.holders[at].stamp() != stamp.0 {
                 break;
             }
-            let (parent, above) = (node.parent, units - node.units);
+            let parent = node.parent;
+            let above = units - node.units;
             if above < keep {
                 self.split(id, node.label.position_of_unit(keep - above));
                 self.release(id, worker);
@@ -476,7 +454,8 @@ where
     /// and joined as due.
     fn release(&mut self, leaf: NodeId, worker: WorkerId) {
         let node = &mut self.nodes[leaf as usize];
-        let (parent, units) = (node.parent, node.units);
+        let parent = node.parent;
+        let units = node.units;
         if let Ok(at) = position(&node.holders, worker) {
             let holder = node.holders.remove(at);
             debug_assert_eq!(holder.below, 0, "only ends of paths are forgotten");
@@ -563,7 +542,8 @@ where
     fn split(&mut self, id: NodeId, at: usize) -> NodeId {
         let lower = &mut self.nodes[id as usize];
         let (head, tail) = lower.label.split_at(at);
-        let (head, tail) = (Box::from(head), Box::from(tail));
+        let head = Box::from(head);
+        let tail = Box::from(tail);
         let above = |holder: &Holder| Holder::new(holder.worker, holder.stamp(), 1);
         let mut upper = Node::new(head, lower.parent);
         upper.holders = lower.holders.iter().map(above).collect();
@@ -581,7 +561,8 @@ where
     /// `worker` holds the node, as of `stamp`. It holds the parent already.
     fn hold(&mut self, id: NodeId, worker: WorkerId, stamp: u64) {
         let node = &mut self.nodes[id as usize];
-        let (parent, units) = (node.parent, node.units);
+        let parent = node.parent;
+        let units = node.units;
         match position(&node.holders, worker) {
             Ok(at) => *node.holders[at].stamp.get_mut() = stamp,
             Err(at) => {
@@ -685,10 +666,6 @@ impl<S: TreeSegment + ?Sized> Node<S> {
     fn child_for(&self, rest: &S) -> Option<NodeId> {
         self.children.get(&rest.first()?).copied()
     }
-}
-
-fn position(holders: &[Holder], worker: WorkerId) -> Result<usize, usize> {
-    holders.binary_search_by_key(&worker, |holder| holder.worker)
 }
 
 #[cfg(test)]

@@ -210,7 +210,9 @@ where
     Box<S>: Default + for<'a> From<&'a S>,
 {
     let mut seen = 0;
-    let (mut label_bytes, mut slots, mut inner) = (0, 0, 0);
+    let mut label_bytes = 0;
+    let mut slots = 0;
+    let mut inner = 0;
     let mut units: BTreeMap<WorkerId, usize> = BTreeMap::new();
     let mut leaves: BTreeMap<WorkerId, BTreeMap<u64, NodeId>> = BTreeMap::new();
     let mut todo = vec![ROOT];
@@ -294,7 +296,8 @@ where
             text,
             between,
         } => {
-            let (path, keep) = (S::spell(text), model.held_by(*worker, text));
+            let path = S::spell(text);
+            let keep = model.held_by(*worker, text);
             let stamp = tree.insert(WorkerId(*worker), &path);
             model.send(*worker, text);
             let stamp_in_model = model.stamp;
@@ -306,7 +309,8 @@ where
             model.retract(*worker, text, stamp_in_model, keep);
         }
         Op::Match { text, ready } => {
-            let (ready_views, path) = (views(ready), S::spell(text));
+            let ready_views = views(ready);
+            let path = S::spell(text);
             let found = tree.longest_match(&path, &ready_views);
             let holders: Vec<u64> = ready
                 .iter()
@@ -398,7 +402,8 @@ proptest! {
     #[test]
     fn common_prefix_is_that_of_the_characters(a in text(), b in text(), same in text(), times in 0usize..60) {
         let same = same.repeat(times); // long enough to cross blocks
-        let (a, b) = (format!("{same}{a}"), format!("{same}{b}"));
+        let a = format!("{same}{a}");
+        let b = format!("{same}{b}");
         let by_chars: usize =
             a.chars().zip(b.chars()).take_while(|(x, y)| x == y).map(|(c, _)| c.len_utf8()).sum();
         prop_assert_eq!(a.common(&b), by_chars);

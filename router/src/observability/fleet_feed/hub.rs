@@ -50,7 +50,8 @@ pub struct FeedHub {
 
 impl FeedHub {
     pub fn new(clients: Gauge, snapshots: IntCounter) -> Self {
-        let (is_ticking, latest) = (Mutex::default(), watch::Sender::default());
+        let is_ticking = Mutex::default();
+        let latest = watch::Sender::default();
         Self {
             period: PERIOD,
             is_ticking,
@@ -226,7 +227,8 @@ mod tests {
     #[tokio::test]
     async fn pages_share_snapshots_and_a_late_one_gets_the_latest_at_once() {
         let scene = Scene::new(LONG);
-        let (mut first, mut second) = (scene.page(0).unwrap(), scene.page(0).unwrap());
+        let mut first = scene.page(0).unwrap();
+        let mut second = scene.page(0).unwrap();
         assert_eq!(
             (next(&mut first).await, next(&mut second).await),
             (Some(1), Some(1))
@@ -252,7 +254,8 @@ mod tests {
     #[tokio::test]
     async fn ticker_ends_with_the_last_page_and_starts_with_the_next() {
         let scene = Scene::new(SHORT);
-        let (mut first, second) = (scene.page(0).unwrap(), scene.page(0).unwrap());
+        let mut first = scene.page(0).unwrap();
+        let second = scene.page(0).unwrap();
         drop(second);
         assert!(next(&mut first).await.is_some());
         assert_eq!(scene.clients(), 1.0);

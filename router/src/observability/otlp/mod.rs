@@ -70,7 +70,8 @@ impl TraceContext {
     /// Header for the receiver of a leg.
     pub fn header(&self, leg: u64) -> HeaderValue {
         let mut text = String::with_capacity(55);
-        let (trace, flags) = (self.trace, u8::from(self.is_sampled));
+        let trace = self.trace;
+        let flags = u8::from(self.is_sampled);
         let written = write!(text, "00-{trace:032x}-{leg:016x}-{flags:02x}");
         written.expect("writing to a String cannot fail");
         HeaderValue::try_from(text).expect("hexadecimal digits and dashes are header characters")
@@ -144,10 +145,8 @@ mod tests {
 
     #[test]
     fn a_request_without_a_trace_begins_one() {
-        let (a, b) = (
-            TraceContext::of(&HeaderMap::new()),
-            TraceContext::of(&HeaderMap::new()),
-        );
+        let a = TraceContext::of(&HeaderMap::new());
+        let b = TraceContext::of(&HeaderMap::new());
         assert!(a.is_sampled && a.parent.is_none() && a.trace != b.trace && a.span != b.span);
     }
 }

@@ -47,7 +47,8 @@ impl RequestTimeline {
                     spans.push(before);
                 }
             }
-            let (from, to) = (leg.chosen_ms, leg.ended_ms.unwrap_or(ended_ms));
+            let from = leg.chosen_ms;
+            let to = leg.ended_ms.unwrap_or(ended_ms);
             let mut leg_span = span(
                 leg.span,
                 parent,

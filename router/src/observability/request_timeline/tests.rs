@@ -119,7 +119,8 @@ fn wait_for_the_first_worker_is_no_part_of_the_decision() {
     let _leg = timeline.leg(Role::Regular, "w", SelectionReason::Only, None);
     timeline.waited_for_worker();
     let [_, _, _, _, worker_wait, decide, ..] = timeline.stages();
-    let (worker_wait, decide) = (worker_wait.unwrap(), decide.unwrap());
+    let worker_wait = worker_wait.unwrap();
+    let decide = decide.unwrap();
     assert!(worker_wait >= 0.02, "{worker_wait}");
     let stages = &requests.find("r", ApiKind::without_prefix).unwrap()["timeline"];
     let chosen = timeline.records.lock().legs[0].chosen_ms / 1e3;

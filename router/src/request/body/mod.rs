@@ -379,7 +379,8 @@ impl<'a> TopLevelFields<'a> {
         } else {
             text(model)
         };
-        let (salt, key) = (text(cache_salt), text(extra_key));
+        let salt = text(cache_salt);
+        let key = text(extra_key);
         Ok(BodyIndex {
             api,
             ids: ids.map(|value| self.span(value)),

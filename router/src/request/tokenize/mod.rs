@@ -175,7 +175,8 @@ impl PromptTokenizer {
                     .and_then(Result::ok)
                     .ok_or(TokenizeFallback::Busy)?
             };
-            let (tokens, body) = (self.clone(), body.clone());
+            let tokens = self.clone();
+            let body = body.clone();
             let work = tokio::task::spawn_blocking(move || {
                 let made = tokens.ids_of(api, &body, context);
                 drop(place);

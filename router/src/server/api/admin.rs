@@ -51,7 +51,8 @@ pub async fn version() -> Response {
 }
 
 pub async fn ready(State(app): SharedApp) -> Response {
-    let (refusal, missing) = (not_ready_because(&app), cannot_serve_because(&app));
+    let refusal = not_ready_because(&app);
+    let missing = cannot_serve_because(&app);
     let mut body = json!({
         "status": if refusal.is_none() { "ready" } else { "not_ready" },
         "serves": missing.is_none(),
@@ -133,7 +134,8 @@ pub async fn metrics(State(app): SharedApp) -> Response {
 // ---- workers ----
 
 fn show(app: &AppState, worker: &Worker) -> Value {
-    let (state, description) = (worker.state(), worker.description());
+    let state = worker.state();
+    let description = worker.description();
     let (circuit, passed_over_ms) = app.fleet.objections_to(worker);
     let feeds = app.fleet.candidates_at(worker).into_iter();
     json!({
@@ -240,7 +242,8 @@ pub async fn add_worker(State(app): SharedApp, request: Request) -> HandlerResul
     let role = asked.worker_type.unwrap_or(Role::Regular);
     let port = asked.bootstrap_port.map(|port| port.to_string());
     let worker = register(&app, &asked.url, role, port.as_deref(), asked.topology)?;
-    let (id, url) = (worker.id.to_string(), worker.url().to_string());
+    let id = worker.id.to_string();
+    let url = worker.url().to_string();
     let body = json!({
         "status": "accepted",
         "id": id,

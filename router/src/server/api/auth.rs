@@ -53,7 +53,9 @@ pub fn check(
     if has_control_keys(app) && (level == AccessLevel::Control || is_dry_run(request)) {
         let known = given.and_then(|given| control_key(app, given));
         let key = known.ok_or(RouteError::InvalidControlKey)?;
-        let (id, name, method) = (&key.id, &key.name, request.method());
+        let id = &key.id;
+        let name = &key.name;
+        let method = request.method();
         return match key.role {
             KeyRole::Admin => {
                 tracing::info!(id, name, %method, path, "control request");

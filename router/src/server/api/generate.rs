@@ -82,7 +82,8 @@ async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
         Ok(asks) => asks,
         Err(err) => return dispatch::refuse(record, err),
     };
-    let (timeline, explains) = (record.timeline.clone(), asks == ExplainMode::Explain);
+    let timeline = record.timeline.clone();
+    let explains = asks == ExplainMode::Explain;
     let inbound = match take_in(&app, api, request, &timeline, explains).await {
         Ok(with_record) => with_record(record),
         Err(err) => return dispatch::refuse(record, err),
@@ -225,7 +226,8 @@ async fn refuse_oversized(
         .fleet
         .prompt_limit(app.fleet.serving_roles(), scan.model.as_deref());
     let Some(limit) = limit else { return Ok(()) };
-    let (its, bytes) = (scan.clone(), body.clone());
+    let its = scan.clone();
+    let bytes = body.clone();
     let measuring = move || oversized(&its, &bytes, limit);
     app.body_threads
         .run(body.len(), measuring)
@@ -243,7 +245,8 @@ async fn prompt_of(
 ) -> Result<KnownPrompt, RouteError> {
     let config = &app.config.tokens;
     let block_size = config.block_size;
-    let (its, bytes) = (scan.clone(), body.clone());
+    let its = scan.clone();
+    let bytes = body.clone();
     let reading = move || Some(known_ids(&its, &its.ids(&bytes)?, block_size, needs_blocks));
     if let Some(known) = app.body_threads.run(scan.prompt_len(), reading).await? {
         return Ok(known);
@@ -264,7 +267,8 @@ async fn prompt_of(
     if !needs_blocks {
         return Ok(KnownPrompt::default());
     }
-    let (its, bytes) = (scan.clone(), body.clone());
+    let its = scan.clone();
+    let bytes = body.clone();
     let hashing = move || its.text_blocks(&bytes);
     let blocks = app.body_threads.run(scan.prompt_len(), hashing).await?;
     Ok(KnownPrompt {
@@ -291,8 +295,10 @@ fn check_media_type(headers: &HeaderMap) -> Result<(), RouteError> {
             .get(name)
             .map(|value| String::from_utf8_lossy(value.as_bytes()))
     };
-    let (coding, kind) = (text(CONTENT_ENCODING), text(CONTENT_TYPE));
-    let (coding, kind) = (coding.unwrap_or_default(), kind.unwrap_or_default());
+    let coding = text(CONTENT_ENCODING);
+    let kind = text(CONTENT_TYPE);
+    let coding = coding.unwrap_or_default();
+    let kind = kind.unwrap_or_default();
     let problem = if !coding.is_empty() && !coding.eq_ignore_ascii_case("identity") {
         format!("the body has content-encoding {coding}; send it as plain JSON")
     } else if kind.to_ascii_lowercase().starts_with("multipart/") {
@@ -421,7 +427,8 @@ pub async fn read_at_most(
                 let waited_ms = BODY_SILENCE.as_millis() as u64;
                 return Err(RouteError::BodySilent { waited_ms });
             }
-            let (limit_secs, got_bytes) = (limits.body_read_timeout_secs, first.len() + all.len());
+            let limit_secs = limits.body_read_timeout_secs;
+            let got_bytes = first.len() + all.len();
             return Err(RouteError::BodySlow {
                 limit_secs,
                 got_bytes,
@@ -490,10 +497,8 @@ mod tests {
             let occupied = occupy(&app.body_threads);
             let mut scanning = Box::pin(scanned(&app, &body, api));
             let mut reading = Box::pin(prompt_of(&app, &scan, &body, true));
-            let (early_scan, early_prompt) = (
-                (&mut scanning).now_or_never(),
-                (&mut reading).now_or_never(),
-            );
+            let early_scan = (&mut scanning).now_or_never();
+            let early_prompt = (&mut reading).now_or_never();
             assert_eq!(
                 (early_scan.is_some(), early_prompt.is_some()),
                 (is_inline, is_inline)

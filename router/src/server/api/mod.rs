@@ -175,10 +175,8 @@ async fn no_request_path(request: Request) -> RouteError {
 }
 
 async fn method_not_allowed(request: Request) -> RouteError {
-    let (method, path) = (
-        request.method().to_string(),
-        request.uri().path().to_owned(),
-    );
+    let method = request.method().to_string();
+    let path = request.uri().path().to_owned();
     RouteError::MethodNotAllowed { method, path }
 }
 

@@ -110,7 +110,8 @@ async fn proxy_to_any(
     app.fleet
         .wait_for_first_probes(app.fleet.serving_roles())
         .await;
-    let (mut avoid, mut is_second) = (Vec::new(), false);
+    let mut avoid = Vec::new();
+    let mut is_second = false;
     loop {
         // The prefill workers come last: tokenizing on them delays prompts.
         let roles = app.fleet.serving_roles();
@@ -126,7 +127,9 @@ async fn proxy_to_any(
             record.attempts += 1;
             record.worker = Some((chosen.candidate.name.clone(), chosen.why));
         }
-        let (guard, head, body) = (chosen, head.clone(), BodySegments::from(body.clone()));
+        let guard = chosen;
+        let head = head.clone();
+        let body = BodySegments::from(body.clone());
         let leg = UpstreamAttempt {
             guard,
             head,
@@ -348,7 +351,9 @@ pub async fn ask_all(app: &AppState, head: RequestHead, body: Bytes) -> Response
     let (status, error) = match first.refusal().filter(|_| is_refused) {
         Some((status, error)) => (status, error),
         None => {
-            let (count, all, url) = (failed.len(), asked.len(), &first.url);
+            let count = failed.len();
+            let all = asked.len();
+            let url = &first.url;
             let what = first.status.map_or(first.text.clone(), |s| s.to_string());
             let detail = format!("{count} of {all} workers failed, the first is {url}: {what}");
             let err = RouteError::Unasked { detail };
@@ -451,7 +456,8 @@ async fn ask(worker: &Worker, head: &RequestHead, body: BodySegments) -> Result<
         .send(head, body, &|| ())
         .await
         .map_err(|err| err.to_string())?;
-    let (status, headers) = (Some(response.status()), end_to_end(response.headers()));
+    let status = Some(response.status());
+    let headers = end_to_end(response.headers());
     let body = response
         .into_body()
         .read_at_most(MAX_ASKED)

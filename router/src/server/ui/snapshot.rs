@@ -119,7 +119,8 @@ impl FleetSnapshot {
 
 impl NodeView {
     fn of(app: &AppState, worker: &Worker, now_ms: u64) -> Self {
-        let (state, description) = (worker.state(), worker.description());
+        let state = worker.state();
+        let description = worker.description();
         let incompatibility = || app.fleet.incompatibility(worker);
         let ranks = if state.reports_load() {
             app.fleet.ranks_of(worker)
@@ -167,7 +168,8 @@ impl RankView {
 
 impl PairView {
     fn of(((prefill, decode), record): ((u64, u64), PairRecord)) -> Self {
-        let (prefill, decode) = (prefill.to_string(), decode.to_string());
+        let prefill = prefill.to_string();
+        let decode = decode.to_string();
         Self {
             prefill,
             decode,

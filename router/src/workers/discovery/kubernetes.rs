@@ -285,7 +285,8 @@ fn seen(pod: &Pod, wanted: &PodSelectors) -> Seen {
 
 /// The annotation or label of ours, or the zone that Kubernetes 1.35 and later copy from the node.
 fn topology(pod: &Pod) -> Option<String> {
-    let (notes, labels) = (&pod.metadata.annotations, &pod.metadata.labels);
+    let notes = &pod.metadata.annotations;
+    let labels = &pod.metadata.labels;
     let named = |from: &Option<BTreeMap<String, String>>, key| from.as_ref()?.get(key).cloned();
     named(notes, TOPOLOGY)
         .or_else(|| named(labels, TOPOLOGY))
@@ -412,7 +413,8 @@ mod tests {
 
     #[test]
     fn topology_is_the_annotation_or_label_or_the_zone() {
-        let (ours, zone) = ("baton.dev/topology", "topology.kubernetes.io/zone");
+        let ours = "baton.dev/topology";
+        let zone = "topology.kubernetes.io/zone";
         for (annotations, labels, domain) in [
             (json!({ours: "a"}), json!({ours: "b", zone: "c"}), Some("a")),
             (json!({}), json!({ours: "b", zone: "c"}), Some("b")),
@@ -452,10 +454,8 @@ mod tests {
     fn events_become_sets_of_workers() {
         let wanted = wanted(Role::Regular);
         let mut pods = Pods::new(&wanted);
-        let (a, b) = (
-            pod(json!({"/metadata/uid": "a"})),
-            pod(json!({"/metadata/uid": "b", "/status/podIP": "10.0.0.2"})),
-        );
+        let a = pod(json!({"/metadata/uid": "a"}));
+        let b = pod(json!({"/metadata/uid": "b", "/status/podIP": "10.0.0.2"}));
         assert!(pods.take(Event::Init).is_none());
         assert!(pods.take(Event::InitApply(a.clone())).is_none());
         assert_eq!(pods.take(Event::InitDone).unwrap().workers.len(), 1);

@@ -309,7 +309,8 @@ impl DiscoveryFeed {
                 .discovered
                 .with_label_values(&[self.source, state])
         };
-        let (was, shown) = (gauge("kept").get(), kept as f64);
+        let was = gauge("kept").get();
+        let shown = kept as f64;
         gauge("named").set((self.own.len() - self.kept.len()) as f64);
         gauge("kept").set(shown);
         if shown > was {

@@ -189,7 +189,9 @@ impl WorkerFleet {
         let is_there =
             |w: &&Arc<Worker>| w.spec.url == spec.url && w.state() != WorkerState::Leaving;
         if let Some(known) = workers.iter().find(is_there) {
-            let (url, role, id) = (spec.url.to_string(), known.role(), known.id);
+            let url = spec.url.to_string();
+            let role = known.role();
+            let id = known.id;
             return Err(RouteError::DuplicateWorker { url, role, id });
         }
         if workers.len() >= MAX_WORKERS {
@@ -235,7 +237,8 @@ impl WorkerFleet {
             return; // it leaves already, or was removed
         }
         worker.stop_probes();
-        let (fleet, worker) = (Arc::downgrade(self), worker.clone());
+        let fleet = Arc::downgrade(self);
+        let worker = worker.clone();
         tokio::spawn(async move {
             worker.until_idle().await;
             if let Some(fleet) = fleet.upgrade()
@@ -369,7 +372,8 @@ impl WorkerFleet {
             WorkerState::Ready => self.candidates_of(worker),
             _ => Vec::new(),
         };
-        let (role, url) = (worker.role(), worker.url());
+        let role = worker.role();
+        let url = worker.url();
         if old_label != state.label() {
             let detail = state.reason().map(str::to_owned);
             self.events
@@ -513,7 +517,8 @@ impl WorkerFleet {
             let table = self.table(role);
             let _lock = table.decision_lock.lock();
             for candidate in table.candidates.read().iter() {
-                let (worker, facts) = (candidate.id, candidate.facts());
+                let worker = candidate.id;
+                let facts = candidate.facts();
                 self.deciders
                     .observe(role, &PolicyEvent::WorkerGone { worker });
                 self.deciders.added(role, worker, facts, &candidate.name);
@@ -565,7 +570,8 @@ impl WorkerFleet {
     /// The worst circuit of a worker's candidates, and the longest time one of them is still passed
     /// over [ms].
     pub fn objections_to(&self, worker: &Worker) -> (BreakerState, u64) {
-        let (mut circuit, mut left_ms) = (BreakerState::Closed, 0);
+        let mut circuit = BreakerState::Closed;
+        let mut left_ms = 0;
         for candidate in self.candidates_at(worker) {
             circuit = circuit.max(candidate.circuit());
             left_ms = left_ms.max(candidate.penalty.lock().left_ms(now_ms()));

@@ -104,7 +104,8 @@ impl WorkerFleet {
         let there = nearest.description();
         let differences = fingerprint.differs(&there.fingerprint()).map(|aspect| {
             let value = |of: &WorkerDescription| of.aspect(aspect).unwrap_or_default();
-            let (here, there) = (value(&description), value(&there));
+            let here = value(&description);
+            let there = value(&there);
             format!("its {aspect} is {here}, there it is {there}")
         });
         let differences: Vec<_> = differences.collect();
@@ -152,7 +153,8 @@ impl WorkerFleet {
         let pair = (prefill.id, decode.id);
         let begun = self.verdicts.lock().failed(pair, reason.clone(), now_ms());
         if let Some(excluded_ms) = begun {
-            let (prefill, decode) = (prefill.url(), decode.url());
+            let prefill = prefill.url();
+            let decode = decode.url();
             tracing::warn!(%prefill, %decode, excluded_ms, reason, "a pair cannot work together and gets no requests for a while");
         }
     }

@@ -59,7 +59,8 @@ mod tests {
         let changed = watch::Sender::new(());
         let ends_at_once = |settled| gate.wait_unless(move || settled, &changed).now_or_never();
         assert!(ends_at_once(false).is_some(), "no pending probe");
-        let (first, second) = (gate.one_more(), gate.one_more());
+        let first = gate.one_more();
+        let second = gate.one_more();
         assert!(ends_at_once(true).is_some(), "others are ready");
         assert!(ends_at_once(false).is_none(), "both are silent");
         let begin = Instant::now();

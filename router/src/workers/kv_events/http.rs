@@ -50,7 +50,8 @@ pub async fn follow(
             "/v1/kv_events: status {status}"
         )));
     }
-    let (mut answer, mut lines) = (response.into_body(), Lines::default());
+    let mut answer = response.into_body();
+    let mut lines = Lines::default();
     loop {
         while let Some(line) = lines.next() {
             take(reader, line).await?;
@@ -134,7 +135,8 @@ mod tests {
     fn lines_are_cut_wherever_the_pieces_end() {
         let text = b"{\"a\":1}\n\n{\"b\":2}\nrest";
         for size in 1..text.len() {
-            let (mut lines, mut seen) = (Lines::default(), Vec::new());
+            let mut lines = Lines::default();
+            let mut seen = Vec::new();
             for piece in text.chunks(size) {
                 lines.add(piece).unwrap();
                 seen.extend(std::iter::from_fn(|| lines.next()));

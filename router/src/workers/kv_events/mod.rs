@@ -97,10 +97,12 @@ fn follow(fleet: &WorkerFleet, candidate: &Candidate, source: EventSource) -> Ab
     status.source = Some(source.to_string());
     drop(status);
     let mut reader = EventReader::new(fleet, candidate);
-    let (pool, headers) = (candidate.worker.pool.clone(), fleet.worker_headers());
+    let pool = candidate.worker.pool.clone();
+    let headers = fleet.worker_headers();
     // Holds neither the router nor the worker: the candidate stops it when it leaves.
     let following = async move {
-        let (mut pause, mut last) = (FIRST_PAUSE, None);
+        let mut pause = FIRST_PAUSE;
+        let mut last = None;
         let mut last_reported = String::new();
         loop {
             let begun = Instant::now();

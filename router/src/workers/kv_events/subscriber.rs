@@ -86,7 +86,9 @@ impl EventReader {
         &mut self,
         act: impl FnOnce(&mut CacheReplica, UpdateSink<'_>) -> Result<T, ReplicaError>,
     ) -> Result<T, SubscriptionEnd> {
-        let (deciders, role, id) = (&self.deciders, self.role, self.id);
+        let deciders = &self.deciders;
+        let role = self.role;
+        let id = self.id;
         let mut tell = |news: CacheUpdate<'_>| deciders.reconcile(role, id, &news);
         Ok(act(&mut self.replica, &mut tell)?)
     }

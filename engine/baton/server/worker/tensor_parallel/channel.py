@@ -34,7 +34,9 @@ log = logging.getLogger("baton.tp")
 
 QUEUE = 1024
 """Messages a follower may be behind by: calls about many requests come while it computes a step."""
-STEP, NODE, STOP = b"s", b"n", b""
+STEP = b"s"
+NODE = b"n"
+STOP = b""
 """How messages to followers begin: a step, a call of the transfer runtime, the end."""
 EVENTS_AT_ONCE = 256
 ALIVE_EVERY_MS = 1000

@@ -65,7 +65,8 @@ def run_worker(
     signal.signal(
         signal.SIGTERM, signal.SIG_IGN
     )  # a service manager signals every process; the first rank decides
-    orders, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    orders = context.socket(zmq.PULL)
+    reports = context.socket(zmq.PUSH)
     orders.connect(team.address(team.tp_rank))
     reports.connect(team.address(0))
     shard = Shard(team.tp_rank, team.tp_size)
@@ -123,7 +124,8 @@ def _execute(
             message = orders.recv(zmq.DONTWAIT)
         except zmq.Again:
             continue
-        kind, body = message[:1], message[1:]
+        kind = message[:1]
+        body = message[1:]
         if kind == channel.STOP:
             return
         if kind == channel.STEP:

@@ -130,7 +130,8 @@ class EventMerger:
                 room.answers[tp_rank] = kind
             if len(room.answers) < self._size:
                 return []
-            answers, room.answers = room.answers, None
+            answers = room.answers
+            room.answers = None
             if "announced" not in answers.values():
                 room.grant, room.announced = None, set()
                 return [("revoked", number)]
@@ -173,8 +174,10 @@ class TpTransferNode:
         call_or_raise(self._node, self._followers.team, call, args)
         self._followers.send_call(call, *args)
 
-    offer, open = partialmethod(_begin, "offer"), partialmethod(_begin, "open")
-    publish, finish = partialmethod(_everywhere, "publish"), partialmethod(_everywhere, "finish")
+    offer = partialmethod(_begin, "offer")
+    open = partialmethod(_begin, "open")
+    publish = partialmethod(_everywhere, "publish")
+    finish = partialmethod(_everywhere, "finish")
     drain = partialmethod(_everywhere, "drain")
 
     def grant(self, room: int, start_page: int, dst_pages: bytes) -> None:

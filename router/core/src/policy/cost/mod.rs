@@ -121,7 +121,8 @@ impl CostPolicy {
         rng: &mut dyn RngCore,
         explains: bool,
     ) -> Option<[ExplainedChoice; 2]> {
-        let (mut ours, mut theirs) = (self.lock(), decode.lock());
+        let mut ours = self.lock();
+        let mut theirs = decode.lock();
         let (mut p, deepest) = ours.estimate(req, prefill_ready);
         let (mut d, known) = theirs.estimate(req, decode_ready);
         if p.len() * d.len() > MAX_PAIRS {
@@ -190,7 +191,8 @@ impl CostState {
     fn exposed_pull(&self, i: &CandidateCost, j: &CandidateCost, size: PromptSize) -> ExposedPull {
         let to_pull = (size.tokens - j.terms.cached_tokens).max(0.0);
         let exposed = |token_ms: f64| (to_pull * token_ms - i.terms.prefill_ms).max(0.0);
-        let (params, is_near) = (&self.model.params, i.host == j.host);
+        let params = &self.model.params;
+        let is_near = i.host == j.host;
         let inside_ms = exposed(if is_near {
             params.pull_near_ms
         } else {
@@ -272,7 +274,8 @@ impl CostState {
             ));
         }
         let holder = self::cheapest(options, |option| option.terms.held_blocks == most, rng)?;
-        let (params, holder_ms) = (&self.model.params, holder.0.terms.cost_ms);
+        let params = &self.model.params;
+        let holder_ms = holder.0.terms.cost_ms;
         let margin = (params.hysteresis_fraction * holder_ms).max(params.hysteresis_ms);
         let hysteresis_ms = (self.model.role != Role::Decode).then_some(margin);
         let is_near = hysteresis_ms.is_some_and(|ms| holder_ms - cheapest.0.terms.cost_ms < ms);

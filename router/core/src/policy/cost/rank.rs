@@ -185,10 +185,8 @@ impl RankEstimate {
     fn not_booked(&self, requests: usize, kv_tokens: f64, at_ms: f64) -> OthersLoad {
         let own = || self.in_flight.values().filter(|own| own.sent_ms <= at_ms);
         let own_tokens: f64 = own().map(|own| own.kv_tokens).sum();
-        let (requests, kv_tokens) = (
-            requests.saturating_sub(own().count()),
-            kv_tokens - own_tokens,
-        );
+        let requests = requests.saturating_sub(own().count());
+        let kv_tokens = kv_tokens - own_tokens;
         OthersLoad {
             requests,
             kv_tokens: kv_tokens.max(0.0),
@@ -364,7 +362,8 @@ impl RankEstimate {
 
     /// The queue's predicted time less what has run of it.
     fn left_ms(&self, now_ms: f64) -> f64 {
-        let (mut left, mut start) = (self.queued_ms, self.since_ms);
+        let mut left = self.queued_ms;
+        let mut start = self.since_ms;
         for head in &self.queue {
             let ran = (now_ms - start).clamp(0.0, head.predicted_ms);
             left -= ran;
@@ -494,7 +493,8 @@ mod tests {
 
     #[test]
     fn shortest_first_engines_let_a_short_prompt_overtake() {
-        let (mut fifo, mut srpt) = (rank(QueueOrder::Arrival), rank(QueueOrder::ShortestFirst));
+        let mut fifo = rank(QueueOrder::Arrival);
+        let mut srpt = rank(QueueOrder::ShortestFirst);
         for rank in [&mut fifo, &mut srpt] {
             rank.sent(pending(1, 10_000.0, 0.0, true));
             rank.sent(pending(2, 20.0, 0.0, true));

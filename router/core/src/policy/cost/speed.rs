@@ -254,7 +254,8 @@ mod tests {
             let speed = fitted(truth, &prompts);
             for &(uncached, cached) in &prompts {
                 let work = PrefillWork::of(uncached, cached);
-                let (learned, is) = (speed.ms(work), truth.ms(work));
+                let learned = speed.ms(work);
+                let is = truth.ms(work);
                 prop_assert!((learned - is).abs() <= 0.1 * is + 1.0, "{learned} for {is} at {uncached}+{cached}");
             }
         }
@@ -324,10 +325,8 @@ mod tests {
         let truth = PrefillSpeed::new(2.0, 50.0, 0.0);
         let mut fit = SpeedFit::default();
         for i in 1..60 {
-            let (a, b) = (
-                PrefillWork::of(f64::from(i) * 40.0, 0.0),
-                PrefillWork::of(f64::from(i % 7) * 300.0, 0.0),
-            );
+            let a = PrefillWork::of(f64::from(i) * 40.0, 0.0);
+            let b = PrefillWork::of(f64::from(i % 7) * 300.0, 0.0);
             fit.observe(a.and(b), truth.ms(a) + truth.ms(b));
         }
         let speed = fit.solve(PrefillSpeed::default());

@@ -135,7 +135,8 @@ impl CostState {
         req: &RequestView<'_>,
         ready: &[WorkerView],
     ) -> (Vec<CandidateCost>, usize) {
-        let (now_ms, size) = (req.now_ms as f64, self.size_of(&req.prompt));
+        let now_ms = req.now_ms as f64;
+        let size = self.size_of(&req.prompt);
         let ScratchBuffers {
             mut ids,
             mut held,
@@ -174,7 +175,9 @@ impl CostState {
                 terms.decode_ms = self.model.decode_ms(rank, load, kv_tokens, now_ms);
                 terms.cost_ms = terms.decode_ms;
             }
-            let (id, host, domain) = (worker.id, worker.host, rank.facts.domain);
+            let id = worker.id;
+            let host = worker.host;
+            let domain = rank.facts.domain;
             options.push(CandidateCost {
                 id,
                 host,
@@ -240,7 +243,8 @@ impl CostState {
         if !self.ranks.contains_key(&worker) {
             return;
         }
-        let (now_ms, prompt) = (req.now_ms as f64, &req.prompt);
+        let now_ms = req.now_ms as f64;
+        let prompt = &req.prompt;
         if let (SizeUnit::Bytes, Some(tokens)) = (prompt.unit, prompt.tokens) {
             self.count(f64::from(tokens), prompt.units as f64);
         }
@@ -354,7 +358,8 @@ impl CostState {
             let work = PrefillWork::of((tokens - cached).max(0.0), cached.min(tokens));
             sent.answer = Some(work.with_output(f64::from(output)));
         }
-        let (estimated_units, expected) = (sent.estimated_units, sent.expected_cached);
+        let estimated_units = sent.estimated_units;
+        let expected = sent.expected_cached;
         let prompt_tokens = f64::from(usage.prompt_tokens);
         if let Some(units) = estimated_units.filter(|_| usage.prompt_tokens > 0) {
             self.count(prompt_tokens, units as f64);

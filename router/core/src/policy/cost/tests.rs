@@ -36,7 +36,8 @@ fn a_prefix_wins_until_its_holders_queue_is_longer_than_the_prompt() {
     let ticket = sender.routed(&policy, 0, &long);
     sender.now_ms = 1_005;
     sender.first_token(&policy, ticket, 0);
-    let (ready, mut rng) = (views(&[0, 0]), rng(1));
+    let ready = views(&[0, 0]);
+    let mut rng = rng(1);
     let hit = chosen_at(&sender, &policy, &long, &ready, &mut rng);
     assert_eq!(hit.worker, WorkerId(0));
     assert!(
@@ -429,21 +430,24 @@ fn speed_is_learned_per_worker_and_shared_with_the_unobserved() {
 fn text_is_counted_as_reported() {
     let policy = cost(Role::Regular, 1, CostParams::default());
     let text = "z".repeat(4_000);
-    let (mut last, mut rng) = (0.0, rng(1));
+    let mut last = 0.0;
+    let mut rng = rng(1);
     for ticket in 0..300 {
         let blocks = crate::PromptBlocks::of_text(text.as_bytes(), None);
         let request = RequestView {
             prompt: blocks.prompt(),
             ..RequestView::default()
         };
-        let (ready, rng) = (&views(&[0]), &mut rng);
+        let ready = &views(&[0]);
+        let rng = &mut rng;
         policy.choose(&mut PolicyInput {
             request: &request,
             ready,
             rng,
             explains: false,
         });
-        let (ticket, worker) = (SendTicket(ticket), WorkerId(0));
+        let ticket = SendTicket(ticket);
+        let worker = WorkerId(0);
         policy.observe(&PolicyEvent::Routed {
             ticket,
             worker,
@@ -540,7 +544,8 @@ fn the_index_is_sized_by_what_the_worker_reports() {
 #[test]
 fn decode_workers_are_chosen_by_requests_memory_and_what_they_hold() {
     let policy = cost(Role::Decode, 3, CostParams::default());
-    let (mut sender, mut rng) = (TestSender::default(), rng(1));
+    let mut sender = TestSender::default();
+    let mut rng = rng(1);
     let by_load = chosen_at(&sender, &policy, "abcd", &views(&[4, 2, 3]), &mut rng);
     assert_eq!(by_load.worker, WorkerId(1));
     // 2 holds 40 000 tokens of the prompt: 1.7 s of network.
@@ -563,7 +568,8 @@ fn decode_workers_are_chosen_by_requests_memory_and_what_they_hold() {
 
 #[test]
 fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
-    let (p, d) = (prefill(2), cost(Role::Decode, 2, CostParams::default()));
+    let p = prefill(2);
+    let d = cost(Role::Decode, 2, CostParams::default());
     let mut sender = TestSender::default();
     let at = |hosts: [u32; 2]| {
         [0, 1].map(|id| WorkerView {
@@ -572,7 +578,8 @@ fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
             host: hosts[id as usize],
         })
     };
-    let (p_ready, d_ready) = (at([1, 2]), at([2, 1]));
+    let p_ready = at([1, 2]);
+    let d_ready = at([2, 1]);
     let long = "k".repeat(500); // 50 000 tokens; both prefill workers hold them
     for worker in [0, 1] {
         let ticket = sender.routed(&p, worker, &long);
@@ -604,7 +611,8 @@ fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
 
 #[test]
 fn pairs_stay_in_one_domain_while_the_price_is_not_higher() {
-    let (p, d) = (prefill(1), cost(Role::Decode, 2, CostParams::default()));
+    let p = prefill(1);
+    let d = cost(Role::Decode, 2, CostParams::default());
     let place = |policy: &CostPolicy, worker, domain| {
         let domain = Some(domain);
         let facts = WorkerFacts {
@@ -677,7 +685,8 @@ proptest! {
         text in "[ab]{1,30}",
     ) {
         let eager = CostParams { hysteresis_ms: 0.0, hysteresis_fraction: 0.0, ..CostParams::default() };
-        let (p, d) = (cost(Role::Prefill, 4, eager.clone()), cost(Role::Decode, 3, eager.clone()));
+        let p = cost(Role::Prefill, 4, eager.clone());
+        let d = cost(Role::Decode, 3, eager.clone());
         for (id, domain) in domains.iter().enumerate() {
             let (policy, id) = if id < 4 { (&p, id) } else { (&d, id - 4) };
             let facts = WorkerFacts { domain: Some(*domain), ..WorkerFacts::default() };
@@ -708,7 +717,8 @@ proptest! {
             i.terms.cost_ms + j.terms.cost_ms + (pull - i.terms.prefill_ms).max(0.0)
         };
         let of = |i: WorkerId, j: WorkerId| {
-            let (i, j) = (is.iter().find(|o| o.id == i), ds.iter().find(|o| o.id == j));
+            let i = is.iter().find(|o| o.id == i);
+            let j = ds.iter().find(|o| o.id == j);
             total(i.expect("an option"), j.expect("an option"))
         };
         let best = is.iter().flat_map(|i| ds.iter().map(move |j| total(i, j))).fold(f64::INFINITY, f64::min);
@@ -731,11 +741,13 @@ proptest! {
         // (predicted, began): the head began when the one before it ended, or when it was sent.
         let mut queues: Vec<Vec<f64>> = vec![Vec::new(); 4];
         let mut since = [0.0f64; 4];
-        let (mut work, mut work_at) = (0.0f64, 0.0f64);
+        let mut work = 0.0f64;
+        let mut work_at = 0.0f64;
         let mut heat: Vec<(String, f64, f64)> = Vec::new();
         for (worker, text, is_done, wait) in &history {
             sender.now_ms += wait;
-            let (now, w) = (sender.now_ms as f64, *worker as usize);
+            let now = sender.now_ms as f64;
+            let w = *worker as usize;
             let held = texts[w].iter().map(|t| common(t, text)).max().unwrap_or(0);
             let shared = texts.iter().flatten().map(|t| common(t, text)).max().unwrap_or(0);
             let predicted = time(text, held);
@@ -852,7 +864,8 @@ fn choosing_changes_nothing_that_is_seen() {
 
 #[test]
 fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
-    let (p, d) = (prefill(3), cost(Role::Decode, 2, CostParams::default()));
+    let p = prefill(3);
+    let d = cost(Role::Decode, 2, CostParams::default());
     let mut sender = TestSender::default();
     for (worker, text) in [(0, "abcdef"), (1, "abc"), (2, "xyz")] {
         sender.routed(&p, worker, text);
@@ -863,7 +876,8 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
         prompt: blocks.prompt(),
         ..RequestView::default()
     };
-    let (p_ready, d_ready) = (views(&[0, 4, 0]), views(&[2, 1]));
+    let p_ready = views(&[0, 4, 0]);
+    let d_ready = views(&[2, 1]);
     let pair = || pair_of(&p, &d, &request, [&p_ready, &d_ready], 4);
     let explained = p.decide_pair(&d, &request, [&p_ready, &d_ready], &mut rng(4), true);
     let explained = explained
@@ -907,7 +921,8 @@ fn prompts_with_images_teach_nothing_about_text() {
     for (ticket, has_media) in [(1, true), (2, false)] {
         let text = PromptBlocks::of_text(&[b'x'; 4096], None);
         let text = if has_media { text.with_media() } else { text };
-        let (ticket, worker) = (SendTicket(ticket), WorkerId(0));
+        let ticket = SendTicket(ticket);
+        let worker = WorkerId(0);
         let request = RequestView {
             prompt: text.prompt(),
             ..RequestView::default()
@@ -940,7 +955,8 @@ fn learned_from_answers(took_ms: impl Fn(f64, f64) -> f64) -> f64 {
     for turn in 0..60u32 {
         let blocks = blocks(&"x".repeat(10 + (turn as usize % 5) * 10));
         let output = turn * 37 % 300;
-        let (ticket, worker) = (SendTicket(u64::from(turn)), WorkerId(0));
+        let ticket = SendTicket(u64::from(turn));
+        let worker = WorkerId(0);
         policy.observe(&PolicyEvent::Routed {
             ticket,
             worker,
@@ -988,15 +1004,14 @@ fn answers_that_do_not_stream_teach_the_prefill_speed() {
 #[test]
 fn worker_without_a_prefix_cache_is_believed_to_hold_nothing() {
     let policy = cost(Role::Decode, 1, CostParams::default());
-    let (worker, facts) = (
-        WorkerId(1),
-        WorkerFacts {
-            is_cacheless: true,
-            ..WorkerFacts::default()
-        },
-    );
+    let worker = WorkerId(1);
+    let facts = WorkerFacts {
+        is_cacheless: true,
+        ..WorkerFacts::default()
+    };
     policy.observe(&PolicyEvent::WorkerAdded { worker, facts });
-    let (mut sender, text) = (TestSender::default(), "k".repeat(100));
+    let mut sender = TestSender::default();
+    let text = "k".repeat(100);
     for worker in [0, 1] {
         let ticket = sender.routed(&policy, worker, &text);
         sender.finished(&policy, ticket, worker, &text, true);
