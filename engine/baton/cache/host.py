@@ -60,7 +60,7 @@ class CopyRun:
     pages: IntArray
     """On the device."""
     slots: IntArray
-    """In the host pool, one for each page."""
+    """Slots of the host pool, one for each page."""
 
 
 @dataclass(slots=True, eq=False)

@@ -16,9 +16,9 @@ else:
     IntArray = array
 
 pack = methodcaller("tobytes")
-"""For msgspec's enc_hook."""
+"""Encoder for msgspec's enc_hook."""
 
 
 def unpack(kind: type[IntArray], packed: bytes) -> IntArray:
-    """For msgspec's dec_hook."""
+    """Decode an array, for msgspec's dec_hook."""
     return kind("i", packed)

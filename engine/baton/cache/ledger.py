@@ -58,7 +58,7 @@ class PageLedger:
             raise LedgerError(f"no request is alive, yet pages are still in use: {self}")
 
     def gauges(self) -> dict[str, float]:
-        """For messages.StatsMessage: one gauge per state."""
+        """Gauges for messages.StatsMessage, one per state."""
         states = ("free", "cached", "held", "in_transfer")
         return {f'kv_pages{{state="{state}"}}': float(getattr(self, state)) for state in states}
 
@@ -86,7 +86,7 @@ class HostLedger:
             raise LedgerError(f"no request is alive, yet host pages are pinned: {self}")
 
     def gauges(self) -> dict[str, float]:
-        """For messages.StatsMessage: one gauge per state."""
+        """Gauges for messages.StatsMessage, one per state."""
         return {
             f'kv_host_pages{{state="{s}"}}': float(getattr(self, s))
             for s in ("free", "cached", "pinned")

@@ -78,7 +78,7 @@ class KvManager:
 
     @property
     def has_copies(self) -> bool:
-        """Must a plan be made even if it has no rows?"""
+        """True if a plan must be made even without rows."""
         return self.host is not None and self.host.has_copies
 
     def take_new_pages(self) -> array[int]:

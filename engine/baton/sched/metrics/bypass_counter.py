@@ -26,7 +26,7 @@ class BypassCounter:
         self._passed: list[int] = []
         self._total = 0
         self._waiting: dict[int, tuple[Key, int]] = {}
-        """By handle: its key, and what was counted from its place on when it came."""
+        """Handle → its key, and the count from its place on when it came."""
 
     def enter(self, handle: int, arrival: float) -> None:
         """Add a request that waits, perhaps again. Its handle does not wait already."""

@@ -204,7 +204,7 @@ class SchedStats:
             stats.lost_tokens = 0
 
     def _overtake_overdue(self, key: Key, now: float) -> None:
-        """Those who wait too long and arrived before `key` are overtaken now."""
+        """Mark requests that wait too long and arrived before `key`: they are overtaken now."""
         while self._overdue and self._overdue[0][0] < key:
             _, handle = heapq.heappop(self._overdue)
             stats = self._request_stats.get(handle)

@@ -50,7 +50,7 @@ class Planner:
         self._state = state
         self._growth = ReservedGrowth(state)
         self.reservation = ReservationHolder(state)
-        """For one of the waiting queue."""
+        """Pages kept for one request of the waiting queue."""
         estimate = AdmissionEstimate(state, self._growth)
         self._transfers = TransferPlanner(state, self._growth)
         self._preemption = PreemptionPlanner(state, estimate, self.reservation)

@@ -26,7 +26,7 @@ class TransferPlanner:
         self._state = state
         self._growth = growth
         self.reservation = ReservationHolder(state)
-        """For one of the prompts on their way."""
+        """Pages kept for one of the prompts on their way."""
 
     def plan(self) -> None:
         """Reserve pages for prompts on their way, leaving room for running answers of the same

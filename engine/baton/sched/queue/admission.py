@@ -100,7 +100,7 @@ class AdmissionController:
         """Waiting requests that ended without having started, by reason."""
         self._limits = limits
         self._queued: dict[int, tuple[Seq, int]] = {}
-        """With what it adds to `queued_tokens`."""
+        """Handle → the request, and the tokens it adds to `queued_tokens`."""
         self._rate = DrainRate()
         self._eviction_heap: list[tuple[int, float, int, int]] = []
         """(base priority, -arrival, -handle, handle): the first is the first to be turned away."""

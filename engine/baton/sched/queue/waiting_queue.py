@@ -41,7 +41,7 @@ from baton.sched.types.sequence import Seq
 EXACT_UP_TO = 64
 """A queue of so many is brought up to date as a whole at each look."""
 KEYS_PER_LOOK = 32
-"""In a longer one so many sequences are given a place or another one: some 0.2 ms."""
+"""Sequences of a longer queue that are placed, or moved, at each look: some 0.2 ms."""
 KINDS = 4
 """Reasons for that; each gets a share of KEYS_PER_LOOK at least, and what those before it left."""
 MAX_DEAD_ENTRIES = 64
@@ -148,7 +148,7 @@ class WaitingQueue:
         self._sharing = sharing
         self._seqs: dict[int, Seq] = {}
         self._joined: dict[int, int] = {}
-        """Those that are in no order yet, with the number of their arrival here."""
+        """Handles that are in no order yet → number of their arrival here."""
         self._joins = 0
         self._to_join: list[tuple[float, float, int, int]] = []
         """(priority, arrival, handle, number of its arrival here): a heap; valid if `_joined` says
@@ -159,7 +159,7 @@ class WaitingQueue:
         self._next: _Order | None = None
         """The order that is being built, for another cache key."""
         self._to_build: list[int] = []
-        """Those that `_next` lacks, and others that have left."""
+        """Handles that `_next` lacks, and others that have left."""
         self._tree: int | None = None
         """The tree's version that the order in force knows, if all is sorted again for another one.
         """
@@ -174,7 +174,7 @@ class WaitingQueue:
         return seq.handle in self._seqs
 
     def __iter__(self) -> Iterator[Seq]:
-        """In order of arrival here."""
+        """Iterate in order of arrival here."""
         return iter(list(self._seqs.values()))
 
     def add(self, seq: Seq) -> None:
@@ -200,7 +200,7 @@ class WaitingQueue:
         self._sharing.on_dequeued(seq)
 
     def reprioritize(self, seq: Seq) -> None:
-        """To be called after a change of the sequence's adjusted priority."""
+        """Move a sequence after a change of its adjusted priority."""
         view = self._view()
         if seq.handle in self._joined:
             self._await_place(seq, self._joined[seq.handle])

@@ -75,7 +75,7 @@ class SchedulerState:
         """The least important priority that a request has stated."""
         self.transfer: dict[int, Seq] = {}
         self.running: dict[int, Seq] = {}
-        """In order of place from `sort_running` on, until one joins."""
+        """Running sequences, in order of place from `sort_running` on, until one joins."""
         self._is_unsorted = False
         self.suspended: dict[int, Seq] = {}
         self.leased: dict[int, Seq] = {}
@@ -126,7 +126,7 @@ class SchedulerState:
         self.memory.cache.settle(self._clocks.popleft())
 
     def settle(self) -> None:
-        """With no step in flight, everything published has been computed (or has arrived)."""
+        """Mark everything published as computed, or arrived, while no step is in flight."""
         if self.planned_step == self.committed_step:
             self.memory.cache.settle(self.memory.cache.clock)
 

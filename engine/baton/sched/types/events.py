@@ -28,9 +28,9 @@ class EmittedTokens(NamedTuple):
     error: tuple[str, str] | None = None
     """(error code, message) when finish is ERROR."""
     retry_after_secs: int | None = None
-    """With an error of overload: when to come back."""
+    """Time after which to retry, with an error of overload."""
     stages: FirstTokenStages | None = None
-    """With the first token."""
+    """Stages until the first token, which they come with."""
 
 
 NewToken = tuple[

@@ -198,12 +198,12 @@ def is_ready_to_decode(seq: Seq) -> bool:
 
 
 def is_partial(seq: Seq) -> bool:
-    """Is part of the prompt still to be computed by a later step?"""
+    """True if a later step has to compute a part of the prompt."""
     return not seq.is_decoding and wants_row(seq)
 
 
 def partial_of(seqs: Iterable[Seq]) -> list[Seq]:
-    """Those of `seqs` that are partial. Most decode: they are distinguished without a call."""
+    """Select the partial ones. Most sequences decode: they are distinguished without a call."""
     return [
         seq
         for seq in seqs
