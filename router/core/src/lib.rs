@@ -45,6 +45,7 @@ pub use prompt::{
     HashedPrompt, PromptBlocks, PromptView, SizeUnit, TextScope, TokenChain, namespace,
     token_blocks,
 };
+pub use resilience::attempt_reason::{AttemptReason, ProtocolCode, RetryClass, StatusLabel};
 pub use resilience::breaker::{BreakerConfig, BreakerState, CircuitBreaker, RequestOutcome};
 pub use resilience::health::HealthCounter;
 pub use resilience::incarnation::{
@@ -52,7 +53,7 @@ pub use resilience::incarnation::{
 };
 pub use resilience::poison::{PoisonList, RequestBreaks};
 pub use resilience::resume_pacer::{PacerTicket, ResumePacer};
-pub use resilience::retry::{FailedAttempts, RetryBudget, RetryClass, RetryConfig};
+pub use resilience::retry::{FailedAttempts, RetryBudget, RetryConfig};
 pub use resilience::worker_penalty::{
     DenialShare, WorkerObjection, WorkerPenalty, least_objection,
 };

@@ -9,13 +9,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue};
-use router_core::{FailedAttempts, PromptBlocks, RequestBreaks, WorkerFingerprint, WorkerId};
+use router_core::{
+    AttemptReason, FailedAttempts, PromptBlocks, RequestBreaks, WorkerFingerprint, WorkerId,
+};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use crate::clock::{ms_since, now_ms};
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::is_loss_of_any;
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::request::admission::QueuePlace;
@@ -175,9 +176,9 @@ impl RequestContext {
     }
 
     /// Count the attempt that failed now.
-    pub fn count_failure(&mut self, reason: &str) {
+    pub fn count_failure(&mut self, reason: AttemptReason) {
         let held_ms = self.attempted_at.elapsed().as_millis() as u64;
-        self.failed.add(held_ms, is_loss_of_any(reason));
+        self.failed.add(held_ms, reason.is_pair_loss());
     }
 
     /// Refuse the request if others with this body broke workers a moment ago.

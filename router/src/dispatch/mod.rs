@@ -118,7 +118,7 @@ fn reply_with(mut request: Box<RequestContext>, failure: AttemptError) -> Respon
             headers,
             body,
         } => {
-            request.record.end(status, failure.reason);
+            request.record.end(status, failure.reason.into_str());
             let mut headers = end_to_end(&headers);
             if matches!(
                 status,

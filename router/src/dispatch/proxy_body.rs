@@ -22,13 +22,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::StatusCode;
 use http_body::{Body, Frame, SizeHint};
-use router_core::{RequestOutcome, Role};
+use router_core::{AttemptReason, RequestOutcome, Role};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 
 use crate::clock::{ms_since, now_ms};
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::{SILENT, UpstreamResponse, is_break, silent_error, upstream_error};
+use crate::dispatch::attempt::{UpstreamResponse, silent_error, upstream_error};
 use crate::dispatch::context::{RequestContext, ResumePoint};
 use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 use crate::dispatch::retry::{has_tries, send_with_retries};
@@ -139,7 +139,7 @@ impl StreamFailure {
     fn blames_worker(&self) -> bool {
         match self {
             StreamFailure::Router(err) => *err != RouteError::Draining,
-            StreamFailure::Worker(broken) => broken.class.blames_worker(),
+            StreamFailure::Worker(broken) => broken.code.class().blames_worker(),
         }
     }
 }
@@ -252,8 +252,8 @@ impl ProxyBody {
             self.state.drop_resume_state();
         }
         if let Err(broken) = result {
-            let code = broken.code;
-            self.fail(StreamFailure::Worker(broken), code);
+            let reason = AttemptReason::Code(broken.code);
+            self.fail(StreamFailure::Worker(broken), reason);
             return false;
         }
         true
@@ -307,7 +307,7 @@ impl ProxyBody {
     /// The worker broke off.
     fn broke(&mut self, cause: String) -> Option<TruncatedResponse> {
         let err = upstream_error(self.guard.as_ref()?, cause);
-        self.fail(StreamFailure::Router(err), "reset")
+        self.fail(StreamFailure::Router(err), AttemptReason::Reset)
     }
 
     /// Handle the end of this worker's answer before its last event. Returns the error if the
@@ -315,7 +315,7 @@ impl ProxyBody {
     fn fail(
         &mut self,
         mut failure: StreamFailure,
-        reason: &'static str,
+        reason: AttemptReason,
     ) -> Option<TruncatedResponse> {
         self.rest = None;
         let mut ending = self.ending().unwrap_or(StreamEnd::Open);
@@ -342,7 +342,7 @@ impl ProxyBody {
     }
 
     /// Attribute the worker's break.
-    fn attribute_failure(&mut self, failure: &StreamFailure, reason: &'static str) {
+    fn attribute_failure(&mut self, failure: &StreamFailure, reason: AttemptReason) {
         let Some(guard) = &mut self.guard else { return };
         if !failure.blames_worker() {
             guard.settle(RequestOutcome::Unknown);
@@ -373,7 +373,7 @@ impl ProxyBody {
     }
 
     /// True if another worker is to be asked to resume the answer.
-    fn may_fail_over(&mut self, reason: &'static str) -> bool {
+    fn may_fail_over(&mut self, reason: AttemptReason) -> bool {
         let (Some(buffer), Some(guard), RequestState::Resumable(request)) =
             (&self.resume_buffer, &self.guard, &mut self.state)
         else {
@@ -384,7 +384,9 @@ impl ProxyBody {
         }
         let (app, candidate) = (&self.app, &guard.candidate);
         let role = candidate.worker.role();
-        let broke_alone = is_break(reason).then(|| candidate.worker.note_break(now_ms()));
+        let broke_alone = reason
+            .is_break()
+            .then(|| candidate.worker.note_break(now_ms()));
         let resumed_at = request
             .resume_point
             .as_ref()
@@ -405,7 +407,7 @@ impl ProxyBody {
         });
         // Who was silent once would be waited for as long again.
         let has_other = || app.fleet.has_other(role, &request.wanted(), &request.avoid);
-        let may = (reason != SILENT || has_other()) && has_tries(app, request);
+        let may = (reason != AttemptReason::Silent || has_other()) && has_tries(app, request);
         if !may {
             app.metrics
                 .failovers
@@ -419,7 +421,7 @@ impl ProxyBody {
     fn fail_over(
         &mut self,
         failure: StreamFailure,
-        reason: &'static str,
+        reason: AttemptReason,
     ) -> Result<(), StreamFailure> {
         if self.app.is_cut() {
             return Err(StreamFailure::Router(RouteError::Draining));
@@ -441,7 +443,7 @@ impl ProxyBody {
             rid = request.record.rid,
             %role,
             lost_worker = %guard.candidate.name,
-            reason,
+            %reason,
             tokens,
             "the worker of a stream was lost; another is asked to resume it"
         );
@@ -530,7 +532,7 @@ impl ProxyBody {
     }
 
     /// Why the worker is not waited for any longer, if so, and the reason's label.
-    fn too_silent(&mut self, cx: &mut Context<'_>) -> Option<(RouteError, &'static str)> {
+    fn too_silent(&mut self, cx: &mut Context<'_>) -> Option<(RouteError, AttemptReason)> {
         let guard = self.guard.as_ref()?;
         let can_resume = self
             .resume_buffer
@@ -548,14 +550,14 @@ impl ProxyBody {
         while timer.as_mut().poll(cx).is_ready() {
             let now = Instant::now();
             if now >= limit {
-                return Some((silent_error(guard, self.limit), SILENT));
+                return Some((silent_error(guard, self.limit), AttemptReason::Silent));
             }
             let worker = &guard.candidate.worker;
             if now >= next
                 && let WorkerState::Unhealthy { reason, .. } = worker.state()
             {
                 let cause = format!("fell silent and fails its health checks: {reason}");
-                return Some((upstream_error(guard, cause), "hung"));
+                return Some((upstream_error(guard, cause), AttemptReason::Hung));
             }
             if now >= next && self.app.config.silent_request_probe().is_some() {
                 worker.silent.notify_one();

@@ -4,12 +4,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use router_core::{RetryClass, Role, WorkerId};
+use router_core::{AttemptReason, ProtocolCode, RetryClass, Role, WorkerId};
 use tokio::time::Instant;
 
 use crate::clock::now_ms;
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::{AttemptError, FINGERPRINT_MISMATCH, is_break, is_loss};
+use crate::dispatch::attempt::AttemptError;
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
 use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait, may_come};
@@ -77,7 +77,7 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
         }
         if !is_tried_again {
             // Nothing reached the worker: trying it, or its successor, once more does no harm.
-            let may_wait = may_retry && failure.reason == "connect";
+            let may_wait = may_retry && failure.reason == AttemptReason::Connect;
             if may_wait && WorkerWait::for_change(&mut wait, app, request).await {
                 continue;
             }
@@ -86,7 +86,7 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
         report_retry(request, &failure);
         app.metrics
             .retries
-            .with_label_values(&[failure.reason])
+            .with_label_values(&[failure.reason.into_str()])
             .inc();
         if failure.is_stale {
             continue;
@@ -106,8 +106,8 @@ fn report_retry(request: &RequestContext, failure: &AttemptError) {
     let record = &request.record;
     let rid = &record.rid;
     let attempt = record.attempts;
-    let reason = failure.reason;
-    let is_lost = matches!(reason, "connect" | "hung") || is_break(reason);
+    let is_lost = failure.reason.is_unreached() || failure.reason.is_break();
+    let reason = failure.reason.into_str();
     if !is_lost {
         tracing::debug!(rid, attempt, reason, "trying again");
         return;
@@ -162,7 +162,7 @@ fn without_refused_ids(
 ) -> AttemptFailure {
     match failure {
         AttemptFailure::Failed(mut refusal)
-            if refusal.reason == FINGERPRINT_MISMATCH
+            if refusal.reason == AttemptReason::Code(ProtocolCode::FingerprintMismatch)
                 && request.prompt.input_ids.take().is_some() =>
         {
             app.fleet.contradicted(refusal.role, refusal.worker);
@@ -234,7 +234,7 @@ fn has_budget(app: &AppState, request: &mut RequestContext, failure: &AttemptErr
     if failure.is_stale || request.is_paced || app.retry_budget.lock().try_retry(now_ms()) {
         return true;
     }
-    let may_wait = app.config.retry.worker_wait_timeout_secs > 0 && is_loss(failure.reason);
+    let may_wait = app.config.retry.worker_wait_timeout_secs > 0 && failure.reason.is_worker_loss();
     request.is_paced = may_wait && request.take_place(app);
     if !request.is_paced {
         app.metrics

@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::HeaderName;
-use router_core::RetryClass;
+use router_core::{ProtocolCode, RetryClass};
 use serde::Deserialize;
 
 use crate::request::body_memory::{MemoryBudget, MemoryShare};
@@ -64,8 +64,7 @@ struct Comment {
 /// The worker's own last event is an error that another worker may mend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BrokenStream {
-    pub code: &'static str,
-    pub class: RetryClass,
+    pub code: ProtocolCode,
     /// The event.
     pub event: Bytes,
 }
@@ -153,12 +152,11 @@ impl ResumeBuffer {
             return Ok(());
         }
         let error = error_event(event);
-        if let Some((code, class)) = error.and_then(worth_it)
+        if let Some(code) = error.and_then(resumable_error)
             && self.can_resume()
         {
             return Err(BrokenStream {
                 code,
-                class,
                 event: text.slice(at),
             });
         }
@@ -282,10 +280,10 @@ impl ResumeBuffer {
     }
 }
 
-/// Decide whether another worker may resume where this one ended with an error.
-fn worth_it(error: &[u8]) -> Option<(&'static str, RetryClass)> {
-    let (code, class) = RetryClass::of_code(&code_of(error)?)?;
-    matches!(class, RetryClass::Broken | RetryClass::Leaving).then_some((code, class))
+/// Code of an error after which another worker may resume the stream.
+fn resumable_error(error: &[u8]) -> Option<ProtocolCode> {
+    let code = ProtocolCode::parse(&code_of(error)?)?;
+    matches!(code.class(), RetryClass::Broken | RetryClass::Leaving).then_some(code)
 }
 
 #[cfg(test)]
@@ -414,7 +412,10 @@ mod tests {
             assert_eq!(pass(&mut buffer, &error(code)).unwrap(), error(code));
         }
         for code in ["engine_dead", "draining"] {
-            assert_eq!(pass(&mut buffer, &error(code)).unwrap_err().code, code);
+            assert_eq!(
+                pass(&mut buffer, &error(code)).unwrap_err().code.into_str(),
+                code
+            );
         }
     }
 

@@ -1,5 +1,5 @@
-//! Retries: what a failure says about them, how much the fleet can afford, how long to wait.
-//! The sleeping and "no byte reached the client yet" are the shell's.
+//! Limits of retries: attempts of one request, pauses between them, and the budget of the fleet.
+//! The decision after each failure is in `retry_verdict`.
 
 use rand::{Rng, RngCore};
 
@@ -80,72 +80,6 @@ impl RetryConfig {
             1.0
         };
         (base_ms * factor).min(cap_ms).round() as u64
-    }
-}
-
-/// Class of a failure: is trying again of use?
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum RetryClass {
-    /// About this request: it would be refused anywhere, or its time or its sender's quota is used
-    /// up.
-    Refused,
-    /// An unexplained error: one other worker gives a second opinion.
-    Unexplained,
-    /// The worker or the pair broke: another may do it.
-    Broken,
-    /// The worker is going or has just come: another may do it at once, and nothing is wrong with
-    /// this one.
-    Leaving,
-    /// The worker has too much to do: another may do it, after a pause.
-    Overloaded,
-}
-
-/// The codes of docs/protocol.md §5, by their class.
-const CODES: [(RetryClass, &str); 5] = [
-    (
-        RetryClass::Refused,
-        "invalid_value invalid_json missing_field unsupported_parameter context_length_exceeded \
-         invalid_api_key forbidden model_not_found not_found method_not_allowed request_timeout \
-         duplicate_worker wrong_state fingerprint_mismatch payload_too_large head_too_large malformed_head \
-         target_too_long unsupported_media_type rate_limit_exceeded tenant_queue_full aborted \
-         config_error too_many_workers timeout deadline poison_request",
-    ),
-    (RetryClass::Unexplained, "internal_error nonfinite_logits"),
-    (
-        RetryClass::Broken,
-        "duplicate_room prefill_failed kv_transfer_failed kv_transfer_timeout upstream_error \
-         pair_incompatible prompt_mismatch bootstrap_unreachable \
-         engine_dead",
-    ),
-    (RetryClass::Leaving, "draining not_ready"),
-    (
-        RetryClass::Overloaded,
-        "queue_full queue_timeout no_worker no_pair ttft_too_late connections_exhausted \
-         body_memory_full feed_full",
-    ),
-];
-
-impl RetryClass {
-    /// Class of an error's `code`, with the code's static form. `None`: not a code of ours.
-    pub fn of_code(code: &str) -> Option<(&'static str, RetryClass)> {
-        CODES.iter().find_map(|(class, codes)| {
-            Some((codes.split(' ').find(|known| *known == code)?, *class))
-        })
-    }
-
-    /// Class of an answer's status that has no code of ours: another engine's, or a proxy's.
-    pub fn of_status(status: u16) -> RetryClass {
-        match status {
-            500 => RetryClass::Unexplained,
-            408 | 502 | 503 | 504 => RetryClass::Broken,
-            429 => RetryClass::Overloaded,
-            _ => RetryClass::Refused,
-        }
-    }
-
-    /// True if the worker counts as having failed (circuit breaker).
-    pub fn blames_worker(self) -> bool {
-        matches!(self, RetryClass::Unexplained | RetryClass::Broken)
     }
 }
 
@@ -266,46 +200,6 @@ mod tests {
             let mut failed = FailedAttempts::default();
             (0..4).for_each(|_| failed.add(held_ms, lost_worker));
             assert_eq!(failed.count(), counts, "{held_ms} {lost_worker}");
-        }
-    }
-
-    #[test]
-    fn every_code_of_the_protocol_has_a_class() {
-        let page = include_str!("../../../../docs/protocol.md");
-        let (_, errors) = page
-            .split_once("\n## 5. Errors")
-            .expect("the page has the section");
-        let (table, _) = errors.split_once("\n## ").expect("it is not the last");
-        let codes: Vec<_> = table
-            .lines()
-            .filter_map(|row| row.strip_prefix("| `")?.split_once("` | "))
-            .collect();
-        assert!(codes.len() > 30, "the table has moved");
-        for (code, rest) in codes {
-            let (known, class) =
-                RetryClass::of_code(code).unwrap_or_else(|| panic!("{code} has no class"));
-            assert_eq!(known, code);
-            let status: u16 = rest[..3].parse().expect("a status");
-            // What the sender can change is never tried again.
-            if (400..500).contains(&status) && code != "duplicate_room" {
-                assert_eq!(class, RetryClass::Refused, "{code}");
-            }
-        }
-        assert_eq!(RetryClass::of_code("no_such_code"), None);
-    }
-
-    #[test]
-    fn statuses_of_other_engines_have_these_classes() {
-        for (class, expected) in [
-            (RetryClass::Unexplained, vec![500]),
-            (RetryClass::Broken, vec![408, 502, 503, 504]),
-            (RetryClass::Overloaded, vec![429]),
-            (RetryClass::Leaving, vec![]),
-        ] {
-            let of_class: Vec<u16> = (100..600)
-                .filter(|&status| RetryClass::of_status(status) == class)
-                .collect();
-            assert_eq!(of_class, expected, "{class:?}");
         }
     }
 

@@ -10,7 +10,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
-use router_core::{ProcessSign, RequestOutcome, RetryClass, Role, WorkerId};
+use router_core::{
+    AttemptReason, ProcessSign, ProtocolCode, RequestOutcome, RetryClass, Role, StatusLabel,
+    WorkerId,
+};
 use tokio::time::timeout;
 
 use crate::clock::now_ms;
@@ -77,22 +80,12 @@ pub enum ErrorReply {
     },
 }
 
-/// Reason of a worker that said nothing for too long. The request's time is over, and the worker is
-/// to blame.
-pub const SILENT: &str = "silent";
-
-/// Reason of a refusal by another process than the one that the router knew at the address.
-const RESTARTED: &str = "restarted";
-/// Code of an engine that refuses token ids made for another tokenizer or checkpoint.
-pub const FINGERPRINT_MISMATCH: &str = "fingerprint_mismatch";
-
 #[derive(Debug, thiserror::Error)]
 #[error("{reason}")]
 pub struct AttemptError {
     pub role: Role,
     pub worker: WorkerId,
-    /// Label of metrics: a code, or connect, reset, silent, hung.
-    pub reason: &'static str,
+    pub reason: AttemptReason,
     pub class: RetryClass,
     /// The worker broke with the request in hand; whether it had no other.
     pub broke_alone: Option<bool>,
@@ -102,45 +95,10 @@ pub struct AttemptError {
     pub reply: ErrorReply,
 }
 
-/// Reasons that mean a worker has gone, as far as they tell, rather than refused the request.
-pub fn is_loss(reason: &str) -> bool {
-    matches!(
-        reason,
-        "connect" | "reset" | "hung" | "engine_dead" | "draining" | "not_ready"
-    )
-}
-
-/// Reasons that mean a worker, or the prefill worker of a decode worker that reports it, has gone.
-pub fn is_loss_of_any(reason: &str) -> bool {
-    is_loss(reason)
-        || matches!(
-            reason,
-            "kv_transfer_failed" | "prefill_failed" | "bootstrap_unreachable"
-        )
-}
-
-/// Reasons that mean a worker, or its connection, ended with the request in hand.
-pub fn is_break(reason: &str) -> bool {
-    matches!(reason, "reset" | "engine_dead")
-}
-
-/// Code by which a decode worker reports that it can never work with its prefill worker.
-pub const PAIR_INCOMPATIBLE: &str = "pair_incompatible";
-
-/// Codes by which a decode worker reports trouble that is more likely its prefill worker's.
-const PARTNERS_FAULT: [&str; 4] = [
-    "kv_transfer_failed",
-    "kv_transfer_timeout",
-    "prefill_failed",
-    "bootstrap_unreachable",
-];
+/// Reason of a decode worker that can never work with its prefill worker.
+pub const PAIR_INCOMPATIBLE: AttemptReason = AttemptReason::Code(ProtocolCode::PairIncompatible);
 
 impl AttemptError {
-    /// True if the other leg's worker may have failed.
-    pub fn blames_partner(&self) -> bool {
-        PARTNERS_FAULT.contains(&self.reason)
-    }
-
     /// The worker's own words, if it had any.
     pub fn message(&self) -> Option<String> {
         let ErrorReply::Answer { body, .. } = &self.reply else {
@@ -150,11 +108,10 @@ impl AttemptError {
         message_of(json)
     }
 
-    fn new(leg: &LoadGuard, reason: &'static str, class: RetryClass, reply: ErrorReply) -> Self {
-        let (role, worker) = (leg.candidate.worker.role(), leg.candidate.id);
+    fn new(leg: &LoadGuard, reason: AttemptReason, class: RetryClass, reply: ErrorReply) -> Self {
         Self {
-            role,
-            worker,
+            role: leg.candidate.worker.role(),
+            worker: leg.candidate.id,
             reason,
             class,
             broke_alone: None,
@@ -164,7 +121,7 @@ impl AttemptError {
     }
 
     /// The worker, or the connection to it, has gone.
-    fn broken(leg: &LoadGuard, reason: &'static str, cause: String) -> Self {
+    fn broken(leg: &LoadGuard, reason: AttemptReason, cause: String) -> Self {
         Self::new(
             leg,
             reason,
@@ -176,19 +133,20 @@ impl AttemptError {
     fn send(leg: &LoadGuard, err: &SendError) -> Self {
         match err {
             SendError::Refused(_) | SendError::Connect(_) => {
-                Self::broken(leg, "connect", err.to_string())
+                Self::broken(leg, AttemptReason::Connect, err.to_string())
             }
-            SendError::Broken(_) => Self::broken(leg, "reset", err.to_string()),
+            SendError::Broken(_) => Self::broken(leg, AttemptReason::Reset, err.to_string()),
             SendError::Exhausted(cause) => {
                 let err = RouteError::Exhausted {
                     cause: cause.clone(),
                 };
-                Self::new(leg, err.code(), RetryClass::Refused, ErrorReply::Error(err))
+                let reason = AttemptReason::Code(ProtocolCode::ConnectionsExhausted);
+                Self::new(leg, reason, RetryClass::Refused, ErrorReply::Error(err))
             }
         }
     }
 
-    /// The worker answered with an error of this `code`, if it is one of ours.
+    /// The worker answered with an error; `code`: the one in its body.
     fn answer(
         leg: &LoadGuard,
         code: Option<String>,
@@ -196,26 +154,26 @@ impl AttemptError {
         headers: HeaderMap,
         body: Bytes,
     ) -> Self {
-        let known = code.and_then(|code| RetryClass::of_code(&code));
-        let (reason, class) =
-            known.unwrap_or((status_label(status), RetryClass::of_status(status.as_u16())));
-        Self::new(
-            leg,
-            reason,
-            class,
-            ErrorReply::Answer {
-                status,
-                headers,
-                body,
-            },
-        )
+        let reply = ErrorReply::Answer {
+            status,
+            headers,
+            body,
+        };
+        match code.as_deref().and_then(ProtocolCode::parse) {
+            Some(code) => Self::new(leg, AttemptReason::Code(code), code.class(), reply),
+            None => {
+                let label = StatusLabel::of(status.as_u16());
+                let class = RetryClass::of_status(status.as_u16());
+                Self::new(leg, AttemptReason::Status(label), class, reply)
+            }
+        }
     }
 
     /// The process that refused is another one than the request was made for: no worker is to be
     /// avoided for that.
     fn of_other_process(self) -> Self {
         Self {
-            reason: RESTARTED,
+            reason: AttemptReason::Restarted,
             class: RetryClass::Leaving,
             is_stale: true,
             ..self
@@ -259,10 +217,12 @@ impl AttemptError {
     /// an unexplained error is judged when there is a second opinion (retry.rs).
     fn outcome(&self) -> RequestOutcome {
         let is_client_error = self.status().is_some_and(|status| status.is_client_error());
-        let is_pairs = self.reason == PAIR_INCOMPATIBLE;
-        let is_partners = self.role == Role::Decode && (self.blames_partner() || is_pairs);
-        let is_blamed = self.class == RetryClass::Broken || self.reason == SILENT;
-        if is_client_error || is_partners || !is_blamed {
+        let is_pair_fault = self.reason == PAIR_INCOMPATIBLE;
+        let is_partner_fault =
+            self.role == Role::Decode && (self.reason.blames_partner() || is_pair_fault);
+        let is_worker_fault =
+            self.class == RetryClass::Broken || self.reason == AttemptReason::Silent;
+        if is_client_error || is_partner_fault || !is_worker_fault {
             RequestOutcome::Unknown
         } else {
             RequestOutcome::Failure
@@ -283,17 +243,7 @@ fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
 
 /// Metric label of a status: closed set.
 pub fn status_label(status: StatusCode) -> &'static str {
-    match status.as_u16() {
-        408 => "status_408",
-        429 => "status_429",
-        500 => "status_500",
-        502 => "status_502",
-        503 => "status_503",
-        504 => "status_504",
-        200..=299 => "error_event",
-        400..=499 => "status_4xx",
-        _ => "status_other",
-    }
+    StatusLabel::of(status.as_u16()).into_str()
 }
 
 /// The leg's worker failed in a way that `cause` describes.
@@ -417,15 +367,19 @@ impl UpstreamAttempt {
                 .lock()
                 .overloaded(failure.retry_after_ms(), now_ms());
         }
-        if is_break(failure.reason) {
+        if failure.reason.is_break() {
             failure.broke_alone = Some(worker.note_break(now_ms()));
         }
         // Another process may be there by now.
-        if matches!(failure.reason, "connect" | "reset") {
+        let is_connection_lost = matches!(
+            failure.reason,
+            AttemptReason::Connect | AttemptReason::Reset
+        );
+        if is_connection_lost {
             worker.observe_process(ProcessSign::Broken);
         }
         // The probe that follows finds out whether the worker drains, and for how long.
-        if matches!(failure.reason, "connect" | "reset" | "draining") {
+        if is_connection_lost || failure.reason == AttemptReason::Code(ProtocolCode::Draining) {
             worker.suspect.notify_one();
         }
     }
@@ -436,7 +390,11 @@ impl UpstreamAttempt {
             Ok(opened) => opened,
             Err(cause) => {
                 let cause = format!("no answer, and it fails its health checks: {cause}");
-                Err(AttemptError::broken(&self.guard, "hung", cause))
+                Err(AttemptError::broken(
+                    &self.guard,
+                    AttemptReason::Hung,
+                    cause,
+                ))
             }
         }
     }
@@ -471,7 +429,7 @@ impl UpstreamAttempt {
                     Some(piece) => events.push(piece),
                     None => Some(events.finish().ok_or_else(|| {
                         let cause = "ended the stream before it began".into();
-                        AttemptError::broken(&self.guard, "reset", cause)
+                        AttemptError::broken(&self.guard, AttemptReason::Reset, cause)
                     })?),
                 };
                 let Some(run) = run else { continue };
@@ -517,7 +475,7 @@ impl UpstreamAttempt {
             .map_err(|_| self.silent())?;
         piece.transpose().map_err(|err| {
             let cause = format!("answer broke off: {}", with_source(&err));
-            AttemptError::broken(&self.guard, "reset", cause)
+            AttemptError::broken(&self.guard, AttemptReason::Reset, cause)
         })
     }
 
@@ -526,7 +484,7 @@ impl UpstreamAttempt {
         let err = silent_error(&self.guard, self.limit);
         AttemptError::new(
             &self.guard,
-            SILENT,
+            AttemptReason::Silent,
             RetryClass::Refused,
             ErrorReply::Error(err),
         )

@@ -25,7 +25,7 @@ pub(crate) mod vllm;
 use std::sync::Arc;
 use std::time::Duration;
 
-use router_core::{LocalPrefillReason, LocalView, Role};
+use router_core::{AttemptReason, LocalPrefillReason, LocalView, ProtocolCode, Role};
 use tokio::time::timeout;
 
 use crate::clock::now_ms;
@@ -48,6 +48,9 @@ const FAULT_ATTRIBUTION_WAIT: Duration = Duration::from_millis(50);
 /// Prompt bytes per token, where tokens were not counted: the rule of thumb for English.
 const BYTES_PER_TOKEN: usize = 4;
 
+/// Reason of a worker that has a bootstrap room in use already.
+const DUPLICATE_ROOM: AttemptReason = AttemptReason::Code(ProtocolCode::DuplicateRoom);
+
 /// A prefill, done or under way, whose pages any decode worker may fetch.
 pub struct PendingPrefill {
     leg: PrefillAttempt,
@@ -62,7 +65,7 @@ pub async fn attempt(
     reusable_prefill: &mut Option<PendingPrefill>,
 ) -> AttemptResult {
     match try_attempt(app, request, reusable_prefill).await {
-        Err(AttemptFailure::Failed(mut failure)) if failure.reason == "duplicate_room" => {
+        Err(AttemptFailure::Failed(mut failure)) if failure.reason == DUPLICATE_ROOM => {
             let sent_to = match failure.role {
                 Role::Prefill => &request.record.prefill,
                 Role::Decode | Role::Regular => &request.record.worker,
@@ -118,7 +121,7 @@ async fn try_attempt(
         Some(ended) = prefilled.leg.ended() => match ended {
             Ok(()) => decode.await,
             Err(failure) => {
-                app.metrics.leg_aborts.with_label_values(&["decode", failure.reason]).inc();
+                app.metrics.leg_aborts.with_label_values(&["decode", failure.reason.into_str()]).inc();
                 return Err(failure.into());
             }
         },
@@ -147,7 +150,7 @@ async fn try_attempt(
             exclude_pair(app, &prefilled.leg.prefill.worker, &decode_worker, &failure);
             Err(failure.into())
         }
-        Err(failure) if failure.blames_partner() => {
+        Err(failure) if failure.reason.blames_partner() => {
             app.pair_traffic.failed(pair, failure.reason, now_ms());
             Err(attribute_failure(failure, &mut prefilled, is_second_reader)
                 .await

@@ -136,8 +136,7 @@ async fn proxy_to_any(
             Ok(opened) => return whole(opened, limit).await,
             Err(failure) => failure,
         };
-        let is_unreached = matches!(failure.reason, "connect" | "reset" | "hung");
-        if is_unreached && !std::mem::replace(&mut is_second, true) {
+        if failure.reason.is_unreached() && !std::mem::replace(&mut is_second, true) {
             avoid.push(failure.worker);
             continue;
         }
