@@ -22,7 +22,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::StatusCode;
 use http_body::{Body, Frame, SizeHint};
-use router_core::{AttemptReason, RequestOutcome, Role};
+use router_core::{AttemptReason, GiveUpReason, LostAnswer, RequestOutcome, ResumeVerdict, Role};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep, sleep_until, timeout_at};
 
@@ -31,7 +31,7 @@ use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{UpstreamResponse, silent_error, upstream_error};
 use crate::dispatch::context::{RequestContext, ResumePoint};
 use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
-use crate::dispatch::retry::{has_tries, send_with_retries};
+use crate::dispatch::retry::{count_refused_retry, send_with_retries};
 use crate::dispatch::types::{AttemptFailure, AttemptResult};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
@@ -213,7 +213,7 @@ impl ProxyBody {
         {
             buffer.disable(NotResumable::UnknownWorker);
         }
-        self.rest = opened.answer.rest;
+        self.rest = opened.answer.remaining;
         self.events = opened.answer.events;
         self.guard = Some(opened.guard);
         self.prefill = prefill;
@@ -384,37 +384,50 @@ impl ProxyBody {
         }
         let (app, candidate) = (&self.app, &guard.candidate);
         let role = candidate.worker.role();
-        let broke_alone = reason
+        let worker_break = reason
             .is_break()
             .then(|| candidate.worker.note_break(now_ms()));
         let resumed_at = request
             .resume_point
             .as_ref()
             .map_or(0, |point| point.tokens);
-        if buffer.tokens() > resumed_at {
-            (request.failed, request.breaks) = Default::default();
-            request.avoid.clear();
-        } else if broke_alone.is_some_and(|alone| request.add_break(app, candidate.id, alone)) {
-            return false;
-        }
-        request.count_failure(reason);
-        (request.is_accepted, request.is_paced) = (true, true);
-        request.avoid.push(candidate.id);
+        let has_progress = buffer.tokens() > resumed_at;
         request.resume_point = (buffer.tokens() > 0).then(|| ResumePoint {
             fingerprint: candidate.fingerprint,
             tokens: buffer.tokens(),
             resume: buffer.to_json_field(&candidate.description.fingerprint),
         });
-        // Who was silent once would be waited for as long again.
-        let has_other = || app.fleet.has_other(role, &request.wanted(), &request.avoid);
-        let may = (reason != AttemptReason::Silent || has_other()) && has_tries(app, request);
-        if !may {
+        let excluded = if has_progress {
+            vec![candidate.id]
+        } else {
+            request.retries.excluded_with(candidate.id)
+        };
+        let loss = LostAnswer {
+            worker: candidate.id,
+            reason,
+            worker_break,
+            held_ms: request.attempt_ms(),
+            has_progress,
+            has_other_worker: reason != AttemptReason::Silent
+                || app.fleet.has_other(role, &request.wanted(), &excluded),
+            is_shutting_down: app.is_cut(),
+        };
+        let verdict = request.retries.decide_resume(&loss, &app.retry);
+        let is_poison = verdict == ResumeVerdict::GiveUp(GiveUpReason::PoisonRequest);
+        if let (Some(worker_break), false) = (worker_break, has_progress) {
+            request.report_break(app, candidate.id, worker_break, is_poison);
+        }
+        let ResumeVerdict::GiveUp(reason) = verdict else {
+            return true;
+        };
+        count_refused_retry(app, reason);
+        if !is_poison {
             app.metrics
                 .failovers
                 .with_label_values(&[role.into_str(), "refused"])
                 .inc();
         }
-        may
+        false
     }
 
     /// Have another worker resume the answer. `Err`: no worker is asked, and the stream ends so.

@@ -14,5 +14,7 @@ pub mod poison;
 pub mod resume_pacer;
 /// Limits, budget and backoff of retries.
 pub mod retry;
+/// Decisions after a failed attempt.
+pub mod retry_verdict;
 /// Workers that refuse requests.
 pub mod worker_penalty;

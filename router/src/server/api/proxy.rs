@@ -154,9 +154,9 @@ async fn proxy_to_any(
 /// The rest of an opened answer.
 async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response, RouteError> {
     let mut body = BytesMut::from(opened.answer.pieces.concat().as_slice());
-    if let Some(mut rest) = opened.answer.rest.take() {
+    if let Some(mut remaining) = opened.answer.remaining.take() {
         loop {
-            match timeout(limit, rest.piece()).await {
+            match timeout(limit, remaining.piece()).await {
                 Ok(Some(Ok(piece))) => body.extend_from_slice(&piece),
                 Ok(None) => break,
                 Ok(Some(Err(err))) => {
