@@ -104,7 +104,11 @@ pub fn response(status: StatusCode, headers: HeaderMap, body: Body) -> Response 
     response
 }
 
+/// Answer with an error. Workers that failed are named in the log only.
 pub fn refuse(mut record: AccessLogEntry, err: RouteError) -> Response {
+    if err.is_upstream() {
+        tracing::warn!(rid = record.rid, %err, "no answer");
+    }
     record.end(err.status(), err.code());
     err.into_response()
 }

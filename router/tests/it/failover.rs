@@ -201,7 +201,7 @@ async fn without_a_worker_that_can_resume_the_stream_ends_with_the_error() {
             };
             assert_eq!(broke_off(&reply), "upstream_error");
             assert!(
-                reply.text().contains("no other worker went on with it"),
+                reply.text().contains("no other worker resumed the answer"),
                 "{}",
                 reply.text()
             );

@@ -230,6 +230,8 @@ async fn one(row: &Row, stream: bool) {
     let got = (reply.status, code_of(&reply, stream));
     assert_eq!(got, (row.status, row.code.to_owned()), "{what}");
     assert!(reply.headers.contains_key("x-request-id"), "{what}");
+    let names_worker = reply.text().contains("127.0.0.1");
+    assert!(!names_worker, "{what}: {}", reply.text());
     let lingers = matches!((&row.prefill, row.status), (Act::Hang, 200));
     if !lingers {
         router.no_load().await;

@@ -120,21 +120,25 @@ impl AttemptError {
     }
 
     /// The worker, or the connection to it, was lost.
-    fn broken(leg: &LoadGuard, reason: AttemptReason, cause: String) -> Self {
-        Self::new(
-            leg,
-            reason,
-            RetryClass::Broken,
-            ErrorReply::Error(upstream_error(leg, cause)),
-        )
+    fn broken(leg: &LoadGuard, reason: AttemptReason, problem: &str, detail: String) -> Self {
+        let err = upstream_error(leg, problem, detail);
+        Self::new(leg, reason, RetryClass::Broken, ErrorReply::Error(err))
     }
 
     fn send(leg: &LoadGuard, err: &SendError) -> Self {
         match err {
-            SendError::Refused(_) | SendError::Connect(_) => {
-                Self::broken(leg, AttemptReason::Connect, err.to_string())
-            }
-            SendError::Broken(_) => Self::broken(leg, AttemptReason::Reset, err.to_string()),
+            SendError::Refused(_) | SendError::Connect(_) => Self::broken(
+                leg,
+                AttemptReason::Connect,
+                "could not be reached",
+                err.to_string(),
+            ),
+            SendError::Broken(_) => Self::broken(
+                leg,
+                AttemptReason::Reset,
+                "broke the connection before its answer",
+                err.to_string(),
+            ),
             SendError::Exhausted(cause) => {
                 let err = RouteError::Exhausted {
                     cause: cause.clone(),
@@ -245,12 +249,13 @@ pub fn status_label(status: StatusCode) -> &'static str {
     StatusLabel::of(status.as_u16()).into_str()
 }
 
-/// The leg's worker failed in a way that `cause` describes.
-pub fn upstream_error(leg: &LoadGuard, cause: String) -> RouteError {
+/// The leg's worker failed. `problem`: a predicate that clients see; `detail`: for logs.
+pub fn upstream_error(leg: &LoadGuard, problem: &str, detail: String) -> RouteError {
     RouteError::Upstream {
         role: leg.candidate.worker.role(),
         worker: leg.candidate.name.clone(),
-        cause,
+        problem: problem.to_owned(),
+        detail,
     }
 }
 
@@ -391,14 +396,12 @@ impl UpstreamAttempt {
         let worker = &self.guard.candidate.worker;
         match worker.unless_hung(self.try_open()).await {
             Ok(opened) => opened,
-            Err(cause) => {
-                let cause = format!("no answer, and it fails its health checks: {cause}");
-                Err(AttemptError::broken(
-                    &self.guard,
-                    AttemptReason::Hung,
-                    cause,
-                ))
-            }
+            Err(health) => Err(AttemptError::broken(
+                &self.guard,
+                AttemptReason::Hung,
+                "sent no answer and fails its health checks",
+                health,
+            )),
         }
     }
 
@@ -477,8 +480,8 @@ impl UpstreamAttempt {
             let run = match self.next_piece(body).await? {
                 Some(piece) => events.push(piece),
                 None => Some(events.finish().ok_or_else(|| {
-                    let cause = "ended the stream before it began".into();
-                    AttemptError::broken(&self.guard, AttemptReason::Reset, cause)
+                    let problem = "ended the stream before its first event";
+                    AttemptError::broken(&self.guard, AttemptReason::Reset, problem, String::new())
                 })?),
             };
             if let Some(run) = run
@@ -512,8 +515,13 @@ impl UpstreamAttempt {
             .await
             .map_err(|_| self.silent())?;
         piece.transpose().map_err(|err| {
-            let cause = format!("answer broke off: {}", with_source(&err));
-            AttemptError::broken(&self.guard, AttemptReason::Reset, cause)
+            let detail = with_source(&err);
+            AttemptError::broken(
+                &self.guard,
+                AttemptReason::Reset,
+                "broke off its answer",
+                detail,
+            )
         })
     }
 

@@ -76,7 +76,8 @@ pub async fn attempt_pair(
             failure.reply = ErrorReply::Error(RouteError::Upstream {
                 role: failure.role,
                 worker: worker.unwrap_or_default(),
-                cause: "each bootstrap room drawn for the request is in use there".to_owned(),
+                problem: "uses each bootstrap room drawn for the request already".to_owned(),
+                detail: String::new(),
             });
             failure.is_stale = true;
             *reusable_prefill = None;

@@ -239,8 +239,12 @@ impl RelayedLeg {
                 Poll::Ready(self.pass_end(answer))
             }
             Poll::Ready(Some(Err(err))) => {
-                let cause = format!("answer broke off: {}", with_source(&err));
-                Poll::Ready(Some(self.broken(AttemptReason::Reset, cause)))
+                let detail = with_source(&err);
+                Poll::Ready(Some(self.broken(
+                    AttemptReason::Reset,
+                    "broke off its answer",
+                    detail,
+                )))
             }
             Poll::Pending => match self.poll_silence(cx, app, answer) {
                 Some(event) => Poll::Ready(Some(event)),
@@ -256,8 +260,8 @@ impl RelayedLeg {
         }
         match answer.stream_end() {
             Some(StreamEnd::Open) => {
-                let cause = "ended the stream without finishing it".to_owned();
-                return Some(self.broken(AttemptReason::Reset, cause));
+                let problem = "ended the stream without finishing it";
+                return Some(self.broken(AttemptReason::Reset, problem, String::new()));
             }
             // A client may wait for it.
             Some(StreamEnd::Finished) => answer.push_done(),
@@ -286,8 +290,8 @@ impl RelayedLeg {
                 }
                 Silence::Lookup => {
                     if let WorkerState::Unhealthy { reason, .. } = worker.state() {
-                        let cause = format!("fell silent and fails its health checks: {reason}");
-                        return Some(self.broken(AttemptReason::Hung, cause));
+                        let problem = "fell silent and fails its health checks";
+                        return Some(self.broken(AttemptReason::Hung, problem, reason));
                     }
                     if app.config.silent_request_probe().is_some() {
                         worker.silent.notify_one();
@@ -297,8 +301,8 @@ impl RelayedLeg {
         }
     }
 
-    fn broken(&self, reason: AttemptReason, cause: String) -> BodyEvent {
-        let err = upstream_error(&self.guard, cause);
+    fn broken(&self, reason: AttemptReason, problem: &str, detail: String) -> BodyEvent {
+        let err = upstream_error(&self.guard, problem, detail);
         BodyEvent::WorkerLost(WorkerLoss {
             failure: StreamFailure::Router(err),
             reason,

@@ -272,7 +272,7 @@ fn merge_failures(worker_failure: StreamFailure, resume_failure: ResumeFailure) 
         ResumeFailure::Attempts(AttemptFailure::Refused(err)) if err.code() == "timeout" => {
             return StreamFailure::Router(err);
         }
-        ResumeFailure::Attempts(AttemptFailure::Refused(err)) => err.to_string(),
+        ResumeFailure::Attempts(AttemptFailure::Refused(err)) => err.client_message(),
         ResumeFailure::Attempts(AttemptFailure::Failed(failure)) => {
             format!(
                 "the last attempt, at a {} worker, failed: {}",
@@ -285,11 +285,13 @@ fn merge_failures(worker_failure: StreamFailure, resume_failure: ResumeFailure) 
         StreamFailure::Router(RouteError::Upstream {
             role,
             worker,
-            cause,
+            problem,
+            detail,
         }) => StreamFailure::Router(RouteError::Upstream {
             role,
             worker,
-            cause: format!("{cause}; no other worker resumed the answer: {explanation}"),
+            problem: format!("{problem}, and no other worker resumed the answer ({explanation})"),
+            detail,
         }),
         failure => failure,
     }
