@@ -215,3 +215,103 @@ impl ClientAnswer {
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const STREAM: &str = "data: {\"role\":1}\n\n\
+        : baton {\"ids\":[5,6],\"seed\":7,\"created\":9}\ndata: {\"a\":1}\n\n\
+        : baton {\"ids\":[8]}\ndata: {\"b\":1}\n\n\
+        data: {\"finish_reason\":\"stop\"}\n\ndata: [DONE]\n\n";
+
+    fn reported() -> ClientAnswer {
+        ClientAnswer::reported_stream(StatusCode::OK, false, &MemoryBudget::new(1 << 20, None), 0)
+    }
+
+    fn popped(answer: &mut ClientAnswer) -> String {
+        let pieces: Vec<u8> = std::iter::from_fn(|| answer.pop()).flatten().collect();
+        String::from_utf8(pieces).unwrap()
+    }
+
+    /// The events of `STREAM`, each with its blank line.
+    fn events() -> Vec<Bytes> {
+        STREAM
+            .split_inclusive("\n\n")
+            .map(|event| Bytes::copy_from_slice(event.as_bytes()))
+            .collect()
+    }
+
+    #[test]
+    fn client_gets_the_same_text_wherever_the_first_worker_breaks() {
+        let whole: String = STREAM
+            .split_inclusive('\n')
+            .filter(|line| !line.starts_with(": baton"))
+            .collect();
+        for cut in 0..events().len() - 2 {
+            let mut answer = reported();
+            for event in &events()[..cut] {
+                answer.push(event.clone()).unwrap();
+            }
+            let mut text = popped(&mut answer);
+            assert!(answer.is_open(), "{cut}");
+            let buffer = answer.resumable().unwrap();
+            let tokens = buffer.tokens();
+            buffer.cut();
+            // The second worker sends the events whose tokens the client lacks.
+            let rest = match tokens {
+                0 => 0,
+                2 => 2,
+                _ => 3,
+            };
+            for event in &events()[rest..] {
+                answer.push(event.clone()).unwrap();
+            }
+            text += &popped(&mut answer);
+            assert_eq!(text, whole, "{cut}");
+            assert!(answer.is_delivered(), "{cut}");
+        }
+    }
+
+    #[test]
+    fn stream_whose_reports_end_is_not_resumable_and_keeps_its_end() {
+        let mut answer = reported();
+        for event in events() {
+            answer.push(event).unwrap();
+        }
+        assert!(answer.resumable().is_some());
+        answer.end_reports();
+        assert!(answer.resumable().is_none());
+        assert_eq!(answer.stream_end(), Some(StreamEnd::Done));
+        assert_eq!(answer.not_resumable(), None);
+    }
+
+    #[test]
+    fn disabled_stream_names_its_reason() {
+        let mut answer = reported();
+        answer.disable_resume(NotResumable::UnknownWorker);
+        assert_eq!(answer.not_resumable(), Some(NotResumable::UnknownWorker));
+        assert!(answer.resumable().is_none());
+    }
+
+    #[test]
+    fn waiting_events_are_released_when_no_worker_resumes() {
+        let mut answer = reported();
+        answer.push(events()[0].clone()).unwrap();
+        assert!(!answer.has_queued(), "the role waits for its tokens");
+        answer.release_waiting();
+        assert_eq!(popped(&mut answer).as_bytes(), events()[0]);
+    }
+
+    #[test]
+    fn answer_that_is_no_stream_passes_as_it_is() {
+        let mut answer = ClientAnswer::whole(StatusCode::OK);
+        answer.push(Bytes::from_static(b"{\"a\":")).unwrap();
+        answer.push(Bytes::from_static(b"1}")).unwrap();
+        assert_eq!(answer.queued_bytes(), 7);
+        assert_eq!(answer.last_pieces(), [&Bytes::from_static(b"1}")]);
+        assert!(!answer.is_stream() && answer.is_open() && !answer.is_delivered());
+        assert_eq!(popped(&mut answer), "{\"a\":1}");
+    }
+}

@@ -177,3 +177,7 @@ impl Drop for ProxyBody {
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;
