@@ -149,7 +149,7 @@ pub enum RouteError {
     Upstream {
         role: Role,
         worker: String,
-        /// What the worker did, as a predicate. Clients see it: it names no worker.
+        /// Failure of the worker, as a predicate. Clients see it: it names no worker.
         problem: String,
         /// Cause, for logs: it may hold addresses. May be empty.
         detail: String,

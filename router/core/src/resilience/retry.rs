@@ -28,10 +28,10 @@ impl Default for RetryConfig {
     }
 }
 
-/// A worker that is lost after it had a request for so long was not lost to a series of hasty
+/// A worker that is lost after it had a request for this long was not lost to a series of hasty
 /// retries [ms].
 const HELD_MS: u64 = 5_000;
-/// Such losses count as one attempt in so many: a request that waits for minutes outlives several
+/// This many such losses count as one attempt: a request that waits for minutes outlives several
 /// workers.
 const LOSSES_PER_ATTEMPT: u32 = 4;
 
@@ -65,7 +65,7 @@ impl RetryConfig {
         failed.count() < self.max_attempts
     }
 
-    /// How long to wait after `attempts` (1 = only the first) failed, never above `max_backoff_ms`.
+    /// Pause after `attempts` (1 = only the first) failed, never above `max_backoff_ms`.
     pub fn backoff_ms(&self, attempts: u32, rng: &mut dyn RngCore) -> u64 {
         let growth = self
             .multiplier
@@ -83,8 +83,15 @@ impl RetryConfig {
     }
 }
 
-/// How many slices of time a budget's window has.
+/// Slices of time in a budget's window.
 const SLICES: usize = 16;
+
+/// Requests and retries in one slice of the window.
+#[derive(Debug, Clone, Copy, Default)]
+struct BudgetSlice {
+    requests: u64,
+    retries: u64,
+}
 
 /// Requests and retries of the fleet in a sliding window: a dying worker must not bring the others
 /// its whole load several times over.
@@ -96,11 +103,11 @@ const SLICES: usize = 16;
 pub struct RetryBudget {
     /// Retries per request of the window.
     ratio: f64,
-    /// Retries in the window that are always allowed: what one worker had in flight when it died.
+    /// Retries in the window that are always allowed: as many as one worker has requests in flight
+    /// when it dies.
     floor: u32,
     window_ms: u64,
-    /// (requests, retries)
-    slices: [(u64, u64); SLICES],
+    slices: [BudgetSlice; SLICES],
     /// Number of the newest slice since the epoch of `now_ms`.
     newest: u64,
 }
@@ -111,39 +118,41 @@ impl RetryBudget {
             ratio,
             floor,
             window_ms,
-            slices: [(0, 0); SLICES],
+            slices: [BudgetSlice::default(); SLICES],
             newest: 0,
         }
     }
 
     /// A request came in.
     pub fn on_request(&mut self, now_ms: u64) {
-        self.advance(now_ms).0 += 1;
+        self.advance(now_ms).requests += 1;
     }
 
-    /// Take a retry out of the budget. False: it is used up.
+    /// Take a retry out of the budget. False: the budget is used up.
     pub fn try_retry(&mut self, now_ms: u64) -> bool {
         self.advance(now_ms);
-        let add = |sum: (u64, u64), slice: &(u64, u64)| (sum.0 + slice.0, sum.1 + slice.1);
-        let (requests, retries) = self.slices.iter().fold((0, 0), add);
+        let requests: u64 = self.slices.iter().map(|slice| slice.requests).sum();
+        let retries: u64 = self.slices.iter().map(|slice| slice.retries).sum();
         let allowed = f64::from(self.floor) + self.ratio * requests as f64;
         let is_granted = (retries + 1) as f64 <= allowed;
         if is_granted {
-            self.advance(now_ms).1 += 1;
+            self.advance(now_ms).retries += 1;
         }
         is_granted
     }
 
-    /// Forget what has left the window; returns the present slice.
-    fn advance(&mut self, now_ms: u64) -> &mut (u64, u64) {
+    /// Forget slices that have left the window; returns the present one.
+    fn advance(&mut self, now_ms: u64) -> &mut BudgetSlice {
         let slice_ms = (self.window_ms / SLICES as u64).max(1);
         let now = now_ms / slice_ms;
-        let gone = now.saturating_sub(self.newest).min(SLICES as u64);
+        let expired = now.saturating_sub(self.newest).min(SLICES as u64);
         self.newest = self.newest.max(now);
-        for back in 0..gone {
-            self.slices[((self.newest - back) % SLICES as u64) as usize] = (0, 0);
+        for age in 0..expired {
+            let index = (self.newest - age) % SLICES as u64;
+            self.slices[index as usize] = BudgetSlice::default();
         }
-        &mut self.slices[(self.newest % SLICES as u64) as usize]
+        let index = self.newest % SLICES as u64;
+        &mut self.slices[index as usize]
     }
 }
 
@@ -171,7 +180,8 @@ mod tests {
 
     #[test]
     fn jitter_spreads_waits_over_its_whole_range_and_no_further() {
-        let (config, mut rng) = (RetryConfig::default(), StdRng::seed_from_u64(1));
+        let config = RetryConfig::default();
+        let mut rng = StdRng::seed_from_u64(1);
         let waits: Vec<u64> = (0..2_000).map(|_| config.backoff_ms(1, &mut rng)).collect();
         assert_eq!(
             (waits.iter().min(), waits.iter().max()),
@@ -212,7 +222,9 @@ mod tests {
         ) {
             let mut budget = RetryBudget::new(ratio, floor, window_ms);
             let slice_ms = (window_ms / SLICES as u64).max(1);
-            let (mut now_ms, mut requests, mut granted) = (0, Vec::new(), Vec::new());
+            let mut now_ms = 0;
+            let mut requests = Vec::new();
+            let mut granted = Vec::new();
             for (wait_ms, is_retry) in steps {
                 now_ms += wait_ms;
                 let slice = now_ms / slice_ms;

@@ -34,7 +34,7 @@ use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{AttemptError, ErrorReply, PAIR_INCOMPATIBLE, UpstreamResponse};
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::prefill_leg::{PrefillAttempt, RoomLease};
-use crate::dispatch::logprobs;
+use crate::dispatch::logprobs::merge_input_logprobs;
 use crate::dispatch::types::{AttemptFailure, AttemptResult, build_leg, forwarded_ids};
 use crate::error::RouteError;
 use crate::observability::fleet_feed::pair_traffic::PairId;
@@ -174,7 +174,7 @@ async fn accept_pair(
     let is_mergeable = opened.is_sse || opened.answer.remaining.is_none();
     if request.scan.wants_input_logprobs && is_mergeable {
         let limit = app.config.request_timeout();
-        opened = logprobs::merged(opened, &mut prefill.leg, limit).await;
+        opened = merge_input_logprobs(opened, &mut prefill.leg, limit).await;
     }
     (opened, Some(prefill.leg))
 }

@@ -16,6 +16,7 @@ use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
 use crate::dispatch::proxy_body::client_answer::ClientAnswer;
 use crate::dispatch::proxy_body::event::{BodyEvent, StreamFailure, TruncatedResponse, WorkerLoss};
+use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::response::failover::NotResumable;
 use crate::response::sse::{EventSplitter, StreamEnd};
@@ -82,9 +83,8 @@ pub struct RelayedLeg {
     silence: SilenceTimer,
 }
 
-/// An answer of which no more comes. It is kept until the client has read what is queued.
-///
-/// The default is that of a body whose request went elsewhere.
+/// An answer of which no more comes. It is held until the client has read the queued pieces. The
+/// default holds nothing.
 #[derive(Default)]
 pub struct EndedAnswer {
     pub request: Option<RelayedRequest>,
@@ -278,17 +278,14 @@ impl RelayedLeg {
         answer: &mut ClientAnswer,
     ) -> Option<BodyEvent> {
         let is_resumable = answer.resumable().is_some();
-        let worker = self.guard.candidate.worker.clone();
         loop {
             match self.silence.poll(cx, is_resumable)? {
                 Silence::Limit => {
                     let err = silent_error(&self.guard, self.silence.limit);
-                    return Some(BodyEvent::WorkerLost(WorkerLoss {
-                        failure: StreamFailure::Router(err),
-                        reason: AttemptReason::Silent,
-                    }));
+                    return Some(worker_lost(AttemptReason::Silent, err));
                 }
                 Silence::Lookup => {
+                    let worker = &self.guard.candidate.worker;
                     if let WorkerState::Unhealthy { reason, .. } = worker.state() {
                         let problem = "fell silent and fails its health checks";
                         return Some(self.broken(AttemptReason::Hung, problem, reason));
@@ -302,11 +299,7 @@ impl RelayedLeg {
     }
 
     fn broken(&self, reason: AttemptReason, problem: &str, detail: String) -> BodyEvent {
-        let err = upstream_error(&self.guard, problem, detail);
-        BodyEvent::WorkerLost(WorkerLoss {
-            failure: StreamFailure::Router(err),
-            reason,
-        })
+        worker_lost(reason, upstream_error(&self.guard, problem, detail))
     }
 
     /// Close the connection to the worker.
@@ -325,6 +318,13 @@ impl RelayedLeg {
         worker.suspect.notify_one();
         record.upstream_error(worker.role(), loss.reason);
     }
+}
+
+fn worker_lost(reason: AttemptReason, err: RouteError) -> BodyEvent {
+    BodyEvent::WorkerLost(WorkerLoss {
+        failure: StreamFailure::Router(err),
+        reason,
+    })
 }
 
 /// Queue a piece for the client.
