@@ -30,6 +30,8 @@ const EVENT: &str = ": baton {\"ids\":[5],\"seed\":7,\"created\":9}\ndata: {\"a\
 /// A router with one worker that sends `EVENT` and then nothing.
 struct Scene {
     app: Arc<AppState>,
+    /// Connections to workers are cut when it is dropped.
+    _cut: watch::Sender<bool>,
 }
 
 impl Scene {
@@ -50,11 +52,15 @@ impl Scene {
         let config = RouterConfig::parse(&["baton-router".to_owned()]).unwrap();
         let metrics = Arc::new(RouterMetrics::new().unwrap());
         let (deciders, _) = crate::server::deciders(&config, &metrics).unwrap();
-        let app = AppState::new(config, metrics, deciders, None, watch::channel(false).1);
+        let (cut, cut_seen) = watch::channel(false);
+        let app = AppState::new(config, metrics, deciders, None, cut_seen);
         let spec = WorkerSpec::new(&url, Role::Regular, None).unwrap();
         let worker = app.fleet.add(spec).unwrap();
         app.fleet.set_state(&worker, WorkerState::Ready, None);
-        Self { app: Arc::new(app) }
+        Self {
+            app: Arc::new(app),
+            _cut: cut,
+        }
     }
 
     fn request(&self) -> Box<RequestContext> {
