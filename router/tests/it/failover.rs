@@ -162,6 +162,7 @@ fn broke_off(reply: &Reply) -> String {
         "{text}"
     );
     assert_eq!(text.matches("w2 ").count(), 1);
+    assert!(!text.contains("127.0.0.1"), "no worker is named: {text}");
     assert_eq!(text.matches("finish_reason\":\"").count(), 0);
     reply.error_event()
 }

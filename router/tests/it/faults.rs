@@ -267,6 +267,7 @@ async fn all_workers_down_is_reported_at_once() {
             reply.code().as_str(),
             "upstream_error" | "no_worker"
         ));
+        assert!(!reply.text().contains("127.0.0.1"), "{}", reply.text());
         eventually("no worker is left", || async {
             let reply = router.chat_stream().await;
             (reply.status, reply.code().as_str()) == (503, "no_worker")
@@ -274,6 +275,27 @@ async fn all_workers_down_is_reported_at_once() {
         })
         .await;
         router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn unreachable_workers_are_not_named_to_clients() {
+    timed(async {
+        let worker = Mock::start(&[]).await;
+        let router = Router::regular(&[&worker], &["--disable-health-check"]).await;
+        worker.stop().await;
+        for path in ["/v1/models", "/get_model_info"] {
+            let reply = router.get(path).await;
+            let text = reply.text();
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (502, "upstream_error"),
+                "{path}: {text}"
+            );
+            assert!(text.contains("a regular worker could not be "), "{text}");
+            assert!(!text.contains("127.0.0.1"), "{path}: {text}");
+        }
     })
     .await;
 }

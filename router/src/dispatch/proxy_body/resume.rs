@@ -258,10 +258,13 @@ async fn attempt_resume(app: Arc<AppState>, mut request: Box<RequestContext>) ->
     let attempts = send_with_retries(&app, &mut request);
     let result = match ends_at {
         None => attempts.await,
-        Some(ends_at) => timeout_at(ends_at, attempts).await.unwrap_or_else(|_| {
-            let waited_ms = ms_since(started);
-            Err(RouteError::DeadlineOver { waited_ms }.into())
-        }),
+        Some(ends_at) => match timeout_at(ends_at, attempts).await {
+            Ok(result) => result,
+            Err(_) => {
+                let waited_ms = ms_since(started);
+                Err(RouteError::DeadlineOver { waited_ms }.into())
+            }
+        },
     };
     (request, result)
 }

@@ -42,8 +42,11 @@ impl Scene {
             let mut connections = Vec::new();
             loop {
                 let (mut connection, _) = listener.accept().await.unwrap();
-                let mut request = [0; 4096];
-                connection.read(&mut request).await.unwrap();
+                let mut request = Vec::new();
+                while !request.ends_with(BODY) {
+                    let count = connection.read_buf(&mut request).await.unwrap();
+                    assert!(count > 0, "the request ended early");
+                }
                 let chunk = format!("{HEAD}{:x}\r\n{EVENT}\r\n", EVENT.len());
                 connection.write_all(chunk.as_bytes()).await.unwrap();
                 connections.push(connection);
