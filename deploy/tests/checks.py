@@ -552,7 +552,7 @@ def check_router_starts(args: Sequence[str]) -> Problems:
         command = [
             sys.executable,
             "-m",
-            "baton.cli",
+            "baton_ops.cli",
             "router",
             *args,
             "--kubeconfig=/nonexistent",

@@ -54,6 +54,6 @@ def engine_config(args: Sequence[str]) -> Any:
 
 def check_router_flags(args: Sequence[str]) -> None:
     """Fail with the router's message if it does not accept these flags."""
-    command = [sys.executable, "-m", "baton.cli", "router", *args, "--print-flags"]
+    command = [sys.executable, "-m", "baton_ops.cli", "router", *args, "--print-flags"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, f"baton-router {' '.join(args)}: {done.stderr}"

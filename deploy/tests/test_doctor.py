@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from baton.cli.doctor import check, kubernetes, main
-from baton.cli.doctor.check import CheckResult, CheckStatus
-from baton.cli.doctor.kubernetes import KubeView
+from baton_ops.doctor import check, kubernetes, main
+from baton_ops.doctor.check import CheckResult, CheckStatus
+from baton_ops.doctor.kubernetes import KubeView
 from deploy.tests.manifests import (
     Object,
     main_container,

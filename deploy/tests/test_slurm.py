@@ -52,7 +52,7 @@ for name in os.listdir(os.environ["STEPS"]):
     "scancel": "import os, signal, sys; os.kill(int(sys.argv[2]), signal.SIGTERM)",
 }
 """Stand-ins for SLURM's commands, as the script calls them: steps are processes of this machine."""
-OURS = {"baton": "['-m', 'baton.cli']", "baton-router": "['-m', 'baton.cli', 'router']"}
+OURS = {"baton": "['-m', 'baton_ops.cli']", "baton-router": "['-m', 'baton_ops.cli', 'router']"}
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

@@ -30,7 +30,7 @@ else:
     command = words[words.index("--") + 1:]
     assert command[0] == "baton", command
     env = dict(os.environ, BATON_API_KEY="inside")
-    sys.exit(subprocess.run([sys.executable, "-m", "baton.cli", *command[1:]], env=env).returncode)
+    sys.exit(subprocess.run([sys.executable, "-m", "baton_ops.cli", *command[1:]], env=env).returncode)
 """
 
 
@@ -55,14 +55,14 @@ def environment(key: str | None = None) -> dict[str, str]:
 
 
 def baton_drain(*words: str, key: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "baton.cli", "drain", *words]
+    command = [sys.executable, "-m", "baton_ops.cli", "drain", *words]
     return subprocess.run(
         command, env=environment(key), capture_output=True, text=True, timeout=120, check=False
     )
 
 
 def start_drain(*words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "baton.cli", "drain", *words]
+    command = [sys.executable, "-m", "baton_ops.cli", "drain", *words]
     return subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -232,7 +232,7 @@ def test_key_and_unreachable_targets(path: str) -> None:
 def test_wrong_flags_are_refused(
     words: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from baton.cli import main
+    from baton_ops.cli import main
 
     with pytest.raises(SystemExit) as ended:
         main.main(["drain", *words])

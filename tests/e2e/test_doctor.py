@@ -49,7 +49,7 @@ def engine(mode: str, *flags: str) -> Iterator[Engine]:
     command = [
         sys.executable,
         "-m",
-        "baton.cli",
+        "baton_ops.cli",
         "engine",
         "--port",
         "0",
@@ -98,7 +98,7 @@ def examine(*routers: str) -> tuple[int, list[dict[str, str]]]:
     command = [
         sys.executable,
         "-m",
-        "baton.cli",
+        "baton_ops.cli",
         "doctor",
         "--fleet",
         "--json",
@@ -179,7 +179,16 @@ def test_top_shows_every_node(pair: tuple[Engine, Engine]) -> None:
     prefill, decode = pair
     with Router.up(*workers(prefill, decode=(decode.url,))) as router:
         await_ready(router, prefill.url, decode.url)
-        command = [sys.executable, "-m", "baton.cli", "top", "--once", "--json", "--router", router]
+        command = [
+            sys.executable,
+            "-m",
+            "baton_ops.cli",
+            "top",
+            "--once",
+            "--json",
+            "--router",
+            router,
+        ]
         env = {**os.environ, **KEYS}
         done = subprocess.run(
             command, capture_output=True, text=True, env=env, timeout=120, check=False
@@ -212,7 +221,7 @@ def test_router_without_prefill_is_named(pair: tuple[Engine, Engine]) -> None:
 
 
 def run_drain(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "baton.cli", "drain", *words]
+    command = [sys.executable, "-m", "baton_ops.cli", "drain", *words]
     env = {**os.environ, **KEYS}
     return subprocess.run(
         command, capture_output=True, text=True, env=env, timeout=120, check=False

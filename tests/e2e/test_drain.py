@@ -173,7 +173,7 @@ def test_process_stopped_after_the_drain_command_loses_nothing() -> None:
                 command = [
                     sys.executable,
                     "-m",
-                    "baton.cli",
+                    "baton_ops.cli",
                     "drain",
                     node["url"],
                     "--wait",

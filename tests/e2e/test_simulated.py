@@ -79,7 +79,7 @@ def test_a_trace_of_twenty_requests(simulated: Cluster, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "baton.cli",
+        "baton_ops.cli",
         "bench",
         "--trace",
         str(trace),

@@ -48,7 +48,7 @@ def started(tmp_path: Path, *flags: str) -> Iterator[Engine]:
     log = tmp_path / "log"
     env = {**os.environ, "PYTHONPATH": str(REPO / "engine")}
     command = [
-        sys.executable, "-m", "baton.cli", "engine", "--model-path", str(model), "--load-format", "dummy", "--port",
+        sys.executable, "-m", "baton_ops.cli", "engine", "--model-path", str(model), "--load-format", "dummy", "--port",
         "0", "--tp-size", "2", *flags,
     ]  # fmt: skip
     with log.open("w") as out:
@@ -176,7 +176,7 @@ def test_a_model_that_cannot_be_divided_ends_the_start(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "baton.cli",
+        "baton_ops.cli",
         "engine",
         "--model-path",
         str(model),

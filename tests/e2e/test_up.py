@@ -71,7 +71,7 @@ def test_smoke_passes_for_other_shapes(flags: list[str], tmp_path: Path) -> None
     command = [
         sys.executable,
         "-m",
-        "baton.cli",
+        "baton_ops.cli",
         "up",
         "--smoke",
         "--port",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.layers.attention import make_backend
+from baton.layers.attention import flashinfer, make_backend
 from baton.layers.attention.flashinfer import FlashInferAttention, obstacle
 from baton.layers.attention.reference import TorchAttention
 from tests.support.attention_cases import CASES, Case, check
@@ -50,6 +50,29 @@ def test_long_rows_are_split_over_thread_blocks() -> None:
         "cuda",
         0.03,
     )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_kernels_for_long_rows_on_rows_of_any_length(
+    dim: int, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in unwritten slots and many rows per step too."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("these kernels are for compute capability 9.x")
+    monkeypatch.setattr(flashinfer, "LONG_TOKENS", 1)
+    case = Case(lengths=(1, 7, 33, 300, 3000), longest_chunk=700, windows=(0,), dim=dim,
+                heads=8, kv_heads=2, page_size=page_size)  # fmt: skip
+    backends = []
+
+    def make_and_keep(spec: Any, kv: Any) -> FlashInferAttention:
+        backends.append(FlashInferAttention(spec, kv))
+        return backends[0]
+
+    check(case, make_and_keep, "cuda", 0.03)
+    wrappers = backends[0]._wrappers[0]
+    assert wrappers.long_prefill is not wrappers.prefill
 
 
 @pytest.mark.timeout(600)

@@ -14,6 +14,7 @@ import torch
 
 from baton.layers.cuda.device_pages import CudaQueue, DevicePages, PageAccess, PeerPages
 from baton.layers.cuda.ipc import CudaIpc, allocate
+from tests.support import page_cases
 from tests.support.pages import bytes_of, ids, naive_sum
 
 REPO = Path(__file__).parents[2]
@@ -52,6 +53,16 @@ def test_sums_are_those_of_host_memory(gpu: torch.device) -> None:
     order = [7, 0, 39, 3, 3]
     want = [naive_sum(bytes_of(rows, page)) for page in order]
     assert np.frombuffer(pages.sums(ids(order)), np.uint64).tolist() == want
+
+
+@pytest.mark.parametrize("words", page_cases.WORDS)
+def test_kernels_copy_and_sum_as_plain_integers(words: int, gpu: torch.device) -> None:
+    page_cases.check(words, words, gpu)
+
+
+def test_pool_on_the_device_gets_the_kernels(gpu: torch.device) -> None:
+    _, pages = pool(4, gpu)
+    assert pages._pages._kernels is not None
 
 
 def test_pages_go_to_host_memory_and_back_pinned_or_not(gpu: torch.device) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from baton.layers.attention.paged_indices import capture_sizes
-from baton.runtime.graphs import capture
+from baton.runtime.runner import capture
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.parity.test_device_runner import PARAMS, PLAIN, SMALL, mixed, prompts

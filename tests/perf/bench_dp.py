@@ -20,9 +20,9 @@ from pathlib import Path
 
 import aiohttp
 
-from baton.cli.bench.words import words
 from baton.config import simulated
 from baton.config.simulated import scaled
+from baton_ops.bench.words import words
 from tests.perf.closed import Seen, Turn, run
 from tests.perf.fleet import Arm, Fleet, clients, installed, machine
 

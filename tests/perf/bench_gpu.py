@@ -350,6 +350,10 @@ def transfer(
     columns = ("shape", "transport", "MB", "GB/s while pulling", "pulls")
     row = report.table("transfer between two processes", columns)
     for transport in effort.transports:
+        if transport == "nccl" and torch.cuda.nccl.version() < (2, 30):
+            version = ".".join(map(str, torch.cuda.nccl.version()))
+            print(f"nccl not measured: NCCL {version} refuses two ranks on one GPU, 2.30 does not")
+            continue
         with (
             report.section(f"transfer {transport}"),
             pair(shape, args, effort, folder, transport) as cluster,

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import aiohttp
 
-from baton.cli.bench import replay
-from baton.cli.bench.words import words
+from baton_ops.bench import replay
+from baton_ops.bench.words import words
 from tests.perf.closed import Seen, Turn, run
 from tests.perf.fleet import Arm, Fleet, clients, installed, machine
 

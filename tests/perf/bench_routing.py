@@ -20,10 +20,10 @@ from typing import Any
 
 import aiohttp
 
-from baton.cli.bench import replay
 from baton.config import simulated
 from baton.config.simulated import StepModel
-from baton.sim import trace as traces
+from baton_ops.bench import replay
+from baton_ops.sim import trace as traces
 from tests.perf.fleet import Arm, Fleet, clients, installed, machine
 
 ARMS = {
@@ -64,7 +64,7 @@ async def measure(options: argparse.Namespace, log_dir: Path) -> list[dict[str, 
     scale, speed = device.length_scale, device.speed
     trace = traces.read(traces.locate(options.trace), options.limit or None)
     span = work_per_node(options, trace, device.model) / options.load
-    work = replay.asks(trace, span / traces.arrivals(trace)[-1] / speed)
+    work = replay.timed_requests(trace, span / traces.arrivals(trace)[-1] / speed)
     shape = (
         f"{options.workers} engines"
         if options.workers
@@ -106,7 +106,7 @@ async def measure(options: argparse.Namespace, log_dir: Path) -> list[dict[str, 
 
 
 async def one(
-    arm: Arm, number: int, fleet: Fleet, session: aiohttp.ClientSession, work: list[replay.Ask], scale: int,
+    arm: Arm, number: int, fleet: Fleet, session: aiohttp.ClientSession, work: list[replay.TimedRequest], scale: int,
     speed: float, options: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
     await fleet.flush(session)

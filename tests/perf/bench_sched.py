@@ -26,11 +26,11 @@ from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
 from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import Row, StepPlan, StepResult, StopReason
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from baton.sched.types.sequence import Seq
 from tests.support.sched_sim import duplicates, ordered

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from baton.cli.bench.load import Timing, send
-from baton.sim.report import percentile
+from baton_ops.bench.load import RequestTiming, send
+from baton_ops.sim.report import percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Seen:
     seconds: float
-    timings: tuple[Timing, ...]
+    timings: tuple[RequestTiming, ...]
 
     def ms(self, name: str, q: float) -> float:
         return percentile(sorted(getattr(t, name) for t in self.timings), q) * 1e3
@@ -49,7 +49,7 @@ async def run(
 ) -> Seen:
     """Every turn of a conversation after the one before. Raises what a failed request raises."""
     queue = iter(conversations)
-    timings: list[Timing] = []
+    timings: list[RequestTiming] = []
 
     async def client() -> None:
         for turns in queue:

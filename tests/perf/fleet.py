@@ -19,7 +19,7 @@ from pathlib import Path
 
 import aiohttp
 
-from baton.server.launch.supervisor import ChildProcess
+from baton_ops.launch.supervisor import ChildProcess
 
 REPO = Path(__file__).parents[2]
 READY_SECS = 120.0
@@ -98,7 +98,7 @@ class Fleet:
                     argv = [
                         sys.executable,
                         "-m",
-                        "baton.cli",
+                        "baton_ops.cli",
                         "engine",
                         "--port",
                         "0",
@@ -136,7 +136,7 @@ class Fleet:
     ) -> AsyncIterator[tuple[str, int]]:
         """`arm`'s router before the fleet, from ready until stopped: its URL and pid."""
         port = free_port()
-        argv = [sys.executable, "-m", "baton.cli", "router"]
+        argv = [sys.executable, "-m", "baton_ops.cli", "router"]
         if arm.peer is not None:
             python = REPO / ".venv-peers" / arm.peer / "bin" / "python"
             argv = [str(python), "-m", PEERS[arm.peer], "--prometheus-port", str(free_port())]

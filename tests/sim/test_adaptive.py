@@ -24,12 +24,12 @@ from baton.sched.policies.adaptive import (
     forecasts_in_parts,
     snapshot_in_parts,
 )
-from baton.sched.state import SchedulerState
+from baton.sched.setup.limits import Limits
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.events import OrderReviewed
-from baton.sched.types.limits import Limits
 from baton.sched.types.sequence import Seq
-from baton.sim.node import NodeSetting, SimNode
-from baton.sim.trace import TraceRequest
+from baton_ops.sim.node import NodeSetting, SimNode
+from baton_ops.sim.trace import TraceRequest
 from tests.support.sched_sim import VOCAB, Node, request
 
 

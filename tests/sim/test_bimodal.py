@@ -9,10 +9,10 @@ import pytest
 
 from baton.config.simulated import StepModel
 from baton.sched.policies import PolicyParams
-from baton.sched.types.limits import Limits
-from baton.sim.node import NodeSetting, SimNode
-from baton.sim.report import percentile, ttfts
-from baton.sim.trace import TraceRequest
+from baton.sched.setup.limits import Limits
+from baton_ops.sim.node import NodeSetting, SimNode
+from baton_ops.sim.report import percentile, ttfts
+from baton_ops.sim.trace import TraceRequest
 
 SHORT, LONG, SHARE_LONG = 128, 8192, 0.15
 TOKENS_PER_SEC = 1000.0

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.config import ConfigError, build, parse
-from baton.sched import setup
 from baton.sched.memory.demand import KnownAnswer, peak_growth
 from baton.sched.metrics.step_time import StepTime, attended_pairs
-from baton.sched.types.limits import Limits
+from baton.sched.setup import from_config
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import ForwardMode, StepPlan
 from baton.sched.types.sequence import is_partial, partial_of
 from tests.support.sched_sim import VOCAB, Node, reference, request
@@ -112,7 +112,7 @@ def test_clip_bounds_what_an_answer_is_expected_to_take(monkeypatch: pytest.Monk
 
     assert (running(4096), running(30)) == (1, 2)
     monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "77")
-    assert setup.limits(build({}), 100).clip_max_new_tokens == 77
+    assert from_config.limits(build({}), 100).clip_max_new_tokens == 77
     monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "many")
     with pytest.raises(
         ConfigError, match="SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION: --clip-max-new-tokens many: "
@@ -206,7 +206,7 @@ def test_a_long_prompt_leaves_tokens_of_each_step_to_short_ones_behind_it() -> N
     flags = build(
         {"long_prefill_token_threshold": 128, "chunked_prefill_size": 256, "page_size": 16}
     )
-    node = Node(setup.limits(flags, 1000), depth=1)
+    node = Node(from_config.limits(flags, 1000), depth=1)
     node.sched.add(request(0, [1] * 2000, 4))
     for handle in range(1, 4):
         node.sched.add(request(handle, [1 + handle] * 40, 4))
@@ -224,7 +224,7 @@ def test_without_chunking_every_prompt_is_computed_in_one_step(policy: str) -> N
         "schedule_policy": policy,
         "srpt_aging": 0.0,
     }
-    node = Node(setup.limits(build(values), 1000), depth=1)
+    node = Node(from_config.limits(build(values), 1000), depth=1)
     lengths = [60, 30, 50, 300, 20]
     for handle, length in enumerate(lengths):
         node.sched.add(request(handle, [handle % VOCAB] * length, 1, ignore_eos=True))
@@ -244,7 +244,7 @@ def test_without_chunking_every_prompt_is_computed_in_one_step(policy: str) -> N
 @pytest.mark.parametrize("budget", [100, 90])
 def test_a_request_is_admitted_only_into_a_step_that_computes_some_of_it(budget: int) -> None:
     values = {"chunked_prefill_size": -1, "max_prefill_tokens": budget, "page_size": 4}
-    node = Node(setup.limits(build(values), 1000), depth=1)
+    node = Node(from_config.limits(build(values), 1000), depth=1)
     for handle in (0, 1):
         node.sched.add(request(handle, [handle] * 50, 4, ignore_eos=True))
     plan = node.sched.plan()

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from baton.sched.policies import PolicyParams
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from tests.support.sched_sim import VOCAB, Node, chain, random_prompt, request
 
 PAGE = 4

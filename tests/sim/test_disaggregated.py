@@ -8,7 +8,7 @@ import random
 import pytest
 
 from baton.sched.policies import PolicyParams
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.storm import Ride, Weather, weathers

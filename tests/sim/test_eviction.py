@@ -8,8 +8,8 @@ import random
 import pytest
 
 from baton.cache.eviction import EVICTION_POLICIES
-from baton.sched.queue.priority import PriorityRule
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 

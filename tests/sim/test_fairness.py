@@ -14,10 +14,10 @@ from baton.config.tenants import TenantRule, TenantRules
 from baton.errors import PromptTooLong, TenantQueueFull
 from baton.sched.fairness.fair_queue import MAX_LABELS, FairnessRules, FairQueue
 from baton.sched.policies import POLICIES
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.kv_events import EventBatch
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from tests.support.kv_replay import Consumer, settled_prefixes
 from tests.support.sched_sim import VOCAB, Node, chain, random_prompt, request
 

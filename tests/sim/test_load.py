@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.sched.metrics.load_report import LoadReport, WaitingLoad
-from baton.sched.queue.priority import LOWEST_PRIORITY, PriorityRule
 from baton.sched.queue.priority_buckets import BANDS, DEFAULT, EDGES, band
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
+from baton.sched.state.load_report import LoadReport, WaitingLoad
+from baton.sched.types.priority import LOWEST_PRIORITY, PriorityRule
 from baton.sched.types.request import Rendezvous
 from tests.sim.test_stats import Clocked
 

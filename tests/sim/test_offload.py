@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from baton.sched.queue.priority import PriorityRule
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import ForwardMode, StepPlan
+from baton.sched.types.priority import PriorityRule
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 

@@ -27,7 +27,7 @@ def simulate(trace: str, load: float, orders: Sequence[str]) -> Results:
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         command = [
             "-m",
-            "baton.cli",
+            "baton_ops.cli",
             "simulate",
             "--schedule-policy",
             ",".join(orders),

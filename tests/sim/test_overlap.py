@@ -15,10 +15,10 @@ import pytest
 
 from baton.errors import EngineDead
 from baton.runtime.engine_loop import EngineLoop
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from tests.support.sched_sim import EOS, VOCAB, Device, Node, random_prompt, reference, request
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.cache.radix import RadixNode as TreeNode
-from baton.sched.queue.priority import PriorityRule
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
 from tests.support.sched_sim import Node, chain, reference, request
 from tests.support.watched import WatchedScheduler

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from baton.cache.radix import PrefixProbe, ProbeWatch
 from baton.cache.radix import RadixNode as TreeNode
 from baton.config import build
-from baton.sched import setup
 from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
 from baton.sched.policies.dfs_weight import ROOT, BranchWeights, Path
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import WaitingQueue
-from baton.sched.types.limits import Limits
+from baton.sched.setup import from_config
+from baton.sched.setup.limits import Limits
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
 from tests.support.sched_sim import VOCAB, Node, ordered, random_prompt, reference, request
 
@@ -503,7 +503,7 @@ def test_lpm_with_in_batch_thresholds_puts_followers_of_a_cold_prefix_last(
     assert first_rows(warm_too) == [3, 0, 2, 5, 1, 4]
     monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", "32")
     monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD", "16")
-    got = setup.limits(build({}), 100).policy_params
+    got = from_config.limits(build({}), 100).policy_params
     assert (
         got.in_batch_prefix_caching_check_threshold,
         got.in_batch_prefix_caching_deprioritize_threshold,

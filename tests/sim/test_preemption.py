@@ -13,10 +13,10 @@ from baton.config.simulated import PRESETS
 from baton.errors import QueueFull
 from baton.runtime.simulated.device import step_seconds
 from baton.sched.memory.preemption import may_preempt, priority_victims, retraction_victim
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepResult
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
 from tests.support.sched_pair import Relay

@@ -10,8 +10,8 @@ import pytest
 
 from baton.errors import DuplicateRoom, QueueFull
 from baton.sched.queue.admission import AdmissionController, DrainRate
-from baton.sched.queue.priority import PriorityRule
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import Seq
 from tests.support.sched_sim import Node, request

@@ -17,8 +17,8 @@ from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies import POLICIES, Policy, PolicyContext, PolicyParams
 from baton.sched.policies.dfs_weight import ROOT
 from baton.sched.queue import waiting_queue
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.waiting_queue import EXACT_UP_TO, KEYS_PER_LOOK, WaitingQueue
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
 from tests.sim.test_policies import Plain
 from tests.support.sched_sim import duplicates, ordered, ranks, request

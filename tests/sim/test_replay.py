@@ -12,14 +12,15 @@ import pytest
 
 from baton.config import EngineConfig
 from baton.errors import EngineError, KvTransferFailed
-from baton.sched import recording, setup
+from baton.sched import recording
 from baton.sched.policies import POLICIES
 from baton.sched.recording import RecordingScheduler, from_plain, plan_bytes, to_plain
 from baton.sched.scheduler import Scheduler
+from baton.sched.setup import from_config
 from baton.sched.types.events import AbortTransfer, GrantPages, PrefillDone
 from baton.sched.types.plan import StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
-from baton.sim import main as sim
+from baton_ops.sim import main as sim
 
 LOOKS = {
     "next_deadline", "drain_events", "counts", "ledger", "host_ledger", "load", "counters", "cached_blocks",
@@ -70,7 +71,9 @@ class Storm:
         self.plans: list[bytes] = []
         self.sizes = (40, self.rng.choice((0, 7, 60)), 1000)
         self.lines.append(recording.header(self.config, *self.sizes))
-        self.sched = RecordingScheduler(setup.limits(self.config, *self.sizes), self.lines.append)
+        self.sched = RecordingScheduler(
+            from_config.limits(self.config, *self.sizes), self.lines.append
+        )
         self.role = role
         self.now = 0.0
         self.flight: list[StepPlan] = []
@@ -300,7 +303,7 @@ def test_the_command_says_whether_the_plans_are_equal(
 
 def test_recording_changes_no_decision() -> None:
     storm, plain = Storm(5, "null"), Storm(5, "null")
-    plain.sched = Scheduler(setup.limits(plain.config, *plain.sizes))  # type: ignore[assignment]
+    plain.sched = Scheduler(from_config.limits(plain.config, *plain.sizes))  # type: ignore[assignment]
     storm.run()
     plain.run()
     assert storm.plans == plain.plans

@@ -9,11 +9,11 @@ import random
 import pytest
 
 from baton.errors import KvTransferFailed, RequestTimeout
-from baton.sched.metrics import request_timeline
-from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
-from baton.sched.queue.priority import PriorityRule
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
+from baton.sched.types import request_timeline
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
+from baton.sched.types.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, request
 

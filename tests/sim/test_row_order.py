@@ -9,11 +9,11 @@ import random
 import pytest
 
 from baton.sched.fairness.fair_queue import FairnessRules
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
+from baton.sched.setup.limits import Limits
 from baton.sched.types.events import EmittedTokens
-from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.storm import FAIR

@@ -16,7 +16,7 @@ from baton.sched.fairness.fair_queue import FairnessRules
 from baton.sched.memory.kv_manager import KvManager
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import Seq, partial_of

@@ -16,20 +16,20 @@ from typing import Any
 
 import pytest
 
-from baton.cli import main
 from baton.config import EngineConfig
 from baton.config.flags import markdown
 from baton.config.simulated import BLOCK_TOKENS, PRESETS, StepModel, scaled
 from baton.errors import ConfigError
 from baton.sched.policies import POLICIES
-from baton.sched.setup import limits
-from baton.sched.types.limits import Limits
-from baton.sim import main as command
-from baton.sim import trace as traces
-from baton.sim.chart import cdf_svg
-from baton.sim.node import NodeSetting, RequestOutcome, SimNode
-from baton.sim.report import SummaryStat, summarize, table
-from baton.sim.trace import TraceRequest
+from baton.sched.setup.from_config import limits
+from baton.sched.setup.limits import Limits
+from baton_ops.cli import main
+from baton_ops.sim import main as command
+from baton_ops.sim import trace as traces
+from baton_ops.sim.chart import cdf_svg
+from baton_ops.sim.node import NodeSetting, RequestOutcome, SimNode
+from baton_ops.sim.report import SummaryStat, summarize, table
+from baton_ops.sim.trace import TraceRequest
 
 MS_PER_TOKEN = StepModel(
     step_ms=0,
@@ -609,7 +609,7 @@ def test_command_says_what_is_wrong_with_a_trace(
 
 
 def test_ctrl_c_prints_what_there_is() -> None:
-    argv = [sys.executable, "-m", "baton.cli", "simulate", "--trace", SHIPPED, "--role", "null"]
+    argv = [sys.executable, "-m", "baton_ops.cli", "simulate", "--trace", SHIPPED, "--role", "null"]
     # A shell that runs the suite in the background ignores SIGINT for its children; a terminal does not.
     listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -625,7 +625,7 @@ def test_ctrl_c_prints_what_there_is() -> None:
 
 
 def test_simulator_loads_nothing_beyond_the_standard_library() -> None:
-    script = "import sys, baton.sim.main; print(*sys.modules)"
+    script = "import sys, baton_ops.sim.main; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )

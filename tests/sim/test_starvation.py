@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from baton.sched.policies import PolicyParams
-from baton.sched.queue.priority import PriorityRule
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
 from tests.support.sched_sim import Node, request
 from tests.support.watched import WatchedScheduler

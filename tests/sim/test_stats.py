@@ -9,13 +9,13 @@ from collections import Counter
 import pytest
 
 from baton.sched.metrics import collector
-from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.policies import PolicyParams
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepPlan
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import Rendezvous
+from baton.sched.types.request_timeline import PulledPages
 from baton.sched.types.sequence import Seq
 from tests.support.sched_sim import Device, request
 

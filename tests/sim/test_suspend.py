@@ -10,8 +10,8 @@ import pytest
 from baton.cache.eviction import EVICTION_POLICIES
 from baton.errors import QueueFull, WrongState
 from baton.sched.policies import POLICIES
-from baton.sched.queue.priority import PriorityRule
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import SeqState
 from tests.sim.test_disaggregated import Relay

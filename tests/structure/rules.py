@@ -6,16 +6,26 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+from tests.structure.second_floor import SECOND_FLOOR
+from tests.structure.shape import (
+    code_lines,
+    matches_on_bool,
+    packed_statements,
+    tuple_assignments,
+)
 from tests.structure.sources import (
     CRATES,
-    PYTHON,
+    ROOTS,
     cyclic,
+    entry,
+    file_imports,
     files,
     first_doc_lines,
     functions,
     merged,
     product_rust,
     public_types,
+    python_files,
     python_imports,
     python_modules,
     rust_imports,
@@ -27,11 +37,13 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 MAX_ONE_WORD_PERCENT = 30
 MAX_DOC_COLUMNS = 100
+MAX_TUPLE_ASSIGNMENTS_PER_KLOC = 1
 
-PACKAGE_ORDER = (
-    "errors", "config", "cache", "sched", "layers", "models", "disagg", "runtime", "server", "sim", "cli",
-)  # fmt: skip
-"""Packages of baton, lowest first: each imports only those before it."""
+PACKAGE_ORDER = {
+    "baton": ("errors", "config", "cache", "sched", "layers", "models", "disagg", "runtime", "server"),
+    "baton_ops": ("clients", "sim", "launch", "bench", "doctor", "top", "drain", "chat", "cli"),
+}  # fmt: skip
+"""Both Python packages with their parts, lowest first: each imports only those before it."""
 ROUTER_ORDER = (
     "clock", "error", "config", "observability", "transport", "request", "response", "workers", "dispatch", "server",
     "lib", "main",
@@ -78,7 +90,7 @@ Offenses = Iterator[tuple[str, int]]
 
 def product_files() -> list[str]:
     return [
-        *files(PYTHON, ".py"),
+        *python_files(),
         *(path for folder in CRATES.values() for path in product_rust(folder)),
     ]
 
@@ -86,7 +98,7 @@ def product_files() -> list[str]:
 def import_cycles() -> Offenses:
     """Files, and packages, that import each other."""
     modules, imports = python_modules(), python_imports()
-    graphs = [imports, merged(imports, {name: f"{name}.".split(".")[1] for name in modules})]
+    graphs = [imports, merged(imports, {name: ".".join(name.split(".")[:2]) for name in modules})]
     for folder in CRATES.values():
         uses = rust_imports(folder)
         group_of = {
@@ -108,15 +120,39 @@ def upward_imports() -> Offenses:
         yield from ((f"{path} -> {other}", 1) for other in used if _router_floor(other) > floor)
 
 
-def _floor(module: str) -> int:
-    package = f"{module}.".split(".")[1]
-    return PACKAGE_ORDER.index(package) if package else -1  # baton itself holds the version
+def _floor(module: str) -> tuple[int, int]:
+    """Position of the package, and of the part of it that holds the module."""
+    package, _, rest = module.partition(".")
+    part = rest.partition(".")[0]
+    floor = list(PACKAGE_ORDER).index(package)
+    # A package itself holds names that all its parts may use.
+    return floor, PACKAGE_ORDER[package].index(part) if part else -1
+
+
+def _python_order() -> list[str]:
+    return [f"{package}.{part}" for package, parts in PACKAGE_ORDER.items() for part in parts]
 
 
 def _router_floor(path: str) -> int:
     return ROUTER_ORDER.index(
         path.removeprefix(CRATES["router"] + "/").split("/")[0].removesuffix(".rs")
     )
+
+
+def upward_imports_of_a_package() -> Offenses:
+    """Imports against the order of SECOND_FLOOR, and entries without a place in it."""
+    imports = file_imports()
+    for folder, order in SECOND_FLOOR.items():
+        inside = {path for path in imports if path.startswith(f"{folder}/")}
+        entries = {entry(path, folder) for path in inside}
+        yield from ((f"{folder}: {name} is not listed", 1) for name in entries - {*order, *ROOTS})
+        yield from ((f"{folder}: {name} does not exist", 1) for name in {*order} - entries)
+        listed = [*order, *sorted(entries.difference(order))]
+        place = {name: index for index, name in enumerate(listed)}
+        for path in inside:
+            for other in imports[path] & inside:
+                if place[entry(other, folder)] > place[entry(path, folder)]:
+                    yield f"{path} -> {other}", 1
 
 
 def folder_entries() -> Offenses:
@@ -149,7 +185,7 @@ def long_functions() -> Offenses:
 
 def packages() -> dict[str, list[str]]:
     named: dict[str, list[str]] = {}
-    for path in files(PYTHON, ".py"):
+    for path in python_files():
         named.setdefault("/".join(path.split("/")[:3]).removesuffix(".py"), []).append(path)
     return named | {folder: product_rust(folder) for folder in CRATES.values()}
 
@@ -169,6 +205,26 @@ def types_of_one_name() -> Offenses:
         for name, count in Counter(name for path in paths for name in public_types(path)).items():
             if count > 1:
                 yield f"{package}:{name}", count
+
+
+def tuple_assigning_packages() -> Offenses:
+    """Packages with too many assignments `a, b = x, y` per thousand lines of code."""
+    for package, paths in packages().items():
+        count = sum(map(tuple_assignments, paths))
+        if 1000 * count > MAX_TUPLE_ASSIGNMENTS_PER_KLOC * sum(map(code_lines, paths)):
+            yield package, count
+
+
+def bool_matches() -> Offenses:
+    for path in product_files():
+        if count := matches_on_bool(path):
+            yield path, count
+
+
+def statements_on_one_line() -> Offenses:
+    for path in product_files():
+        if count := packed_statements(path):
+            yield path, count
 
 
 def bare_openings() -> Offenses:
@@ -238,8 +294,13 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
     ),
     "import-order": (
         upward_imports,
-        f"a package imports only those before it (engine: {' < '.join(PACKAGE_ORDER)}; "
+        f"a package imports only those before it (Python: {' < '.join(_python_order())}; "
         f"router: {' < '.join(ROUTER_ORDER)}): move what both need into the lower one",
+    ),
+    "second-floor": (
+        upward_imports_of_a_package,
+        "inside a package a file imports only entries before its own (second_floor.py): "
+        "move what both need into the lower one, or pass it in",
     ),
     "folder-entries": (
         folder_entries,
@@ -258,6 +319,13 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
         f"at most {MAX_ONE_WORD_PERCENT} % of a package's public types have one word",
     ),
     "same-name-types": (types_of_one_name, "two public types of a package never share a name"),
+    "tuple-assignment": (
+        tuple_assigning_packages,
+        "one fact per line: at most "
+        f"{MAX_TUPLE_ASSIGNMENTS_PER_KLOC} `a, b = x, y` per 1,000 lines of code of a package",
+    ),
+    "match-bool": (bool_matches, "a choice between true and false is an `if`"),
+    "one-statement": (statements_on_one_line, "each statement stands on a line of its own"),
     "bare-opening": (
         bare_openings,
         "a doc comment begins with a noun phrase or an imperative verb",

@@ -11,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-PYTHON = "engine/baton"
+PYTHON = ("engine/baton", "engine/baton_ops")
+"""Python packages, lower one first."""
 CRATES = {
     "router": "router/src",
     "router-core": "router/core/src",
@@ -72,17 +73,22 @@ def product_rust(folder: str) -> list[str]:
 # ---------------------------------------------------------------------- Python imports
 
 
+def python_files() -> list[str]:
+    """Files of all Python packages."""
+    return [path for package in PYTHON for path in files(package, ".py")]
+
+
 def python_modules() -> dict[str, str]:
     """Module name → path."""
     named = {}
-    for path in files(PYTHON, ".py"):
+    for path in python_files():
         name = path.removeprefix("engine/").removesuffix(".py").replace("/", ".")
         named[name.removesuffix(".__init__")] = path
     return named
 
 
 def python_imports() -> Graph:
-    """Imports between modules of baton, those inside functions and for type checking included."""
+    """Imports between modules of the packages, those inside functions and for type checking included."""
     modules = python_modules()
     return {name: set(_imported(name, path, modules)) - {name} for name, path in modules.items()}
 
@@ -108,6 +114,30 @@ def _imported(name: str, path: str, modules: dict[str, str]) -> Iterator[str]:
                 )
 
 
+# ---------------------------------------------------------------------- imports between files
+
+ROOTS = ("__init__", "mod", "lib")
+"""Files that stand for the folder they lie in."""
+
+
+@functools.cache
+def file_imports() -> Graph:
+    """Imports between files, of Python and of each crate."""
+    modules = python_modules()
+    graph = {
+        modules[name]: {modules[other] for other in imported}
+        for name, imported in python_imports().items()
+    }
+    for folder in CRATES.values():
+        graph |= rust_imports(folder)
+    return graph
+
+
+def entry(path: str, folder: str) -> str:
+    """The folder or file directly below `folder` that a path leads to, without its ending."""
+    return path.removeprefix(f"{folder}/").split("/")[0].removesuffix(".py").removesuffix(".rs")
+
+
 # ---------------------------------------------------------------------- Rust imports
 
 
@@ -123,14 +153,42 @@ def rust_modules(folder: str) -> dict[str, str]:
 
 
 def rust_imports(folder: str) -> Graph:
-    """Uses between the modules of a crate, by `use` and by paths in expressions; `mod` declarations are no uses."""
+    """Uses between the modules of a crate, by `use` and by paths in expressions.
+
+    `mod` declarations and `pub use` of a child are no uses; a use of a name that a module exports again is one of the
+    module that defines it.
+    """
     modules = rust_modules(folder)
+    code_of = {name: re.sub(r"//.*", "", rust_code(path)) for name, path in modules.items()}
+    exported = {
+        f"{name}::{alias}".strip(":"): target
+        for name, code in code_of.items()
+        for alias, target in _exports(code, name, modules)
+    }
     graph: Graph = {}
     for name, path in modules.items():
-        code = re.sub(r"//.*", "", rust_code(path))
-        used = {_home(target, modules) for target in _paths(code, name)}
+        code = PUBLIC_USE.sub("", code_of[name])
+        above = {
+            target
+            for _, target in _exports(code_of[name], name, modules)
+            if not f"::{target}".startswith(f"::{name}".rstrip(":") + "::")
+        }
+        targets = above.union(_paths(code, name))
+        used = {_home(target, modules, exported) for target in targets}
         graph[path] = {modules[home] for home in used if home is not None} - {path}
     return graph
+
+
+PUBLIC_USE = re.compile(r"\bpub(?:\([a-z]+\))?\s+use\s+([^;]+);")
+
+
+def _exports(code: str, name: str, modules: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """(name, path of what it stands for) of each name of the crate that a module exports again."""
+    for use in PUBLIC_USE.findall(code):
+        for path in expanded(re.sub(r"\s+", "", use)):
+            is_child = f"{name}::{path.split('::')[0]}".strip(":") in modules
+            relative = f"self::{path}" if is_child else path
+            yield from ((path.split("::")[-1], target) for target in _absolute([relative], name))
 
 
 def _paths(code: str, name: str) -> Iterator[str]:
@@ -166,12 +224,15 @@ def expanded(use: str) -> list[str]:
     return [path for part in parts if part for path in expanded(head + part)]
 
 
-def _home(path: str, modules: dict[str, str]) -> str | None:
+def _home(path: str, modules: dict[str, str], exported: dict[str, str]) -> str | None:
     """The module that a path leads into."""
     parts = path.split("::")
     for n in range(len(parts), 0, -1):
-        if "::".join(parts[:n]) in modules:
-            return "::".join(parts[:n])
+        start = "::".join(parts[:n])
+        if start in exported and exported[start] != start:
+            return _home(exported[start], modules, exported)
+        if start in modules:
+            return start
     return "" if "" in modules else None
 
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.structure.allowed import PATH, allowed, grown, outdated
-from tests.structure.rules import BARE, RULES, RULES_FILE, offenses, spoken_files
-from tests.structure.sources import cyclic, expanded, files, functions
+from tests.structure.figures import percentile, table
+from tests.structure.rules import (
+    BARE,
+    RULES,
+    RULES_FILE,
+    offenses,
+    spoken_files,
+    upward_imports_of_a_package,
+)
+from tests.structure.second_floor import SECOND_FLOOR
+from tests.structure.shape import matches_on_bool, packed_statements, tuple_assignments
+from tests.structure.sources import cyclic, expanded, files, functions, rust_imports
 
-WRITE = f"`python -m tests.structure` rewrites {PATH.name}"
+WRITE = f"`python -m tests.structure write` rewrites {PATH.name}"
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +80,24 @@ def test_cycles_are_found_and_chains_are_not() -> None:
     assert cyclic(graph) == [{"a", "b", "c"}]
 
 
+def test_imports_against_the_order_of_a_package_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not list(upward_imports_of_a_package())
+    folder = "engine/baton/server"
+    order = [name for name in SECOND_FLOOR[folder] if name != "logs"]
+    monkeypatch.setitem(SECOND_FLOOR, folder, (*reversed(order), "moved"))
+    found = [what for what, _ in upward_imports_of_a_package()]
+    assert f"{folder}: logs is not listed" in found
+    assert f"{folder}: moved does not exist" in found
+    assert f"{folder}/request/sampling.py -> {folder}/fields.py" in found
+
+
+def test_a_use_of_a_name_exported_again_leads_to_its_module() -> None:
+    uses = rust_imports("router/core/src")["router/core/src/kv/index.rs"]
+    assert "router/core/src/kv/replica.rs" in uses  # `use super::CacheUpdate`
+
+
 def test_use_trees_are_expanded() -> None:
     assert expanded("crate::a::{b,c::{D,E}}") == ["crate::a::b", "crate::a::c::D", "crate::a::c::E"]
 
@@ -83,3 +113,73 @@ def test_functions_are_measured() -> None:
 )
 def test_bare_openings_differ_from_nouns(line: str, is_bare: bool) -> None:
     assert bool(BARE.match(line)) is is_bare
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "count"),
+    [
+        ("a.py", "first, second = 1, other", 1),
+        ("a.py", "self.first, second = 1, f(2, 3)", 1),
+        ("a.py", "first, second = second, first", 0),
+        ("a.py", "first, second = pair()", 0),
+        ("a.py", "pair = 1, 2", 0),
+        ("a.rs", "let (first, mut second) = (f(1, 2), [3, 4]);", 1),
+        ("a.rs", "let (first, second): (u8, u8) = (1, 2);", 1),
+        ("a.rs", "    (first, second) = (1, 2);", 1),
+        ("a.rs", "let (first, second) = (second, first);", 0),
+        ("a.rs", "let (first, second) = pair(1, 2);", 0),
+        ("a.rs", "let (Some(first), Ok(second)) = (f(), g()) else { return };", 0),
+        ("a.rs", "if let (Some(first), Ok(second)) = (f(), g()) {}", 0),
+        ("a.rs", 'let (open, close) = ("(", ")"); // both', 1),
+    ],
+)
+def test_unrelated_values_of_one_assignment_are_counted(
+    name: str, line: str, count: int, tmp_path: Path
+) -> None:
+    assert tuple_assignments(written(tmp_path / name, line)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "count"),
+    [
+        ("a.rs", "match a.is_some() {\n    true => 1,\n    false => 2,\n}", 1),
+        ("a.rs", "match flag {\n    false if late => 1,\n    _ => 2,\n}", 1),
+        ("a.rs", "match (a, b) {\n    (true, _) => 1,\n    _ => 2,\n}", 0),
+        ("a.py", "match flag:\n    case True:\n        pass\n", 1),
+        ("a.py", "match flag:\n    case None:\n        pass\n", 0),
+    ],
+)
+def test_matches_on_a_bool_are_counted(name: str, source: str, count: int, tmp_path: Path) -> None:
+    assert matches_on_bool(written(tmp_path / name, source)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "count"),
+    [
+        ("a.py", "a = 1; b = 2", 1),
+        ("a.py", "if a: b = 2", 1),
+        ("a.py", "def a() -> None: ...", 0),
+        ("a.rs", "let a = 1; let b = 2;", 1),
+        ("a.rs", "let a = [0; N]; // one; two", 0),
+        ("a.rs", "|a| { b(a); }", 0),
+    ],
+)
+def test_statements_that_share_a_line_are_counted(
+    name: str, line: str, count: int, tmp_path: Path
+) -> None:
+    assert packed_statements(written(tmp_path / name, line)) == count
+
+
+def written(path: Path, source: str) -> str:
+    path.write_text(source, encoding="utf-8")
+    return str(path)
+
+
+def test_percentiles_are_values_of_the_list() -> None:
+    sizes = list(range(1, 101))
+    assert [percentile(sizes, percent) for percent in (50, 95, 99, 100)] == [50, 95, 99, 100]
+    assert percentile([], 50) == 0
+
+
+def test_figures_name_every_crate() -> None:
+    assert {"router/src", "kv_transfer/src", "engine/baton/sched"} <= set(table().split())

@@ -141,7 +141,7 @@ class Cluster:
             command = [
                 sys.executable,
                 "-m",
-                "baton.cli",
+                "baton_ops.cli",
                 "up",
                 "--port",
                 "0",

@@ -32,11 +32,11 @@ import zmq
 import zmq.asyncio
 from tokenizers import Tokenizer
 
-from baton.sched.metrics.load_report import LoadReport, WaitingLoad
-from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages
+from baton.sched.state.load_report import LoadReport, WaitingLoad
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
+from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
 from baton.server.worker.messages import (
     AbortMessage,
     ControlMessage,

@@ -113,8 +113,9 @@ def model(**options: Any) -> str:
 
 if __name__ == "__main__":
     from baton.config import parse
-    from baton.server.http import generation, request_handler
+    from baton.server.http import request_handler
     from baton.server.launch.engine import run_engine
+    from baton.server.response import generation
 
     constants = json.loads(os.environ["FRONT_CONSTANTS"])
     request_handler.KEEPALIVE_SECS = constants["keepalive_secs"]

@@ -22,7 +22,7 @@ class Router:
         command = [
             sys.executable,
             "-m",
-            "baton.cli",
+            "baton_ops.cli",
             "router",
             "--host",
             "127.0.0.1",

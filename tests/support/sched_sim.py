@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 from baton.cache.host import CopyRun
 from baton.cache.radix import InsertResult
-from baton.sched.metrics.request_timeline import FirstTokenStages, RequestTimeline
 from baton.sched.policies import Policy, PolicyContext
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.scheduler import Scheduler
+from baton.sched.setup.limits import Limits
 from baton.sched.types.events import (
     AbortTransfer,
     EmittedTokens,
@@ -27,9 +26,10 @@ from baton.sched.types.events import (
     PrefillDone,
     RevokeGrant,
 )
-from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, UNKNOWN_TOKEN, StepPlan, StepResult
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
+from baton.sched.types.request_timeline import FirstTokenStages, RequestTimeline
 from baton.sched.types.sequence import Seq
 
 VOCAB = 5

@@ -19,8 +19,8 @@ from baton.config.tenants import TenantRule, TenantRules
 from baton.errors import PromptTooLong, QueueFull, TenantQueueFull, WrongState
 from baton.sched.fairness.fair_queue import FairnessRules
 from baton.sched.policies import POLICIES, PolicyParams
-from baton.sched.queue.priority import PriorityRule
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from tests.support.sched_pair import Relay
 from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request

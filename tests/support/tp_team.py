@@ -3,7 +3,7 @@
     with helpers.engine(path, tp_size=2) as engine: answer(engine, prompts, greedy(8))
 
 A helper (`python -m tests.support.tp_team`) follows as the real process does
-(server.tensor_parallel.process.follow), engine after engine.
+(server.worker.tensor_parallel.process.follow), engine after engine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from baton.config import EngineConfig, build
 from baton.layers import collectives
 from baton.runtime.build import LoadedModel
 from baton.runtime.engine_loop import EngineLoop
-from baton.server.tensor_parallel import channel
-from baton.server.tensor_parallel.process import run_leader, run_worker
+from baton.server.worker.tensor_parallel import channel
+from baton.server.worker.tensor_parallel.process import run_leader, run_worker
 from tests.support.engine_run import FLAGS
 from tests.support.front import REPO
 

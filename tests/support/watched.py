@@ -20,11 +20,11 @@ import pytest
 from baton.cache.radix import RadixNode
 from baton.sched.planner.reservation import PageReservation
 from baton.sched.policies import AdaptivePolicy, ShortFirst
-from baton.sched.queue.priority import LOWEST_PRIORITY
 from baton.sched.scheduler import Scheduler
+from baton.sched.setup.limits import Limits
 from baton.sched.types.hashing import uniform
-from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
+from baton.sched.types.priority import LOWEST_PRIORITY
 from baton.sched.types.sequence import Seq, SeqState
 
 CACHE_AWARE = frozenset({"lpm", "short-first", "srpt-aging", "edf", "hrrn", "adaptive"})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from baton.cli.bench.load import Round, Timing, Work, prompts
-from baton.cli.bench.serving import COLUMNS, Arm, parse, rounds_as_json, table
-from baton.sim.report import percentile
+from baton_ops.bench.load import LoadRound, LoadShape, RequestTiming, prompts
+from baton_ops.bench.serving import COLUMNS, BenchArm, parse, rounds_as_json, table
+from baton_ops.sim.report import percentile
 
-WORK = Work(requests=3, concurrency=2, prompt_tokens=10, output_tokens=4, shared_tokens=6)
+WORK = LoadShape(requests=3, concurrency=2, prompt_tokens=10, output_tokens=4, shared_tokens=6)
 
 
 def test_prompts_share_their_start_and_depend_on_the_seed() -> None:
@@ -21,8 +21,8 @@ def test_prompts_share_their_start_and_depend_on_the_seed() -> None:
 
 
 def test_tpot_counts_the_tokens_after_the_first() -> None:
-    assert Timing(ttft=1.0, e2e=4.0, tokens=4).tpot == 1.0
-    assert Timing(ttft=1.0, e2e=1.0, tokens=1).tpot == 0.0
+    assert RequestTiming(ttft=1.0, e2e=4.0, tokens=4).tpot == 1.0
+    assert RequestTiming(ttft=1.0, e2e=1.0, tokens=1).tpot == 0.0
 
 
 def test_percentiles_interpolate() -> None:
@@ -32,21 +32,21 @@ def test_percentiles_interpolate() -> None:
 
 
 def test_ratio_is_the_median_over_rounds_not_of_medians() -> None:
-    slow_then_fast = Arm("base", "", "", rounds(1.0, 4.0))
-    always_double = Arm("other", "", "", rounds(2.0, 8.0))
+    slow_then_fast = BenchArm("base", "", "", rounds(1.0, 4.0))
+    always_double = BenchArm("other", "", "", rounds(2.0, 8.0))
     last = table([slow_then_fast, always_double]).splitlines()[-1]
     assert "0.50 [0.50, 0.50]" in last  # tokens/s
     assert last.count("2.00 [2.00, 2.00]") == 5
 
 
-def rounds(*seconds: float) -> list[Round]:
-    return [Round(s, (Timing(s / 2, s, 4),), ()) for s in seconds]
+def rounds(*seconds: float) -> list[LoadRound]:
+    return [LoadRound(s, (RequestTiming(s / 2, s, 4),), ()) for s in seconds]
 
 
-def two_servers() -> list[Arm]:
+def two_servers() -> list[BenchArm]:
     """Servers whose addresses differ in their last character."""
     return [
-        Arm(url, url, "demo", rounds(1.0, 4.0))
+        BenchArm(url, url, "demo", rounds(1.0, 4.0))
         for url in ("http://127.0.0.1:33000", "http://127.0.0.1:33001")
     ]
 

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from baton.cli.bench.load import Timing
-from baton.cli.bench.replay import Outcome, asks, parents, prompt_text, report
-from baton.cli.bench.serving import parse
-from baton.cli.bench.words import WORDS, words
-from baton.sim.trace import TraceRequest, locate, prompt_tokens, read
+from baton_ops.bench.load import RequestTiming
+from baton_ops.bench.replay import ReplayRound, parents, prompt_text, report, timed_requests
+from baton_ops.bench.serving import parse
+from baton_ops.bench.words import WORDS, words
+from baton_ops.sim.trace import TraceRequest, locate, prompt_tokens, read
 
 
 def request(tokens: int, *blocks: int, at: float = 0.0) -> TraceRequest:
@@ -62,13 +62,13 @@ def test_unrelated_requests_behind_one_system_prompt_do_not_wait() -> None:
 
 def test_arrivals_are_stretched() -> None:
     trace = [request(10, 0, at=0.0), request(10, 1, at=2000.0), request(10, 2, at=3000.0)]
-    assert [ask.at for ask in asks(trace, 0.5)] == [0.0, 1.0, 1.5]
+    assert [ask.at for ask in timed_requests(trace, 0.5)] == [0.0, 1.0, 1.5]
 
 
 def test_a_report_says_what_came_back() -> None:
-    outcome = Outcome(
+    outcome = ReplayRound(
         2.0,
-        (Timing(0.1, 0.5, 5, 100, 30), Timing(0.3, 0.5, 1, 100, 0)),
+        (RequestTiming(0.1, 0.5, 5, 100, 30), RequestTiming(0.3, 0.5, 1, 100, 0)),
         ("ValueError: status 503",),
         0.5,
     )

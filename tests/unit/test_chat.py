@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from baton.cli import chat
-from baton.cli.chat import AnswerFailed, ChatAnswer, ChatConfig, ChatServer, ChatSession
-from baton.cli.doctor.client import HttpClient
+from baton_ops import chat
+from baton_ops.chat import AnswerFailed, ChatAnswer, ChatConfig, ChatServer, ChatSession
+from baton_ops.clients.http_client import HttpClient
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
 

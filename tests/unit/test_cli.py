@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from baton import DISTRIBUTION
-from baton.cli import main
-from baton.server.launch import local_cluster, process_group
-from baton.server.launch.supervisor import ChildFailed
+from baton.server.launch import process_group
+from baton_ops.cli import main
+from baton_ops.launch import cluster_plan, local_cluster
+from baton_ops.launch.supervisor import ChildFailed
 
 
 def test_help_lists_exactly_the_commands_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +77,7 @@ def test_short_help_is_a_screen_and_full_help_has_every_flag(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    parser = import_module(f"baton.{main.PARSERS[name]}").make_parser()
+    parser = import_module(main.PARSERS[name]).make_parser()
     flags = set(parser._option_string_actions)
     full = "--help-all" if "--help-all" in flags else "--help"
     shown: dict[str, str] = {}
@@ -106,9 +107,7 @@ def test_version_is_that_of_the_distribution_that_pyproject_names() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    script = (
-        "import sys; from baton.cli import main; main.main(['--help']); print(sorted(sys.modules))"
-    )
+    script = "import sys; from baton_ops.cli import main; main.main(['--help']); print(sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
@@ -117,22 +116,33 @@ def test_help_imports_nothing_heavy() -> None:
         assert heavy not in loaded
 
 
+def test_engine_command_imports_no_other_command_and_no_torch() -> None:
+    script = (
+        "import sys\nfrom baton_ops.cli import main\n"
+        "try: main.main(['engine', '--help'])\nexcept SystemExit: pass\n"
+        "names = [name for name in sys.modules if name.partition('.')[0] in ('baton_ops', 'torch')]\n"
+        "print(*sorted(names))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "baton_ops baton_ops.cli baton_ops.cli.main"
+
+
 def test_defaults_are_one_pair() -> None:
-    plan = local_cluster.parse([])
+    plan = cluster_plan.parse([])
     assert plan.counts == {"prefill": 1, "decode": 1, "worker": 0}
     assert plan.engine == {}
 
 
 def test_workers_replace_the_pair() -> None:
-    assert local_cluster.parse(["--workers", "2"]).counts == {
+    assert cluster_plan.parse(["--workers", "2"]).counts == {
         "prefill": 0,
         "decode": 0,
         "worker": 2,
     }
-    assert local_cluster.parse(["--prefill", "0", "--decode", "0", "--workers", "1"]).processes == 1
-    assert (
-        local_cluster.parse(["--tp-size", "2", "--decode-args", "--dp-size 2"]).processes == 2 + 4
-    )
+    assert cluster_plan.parse(["--prefill", "0", "--decode", "0", "--workers", "1"]).processes == 1
+    assert cluster_plan.parse(["--tp-size", "2", "--decode-args", "--dp-size 2"]).processes == 2 + 4
 
 
 @pytest.mark.parametrize(
@@ -160,7 +170,7 @@ def test_impossible_clusters_are_refused(
     flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        local_cluster.parse(flags)
+        cluster_plan.parse(flags)
     assert stop.value.code == 2
     assert complaint in capsys.readouterr().err
 
@@ -175,7 +185,7 @@ def test_engine_flags_reach_every_engine_and_secrets_stay_off_command_lines(tmp_
         "--policy",
         "random",
     ]
-    plan = local_cluster.parse(flags)
+    plan = cluster_plan.parse(flags)
     cluster = local_cluster.LocalCluster(plan, tmp_path, print)
     prefill, decode = (node.argv() for node in cluster.nodes)
     for argv in (prefill, decode):
@@ -197,7 +207,7 @@ def test_nodes_get_a_cluster_key_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def key(*flags: str) -> str:
-        cluster = local_cluster.LocalCluster(local_cluster.parse(flags), tmp_path, print)
+        cluster = local_cluster.LocalCluster(cluster_plan.parse(flags), tmp_path, print)
         keys = {node.child._env["BATON_CLUSTER_KEY"] for node in cluster.nodes}
         assert all(key not in " ".join(node.argv()) for key in keys for node in cluster.nodes)
         return keys.pop() if len(keys) == 1 else ""
@@ -214,7 +224,7 @@ def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.Mon
     def threads(cores: int, *flags: str) -> list[str]:
         monkeypatch.setattr(local_cluster, "_cores", lambda: cores)
         argv = (
-            local_cluster.LocalCluster(local_cluster.parse(flags), tmp_path, print).nodes[0].argv()
+            local_cluster.LocalCluster(cluster_plan.parse(flags), tmp_path, print).nodes[0].argv()
         )
         return [argv[i + 1] for i, arg in enumerate(argv) if arg == "--cpu-threads"]
 
@@ -227,9 +237,7 @@ def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_ranks_of_one_role_are_passed_to_the_router(tmp_path: Path) -> None:
     def router(*flags: str) -> list[str]:
-        return local_cluster.LocalCluster(
-            local_cluster.parse(flags), tmp_path, print
-        )._router_argv()
+        return local_cluster.LocalCluster(cluster_plan.parse(flags), tmp_path, print)._router_argv()
 
     assert "--dp-aware" not in router()
     assert "--dp-aware" in router("--decode-args", "--dp-size 2")
@@ -238,13 +246,13 @@ def test_ranks_of_one_role_are_passed_to_the_router(tmp_path: Path) -> None:
 
 def test_traces_go_to_one_place_from_all(tmp_path: Path) -> None:
     flags = ["--enable-trace", "--otlp-traces-endpoint", "http://c:4318"]
-    cluster = local_cluster.LocalCluster(local_cluster.parse(flags), tmp_path, print)
+    cluster = local_cluster.LocalCluster(cluster_plan.parse(flags), tmp_path, print)
     for argv in (cluster._router_argv(), *(node.argv() for node in cluster.nodes)):
         assert "--enable-trace" in argv
         assert argv[argv.index("--otlp-traces-endpoint") + 1] == "http://c:4318"
     assert (
         "--enable-trace"
-        not in local_cluster.LocalCluster(local_cluster.parse([]), tmp_path, print)._router_argv()
+        not in local_cluster.LocalCluster(cluster_plan.parse([]), tmp_path, print)._router_argv()
     )
 
 
@@ -263,7 +271,7 @@ def test_taken_port_is_refused_when_asked_for_and_skipped_when_not() -> None:
 def test_state_file_has_exactly_the_agreed_fields(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     cluster = local_cluster.LocalCluster(
-        local_cluster.parse(["--state-file", str(path)]), tmp_path, print
+        cluster_plan.parse(["--state-file", str(path)]), tmp_path, print
     )
     cluster.port = 8123
     cluster.nodes[0].port, cluster.nodes[0].bootstrap_port = 30000, 8998
@@ -320,7 +328,16 @@ def test_invalid_flags_are_refused_before_any_process_starts(
 
 def test_failing_first_start_ends_up_with_the_end_of_the_log(tmp_path: Path) -> None:
     """A whole `baton up` with a node that cannot start: its exit code, the reason on stderr, no process left."""
-    command = [sys.executable, "-m", "baton.cli", "up", "--port", "0", "--log-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "baton_ops.cli",
+        "up",
+        "--port",
+        "0",
+        "--log-dir",
+        str(tmp_path),
+    ]
     command += ["--prefill-args", f"--model-path {tmp_path / 'no-such-model'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
@@ -348,7 +365,7 @@ def test_node_that_dies_while_the_router_starts_ends_the_start() -> None:
 
 def test_engines_of_one_gpu_share_its_memory() -> None:
     def share(*argv: str) -> str:
-        words = local_cluster.ClusterNode("prefill", "p0", local_cluster.parse(list(argv))).argv()
+        words = local_cluster.ClusterNode("prefill", "p0", cluster_plan.parse(list(argv))).argv()
         return (
             words[words.index("--mem-fraction-static") + 1]
             if "--mem-fraction-static" in words
@@ -363,7 +380,7 @@ def test_engines_of_one_gpu_share_its_memory() -> None:
 
 def test_engines_on_a_gpu_have_time_to_compile_their_kernels() -> None:
     def wait(*argv: str) -> float:
-        return local_cluster.parse(list(argv)).start_timeout_secs
+        return cluster_plan.parse(list(argv)).start_timeout_secs
 
     assert wait() == 300
     assert wait("--device", "cuda") == 1800
@@ -390,7 +407,7 @@ def test_installed_router_command_is_the_router(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert 'baton-router = "baton.cli.main:router"\n' in project
+    assert 'baton-router = "baton_ops.cli.main:router"\n' in project
     monkeypatch.setattr(sys, "argv", ["baton-router", "--port", "not-a-port"])
     assert main.router() == 2
     assert capfd.readouterr().err.startswith("baton-router: ")

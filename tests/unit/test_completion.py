@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import completion, main
-from baton.cli.completion import SCRIPTS, CommandWords, read_commands
+from baton_ops.cli import completion, main
+from baton_ops.cli.completion import SCRIPTS, CommandWords, read_commands
 
 commands = cache(read_commands)
 
@@ -23,7 +23,7 @@ def command(name: str) -> CommandWords:
 def test_every_command_has_the_flags_of_its_parser() -> None:
     assert [found.name for found in commands()] == list(main.COMMANDS)
     for name, module in main.PARSERS.items():
-        parser = import_module(f"baton.{module}").make_parser()
+        parser = import_module(module).make_parser()
         assert {flag.name for flag in command(name).flags} == set(parser._option_string_actions)
     router = {flag.name: flag for flag in command("router").flags}
     assert {"--policy", "--prefill", "--help-all"} <= set(router)

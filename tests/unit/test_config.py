@@ -11,7 +11,7 @@ import pytest
 from baton import config
 from baton.config.unsupported_flags import INSTEAD
 from baton.errors import ConfigError
-from baton.sched import setup
+from baton.sched.setup import from_config
 
 
 def test_no_flags_give_the_defaults_of_the_fields() -> None:
@@ -185,7 +185,7 @@ def test_queue_order_flags_reach_the_scheduler() -> None:
         "--priority-aging-max",
         "3",
     ]
-    made = setup.limits(
+    made = from_config.limits(
         config.parse([*argv, "--default-priority", "-2", "--enable-priority-scheduling"]), 64
     )
     assert made.policy_params.short_first_output_weight == 0.25
@@ -194,7 +194,7 @@ def test_queue_order_flags_reach_the_scheduler() -> None:
         3.0,
         -2,
     )
-    plain = setup.limits(config.build({}), 64)
+    plain = from_config.limits(config.build({}), 64)
     assert plain.policy_params.short_first_output_weight is None
     assert (plain.priority.aging_max, plain.priority.default) == (math.inf, None)
 

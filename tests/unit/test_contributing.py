@@ -12,7 +12,7 @@ import torch
 
 from baton.models import spec_reader
 from baton.sched.policies import POLICIES
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from tests.support import checkpoints
 from tests.support.model_loop import ModelLoop
 from tests.support.sched_sim import Node, request

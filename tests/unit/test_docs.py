@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from baton import config, errors
-from baton.cli import drain
-from baton.cli.bench import serving
-from baton.sched.metrics.load_report import LoadReport
+from baton.sched.state.load_report import LoadReport
+from baton_ops import drain
+from baton_ops.bench import serving
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -124,7 +124,7 @@ def test_places_in_the_code_map_exist() -> None:
     "page", [*PAGES, ROOT / "deploy" / "README.md"], ids=lambda page: page.parent.name + page.name
 )
 def test_source_files_that_pages_name_exist(page: Path) -> None:
-    """Pages may leave out leading folders: `capture.py` and `graphs/capture.py` both name a file that ends so."""
+    """Pages may leave out leading folders: `capture.py` and `runner/capture.py` both name a file that ends so."""
     named = re.findall(r"`([\w./-]+\.(?:rs|py))(?::\w+)?`", page.read_text(encoding="utf-8"))
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in SOURCES)] == []
 
@@ -136,16 +136,10 @@ def test_engine_flags_in_the_docs_exist() -> None:
         n for f in fields_of.values() for n in f.metadata["also"]
     }
     known |= {config.flag_name(name) for name in drain.DrainConfig.__dataclass_fields__}
-    up = (ROOT / "engine" / "baton" / "server" / "launch" / "cluster_plan.py").read_text(
-        encoding="utf-8"
-    )
-    up += "".join(
-        (ROOT / f"engine/baton/cli/doctor/{name}.py").read_text(encoding="utf-8")
-        for name in ("main", "top")
-    )
-    simulated = [
-        ROOT / "engine" / "baton" / name for name in ("sim/main.py", "config/simulated.py")
-    ]
+    ops = ROOT / "engine" / "baton_ops"
+    flags_of_up = [ops / name for name in ("launch/cluster_plan.py", "doctor/main.py", "top.py")]
+    up = "".join(path.read_text(encoding="utf-8") for path in flags_of_up)
+    simulated = [ops / "sim/main.py", ROOT / "engine/baton/config/simulated.py"]
     sim = "".join(path.read_text(encoding="utf-8") for path in simulated)
     router = "".join(
         path.read_text(encoding="utf-8")

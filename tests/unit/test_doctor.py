@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from baton.cli.doctor import check, engines, gpu, host, main, pairs, routers
-from baton.cli.doctor import fleet as fleet_module
-from baton.cli.doctor.check import CheckResult, CheckStatus
-from baton.cli.doctor.client import HttpAnswer, HttpClient, MetricSample, parse_metrics
-from baton.cli.doctor.fleet import EngineView, FleetKeys, FleetView, RouterView
-from baton.cli.doctor.gpu import GpuFacts
 from baton.server.observability.diagnosis import key_proof
 from baton.server.observability.host_facts import DiskSpace, HostFacts
+from baton_ops.clients.http_client import HttpAnswer, HttpClient
+from baton_ops.clients.metrics import MetricSample, parse_metrics
+from baton_ops.doctor import check, engines, gpu, host, main, pairs, routers
+from baton_ops.doctor import fleet as fleet_module
+from baton_ops.doctor.check import CheckResult, CheckStatus
+from baton_ops.doctor.fleet import EngineView, FleetKeys, FleetView, RouterView
+from baton_ops.doctor.gpu import GpuFacts
 
 GIB = 1 << 30
 PRINT = {
@@ -788,9 +789,7 @@ def test_more_prefill_nodes_than_one_request_takes_are_asked_for_in_turn() -> No
     assert other.asked == [0], "only decode nodes fetch KV"
 
 
-def test_metric_lines_are_read_and_others_left_out() -> None:
-    text = '# HELP a b\na{x="1",y="a\\"b"} 2\nb 3 1700000000\nc NaN?\n'
-    assert parse_metrics(text) == [
-        MetricSample("a", {"x": "1", "y": 'a\\"b'}, 2.0),
-        MetricSample("b", {}, 3.0),
-    ]
+def test_metrics_are_read_up_to_a_line_in_another_format() -> None:
+    text = '# HELP a b\na{x="1",y="a\\"b"} 2\nb 3 1700000000\nc NaN?\nd 1\n'
+    found = [(sample.name, sample.labels, sample.value) for sample in parse_metrics(text)]
+    assert found == [("a", {"x": "1", "y": 'a"b'}, 2.0), ("b", {}, 3.0)]

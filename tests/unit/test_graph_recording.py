@@ -23,7 +23,7 @@ from baton.layers.attention.flashinfer import FlashInferAttention
 from baton.layers.attention.paged_indices import PagedRows, pad_decode, pad_slots
 from baton.layers.kv_pool import KvTensors, make_pool
 from baton.runtime import build
-from baton.runtime.graphs.capture import DecodeGraphs, rows_to_record
+from baton.runtime.runner.capture import DecodeGraphs, rows_to_record
 from baton.runtime.runner.cuda_runner import DeviceRunner
 from baton.runtime.runner.token_table import TokenTable
 from baton.sched.types.plan import INVALID_TOKEN

@@ -9,7 +9,7 @@ import pytest
 from baton import config
 from baton.config.kv_events import KvEventsConfig, binds, mistakes, read
 from baton.errors import ConfigError
-from baton.sched import setup
+from baton.sched.setup import from_config
 
 ON = '{"enable_kv_cache_events": true}'
 
@@ -17,14 +17,14 @@ ON = '{"enable_kv_cache_events": true}'
 def test_nothing_is_announced_by_default() -> None:
     assert read("") == KvEventsConfig()
     assert not read("").uses_zmq
-    assert setup.limits(config.parse([]), 64).kv_event_batches == 0
+    assert from_config.limits(config.parse([]), 64).kv_event_batches == 0
 
 
 def test_enabled_means_zmq_unless_said_otherwise() -> None:
     assert read(ON).uses_zmq
     assert not read('{"enable_kv_cache_events": true, "publisher": "null"}').uses_zmq
     assert not read('{"publisher": "zmq"}').uses_zmq
-    limits = setup.limits(
+    limits = from_config.limits(
         config.parse(["--kv-events-config", ON[:-1] + ', "buffer_steps": 7}']), 64
     )
     assert limits.kv_event_batches == 7

@@ -15,9 +15,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from baton.cache.kv_events import Removed, Stored
 from baton.errors import EngineError
 from baton.server.http.http_utils import error_response
-from baton.server.kv_events import codec, http_stream
-from baton.server.kv_events.http_stream import KvStreams
+from baton.server.response import kv_event_stream
+from baton.server.response.kv_event_stream import KvStreams
 from baton.server.worker.client import RankClient
+from baton.server.worker.kv_events import codec
 from baton.server.worker.messages import KvEvents, ReplyMessage
 
 BLOCK = Stored((2**64 - 1,), None, b"\1\0\0\0\2\0\0\0", b"salt\0")
@@ -145,17 +146,17 @@ def test_events_no_longer_kept_are_replaced_by_a_snapshot(monkeypatch: pytest.Mo
     async def scene() -> None:
         ranks = ScriptedRanks(1)
         async with serving(ranks) as (client, streams):
-            for _ in range(http_stream.KEEP + 5):
+            for _ in range(kv_event_stream.KEEP + 5):
                 ranks.send()
-            assert len(streams._recent[0].payloads) == http_stream.KEEP
+            assert len(streams._recent[0].payloads) == kv_event_stream.KEEP
             assert [line["type"] for line in await lines(client, "from_seq=4")] == ["snapshot"]
-            assert len(await lines(client, "from_seq=5")) == http_stream.KEEP
+            assert len(await lines(client, "from_seq=5")) == kv_event_stream.KEEP
 
     run(scene)
 
 
 def test_a_living_stream_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_stream, "ALIVE_SECS", 0.01)
+    monkeypatch.setattr(kv_event_stream, "ALIVE_SECS", 0.01)
 
     async def scene() -> None:
         async with serving(ScriptedRanks(1)) as (client, _):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from baton.server.observability import log_file
-from baton.server.observability.log_file import LogFile, path_of_rank
+from baton.server.worker import log_file
+from baton.server.worker.log_file import LogFile, path_of_rank
 
 
 def test_lines_come_in_order_and_the_log_is_continued(tmp_path: Path) -> None:

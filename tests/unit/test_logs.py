@@ -86,7 +86,16 @@ def first_router_event(tmp_path: Path) -> dict[str, object]:
     """First line that a router logs."""
     workers = tmp_path / "workers.json"
     workers.write_text("[]")
-    command = [sys.executable, "-m", "baton.cli", "router", "--log-format", "json", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "baton_ops.cli",
+        "router",
+        "--log-format",
+        "json",
+        "--port",
+        "0",
+    ]
     command += ["--discovery-file", str(workers)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as router:
         assert router.stderr is not None

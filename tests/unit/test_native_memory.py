@@ -12,7 +12,7 @@ from baton import _native
 
 def test_installed_router_allocates_with_mimalloc() -> None:
     """mimalloc itself says so, on standard error."""
-    command = [sys.executable, "-m", "baton.cli", "router", "--version"]
+    command = [sys.executable, "-m", "baton_ops.cli", "router", "--version"]
     env = {**os.environ, "MIMALLOC_VERBOSE": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("baton-router ")

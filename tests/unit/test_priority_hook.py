@@ -14,9 +14,9 @@ import pytest
 from baton import config
 from baton.errors import ConfigError
 from baton.runtime.priority_hook import MAX_CALLS, Adjust, PriorityHook, load, read_priority
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.queue.priority_hook import LoadView, RequestView
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
+from baton.sched.types.priority import PriorityRule
 from tests.support.sched_sim import Node, request
 
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages
 from baton.sched.types.events import EmittedTokens, new_token
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason
+from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
 from baton.server.worker import process
 from baton.server.worker.messages import TokenBatch, encoder, to_front_decoder
 from baton.server.worker.process import StreamBuffer, flatten_transfer_stats, next_idle_report

@@ -10,8 +10,8 @@ import pytest
 from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver, error_of
 from baton.errors import PromptTooLong, QueueFull
 from baton.sched.scheduler import Scheduler
+from baton.sched.setup.limits import Limits
 from baton.sched.types.events import EmittedTokens
-from baton.sched.types.limits import Limits
 from tests.support.sched_sim import Node, request
 
 VOCAB = 100

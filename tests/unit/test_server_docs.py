@@ -8,16 +8,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import config
-from baton.cli import chat, drain
-from baton.cli.doctor import main as doctor
-from baton.cli.doctor import top
 from baton.config import unsupported_flags
 from baton.models import __main__ as families
 from baton.sched.metrics import histogram
 from baton.sched.metrics.collector import SchedStats
-from baton.server.launch import cluster_plan
 from baton.server.observability import metric_aliases, metrics
 from baton.server.worker.messages import StatsMessage, encoder, to_front_decoder
+from baton_ops import chat, drain, top
+from baton_ops.doctor import main as doctor
+from baton_ops.launch import cluster_plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -41,28 +40,28 @@ def test_table_of_refused_flags_is_current() -> None:
 def test_up_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
     assert config.markdown(cluster_plan.UpConfig) in page, (
-        "run: python -m baton.server.launch.cluster_plan"
+        "run: python -m baton_ops.launch.cluster_plan"
     )
 
 
 def test_chat_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(chat.ChatConfig) in page, "run: python -m baton.cli.chat"
+    assert config.markdown(chat.ChatConfig) in page, "run: python -m baton_ops.chat"
 
 
 def test_drain_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(drain.DrainConfig) in page, "run: python -m baton.cli.drain"
+    assert config.markdown(drain.DrainConfig) in page, "run: python -m baton_ops.drain"
 
 
 def test_doctor_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(doctor.DoctorConfig) in page, "run: python -m baton.cli.doctor.main"
+    assert config.markdown(doctor.DoctorConfig) in page, "run: python -m baton_ops.doctor.main"
 
 
 def test_top_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(top.TopConfig) in page, "run: python -m baton.cli.doctor.top"
+    assert config.markdown(top.TopConfig) in page, "run: python -m baton_ops.top"
 
 
 def test_metrics_tables_are_current() -> None:

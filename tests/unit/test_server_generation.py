@@ -18,11 +18,11 @@ from baton.errors import EngineError, KvTransferFailed, RequestTimeout
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, SamplingParams
-from baton.server.api.openai import ChatFormat, CompletionFormat, token_key
-from baton.server.api.sglang_format import GenerateFormat
-from baton.server.api.validation import AcceptedRequest, PromptItem
-from baton.server.http.generation import Generation
 from baton.server.observability.metrics import EngineMetrics
+from baton.server.request.validation import AcceptedRequest, PromptItem
+from baton.server.response.generation import Generation
+from baton.server.response.openai import ChatFormat, CompletionFormat, token_key
+from baton.server.response.sglang_format import GenerateFormat
 from baton.server.text.detokenizer import TextRules
 from baton.server.text.tokenizer import Tokenizer
 from tests.support import tiny_model
@@ -310,7 +310,7 @@ def test_an_error_comes_after_what_was_there_and_stops_the_other_items(
 def test_a_silent_rank_is_given_up_after_the_deadline(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.server.http.generation.DEADLINE_GRACE_SECS", 0.02)
+    monkeypatch.setattr("baton.server.response.generation.DEADLINE_GRACE_SECS", 0.02)
 
     async def run() -> EngineError:
         g, _ = begin(accept(1, TextRules(), -1), tokenizer, timeout_secs=0.03)

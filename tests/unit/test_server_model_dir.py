@@ -11,9 +11,9 @@ import pytest
 
 from baton.config import build
 from baton.errors import ConfigError
-from baton.server.launch import local_cluster
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
+from baton_ops.launch import local_cluster
 from tests.support import tiny_model
 
 

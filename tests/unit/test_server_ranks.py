@@ -14,9 +14,9 @@ import zmq
 import zmq.asyncio
 
 from baton.errors import EngineDead, EngineError, QueueFull, RequestTimeout
-from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
+from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
 from baton.server.http.lifecycle import NodeState, ServerLifecycle
 from baton.server.worker.client import RankSet
 from baton.server.worker.messages import (

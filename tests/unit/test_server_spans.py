@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.sched.metrics.request_timeline import PulledPages, RequestTimeline
+from baton.sched.types.request_timeline import PulledPages, RequestTimeline
 from baton.server.observability.spans import (
     AnsweredRequest,
     ParentSpan,

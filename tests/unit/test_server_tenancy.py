@@ -10,10 +10,10 @@ import pytest
 
 from baton import config
 from baton.errors import BadRequest, ConfigError, RateLimited
-from baton.sched import setup
-from baton.server.api.fields import read
-from baton.server.api.schema import RequestFields
-from baton.server.api.tenancy import Tenancy
+from baton.sched.setup import from_config
+from baton.server.fields import read
+from baton.server.request.schema import RequestFields
+from baton.server.request.tenancy import Tenancy
 
 
 def file(folder: Path, document: Any) -> str:
@@ -41,7 +41,7 @@ def placed(t: Tenancy, body: dict[str, Any], headers: dict[str, str] | None = No
 
 
 def test_flags_become_rules(tmp_path: Path) -> None:
-    made = setup.fairness(
+    made = from_config.fairness(
         config.build(
             {
                 "priority_classes": "a:2:5,b:1:0", "disable_class_charge_decode": True, "cached_token_weight": 0.5,
@@ -60,8 +60,8 @@ def test_flags_become_rules(tmp_path: Path) -> None:
     )
     assert made.tenants is not None
     assert made.tenants.of("x").weight == 2
-    assert not setup.fairness(config.EngineConfig()).enabled
-    assert setup.fairness(config.EngineConfig(tenant_config=" {}")).enabled
+    assert not from_config.fairness(config.EngineConfig()).enabled
+    assert from_config.fairness(config.EngineConfig(tenant_config=" {}")).enabled
 
 
 def test_every_mistake_of_a_tenant_file_is_reported_with_the_file(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.server.launch.local_cluster import PORT_TAKEN, ROUTER_PORT_TRIES, LocalCluster
-from baton.server.launch.screen import greeting
-from baton.server.launch.supervisor import ChildFailed
+from baton_ops.launch.local_cluster import PORT_TAKEN, ROUTER_PORT_TRIES, LocalCluster
+from baton_ops.launch.screen import greeting
+from baton_ops.launch.supervisor import ChildFailed
 
 URL = "http://127.0.0.1:8000"
 

@@ -25,9 +25,9 @@ from baton.errors import (
     PromptTooLong,
     UnsupportedParameter,
 )
-from baton.server.api import schema
-from baton.server.api.placement import seed_of_room
-from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
+from baton.server.request import schema
+from baton.server.request.placement import seed_of_room
+from baton.server.request.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.text import model_info
 from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.tokenizer import Tokenizer

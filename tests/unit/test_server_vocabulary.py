@@ -17,8 +17,8 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from baton.config import build
 from baton.errors import BadRequest, ConfigError
-from baton.server.api.token_ids import SHOWN_TOKENS, ModelVocabulary
-from baton.server.api.validation import AcceptedRequest, RequestValidator
+from baton.server.request.token_ids import SHOWN_TOKENS, ModelVocabulary
+from baton.server.request.validation import AcceptedRequest, RequestValidator
 from baton.server.text import model_info
 from baton.server.text.four_byte_tokenizer import FourByteTokenizer
 from baton.server.text.tokenizer import Tokenizer

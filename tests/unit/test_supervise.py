@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.server.launch import supervisor
 from baton.server.launch.process_group import describe_exit
-from baton.server.launch.supervisor import (
+from baton_ops.launch import supervisor
+from baton_ops.launch.supervisor import (
     HANG_PROBES,
     ChildFailed,
     ChildProcess,
@@ -228,7 +228,7 @@ def test_refused_connection_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 SUPERVISOR = f"""
 import asyncio, os, sys
 from pathlib import Path
-from baton.server.launch.supervisor import ChildProcess
+from baton_ops.launch.supervisor import ChildProcess
 
 async def work():
     node = ChildProcess("node", lambda: [sys.executable, "-c", {READY_THEN_SLEEP!r}], Path(sys.argv[1]), os.environ)

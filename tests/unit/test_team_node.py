@@ -12,9 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.server.tensor_parallel import channel
-from baton.server.tensor_parallel.channel import FollowerStuck
-from baton.server.tensor_parallel.transfer_node import EventMerger, TpTransferNode, execute_call
+from baton.server.worker.tensor_parallel import channel
+from baton.server.worker.tensor_parallel.channel import FollowerStuck
+from baton.server.worker.tensor_parallel.transfer_node import (
+    EventMerger,
+    TpTransferNode,
+    execute_call,
+)
 
 ROOM = 7
 
@@ -234,7 +238,7 @@ class FakeNode:
 
 
 class Following:
-    """Followers (server.tensor_parallel.channel) that execute_call at once."""
+    """Followers (server.worker.tensor_parallel.channel) that execute_call at once."""
 
     def __init__(self, teams: list[channel.TpGroup], nodes: list[FakeNode]) -> None:
         self.team, *self.teams = teams

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from baton.cli.doctor import top
-from baton.cli.doctor.client import HttpClient, parse_metrics
-from baton.cli.doctor.top import TopConfig, TopSnapshot
+from baton_ops import top
+from baton_ops.clients.http_client import HttpClient
+from baton_ops.clients.metrics import parse_metrics
+from baton_ops.top import TopConfig, TopSnapshot
 
 P, D = "http://p:30000", "http://d:30000"
 REPORT = {

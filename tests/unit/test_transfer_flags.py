@@ -15,7 +15,6 @@ from baton import _native, config
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.runtime.communicators import nccl
-from baton.server.launch import cluster_plan
 from baton.server.launch.engine import url_of
 from baton.server.worker import transfer_setup
 from baton.server.worker.transfer_setup import (
@@ -26,6 +25,7 @@ from baton.server.worker.transfer_setup import (
     transports,
     warn_of_reach,
 )
+from baton_ops.launch import cluster_plan
 
 
 def choices(of: type, field: str) -> set[str]:

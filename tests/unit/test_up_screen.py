@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from baton.server.launch import traffic
-from baton.server.launch.screen import StatusScreen, is_live
-from baton.server.launch.traffic import TrafficMonitor, percentile_ms, read_buckets, read_snapshot
+from baton_ops.launch import traffic
+from baton_ops.launch.screen import StatusScreen, is_live
+from baton_ops.launch.traffic import TrafficMonitor, percentile_ms, read_buckets, read_snapshot
 
 P, D = "http://p:30000", "http://d:30000"
 REPORT = {"kv_pages": 200, "kv_pages_used": 50}

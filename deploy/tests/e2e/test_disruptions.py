@@ -103,7 +103,7 @@ def test_drained_pod_returns_to_service(doubled: TestCluster, undisturbed: dict[
 
 def baton_drain(doubled: TestCluster, *args: str) -> subprocess.CompletedProcess[str]:
     kubectl = f"--kubectl=kubectl --kubeconfig={doubled.kubeconfig}"
-    command = [sys.executable, "-m", "baton.cli", "drain", kubectl, "--timeout=300", *args]
+    command = [sys.executable, "-m", "baton_ops.cli", "drain", kubectl, "--timeout=300", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 

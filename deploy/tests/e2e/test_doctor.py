@@ -17,7 +17,7 @@ NAMESPACE = "baton"
 
 def examine(demo: TestCluster, *flags: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Exit code, and the first check of each name."""
-    command = [sys.executable, "-m", "baton.cli", "doctor", "--json", *flags]
+    command = [sys.executable, "-m", "baton_ops.cli", "doctor", "--json", *flags]
     env = {**os.environ, "BATON_API_KEY": "demo", "BATON_CONTROL_KEY": "demo-admin"}
     done = subprocess.run(
         command, capture_output=True, text=True, env=env, timeout=300, check=False

@@ -39,7 +39,7 @@ MEM_FRACTION = 0.85
 
 CUDA_DEFAULTS: Mapping[str, int] = {"max_running_requests": 256, "chunked_prefill_size": 8192}
 """Defaults with --device cuda of flags that are not given. Small steps leave a GPU waiting for launches; 8192 tokens
-match SGLang's on an H200, 256 rows are the largest recorded decode step (runtime.graphs.capture)."""
+match SGLang's on an H200, 256 rows are the largest recorded decode step (runtime.runner.capture)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """--kv-events-config: the keys of vLLM's option of that name, checked.
 
-Pure: read by baton.config (the check), sched.setup (how much is kept) and the server (where it goes).
+Pure: read by baton.config (the check), sched.setup.from_config (how much is kept) and the server (where it goes).
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from baton import errors
-from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.scheduler import Scheduler
 from baton.sched.types import events
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import Rendezvous, ValidatedRequest
+from baton.sched.types.request_timeline import PulledPages
 
 log = logging.getLogger("baton.transfer")
 

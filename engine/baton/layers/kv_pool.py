@@ -48,7 +48,7 @@ class KvTensors:
     native: Any = None
     """baton._native.KvPool, or None for plain memory."""
     dummy_page: int | None = None
-    """A page of `data` that does not count: rows that are only padding write it (runtime.graphs.capture)."""
+    """A page of `data` that does not count: rows that are only padding write it (runtime.runner.capture)."""
 
     @property
     def num_pages(self) -> int:

@@ -123,7 +123,7 @@ class Decoder:
     def compute(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         """`forward` without `prepare`; the logits in compute type.
 
-        On a CUDA device it queues work and waits for nothing, so it can be recorded (runtime.graphs.capture).
+        On a CUDA device it queues work and waits for nothing, so it can be recorded (runtime.runner.capture).
         """
         eps, last, tp = self.spec.rms_eps, len(self.weights.layers) - 1, self._tp
         x = self._embed(batch.token_ids)

@@ -4,10 +4,9 @@
 |---|---|
 | `build` | a rank's model, pool and engine, from `EngineConfig` |
 | `engine_loop` | plan, launch, commit |
-| `runner/` | a plan as tensors, on the CPU and on a GPU |
-| `graphs/` | CUDA graphs of decode steps; warm-up |
+| `runner/` | a plan as tensors, on the CPU and on a GPU; CUDA graphs of decode steps |
 | `sampling/` | tokens from logits |
-| `memory/` | size of the KV pool |
+| `memory/` | warm-up steps, and the size of the KV pool that they leave room for |
 | `communicators/` | KV pages through gloo and NCCL |
 | `simulated/` | a device that only takes time (`--simulate`) |
 | `device`, `priority_hook` | choice of the device; priorities from a user's function |

@@ -25,10 +25,10 @@ from baton.models.load import OnProgress, load_weights
 from baton.models.spec_reader import read_spec
 from baton.runtime import device
 from baton.runtime.engine_loop import DeviceThread, EngineLoop, PoolSizes, make_engine
-from baton.runtime.graphs.capture import CudaRecorder, rows_to_record
 from baton.runtime.memory.device_memory import GIB, DeviceMemory
 from baton.runtime.memory.profile import check_weights, no_room, profile_memory
 from baton.runtime.model_limits import ModelLimits
+from baton.runtime.runner.capture import CudaRecorder, rows_to_record
 from baton.runtime.runner.cuda_runner import DeviceRunner, make_runner
 from baton.runtime.runner.model_runner import ModelRunner
 

@@ -32,12 +32,13 @@ from baton.config import EngineConfig
 from baton.errors import Aborted, EngineDead, EngineError
 from baton.runtime import priority_hook
 from baton.runtime.priority_hook import PriorityHook
-from baton.sched import recording, setup
-from baton.sched.metrics.request_timeline import RequestTimeline
+from baton.sched import recording
 from baton.sched.scheduler import Scheduler
+from baton.sched.setup import from_config
 from baton.sched.types.events import EmittedTokens, Event, OrderReviewed
 from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import ValidatedRequest
+from baton.sched.types.request_timeline import RequestTimeline
 
 if TYPE_CHECKING:
     from baton.disagg.transfer_driver import TransferDriver
@@ -342,7 +343,7 @@ def make_engine(
     model_limits: ModelLimits | None = None,
 ) -> EngineLoop:
     """A scheduler for `runner` as the flags say. `trace` gets each of its inputs as a line (sched.recording)."""
-    limits = setup.limits(config, *sizes)
+    limits = from_config.limits(config, *sizes)
     if trace is None:
         scheduler = Scheduler(limits)
     else:

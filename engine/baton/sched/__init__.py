@@ -4,13 +4,13 @@
 |---|---|
 | `scheduler` | `Scheduler`: requests in, results in, plans and events out |
 | `planner` | `Planner`: the rows of one step |
-| `state` | tables of sequences, and the moves between them |
-| `setup` | limits and rules of a scheduler, from `EngineConfig` |
 | `recording` | every input of a scheduler as a line; replay |
-| `types/` | request, sequence, plan, events, limits |
-| `queue/` | waiting queue, admission, priority, deadlines |
+| `types/` | request, sequence, priority, plan, events, request timelines |
+| `queue/` | waiting queue, admission, deadlines |
 | `policies/` | queue orders, one file each |
 | `fairness/` | shares of classes and tenants |
+| `setup/` | limits of a scheduler, and their values from `EngineConfig` |
 | `memory/` | pages of sequences, demand, preemption |
-| `metrics/` | statistics, request timelines, step log, load reports |
+| `metrics/` | statistics, step log |
+| `state/` | tables of sequences and the moves between them; load reports of them |
 """

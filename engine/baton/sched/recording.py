@@ -23,10 +23,10 @@ from typing import Any
 
 from baton.config import SECRETS, EngineConfig, tenants
 from baton.errors import EngineError, by_code
-from baton.sched import setup
 from baton.sched.scheduler import Scheduler
+from baton.sched.setup import from_config
+from baton.sched.setup.limits import Limits
 from baton.sched.types import request
-from baton.sched.types.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 
 VERSION = 1
@@ -110,7 +110,7 @@ def header(
     config: EngineConfig,
     num_pages: int,
     host_pages: int = 0,
-    page_bytes: int = setup.ASSUMED_PAGE_BYTES,
+    page_bytes: int = from_config.ASSUMED_PAGE_BYTES,
 ) -> str:
     """The first line: all that the limits are made from, without secrets."""
     flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in SECRETS}
@@ -254,7 +254,7 @@ def _scheduler(line: str) -> Scheduler:
     try:
         if any(type(size) is not int or not 0 <= size <= MAX_SIZE for size in sizes.values()):
             raise ValueError(f"sizes are {sizes}")
-        return Scheduler(setup.limits(EngineConfig(**flags), **sizes))
+        return Scheduler(from_config.limits(EngineConfig(**flags), **sizes))
     except Exception as err:
         raise ReplayError(
             f"line 1: no scheduler can be made of the recorded flags ({type(err).__name__}: {err}); the file is "

@@ -5,7 +5,7 @@ Two pure halves (no clock, no torch, no sockets):
 1. `plan()` looks at queues and pages and returns a StepPlan (sched.planner).
 2. `commit(plan, result)` takes the sampled tokens, finishes sequences, frees pages and returns events for the shell.
 
-The tables are in sched.state, the pages in sched.memory.kv_manager, who gives way is decided in
+The tables are in sched.state.tables, the pages in sched.memory.kv_manager, who gives way is decided in
 sched.memory.preemption. After every call
 free + cached + locked + private pages = capacity (`ledger()`).
 """
@@ -18,14 +18,14 @@ from collections.abc import Collection, Mapping, Sequence
 from baton import errors
 from baton.cache.kv_events import Stored
 from baton.cache.ledger import HostLedger, PageLedger
-from baton.sched.metrics.load_report import LoadReport, measure
-from baton.sched.metrics.request_timeline import PulledPages
 from baton.sched.metrics.step_log import StepDecision, StepLog
 from baton.sched.planner import Planner, PlanOutcome
 from baton.sched.policies.base import work
 from baton.sched.queue.deadlines import DeadlineQueue
 from baton.sched.queue.priority_hook import LoadView, RequestView
-from baton.sched.state import SchedulerState
+from baton.sched.setup.limits import Limits
+from baton.sched.state.load_report import LoadReport, measure
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.events import (
     AbortTransfer,
     Event,
@@ -34,9 +34,9 @@ from baton.sched.types.events import (
     PrefillDone,
     new_token,
 )
-from baton.sched.types.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
+from baton.sched.types.request_timeline import PulledPages
 from baton.sched.types.sequence import Seq, SeqState
 
 DUMPED_DECISIONS = 20

@@ -50,7 +50,7 @@ pub enum CopyReport {
 
 /// Bytes of one copy between devices; in between a pull can be stopped. Each copy takes the GIL and
 /// waits for the device, which costs more than the copy itself below some 100 MiB.
-const DEVICE_COPY_BYTES: usize = 128 << 20;
+pub(crate) const DEVICE_COPY_BYTES: usize = 128 << 20;
 
 type Report = Arc<dyn Fn(CopyReport) + Send + Sync>;
 

@@ -16,8 +16,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::error::RouteError;
 use crate::observability::metrics::RouterMetrics;
-use crate::server::api::http_util::{REQUEST_ID, new_request_id};
 use crate::server::header_timeout::HeaderReadTimeout;
+use crate::server::http_util::{REQUEST_ID, new_request_id};
 
 /// Most headers of a request, `host` included.
 pub const MAX_HEADERS: usize = 100;

@@ -15,6 +15,8 @@ pub(crate) mod api;
 mod head_errors;
 /// Timeout for reading request headers.
 mod header_timeout;
+/// Helpers of several handlers.
+mod http_util;
 /// Client connections: accepting, limits, stalled streams.
 mod listener;
 /// Web page of the fleet.

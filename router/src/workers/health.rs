@@ -34,8 +34,8 @@ use crate::response::sse::code_of;
 use crate::transport::upstream::{RequestHead, SendError};
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::fleet::startup_gate::PendingProbe;
+use crate::workers::kv_event_status::lenient;
 use crate::workers::kv_events;
-use crate::workers::kv_events::status::lenient;
 use crate::workers::load_report::{self, ReportStatus};
 use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
 

@@ -19,7 +19,7 @@ use crate::observability::metrics::RouterMetrics;
 use crate::observability::request_timeline::AttemptRecorder;
 use crate::response::failover;
 use crate::response::usage::usage_in;
-use crate::workers::kv_events::status::EventSubscription;
+use crate::workers::kv_event_status::EventSubscription;
 use crate::workers::load_report::{self, LoadReport, ReportStatus};
 
 /// Candidate that a policy chooses: one process at a worker's address, or one DP rank of it. When

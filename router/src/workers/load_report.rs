@@ -13,7 +13,7 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use router_core::RunningLoad;
 use serde::Deserialize;
 
-use crate::workers::kv_events::status::lenient;
+use crate::workers::kv_event_status::lenient;
 
 pub const HEADER: HeaderName = HeaderName::from_static("x-baton-load");
 

@@ -1,7 +1,8 @@
 //! Workers: who they are, what they report, and which of them a request goes to.
 //!
 //! `fleet` holds them and decides: `discovery` finds workers, `health` registers and probes them,
-//! `kv_events` follows their caches. `load_guard` counts requests in flight.
+//! `kv_events` follows their caches, `kv_event_status` is the progress of each reader. `load_guard`
+//! counts requests in flight.
 
 /// Token rates of a worker.
 pub(crate) mod activity;
@@ -11,6 +12,8 @@ pub(crate) mod discovery;
 pub(crate) mod fleet;
 /// Probes of workers.
 pub(crate) mod health;
+/// Status of a subscription to cache events.
+pub(crate) mod kv_event_status;
 /// Cache events of workers.
 pub(crate) mod kv_events;
 /// Load counted while a request is in flight.

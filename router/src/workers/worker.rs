@@ -20,7 +20,7 @@ use crate::config::{BootstrapPort, MAX_DP_SIZE, WorkerSpec, WorkerUrl};
 use crate::request::prompt_limit::PromptLimit;
 use crate::transport::upstream::ConnectionPool;
 use crate::workers::activity::WorkerActivity;
-use crate::workers::kv_events::status::{RankState, lenient};
+use crate::workers::kv_event_status::{RankState, lenient};
 
 /// Connections that break within this time have one cause: the worker's end.
 const SAME_BREAK_MS: u64 = 1_000;

@@ -153,7 +153,7 @@ class GraphInputs:
 
 @runtime_checkable
 class GraphAttention(AttentionBackend, Protocol):
-    """A backend whose `forward` can be recorded (runtime.graphs.capture), for steps of `size` decode rows.
+    """A backend whose `forward` can be recorded (runtime.runner.capture), for steps of `size` decode rows.
 
     `capture_bytes` says what all captures will take; `prepare_capture` runs once per size, the largest first;
     `plan_replay` before recording and before each replay; `use_capture` is the first thing recorded, the layers'

@@ -1,9 +1,9 @@
 """Attention by flashinfer's paged kernels, for a pool in CUDA memory.
 
-1. `FlashInferAttention(spec, kv)` makes a decode and a prefill wrapper per window size of the model, since a wrapper is
-planned for one window; 2. `plan(batch)` cuts the step into decode and prefill rows (`paged_plan`) and plans the
-wrappers that have rows; 3. `forward` per layer writes K and V into the pages and runs them; 4. the next `plan` replaces
-the step.
+1. `FlashInferAttention(spec, kv)` makes a decode and one or two prefill wrappers per window size of the model, since a
+wrapper is planned for one window; 2. `plan(batch)` cuts the step into decode and prefill rows (`paged_plan`) and plans
+the wrappers that have rows; 3. `forward` per layer writes K and V into the pages and runs them; 4. the next `plan`
+replaces the step.
 
 What is assumed of flashinfer 0.6:
 
@@ -53,6 +53,12 @@ CAPTURE_INT_WORKSPACE_BYTES = 1 << 20
 block, of which there are a few thousand."""
 KERNELS = "fa2"
 """Kernel family for all GPUs since Ampere: strides and windows are taken the same way everywhere."""
+LONG_KERNELS = "fa3"
+"""Kernel family of GPUs of compute capability 9.x (H100, H200) for steps that compute long parts of prompts. It does
+not divide a row's KV among thread blocks, as `fa2` does."""
+LONG_HEAD_DIMS = (64, 128)
+LONG_TOKENS = 256
+"""A step whose longest row computes so many tokens uses LONG_KERNELS."""
 
 
 def obstacle(spec: ModelSpec, kv: KvTensors) -> str | None:
@@ -80,6 +86,8 @@ class _Wrappers(NamedTuple):
     decode: Any
     prefill: Any
     """None for a capture: it has decode rows only."""
+    long_prefill: Any
+    """For steps with long rows; `prefill` itself where the GPU has one kernel family only."""
 
 
 class FlashInferAttention(PagedAttention):
@@ -119,12 +127,7 @@ class FlashInferAttention(PagedAttention):
         )
         self._workspace = self._zeros(max(LEAST_WORKSPACE_BYTES, self._eager_workspace_bytes()))
         self._wrappers = {
-            window: _Wrappers(
-                self._make_decode(self._workspace, "NHD"),
-                library.BatchPrefillWithPagedKVCacheWrapper(
-                    self._workspace, "NHD", backend=KERNELS
-                ),
-            )
+            window: self._make_wrappers(window, library.BatchPrefillWithPagedKVCacheWrapper)
             for window in sorted(set(spec.windows))
         }
         self._captured: dict[int, dict[int, _Wrappers]] = {}
@@ -135,6 +138,26 @@ class FlashInferAttention(PagedAttention):
         """Wrappers that `forward` uses: the eager ones, or a capture's."""
         self._planned = torch.cuda.Event() if kv.data.is_cuda else None
         self._num_decode = 0
+        self._has_long_rows = False
+
+    def _make_wrappers(self, window: int, make_prefill: Callable[..., Any]) -> _Wrappers:
+        decode = self._make_decode(self._workspace, "NHD")
+        prefill = make_prefill(self._workspace, "NHD", backend=KERNELS)
+        long_prefill = prefill
+        if self._has_long_kernels(window):
+            long_prefill = make_prefill(self._workspace, "NHD", backend=LONG_KERNELS)
+        return _Wrappers(decode, prefill, long_prefill)
+
+    def _has_long_kernels(self, window: int) -> bool:
+        """Return whether this GPU has LONG_KERNELS, tried for such layers (tests/gpu/test_attention.py)."""
+        data = self._kv.data
+        if not data.is_cuda or torch.cuda.get_device_capability(data.device)[0] != 9:
+            return False
+        is_plain = window == 0 and self._arithmetic["logits_soft_cap"] == 0.0
+        return is_plain and data.dtype == torch.bfloat16 and self._spec.head_dim in LONG_HEAD_DIMS
+
+    def _prefill_of(self, wrappers: _Wrappers) -> Any:
+        return wrappers.long_prefill if self._has_long_rows else wrappers.prefill
 
     def _zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._kv.data.device)
@@ -147,12 +170,14 @@ class FlashInferAttention(PagedAttention):
         indices = split_step(*(x.numpy() for x in arrays), batch.num_decode, self._kv.page_size)
         self._set_slots(batch.slot_mapping)
         self._num_decode = len(indices.decode)
+        if len(indices.prefill):
+            self._has_long_rows = int(np.diff(indices.qo_indptr).max()) >= LONG_TOKENS
         for window, wrappers in self._wrappers.items():
             if len(indices.decode):
                 self._plan(wrappers.decode.plan, window, self._tensors(indices.decode))
             if len(indices.prefill):
                 rows = (self._host(indices.qo_indptr), *self._tensors(indices.prefill))
-                self._plan(wrappers.prefill.plan, window, rows, causal=True)
+                self._plan(self._prefill_of(wrappers).plan, window, rows, causal=True)
         self._note_plan()
 
     def _await_last_plan(self) -> None:
@@ -193,7 +218,7 @@ class FlashInferAttention(PagedAttention):
             )
             wrapper.reset_workspace_buffer(floats, integers[window])
             self._plan(wrapper.plan, window, self._tensors(any_rows))
-            made[window] = _Wrappers(wrapper, None)
+            made[window] = _Wrappers(wrapper, None, None)
         self._note_plan()
         self._captured[size] = made
 
@@ -250,7 +275,7 @@ class FlashInferAttention(PagedAttention):
         if n:
             wrappers.decode.run(q[:n], pages, out=out[:n])
         if n < len(q):
-            wrappers.prefill.run(q[n:], pages, out=out[n:])
+            self._prefill_of(wrappers).run(q[n:], pages, out=out[n:])
         return out.view(len(q), self._spec.q_size)
 
     def _tensors(self, rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:

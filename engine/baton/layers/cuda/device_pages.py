@@ -21,6 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import NoReturn
 
 import numpy as np
@@ -29,11 +30,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.layers.cuda import ipc
+from baton.layers.flashinfer_loader import reason
 
 log = logging.getLogger("baton.pages")
 
 SUM_BYTES = 8 << 20
-"""Pages whose checksums are taken in one go, which needs three times as much meanwhile; a call queues any number."""
+"""Pages whose checksums plain torch takes in one go, which needs three times as much meanwhile; a call queues any
+number."""
 STUCK_SECS = 30.0
 """A copy of some MiB, behind whatever else the device has to do."""
 WATCH_SECS = 1.0
@@ -48,6 +51,29 @@ def weights(words: int) -> NDArray[np.int64]:
     return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
 
 
+def page_kernels(rows: Tensor, checksum_weights: Tensor) -> ModuleType | None:
+    """The module `kernels.pages`, its kernels compiled and run once on page 0; None where they cannot run."""
+    if not rows.is_cuda:
+        return None
+    try:
+        from baton.layers.kernels import pages
+
+        words = rows.view(torch.int32)
+        first_page = torch.zeros(1, dtype=torch.int64, device=rows.device)
+        sums = torch.zeros_like(first_page)
+        pages.sum_pages(words, first_page, checksum_weights, sums)
+        pages.copy_pages(words, first_page, words, first_page, checksum_weights, sums)
+        torch.cuda.synchronize(rows.device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as err:  # noqa: BLE001 - Triton's own, subprocess's, ImportError, OSError
+        log.warning(
+            "pages are copied and summed by plain torch, about ten times slower: %s", reason(err)
+        )
+        return None
+    return pages
+
+
 class PageAccess:
     """The pool as a matrix, a page per row, and the queue that its work goes to."""
 
@@ -56,13 +82,38 @@ class PageAccess:
         self.page_words = self.rows.shape[1]
         self.queue = queue
         self._weights = torch.from_numpy(weights(2 * self.page_words)).to(data.device)
+        self._kernels = page_kernels(self.rows, self._weights)
 
     def parts(self, pages: int) -> list[slice]:
         """Pages whose checksums are taken in one call."""
         at_once = max(1, SUM_BYTES // (8 * self.page_words))
         return [slice(start, start + at_once) for start in range(0, pages, at_once)]
 
-    def queue_sums(self, rows: Tensor, to: Tensor) -> None:
+    def queue_sums(self, pages: Tensor, to: Tensor) -> None:
+        """Have the checksums of `pages` (int64, on the device) written to `to`, in host memory."""
+        if self._kernels is not None:
+            sums = torch.zeros_like(pages)
+            self._kernels.sum_pages(self.rows.view(torch.int32), pages, self._weights, sums)
+            to.copy_(sums, non_blocking=True)
+            return
+        for part in self.parts(len(pages)):
+            self._sum_rows(self.rows.index_select(0, pages[part]), to[part])
+
+    def queue_copy(self, theirs: Tensor, source: Tensor, target: Tensor, to: Tensor) -> None:
+        """Have the rows `source` of `theirs` copied to the pages `target`, and their checksums written to `to`."""
+        if self._kernels is not None:
+            sums = torch.zeros_like(source)
+            self._kernels.copy_pages(
+                theirs.view(torch.int32), source, self.rows.view(torch.int32), target, self._weights, sums
+            )  # fmt: skip
+            to.copy_(sums, non_blocking=True)
+            return
+        for part in self.parts(len(source)):
+            content = theirs.index_select(0, source[part])
+            self.rows.index_copy_(0, target[part], content)
+            self._sum_rows(content, to[part])
+
+    def _sum_rows(self, rows: Tensor, to: Tensor) -> None:
         to.copy_((rows.view(torch.int32) * self._weights).sum(1), non_blocking=True)
 
     def index(self, pages: bytes) -> Tensor:
@@ -94,9 +145,7 @@ class DevicePages:
         """uint64 each, little endian."""
         sums = self._pages.queue.host_memory(len(pages) // 4)
         with self._pages.queue.run("taking checksums"):
-            index = self._pages.index(pages)
-            for part in self._pages.parts(len(index)):
-                self._pages.queue_sums(self._pages.rows.index_select(0, index[part]), sums[part])
+            self._pages.queue_sums(self._pages.index(pages), sums)
         return sums.numpy().tobytes()
 
     def pin(self, memory: memoryview) -> None:
@@ -167,11 +216,7 @@ class PeerPages:
                 raise RuntimeError("the peer's pages are closed: it is gone")
             theirs = self._opened.memory.view(torch.int64).view(-1, ours.page_words)
             with ours.queue.run("copying a peer's pages"):
-                there, here = ours.index(src), ours.index(dst)
-                for part in ours.parts(len(there)):
-                    found = theirs.index_select(0, there[part])
-                    ours.rows.index_copy_(0, here[part], found)
-                    ours.queue_sums(found, sums[part])
+                ours.queue_copy(theirs, ours.index(src), ours.index(dst), sums)
         return sums.numpy().tobytes()
 
     def close(self) -> None:

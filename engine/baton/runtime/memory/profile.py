@@ -24,9 +24,9 @@ from baton.layers.collectives import ProcessGroup, TpContext
 from baton.layers.flashinfer_loader import SLOWER, reason
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
-from baton.runtime.graphs import warmup
-from baton.runtime.graphs.capture import BYTES_EACH, rows_to_record
+from baton.runtime.memory import warmup
 from baton.runtime.memory.device_memory import GIB, DeviceMemory, MemoryNeeds, account, size_pool
+from baton.runtime.runner.capture import BYTES_EACH, rows_to_record
 from baton.runtime.runner.cuda_runner import make_runner
 
 log = logging.getLogger("baton.memory")

@@ -31,7 +31,7 @@ from baton.layers.attention.base import AttentionBackend, ForwardBatch, GraphAtt
 from baton.layers.cuda.stream import CudaMark, CudaStream
 from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
-from baton.runtime.graphs.capture import CudaRecorder, DecodeGraphs
+from baton.runtime.runner.capture import CudaRecorder, DecodeGraphs
 from baton.runtime.runner.model_runner import ModelRunner
 from baton.runtime.runner.step_inputs import StepIndices, StepInputs
 from baton.runtime.runner.token_table import TokenTable

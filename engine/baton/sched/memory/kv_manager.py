@@ -26,7 +26,7 @@ from baton.cache.pages import PageAllocator
 from baton.cache.radix import TOKEN_BYTES, PrefixMatch, RadixCache, RadixNode
 from baton.sched.memory.demand import KnownAnswer, NewTokenRatio, peak_growth
 from baton.sched.policies.base import cached_tokens
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.sequence import Seq, SeqState
 
 HIT_SOURCES = ("device", "in_flight", "host", "decode_tree", "rematch")

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from baton.sched.memory.min_cost_cover import cheap_cover
-from baton.sched.queue.priority import PriorityRule
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq, SortKey
 
 

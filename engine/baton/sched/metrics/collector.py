@@ -8,7 +8,7 @@ docs/metrics.md. Nothing here influences a decision.
 3. `on_suspended`, `on_step`, `on_first_token`: on its way.
 4. `on_ended`: forgotten.
 
-The same hooks write the timelines of traced requests (sched.metrics.request_timeline); with none of them traced that
+The same hooks write the timelines of traced requests (sched.types.request_timeline); with none of them traced that
 costs nothing.
 
 A request is *overtaken* when one that arrived later is admitted (for the first time) before it. It is *starving* while
@@ -33,8 +33,8 @@ from baton.sched.metrics.histogram import (
     STAGE_BUCKETS,
     Histogram,
 )
-from baton.sched.metrics.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
 from baton.sched.types.plan import StepPlan
+from baton.sched.types.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
 from baton.sched.types.sequence import Seq, SeqState
 
 RATE_SMOOTHING = 0.1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.sched.planner.reservation import ReservedGrowth
 from baton.sched.policies.base import cached_tokens
-from baton.sched.state import SchedulerState
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.sequence import Seq, SeqState
 
 

@@ -6,7 +6,7 @@ from array import array
 
 from baton.sched.memory.preemption import retraction_victim
 from baton.sched.planner.draft import PlanDraft
-from baton.sched.state import SchedulerState
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.plan import UNKNOWN_TOKEN, new_row
 from baton.sched.types.sequence import Seq, SeqState, is_ready_to_decode
 

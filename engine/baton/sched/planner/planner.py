@@ -1,7 +1,7 @@
 """Planner of the next forward pass: one token for every decoding sequence, then prompt chunks in policy order.
 
-Works on sched.state.SchedulerState and advances `computed` there, so that the next plan can be made while it runs
-(overlap scheduling). Rules:
+Works on sched.state.tables.SchedulerState and advances `computed` there, so that the next plan can be made while it
+runs (overlap scheduling). Rules:
 
 * Between two tokens of a running sequence at most one step goes by without it.
 * A prompt page joins the radix tree when its computation is *scheduled*: a later row, even one of the same step, may
@@ -25,7 +25,7 @@ from baton.sched.planner.preemption import PreemptionPlanner
 from baton.sched.planner.prefill import PrefillPlanner
 from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
 from baton.sched.planner.transfers import TransferPlanner
-from baton.sched.state import SchedulerState
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.plan import StepPlan, StopReason
 
 

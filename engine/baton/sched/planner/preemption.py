@@ -8,7 +8,7 @@ from baton.sched.memory.preemption import priority_victims
 from baton.sched.planner.admission import AdmissionEstimate
 from baton.sched.planner.draft import PlanDraft
 from baton.sched.planner.reservation import ReservationHolder
-from baton.sched.state import SchedulerState
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.sequence import Seq, partial_of
 
 MAX_PREEMPTORS = 16

@@ -11,7 +11,7 @@ from baton.sched.planner.decode import retract_for
 from baton.sched.planner.draft import PlanDraft
 from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
 from baton.sched.policies.base import cached_tokens
-from baton.sched.state import SchedulerState
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.plan import StopReason
 from baton.sched.types.sequence import Seq, SeqState, SortKey, partial_of
 

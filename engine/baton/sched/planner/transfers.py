@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from baton.cache.radix import PrefixMatch
 from baton.sched.memory.preemption import priority_victims
 from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
-from baton.sched.state import SchedulerState
+from baton.sched.state.tables import SchedulerState
 from baton.sched.types.sequence import Seq, SeqState, SortKey
 
 

@@ -17,7 +17,7 @@ import math
 from typing import Any, TypeVar
 
 from baton.errors import QueueFull
-from baton.sched.types.limits import Limits
+from baton.sched.setup.limits import Limits
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
 

@@ -1,7 +1,7 @@
 """Bands of priority: a few names for all integers, so that metrics and load reports stay small.
 
 A band reaches from its lower edge up to the next one; its name is that edge. Values are normalized (larger is better,
-sched.queue.priority.PriorityRule.base); a request without a priority is "default" and ranks below every given value.
+sched.types.priority.PriorityRule.base); a request without a priority is "default" and ranks below every given value.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 
 from baton.cache.eviction import LOWEST_PRIORITY
-from baton.sched.queue.priority import PriorityRule
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
 
 EDGES = (-1024, -256, -64, -16, -4, 0, 1, 4, 16, 64, 256, 1024)

@@ -29,8 +29,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from baton.cache.radix import ProbeWatch
 from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies.base import NEVER, Policy, PolicyContext, cached_tokens
-from baton.sched.queue.priority import PriorityRule
 from baton.sched.types.events import OrderReviewed
+from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
 
 EXACT_UP_TO = 64

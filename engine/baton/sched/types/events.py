@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.sched.metrics.request_timeline import FirstTokenStages, RequestTimeline
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
+from baton.sched.types.request_timeline import FirstTokenStages, RequestTimeline
 
 
 class EmittedTokens(NamedTuple):

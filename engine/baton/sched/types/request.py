@@ -14,7 +14,7 @@ from baton.cache.int_array import IntArray
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Ranges are checked at the edge (server.api.validation); `top_k` 0 means no limit."""
+    """How tokens are chosen. Ranges are checked at the edge (server.request.validation); `top_k` 0 means no limit."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -59,7 +59,7 @@ class ValidatedRequest:
     prompt: IntArray
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int | None = None
-    """The client's; None counts as lowest when priority scheduling is on (sched.queue.priority.PriorityRule)."""
+    """The client's; None counts as lowest when priority scheduling is on (sched.types.priority.PriorityRule)."""
     namespace: bytes = b""
     """Radix cache namespace (extra_key / cache_salt): equal prompts of different namespaces share nothing."""
     arrival: float = 0.0
@@ -73,7 +73,7 @@ class ValidatedRequest:
     priority_class: str = ""
     """Name from --priority-classes; "" counts as the middle one."""
     trace: bytes = b""
-    """Not empty: a timeline (sched.metrics.request_timeline) is recorded, and handed back with this."""
+    """Not empty: a timeline (sched.types.request_timeline) is recorded, and handed back with this."""
     tenant: str = ""
     """For whom this is computed (sched.fairness.tenants); "": no tenant, and without a tenant's limits."""
 

@@ -25,12 +25,8 @@ from baton import DISTRIBUTION, errors
 from baton.config import SECRETS, EngineConfig, kv_events
 from baton.sched.metrics import step_log
 from baton.sched.types.request import SamplingParams
-from baton.server.api import fields
-from baton.server.api.openai import ChatFormat, CompletionFormat, spellings
-from baton.server.api.schema import INT64_MAX, MAX_ITEMS, AbortRequest
-from baton.server.api.sglang_format import GenerateFormat
-from baton.server.api.validation import AcceptedRequest, PromptItem, RequestValidator
-from baton.server.http.generation import Generation
+from baton.server import fields
+from baton.server.http import tracer
 from baton.server.http.http_utils import (
     REQUEST_ID,
     error_response,
@@ -45,10 +41,15 @@ from baton.server.http.lifecycle import (
     ServerLifecycle,
 )
 from baton.server.http.request_handler import RequestHandler
-from baton.server.kv_events.http_stream import KvStreams
-from baton.server.observability import diagnosis, load_report, tracer
+from baton.server.observability import diagnosis, load_report
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
+from baton.server.request.schema import INT64_MAX, MAX_ITEMS, AbortRequest
+from baton.server.request.validation import AcceptedRequest, PromptItem, RequestValidator
+from baton.server.response.generation import Generation
+from baton.server.response.kv_event_stream import KvStreams
+from baton.server.response.openai import ChatFormat, CompletionFormat, spellings
+from baton.server.response.sglang_format import GenerateFormat
 from baton.server.text.detokenizer import TextRules
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from baton.errors import EngineError, InvalidJson, PayloadTooLarge, UnsupportedMediaType
-from baton.server.api.openai import encode_json
+from baton.server.response.openai import encode_json
 
 MAX_BODY_BYTES = 32 * 2**20
 """A 128k-token prompt as JSON numbers is about 1 MiB; this leaves room for batches of them."""

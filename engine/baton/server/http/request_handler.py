@@ -23,15 +23,15 @@ from typing import Any
 from aiohttp import web
 
 from baton.errors import Aborted, Draining, EngineError, RateLimited
-from baton.server.api.openai import ResponseFormat, plain_id, sse
-from baton.server.api.resume import EMIT_HEADER, ResumeCommentWriter
-from baton.server.api.validation import AcceptedRequest, RequestValidator, with_deadline_headers
-from baton.server.http.generation import Generation
 from baton.server.http.http_utils import REQUEST_ID, json_response, read_object
+from baton.server.http.tracer import SpanTracer
 from baton.server.logs import fields
 from baton.server.observability import load_report
 from baton.server.observability.metrics import EngineMetrics
-from baton.server.observability.tracer import SpanTracer
+from baton.server.request.resume import EMIT_HEADER, ResumeCommentWriter
+from baton.server.request.validation import AcceptedRequest, RequestValidator, with_deadline_headers
+from baton.server.response.generation import Generation
+from baton.server.response.openai import ResponseFormat, plain_id, sse
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankSet
 

@@ -35,7 +35,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 import baton
-from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, uses_four_bytes
+from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, parse, uses_four_bytes
 from baton.errors import ConfigError, EngineError, counted
 from baton.models import checkpoint
 from baton.server import logs
@@ -57,6 +57,25 @@ LAST_ANSWERS_SECS = 2.0
 PROGRESS_SECS = 10.0
 TRANSFER_END_SECS = 2.0
 """For a rank to refuse the KV transfers that begin after all its requests have ended."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """`baton engine`; returns the exit code."""
+    return run_engine(parse(argv, find_others=_missing_models))
+
+
+def _missing_models(values: dict[str, Any]) -> list[str]:
+    """Directories of --model-path and --tokenizer-path that are not there."""
+    found = []
+    for name, flag in (("model_path", "--model-path"), ("tokenizer_path", "--tokenizer-path")):
+        given = values.get(name)
+        if given in (None, "demo"):
+            continue
+        try:
+            model_info.model_directory(flag, given)
+        except ConfigError as err:
+            found.append(err.message)
+    return found
 
 
 def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND) -> int:

@@ -24,9 +24,9 @@ import aiohttp
 import msgspec
 
 from baton.config import KV_REMEDY, EngineConfig, is_loopback
-from baton.server.api import fields
-from baton.server.api.schema import DiagnosisRequest
+from baton.server import fields
 from baton.server.observability.host_facts import HostFacts
+from baton.server.request.schema import DiagnosisRequest
 
 PROOF_LABEL = b"baton doctor: equal cluster keys"
 AUTH_HEADER = "x-baton-auth"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from baton.sched.metrics.request_timeline import FirstTokenStages
+from baton.sched.types.request_timeline import FirstTokenStages
 from baton.server.worker.client import RankClient
 
 LOAD_HEADER = "x-baton-load"
@@ -29,7 +29,7 @@ def short(rank: RankClient) -> dict[str, Any]:
 
 
 def full(rank: RankClient) -> dict[str, Any]:
-    """Element of GET /v1/loads: the same, tokens since the start, and all of sched.metrics.load_report.LoadReport."""
+    """Element of GET /v1/loads: the same, tokens since the start, and all of sched.state.load_report.LoadReport."""
     return {
         **short(rank),
         **_totals(rank, "_tokens"),

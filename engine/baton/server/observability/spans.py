@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.errors import by_code
-from baton.sched.metrics.request_timeline import RequestTimeline
+from baton.sched.types.request_timeline import RequestTimeline
 
 Attributes = list[tuple[str, "str | int"]]
 ToUnix = Callable[[float], int]

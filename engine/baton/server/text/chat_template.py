@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import BadRequest, UnsupportedParameter
-from baton.server.api.fields import bad
+from baton.server.fields import bad
 from baton.server.text.messages import TemplateCaps, normalize_messages
 from baton.server.text.template_probe import probe_template
 

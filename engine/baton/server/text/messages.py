@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from baton.errors import BadRequest, MissingField, UnsupportedParameter
-from baton.server.api.fields import bad
+from baton.server.fields import bad
 
 JsonObject = dict[str, Any]
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))

@@ -55,7 +55,7 @@ class ModelFacts:
     vocab_size: int = VOCAB_SIZE
     """Rows of the embedding: the model takes token ids below it."""
     generation_config: dict[str, Any] = field(default_factory=dict)
-    """generation_config.json as it is; `api.sampling` checks and uses its defaults."""
+    """generation_config.json as it is; `request.sampling` checks and uses its defaults."""
     tokenizer_fingerprint: str = ""
     """Equal where tokenizer.json, template and special tokens are (`_fingerprint`); empty with --simulate's own."""
     model_type: str = ""

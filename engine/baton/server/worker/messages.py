@@ -12,10 +12,10 @@ import msgspec
 
 from baton.cache.int_array import pack, unpack
 from baton.sched.metrics.histogram import Histogram
-from baton.sched.metrics.load_report import LoadReport
-from baton.sched.metrics.request_timeline import RequestTimeline
+from baton.sched.state.load_report import LoadReport
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import ValidatedRequest
+from baton.sched.types.request_timeline import RequestTimeline
 
 
 class SubmitMessage(msgspec.Struct, tag="submit"):

@@ -7,7 +7,8 @@
    first.
 
 With --tp-size there are more processes per DP rank: this is the first, the others are started by the same command and
-follow it (server.tensor_parallel.channel). Only these processes of an engine import torch, and not with --simulate.
+follow it (server.worker.tensor_parallel.channel). Only these processes of an engine import torch, and not with
+--simulate.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from baton.errors import ConfigError, EngineError, WrongState
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server import logs
-from baton.server.kv_events.publisher import KvPublisher
-from baton.server.observability.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
-from baton.server.tensor_parallel import channel
-from baton.server.tensor_parallel.process import run_leader, run_worker
-from baton.server.tensor_parallel.transfer_node import TpTransferNode
 from baton.server.text import model_info
 from baton.server.worker import messages, transfer_setup
+from baton.server.worker.kv_events.publisher import KvPublisher
+from baton.server.worker.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
+from baton.server.worker.tensor_parallel import channel
+from baton.server.worker.tensor_parallel.process import run_leader, run_worker
+from baton.server.worker.tensor_parallel.transfer_node import TpTransferNode
 
 if TYPE_CHECKING:
     from baton.runtime.build import LoadedModel

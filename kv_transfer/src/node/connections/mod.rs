@@ -1,7 +1,6 @@
-//! Control connections: `accept` takes those of decode ranks, `establish` opens those to prefill
-//! ranks and runs the two tasks of each connection, `outbox` bounds the frames that wait for a
-//! peer.
+//! Control connections: `establish` opens those to prefill ranks and runs the two tasks of each
+//! connection, `outbox` bounds the frames that wait for a peer. The control loop accepts those of
+//! decode ranks.
 
-pub(super) mod accept;
 pub mod establish;
 pub mod outbox;

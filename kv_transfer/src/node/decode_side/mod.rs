@@ -26,6 +26,7 @@ use crate::state_machine::decode::{
     DecodeAction, DecodeEvent, DecodePhase, DecodeRoom, FinalMessage, PullLimits, PullPage,
 };
 use crate::transport::PullEnd;
+use crate::transport::copy_threads::DEVICE_COPY_BYTES;
 use crate::warnings::PeerWarnings;
 use pulls::{AfterPull, PullJob, PullJobs};
 use rank_connections::{
@@ -35,6 +36,9 @@ use rank_connections::{
 /// Bytes of one pull: large enough that its bookkeeping is lost in the copy, small enough that
 /// rooms share the copy thread.
 const PULL_BYTES: usize = 16 << 20;
+/// Bytes of one pull into pages on a device, where each copy waits for the device once: on an H200
+/// a copy of one page takes 0.2 ms and a copy of 250 pages (437 MiB) 0.7 ms.
+const DEVICE_PULL_BYTES: usize = DEVICE_COPY_BYTES;
 const PULLS_IN_FLIGHT: usize = 2;
 
 /// Bootstrap server that a room without a rank asks for the dp size.
@@ -92,8 +96,13 @@ impl DecodeSide {
             prompt_hash,
             deadline_ms,
         } = request;
+        let pull_bytes = if ctx.pool.device().is_some() {
+            DEVICE_PULL_BYTES
+        } else {
+            PULL_BYTES
+        };
         let limits = PullLimits {
-            pages_per_pull: (PULL_BYTES / ctx.pool.page_bytes()).max(1),
+            pages_per_pull: (pull_bytes / ctx.pool.page_bytes()).max(1),
             pulls_in_flight: PULLS_IN_FLIGHT,
             max_pages: ctx.pool.num_pages(),
             wait_ms: ctx.config.wait_ms,

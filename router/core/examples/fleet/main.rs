@@ -1,7 +1,7 @@
 //! Compare policies on a recorded trace with a model of a fleet (`model.rs`).
 //!
 //! ```text
-//! zcat engine/baton/sim/traces/mooncake_conversation_first30min.jsonl.gz |
+//! zcat engine/baton_ops/sim/traces/mooncake_conversation_first30min.jsonl.gz |
 //!     cargo run --release -p router-core --example fleet -- --load 0.85
 //! ```
 //!

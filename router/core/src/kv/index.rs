@@ -22,7 +22,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 use serde::Serialize;
 
 use super::block_tree::map_bytes;
-use super::{BlockChange, CacheUpdate};
+use super::{BlockChange, CacheUpdate, NewsError};
 use crate::types::WorkerId;
 
 const SHARDS: usize = 64;
@@ -155,17 +155,6 @@ impl KvRank {
         };
         tokens / page * page
     }
-}
-
-/// Why news were not taken in. The sender restarts, now or later.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum NewsError {
-    #[error("this rank's entry was forgotten")]
-    Forgotten,
-    #[error(
-        "the index of cached blocks needs more than its {max_bytes} bytes; raise --max-index-bytes"
-    )]
-    Full { max_bytes: usize },
 }
 
 /// See the module.

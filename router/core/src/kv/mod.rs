@@ -34,9 +34,9 @@ mod replica;
 mod model_test;
 
 pub use block_tree::{BlockChange, BrokenTree, EngineBlockTree};
-pub use index::{KvIndex, KvRank, NewsError};
+pub use index::{KvIndex, KvRank};
 pub use replica::{
-    ApplyResult, CacheReplica, CacheUpdate, CacheUpdateRecord, ReplicaError, UpdateSink,
+    ApplyResult, CacheReplica, CacheUpdate, CacheUpdateRecord, NewsError, ReplicaError, UpdateSink,
 };
 
 /// An engine's name for a block, reduced to 64 bits where it is longer. It covers everything before

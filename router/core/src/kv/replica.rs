@@ -9,7 +9,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{BlockChange, BrokenTree, EngineBlockTree, KvEvent, NewsError};
+use super::{BlockChange, BrokenTree, EngineBlockTree, KvEvent};
 
 /// Most changes passed on at once: the index is locked meanwhile.
 const PIECE: usize = 1024;
@@ -62,6 +62,17 @@ impl<C> CacheUpdateRecord<C> {
             Self::Forget => CacheUpdateRecord::Forget,
         }
     }
+}
+
+/// Why news were not taken in. The sender restarts, now or later.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum NewsError {
+    #[error("this rank's entry was forgotten")]
+    Forgotten,
+    #[error(
+        "the index of cached blocks needs more than its {max_bytes} bytes; raise --max-index-bytes"
+    )]
+    Full { max_bytes: usize },
 }
 
 /// Result of a batch.

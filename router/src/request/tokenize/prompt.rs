@@ -1,5 +1,5 @@
 //! A request's prompt as text or token ids: what our engines make of the same body
-//! (engine/baton/server/api/validation.py, chat_template.py).
+//! (engine/baton/server/request/validation.py, chat_template.py).
 //!
 //! Nothing is refused here. What an engine would refuse, or would read in its own way, is a
 //! [`TokenizeFallback`]: the router goes by the text's bytes then, and the engine decides.

@@ -12,13 +12,13 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::generate::{BodyLimit, read_at_most};
-use super::http_util::{HandlerResult, MAX_ADMIN_BODY, PathText, SharedApp, answer};
 use super::proxy::{ask_all, error_object};
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::metrics::RouterMetrics;
 use crate::request::body::ApiKind;
+use crate::server::http_util::{HandlerResult, MAX_ADMIN_BODY, PathText, SharedApp, answer};
 use crate::workers::fleet::metrics as gauges;
 use crate::workers::health;
 use crate::workers::worker::Worker;

@@ -9,12 +9,12 @@ use http::{HeaderMap, header};
 
 use axum::extract::Request;
 
-use super::http_util::is_generation;
 use crate::config::{ControlKey, KeyRole};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::access_log::KeyLabel;
 use crate::observability::explain::ExplainMode;
+use crate::server::http_util::is_generation;
 
 /// The key a path needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]

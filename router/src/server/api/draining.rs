@@ -14,9 +14,9 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use super::admin::{find, with_url};
-use super::http_util::{HandlerResult, PathText, SharedApp, answer};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
+use crate::server::http_util::{HandlerResult, PathText, SharedApp, answer};
 use crate::transport::upstream::SendError;
 use crate::workers::health::register;
 use crate::workers::worker::{Worker, WorkerState};

@@ -20,7 +20,6 @@ use serde_json::json;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::auth;
-use super::http_util::{REQUEST_ID, answer};
 use crate::dispatch;
 use crate::dispatch::app::AppState;
 use crate::dispatch::context::{KnownPrompt, RequestContext, read_header_deadlines};
@@ -31,6 +30,7 @@ use crate::observability::request_timeline::{RequestStage, RequestTimeline};
 use crate::request::body::{ApiKind, BodyIndex};
 use crate::request::prompt_limit::{MAX_ENGINE_BODY_BYTES, REST_BYTES, oversized};
 use crate::response::failover;
+use crate::server::http_util::{REQUEST_ID, answer};
 use crate::transport::headers::remove_hop_by_hop;
 use crate::transport::upstream::RequestHead;
 

@@ -11,8 +11,6 @@ mod auth;
 mod draining;
 /// Generation requests.
 mod generate;
-/// Helpers of several handlers.
-pub(crate) mod http_util;
 /// Metrics of workers and router in one exposition.
 mod metrics_merge;
 /// Requests passed through to workers.
@@ -30,12 +28,12 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 
 use self::auth::AccessLevel;
 use self::generate::handler;
-use self::http_util::{REQUEST_ID, is_generation, new_request_id};
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::status_label;
 use crate::error::{ErrorCode, RouteError};
 use crate::observability::access_log::class;
 use crate::request::body::ApiKind;
+use crate::server::http_util::{REQUEST_ID, is_generation, new_request_id};
 use crate::server::ui;
 
 /// Path, the key it needs, and what answers it.

@@ -13,7 +13,6 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use super::generate::{BodyLimit, forwarded, read_at_most, text_header};
-use super::http_util::{HandlerResult, MAX_ADMIN_BODY, PathText, REQUEST_ID, SharedApp, answer};
 use super::metrics_merge;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{
@@ -23,6 +22,9 @@ use crate::dispatch::{refuse, response};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::request_timeline::RequestStage;
+use crate::server::http_util::{
+    HandlerResult, MAX_ADMIN_BODY, PathText, REQUEST_ID, SharedApp, answer,
+};
 use crate::transport::headers::end_to_end;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, with_source};

@@ -10,7 +10,7 @@ use http::{HeaderMap, HeaderValue, StatusCode, Uri, header};
 use sha2::{Digest, Sha256};
 
 use crate::error::RouteError;
-use crate::server::api::http_util::{HandlerResult, PathText};
+use crate::server::http_util::{HandlerResult, PathText};
 
 const CONTENT_SECURITY_POLICY: &str = "default-src 'self'; base-uri 'none'; form-action 'none'; \
     frame-ancestors 'none'; object-src 'none'; require-trusted-types-for 'script'; trusted-types 'none'";

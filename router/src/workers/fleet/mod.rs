@@ -55,7 +55,7 @@ use crate::observability::metrics::RouterMetrics;
 use crate::request::prompt_limit::PromptLimit;
 use crate::transport::tls_reload::WorkerTls;
 use crate::transport::upstream::{ConnectionPool, RequestHead};
-use crate::workers::kv_events::status::EventSubscription;
+use crate::workers::kv_event_status::EventSubscription;
 use crate::workers::load_guard::Candidate;
 use crate::workers::load_report::{self, LoadReport};
 use crate::workers::worker::{Worker, WorkerDescription, WorkerState};

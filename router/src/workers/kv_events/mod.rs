@@ -18,8 +18,6 @@ mod codec;
 mod http;
 /// Where a worker publishes events.
 mod source;
-/// State of a subscription.
-pub(crate) mod status;
 /// Subscription to one worker.
 mod subscriber;
 /// Events over ZeroMQ.
@@ -34,10 +32,10 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
 use self::source::EventSource;
-use self::status::SyncState;
 use self::subscriber::{EventReader, SubscriptionEnd};
 use crate::config::KvEventsMode;
 use crate::workers::fleet::WorkerFleet;
+use crate::workers::kv_event_status::SyncState;
 use crate::workers::load_guard::Candidate;
 use crate::workers::worker::Worker;
 

@@ -8,11 +8,11 @@ use router_core::kv::{
 };
 use router_core::{PolicySet, Role, WorkerId};
 
-use super::status::{SubscriptionStatus, SyncState};
 use super::zmtp::ZmtpError;
 use crate::clock::unix_time;
 use crate::observability::metrics::RouterMetrics;
 use crate::workers::fleet::WorkerFleet;
+use crate::workers::kv_event_status::{SubscriptionStatus, SyncState};
 use crate::workers::load_guard::Candidate;
 
 /// Why a stream ended.

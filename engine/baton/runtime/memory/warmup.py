@@ -1,0 +1,163 @@
+"""Steps without requests, run before the engine says that it is ready: kernels are compiled and loaded by them
+instead of by the first requests, and what they take tells how much memory is left for the KV pool (memory).
+
+1. `steps` writes the plans: every kind of step (prompts only, decode rows only, both, each way of sampling, a chunk
+that samples nothing, a few tokens after a long cached prefix) small, then the largest that the limits allow;
+2. `run_warmup` executes them on a runner with a small pool (`pages_needed`), with a line of progress each; 3. that pool
+and runner are dropped, and the real ones are made.
+
+Plans are those of the scheduler in every respect, so that whatever a runner does for a request it does here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.runtime.memory.device_memory import DeviceMemory
+from baton.sched.types.plan import AdmittedSeq, Row, StepPlan, StopReason
+from baton.sched.types.request import SamplingParams
+
+log = logging.getLogger("baton.warmup")
+
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLINGS = (
+    SamplingParams(temperature=0.8, seed=1),
+    SamplingParams(temperature=0.8, seed=2, top_k=20, top_p=0.9),
+    SamplingParams(temperature=0.8, seed=3, min_p=0.05, repetition_penalty=1.1),
+    SamplingParams(temperature=0.0, logprobs=2),
+)
+"""Rows that are sampled in different ways, in one step."""
+CACHED_TOKENS = 8192
+"""Long enough for attention to split one row's KV among thread blocks, which takes its workspace."""
+FEW_TOKENS = 16
+LONG_PROMPT_TOKENS = 512
+"""Attention may have other kernels for long rows."""
+TOKEN = 0
+"""Every vocabulary has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupLimits:
+    """Limits of a step."""
+
+    tokens: int
+    """Rows of decoding sequences and prompt tokens together."""
+    prompt_tokens: int
+    """At most `tokens`."""
+    running: int
+    context: int
+    page_size: int
+
+    def pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupResult:
+    """Device memory that steps took [bytes]."""
+
+    largest: int
+    """The most that any step took."""
+    largest_decode: int
+    """The most that a step of decode rows only took."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    name: str
+    decode: int
+    """Rows that continue a sequence of one full page, less the token."""
+    prompts: tuple[int, ...]
+    """Tokens of each prompt."""
+    params: Sequence[SamplingParams] = (GREEDY,)
+    samples: bool = True
+    """All rows or none: the more, the more memory."""
+    cached: int = 0
+    """Tokens of each prompt that are in the KV pool already."""
+
+    def plan(self, number: int, limits: WarmupLimits) -> StepPlan:
+        free = itertools.count()
+        shapes = [(min(limits.page_size, limits.context) - 1, 1)] * self.decode
+        shapes += [(self.cached, n) for n in self.prompts]
+        rows, admitted = [], []
+        for slot, (start, n) in enumerate(shapes):
+            pages = array("i", itertools.islice(free, limits.pages(start + n)))
+            tokens = array("i", [TOKEN]) * n
+            rows.append(Row(slot, slot, start, n, self.samples, tokens, 0, pages))
+            history = array("i", [TOKEN]) * (start + n)
+            params = self.params[slot % len(self.params)]
+            admitted.append(AdmittedSeq(slot, slot, params, start + n, history))
+        return StepPlan(
+            number, tuple(rows), self.decode, tuple(admitted), array("i"), StopReason.QUEUE_EMPTY
+        )
+
+
+def steps(limits: WarmupLimits) -> list[tuple[str, StepPlan]]:
+    """Each with a name for people. The last two are the largest of decode rows only, and the largest of all."""
+    few = min(4, limits.running)
+    short = min(
+        2 * limits.page_size, limits.prompt_tokens, limits.context, max(1, limits.tokens - few + 1)
+    )
+    few_tokens = min(FEW_TOKENS, limits.prompt_tokens, limits.context)
+    cached = min(CACHED_TOKENS, limits.context - few_tokens)
+    long = min(LONG_PROMPT_TOKENS, limits.prompt_tokens, limits.context)
+    made = [
+        _Step("one prompt", 0, (short,)),
+        _Step(f"one prompt of {long} tokens", 0, (long,)),
+        _Step("a chunk that is not a prompt's last", 0, (short,), samples=False),
+        _Step(f"{few_tokens} tokens after {cached} cached ones", 0, (few_tokens,), cached=cached),
+        _Step("one sequence decoding", 1, ()),
+        _Step("prompt and decode rows", few - 1, (short,)),
+        _Step("all ways of sampling", min(len(SAMPLINGS), limits.running), (), SAMPLINGS[-few:]),
+        _Step(f"{limits.running} sequences decoding", limits.running, ()),
+        _largest(limits),
+    ]
+    return [(step.name, step.plan(number, limits)) for number, step in enumerate(made)]
+
+
+def _largest(limits: WarmupLimits) -> _Step:
+    """As many tokens as a step may have, and of those as many rows as can be: each wants logits."""
+    prompts: list[int] = []
+    left = limits.prompt_tokens
+    while left and len(prompts) < limits.running:
+        prompts.append(min(left, limits.context))
+        left -= prompts[-1]
+    decode, most = limits.running - len(prompts), max(limits.tokens, limits.running)
+    while prompts and (excess := decode + sum(prompts) - most) > 0:
+        if excess < prompts[-1]:
+            prompts[-1] -= excess
+        else:
+            prompts.pop()
+            decode += 1
+    return _Step(
+        f"{decode} sequences decoding with {sum(prompts)} prompt tokens", decode, tuple(prompts)
+    )
+
+
+def pages_needed(limits: WarmupLimits) -> int:
+    """Pages of the pool that warm-up steps run on."""
+    return max(sum(len(row.pages) for row in plan.rows) for _, plan in steps(limits))
+
+
+def run_warmup(
+    limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: DeviceMemory
+) -> WarmupResult:
+    """Run all steps. Raises what `execute` raises."""
+    made = steps(limits)
+    before = memory.held()
+    took = []
+    for i, (name, plan) in enumerate(made, 1):
+        started = time.monotonic()
+        memory.reset_peak()
+        execute(plan)
+        took.append(max(memory.peak() - before, 0))
+        memory.held()  # gives back what this step leaves behind, which the next one may not be able to use
+        log.info(
+            "warm-up step %d of %d: %s, %.2f s", i, len(made), name, time.monotonic() - started
+        )
+    return WarmupResult(max(took), took[-2])

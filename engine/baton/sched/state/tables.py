@@ -1,0 +1,395 @@
+"""Every request of one rank: which table it is in, and the moves between tables.
+
+Facade (ingress, results) and planner share this state; each move leaves slots, pages and tables consistent.
+
+* A waiting sequence holds nothing. A retracted one publishes prompt and answer to the tree before it lets go.
+* A suspended one holds nothing either and is not planned until it is resumed. Exception, on P: a prompt whose pages
+  were announced to D keeps them through a suspension (`retained`), because D may be reading them.
+* D takes pages back only from rooms of which P has announced nothing; the others P finishes by itself.
+* D's granted pages are written by the transfer runtime beside the compute, so they are handed over only when no
+  step in flight can still write to them (`grant` waits for the commits of all steps planned before it).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from baton.errors import DeadlineMissed, EngineError
+from baton.sched.fairness.fair_queue import FairQueue
+from baton.sched.fairness.sharing import SharingStrategy
+from baton.sched.memory.kv_manager import KvManager
+from baton.sched.metrics.collector import SchedStats
+from baton.sched.metrics.step_time import StepTime
+from baton.sched.policies import POLICIES, Policy, PolicyContext
+from baton.sched.queue.admission import AdmissionController
+from baton.sched.queue.priority_buckets import class_of
+from baton.sched.queue.waiting_queue import WaitingQueue
+from baton.sched.setup.limits import Limits
+from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, GrantPages, RevokeGrant
+from baton.sched.types.request import FinishReason, ValidatedRequest
+from baton.sched.types.sequence import Seq, SeqState
+
+
+class SchedulerState:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.memory = KvManager(limits)
+        self.policy = POLICIES[limits.policy](limits.policy_params)
+        self.now = 0.0
+        self.times = StepTime(limits.step_tokens)
+        self.computed_tokens = 0
+        """Prompt tokens computed since the start."""
+        self.admission = AdmissionController(limits)
+        self.planned_step = 0
+        self.committed_step = 0
+        self.seqs: dict[int, Seq] = {}
+        """Every live request by handle; each is in exactly one of the tables below."""
+        self.rooms: dict[int, Seq] = {}
+        self.sharing = SharingStrategy()
+        label: Callable[[Seq], str] = functools.partial(class_of, rule=limits.priority)
+        if limits.fairness.enabled:
+            self.sharing = fair = FairQueue(
+                limits.fairness, limits.step_tokens, self.memory.answer_tokens
+            )
+            label = fair.label if limits.fairness.classes.classes else label
+        self.waiting = WaitingQueue(self.policy, limits.priority, self.view, self.sharing)
+        self.opening = WaitingQueue(
+            POLICIES[limits.policy](limits.policy_params), limits.priority, self.view, self.sharing
+        )
+        self.announced: dict[int, Seq] = {}
+        """D: those of `opening` whose pages P holds. A view, not a table."""
+        self._least_priority = 0
+        """The least important priority that a request has stated."""
+        self.transfer: dict[int, Seq] = {}
+        self.running: dict[int, Seq] = {}
+        """In order of place from `sort_running` on, until one joins."""
+        self._is_unsorted = False
+        self.suspended: dict[int, Seq] = {}
+        self.leased: dict[int, Seq] = {}
+        self.closing: dict[int, Seq] = {}
+        self.retained: dict[int, Seq] = {}
+        """P: sequences, suspended or waiting again, that hold pages for D. A view, not a table."""
+        self.slots = list(range(limits.max_running_requests - 1, -1, -1))
+        self.outbox: list[Event] = []
+        self._grants: deque[tuple[int, Seq, GrantPages]] = deque()
+        self.stats = SchedStats(limits.starvation_secs, label)
+        self._clocks: deque[int] = deque()
+        """The tree's clock at the end of each plan in flight."""
+        self.retractions = 0
+        self.preemptions = 0
+        self.suspensions = 0
+
+    def view(self) -> PolicyContext:
+        return PolicyContext(
+            self.now,
+            self.planned_step,
+            self.memory.cache,
+            self.times.prefill_rate,
+            self.computed_tokens,
+            self.memory.ratio.value,
+            self.limits.capacity_tokens,
+            self.limits.clip_max_new_tokens,
+            self.admission.queued_tokens,
+        )
+
+    @property
+    def arrival_policy(self) -> Policy:
+        """The order of the queue that new requests join; a decode node's other queue holds those sent back."""
+        return self.opening.policy if self.limits.role == "decode" else self.policy
+
+    # ------------------------------------------------------------------ steps
+
+    def step_planned(self) -> int:
+        """Number the step that was planned just now."""
+        self.planned_step += 1
+        self._clocks.append(self.memory.cache.clock)
+        return self.planned_step
+
+    def step_committed(self, step: int) -> None:
+        """Mark what had been published when this step was planned as computed."""
+        self.committed_step = step
+        self.memory.cache.settle(self._clocks.popleft())
+
+    def settle(self) -> None:
+        """With no step in flight, everything published has been computed (or has arrived)."""
+        if self.planned_step == self.committed_step:
+            self.memory.cache.settle(self.memory.cache.clock)
+
+    # ------------------------------------------------------------------ waiting
+
+    def start_priority(self, req: ValidatedRequest) -> float | None:
+        """Start of the order where the request states no priority and requests age; None: its base.
+
+        Below all priorities stated so far, but within reach: aging has to bring it past them in bounded time.
+        """
+        rule = self.limits.priority
+        if req.priority is not None or rule.default is not None:
+            self._least_priority = min(self._least_priority, rule.base_of(req))
+        elif rule.enabled and rule.aging_rate:
+            return self._least_priority - 1
+        return None
+
+    def enqueue(self, seq: Seq) -> None:
+        """Queue a sequence by its state. One whose prompt P computes adds no tokens to those that wait here."""
+        is_opening = seq.state is SeqState.OPENING
+        (self.opening if is_opening else self.waiting).add(seq)
+        self.admission.add(seq, 0 if is_opening else seq.prompt_len, self.now)
+        self.stats.on_queued(seq, self.now)
+
+    def dequeue(self, seq: Seq) -> None:
+        """Out of the waiting or the opening queue; one that is in neither is ignored."""
+        self.waiting.discard(seq)
+        self.opening.discard(seq)
+        self.announced.pop(seq.handle, None)
+        self.admission.remove(seq, self.now)
+
+    # ------------------------------------------------------------------ running
+
+    def run(self, seq: Seq) -> None:
+        """WAITING or TRANSFER → RUNNING."""
+        seq.to(SeqState.RUNNING)
+        self.retained.pop(seq.handle, None)
+        seq.sort_key = self.limits.priority.sort_key(seq, self.now)
+        last = next(reversed(self.running.values()), None)
+        self._is_unsorted |= last is not None and seq.sort_key < last.sort_key
+        self.running[seq.handle] = seq
+
+    def sort_running(self) -> None:
+        """Order the running by place: who gets pages first, and whose row comes first."""
+        rule = self.limits.priority
+        if rule.is_capped:
+            for seq in self.running.values():
+                seq.sort_key = rule.sort_key(seq, self.now)
+        if self._is_unsorted or rule.is_capped:
+            in_order = sorted(self.running.values(), key=operator.attrgetter("sort_key"))
+            self.running = {seq.handle: seq for seq in in_order}
+            self._is_unsorted = False
+
+    def reprioritize(self, seq: Seq, priority: float | None) -> None:
+        """Replace its priority in every order by this one; None: its own again."""
+        seq.adjusted_priority = priority
+        self.waiting.reprioritize(seq)
+        self.opening.reprioritize(seq)
+        seq.sort_key = self.limits.priority.sort_key(seq, self.now)
+        self._is_unsorted = True
+
+    def requeue(self, seq: Seq, mode: str) -> None:
+        """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds nothing."""
+        self._leave_device(seq, mode)
+        seq.to(SeqState.WAITING)
+        self.enqueue(seq)
+
+    def _leave_device(self, seq: Seq, mode: str) -> None:
+        """Take a sequence off the device: its slot and its pages are free for others. `mode`: see KvManager."""
+        self.memory.release_device_memory(seq, mode, self.times.prefill_rate)
+        self._free_slot(seq)
+        self.running.pop(seq.handle, None)
+        seq.computed = seq.committed = seq.pages_sent_to_runner = 0
+
+    def _park(self, seq: Seq) -> None:
+        """P: give up the slot and keep the pages: some were announced to D, or soon will be."""
+        del self.running[seq.handle]
+        self._free_slot(seq)
+        seq.pages_sent_to_runner = 0
+        self.retained[seq.handle] = seq
+
+    def cancel_admission(self, seq: Seq) -> None:
+        """Undo an admission that no row came of."""
+        if seq.announced_pages:
+            self._park(seq)
+            seq.to(SeqState.WAITING)
+            self.enqueue(seq)
+        else:
+            self.requeue(seq, "recompute")
+
+    def release_retained(self) -> bool:
+        """P: release one retained sequence's pages, the newest's, suspended ones first. False: nothing is retained.
+
+        D has read most of them long ago; should it come for one that has been reused meanwhile, its transfer fails and
+        no wrong token comes of it.
+        """
+        if not self.retained:
+            return False
+        seq = max(
+            self.retained.values(),
+            key=lambda s: (s.state is SeqState.SUSPENDED, s.req.arrival, s.handle),
+        )
+        del self.retained[seq.handle]
+        self._leave_device(seq, "cache")
+        return True
+
+    def retract(self, seq: Seq, by: Seq) -> None:
+        """Send a sequence back because `by` (perhaps itself) wants memory, and learn from it."""
+        self.stats.on_suspended(seq, "memory", by)
+        self.retractions += 1
+        seq.retractions += 1
+        mode = self.limits.preemption_mode
+        self.requeue(seq, "cache" if mode == "recompute" else mode)
+        self.memory.ratio.on_retraction(
+            (s.generated, s.max_new_tokens) for s in self.running.values()
+        )
+
+    def preempt(self, seq: Seq, by: Seq | None = None) -> None:
+        """Send a sequence back, for `by` if it is one of higher priority that lacks a slot or pages."""
+        self.stats.on_suspended(seq, "priority" if self.slots else "slots", by)
+        self.preemptions += 1
+        seq.preemptions += 1
+        self.requeue(seq, self.limits.preemption_mode)
+
+    # ------------------------------------------------------------------ suspended by an operator
+
+    def suspend(self, seq: Seq) -> None:
+        """WAITING or RUNNING → SUSPENDED: out of the queue and off the device until `resume`."""
+        self.suspensions += 1
+        self.stats.on_suspended(seq, "admin")
+        seq.has_started = True
+        if seq.state is SeqState.WAITING:
+            self.dequeue(seq)
+        elif seq.is_lease and seq.pages:
+            self._park(seq)
+        else:
+            self._leave_device(seq, self.limits.preemption_mode)
+        seq.to(SeqState.SUSPENDED)
+        self.suspended[seq.handle] = seq
+
+    def resume(self, seq: Seq) -> None:
+        """SUSPENDED → WAITING, at the place of its arrival, whatever the queue's limits."""
+        del self.suspended[seq.handle]
+        seq.to(SeqState.WAITING)
+        self.enqueue(seq)
+
+    # ------------------------------------------------------------------ leased
+
+    def lease(self, seq: Seq) -> None:
+        """P: the prompt is computed; its pages stay for D, its slot does not.
+
+        Suspended or waiting again: its last step was in flight when it was suspended.
+        """
+        self.dequeue(seq)
+        self.stats.on_withdrawn(seq)
+        for table in (self.running, self.suspended, self.retained):
+            table.pop(seq.handle, None)
+        seq.to(SeqState.LEASED)
+        self.leased[seq.handle] = seq
+        self._free_slot(seq)
+
+    # ------------------------------------------------------------------ transfer
+
+    def grant(self, seq: Seq, start_page: int, pages: array[int]) -> None:
+        """D: hand pages to the transfer runtime once the steps planned so far have committed.
+
+        If pages are waiting to be copied, these may be among them: then the next step, too, has to commit.
+        """
+        after = self.planned_step + self.memory.has_copies
+        self._grants.append((after, seq, GrantPages(seq.req, start_page, pages)))
+
+    def announce(self, seq: Seq) -> None:
+        """D: P holds pages for a prompt on its way."""
+        seq.is_announced, seq.is_revoking = True, False
+        self.stats.timeline(seq).announced_at = self.stats.now
+        if seq.state is SeqState.OPENING:
+            self.announced[seq.handle] = seq
+
+    def revoke(self, seq: Seq) -> None:
+        """D: ask for the pages of a transfer of which nothing has come; at once if its grant has not left yet."""
+        pending = len(self._grants)
+        self._grants = deque(entry for entry in self._grants if entry[1] is not seq)
+        if len(self._grants) < pending:
+            self.ungrant(seq)
+        else:
+            seq.is_revoking = True
+            self.outbox.append(RevokeGrant(seq.req))
+
+    def ungrant(self, seq: Seq) -> None:
+        """D: TRANSFER → OPENING: no peer writes to its pages any more."""
+        seq.is_revoking = False
+        del self.transfer[seq.handle]
+        self._let_go(seq)
+        seq.to(SeqState.OPENING)
+        self.enqueue(seq)
+
+    def release_grants(self) -> None:
+        while self._grants and self._grants[0][0] <= self.committed_step:
+            _, seq, grant = self._grants.popleft()
+            if seq.state is SeqState.TRANSFER:
+                self.outbox.append(grant)
+
+    # ------------------------------------------------------------------ endings
+
+    def end(self, seq: Seq, code: str) -> None:
+        """Take a sequence out of whatever state it is in. `code` != "": tell the transfer peer."""
+        has_room = seq.req.rendezvous is not None and seq.req.rendezvous.room in self.rooms
+        if has_room and code:
+            self.outbox.append(AbortTransfer(seq.req, code))
+        if seq.state in (SeqState.OPENING, SeqState.TRANSFER):
+            self.dequeue(seq)
+            self.transfer.pop(seq.handle, None)
+            self._free_slot(seq)
+            self._tell_end(seq)
+            seq.to(SeqState.ABORTING)
+            self.closing[seq.handle] = seq
+            return
+        self.forget(seq)
+
+    def end_with_error(self, seq: Seq, error: EngineError, code: str) -> None:
+        """`end`, and tell the client why."""
+        self.report_error(seq, error)
+        self.end(seq, code)
+
+    def report_error(self, seq: Seq, error: EngineError) -> None:
+        """Tell the client why its request is about to end."""
+        seq.finish = FinishReason.ERROR
+        self.stats.timeline(seq).error = error.code
+        cached, cause = max(seq.cached_tokens, 0), (error.code, error.message)
+        self.outbox.append(
+            EmittedTokens(seq.handle, (), seq.finish, cached, None, cause, error.retry_after_secs)
+        )
+
+    def miss_deadline(self, seq: Seq) -> None:
+        """End a request whose first token did not come, or cannot come, in the time that its client gave."""
+        self.admission.turned_away["deadline"] += 1
+        late = DeadlineMissed(
+            f"request {seq.req.rid} was {seq.state.value} and its first token cannot come within its "
+            "ttft_deadline_ms any more; retry with a longer one, or start the engine with --deadline-miss-action demote"
+        )
+        self.end_with_error(seq, late, "DEADLINE")
+
+    def forget(self, seq: Seq) -> None:
+        """Publish what is worth keeping, free the rest and drop the sequence."""
+        if seq.state is SeqState.RUNNING or seq.handle in self.retained:
+            self.memory.publish(seq)
+        self._let_go(seq)
+        self.dequeue(seq)
+        for table in (
+            self.transfer, self.running, self.suspended, self.retained, self.leased, self.closing, self.seqs,
+        ):  # fmt: skip
+            table.pop(seq.handle, None)
+        meet = seq.req.rendezvous
+        if meet is not None and self.rooms.get(meet.room) is seq:
+            del self.rooms[meet.room]
+        self._tell_end(seq)
+        seq.to(SeqState.FINISHED)
+
+    def _tell_end(self, seq: Seq) -> None:
+        if (timeline := self.stats.on_ended(seq)) is not None:
+            self.outbox.append(timeline)
+
+    def _let_go(self, seq: Seq) -> None:
+        self.memory.release_pages(seq)
+        self._free_slot(seq)
+
+    def _free_slot(self, seq: Seq) -> None:
+        if seq.slot >= 0:
+            self.slots.append(seq.slot)
+            seq.slot = -1
+
+    # ------------------------------------------------------------------ reports
+
+    def holders(self) -> Iterator[Seq]:
+        """Every sequence that holds pages and has not ended."""
+        return itertools.chain(self.running.values(), self.transfer.values(), self.leased.values())

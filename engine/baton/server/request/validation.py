@@ -1,0 +1,674 @@
+"""From a wire body to `AcceptedRequest`: tokens, sampling parameters, placement, or a typed 400 that names the field.
+
+1. the body is a JSON object (http_utils.py decoded it);
+2. fields are read with types and ranges; names we know but do not serve are refused when they would change the answer;
+3. text becomes tokens (chat template, tokenizer), the prompt is measured against the context;
+4. one `PromptItem` per prompt × choice, each with its own seed, bootstrap room and DP rank.
+
+Input is checked here and nowhere behind: the scheduler trusts what it gets.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from msgspec import Struct
+
+from baton.config import EngineConfig
+from baton.errors import (
+    BadRequest,
+    InvalidJson,
+    MissingField,
+    PromptTooLong,
+    UnsupportedParameter,
+    by_code,
+)
+from baton.sched.types.request import Rendezvous, SamplingParams
+from baton.server import fields
+from baton.server.fields import bad, first
+from baton.server.request import schema, unsupported_fields
+from baton.server.request.placement import place, seed_for
+from baton.server.request.resume import ResumeState, read_resume
+from baton.server.request.sampling import read_defaults, read_params
+from baton.server.request.schema import (
+    MAX_DEADLINE_MS,
+    MAX_ITEMS,
+    RequestFields,
+    SamplingFields,
+)
+from baton.server.request.tenancy import Tenancy
+from baton.server.request.token_ids import ModelVocabulary, refuse_other_tokenizer, rows_of_ids
+from baton.server.text.chat_template import ChatTemplate
+from baton.server.text.detokenizer import TextRules
+from baton.server.text.messages import count_chars
+from baton.server.text.model_info import ModelFacts
+from baton.server.text.tokenizer import Tokenizer, TooManyTokens
+
+T = TypeVar("T")
+CHARS_PER_MESSAGE = 8
+"""Reading a message takes 2 us, as long as tokenizing so many characters."""
+NESTED = "sampling_params."
+"""Prefix of the sampling fields in errors of /generate."""
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions."""
+GENERATE_MAX_TOKENS = 128
+"""SGLang's default for /generate."""
+DEADLINE_HEADER = "x-deadline-remaining-ms"
+TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptItem:
+    """Generation: choice `choice` of prompt `prompt_index`."""
+
+    prompt_index: int
+    choice: int
+    prompt: array[int]
+    params: SamplingParams
+    rendezvous: Rendezvous | None = None
+    dp_rank: int | None = None
+    """None: the front picks the least loaded rank."""
+
+    @property
+    def asked_tokens(self) -> int:
+        """Length of the client's prompt."""
+        return len(self.prompt) - self.params.resumed
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRequest:
+    """A request that may run. Items are ordered prompt by prompt, choices within."""
+
+    rid: str | None
+    items: tuple[PromptItem, ...]
+    n: int
+    text: TextRules
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: int = -1
+    echo: tuple[str, ...] | None = None
+    """Completions with echo: the text of each prompt."""
+    max_tokens_zero: bool = False
+    """echo with max_tokens 0: nothing to generate, the answer is the prompt."""
+    return_token_ids: bool = False
+    priority: int | None = None
+    priority_class: str = ""
+    """As the body names it, and the tenant too, until `Tenancy.resolve` decides."""
+    tenant: str = ""
+    ttft_deadline_secs: float | None = None
+    """Wanted time to the first token, from arrival."""
+    deadline_secs: float | None = None
+    """The client's own limit for the whole answer, from arrival."""
+    namespace: bytes = b""
+    is_batch: bool = False
+    """/generate answers a list when it was asked with one."""
+    resume: ResumeState | None = None
+    ignored: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """To be computed: each prompt once, however many choices it has."""
+        return (
+            0
+            if self.max_tokens_zero
+            else sum(len(item.prompt) for item in self.items if item.choice == 0)
+        )
+
+
+class RequestValidator:
+    """Holds what a check needs to know. `context_length` may shrink once, when the ranks report their pool."""
+
+    def __init__(self, config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(facts.chat_template, facts.special_tokens)
+        self.tenancy = Tenancy(config)
+        self.model_names = sorted({facts.name, config.model_path, str(facts.path), "default"})
+        self.context_length = facts.context_length
+        self.fingerprint: Mapping[str, str] = {}
+        """The node's, once its ranks have reported their layout."""
+        eos = {
+            tokenizer.id_of(t) for t in (facts.special_tokens.get("eos_token"),) if t is not None
+        }
+        self.vocabulary = ModelVocabulary(facts.vocab_size, tokenizer)
+        self.eos_token_ids = self.vocabulary.ids_within(
+            (*facts.eos_token_ids, *(i for i in eos if i is not None))
+        )
+        self._defaults = read_defaults(facts)
+
+    @property
+    def max_prompt_chars(self) -> int:
+        """Longest text of a prompt, whatever its tokens. Routers read it in /get_server_info."""
+        return self.context_length * self._tokenizer.max_chars_per_token
+
+    def refuse_oversized(self, path: str, body: bytes) -> None:
+        """Raise PromptTooLong or PayloadTooLarge for JSON that is too long for any answer, by the router's rule.
+
+        Raises InvalidJson for such a body that is no JSON object. Cost: about 1 ns per byte, without the GIL; nothing
+        for bodies with fewer bytes than a prompt may have tokens.
+        """
+        if len(body) <= self.context_length:
+            return
+        from baton._native import oversized_body  # launch reports a missing extension in a sentence
+
+        try:
+            refusal = oversized_body(path, body, self.context_length, self.max_prompt_chars)
+        except ValueError as err:
+            raise InvalidJson(str(err)) from err
+        if refusal is not None:
+            code, message, param = refusal
+            raise by_code(code)(message, param=param)
+
+    # ---- the three request forms -------------------------------------------------------------------------------
+
+    async def chat(self, body: dict[str, Any]) -> AcceptedRequest:
+        request, sampling = (
+            fields.read(schema.ChatCompletionRequest, body),
+            fields.read(SamplingFields, body),
+        )
+        self._check_model(request.model)
+        ignored = self._ignored(
+            body, unsupported_fields.CHAT, schema.ChatCompletionRequest, SamplingFields
+        )
+        messages = await self._messages(request.messages)
+        template_kwargs = dict(request.chat_template_kwargs or {})
+        if request.reasoning_effort is not None:
+            template_kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        continue_final = request.continue_final_message or False
+        generation_prompt = _or(request.add_generation_prompt, not continue_final)
+        if continue_final and generation_prompt:
+            raise bad("continue_final_message", "and add_generation_prompt exclude each other")
+        if request.top_logprobs and not request.logprobs:
+            raise bad("top_logprobs", "needs logprobs: true")
+        logprobs = (request.top_logprobs or 0) if request.logprobs else -1
+        common = self._common(request, sampling, logprobs, ignored)
+        max_tokens = _max_tokens(
+            1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens
+        )
+        prompts = self._tokenized(request, 1, "messages", many=False)
+        if prompts is None:
+            ids = await self._rendered(
+                messages,
+                lambda text: self._encode_prompt(
+                    text, request.add_special_tokens or False, "messages"
+                ),
+                add_generation_prompt=generation_prompt,
+                continue_final_message=continue_final,
+                kwargs=template_kwargs,
+            )
+            prompts = [ids]
+        return self._accept(prompts, common, max_tokens, None, "messages")
+
+    async def completion(self, body: dict[str, Any]) -> AcceptedRequest:
+        request, sampling = (
+            fields.read(schema.CompletionRequest, body),
+            fields.read(SamplingFields, body),
+        )
+        self._check_model(request.model)
+        ignored = self._ignored(
+            body, unsupported_fields.COMPLETION, schema.CompletionRequest, SamplingFields
+        )
+        if request.best_of not in (None, sampling.n or 1):
+            raise UnsupportedParameter(
+                "best_of other than n is not supported; leave it out", param="best_of"
+            )
+        echo = request.echo or False
+        if echo and request.logprobs is not None:
+            raise UnsupportedParameter(
+                "echo together with logprobs is not supported by this version", param="logprobs"
+            )
+        common = self._common(request, sampling, _or(request.logprobs, -1), ignored)
+        max_tokens = _max_tokens(
+            0 if echo else 1,
+            max_tokens=sampling.max_tokens,
+            max_completion_tokens=request.max_completion_tokens,
+        )
+        raw = _prompt_list("prompt", request.prompt)
+        prompts = self._tokenized(request, len(raw), "prompt", many=_is_batch(request.prompt))
+        prompts = prompts or await self._prompts(
+            raw, "prompt", _or(request.add_special_tokens, True)
+        )
+        accepted = self._accept(prompts, common, max_tokens, COMPLETION_MAX_TOKENS, "prompt")
+        if echo:
+            texts = (
+                raw
+                if isinstance(raw[0], str)
+                else await self._decode(prompts, accepted.text.skip_special_tokens)
+            )
+            accepted = replace(accepted, echo=tuple(texts), max_tokens_zero=max_tokens == 0)
+        return accepted
+
+    async def generate(self, body: dict[str, Any]) -> AcceptedRequest:
+        request = fields.read(schema.GenerateRequest, body)
+        ignored = self._ignored(body, unsupported_fields.GENERATE, schema.GenerateRequest)
+        if (
+            request.model != "unknown"
+        ):  # smg 1.13 adds this one: the native body has no such field in SGLang
+            self._check_model(request.model)
+        nested = _or(request.sampling_params, {})
+        if type(nested) is list:
+            raise UnsupportedParameter(
+                "sampling_params must be one object for all prompts", param="sampling_params"
+            )
+        if type(nested) is not dict:
+            raise bad("sampling_params", "must be an object")
+        sampling = fields.read(schema.GenerateSampling, nested, NESTED)
+        ignored += self._ignored(
+            nested, unsupported_fields.SHARED, schema.GenerateSampling, prefix=NESTED
+        )
+        name, value = first(request, "text", "prompt", "input_ids")
+        if value is None:
+            raise MissingField("text or input_ids is required", param="text")
+        raw = _prompt_list(name, value)
+        is_batch = _is_batch(value)
+        logprobs = (request.top_logprobs_num or 0) if request.return_logprob else -1
+        if logprobs >= 0 and request.logprob_start_len not in (-1, None):
+            raise UnsupportedParameter(
+                "logprobs of the prompt are not supported by this version",
+                param="logprob_start_len",
+            )
+        common = self._common(request, sampling, logprobs, ignored, NESTED)
+        limits = {
+            NESTED + field: getattr(sampling, field) for field in ("max_new_tokens", "max_tokens")
+        }
+        max_tokens = _max_tokens(1, **limits)
+        prompts = (
+            self._tokenized(request, len(raw), name, many=is_batch) if name != "input_ids" else None
+        )
+        if name == "input_ids":
+            refuse_other_tokenizer(request.tokenizer_fingerprint, self._facts.tokenizer_fingerprint)
+        prompts = prompts or await self._prompts(raw, name, True)
+        accepted = self._accept(prompts, common, max_tokens, GENERATE_MAX_TOKENS, name)
+        return replace(accepted, is_batch=is_batch or accepted.n > 1)
+
+    async def tokenize(self, body: dict[str, Any]) -> list[int] | list[list[int]]:
+        """/tokenize: `prompt` (string or array of strings) or `messages`."""
+        request = fields.read(schema.TokenizeRequest, body)
+        self._check_model(request.model)
+        special = _or(request.add_special_tokens, request.messages is None)
+
+        def encode(text: str) -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+
+        if request.messages is not None:
+            messages, generation_prompt = (
+                await self._messages(request.messages),
+                request.add_generation_prompt,
+            )
+            return await self._rendered(
+                messages, encode, add_generation_prompt=_or(generation_prompt, True)
+            )
+        prompt = _required(*first(request, "prompt", "text"))
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        if (
+            type(texts) is not list
+            or not all(type(t) is str for t in texts)
+            or len(texts) > MAX_ITEMS
+        ):
+            raise bad("prompt", f"must be a string or an array of at most {MAX_ITEMS} strings")
+        ids = await self._encode(texts, encode, "prompt")
+        return ids[0] if isinstance(prompt, str) else ids
+
+    async def detokenize(self, body: dict[str, Any]) -> str | list[str]:
+        request = fields.read(schema.DetokenizeRequest, body)
+        self._check_model(request.model)
+        value = _required(*first(request, "tokens", "input_ids"))
+        if type(value) is not list:
+            raise bad("tokens", "must be an array of token ids")
+        nested = bool(value) and type(value[0]) is list
+        rows = value if nested else [value]
+        for row in rows:
+            self.vocabulary.check_decodable(row, "tokens")
+        texts = await self._decode(rows, _or(request.skip_special_tokens, True))
+        return texts if nested else texts[0]
+
+    # ---- parts -------------------------------------------------------------------------------------------------
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model not in self.model_names:
+            raise self._facts.not_served(model)
+
+    def _check_prompt_ids(self, ids: Any, param: str, *, sent: str | None = None) -> None:
+        if type(ids) is list and len(ids) > self.context_length:
+            raise self._too_long(f"has {len(ids)}", sent or param)
+        self.vocabulary.check_ids(ids, param)
+
+    async def _messages(self, given: Any) -> list[dict[str, Any]]:
+        """Messages in the template's form. Many are read in a thread: 100,000 take 0.2 s, the event loop goes on."""
+        size = CHARS_PER_MESSAGE * len(given) if type(given) is list else 0
+        return await self._tokenizer.offload(size, lambda: self._template.normalize(given))
+
+    async def _rendered(
+        self, messages: list[dict[str, Any]], encode: Callable[[str], list[int]], **options: Any
+    ) -> list[int]:
+        """Token ids of the text that the chat template makes of messages."""
+
+        def tokens() -> list[int]:
+            text = self._template.render(messages, **options)
+            self._refuse_too_long([text], "messages")
+            return encode(text)
+
+        return await self._tokenizer.offload(count_chars(messages), tokens)
+
+    def _encode_prompt(self, text: str, special: bool, param: str) -> list[int]:
+        try:
+            ids = self._tokenizer.encode(
+                text, add_special_tokens=special, max_tokens=self.context_length
+            )
+        except TooManyTokens as err:
+            raise self._too_long(f"has {err.count}", param) from err
+        self.vocabulary.check_encoded(ids, param)
+        return ids
+
+    async def _encode(
+        self, texts: list[str], encode: Callable[[str], list[int]], param: str
+    ) -> list[list[int]]:
+        """Token ids of texts, encoded in a thread if they are long."""
+        self._refuse_too_long(texts, param)
+        return await self._tokenizer.offload(
+            sum(map(len, texts)), lambda: [encode(text) for text in texts]
+        )
+
+    async def _decode(self, rows: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
+        return await self._tokenizer.offload(
+            sum(map(len, rows)),
+            lambda: self._tokenizer.decode_batch(rows, skip_special_tokens=skip_special),
+        )
+
+    def _refuse_too_long(self, texts: Iterable[str], param: str) -> None:
+        """Raise PromptTooLong for a text that cannot fit, whatever its tokens: tokenizing it would be in vain."""
+        longest = max(map(len, texts), default=0)
+        if longest > self.max_prompt_chars:
+            least = -(-longest // self._tokenizer.max_chars_per_token)
+            raise self._too_long(f"has {longest} characters, at least {least} tokens", param)
+
+    def _too_long(self, size: str, param: str) -> PromptTooLong:
+        return PromptTooLong(
+            # OpenAI's words first: litellm's fallbacks (seen in 1.106) know the error by them, not by its code.
+            f"this model's maximum context length is {self.context_length} tokens here, but the prompt {size}; "
+            "shorten it, or start the engine with a larger --context-length or --max-total-tokens",
+            param=param,
+        )
+
+    def _tokenized(
+        self, request: RequestFields, count: int, param: str, *, many: bool
+    ) -> list[list[int]] | None:
+        """`input_ids` beside messages or texts: one list of ids, or one for each prompt where the body holds `many`.
+
+        They are the same prompts, tokenized by a router with this engine's tokenizer and template (it states the
+        fingerprint), and take the place of the texts. A prompt that is too long is reported as `param`, which the
+        client sent. Raises FingerprintMismatch.
+        """
+        if request.input_ids is None:
+            return None
+        refuse_other_tokenizer(request.tokenizer_fingerprint, self._facts.tokenizer_fingerprint)
+        rows = rows_of_ids(request.input_ids, count, many=many)
+        for ids in rows:
+            self._check_prompt_ids(ids, "input_ids", sent=param)
+            if not ids:
+                raise bad("input_ids", "is empty; give at least one token")
+        return rows
+
+    async def _prompts(self, raw: list[Any], param: str, special: bool) -> list[list[int]]:
+        """Token ids of each prompt; texts are encoded, ids are checked."""
+        if len(raw) > MAX_ITEMS:
+            raise BadRequest(
+                f"{param} holds {len(raw)} prompts, at most {MAX_ITEMS} are accepted", param=param
+            )
+        if raw and isinstance(raw[0], str):
+            if not all(isinstance(t, str) for t in raw):
+                raise BadRequest(f"{param} must not mix texts and token ids", param=param)
+            return await self._encode(
+                raw, lambda text: self._encode_prompt(text, special, param), param
+            )
+        for ids in raw:
+            self._check_prompt_ids(ids, param)
+        return raw
+
+    def _common(
+        self,
+        request: RequestFields,
+        s: SamplingFields,
+        logprobs: int,
+        ignored: list[str],
+        prefix: str = "",
+    ) -> _Common:
+        """Everything the three forms share. `prefix` stands before the names of sampling fields that are nested."""
+        defaults = SamplingFields() if prefix else self._defaults
+        params = read_params(
+            s, defaults, self.vocabulary, self.eos_token_ids, logprobs=logprobs, prefix=prefix
+        )
+        min_name, min_tokens = first(s, "min_tokens", "min_new_tokens")
+        given_options = request.stream_options or {}
+        options = fields.read(schema.StreamOptions, given_options, "stream_options.")
+        known_options = schema.StreamOptions.__struct_fields__
+        keys = (request.cache_salt, request.extra_key)
+        priority_class, tenant = self.tenancy.read(request)
+        accepted = AcceptedRequest(
+            rid=_rid(first(request, "rid", "request_id")[1]),
+            items=(),
+            n=s.n or 1,
+            text=TextRules(
+                stops=(s.stop,) if isinstance(s.stop, str) else tuple(s.stop or ()),
+                include_stop=bool(s.include_stop_str_in_output or s.no_stop_trim),
+                skip_special_tokens=_or(s.skip_special_tokens, True),
+                min_tokens=min_tokens or 0,
+                continues_prompt=request.continues_prompt,
+            ),
+            stream=request.stream or False,
+            include_usage=options.include_usage or False,
+            continuous_usage=options.continuous_usage_stats or False,
+            logprobs=logprobs,
+            return_token_ids=request.return_token_ids or False,
+            priority=self._priority(request.priority),
+            priority_class=priority_class,
+            tenant=tenant,
+            ttft_deadline_secs=_secs(request.ttft_deadline_ms),
+            deadline_secs=_secs(request.deadline_ms),
+            namespace="\0".join(k or "" for k in keys).encode() if any(keys) else b"",
+            ignored=(
+                *(f"stream_options.{n}" for n in given_options if n not in known_options),
+                *ignored,
+            ),
+        )
+        return _Common(
+            request, accepted, params, prefix + min_name, first(s, "seed", "sampling_seed")[1]
+        )
+
+    def _priority(self, value: int | None) -> int | None:
+        config = self._config
+        if (
+            value is not None
+            and config.abort_on_priority_when_disabled
+            and not config.enable_priority_scheduling
+        ):
+            raise UnsupportedParameter(
+                "this engine runs without --enable-priority-scheduling and refuses requests with a priority; "
+                "leave priority out",
+                param="priority",
+            )
+        return value
+
+    def _ignored(
+        self,
+        body: dict[str, Any],
+        refused: Mapping[str, tuple[Any, ...]],
+        *schemas: type[Struct],
+        prefix: str = "",
+    ) -> list[str]:
+        """Fields of `body` that none of the schemas and tables knows. Raises UnsupportedParameter for a refused one."""
+        unsupported_fields.refuse(body, refused, prefix)
+        known = {name for cls in schemas for name in cls.__struct_fields__} - {
+            *self.tenancy.unused_fields
+        }
+        ignored = (
+            n
+            for n in body
+            if n not in known and n not in refused and n not in unsupported_fields.IGNORED
+        )
+        return [prefix + name for name in ignored]
+
+    def _accept(
+        self,
+        prompts: Sequence[Sequence[int]],
+        common: _Common,
+        max_tokens: int | None,
+        default: int | None,
+        param: str,
+    ) -> AcceptedRequest:
+        request, n = common.request, common.accepted.n
+        count = len(prompts) * n
+        if count > MAX_ITEMS:
+            raise BadRequest(
+                f"{len(prompts)} prompts with n {n} give {count} answers, at most {MAX_ITEMS} are accepted",
+                param="n",
+            )
+        placements = place(
+            request, len(prompts), n, self._config.disaggregation_mode, self._config.dp_size
+        )
+        items = []
+        for i, ids in enumerate(prompts):
+            prompt = array("i", ids)
+            new = self._max_new_tokens(len(prompt), max_tokens, default, param)
+            if common.params.min_new_tokens > new:
+                least = common.params.min_new_tokens
+                raise bad(common.min_name, f"is {least}, but the answer may have {new} tokens only")
+            for choice in range(n):
+                where = placements[i * n + choice]
+                seed = seed_for(common.seed, where.rendezvous, choice)
+                params = replace(common.params, max_new_tokens=new, seed=seed)
+                items.append(PromptItem(i, choice, prompt, params, where.rendezvous, where.dp_rank))
+        resume = read_resume(request, self.context_length, self.vocabulary, self.fingerprint)
+        if resume is not None:
+            items = [_resumed(items, request.stream or False, resume)]
+        return replace(common.accepted, items=tuple(items), resume=resume)
+
+    def _max_new_tokens(
+        self, prompt_tokens: int, asked: int | None, default: int | None, param: str
+    ) -> int:
+        """The answer's limit. `asked` must fit; without it the default, or all that is left."""
+        if prompt_tokens == 0:
+            raise BadRequest(f"{param} is empty; give at least one token", param=param)
+        left = self.context_length - prompt_tokens
+        if left < 1 or (asked is not None and asked > left):
+            wish = "" if asked is None else f" and max_tokens asks for {asked} more"
+            raise self._too_long(f"has {prompt_tokens}{wish}", param)
+        if asked is not None:
+            return asked
+        return left if default is None else min(default, left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """A request before its prompts are placed."""
+
+    request: RequestFields
+    accepted: AcceptedRequest
+    """Without items."""
+    params: SamplingParams
+    """Parameters of every item, apart from its limit and seed."""
+    min_name: str
+    seed: int | None
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _required(name: str, value: Any) -> Any:
+    if value is None:
+        raise MissingField(f"{name} is required", param=name)
+    return value
+
+
+def _max_tokens(least: int, **given: int | None) -> int | None:
+    """Limit of the answer by the first name that is given; None: by none."""
+    for name, value in given.items():
+        if value is not None and value < least:
+            raise bad(name, f"is {value}, must be at least {least}")
+    return next((value for value in given.values() if value is not None), None)
+
+
+def _rid(value: Any) -> str | None:
+    if type(value) is list and len(value) == 1:
+        value = value[0]
+    if type(value) is list:
+        raise UnsupportedParameter("rid must be one string for the whole request", param="rid")
+    if value is not None and (
+        type(value) is not str or not 0 < len(value) <= 256 or not value.isprintable()
+    ):
+        raise bad("rid", "must be a printable string of 1 to 256 characters")
+    return value
+
+
+def _secs(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def with_deadline_headers(accepted: AcceptedRequest, headers: Mapping[str, str]) -> AcceptedRequest:
+    """Deadlines that proxies state as headers: remaining time of the whole request, wanted time to first token [ms].
+
+    The smaller of field and header counts. Raises BadRequest for a header that is not a number of milliseconds.
+    """
+    ttft = [accepted.ttft_deadline_secs, *(_header_secs(headers, name) for name in TTFT_HEADERS)]
+    total = [accepted.deadline_secs, _header_secs(headers, DEADLINE_HEADER)]
+    return replace(accepted, ttft_deadline_secs=_least(ttft), deadline_secs=_least(total))
+
+
+def _header_secs(headers: Mapping[str, str], name: str) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_DEADLINE_MS:
+        raise BadRequest(
+            f"header {name} is {text[:32]!r}, must be 1 to {MAX_DEADLINE_MS} milliseconds",
+            param=name,
+        )
+    return int(text) / 1000
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((v for v in values if v is not None), default=None)
+
+
+def _is_batch(value: Any) -> bool:
+    """Several prompts, or a list of one: anything but a text or an array of token ids."""
+    return type(value) is list and len(value) > 0 and type(value[0]) is not int
+
+
+def _resumed(items: list[PromptItem], stream: bool, resume: ResumeState) -> PromptItem:
+    """The one item of a request, behind the tokens it has already."""
+    if len(items) != 1 or not stream:
+        raise bad("baton_resume", "goes with one streamed answer")
+    (item,) = items
+    done, params = len(resume.ids), item.params
+    if done >= params.max_new_tokens:
+        raise bad("baton_resume", f"has {done} tokens, the answer may have {params.max_new_tokens}")
+    params = replace(
+        params,
+        max_new_tokens=params.max_new_tokens - done,
+        min_new_tokens=max(params.min_new_tokens - done, 0),
+        seed=resume.seed,
+        resumed=done,
+    )
+    return replace(item, prompt=item.prompt + array("i", resume.ids), params=params)
+
+
+def _prompt_list(name: str, value: Any) -> list[Any]:
+    """The four forms of a prompt as a list of texts or of id lists."""
+    value = _required(name, value)
+    if type(value) is str or (type(value) is list and value and type(value[0]) is int):
+        value = [value]
+    if type(value) is not list or not all(type(v) in (str, list) for v in value):
+        raise bad(
+            name,
+            "must be a string, an array of strings, an array of token ids, or an array of such arrays",
+        )
+    if not value or any(len(v) == 0 for v in value):
+        raise bad(name, "is empty; give at least one token")
+    return value

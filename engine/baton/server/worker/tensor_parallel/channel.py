@@ -1,0 +1,173 @@
+"""The processes of a DP rank that compute together (--tp-size): the first one plans, the others do what it tells.
+
+1. The front starts all of them alike; those with a `tp_rank` above 0 run `follow` instead of a scheduler.
+2. They meet (layers.collectives.init_group), each loads its share of the model, and followers report that they did.
+3. Per step the first rank sends one message (runtime.runner.step_inputs) to each follower, then computes its own
+   part; they meet
+   again in the model's collectives. Between steps a follower sleeps on its socket: no process waits in a collective
+   for work to come.
+4. On P and D nodes every rank has a transfer runtime for its heads of each page, and followers do with theirs what the
+   first rank does with its own (server.worker.tensor_parallel.transfer_node), in one order with the steps; what they
+   hear, they report.
+5. An empty message ends a follower. Signals do not: a group ends together, and the front kills what is left of one.
+
+Channel: one PUSH socket per follower, bound by the first rank in the engine's private directory (ADR 0009).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+if TYPE_CHECKING:
+    from baton.layers.collectives import ProcessGroup
+    from baton.runtime.build import LoadedModel
+
+log = logging.getLogger("baton.tp")
+
+QUEUE = 1024
+"""Messages a follower may be behind by: calls about many requests come while it computes a step."""
+STEP, NODE, STOP = b"s", b"n", b""
+"""How messages to followers begin: a step, a call of the transfer runtime, the end."""
+EVENTS_AT_ONCE = 256
+ALIVE_EVERY_MS = 1000
+
+
+class FollowerStuck(Exception):
+    """A follower lives and does nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TpGroup:
+    """The tensor-parallel ranks of one DP rank, as the front's order to a process names them."""
+
+    tp_rank: int
+    tp_size: int
+    folder: Path
+    dp_rank: int
+
+    @property
+    def meeting_point(self) -> Path:
+        return self.folder / f"meet{self.dp_rank}"
+
+    def address(self, tp_rank: int) -> str:
+        """Where the socket of this rank listens: followers' orders, or at 0 their reports."""
+        return f"ipc://{self.folder}/tp{self.dp_rank}.{tp_rank}"
+
+
+class TransferEvents(msgspec.Struct, tag="heard"):
+    """Events of a follower's transfer runtime, as `poll` gives them; of what P says to D only that it came."""
+
+    tp_rank: int
+    events: list[tuple[Any, ...]]
+    failure: str | None = None
+    """Why the follower's transfer runtime does not work any more."""
+
+
+class Report(msgspec.Struct, tag="loaded"):
+    """A follower has its share of the model in memory. Pools must be equal: page ids mean the same everywhere."""
+
+    tp_rank: int
+    pid: int
+    num_pages: int
+    host_pages: int
+
+
+encode_report = msgspec.msgpack.Encoder().encode
+_reports: msgspec.msgpack.Decoder[Report | TransferEvents] = msgspec.msgpack.Decoder(
+    Report | TransferEvents
+)
+
+
+class TpWorkers:
+    """The first rank's side. Any thread may tell; the rest is one thread's."""
+
+    def __init__(self, context: zmq.Context[Any], team: TpGroup, timeout_secs: float) -> None:
+        self.team = team
+        self.pids: list[int] = []
+        """Process ids in the order of TP ranks, from rank 1 on; known after `await_loaded`."""
+        self._timeout_secs = timeout_secs
+        self._group: ProcessGroup | None = None
+        self._lock = threading.Lock()
+        """Guards the order sockets: steps come from the device thread, calls of transfer runtimes from the other."""
+        self.reports = context.socket(zmq.PULL)
+        """Readable while `heard` has something."""
+        self.reports.bind(team.address(0))
+        self._orders = [context.socket(zmq.PUSH) for _ in range(1, team.tp_size)]
+        for tp_rank, socket in enumerate(self._orders, 1):
+            socket.set_hwm(QUEUE)
+            socket.setsockopt(zmq.SNDTIMEO, int(timeout_secs * 1000))
+            socket.bind(team.address(tp_rank))
+
+    def await_loaded(self, own: LoadedModel) -> None:
+        """Wait until all have loaded. No deadline: the front ends us when one of them dies.
+
+        Raises ValueError when one has another pool than ours.
+        """
+        reports = {}
+        for _ in self._orders:
+            report = _reports.decode(self.reports.recv())
+            assert isinstance(report, Report), "nothing happens before all have loaded"
+            if (report.num_pages, report.host_pages) != (own.kv.num_pages, own.host_pages):
+                raise ValueError(
+                    f"tensor-parallel rank {report.tp_rank} has {report.num_pages} pages and {report.host_pages} on "
+                    f"the host, the first rank {own.kv.num_pages} and {own.host_pages}; they must be equal"
+                )
+            reports[report.tp_rank] = report
+        self.pids = [reports[tp_rank].pid for tp_rank in sorted(reports)]
+        self._group = own.group
+
+    def send_step(self, order: bytes) -> None:
+        self._broadcast(STEP + order)
+
+    def send_call(self, call: str, *args: Any) -> None:
+        """Have all followers call this method of their transfer runtime."""
+        self._broadcast(NODE + msgspec.msgpack.encode((call, args)))
+
+    def heard(self) -> list[TransferEvents]:
+        """Reports of followers since the last call."""
+        found = []
+        while True:
+            try:
+                report = _reports.decode(self.reports.recv(zmq.DONTWAIT))
+            except zmq.Again:
+                return found
+            assert isinstance(report, TransferEvents), "a follower loads once"
+            found.append(report)
+
+    def stop(self) -> None:
+        """Let them end. Nothing may be sent afterwards. One that has ended already, or is stuck, takes no message."""
+        from baton.layers import collectives
+
+        with self._lock:
+            for socket in self._orders:
+                with contextlib.suppress(zmq.Again):
+                    socket.send(STOP, zmq.DONTWAIT)
+        collectives.leave()
+
+    def _broadcast(self, message: bytes) -> None:
+        """Raises FollowerStuck when a follower has not taken `QUEUE` messages in --dist-timeout."""
+        with self._lock:
+            for tp_rank, socket in enumerate(self._orders, 1):
+                try:
+                    socket.send(message)
+                except zmq.Again:
+                    raise FollowerStuck(
+                        f"tensor-parallel rank {tp_rank} is {QUEUE} messages behind and took none for "
+                        f"--dist-timeout {self._timeout_secs:g} s"
+                    ) from None
+
+    def counters(self) -> dict[str, float]:
+        """For messages.StatsMessage: what the collectives of the first rank's process cost."""
+        assert self._group is not None, "await_loaded comes first"
+        return {
+            "tp_collectives_total": self._group.calls,
+            "tp_collective_seconds_total": self._group.seconds,
+        }

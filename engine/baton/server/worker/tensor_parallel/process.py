@@ -1,0 +1,135 @@
+"""Processes of a tensor-parallel group: `run_leader` in the first rank, `run_worker` in the others.
+
+Their life cycle is in channel.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from baton.config import EngineConfig
+from baton.server.text import model_info
+from baton.server.worker import transfer_setup
+from baton.server.worker.tensor_parallel import channel, transfer_node
+from baton.server.worker.tensor_parallel.channel import (
+    TpGroup,
+    TpWorkers,
+    TransferEvents,
+    encode_report,
+)
+
+if TYPE_CHECKING:
+    from baton.runtime.build import LoadedModel
+
+log = logging.getLogger("baton.tp")
+
+
+def run_leader(
+    config: EngineConfig,
+    team: TpGroup,
+    context: zmq.Context[Any],
+    on_progress: Callable[[int, int], None],
+) -> tuple[LoadedModel, TpWorkers]:
+    """Load the first rank's share, and wait until the others have theirs. Raises what engine.load raises."""
+    from baton.layers.collectives import TpContext
+    from baton.layers.shard import Shard
+    from baton.runtime import build  # torch: seconds, and half a gigabyte
+
+    followers = TpWorkers(context, team, config.dist_timeout)
+    place = TpContext(Shard(0, team.tp_size), team.meeting_point, followers.send_step)
+    loaded = build.load(config, str(model_info.resolve(config.model_path)), place, on_progress)
+    followers.await_loaded(loaded)
+    return loaded, followers
+
+
+def run_worker(
+    config: EngineConfig,
+    team: TpGroup,
+    context: zmq.Context[Any],
+    bootstrap: tuple[str, int] | None,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Load this rank's share and execute orders until the stop order. An exception ends the process, and the group."""
+    from baton.layers import collectives
+    from baton.layers.shard import Shard
+    from baton.runtime import build
+
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # a service manager signals every process; the first rank decides
+    orders, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    orders.connect(team.address(team.tp_rank))
+    reports.connect(team.address(0))
+    shard = Shard(team.tp_rank, team.tp_size)
+    place = collectives.TpContext(
+        shard, team.meeting_point, receive=lambda: orders.recv()[len(channel.STEP) :]
+    )
+    loaded = build.load(config, str(model_info.resolve(config.model_path)), place, on_progress)
+    node = None
+    if config.disaggregation_mode != "null":
+        node = transfer_setup.start(
+            config, loaded.native_pool, loaded.layout, team.dp_rank, team.tp_rank, bootstrap
+        )
+    reports.send(
+        encode_report(
+            channel.Report(team.tp_rank, os.getpid(), loaded.kv.num_pages, loaded.host_pages)
+        )
+    )
+    _execute(team, loaded, node, orders, reports)
+    log.info("rank %d of %d stops", team.tp_rank, team.tp_size)
+    if node is not None:
+        node.close()
+    collectives.leave()
+
+
+def _execute(
+    team: TpGroup,
+    loaded: LoadedModel,
+    node: Any,
+    orders: zmq.Socket[bytes],
+    reports: zmq.Socket[bytes],
+) -> None:
+    """Run until the stop order."""
+    poller = zmq.Poller()
+    poller.register(orders, zmq.POLLIN)
+    if node is not None:
+        poller.register(node.event_fd, zmq.POLLIN)
+    # Each poll of the transfer runtime reports progress to its peers; without a runtime, nothing wakes the rank.
+    timeout_ms = channel.ALIVE_EVERY_MS if node is not None else None
+    is_healthy = True
+    while True:
+        poller.poll(timeout_ms)
+        while node is not None and (events := node.poll(channel.EVENTS_AT_ONCE)):
+            said = [event[:2] if event[0] == "committed" else event for event in events]
+            reports.send(encode_report(TransferEvents(team.tp_rank, said)))
+        if node is not None and is_healthy and not node.healthy:
+            is_healthy = False
+            reports.send(
+                encode_report(
+                    TransferEvents(
+                        team.tp_rank, [], json.loads(node.stats_json())["unhealthy_reason"]
+                    )
+                )
+            )
+        try:
+            message = orders.recv(zmq.DONTWAIT)
+        except zmq.Again:
+            continue
+        kind, body = message[:1], message[1:]
+        if kind == channel.STOP:
+            return
+        if kind == channel.STEP:
+            loaded.runner.execute_remote(body)
+        else:
+            call, args = msgspec.msgpack.decode(body)
+            refused = transfer_node.execute_call(node, team, call, args)
+            if refused is not None:
+                reports.send(encode_report(TransferEvents(team.tp_rank, [refused])))

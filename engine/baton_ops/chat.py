@@ -1,0 +1,327 @@
+"""`baton chat`: talk to a model behind a router or an engine, in the terminal.
+
+1. The model's name comes from GET /v1/models unless --model gives it;
+2. on a terminal each line is a message, or a command that begins with /; answers stream, and Ctrl-C
+   stops the answer, at the prompt the line;
+3. otherwise standard input is one message, and the answer alone goes to standard output.
+
+The conversation is kept here and sent whole with each message. Exit code: 0, 1 when the server gave
+no answer, 2 for wrong flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.errors import counted
+from baton_ops.clients.flags import API_KEY_ENV, DEFAULT_ROUTER, make_client, wrong_urls
+from baton_ops.clients.http_client import HttpClient, StreamEnded, connection_remedy
+
+PROG = "baton chat"
+SILENCE_SECS = 600.0
+"""Longest wait for the next part of an answer; a long queue is worth waiting for."""
+COMMANDS = {
+    "/help": "show this list",
+    "/system TEXT": "instruct the model from here on; without TEXT: no instruction",
+    "/clear": "forget the conversation",
+    "/exit": "end; so does Ctrl-D",
+}
+PROMPT = "> "
+DIM = "\x1b[2m"
+PLAIN = "\x1b[0m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig:
+    """Flags of the command."""
+
+    model: str | None = opt(None, "model to ask (default: the first of GET /v1/models)")
+    system: str | None = opt(None, "instruction that stands before the conversation")
+    max_tokens: int | None = opt(
+        None,
+        "longest answer (default: the server's) [tokens]",
+        ge=1,
+        also=("--max-completion-tokens",),
+    )
+    temperature: float | None = opt(None, "0: the likeliest token (default: the server's)", ge=0)
+    seed: int | None = opt(None, "seed of the random choice of tokens")
+    api_key: str | None = opt(None, "key of the router or engine", env=API_KEY_ENV)
+    ca_cert: str | None = opt(
+        None, "PEM file of an authority to trust besides the system's, for https addresses"
+    )
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages so far, and the instruction before them."""
+
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def messages(self) -> list[dict[str, str]]:
+        first = [] if not self.system else [{"role": "system", "content": self.system}]
+        return first + self.turns
+
+
+@dataclass(slots=True)
+class ChatAnswer:
+    """Answer as it arrives, with the times at which parts of it came."""
+
+    text: str = ""
+    began: float = field(default_factory=time.monotonic)
+    first_at: float | None = None
+    last_at: float = 0.0
+    tokens: int | None = None
+    """As the server counts them; None: it did not, e.g. since the answer was stopped."""
+    finish_reason: str | None = None
+
+    def add(self, text: str) -> None:
+        now = time.monotonic()
+        self.first_at = self.first_at or now
+        self.last_at = now
+        self.text += text
+
+    def summary(self) -> str:
+        """TTFT, tokens and their rate, as far as they are known."""
+        if self.first_at is None:
+            return "no text"
+        parts = [f"TTFT {(self.first_at - self.began) * 1e3:.0f} ms"]
+        if self.tokens is not None:
+            parts.append(counted(self.tokens, "token"))
+            later_secs = self.last_at - self.first_at
+            if self.tokens > 1 and later_secs > 0:
+                parts.append(f"{(self.tokens - 1) / later_secs:.1f} tokens/s")
+        if self.finish_reason == "length":
+            parts.append("cut at the longest answer (--max-tokens)")
+        return ", ".join(parts)
+
+
+class AnswerFailed(Exception):
+    """The server gave no answer, or broke it off. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatServer:
+    """Router or engine that is asked."""
+
+    url: str
+    key: str | None
+    client: HttpClient
+
+    def find_model(self) -> str:
+        """Name of the first model. Raises AnswerFailed."""
+        answer = self.client.get(f"{self.url}/v1/models", self.key)
+        if not answer.is_ok:
+            raise self._failed(answer.problem)
+        models = answer.object.get("data") or []
+        if not models:
+            raise AnswerFailed(f"{self.url} serves no model yet; GET /readyz says why")
+        return str(models[0]["id"])
+
+    def stream(self, body: dict[str, Any], answer: ChatAnswer) -> Iterator[str]:
+        """Parts of the text; `answer` gets them too. Raises AnswerFailed."""
+        url = f"{self.url}/v1/chat/completions"
+        lines = self.client.lines(url, self.key, body=body, timeout_secs=SILENCE_SECS)
+        with contextlib.closing(lines):
+            try:
+                for line in lines:
+                    data = line.removeprefix("data:").strip()
+                    if data == "[DONE]":
+                        return
+                    if line.startswith("data:"):
+                        yield from self._read_chunk(json.loads(data), answer)
+            except StreamEnded as err:
+                raise self._failed(str(err)) from err
+            except ValueError as err:
+                raise AnswerFailed(f"{self.url} sent an event that is no JSON: {err}") from err
+
+    def _read_chunk(self, chunk: dict[str, Any], answer: ChatAnswer) -> Iterator[str]:
+        if error := chunk.get("error"):
+            raise AnswerFailed(f"the answer broke off: {error.get('message', error)}")
+        if usage := chunk.get("usage"):
+            answer.tokens = usage.get("completion_tokens")
+        for choice in chunk.get("choices", []):
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+            text = (choice.get("delta") or {}).get("content")
+            if text:
+                answer.add(text)
+                yield text
+
+    def _failed(self, problem: str) -> AnswerFailed:
+        remedy = connection_remedy(self.url, problem)
+        if remedy is None and "connection refused" in problem:
+            remedy = "start one with baton up, or give the URL of a router or engine"
+        if remedy is None and "api key" in problem.lower():
+            remedy = f"give --api-key, or {API_KEY_ENV}"
+        return AnswerFailed(f"{self.url}: {problem}" + (f"; {remedy}" if remedy else ""))
+
+
+class ChatSession:
+    """Conversation with one model, shown on `out`; errors and notes go to `notes`."""
+
+    def __init__(
+        self, server: ChatServer, model: str, config: ChatConfig, out: TextIO, notes: TextIO
+    ) -> None:
+        self.conversation = Conversation(config.system)
+        self._server = server
+        self._model = model
+        self._config = config
+        self._out = out
+        self._notes = notes
+
+    def ask(self, text: str) -> ChatAnswer:
+        """Send a message and print the answer as it comes.
+
+        Raises AnswerFailed; then the message is forgotten.
+
+        A KeyboardInterrupt stops the answer: the server sees the connection close. Its text so far
+        stays in the conversation.
+        """
+        turns = self.conversation.turns
+        turns.append({"role": "user", "content": text})
+        answer = ChatAnswer()
+        try:
+            for part in self._server.stream(self._body(), answer):
+                self._out.write(part)
+                self._out.flush()
+        except KeyboardInterrupt:
+            self._notes.write("\n[stopped]")
+        except AnswerFailed:
+            if not answer.text:
+                turns.pop()
+                raise
+            turns.append({"role": "assistant", "content": answer.text})
+            raise
+        if answer.text:
+            turns.append({"role": "assistant", "content": answer.text})
+        else:
+            turns.pop()
+        return answer
+
+    def _body(self) -> dict[str, Any]:
+        config = self._config
+        body = {
+            "model": self._model,
+            "messages": self.conversation.messages(),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": config.max_tokens,
+            "temperature": config.temperature,
+            "seed": config.seed,
+        }
+        return {name: value for name, value in body.items() if value is not None}
+
+    def run_command(self, line: str) -> bool:
+        """Carry out a line that begins with /; False: end."""
+        name, _, argument = line.partition(" ")
+        if name in ("/exit", "/quit"):
+            return False
+        if name == "/clear":
+            self.conversation.turns.clear()
+            self._note("the conversation is forgotten")
+        elif name == "/system":
+            self.conversation.system = argument.strip() or None
+            now = self.conversation.system
+            self._note(f"instruction: {now}" if now else "no instruction")
+        elif name == "/help":
+            self._note("\n".join(f"{command:<14} {text}" for command, text in COMMANDS.items()))
+        else:
+            self._note(f"there is no command {name}; /help lists them")
+        return True
+
+    def _note(self, text: str) -> None:
+        is_colored = self._notes.isatty()
+        self._notes.write(f"{DIM}{text}{PLAIN}\n" if is_colored else f"{text}\n")
+        self._notes.flush()
+
+    def talk(self) -> int:
+        """Lines from the terminal until /exit or Ctrl-D; returns the exit code."""
+        self._note(f"{self._model} at {self._server.url}; /help lists commands, Ctrl-D ends")
+        while True:
+            try:
+                line = input(PROMPT).strip()
+            except EOFError:
+                self._out.write("\n")
+                return 0
+            except KeyboardInterrupt:
+                self._note("\nCtrl-D or /exit ends")
+                continue
+            if line.startswith("/"):
+                if not self.run_command(line):
+                    return 0
+            elif line:
+                self._answer(line)
+
+    def _answer(self, line: str) -> None:
+        """Send a message of a dialog, which an answer that fails does not end."""
+        try:
+            answer = self.ask(line)
+        except AnswerFailed as err:
+            self._note(f"\n{err}")
+            return
+        self._note(f"\n[{answer.summary()}]")
+
+
+def make_parser() -> FlagParser:
+    parser = FlagParser(
+        PROG,
+        "Talk to a model in the terminal. Without a terminal standard input is one message, and the answer goes to "
+        "standard output.",
+    )
+    parser.usage = f"{PROG} [URL] [flags]"
+    parser.epilog = "exit code: 0, 1 when the server gave no answer, 2 wrong flags"
+    text = f"URL of a router or an engine (default: {DEFAULT_ROUTER})"
+    parser.add_argument("url", nargs="?", metavar="URL", help=text)
+    add_flags(parser, ChatConfig)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[ChatConfig, str]:
+    """Flags and URL; prints mistakes and exits with 2."""
+    config, others, bad = make_parser().read_config(ChatConfig, argv)
+    url = (others["url"] or DEFAULT_ROUTER).rstrip("/").removesuffix("/v1")
+    bad += wrong_urls([url], "")
+    if bad:
+        refuse(PROG, bad)
+    return config, url
+
+
+def main(argv: Sequence[str]) -> int:
+    config, url = parse(argv)
+    server = ChatServer(url, config.api_key, make_client(PROG, config.ca_cert))
+    is_dialog = sys.stdin.isatty() and sys.stdout.isatty()
+    try:
+        model = config.model or server.find_model()
+        session = ChatSession(server, model, config, sys.stdout, sys.stderr)
+        if is_dialog:
+            with contextlib.suppress(ImportError):  # a Python without readline: no editing of lines
+                import readline  # noqa: F401  # input() then edits lines and keeps their history
+            return session.talk()
+        return answer_once(session, sys.stdin.read())
+    except AnswerFailed as err:
+        print(f"{PROG}: {err}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def answer_once(session: ChatSession, message: str) -> int:
+    """Answer to a message that was piped in; returns the exit code."""
+    if not message.strip():
+        print(f"{PROG}: standard input is empty; pipe a message in", file=sys.stderr)
+        return 2
+    answer = session.ask(message)
+    print()
+    print(f"[{answer.summary()}]", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    print(markdown(ChatConfig))

@@ -1,0 +1,1 @@
+"""The command `baton`: `main` finds the subcommand, `completion` prints scripts for shells."""

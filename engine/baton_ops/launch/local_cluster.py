@@ -1,0 +1,602 @@
+"""`baton up`: a whole cluster on this machine, as child processes: nodes first, then the router,
+then a line to paste.
+
+ 1. flags → `ClusterPlan` (cluster_plan.py) + free ports;
+ 2. all nodes start at once; each prints READY with the address it got; the router starts when all
+    are ready;
+ 3. the state file tells other programs who runs where; what dies is restarted on the same port,
+    with back-off;
+ 4. a terminal shows what loads and, while it serves, the traffic (screen.py, traffic.py);
+ 5. Ctrl-C, SIGTERM, or the end of --smoke: router first, then nodes; nothing is left behind.
+
+A node that cannot start the first time (a bad flag, no such model) ends `up`; only what has been
+ready is restarted, when it dies, and when it runs but has not answered its health check for
+--hang-timeout-secs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from baton.config import SECRETS, build, uses_four_bytes
+from baton.config.flags import flag_name, refuse
+from baton.errors import ConfigError
+from baton.models import checkpoint
+from baton.server.launch.process_group import cancel, describe_exit, first_of
+from baton.server.text import model_info
+from baton_ops.launch.cluster_plan import (
+    MODE,
+    PROG,
+    ROLES,
+    SHARED_WITH_ROUTER,
+    ClusterPlan,
+    parse,
+)
+from baton_ops.launch.screen import StatusScreen, greeting, is_live
+from baton_ops.launch.supervisor import (
+    ChildFailed,
+    ChildProcess,
+    RestartBackoff,
+    until_unresponsive,
+)
+from baton_ops.launch.traffic import TrafficMonitor
+
+ROUTER_GRACE_SECS = 5.0
+"""Running requests get this long to end by themselves."""
+ROUTER_STOP_SECS = ROUTER_GRACE_SECS + 5.0
+"""The router is killed after this: it waits half a second before the grace, and up to two after it
+for last events.
+"""
+NODE_GRACE_SECS = 10.0
+PORTS_TRIED = 100
+PORT_TAKEN = "is in use already"
+"""Part of the router's message when it cannot bind its port."""
+ROUTER_PORT_TRIES = 5
+PROBE_PAUSE_SECS = 0.05
+DRAW_SECS = 0.25
+PROGRESS_SECS = 3.0
+"""Between two lines about a node that loads its model; small ones are ready sooner."""
+
+
+@dataclass
+class ClusterNode:
+    """Engine of the cluster.
+
+    Port 0 until it has reported the one it got; from then on it keeps it.
+    """
+
+    role: str
+    name: str
+    plan: ClusterPlan
+    port: int = 0
+    bootstrap_port: int = 0
+    child: ChildProcess = field(init=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def argv(self) -> list[str]:
+        own = {"host": "127.0.0.1", "port": self.port, "disaggregation_mode": MODE[self.role]}
+        if self.role == "prefill":
+            own["disaggregation_bootstrap_port"] = self.bootstrap_port
+        threads = (
+            {}
+            if "simulate" in self.plan.engine
+            else {"cpu_threads": max(1, _cores() // self.plan.processes)}
+        )
+        shared = {name: value for name, value in self.plan.engine.items() if name not in SECRETS}
+        flags = _words({**own, **threads, **self.plan.gpu_share, **shared})
+        return [sys.executable, "-m", "baton_ops.cli", "engine", *flags, *self.plan.args[self.role]]
+
+
+class LocalCluster:
+    """The running processes. `start` once, then `watch`; `stop` always."""
+
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        log_dir: Path,
+        say: Callable[[str], None],
+        *,
+        shows_progress: bool = True,
+    ) -> None:
+        """`say` prints a line; `shows_progress`: with it, lines about nodes that load."""
+        self.plan = plan
+        self._say = say
+        self._shows_progress = shows_progress
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        # Through the environment: command lines are public on a machine.
+        env.update({SECRETS[name]: value for name, value in plan.engine.items() if name in SECRETS})
+        key = SECRETS["cluster_key"]
+        env[key] = env.get(key) or secrets.token_hex(
+            32
+        )  # a new one per start: other programs cannot take part
+        self.nodes = [
+            ClusterNode(role, f"{role} {i}", plan)
+            for role in ROLES
+            for i in range(plan.counts[role])
+        ]
+        for node in self.nodes:
+            node.child = ChildProcess(
+                node.name, node.argv, log_dir / f"{node.name.replace(' ', '-')}.log", env
+            )
+        self.router = ChildProcess("router", self._router_argv, log_dir / "router.log", env)
+        self.host = plan.up.host
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Nodes at once, then the router.
+
+        Raises ChildFailed, with the end of a log, when one is not ready in time.
+        """
+        self.port, note = choose_port(self.host, self.plan.up.port)
+        if note:
+            self._say(note)
+        progress = asyncio.ensure_future(self._tell_progress() if self._shows_progress else _idle())
+        try:
+            starts = [self._guarded(node.child, self._start_node(node)) for node in self.nodes]
+            await first_of(
+                *starts, return_when=asyncio.FIRST_EXCEPTION
+            )  # the first failure, else the end of all
+        finally:
+            await cancel(progress)
+        ends = [self._guarded(node.child, _fail_at_end(node.child)) for node in self.nodes]
+        # The router would wait for a node that is gone.
+        await first_of(self._guarded(self.router, self._start_router_first()), *ends)
+        self.write_state()
+
+    async def watch(self) -> None:
+        """Restart what dies, until cancelled."""
+        await asyncio.gather(
+            *(
+                self._keep_alive(
+                    node.child, partial(self._start_node, node), partial(_health_url, node)
+                )
+                for node in self.nodes
+            ),
+            # A restarted router is well when it answers: it may be waiting for a node that is down
+            # too.
+            self._keep_alive(
+                self.router, partial(self._start_router, "/livez"), lambda: f"{self.url}/livez"
+            ),
+        )
+
+    def progress_lines(self) -> list[str]:
+        """State of each node that is not ready, and of the router."""
+        lines = [
+            f"{child.name:<10} {child.last_progress() or 'starting'}"
+            for child in (node.child for node in self.nodes)
+            if child.ready_at is None and child.pid
+        ]
+        is_waiting = self.router.ready_at is None
+        if is_waiting and (lines or self.router.pid):
+            state = "starting" if self.router.pid else "waiting for the nodes"
+            lines.append(f"{self.router.name:<10} {state}")
+        return lines
+
+    async def stop(self) -> None:
+        """Router first, so that no request finds half a cluster; then all nodes at once.
+
+        Cancel `watch` before.
+        """
+        await self._end(self.router, ROUTER_STOP_SECS)
+        await asyncio.gather(*(self._end(node.child, NODE_GRACE_SECS) for node in self.nodes))
+        if self.plan.up.state_file:
+            Path(self.plan.up.state_file).unlink(missing_ok=True)
+
+    async def _end(self, child: ChildProcess, grace_secs: float) -> None:
+        if not await child.stop(grace_secs):
+            self._say(
+                f"{child.name} did not end within {grace_secs:g} s and was killed; its log: {child.log_path}"
+            )
+
+    def kill(self) -> None:
+        for child in (self.router, *(node.child for node in self.nodes)):
+            child.kill()
+
+    def write_state(self) -> None:
+        """Atomically: a reader sees the old file or the new one."""
+        if not self.plan.up.state_file:
+            return
+        path = Path(self.plan.up.state_file)
+        state = {
+            "router": {"pid": self.router.pid, "url": self.url},
+            "nodes": [
+                {
+                    "role": node.role,
+                    "pid": node.child.pid,
+                    "url": node.url,
+                    "bootstrap_port": node.bootstrap_port or None,
+                    "restarts": node.child.restarts,
+                }
+                for node in self.nodes
+            ],
+        }
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(state, indent=1) + "\n")
+        temporary.replace(path)
+
+    async def _start_node(self, node: ClusterNode) -> None:
+        await node.child.start()
+        ready = await node.child.until_ready(self.plan.start_timeout_secs)
+        node.port = int(ready["url"].rpartition(":")[2])
+        node.bootstrap_port = int(ready.get("bootstrap_port") or 0)
+        self._say(f"{node.name:<10} ready at {node.url}")
+
+    async def _tell_progress(self) -> None:
+        """Print the newest log line of each node that is not ready, until canceled."""
+        shown: dict[str, str] = {}
+        while True:
+            await asyncio.sleep(PROGRESS_SECS)
+            for node in self.nodes:
+                text = (
+                    node.child.last_progress()
+                    if node.child.ready_at is None and node.child.pid
+                    else ""
+                )
+                if text and shown.get(node.name) != text:
+                    self._say(f"{node.name:<10} {text}")
+                    shown[node.name] = text
+
+    async def _start_router_first(self) -> None:
+        """Start the router.
+
+        It gets another free port if the one chosen before the nodes started is taken by now.
+        """
+        for tries_left in reversed(range(ROUTER_PORT_TRIES)):
+            try:
+                return await self._start_router("/readyz")
+            except ChildFailed:
+                if (
+                    self.plan.up.port
+                    or not tries_left
+                    or PORT_TAKEN not in self.router.last_errors()
+                ):
+                    raise
+            self.port, _ = choose_port(self.host, self.plan.up.port)
+
+    async def _start_router(self, path: str) -> None:
+        await self.router.start()
+        await self.router.until_ready(self.plan.start_timeout_secs, _answers(f"{self.url}{path}"))
+        self._say(f"router     ready at {self.url}")
+
+    async def _guarded(self, child: ChildProcess, starting: Coroutine[Any, Any, None]) -> None:
+        """A failure to start, with the end of the log."""
+        try:
+            await starting
+        except ChildFailed as err:
+            log_end = _indented(child.last_errors())
+            raise ChildFailed(f"{err}; {child.log_path} says:\n{log_end}", err.exit_code) from err
+
+    def _router_argv(self) -> list[str]:
+        argv = [
+            sys.executable,
+            "-m",
+            "baton_ops.cli",
+            "router",
+            "--host",
+            self.host,
+            "--port",
+            str(self.port),
+        ]
+        # A laptop's cluster comes and goes: probe it every second, and do not linger when it has to
+        # stop.
+        argv += ["--health-check-interval-secs", "1", "--shutdown-delay-ms", "0"]
+        argv += ["--shutdown-grace-period-secs", str(int(ROUTER_GRACE_SECS))]
+        workers = [node.url for node in self.nodes if node.role == "worker"]
+        argv += ["--worker-urls", *workers] if workers else ["--pd-disaggregation"]
+        for node in self.nodes:
+            if node.role == "prefill":
+                argv += ["--prefill", node.url, str(node.bootstrap_port)]
+            elif node.role == "decode":
+                argv += ["--decode", node.url]
+        if any(
+            count and self.plan.size(role, "dp_size") > 1
+            for role, count in self.plan.counts.items()
+        ):
+            argv += ["--dp-aware"]
+        return argv + _tokenizer_flags(self.plan.engine) + _router_flags(self.plan)
+
+    async def _until_end(self, child: ChildProcess, url: Callable[[], str]) -> int:
+        """Wait for the child's end, and end it when it hangs; returns its exit code."""
+        limit_secs = self.plan.up.hang_timeout_secs
+        if limit_secs > 0:
+            hanging = asyncio.ensure_future(until_unresponsive(url, limit_secs))
+            done = await first_of(hanging, child.wait())
+            if hanging in done:
+                self._say(
+                    f"{child.name} has not answered {url()} for {limit_secs:g} s "
+                    "(--hang-timeout-secs) and is killed"
+                )
+                child.kill()
+        return await child.wait()
+
+    async def _keep_alive(
+        self,
+        child: ChildProcess,
+        start: Callable[[], Coroutine[Any, Any, None]],
+        url: Callable[[], str],
+    ) -> None:
+        """Restart a child that ends or hangs; `url` answers while it is well."""
+        backoff = RestartBackoff()
+        while True:
+            code = await self._until_end(child, url)
+            pause = backoff.pause(
+                0.0 if child.ready_at is None else time.monotonic() - child.ready_at
+            )
+            self._say(
+                f"{child.name} {describe_exit(code)}; restarting it in {pause:g} s. {child.log_path} says:"
+            )
+            self._say(_indented(child.last_errors()))
+            await asyncio.sleep(pause)
+            child.restarts += 1
+            try:
+                await start()
+            except ChildFailed as err:
+                self._say(str(err))
+                child.kill()
+            self.write_state()
+
+
+async def _idle() -> None:
+    await asyncio.Event().wait()
+
+
+def _health_url(node: ClusterNode) -> str:
+    return f"{node.url}/health"
+
+
+async def _fail_at_end(child: ChildProcess) -> None:
+    raise ChildFailed(f"{child.name} {describe_exit(await child.wait())} just after it was ready")
+
+
+async def _answers(url: str) -> None:
+    """Return once GET `url` says 200; the caller bounds the wait."""
+    timeout = aiohttp.ClientTimeout(total=2)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        while True:
+            with contextlib.suppress(
+                aiohttp.ClientError, asyncio.TimeoutError
+            ):  # not listening yet
+                async with session.get(url, raise_for_status=True):
+                    return
+            await asyncio.sleep(PROBE_PAUSE_SECS)
+
+
+def choose_port(host: str, wanted: int | None) -> tuple[int, str | None]:
+    """The router's port and a sentence if it is not the expected one.
+
+    Raises ChildFailed if `wanted` is taken.
+    """
+    if wanted is not None:
+        if (port := _bindable(host, wanted)) is not None:
+            return port, None
+        raise ChildFailed(
+            f"port {wanted} on {host} is taken; give another --port, or none to take the next free one"
+        )
+    for candidate in range(8000, 8000 + PORTS_TRIED):
+        if _bindable(host, candidate) is not None:
+            return (
+                candidate,
+                None if candidate == 8000 else f"port 8000 is taken, the router uses {candidate}",
+            )
+    raise ChildFailed(
+        f"ports 8000 to {8000 + PORTS_TRIED - 1} on {host} are all taken; give --port"
+    )
+
+
+def _bindable(host: str, port: int) -> int | None:
+    """`port` (or, for 0, a free one) if it can be bound now, else None."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return None
+        return int(probe.getsockname()[1])
+
+
+def _words(flags: Mapping[str, object]) -> list[str]:
+    """Command line of flags by their field names; the value of a switch is True."""
+    named = ((flag_name(name), value) for name, value in flags.items())
+    return [
+        word for flag, value in named for word in ([flag] if value is True else [flag, str(value)])
+    ]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines()) or "    (empty)"
+
+
+async def _serve(cluster: LocalCluster, api_key: str | None, screen: StatusScreen) -> int:
+    from baton_ops.launch.smoke_test import run_smoke, served_model
+
+    started = time.monotonic()
+    traffic = TrafficMonitor("", None)
+    drawing = asyncio.ensure_future(_draw(cluster, screen, started, lambda: traffic.line))
+    try:
+        await cluster.start()
+        model = await served_model(cluster.url, api_key)
+        if cluster.plan.up.smoke:
+            await cancel(drawing)
+            screen.clear()
+            watch = asyncio.ensure_future(cluster.watch())
+            try:
+                return 0 if await run_smoke(cluster.url, model, api_key) else 1
+            finally:
+                await cancel(watch)
+        is_in_environment = os.environ.get(SECRETS["api_key"]) == api_key
+        screen.say(
+            greeting(cluster.url, model, api_key=api_key, key_in_environment=is_in_environment)
+        )
+        traffic = TrafficMonitor(cluster.url, api_key)
+        await first_of(cluster.watch(), traffic.run() if screen.is_live else _idle())
+        return 0
+    finally:
+        await cancel(drawing)
+        screen.clear()
+
+
+async def _draw(
+    cluster: LocalCluster, screen: StatusScreen, started: float, traffic_line: Callable[[], str]
+) -> None:
+    """Draw the live lines again and again, until cancelled."""
+    while screen.is_live:
+        elapsed = f"{time.monotonic() - started:6.1f} s  "
+        lines = [elapsed + line for line in cluster.progress_lines()]
+        line = traffic_line()
+        screen.show([*lines, line] if line else lines)
+        await asyncio.sleep(DRAW_SECS)
+
+
+async def _run(plan: ClusterPlan, log_dir: Path) -> int:
+    """Returns the exit code. Removes no logs."""
+    started = time.monotonic()
+    screen = StatusScreen(sys.stdout, is_live=is_live(sys.stdout))
+
+    def say(text: str) -> None:
+        is_detail = text.startswith(" ")
+        screen.say(text if is_detail else f"{time.monotonic() - started:6.1f} s  {text}")
+
+    shape = " + ".join(f"{n} {role}" for role, n in plan.counts.items() if n)
+    screen.say(f"starting router + {shape}; logs in {log_dir}")
+    cluster = LocalCluster(plan, log_dir, say, shows_progress=not screen.is_live)
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            cluster.kill()  # asked twice: do not wait
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    api_key = plan.engine.get("api_key") or os.environ.get("BATON_API_KEY")
+    serving = asyncio.ensure_future(_serve(cluster, api_key, screen))
+    try:
+        await first_of(serving, stop.wait())
+        if stop.is_set():
+            screen.say("stopping; once more to kill")
+            return 0
+        return serving.result()
+    except ChildFailed as err:
+        print(f"{PROG}: {err}", file=sys.stderr, flush=True)
+        return 2 if err.exit_code == 2 else 1
+    finally:
+        await cluster.stop()
+        say("stopped")
+
+
+def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
+    """The router tokenizes as the engines do, once for both nodes of a pair.
+
+    Not what --simulate makes of text.
+    """
+    config = build(dict(engine))
+    if uses_four_bytes(config):
+        return []
+    flags = ["--model-path", str(model_info.resolve(config.model_path)), "--forward-input-ids"]
+    if config.tokenizer_path:
+        flags += [
+            "--tokenizer-path",
+            str(model_info.model_directory("--tokenizer-path", config.tokenizer_path)),
+        ]
+    if config.chat_template:
+        flags += ["--chat-template", str(Path(config.chat_template).expanduser())]
+    return flags
+
+
+def _router_flags(plan: ClusterPlan) -> list[str]:
+    """User's flags for the router, and for router and nodes together."""
+    shared = {name: plan.engine.get(name) for name in SHARED_WITH_ROUTER}
+    own = {name: getattr(plan.up, name) for name in ("policy", "prefill_policy", "decode_policy")}
+    return (
+        _words({name: value for name, value in (shared | own).items() if value})
+        + plan.args["router"]
+    )
+
+
+def check_router_flags(plan: ClusterPlan) -> str | None:
+    """The router's complaint about its flags, read before any node has loaded a model."""
+    if any(word == "--api-key" or word.startswith("--api-key=") for word in plan.args["router"]):
+        return "--router-args: give --api-key to baton up itself, which gives it to the router and the nodes"
+    argv = [sys.executable, "-m", "baton_ops.cli", "router", *_router_flags(plan), "--print-flags"]
+    asked = subprocess.run(
+        argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    return asked.stderr.strip() if asked.returncode == 2 else None
+
+
+def check_place(plan: ClusterPlan) -> str | None:
+    """Faults of the address, the files and the model that the flags name."""
+    up = plan.up
+    try:
+        socket.create_server(
+            (up.host, 0), family=socket.AF_INET6 if ":" in up.host else socket.AF_INET
+        ).close()
+    except OSError as err:
+        why = (err.strerror or str(err)).partition(" (while")[0]
+        return f"--host {up.host} cannot be bound ({why}); give an address of this machine"
+    for name, path in (
+        ("--log-dir", up.log_dir),
+        ("--state-file", up.state_file and Path(up.state_file).parent),
+    ):
+        try:
+            if path and name == "--log-dir":
+                Path(path).mkdir(parents=True, exist_ok=True)
+            if path:
+                tempfile.TemporaryFile(dir=path).close()
+        except OSError as err:
+            return f"{name}: {path} cannot be written to ({err.strerror}); give another directory"
+    try:
+        config = build(dict(plan.engine))
+        facts = model_info.load(config)
+        if config.simulate is None:
+            checkpoint.check(config, facts.path, sum(plan.counts.values()))
+    except ConfigError as err:
+        return err.message
+    return None
+
+
+def main(argv: Sequence[str]) -> int:
+    plan = parse(argv)
+    if complaint := check_router_flags(plan):
+        print(complaint, file=sys.stderr)
+        return 2
+    if complaint := check_place(plan):
+        refuse(PROG, [complaint])
+    log_dir = Path(plan.up.log_dir or tempfile.mkdtemp(prefix="baton-up-"))
+    code = asyncio.run(_run(plan, log_dir))
+    if (
+        code == 0 and not plan.up.log_dir
+    ):  # else the logs are of interest; --log-dir keeps them always
+        shutil.rmtree(log_dir, ignore_errors=True)
+    return code
