@@ -177,7 +177,8 @@ where
             let (matched, behind) = rest.split_at(common);
             if common == node.label.len() {
                 units += node.units;
-                (next, rest) = (node.child_for(behind), behind);
+                next = node.child_for(behind);
+                rest = behind;
             } else {
                 units += matched.units();
                 next = None;
@@ -305,7 +306,9 @@ where
         while let Some((child, behind)) = self.descend(id, rest)
             && position(&self.node(child).holders, worker).is_ok()
         {
-            (id, rest, units) = (child, behind, units + self.node(child).units);
+            id = child;
+            rest = behind;
+            units = units + self.node(child).units;
         }
         while id != ROOT && units > keep {
             let node = self.node(id);
@@ -323,7 +326,8 @@ where
                 break;
             }
             self.release(id, worker);
-            (id, units) = (parent, above);
+            id = parent;
+            units = above;
         }
     }
 
