@@ -281,7 +281,7 @@ def uses_of_word(word: str, source: str) -> int:
     return len(re.findall(rf"(?<![a-z]){in_names}(?![a-rt-z])", snake_case(source)))
 
 
-def tests_led_by_an_article() -> Offenses:
+def articles_before_tests() -> Offenses:
     """Files with test functions whose name begins with an article, and how many these are."""
     for path in [*files("tests", ".py"), *files("deploy", ".py")]:
         if count := len(re.findall(r"\bdef test_(?:a|an|the)_", text(path))):
@@ -360,7 +360,7 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
     "doc-columns": (long_doc_lines, f"prose of a page wraps at {MAX_DOC_COLUMNS} columns"),
     "private-word": (private_words, "use the field's word; rules.py names one for each"),
     "test-article": (
-        tests_led_by_an_article,
+        articles_before_tests,
         "the name of a test says condition and result, without an article in front",
     ),
     "missing-file": (missing_files, "a comment names only files that exist"),

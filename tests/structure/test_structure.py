@@ -13,9 +13,9 @@ from tests.structure.rules import (
     BARE,
     RULES,
     RULES_FILE,
+    articles_before_tests,
     offenses,
     spoken_files,
-    tests_led_by_an_article,
     upward_imports_of_a_package,
     uses_of_word,
 )
@@ -101,7 +101,7 @@ def test_camel_case_is_divided_into_words(source: str, count: int) -> None:
 
 
 def test_articles_in_front_of_test_names_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not list(tests_led_by_an_article())
+    assert not list(articles_before_tests())
     sources = {
         "tests/test_x.py": "def test_" + "a_page(): ...\ndef test_apages(): ...",
         "x.rs": "fn " + "the_page() {}\nfn then() {}",
@@ -114,7 +114,7 @@ def test_articles_in_front_of_test_names_are_found(monkeypatch: pytest.MonkeyPat
         ],
     )
     monkeypatch.setattr(rules, "text", sources.__getitem__)
-    assert list(tests_led_by_an_article()) == [("tests/test_x.py", 1), ("x.rs", 1)]
+    assert list(articles_before_tests()) == [("tests/test_x.py", 1), ("x.rs", 1)]
 
 
 def test_cycles_are_found_and_chains_are_not() -> None:

@@ -301,7 +301,7 @@ async fn unreachable_workers_are_not_named_to_clients() {
 }
 
 #[tokio::test]
-async fn a_body_of_ten_megabytes_passes_unchanged() {
+async fn body_of_ten_megabytes_passes_unchanged() {
     timed(async {
         let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let router = Router::pd(&[&p], &[&d], &[]).await;
