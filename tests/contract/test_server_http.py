@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.front import FakeEngine, fake_engine, model
+from tests.support.processes.front import FakeEngine, fake_engine, model
 
 HI = [{"role": "user", "content": "hi"}]
 GOLDEN = Path(__file__).parent / "golden"

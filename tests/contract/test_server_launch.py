@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.front import REPO, FakeEngine, end, fake_engine, model, spawn
+from tests.support.processes.front import REPO, FakeEngine, end, fake_engine, model, spawn
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.front import FakeEngine, fake_engine, model
+from tests.support.processes.front import FakeEngine, fake_engine, model
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 

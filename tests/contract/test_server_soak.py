@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.front import FakeEngine, fake_engine, model
+from tests.support.processes.front import FakeEngine, fake_engine, model
 
 REQUESTS = 400
 AT_ONCE = 48

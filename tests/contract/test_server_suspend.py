@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.contract.test_server_http import script, wait_until
-from tests.support.front import FakeEngine, fake_engine, model
+from tests.support.processes.front import FakeEngine, fake_engine, model
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.front import FakeEngine, end, fake_engine, model, spawn
+from tests.support.processes.front import FakeEngine, end, fake_engine, model, spawn
 
 TENANTS = {
     "tenants": {

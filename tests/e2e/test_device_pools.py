@@ -1,4 +1,7 @@
-"""Prefill and decode processes whose pages are on a device (a stand-in, tests/support/stand_in.py), over cuda_ipc."""
+"""Prefill and decode processes whose pages are on a device, over cuda_ipc.
+
+The device is a stand-in (tests/support/devices/stand_in.py).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ import pytest
 
 from tests.e2e.test_equal import prompts
 from tests.e2e.test_faults import killed_node_is_survived
-from tests.support.cluster import Cluster, eventually, metric
+from tests.support.processes.cluster import Cluster, eventually, metric
 
 pytestmark = pytest.mark.timeout(240)
 REPO = Path(__file__).parents[2]
-SITE = REPO / "tests" / "support" / "stand_in_site"
+SITE = REPO / "tests" / "support" / "devices" / "stand_in_site"
 SLOW = {"rules": [{"on": "PAGE", "do": {"delay_ms": 4}, "repeat": True}]}
 
 

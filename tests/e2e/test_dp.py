@@ -15,8 +15,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster import Cluster, eventually, family, get, metric, metrics, settled
-from tests.support.router import Router
+from tests.support.processes.cluster import (
+    Cluster,
+    eventually,
+    family,
+    get,
+    metric,
+    metrics,
+    settled,
+)
+from tests.support.processes.router import Router
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

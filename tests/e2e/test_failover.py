@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.cluster import Cluster, eventually, metric
+from tests.support.processes.cluster import Cluster, eventually, metric
 
 pytestmark = pytest.mark.timeout(240)
 AT_ONCE = 20

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, count, eventually, metric, settled
+from tests.support.processes.cluster import Cluster, count, eventually, metric, settled
 
 pytestmark = pytest.mark.timeout(240)
 TENANTS = {

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.support.cluster import Cluster, eventually
+from tests.support.processes.cluster import Cluster, eventually
 
 PAGE = 16
 CONFIG = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import Cluster, get
+from tests.support.processes.cluster import Cluster, get
 
 DEVICE = "reference,speed=100,length_scale=8"
 

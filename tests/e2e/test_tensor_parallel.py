@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from tests.e2e.test_equal import prompts
-from tests.support import tiny_model
-from tests.support.cluster import Cluster, metric
-from tests.support.front import REPO
+from tests.support.models import tiny_model
+from tests.support.processes.cluster import Cluster, metric
+from tests.support.processes.front import REPO
 
 DIED = 30.0
 """Longest wait for what a death must bring about [s]; it takes a tenth of a second."""

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.support.cluster import Cluster, eventually, metric
-from tests.support.collector import Collector, GotSpan
+from tests.support.processes.cluster import Cluster, eventually, metric
+from tests.support.processes.collector import Collector, GotSpan
 
 CLOCKS_NS = 1_000_000_000
 """Router and engines each read wall and monotonic clock once, one after the other, and may be interrupted between."""

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.support.axe import axe_source, violations
-from tests.support.browser import Browser, Page, chromium
-from tests.support.cluster import Cluster, eventually, family, get, metric
-from tests.support.router import Router
+from tests.support.processes.axe import axe_source, violations
+from tests.support.processes.browser import Browser, Page, chromium
+from tests.support.processes.cluster import Cluster, eventually, family, get, metric
+from tests.support.processes.router import Router
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.cluster import Cluster, family
+from tests.support.processes.cluster import Cluster, family
 
 
 def assert_gone(processes: list[psutil.Process], secs: float) -> None:

@@ -10,7 +10,7 @@ import torch
 from baton.layers.attention import flashinfer, make_backend
 from baton.layers.attention.flashinfer import FlashInferAttention, obstacle
 from baton.layers.attention.reference import TorchAttention
-from tests.support.attention_cases import CASES, Case, check
+from tests.support.kernels.attention_cases import CASES, Case, check
 
 
 @pytest.fixture(autouse=True)

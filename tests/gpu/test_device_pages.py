@@ -14,8 +14,8 @@ import torch
 
 from baton.layers.cuda.device_pages import CudaQueue, DevicePages, PageAccess, PeerPages
 from baton.layers.cuda.ipc import CudaIpc, allocate
-from tests.support import page_cases
-from tests.support.pages import bytes_of, ids, naive_sum
+from tests.support.kernels import page_cases
+from tests.support.kernels.pages import bytes_of, ids, naive_sum
 
 REPO = Path(__file__).parents[2]
 PAGE = 64 << 10

@@ -10,7 +10,7 @@ import torch
 
 from tests.e2e.test_faults import killed_node_is_survived
 from tests.gpu.test_nccl import PROMPTS, SHARED_GPU
-from tests.support.cluster import Cluster, metric
+from tests.support.processes.cluster import Cluster, metric
 
 pytestmark = pytest.mark.timeout(600)
 FLAGS = (

@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from baton.layers.attention.flashinfer import FlashInferAttention
-from tests.support.checkpoints import VOCAB, make_checkpoint, reference_greedy, reference_model
-from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.checkpoints import (
+    VOCAB,
+    make_checkpoint,
+    reference_greedy,
+    reference_model,
+)
 
 STEPS = 24
 

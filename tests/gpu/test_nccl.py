@@ -12,7 +12,7 @@ import pytest
 
 from baton.runtime.communicators import nccl
 from tests.e2e.test_faults import killed_node_is_survived
-from tests.support.cluster import Cluster, metric
+from tests.support.processes.cluster import Cluster, metric
 
 pytestmark = pytest.mark.timeout(600)
 PROMPTS = [[(7 * i + n) % 3000 + 3 for i in range(n)] for n in (1, 15, 16, 17, 100, 257, 700)]

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from baton.layers import ops
 from baton.layers.ops_cuda import FlashInferOps, obstacle, try_out
-from tests.support import head_cases, shapes
-from tests.support.whole_model import load_model
+from tests.support.kernels import head_cases
+from tests.support.models import shapes
+from tests.support.models.whole_model import load_model
 
 CUDA = torch.device("cuda")
 pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use

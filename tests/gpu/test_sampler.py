@@ -12,7 +12,7 @@ from baton.layers.cuda.stream import CudaStream
 from baton.runtime.sampling.sampler import SampleRow
 from baton.runtime.sampling.step_sampler import SamplingLaunch
 from baton.sched.types.plan import INVALID_TOKEN
-from tests.support.plain_sampler import sample
+from tests.support.models.plain_sampler import sample
 from tests.unit.runtime.sampling.test_sampler import (
     FILTERS,
     MIX,

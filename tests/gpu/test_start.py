@@ -17,10 +17,10 @@ from baton.layers.attention.reference import TorchAttention
 from baton.models.load import load_weights
 from baton.models.spec_reader import read_spec
 from baton.runtime import build as runtime
-from tests.support import shapes
-from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster
-from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models import shapes
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.processes.cluster import Cluster
 
 CUDA = torch.device("cuda")
 pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use

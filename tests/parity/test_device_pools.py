@@ -1,6 +1,7 @@
 """Pools on a device, over every transport they have: transformers' tokens, and nothing left behind when one breaks.
 
-The device is a stand-in (tests/support/stand_in.py); all else is the product's. What only a GPU shows is in tests/gpu.
+The device is a stand-in (tests/support/devices/stand_in.py); all else is the product's. What only a GPU shows is in
+tests/gpu.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import pytest
 from baton.layers.cuda.device_pages import DevicePages
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
-from tests.support.checkpoints import reference_greedy
-from tests.support.cluster import eventually
-from tests.support.engine_run import greedy
-from tests.support.fake_nccl import FakeNccl
-from tests.support.stand_in import StandIn
+from tests.support.devices.fake_nccl import FakeNccl
+from tests.support.devices.stand_in import StandIn
+from tests.support.engines.engine_run import greedy
+from tests.support.models.checkpoints import reference_greedy
+from tests.support.processes.cluster import eventually
 
 pair_module = pytest.importorskip(
-    "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
+    "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
 )
 STEPS = 12
 LENGTHS = [1, 3, 4, 5, 63, 64, 65, 130]

@@ -18,9 +18,9 @@ from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.runner.step_inputs import decode
 from baton.sched.types.request import SamplingParams, ValidatedRequest
 from tests.parity.conftest import Reference
-from tests.support.checkpoints import VOCAB
-from tests.support.device_engine import Device
-from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.devices.device_engine import Device
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.checkpoints import VOCAB
 
 STEPS = 20
 SMALL: dict[str, object] = {"max_total_tokens": 120, "schedule_conservativeness": 0.05}

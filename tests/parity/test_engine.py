@@ -10,8 +10,8 @@ import pytest
 from baton.sched import recording
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
-from tests.support.checkpoints import VOCAB, reference_greedy
-from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.checkpoints import VOCAB, reference_greedy
 
 STEPS = 24
 

@@ -19,9 +19,9 @@ import pytest
 from baton.sched.planner.preemption import PreemptionPlanner
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
-from tests.support.checkpoints import VOCAB, reference_greedy
-from tests.support.engine_run import greedy
-from tests.support.metamorph import Arena, Cluster, preempt_at, suspend_at
+from tests.support.engines.engine_run import greedy
+from tests.support.engines.metamorph import Arena, Cluster, preempt_at, suspend_at
+from tests.support.models.checkpoints import VOCAB, reference_greedy
 from tests.support.pairwise import Case, pairs, pairwise, product
 
 STEPS = 14

@@ -13,11 +13,11 @@ import baton.models
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
-from tests.support.checkpoints import VARIANTS, reference_greedy, reference_model
-from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.checkpoints import VARIANTS, reference_greedy, reference_model
 
 pair_module = pytest.importorskip(
-    "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
+    "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
 )
 Pair = pair_module.Pair
 

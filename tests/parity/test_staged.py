@@ -12,11 +12,11 @@ import pytest
 
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
-from tests.support.checkpoints import reference_greedy
-from tests.support.engine_run import greedy
+from tests.support.engines.engine_run import greedy
+from tests.support.models.checkpoints import reference_greedy
 
 pair_module = pytest.importorskip(
-    "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
+    "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
 )
 STEPS = 8
 WAITS = {

@@ -14,10 +14,10 @@ from baton.runtime.build import LoadedModel
 from baton.runtime.runner import step_inputs
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
-from tests.support import tiny_model
-from tests.support.checkpoints import VOCAB, reference_greedy
-from tests.support.engine_run import answer, greedy, make_engine
-from tests.support.executor_ranks import ExecutorProcesses
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.engines.executor_ranks import ExecutorProcesses
+from tests.support.models import tiny_model
+from tests.support.models.checkpoints import VOCAB, reference_greedy
 
 pytestmark = pytest.mark.timeout(
     300

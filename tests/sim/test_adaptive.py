@@ -30,7 +30,7 @@ from baton.sched.types.events import OrderReviewed
 from baton.sched.types.sequence import Seq
 from baton_ops.sim.node import NodeSetting, SimNode
 from baton_ops.sim.trace import TraceRequest
-from tests.support.sched_sim import VOCAB, Node, request
+from tests.support.sched.sched_sim import VOCAB, Node, request
 
 
 def forecast(queue: QueueSnapshot, order: str) -> OrderForecast:

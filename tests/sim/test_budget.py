@@ -16,7 +16,7 @@ from baton.sched.setup import from_config
 from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import ForwardMode, StepPlan
 from baton.sched.types.sequence import is_partial, partial_of
-from tests.support.sched_sim import VOCAB, Node, reference, request
+from tests.support.sched.sched_sim import VOCAB, Node, reference, request
 
 # ---------------------------------------------------------------------- known lengths
 

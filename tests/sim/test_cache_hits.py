@@ -8,7 +8,7 @@ import pytest
 
 from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
-from tests.support.sched_sim import VOCAB, Node, chain, random_prompt, request
+from tests.support.sched.sched_sim import VOCAB, Node, chain, random_prompt, request
 
 PAGE = 4
 HEAD = [1, 2, 3, 4] * 4

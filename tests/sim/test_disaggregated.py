@@ -9,9 +9,9 @@ import pytest
 
 from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
-from tests.support.fake_transfer import FakeTransfer
-from tests.support.scenarios import Scenario, ScenarioRun, scenarios
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.fake_transfer import FakeTransfer
+from tests.support.sched.scenarios import Scenario, ScenarioRun, scenarios
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
 @pytest.mark.parametrize("seed", range(60))

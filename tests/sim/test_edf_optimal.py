@@ -10,7 +10,7 @@ import pytest
 
 from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
-from tests.support.sched_sim import Node, request
+from tests.support.sched.sched_sim import Node, request
 
 SECS_PER_TOKEN = 0.001
 

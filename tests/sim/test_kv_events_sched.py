@@ -10,8 +10,8 @@ import pytest
 from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.kv_events import EventBatch
 from baton.sched.setup.limits import Limits
-from tests.support.kv_replay import Consumer, settled_prefixes
-from tests.support.sched_sim import VOCAB, Node, chain, random_prompt, request
+from tests.support.sched.kv_replay import Consumer, settled_prefixes
+from tests.support.sched.sched_sim import VOCAB, Node, chain, random_prompt, request
 
 KEEP = 64
 

@@ -10,7 +10,7 @@ import pytest
 from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import ForwardMode, StepPlan
 from baton.sched.types.priority import PriorityRule
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
 def run_one(node: Node, handle: int, prompt: list[int], max_new: int = 2) -> int:

@@ -20,7 +20,15 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
-from tests.support.sched_sim import EOS, VOCAB, Device, Node, random_prompt, reference, request
+from tests.support.sched.sched_sim import (
+    EOS,
+    VOCAB,
+    Device,
+    Node,
+    random_prompt,
+    reference,
+    request,
+)
 
 
 def ending_with_eos(length: int) -> list[int]:

@@ -17,8 +17,8 @@ from baton.cache.radix import RadixNode as TreeNode
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
-from tests.support.sched_sim import Node, chain, reference, request
-from tests.support.watched import WatchedScheduler
+from tests.support.sched.sched_sim import Node, chain, reference, request
+from tests.support.sched.watched import WatchedScheduler
 
 PAGES = 9
 

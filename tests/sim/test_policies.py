@@ -22,7 +22,7 @@ from baton.sched.setup import from_config
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
-from tests.support.sched_sim import VOCAB, Node, ordered, random_prompt, reference, request
+from tests.support.sched.sched_sim import VOCAB, Node, ordered, random_prompt, reference, request
 
 
 class FixedIndex:

@@ -19,8 +19,8 @@ from baton.sched.types.plan import StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
-from tests.support.fake_transfer import FakeTransfer
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.fake_transfer import FakeTransfer
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 PRIORITY = PriorityRule(enabled=True, preemption_threshold=3)
 

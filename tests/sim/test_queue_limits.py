@@ -14,7 +14,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import Seq
-from tests.support.sched_sim import Node, request
+from tests.support.sched.sched_sim import Node, request
 
 RULE = PriorityRule(enabled=True, preemption_threshold=5)
 

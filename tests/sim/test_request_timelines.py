@@ -14,8 +14,8 @@ from baton.sched.types import request_timeline
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
-from tests.support.fake_transfer import FakeTransfer
-from tests.support.sched_sim import VOCAB, Node, random_prompt, request
+from tests.support.sched.fake_transfer import FakeTransfer
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, request
 
 LIMITS = Limits(100, 4, 4, 100, 16)
 

@@ -15,8 +15,8 @@ from baton.sched.types.events import EmittedTokens
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
-from tests.support.scenarios import FAIR
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.scenarios import FAIR
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 PRIORITY = PriorityRule(enabled=True)
 

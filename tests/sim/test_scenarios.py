@@ -1,4 +1,4 @@
-"""Random scenarios of tests.support.scenarios over every policy, role, page size, overlap and priority setting.
+"""Random scenarios of tests.support.sched.scenarios over every policy, role, page size, overlap and priority setting.
 
 A failure prints its scenario; `run_scenario(Scenario(...), turns)` reproduces it.
 """
@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 
 from baton.sched.policies import POLICIES
-from tests.support.scenarios import Scenario, ScenarioLog, run_scenario, scenarios
+from tests.support.sched.scenarios import Scenario, ScenarioLog, run_scenario, scenarios
 
 TURNS = 120
 LONG_STEPS = 200_000

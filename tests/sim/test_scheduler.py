@@ -21,7 +21,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import Seq, partial_of
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
 def limits(rng: random.Random, **over: object) -> Limits:

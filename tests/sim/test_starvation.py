@@ -14,8 +14,8 @@ from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
-from tests.support.sched_sim import Node, request
-from tests.support.watched import WatchedScheduler
+from tests.support.sched.sched_sim import Node, request
+from tests.support.sched.watched import WatchedScheduler
 
 STEP = 0.05
 """Seconds per step."""

@@ -17,7 +17,7 @@ from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import Rendezvous
 from baton.sched.types.request_timeline import PulledPages
 from baton.sched.types.sequence import Seq
-from tests.support.sched_sim import Device, request
+from tests.support.sched.sched_sim import Device, request
 
 LIMITS = Limits(100, 4, 4, 100, 16)
 

@@ -14,8 +14,8 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import SeqState
-from tests.support.fake_transfer import FakeTransfer
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.fake_transfer import FakeTransfer
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
 def storm(node: Node, rng: random.Random, handles: list[int]) -> None:

@@ -13,7 +13,7 @@ from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.kv_events import Cleared, KvEventLog, Removed, Stored, chain, first_parent
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
-from tests.support.kv_replay import Consumer, settled_prefixes
+from tests.support.sched.kv_replay import Consumer, settled_prefixes
 
 KEEP = 50
 

@@ -12,7 +12,7 @@ from baton.errors import PromptTooLong, QueueFull
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup.limits import Limits
 from baton.sched.types.events import EmittedTokens
-from tests.support.sched_sim import Node, request
+from tests.support.sched.sched_sim import Node, request
 
 VOCAB = 100
 PULLED = b'{"transport":"shm","pages":3,"bytes":1,"pull_seconds":0.1,"room_seconds":0.1}'.decode()

@@ -15,9 +15,10 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.layers import flashinfer_loader, ops, ops_cuda
 from baton.layers.ops_cuda import FlashInferOps, try_out
-from tests.support import fake_flashinfer, shapes
-from tests.support.model_loop import ModelLoop
-from tests.support.whole_model import load_model
+from tests.support.devices import fake_flashinfer
+from tests.support.models import shapes
+from tests.support.models.model_loop import ModelLoop
+from tests.support.models.whole_model import load_model
 
 HALF = [torch.float16, torch.bfloat16]
 both_dtypes = pytest.mark.parametrize("dtype", HALF, ids=["float16", "bfloat16"])

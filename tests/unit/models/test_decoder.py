@@ -14,8 +14,8 @@ pytest.importorskip("baton._native", reason="the native module is not built")
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
-from tests.support.attention_batch import AttentionRow, build_batch
-from tests.support.whole_model import load_model
+from tests.support.kernels.attention_batch import AttentionRow, build_batch
+from tests.support.models.whole_model import load_model
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

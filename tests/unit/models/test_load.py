@@ -22,8 +22,8 @@ from baton.models.checkpoint import check, weight_bytes
 from baton.models.load import load_weights
 from baton.models.spec_reader import read_spec
 from baton.models.weights import plan_weights
-from tests.support import shapes
-from tests.support.whole_model import load_model
+from tests.support.models import shapes
+from tests.support.models.whole_model import load_model
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.perf import bench_gpu
-from tests.support import cluster
+from tests.support.processes import cluster
 
 
 def test_workload_is_that_of_nano_vllms_readme() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from baton.models import spec_reader
-from tests.support import checkpoints
-from tests.support.model_loop import ModelLoop
-from tests.support.whole_model import load_model
+from tests.support.models import checkpoints
+from tests.support.models.model_loop import ModelLoop
+from tests.support.models.whole_model import load_model
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def insert_row(path: Path) -> None:
 ORDER_OF_ENDS = """
 from baton import config
 from baton.sched.setup import from_config
-from tests.support.sched_sim import Node, request
+from tests.support.sched.sched_sim import Node, request
 
 flags = ["--schedule-policy", "newest-first", "--max-running-requests", "1", "--page-size", "4"]
 node = Node(from_config.limits(config.parse(flags), 64), depth=1)
@@ -98,8 +98,8 @@ def test_steps_of_the_policy_example_make_a_policy(tmp_path: Path) -> None:
     page = flags.read_text(encoding="utf-8")
     assert old_flags in page
     flags.write_text(page.replace(old_flags, new_flags), encoding="utf-8")
-    insert(tmp_path / "tests/support/watched.py", r'^            case "lof":', definition)
-    run("-m", "tests.support.recorded_plans")
+    insert(tmp_path / "tests/support/sched/watched.py", r'^            case "lof":', definition)
+    run("-m", "tests.support.sched.recorded_plans")
     assert run("-c", ORDER_OF_ENDS) == "[3, 2, 1, 0]\n"
     run("-m", "pytest", "-p", "no:cacheprovider", "tests/unit/sched/policies/test_policy_lists.py",
         "tests/unit/repository/test_generated_docs.py::test_flags_table_is_current")  # fmt: skip
@@ -140,9 +140,9 @@ def test_its_places_exist_and_hold_the_names_it_gives_them() -> None:
         "engine/baton/config/engine.py": ["QUEUE_ORDERS", "EVICTION_ORDERS"],
         "engine/baton/cache/eviction.py": ["EVICTION_POLICIES"],
         "engine/baton/sched/policies/base.py": ["keys_are_independent", "cache_key", "expiries"],
-        "tests/support/watched.py": ["_key"],
+        "tests/support/sched/watched.py": ["_key"],
         "engine/baton/models/spec_reader.py": ["FAMILIES"],
-        "tests/support/checkpoints.py": ["VARIANTS"],
+        "tests/support/models/checkpoints.py": ["VARIANTS"],
     }.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         for name in names:

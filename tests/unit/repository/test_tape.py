@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.tape import TapeRecorder
+from tests.support.devices.tape import TapeRecorder
 
 
 @pytest.fixture(autouse=True)

@@ -28,9 +28,9 @@ from baton.runtime.runner.cuda_runner import DeviceRunner
 from baton.runtime.sampling import step_sampler
 from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams
-from tests.support import tiny_model
-from tests.support.model_loop import forward_all
-from tests.support.whole_model import load_model
+from tests.support.models import tiny_model
+from tests.support.models.model_loop import forward_all
+from tests.support.models.whole_model import load_model
 
 CUDA = torch.device("cuda", 0)
 

@@ -14,8 +14,8 @@ from baton.errors import BadRequest, EngineError, PromptTooLong
 from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.model_limits import ModelLimits
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
-from tests.support.checkpoints import VOCAB, make_checkpoint
-from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.checkpoints import VOCAB, make_checkpoint
 
 LIMITS = ModelLimits(vocab_size=VOCAB, max_context=512)
 GOOD = ValidatedRequest(1, "r1", array("i", [5, VOCAB - 1]), SamplingParams(max_new_tokens=4))

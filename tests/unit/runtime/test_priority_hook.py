@@ -17,7 +17,7 @@ from baton.runtime.priority_hook import MAX_CALLS, Adjust, PriorityHook, load, r
 from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
-from tests.support.sched_sim import Node, request
+from tests.support.sched.sched_sim import Node, request
 
 
 class Clock:

@@ -1,5 +1,5 @@
 //! Against what transformers and the engines make of the same requests:
-//! tests/support/token_goldens.py.
+//! tests/support/goldens/token_goldens.py.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

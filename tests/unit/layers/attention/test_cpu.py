@@ -18,7 +18,7 @@ from baton.layers.attention.cpu import CpuAttention
 from baton.layers.attention.reference import TorchAttention
 from baton.layers.kv_pool import KvTensors, make_pool
 from baton.layers.model_spec import KVSpec
-from tests.support.attention_batch import AttentionRow, build_batch
+from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
 LAYERS = 2
 

@@ -16,9 +16,9 @@ from baton.errors import ConfigError
 from baton.layers import attention
 from baton.layers.attention.flashinfer import FlashInferAttention
 from baton.layers.attention.reference import TorchAttention
-from tests.support import fake_flashinfer
-from tests.support.attention_batch import AttentionRow, build_batch
-from tests.support.attention_cases import CASES, Case, check
+from tests.support.devices import fake_flashinfer
+from tests.support.kernels.attention_batch import AttentionRow, build_batch
+from tests.support.kernels.attention_cases import CASES, Case, check
 
 
 def run(case: Case) -> None:

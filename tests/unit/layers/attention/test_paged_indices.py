@@ -20,7 +20,7 @@ from baton.layers.attention.paged_indices import (
     pad_slots,
     split_step,
 )
-from tests.support.attention_batch import AttentionRow, build_batch
+from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from baton.layers.cuda.ipc import CudaIpc
 from baton.runtime.communicators.nccl import NcclCommunicator
 from baton.runtime.runner.cuda_runner import DeviceRunner
 from baton.runtime.runner.model_runner import ModelRunner
-from tests.support.late_stream import LateStream
+from tests.support.devices.late_stream import LateStream
 
 GPU = torch.device("cuda", 0)
 

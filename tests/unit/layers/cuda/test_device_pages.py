@@ -11,8 +11,8 @@ import torch
 
 from baton.layers.cuda import device_pages as gpu_pages
 from baton.layers.cuda.device_pages import DevicePages, weights
-from tests.support.pages import bytes_of, ids, naive_sum
-from tests.support.stand_in import StandIn
+from tests.support.devices.stand_in import StandIn
+from tests.support.kernels.pages import bytes_of, ids, naive_sum
 
 PAGE = 96
 

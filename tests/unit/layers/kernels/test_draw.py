@@ -14,7 +14,7 @@ import pytest
 def test_kernel_draws_the_hosts_tokens() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.draw_cases"],
+        [sys.executable, "-m", "tests.support.kernels.draw_cases"],
         env=env,
         capture_output=True,
         text=True,

@@ -14,8 +14,8 @@ import torch
 from baton.errors import ConfigError
 from baton.layers import kernels, ops
 from baton.layers.model_spec import ModelSpec
-from tests.support import shapes
-from tests.support.whole_model import load_model
+from tests.support.models import shapes
+from tests.support.models.whole_model import load_model
 
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(
@@ -35,7 +35,7 @@ def output(*arguments: str, **variables: str) -> str:
 
 @needs_triton
 def test_heads_are_normed_rotated_and_stored_as_by_plain_torch() -> None:
-    assert "30 shapes" in output("-m", "tests.support.head_cases", TRITON_INTERPRET="1")
+    assert "30 shapes" in output("-m", "tests.support.kernels.head_cases", TRITON_INTERPRET="1")
 
 
 COMPILE = """
@@ -82,7 +82,7 @@ def test_kernels_that_run_are_chosen_at_start(tmp_path: Path) -> None:
     path = shapes.make("tiny", tmp_path / "m")
     code = f"""
 import torch
-from tests.support.whole_model import load_model
+from tests.support.models.whole_model import load_model
 from baton.layers import ops
 from baton.layers import kernels
 ops._choose_triton(load_model({str(path)!r}, load_format="dummy").spec, torch.device("cpu"), required=True)

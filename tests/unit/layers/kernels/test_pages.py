@@ -28,7 +28,7 @@ for copies in (False, True):
 
 @needs_triton
 def test_copies_and_sums_are_those_of_plain_integers() -> None:
-    assert "6 sizes" in output("-m", "tests.support.page_cases", TRITON_INTERPRET="1")
+    assert "6 sizes" in output("-m", "tests.support.kernels.page_cases", TRITON_INTERPRET="1")
 
 
 @needs_triton

@@ -31,8 +31,8 @@ from baton.runtime.memory.profile import check_weights, profile_memory
 from baton.runtime.memory.warmup import WarmupLimits, pages_needed, steps
 from baton.runtime.runner.capture import BYTES_EACH
 from baton.sched.types.plan import ForwardMode, StepPlan
-from tests.support import tiny_model
-from tests.support.whole_model import load_model
+from tests.support.models import tiny_model
+from tests.support.models.whole_model import load_model
 
 CPU = torch.device("cpu")
 sizes = st.integers(0, 200 * GIB)

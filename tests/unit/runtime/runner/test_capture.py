@@ -27,12 +27,13 @@ from baton.runtime.runner.capture import DecodeGraphs, rows_to_record
 from baton.runtime.runner.cuda_runner import DeviceRunner
 from baton.runtime.runner.token_table import TokenTable
 from baton.sched.types.plan import INVALID_TOKEN
-from tests.support import fake_flashinfer, tiny_model
-from tests.support.attention_batch import AttentionRow, build_batch
-from tests.support.attention_cases import Case
-from tests.support.late_stream import LateStream
-from tests.support.tape import TapeRecorder
-from tests.support.whole_model import load_model
+from tests.support.devices import fake_flashinfer
+from tests.support.devices.late_stream import LateStream
+from tests.support.devices.tape import TapeRecorder
+from tests.support.kernels.attention_batch import AttentionRow, build_batch
+from tests.support.kernels.attention_cases import Case
+from tests.support.models import tiny_model
+from tests.support.models.whole_model import load_model
 from tests.unit.runtime.test_device import CUDA, DeviceCheck, FakeStream
 
 

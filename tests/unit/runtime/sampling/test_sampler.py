@@ -18,7 +18,7 @@ from baton.runtime.sampling.step_sampler import sample
 from baton.sched.types.hashing import uniform
 from baton.sched.types.plan import INVALID_TOKEN
 from baton.sched.types.request import SamplingParams
-from tests.support.plain_sampler import edit
+from tests.support.models.plain_sampler import edit
 
 
 @pytest.fixture(scope="module", autouse=True)

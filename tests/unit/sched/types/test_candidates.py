@@ -20,7 +20,7 @@ from baton.sched.types.candidates import (
 )
 from baton.sched.types.plan import StopReason
 from baton.sched.types.sequence import Seq, SeqState
-from tests.support.sched_sim import request
+from tests.support.sched.sched_sim import request
 
 ADMITTED = CandidatePlanned(tokens=8, was_admitted=True, is_unfinished=False)
 STARTED = CandidatePlanned(tokens=8, was_admitted=True, is_unfinished=True)

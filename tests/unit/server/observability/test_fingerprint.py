@@ -12,7 +12,7 @@ import pytest
 from baton.config import build
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.text import model_info
-from tests.support import tiny_model
+from tests.support.models import tiny_model
 
 LAYOUT: dict[str, object] = {
     "order": "plshd", "layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "bfloat16", "page_size": 16,

@@ -22,7 +22,7 @@ from baton.server.request.validation import AcceptedRequest, RequestValidator
 from baton.server.text import model_info
 from baton.server.text.four_byte_tokenizer import FourByteTokenizer
 from baton.server.text.tokenizer import Tokenizer
-from tests.support import tiny_model
+from tests.support.models import tiny_model
 
 MODEL_SIZE = 384
 PADDED_SIZE = 400

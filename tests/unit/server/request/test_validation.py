@@ -31,7 +31,7 @@ from baton.server.request.validation import AcceptedRequest, RequestValidator, w
 from baton.server.text import model_info
 from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.tokenizer import Tokenizer
-from tests.support import tiny_model
+from tests.support.models import tiny_model
 
 CONTEXT = 128
 Make = Callable[..., RequestValidator]

@@ -25,7 +25,7 @@ from baton.server.response.openai import ChatFormat, CompletionFormat, token_key
 from baton.server.response.sglang_format import GenerateFormat
 from baton.server.text.detokenizer import TextRules
 from baton.server.text.tokenizer import Tokenizer
-from tests.support import tiny_model
+from tests.support.models import tiny_model
 
 METRICS = EngineMetrics()
 EOS = 1

@@ -13,7 +13,8 @@ from baton.errors import ConfigError
 from baton.server.observability.fingerprint import tokenizer_hash
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
-from tests.support import added_token_cases, checkpoints
+from tests.support.goldens import added_token_cases
+from tests.support.models import checkpoints
 
 GOLDEN = json.loads(added_token_cases.CASES.read_text())
 TEXT = "x<|im_end|> a<tool> b <image><video>[PAD] <|eos|>y <a><b><c>"
@@ -40,7 +41,7 @@ def write_files(folder: Path, case: dict[str, Any]) -> None:
 
 def test_golden_cases_are_what_the_engine_plans() -> None:
     assert json.loads(json.dumps(added_token_cases.cases())) == GOLDEN, (
-        "run python -m tests.support.added_token_cases"
+        "run python -m tests.support.goldens.added_token_cases"
     )
 
 

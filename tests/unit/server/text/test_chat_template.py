@@ -12,7 +12,7 @@ from baton.errors import BadRequest, UnsupportedParameter
 from baton.server.text import model_info
 from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.tokenizer import Tokenizer
-from tests.support import tiny_model
+from tests.support.models import tiny_model
 
 # Shapes of the templates of common families, written for this test.
 LLAMA3_LIKE = """{{- bos_token }}

@@ -22,7 +22,7 @@ from baton.server.text.detokenizer import (
     StopMatcher,
 )
 from baton.server.text.tokenizer import Tokenizer
-from tests.support import tiny_model
+from tests.support.models import tiny_model
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -10,7 +10,7 @@ import pytest
 from baton.errors import BadRequest
 from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.messages import normalize_messages
-from tests.support import message_goldens
+from tests.support.goldens import message_goldens
 
 FAMILIES = sorted(message_goldens.FAMILIES)
 
@@ -23,7 +23,7 @@ def golden() -> dict[str, Any]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_golden_prompts_are_transformers(golden: dict[str, Any], name: str) -> None:
     family = message_goldens.family_cases(message_goldens.FAMILIES[name])
-    assert family == golden[name], "run python -m tests.support.message_goldens"
+    assert family == golden[name], "run python -m tests.support.goldens.message_goldens"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
 from baton_ops.launch import local_cluster
-from tests.support import tiny_model
+from tests.support.models import tiny_model
 
 
 def load(path: Path | str, **flags: Any) -> model_info.ModelFacts:

@@ -11,7 +11,7 @@ from baton.errors import BadRequest
 from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.messages import normalize_messages
 from baton.server.text.tokenizer import Tokenizer
-from tests.support import token_goldens
+from tests.support.goldens import token_goldens
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def golden() -> dict[str, Any]:
 @pytest.mark.parametrize("name", token_goldens.names())
 def test_cases_are_transformers(golden: dict[str, Any], name: str) -> None:
     assert json.loads(json.dumps(token_goldens.model_cases(name))) == golden[name], (
-        "run python -m tests.support.token_goldens"
+        "run python -m tests.support.goldens.token_goldens"
     )
 
 

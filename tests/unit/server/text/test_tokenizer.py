@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from baton.errors import QueueFull
 from baton.server.text import tokenizer as module
 from baton.server.text.tokenizer import INLINE_CHARS, MAX_WAITING, WORKERS, Tokenizer
-from tests.support import token_goldens
+from tests.support.goldens import token_goldens
 
 FOLDERS = [token_goldens.DEMO, *(token_goldens.FOLDER / style for style in token_goldens.STYLES)]
 
