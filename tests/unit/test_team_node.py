@@ -13,6 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.server.worker.tensor_parallel import channel
+from baton.server.worker.tensor_parallel.calls import (
+    AbortCall,
+    GrantAgainCall,
+    GrantCall,
+    RevokeCall,
+    TransferCall,
+    call_decoder,
+    encode_call,
+)
 from baton.server.worker.tensor_parallel.channel import FollowerStuck
 from baton.server.worker.tensor_parallel.transfer_node import (
     EventMerger,
@@ -27,19 +36,19 @@ class Rank:
     """One decode rank's runtime, by the contract of baton._native.TransferNode. Calls and events travel late."""
 
     def __init__(self) -> None:
-        self.calls: deque[tuple[Any, ...]] = deque()
+        self.calls: deque[TransferCall] = deque()
         self.events: deque[tuple[Any, ...]] = deque()
         self.has_grant = False
         self.p_holds = False
         self.is_over = False
 
     def execute_call(self) -> None:
-        call, *_ = self.calls.popleft()
+        call = self.calls.popleft()
         if self.is_over:
             return
-        if call in ("grant", "grant_again"):
+        if isinstance(call, GrantCall | GrantAgainCall):
             self.has_grant = True
-        elif call == "revoke":
+        elif isinstance(call, RevokeCall):
             if not self.p_holds:
                 self.has_grant = False
             self.events.append(("announced" if self.p_holds else "revoked", ROOM))
@@ -77,28 +86,28 @@ class Team:
         self.heard: list[tuple[Any, ...]] = []
         self.granted = self.revoking = self.aborted = False
 
-    def tell(self, call: str, _room: int, *args: Any) -> None:
+    def tell(self, call: TransferCall) -> None:
         for number, rank in enumerate(self.ranks):
-            if call != "grant_again" or number in args[2]:
-                rank.calls.append((call, *args))
+            if not isinstance(call, GrantAgainCall) or number in call.tp_ranks:
+                rank.calls.append(call)
 
     def grant(self) -> None:
         if not self.granted and not self.ended:
             self.granted = True
             self.merger.granted(ROOM, 0, b"pages")
-            self.tell("grant", ROOM, 0, b"pages")
+            self.tell(GrantCall(ROOM, 0, b"pages"))
 
     def revoke(self) -> None:
         if self.granted and not self.revoking and not self.ended:
             self.revoking = True
             self.merger.revoking(ROOM)
-            self.tell("revoke", ROOM)
+            self.tell(RevokeCall(ROOM))
 
     def abort(self) -> None:
         if not self.ended:
             self.aborted = True
             self.merger.aborted(ROOM)
-            self.tell("abort", ROOM, "CLIENT_GONE")
+            self.tell(AbortCall(ROOM, "CLIENT_GONE"))
 
     @property
     def ended(self) -> bool:
@@ -181,16 +190,16 @@ def test_all_heads_of_a_page_are_there_or_none_is_used(size: int, seed: int) -> 
 
 
 def test_a_failure_of_one_rank_ends_the_others_and_is_reported() -> None:
-    calls: list[tuple[Any, ...]] = []
-    merger = EventMerger(3, lambda *call: calls.append(call))
+    calls: list[TransferCall] = []
+    merger = EventMerger(3, calls.append)
     merger.begin(ROOM)
     assert merger.take(1, [("failed", ROOM, "STALE_PAGE", "page 3", True)], 0.0) == []
-    assert calls == [("abort", ROOM, "STALE_PAGE")]
+    assert calls == [AbortCall(ROOM, "STALE_PAGE")]
     assert merger.take(0, [("committed", ROOM, b"token")], 0.0) == []
     assert merger.take(2, [("aborted", ROOM)], 0.0) == [
         ("failed", ROOM, "STALE_PAGE", "page 3", True)
     ]
-    assert calls == [("abort", ROOM, "STALE_PAGE")], "once"
+    assert calls == [AbortCall(ROOM, "STALE_PAGE")], "once"
 
 
 def test_committed_carries_the_first_ranks_data_once_all_have_committed() -> None:
@@ -201,8 +210,8 @@ def test_committed_carries_the_first_ranks_data_once_all_have_committed() -> Non
 
 
 def test_a_prompt_is_released_when_no_rank_of_p_serves_it_any_more() -> None:
-    calls: list[tuple[Any, ...]] = []
-    merger = EventMerger(2, lambda *call: calls.append(call))
+    calls: list[TransferCall] = []
+    merger = EventMerger(2, calls.append)
     merger.begin(ROOM)
     assert merger.take(1, [("released", ROOM, "DONE")], 0.0) == []
     assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")], 0.0) == [
@@ -210,7 +219,7 @@ def test_a_prompt_is_released_when_no_rank_of_p_serves_it_any_more() -> None:
     ]
     merger.begin(ROOM)
     assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")], 0.0) == []
-    assert calls == [("abort", ROOM, "LEASE_EXPIRED")], "the others end theirs"
+    assert calls == [AbortCall(ROOM, "LEASE_EXPIRED")], "the others end theirs"
     assert merger.take(1, [("released", ROOM, "DONE")], 0.0) == [
         ("released", ROOM, "LEASE_EXPIRED")
     ]
@@ -245,9 +254,9 @@ class Following:
         self.nodes = nodes
         self.reports: list[channel.TransferEvents] = []
 
-    def send_call(self, call: str, *args: Any) -> None:
+    def send_call(self, call: TransferCall) -> None:
         for team, node in zip(self.teams, self.nodes, strict=True):
-            if refused := execute_call(node, team, call, args):
+            if refused := execute_call(node, team, call_decoder.decode(encode_call(call))):
                 self.reports.append(channel.TransferEvents(team.tp_rank, [refused]))
 
     def heard(self) -> list[channel.TransferEvents]:
@@ -268,6 +277,26 @@ def test_each_process_of_d_reads_from_the_one_of_p_with_its_heads() -> None:
     assert [node.calls[0][5] for node in nodes] == [0, 1, 2]
     team.grant(ROOM, 0, b"pages")
     assert all(node.calls[-1] == ("grant", ROOM, 0, b"pages") for node in nodes)
+
+
+def test_each_call_reaches_all_ranks_with_its_arguments() -> None:
+    nodes = [FakeNode(), FakeNode()]
+    team, _ = team_of(nodes)
+    team.offer(ROOM, 2, b"hash", 1000)
+    team.publish(ROOM, 3, b"pages")
+    team.finish(ROOM, 9, 5, b"token")
+    team.revoke(ROOM)
+    team.abort(ROOM, "CLIENT_GONE")
+    team.drain()
+    expected = [
+        ("offer", ROOM, 2, b"hash", 1000),
+        ("publish", ROOM, 3, b"pages"),
+        ("finish", ROOM, 9, 5, b"token"),
+        ("revoke", ROOM),
+        ("abort", ROOM, "CLIENT_GONE"),
+        ("drain",),
+    ]
+    assert [node.calls for node in nodes] == [expected, expected]
 
 
 def test_a_room_that_the_first_rank_refuses_reaches_no_other() -> None:

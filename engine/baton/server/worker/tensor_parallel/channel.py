@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
+from baton.server.worker.tensor_parallel.calls import TransferCall, encode_call
+
 if TYPE_CHECKING:
     from baton.layers.collectives import ProcessGroup
     from baton.runtime.build import LoadedModel
@@ -129,9 +131,9 @@ class TpWorkers:
     def send_step(self, order: bytes) -> None:
         self._broadcast(STEP + order)
 
-    def send_call(self, call: str, *args: Any) -> None:
-        """Have all followers call this method of their transfer runtime."""
-        self._broadcast(NODE + msgspec.msgpack.encode((call, args)))
+    def send_call(self, call: TransferCall) -> None:
+        """Have all followers make this call on their transfer runtime."""
+        self._broadcast(NODE + encode_call(call))
 
     def heard(self) -> list[TransferEvents]:
         """Reports of followers since the last call."""

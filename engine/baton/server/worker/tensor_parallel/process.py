@@ -12,13 +12,13 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import zmq
 
 from baton.config import EngineConfig
 from baton.server.text import model_info
 from baton.server.worker import transfer_setup
 from baton.server.worker.tensor_parallel import channel, transfer_node
+from baton.server.worker.tensor_parallel.calls import call_decoder
 from baton.server.worker.tensor_parallel.channel import (
     TpGroup,
     TpWorkers,
@@ -131,7 +131,6 @@ def _execute(
         if kind == channel.STEP:
             loaded.runner.execute_remote(body)
         else:
-            call, args = msgspec.msgpack.decode(body)
-            refused = transfer_node.execute_call(node, team, call, args)
+            refused = transfer_node.execute_call(node, team, call_decoder.decode(body))
             if refused is not None:
                 reports.send(encode_report(TransferEvents(team.tp_rank, [refused])))

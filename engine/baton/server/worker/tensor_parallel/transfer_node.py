@@ -23,10 +23,21 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partialmethod
 from typing import Any
 
-from baton.disagg.transfer_driver import TransferNode
+from baton.server.worker.tensor_parallel.calls import (
+    AbortCall,
+    DrainCall,
+    FinishCall,
+    GrantAgainCall,
+    GrantCall,
+    OfferCall,
+    OpenCall,
+    PublishCall,
+    RevokeCall,
+    RoomCall,
+    TransferCall,
+)
 from baton.server.worker.tensor_parallel.channel import FollowerStuck, TpGroup, TpWorkers
 
 log = logging.getLogger("baton.team_node")
@@ -51,7 +62,7 @@ class Room:
 class EventMerger:
     """Turns the ranks' events into those of one runtime. `broadcast` makes all ranks do something about a room."""
 
-    def __init__(self, size: int, broadcast: Callable[..., None]) -> None:
+    def __init__(self, size: int, broadcast: Callable[[TransferCall], None]) -> None:
         self._size = size
         self._broadcast = broadcast
         self._rooms: dict[int, Room] = {}
@@ -111,7 +122,8 @@ class EventMerger:
         if len(room.ends) < self._size:
             if not done and not room.is_aborted:
                 room.is_aborted = True
-                self._broadcast("abort", number, event[2] if len(event) > 2 else "CLIENT_GONE")
+                code = event[2] if len(event) > 2 else "CLIENT_GONE"
+                self._broadcast(AbortCall(number, code))
             return [] if room.answers is None else self._go_on(number, room, tp_rank, "announced")
         del self._rooms[number], self._ending[number]
         ends = [room.ends[rank] for rank in sorted(room.ends)]
@@ -136,12 +148,9 @@ class EventMerger:
                 room.grant, room.announced = None, set()
                 return [("revoked", number)]
             if "revoked" in answers.values() and room.grant is not None:
-                self._broadcast(
-                    "grant_again",
-                    number,
-                    *room.grant,
-                    [r for r, a in answers.items() if a == "revoked"],
-                )
+                start_page, pages = room.grant
+                tp_ranks = [rank for rank, answer in answers.items() if answer == "revoked"]
+                self._broadcast(GrantAgainCall(number, start_page, pages, tp_ranks))
             return [("announced", number)]
         if kind == "announced" and len(room.announced) < self._size:
             room.announced.add(tp_rank)
@@ -160,37 +169,59 @@ class TpTransferNode:
         self._late_secs = late_secs
         self._failure: str | None = None
         """Why a follower's runtime does not work any more."""
-        self._merger = EventMerger(followers.team.tp_size, self._everywhere)
+        self._merger = EventMerger(followers.team.tp_size, self._call_everywhere)
 
-    def _begin(self, call: str, room: int, *args: Any) -> None:
-        """Raises what the first rank's runtime raises, ValueError while a follower's room of this number lives."""
-        if room in self._merger:
-            raise ValueError(f"room {room} is live on another tensor-parallel rank")
-        call_or_raise(self._node, self._followers.team, call, (room, *args))
-        self._merger.begin(room)
-        self._followers.send_call(call, room, *args)
+    def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None:
+        self._begin(OfferCall(room, attempt, prompt_hash, deadline_ms))
 
-    def _everywhere(self, call: str, *args: Any) -> None:
-        call_or_raise(self._node, self._followers.team, call, args)
-        self._followers.send_call(call, *args)
+    def open(
+        self, room: int, attempt: int, bootstrap_host: str, bootstrap_port: int, prefill_dp_rank: int,
+        prompt_hash: bytes, deadline_ms: int,
+    ) -> None:  # fmt: skip
+        self._begin(
+            OpenCall(
+                room,
+                attempt,
+                bootstrap_host,
+                bootstrap_port,
+                prefill_dp_rank,
+                prompt_hash,
+                deadline_ms,
+            )
+        )
 
-    offer = partialmethod(_begin, "offer")
-    open = partialmethod(_begin, "open")
-    publish = partialmethod(_everywhere, "publish")
-    finish = partialmethod(_everywhere, "finish")
-    drain = partialmethod(_everywhere, "drain")
+    def publish(self, room: int, first_page: int, pages: bytes) -> None:
+        self._call_everywhere(PublishCall(room, first_page, pages))
+
+    def finish(self, room: int, total_pages: int, last_page_tokens: int, payload: bytes) -> None:
+        self._call_everywhere(FinishCall(room, total_pages, last_page_tokens, payload))
 
     def grant(self, room: int, start_page: int, dst_pages: bytes) -> None:
         self._merger.granted(room, start_page, dst_pages)
-        self._everywhere("grant", room, start_page, dst_pages)
+        self._call_everywhere(GrantCall(room, start_page, dst_pages))
 
     def revoke(self, room: int) -> None:
         self._merger.revoking(room)
-        self._everywhere("revoke", room)
+        self._call_everywhere(RevokeCall(room))
 
     def abort(self, room: int, code: str) -> None:
         self._merger.aborted(room)
-        self._everywhere("abort", room, code)
+        self._call_everywhere(AbortCall(room, code))
+
+    def drain(self) -> None:
+        self._call_everywhere(DrainCall())
+
+    def _begin(self, call: OfferCall | OpenCall) -> None:
+        """Raises what the first rank's runtime raises, ValueError while a follower's room of this number lives."""
+        if call.room in self._merger:
+            raise ValueError(f"room {call.room} is live on another tensor-parallel rank")
+        make_call(self._node, self._followers.team, call)
+        self._merger.begin(call.room)
+        self._followers.send_call(call)
+
+    def _call_everywhere(self, call: TransferCall) -> None:
+        make_call(self._node, self._followers.team, call)
+        self._followers.send_call(call)
 
     def poll(self, max: int) -> Sequence[Event]:
         now = time.monotonic()
@@ -223,36 +254,60 @@ class TpTransferNode:
         return json.dumps({**json.loads(text), "healthy": False, "unhealthy_reason": self._failure})
 
 
-def call_or_raise(node: TransferNode, team: TpGroup, call: str, args: Sequence[Any]) -> None:
-    """Make a call of `TpTransferNode` on one rank's own runtime."""
-    if call == "open":
-        room, attempt, host, port, prefill_dp_rank, *rest = args
-        # P's processes are registered like DP ranks (server.worker.transfer_setup), and a divided P has one DP rank.
-        peer = max(prefill_dp_rank, 0) * team.tp_size + team.tp_rank
-        node.open(room, attempt, host, port, peer, *rest)
-    elif call == "grant_again":
-        room, start_page, pages, tp_ranks = args
-        if team.tp_rank in tp_ranks:
-            node.grant(room, start_page, pages)
-    else:
-        getattr(node, call)(*args)
+def make_call(node: Any, team: TpGroup, call: TransferCall) -> None:
+    """Make a call of `TpTransferNode` on one rank's own runtime. Raises what the runtime raises."""
+    match call:
+        case OfferCall():
+            node.offer(call.room, call.attempt, call.prompt_hash, call.deadline_ms)
+        case OpenCall():
+            # P's processes are registered like DP ranks (server.worker.transfer_setup), and a divided P has one DP
+            # rank.
+            peer = max(call.prefill_dp_rank, 0) * team.tp_size + team.tp_rank
+            node.open(
+                call.room,
+                call.attempt,
+                call.bootstrap_host,
+                call.bootstrap_port,
+                peer,
+                call.prompt_hash,
+                call.deadline_ms,
+            )
+        case PublishCall():
+            node.publish(call.room, call.first_page, call.pages)
+        case FinishCall():
+            node.finish(call.room, call.total_pages, call.last_page_tokens, call.payload)
+        case GrantCall():
+            node.grant(call.room, call.start_page, call.dst_pages)
+        case GrantAgainCall():
+            if team.tp_rank in call.tp_ranks:
+                node.grant(call.room, call.start_page, call.dst_pages)
+        case RevokeCall():
+            node.revoke(call.room)
+        case AbortCall():
+            node.abort(call.room, call.code)
+        case DrainCall():
+            node.drain()
 
 
-def execute_call(node: TransferNode, team: TpGroup, call: str, args: Sequence[Any]) -> Event | None:
-    """As `call_or_raise`, on a follower, where a call that fails ends its room only.
+def execute_call(node: Any, team: TpGroup, call: TransferCall) -> Event | None:
+    """As `make_call`, on a follower, where a call that fails ends its room only.
 
     Returns the end of a room that its runtime does not take. A live room is aborted; its runtime reports its end.
     """
     try:
-        call_or_raise(node, team, call, args)
+        make_call(node, team, call)
     except (ValueError, RuntimeError) as err:
-        log.error("%s of room %s: %s", call, args[0] if args else None, err)
+        room = call.room if isinstance(call, RoomCall) else None
+        log.error("%s of room %s: %s", call.__struct_config__.tag, room, err)
         code = "DUP_ROOM" if isinstance(err, ValueError) else "NO_CAPACITY"
-        if call == "offer":
-            return ("released", args[0], code)
-        if call == "open":
-            return ("failed", args[0], code, str(err), True)
-        if call != "abort" and args:
-            with contextlib.suppress(RuntimeError):
-                node.abort(args[0], "TRANSPORT_BROKEN")
+        match call:
+            case OfferCall():
+                return ("released", call.room, code)
+            case OpenCall():
+                return ("failed", call.room, code, str(err), True)
+            case AbortCall() | DrainCall():
+                return None
+            case _:
+                with contextlib.suppress(RuntimeError):
+                    node.abort(call.room, "TRANSPORT_BROKEN")
     return None
