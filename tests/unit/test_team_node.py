@@ -12,6 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.disagg.events import (
+    GrantRevoked,
+    NodeEvent,
+    RoomAborted,
+    RoomAnnounced,
+    RoomCommitted,
+    RoomEnd,
+    RoomFailed,
+    RoomReleased,
+)
+from baton.sched.types.request_timeline import PulledPages
 from baton.server.worker.tensor_parallel import channel
 from baton.server.worker.tensor_parallel.calls import (
     AbortCall,
@@ -30,6 +41,11 @@ from baton.server.worker.tensor_parallel.transfer_node import (
 )
 
 ROOM = 7
+PULLED = PulledPages("shm", 3, 12288, 0.002, 0.01)
+
+
+def committed(payload: bytes = b"") -> RoomCommitted:
+    return RoomCommitted(ROOM, payload, 3, 9, PULLED)
 
 
 class Rank:
@@ -37,7 +53,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.calls: deque[TransferCall] = deque()
-        self.events: deque[tuple[Any, ...]] = deque()
+        self.events: deque[NodeEvent] = deque()
         self.has_grant = False
         self.p_holds = False
         self.is_over = False
@@ -51,28 +67,29 @@ class Rank:
         elif isinstance(call, RevokeCall):
             if not self.p_holds:
                 self.has_grant = False
-            self.events.append(("announced" if self.p_holds else "revoked", ROOM))
+            self.events.append(RoomAnnounced(ROOM) if self.p_holds else GrantRevoked(ROOM))
         else:
-            self._end("aborted", ROOM)
+            self._end(RoomAborted(ROOM))
 
     def announce(self) -> None:
         """P's first pages are ready."""
         if not self.is_over and not self.p_holds:
             self.p_holds = True
             if not self.has_grant:
-                self.events.append(("announced", ROOM))
+                self.events.append(RoomAnnounced(ROOM))
 
     def commit(self) -> None:
         if not self.is_over and self.p_holds and self.has_grant:
-            self._end("committed", ROOM, b"payload")
+            self._end(committed(b"payload"))
 
     def fail(self, code: str) -> None:
         if not self.is_over:
-            self._end("failed", ROOM, code, "why", True)
+            self._end(RoomFailed(ROOM, code, "why", True))
 
-    def _end(self, *event: Any) -> None:
-        self.is_over, self.has_grant = True, False
-        self.events.append(event)
+    def _end(self, end: RoomEnd) -> None:
+        self.is_over = True
+        self.has_grant = False
+        self.events.append(end)
 
 
 class Team:
@@ -83,7 +100,7 @@ class Team:
         self.rng = rng
         self.merger = EventMerger(size, self.tell)
         self.merger.begin(ROOM)
-        self.heard: list[tuple[Any, ...]] = []
+        self.heard: list[NodeEvent] = []
         self.granted = self.revoking = self.aborted = False
 
     def tell(self, call: TransferCall) -> None:
@@ -111,7 +128,7 @@ class Team:
 
     @property
     def ended(self) -> bool:
-        return any(event[0] in ("committed", "failed", "aborted") for event in self.heard)
+        return any(isinstance(event, RoomEnd) for event in self.heard)
 
     def hear(self, number: int) -> None:
         rank = self.ranks[number]
@@ -120,12 +137,12 @@ class Team:
         for event in self.merger.take(number, [rank.events.popleft()], 0.0):
             assert not self.ended, "nothing is heard after the end"
             self.heard.append(event)
-            if event[0] == "revoked":
+            if isinstance(event, GrantRevoked):
                 self.granted = self.revoking = False
                 assert not any(r.has_grant for r in self.ranks), (
                     "the pages are the scheduler's again"
                 )
-            elif event[0] == "announced":
+            elif isinstance(event, RoomAnnounced):
                 self.revoking = False
             else:
                 assert all(r.is_over for r in self.ranks), "no rank writes the pages any more"
@@ -192,36 +209,35 @@ def test_all_heads_of_a_page_are_there_or_none_is_used(size: int, seed: int) -> 
 def test_a_failure_of_one_rank_ends_the_others_and_is_reported() -> None:
     calls: list[TransferCall] = []
     merger = EventMerger(3, calls.append)
+    stale = RoomFailed(ROOM, "STALE_PAGE", "page 3", True)
     merger.begin(ROOM)
-    assert merger.take(1, [("failed", ROOM, "STALE_PAGE", "page 3", True)], 0.0) == []
+    assert merger.take(1, [stale], 0.0) == []
     assert calls == [AbortCall(ROOM, "STALE_PAGE")]
-    assert merger.take(0, [("committed", ROOM, b"token")], 0.0) == []
-    assert merger.take(2, [("aborted", ROOM)], 0.0) == [
-        ("failed", ROOM, "STALE_PAGE", "page 3", True)
-    ]
+    assert merger.take(0, [committed(b"token")], 0.0) == []
+    assert merger.take(2, [RoomAborted(ROOM)], 0.0) == [stale]
     assert calls == [AbortCall(ROOM, "STALE_PAGE")], "once"
 
 
 def test_committed_carries_the_first_ranks_data_once_all_have_committed() -> None:
     merger = EventMerger(2, lambda *_: pytest.fail("nothing to tell"))
     merger.begin(ROOM)
-    assert merger.take(0, [("committed", ROOM, b"token", 3, 9)], 0.0) == []
-    assert merger.take(1, [("committed", ROOM)], 0.0) == [("committed", ROOM, b"token", 3, 9)]
+    assert merger.take(0, [committed(b"token")], 0.0) == []
+    assert merger.take(1, [committed()], 0.0) == [committed(b"token")]
 
 
 def test_a_prompt_is_released_when_no_rank_of_p_serves_it_any_more() -> None:
     calls: list[TransferCall] = []
     merger = EventMerger(2, calls.append)
     merger.begin(ROOM)
-    assert merger.take(1, [("released", ROOM, "DONE")], 0.0) == []
-    assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")], 0.0) == [
-        ("released", ROOM, "LEASE_EXPIRED")
+    assert merger.take(1, [RoomReleased(ROOM, "DONE")], 0.0) == []
+    assert merger.take(0, [RoomReleased(ROOM, "LEASE_EXPIRED")], 0.0) == [
+        RoomReleased(ROOM, "LEASE_EXPIRED")
     ]
     merger.begin(ROOM)
-    assert merger.take(0, [("released", ROOM, "LEASE_EXPIRED")], 0.0) == []
+    assert merger.take(0, [RoomReleased(ROOM, "LEASE_EXPIRED")], 0.0) == []
     assert calls == [AbortCall(ROOM, "LEASE_EXPIRED")], "the others end theirs"
-    assert merger.take(1, [("released", ROOM, "DONE")], 0.0) == [
-        ("released", ROOM, "LEASE_EXPIRED")
+    assert merger.take(1, [RoomReleased(ROOM, "DONE")], 0.0) == [
+        RoomReleased(ROOM, "LEASE_EXPIRED")
     ]
 
 
@@ -231,7 +247,7 @@ class FakeNode:
     def __init__(self, taken: set[int] | None = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.taken = taken or set()
-        self.events: list[tuple[Any, ...]] = []
+        self.events: list[NodeEvent] = []
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> None:
@@ -241,7 +257,7 @@ class FakeNode:
 
         return call
 
-    def poll(self, _max: int) -> list[tuple[Any, ...]]:
+    def poll(self, _max: int) -> list[NodeEvent]:
         events, self.events = self.events, []
         return events
 
@@ -313,8 +329,8 @@ def test_a_room_that_a_follower_refuses_fails_everywhere() -> None:
     team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
     assert team.poll(10) == []
     assert nodes[0].calls[-1] == ("abort", ROOM, "DUP_ROOM")
-    nodes[0].events = [("aborted", ROOM)]
-    assert team.poll(10) == [("failed", ROOM, "DUP_ROOM", "room is in use", True)]
+    nodes[0].events = [RoomAborted(ROOM)]
+    assert team.poll(10) == [RoomFailed(ROOM, "DUP_ROOM", "room is in use", True)]
 
 
 def test_a_follower_without_capacity_fails_the_room_and_lives() -> None:
@@ -325,8 +341,8 @@ def test_a_follower_without_capacity_fails_the_room_and_lives() -> None:
     nodes = [FakeNode(), Full()]
     team, _ = team_of(nodes)
     team.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
-    nodes[0].events = [("aborted", ROOM)]
-    assert team.poll(10) == [("failed", ROOM, "NO_CAPACITY", "4 rooms are live", True)]
+    nodes[0].events = [RoomAborted(ROOM)]
+    assert team.poll(10) == [RoomFailed(ROOM, "NO_CAPACITY", "4 rooms are live", True)]
 
 
 def test_a_call_that_a_follower_refuses_aborts_the_room() -> None:
@@ -358,7 +374,7 @@ def test_a_room_that_lives_on_a_follower_is_not_begun_again() -> None:
     nodes = [FakeNode(), FakeNode()]
     team, _ = team_of(nodes)
     team.offer(ROOM, 0, b"hash", 1000)
-    nodes[0].events = [("released", ROOM, "CLIENT_GONE")]
+    nodes[0].events = [RoomReleased(ROOM, "CLIENT_GONE")]
     assert team.poll(10) == []
     with pytest.raises(ValueError, match="room 7 is live on another tensor-parallel rank"):
         team.offer(ROOM, 1, b"hash", 1000)
@@ -368,12 +384,12 @@ def test_a_rank_that_never_ends_a_room_is_noticed() -> None:
     merger = EventMerger(3, lambda *_: None)
     merger.begin(ROOM)
     merger.begin(ROOM + 1)
-    merger.take(0, [("committed", ROOM, b"token")], 10.0)
-    merger.take(2, [("committed", ROOM)], 50.0)
+    merger.take(0, [committed(b"token")], 10.0)
+    merger.take(2, [committed()], 50.0)
     merger.check_none_is_late(70.0, 60.0)
     with pytest.raises(
         FollowerStuck, match=r"room 7 is over on tensor-parallel ranks \[0, 2\].*60 s.*from \[1\]"
     ):
         merger.check_none_is_late(70.1, 60.0)
-    assert merger.take(1, [("committed", ROOM)], 71.0)
+    assert merger.take(1, [committed()], 71.0)
     merger.check_none_is_late(1e9, 60.0)

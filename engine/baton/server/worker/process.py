@@ -31,7 +31,13 @@ import zmq
 
 from baton.config import EngineConfig, kv_events
 from baton.config.flags import flag_name
-from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver, TransferDriver
+from baton.disagg.native_node import TransferRuntime
+from baton.disagg.transfer_driver import (
+    DecodeTransferDriver,
+    PrefillTransferDriver,
+    TransferDriver,
+    TransferNode,
+)
 from baton.errors import ConfigError, EngineError, WrongState
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, ValidatedRequest
@@ -166,7 +172,7 @@ class RankProcess:
             loaded, self._followers = run_leader(config, self.team, self.pull.context, report)
             pids += self._followers.pids
         self._info = {**loaded.info, "pids": pids}
-        self._node: Any = None
+        self._node: TransferRuntime | None = None
         driver = None
         if config.disaggregation_mode != "null":
             driver = self._attach_transfer(loaded, self.rank_config["bootstrap"])
@@ -220,15 +226,17 @@ class RankProcess:
         self, loaded: LoadedModel | SimLoaded, bootstrap: tuple[str, int] | None
     ) -> TransferDriver:
         c = self.config
-        self._node = transfer_setup.start(
-            c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap
-        )
+        own = transfer_setup.start(c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap)
+        runtime: TransferRuntime = own
         if self._followers is not None:
             late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
-            self._node = TpTransferNode(self._node, self._followers, late_secs)
+            runtime = TpTransferNode(own, self._followers, late_secs)
+        self._node = runtime
         if c.disaggregation_mode == "decode":
-            return DecodeTransferDriver(self._node, c.request_timeout_secs, loaded.vocab_size)
-        node = loaded.paced(self._node) if c.simulate is not None else self._node
+            return DecodeTransferDriver(runtime, c.request_timeout_secs, loaded.vocab_size)
+        node: TransferNode = runtime
+        if c.simulate is not None:
+            node = loaded.paced(runtime)
         return PrefillTransferDriver(node, c.request_timeout_secs)
 
     # ------------------------------------------------------------------ the loop

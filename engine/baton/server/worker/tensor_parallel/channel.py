@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
+from baton.disagg.events import NodeEvent
 from baton.server.worker.tensor_parallel.calls import TransferCall, encode_call
 
 if TYPE_CHECKING:
@@ -66,11 +68,11 @@ class TpGroup:
         return f"ipc://{self.folder}/tp{self.dp_rank}.{tp_rank}"
 
 
-class TransferEvents(msgspec.Struct, tag="heard"):
-    """Events of a follower's transfer runtime, as `poll` gives them; of what P says to D only that it came."""
+class TransferEvents(msgspec.Struct, tag="events"):
+    """Events of a follower's transfer runtime, as `poll` gives them; those of committed rooms without P's payload."""
 
     tp_rank: int
-    events: list[tuple[Any, ...]]
+    events: Sequence[NodeEvent]
     failure: str | None = None
     """Why the follower's transfer runtime does not work any more."""
 
@@ -137,7 +139,7 @@ class TpWorkers:
 
     def heard(self) -> list[TransferEvents]:
         """Reports of followers since the last call."""
-        found = []
+        found: list[TransferEvents] = []
         while True:
             try:
                 report = _reports.decode(self.reports.recv(zmq.DONTWAIT))

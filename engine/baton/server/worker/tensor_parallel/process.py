@@ -12,9 +12,12 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 
 from baton.config import EngineConfig
+from baton.disagg.events import NodeEvent, RoomCommitted
+from baton.disagg.native_node import NativeTransferNode
 from baton.server.text import model_info
 from baton.server.worker import transfer_setup
 from baton.server.worker.tensor_parallel import channel, transfer_node
@@ -94,7 +97,7 @@ def run_worker(
 def _execute(
     team: TpGroup,
     loaded: LoadedModel,
-    node: Any,
+    node: NativeTransferNode | None,
     orders: zmq.Socket[bytes],
     reports: zmq.Socket[bytes],
 ) -> None:
@@ -109,9 +112,9 @@ def _execute(
     while True:
         poller.poll(timeout_ms)
         while node is not None and (events := node.poll(channel.EVENTS_AT_ONCE)):
-            said = [event[:2] if event[0] == "committed" else event for event in events]
-            reports.send(encode_report(TransferEvents(team.tp_rank, said)))
-        if node is not None and is_healthy and not node.healthy:
+            reported = [_without_payload(event) for event in events]
+            reports.send(encode_report(TransferEvents(team.tp_rank, reported)))
+        if node is not None and is_healthy and not node.is_healthy:
             is_healthy = False
             reports.send(
                 encode_report(
@@ -131,6 +134,14 @@ def _execute(
         if kind == channel.STEP:
             loaded.runner.execute_remote(body)
         else:
+            assert node is not None, "calls of a transfer runtime reach ranks of P and D only"
             refused = transfer_node.execute_call(node, team, call_decoder.decode(body))
             if refused is not None:
                 reports.send(encode_report(TransferEvents(team.tp_rank, [refused])))
+
+
+def _without_payload(event: NodeEvent) -> NodeEvent:
+    """P's message reaches the scheduler from the first rank alone."""
+    if isinstance(event, RoomCommitted):
+        return msgspec.structs.replace(event, payload=b"")
+    return event

@@ -23,8 +23,20 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum, auto
 
+from baton.disagg.events import (
+    RELEASED_AFTER_PULL,
+    GrantRevoked,
+    NodeEvent,
+    RoomAborted,
+    RoomAnnounced,
+    RoomCommitted,
+    RoomEnd,
+    RoomFailed,
+    RoomReleased,
+)
+from baton.disagg.native_node import TransferRuntime
 from baton.server.worker.tensor_parallel.calls import (
     AbortCall,
     DrainCall,
@@ -43,17 +55,21 @@ from baton.server.worker.tensor_parallel.channel import FollowerStuck, TpGroup, 
 log = logging.getLogger("baton.team_node")
 
 
-Event = tuple[Any, ...]
-ENDS = ("committed", "failed", "aborted", "released")
+class RevocationAnswer(Enum):
+    """A rank's answer to `revoke`."""
+
+    REVOKED = auto()
+    ANNOUNCED = auto()
+    """P's pages came first, or the room is over on this rank."""
 
 
 @dataclass(slots=True)
 class Room:
     """Reports of the ranks about one room so far, by TP rank."""
 
-    ends: dict[int, Event] = field(default_factory=dict)
+    ends: dict[int, RoomEnd] = field(default_factory=dict)
     announced: set[int] = field(default_factory=set)
-    answers: dict[int, str] | None = None
+    answers: dict[int, RevocationAnswer] | None = None
     """To a revocation that not all have answered."""
     grant: tuple[int, bytes] | None = None
     is_aborted: bool = False
@@ -84,7 +100,7 @@ class EventMerger:
 
     def revoking(self, room: int) -> None:
         if (known := self._rooms.get(room)) is not None:
-            known.answers = dict.fromkeys(known.ends, "announced")
+            known.answers = dict.fromkeys(known.ends, RevocationAnswer.ANNOUNCED)
 
     def aborted(self, room: int) -> None:
         if (known := self._rooms.get(room)) is not None:
@@ -100,69 +116,111 @@ class EventMerger:
             f"nothing was heard of it from {[rank for rank in range(self._size) if rank not in over]}"
         )
 
-    def take(self, tp_rank: int, events: Iterable[Event], now: float) -> list[Event]:
+    def take(self, tp_rank: int, events: Iterable[NodeEvent], now: float) -> list[NodeEvent]:
         """Add what a rank reported; returns what is now true of all."""
-        merged = []
+        merged: list[NodeEvent] = []
         for event in events:
-            room = self._rooms.get(event[1])
+            room = self._rooms.get(event.room)
             if room is None:
                 log.error(
-                    "tensor-parallel rank %d reports %r of a room that is over", tp_rank, event[:3]
+                    "tensor-parallel rank %d reports %s of room %d, which is over",
+                    tp_rank,
+                    type(event).__name__,
+                    event.room,
                 )
-            elif event[0] in ENDS:
-                self._ending.setdefault(event[1], now)
-                merged += self._end(event[1], room, tp_rank, event)
-            else:
-                merged += self._go_on(event[1], room, tp_rank, event[0])
+                continue
+            match event:
+                case RoomAnnounced():
+                    merged += self._add_announcement(event.room, room, tp_rank)
+                case GrantRevoked():
+                    merged += self._add_revocation(event.room, room, tp_rank)
+                case _:
+                    self._ending.setdefault(event.room, now)
+                    merged += self._add_end(room, tp_rank, event)
         return merged
 
-    def _end(self, number: int, room: Room, tp_rank: int, event: Event) -> list[Event]:
-        room.ends[tp_rank] = event
-        done = event[0] == "committed" or event[2:3] == ("DONE",)
+    def _add_end(self, room: Room, tp_rank: int, end: RoomEnd) -> list[NodeEvent]:
+        number = end.room
+        room.ends[tp_rank] = end
         if len(room.ends) < self._size:
-            if not done and not room.is_aborted:
+            code = _reason_to_abort(end)
+            if code is not None and not room.is_aborted:
                 room.is_aborted = True
-                code = event[2] if len(event) > 2 else "CLIENT_GONE"
                 self._broadcast(AbortCall(number, code))
-            return [] if room.answers is None else self._go_on(number, room, tp_rank, "announced")
-        del self._rooms[number], self._ending[number]
-        ends = [room.ends[rank] for rank in sorted(room.ends)]
-        for kind in ("failed", "aborted"):
-            if found := [end for end in ends if end[0] == kind]:
-                return [found[0]]
-        if ends[0][0] == "released":
-            return [next((end for end in ends if end[2] != "DONE"), ends[0])]
-        return [ends[0]]  # the first rank's, which has P's message
-
-    def _go_on(self, number: int, room: Room, tp_rank: int, kind: str) -> list[Event]:
-        if room.answers is not None:
-            if (
-                room.answers.get(tp_rank) != "revoked"
-            ):  # which stays true when P's pages come meanwhile
-                room.answers[tp_rank] = kind
-            if len(room.answers) < self._size:
+            if room.answers is None:
                 return []
-            answers = room.answers
-            room.answers = None
-            if "announced" not in answers.values():
-                room.grant, room.announced = None, set()
-                return [("revoked", number)]
-            if "revoked" in answers.values() and room.grant is not None:
-                start_page, pages = room.grant
-                tp_ranks = [rank for rank, answer in answers.items() if answer == "revoked"]
-                self._broadcast(GrantAgainCall(number, start_page, pages, tp_ranks))
-            return [("announced", number)]
-        if kind == "announced" and len(room.announced) < self._size:
-            room.announced.add(tp_rank)
-            if len(room.announced) == self._size:
-                return [("announced", number)]
-        return []
+            return self._add_answer(number, room, room.answers, tp_rank, RevocationAnswer.ANNOUNCED)
+        del self._rooms[number]
+        del self._ending[number]
+        return [_end_of_all([room.ends[rank] for rank in sorted(room.ends)])]
+
+    def _add_announcement(self, number: int, room: Room, tp_rank: int) -> list[NodeEvent]:
+        if room.answers is not None:
+            return self._add_answer(number, room, room.answers, tp_rank, RevocationAnswer.ANNOUNCED)
+        if len(room.announced) == self._size:
+            return []
+        room.announced.add(tp_rank)
+        return [RoomAnnounced(number)] if len(room.announced) == self._size else []
+
+    def _add_revocation(self, number: int, room: Room, tp_rank: int) -> list[NodeEvent]:
+        if room.answers is None:
+            return []
+        return self._add_answer(number, room, room.answers, tp_rank, RevocationAnswer.REVOKED)
+
+    def _add_answer(
+        self,
+        number: int,
+        room: Room,
+        answers: dict[int, RevocationAnswer],
+        tp_rank: int,
+        answer: RevocationAnswer,
+    ) -> list[NodeEvent]:
+        # A rank that gave its pages back has none, also when P's pages come meanwhile.
+        if answers.get(tp_rank) is not RevocationAnswer.REVOKED:
+            answers[tp_rank] = answer
+        if len(answers) < self._size:
+            return []
+        room.answers = None
+        if RevocationAnswer.ANNOUNCED not in answers.values():
+            room.grant = None
+            room.announced = set()
+            return [GrantRevoked(number)]
+        tp_ranks = [rank for rank, given in answers.items() if given is RevocationAnswer.REVOKED]
+        if tp_ranks and room.grant is not None:
+            start_page, pages = room.grant
+            self._broadcast(GrantAgainCall(number, start_page, pages, tp_ranks))
+        return [RoomAnnounced(number)]
+
+
+def _reason_to_abort(end: RoomEnd) -> str | None:
+    """Code with which the room is aborted on the other ranks; None after an end in order."""
+    match end:
+        case RoomCommitted():
+            return None
+        case RoomReleased():
+            return None if end.code == RELEASED_AFTER_PULL else end.code
+        case RoomFailed():
+            return end.code
+        case RoomAborted():
+            return "CLIENT_GONE"
+
+
+def _end_of_all(ends: Sequence[RoomEnd]) -> RoomEnd:
+    """The end of a room for the scheduler, from those of the ranks in their order."""
+    for kind in (RoomFailed, RoomAborted):
+        for end in ends:
+            if isinstance(end, kind):
+                return end
+    for end in ends:
+        if isinstance(end, RoomReleased) and end.code != RELEASED_AFTER_PULL:
+            return end
+    return ends[0]  # the first rank's, which has P's message
 
 
 class TpTransferNode:
     """TransferNode for baton.disagg, and what the rank process asks of one beside that."""
 
-    def __init__(self, node: Any, followers: TpWorkers, late_secs: float) -> None:
+    def __init__(self, node: TransferRuntime, followers: TpWorkers, late_secs: float) -> None:
         """`late_secs`: more than the ranks' ends of a room can be apart while all of them work."""
         self._node = node
         self._followers = followers
@@ -223,7 +281,7 @@ class TpTransferNode:
         make_call(self._node, self._followers.team, call)
         self._followers.send_call(call)
 
-    def poll(self, max: int) -> Sequence[Event]:
+    def poll(self, max: int) -> Sequence[NodeEvent]:
         now = time.monotonic()
         merged = self._merger.take(0, self._node.poll(max), now)
         for heard in self._followers.heard():
@@ -240,21 +298,21 @@ class TpTransferNode:
     @property
     def event_fd(self) -> int:
         """Event descriptor of this process; `TpWorkers.reports` is readable when the others have something."""
-        return int(self._node.event_fd)
+        return self._node.event_fd
 
-    def rooms_json(self, room: int | None) -> str:
+    def rooms_json(self, room: int | None = None) -> str:
         """This process's."""
-        return str(self._node.rooms_json(room))
+        return self._node.rooms_json(room)
 
     def stats_json(self) -> str:
         """This process's: of bytes, its share. The health is that of all."""
-        text = str(self._node.stats_json())
+        text = self._node.stats_json()
         if self._failure is None:
             return text
         return json.dumps({**json.loads(text), "healthy": False, "unhealthy_reason": self._failure})
 
 
-def make_call(node: Any, team: TpGroup, call: TransferCall) -> None:
+def make_call(node: TransferRuntime, team: TpGroup, call: TransferCall) -> None:
     """Make a call of `TpTransferNode` on one rank's own runtime. Raises what the runtime raises."""
     match call:
         case OfferCall():
@@ -289,7 +347,7 @@ def make_call(node: Any, team: TpGroup, call: TransferCall) -> None:
             node.drain()
 
 
-def execute_call(node: Any, team: TpGroup, call: TransferCall) -> Event | None:
+def execute_call(node: TransferRuntime, team: TpGroup, call: TransferCall) -> RoomEnd | None:
     """As `make_call`, on a follower, where a call that fails ends its room only.
 
     Returns the end of a room that its runtime does not take. A live room is aborted; its runtime reports its end.
@@ -302,9 +360,9 @@ def execute_call(node: Any, team: TpGroup, call: TransferCall) -> Event | None:
         code = "DUP_ROOM" if isinstance(err, ValueError) else "NO_CAPACITY"
         match call:
             case OfferCall():
-                return ("released", call.room, code)
+                return RoomReleased(call.room, code)
             case OpenCall():
-                return ("failed", call.room, code, str(err), True)
+                return RoomFailed(call.room, code, str(err), is_retryable=True)
             case AbortCall() | DrainCall():
                 return None
             case _:
