@@ -16,6 +16,7 @@ from typing import Any
 from baton.config import KV_REMEDY, LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, is_loopback
 from baton.disagg.native_node import NativeTransferNode
 from baton.errors import ConfigError
+from baton.server.worker.rank_config import BootstrapAddress
 
 log = logging.getLogger("baton.transfer")
 
@@ -134,7 +135,7 @@ def start(
     layout: Mapping[str, object],
     dp_rank: int,
     tp_rank: int,
-    bootstrap: tuple[str, int] | None,
+    bootstrap: BootstrapAddress | None,
 ) -> NativeTransferNode:
     """The transfer runtime for these pages, registered on a P node with its bootstrap server."""
     from baton._native import TransferNode
@@ -172,5 +173,5 @@ def start(
     backend = make_backend(config, host, allowed)
     node = NativeTransferNode(TransferNode(native_pool, json.dumps(settings), backend))
     if bootstrap is not None:
-        node.register(*bootstrap, REGISTER_TIMEOUT_MS)
+        node.register(bootstrap.host, bootstrap.port, REGISTER_TIMEOUT_MS)
     return node

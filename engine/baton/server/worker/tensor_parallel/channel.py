@@ -21,6 +21,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +39,17 @@ log = logging.getLogger("baton.tp")
 
 QUEUE = 1024
 """Messages a follower may be behind by: calls about many requests come while it computes a step."""
-STEP = b"s"
-NODE = b"n"
-STOP = b""
-"""How messages to followers begin: a step, a call of the transfer runtime, the end."""
 EVENTS_AT_ONCE = 256
 ALIVE_EVERY_MS = 1000
+
+
+class OrderKind(Enum):
+    """First byte of a message to a follower; the empty message is STOP."""
+
+    STEP = b"s"
+    CALL = b"n"
+    """A call of the transfer runtime."""
+    STOP = b""
 
 
 class FollowerStuck(Exception):
@@ -131,11 +137,11 @@ class TpWorkers:
         self._group = own.group
 
     def send_step(self, order: bytes) -> None:
-        self._broadcast(STEP + order)
+        self._broadcast(OrderKind.STEP, order)
 
     def send_call(self, call: TransferCall) -> None:
         """Have all followers make this call on their transfer runtime."""
-        self._broadcast(NODE + encode_call(call))
+        self._broadcast(OrderKind.CALL, encode_call(call))
 
     def heard(self) -> list[TransferEvents]:
         """Reports of followers since the last call."""
@@ -155,11 +161,12 @@ class TpWorkers:
         with self._lock:
             for socket in self._orders:
                 with contextlib.suppress(zmq.Again):
-                    socket.send(STOP, zmq.DONTWAIT)
+                    socket.send(OrderKind.STOP.value, zmq.DONTWAIT)
         collectives.leave()
 
-    def _broadcast(self, message: bytes) -> None:
+    def _broadcast(self, kind: OrderKind, body: bytes) -> None:
         """Raises FollowerStuck when a follower has not taken `QUEUE` messages in --dist-timeout."""
+        message = kind.value + body
         with self._lock:
             for tp_rank, socket in enumerate(self._orders, 1):
                 try:
