@@ -21,6 +21,7 @@ from baton.layers.flashinfer_loader import reason
 from baton.layers.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
 from baton.layers.shard import WHOLE, share_of
 from baton.models.checkpoint import CPU_POOL_MIB, weight_bytes
+from baton.models.decoder import Decoder
 from baton.models.load import OnProgress, load_weights
 from baton.models.spec_reader import read_spec
 from baton.runtime import device
@@ -137,10 +138,10 @@ def load(
             f"--context-length {context}: the model was made for {spec.max_context} tokens; lower it"
         )
     mib = config.kv_pool_mib or (CPU_POOL_MIB if on_cpu else None)
-    pages = asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
+    wanted = asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
     if memory is not None:
         ops.choose_cuda(spec, compute, required=config.attention_backend != "torch")
-        pages = profile_memory(model, config, context, pages, memory, place, group)
+    pages = _pool_pages(model, config, context, wanted, memory, place, group)
     disaggregated = config.disaggregation_mode != "null"
     recorded_rows = 0 if on_cpu else rows_to_record(config)
     with no_room(
@@ -195,6 +196,22 @@ def load(
         "num_pages": pages,
     }
     return LoadedModel(config, runner, kv, layout, info, spec.max_context, host_pages, group)
+
+
+def _pool_pages(
+    model: Decoder,
+    config: EngineConfig,
+    context: int,
+    wanted: int | None,
+    memory: DeviceMemory | None,
+    place: TpContext | None,
+    group: ProcessGroup | None,
+) -> int:
+    """Pages of the pool: on the CPU as many as asked for, on a device those that fit beside the model and its steps."""
+    if memory is None:
+        assert wanted is not None, "a CPU's pool has a default size"
+        return wanted
+    return profile_memory(model, config, context, wanted, memory, place, group)
 
 
 def _record(

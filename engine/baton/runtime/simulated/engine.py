@@ -62,7 +62,7 @@ def load(config: EngineConfig) -> SimLoaded:
     pool = None
     if config.disaggregation_mode != "null":
         try:
-            from baton._native import KvPool  # type: ignore[import-untyped]
+            from baton._native import KvPool
         except ImportError as err:
             raise ConfigError(
                 f"--disaggregation-mode {config.disaggregation_mode} needs the native extension ({err}); "

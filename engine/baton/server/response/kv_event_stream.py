@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,7 +121,7 @@ class KvStreams:
 
     async def _lines(
         self, rank: RankClient, from_seq: int | None, *, follow: bool
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         recent = self._recent[rank.dp_rank]
         about = {"epoch": rank.info["kv_events"]["epoch"], "dp_rank": rank.dp_rank}
         at = from_seq

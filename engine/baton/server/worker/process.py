@@ -241,6 +241,9 @@ class RankProcess:
             return DecodeTransferDriver(runtime, c.request_timeout_secs, loaded.vocab_size)
         node: TransferNode = runtime
         if c.simulate is not None:
+            from baton.runtime.simulated.engine import SimLoaded
+
+            assert isinstance(loaded, SimLoaded), "with --simulate, no model is loaded"
             node = loaded.paced(runtime)
         return PrefillTransferDriver(node, c.request_timeout_secs)
 
