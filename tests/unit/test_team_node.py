@@ -273,7 +273,10 @@ class Following:
     def send_call(self, call: TransferCall) -> None:
         for team, node in zip(self.teams, self.nodes, strict=True):
             if refused := execute_call(node, team, call_decoder.decode(encode_call(call))):
-                self.reports.append(channel.TransferEvents(team.tp_rank, [refused]))
+                report = channel.TransferEvents(team.tp_rank, [refused])
+                decoded = channel.report_decoder.decode(channel.encode_report(report))
+                assert isinstance(decoded, channel.TransferEvents)
+                self.reports.append(decoded)
 
     def heard(self) -> list[channel.TransferEvents]:
         reports, self.reports = self.reports, []
@@ -313,6 +316,19 @@ def test_each_call_reaches_all_ranks_with_its_arguments() -> None:
         ("drain",),
     ]
     assert [node.calls for node in nodes] == [expected, expected]
+
+
+def test_reports_of_followers_round_trip_with_every_kind_of_event() -> None:
+    events: list[NodeEvent] = [
+        RoomAnnounced(ROOM),
+        GrantRevoked(ROOM),
+        committed(),
+        RoomFailed(ROOM, "AUTH", "why", False),
+        RoomAborted(ROOM),
+        RoomReleased(2**53 - 1, "DONE"),
+    ]
+    report = channel.TransferEvents(1, events, "data thread: gone")
+    assert channel.report_decoder.decode(channel.encode_report(report)) == report
 
 
 def test_a_room_that_the_first_rank_refuses_reaches_no_other() -> None:

@@ -1,10 +1,10 @@
 """The processes of a DP rank that compute together (--tp-size): the first one plans, the others do what it tells.
 
-1. The front starts all of them alike; those with a `tp_rank` above 0 run `follow` instead of a scheduler.
+1. The front starts all of them alike; those with a `tp_rank` above 0 call `process.run_worker` instead of
+   running a scheduler.
 2. They meet (layers.collectives.init_group), each loads its share of the model, and followers report that they did.
 3. Per step the first rank sends one message (runtime.runner.step_inputs) to each follower, then computes its own
-   part; they meet
-   again in the model's collectives. Between steps a follower sleeps on its socket: no process waits in a collective
+   part; they meet again in the model's collectives. Between steps a follower sleeps on its socket: no process waits in a collective
    for work to come.
 4. On P and D nodes every rank has a transfer runtime for its heads of each page, and followers do with theirs what the
    first rank does with its own (server.worker.tensor_parallel.transfer_node), in one order with the steps; what they
@@ -93,7 +93,7 @@ class Report(msgspec.Struct, tag="loaded"):
 
 
 encode_report = msgspec.msgpack.Encoder().encode
-_reports: msgspec.msgpack.Decoder[Report | TransferEvents] = msgspec.msgpack.Decoder(
+report_decoder: msgspec.msgpack.Decoder[Report | TransferEvents] = msgspec.msgpack.Decoder(
     Report | TransferEvents
 )
 
@@ -125,7 +125,7 @@ class TpWorkers:
         """
         reports = {}
         for _ in self._orders:
-            report = _reports.decode(self.reports.recv())
+            report = report_decoder.decode(self.reports.recv())
             assert isinstance(report, Report), "nothing happens before all have loaded"
             if (report.num_pages, report.host_pages) != (own.kv.num_pages, own.host_pages):
                 raise ValueError(
@@ -148,7 +148,7 @@ class TpWorkers:
         found: list[TransferEvents] = []
         while True:
             try:
-                report = _reports.decode(self.reports.recv(zmq.DONTWAIT))
+                report = report_decoder.decode(self.reports.recv(zmq.DONTWAIT))
             except zmq.Again:
                 return found
             assert isinstance(report, TransferEvents), "a follower loads once"
