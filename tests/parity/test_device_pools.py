@@ -16,6 +16,8 @@ from unittest import mock
 
 import pytest
 
+from baton.disagg.events import NodeEvent, RoomReleased
+from baton.disagg.native_node import NativeTransferNode
 from baton.layers.cuda.device_pages import DevicePages
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
@@ -77,12 +79,12 @@ class Rig:
         return float(self.pair.pulled()["kv_transport_fallbacks_total"])
 
 
-def heard(node: Any) -> tuple[Any, ...]:
+def heard(node: NativeTransferNode) -> NodeEvent:
     """The next event of a node whose engine does not run."""
     while not (events := node.poll(1)):
         ready, _, _ = select.select([node.event_fd], [], [], 20)
         assert ready, node.rooms_json()
-    return tuple(events[0])
+    return events[0]
 
 
 def work(
@@ -199,7 +201,7 @@ def test_page_given_away_under_the_copy_fails_its_room_only(
         (tmp_path / "copied.go").touch()
         kind, room, code, _, retryable = heard(d)
         assert (kind, room, code, retryable) == ("failed", 5, "STALE_PAGE", True)
-        assert heard(p) == ("released", 5, "STALE_PAGE")
+        assert heard(p) == RoomReleased(5, "STALE_PAGE")
         prompts, want = work(ref, [9, 70])
         assert rig.pair.answer(prompts, greedy(STEPS)) == want
 
@@ -240,5 +242,5 @@ def test_deadline_ends_a_room_whose_copies_do_not(reference: Callable[[str], Ref
         assert heard(d)[:3] == ("failed", 5, "DEADLINE")
         runs = list(rig.d_gpu.runs)
         assert runs == ["copying a peer's pages"], "the end came behind what was under way"
-        assert heard(p) == ("released", 5, "DEADLINE")
+        assert heard(p) == RoomReleased(5, "DEADLINE")
         assert rig.d_gpu.runs == runs

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.disagg.events import RoomFailed
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.support.engines.engine_run import greedy
@@ -140,7 +141,8 @@ def test_peer_that_closes_in_the_middle(reference: Callable[[str], Reference]) -
     pair.until(lambda: gauges(pair.p)['kv_communicators{state="open"}'] == 1)
     pair.p.node.close()
     pair.wait()
-    ((kind, room, code, _, retryable),) = pair.d.node.poll(9)
-    assert (kind, room, code, retryable) == ("failed", 5, "PEER_DEAD", True)
+    (failed,) = pair.d.node.poll(9)
+    assert isinstance(failed, RoomFailed)
+    assert (failed.room, failed.code, failed.is_retryable) == (5, "PEER_DEAD", True)
     pair.until(lambda: not any(v for k, v in gauges(pair.d).items() if "communicators" in k))
     pair.close()

@@ -53,7 +53,9 @@ SECOND_FLOOR = {
         "launch",
     ),
     "engine/baton/server/worker": (
+        "control",
         "messages",
+        "rank_config",
         "transfer_setup",
         "log_file",
         "kv_events",

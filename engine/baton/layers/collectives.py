@@ -140,12 +140,17 @@ def init_group(
     # All ranks are processes of one machine. Without this gloo listens where the host's name leads to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=timeout_secs)
-    backend, options = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
+    is_cuda = device.type == "cuda"
     try:
-        store = dist.FileStore(str(meeting_point), shard.size)
+        store = dist.FileStore(str(meeting_point), shard.size)  # type: ignore[attr-defined]
         store.set_timeout(limit)
         dist.init_process_group(
-            backend, store=store, rank=shard.rank, world_size=shard.size, timeout=limit, **options
+            backend="nccl" if is_cuda else "gloo",
+            store=store,
+            rank=shard.rank,
+            world_size=shard.size,
+            timeout=limit,
+            device_id=device if is_cuda else None,
         )
     except RuntimeError as err:
         raise PeerLost(

@@ -92,7 +92,8 @@ class FlashInferOps:
         return q, k
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._silu_and_mul(gate_up)
+        product: Tensor = self._silu_and_mul(gate_up)
+        return product
 
 
 def _joined(cos: Tensor, sin: Tensor) -> Tensor:

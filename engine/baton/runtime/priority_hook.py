@@ -52,7 +52,7 @@ def load(spec: str) -> Adjust:
         found = getattr(found, part)
     if not callable(found):
         raise ConfigError(f"{flag}: {name} is a {type(found).__name__}, which cannot be called")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def read_priority(answer: object) -> float | None:

@@ -15,6 +15,7 @@ from typing import Any
 from baton._native import BootstrapServer, TransferNode
 
 from baton.config import build
+from baton.disagg.native_node import NativeTransferNode
 from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver
 from baton.runtime import build as runtime
 from baton.runtime.communicators import make_backend
@@ -57,7 +58,9 @@ class Half:
         if backend is not None and wrap is not None:
             backend = wrap(backend)
         self.native: Any = loaded.kv.native
-        self.node: Any = TransferNode(self.native, json.dumps(node_settings), backend)
+        self.node = NativeTransferNode(
+            TransferNode(self.native, json.dumps(node_settings), backend)
+        )
         watched = self.node if stand_in is None else stand_in.watched(self.node)
         if role == "prefill":
             self.engine: EngineLoop = loaded.engine(PrefillTransferDriver(watched, TIMEOUT_SECS))

@@ -1,7 +1,7 @@
 """A scheduler process for tests of the front: speaks the real messages over real sockets and scripts the tokens.
 
-Started like the real one (order as JSON on stdin). The script is a JSON object: what $FAKE_RANK holds, updated with
-what a request brings in its `cache_salt`:
+Started like the real one (server.worker.rank_config on stdin). The script is a JSON object: what $FAKE_RANK holds,
+updated with what a request brings in its `cache_salt`:
   reply        text to answer with (default: the prompt's own tokens, over and over)
   delay        seconds before the first token of a request; step: seconds between tokens
   hold         a file: no token before it exists
@@ -13,7 +13,7 @@ what a request brings in its `cache_salt`:
   leased       [n, file]: the first n looks at the books show a lease; each look is a line in the file
   unsuspendable message: refuse to suspend (a request whose KV is in transfer)
   fail_start   message: send Fatal instead of Ready and exit with 1
-Control op `ledger` answers with what was seen: submits, aborts, running.
+Control operation ReadLedger is answered with what was seen: submits, aborts, running.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ from baton.sched.types.events import EmittedTokens
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
+from baton.server.worker.control import (
+    AbortByRoom,
+    CountRemaining,
+    ReadLedger,
+    ReadSteps,
+    ResumeItems,
+    SuspendItems,
+)
 from baton.server.worker.messages import (
     AbortMessage,
     ControlMessage,
@@ -50,6 +58,7 @@ from baton.server.worker.messages import (
     encoder,
     to_rank_decoder,
 )
+from baton.server.worker.rank_config import RankConfig, decode_line
 
 BAND = {"4": WaitingLoad(2, 300)}
 LOAD = LoadReport(BAND, BAND, 2, 310, 300, 40, 1, 99, 0, 0, 0, 1, 7, 2, 12, 16, 1000.0, 10.4)
@@ -58,7 +67,7 @@ STAGES = FirstTokenStages(0.0015, PulledPages("shm", 3, 12288, 0.00025, 0.001))
 
 @dataclass
 class FakeRank:
-    order: dict[str, Any]
+    order: RankConfig
     script: dict[str, Any]
     tokenizer: Tokenizer
     push: zmq.asyncio.Socket
@@ -84,7 +93,7 @@ class FakeRank:
             ids = [*self.tokenizer.encode(reply, add_special_tokens=False).ids, 1]
         else:
             ids = list(job.prompt) * 4096
-        prefill_only = self.order["config"]["disaggregation_mode"] == "prefill" and job.rendezvous
+        prefill_only = self.order.config.disaggregation_mode == "prefill" and job.rendezvous
         most = 1 if prefill_only else job.params.max_new_tokens
         burst = script.get("burst", 1)
         await asyncio.sleep(script.get("delay", 0))
@@ -144,10 +153,11 @@ class FakeRank:
             return len(looks.readlines()) <= most
 
     async def control(self, message: ControlMessage) -> None:
+        operation = message.operation
         result: dict[str, Any] = {}
-        if message.op == "abort":
-            result = {"aborted": len(message.args["rooms"])}
-        if message.op == "ledger":
+        if isinstance(operation, AbortByRoom):
+            result = {"aborted": len(operation.rooms)}
+        if isinstance(operation, ReadLedger):
             result = {
                 "submits": self.submits,
                 "aborts": self.aborts,
@@ -155,27 +165,28 @@ class FakeRank:
                 "pid": os.getpid(),
             }
             result["suspended"] = len(self.suspended)
-        if message.op == "left":
+        if isinstance(operation, CountRemaining):
             ages = [time.monotonic() - at for at in self.started_at.values()]
             counts = {"running": len(self.running), "leased": int(self.looked())}
             result = {"requests": counts, "rooms": 0, "oldest_secs": max(ages, default=None)}
-        if message.op in ("suspend", "resume"):
-            await self.send(self.change(message))
+        if isinstance(operation, SuspendItems | ResumeItems):
+            await self.send(self.change(message.id, operation))
             return
-        if message.op == "steps":
-            result = {"steps": [{"asked": message.args["n"]}]}
+        if isinstance(operation, ReadSteps):
+            result = {"steps": [{"asked": operation.limit}]}
         await self.send(ReplyMessage(message.id, True, result))
 
-    def change(self, message: ControlMessage) -> ReplyMessage:
-        if message.op == "suspend" and "unsuspendable" in self.script:
-            return ReplyMessage(message.id, False, {"message": self.script["unsuspendable"]})
-        found = [h for h in message.args["handles"] if h in self.running]
+    def change(self, id: int, operation: SuspendItems | ResumeItems) -> ReplyMessage:
+        is_suspension = isinstance(operation, SuspendItems)
+        if is_suspension and "unsuspendable" in self.script:
+            return ReplyMessage(id, False, {"message": self.script["unsuspendable"]})
+        found = [h for h in operation.handles if h in self.running]
         for handle in found:
-            if message.op == "suspend":
+            if is_suspension:
                 self.suspended.setdefault(handle, asyncio.Event())
             elif resumed := self.suspended.pop(handle, None):
                 resumed.set()
-        return ReplyMessage(message.id, True, {"found": len(found)})
+        return ReplyMessage(id, True, {"found": len(found)})
 
     def start(self, job: ValidatedRequest) -> None:
         seen = msgspec.to_builtins(job.params)
@@ -197,10 +208,10 @@ class FakeRank:
 
     async def serve(self, pull: zmq.asyncio.Socket) -> None:
         if "fail_start" in self.script:
-            await self.send(FatalMessage(self.order["dp_rank"], self.script["fail_start"]))
+            await self.send(FatalMessage(self.order.dp_rank, self.script["fail_start"]))
             return
         if (loaded := self.script.get("loading")) is not None:
-            await self.send(LoadingMessage(self.order["dp_rank"], 0, *loaded))
+            await self.send(LoadingMessage(self.order.dp_rank, 0, *loaded))
         if (sign := self.script.get("ready_when")) is not None:
             while not Path(sign).exists():
                 await asyncio.sleep(0.01)
@@ -213,7 +224,7 @@ class FakeRank:
             "dtype": "float32",
             "layout": layout,
         }
-        rank = self.order["dp_rank"]
+        rank = self.order.dp_rank
         await self.send(ReadyMessage(rank, info))
         gauges = {
             'requests{state="waiting"}': 2.0,
@@ -241,14 +252,14 @@ class FakeRank:
 
 
 async def main() -> None:
-    order = json.loads(sys.stdin.readline())
+    order = decode_line(sys.stdin.readline())
     context = zmq.asyncio.Context()
     push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    push.connect(order["to_front"])
-    pull.connect(order["to_rank"])
-    config = order["config"]
+    push.connect(order.to_front)
+    pull.connect(order.to_rank)
+    config = order.config
     tokenizer = Tokenizer.from_file(
-        os.path.join(config["tokenizer_path"] or config["model_path"], "tokenizer.json")
+        os.path.join(config.tokenizer_path or config.model_path, "tokenizer.json")
     )
     rank = FakeRank(order, json.loads(os.environ.get("FAKE_RANK", "{}")), tokenizer, push)
     await rank.serve(pull)

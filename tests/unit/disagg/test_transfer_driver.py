@@ -7,15 +7,26 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton.disagg.events import (
+    GrantRevoked,
+    NodeEvent,
+    RoomAborted,
+    RoomAnnounced,
+    RoomCommitted,
+    RoomFailed,
+    RoomReleased,
+    read_event,
+)
 from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver, error_of
 from baton.errors import PromptTooLong, QueueFull
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup.limits import Limits
 from baton.sched.types.events import EmittedTokens
+from baton.sched.types.request_timeline import PulledPages
 from tests.support.sched.sched_sim import Node, request
 
 VOCAB = 100
-PULLED = b'{"transport":"shm","pages":3,"bytes":1,"pull_seconds":0.1,"room_seconds":0.1}'.decode()
+PULLED = PulledPages("shm", 3, 1, 0.1, 0.1)
 GOOD = msgspec.msgpack.encode([42, 0])
 
 
@@ -25,7 +36,7 @@ class Runtime:
     def __init__(self, **broken: Exception) -> None:
         self.broken = broken
         self.calls: list[tuple[Any, ...]] = []
-        self.events: list[tuple[Any, ...]] = []
+        self.events: list[NodeEvent] = []
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> None:
@@ -35,7 +46,7 @@ class Runtime:
 
         return call
 
-    def poll(self, _max: int) -> list[tuple[Any, ...]]:
+    def poll(self, _max: int) -> list[NodeEvent]:
         events, self.events = self.events, []
         return events
 
@@ -114,8 +125,8 @@ def test_first_token_that_cannot_be_used_fails_its_room_only(payload: bytes, why
     node = Runtime()
     sched, driver = granted(node, rooms=2)
     node.events = [
-        ("committed", 101, payload, 3, 4, PULLED),
-        ("committed", 102, GOOD, 3, 4, PULLED),
+        RoomCommitted(101, payload, 3, 4, PULLED),
+        RoomCommitted(102, GOOD, 3, 4, PULLED),
     ]
     driver.poll(sched)
     failed, other = carry_out(sched, driver)
@@ -141,7 +152,7 @@ def test_call_that_fails_on_d_ends_its_request(error: Exception) -> None:
     assert said.error is not None
     assert said.error[0] == "kv_transfer_failed"
     assert node.calls[-1] == ("abort", 101, "TRANSPORT_BROKEN")
-    node.events = [("aborted", 101)]
+    node.events = [RoomAborted(101)]
     driver.poll(sched)
     sched.ledger().check_idle(32)
 
@@ -161,7 +172,7 @@ def test_call_that_fails_on_p_ends_its_request(call: str) -> None:
     p.sched.commit(plan, p.device.execute(plan))
     carry_out(p.sched, driver)
     assert ("abort", 101, "TRANSPORT_BROKEN") in runtime.calls
-    runtime.events = [("released", 101, "TRANSPORT_BROKEN")]
+    runtime.events = [RoomReleased(101, "TRANSPORT_BROKEN")]
     driver.poll(p.sched)
     p.sched.ledger().check_idle(8)
 
@@ -169,7 +180,7 @@ def test_call_that_fails_on_p_ends_its_request(call: str) -> None:
 def test_room_given_up_by_one_rank_fails_its_request() -> None:
     node = Runtime()
     sched, driver = granted(node)
-    node.events = [("aborted", 101)]
+    node.events = [RoomAborted(101)]
     driver.poll(sched)
     (said,) = carry_out(sched, driver)
     assert said.error is not None
@@ -188,11 +199,11 @@ def test_end_of_a_former_offer_does_not_end_a_later_one() -> None:
     p.sched.abort(1)
     driver.accept(second)  # the runtime has ended the first; its event was not polled yet
     p.sched.add(second)
-    node.events = [("released", 101, "CLIENT_GONE")]
+    node.events = [RoomReleased(101, "CLIENT_GONE")]
     driver.poll(p.sched)
     p.run()
     assert p.sched.leased(None) == [2]
-    node.events = [("released", 101, "DONE")]
+    node.events = [RoomReleased(101, "DONE")]
     driver.poll(p.sched)
     p.sched.ledger().check_idle(8)
 
@@ -221,3 +232,31 @@ def test_clients_read_no_address_and_no_answer_of_a_peer(reason: str, code: str)
 def test_mismatch_of_a_prompt_is_not_one_of_the_pair() -> None:
     error = error_of("PROMPT_MISMATCH", "P and D tokenized different prompts", retryable=False)
     assert (error.code, error.status) == ("prompt_mismatch", 502)
+
+
+PULLED_JSON = (
+    '{"transport":"shm","pages":3,"bytes":1,"pull_seconds":0.1,"room_seconds":0.1,"retries":0}'
+)
+
+
+@pytest.mark.parametrize(
+    ("native", "event"),
+    [
+        (("announced", 7), RoomAnnounced(7)),
+        (("revoked", 7), GrantRevoked(7)),
+        (("committed", 7, b"token", 3, 9, PULLED_JSON), RoomCommitted(7, b"token", 3, 9, PULLED)),
+        (("failed", 7, "AUTH", "why", False), RoomFailed(7, "AUTH", "why", False)),
+        (("aborted", 7), RoomAborted(7)),
+        (("released", 7, "DONE"), RoomReleased(7, "DONE")),
+    ],
+)
+def test_native_tuple_becomes_the_struct_of_its_kind(
+    native: tuple[Any, ...], event: NodeEvent
+) -> None:
+    assert read_event(native) == event
+
+
+@pytest.mark.parametrize("native", [("moved", 7), ("failed", 7, "AUTH")])
+def test_native_tuple_of_another_version_is_refused(native: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="build the native extension again"):
+        read_event(native)

@@ -13,6 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.disagg.events import (
+    RELEASED_AFTER_PULL,
+    NodeEvent,
+    RoomAborted,
+    RoomCommitted,
+    RoomFailed,
+    RoomReleased,
+    read_event,
+)
 from baton.server.observability.metrics import RANK
 
 native = pytest.importorskip(
@@ -34,13 +43,12 @@ def start(pool: Any, role: str, **more: object) -> Any:
     return native.TransferNode(pool, json.dumps({**config, **more}))
 
 
-def next_event(node: Any) -> tuple[Any, ...]:
+def next_event(node: Any) -> NodeEvent:
     deadline = time.monotonic() + TIMEOUT_SECS
     while not (events := node.poll(1)):
         ready, _, _ = select.select([node.event_fd], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, (node.rooms_json(), node.stats_json())
-    event: tuple[Any, ...] = events[0]
-    return event
+    return read_event(events[0])
 
 
 @pytest.fixture
@@ -96,20 +104,15 @@ def test_prompt_is_transferred_and_both_sides_are_notified(
     p.publish(7, 0, ids(5, 3))
     p.finish(7, 2, 9, b"payload")
     d.grant(7, 0, ids(0, 1))
-    kind, room, payload, total_pages, last_page_tokens, stats = next_event(d)
-    assert (kind, room, payload, total_pages, last_page_tokens) == (
-        "committed",
-        7,
-        b"payload",
-        2,
-        9,
-    )
-    assert json.loads(stats)["bytes"] == 2 * PAGE
+    committed = next_event(d)
+    assert isinstance(committed, RoomCommitted)
+    assert committed == RoomCommitted(7, b"payload", 2, 9, committed.pulled)
+    assert committed.pulled.bytes == 2 * PAGE
     got = np.frombuffer(dst.buffer(), dtype=np.uint8).reshape(8, PAGE)
     assert (got[0] == 11).all()
     assert (got[1] == 22).all()
     assert not got[2:].any()
-    assert next_event(p) == ("released", 7, "DONE")
+    assert next_event(p) == RoomReleased(7, RELEASED_AFTER_PULL)
     assert {entry["state"] for entry in json.loads(d.rooms_json(7))["timeline"]} >= {
         "RESOLVING",
         "PULLING",
@@ -121,14 +124,15 @@ def test_ends_other_than_success(pair: tuple[Any, Any, Any, Any, Any]) -> None:
     server, _, _, p, d = pair
     p.offer(1, 0, b"hash", 10_000)
     d.open(1, 0, "127.0.0.1", server.port, 0, b"other", 10_000)
-    kind, room, code, message, retryable = next_event(d)
-    assert (kind, room, code, retryable) == ("failed", 1, "PROMPT_MISMATCH", False)
-    assert "tokenizers" in message
+    failed = next_event(d)
+    assert isinstance(failed, RoomFailed)
+    assert (failed.room, failed.code, failed.is_retryable) == (1, "PROMPT_MISMATCH", False)
+    assert "tokenizers" in failed.message
     d.open(2, 0, "127.0.0.1", server.port, 0, b"hash", 10_000)
     d.abort(2, "CLIENT_GONE")
-    assert next_event(d) == ("aborted", 2)
+    assert next_event(d) == RoomAborted(2)
     p.abort(1, "CLIENT_GONE")
-    assert next_event(p) == ("released", 1, "CLIENT_GONE")
+    assert next_event(p) == RoomReleased(1, "CLIENT_GONE")
 
 
 def test_misuse_is_a_value_error_and_a_live_room_has_its_own(

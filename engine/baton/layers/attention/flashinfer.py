@@ -167,8 +167,14 @@ class FlashInferAttention(PagedAttention):
         """Takes the batch's index tensors on the host. Raises ValueError when they contradict each other."""
         self._await_last_plan()
         self._running = self._wrappers
-        arrays = (batch.qo_indptr, batch.kv_lens, batch.page_indptr, batch.page_indices)
-        indices = split_step(*(x.numpy() for x in arrays), batch.num_decode, self._kv.page_size)
+        indices = split_step(
+            batch.qo_indptr.numpy(),
+            batch.kv_lens.numpy(),
+            batch.page_indptr.numpy(),
+            batch.page_indices.numpy(),
+            batch.num_decode,
+            self._kv.page_size,
+        )
         self._set_slots(batch.slot_mapping)
         self._num_decode = len(indices.decode)
         if len(indices.prefill):

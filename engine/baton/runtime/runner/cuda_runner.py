@@ -155,9 +155,16 @@ class DeviceRunner(ModelRunner):
         drawn = draw.run(logits, greedy)
         if drawn.tokens is not greedy:
             self._table.write(slots, drawn.tokens)
-        return draw, SamplingResult(
-            *(None if part is None else self._stream.fetch(part) for part in drawn)
+        fetched = SamplingResult(
+            tokens=self._stream.fetch(drawn.tokens),
+            chosen=self._fetch_if_any(drawn.chosen),
+            top_ids=self._fetch_if_any(drawn.top_ids),
+            top_logprobs=self._fetch_if_any(drawn.top_logprobs),
         )
+        return draw, fetched
+
+    def _fetch_if_any(self, part: Tensor | None) -> Tensor | None:
+        return None if part is None else self._stream.fetch(part)
 
     def _advance(
         self, rows: Sequence[SampleRow], slots: NDArray[np.int64], launched: InFlight

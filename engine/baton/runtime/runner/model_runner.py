@@ -225,5 +225,14 @@ class ModelRunner:
 
     def _batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
         return ForwardBatch(
-            *map(torch.from_numpy, indices), step.num_decode, int(indices.kv_lens.max())
+            token_ids=torch.from_numpy(indices.token_ids),
+            positions=torch.from_numpy(indices.positions),
+            slot_mapping=torch.from_numpy(indices.slot_mapping),
+            sample_index=torch.from_numpy(indices.sample_index),
+            qo_indptr=torch.from_numpy(indices.qo_indptr),
+            kv_lens=torch.from_numpy(indices.kv_lens),
+            page_indptr=torch.from_numpy(indices.page_indptr),
+            page_indices=torch.from_numpy(indices.page_indices),
+            num_decode=step.num_decode,
+            max_kv_len=int(indices.kv_lens.max()),
         )

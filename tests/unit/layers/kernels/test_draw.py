@@ -22,4 +22,5 @@ def test_kernel_draws_the_hosts_tokens() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "ends of the range: 6 rows" in done.stdout
+    assert "names of columns: 5" in done.stdout
     assert "not finite: 6 rows" in done.stdout

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +31,11 @@ from baton.runtime.memory.device_memory import (
     size_pool,
 )
 from baton.runtime.memory.profile import check_weights, profile_memory
-from baton.runtime.memory.warmup import WarmupLimits, pages_needed, steps
+from baton.runtime.memory.warmup import SAMPLINGS, WarmupLimits, pages_needed, steps
 from baton.runtime.runner.capture import BYTES_EACH
+from baton.runtime.sampling import sampler, step_sampler
 from baton.sched.types.plan import ForwardMode, StepPlan
+from baton.sched.types.request import SamplingParams
 from tests.support.models import tiny_model
 from tests.support.models.whole_model import load_model
 
@@ -158,6 +163,38 @@ def test_steps_without_a_draw_and_with_a_long_cached_prefix_are_in_the_warmup() 
     assert any(row.start == 8192 and row.n == 16 for plan in plans for row in plan.rows), (
         "attention splits its KV"
     )
+
+
+def parameters_read_by_the_sampler() -> set[str]:
+    """Fields of SamplingParams that its sources mention as attributes."""
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    sources = [inspect.getsource(module) for module in (sampler, step_sampler)]
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    return fields & {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+NO_WAY_OF_SAMPLING = {
+    "resumed",  # where the answer begins: which tokens count as drawn
+}
+
+
+def test_warmup_states_every_parameter_that_the_sampler_reads() -> None:
+    """A parameter that no row of the warm-up has compiles its kernels in the first request that has it."""
+    default = SamplingParams()
+    stated = {
+        field.name
+        for field in dataclasses.fields(SamplingParams)
+        if any(getattr(row, field.name) != getattr(default, field.name) for row in SAMPLINGS)
+    }
+    assert parameters_read_by_the_sampler() - NO_WAY_OF_SAMPLING <= stated
+    assert {"top_k", "logit_bias", "min_new_tokens"} <= parameters_read_by_the_sampler()
+
+
+def test_every_way_of_sampling_is_in_one_step_of_the_warmup() -> None:
+    limits = WarmupLimits(8192, 8192, running=256, context=40960, page_size=16)
+    (plan,) = [plan for name, plan in steps(limits) if name == "all ways of sampling"]
+    assert tuple(each.params for each in plan.admitted) == SAMPLINGS
+    assert all(row.sample for row in plan.rows)
 
 
 def test_largest_step_fills_the_budget() -> None:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from baton.layers.kernels.draw_columns import DrawColumns
 from baton.runtime.sampling import sampler, step_sampler
 from baton.runtime.sampling.sampler import SampleRow
 from baton.runtime.sampling.step_sampler import SamplingLaunch
@@ -149,7 +150,7 @@ def test_nothing_is_read_from_the_device_and_no_devices_are_mixed(monkeypatch):
     def launch(logits: Tensor, at: Tensor, columns: Tensor, tokens: Tensor) -> None:
         assert all(x.device.type == "cuda" for x in (logits, at, columns, tokens))
         assert (at.dtype, columns.dtype, tokens.dtype) == (torch.int64, torch.float64, torch.int64)
-        assert columns.shape == (5, len(at))
+        assert columns.shape == (len(DrawColumns._fields), len(at))
         assert columns.is_contiguous()
         launches.append(len(at))
 

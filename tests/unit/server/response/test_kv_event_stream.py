@@ -18,6 +18,7 @@ from baton.server.http.http_utils import error_response
 from baton.server.response import kv_event_stream
 from baton.server.response.kv_event_stream import KvStreams
 from baton.server.worker.client import RankClient
+from baton.server.worker.control import ControlOperation, ReadKvSnapshot
 from baton.server.worker.kv_events import codec
 from baton.server.worker.messages import KvEvents, ReplyMessage
 
@@ -41,9 +42,9 @@ class ScriptedRanks:
         return self.ranks[wanted]
 
     async def control(
-        self, rank: RankClient, op: str, timeout_secs: float, **args: Any
+        self, rank: RankClient, operation: ControlOperation, timeout_secs: float
     ) -> ReplyMessage:
-        assert op == "kv_snapshot"
+        assert operation == ReadKvSnapshot()
         self.snapshots += 1
         return ReplyMessage(
             1, True, {"epoch": "e1", "seq": self.sent, "payload": codec.encode([BLOCK], 2, 1.0, 0)}

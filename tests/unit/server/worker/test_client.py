@@ -19,6 +19,18 @@ from baton.sched.types.request import FinishReason, SamplingParams, ValidatedReq
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
 from baton.server.http.lifecycle import NodeState, ServerLifecycle
 from baton.server.worker.client import RankSet
+from baton.server.worker.control import (
+    AbortByRoom,
+    ControlOperation,
+    CountRemaining,
+    EndTransfers,
+    FlushCache,
+    ReadKvSnapshot,
+    ReadLedger,
+    ReadSteps,
+    ResumeItems,
+    SuspendItems,
+)
 from baton.server.worker.messages import (
     AbortMessage,
     ControlMessage,
@@ -269,7 +281,7 @@ def test_fatal_message_fails_requests_and_questions_of_that_rank_only(tmp_path: 
         stage.submit(mine, 1)
         stage.submit(other, 0)
         asked = asyncio.create_task(
-            stage.ranks.control(stage.ranks.ranks[1], "ledger", DEADLINE_SECS)
+            stage.ranks.control(stage.ranks.ranks[1], ReadLedger(), DEADLINE_SECS)
         )
         await asyncio.sleep(0)
         await stage.say(FatalMessage(1, "out of memory"))
@@ -282,22 +294,37 @@ def test_fatal_message_fails_requests_and_questions_of_that_rank_only(tmp_path: 
     play(tmp_path, scene)
 
 
+OPERATIONS: list[ControlOperation] = [
+    FlushCache(),
+    ReadKvSnapshot(),
+    ReadLedger(),
+    ReadLedger(room=0),
+    CountRemaining(),
+    ReadSteps(limit=9),
+    AbortByRoom([7, 2**53 - 1], "rid", all_leases=False),
+    EndTransfers(),
+    SuspendItems([1, 2]),
+    ResumeItems([1]),
+]
+
+
 def test_controls_are_answered_by_id_or_time_out(tmp_path: Path) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()
         rank = stage.ranks.ranks[0]
         tasks = [
-            asyncio.create_task(stage.ranks.control(rank, op, DEADLINE_SECS, x=1))
-            for op in ("info", "ledger")
+            asyncio.create_task(stage.ranks.control(rank, operation, DEADLINE_SECS))
+            for operation in OPERATIONS
         ]
-        heard = [await stage.hear(), await stage.hear()]
-        assert all(isinstance(h, ControlMessage) and h.args == {"x": 1} for h in heard)
+        heard = [await stage.hear() for _ in OPERATIONS]
         for message in reversed(heard):
             assert isinstance(message, ControlMessage)
-            await stage.say(ReplyMessage(message.id, True, {"op": message.op}))
-        assert [(await t).result["op"] for t in tasks] == ["info", "ledger"]
-        with pytest.raises(RequestTimeout, match="did not answer 'slow'"):
-            await stage.ranks.control(rank, "slow", 0.01)
+            position = OPERATIONS.index(message.operation)
+            await stage.say(ReplyMessage(message.id, True, {"position": position}))
+        replies = [(await task).result["position"] for task in tasks]
+        assert replies == list(range(len(OPERATIONS)))
+        with pytest.raises(RequestTimeout, match=r"did not answer 'left' within 0\.01 s"):
+            await stage.ranks.control(rank, CountRemaining(), 0.01)
 
     play(tmp_path, scene)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import io
-import json
 import sys
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
+from baton.config import EngineConfig
 from baton.sched.types.events import EmittedTokens, new_token
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason
@@ -17,6 +18,7 @@ from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
 from baton.server.worker import process
 from baton.server.worker.messages import TokenBatch, encoder, to_front_decoder
 from baton.server.worker.process import StreamBuffer, flatten_transfer_stats, next_idle_report
+from baton.server.worker.rank_config import BootstrapAddress, RankConfig, decode_line, encode_line
 
 STAGES = FirstTokenStages(0.25, PulledPages("shm", 3, 12288, 0.002, 0.01))
 
@@ -81,20 +83,42 @@ def test_objects_of_the_start_are_kept_from_the_garbage_collector(
 ) -> None:
     """Unless they are frozen, a full collection within the loop walks the model and all modules."""
     frozen: list[int] = []
-    job = {
-        "config": {},
-        "dp_rank": 0,
-        "to_rank": "inproc://rank",
-        "to_front": "inproc://front",
-    }
+    rank_config = RankConfig(
+        config=EngineConfig(),
+        dp_rank=0,
+        tp_rank=0,
+        folder="/nowhere",
+        to_rank="inproc://rank",
+        to_front="inproc://front",
+    )
     made = SimpleNamespace(run=lambda: frozen.append(gc.get_freeze_count()))
     monkeypatch.setattr(process, "RankProcess", lambda *_: made)
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job) + "\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(encode_line(rank_config).decode()))
     before = gc.get_freeze_count()
     try:
         assert process.main() == 0
     finally:
         gc.unfreeze()
     assert frozen[0] > before + 1000
+
+
+def test_rank_config_round_trips_with_values_that_are_not_defaults() -> None:
+    rank_config = RankConfig(
+        config=EngineConfig(page_size=32, cluster_key="0123456789abcdef", kv_lease_secs=60),
+        dp_rank=3,
+        tp_rank=1,
+        folder="/run/user/engine",
+        to_rank="ipc:///run/user/engine/rank3",
+        to_front="ipc:///run/user/engine/front",
+        bootstrap=BootstrapAddress("127.0.0.1", 8998),
+    )
+    line = encode_line(rank_config)
+    assert line.count(b"\n") == 1
+    assert decode_line(line.decode()) == rank_config
+
+
+def test_rank_config_without_a_field_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="dp_rank"):
+        decode_line('{"config": {}}')
