@@ -134,6 +134,7 @@ SECOND_FLOOR = {
     ),
     "router/src/observability": (
         "decision_log",
+        "engine_logs",
         "engine_stages",
         "explain",
         "otlp",

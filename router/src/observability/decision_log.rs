@@ -145,9 +145,10 @@ fn write_lines(
     };
     let mut is_dirty = false;
     loop {
-        let message = match is_dirty {
-            true => lines.recv_timeout(QUIET),
-            false => lines.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        let message = if is_dirty {
+            lines.recv_timeout(QUIET)
+        } else {
+            lines.recv().map_err(|_| RecvTimeoutError::Disconnected)
         };
         match message {
             Ok(Message::Line(line)) => {

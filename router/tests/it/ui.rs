@@ -103,6 +103,9 @@ async fn files_have_their_type_and_a_policy_without_other_origins() {
             let head = router.send(Method::HEAD, path, &[], "").await;
             assert_eq!((head.status, head.body.len()), (200, 0), "{path}");
         }
+        let labels = "method=\"GET\",outcome=\"ok\",route=\"/ui/{file}\",status=\"3xx\"";
+        let not_modified = format!("baton_router_requests_total{{{labels}}}");
+        assert!(router.metric(&not_modified).await >= 1.0);
         let moved = router.get("/ui").await;
         assert_eq!(
             (moved.status, moved.headers["location"].to_str().unwrap()),

@@ -39,6 +39,16 @@ def test_ratio_is_the_median_over_rounds_not_of_medians() -> None:
     assert last.count("2.00 [2.00, 2.00]") == 5
 
 
+def test_value_of_zero_at_the_first_server_gives_no_ratio() -> None:
+    one_event = BenchArm("base", "", "", [LoadRound(1.0, (RequestTiming(1.0, 1.0, 4),), ())])
+    streamed = BenchArm("other", "", "", rounds(2.0))
+    last = table([one_event, streamed]).splitlines()[-1]
+    assert last.split()[-5:] == ["-", "-", "2.00", "[2.00,", "2.00]"]  # TPOT p50, p95; E2E
+    ratios = rounds_as_json([one_event, streamed])[1]["ratios_to_first"]
+    assert ratios["TPOT p50 ms"] == [None]
+    assert ratios["E2E p95 ms"] == [2.0]
+
+
 def rounds(*seconds: float) -> list[LoadRound]:
     return [LoadRound(s, (RequestTiming(s / 2, s, 4),), ()) for s in seconds]
 
