@@ -1,11 +1,11 @@
 """The life of a disaggregated request on its two nodes: scheduler events in, native transfer calls out, and back.
 
-    P   offer ──▶ publish* (final pages, per chunk) ──▶ finish (first token, lease) ──▶ released ─▶ sched.release
-    D   open ──▶ grant (pages reserved) ──▶ committed (all verified) ─▶ sched.transfer_committed
-        announced (P holds pages, no grant yet) ─▶ sched.transfer_announced
-        revoke ──▶ revoked ─▶ sched.grant_revoked, or announced: P came first
-                                        └─▶ failed ─▶ sched.transfer_failed
-        abort ──▶ aborted ─▶ sched.transfer_failed, which frees the pages of what had ended already
+    P   offer ──▶ publish* (final pages, per chunk) ──▶ finish (first token, lease) ──▶ released ─▶ Scheduler.release
+    D   open ──▶ grant (pages reserved) ──▶ committed (all verified) ─▶ Scheduler.transfer_committed
+        announced (P holds pages, no grant yet) ─▶ Scheduler.transfer_announced
+        revoke ──▶ revoked ─▶ Scheduler.grant_revoked, or announced: P came first
+                                        └─▶ failed ─▶ Scheduler.transfer_failed
+        abort ──▶ aborted ─▶ Scheduler.transfer_failed, which frees the pages of what had ended already
 
 What fails about one room (the runtime's table is full, a call is refused, P's payload cannot be used) ends that room.
 

@@ -348,7 +348,7 @@ class Scheduler:
         """Choose the next forward pass; None when there is nothing to compute. Same state and `now`, same plan.
 
         Args:
-            now: seconds, the clock of Validated.arrival; only policies that weigh waiting time read it.
+            now: seconds, the clock of ValidatedRequest.arrival; only policies that weigh waiting time read it.
         """
         outcome = self._planner.plan(now)
         self._note(outcome, now)

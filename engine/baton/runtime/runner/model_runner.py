@@ -1,6 +1,7 @@
 """Carries a StepPlan out: plan → index tensors → forward → one token per sampling row.
 
-`ModelRunner` does so on the CPU, to the end; `gpu.runner.DeviceRunner` shares what is done for it on the host.
+`ModelRunner` executes on the CPU, to the end; `cuda_runner.DeviceRunner` inherits the work on the
+host.
 
 Pages that the plan moves between device and host are copied before its rows run, in the plan's order.
 

@@ -1,10 +1,10 @@
 """Timeline of a traced request in the scheduler: times and amounts, from which the front makes spans.
 
-1. a request that carries a trace (`Validated.trace`) gets a RequestTimeline when it is queued first;
+1. a request that carries a trace (`ValidatedRequest.trace`) gets a RequestTimeline when it is queued first;
 2. the hooks of sched.metrics.collector write it, the same calls that count and time all requests for the metrics;
 3. when the scheduler forgets the request its timeline leaves as an event, complete.
 
-Times are seconds on the clock of Validated.arrival. Bounded: after MAX_EVENTS further ones are only counted.
+Times are seconds on the clock of `ValidatedRequest.arrival`. Bounded: after MAX_EVENTS further ones are only counted.
 """
 
 from __future__ import annotations
