@@ -1,4 +1,4 @@
-//! The words every policy shares: who can be chosen, what is asked, what was decided and why.
+//! Types that all policies share: candidates, requests, choices with their reasons, and events.
 
 use std::fmt;
 

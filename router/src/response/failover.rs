@@ -1,5 +1,5 @@
-//! A stream that goes on when its worker dies: what the client has of it, and what is asked of
-//! another to say the rest.
+//! Resuming a stream after its worker died: the record of what the client has received, and the
+//! request for the rest that another worker gets.
 //!
 //! 1. Workers with the feature `resume` are asked (header) for a comment in front of the last event
 //!    of each write: the tokens that are out with the events so far (docs/protocol.md §2);

@@ -101,7 +101,7 @@ class ModelRunner:
         return replace(result, copy_seconds=copy_seconds)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """The same, and wait for its end."""
+        """Execute a step and wait for its result."""
         outcome = self.execute(plan)
         return outcome if isinstance(outcome, StepResult) else outcome.wait()[0]
 

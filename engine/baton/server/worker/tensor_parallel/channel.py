@@ -1,4 +1,5 @@
-"""The processes of a DP rank that compute together (--tp-size): the first one plans, the others do what it tells.
+"""The processes of a DP rank that compute together (--tp-size): the first one plans, the others
+execute its steps.
 
 1. The front starts all of them alike; those with a `tp_rank` above 0 run `follow` instead of a scheduler.
 2. They meet (layers.collectives.init_group), each loads its share of the model, and followers report that they did.
