@@ -41,7 +41,7 @@ from baton.cache.radix import TOKEN_BYTES, RadixNode
 DIGEST_BYTES = 16
 """Two different prefixes with one key would need about 2^64 pages."""
 PIN_SHARE = 0.75
-"""Share of the pool for pinned pages: the rest stays a cache for everybody, however many requests are suspended."""
+"""Share of the pool for pinned pages: the rest stays a cache for all requests, however many are suspended."""
 DEAD_ENTRIES = 64
 
 

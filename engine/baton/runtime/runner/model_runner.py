@@ -1,4 +1,4 @@
-"""Carries a StepPlan out: plan → index tensors → forward → one token per sampling row.
+"""Executes a StepPlan: plan → index tensors → forward → one token per sampling row.
 
 `ModelRunner` executes on the CPU, to the end; `cuda_runner.DeviceRunner` inherits the work on the
 host.
@@ -140,7 +140,7 @@ class ModelRunner:
             self._native_pool.begin_write(step.new_pages.tobytes())
 
     def _copy(self, step: StepInputs) -> float:
-        """Returns the seconds it took; 0 on a device that copies while the host goes on, which cannot tell."""
+        """Returns the seconds it took; 0 on a device that copies asynchronously."""
         if not step.copies:
             return 0.0
         assert self._host is not None, "the plan moves pages to a host pool that is not there"

@@ -165,7 +165,7 @@ class LogitEdits:
 
 
 def draw_columns(row: SampleRow, vocab: int) -> tuple[float, float, float, float, float]:
-    """All that a draw knows of a row: temperature, u, top_k (0: none), top_p, min_p.
+    """Inputs of a draw for one row: temperature, u, top_k (0: none), top_p, min_p.
 
     The most likely token always passes top_p and min_p (as min_tokens_to_keep in transformers).
     """
