@@ -2,7 +2,8 @@
 //!
 //! The body is OpenAI's nested object `{"error":{"message","type","param","code"}}`; codes are the
 //! engine's where both sides have the error (`engine/baton/errors.py`), and docs/protocol.md lists
-//! them.
+//! them. `Display` is for logs and operators; the message of the body is
+//! [`RouteError::client_message`], which names no worker.
 
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -144,11 +145,14 @@ pub enum RouteError {
         "the router cannot open another connection to a worker: {cause}; raise its limit of open files (ulimit -n), or lower --max-connections or --http2-max-streams"
     )]
     Exhausted { cause: String },
-    #[error("{role} worker {worker}: {cause}")]
+    #[error("{role} worker {worker} {problem}{}", as_suffix(detail))]
     Upstream {
         role: Role,
         worker: String,
-        cause: String,
+        /// Failure of the worker, as a predicate. Clients see it: it names no worker.
+        problem: String,
+        /// Cause, for logs: it may hold addresses. May be empty.
+        detail: String,
     },
     #[error(
         "{role} worker {worker} sent no byte for {waited_ms} ms; see its queue, or raise --request-timeout-secs"
@@ -184,8 +188,6 @@ pub enum RouteError {
     RestTooLarge { bytes: u64, limit_bytes: u64 },
     #[error("{detail}")]
     Unasked { detail: String },
-    #[error("prefill worker {worker} could not prefill: {cause}")]
-    PrefillFailed { worker: String, cause: String },
     #[error("internal error: {detail}; please report it")]
     Internal { detail: String },
 }
@@ -229,7 +231,6 @@ impl RouteError {
             HeadTooLarge { .. } => ("head_too_large", 431),
             Internal { .. } => ("internal_error", 500),
             Upstream { .. } | Unasked { .. } => ("upstream_error", 502),
-            PrefillFailed { .. } => ("prefill_failed", 502),
             TooManyWorkers { .. } => ("too_many_workers", 503),
             FeedFull { .. } => ("feed_full", 503),
             BodyMemoryFull { .. } => ("body_memory_full", 503),
@@ -284,9 +285,46 @@ impl RouteError {
         }
     }
 
+    /// True if a worker failed: the log has more about it than the client.
+    pub fn is_upstream(&self) -> bool {
+        matches!(
+            self,
+            RouteError::Upstream { .. } | RouteError::UpstreamSilent { .. }
+        )
+    }
+
+    /// Message for the client: what happened and what to do. It names no worker.
+    pub fn client_message(&self) -> String {
+        match self {
+            RouteError::Upstream { role, problem, .. } => format!(
+                "a {role} worker {problem}; send the request again, or look for its x-request-id in the router's log"
+            ),
+            RouteError::UpstreamSilent {
+                role, waited_ms, ..
+            } => format!(
+                "a {role} worker sent no byte for {waited_ms} ms; send the request again later, or raise the router's --request-timeout-secs"
+            ),
+            other => other.to_string(),
+        }
+    }
+
     /// The OpenAI error object, exactly as it goes over the wire.
     pub fn body(&self) -> Bytes {
-        error_body(&self.to_string(), self.kind(), self.param(), self.code())
+        error_body(
+            &self.client_message(),
+            self.kind(),
+            self.param(),
+            self.code(),
+        )
+    }
+}
+
+/// `detail` behind a colon, if there is any.
+fn as_suffix(detail: &str) -> String {
+    if detail.is_empty() {
+        String::new()
+    } else {
+        format!(": {detail}")
     }
 }
 
@@ -336,6 +374,32 @@ mod tests {
         assert_eq!(body["error"]["code"], "invalid_value");
         assert_eq!(body["error"]["param"], "n");
         assert_eq!(body["error"]["type"], "invalid_request_error");
+    }
+
+    #[test]
+    fn worker_address_is_in_the_log_and_not_in_the_body() {
+        const WORKER: &str = "http://10.1.2.3:30000@1";
+        let errors = [
+            RouteError::Upstream {
+                role: Role::Decode,
+                worker: WORKER.into(),
+                problem: "could not be reached".into(),
+                detail: "certificate not valid for name \"10.1.2.3\"".into(),
+            },
+            RouteError::UpstreamSilent {
+                role: Role::Decode,
+                worker: WORKER.into(),
+                waited_ms: 1000,
+            },
+        ];
+        for err in errors {
+            assert!(err.is_upstream());
+            assert!(err.to_string().contains(WORKER), "{err}");
+            let body = String::from_utf8(err.body().to_vec()).unwrap();
+            assert!(!body.contains("10.1.2.3"), "{body}");
+            assert!(body.contains("a decode worker "), "{body}");
+            assert!(body.contains("; send the request again"), "{body}");
+        }
     }
 
     #[test]

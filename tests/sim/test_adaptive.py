@@ -19,9 +19,9 @@ from baton.sched.policies.adaptive import (
     QueueSnapshot,
     WaitingRequest,
     decide,
-    finish,
     forecast_in_parts,
     forecasts_in_parts,
+    run_all,
     snapshot_in_parts,
 )
 from baton.sched.setup.limits import Limits
@@ -34,7 +34,7 @@ from tests.support.sched_sim import VOCAB, Node, request
 
 
 def forecast(queue: QueueSnapshot, order: str) -> OrderForecast:
-    return finish(forecast_in_parts(queue, order))
+    return run_all(forecast_in_parts(queue, order))
 
 
 def snapshot(
@@ -77,7 +77,7 @@ def test_forecast_by_response_ratio() -> None:
 
 
 def test_equal_requests_have_equal_forecasts_and_keep_fcfs() -> None:
-    found = finish(
+    found = run_all(
         forecasts_in_parts(
             snapshot(*[waiting(100, wait=10.0 - i, waited_tokens=1000 - 100 * i) for i in range(9)])
         )
@@ -142,8 +142,8 @@ def test_snapshot_numbers_equal_prefixes_equally_and_namespaces_apart() -> None:
     pages = state.memory.allocator.alloc(8)
     assert pages is not None
     state.memory.cache.insert(seqs[0].key, pages, b"")
-    view = state.view()
-    made = finish(
+    view = state.policy_context()
+    made = run_all(
         snapshot_in_parts(seqs, view, PolicyParams(), lambda s: state.memory.cached_pages(s) * 4)
     )
     a, b, c, d = (r.blocks for r in made.requests)
@@ -168,7 +168,7 @@ def test_snapshot_and_review_are_bounded() -> None:
                 8,
             )
         )
-    made = finish(snapshot_in_parts(queue, state.view(), PolicyParams(), lambda _: 0))
+    made = run_all(snapshot_in_parts(queue, state.policy_context(), PolicyParams(), lambda _: 0))
     assert len(made.requests) == adaptive.MAX_REQUESTS
     assert sum(len(r.blocks) for r in made.requests) <= adaptive.MAX_BLOCKS
     assert made.requests[0].tokens == 5000
@@ -288,7 +288,7 @@ def test_an_empty_queue_breaks_the_row() -> None:
         PolicyParams(adaptive_window_secs=1.0, short_first_aging_tokens_per_s=0.0)
     )
     state = SchedulerState(Limits(100, 4, 4, 100, 64))
-    at = state.view()
+    at = state.policy_context()
 
     def view(now: float) -> PolicyContext:
         return PolicyContext(now, 0, at.index, 100.0, 0, at.answer_share, 400)
@@ -316,9 +316,9 @@ def test_a_long_queue_is_reviewed_over_many_plans_as_it_was_at_the_first() -> No
             Seq(dataclasses.replace(plain, arrival=handle / 100), array("i", plain.prompt), 4)
         )
     policy = AdaptivePolicy(PolicyParams(adaptive_window_secs=1.0))
-    at = state.view()
+    at = state.policy_context()
     now = dataclasses.replace(at, now=1.0)
-    once = finish(policy._review_in_parts(queue, now))
+    once = run_all(policy._review_in_parts(queue, now))
     assert once is not None
     policy = AdaptivePolicy(PolicyParams(adaptive_window_secs=1.0))
     assert policy.review(queue, at) is None

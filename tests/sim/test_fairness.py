@@ -474,7 +474,7 @@ def test_random_load_with_classes_and_tenants_gives_reference_tokens(seed: int) 
     node.sched.ledger().check_idle(node.limits.num_pages)
     if isinstance(node.sched.sharing, FairQueue):
         assert node.sched.sharing._waiting == [{} for _ in node.sched.sharing._waiting]
-        assert not node.sched.sharing._held_back
+        assert not node.sched.sharing._limits._held_back
 
 
 def test_a_decode_node_admits_prompts_on_their_way_by_class_and_tenant() -> None:

@@ -44,7 +44,7 @@ def in_memory(node: Node) -> set[bytes]:
 def drain(node: Node, consumer: Consumer) -> EventBatch | None:
     log = node.sched.kv_events
     assert log is not None
-    batch = log.take(0.0)
+    batch = log.take_batch(0.0)
     for event in batch.events if batch else ():
         consumer.apply(event)
     return batch

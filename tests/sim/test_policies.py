@@ -39,7 +39,7 @@ class FixedIndex:
         node = TreeNode(None, tokens[:1] if found else b"", array("i"), tokens[0])
         return PrefixProbe(node, 0, min(found, max_tokens), 0, b"")
 
-    def outdated(self, probes: Sequence[PrefixProbe | None]) -> range:
+    def find_outdated(self, probes: Sequence[PrefixProbe | None]) -> range:
         return range(len(probes))
 
     def watch(self) -> ProbeWatch:
@@ -197,8 +197,8 @@ def walk_order(paths: Sequence[Path]) -> list[int]:
     """Indices of the paths in the order of `BranchWeights`; those at one node in the order given."""
     weights = BranchWeights()
     for path in paths:
-        weights.add(path)
-    places = weights.places()
+        weights.add_path(path)
+    places = weights.walk_places()
     return sorted(range(len(paths)), key=lambda i: places[paths[i][-1] if paths[i] else ROOT])
 
 
@@ -240,9 +240,9 @@ def test_dfs_weight_equals_the_recursive_definition(ends: list[tuple[int, list[i
         for turn in turns:
             path.append((path[-1] if path else 1) * 3 + turn)  # numbers differ for different places
         present += [tuple(path)] * count
-        weights.add(path, count)
+        weights.add_path(path, count)
         order = Plain(present).nodes()
-        assert weights.places() == {node: place for place, node in enumerate(order)}
+        assert weights.walk_places() == {node: place for place, node in enumerate(order)}
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -159,7 +159,7 @@ def test_a_request_that_entered_twice_times_out_once() -> None:
         admission.add(seq, 5, 0.0)
         admission.remove(seq, 0.0)
     admission.add(seq, 5, 0.0)
-    assert admission.overdue(req.arrival + 11) == [seq]
+    assert admission.pop_overdue(req.arrival + 11) == [seq]
     assert admission.turned_away["timeout"] == 1
 
 
@@ -257,15 +257,15 @@ def test_a_request_without_a_priority_ages_past_important_ones_in_bounded_time()
 def test_moving_rate_forgets_the_past() -> None:
     rate = DrainRate(horizon_secs=10.0)
     assert rate.per_second(5.0) == (0.0, 0.0)
-    rate.start(0.0)
+    rate.start_clock(0.0)
     for second in range(1, 101):
         for _ in range(8):
-            rate.left(100, float(second))
+            rate.on_left(100, float(second))
     requests, tokens = rate.per_second(100.0)
     assert requests == pytest.approx(8.0, rel=0.06)
     assert tokens == pytest.approx(800.0, rel=0.06)
     for second in range(101, 201):
-        rate.left(100, float(second))
+        rate.on_left(100, float(second))
     assert rate.per_second(200.0)[0] == pytest.approx(1.0, rel=0.06)
 
 
@@ -390,7 +390,7 @@ def test_a_request_that_entered_twice_without_having_started_is_refused_once() -
         again.add(seqs[1], 1, 0.0)
         again.remove(seqs[1], 0.0)
     again.add(seqs[1], 1, 0.0)
-    assert again.overdue(5.0) == [seqs[1]]
+    assert again.pop_overdue(5.0) == [seqs[1]]
     assert again.turned_away["timeout"] == 1
 
 

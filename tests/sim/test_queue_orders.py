@@ -253,7 +253,7 @@ def test_a_page_published_elsewhere_compares_no_prompt_again() -> None:
         world.change()
     list(world.queue.in_order())
     walks = 0
-    walk = world.cache._walk
+    walk = world.cache._walk_edges
 
     def counted(tokens: bytes, namespace: bytes, limit: int) -> object:
         nonlocal walks
@@ -263,7 +263,7 @@ def test_a_page_published_elsewhere_compares_no_prompt_again() -> None:
     pages = world.allocator.alloc(2)
     assert pages is not None
     world.cache.insert(array("i", [7, 7, 7, 7]).tobytes(), pages, b"")
-    world.cache._walk = counted  # type: ignore[method-assign, assignment]
+    world.cache._walk_edges = counted  # type: ignore[method-assign, assignment]
     assert [s.handle for s in world.queue.in_order()] == world.defined([])
     assert walks == 0
 

@@ -14,6 +14,7 @@ from baton.config.tenants import TenantRules
 from baton.errors import PromptTooLong, QueueFull
 from baton.sched.fairness.fair_queue import FairnessRules
 from baton.sched.memory.kv_manager import KvManager
+from baton.sched.planner.prompt_budget import PromptBudget
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup.limits import Limits
@@ -332,7 +333,7 @@ def test_the_reserved_request_does_not_start_behind_max_partial_prefills_either(
     node.step()
     node.sched.add(request(1, [2] * 280, 1))
     node.step()
-    held = node.sched._planner.reservation.held
+    held = node.sched._planner.reservation.current
     assert held is not None
     assert held.seq.handle == 1
     node.sched.add(request(2, [3] * 96, 1))
@@ -407,7 +408,7 @@ def test_an_admission_taken_back_leaves_cached_tokens_to_charge(
         req = dataclasses.replace(request(handle, [1] * 20, 1), tenant=tenant)
         if handle:
             with monkeypatch.context() as patch:
-                patch.setattr(node.sched._planner.prefill, "_chunk", lambda *args, **kwargs: 0)
+                patch.setattr(PromptBudget, "chunk_tokens", lambda *args, **kwargs: 0)
                 node.sched.add(req)
                 assert node.sched.plan() is None
         else:
@@ -426,7 +427,7 @@ def test_disabled_cache_takes_and_finds_nothing() -> None:
     assert (seq.node, seq.published, len(seq.private)) == (None, 0, 2), (
         "the sequence still owns its pages"
     )
-    match = memory.match(later, 2)
+    match = memory.match_prefix(later, 2)
     assert match.num_tokens == 0
     memory.cache.unlock(match.node)
     cache = memory.cache

@@ -311,7 +311,7 @@ class Ride:
                 self.log.checked["priorities adjusted"] += 1
         for node in self.nodes:
             if node.sched.kv_events is not None:
-                node.sched.kv_events.take(0.0)
+                node.sched.kv_events.take_batch(0.0)
 
     # ------------------------------------------------------------------ the end
 

@@ -139,7 +139,7 @@ class WatchedScheduler(Scheduler):
             retained=set(state.retained),
             decoding={seq.handle for seq in running if _decodes(seq)},
             evictions=self._evictions,
-            reservation=copy.copy(self._planner.reservation.held),
+            reservation=copy.copy(self._planner.reservation.current),
         )
 
     def _facts(self) -> list[Fact]:
@@ -415,7 +415,7 @@ class WatchedScheduler(Scheduler):
         `came_first` were admitted in this plan before `seq` was tried: they count as passing, too.
         """
         state, limits = self._state, self.limits
-        held = before.reservation or self._planner.reservation.held
+        held = before.reservation or self._planner.reservation.current
         if held is None or held.seq is seq or self._importance(seq) > self._importance(held.seq):
             return False
 

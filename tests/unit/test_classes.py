@@ -102,7 +102,7 @@ def test_backlogged_classes_share_by_weight_in_every_window(weights: list[int], 
         ready = {i, j} | {c for c in range(2, len(weights)) if rng.random() < 0.5}
         for c in set(range(2, len(weights))) - ready:
             drr.leave(c)
-        c = drr.turn(ready)
+        c = drr.next_turn(ready)
         assert c in ready
         n = {"small": 1, "large": MOST, "random": rng.randint(1, MOST)}[style[c]]
         drr.charge(c, n)
@@ -121,9 +121,9 @@ def test_a_class_that_comes_back_waits_for_one_turn_of_each_other(
     others = set(range(1, len(weights)))
     for _ in range(rng.randint(0, 100)):
         drr.leave(0)
-        drr.charge(drr.turn(others), rng.randint(1, MOST))
+        drr.charge(drr.next_turn(others), rng.randint(1, MOST))
     waited = 0
-    while (c := drr.turn(others | {0})) != 0:
+    while (c := drr.next_turn(others | {0})) != 0:
         n = rng.choice((1, MOST))
         drr.charge(c, n)
         waited += n
@@ -143,37 +143,37 @@ def test_rounds_that_serve_no_class_are_skipped_at_once_and_change_nothing(
     naive.charge(1, debt % 3000)
     naive._skip_rounds = lambda ready: None  # type: ignore[method-assign]
     for _ in range(5):
-        assert fast.turn({0, 1}) == naive.turn({0, 1})
+        assert fast.next_turn({0, 1}) == naive.next_turn({0, 1})
         assert fast.credit == naive.credit
         fast.charge(0, 40)
         naive.charge(0, 40)
     fast.charge(0, debt)
-    assert fast.turn({0}) == 0, "alone it is served whatever it owes"
+    assert fast.next_turn({0}) == 0, "alone it is served whatever it owes"
 
 
 def test_answers_count_against_their_class_and_idle_time_earns_nothing() -> None:
     drr = DeficitRoundRobin([1, 1], 100)
-    assert drr.turn({0}) == 0
+    assert drr.next_turn({0}) == 0
     drr.charge(0, 1000)  # answers, beside others' turns
     for _ in range(10):
-        assert drr.turn({0, 1}) == 1
+        assert drr.next_turn({0, 1}) == 1
         drr.charge(1, 100)
     drr.leave(1)
-    assert drr.turn({0}) == 0
+    assert drr.next_turn({0}) == 0
     assert drr.credit[1] <= 0
-    before = drr.saved()
-    drr.turn({0, 1})
+    before = drr.save()
+    drr.next_turn({0, 1})
     drr.restore(before)
-    assert drr.saved() == before
+    assert drr.save() == before
     drr.settle()
     assert drr.credit == [0, 0]
 
 
 def test_while_the_turn_is_blocked_the_least_served_goes_on_and_the_turn_stays() -> None:
     drr = DeficitRoundRobin([1, 1, 1], 100)
-    blocked = drr.turn({0, 1, 2})
+    blocked = drr.next_turn({0, 1, 2})
     others = {0, 1, 2} - {blocked}
     first = drr.least_served(others)
     drr.charge(first, 30)
     assert drr.least_served(others) == (others - {first}).pop()
-    assert drr.turn({0, 1, 2}) == blocked
+    assert drr.next_turn({0, 1, 2}) == blocked

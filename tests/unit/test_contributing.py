@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
 
 from baton.models import spec_reader
-from baton.sched.policies import POLICIES
-from baton.sched.setup.limits import Limits
 from tests.support import checkpoints
 from tests.support.model_loop import ModelLoop
-from tests.support.sched_sim import Node, request
 from tests.support.whole_model import load_model
 
 ROOT = Path(__file__).parents[2]
@@ -30,25 +29,82 @@ def code_of(title: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", example(title), re.DOTALL)
 
 
-def first_served(policy: str) -> list[int]:
-    """Handles in the order of their ends, where one request runs at a time and all wait from the beginning."""
-    node = Node(Limits(64, 4, 1, 10, 16, policy=policy), depth=1)
-    for handle in range(4):
-        node.sched.add(request(handle, [handle + 1] * 4, 2, ignore_eos=True))
-    for _ in range(100):
-        node.step()
-        node.absorb()
-    return list(node.finished)
+def insert(path: Path, anchor: str, text: str) -> None:
+    """Insert text before the only match of a pattern."""
+    source = path.read_text(encoding="utf-8")
+    (match,) = re.finditer(anchor, source, re.MULTILINE)
+    path.write_text(source[: match.start()] + text + source[match.start() :], encoding="utf-8")
 
 
-def test_the_example_of_a_policy_orders_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("newest_first")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    (code,) = code_of("a scheduling policy")
-    exec(compile(code, "CONTRIBUTING.md", "exec"), module.__dict__)
-    monkeypatch.setitem(POLICIES, module.NewestFirst.name, module.NewestFirst)
-    assert first_served("fcfs") == [0, 1, 2, 3]
-    assert first_served("newest-first") == [3, 2, 1, 0]
+def insert_row(path: Path) -> None:
+    """Add a row for newest-first to the first table."""
+    source = path.read_text(encoding="utf-8")
+    match = re.search(r"^\|[-|]+\n", source, re.MULTILINE)
+    assert match is not None
+    cells = match[0].count("|") - 2
+    row = "| `newest-first` |" + " - arrival |" * cells + "\n"
+    path.write_text(source[: match.end()] + row + source[match.end() :], encoding="utf-8")
+
+
+ORDER_OF_ENDS = """
+from baton import config
+from baton.sched.setup import from_config
+from tests.support.sched_sim import Node, request
+
+flags = ["--schedule-policy", "newest-first", "--max-running-requests", "1", "--page-size", "4"]
+node = Node(from_config.limits(config.parse(flags), 64), depth=1)
+for handle in range(4):
+    node.sched.add(request(handle, [handle + 1] * 4, 2, ignore_eos=True))
+for _ in range(100):
+    node.step()
+    node.absorb()
+print(list(node.finished))
+"""
+
+
+def test_steps_of_the_policy_example_make_a_policy(tmp_path: Path) -> None:
+    unneeded = shutil.ignore_patterns("__pycache__", "*.so")
+    for folder in ("engine/baton", "tests", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=unneeded)
+    for native in (ROOT / "engine/baton").glob("*.so"):
+        (tmp_path / "engine/baton" / native.name).symlink_to(native)
+    for name in ("pyproject.toml", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def run(*arguments: str) -> str:
+        env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'engine'}:{tmp_path}"}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    policy, definition = code_of("a scheduling policy")
+    policies = tmp_path / "engine/baton/sched/policies"
+    flags = tmp_path / "docs/flags.md"
+    old_flags = run("-m", "baton.config").strip()
+    (policies / "newest_first.py").write_text(policy, encoding="utf-8")
+    insert(
+        policies / "__init__.py",
+        r"^from baton.sched.policies.random",
+        "from baton.sched.policies.newest_first import NewestFirst\n",
+    )
+    insert(policies / "__init__.py", r"^\)\nPOLICIES", "    NewestFirst,\n")
+    insert(
+        tmp_path / "engine/baton/config/engine.py", r'^    "adaptive",$', '    "newest-first",\n'
+    )
+    insert_row(policies / "__init__.py")
+    insert_row(tmp_path / "docs/scheduling/orders.md")
+    new_flags = run("-m", "baton.config").strip()
+    page = flags.read_text(encoding="utf-8")
+    assert old_flags in page
+    flags.write_text(page.replace(old_flags, new_flags), encoding="utf-8")
+    insert(tmp_path / "tests/support/watched.py", r'^            case "lof":', definition)
+    run("-m", "tests.support.recorded_plans")
+    assert run("-c", ORDER_OF_ENDS) == "[3, 2, 1, 0]\n"
+    run("-m", "pytest", "-p", "no:cacheprovider", "tests/unit/test_policy_lists.py",
+        "tests/unit/test_server_docs.py::test_flags_table_is_current")  # fmt: skip
+    run("-m", "pytest", "-p", "no:cacheprovider", "-k", "newest",
+        "tests/sim/test_storm.py", "tests/sim/test_recorded_plans.py")  # fmt: skip
 
 
 def test_the_example_of_a_family_computes_what_transformers_computes(
@@ -77,9 +133,12 @@ def test_the_functions_it_names_are_defined_there(path: str, function: str) -> N
 def test_its_places_exist_and_hold_the_names_it_gives_them() -> None:
     places = re.findall(r"`((?:engine|router|kv_transfer|tests|docs)/[\w./]*?)`", PAGE)
     assert len(places) > 20
-    assert [place for place in places if not (ROOT / place).exists()] == []
+    written_by_reader = ["engine/baton/sched/policies/newest_first.py"]
+    assert [place for place in places if not (ROOT / place).exists()] == written_by_reader
     for path, names in {
         "engine/baton/sched/policies/__init__.py": ["_ALL"],
+        "engine/baton/config/engine.py": ["QUEUE_ORDERS", "EVICTION_ORDERS"],
+        "engine/baton/cache/eviction.py": ["EVICTION_POLICIES"],
         "engine/baton/sched/policies/base.py": ["keys_are_independent", "cache_key", "expiries"],
         "tests/support/watched.py": ["_key"],
         "engine/baton/models/spec_reader.py": ["FAMILIES"],

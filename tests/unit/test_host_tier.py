@@ -189,7 +189,7 @@ def test_a_page_survives_the_loss_of_its_prefix() -> None:
     assert m.host.ledger().cached == 2
     found = m.host.find(m.cache.match(key([1] * 8), b"", 8).node, key([1] * 8), b"", 0, 4)
     assert [p.index for p in found] == [0, 1], "of one leaf the pages closest to the root are kept"
-    m.host._drop(found[0])
+    m.host._drop_page(found[0])
     m.use([1, 1])
     assert m.use([1] * 8) == 2, "one computed again, the other still here"
     m.check()

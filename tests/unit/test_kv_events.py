@@ -72,7 +72,7 @@ def test_replay_gives_exactly_the_settled_pages(seed: int) -> None:
             marks.append(cache.clock)  # a step is planned
         elif marks:
             cache.settle(marks.pop(0))  # the oldest step commits
-        if rng.random() < 0.3 and (batch := log.take(0.0)):
+        if rng.random() < 0.3 and (batch := log.take_batch(0.0)):
             seqs.append(batch.seq)
             for event in batch.events:
                 consumer.apply(event)
@@ -88,54 +88,54 @@ def test_replay_gives_exactly_the_settled_pages(seed: int) -> None:
     for node in locked:
         cache.unlock(node)
     cache.flush()
-    if batch := log.take(0.0):
+    if batch := log.take_batch(0.0):
         for event in batch.events:
             consumer.apply(event)
     assert not consumer.blocks
     cache.settle(cache.clock)
     assert not log._queue
-    assert log.take(0.0) is None
+    assert log.take_batch(0.0) is None
 
 
 def test_the_first_word_is_that_there_is_nothing() -> None:
     log = KvEventLog(4, keep=1)
-    batch = log.take(1.5)
+    batch = log.take_batch(1.5)
     assert batch is not None
     assert (batch.seq, batch.ts, batch.events) == (0, 1.5, (Cleared(),))
-    assert log.take(2.0) is None
+    assert log.take_batch(2.0) is None
 
 
 def test_a_page_is_announced_when_its_step_has_committed_and_not_before() -> None:
     cache, allocator, log = make()
-    log.take(0.0)
+    log.take_batch(0.0)
     publish(cache, allocator, encode(1, 2))
     planned = cache.clock
     publish(cache, allocator, encode(1, 2, 3))
-    assert log.take(0.0) is None
+    assert log.take_batch(0.0) is None
     cache.settle(planned)
-    first = log.take(0.0)
+    first = log.take_batch(0.0)
     assert first is not None
     one, two = chain(0, encode(1)), chain(chain(0, encode(1)), encode(2))
     assert first.events == (Stored((one, two), None, encode(1, 2), b""),)
     cache.settle(cache.clock)
-    second = log.take(0.0)
+    second = log.take_batch(0.0)
     assert second is not None
     assert second.events == (Stored((chain(two, encode(3)),), two, encode(3), b""),)
 
 
 def test_blocks_never_announced_leave_without_an_event() -> None:
     cache, allocator, log = make()
-    log.take(0.0)
+    log.take_batch(0.0)
     publish(cache, allocator, encode(1, 2, 3))
     cache.evict(2)
     cache.settle(cache.clock)
-    batch = log.take(0.0)
+    batch = log.take_batch(0.0)
     assert batch is not None
     assert batch.events == (Stored((chain(0, encode(1)),), None, encode(1), b""),)
     publish(cache, allocator, encode(9))
     cache.evict(2)
     cache.settle(cache.clock)
-    batch = log.take(0.0)
+    batch = log.take_batch(0.0)
     assert batch is not None
     assert batch.events == (Removed((chain(0, encode(1)),)),)
 
@@ -153,10 +153,10 @@ def test_replay_goes_back_as_far_as_batches_are_kept() -> None:
     for token in range(KEEP + 10):
         publish(cache, allocator, encode(token))
         cache.settle(cache.clock)
-        assert log.take(float(token)) is not None
-    assert [b.seq for b in log.since(0)] == list(range(10, KEEP + 10))
-    assert [b.seq for b in log.since(KEEP + 8)] == [KEEP + 8, KEEP + 9]
-    assert list(log.since(log.next_seq)) == []
+        assert log.take_batch(float(token)) is not None
+    assert [b.seq for b in log.batches_since(0)] == list(range(10, KEEP + 10))
+    assert [b.seq for b in log.batches_since(KEEP + 8)] == [KEEP + 8, KEEP + 9]
+    assert list(log.batches_since(log.next_seq)) == []
 
 
 def test_a_tree_without_a_log_works_the_same() -> None:

@@ -98,7 +98,7 @@ def test_ledger_counts_every_state_and_names_the_loss() -> None:
     taken = allocator.alloc(6)
     assert taken is not None
     inserted = cache.insert(bytes(4 * 3), taken[:3], b"")
-    ledger = PageLedger.take(allocator, cache, private=2, in_transfer=1)
+    ledger = PageLedger.count_pages(allocator, cache, private=2, in_transfer=1)
     assert ledger == PageLedger(free=4, cached=3, held=2, in_transfer=1)
     ledger.check(10)
     with pytest.raises(LedgerError, match="sums to 10 of 11"):
@@ -106,7 +106,7 @@ def test_ledger_counts_every_state_and_names_the_loss() -> None:
     with pytest.raises(LedgerError, match="still in use"):
         ledger.check_idle(10)
     cache.lock(inserted.node)
-    assert PageLedger.take(allocator, cache, 2, 1).gauges() == {
+    assert PageLedger.count_pages(allocator, cache, 2, 1).gauges() == {
         'kv_pages{state="free"}': 4.0,
         'kv_pages{state="cached"}': 0.0,
         'kv_pages{state="held"}': 5.0,

@@ -294,9 +294,9 @@ class RadixMachine(RuleBasedStateMachine):
         locked = len(self.locked())
         assert self.cache.locked_pages == locked
         assert self.cache.evictable_pages == len(self.model) - locked
-        PageLedger.take(self.allocator, self.cache, private=len(self.private), in_transfer=0).check(
-            self.CAPACITY
-        )
+        PageLedger.count_pages(
+            self.allocator, self.cache, private=len(self.private), in_transfer=0
+        ).check(self.CAPACITY)
         assert len(set(self.model.values())) == len(self.model), "one page in two places"
 
     @invariant()

@@ -90,15 +90,15 @@ def test_counters_keep_the_bound_of_the_paper(seed: int, names: int) -> None:
     most = MOST / min(weight)
     waiting = set(range(names))
     for t in waiting:
-        counters.enter(str(t))
+        counters.activate(str(t))
     gap, gaps = 0.0, [0.0]
     for _ in range(400):
         for t in range(2, names):
             if rng.random() < 0.1:
                 if t in waiting:
-                    counters.leave(str(t))
+                    counters.deactivate(str(t))
                 else:
-                    counters.enter(str(t))
+                    counters.activate(str(t))
                 waiting ^= {t}
         chosen = min(sorted(waiting), key=lambda t: counters[str(t)])
         n = rng.choice((1, MOST, rng.randint(1, MOST)))
@@ -131,45 +131,45 @@ def test_counters_equal_the_definition(seed: int) -> None:
         elif t in waiting:
             waiting.remove(t)
             last = t
-            counters.leave(t)
+            counters.deactivate(t)
         else:
             floor = min((own[w] for w in waiting), default=own.get(last, 0.0))
             own[t] = max(own.get(t, 0.0), floor)
             waiting.add(t)
-            counters.enter(t)
+            counters.activate(t)
         assert {w: counters[w] for w in waiting} == {w: own[w] for w in waiting}
 
 
 def test_a_pause_earns_nothing_and_a_lone_tenant_runs_into_no_debt() -> None:
     counters = VirtualCounters(max_idle=10)
-    counters.enter("busy")
-    counters.enter("pausing")
-    counters.leave("pausing")
+    counters.activate("busy")
+    counters.activate("pausing")
+    counters.deactivate("pausing")
     counters.charge("busy", 1_000_000)
-    counters.enter("pausing")
+    counters.activate("pausing")
     assert counters["pausing"] == counters["busy"]
     for name in ("busy", "pausing"):
-        counters.leave(name)
+        counters.deactivate(name)
     counters.charge("busy", 500)
-    counters.enter("new")
+    counters.activate("new")
     assert counters["new"] >= 1_000_000
 
 
 def test_idle_tenants_are_forgotten_the_longest_idle_first_and_memory_is_bounded() -> None:
     counters = VirtualCounters(max_idle=2)
     for name in "abc":
-        counters.enter(name)
+        counters.activate(name)
         counters.charge(name, 10)
-        counters.leave(name)
-    assert counters.forgotten == 1
+        counters.deactivate(name)
+    assert counters.num_forgotten == 1
     counters.charge("a", 5)  # still runs: forgotten all the same, no error
     assert set(counters._idle) == {"b", "c"}
     stays = VirtualCounters(max_idle=5)
-    stays.enter("least")
+    stays.activate("least")
     for _ in range(5000):
         stays.charge("other", 1)
-        stays.enter("other")
-        stays.leave("other")
+        stays.activate("other")
+        stays.deactivate("other")
     assert len(stays._lower_bounds) < 100
 
 

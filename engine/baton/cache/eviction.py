@@ -1,4 +1,5 @@
-"""Which unlocked leaf of the radix tree goes first: a policy turns what a node remembers into a key, smallest first.
+"""Which unlocked leaf of the radix tree goes first: a policy turns what a node remembers into a
+key, smallest first.
 
 | policy | evicted first | good for | who suffers |
 |---|---|---|---|
@@ -9,13 +10,15 @@
 | filo | published last | a fixed set of prompts, warmed up first | everything that comes after the warm-up |
 | priority | lowest priority, then longest unused | prefixes of important requests | unimportant ones |
 
-What a node remembers belongs to its pages, not to the node: a node that is split leaves the same memory to both halves,
-so that the choice does not depend on how the tree happens to be cut. Keys of two leaves never tie: `stamp` differs
-between leaves, and nodes with equal `created` lie on one path.
+What a node remembers belongs to its pages, not to the node: a node that is split leaves the same
+memory to both halves, so that the choice does not depend on how the tree happens to be cut. Keys of
+two leaves never tie: `stamp` differs between leaves, and nodes with equal `created` lie on one
+path.
 
-Names and meaning match SGLang 0.5.7, with three differences: a split does not make the upper half "new" (there it is
-created at that moment); reuses are counted here (there only the hierarchical cache counts them, so that lfu is lru);
-and eviction takes a leaf's last pages only, as many as are needed, instead of whole leaves.
+Names and meaning match SGLang 0.5.7, with three differences: a split does not make the upper half
+"new" (there it is created at that moment); reuses are counted here (there only the hierarchical
+cache counts them, so that lfu is lru); and eviction takes a leaf's last pages only, as many as are
+needed, instead of whole leaves.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ class PageMemory(Protocol):
     reuses: int
     """Requests that started with these pages instead of computing them."""
     priority: int
-    """Highest priority among the requests that published or reused them; larger is more important."""
+    """Highest priority among the requests that published or reused them; larger is more important.
+    """
 
 
 Key = tuple[int, int]
@@ -48,7 +52,10 @@ Key = tuple[int, int]
 class EvictionPolicy:
     key: Callable[[PageMemory], Key]
     falls_with_use: bool = False
-    """Using a node makes its key smaller. All other keys only grow, so that a queued key may be checked lazily."""
+    """Using a node makes its key smaller.
+
+    All other keys only grow, so that a queued key may be checked lazily.
+    """
 
 
 EVICTION_POLICIES = {
@@ -64,6 +71,6 @@ EVICTION_POLICIES = {
 def eviction_policy(name: str) -> EvictionPolicy:
     """Raises ValueError for a name that is none of them."""
     if name not in EVICTION_POLICIES:
-        known = ", ".join(EVICTION_POLICIES)
-        raise ValueError(f"eviction policy {name!r}: there is none of this name; there are {known}")
+        names = ", ".join(EVICTION_POLICIES)
+        raise ValueError(f"eviction policy {name!r}: there is none of this name; there are {names}")
     return EVICTION_POLICIES[name]

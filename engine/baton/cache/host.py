@@ -1,27 +1,33 @@
-"""A second tier for KV pages: host memory that takes what is evicted from the device, found again by its tokens.
+"""A second tier for KV pages: host memory that takes what is evicted from the device, found again
+by its tokens.
 
 Life of a host page:
- 1. The radix tree evicts a leaf; `demote` keys each of its pages by the tokens that lead to it (a chain of hashes, so a
-    page is worth something even when the pages before it are gone) and asks for a copy to a slot of the host pool.
- 2. `find` follows the prompt of a request beyond what the tree holds; `copy_in` asks for copies into device pages.
- 3. The slot keeps the content of a page that went back to the device, but such slots are the first to be reused; if
-    the page is evicted again before that, nothing needs to be copied.
- 4. Without free or duplicate slots the eviction policy decides between what is here and what wants to come in, and
-    nothing comes in that was never reused and continues nothing that was.
- 5. `pin` keeps pages of a preempted request until it runs again or ends, up to `PIN_SHARE` of the pool.
+ 1. The radix tree evicts a leaf; `demote` keys each of its pages by the tokens that lead to it (a
+    chain of hashes, so a page is worth something even when the pages before it are gone) and asks
+    for a copy to a slot of the host pool.
+ 2. `find` follows the prompt of a request beyond what the tree holds; `copy_in` asks for copies
+    into device pages.
+ 3. The slot keeps the content of a page that went back to the device, but such slots are the first
+    to be reused; if the page is evicted again before that, nothing needs to be copied.
+ 4. Without free or duplicate slots the eviction policy decides between what is here and what wants
+    to come in, and nothing comes in that was never reused and continues nothing that was.
+ 5. `pin` keeps pages of a preempted request until it runs again or ends, up to `PIN_SHARE` of the
+    pool.
 
-Copies are only *asked for*: they are taken with `take_copies` and carried out in order before the rows of the next
-step, therefore after all rows planned earlier and before any row that reuses the page. A page or slot may be given a
-new purpose as soon as the copy that saves its content is in the list.
+Copies are only *asked for*: they are taken with `take_copies` and carried out in order before the
+rows of the next step, therefore after all rows planned earlier and before any row that reuses the
+page. A page or slot may be given a new purpose as soon as the copy that saves its content is in the
+list.
 
- 6. `quarantine` forgets every page behind a damaged one; a pinned one keeps its slot until it is unpinned.
+ 6. `quarantine` forgets every page behind a damaged one; a pinned one keeps its slot until it is
+    unpinned.
 
-Invariants: free + cached + pinned = slots; a slot belongs to one key; a key's content is the KV of exactly its tokens,
-because a page's key is forgotten when the tree lets go of the page.
+Invariants: free + cached + pinned = slots; a slot belongs to one key; a key's content is the KV of
+exactly its tokens, because a page's key is forgotten when the tree releases the page.
 Deliberately unknown here: requests, tensors, time.
 
-Sources: hash chains as in vLLM's prefix cache, demotion on eviction as in SGLang's hierarchical cache; both keep device
-pages addressable by what they hold and so does this.
+Sources: hash chains as in vLLM's prefix cache, demotion on eviction as in SGLang's hierarchical
+cache; both keep device pages addressable by what they hold and so does this.
 """
 
 from __future__ import annotations
@@ -41,7 +47,8 @@ from baton.cache.radix import TOKEN_BYTES, RadixNode
 DIGEST_BYTES = 16
 """Two different prefixes with one key would need about 2^64 pages."""
 PIN_SHARE = 0.75
-"""Share of the pool for pinned pages: the rest stays a cache for all requests, however many are suspended."""
+"""Share of the pool for pinned pages: the others stay a cache, however many requests are suspended.
+"""
 DEAD_ENTRIES = 64
 
 
@@ -53,14 +60,16 @@ class CopyRun:
     pages: IntArray
     """On the device."""
     slots: IntArray
-    """In the host pool, one for each page."""
+    """Slots of the host pool, one for each page."""
 
 
 @dataclass(slots=True, eq=False)
 class HostPage:
-    """Page of some prefix on the host. A handle for `copy_in` and `pin`; its fields belong to the tier.
+    """Page of some prefix on the host. A handle for `copy_in` and `pin`; its fields belong to the
+    tier.
 
-    `stamp`, `created`, `reuses` and `priority` are what the tree's node remembered (cache.eviction.PageMemory).
+    `stamp`, `created`, `reuses` and `priority` are what the tree's node remembered
+    (cache.eviction.PageMemory).
     """
 
     key: bytes
@@ -112,40 +121,44 @@ class HostTier:
     def demote(self, node: RadixNode) -> None:
         """Keep what a leaf holds, as far as there is room; the pages closest to the root first.
 
-        In a full pool only what was reused, or continues what was, takes the place of something: most pages are never
-        asked for again, and copying them costs every step that evicts (docs/scheduling/preemption.md has figures).
+        In a full pool only what was reused, or continues what was, takes the place of something:
+        most pages are never asked for again, and copying them costs every step that evicts
+        (docs/scheduling/preemption.md has figures).
         """
         keys = self._keys_of(node)
         path = node.path()
         index = sum(len(part.pages) for part in path) - len(keys)
         first_key = self._keys[path[0].pages[0]]  # hashed on the way to those of the leaf
         room = -1
-        for at, (key, page) in enumerate(zip(keys, node.pages, strict=True)):
-            known = self._pages.get(key)
-            if known is None:
+        for offset, (key, page) in enumerate(zip(keys, node.pages, strict=True)):
+            host_page = self._pages.get(key)
+            if host_page is None:
                 if room < 0:
-                    wanted = sum(k not in self._pages for k in keys[at:])
+                    wanted = sum(k not in self._pages for k in keys[offset:])
                     if not _may_come_back(node):
                         wanted = min(wanted, self._slots.free_count + len(self._duplicates))
-                    room = self._make_room(wanted, (self._policy.key(node), -index - at))
+                    room = self._make_room(wanted, (self._policy.key(node), -index - offset))
                 if room == 0:
                     continue
                 room -= 1
-                taken = self._slots.alloc(1)
-                assert taken is not None, "room was made before"
-                known = self._pages[key] = HostPage(key, first_key, index + at, taken[0])
-                self._ask(True, page, taken[0])
-            known.stamp, known.created = node.stamp, node.created
-            known.reuses, known.priority = node.reuses, node.priority
-            known.on_device = False
-            self._settle(known)
+                slots = self._slots.alloc(1)
+                assert slots is not None, "room was made before"
+                host_page = self._pages[key] = HostPage(key, first_key, index + offset, slots[0])
+                self._request_copy(True, page, slots[0])
+            host_page.stamp = node.stamp
+            host_page.created = node.created
+            host_page.reuses = node.reuses
+            host_page.priority = node.priority
+            host_page.on_device = False
+            self._place_page(host_page)
 
     def clear(self) -> int:
         """Forget every page that is not pinned; returns how many."""
         return self._drop_all([page for page in self._pages.values() if not page.pins])
 
     def quarantine(self, tokens: bytes, namespace: bytes) -> int:
-        """Forget every page of the prompts that begin as this one: one of its pages is damaged. Returns how many.
+        """Forget every page of the prompts that begin as this one: one of its pages is damaged.
+        Returns how many.
 
         Cost: O(pages of the tier).
         """
@@ -168,27 +181,30 @@ class HostTier:
         if not self._pages or first >= last:
             return []
         key = self._keys_of(node)[-1] if node.parent is not None else _root_key(namespace)
-        found: list[HostPage] = []
-        for at in range(first, last):
-            key = _next_key(key, tokens[at * self._page_bytes : (at + 1) * self._page_bytes])
+        pages: list[HostPage] = []
+        for index in range(first, last):
+            key = _next_key(key, tokens[index * self._page_bytes : (index + 1) * self._page_bytes])
             page = self._pages.get(key)
             if page is None:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
-    def copy_in(self, found: Sequence[HostPage], pages: array[int]) -> None:
+    def copy_in(self, host_pages: Sequence[HostPage], pages: array[int]) -> None:
         """Ask for these to be copied to device pages, which the tree then takes."""
-        for host_page, page in zip(found, pages, strict=True):
-            self._ask(False, page, host_page.slot)
+        for host_page, page in zip(host_pages, pages, strict=True):
+            self._request_copy(False, page, host_page.slot)
             self._keys[page] = host_page.key
             host_page.on_device = True
-            self._settle(host_page)
+            self._place_page(host_page)
 
     # ------------------------------------------------------------------ pins
 
     def reserve(self, wanted: int) -> bool:
-        """Have so many slots free for pages that will be pinned, whatever they cost. False: too many are pinned."""
+        """Have so many slots free for pages that will be pinned, whatever they cost.
+
+        False: too many are pinned.
+        """
         if self._pinned + wanted > self.num_slots * PIN_SHARE:
             return False
         self._make_room(wanted, None)
@@ -199,13 +215,13 @@ class HostTier:
         for page in pages:
             self._pinned += page.pins == 0
             page.pins += 1
-            self._settle(page)
+            self._place_page(page)
 
     def unpin(self, pages: Iterable[HostPage]) -> None:
         for page in pages:
             page.pins -= 1
             self._pinned -= page.pins == 0
-            self._settle(page)
+            self._place_page(page)
 
     def path_keys(self, node: RadixNode) -> list[bytes]:
         """Keys of every page from the root to the end of a node."""
@@ -213,11 +229,8 @@ class HostTier:
 
     def only_here(self, keys: Iterable[bytes]) -> list[HostPage]:
         """The pages of these keys that the host has and the device has not."""
-        return [
-            page
-            for key in keys
-            if (page := self._pages.get(key)) is not None and not page.on_device
-        ]
+        pages = (self._pages.get(key) for key in keys)
+        return [page for page in pages if page is not None and not page.on_device]
 
     # ------------------------------------------------------------------ copies and books
 
@@ -226,8 +239,11 @@ class HostTier:
         return bool(self._runs)
 
     def take_copies(self) -> tuple[CopyRun, ...]:
-        """Copies requested since the last call, to be carried out in this order before the next step's rows."""
-        runs, self._runs = tuple(self._runs), []
+        """Copies requested since the last call, to be carried out in this order before the next
+        step's rows.
+        """
+        runs = tuple(self._runs)
+        self._runs = []
         self._targets = set()
         return runs
 
@@ -238,7 +254,7 @@ class HostTier:
         ledger.check(self.num_slots)
         return ledger
 
-    def _ask(self, to_host: bool, page: int, slot: int) -> None:
+    def _request_copy(self, to_host: bool, page: int, slot: int) -> None:
         target = slot if to_host else page
         if not self._runs or self._runs[-1].to_host != to_host or target in self._targets:
             self._runs.append(CopyRun(to_host, array("i"), array("i")))
@@ -250,21 +266,23 @@ class HostTier:
     # ------------------------------------------------------------------ slots
 
     def _make_room(self, wanted: int, worth: tuple[Key, int] | None) -> int:
-        """Have up to `wanted` slots free, at the cost of duplicates and of what the policy values less than `worth`.
+        """Have up to `wanted` slots free, at the cost of duplicates and of what the policy values
+        less than `worth`.
 
-        `worth` is a policy's key and, smaller for deeper pages, the index: of equals the one closest to the root stays;
-        None is worth everything.
+        `worth` is a policy's key and, smaller for deeper pages, the index: of equals the one
+        closest to the root stays; None is worth everything.
         """
         while self._slots.free_count < wanted:
             if self._duplicates:
-                self._drop(next(iter(self._duplicates.values())))
+                oldest = next(iter(self._duplicates.values()))
+                self._drop_page(oldest)
                 continue
             victim = self._next_victim()
-            if victim is None or (
-                worth is not None and (self._policy.key(victim), -victim.index) >= worth
-            ):
+            if victim is None:
                 break
-            self._drop(victim)
+            if worth is not None and (self._policy.key(victim), -victim.index) >= worth:
+                break
+            self._drop_page(victim)
         return min(wanted, self._slots.free_count)
 
     def _next_victim(self) -> HostPage | None:
@@ -276,8 +294,10 @@ class HostTier:
             heapq.heappop(self._heap)
         return None
 
-    def _settle(self, page: HostPage) -> None:
-        """Put a page where its state belongs: pinned ones nowhere, duplicates in their line, others in the heap."""
+    def _place_page(self, page: HostPage) -> None:
+        """Put a page where its state belongs: pinned ones nowhere, duplicates in their line, others
+        in the heap.
+        """
         if self._pages.get(page.key) is not page:
             if not page.pins:
                 self._condemned -= 1
@@ -297,7 +317,7 @@ class HostTier:
             self._heap = [entry for entry in self._heap if entry[3].queued == entry[0]]
             heapq.heapify(self._heap)
 
-    def _drop(self, page: HostPage) -> None:
+    def _drop_page(self, page: HostPage) -> None:
         page.queued = None
         self._duplicates.pop(page.key, None)
         del self._pages[page.key]
@@ -308,19 +328,22 @@ class HostTier:
 
     def _drop_all(self, pages: Sequence[HostPage]) -> int:
         for page in pages:
-            self._drop(page)
+            self._drop_page(page)
         return len(pages)
 
     # ------------------------------------------------------------------ keys
 
     def _keys_of(self, node: RadixNode) -> list[bytes]:
-        """Keys of a node's pages. Hashed once while the tree holds them: all pages of a node have one, or none."""
+        """Keys of a node's pages.
+
+        Hashed once while the tree holds them: all pages of a node have one, or none.
+        """
         path = []
-        at = node
-        while at.parent is not None and at.pages[-1] not in self._keys:
-            path.append(at)
-            at = at.parent
-        key = _root_key(at.key) if at.parent is None else self._keys[at.pages[-1]]
+        ancestor = node
+        while ancestor.parent is not None and ancestor.pages[-1] not in self._keys:
+            path.append(ancestor)
+            ancestor = ancestor.parent
+        key = _root_key(ancestor.key) if ancestor.parent is None else self._keys[ancestor.pages[-1]]
         width = self._page_bytes
         for part in reversed(path):
             for i, page in enumerate(part.pages):
@@ -329,8 +352,13 @@ class HostTier:
 
 
 def _may_come_back(node: RadixNode) -> bool:
-    """Did a request start with these pages, or with those right before them, as a conversation's next turn does?"""
-    return node.reuses > 0 or (node.parent is not None and node.parent.reuses > 0)
+    """True if a request started with these pages, or with those right before them.
+
+    A conversation's next turn does the latter.
+    """
+    if node.reuses > 0:
+        return True
+    return node.parent is not None and node.parent.reuses > 0
 
 
 def _root_key(namespace: bytes) -> bytes:

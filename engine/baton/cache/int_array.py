@@ -1,6 +1,7 @@
 """Token ids and page ids in messages: arrays of typecode 'i', which travel as their bytes.
 
-msgspec evaluates annotations, and before Python 3.12 `array[int]` has no value: such fields are of type `IntArray`.
+msgspec evaluates annotations, and before Python 3.12 `array[int]` has no value: such fields are of
+type `IntArray`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ else:
     IntArray = array
 
 pack = methodcaller("tobytes")
-"""For msgspec's enc_hook."""
+"""Encoder for msgspec's enc_hook."""
 
 
 def unpack(kind: type[IntArray], packed: bytes) -> IntArray:
-    """For msgspec's dec_hook."""
+    """Decode an array, for msgspec's dec_hook."""
     return kind("i", packed)

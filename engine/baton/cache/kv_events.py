@@ -1,19 +1,21 @@
 """Contents of the radix tree as a log: others (routers) keep a copy of it by replaying the events.
 
 Life of a block (one page of tokens, named by a hash of its whole prefix):
- 1. A page is published to the tree when its computation is *scheduled*; `stored` keeps it pending.
- 2. When its step has committed, `settled` announces it: Stored.
+ 1. A page is published to the tree when its computation is *scheduled*; `on_stored` keeps it pending.
+ 2. When its step has committed, `on_settled` announces it: Stored.
  3. It is evicted: Removed. One that was never announced leaves without a word.
- 4. `take` closes what happened since the last call into a batch with the next sequence number; the last `keep`
-    batches can be replayed. Who has missed more asks for a `snapshot` and goes on from its number.
+ 4. `take_batch` closes what happened since the last call into a batch with the next sequence number; the
+    last `keep` batches can be replayed. Who has missed more asks for a `snapshot` and goes on from
+    its number.
 
-The hash of a block is the first 8 bytes, big-endian, of SHA-256(hash of its parent, 8 bytes big-endian | its tokens,
-little-endian int32); a first block's parent is 0, or for a namespace the first 8 bytes of SHA-256(namespace). Anybody
-who has the tokens can compute it.
+The hash of a block is the first 8 bytes, big-endian, of SHA-256(hash of its parent, 8 bytes
+big-endian | its tokens, little-endian int32); a first block's parent is 0, or for a namespace the
+first 8 bytes of SHA-256(namespace). It can be computed from the tokens alone.
 
-Invariants: replaying all batches gives exactly the settled pages of the tree; a Stored comes after its parent's;
-pending + announced pages = pages in the tree; memory is bounded by the pool's pages and `keep`.
-Format and meaning of the events follow vLLM's KV events; how they travel is the server's business.
+Invariants: replaying all batches gives exactly the settled pages of the tree; a Stored comes after
+its parent's; pending + announced pages = pages in the tree; memory is bounded by the pool's pages
+and `keep`. Format and meaning of the events follow vLLM's KV events; how they travel is the
+server's business.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 DEVICE = "GPU"
-"""Medium of pages in the KV pool, in vLLM's words; consumers know the word, whatever the device is."""
+"""Medium of pages in the KV pool, in vLLM's words; consumers know the word, whatever the device is.
+"""
 HASH_BYTES = 8
 
 
@@ -95,7 +98,10 @@ def chain(parent: int, tokens: bytes) -> int:
 
 
 class KvEventLog:
-    """See the module. `page_bytes`: token bytes of a page; `keep`: batches kept for replay, at least 1."""
+    """See the module.
+
+    `page_bytes`: token bytes of a page; `keep`: batches kept for replay, at least 1.
+    """
 
     def __init__(self, page_bytes: int, keep: int) -> None:
         self.next_seq = 0
@@ -110,50 +116,50 @@ class KvEventLog:
 
     # ------------------------------------------------------------------ from the tree
 
-    def stored(self, edge: Edge, created: int) -> None:
+    def on_stored(self, edge: Edge, created: int) -> None:
         """The tree took over these pages at this moment of its clock."""
         entry = _Pending(edge, created, len(edge.pages))
         self._queue.append(entry)
         self._pending.update(dict.fromkeys(edge.pages, entry))
 
-    def settled(self, clock: int) -> None:
+    def on_settled(self, clock: int) -> None:
         """Announce what was published up to this moment. O(pages announced)."""
         while self._queue and self._queue[0].created <= clock:
             entry = self._queue.popleft()
             if entry.kept:
-                self._announce(entry.edge, entry.kept)
+                self._announce_blocks(entry.edge, entry.kept)
 
-    def _announce(self, edge: Edge, count: int) -> None:
+    def _announce_blocks(self, edge: Edge, count: int) -> None:
         parent = self._hashes[edge.parent_page] if edge.parent_page >= 0 else None
-        at = first_parent(edge.namespace) if parent is None else parent
+        block_hash = first_parent(edge.namespace) if parent is None else parent
         width = self._page_bytes
         hashes = []
         for i, page in enumerate(edge.pages[:count]):
-            at = chain(at, edge.tokens[i * width : (i + 1) * width])
+            block_hash = chain(block_hash, edge.tokens[i * width : (i + 1) * width])
             del self._pending[page]
-            self._hashes[page] = at
-            hashes.append(at)
+            self._hashes[page] = block_hash
+            hashes.append(block_hash)
         self._open.append(
             Stored(tuple(hashes), parent, edge.tokens[: count * width], edge.namespace)
         )
 
-    def removed(self, pages: array[int]) -> None:
+    def on_removed(self, pages: array[int]) -> None:
         """The tree gave these pages back: the last ones of a leaf, all announced or none."""
-        gone = []
+        hashes = []
         for page in reversed(pages):
-            block = self._hashes.pop(page, None)
-            if block is not None:
-                gone.append(block)
+            block_hash = self._hashes.pop(page, None)
+            if block_hash is not None:
+                hashes.append(block_hash)
             else:
                 entry = self._pending.pop(page)
                 entry.kept -= 1
                 assert entry.edge.pages[entry.kept] == page, "a leaf loses its last pages first"
-        if gone:
-            self._open.append(Removed(tuple(gone)))
+        if hashes:
+            self._open.append(Removed(tuple(hashes)))
 
-    # ------------------------------------------------------------------ to the shell
+    # ------------------------------------------------------------------ to the server
 
-    def take(self, ts: float) -> EventBatch | None:
+    def take_batch(self, ts: float) -> EventBatch | None:
         """Events since the last call, numbered and kept for replay; None: nothing."""
         if not self._open:
             return None
@@ -163,14 +169,17 @@ class KvEventLog:
         self._batches.append(batch)
         return batch
 
-    def since(self, seq: int) -> Iterator[EventBatch]:
-        """Batches from this number on, as far back as they are kept: the first may have a larger number."""
+    def batches_since(self, seq: int) -> Iterator[EventBatch]:
+        """Batches from this number on, as far back as they are kept: the first may have a larger
+        number.
+        """
         return (batch for batch in self._batches if batch.seq >= seq)
 
     def snapshot(self, edges: Iterable[Edge]) -> list[Stored]:
-        """Every announced block of the tree with these edges, parents first: what replaying the whole log gives.
+        """Every announced block of the tree with these edges, parents first: what replaying the
+        whole log gives.
 
-        It stands for the batches before `next_seq`, once `take` has closed what happened.
+        It stands for the batches before `next_seq`, once `take_batch` has closed what happened.
         """
         blocks = []
         for edge in edges:

@@ -1,4 +1,5 @@
-"""Conservation of pages: each page of the pool is in exactly one of four states, and the four add up to the capacity.
+"""Conservation of pages: each page of the pool is in exactly one of four states, and the four add
+up to the capacity.
 
 free         no owner
 cached       in the radix tree, evictable
@@ -17,7 +18,10 @@ from baton.cache.radix import RadixCache
 
 
 class LedgerError(RuntimeError):
-    """Pages were lost, counted twice, or are still held for a request that has ended. The message has the numbers."""
+    """Pages were lost, counted twice, or are still held for a request that has ended.
+
+    The message has the numbers.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +34,13 @@ class PageLedger:
     in_transfer: int
 
     @classmethod
-    def take(
+    def count_pages(
         cls, allocator: PageAllocator, cache: RadixCache, private: int, in_transfer: int
     ) -> PageLedger:
-        """Count now. `private`: pages requests own outside the tree; `in_transfer`: pages counted as neither."""
+        """Count now.
+
+        `private`: pages requests own outside the tree; `in_transfer`: pages counted as neither.
+        """
         return cls(
             allocator.free_count, cache.evictable_pages, cache.locked_pages + private, in_transfer
         )
@@ -51,14 +58,16 @@ class PageLedger:
             raise LedgerError(f"no request is alive, yet pages are still in use: {self}")
 
     def gauges(self) -> dict[str, float]:
-        """For messages.StatsMessage: one gauge per state."""
+        """Gauges for messages.StatsMessage, one per state."""
         states = ("free", "cached", "held", "in_transfer")
         return {f'kv_pages{{state="{state}"}}': float(getattr(self, state)) for state in states}
 
 
 @dataclass(frozen=True, slots=True)
 class HostLedger:
-    """Slots of the host tier by state at one moment: each is free, cached, or pinned for a preempted request."""
+    """Slots of the host tier by state at one moment: each is free, cached, or pinned for a
+    preempted request.
+    """
 
     free: int
     cached: int
@@ -77,7 +86,7 @@ class HostLedger:
             raise LedgerError(f"no request is alive, yet host pages are pinned: {self}")
 
     def gauges(self) -> dict[str, float]:
-        """For messages.StatsMessage: one gauge per state."""
+        """Gauges for messages.StatsMessage, one per state."""
         return {
             f'kv_host_pages{{state="{s}"}}': float(getattr(self, s))
             for s in ("free", "cached", "pinned")

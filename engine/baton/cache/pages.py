@@ -1,7 +1,8 @@
 """The pool's free list: which of the page ids 0..n-1 have no owner.
 
-Life of a page: free → `alloc` → owned by the caller (a request, or the radix cache after `insert`) → `free` → free.
-Invariants: a page is handed out at most once until it is freed; a refused call changes nothing.
+Life of a page: free → `alloc` → owned by the caller (a request, or the radix cache after `insert`)
+→ `free` → free. Invariants: a page is handed out at most once until it is freed; a refused call
+changes nothing.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ from collections.abc import Iterable
 
 
 class PageError(ValueError):
-    """A page was freed twice or does not belong to the pool: a bug in the caller, never a user's mistake."""
+    """A page was freed twice or does not belong to the pool: a bug in the caller, never a user's
+    mistake.
+    """
 
 
 class PageAllocator:
-    """All-or-nothing allocator of page ids. Every call is O(pages asked for); no page content is touched."""
+    """All-or-nothing allocator of page ids.
+
+    Every call is O(pages asked for); no page content is touched.
+    """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
             raise ValueError(f"a pool of {num_pages} pages cannot hold a token; give at least 1")
         self.num_pages = num_pages
-        # A stack with the lowest ids on top: a fresh pool hands out ascending runs, which copy and transfer as spans.
+        # A stack with the lowest ids on top: a fresh pool hands out ascending runs, which copy and
+        # transfer as spans.
         self._free = array("i", range(num_pages - 1, -1, -1))
         self._is_owned = bytearray(num_pages)
 
@@ -35,27 +42,30 @@ class PageAllocator:
             raise ValueError(f"cannot allocate {n} pages")
         if n > len(self._free):
             return None
-        taken = self._free[len(self._free) - n :]
+        pages = self._free[len(self._free) - n :]
         del self._free[len(self._free) - n :]
-        taken.reverse()
+        pages.reverse()
         owned = self._is_owned
-        for page in taken:
+        for page in pages:
             owned[page] = 1
-        return taken
+        return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back. Raises PageError, freeing none, for a page that is foreign, free, or listed twice."""
+        """Give pages back.
+
+        Raises PageError, freeing none, for a page that is foreign, free, or listed twice.
+        """
         returned = array("i", pages)
         owned = self._is_owned
-        if returned and not (min(returned) >= 0 and max(returned) < self.num_pages):
+        if returned and (min(returned) < 0 or max(returned) >= self.num_pages):
             foreign = next(page for page in returned if not 0 <= page < self.num_pages)
             raise PageError(f"cannot free page {foreign}: it is not one of 0..{self.num_pages - 1}")
-        rest = iter(returned)
-        for page in rest:
+        remaining = iter(returned)
+        for page in remaining:
             if not owned[page]:
-                done = len(returned) - len(list(rest)) - 1
-                for good in returned[:done]:
-                    owned[good] = 1
+                num_freed = len(returned) - len(list(remaining)) - 1
+                for freed in returned[:num_freed]:
+                    owned[freed] = 1
                 raise PageError(f"cannot free page {page}: it is free already")
             owned[page] = 0
         returned.reverse()

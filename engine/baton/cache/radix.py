@@ -1,27 +1,32 @@
-"""Prefix tree from token ids to the KV pages that hold them, so that equal prompt prefixes are computed once.
+"""Prefix tree from token ids to the KV pages that hold them, so that equal prompt prefixes are
+computed once.
 
 Life of a cached page:
- 1. A request computes (or receives) pages and `insert`s them: the tree owns them from then on. Publishing a page while
-    the step that fills it is computed is fine: in every layer KV is written before this or a later step reads it.
- 2. `match` finds the longest cached prefix of another request; `lock` keeps its path from eviction while it is used.
- 3. `reuse` remembers, for the eviction policy, that a request did start with them. `settle` tells which pages have
-    been computed since: the others are only scheduled.
- 4. `unlock` makes the path evictable again; `evict` frees tails of leaves through the allocator, in the order of the
-    eviction policy (eviction.py; least recently used first by default).
+ 1. A request computes (or receives) pages and `insert`s them: the tree owns them from then on.
+    Publishing a page while the step that fills it is computed is fine: in every layer KV is written
+    before this or a later step reads it.
+ 2. `match` finds the longest cached prefix of another request; `lock` keeps its path from eviction
+    while it is used.
+ 3. `reuse` remembers, for the eviction policy, that a request did start with them. `settle` tells
+    which pages have been computed since: the others are only scheduled.
+ 4. `unlock` makes the path evictable again; `evict` frees tails of leaves through the allocator, in
+    the order of the eviction policy (eviction.py; least recently used first by default).
 
-Keys are page-aligned `bytes` of little-endian int32 token ids: edges compare as bytes (memcmp), a mismatch is found by
-bisection. 4096 tokens match in under 10 us where a loop over Python ints takes 140 us.
+Keys are page-aligned `bytes` of little-endian int32 token ids: edges compare as bytes (memcmp), a
+mismatch is found by bisection. 4096 tokens match in under 10 us where a loop over Python ints takes
+140 us.
 
-    root ──[p0 p1 p2]──▶ node ──[p3]──▶ leaf        an edge holds one or more pages; children differ in their first page
-                          └────[p7 p8]──▶ leaf
+    root ──[p0 p1 p2]──▶ node ──[p3]──▶ leaf      an edge holds one or more pages;
+                          └────[p7 p8]──▶ leaf    children differ in their first page
 
-Invariants: sibling edges differ in their first page; a locked node's ancestors are locked; evictable_pages +
-locked_pages = pages in the tree; every evictable leaf has exactly one live heap entry (`queued`) whose key is at most
-its own (so the smallest up-to-date entry is the next victim), and dead entries are never more than live ones + a few.
-`quarantine` moves a branch with a damaged page, or one that holds NaN, under a root that no prompt matches; its users
-keep it until they end.
+Invariants: sibling edges differ in their first page; a locked node's ancestors are locked;
+evictable_pages + locked_pages = pages in the tree; every evictable leaf has exactly one live heap
+entry (`queued`) whose key is at most its own (so the smallest up-to-date entry is the next victim),
+and dead entries are never more than live ones + a few. `quarantine` moves a branch with a damaged
+page, or one that holds NaN, under a root that no prompt matches; its users keep it until they end.
 
-Deliberately unknown here: requests, tensors, time (stamps are counts of a clock that ticks with each use).
+Deliberately unknown here: requests, tensors, time (stamps are counts of a clock that ticks with
+each use).
 """
 
 from __future__ import annotations
@@ -63,12 +68,13 @@ class RadixNode:
 
     def path(self) -> list[RadixNode]:
         """Nodes from the root's child on down to this one."""
-        node, found = self, []
+        node = self
+        nodes = []
         while node.parent is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        found.reverse()
-        return found
+        nodes.reverse()
+        return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,9 @@ class PrefixMatch:
 
 
 class PrefixProbe(NamedTuple):
-    """Where a prefix ended in the tree, so that asking again costs a look-up instead of comparing the prompt."""
+    """Where a prefix ended in the tree, so that asking again costs a look-up instead of comparing
+    the prompt.
+    """
 
     node: RadixNode
     node_bytes: int
@@ -90,14 +98,17 @@ class PrefixProbe(NamedTuple):
     limit: int
     """Pages that it could have had."""
     beyond: bytes
-    """The prompt's next page: as a child of the node it would lengthen the prefix; b"": nothing below would."""
+    """The prompt's next page: as a child of the node it would lengthen the prefix; b"": nothing
+    below would.
+    """
 
 
 class ProbeWatch:
-    """Which of many probes the tree's changes have made out of date, at the cost of a look-up per change.
+    """Which of many probes the tree's changes have made out of date, at the cost of a look-up per
+    change.
 
-    Probes are filed by where they ended: by node, or by namespace where nothing matched (roots come and go), and there
-    by the page that would lengthen them.
+    Probes are filed by where they ended: by node, or by namespace where nothing matched (roots come
+    and go), and there by the page that would lengthen them.
     """
 
     def __init__(self) -> None:
@@ -112,7 +123,8 @@ class ProbeWatch:
         if filed is None or filed[2] is not probe:
             if filed is not None:
                 self.forget(owner)
-            node, beyond = probe.node, probe.beyond
+            node = probe.node
+            beyond = probe.beyond
             place = node if node.parent is not None else namespace
             self._owners.setdefault(place, {}).setdefault(beyond, {})[owner] = None
             self._filed[owner] = place, beyond, probe
@@ -152,7 +164,8 @@ class InsertResult:
     existing_pages: array[int]
     """The tree's own pages for the first part of the range: use these instead of the caller's.
 
-    Of the caller's the tree took none for this part: what are not its own anyway, the caller still owns and frees.
+    Of the caller's the tree took none for this part: what are not its own anyway, the caller still
+    owns and frees.
     """
 
 
@@ -176,10 +189,14 @@ class RadixCache:
         self.evictable_pages = 0
         self.locked_pages = 0
         self.version = 0
-        """Grows whenever nodes come, go or are cut: while it is equal, `probe` and `path_of` answer the same."""
+        """Grows whenever nodes come, go or are cut: while it is equal, `probe` and `path_of` answer
+        the same.
+        """
         self.on_remove: Callable[[RadixNode, bool], None] | None = None
-        """Called with a leaf whose pages are about to be freed, still in its place in the tree; True: by `flush`, for
-        good. The pages' content is intact until another owner has written to them."""
+        """Called with a leaf whose pages are about to be freed, still in its place in the tree;
+        True: by `flush`, for good. The pages' content is intact until another owner has written to
+        them.
+        """
         self._watches: list[ProbeWatch] = []
         self._page_bytes = page_size * TOKEN_BYTES
         self._allocator = allocator
@@ -200,40 +217,44 @@ class RadixCache:
         """Roots of branches that no prompt may match any more."""
 
     def match(self, tokens: bytes, namespace: bytes, max_tokens: int) -> PrefixMatch:
-        """Find the longest cached prefix of at most `max_tokens`, in whole pages, and mark it recently used.
+        """Find the longest cached prefix of at most `max_tokens`, in whole pages, and mark it
+        recently used.
 
         Args:
             tokens: little-endian int32 ids; a last partial page is ignored.
         Cost: O(bytes compared + nodes on the path); splits at most one edge.
         """
         limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
-        node, matched, inside = self._walk(tokens, namespace, limit)
+        node, matched, inside = self._walk_edges(tokens, namespace, limit)
         if inside:
-            node = self._split(node, inside)
-        self._touch(node)
+            node = self._split_edge(node, inside)
+        self._touch_path(node)
         return PrefixMatch(node, self._path_pages(node), matched * self.page_size)
 
     def probe(
         self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None = None
     ) -> PrefixProbe:
-        """Find the prefix that `match` would find; changes neither tree nor LRU order (for sorting queues).
+        """Find the prefix that `match` would find; changes neither tree nor LRU order (for sorting
+        queues).
 
         Args:
-            last: the answer of an earlier call for these tokens or a part of them, None the first time.
+            last: the answer of an earlier call for these tokens or a part of them, None the first
+                time.
         Cost: a dictionary look-up if the tree has not changed around the place where `last` ended.
         """
         width = self._page_bytes
         limit = min(len(tokens), max_tokens * TOKEN_BYTES) // width
-        if last is not None and last.limit == limit and not self.outdated((last,)):
+        if last is not None and last.limit == limit and not self.find_outdated((last,)):
             return last
-        node, matched, inside = self._walk(tokens, namespace, limit)
-        beyond = (
-            b"" if inside or matched == limit else tokens[matched * width : (matched + 1) * width]
-        )
+        node, matched, inside = self._walk_edges(tokens, namespace, limit)
+        beyond = b""
+        if not inside and matched < limit:
+            beyond = tokens[matched * width : (matched + 1) * width]
         return PrefixProbe(node, len(node.key), matched * self.page_size, limit, beyond)
 
-    def outdated(self, probes: Iterable[PrefixProbe | None]) -> list[int]:
-        """Places of the probes (of unchanged tokens) that would give another answer now, and of those not made yet.
+    def find_outdated(self, probes: Iterable[PrefixProbe | None]) -> list[int]:
+        """Places of the probes (of unchanged tokens) that would give another answer now, and of
+        those not made yet.
 
         One loop without calls: a queue asks for all its requests whenever the tree has changed.
         """
@@ -255,7 +276,8 @@ class RadixCache:
         return self._watches[-1]
 
     def path_of(self, probe: PrefixProbe) -> list[int]:
-        """Serial numbers of the nodes along a probe of the present version, from the root's child on.
+        """Serial numbers of the nodes along a probe of the present version, from the root's child
+        on.
 
         The last node may be matched in part only (`match` would split it).
         """
@@ -270,14 +292,19 @@ class RadixCache:
         priority: int = LOWEST_PRIORITY,
         like: PageMemory | None = None,
     ) -> InsertResult:
-        """Publish `pages` as the KV of `tokens` from page index `from_page` on; the tree takes those it lacks.
+        """Publish `pages` as the KV of `tokens` from page index `from_page` on; the tree takes
+        those it lacks.
 
         Args:
-            tokens: ids from the start of the sequence, enough to fill all these pages; more is ignored.
-            priority: of the request that computed them, larger is more important; the whole path gets at least it.
-            like: what pages that had left the tree and come back now are remembered by; only its age and reuses count.
+            tokens: ids from the start of the sequence, enough to fill all these pages; more is
+                ignored.
+            priority: of the request that computed them, larger is more important; the whole path
+                gets at least it.
+            like: what pages that had left the tree and come back now are remembered by; only its
+                age and reuses count.
         Raises:
-            ValueError: tokens are too few, or the tree no longer holds the pages before `from_page` (the caller must
+            ValueError: tokens are too few, or the tree no longer holds the pages before `from_page`
+            (the caller must
                 have that prefix locked). Nothing has changed then.
         """
         total = from_page + len(pages)
@@ -285,30 +312,32 @@ class RadixCache:
             raise ValueError(
                 f"{len(tokens) // TOKEN_BYTES} tokens do not fill {total} pages of {self.page_size}"
             )
-        node, matched, inside = self._walk(tokens, namespace, total)
+        node, matched, inside = self._walk_edges(tokens, namespace, total)
         if matched < from_page:
             raise ValueError(
-                f"insert from page {from_page}, but only {matched} are cached: lock the prefix first"
+                f"insert from page {from_page}, but only {matched} are cached: "
+                "lock the prefix first"
             )
         if inside:
-            node = self._split(node, inside)
+            node = self._split_edge(node, inside)
         existing = self._path_pages(node)[from_page:] if matched > from_page else array("i")
         if matched < total:
             if node is self._nowhere:
                 node = self._roots[namespace] = RadixNode(None, namespace, array("i"), 0)
             key = tokens[matched * self._page_bytes : total * self._page_bytes]
             parent_page = node.pages[-1] if node.pages else -1
-            node = self._attach(node, key, pages[matched - from_page :], like)
+            node = self._attach_leaf(node, key, pages[matched - from_page :], like)
             if self._log is not None:
-                self._log.stored(Edge(namespace, parent_page, node.pages, key), self.clock + 1)
-        self._touch(node)
+                self._log.on_stored(Edge(namespace, parent_page, node.pages, key), self.clock + 1)
+        self._touch_path(node)
         self._raise_priority(node, priority)
         return InsertResult(node, existing)
 
     def reuse(
         self, node: RadixNode, priority: int = LOWEST_PRIORITY, beyond: RadixNode | None = None
     ) -> int:
-        """A request of this priority starts with the pages up to `node` (of a match), those up to `beyond` excepted.
+        """A request of this priority starts with the pages up to `node` (of a match), those up to
+        `beyond` excepted.
 
         Matching alone does not count: the planner may look many times before it admits. O(depth).
 
@@ -317,62 +346,63 @@ class RadixCache:
         """
         self._raise_priority(node, priority)
         fresh = 0
-        at = node
-        while at.parent is not None and at is not beyond:
-            at.reuses += 1
-            if at.created > self.settled:
-                fresh += len(at.pages)
-            at = at.parent
+        ancestor = node
+        while ancestor.parent is not None and ancestor is not beyond:
+            ancestor.reuses += 1
+            if ancestor.created > self.settled:
+                fresh += len(ancestor.pages)
+            ancestor = ancestor.parent
         return fresh
 
     def settle(self, clock: int) -> None:
         """Mark what was published up to this moment of `clock` as computed."""
         self.settled = max(self.settled, clock)
         if self._log is not None:
-            self._log.settled(self.settled)
+            self._log.on_settled(self.settled)
 
     def edges(self) -> Iterator[Edge]:
-        """Every edge of the tree, parents before their children. O(pages); the tree must not change meanwhile."""
+        """Every edge of the tree, parents before their children.
+
+        O(pages); the tree must not change meanwhile.
+        """
         for namespace, root in self._roots.items():
             stack = list(root.children.values())
             while stack:
                 node = stack.pop()
                 assert node.parent is not None, "roots are not pushed"
-                yield Edge(
-                    namespace,
-                    node.parent.pages[-1] if node.parent.pages else -1,
-                    node.pages,
-                    node.key,
-                )
+                parent_page = node.parent.pages[-1] if node.parent.pages else -1
+                yield Edge(namespace, parent_page, node.pages, node.key)
                 stack.extend(node.children.values())
 
     def lock(self, node: RadixNode) -> None:
         """Keep `node` and its ancestors from eviction until as many `unlock`s. O(depth)."""
         if node.is_evicted and not self.is_quarantined(node):
             raise ValueError("cannot lock an evicted node: lock a match before evicting")
-        at = node
-        while at.parent is not None:
-            if at.locks == 0:
-                self.evictable_pages -= len(at.pages)
-                self.locked_pages += len(at.pages)
-            at.locks += 1
-            at = at.parent
+        ancestor = node
+        while ancestor.parent is not None:
+            if ancestor.locks == 0:
+                self.evictable_pages -= len(ancestor.pages)
+                self.locked_pages += len(ancestor.pages)
+            ancestor.locks += 1
+            ancestor = ancestor.parent
 
     def unlock(self, node: RadixNode) -> None:
         """Undo one `lock`. O(depth)."""
         if node.parent is not None and node.locks == 0:
             raise ValueError("cannot unlock a node that is not locked")
-        at = node
-        while at.parent is not None:
-            at.locks -= 1
-            if at.locks == 0:
-                self.evictable_pages += len(at.pages)
-                self.locked_pages -= len(at.pages)
-                self._push_candidate(at)
-            at = at.parent
+        ancestor = node
+        while ancestor.parent is not None:
+            ancestor.locks -= 1
+            if ancestor.locks == 0:
+                self.evictable_pages += len(ancestor.pages)
+                self.locked_pages -= len(ancestor.pages)
+                self._push_candidate(ancestor)
+            ancestor = ancestor.parent
 
     def pages_locked_once(self, node: RadixNode) -> int:
-        """Pages on the path to a locked `node` without other locks: what its `unlock` makes evictable."""
+        """Pages on the path to a locked `node` without other locks: what its `unlock` makes
+        evictable.
+        """
         count = 0
         while node.parent is not None and node.locks == 1:
             count += len(node.pages)
@@ -385,11 +415,14 @@ class RadixCache:
         below = 0
         while node.parent is not None and not node.locks and len(node.children) == below:
             pages += len(node.pages)
-            node, below = node.parent, 1
+            node = node.parent
+            below = 1
         return pages
 
     def evict_branch(self, node: RadixNode) -> int:
-        """Free `node` and what of its ancestors it alone needed: unlocked and without other children. Returns pages."""
+        """Free `node` and what of its ancestors it alone needed: unlocked and without other
+        children. Returns pages.
+        """
         freed = 0
         while node.parent is not None and not (node.locks or node.children):
             parent = node.parent
@@ -401,7 +434,8 @@ class RadixCache:
         return freed
 
     def evict(self, n_pages: int, for_good: bool = False) -> int:
-        """Free up to `n_pages` unlocked pages from the tails of leaves, in the policy's order. O(log nodes) per leaf.
+        """Free up to `n_pages` unlocked pages from the tails of leaves, in the policy's order.
+        O(log nodes) per leaf.
 
         Returns:
             How many pages went back to the allocator: n_pages, or all that were evictable.
@@ -420,7 +454,7 @@ class RadixCache:
                 continue
             wanted = n_pages - freed
             if len(node.pages) > wanted:
-                self._split(node, len(node.pages) - wanted)
+                self._split_edge(node, len(node.pages) - wanted)
             freed += self._remove_leaf(node, for_good)
         return freed
 
@@ -431,22 +465,27 @@ class RadixCache:
         return freed
 
     def quarantine(self, tokens: bytes, namespace: bytes) -> int:
-        """Keep every later match from the branch whose pages begin these tokens: one of them is damaged or holds NaN.
+        """Keep every later match from the branch whose pages begin these tokens: one of them is
+        damaged or holds NaN.
 
-        Unlocked pages are freed now, locked ones as any others once they are unlocked. Returns how many pages it was.
+        Unlocked pages are freed now, locked ones as any others once they are unlocked. Returns how
+        many pages it was.
         """
         root = self._roots.get(namespace)
-        first = tokens[: self._page_bytes]
-        if root is None or (top := root.children.pop(first, None)) is None:
+        first_page = tokens[: self._page_bytes]
+        if root is None:
+            return 0
+        branch_top = root.children.pop(first_page, None)
+        if branch_top is None:
             return 0
         if not root.children:
             del self._roots[namespace]
         self._serial += 1
         self.version += 1
-        away = top.parent = RadixNode(None, namespace, array("i"), self._serial)
-        away.children[first] = top
-        self._quarantine.add(away)
-        branch = [top]
+        hidden_root = branch_top.parent = RadixNode(None, namespace, array("i"), self._serial)
+        hidden_root.children[first_page] = branch_top
+        self._quarantine.add(hidden_root)
+        branch = [branch_top]
         for node in branch:
             branch.extend(node.children.values())
         pages = sum(len(node.pages) for node in branch)
@@ -455,7 +494,7 @@ class RadixCache:
                 self.evict_branch(node)
         for node in branch:
             node.is_evicted = True  # for probes; its users keep it
-            self._changed(node)
+            self._note_changed(node)
         return pages
 
     def is_quarantined(self, node: RadixNode) -> bool:
@@ -466,57 +505,67 @@ class RadixCache:
             node = node.parent
         return node in self._quarantine
 
-    def _walk(self, tokens: bytes, namespace: bytes, limit: int) -> tuple[RadixNode, int, int]:
+    def _walk_edges(
+        self, tokens: bytes, namespace: bytes, limit: int
+    ) -> tuple[RadixNode, int, int]:
         """Follow `tokens` for at most `limit` pages.
 
         Returns:
-            (node, matched, inside): `matched` pages in all; they end `inside` pages into node's edge, 0 = at its end.
+            (node, matched, inside): `matched` pages in all; they end `inside` pages into node's
+            edge, 0 = at its end.
         """
         node = self._roots.get(namespace, self._nowhere)
         width = self._page_bytes
-        at = 0
+        offset = 0
         end = limit * width
-        while at < end:
-            child = node.children.get(tokens[at : at + width])
+        while offset < end:
+            child = node.children.get(tokens[offset : offset + width])
             if child is None:
                 break
             key = child.key
-            if at + len(key) <= end and tokens.startswith(key, at):
-                at += len(key)
+            if offset + len(key) <= end and tokens.startswith(key, offset):
+                offset += len(key)
                 node = child
                 continue
-            same = _common_pages(key, tokens, at, min(len(key), end - at) // width, width)
-            return child, at // width + same, same
-        return node, at // width, 0
+            num_equal = _common_pages(
+                key, tokens, offset, min(len(key), end - offset) // width, width
+            )
+            return child, offset // width + num_equal, num_equal
+        return node, offset // width, 0
 
-    def _split(self, node: RadixNode, at_page: int) -> RadixNode:
-        """Cut node's edge after `at_page` pages. The new upper part is returned; handles keep meaning the lower end."""
+    def _split_edge(self, node: RadixNode, at_page: int) -> RadixNode:
+        """Cut node's edge after `at_page` pages.
+
+        The new upper part is returned; handles keep meaning the lower end.
+        """
         parent = node.parent
         assert parent is not None, "a root has no edge to cut"
         cut = at_page * self._page_bytes
         self._serial += 1
         self.version += 1
-        key, pages, serial = node.key[:cut], node.pages[:at_page], self._serial
+        key = node.key[:cut]
+        pages = node.pages[:at_page]
+        serial = self._serial
         upper = RadixNode(
             parent,
             key,
             pages,
             serial,
-            node.stamp,
-            node.created,
-            node.reuses,
-            node.priority,
-            node.locks,
+            stamp=node.stamp,
+            created=node.created,
+            reuses=node.reuses,
+            priority=node.priority,
+            locks=node.locks,
         )
         parent.children[upper.key[: self._page_bytes]] = upper
         node.key = node.key[cut:]
-        self._changed(node)
+        self._note_changed(node)
         node.pages = node.pages[at_page:]
         node.parent = upper
         upper.children[node.key[: self._page_bytes]] = node
         return upper
 
-    def _attach(
+    def _attach_leaf(
         self, parent: RadixNode, key: bytes, pages: array[int], like: PageMemory | None
     ) -> RadixNode:
         self._serial += 1
@@ -524,7 +573,8 @@ class RadixCache:
         now = self.clock + 1
         leaf = RadixNode(parent, key, pages, self._serial, now, now)
         if like is not None:
-            leaf.created, leaf.reuses = like.created, like.reuses
+            leaf.created = like.created
+            leaf.reuses = like.reuses
         parent.children[key[: self._page_bytes]] = leaf
         for watch in self._watches:
             watch.on_child(parent, key[: self._page_bytes])
@@ -539,12 +589,12 @@ class RadixCache:
             self.on_remove(leaf, for_good or self.is_quarantined(leaf))
         del parent.children[leaf.key[: self._page_bytes]]
         leaf.is_evicted = True
-        self._changed(leaf)
+        self._note_changed(leaf)
         self.version += 1
         self.evictable_pages -= len(leaf.pages)
         self._allocator.free(leaf.pages)
         if self._log is not None:
-            self._log.removed(leaf.pages)
+            self._log.on_removed(leaf.pages)
         if parent.parent is not None:
             self._push_candidate(parent)
         elif not parent.children:
@@ -554,12 +604,14 @@ class RadixCache:
                 del self._roots[parent.key]
         return len(leaf.pages)
 
-    def _changed(self, node: RadixNode) -> None:
+    def _note_changed(self, node: RadixNode) -> None:
         for watch in self._watches:
             watch.on_changed(node)
 
     def _push_candidate(self, node: RadixNode) -> None:
-        """Queue `node` for eviction if it is an unlocked leaf and not queued yet, or too far behind."""
+        """Queue `node` for eviction if it is an unlocked leaf and not queued yet, or too far
+        behind.
+        """
         if node.locks or node.children:
             return
         if node.queued is None:
@@ -575,8 +627,10 @@ class RadixCache:
         self._heap = [entry for entry in self._heap if entry[2].queued == entry[0]]
         heapq.heapify(self._heap)
 
-    def _touch(self, node: RadixNode) -> None:
-        """Mark the path to `node` as used now; a parent's stamp is thereby never older than its children's."""
+    def _touch_path(self, node: RadixNode) -> None:
+        """Mark the path to `node` as used now; a parent's stamp is thereby never older than its
+        children's.
+        """
         self.clock += 1
         leaf = node
         while node.parent is not None:
@@ -587,7 +641,9 @@ class RadixCache:
 
     @staticmethod
     def _raise_priority(node: RadixNode, priority: int) -> None:
-        """Ancestors are at least as important as what hangs below them, so the walk ends at the first that is."""
+        """Ancestors are at least as important as what hangs below them, so the walk ends at the
+        first that is.
+        """
         while node.parent is not None and node.priority < priority:
             node.priority = priority
             node = node.parent
@@ -600,12 +656,18 @@ class RadixCache:
         return pages
 
 
-def _common_pages(key: bytes, tokens: bytes, at: int, limit: int, width: int) -> int:
-    """How many of the first `limit` pages of `key` equal `tokens[at:]`, by bisection; the first is known to."""
-    low, high = 1, limit
+def _common_pages(key: bytes, tokens: bytes, offset: int, limit: int, width: int) -> int:
+    """How many of the first `limit` pages of `key` equal `tokens[at:]`, by bisection; the first is
+    known to.
+    """
+    low = 1
+    high = limit
     while low < high:
         middle = (low + high + 1) // 2
-        if key[low * width : middle * width] == tokens[at + low * width : at + middle * width]:
+        if (
+            key[low * width : middle * width]
+            == tokens[offset + low * width : offset + middle * width]
+        ):
             low = middle
         else:
             high = middle - 1

@@ -30,9 +30,21 @@ SECRETS: Mapping[str, str] = {
 KV_TRANSPORTS = ("shm", "cuda_ipc", "tcp", "gloo", "nccl")
 """Values of --disaggregation-transfer-backend besides auto."""
 QUEUE_ORDERS = (
-    "auto", "fcfs", "lpm", "dfs-weight", "lof", "random", "short-first", "srpt-aging", "hrrn", "edf", "adaptive",
-)  # fmt: skip
-"""Values of --schedule-policy."""
+    "auto",
+    "fcfs",
+    "lpm",
+    "dfs-weight",
+    "lof",
+    "random",
+    "short-first",
+    "srpt-aging",
+    "hrrn",
+    "edf",
+    "adaptive",
+)
+"""Values of --schedule-policy: auto and the names of sched.policies.POLICIES (a test compares)."""
+EVICTION_ORDERS = ("lru", "lfu", "fifo", "mru", "filo", "priority")
+"""Values of --radix-eviction-policy: the names of cache.eviction.EVICTION_POLICIES (a test compares)."""
 MEM_FRACTION = 0.85
 """Not measured on a GPU yet; what steps need besides is (runtime.memory.device_memory), and comes first."""
 
@@ -501,7 +513,7 @@ class EngineConfig:
     radix_eviction_policy: str = opt(
         "lru",
         "which cached prefix goes first when pages run out (docs/scheduling/cache.md)",
-        choices=("lru", "lfu", "fifo", "mru", "filo", "priority"),
+        choices=EVICTION_ORDERS,
     )
     kv_events_config: str = opt(
         "",

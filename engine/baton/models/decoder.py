@@ -92,8 +92,10 @@ class Decoder:
         """
         w = self.weights
         for layer in w.layers:
-            layer.qkv, layer.o = ops.pack(layer.qkv), ops.pack(layer.o)
-            layer.gate_up, layer.down = ops.pack(layer.gate_up), ops.pack(layer.down)
+            layer.qkv = ops.pack(layer.qkv)
+            layer.o = ops.pack(layer.o)
+            layer.gate_up = ops.pack(layer.gate_up)
+            layer.down = ops.pack(layer.down)
         tied = w.lm_head is w.embed
         w.lm_head = ops.pack(w.lm_head)
         if tied:

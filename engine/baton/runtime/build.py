@@ -16,11 +16,14 @@ from baton.disagg.transfer_driver import TransferDriver
 from baton.errors import ConfigError
 from baton.layers import ops
 from baton.layers.attention import make_backend
+from baton.layers.attention.base import AttentionBackend
 from baton.layers.collectives import ALONE, ProcessGroup, TpContext, init_group
 from baton.layers.flashinfer_loader import reason
 from baton.layers.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
-from baton.layers.shard import WHOLE, share_of
+from baton.layers.model_spec import ModelSpec
+from baton.layers.shard import WHOLE, Shard, share_of
 from baton.models.checkpoint import CPU_POOL_MIB, weight_bytes
+from baton.models.decoder import Decoder
 from baton.models.load import OnProgress, load_weights
 from baton.models.spec_reader import read_spec
 from baton.runtime import device
@@ -98,64 +101,22 @@ def load(
     ops.set_threads(threads)
     shard = WHOLE if place is None else place.shard
     compute = device.resolve(config, shard.rank)
-    on_cpu = compute.type == "cpu"
-    whole = read_spec(
-        model_dir, config.dtype, config.load_format, config.random_seed, on_cpu=on_cpu
-    )
-    if on_cpu and whole.dtype == "float16":
-        log.warning(
-            "--dtype float16: the native CPU kernels do not compute it, slow torch code does; bfloat16 is faster"
-        )
-    share_of(whole, shard)  # what cannot be divided is said before anybody waits for anybody
-    group = (
-        None
-        if place is None
-        else init_group(shard, compute, place.meeting_point, config.dist_timeout)
-    )
-    memory = None if on_cpu else DeviceMemory(compute)
+    whole = _read_spec(config, model_dir, compute, shard)
+    group = None
+    if place is not None:
+        group = init_group(shard, compute, place.meeting_point, config.dist_timeout)
+    memory = None if compute.type == "cpu" else DeviceMemory(compute)
     if memory is not None:
         check_weights(weight_bytes(whole, shard), memory)
-    with no_room(
-        "the model", "use a smaller one, a GPU with more memory, or more of them by --tp-size"
-    ):
-        model = load_weights(
-            whole,
-            model_dir,
-            config.load_format,
-            config.random_seed,
-            shard,
-            group or ALONE,
-            compute,
-            on_progress,
-        )
-    if on_cpu:
-        model.pack()
+    model = _load_model(config, model_dir, whole, shard, group, compute, on_progress)
     spec = model.spec
-    context = config.context_length or spec.max_context
-    if context > spec.max_context:
-        raise ConfigError(
-            f"--context-length {context}: the model was made for {spec.max_context} tokens; lower it"
-        )
-    mib = config.kv_pool_mib or (CPU_POOL_MIB if on_cpu else None)
-    pages = asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
+    context = _context_length(config, spec)
+    pages = _requested_pages(config, spec, compute)
     if memory is not None:
         ops.choose_cuda(spec, compute, required=config.attention_backend != "torch")
         pages = profile_memory(model, config, context, pages, memory, place, group)
-    disaggregated = config.disaggregation_mode != "null"
-    recorded_rows = 0 if on_cpu else rows_to_record(config)
-    with no_room(
-        "the KV pool",
-        "another process took memory meanwhile: start again, or lower --mem-fraction-static",
-    ):
-        kv = make_pool(
-            spec.kv,
-            config.page_size,
-            pages,
-            native=disaggregated or None,
-            device=compute,
-            dummy_page=recorded_rows > 0,
-        )
-        attn = make_backend(config.attention_backend, spec, kv)
+    assert pages is not None, "a pool in host memory has a default size"
+    kv, attn = _make_pool(config, spec, pages, compute)
     host_pages = host_pool_pages(
         spec.kv, config.page_size, config.host_kv_gib, config.dp_size * config.tp_size
     )
@@ -170,11 +131,6 @@ def load(
     )
     if memory is not None and isinstance(runner, DeviceRunner):
         _record(runner, config, compute, context, memory)
-    info: dict[str, object] = {
-        "num_parameters": whole.num_parameters,
-        "cpu_threads": threads,
-        "device": str(compute),
-    }
     log.info(
         "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, %d thread(s), %.1f s",
         model_dir, whole.num_parameters / 1e6, spec.kv.dtype, pages, config.page_size,
@@ -183,18 +139,100 @@ def load(
     layout = kv.layout(spec.model_hash)
     if shard.size > 1:
         layout["tp_size"] = shard.size
-    info |= {
+    info: dict[str, object] = {
+        "num_parameters": whole.num_parameters,
+        "cpu_threads": threads,
+        "device": str(compute),
         "context_length": context,
         "host_pages": host_pages,
         "dtype": spec.kv.dtype,
         "layout": layout,
-    }
-    info |= {
         "max_total_num_tokens": kv.max_tokens,
         "kv_pool_bytes": pages * kv.page_bytes,
         "num_pages": pages,
     }
     return LoadedModel(config, runner, kv, layout, info, spec.max_context, host_pages, group)
+
+
+def _read_spec(
+    config: EngineConfig, model_dir: str, compute: torch.device, shard: Shard
+) -> ModelSpec:
+    """Spec of the whole model. Raises ConfigError where it cannot be divided among the ranks."""
+    on_cpu = compute.type == "cpu"
+    whole = read_spec(
+        model_dir, config.dtype, config.load_format, config.random_seed, on_cpu=on_cpu
+    )
+    if on_cpu and whole.dtype == "float16":
+        log.warning(
+            "--dtype float16: the native CPU kernels do not compute it, slow torch code does; bfloat16 is faster"
+        )
+    share_of(whole, shard)  # what cannot be divided is reported before any rank waits for another
+    return whole
+
+
+def _load_model(
+    config: EngineConfig,
+    model_dir: str,
+    whole: ModelSpec,
+    shard: Shard,
+    group: ProcessGroup | None,
+    compute: torch.device,
+    on_progress: OnProgress,
+) -> Decoder:
+    """This rank's share of the weights, on its device, in the form its kernels take."""
+    with no_room(
+        "the model", "use a smaller one, a GPU with more memory, or more of them by --tp-size"
+    ):
+        model = load_weights(
+            whole,
+            model_dir,
+            config.load_format,
+            config.random_seed,
+            shard,
+            group or ALONE,
+            compute,
+            on_progress,
+        )
+    if compute.type == "cpu":
+        model.pack()
+    return model
+
+
+def _context_length(config: EngineConfig, spec: ModelSpec) -> int:
+    context = config.context_length or spec.max_context
+    if context > spec.max_context:
+        raise ConfigError(
+            f"--context-length {context}: the model was made for {spec.max_context} tokens; lower it"
+        )
+    return context
+
+
+def _requested_pages(config: EngineConfig, spec: ModelSpec, compute: torch.device) -> int | None:
+    """Pages of the KV pool by the flags; None: as many as the device has room for."""
+    default_mib = CPU_POOL_MIB if compute.type == "cpu" else None
+    mib = config.kv_pool_mib or default_mib
+    return asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
+
+
+def _make_pool(
+    config: EngineConfig, spec: ModelSpec, pages: int, compute: torch.device
+) -> tuple[KvTensors, AttentionBackend]:
+    recorded_rows = 0 if compute.type == "cpu" else rows_to_record(config)
+    disaggregated = config.disaggregation_mode != "null"
+    with no_room(
+        "the KV pool",
+        "another process took memory meanwhile: start again, or lower --mem-fraction-static",
+    ):
+        kv = make_pool(
+            spec.kv,
+            config.page_size,
+            pages,
+            native=disaggregated or None,
+            device=compute,
+            dummy_page=recorded_rows > 0,
+        )
+        attn = make_backend(config.attention_backend, spec, kv)
+    return kv, attn
 
 
 def _record(

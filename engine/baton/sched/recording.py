@@ -1,12 +1,13 @@
 """Every input of a scheduler as lines, and the same decisions again from them.
 
-1. `RecordingScheduler` writes each call that changes a scheduler as one JSON line: first a header with the flags, then
-   [name, arguments...]. After a plan comes ["=", digest of the plan].
+1. `RecordingScheduler` writes each call that changes a scheduler as one JSON line: first a header
+   with the flags, then [name, arguments...]. After a plan comes ["=", digest of the plan].
 2. `replay` makes a scheduler from the header, repeats the calls and compares the digests.
 
-The scheduler is pure, so equal inputs give equal plans, byte for byte; a difference is a bug (a hidden clock, an order
-that depends on memory addresses) or another version of the code. Lines hold prompts as token ids: treat the file like
-prompts. Log-probabilities decide nothing and are left out.
+The scheduler is deterministic, so equal inputs give equal plans, byte for byte; a difference is a
+bug (a hidden clock, an order that depends on memory addresses) or another version of the code.
+Lines hold prompts as token ids: treat the file like prompts. Log-probabilities decide nothing and
+are left out.
 """
 
 from __future__ import annotations
@@ -33,11 +34,28 @@ VERSION = 1
 MAX_SIZE = 2**27
 """Above the number of pages and the bytes of a page that a header may state."""
 INPUTS = (
-    "add", "abort", "suspend", "resume", "expire", "fail", "transfer_announced", "transfer_committed",
-    "transfer_failed", "transfer_closed", "grant_revoked", "release", "adjust_priorities", "plan", "observe", "commit",
+    "add",
+    "abort",
+    "suspend",
+    "resume",
+    "expire",
+    "fail",
+    "transfer_announced",
+    "transfer_committed",
+    "transfer_failed",
+    "transfer_closed",
+    "grant_revoked",
+    "release",
+    "adjust_priorities",
+    "plan",
+    "observe",
+    "commit",
     "flush_cache",
-)  # fmt: skip
-"""Methods of Scheduler that change what it decides. All its other public members only look (a test compares)."""
+)
+"""Methods of Scheduler that change what it decides.
+
+All its other public members only look (a test compares).
+"""
 
 _CLASSES: dict[str, Any] = {
     name: cls for name, cls in vars(request).items() if dataclasses.is_dataclass(cls)
@@ -63,14 +81,16 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, EngineError):
         return {"error": [value.code, value.message]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         fields = {
-            f.name: to_plain(v)
+            f.name: to_plain(values[f.name])
             for f in dataclasses.fields(value)
-            if (v := getattr(value, f.name)) != f.default
+            if values[f.name] != f.default
         }
         return {"class": type(value).__name__, "fields": fields}
     if isinstance(value, (list, tuple)):
-        return {"tuple" if isinstance(value, tuple) else "list": [to_plain(item) for item in value]}
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [to_plain(item) for item in value]}
     if isinstance(value, dict):
         return {"dict": [[to_plain(k), to_plain(v)] for k, v in value.items()]}
     raise TypeError(f"a {type(value).__name__} cannot be recorded")
@@ -88,9 +108,8 @@ def from_plain(plain: Any) -> Any:
     if kind == "error":
         return by_code(content[0])(content[1])
     if kind == "class":
-        return _CLASSES[content](
-            **{name: from_plain(value) for name, value in plain["fields"].items()}
-        )
+        fields = {name: from_plain(value) for name, value in plain["fields"].items()}
+        return _CLASSES[content](**fields)
     if kind == "dict":
         return {from_plain(key): from_plain(value) for key, value in content}
     items = [from_plain(item) for item in content]
@@ -115,9 +134,8 @@ def header(
     """The first line: all that the limits are made from, without secrets."""
     flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in SECRETS}
     if config.tenant_config is not None:
-        flags["tenant_config"] = tenants.text_of(
-            config.tenant_config
-        )  # the file may be another one by then
+        # The text, because the file may be another one when this is replayed.
+        flags["tenant_config"] = tenants.text_of(config.tenant_config)
     sizes = {"num_pages": num_pages, "host_pages": host_pages, "page_bytes": page_bytes}
     return json.dumps({"version": VERSION, "sizes": sizes, "flags": flags})
 
@@ -125,7 +143,7 @@ def header(
 # ---------------------------------------------------------------------- recording
 
 
-def _recorded(name: str) -> Callable[..., Any]:
+def _recording_method(name: str) -> Callable[..., Any]:
     original = getattr(Scheduler, name)
     signature = inspect.signature(original)
 
@@ -135,7 +153,8 @@ def _recorded(name: str) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        self._write(json.dumps([name, *map(_argument, list(bound.arguments.values())[1:])]))
+        _, *arguments = bound.arguments.values()  # without self
+        self._write(json.dumps([name, *map(_plain_argument, arguments)]))
         self._is_nested = True
         try:
             result = original(self, *args, **kwargs)
@@ -148,7 +167,7 @@ def _recorded(name: str) -> Callable[..., Any]:
     return method
 
 
-def _argument(value: Any) -> Any:
+def _plain_argument(value: Any) -> Any:
     if isinstance(value, StepPlan):
         return value.step
     if isinstance(value, StepResult):
@@ -159,7 +178,10 @@ def _argument(value: Any) -> Any:
 
 
 class RecordingScheduler(Scheduler):
-    """A scheduler that writes its inputs. `write` gets one line at a time, before the call takes effect."""
+    """A scheduler that writes its inputs.
+
+    `write` gets one line at a time, before the call takes effect.
+    """
 
     def __init__(self, limits: Limits, write: Write) -> None:
         self._is_nested = False
@@ -168,7 +190,7 @@ class RecordingScheduler(Scheduler):
 
 
 for _name in INPUTS:
-    setattr(RecordingScheduler, _name, _recorded(_name))
+    setattr(RecordingScheduler, _name, _recording_method(_name))
 
 
 # ---------------------------------------------------------------------- replaying
@@ -197,8 +219,9 @@ def replay(
 ) -> ReplayResult:
     """Repeat what a RecordingScheduler wrote; stops at the first difference. Raises ReplayError."""
     numbered = iter(enumerate(lines, 1))
-    sched = _scheduler(next(numbered, (1, ""))[1])
-    done = ReplayResult()
+    _, first_line = next(numbered, (1, ""))
+    sched = _make_scheduler(first_line)
+    outcome = ReplayResult()
     flight: dict[int, StepPlan] = {}
     pending: tuple[int, float, StepPlan | None] | None = None
     for number, line in numbered:
@@ -210,59 +233,65 @@ def replay(
         except (ValueError, TypeError, IndexError, RecursionError) as err:
             raise ReplayError(f"line {number}: not a line of a scheduler trace ({err})") from err
         if pending is not None:
-            at, now, plan = pending
+            plan_line, now, plan = pending
             pending = None
-            if (None if plan is None else digest(plan)) != expected:
-                done.difference = PlanDifference(at, now, expected, plan)
-                return done
+            actual = None if plan is None else digest(plan)
+            if actual != expected:
+                outcome.difference = PlanDifference(plan_line, now, expected, plan)
+                return outcome
         if name == "=":
             continue
-        done.inputs += 1
-        done.requests += name == "add"
+        outcome.inputs += 1
+        outcome.requests += name == "add"
         try:
-            result = _call(sched, name, args, flight)
+            result = _repeat_call(sched, name, args, flight)
         except Exception as err:
             raise ReplayError(
-                f"line {number}: {name} cannot be repeated ({type(err).__name__}: {err}); the file is damaged or was "
-                "recorded by another version"
+                f"line {number}: {name} cannot be repeated ({type(err).__name__}: {err}); "
+                "the file is damaged or was recorded by another version"
             ) from err
         sched.drain_events()
         if name == "plan":
             pending = (number, args[0], result)
             if result is not None:
-                done.plans += 1
+                outcome.plans += 1
                 flight[result.step] = result
                 on_plan(sched, result)
     # A trace that ends right after a plan line was cut there: nothing to compare with.
-    return done
+    return outcome
 
 
-def _scheduler(line: str) -> Scheduler:
+def _make_scheduler(line: str) -> Scheduler:
     try:
         first = json.loads(line)
-        version, flags, sizes = first["version"], first["flags"], first["sizes"]
+        version = first["version"]
+        flags = first["flags"]
+        sizes = first["sizes"]
     except (ValueError, TypeError, KeyError) as err:
         raise ReplayError("line 1: not the header of a scheduler trace") from err
     if version != VERSION:
         raise ReplayError(f"line 1: version {version}, this program reads {VERSION}")
     if not isinstance(flags, dict) or not isinstance(sizes, dict):
         raise ReplayError("line 1: not the header of a scheduler trace")
-    if unknown := sorted(set(flags) - {f.name for f in dataclasses.fields(EngineConfig)}):
+    unknown = sorted(set(flags) - {f.name for f in dataclasses.fields(EngineConfig)})
+    if unknown:
         raise ReplayError(
             f"line 1: flags {unknown} are unknown here; use the version that recorded this file"
         )
     try:
-        if any(type(size) is not int or not 0 <= size <= MAX_SIZE for size in sizes.values()):
+        are_sizes = (type(size) is int and 0 <= size <= MAX_SIZE for size in sizes.values())
+        if not all(are_sizes):
             raise ValueError(f"sizes are {sizes}")
         return Scheduler(from_config.limits(EngineConfig(**flags), **sizes))
     except Exception as err:
         raise ReplayError(
-            f"line 1: no scheduler can be made of the recorded flags ({type(err).__name__}: {err}); the file is "
-            "damaged or was recorded by another version"
+            "line 1: no scheduler can be made of the recorded flags "
+            f"({type(err).__name__}: {err}); "
+            "the file is damaged or was recorded by another version"
         ) from err
 
 
-def _call(sched: Scheduler, name: str, args: list[Any], flight: dict[int, StepPlan]) -> Any:
+def _repeat_call(sched: Scheduler, name: str, args: list[Any], flight: dict[int, StepPlan]) -> Any:
     if name == "commit":
         step, tokens, now = args
         return sched.commit(flight[step], StepResult(tokens), now)

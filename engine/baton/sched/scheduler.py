@@ -1,13 +1,14 @@
 """The scheduler of one rank: requests go in, plans come out, results go in, events come out.
 
-Two pure halves (no clock, no torch, no sockets):
+Two deterministic halves (no clock, no torch, no sockets):
 
 1. `plan()` looks at queues and pages and returns a StepPlan (sched.planner).
-2. `commit(plan, result)` takes the sampled tokens, finishes sequences, frees pages and returns events for the shell.
+2. `commit(plan, result)` takes the sampled tokens, finishes sequences, frees pages and returns
+   events for the engine loop.
 
-The tables are in sched.state.tables, the pages in sched.memory.kv_manager, who gives way is decided in
-sched.memory.preemption. After every call
-free + cached + locked + private pages = capacity (`ledger()`).
+The tables are in sched.state.tables, the pages in sched.memory.kv_manager, who gives way is decided
+in sched.memory.preemption. After every call free + cached + locked + private pages = capacity
+(`ledger()`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from baton.cache.kv_events import Stored
 from baton.cache.ledger import HostLedger, PageLedger
 from baton.sched.metrics.step_log import StepDecision, StepLog
 from baton.sched.planner import Planner, PlanOutcome
-from baton.sched.policies.base import work
+from baton.sched.policies.base import tokens_to_compute
 from baton.sched.queue.deadlines import DeadlineQueue
 from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.setup.limits import Limits
-from baton.sched.state.load_report import LoadReport, measure
+from baton.sched.state.load_report import LoadReport, measure_load
 from baton.sched.state.tables import SchedulerState
 from baton.sched.types.events import (
     AbortTransfer,
@@ -60,7 +61,9 @@ class Scheduler:
         self.sharing = state.sharing
         """The accounts of classes and tenants."""
         self.hit_tokens = state.memory.hit_tokens
-        """Tokens that sequences found in the cache, since the start, by source (memory.kv_manager.HIT_SOURCES)."""
+        """Tokens that sequences found in the cache, since the start, by source
+        (memory.kv_manager.HIT_SOURCES).
+        """
         self.kv_events = state.memory.kv_events
         """Events of the tree; None unless Limits.kv_event_batches."""
 
@@ -70,43 +73,46 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            PromptTooLong: it could never run here. DuplicateRoom: its bootstrap room is in use. QueueFull: the limits
-            of the queue are reached; with priorities, less important requests may end with it instead.
+            PromptTooLong: it could never run here. DuplicateRoom: its bootstrap room is in use.
+            QueueFull: the limits of the queue are reached; with priorities, less important requests
+            may end with it instead.
         """
-        state, limits = self._state, self.limits
+        state = self._state
+        limits = self.limits
         prompt_len = len(req.prompt)
         if prompt_len + 1 > limits.capacity_tokens:
             raise errors.PromptTooLong(
-                f"prompt has {prompt_len} tokens, the KV pool of this engine holds {limits.capacity_tokens}; shorten "
-                "it or start the engine with a larger --max-total-tokens"
+                f"prompt has {prompt_len} tokens, "
+                f"the KV pool of this engine holds {limits.capacity_tokens}; "
+                "shorten it or start the engine with a larger --max-total-tokens"
             )
-        state.sharing.check(
-            req, state.admission.retry_after(max(state.now, req.arrival), state.times.prefill_rate)
-        )
-        meet = req.rendezvous
-        if meet is not None and meet.room in state.rooms:
+        now = max(state.now, req.arrival)
+        retry_secs = state.admission.retry_after(now, state.times.prefill_rate)
+        state.sharing.check_request(req, retry_secs)
+        rendezvous = req.rendezvous
+        if rendezvous is not None and rendezvous.room in state.rooms:
             raise errors.DuplicateRoom(
-                f"bootstrap room {meet.room} is in use by another request; draw a new one",
+                f"bootstrap room {rendezvous.room} is in use by another request; draw a new one",
                 param="bootstrap_room",
             )
         self._make_room(req)
-        is_lease = limits.role == "prefill" and meet is not None
-        limit = (
-            1 if is_lease else min(req.params.max_new_tokens, limits.capacity_tokens - prompt_len)
-        )
+        is_lease = limits.role == "prefill" and rendezvous is not None
+        max_new_tokens = 1
+        if not is_lease:
+            max_new_tokens = min(req.params.max_new_tokens, limits.capacity_tokens - prompt_len)
         seq = Seq(
             req,
             array("i", req.prompt),
-            limit,
+            max_new_tokens,
             is_lease=is_lease,
             tokens_computed_at_arrival=state.computed_tokens,
         )
         seq.start_priority = state.start_priority(req)
         state.seqs[req.handle] = seq
-        if meet is not None:
-            state.rooms[meet.room] = seq
-        self._deadlines.watch(req, state.seqs, len(state.seqs))
-        if meet is not None and limits.role == "decode":
+        if rendezvous is not None:
+            state.rooms[rendezvous.room] = seq
+        self._deadlines.watch_request(req, state.seqs, len(state.seqs))
+        if rendezvous is not None and limits.role == "decode":
             # Shake hands with P at once; pages come later, so that a full D delays no P.
             seq.state = SeqState.OPENING
             state.outbox.append(OpenTransfer(req))
@@ -118,31 +124,36 @@ class Scheduler:
         for seq in state.admission.make_room(req, now, state.times.prefill_rate):
             retry = state.admission.retry_after(now, state.times.prefill_rate)
             error = errors.QueueFull(
-                f"request {seq.req.rid} left the full queue for one of higher priority; retry after {retry} s",
+                f"request {seq.req.rid} left the full queue for one of higher priority; "
+                f"retry after {retry} s",
                 retry_after_secs=retry,
             )
             state.end_with_error(seq, error, "NO_CAPACITY")
 
     def abort(self, handle: int, code: str = "CLIENT_GONE") -> None:
-        """Stop a request and free what it holds; unknown or finished handles are ignored. No Emitted follows.
+        """Stop a request and free what it holds; unknown or finished handles are ignored. No
+        Emitted follows.
 
-        P: a prompt that is computed and waits for D is released, too, as soon as the transfer runtime releases it.
+        P: a prompt that is computed and waits for D is released, too, as soon as the transfer
+        runtime releases it.
         """
         leased = self._state.leased.get(handle)
         if leased is not None:
             self._state.outbox.append(AbortTransfer(leased.req, code))
-        seq = self._alive(handle)
+        seq = self._live_request(handle)
         if seq is not None:
             seq.finish = FinishReason.ABORT
-            self._state.end(seq, code)
+            self._state.end_request(seq, code)
 
     # ------------------------------------------------------------------ suspend and resume
 
     def suspend(self, handles: Sequence[int]) -> int:
-        """Keep these requests from running until `resume`, all or none; they keep arrival, tokens and deadline.
+        """Keep these requests from running until `resume`, all or none; they keep arrival, tokens
+        and deadline.
 
         Returns:
-            How many of them are alive and suspended now, whether by this call or before; unknown ones are ignored.
+            How many of them are alive and suspended now, whether by this call or before; unknown
+            ones are ignored.
         Raises:
             WrongState: one of them has its KV in transfer.
         A token that is being computed still comes.
@@ -151,7 +162,8 @@ class Scheduler:
         for seq in seqs:
             if seq.state not in (SeqState.WAITING, SeqState.RUNNING, SeqState.SUSPENDED):
                 raise errors.WrongState(
-                    f"request {seq.req.rid} is {seq.state.value}: only waiting and running requests can be suspended; "
+                    f"request {seq.req.rid} is {seq.state.value}: "
+                    "only waiting and running requests can be suspended; "
                     "ask again once it decodes, or ask the other node of the pair"
                 )
         for seq in seqs:
@@ -160,19 +172,24 @@ class Scheduler:
         return len(seqs)
 
     def resume(self, handles: Sequence[int]) -> int:
-        """Let these requests run again; returns how many are alive. One that is not suspended stays as it is."""
+        """Let these requests run again; returns how many are alive.
+
+        One that is not suspended stays as it is.
+        """
         seqs = [seq for handle in handles if (seq := self._state.seqs.get(handle)) is not None]
         for seq in seqs:
             if seq.state is SeqState.SUSPENDED:
                 self._state.resume(seq)
         return len(seqs)
 
-    # ------------------------------------------------------------------ priorities given by the shell
+    # ------------------------------------------------------------------ adjusted priorities
 
     def adjust_priorities(self, priorities: Mapping[int, float | None]) -> None:
-        """Replace the priority of these requests in the queue order (larger is better); None: their own again.
+        """Replace the priority of these requests in the queue order (larger is better); None: their
+        own again.
 
-        Preemption and queue limits go on comparing what requests state. Unknown handles are ignored.
+        Preemption and queue limits still compare what requests state. Unknown handles are
+        ignored.
         """
         for handle, priority in priorities.items():
             seq = self._state.seqs.get(handle)
@@ -181,8 +198,8 @@ class Scheduler:
 
     def in_rooms(self, rooms: Collection[int]) -> list[int]:
         """Handles of the requests with these bootstrap rooms, leased ones included."""
-        known = self._state.rooms
-        return [known[room].handle for room in rooms if room in known]
+        seq_of_room = self._state.rooms
+        return [seq_of_room[room].handle for room in rooms if room in seq_of_room]
 
     def leased(self, rid: str | None) -> list[int]:
         """P: handles of computed prompts that wait for D, of this rid or (None) all."""
@@ -193,13 +210,15 @@ class Scheduler:
         return list(self._state.seqs)
 
     def is_alive(self, handle: int) -> bool:
-        return self._alive(handle) is not None
+        return self._live_request(handle) is not None
 
     def request_view(self, handle: int, now: float) -> RequestView | None:
         """View of a waiting request for a hook; None: it is unknown, or does not wait now."""
         state = self._state
         seq = state.seqs.get(handle)
-        if seq is None or not (seq in state.waiting or seq in state.opening):
+        if seq is None:
+            return None
+        if seq not in state.waiting and seq not in state.opening:
             return None
         return RequestView(
             id=seq.req.rid,
@@ -207,7 +226,7 @@ class Scheduler:
             priority_class=seq.req.priority_class,
             tenant=seq.req.tenant,
             wait_secs=now - seq.req.arrival,
-            work_tokens=work(seq, state.view()),
+            work_tokens=tokens_to_compute(seq, state.policy_context()),
             answer_tokens=state.memory.ratio.estimate(seq.max_new_tokens - seq.generated),
             generated_tokens=seq.generated,
             preemptions=seq.preemptions,
@@ -223,48 +242,54 @@ class Scheduler:
     # ------------------------------------------------------------------ deadlines and failures
 
     def expire(self, now: float) -> None:
-        """End every request that has run out of time, or has waited for longer than --queue-timeout-secs."""
+        """End every request that has run out of time, or has waited for longer than
+        --queue-timeout-secs.
+        """
         state = self._state
-        for handle, is_whole in self._deadlines.passed(now):
-            seq = self._alive(handle)
+        for handle, is_whole in self._deadlines.pop_passed(now):
+            seq = self._live_request(handle)
             if seq is None:
                 continue
             if is_whole:
                 error: errors.EngineError = errors.RequestTimeout(
                     f"request {seq.req.rid} passed its deadline in the state {seq.state.value}; "
-                    "retry, with a longer deadline_ms if it stated one, or raise --request-timeout-secs"
+                    "retry, with a longer deadline_ms if it stated one, "
+                    "or raise --request-timeout-secs"
                 )
                 state.stats.deadlines_missed["total"] += 1
                 state.end_with_error(seq, error, "DEADLINE")
             elif len(seq.tokens) == seq.prompt_len:
                 state.miss_deadline(seq)
-        for seq in state.admission.overdue(now):
+        for seq in state.admission.pop_overdue(now):
             retry = state.admission.retry_after(now, state.times.prefill_rate)
             waited = self.limits.queue_timeout_secs
             error = errors.QueueTimeout(
-                f"request {seq.req.rid} waited {waited:g} s and had not started, the limit of --queue-timeout-secs; "
+                f"request {seq.req.rid} waited {waited:g} s and had not started, "
+                "the limit of --queue-timeout-secs; "
                 f"retry after {retry} s",
                 retry_after_secs=retry,
             )
             state.end_with_error(seq, error, "NO_CAPACITY")
 
     def next_deadline(self) -> float | None:
-        coming = [
-            at
-            for at in (self._deadlines.next(), self._state.admission.next_due())
-            if at is not None
+        deadlines = [
+            deadline
+            for deadline in (self._deadlines.next_deadline(), self._state.admission.next_due())
+            if deadline is not None
         ]
-        return min(coming, default=None)
+        return min(deadlines, default=None)
 
     def fail(self, handle: int, error: errors.EngineError, code: str = "DEADLINE") -> None:
-        """End a request with an error, or abort one that has been answered; `code`: the transfer peer's reason."""
-        seq = self._alive(handle)
+        """End a request with an error, or abort one that has been answered; `code`: the transfer
+        peer's reason.
+        """
+        seq = self._live_request(handle)
         if seq is None:
             self.abort(handle, code)
         else:
             self._state.end_with_error(seq, error, code)
 
-    def _alive(self, handle: int) -> Seq | None:
+    def _live_request(self, handle: int) -> Seq | None:
         """The request, unless it has been answered already."""
         seq = self._state.seqs.get(handle)
         return None if seq is None or seq.state in (SeqState.LEASED, SeqState.ABORTING) else seq
@@ -272,16 +297,18 @@ class Scheduler:
     # ------------------------------------------------------------------ KV transfer
 
     def transfer_announced(self, room: int) -> None:
-        """D: P holds pages for this prompt: they are fetched before pages are set aside for others, and not revoked."""
+        """D: P holds pages for this prompt: they are fetched before pages are set aside for others,
+        and not revoked.
+        """
         seq = self._state.rooms.get(room)
         if seq is not None and seq.state in (SeqState.OPENING, SeqState.TRANSFER):
-            self._state.announce(seq)
+            self._state.note_announced(seq)
 
     def grant_revoked(self, room: int) -> None:
         """D: the transfer runtime has carried out a RevokeGrant; the pages may be used again."""
         seq = self._state.rooms.get(room)
         if seq is not None and seq.state is SeqState.TRANSFER and seq.is_revoking:
-            self._state.ungrant(seq)
+            self._state.take_grant_back(seq)
 
     def transfer_committed(
         self,
@@ -295,13 +322,12 @@ class Scheduler:
         state = self._state
         seq = state.rooms.get(room)
         if seq is None or seq.state is not SeqState.TRANSFER:
-            self.transfer_closed(
-                room
-            )  # aborted when it had ended: the runtime has nothing more to say of it
+            # Aborted after it had ended: no further event of the runtime follows.
+            self.transfer_closed(room)
             return
         del state.transfer[seq.handle]
         del state.rooms[room]
-        state.run(seq)
+        state.start_running(seq)
         seq.has_started = True
         seq.cached_tokens = cached_tokens
         seq.computed = seq.committed = seq.prompt_len
@@ -317,19 +343,21 @@ class Scheduler:
             return
         if seq.state is not SeqState.ABORTING:
             state.report_error(seq, error)
-        state.forget(seq)
+        state.forget_request(seq)
 
     def transfer_closed(self, room: int) -> None:
         """D: the transfer runtime has carried out an AbortTransfer; the pages may be used again."""
         seq = self._state.rooms.get(room)
         if seq is not None and seq.state is SeqState.ABORTING:
-            self._state.forget(seq)
+            self._state.forget_request(seq)
 
     def release(self, room: int, code: str = "DONE") -> None:
-        """P: the lease on a prompt's pages is over, however it ended: DONE, or the transfer runtime's reason.
+        """P: the lease on a prompt's pages is over, however it ended: DONE, or the transfer
+        runtime's reason.
 
-        A room that ends before its prompt is computed gets no lease: the pages are free when the last step commits.
-        After CHECKSUM the prompt's cached pages serve no other request: a retry computes them again.
+        A room that ends before its prompt is computed gets no lease: the pages are free when the
+        last step commits. After CHECKSUM the prompt's cached pages serve no other request: a retry
+        computes them again.
         """
         seq = self._state.rooms.get(room)
         if seq is None:
@@ -337,36 +365,39 @@ class Scheduler:
         if code == "CHECKSUM":
             self._state.memory.quarantine(seq)
         if seq.state is SeqState.LEASED:
-            self.stats.timeline(seq).finish = code
-            self._state.forget(seq)
+            self.stats.timeline_of(seq).finish = code
+            self._state.forget_request(seq)
         else:
             seq.is_released = True
 
     # ------------------------------------------------------------------ planning
 
     def plan(self, now: float = 0.0) -> StepPlan | None:
-        """Choose the next forward pass; None when there is nothing to compute. Same state and `now`, same plan.
+        """Choose the next forward pass; None when there is nothing to compute. Same state and
+        `now`, same plan.
 
         Args:
-            now: seconds, the clock of ValidatedRequest.arrival; only policies that weigh waiting time read it.
+            now: seconds, the clock of ValidatedRequest.arrival; only policies that weigh waiting
+                time read it.
         """
         outcome = self._planner.plan(now)
-        self._note(outcome, now)
+        self._record_decision(outcome, now)
         return outcome.plan
 
-    def _note(self, outcome: PlanOutcome, now: float) -> None:
+    def _record_decision(self, outcome: PlanOutcome, now: float) -> None:
         """Keep a record of what was just decided."""
-        state, limits, plan = self._state, self.limits, outcome.plan
+        state = self._state
+        limits = self.limits
+        plan = outcome.plan
         requeued = tuple(state.stats.requeued)
         if plan is not None:
             self.decisions.steps[plan.mode, plan.stopped_by] += 1
         elif not requeued:
-            waits = state.waiting or state.opening
-            if (
-                not waits
-                or state.planned_step > state.committed_step
-                or not self.decisions.is_news(outcome.stopped_by)
-            ):
+            has_waiting = state.waiting or state.opening
+            is_in_flight = state.planned_step > state.committed_step
+            if not has_waiting or is_in_flight:
+                return
+            if not self.decisions.is_new_reason(outcome.stopped_by):
                 return
         state.stats.requeued.clear()
         decode_rows = plan.num_decode if plan else 0
@@ -390,14 +421,15 @@ class Scheduler:
             admitted=tuple(adm.handle for adm in plan.admitted) if plan else (),
             requeued=requeued,
         )
-        self.decisions.note(decision)
+        self.decisions.record(decision)
 
     # ------------------------------------------------------------------ results
 
     def observe(self, plan: StepPlan, seconds: float, copy_seconds: float = 0.0) -> None:
         """How long a step took on the device, and how much of it the copies to and from the host.
 
-        Aging, deadlines and the choice between copying and computing a preempted request's KV are measured with it.
+        Aging, deadlines and the choice between copying and computing a preempted request's KV are
+        measured with it.
         """
         seconds -= copy_seconds
         self._state.times.observe(plan, seconds)
@@ -405,7 +437,10 @@ class Scheduler:
         self._state.memory.observe_copies(plan.copies, copy_seconds)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> None:
-        """Apply the outcome of a step, at `now` (as in `plan`). Steps are committed in the order of planning."""
+        """Apply the outcome of a step, at `now` (as in `plan`).
+
+        Steps are committed in the order of planning.
+        """
         state = self._state
         state.now = max(state.now, now)
         assert plan.step == state.committed_step + 1, "steps are committed in order"
@@ -413,12 +448,10 @@ class Scheduler:
         state.computed_tokens += plan.num_tokens - plan.num_decode
         state.stats.on_computed(plan, state.now)
         sampled = -1
-        seqs, retained, tokens, logprobs = (
-            state.seqs,
-            state.retained,
-            result.tokens,
-            result.logprobs,
-        )
+        seqs = state.seqs
+        retained = state.retained
+        tokens = result.tokens
+        logprobs = result.logprobs
         for handle, _, start, n, sample, _, _, _ in plan.rows:
             if sample:
                 sampled += 1
@@ -430,13 +463,12 @@ class Scheduler:
             if end > seq.committed and (seq.state is RUNNING or handle in retained):
                 seq.committed = end
                 if seq.is_lease and not seq.is_released:
-                    self._announce(seq)
+                    self._announce_pages(seq)
             if sample:
                 seq.inflight -= 1
                 if len(seq.tokens) == seq.prompt_len:
-                    state.times.on_prompt_computed(
-                        seq.prompt_len - max(seq.cached_tokens, 0), state.now
-                    )
+                    computed_tokens = seq.prompt_len - max(seq.cached_tokens, 0)
+                    state.times.on_prompt_computed(computed_tokens, state.now)
                 if seq.state in TAKES_TOKENS:
                     self._take_token(seq, tokens[sampled], logprobs.get(sampled))
         state.stats.on_step(plan, state.now)
@@ -448,9 +480,9 @@ class Scheduler:
         if token == INVALID_TOKEN:
             self._fail_nonfinite(seq)
             return
-        known = seq.tokens
-        known.append(token)
-        generated = len(known) - seq.prompt_len
+        tokens = seq.tokens
+        tokens.append(token)
+        generated = len(tokens) - seq.prompt_len
         stages = state.stats.on_first_token(seq, state.now) if generated == 1 else None
         if seq.state is not RUNNING:
             state.waiting.on_tokens(seq)
@@ -479,48 +511,59 @@ class Scheduler:
         if finish is None:
             return
         if seq.is_lease and not seq.is_released:
-            self._lease(seq, token, logprobs)
+            self._lease_pages(seq, token, logprobs)
         else:
             seq.finish = finish
-            state.end(seq, "")
+            state.end_request(seq, "")
 
     def _fail_nonfinite(self, seq: Seq) -> None:
         state = self._state
         error = errors.NonfiniteLogits(
-            f"the model computed NaN or infinity after {len(seq.tokens)} tokens; send the request again, and check "
-            "the checkpoint and --dtype when it happens to all"
+            f"the model computed NaN or infinity after {len(seq.tokens)} tokens; "
+            "send the request again, and check the checkpoint and --dtype when it happens to all"
         )
         state.memory.publish(seq)  # what the same step computed leaves the tree with the rest
         state.memory.quarantine(seq)
         state.end_with_error(seq, error, "CLIENT_GONE")
 
-    def _announce(self, seq: Seq) -> None:
-        """P: prompt pages that the committed steps made final, the last partial one with the end of the prompt."""
-        done = min(seq.committed, seq.prompt_len)
-        whole = (
-            self._state.memory.pages(done)
-            if done == seq.prompt_len
-            else done // self.limits.page_size
-        )
-        if whole > seq.announced_pages:
+    def _announce_pages(self, seq: Seq) -> None:
+        """P: prompt pages that the committed steps made final, the last partial one with the end of
+        the prompt.
+        """
+        final_tokens = min(seq.committed, seq.prompt_len)
+        final_pages = final_tokens // self.limits.page_size
+        if final_tokens == seq.prompt_len:
+            final_pages = self._state.memory.pages(seq.prompt_len)
+        if final_pages > seq.announced_pages:
             first = seq.announced_pages
-            seq.announced_pages = whole
-            self._state.outbox.append(PagesFinal(seq.req, first, seq.pages[first:whole]))
+            seq.announced_pages = final_pages
+            self._state.outbox.append(PagesFinal(seq.req, first, seq.pages[first:final_pages]))
 
-    def _lease(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
-        total = self._state.memory.pages(seq.prompt_len)
-        self._state.lease(seq)
-        self._state.stats.on_leased(seq, total)
-        last = seq.prompt_len - (total - 1) * self.limits.page_size
-        self._state.outbox.append(
-            PrefillDone(seq.req, total, last, token, max(seq.cached_tokens, 0), logprobs)
+    def _lease_pages(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
+        state = self._state
+        num_pages = state.memory.pages(seq.prompt_len)
+        state.start_lease(seq)
+        state.stats.on_leased(seq, num_pages)
+        full_pages_tokens = (num_pages - 1) * self.limits.page_size
+        prefill_done = PrefillDone(
+            req=seq.req,
+            total_pages=num_pages,
+            last_page_tokens=seq.prompt_len - full_pages_tokens,
+            token=token,
+            cached_tokens=max(seq.cached_tokens, 0),
+            logprobs=logprobs,
         )
+        state.outbox.append(prefill_done)
 
     # ------------------------------------------------------------------ views
 
     def drain_events(self) -> list[Event]:
-        """Events since the last call, in order. The shell carries each out before it makes the next plan."""
-        events, self._state.outbox = self._state.outbox, []
+        """Events since the last call, in order.
+
+        The shell carries each out before it makes the next plan.
+        """
+        events = self._state.outbox
+        self._state.outbox = []
         return events
 
     def flush_cache(self) -> int:
@@ -529,15 +572,18 @@ class Scheduler:
 
     def load(self) -> LoadReport:
         """Load report for routers."""
-        return measure(self._state)
+        return measure_load(self._state)
 
     @property
     def is_idle(self) -> bool:
         return not self._state.seqs
 
     def counters(self) -> dict[str, float]:
-        """Counters for metrics, since the start, beside those of `stats`, `sharing` and `decisions`."""
-        state, queues = self._state, (self._state.waiting, self._state.opening)
+        """Counters for metrics, since the start, beside those of `stats`, `sharing` and
+        `decisions`.
+        """
+        state = self._state
+        queues = (self._state.waiting, self._state.opening)
         counts = state.admission.turned_away.items()
         sources = self.hit_tokens.items()
         return {
@@ -556,7 +602,8 @@ class Scheduler:
     def gauges(self) -> dict[str, float]:
         """Gauges for metrics, beside those of `stats` and `sharing`.
 
-        The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the others.
+        The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the
+        others.
         """
         policy = self._state.arrival_policy
         active = dict.fromkeys((policy.name, *policy.chosen), 0.0) | {policy.active: 1.0}
@@ -577,11 +624,9 @@ class Scheduler:
 
     def cached_blocks(self) -> list[Stored]:
         """Everything announced and not removed since, parents first. O(pages)."""
-        return (
-            []
-            if self.kv_events is None
-            else self.kv_events.snapshot(self._state.memory.cache.edges())
-        )
+        if self.kv_events is None:
+            return []
+        return self.kv_events.snapshot(self._state.memory.cache.edges())
 
     def counts(self) -> dict[str, int]:
         """Requests by state."""
@@ -597,30 +642,38 @@ class Scheduler:
         }
 
     def oldest_arrival(self) -> float | None:
-        """When the oldest request that is not over arrived, leased ones included; None: there is none."""
+        """When the oldest request that is not over arrived, leased ones included; None: there is
+        none.
+        """
         return min((seq.req.arrival for seq in self._state.seqs.values()), default=None)
 
     def host_ledger(self) -> HostLedger | None:
-        """Where every page of the host tier is; None without one. Raises if the books do not balance."""
+        """Where every page of the host tier is; None without one.
+
+        Raises if the books do not balance.
+        """
         host = self._state.memory.host
         return None if host is None else host.ledger()
 
     def ledger(self) -> PageLedger:
         """Where every page is. Raises if the books do not balance."""
-        state, memory = self._state, self._state.memory
+        state = self._state
+        memory = state.memory
         private = in_transfer = 0
         for seq in state.seqs.values():
             if seq.state in (SeqState.TRANSFER, SeqState.LEASED, SeqState.ABORTING):
                 in_transfer += len(seq.private)
             else:
                 private += len(seq.private)
-        ledger = PageLedger.take(memory.allocator, memory.cache, private, in_transfer)
+        ledger = PageLedger.count_pages(memory.allocator, memory.cache, private, in_transfer)
         ledger.check(self.limits.num_pages)
         self.host_ledger()
         return ledger
 
     def dump(self) -> dict[str, object]:
-        """Pages by owner, and the last decisions: for the log when the page ledger does not balance."""
+        """Pages by owner, and the last decisions: for the log when the page ledger does not
+        balance.
+        """
         memory = self._state.memory
         return {
             "free": memory.allocator.free_count,

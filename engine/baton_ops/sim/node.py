@@ -230,7 +230,7 @@ class SimNode:
         answer = scaled(request.output_length, self.setting.scale)
         tenant = request.tenant or DEFAULT_TENANT
         rules = self.sched.limits.fairness
-        priority, name = rules.place(tenant, request.priority_class, request.priority)
+        priority, name = rules.place_request(tenant, request.priority_class, request.priority)
         return ValidatedRequest(
             handle,
             str(handle),

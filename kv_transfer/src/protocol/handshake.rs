@@ -313,7 +313,8 @@ mod tests {
             unreachable!("it makes a HELLO")
         };
         hello.inc = inc.into();
-        (hello.ver, hello.min_ver) = (VERSION + ver - 1, VERSION + ver - 1);
+        hello.ver = VERSION + ver - 1;
+        hello.min_ver = VERSION + ver - 1;
         Identity {
             cluster_keys: key.map(Into::into),
             hello,
@@ -415,7 +416,8 @@ mod tests {
             (0, MIN_VERSION - 1, false),
         ] {
             let mut peer = identity(None, "d", 1);
-            (peer.hello.min_ver, peer.hello.ver) = (oldest, newest);
+            peer.hello.min_ver = oldest;
+            peer.hello.ver = newest;
             let (_, responded) = handshake_of(peer, identity(None, "p", 1), None).await;
             assert_eq!(responded.is_ok(), fits, "{oldest} to {newest}");
         }

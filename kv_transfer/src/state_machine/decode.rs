@@ -344,7 +344,8 @@ impl DecodeRoom {
             }
             DecodeEvent::Revoke if self.is_announced() => return Ok(vec![DecodeAction::Announced]),
             DecodeEvent::Revoke => {
-                (self.grant, self.held) = (None, 0);
+                self.grant = None;
+                self.held = 0;
                 return Ok(vec![DecodeAction::Revoked]);
             }
             DecodeEvent::Pulled { ticket } => {

@@ -45,14 +45,19 @@ pub use prompt::{
     HashedPrompt, PromptBlocks, PromptView, SizeUnit, TextScope, TokenChain, namespace,
     token_blocks,
 };
+pub use resilience::attempt_reason::{AttemptReason, ProtocolCode, RetryClass, StatusLabel};
 pub use resilience::breaker::{BreakerConfig, BreakerState, CircuitBreaker, RequestOutcome};
 pub use resilience::health::HealthCounter;
 pub use resilience::incarnation::{
     DescribedProcess, DescriptionTrust, IncarnationWatch, ProcessSign,
 };
-pub use resilience::poison::{PoisonList, RequestBreaks};
+pub use resilience::poison::{PoisonList, RequestBreaks, WorkerBreak};
 pub use resilience::resume_pacer::{PacerTicket, ResumePacer};
-pub use resilience::retry::{FailedAttempts, RetryBudget, RetryClass, RetryConfig};
+pub use resilience::retry::{FailedAttempts, RetryBudget, RetryConfig};
+pub use resilience::retry_verdict::{
+    FailedAttempt, GiveUpReason, LostAnswer, ResumeVerdict, RetryHistory, RetryLimits, RetryPlan,
+    RetryTarget, RetryVerdict, SelectionRefusal,
+};
 pub use resilience::worker_penalty::{
     DenialShare, WorkerObjection, WorkerPenalty, least_objection,
 };

@@ -1,4 +1,4 @@
-//! Types that all policies share: candidates, requests, choices with their reasons, and events.
+//! Types that all policies share: candidates, requests, choices and their reasons.
 
 use std::fmt;
 

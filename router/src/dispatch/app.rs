@@ -48,7 +48,7 @@ pub struct AppState {
     pub sinks: EntrySinks,
     /// Memory held for failovers.
     pub failover_memory: Arc<MemoryBudget>,
-    /// Places for the releases that are sent now.
+    /// Permits for releases of prefilled pages that are in flight.
     pub releases: Arc<Semaphore>,
     /// KV traffic by pair, for the web page.
     pub pair_traffic: PairTraffic,
@@ -56,7 +56,7 @@ pub struct AppState {
     pub history: Mutex<FleetHistory>,
     /// Web pages that show the fleet.
     pub feed: Arc<FeedHub>,
-    /// Turns true when what still runs is cut.
+    /// Turns true when the requests that still run are cut.
     pub cut: watch::Receiver<bool>,
     draining: AtomicBool,
 }
@@ -110,7 +110,7 @@ impl AppState {
         self.draining.store(true, Ordering::Relaxed);
     }
 
-    /// The grace of a shutdown is over: nothing is begun any more.
+    /// True if the grace period of a shutdown is over: no request is begun any more.
     pub fn is_cut(&self) -> bool {
         *self.cut.borrow()
     }

@@ -1,6 +1,7 @@
-//! A generation request, read and checked, and what of it goes to a worker: the same for each
-//! attempt, but for the time that is left and, when its answer broke off, the part that the client
-//! has.
+//! A generation request, read and checked, and the body and headers that workers get of it.
+//!
+//! They are the same for each attempt, but for the time that is left and, after the answer broke
+//! off, the tokens that the client has.
 
 use std::borrow::Cow;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -9,13 +10,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue};
-use router_core::{FailedAttempts, PromptBlocks, RequestBreaks, WorkerFingerprint, WorkerId};
+use router_core::{PromptBlocks, RetryHistory, WorkerBreak, WorkerFingerprint, WorkerId};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use crate::clock::{ms_since, now_ms};
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::is_loss_of_any;
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::request::admission::QueuePlace;
@@ -36,7 +36,7 @@ const DEADLINE_HEADER: HeaderName = HeaderName::from_static("x-deadline-remainin
 /// Queueing delays shorter than this do not rewrite the client's deadline fields.
 const MIN_QUEUE_DELAY: Duration = Duration::from_millis(10);
 
-/// Facts of a prompt before anybody is chosen.
+/// Facts of a prompt before a worker is chosen.
 #[derive(Default)]
 pub struct KnownPrompt {
     /// The prompt's hashes, if a policy reads them.
@@ -56,44 +56,35 @@ pub struct RequestContext {
     pub prompt: KnownPrompt,
     /// True if a policy reads the prompt's text.
     pub needs_text: bool,
-    /// True if the client wants to know what is weighed.
+    /// True if the client wants to know which workers were weighed.
     pub explains: bool,
     /// When the body was complete.
     pub ready_at: Instant,
-    /// How long it waited for a place.
+    /// Time that the request waited for a place.
     pub queued: Duration,
-    /// Workers that failed it.
-    pub avoid: Vec<WorkerId>,
-    /// Set when its answer broke off.
+    /// Attempts so far, as far as they decide about the next one.
+    pub retries: RetryHistory,
+    /// Set when the answer broke off.
     pub resume_point: Option<ResumePoint>,
-    /// The answer has opened: the request is resumed, and only paced.
-    pub is_accepted: bool,
-    /// Attempts wait for their turn, and no retry budget applies to them.
-    pub is_paced: bool,
-    /// Failed attempts since the client last got a token.
-    pub failed: FailedAttempts,
     /// When the last attempt began.
     pub attempted_at: Instant,
-    /// Workers that broke under it since then.
-    pub breaks: RequestBreaks,
-    /// Held while it waits for a worker and has no answer.
+    /// Held while the request waits for a worker and has no answer.
     pub place: Option<QueuePlace>,
-    /// Deadlines of its headers; the body's are in `scan`.
+    /// Deadlines given in request headers. Deadlines from the body are in `scan`.
     pub header_deadlines: RequestDeadlines,
-    /// Members that this attempt adds to the body or puts in the place of the client's, without
-    /// braces.
+    /// Members that this attempt adds to the body or that replace the client's, without braces.
     pub body_overrides: String,
     pub record: AccessLogEntry,
     pub permit: Option<OwnedSemaphorePermit>,
 }
 
-/// An answer whose beginning the client has.
+/// Beginning of an answer, which the client has.
 #[derive(Debug, Clone)]
 pub struct ResumePoint {
-    /// Fingerprint of the worker that gave it.
+    /// Fingerprint of the worker that gave the answer.
     pub fingerprint: WorkerFingerprint,
     pub tokens: usize,
-    /// Member of the body; empty: the client has nothing of it after all.
+    /// Member of the body; empty: the client has no token of it.
     pub resume: String,
 }
 
@@ -125,23 +116,26 @@ impl RequestContext {
         fields: &str,
     ) -> BodySegments {
         if self.body_overrides.is_empty() {
-            return match replaced.is_empty() && ids.is_none() && fields.is_empty() {
-                true => BodySegments::from(self.body.clone()),
-                false => self.scan.splice(&self.body, replaced, ids, fields),
+            let is_unchanged = replaced.is_empty() && ids.is_none() && fields.is_empty();
+            return if is_unchanged {
+                BodySegments::from(self.body.clone())
+            } else {
+                self.scan.splice(&self.body, replaced, ids, fields)
             };
         }
         let replaced = [replaced, &[ManagedField::Deadlines, ManagedField::Resume]].concat();
-        let members = [fields, &self.body_overrides]
-            .into_iter()
-            .filter(|m| !m.is_empty());
-        let fields = members.collect::<Vec<_>>().join(",");
-        self.scan.splice(&self.body, &replaced, ids, &fields)
+        let members = if fields.is_empty() {
+            self.body_overrides.clone()
+        } else {
+            format!("{fields},{}", self.body_overrides)
+        };
+        self.scan.splice(&self.body, &replaced, ids, &members)
     }
 
-    /// True if another worker could resume its answer, if `candidate` gives it.
+    /// True if another worker could resume the answer that `candidate` gives.
     pub fn is_resumable(&self, app: &AppState, candidate: &Candidate) -> bool {
-        let (config, scan) = (&app.config.retry, &self.scan);
-        !config.disable_failover
+        let scan = &self.scan;
+        !app.config.retry.disable_failover
             && app.retry.max_attempts > 1
             && scan.stream
             && scan.batch.is_none()
@@ -150,34 +144,39 @@ impl RequestContext {
             && candidate.description.has_feature(failover::FEATURE)
     }
 
-    /// True if it may wait: an accepted stream always, another while there is a place in the queue.
+    /// True if the request may wait: a resuming stream always, another while there is a place in
+    /// the queue.
     pub fn take_place(&mut self, app: &AppState) -> bool {
-        if self.is_accepted || self.place.is_some() {
+        if self.retries.is_resuming() || self.place.is_some() {
             return true;
         }
         self.place = app.admission.queue_place(&app.metrics);
         self.place.is_some()
     }
 
-    /// A worker broke under it, without a token since the last one did. True: it is not to be tried
-    /// again.
-    pub fn add_break(&mut self, app: &AppState, worker: WorkerId, is_alone: bool) -> bool {
-        let is_over = self.breaks.add(is_alone);
-        if is_alone || is_over {
-            let hash = body_hash(&self.body);
-            let mut poison = app.poison.lock();
-            match is_alone {
-                true => poison.add_break(hash, worker, now_ms()),
-                false => poison.refuse(hash, now_ms()),
-            }
+    /// Report a worker that broke with this request to the list of bodies that break workers.
+    /// `is_poison`: the request broke as many workers as one may.
+    pub fn report_break(
+        &self,
+        app: &AppState,
+        worker: WorkerId,
+        worker_break: WorkerBreak,
+        is_poison: bool,
+    ) {
+        if worker_break == WorkerBreak::InCompany && !is_poison {
+            return;
         }
-        is_over
+        let hash = body_hash(&self.body);
+        let mut poison = app.poison.lock();
+        match worker_break {
+            WorkerBreak::Alone => poison.add_break(hash, worker, now_ms()),
+            WorkerBreak::InCompany => poison.refuse(hash, now_ms()),
+        }
     }
 
-    /// Count the attempt that failed now.
-    pub fn count_failure(&mut self, reason: &str) {
-        let held_ms = self.attempted_at.elapsed().as_millis() as u64;
-        self.failed.add(held_ms, is_loss_of_any(reason));
+    /// Time since the last attempt began [ms].
+    pub fn attempt_ms(&self) -> u64 {
+        self.attempted_at.elapsed().as_millis() as u64
     }
 
     /// Refuse the request if others with this body broke workers a moment ago.
@@ -198,21 +197,23 @@ impl RequestContext {
         }
     }
 
-    /// Bytes that are held to ask again.
+    /// Bytes that are kept to attempt the request again.
     pub fn held_bytes(&self) -> usize {
-        self.body.len() + self.prompt.input_ids.as_ref().map_or(0, Bytes::len)
+        let input_ids = self.prompt.input_ids.as_ref();
+        self.body.len() + input_ids.map_or(0, Bytes::len)
     }
 
     /// The least of the times the client gives for the first token or for all of the answer.
     pub fn deadline_ms(&self) -> Option<u64> {
-        let RequestDeadlines { ttft, whole } = self.scan.deadlines;
-        let all = [
-            self.header_deadlines.ttft,
-            self.header_deadlines.whole,
-            ttft,
-            whole,
+        let in_body = self.scan.deadlines;
+        let in_headers = self.header_deadlines;
+        let deadlines = [
+            in_headers.ttft,
+            in_headers.whole,
+            in_body.ttft,
+            in_body.whole,
         ];
-        all.into_iter().flatten().min()
+        deadlines.into_iter().flatten().min()
     }
 
     /// True if even the first worker must be sent a shorter deadline than the client's.
@@ -222,46 +223,63 @@ impl RequestContext {
 
     /// When the client's time for the whole answer is over.
     pub fn ends_at(&self) -> Option<Instant> {
-        let whole = [self.header_deadlines.whole, self.scan.deadlines.whole];
-        let ms = whole.into_iter().flatten().min()?;
-        self.record.started.checked_add(Duration::from_millis(ms))
+        let deadlines = [self.header_deadlines.whole, self.scan.deadlines.whole];
+        let deadline_ms = deadlines.into_iter().flatten().min()?;
+        let deadline = Duration::from_millis(deadline_ms);
+        self.record.started.checked_add(deadline)
     }
 
-    /// Get ready for another attempt, or a late first one: it has what is left of the client's
-    /// time, and goes on with what was begun.
+    /// Prepare another attempt, or a late first one: it has the rest of the client's time, and
+    /// resumes at the resume point.
     pub fn prepare_retry(&mut self) -> Result<(), RouteError> {
         let waited_ms = ms_since(self.record.started);
         if self.ends_at().is_some_and(|end| end <= Instant::now()) {
             return Err(RouteError::DeadlineOver { waited_ms });
         }
-        // The first token came, if only from another worker.
-        let point = self
+        // With a resume point the first token has come, if only from another worker.
+        let resume_field = self
             .resume_point
             .as_ref()
-            .filter(|point| !point.resume.is_empty());
-        let left = |of: RequestDeadlines| {
-            let left = |ms: u64| ms.saturating_sub(waited_ms).max(1);
-            [of.ttft.filter(|_| point.is_none()), of.whole].map(|ms| ms.map(left))
-        };
-        let members = ["ttft_deadline_ms", "deadline_ms"].into_iter();
-        let members = members
-            .zip(left(self.scan.deadlines))
-            .filter_map(|(name, ms)| Some(format!("\"{name}\":{}", ms?)));
-        let resume = point.map(|point| point.resume.clone());
-        self.body_overrides = resume
-            .into_iter()
-            .chain(members)
-            .collect::<Vec<_>>()
-            .join(",");
-        let remaining = left(self.header_deadlines);
+            .map(|point| point.resume.clone())
+            .filter(|field| !field.is_empty());
+        let has_first_token = resume_field.is_some();
+
+        let in_body = remaining(self.scan.deadlines, waited_ms, has_first_token);
+        let ttft_field = in_body.ttft.map(|ms| format!("\"ttft_deadline_ms\":{ms}"));
+        let whole_field = in_body.whole.map(|ms| format!("\"deadline_ms\":{ms}"));
+        let fields = [resume_field, ttft_field, whole_field];
+        self.body_overrides = fields.into_iter().flatten().collect::<Vec<_>>().join(",");
+
+        let in_headers = remaining(self.header_deadlines, waited_ms, has_first_token);
         let headers = self.head.headers_mut();
         for name in TTFT_HEADERS.into_iter().chain([DEADLINE_HEADER]) {
             headers.remove(name);
         }
-        let [ttft, _] = TTFT_HEADERS;
-        let names = [ttft, DEADLINE_HEADER].into_iter().zip(remaining);
-        headers.extend(names.filter_map(|(name, ms)| Some((name, HeaderValue::from(ms?)))));
+        let [ttft_header, _] = TTFT_HEADERS;
+        if let Some(ttft_ms) = in_headers.ttft {
+            headers.insert(ttft_header, HeaderValue::from(ttft_ms));
+        }
+        if let Some(deadline_ms) = in_headers.whole {
+            headers.insert(DEADLINE_HEADER, HeaderValue::from(deadline_ms));
+        }
         Ok(())
+    }
+}
+
+/// Deadlines that are left after `waited_ms`, at least 1 ms each. With the first token there is none
+/// for it any more.
+fn remaining(
+    deadlines: RequestDeadlines,
+    waited_ms: u64,
+    has_first_token: bool,
+) -> RequestDeadlines {
+    let subtract_wait = |deadline_ms: u64| deadline_ms.saturating_sub(waited_ms).max(1);
+    RequestDeadlines {
+        ttft: deadlines
+            .ttft
+            .filter(|_| !has_first_token)
+            .map(subtract_wait),
+        whole: deadlines.whole.map(subtract_wait),
     }
 }
 
@@ -271,12 +289,11 @@ fn body_hash(body: &Bytes) -> u64 {
     hasher.finish()
 }
 
-/// Deadlines in the headers of a request.
-pub fn header_deadlines(headers: &HeaderMap) -> RequestDeadlines {
-    let ms = |name: HeaderName| headers.get(name)?.to_str().ok()?.parse().ok();
-    let ttft = TTFT_HEADERS.into_iter().filter_map(ms).min();
+/// Read the deadlines in the headers of a request.
+pub fn read_header_deadlines(headers: &HeaderMap) -> RequestDeadlines {
+    let read_ms = |name: HeaderName| headers.get(name)?.to_str().ok()?.parse().ok();
     RequestDeadlines {
-        ttft,
-        whole: ms(DEADLINE_HEADER),
+        ttft: TTFT_HEADERS.into_iter().filter_map(read_ms).min(),
+        whole: read_ms(DEADLINE_HEADER),
     }
 }

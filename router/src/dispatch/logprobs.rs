@@ -1,10 +1,10 @@
-//! Input logprobs of a pair's answer: the prefill leg has them, the client is given the decode
-//! leg's words.
+//! Input logprobs of a pair's answer: the prefill leg has them, and the client gets the decode leg's
+//! answer.
 //!
 //! `/generate` with `return_logprob` only. A whole answer is merged item by item. In a stream, the
-//! prefill leg's go in front of those in the first event; streams of several answers pass as they
-//! are. Held for it: the prefill leg's words (`attempt` bounds them) and one event. What is no
-//! JSON, or no such JSON, passes as it is.
+//! prefill leg's logprobs go in front of those in the first event; streams of several answers pass
+//! as they are. Memory: the prefill leg's answer (`attempt` bounds it) and one event. Text that is
+//! no JSON, or JSON of another form, passes as it is.
 
 use std::time::Duration;
 
@@ -21,19 +21,19 @@ const FIELD: &str = "input_token_logprobs";
 /// this long for it.
 const STREAM_WAIT: Duration = Duration::from_secs(2);
 
-/// `opened` with the prefill leg's input logprobs, if it says them within `limit`.
-pub async fn merged(
+/// Merge the prefill leg's input logprobs into `opened`, if they come within `limit`.
+pub async fn merge_input_logprobs(
     mut opened: UpstreamResponse,
     prefill: &mut PrefillAttempt,
     limit: Duration,
 ) -> UpstreamResponse {
-    let limit = if opened.is_sse {
+    let wait = if opened.is_sse {
         limit.min(STREAM_WAIT)
     } else {
         limit
     };
     if prefill.response.is_none() {
-        let _ = timeout(limit, prefill.ended()).await; // `response` is there if it ended well
+        let _ = timeout(wait, prefill.ended()).await; // `response` is there if it ended well
     }
     let Some(response) = prefill.response.as_ref().map(|response| response.concat()) else {
         tracing::debug!("the prefill leg sent no input logprobs");
@@ -82,7 +82,8 @@ fn merge_first_event(response: &[u8], run: &[u8]) -> Option<Bytes> {
     )
 }
 
-/// The prefill leg's words: one JSON, or a stream, whose events each have all that was said before.
+/// The prefill leg's answer: one JSON, or the last event of a stream, which has the text of all
+/// events before it.
 fn logprobs_of(response: &[u8]) -> Option<Value> {
     if let Ok(whole) = serde_json::from_slice(response) {
         return Some(whole);
@@ -93,18 +94,20 @@ fn logprobs_of(response: &[u8]) -> Option<Value> {
         .find(|event| event["meta_info"][FIELD].is_array())
 }
 
-/// `from`'s in front of `to`'s.
+/// Put the logprobs of `from` in front of those of `to`.
 fn merge(from: &Value, to: &mut Value) {
+    let Some(meta) = to.get_mut("meta_info").and_then(Value::as_object_mut) else {
+        return;
+    };
     let first = from["meta_info"][FIELD].as_array();
-    let meta = to.get_mut("meta_info").and_then(Value::as_object_mut);
-    let Some(meta) = meta else { return };
-    let first = first.cloned().unwrap_or_default();
     let second = meta.get(FIELD).and_then(Value::as_array);
-    let all: Vec<_> = first
+    let logprobs: Vec<Value> = [first, second]
         .into_iter()
-        .chain(second.into_iter().flatten().cloned())
+        .flatten()
+        .flatten()
+        .cloned()
         .collect();
-    meta.insert(FIELD.to_owned(), all.into());
+    meta.insert(FIELD.to_owned(), logprobs.into());
 }
 
 #[cfg(test)]
@@ -114,7 +117,7 @@ mod tests {
 
     const FIRST: &str = "data: {\"text\":\"a\",\"meta_info\":{\"input_token_logprobs\":[[-0.25,3,null]]}}\n\ndata: {\"text\":\"ab\"}\n\n";
 
-    fn streamed(response: &str, run: &str) -> Option<String> {
+    fn merge_text(response: &str, run: &str) -> Option<String> {
         let merged = merge_first_event(response.as_bytes(), run.as_bytes())?;
         Some(String::from_utf8(merged.to_vec()).unwrap())
     }
@@ -125,7 +128,7 @@ mod tests {
         let stream = format!("data: {{\"meta_info\":{{}}}}\n\ndata: {whole}\n\ndata: [DONE]\n\n");
         for response in [whole, stream.as_str()] {
             for comments in ["", ": keep-alive\n\n", ": baton {\"ids\":[5]}\n"] {
-                let merged = streamed(response, &format!("{comments}{FIRST}")).unwrap();
+                let merged = merge_text(response, &format!("{comments}{FIRST}")).unwrap();
                 let merged = merged.strip_prefix(comments).unwrap();
                 let (event, rest) = merged.split_once('\n').unwrap();
                 let event: Value = serde_json::from_str(&event["data: ".len()..]).unwrap();
@@ -148,7 +151,7 @@ mod tests {
             ("{}", "data: {\"index\":1,\"meta_info\":{}}\n\n"),
             ("{}", "data: {\"half"),
         ] {
-            assert_eq!(streamed(response, piece), None, "{response} {piece}");
+            assert_eq!(merge_text(response, piece), None, "{response} {piece}");
         }
         assert_eq!(merge_whole(b"{}", b"oops"), None);
     }

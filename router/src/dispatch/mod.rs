@@ -3,10 +3,11 @@
 //!
 //! The life of a request:
 //!
-//! 1. one attempt: a leg to one worker (`single`), or to a pair (disaggregated);
-//! 2. it fails: by the failure's class (router-core's `retry`), the attempts and the fleet's budget
-//!    another is made, after a pause if there is no untried worker or the worker asked for less;
-//! 3. the leg opens: its answer is relayed, a pair's prefill leg goes along until the answer ends.
+//! 1. one attempt: a leg to one worker, or two to a pair (disaggregated);
+//! 2. the attempt fails: router-core's `retry_verdict` decides whether another is made, by the class
+//!    of the failure, the attempts so far and the fleet's budget;
+//! 3. the leg opens: its answer is relayed (proxy_body), and a pair's prefill leg is kept until the
+//!    answer ends.
 //!
 //! Invariants: nothing has reached the client before step 3, so every retry is invisible; a dropped
 //! future (the client left) drops all legs.
@@ -15,7 +16,7 @@
 pub(crate) mod app;
 /// Attempt at a single worker.
 pub(crate) mod attempt;
-/// A request on its way.
+/// A generation request and its attempts.
 pub(crate) mod context;
 /// Attempt at a pair of prefill and decode worker.
 pub(crate) mod disaggregated;
@@ -52,15 +53,15 @@ use crate::transport::headers::end_to_end;
 
 /// Answer a generation request. Dropping the future drops everything the request holds.
 pub async fn generate(app: Arc<AppState>, request: Box<RequestContext>) -> Response {
-    let every = Duration::from_secs(app.config.limits.sse_keepalive_secs);
-    if request.scan.stream && !every.is_zero() {
-        with_keepalive(Box::pin(attempts(app, request)), every).await
+    let interval = Duration::from_secs(app.config.limits.sse_keepalive_secs);
+    if request.scan.stream && !interval.is_zero() {
+        with_keepalive(Box::pin(attempt_answer(app, request)), interval).await
     } else {
-        attempts(app, request).await
+        attempt_answer(app, request).await
     }
 }
 
-async fn attempts(app: Arc<AppState>, mut request: Box<RequestContext>) -> Response {
+async fn attempt_answer(app: Arc<AppState>, mut request: Box<RequestContext>) -> Response {
     if let Err(err) = request.check_poison(&app).await {
         return refuse(request.record, err);
     }
@@ -71,7 +72,7 @@ async fn attempts(app: Arc<AppState>, mut request: Box<RequestContext>) -> Respo
         request.record.timeline.waited_for_worker();
     }
     match send_with_retries(&app, &mut request).await {
-        Ok((opened, prefill)) => answer(app, request, opened, prefill),
+        Ok((opened, prefill)) => relay_answer(app, request, opened, prefill),
         // No worker is to blame for what the router cut.
         Err(_) if app.is_cut() => refuse(request.record, RouteError::Draining),
         Err(AttemptFailure::Refused(err)) => refuse(request.record, err),
@@ -79,21 +80,19 @@ async fn attempts(app: Arc<AppState>, mut request: Box<RequestContext>) -> Respo
     }
 }
 
-fn answer(
+fn relay_answer(
     app: Arc<AppState>,
     request: Box<RequestContext>,
     opened: UpstreamResponse,
     prefill: Option<PrefillAttempt>,
 ) -> Response {
-    let (status, mut headers) = (opened.answer.status, end_to_end(&opened.answer.headers));
+    let status = opened.answer.status;
+    let mut headers = end_to_end(&opened.answer.headers);
     if opened.is_sse {
         sse_headers(&mut headers);
     }
-    response(
-        status,
-        headers,
-        Body::new(ProxyBody::new(app, request, opened, prefill)),
-    )
+    let body = ProxyBody::new(app, request, opened, prefill);
+    response(status, headers, Body::new(body))
 }
 
 /// A response with these headers and no others.
@@ -104,12 +103,16 @@ pub fn response(status: StatusCode, headers: HeaderMap, body: Body) -> Response 
     response
 }
 
+/// Answer with an error. Workers that failed are named in the log only.
 pub fn refuse(mut record: AccessLogEntry, err: RouteError) -> Response {
+    if err.is_upstream() {
+        tracing::warn!(rid = record.rid, %err, "no answer");
+    }
     record.end(err.status(), err.code());
     err.into_response()
 }
 
-/// The last attempt failed: the worker's own words if it had any.
+/// Answer with the failure of the last attempt: the worker's own error if there is one.
 fn reply_with(mut request: Box<RequestContext>, failure: AttemptError) -> Response {
     match failure.reply {
         ErrorReply::Error(err) => refuse(request.record, err),
@@ -118,7 +121,7 @@ fn reply_with(mut request: Box<RequestContext>, failure: AttemptError) -> Respon
             headers,
             body,
         } => {
-            request.record.end(status, failure.reason);
+            request.record.end(status, failure.reason.into_str());
             let mut headers = end_to_end(&headers);
             if matches!(
                 status,

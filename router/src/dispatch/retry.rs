@@ -1,113 +1,277 @@
-//! Attempts until an answer opens: which failures are tried again, how often, and after which
-//! pause.
+//! Attempts until an answer opens.
+//!
+//! 1. [`attempt_in_turn`] attempts once;
+//! 2. no worker could be chosen: wait for one, or give up;
+//! 3. the attempt failed at a worker: `router_core::resilience::retry_verdict` decides, and this
+//!    module sleeps, waits for a worker, or gives up.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use router_core::{RetryClass, Role, WorkerId};
-use tokio::time::Instant;
+use router_core::{
+    AttemptReason, FailedAttempt, GiveUpReason, ProtocolCode, RetryClass, RetryLimits, RetryPlan,
+    RetryVerdict, Role, SelectionRefusal,
+};
+use tokio::time::{Instant, sleep};
 
 use crate::clock::now_ms;
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::{AttemptError, FINGERPRINT_MISMATCH, is_break, is_loss};
+use crate::dispatch::attempt::AttemptError;
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
-use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait, may_come};
-use crate::dispatch::types::{AttemptFailure, AttemptResult, ids_for, leg};
+use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait};
+use crate::dispatch::types::{AttemptFailure, AttemptResult, build_leg, forwarded_ids};
 use crate::error::RouteError;
 use crate::request::body::ManagedField;
 
-/// A client is not kept waiting for an overloaded worker that asks for more time than this [ms].
-const LONGEST_RETRY_AFTER_MS: u64 = 2_000;
-
-/// Attempts until an answer opens.
+/// Send the request until an answer opens, or no other attempt is to be made.
 pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
-    let mut had_second_opinion = false;
-    // Failed for an unknown reason; to blame if another worker answers.
-    let mut suspect: Option<(Role, WorkerId)> = None;
-    let (mut reusable_prefill, mut wait) = (None, None);
+    let mut reusable_prefill = None;
+    let mut worker_wait = WorkerWait::default();
     loop {
         let failure = match attempt_in_turn(app, request, &mut reusable_prefill).await {
-            Ok(committed) => {
-                if let Some((role, worker)) = suspect {
+            Ok(answer) => {
+                if let Some((role, worker)) = request.retries.take_refuted_worker() {
                     app.fleet.count_failure(role, worker);
                 }
                 request.place = None;
-                return Ok(committed);
+                return Ok(answer);
             }
             Err(AttemptFailure::Refused(err)) => {
-                if let Some(err) = model_not_found(app, request, &err) {
+                let refusal = selection_refusal(app, &err);
+                if !request.retries.waits_for_worker(refusal) {
                     return Err(err.into());
                 }
-                if may_come(app, request, &err) {
-                    let may_look_again = WorkerWait::for_change(&mut wait, app, request).await;
-                    request.record.timeline.waited_for_worker();
-                    if may_look_again {
-                        request.record.attempts -= 1; // nothing was sent
-                        continue;
-                    }
+                let may_attempt = worker_wait.wait_for_change(app, request).await;
+                request.record.timeline.waited_for_worker();
+                if !may_attempt {
+                    return Err(err.into());
                 }
-                return Err(err.into());
+                request.record.attempts -= 1; // nothing was sent
+                continue;
             }
             Err(AttemptFailure::Failed(failure)) => failure,
         };
-        request
-            .record
-            .timeline
-            .failed(failure.role, failure.reason, None);
-        request.record.upstream_error(failure.role, failure.reason);
-        let mut avoid = request.avoid.clone();
-        avoid.push(failure.worker);
-        let has_other = app.fleet.has_other(failure.role, &request.wanted(), &avoid);
-        let is_second = had_second_opinion;
-        let may_retry = may_retry(app, &failure, has_other, &mut had_second_opinion);
-        request.count_failure(failure.reason);
-        let is_poison = failure
-            .broke_alone
-            .is_some_and(|alone| request.add_break(app, failure.worker, alone));
-        let may_retry = may_retry && !is_poison;
-        let is_tried_again =
-            may_retry && has_tries(app, request) && has_budget(app, request, &failure);
-        if failure.class == RetryClass::Unexplained && !is_second {
-            match is_tried_again {
-                true => suspect = Some((failure.role, failure.worker)),
-                // There will be no second opinion.
-                false => app.fleet.count_failure(failure.role, failure.worker),
+        match decide_retry(app, request, &failure) {
+            RetryVerdict::Retry(plan) => pause_before_retry(app, request, &failure, plan).await,
+            RetryVerdict::RetryInTurn(plan) => {
+                if !request.take_place(app) {
+                    count_refused_retry(app, GiveUpReason::BudgetUsed);
+                    return Err(failure.into());
+                }
+                request.retries.pace();
+                pause_before_retry(app, request, &failure, plan).await;
             }
-        }
-        if !is_tried_again {
-            // Nothing reached the worker: trying it, or its successor, once more does no harm.
-            let may_wait = may_retry && failure.reason == "connect";
-            if may_wait && WorkerWait::for_change(&mut wait, app, request).await {
-                continue;
+            RetryVerdict::WaitForWorker => {
+                if !worker_wait.wait_for_change(app, request).await {
+                    return Err(failure.into());
+                }
             }
-            return Err(failure.into());
-        }
-        report_retry(request, &failure);
-        app.metrics
-            .retries
-            .with_label_values(&[failure.reason])
-            .inc();
-        if failure.is_stale {
-            continue;
-        }
-        request.avoid = avoid;
-        if failure.class == RetryClass::Overloaded || !has_other {
-            let pause_ms = app
-                .retry
-                .backoff_ms(request.failed.count(), &mut rand::rng());
-            tokio::time::sleep(Duration::from_millis(pause_ms)).await;
+            RetryVerdict::GiveUp { .. } => return Err(failure.into()),
         }
     }
 }
 
-/// An attempt failed and another follows.
-fn report_retry(request: &RequestContext, failure: &AttemptError) {
+/// Attempt once, in turn if the request is paced.
+async fn attempt_in_turn(
+    app: &Arc<AppState>,
+    request: &mut RequestContext,
+    reusable_prefill: &mut Option<PendingPrefill>,
+) -> AttemptResult {
+    let _turn = if request.retries.is_paced() {
+        Some(ResumeTurn::wait(app).await)
+    } else {
+        None
+    };
+    if request.record.attempts > 0 || request.is_deadline_shrunk() {
+        request.prepare_retry()?;
+    }
+    request.record.attempts += 1;
+    request.attempted_at = Instant::now();
+    let result = if app.fleet.is_pd() {
+        // Boxed: requests to regular workers need less than half of its size.
+        Box::pin(disaggregated::attempt_pair(app, request, reusable_prefill)).await
+    } else {
+        attempt_single(app, request).await
+    };
+    result.map_err(|failure| match failure {
+        AttemptFailure::Refused(err) => explain_missing_model(app, request, err).into(),
+        AttemptFailure::Failed(failure) => withdraw_refused_ids(app, request, failure).into(),
+    })
+}
+
+/// Attempt at one worker that does prefill and decode.
+async fn attempt_single(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
+    let chosen = app
+        .fleet
+        .choose(Role::Regular, &request.wanted(), request.retries.excluded())?;
+    let candidate = &chosen.candidate;
+    request.record.worker = Some((candidate.name.clone(), chosen.why));
+    let input_ids = forwarded_ids(app, request, candidate);
+    let is_vllm = candidate.description.is_vllm();
+    let body = match candidate.rank {
+        Some(rank) if !is_vllm => {
+            let fields = format!("\"data_parallel_rank\":{rank},\"routed_dp_rank\":{rank}");
+            request.body_for(&[ManagedField::Rank], input_ids, &fields)
+        }
+        _ => request.body_for(&[], input_ids, ""),
+    };
+    let leg = if is_vllm {
+        vllm::build_ranked_leg(app, request, chosen, body)
+    } else {
+        build_leg(app, request, chosen, body)
+    };
+    Ok((leg.open().await?, None))
+}
+
+/// A worker refused the token ids that this router added to the body, since its tokenizer differs
+/// from its description: the worker is described again, and the request is sent again with the text
+/// alone.
+fn withdraw_refused_ids(
+    app: &AppState,
+    request: &mut RequestContext,
+    mut refusal: AttemptError,
+) -> AttemptError {
+    let is_mismatch = refusal.reason == AttemptReason::Code(ProtocolCode::FingerprintMismatch);
+    if is_mismatch && request.prompt.input_ids.take().is_some() {
+        app.fleet.contradicted(refusal.role, refusal.worker);
+        refusal.class = RetryClass::Leaving;
+        refusal.is_stale = true;
+    }
+    refusal
+}
+
+/// The more specific error, if no registered worker serves the request's model.
+fn explain_missing_model(app: &AppState, request: &RequestContext, err: RouteError) -> RouteError {
+    match (&err, &request.scan.model) {
+        (RouteError::NoWorker { role, .. }, Some(model)) if app.fleet.lacks_model(*role, model) => {
+            RouteError::ModelNotFound {
+                model: model.clone(),
+                role: *role,
+            }
+        }
+        _ => err,
+    }
+}
+
+/// Refusal to choose a worker, as far as it decides about a wait.
+fn selection_refusal(app: &AppState, err: &RouteError) -> SelectionRefusal {
+    match err {
+        RouteError::NoWorker { role, .. } => SelectionRefusal::NoWorker {
+            may_return: app.fleet.may_return(*role),
+        },
+        RouteError::NoPair { .. } | RouteError::NoResumeWorker { .. } => SelectionRefusal::NoFit,
+        _ => SelectionRefusal::Final,
+    }
+}
+
+/// Decide what follows an attempt that failed at a worker, and report both.
+fn decide_retry(
+    app: &AppState,
+    request: &mut RequestContext,
+    failure: &AttemptError,
+) -> RetryVerdict {
+    let record = &request.record;
+    record.timeline.failed(failure.role, failure.reason, None);
+    record.upstream_error(failure.role, failure.reason);
+
+    let facts = failure_facts(app, request, failure);
+    let mut budget = app.retry_budget.lock();
+    let limits = RetryLimits {
+        config: &app.retry,
+        budget: &mut budget,
+        waits_for_workers: app.config.retry.worker_wait_timeout_secs > 0,
+        now_ms: now_ms(),
+    };
+    let verdict = request
+        .retries
+        .decide_retry(&facts, limits, &mut rand::rng());
+    drop(budget);
+
+    let mut is_poison = false;
+    match verdict {
+        RetryVerdict::WaitForWorker => count_refused_retry(app, GiveUpReason::AttemptsUsed),
+        RetryVerdict::GiveUp {
+            reason,
+            blames_worker,
+        } => {
+            is_poison = reason == GiveUpReason::PoisonRequest;
+            count_refused_retry(app, reason);
+            if blames_worker {
+                app.fleet.count_failure(failure.role, failure.worker);
+            }
+        }
+        RetryVerdict::Retry(_) | RetryVerdict::RetryInTurn(_) => {}
+    }
+    if let Some(worker_break) = failure.worker_break {
+        request.report_break(app, failure.worker, worker_break, is_poison);
+    }
+    verdict
+}
+
+fn failure_facts(
+    app: &AppState,
+    request: &RequestContext,
+    failure: &AttemptError,
+) -> FailedAttempt {
+    let excluded = request.retries.excluded_with(failure.worker);
+    let is_denial = failure.class == RetryClass::Refused && failure.is_denial();
+    FailedAttempt {
+        role: failure.role,
+        worker: failure.worker,
+        reason: failure.reason,
+        class: failure.class,
+        worker_break: failure.worker_break,
+        is_stale: failure.is_stale,
+        is_worker_denial: is_denial && app.fleet.judge_denial(failure.role, failure.worker),
+        retry_after_ms: failure.retry_after_ms(),
+        held_ms: request.attempt_ms(),
+        has_other_worker: app
+            .fleet
+            .has_other(failure.role, &request.wanted(), &excluded),
+        is_shutting_down: app.is_cut(),
+    }
+}
+
+/// Count a retry that one of the limits refused.
+pub fn count_refused_retry(app: &AppState, reason: GiveUpReason) {
+    let limit = match reason {
+        GiveUpReason::AttemptsUsed => "attempts",
+        GiveUpReason::BudgetUsed => "budget",
+        GiveUpReason::NotRetryable
+        | GiveUpReason::PoisonRequest
+        | GiveUpReason::ShuttingDown
+        | GiveUpReason::NoOtherWorker => return,
+    };
+    app.metrics
+        .retries_refused
+        .with_label_values(&[limit])
+        .inc();
+}
+
+/// Report that another attempt follows, and wait as long as the plan asks for.
+async fn pause_before_retry(
+    app: &AppState,
+    request: &RequestContext,
+    failure: &AttemptError,
+    plan: RetryPlan,
+) {
+    log_retry(request, failure);
+    app.metrics
+        .retries
+        .with_label_values(&[failure.reason.into_str()])
+        .inc();
+    if plan.backoff_ms > 0 {
+        sleep(Duration::from_millis(plan.backoff_ms)).await;
+    }
+}
+
+fn log_retry(request: &RequestContext, failure: &AttemptError) {
     let record = &request.record;
     let rid = &record.rid;
     let attempt = record.attempts;
-    let reason = failure.reason;
-    let is_lost = matches!(reason, "connect" | "hung") || is_break(reason);
+    let reason = failure.reason.into_str();
+    let is_lost = failure.reason.is_unreached() || failure.reason.is_break();
     if !is_lost {
         tracing::debug!(rid, attempt, reason, "trying again");
         return;
@@ -126,140 +290,4 @@ fn report_retry(request: &RequestContext, failure: &AttemptError) {
         reason,
         "the worker of a request was lost; trying again"
     );
-}
-
-/// Attempt once, in its turn if the request is paced.
-async fn attempt_in_turn(
-    app: &Arc<AppState>,
-    request: &mut RequestContext,
-    reusable_prefill: &mut Option<PendingPrefill>,
-) -> AttemptResult {
-    let _turn = if request.is_paced {
-        Some(ResumeTurn::wait(app).await)
-    } else {
-        None
-    };
-    if request.record.attempts > 0 || request.is_deadline_shrunk() {
-        request.prepare_retry()?;
-    }
-    request.record.attempts += 1;
-    request.attempted_at = Instant::now();
-    let result = match app.fleet.is_pd() {
-        // Boxed: requests to regular workers need less than half of its size.
-        true => Box::pin(disaggregated::attempt(app, request, reusable_prefill)).await,
-        false => single(app, request).await,
-    };
-    result.map_err(|failure| without_refused_ids(app, request, failure))
-}
-
-/// A worker refused the token ids that this router added to the body, since its tokenizer is
-/// another one than it described: it is to be described again, and the request is sent again with
-/// the text alone.
-fn without_refused_ids(
-    app: &AppState,
-    request: &mut RequestContext,
-    failure: AttemptFailure,
-) -> AttemptFailure {
-    match failure {
-        AttemptFailure::Failed(mut refusal)
-            if refusal.reason == FINGERPRINT_MISMATCH
-                && request.prompt.input_ids.take().is_some() =>
-        {
-            app.fleet.contradicted(refusal.role, refusal.worker);
-            refusal.class = RetryClass::Leaving;
-            refusal.is_stale = true;
-            refusal.into()
-        }
-        other => other,
-    }
-}
-
-/// The error that says more than `err`: no registered worker serves the request's model.
-fn model_not_found(
-    app: &AppState,
-    request: &RequestContext,
-    err: &RouteError,
-) -> Option<RouteError> {
-    let RouteError::NoWorker { role, .. } = *err else {
-        return None;
-    };
-    let model = request.scan.model.clone()?;
-    let is_missing = app.fleet.lacks_model(role, &model);
-    is_missing.then_some(RouteError::ModelNotFound { model, role })
-}
-
-/// True if another attempt may help. A failure that may be the request's own fault gets one second
-/// opinion.
-fn may_retry(
-    app: &AppState,
-    failure: &AttemptError,
-    has_other: bool,
-    had_second_opinion: &mut bool,
-) -> bool {
-    match failure.class {
-        RetryClass::Refused => {
-            let is_own =
-                failure.is_denial() && app.fleet.judge_denial(failure.role, failure.worker);
-            is_own && has_other && !std::mem::replace(had_second_opinion, true)
-        }
-        RetryClass::Unexplained => !std::mem::replace(had_second_opinion, true),
-        RetryClass::Broken | RetryClass::Leaving => true,
-        // No other worker is left to ask, and this one asks for more time than a client is kept
-        // waiting for.
-        RetryClass::Overloaded => {
-            has_other || failure.retry_after_ms().unwrap_or(0) <= LONGEST_RETRY_AFTER_MS
-        }
-    }
-}
-
-/// True if the request has another attempt.
-pub fn has_tries(app: &AppState, request: &RequestContext) -> bool {
-    if app.is_cut() {
-        return false;
-    }
-    let has_tries = app.retry.allows_another(request.failed);
-    if !has_tries {
-        app.metrics
-            .retries_refused
-            .with_label_values(&["attempts"])
-            .inc();
-    }
-    has_tries
-}
-
-/// Takes a retry of the fleet's budget. When it is used up, a request that lost its worker is
-/// paced, if there is a place in the queue: to the budget, the end of a busy worker looks like a
-/// storm of retries. An attempt that was stale costs nothing.
-fn has_budget(app: &AppState, request: &mut RequestContext, failure: &AttemptError) -> bool {
-    if failure.is_stale || request.is_paced || app.retry_budget.lock().try_retry(now_ms()) {
-        return true;
-    }
-    let may_wait = app.config.retry.worker_wait_timeout_secs > 0 && is_loss(failure.reason);
-    request.is_paced = may_wait && request.take_place(app);
-    if !request.is_paced {
-        app.metrics
-            .retries_refused
-            .with_label_values(&["budget"])
-            .inc();
-    }
-    request.is_paced
-}
-
-async fn single(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
-    let chosen = app
-        .fleet
-        .choose(Role::Regular, &request.wanted(), &request.avoid)?;
-    let candidate = &chosen.candidate;
-    request.record.worker = Some((candidate.name.clone(), chosen.why));
-    let ids = ids_for(app, request, candidate);
-    let is_vllm = candidate.description.is_vllm();
-    let body = match candidate.rank.filter(|_| !is_vllm) {
-        None => request.body_for(&[], ids, ""),
-        Some(rank) => {
-            let fields = format!("\"data_parallel_rank\":{rank},\"routed_dp_rank\":{rank}");
-            request.body_for(&[ManagedField::Rank], ids, &fields)
-        }
-    };
-    let leg = if is_vllm { vllm::ranked } else { leg };
-    Ok((leg(app, request, chosen, body).open().await?, None))
 }

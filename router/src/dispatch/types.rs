@@ -1,4 +1,4 @@
-//! Outcomes of attempts, and what every attempt begins with.
+//! Outcomes of attempts, and the leg that every attempt begins with.
 
 use bytes::Bytes;
 use http::HeaderValue;
@@ -14,26 +14,26 @@ use crate::response::failover;
 use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::{Candidate, LoadGuard};
 
-/// No answer, of one attempt or of all.
+/// Failure of one attempt, or of the last one of all.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 pub enum AttemptFailure {
     /// No worker could be chosen, or the request's time is over.
     Refused(#[from] RouteError),
-    /// The attempt, or the last one, failed at a worker.
+    /// The attempt failed at a worker.
     Failed(#[from] AttemptError),
 }
 
 /// An answer that is committed to, with the prefill leg of a pair.
 pub type AttemptResult = Result<(UpstreamResponse, Option<PrefillAttempt>), AttemptFailure>;
 
-/// The prompt's token ids as a member of the body, if this worker would have come to the same.
-pub fn ids_for<'a>(
+/// The prompt's token ids as a member of the body, if this worker would compute the same ids.
+pub fn forwarded_ids<'a>(
     app: &AppState,
     request: &'a RequestContext,
     candidate: &Candidate,
 ) -> Option<&'a Bytes> {
-    let ids = request.prompt.input_ids.as_ref()?;
+    let input_ids = request.prompt.input_ids.as_ref()?;
     let fingerprint = &app.tokens.as_ref()?.fingerprint;
     if !candidate.description.takes_ids_of(fingerprint) {
         return None;
@@ -42,11 +42,11 @@ pub fn ids_for<'a>(
         .ids_forwarded
         .with_label_values(&[candidate.worker.role().into_str()])
         .inc();
-    Some(ids)
+    Some(input_ids)
 }
 
-/// A leg that sends `body` to the chosen worker.
-pub fn leg(
+/// Build the leg that sends `body` to the chosen worker.
+pub fn build_leg(
     app: &AppState,
     request: &RequestContext,
     chosen: LoadGuard,
@@ -66,16 +66,16 @@ pub fn leg(
         head.more
             .insert(failover::HEADER, HeaderValue::from_static("1"));
     }
-    let (guard, limit) = (chosen, app.config.request_timeout());
     UpstreamAttempt {
-        guard,
+        guard: chosen,
         head,
         body,
-        limit,
+        limit: app.config.request_timeout(),
         has_token_ids,
     }
 }
 
+/// Observe the router's own share of the time to the first token.
 pub fn observe_overhead(app: &AppState, request: &RequestContext) {
     if request.record.attempts == 1 {
         let overhead = app

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use http::{HeaderName, Request, StatusCode};
-use router_core::{Role, SelectionReason};
+use router_core::{AttemptReason, Role, SelectionReason};
 use tokio::time::Instant;
 
 use crate::clock::ms_since;
@@ -114,11 +114,11 @@ impl AccessLogEntry {
     }
 
     /// A worker failed after its answer had begun.
-    pub fn upstream_error(&self, role: Role, reason: &'static str) {
+    pub fn upstream_error(&self, role: Role, reason: AttemptReason) {
         self.sinks
             .metrics
             .upstream_errors
-            .with_label_values(&[role.into_str(), reason])
+            .with_label_values(&[role.into_str(), reason.into_str()])
             .inc();
     }
 

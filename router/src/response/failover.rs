@@ -1,12 +1,11 @@
-//! Resuming a stream after its worker died: the record of what the client has received, and the
-//! request for the rest that another worker gets.
+//! Tokens and events that the client has of a stream, so that another worker can resume it.
 //!
-//! 1. Workers with the feature `resume` are asked (header) for a comment in front of the last event
-//!    of each write: the tokens that are out with the events so far (docs/protocol.md §2);
-//! 2. [`ResumeBuffer`] takes these comments out of the stream and remembers the tokens of what
-//!    passed;
-//! 3. the worker breaks off: the same body with `baton_resume` goes to another one
-//!    (`dispatch::proxy_body`), whose stream passes here too.
+//! 1. A header asks workers with the feature `resume` for a comment in front of the last event of
+//!    each write: the tokens sent with the events so far (docs/protocol.md §2);
+//! 2. [`ResumeBuffer`] takes these comments out of the stream and remembers the tokens of the events
+//!    that passed;
+//! 3. the worker breaks off: the same body with `baton_resume` goes to another worker
+//!    (`dispatch::proxy_body`), whose stream passes the same buffer.
 //!
 //! Invariant: a token is remembered if and only if its event went to the client whole. Events whose
 //! tokens are not known yet (those before the comment of their write, and a last write without
@@ -22,7 +21,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::HeaderName;
-use router_core::RetryClass;
+use router_core::{ProtocolCode, RetryClass};
 use serde::Deserialize;
 
 use crate::request::body_memory::{MemoryBudget, MemoryShare};
@@ -42,15 +41,15 @@ const MAX_WAITING: usize = MAX_EVENT;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 pub enum NotResumable {
-    /// More than `MAX_TOKENS`, more than `MAX_WAITING` without a comment, or an event of more than
-    /// `MAX_EVENT`.
+    /// The stream has more than `MAX_TOKENS`, more than `MAX_WAITING` without a comment, or an event
+    /// of more than `MAX_EVENT`.
     TooLong,
     /// --failover-max-bytes.
     Memory,
-    /// Not the comments that were asked for.
+    /// The comments are not those of docs/protocol.md §2.
     Malformed,
-    /// Another process gives the answer than the one that was chosen, so that it is not known which
-    /// workers could resume it.
+    /// Another process answers than the one that was chosen, so that it is not known which workers
+    /// could resume the answer.
     UnknownWorker,
 }
 
@@ -64,8 +63,7 @@ struct Comment {
 /// The worker's own last event is an error that another worker may mend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BrokenStream {
-    pub code: &'static str,
-    pub class: RetryClass,
+    pub code: ProtocolCode,
     /// The event.
     pub event: Bytes,
 }
@@ -76,7 +74,7 @@ pub struct ResumeBuffer {
     ids: Vec<u32>,
     /// Count of `ids` whose event passed.
     passed: usize,
-    /// Something that is no comment passed.
+    /// True if an event passed that is no comment.
     has_ids: bool,
     seed: Option<u64>,
     created: Option<u64>,
@@ -153,12 +151,11 @@ impl ResumeBuffer {
             return Ok(());
         }
         let error = error_event(event);
-        if let Some((code, class)) = error.and_then(worth_it)
+        if let Some(code) = error.and_then(resumable_error)
             && self.can_resume()
         {
             return Err(BrokenStream {
                 code,
-                class,
                 event: text.slice(at),
             });
         }
@@ -226,14 +223,14 @@ impl ResumeBuffer {
         Ok(())
     }
 
-    /// No other worker is asked to resume this stream.
-    pub fn disable(&mut self, lost: NotResumable) {
-        self.lost.get_or_insert(lost);
+    /// From here on no other worker is asked to resume this stream.
+    pub fn disable(&mut self, reason: NotResumable) {
+        self.lost.get_or_insert(reason);
         self.ids = Vec::new();
         self.share.free();
     }
 
-    /// All that waits goes to the client.
+    /// Pass the waiting events to the client.
     pub fn release(&mut self, out: &mut VecDeque<Bytes>) {
         self.has_ids = true;
         self.waiting_len = 0;
@@ -254,38 +251,40 @@ impl ResumeBuffer {
         self.lost.is_none() && (self.passed > 0 || !self.has_ids)
     }
 
-    /// The member of the body that asks for the rest; empty: for all of it. `fingerprint` is that of
-    /// the worker that gave the tokens.
+    /// Member of the body that asks for the rest of the stream; empty: for all of it. `fingerprint`
+    /// is that of the worker that gave the tokens.
     pub fn to_json_field(&self, fingerprint: &BTreeMap<String, String>) -> String {
         let (Some(seed), Some(created), true) = (self.seed, self.created, self.passed > 0) else {
             return String::new();
         };
         let ids: Vec<String> = self.ids[..self.passed].iter().map(u32::to_string).collect();
         let ids = ids.join(",");
-        let fingerprint = match fingerprint.is_empty() {
-            true => String::new(),
-            false => format!(",\"fingerprint\":{}", serde_json::json!(fingerprint)),
+        let fingerprint = if fingerprint.is_empty() {
+            String::new()
+        } else {
+            format!(",\"fingerprint\":{}", serde_json::json!(fingerprint))
         };
         format!(
             "\"baton_resume\":{{\"ids\":[{ids}],\"seed\":{seed},\"created\":{created}{fingerprint}}}"
         )
     }
 
-    /// Forget what the client has not seen: the next worker says it again.
+    /// Forget tokens and events that the client does not have: the next worker sends them again.
     pub fn cut(&mut self) {
         self.ids.truncate(self.passed);
         self.waiting.clear();
         self.waiting_len = 0;
         if self.passed == 0 {
-            (self.seed, self.created) = (None, None);
+            self.seed = None;
+            self.created = None;
         }
     }
 }
 
-/// Decide whether another worker may resume where this one ended with an error.
-fn worth_it(error: &[u8]) -> Option<(&'static str, RetryClass)> {
-    let (code, class) = RetryClass::of_code(&code_of(error)?)?;
-    matches!(class, RetryClass::Broken | RetryClass::Leaving).then_some((code, class))
+/// Code of an error after which another worker may resume the stream.
+fn resumable_error(error: &[u8]) -> Option<ProtocolCode> {
+    let code = ProtocolCode::parse(&code_of(error)?)?;
+    matches!(code.class(), RetryClass::Broken | RetryClass::Leaving).then_some(code)
 }
 
 #[cfg(test)]
@@ -416,7 +415,10 @@ mod tests {
             assert_eq!(pass(&mut buffer, &error(code)).unwrap(), error(code));
         }
         for code in ["engine_dead", "draining"] {
-            assert_eq!(pass(&mut buffer, &error(code)).unwrap_err().code, code);
+            assert_eq!(
+                pass(&mut buffer, &error(code)).unwrap_err().code.into_str(),
+                code
+            );
         }
     }
 

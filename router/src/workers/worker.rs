@@ -9,7 +9,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use router_core::{
     DescribedProcess, DescriptionTrust, IncarnationWatch, ProcessSign, QueueOrder, Role,
-    WorkerFacts, WorkerFingerprint,
+    WorkerBreak, WorkerFacts, WorkerFingerprint,
 };
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
@@ -372,12 +372,16 @@ impl Worker {
             .sum()
     }
 
-    /// A request broke here. Returns whether it was alone: no other is in flight, or broke a moment
-    /// before.
-    pub fn note_break(&self, now_ms: u64) -> bool {
+    /// Note that the worker broke with a request in hand. The request was alone if no other is in
+    /// flight, or broke a moment before.
+    pub fn note_break(&self, now_ms: u64) -> WorkerBreak {
         let before_ms = self.last_break_ms.swap(now_ms, Ordering::Relaxed);
         let is_first = before_ms == 0 || now_ms >= before_ms + SAME_BREAK_MS;
-        self.load() <= 1 && is_first
+        if self.load() <= 1 && is_first {
+            WorkerBreak::Alone
+        } else {
+            WorkerBreak::InCompany
+        }
     }
 
     pub(super) fn stop_probes(&self) {

@@ -162,6 +162,7 @@ fn broke_off(reply: &Reply) -> String {
         "{text}"
     );
     assert_eq!(text.matches("w2 ").count(), 1);
+    assert!(!text.contains("127.0.0.1"), "no worker is named: {text}");
     assert_eq!(text.matches("finish_reason\":\"").count(), 0);
     reply.error_event()
 }
@@ -201,7 +202,7 @@ async fn without_a_worker_that_can_resume_the_stream_ends_with_the_error() {
             };
             assert_eq!(broke_off(&reply), "upstream_error");
             assert!(
-                reply.text().contains("no other worker went on with it"),
+                reply.text().contains("no other worker resumed the answer"),
                 "{}",
                 reply.text()
             );

@@ -230,6 +230,8 @@ async fn one(row: &Row, stream: bool) {
     let got = (reply.status, code_of(&reply, stream));
     assert_eq!(got, (row.status, row.code.to_owned()), "{what}");
     assert!(reply.headers.contains_key("x-request-id"), "{what}");
+    let names_worker = reply.text().contains("127.0.0.1");
+    assert!(!names_worker, "{what}: {}", reply.text());
     let lingers = matches!((&row.prefill, row.status), (Act::Hang, 200));
     if !lingers {
         router.no_load().await;
@@ -265,6 +267,7 @@ async fn all_workers_down_is_reported_at_once() {
             reply.code().as_str(),
             "upstream_error" | "no_worker"
         ));
+        assert!(!reply.text().contains("127.0.0.1"), "{}", reply.text());
         eventually("no worker is left", || async {
             let reply = router.chat_stream().await;
             (reply.status, reply.code().as_str()) == (503, "no_worker")
@@ -272,6 +275,27 @@ async fn all_workers_down_is_reported_at_once() {
         })
         .await;
         router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn unreachable_workers_are_not_named_to_clients() {
+    timed(async {
+        let worker = Mock::start(&[]).await;
+        let router = Router::regular(&[&worker], &["--disable-health-check"]).await;
+        worker.stop().await;
+        for path in ["/v1/models", "/get_model_info"] {
+            let reply = router.get(path).await;
+            let text = reply.text();
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (502, "upstream_error"),
+                "{path}: {text}"
+            );
+            assert!(text.contains("a regular worker could not be "), "{text}");
+            assert!(!text.contains("127.0.0.1"), "{path}: {text}");
+        }
     })
     .await;
 }

@@ -96,7 +96,8 @@ class TorchAttention(PagedAttention):
         return _Gather(pages.to(device), visible.to(device), (row.to(device), slot.to(device)))
 
     def _attend_rows(self, layer: int, q: Tensor, rows: _Rows) -> Tensor:
-        spec, (r, n) = self._spec, rows.shape
+        spec = self._spec
+        r, n = rows.shape
         gather = rows.by_window[spec.windows[layer]]
         # [r, p, 2, page, Hk, D] -> two of [r, Hk, p * page, D]
         both = self._kv.data[:, layer][gather.pages].float().permute(2, 0, 4, 1, 3, 5).flatten(3, 4)

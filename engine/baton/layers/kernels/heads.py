@@ -43,7 +43,8 @@ def store_heads(
         pages: K and V, each [pages, page_size, Hk, D] with equal strides, the last dimension contiguous.
         slots: int64 [T]: page * page_size + offset; nothing is stored for a token whose slot is negative.
     """
-    (keys, values), (cos, sin) = pages, tables
+    keys, values = pages
+    cos, sin = tables
     tokens, every, dim = heads.shape
     assert keys.stride() == values.stride(), "K and V of one layer lie alike"
     assert cos.stride() == sin.stride(), "cos and sin lie alike"
@@ -99,7 +100,10 @@ def _store_heads(
     row = tl.load(positions + token) * table_stride + dims[None, :]
     c = tl.load(cos + row, mask=(dims < HALF)[None, :])
     s = tl.load(sin + row, mask=(dims < HALF)[None, :])
-    x, y = tl.where(is_v[:, None], x, x * c - y * s), tl.where(is_v[:, None], y, y * c + x * s)
+    rotated_x = x * c - y * s
+    rotated_y = y * c + x * s
+    x = tl.where(is_v[:, None], x, rotated_x)
+    y = tl.where(is_v[:, None], y, rotated_y)
 
     tl.store(there, x.to(dtype), mask=inside & is_q[:, None])
     tl.store(there + HALF, y.to(dtype), mask=inside & is_q[:, None])

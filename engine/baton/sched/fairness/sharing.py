@@ -1,139 +1,177 @@
-"""Which request is tried next: the strategies between which the planner does not distinguish.
+"""Order in which candidates of a plan are tried: a strategy that the planner need not know.
 
-`SharingStrategy` is for one class and one tenant: the order is the policy's own, and nothing is charged. `FairQueue`
-(fair_queue.py), derived from it, shares between classes and tenants.
+`SharingStrategy` is for one class and one tenant: the order is the policy's own, and nothing is
+charged. `FairQueue` (fair_queue.py), derived from it, shares between classes and tenants.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator
 
+from baton.sched.types.candidates import (
+    CandidateOutcome,
+    CandidatePlanned,
+    CandidateRefused,
+    Candidates,
+    PrefillContext,
+    fixed_candidates,
+)
 from baton.sched.types.request import ValidatedRequest
-from baton.sched.types.sequence import Seq, SeqState, SortKey, is_partial
+from baton.sched.types.sequence import Seq, SeqState
 
 
-class PrefillView(Protocol):
-    """The planner as a strategy sees it while it hands out candidates."""
+class PrefillProgress:
+    """Room that is left in a plan, counted from its context and the outcomes so far."""
 
-    together: bool = False
-    """Prompts under way compete with waiting ones in policy order; else they go first."""
-    unfinished: Sequence[Seq] = ()
-    """Prompts under way."""
-    preemptor: Seq | None = None
-    """The waiting request that others were preempted for in this plan, until it is handed out."""
-    max_partial: int = 0
-    """A request starts only behind fewer unfinished prompts, or if the step completes it."""
-    skip_ahead: int
-    """Waiting requests that may be passed over."""
-    skipped: int = 0
-    """Waiting requests that this plan passed over: tried, and could not start."""
-
-    def order(self) -> Iterator[Seq]:
-        """Candidates in the order of the policy, those under way among them if `together`."""
-
-    def sorted_unfinished(self) -> list[Seq]:
-        """Prompts under way, in the order of the policy."""
-
-    def partial(self) -> Sequence[Seq]:
-        """Unfinished prompts, those admitted in this plan included."""
-
-    def holders(self) -> Iterable[Seq]:
-        """Sequences that hold pages."""
-
-    def has_slot(self) -> bool:
+    def __init__(self, context: PrefillContext) -> None:
+        self.admitted: list[Seq] = []
+        """Waiting requests that were admitted in this plan."""
+        self.may_admit = context.free_slots > 0
         """True while a waiting request may still be admitted in this plan."""
+        self.num_refused = 0
+        self.num_unfinished = 0
+        """Prompts of which a later step has to compute a part."""
+        self._context = context
+        self._tokens_left = context.token_budget
+        self._slots_left = context.free_slots
+        self._reserved = context.reserved
 
-    def completes(self, seq: Seq) -> bool:
-        """True if the rest of the step's budget computes all of a waiting request."""
+    def may_start(self, seq: Seq, unfinished_ahead: int) -> bool:
+        """True if a waiting request may start behind so many unfinished prompts."""
+        limit = self._context.max_partial_prefills
+        if limit is None or unfinished_ahead < limit:
+            return True
+        return self._context.queries.extend_tokens(seq) <= self._tokens_left
 
-    def untried(self) -> list[Seq]:
-        """The request with a reservation, if it may start and has not been tried."""
+    def untried_reservation(self) -> Seq | None:
+        """The request that pages are kept for, if it waits, was not tried, and there is a slot."""
+        seq = self._reserved
+        if seq is None or not self._slots_left or seq.state is not SeqState.WAITING:
+            return None
+        return seq
 
-    def sort_key(self, seq: Seq) -> SortKey:
-        """Place in the order of importance."""
+    def record(self, seq: Seq, outcome: CandidateOutcome) -> None:
+        """Count what became of a candidate."""
+        if seq is self._reserved:
+            self._reserved = None
+        if isinstance(outcome, CandidatePlanned):
+            self._tokens_left -= outcome.tokens
+            self.num_unfinished += outcome.is_unfinished
+            if outcome.was_admitted:
+                self.admitted.append(seq)
+                self._slots_left -= 1
+                if not self._slots_left:
+                    self.may_admit = False
+        elif isinstance(outcome, CandidateRefused):
+            self.num_refused += 1
+            if outcome.has_reservation:
+                self._reserved = None
+            if outcome.fits_no_other:
+                self.may_admit = False
 
 
 class SharingStrategy:
-    """Order of candidates, and the accounts behind it. By itself for one class and one tenant: nothing to share out."""
+    """Order of candidates, and the accounts behind it.
+
+    By itself for one class and one tenant: there is nothing to share out.
+    """
 
     orders_requests = False
     """True if requests differ in importance by class or tenant."""
 
-    def check(self, req: ValidatedRequest, retry_secs: int = 1) -> None:
-        """Raises what keeps a request out of the queue."""
+    def check_request(self, req: ValidatedRequest, retry_secs: int = 1) -> None:
+        """Raise an error for a request that may not join the queue."""
 
-    def entered(self, seq: Seq) -> None:
-        """A request begins to wait."""
+    def on_queued(self, seq: Seq) -> None:
+        """A request joins the queue."""
 
-    def left(self, seq: Seq) -> None:
-        """A request waits no more."""
+    def on_dequeued(self, seq: Seq) -> None:
+        """A request leaves the queue."""
 
-    def candidates(self, view: PrefillView) -> Iterator[Seq]:
+    def order_prefill(self, context: PrefillContext) -> Candidates:
         """Prompts to compute in this step, in the order in which they should be tried.
 
-        Here all prompts under way, and those of the waiting queue that may start. Where both compete, a request starts
-        only if this step completes it, or if fewer than `max_partial` unfinished prompts precede it: those behind it
-        hold back nothing.
+        Here all prompts in progress, and those of the waiting queue that may start. Where both
+        compete, a request starts only if this step completes it, or if fewer than
+        `max_partial_prefills` unfinished prompts precede it: those behind it hold back nothing.
         """
-        together = view.together
-        if not together:
-            yield from view.unfinished
-            if not view.has_slot():
+        progress = PrefillProgress(context)
+        if not context.reorders_unfinished:
+            for seq in context.unfinished:
+                outcome = yield seq
+                progress.record(seq, outcome)
+            if not progress.may_admit:
                 return
-        given: set[int] = set()
-        ahead = 0
-        for seq in view.order():
+        tried: set[int] = set()
+        num_passed = 0
+        is_limited = context.max_partial_prefills is not None
+        preemptor = context.preemptor
+        for seq in context.queries.order_candidates(context):
             if seq.state is SeqState.WAITING:
-                if not view.has_slot() or view.skipped > view.skip_ahead:
+                is_skipping = num_passed + progress.num_refused > context.skip_ahead
+                if is_skipping or not progress.may_admit:
                     break
                 if seq.inflight_steps:
                     continue  # retracted: its row in flight is committed first
-                if view.preemptor is not None and seq is not view.preemptor:
-                    continue  # the slot and the pages were taken for another
-                if ahead >= view.max_partial and not view.completes(seq):
-                    view.skipped += 1
+                if preemptor is not None and seq is not preemptor:
+                    continue  # the slot and the pages were taken for the preemptor
+                if is_limited and not progress.may_start(seq, progress.num_unfinished):
+                    num_passed += 1
                     continue
             else:
-                given.add(seq.handle)
-            yield seq
-            if seq is view.preemptor:
-                view.preemptor = None
-            ahead += together and seq.state is SeqState.RUNNING and is_partial(seq)
-        rest: list[Seq] = []
-        if together and len(given) < len(view.unfinished):
-            rest = [seq for seq in view.sorted_unfinished() if seq.handle not in given]
-        rest += view.untried()
-        rest.sort(
-            key=lambda seq: view.sort_key(seq)[0]
-        )  # stable: behind prompts under way as important
-        for seq in rest:
-            if (
-                seq.state is SeqState.WAITING
-                and ahead >= view.max_partial
-                and not view.completes(seq)
-            ):
+                tried.add(seq.handle)
+            outcome = yield seq
+            progress.record(seq, outcome)
+            if seq is preemptor:
+                preemptor = None
+        for seq in self._untried_candidates(context, progress, tried):
+            is_waiting = seq.state is SeqState.WAITING
+            if is_waiting and not progress.may_start(seq, progress.num_unfinished):
                 continue
-            yield seq
-            ahead += together and seq.state is SeqState.RUNNING and is_partial(seq)
+            outcome = yield seq
+            progress.record(seq, outcome)
 
-    def openings(
-        self, order: Iterable[Seq], holders: Iterable[Seq], skip_ahead: int
-    ) -> Iterable[Seq]:
+    def _untried_candidates(
+        self, context: PrefillContext, progress: PrefillProgress, tried: set[int]
+    ) -> list[Seq]:
+        """Prompts in progress that were not tried, then the request that pages are kept for.
+
+        Sorted by importance: the request comes behind prompts in progress that are as important.
+        """
+        untried: list[Seq] = []
+        if context.reorders_unfinished and len(tried) < len(context.unfinished):
+            untried = [
+                seq for seq in context.queries.sort_unfinished(context) if seq.handle not in tried
+            ]
+        reserved = progress.untried_reservation()
+        if reserved is not None:
+            untried.append(reserved)
+        untried.sort(key=context.queries.importance)
+        return untried
+
+    def order_transfers(self, waiting: Iterable[Seq], skip_ahead: int) -> Candidates:
         """D: prompts on their way, in the order in which they should get pages."""
-        return order
+        return fixed_candidates(waiting)
 
-    def heads(self, waiting: Iterable[Seq], holders: Iterable[Seq], count: int) -> Iterator[Seq]:
-        """The waiting sequences that should be tried first. Changes nothing, once it is exhausted or closed."""
+    def preview_order(self, waiting: Iterable[Seq], count: int) -> Iterator[Seq]:
+        """The waiting sequences that should be tried first.
+
+        Changes nothing, once it is exhausted or closed.
+        """
         return itertools.islice(waiting, count)
 
-    def startable(self, seqs: Iterable[Seq], holders: Callable[[], Iterable[Seq]]) -> Iterable[Seq]:
-        """Those whose tenants are below their limits."""
+    def filter_startable(self, seqs: Iterable[Seq]) -> Iterable[Seq]:
+        """Sequences whose tenants are below their limits."""
         return seqs
 
     def charge_prompt(self, seq: Seq, computed: int, cached: int) -> None:
-        """`computed` prompt tokens were planned (D: will be fetched), `cached` were found when the request started."""
+        """Charge prompt tokens.
+
+        Args:
+            computed: planned in this step (D: will be fetched).
+            cached: found in the cache when the request started.
+        """
 
     def charge_generated(self, seq: Seq) -> None:
         """Charge one generated token."""

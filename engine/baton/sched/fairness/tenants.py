@@ -1,18 +1,19 @@
 """Order and rate of tenants inside a class; their limits are `baton.config.tenants.TenantRules`.
 
-* `VirtualCounters` decide between tenants who wait for the same class: the least counter first. A counter grows by
-  what was done for the tenant, divided by its weight. A tenant that comes back from a pause starts at the least counter
-  of those who wait (or of the last one that waited): a pause earns nothing, and no tenant pays for capacity that none
-  else wanted.
+* `VirtualCounters` decide between tenants who wait for the same class: the least counter first. A
+  counter grows by what was done for the tenant, divided by its weight. A tenant that comes back
+  from a pause starts at the least counter of those who wait (or of the last one that waited): a
+  pause earns nothing, and no tenant pays for capacity that none else wanted.
 * `RateLimits` are token buckets of one minute's tokens: they refuse, the counters only order.
 
-Bounds. Counters of two tenants that both wait differ by at most U, the largest amount one can be charged after it was
-chosen (its prompt, and its answers that run); so over any time in which both wait their normalized service differs
-by at most 2 U. A bucket lets through at most a minute's tokens at once and its rate after that; answers are
-taken from it as they are generated and may overdraw it, which the next request waits for.
+Bounds. Counters of two tenants that both wait differ by at most U, the largest amount one can be
+charged after it was chosen (its prompt, and its answers that run); so over any time in which both
+wait their normalized service differs by at most 2 U. A bucket lets through at most a minute's
+tokens at once and its rate after that; answers are taken from it as they are generated and may
+overdraw it, which the next request waits for.
 
-Pure: no clock (`now` is an argument), no files. Source: Sheng et al., "Fairness in Serving Large Language Models" (OSDI
-2024, arXiv 2401.00588).
+Deterministic: no clock (`now` is an argument), no files. Source: Sheng et al., "Fairness in Serving
+Large Language Models" (OSDI 2024, arXiv 2401.00588).
 """
 
 from __future__ import annotations
@@ -32,24 +33,26 @@ class VirtualCounters:
         self._active: dict[str, float] = {}
         self._idle: OrderedDict[str, float] = OrderedDict()
         self._lower_bounds: list[tuple[float, str]] = []
-        """A heap with an entry of at most its counter for each active tenant (counters only grow), and stale ones."""
+        """A heap with an entry of at most its counter for each active tenant (counters only grow),
+        and stale ones.
+        """
         self._last_left = ""
         self._last_floor = 0.0
-        self.forgotten = 0
+        self.num_forgotten = 0
 
     def __getitem__(self, tenant: str) -> float:
         if tenant in self._active:
             return self._active[tenant]
         return self._idle.get(tenant, self._last_floor)
 
-    def of(self, tenants: Iterable[str]) -> list[float]:
+    def counters_of(self, tenants: Iterable[str]) -> list[float]:
         """Their counters: those of many without a call each."""
         active = self._active
         return [active[tenant] if tenant in active else self[tenant] for tenant in tenants]
 
-    def enter(self, tenant: str) -> None:
+    def activate(self, tenant: str) -> None:
         """A request of this tenant waits; called for the first one."""
-        floor = self._floor()
+        floor = self._least_counter()
         counter = max(self._idle.pop(tenant, 0.0), floor)
         self._active[tenant] = counter
         heapq.heappush(self._lower_bounds, (counter, tenant))
@@ -57,13 +60,13 @@ class VirtualCounters:
             self._lower_bounds = [(value, name) for name, value in self._active.items()]
             heapq.heapify(self._lower_bounds)
 
-    def leave(self, tenant: str) -> None:
+    def deactivate(self, tenant: str) -> None:
         """None of its requests waits any more; what runs is still charged."""
         self._idle[tenant] = self._last_floor = self._active.pop(tenant)
         self._last_left = tenant
         if len(self._idle) > self._max_idle:
             self._idle.popitem(last=False)
-            self.forgotten += 1
+            self.num_forgotten += 1
 
     def charge(self, tenant: str, amount: float) -> None:
         if tenant in self._active:
@@ -72,7 +75,7 @@ class VirtualCounters:
             self._idle[tenant] += amount
             self._idle.move_to_end(tenant)
 
-    def _floor(self) -> float:
+    def _least_counter(self) -> float:
         """Least counter of the waiting tenants; of the last that waited when none does."""
         heap = self._lower_bounds
         while heap:
@@ -88,7 +91,10 @@ class VirtualCounters:
 
 
 class RateLimits:
-    """Token buckets, one per tenant with a limit. Times are seconds of one clock that does not go back."""
+    """Token buckets, one per tenant with a limit.
+
+    Times are seconds of one clock that does not go back.
+    """
 
     def __init__(self, rules: TenantRules, max_tenants: int) -> None:
         self._rules = rules
@@ -97,31 +103,35 @@ class RateLimits:
         """tenant → (tokens in the bucket, when)."""
 
     def admit(self, tenant: str, tokens: int, now: float) -> float:
-        """Take a request's prompt tokens: 0.0, or the seconds after which it would be let through (nothing is taken).
+        """Take a request's prompt tokens: 0.0, or the seconds after which it would be let through
+        (nothing is taken).
 
         A prompt larger than a minute's tokens needs a full bucket and overdraws it.
         """
         limit = self._rules.of(tenant).tokens_per_minute
         if limit is None:
             return 0.0
-        level = self._level(tenant, limit, now)
+        level = self._level_of(tenant, limit, now)
         missing = min(tokens, limit) - level
         if missing > 0:
             return missing * 60 / limit
-        self._store(tenant, level - tokens, now)
+        self._store_level(tenant, level - tokens, now)
         return 0.0
 
     def spend(self, tenant: str, tokens: int, now: float) -> None:
-        """Take generated tokens; the bucket may go below empty. Negative: give back what was taken for nothing."""
+        """Take generated tokens; the bucket may go below empty.
+
+        Negative: give back what was taken for nothing.
+        """
         limit = self._rules.of(tenant).tokens_per_minute
         if limit is not None:
-            self._store(tenant, self._level(tenant, limit, now) - tokens, now)
+            self._store_level(tenant, self._level_of(tenant, limit, now) - tokens, now)
 
-    def _level(self, tenant: str, limit: int, now: float) -> float:
-        level, at = self._buckets.get(tenant, (float(limit), now))
-        return min(level + (now - at) * limit / 60, float(limit))
+    def _level_of(self, tenant: str, limit: int, now: float) -> float:
+        level, measured_at = self._buckets.get(tenant, (float(limit), now))
+        return min(level + (now - measured_at) * limit / 60, float(limit))
 
-    def _store(self, tenant: str, level: float, now: float) -> None:
+    def _store_level(self, tenant: str, level: float, now: float) -> None:
         self._buckets[tenant] = (level, now)
         self._buckets.move_to_end(tenant)
         if len(self._buckets) > self._max_tenants:

@@ -1,11 +1,13 @@
 """How much memory running requests will still take.
 
-`NewTokenRatio` says how much of its allowance an answer will really use: SGLang's new_token_ratio as a small state
-machine. It starts at 0.7 x conservativeness, decays linearly to 14 % of that over 600 decode steps without trouble,
-jumps up when memory ran out, and starts afresh when the engine turns idle (constants of SGLang 0.5.7).
+`NewTokenRatio` says how much of its allowance an answer will really use: SGLang's new_token_ratio
+as a small state machine. It starts at 0.7 x conservativeness, decays linearly to 14 % of that over
+600 decode steps without trouble, jumps up when memory ran out, and starts afresh when the engine
+turns idle (constants of SGLang 0.5.7).
 
-`peak_growth` is for answers whose length is known (ignore_eos): it walks through their endings, so that a request may
-count on pages which another one will have given back by then (SGLang does so for ignore_eos without a radix cache).
+`peak_growth` is for answers whose length is known (ignore_eos): it walks through their endings, so
+that a request may count on pages which another one will have given back by then (SGLang does so for
+ignore_eos without a radix cache).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ RETRACT_LOOKAHEAD = 20
 
 
 class NewTokenRatio:
-    """Args: `clip`: an answer is never expected to be longer, so that a huge max_tokens does not block [tokens]."""
+    """Args: `clip`: an answer is never expected to be longer, so that a huge max_tokens does not
+    block [tokens].
+    """
 
     def __init__(self, conservativeness: float, clip: int = 4096) -> None:
         self.initial = min(1.0, 0.7 * conservativeness)
@@ -35,8 +39,11 @@ class NewTokenRatio:
     def on_retraction(self, survivors: Iterable[tuple[int, int]]) -> None:
         """`survivors`: (generated, max_new_tokens) of every request still running."""
         pairs = list(survivors)
-        done = sum(generated for generated, _ in pairs) + RETRACT_LOOKAHEAD * len(pairs)
-        self.value = min(1.0, max(self.value, done / (sum(limit for _, limit in pairs) + 1)))
+        expected_tokens = sum(generated for generated, _ in pairs)
+        expected_tokens += RETRACT_LOOKAHEAD * len(pairs)
+        allowed_tokens = sum(limit for _, limit in pairs)
+        share = expected_tokens / (allowed_tokens + 1)
+        self.value = min(1.0, max(self.value, share))
 
     def on_idle(self) -> None:
         self.value = self.initial
@@ -56,30 +63,33 @@ class KnownAnswer:
 
 
 def peak_growth(answers: Iterable[KnownAnswer], page_size: int) -> int:
-    """Most pages that these requests will need at once beyond those they hold, each getting one token per step.
+    """Most pages that these requests will need at once beyond those they hold, each getting one
+    token per step.
 
-    What a request gives back counts from the second step after its last one: with overlap its end is noticed so late.
-    The need only falls there, hence its peak is at an ending or one step later.
+    What a request gives back counts from the second step after its last one: with overlap its end
+    is noticed so late. The need only falls there, hence its peak is at an ending or one step later.
     Cost: O(n log n + distinct endings * min(n, page_size)).
     """
-    ending = sorted(answers, key=lambda a: a.to_come)
-    room: Counter[int] = Counter(
-        -a.tokens % page_size for a in ending
-    )  # free places in the last page → requests
-    peak = kept = given_back = 0
-    late: deque[tuple[int, int]] = deque()  # (ending step, pages) not to be counted on yet
-    for steps, group in itertools.groupby(ending, key=lambda a: a.to_come):
+    by_ending = sorted(answers, key=lambda answer: answer.to_come)
+    # Free places in the last page → requests.
+    free_places: Counter[int] = Counter(-answer.tokens % page_size for answer in by_ending)
+    peak = kept_by_ended = given_back = 0
+    # (ending step, pages) not to be counted on yet.
+    pending_returns: deque[tuple[int, int]] = deque()
+    for steps, group in itertools.groupby(by_ending, key=lambda answer: answer.to_come):
         ended = list(group)
         for step in (steps, steps + 1):
-            while late and late[0][0] + 1 < step:
-                given_back += late.popleft()[1]
-            grown = sum(n * -(-max(step - free, 0) // page_size) for free, n in room.items())
-            peak = max(peak, grown + kept - given_back)
-            for a in ended:
-                free = -a.tokens % page_size
-                room[free] -= 1
-                own = -(-max(steps - free, 0) // page_size)
-                late.append((steps, a.held_alone + own))
-                kept += own
+            while pending_returns and pending_returns[0][0] + 1 < step:
+                given_back += pending_returns.popleft()[1]
+            growth = sum(
+                n * -(-max(step - free, 0) // page_size) for free, n in free_places.items()
+            )
+            peak = max(peak, growth + kept_by_ended - given_back)
+            for answer in ended:
+                free = -answer.tokens % page_size
+                free_places[free] -= 1
+                own_growth = -(-max(steps - free, 0) // page_size)
+                pending_returns.append((steps, answer.held_alone + own_growth))
+                kept_by_ended += own_growth
             ended = []
     return peak

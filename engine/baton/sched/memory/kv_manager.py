@@ -1,18 +1,23 @@
-"""Pages of sequences: who holds which, what the tree keeps, and how many more are going to be needed.
+"""Pages of sequences: who holds which, what the tree keeps, and how many more are going to be
+needed.
 
 A sequence's pages, in the order of its tokens:
 
     [ shared with the tree, locked through seq.node | private ........ ]
     0                                    seq.published          len(seq.pages)
 
-(private pages below `published` exist too: where the tree already had the same tokens, both copies live on.)
+(private pages below `published` exist too: where the tree already had the same tokens, both copies
+live on.)
 
-Behind the device's pages stands the host tier, if there is one: what the tree evicts goes there (at once by
-`release_device_memory` with mode offload). A sequence that is admitted gets its continuation from there (`restore`).
+Behind the device's pages stands the host tier, if there is one: what the tree evicts goes there (at
+once by `release_device_memory` with mode offload). A sequence that is admitted gets its
+continuation from there (`restore_prefix`).
 
-Prompt tokens that need no computing are counted where a sequence gets them (`share`, `restore`), by source.
+Prompt tokens that need no computing are counted where a sequence gets them (`share_prefix`,
+`restore_prefix`), by source.
 
-Invariants: free + cached + locked + private = capacity; new pages and copies are handed to exactly one plan, the next.
+Invariants: free + cached + locked + private = capacity; new pages and copies are handed to exactly
+one plan, the next.
 """
 
 from __future__ import annotations
@@ -33,10 +38,10 @@ HIT_SOURCES = ("device", "in_flight", "host", "decode_tree", "rematch")
 """Where the pages came from that a sequence did not compute:
 
 device       this node's tree, computed earlier (admission, or between two chunks of a prompt)
-in_flight    this node's tree, scheduled by a step that had not committed yet: prompts that arrive together
-host         the host tier: evicted from this node's tree, and copied back
-decode_tree  D: its own tree, so that P does not send them
-rematch      found again by a request that had released its pages (retraction, preemption, suspension): no saving over
+in_flight    this node's tree, scheduled by a step that had not committed yet: prompts that arrive
+together host         the host tier: evicted from this node's tree, and copied back decode_tree  D:
+its own tree, so that P does not send them rematch      found again by a request that had released
+its pages (retraction, preemption, suspension): no saving over
              a run without them, and counted in no request's cached_tokens
 """
 
@@ -49,8 +54,10 @@ class KvManager:
         self.quarantined_pages = 0
         """Cached pages taken out of use since the start (`quarantine`)."""
         self.allocator = PageAllocator(limits.num_pages)
-        keep = limits.kv_event_batches
-        self.kv_events = KvEventLog(limits.page_size * TOKEN_BYTES, keep) if keep else None
+        self.kv_events: KvEventLog | None = None
+        if limits.kv_event_batches:
+            page_bytes = limits.page_size * TOKEN_BYTES
+            self.kv_events = KvEventLog(page_bytes, limits.kv_event_batches)
         self.cache = RadixCache(
             limits.page_size, self.allocator, limits.radix_eviction_policy, self.kv_events
         )
@@ -67,17 +74,18 @@ class KvManager:
         self.host_pages_per_s = limits.host_pages_per_s
         self._new_pages: array[int] = array("i")
 
-    # ------------------------------------------------------------------ what the next plan takes along
+    # ------------------------------------------------------------------ handed to the next plan
 
     @property
     def has_copies(self) -> bool:
-        """Must a plan be made even if it has no rows?"""
+        """True if a plan must be made even without rows."""
         return self.host is not None and self.host.has_copies
 
     def take_new_pages(self) -> array[int]:
         """Pages that got a new owner since the last call, each once."""
-        taken, self._new_pages = self._new_pages, array("i")
-        return array("i", dict.fromkeys(taken))
+        pages = self._new_pages
+        self._new_pages = array("i")
+        return array("i", dict.fromkeys(pages))
 
     def take_copies(self) -> tuple[CopyRun, ...]:
         return () if self.host is None else self.host.take_copies()
@@ -87,7 +95,7 @@ class KvManager:
         if pages and seconds > 0:
             self.host_pages_per_s += COPY_RATE_SMOOTHING * (pages / seconds - self.host_pages_per_s)
 
-    # ------------------------------------------------------------------ how much there is, and will be needed
+    # ------------------------------------------------------------------ pages available and needed
 
     @property
     def available(self) -> int:
@@ -103,7 +111,9 @@ class KvManager:
         return cached_tokens(seq, self.cache) // self.page_size
 
     def answer_tokens(self, seq: Seq) -> int:
-        """Tokens that the rest of the answer is expected to have; exactly those that ignore_eos makes it have."""
+        """Tokens that the rest of the answer is expected to have; exactly those that ignore_eos
+        makes it have.
+        """
         left = seq.max_new_tokens - seq.generated
         if seq.is_lease:
             return 0
@@ -118,8 +128,12 @@ class KvManager:
         return self.pages(seq.total_len + self.answer_tokens(seq))
 
     def total_growth(self, seqs: Iterable[Seq]) -> int:
-        """The sum of `growth`, without a call per sequence: it is taken in every step that a waiting request sees."""
-        page_size, clip, ratio = self.page_size, self.ratio.clip, self.ratio.value
+        """The sum of `growth`, without a call per sequence: it is taken in every step that a
+        waiting request sees.
+        """
+        page_size = self.page_size
+        clip = self.ratio.clip
+        ratio = self.ratio.value
         longest = int(clip * ratio)
         total = 0
         for seq in seqs:
@@ -135,38 +149,39 @@ class KvManager:
         return total
 
     def peak_growth(self, seqs: Sequence[Seq]) -> int:
-        """Like `total_growth`, less what decoding answers of known length give back before others need it.
+        """Like `total_growth`, less what decoding answers of known length give back before others
+        need it.
 
-        When a prompt under way will end is not known: it counts in full and gives nothing back.
+        When a prompt in progress will end is not known: it counts in full and gives nothing back.
         """
-        known: list[Seq] = []
-        others: list[Seq] = []
+        fixed_length: list[Seq] = []
+        other_seqs: list[Seq] = []
         for seq in seqs:
-            is_known = seq.has_fixed_length and seq.is_decoding
-            (known if is_known else others).append(seq)
-        coming = [
-            self.pages(seq.total_len) - len(seq.pages) for seq in known
-        ]  # for tokens in flight, not held yet
+            if seq.has_fixed_length and seq.is_decoding:
+                fixed_length.append(seq)
+            else:
+                other_seqs.append(seq)
+        # Pages for tokens in flight, which are not held yet.
+        pages_in_flight = [self.pages(seq.total_len) - len(seq.pages) for seq in fixed_length]
         answers = []
-        for seq, more in zip(known, coming, strict=True):
-            held_alone = len(seq.private) + self._locked_alone(seq) + more
-            answers.append(
-                KnownAnswer(seq.total_len, seq.max_new_tokens - seq.generated, held_alone)
-            )
-        return max(sum(coming) + peak_growth(answers, self.page_size), 0) + self.total_growth(
-            others
-        )
+        for seq, num_in_flight in zip(fixed_length, pages_in_flight, strict=True):
+            held_alone = len(seq.private) + self._locked_alone(seq) + num_in_flight
+            tokens_to_come = seq.max_new_tokens - seq.generated
+            answers.append(KnownAnswer(seq.total_len, tokens_to_come, held_alone))
+        peak = sum(pages_in_flight) + peak_growth(answers, self.page_size)
+        return max(peak, 0) + self.total_growth(other_seqs)
 
     def freed_by(self, seq: Seq) -> tuple[int, int]:
-        """(pages that become available, tokens to compute again) if this running sequence released everything.
+        """(pages that become available, tokens to compute again) if this running sequence released
+        everything.
 
-        Available are its private pages, the tree's pages that only it locks, and what was reserved for its growth.
+        Available are its private pages, the tree's pages that only it locks, and what was reserved
+        for its growth.
         """
-        alone = self._locked_alone(seq)
-        stay = seq.published - alone
-        return len(seq.private) + alone + self.growth(seq), max(
-            seq.computed - stay * self.page_size, 0
-        )
+        pages_alone = self._locked_alone(seq)
+        freed_pages = len(seq.private) + pages_alone + self.growth(seq)
+        cached_tokens = (seq.published - pages_alone) * self.page_size
+        return freed_pages, max(seq.computed - cached_tokens, 0)
 
     def _locked_alone(self, seq: Seq) -> int:
         return self.cache.pages_locked_once(seq.node) if seq.node is not None else 0
@@ -174,7 +189,9 @@ class KvManager:
     # ------------------------------------------------------------------ taking
 
     def allocate(self, n: int) -> array[int] | None:
-        """n pages with a new owner, evicting cached ones if need be; None when there are not so many."""
+        """n pages with a new owner, evicting cached ones if need be; None when there are not so
+        many.
+        """
         short = n - self.allocator.free_count
         if short > 0:
             self.cache.evict(short)
@@ -183,8 +200,10 @@ class KvManager:
             self._new_pages.extend(pages)
         return pages
 
-    def match(self, seq: Seq, max_tokens: int) -> PrefixMatch:
-        """The cached prefix of a sequence, locked: the caller hands it to `share` or unlocks its node."""
+    def match_prefix(self, seq: Seq, max_tokens: int) -> PrefixMatch:
+        """The cached prefix of a sequence, locked: the caller hands it to `share_prefix` or unlocks
+        its node.
+        """
         if seq.node is not None and self.cache.is_quarantined(seq.node):
             self.cache.lock(seq.node)  # what it has stays; the tree has nothing that continues it
             return PrefixMatch(seq.node, seq.pages[: seq.published], seq.published * self.page_size)
@@ -192,74 +211,81 @@ class KvManager:
         self.cache.lock(match.node)
         return match
 
-    def share(self, seq: Seq, match: PrefixMatch) -> None:
+    def share_prefix(self, seq: Seq, match: PrefixMatch) -> None:
         """Let a sequence use a locked prefix in place of, and beyond, the pages it has."""
         self._count_hit(seq, match)
-        self._hold(seq, match.node, len(match.pages))
+        self._hold_path(seq, match.node, len(match.pages))
         seq.pages.extend(match.pages[len(seq.pages) :])
 
-    def _hold(self, seq: Seq, node: RadixNode | None, published: int) -> None:
+    def _hold_path(self, seq: Seq, node: RadixNode | None, published: int) -> None:
         """Let a sequence hold this path, which is locked for it, in place of the one it had."""
         if seq.node is not None:
             self.cache.unlock(seq.node)
-        seq.node, seq.published = node, published
+        seq.node = node
+        seq.published = published
 
     def _count_hit(self, seq: Seq, match: PrefixMatch) -> None:
         tokens = (len(match.pages) - len(seq.pages)) * self.page_size
         if seq.pages_were_released:
             self.hit_tokens["rematch"] += tokens
             return
-        fresh = (
-            self.cache.reuse(match.node, self._priority.base(seq), beyond=seq.node) * self.page_size
-        )
+        priority = self._priority.base(seq)
+        fresh_pages = self.cache.reuse(match.node, priority, beyond=seq.node)
+        fresh_tokens = fresh_pages * self.page_size
         if seq.state is SeqState.TRANSFER:
             self.hit_tokens["decode_tree"] += tokens
             return
-        self.hit_tokens["in_flight"] += fresh
-        self.hit_tokens["device"] += tokens - fresh
+        self.hit_tokens["in_flight"] += fresh_tokens
+        self.hit_tokens["device"] += tokens - fresh_tokens
         seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
 
-    def restore(self, seq: Seq, max_tokens: int) -> None:
-        """Bring back from the host what follows the sequence's shared prefix: copied before the next step's rows."""
+    def restore_prefix(self, seq: Seq, max_tokens: int) -> None:
+        """Bring back from the host what follows the sequence's shared prefix: copied before the
+        next step's rows.
+        """
         if self.host is None:
             return
         first = len(seq.pages)
-        assert seq.node is not None, "share comes first"
-        found = self.host.find(
+        assert seq.node is not None, "share_prefix comes first"
+        host_pages = self.host.find(
             seq.node, seq.key, seq.req.namespace, first, max_tokens // self.page_size
         )
-        if found:
-            self.host.pin(
-                found
-            )  # the allocation below may evict, and evicting makes room on the host
-            pages = self.allocate(len(found))
+        if host_pages:
+            # The allocation below may evict, and evicting makes room on the host.
+            self.host.pin(host_pages)
+            pages = self.allocate(len(host_pages))
             if pages is not None:
-                self.host.copy_in(found, pages)
-                self._share_restored(seq, pages, found[0])
-            self.host.unpin(found)
-        self._unpin(seq)
+                self.host.copy_in(host_pages, pages)
+                self._share_restored(seq, pages, host_pages[0])
+            self.host.unpin(host_pages)
+        self._unpin_pages(seq)
 
     def _share_restored(self, seq: Seq, pages: array[int], like: HostPage) -> None:
         first = len(seq.pages)
         priority = max(self._priority.base(seq), like.priority)
-        done = self.cache.insert(seq.key, pages, seq.req.namespace, first, priority, like)
-        self.cache.lock(done.node)
+        inserted = self.cache.insert(seq.key, pages, seq.req.namespace, first, priority, like)
+        self.cache.lock(inserted.node)
         tokens = len(pages) * self.page_size
-        self.hit_tokens["rematch" if seq.pages_were_released else "host"] += tokens
-        if not seq.pages_were_released:
-            self.cache.reuse(done.node, priority, beyond=seq.node)
+        if seq.pages_were_released:
+            self.hit_tokens["rematch"] += tokens
+        else:
+            self.hit_tokens["host"] += tokens
+            self.cache.reuse(inserted.node, priority, beyond=seq.node)
             if seq.state is not SeqState.TRANSFER:
                 seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
-        self._hold(seq, done.node, first + len(pages))
+        self._hold_path(seq, inserted.node, first + len(pages))
         seq.pages.extend(pages)
 
-    def _unpin(self, seq: Seq) -> None:
+    def _unpin_pages(self, seq: Seq) -> None:
         if self.host is not None and seq.pinned:
             self.host.unpin(seq.pinned)
             seq.pinned = []
 
     def extend(self, seq: Seq, tokens: int) -> bool:
-        """Make room for the sequence's first `tokens` tokens. False: there is none, nothing changed."""
+        """Make room for the sequence's first `tokens` tokens.
+
+        False: there is none, nothing changed.
+        """
         need = -(-tokens // self.page_size) - len(seq.pages)
         if need <= 0:
             return True
@@ -272,13 +298,14 @@ class KvManager:
 
     def adopt_prefix(self, seq: Seq) -> None:
         """Between two chunks of a prompt: take over pages that another sequence computed meanwhile."""
-        if seq.computed % self.page_size or len(seq.pages) * self.page_size != seq.computed:
+        ends_at_page = len(seq.pages) * self.page_size == seq.computed
+        if not ends_at_page:
             return
-        match = self.match(seq, len(seq.tokens) - 1)
+        match = self.match_prefix(seq, len(seq.tokens) - 1)
         if match.num_tokens <= seq.computed:
             self.cache.unlock(match.node)
             return
-        self.share(seq, match)
+        self.share_prefix(seq, match)
         seq.computed = match.num_tokens
 
     # ------------------------------------------------------------------ giving
@@ -292,35 +319,39 @@ class KvManager:
         if seq.node is not None and self.cache.is_quarantined(seq.node):
             return  # what follows a damaged page is of no use to others
         priority = self._priority.base(seq)
-        done = self.cache.insert(seq.key, seq.pages[first:last], seq.req.namespace, first, priority)
-        self.cache.lock(done.node)
-        self._hold(seq, done.node, last)
+        inserted = self.cache.insert(
+            seq.key, seq.pages[first:last], seq.req.namespace, first, priority
+        )
+        self.cache.lock(inserted.node)
+        self._hold_path(seq, inserted.node, last)
         # Where the tree had the same tokens already, its pages stay and ours remain private.
-        seq.private.difference_update(seq.pages[first + len(done.existing_pages) : last])
+        first_taken = first + len(inserted.existing_pages)
+        seq.private.difference_update(seq.pages[first_taken:last])
 
     def release_device_memory(self, seq: Seq, mode: str, prefill_rate: float) -> None:
         """Release everything a sequence holds that is going to come back.
 
         Args:
-            mode: recompute: the KV is lost, but for what was published. cache: it stays in the tree, evictable.
-                offload: what no other sequence uses goes to the host now, so that its pages are free, and stays there
-                until the sequence is back; without room there, as cache. auto: offload if copying the pages takes less
-                time than computing them at `prefill_rate` [tokens/s], else cache.
+            mode: recompute: the KV is lost, but for what was published. cache: it stays in the
+                tree, evictable. offload: what no other sequence uses goes to the host now, so that
+                its pages are free, and stays there until the sequence is back; without room there,
+                as cache. auto: offload if copying the pages takes less time than computing them at
+                `prefill_rate` [tokens/s], else cache.
 
-        The last page, if it is not full, is always computed again: it goes into the same forward pass as the token that
-        has to be computed anyway, and a page that is not full has no place in the tree.
+        The last page, if it is not full, is always computed again: it goes into the same forward
+        pass as the token that has to be computed anyway, and a page that is not full has no place
+        in the tree.
         """
         if mode != "recompute":
             self.publish(seq)
         node = seq.node
         self.release_pages(seq)
-        pays = mode == "offload" or (
-            mode == "auto" and prefill_rate < self.host_pages_per_s * self.page_size
-        )
+        copy_rate = self.host_pages_per_s * self.page_size
+        pays = mode == "offload" or (mode == "auto" and prefill_rate < copy_rate)
         if self.host is not None and node is not None and pays:
-            self._offload(seq, node, self.host)
+            self._offload_branch(seq, node, self.host)
 
-    def _offload(self, seq: Seq, node: RadixNode, host: HostTier) -> None:
+    def _offload_branch(self, seq: Seq, node: RadixNode, host: HostTier) -> None:
         """Send the end of a branch without users to the host, and keep it there for this sequence."""
         count = self.cache.branch_pages(node)
         if not count or not host.reserve(count):
@@ -333,19 +364,20 @@ class KvManager:
     def release_pages(self, seq: Seq) -> None:
         """Free what a sequence holds; what it published stays cached."""
         seq.pages_were_released = True
-        self._unpin(seq)
+        self._unpin_pages(seq)
         if seq.private:
             self.allocator.free(array("i", sorted(seq.private)))
             seq.private.clear()
-        self._hold(seq, None, 0)
+        self._hold_path(seq, None, 0)
         seq.pages = array("i")
 
     def quarantine(self, seq: Seq) -> None:
         """Keep the cached pages of this sequence from all others, those on the host too.
 
-        The transfer peer found one of them damaged, or the model computed NaN or infinity from them.
+        The transfer peer found one of them damaged, or the model computed NaN or infinity from
+        them.
         """
-        self._unpin(seq)
+        self._unpin_pages(seq)
         self.quarantined_pages += self.cache.quarantine(seq.key, seq.req.namespace)
         if self.host is not None:
             self.quarantined_pages += self.host.quarantine(seq.key, seq.req.namespace)

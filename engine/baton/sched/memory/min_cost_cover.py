@@ -1,8 +1,9 @@
-"""A cheap set of items whose gains add up to a need (minimum knapsack): whom to preempt, as plain numbers.
+"""A cheap set of items whose gains add up to a need (minimum knapsack): whom to preempt, as plain
+numbers.
 
-Greedy by cost per gain, in which an item that would finish the set is tried as its end and then passed over: at most
-twice the optimum (Csirik, Frenk, Labbé, Zhang 1991, "Heuristics for the 0-1 min-knapsack problem"). What the end made
-superfluous is left out again.
+Greedy by cost per gain, in which an item that would finish the set is tried as its end and then
+passed over: at most twice the optimum (Csirik, Frenk, Labbé, Zhang 1991, "Heuristics for the 0-1
+min-knapsack problem"). What the end made superfluous is left out again.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Sequence
 
 
 def cheap_cover(costs: Sequence[int], gains: Sequence[int], need: int) -> list[int] | None:
-    """Indices of a non-empty set with Σ gains ≥ need and small Σ costs; None when all together do not reach it.
+    """Indices of a non-empty set with Σ gains ≥ need and small Σ costs; None when all together do
+    not reach it.
 
     No index of several can be left out.
 
     Args:
-        costs, gains: not negative, of equal length. Of items with one ratio the earlier ones are taken first.
+        costs, gains: not negative, of equal length. Of items with one ratio the earlier ones are
+            taken first.
     """
     if not costs:
         return None
@@ -24,14 +27,18 @@ def cheap_cover(costs: Sequence[int], gains: Sequence[int], need: int) -> list[i
         return [min(range(len(costs)), key=costs.__getitem__)]
     cover: list[int] = []
     chosen: list[int] = []
-    least, spent, left = sum(costs) + 1, 0, need
-    for i in sorted((i for i in range(len(costs)) if gains[i]), key=lambda i: costs[i] / gains[i]):
-        if gains[i] < left:
+    best_cost = sum(costs) + 1
+    chosen_cost = 0
+    need_left = need
+    useful = (i for i in range(len(costs)) if gains[i])
+    for i in sorted(useful, key=lambda i: costs[i] / gains[i]):
+        if gains[i] < need_left:
             chosen.append(i)
-            spent += costs[i]
-            left -= gains[i]
-        elif spent + costs[i] < least:
-            least, cover = spent + costs[i], [*chosen, i]
+            chosen_cost += costs[i]
+            need_left -= gains[i]
+        elif chosen_cost + costs[i] < best_cost:
+            best_cost = chosen_cost + costs[i]
+            cover = [*chosen, i]
     spare = sum(gains[i] for i in cover) - need
     for i in sorted(cover, key=lambda i: -costs[i]):
         if gains[i] <= spare:

@@ -1,10 +1,11 @@
 """Victims of preemption and retraction: choices only; the planner carries them out.
 
-Retraction is for memory that the estimate did not foresee, preemption for a waiting request of clearly higher priority.
-Both take what is cheap to compute again, and never a prompt with pages promised to a decode node: it was admitted
-with room for all of it. Neither can go on for ever: the oldest running sequence (of the most important ones) is never
-retracted for another, only a strictly higher base priority preempts, and a sequence that was preempted
-`max_preemptions_per_request` times is immune.
+Retraction is for memory that the estimate did not foresee, preemption for a waiting request of
+clearly higher priority. Both take what is cheap to compute again, and never a prompt with pages
+promised to a decode node: it was admitted with room for all of it. Neither repeats without end: the
+oldest running sequence (of the most important ones) is never retracted for another, only a strictly
+higher base priority preempts, and a sequence that was preempted `max_preemptions_per_request` times
+is immune.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from baton.sched.types.sequence import Seq, SortKey
 
 
 def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -> Seq | None:
-    """The running sequence to send back so that `keep` can grow: `keep` itself when it is the last but the first.
+    """The running sequence to send back so that `keep` can grow: `keep` itself when it is the last
+    but the first.
 
-    Less important ones go before more important ones, then the cheapest to compute again, then the newest.
-    None: only the first in (importance, age) is left, which stays, and prompts of which D is reading pages.
+    Less important ones go before more important ones, then the cheapest to compute again, then the
+    newest. None: only the first in (importance, age) is left, which stays, and prompts of which D
+    is reading pages.
     """
     base: Callable[[Seq], int] = rule.base if rule.enabled else lambda _: 0
     first = min(
@@ -38,12 +41,10 @@ def retraction_victim(running: Collection[Seq], keep: Seq, rule: PriorityRule) -
 
 
 def may_preempt(seq: Seq, limits: Limits) -> bool:
-    left = seq.max_new_tokens - seq.generated
-    return (
-        seq.preemptions < limits.max_preemptions_per_request
-        and (left >= limits.preemption_min_remaining_tokens or not seq.is_decoding)
-        and not seq.is_lease
-    )
+    if seq.is_lease or seq.preemptions >= limits.max_preemptions_per_request:
+        return False
+    remaining = seq.max_new_tokens - seq.generated
+    return remaining >= limits.preemption_min_remaining_tokens or not seq.is_decoding
 
 
 def priority_victims(
@@ -54,28 +55,32 @@ def priority_victims(
     freed: Callable[[Seq], tuple[int, int]],
     sort_key: SortKey,
 ) -> list[Seq]:
-    """Running sequences to suspend so that `head` gets a slot and `short` more pages; none if that cannot be had.
+    """Running sequences to suspend so that `head` gets a slot and `short` more pages; none if that
+    cannot be had.
 
-    All or nothing, and with few tokens to compute again (`cheap_cover`: at most twice the fewest); among equals the
-    least important, then the newest. A victim's base priority is lower by more than the threshold, so
-    that an aged request never evicts, and it is behind `head` in the order, so that it is not admitted again before it:
-    no two can evict each other in turn.
+    All or nothing, and with few tokens to compute again (`cheap_cover`: at most twice the fewest);
+    among equals the least important, then the newest. A victim's base priority is lower by more
+    than the threshold, so that an aged request never evicts, and it is behind `head` in the order,
+    so that it is not admitted again before it: no two can evict each other in turn.
 
     Args:
         sort_key: of `head` among the running (PriorityRule.sort_key).
-        freed: (pages that become available, tokens to compute again) when this sequence alone is suspended. What two
-            only victims share is not counted for either: the set frees at least what it promises.
+        freed: (pages that become available, tokens to compute again) when this sequence alone is
+            suspended. What two only victims share is not counted for either: the set frees at least
+            what it promises.
     """
     rule = limits.priority
-    below = rule.base(head) - rule.preemption_threshold
+    priority_limit = rule.base(head) - rule.preemption_threshold
     candidates = sorted(
         (
             s
             for s in running
-            if rule.base(s) < below and s.sort_key > sort_key and may_preempt(s, limits)
+            if rule.base(s) < priority_limit and s.sort_key > sort_key and may_preempt(s, limits)
         ),
         key=lambda s: (rule.base(s), -s.req.arrival, -s.handle),
     )
-    found = [freed(seq) for seq in candidates]
-    chosen = cheap_cover([tokens for _, tokens in found], [pages for pages, _ in found], short)
-    return [] if chosen is None else [candidates[i] for i in chosen]
+    gains = [freed(seq) for seq in candidates]
+    lost_tokens = [tokens for _, tokens in gains]
+    freed_pages = [pages for pages, _ in gains]
+    chosen = cheap_cover(lost_tokens, freed_pages, short)
+    return [] if chosen is None else [candidates[index] for index in chosen]

@@ -1,14 +1,15 @@
 """Counts of overtaking: for each waiting request, how many that arrived after it went first.
 
-Requests that wait stand in order of arrival (arrival, handle). Between two neighbors stands a counter: `passed[r]` is
-the number of admissions, since r came, of requests that arrived between r and the next one waiting after it. A request
-was overtaken by all that is counted from its place on:
+Requests that wait stand in order of arrival (arrival, handle). Between two neighbors stands a
+counter: `passed[r]` is the number of admissions, since r came, of requests that arrived between r
+and the next one waiting after it. A request was overtaken by all that is counted from its place on:
 
     waiting, by arrival     r0      r1        r2   r3
     passed                   0       2         0    1        overtaken: 3 3 1 1, less what was there when it came
 
-When a request leaves, its counter is added to its predecessor's. Cost of an operation: a search, and a sum over the
-shorter side of the list (10 µs in the middle of 4096; nothing at its ends, where arrivals and fcfs work).
+When a request leaves, its counter is added to its predecessor's. Cost of an operation: a search,
+and a sum over the shorter side of the list (10 µs in the middle of 4096; nothing at its ends, where
+arrivals and fcfs work).
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ class BypassCounter:
         self._passed: list[int] = []
         self._total = 0
         self._waiting: dict[int, tuple[Key, int]] = {}
-        """By handle: its key, and what was counted from its place on when it came."""
+        """Handle → its key, and the count from its place on when it came."""
 
     def enter(self, handle: int, arrival: float) -> None:
-        """A request begins to wait (again). Its handle does not wait already."""
+        """Add a request that waits, perhaps again. Its handle does not wait already."""
         key = (arrival, handle)
-        at = bisect_left(self._keys, key)
-        self._keys.insert(at, key)
-        self._passed.insert(at, 0)
-        self._waiting[handle] = key, self._counted_from(at)
+        index = bisect_left(self._keys, key)
+        self._keys.insert(index, key)
+        self._passed.insert(index, 0)
+        self._waiting[handle] = key, self._counted_from(index)
 
     def admit(self, handle: int) -> int:
-        """A waiting request is admitted: it overtakes those that arrived before it. Returns by how many it was."""
+        """A waiting request is admitted: it overtakes those that arrived before it.
+
+        Returns by how many it was.
+        """
         return self._remove(handle, 1)
 
     def leave(self, handle: int) -> None:
@@ -49,20 +53,20 @@ class BypassCounter:
         key, base = self._waiting[handle]
         return self._counted_from(bisect_left(self._keys, key)) - base
 
-    def _counted_from(self, at: int) -> int:
-        if 2 * at < len(self._passed):
-            return self._total - sum(self._passed[:at])
-        return sum(self._passed[at:])
+    def _counted_from(self, index: int) -> int:
+        if 2 * index < len(self._passed):
+            return self._total - sum(self._passed[:index])
+        return sum(self._passed[index:])
 
-    def _remove(self, handle: int, admitted: int) -> int:
+    def _remove(self, handle: int, num_admitted: int) -> int:
         key, base = self._waiting.pop(handle)
-        at = bisect_left(self._keys, key)
-        found = self._counted_from(at) - base
-        del self._keys[at]
-        moved = self._passed.pop(at)
-        if at:
-            self._passed[at - 1] += moved + admitted
-            self._total += admitted
+        index = bisect_left(self._keys, key)
+        num_overtaken = self._counted_from(index) - base
+        del self._keys[index]
+        num_passed = self._passed.pop(index)
+        if index:
+            self._passed[index - 1] += num_passed + num_admitted
+            self._total += num_admitted
         else:
-            self._total -= moved
-        return found
+            self._total -= num_passed
+        return num_overtaken

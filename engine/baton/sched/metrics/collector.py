@@ -1,21 +1,24 @@
 """Statistics of the scheduler: requests that wait too long or gave way, and the cost of that.
 
-The scheduler calls one hook per event; `counters`, `gauges` and `histograms` render the sums under the names of
-docs/metrics.md. Nothing here influences a decision.
+The scheduler calls one hook per event; `counters`, `gauges` and `histograms` render the sums under
+the names of docs/metrics.md. Nothing here influences a decision.
 
 1. `on_queued`: a request waits, for the first time or again (retracted, preempted).
-2. `on_admitted`: its next row is planned. Waiting time and overtaking are observed once, at the first admission.
+2. `on_admitted`: its next row is planned. Waiting time and overtaking are observed once, at the
+   first admission.
 3. `on_suspended`, `on_step`, `on_first_token`: on its way.
 4. `on_ended`: forgotten.
 
-The same hooks write the timelines of traced requests (sched.types.request_timeline); with none of them traced that
-costs nothing.
+The same hooks write the timelines of traced requests (sched.types.request_timeline); with none of
+them traced that costs nothing.
 
-A request is *overtaken* when one that arrived later is admitted (for the first time) before it. It is *starving* while
-it waits for longer than the threshold and has been overtaken; it counts once in priority_starvation.
+A request is *overtaken* when one that arrived later is admitted (for the first time) before it. It
+is *starving* while it waits for longer than the threshold and has been overtaken; it counts once in
+priority_starvation.
 
-Cost: O(log n) per admission in the number of waiting requests; per step one set of the step's handles, and of the
-waits that have become too long at most MAX_DUE_PER_PLAN: those of a burst are counted over several steps.
+Cost: O(log n) per admission in the number of waiting requests; per step one set of the step's
+handles, and of the waits that have become too long at most MAX_DUE_PER_PLAN: those of a burst are
+counted over several steps.
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ class _RequestStats:
 
 
 class SchedStats:
-    """Build with the wait [s] beyond which an overtaken request starves, and what labels a request in metrics."""
+    """Build with the wait [s] beyond which an overtaken request starves, and what labels a request
+    in metrics.
+    """
 
     def __init__(self, starvation_secs: float, class_of: Callable[[Seq], str]) -> None:
         self._starvation_secs = starvation_secs
@@ -78,7 +83,9 @@ class SchedStats:
         self._request_stats: dict[int, _RequestStats] = {}
         self._order = BypassCounter()
         self._due: list[tuple[float, int]] = []
-        """(when the wait gets too long, handle): a heap; entries of waits that are over stay until their time."""
+        """(when the wait gets too long, handle): a heap; entries of waits that are over stay until
+        their time.
+        """
         self._overdue: list[tuple[Key, int]] = []
         """(arrival, handle) of those that wait too long and were not overtaken yet: a heap."""
         self._last_step: set[int] = set()
@@ -113,41 +120,44 @@ class SchedStats:
         self._leased_at: dict[int, float] = {}
         """P: start of each live lease by handle, in the order in which the leases began."""
 
-    def timeline(self, seq: Seq) -> RequestTimeline:
-        """Timeline of a traced request, to be written; for any other request one that is never read."""
+    def timeline_of(self, seq: Seq) -> RequestTimeline:
+        """Timeline of a traced request, to be written; for any other request one that is never
+        read.
+        """
         return self._timelines.get(seq.handle, self._unread)
 
     # ------------------------------------------------------------------ waiting
 
     def on_queued(self, seq: Seq, now: float) -> None:
         """A request waits; one that waits already (an admission was taken back) keeps its place."""
-        life = self._request_stats.get(seq.handle)
-        if life is None:
+        stats = self._request_stats.get(seq.handle)
+        if stats is None:
             arrival = seq.req.arrival
-            life = self._request_stats[seq.handle] = _RequestStats(
+            stats = self._request_stats[seq.handle] = _RequestStats(
                 self.class_of(seq), (arrival, seq.handle), arrival
             )
             if seq.req.trace:
                 self._timelines[seq.handle] = RequestTimeline(
                     seq.handle, seq.req.trace, seq.prompt_len
                 )
-        elif life.waits:
+        elif stats.waits:
             return
         else:
-            life.waits, life.since = True, now
+            stats.waits = True
+            stats.since = now
             if seq.state is SeqState.OPENING:
-                self.timeline(seq).note(self.now, "revoked", 0)
-        self.queued[life.cls] += 1
+                self.timeline_of(seq).add_event(self.now, "revoked", 0)
+        self.queued[stats.cls] += 1
         self._order.enter(seq.handle, seq.req.arrival)
-        heapq.heappush(self._due, (life.since + self._starvation_secs, seq.handle))
+        heapq.heappush(self._due, (stats.since + self._starvation_secs, seq.handle))
         if len(self._due) > 1024 + 4 * len(self._request_stats):
             self._due = [entry for entry in self._due if self._is_due(*entry)]
             heapq.heapify(self._due)
 
-    def _is_due(self, at: float, handle: int) -> bool:
-        """Does this entry of `_due` speak of a wait that goes on?"""
-        life = self._request_stats.get(handle)
-        return life is not None and life.waits and life.since + self._starvation_secs == at
+    def _is_due(self, time: float, handle: int) -> bool:
+        """True if the wait that this entry of `_due` belongs to lasts."""
+        stats = self._request_stats.get(handle)
+        return stats is not None and stats.waits and stats.since + self._starvation_secs == time
 
     def on_plan(self, now: float) -> None:
         """Time has come to `now`: who waits too long from here on?"""
@@ -155,63 +165,61 @@ class SchedStats:
         for _ in range(MAX_DUE_PER_PLAN):
             if not self._due or self._due[0][0] >= now:
                 return
-            at, handle = heapq.heappop(self._due)
-            if not self._is_due(at, handle):
+            time, handle = heapq.heappop(self._due)
+            if not self._is_due(time, handle):
                 continue
-            life = self._request_stats[handle]
+            stats = self._request_stats[handle]
             if self._order.count(handle):
-                self._starve(life)
+                self._mark_starving(stats)
             else:
-                heapq.heappush(self._overdue, (life.key, handle))
+                heapq.heappush(self._overdue, (stats.key, handle))
 
-    def _starve(self, life: _RequestStats) -> None:
-        life.is_starving = True
-        self.starving[life.cls] += 1
-        if not life.has_starved:
-            life.has_starved = True
-            self.starved[life.cls] += 1
+    def _mark_starving(self, stats: _RequestStats) -> None:
+        stats.is_starving = True
+        self.starving[stats.cls] += 1
+        if not stats.has_starved:
+            stats.has_starved = True
+            self.starved[stats.cls] += 1
 
     def on_admitted(self, seq: Seq, now: float) -> None:
         """A waiting request got its row; `seq.computed` tokens of it come from the cache."""
-        life = self._request_stats[seq.handle]
-        if life.was_admitted:
+        stats = self._request_stats[seq.handle]
+        if stats.was_admitted:
             self._order.leave(seq.handle)
         else:
-            life.was_admitted = True
-            self._overtake_overdue(life.key, now)
+            stats.was_admitted = True
+            self._overtake_overdue(stats.key, now)
             self.overtaken.observe(self._order.admit(seq.handle))
-            life.queue_seconds = max(now - seq.req.arrival, 0.0)
-            self.waiting_time[life.cls].observe(life.queue_seconds)
-        self._stop_waiting(life)
-        timeline = self.timeline(seq)
+            stats.queue_seconds = max(now - seq.req.arrival, 0.0)
+            self.waiting_time[stats.cls].observe(stats.queue_seconds)
+        self._stop_waiting(stats)
+        timeline = self.timeline_of(seq)
         if timeline.admitted_at is None:
-            timeline.admitted_at, timeline.is_transfer = now, seq.state is SeqState.TRANSFER
+            timeline.admitted_at = now
+            timeline.is_transfer = seq.state is SeqState.TRANSFER
         else:
-            timeline.note(now, "admitted", seq.computed)
-        if life.lost_tokens:
-            self.recomputed_tokens += max(life.lost_tokens - seq.computed, 0)
-            life.lost_tokens = 0
+            timeline.add_event(now, "admitted", seq.computed)
+        if stats.lost_tokens:
+            self.recomputed_tokens += max(stats.lost_tokens - seq.computed, 0)
+            stats.lost_tokens = 0
 
     def _overtake_overdue(self, key: Key, now: float) -> None:
-        """Those who wait too long and arrived before `key` are overtaken now."""
+        """Mark requests that wait too long and arrived before `key`: they are overtaken now."""
         while self._overdue and self._overdue[0][0] < key:
             _, handle = heapq.heappop(self._overdue)
-            life = self._request_stats.get(handle)
+            stats = self._request_stats.get(handle)
             # The wait of this entry may be over, and another one have begun.
-            if (
-                life
-                and life.waits
-                and not life.is_starving
-                and now - life.since > self._starvation_secs
-            ):
-                self._starve(life)
+            if stats is None or not stats.waits or stats.is_starving:
+                continue
+            if now - stats.since > self._starvation_secs:
+                self._mark_starving(stats)
 
-    def _stop_waiting(self, life: _RequestStats) -> None:
-        life.waits = False
-        self.queued[life.cls] -= 1
-        if life.is_starving:
-            life.is_starving = False
-            self.starving[life.cls] -= 1
+    def _stop_waiting(self, stats: _RequestStats) -> None:
+        stats.waits = False
+        self.queued[stats.cls] -= 1
+        if stats.is_starving:
+            stats.is_starving = False
+            self.starving[stats.cls] -= 1
 
     # ------------------------------------------------------------------ running
 
@@ -219,34 +227,37 @@ class SchedStats:
         """A request is about to give way, to `by` if to one.
 
         Args:
-            reason: memory (retracted), priority (preempted for its pages), slots (for its slot), or admin, which takes
-                waiting ones too.
+            reason: memory (retracted), priority (preempted for its pages), slots (for its slot), or
+                admin, which takes waiting ones too.
         """
-        life = self._request_stats[seq.handle]
-        self.timeline(seq).note(self.now, REQUEUE_EVENTS[reason], seq.computed)
-        if life.waits:
+        stats = self._request_stats[seq.handle]
+        self.timeline_of(seq).add_event(self.now, REQUEUE_EVENTS[reason], seq.computed)
+        if stats.waits:
             self.on_withdrawn(seq)
             return
         self.requeued.append((seq.handle, reason))
         other = None if by is None else self._request_stats.get(by.handle)
-        self.suspensions[life.cls, other.cls if other else "", reason] += 1
-        life.lost_tokens = seq.computed
+        self.suspensions[stats.cls, other.cls if other else "", reason] += 1
+        stats.lost_tokens = seq.computed
 
     def on_computed(self, plan: StepPlan, now: float) -> None:
         """A step is done; its tokens have not been handed out yet."""
         self.now = now
         if self._timelines:
             for row in plan.rows[plan.num_decode :]:
-                if (timeline := self._timelines.get(row.handle)) is not None:
-                    timeline.computed(now, row.n)
+                timeline = self._timelines.get(row.handle)
+                if timeline is not None:
+                    timeline.on_computed(now, row.n)
 
     def on_step(self, plan: StepPlan, now: float) -> None:
-        """A step is committed: how long did running requests wait for its token because of other work?
+        """A step is committed: how long did running requests wait for its token because of other
+        work?
 
         A gap counts when one of its steps computed prompt tokens or went without the request.
         """
         current = {row.handle for row in plan.rows if row.sample}
-        last, last_at = self._last_step, self._last_step_at
+        last = self._last_step
+        last_at = self._last_step_at
         stayed = len(current)
         if current != last:
             for handle in last - current:
@@ -259,45 +270,49 @@ class SchedStats:
                     self.decode_stall.observe(now - since)
         if stayed and plan.num_decode < len(plan.rows):
             self.decode_stall.observe(now - last_at, stayed)
-        self._last_step, self._last_step_at = current, now
+        self._last_step = current
+        self._last_step_at = now
 
     def on_observed(self, plan: StepPlan, seconds: float) -> None:
         """How long a step took on the device."""
         if plan.num_decode and seconds > 0:
             rate = plan.num_decode / seconds
-            self.decode_rate += (
-                RATE_SMOOTHING * (rate - self.decode_rate) if self.decode_rate else rate
-            )
+            if self.decode_rate:
+                self.decode_rate += RATE_SMOOTHING * (rate - self.decode_rate)
+            else:
+                self.decode_rate = rate
 
     def on_first_token(self, seq: Seq, now: float) -> FirstTokenStages:
-        """By the step that ended `now`; or, on D, it came with the pages, after the last plan was made."""
+        """By the step that ended `now`; or, on D, it came with the pages, after the last plan was
+        made.
+        """
         now = max(now, self.now)
-        self.timeline(seq).first_token_at = now
+        self.timeline_of(seq).first_token_at = now
         if seq.req.ttft_deadline is not None:
             slack = seq.req.ttft_deadline - now
             self.deadline_slack.observe(slack)
             self.deadlines_missed["ttft"] += slack < 0
-        life = self._request_stats[seq.handle]
-        return FirstTokenStages(life.queue_seconds, life.pulled)
+        stats = self._request_stats[seq.handle]
+        return FirstTokenStages(stats.queue_seconds, stats.pulled)
 
     def on_pulled(self, seq: Seq, pulled: PulledPages | None) -> None:
         """D: its pages are here."""
         self._request_stats[seq.handle].pulled = pulled
         if pulled is not None:
             self.pull_durations[pulled.transport].observe(pulled.pull_seconds)
-        self.timeline(seq).pulled = pulled
+        self.timeline_of(seq).pulled = pulled
 
     def on_leased(self, seq: Seq, pages: int) -> None:
         """P: its prompt is computed, and waits for D."""
         self._leased_at[seq.handle] = self.now
-        self.timeline(seq).leased_pages = pages
+        self.timeline_of(seq).leased_pages = pages
 
     def on_withdrawn(self, seq: Seq) -> None:
         """A request waits no longer, if it did, and was not admitted."""
-        life = self._request_stats.get(seq.handle)
-        if life is not None and life.waits:
+        stats = self._request_stats.get(seq.handle)
+        if stats is not None and stats.waits:
             self._order.leave(seq.handle)
-            self._stop_waiting(life)
+            self._stop_waiting(stats)
 
     def on_ended(self, seq: Seq) -> RequestTimeline | None:
         """Returns its timeline, once, if it was traced."""
@@ -310,7 +325,8 @@ class SchedStats:
             timeline.ended_at = self.now
             timeline.cached_tokens = max(seq.cached_tokens, 0)
             timeline.output_tokens = len(seq.tokens) - seq.prompt_len
-            timeline.retractions, timeline.preemptions = seq.retractions, seq.preemptions
+            timeline.retractions = seq.retractions
+            timeline.preemptions = seq.preemptions
             if seq.finish is not None:
                 timeline.finish = seq.finish.name.lower()
         return timeline
@@ -322,7 +338,8 @@ class SchedStats:
 
     def oldest_lease_seconds(self, now: float) -> float:
         """Returns the age of the oldest live lease on P; 0 without leases."""
-        return max(now - next(iter(self._leased_at.values()), now), 0.0)
+        oldest = next(iter(self._leased_at.values()), now)
+        return max(now - oldest, 0.0)
 
     def counters(self) -> dict[str, float]:
         values = {

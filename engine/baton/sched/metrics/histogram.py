@@ -1,7 +1,8 @@
-"""Histograms as the scheduler keeps them: a count per bucket, and a sum. The front only renders them.
+"""Histograms as the scheduler keeps them: a count per bucket, and a sum. The front only renders
+them.
 
-The bucket families are defined here once, for the metrics of the front and of the ranks: exponential, factor 1.6 for
-seconds, powers of two for counts.
+The bucket families are defined here once, for the metrics of the front and of the ranks:
+exponential, factor 1.6 for seconds, powers of two for counts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ SLACK_BUCKETS = (*(-bound for bound in reversed(_AHEAD)), 0.0, *_AHEAD)
 
 @dataclass(slots=True)
 class Histogram:
-    """Bucket i counts the observations in (bounds[i-1], bounds[i]]; the last bucket has no upper bound."""
+    """Bucket i counts the observations in (bounds[i-1], bounds[i]]; the last bucket has no upper
+    bound.
+    """
 
     bounds: Sequence[float]
     counts: list[int] = field(default_factory=list)

@@ -1,7 +1,8 @@
 """Decisions of the planner and their reasons: one record per plan, the last ones in a ring.
 
-The ring answers `GET /v1/scheduler/steps`; a shell may also take every record as it is made (`sink`, --decision-log).
-Times of plans that chose nothing although requests wait are recorded when they begin, not while they go on.
+The ring answers `GET /v1/scheduler/steps`; a shell may also take every record as it is made
+(`sink`, --decision-log). Times of plans that chose nothing although requests wait are recorded when
+they begin, not while they last.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ RING = 256
 
 
 class StepDecision(NamedTuple):
-    """Record of a plan. Handles are the front's numbers of requests (its log has them beside the rid)."""
+    """Record of a plan.
+
+    Handles are the front's numbers of requests (its log has them beside the rid).
+    """
 
     step: int
     """Number of the plan; for an idle one that of the last plan made."""
@@ -40,14 +44,18 @@ class StepDecision(NamedTuple):
     pages_available: int
     """Free or evictable, after this plan."""
     pages_reserved: int | None
-    """Expected growth of running requests, as the last admission of this plan saw it; None: none was tried."""
+    """Expected growth of running requests, as the last admission of this plan saw it; None: none
+    was tried.
+    """
     slots_free: int
     new_token_ratio: float
     queued: dict[str, int]
     """Waiting requests by class, after this plan."""
     admitted: tuple[int, ...]
     requeued: tuple[tuple[int, str], ...]
-    """(handle, reason): retracted (memory), preempted (priority, slots), since the record before suspended (admin)."""
+    """(handle, reason): retracted (memory), preempted (priority, slots), since the record before
+    suspended (admin).
+    """
 
 
 class StepLog:
@@ -56,19 +64,20 @@ class StepLog:
         self.sink: Callable[[StepDecision], None] | None = None
         self.steps: Counter[tuple[ForwardMode, StopReason]] = Counter()
 
-    def note(self, decision: StepDecision) -> None:
+    def record(self, decision: StepDecision) -> None:
         self._ring.append(decision)
         if self.sink is not None:
             self.sink(decision)
 
-    def is_news(self, stopped_by: StopReason) -> bool:
-        """Is it worth a record that nothing was planned for this reason?"""
-        last = self._ring[-1] if self._ring else None
-        return stopped_by is not StopReason.QUEUE_EMPTY and (
-            last is None
-            or last.mode != ForwardMode.IDLE.value
-            or last.stopped_by != stopped_by.value
-        )
+    def is_new_reason(self, stopped_by: StopReason) -> bool:
+        """True if the last record does not have this reason for planning nothing."""
+        if stopped_by is StopReason.QUEUE_EMPTY:
+            return False
+        if not self._ring:
+            return True
+        last = self._ring[-1]
+        was_idle = last.mode == ForwardMode.IDLE.value
+        return not was_idle or last.stopped_by != stopped_by.value
 
     def recent(self, n: int = RING) -> list[dict[str, Any]]:
         """The last n records, oldest first, as JSON objects."""

@@ -1,19 +1,22 @@
-"""How long a step will take, learned from those that ran: what sizes prompt chunks by time instead of tokens.
+"""How long a step will take, learned from those that ran: what sizes prompt chunks by time instead
+of tokens.
 
 Two small models, each a least-squares fit with exponentially fading memory:
 
     decode step    seconds = base + per_row * rows
     prompt chunks  seconds beyond that = per_token * tokens + per_pair * pairs
 
-where pairs counts (new token, token it attends to): the part of a long prompt's cost that grows with its context.
-Steps with decode rows teach the second model too. The memory of each model fades only when a step of its own kind is
-seen, so that an hour of decoding forgets nothing about prompts; the second one's fades by tokens, so that many short
-prompts do not displace what a long one has shown. Coefficients are never negative; until something was observed a
-prompt token costs 1 / INITIAL_PREFILL_RATE.
+where pairs counts (new token, token it attends to): the part of a long prompt's cost that grows
+with its context. Steps with decode rows teach the second model too. The memory of each model fades
+only when a step of its own kind is seen, so that an hour of decoding forgets nothing about prompts;
+the second one's fades by tokens, so that many short prompts do not displace what a long one has
+shown. Coefficients are never negative; until something was observed a prompt token costs 1 /
+INITIAL_PREFILL_RATE.
 
-This is the engine's only estimate of prefill throughput. It may refuse a request only while `confirms` holds: the
-evidence is a prompt of comparable length that was computed recently. Evidence expires, so that a wrong estimate refuses
-requests for EVIDENCE_SECS at most: then the next prompt is computed and corrects it.
+This is the engine's only estimate of prefill throughput. It may refuse a request only while
+`confirms` holds: the evidence is a prompt of comparable length that was computed recently. Evidence
+expires, so that a wrong estimate refuses requests for EVIDENCE_SECS at most: then the next prompt
+is computed and corrects it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from baton.sched.types.plan import StepPlan
 INITIAL_PREFILL_RATE = 2000.0
 """Assumed until steps have been observed [tokens/s]."""
 MEMORY = 0.98
-"""Weight that an observation keeps when the next full step of its kind comes: about the last 50 count."""
+"""Weight that an observation keeps when the next full step of its kind comes: about the last 50
+count.
+"""
 EVIDENCE_SECS = 10.0
 """How long a computed prompt confirms the estimate for prompts up to twice as long [s]."""
 TOKENS_UNIT = 1e3
@@ -52,13 +57,16 @@ class StepTimeFit:
             self.b = (self._vy * self._uu - self._uy * self._uv) / det
             if self.a >= 0 and self.b >= 0:
                 return
-        # One of the two explains nothing (or both say the same): the one that fits better alone.
+        # One of the two explains nothing, or both explain the same: keep the one that fits better
+        # alone.
         alone_a = self._uy / self._uu if self._uu else 0.0
         alone_b = self._vy / self._vv if self._vv else 0.0
         if alone_a * self._uy >= alone_b * self._vy:
-            self.a, self.b = max(alone_a, 0.0), 0.0
+            self.a = max(alone_a, 0.0)
+            self.b = 0.0
         else:
-            self.a, self.b = 0.0, max(alone_b, 0.0)
+            self.a = 0.0
+            self.b = max(alone_b, 0.0)
 
     @property
     def ratio(self) -> float | None:
@@ -95,8 +103,8 @@ class StepTime:
 
     def confirms(self, tokens: int, now: float) -> bool:
         """True if a prompt at least half as long was computed within EVIDENCE_SECS."""
-        at, most = self._evidence
-        return now - at <= EVIDENCE_SECS and tokens <= 2 * most
+        time, most_tokens = self._evidence
+        return now - time <= EVIDENCE_SECS and tokens <= 2 * most_tokens
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from a step that took `seconds` on the device."""

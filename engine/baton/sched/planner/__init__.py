@@ -1,4 +1,5 @@
-"""Chooses the rows of the next forward pass: one token for every decoding sequence, then prompt chunks.
+"""Chooses the rows of the next forward pass: one token for every decoding sequence, then prompt
+chunks.
 
 | module | holds |
 |---|---|
@@ -7,6 +8,7 @@
 | `preemption` | running requests suspended for a more important one |
 | `decode` | rows of decoding sequences, retraction |
 | `prefill` | admission from the waiting queue, prompt chunks |
+| `prompt_budget` | tokens and time of a step's prompts, size of a chunk |
 | `admission` | pages a request needs, and whether the step can compute it |
 | `reservation` | pages kept for a request that did not fit |
 | `draft` | the plan in the making |

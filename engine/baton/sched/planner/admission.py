@@ -17,38 +17,44 @@ class AdmissionEstimate:
 
     def pages_for(self, seq: Seq, cached_pages: int) -> int:
         """Pages that should be available before a waiting sequence is admitted."""
-        state, memory = self._state, self._state.memory
+        state = self._state
+        memory = state.memory
         work = memory.pages(len(seq.tokens)) - cached_pages
         if not state.running and not state.transfer and not state.leased:
             return work  # alone: it must run, and it fits (see Scheduler.add)
-        need = work + memory.pages(memory.answer_tokens(seq)) + memory.watermark
+        answer_pages = memory.pages(memory.answer_tokens(seq))
+        need = work + answer_pages + memory.watermark
         growth = self._growth.pages()
-        if need + growth > memory.available >= need and any(
-            s.has_fixed_length for s in state.running.values()
-        ):
-            growth = min(growth, memory.peak_growth(list(self._growth.growing())))
+        is_decided_by_growth = need + growth > memory.available >= need
+        if is_decided_by_growth and any(s.has_fixed_length for s in state.running.values()):
+            peak = memory.peak_growth(list(self._growth.growing()))
+            growth = min(growth, peak)
         if seq.handle in state.retained:
             growth -= memory.growth(seq)
         return need + growth
 
-    def completes(self, seq: Seq, budget: int) -> bool:
-        """Would `budget` tokens compute all of this waiting request?"""
-        return seq.total_len - cached_tokens(seq, self._state.memory.cache) <= budget
+    def extend_tokens(self, seq: Seq) -> int:
+        """Tokens of a waiting request that are not cached."""
+        return seq.total_len - cached_tokens(seq, self._state.memory.cache)
 
     def is_too_late(self, seq: Seq) -> bool:
-        """Under --deadline-miss-action abort: no first token can come in time any more, so nothing is begun.
+        """Under --deadline-miss-action abort: no first token can come in time any more, so nothing
+        is begun.
 
         An estimate that no comparable prompt has confirmed refuses nothing.
         """
-        state, deadline = self._state, seq.req.ttft_deadline
+        state = self._state
+        deadline = seq.req.ttft_deadline
         if deadline is None or seq.has_started or not state.limits.aborts_missed_deadlines:
             return False
-        times, now, cached = state.times, state.now, cached_tokens(seq, state.memory.cache)
+        cached = cached_tokens(seq, state.memory.cache)
         tokens = seq.total_len - cached
-        return times.confirms(tokens, now) and now + times.chunk_seconds(cached, tokens) > deadline
+        if not state.times.confirms(tokens, state.now):
+            return False
+        return state.now + state.times.chunk_seconds(cached, tokens) > deadline
 
     def can_start(self, seq: Seq) -> bool:
         """True if it waits, and its tenant is below its limits."""
-        return seq.state is SeqState.WAITING and any(
-            self._state.sharing.startable([seq], self._state.holders)
-        )
+        if seq.state is not SeqState.WAITING:
+            return False
+        return any(self._state.sharing.filter_startable([seq]))

@@ -16,20 +16,25 @@ NO_PAGES = array("i")
 
 
 def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
-    """Plan one token for every decoding sequence. Returns the running sequences that do not decode now.
+    """Plan one token for every decoding sequence. Returns the running sequences that do not decode
+    now.
 
     Pages that may be short are found before any row is made: one with pages may still fall victim.
     The hot loop of the planner: 256 rows in 0.1 ms, hence no property and no call per row.
     """
-    memory, page_size = state.memory, state.limits.page_size
-    running, rows = state.running, draft.rows
-    starved = _find_pages(state) if memory.available < len(running) else ()
-    others: list[Seq] = []
+    memory = state.memory
+    page_size = state.limits.page_size
+    running = state.running
+    rows = draft.rows
+    starved = _find_starved(state) if memory.available < len(running) else ()
+    prompts: list[Seq] = []
     for seq in running.values():
-        known, inflight, start = seq.tokens, seq.inflight, seq.computed
-        total = len(known) + inflight
+        tokens_known = seq.tokens
+        inflight = seq.inflight
+        start = seq.computed
+        total = len(tokens_known) + inflight
         if total - start != 1 or not seq.prompt_len < total < seq.max_total_tokens:
-            others.append(seq)
+            prompts.append(seq)
             continue
         if total > len(seq.pages) * page_size and (
             seq.handle in starved or not memory.extend(seq, total)
@@ -37,22 +42,26 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
             continue
         sent = seq.pages_sent_to_runner
         if sent == 0:
-            draft.add(seq, 1)
+            draft.add_row(seq, 1)
             continue
-        pages, held = NO_PAGES, len(seq.pages)
-        if sent < held:
+        pages = NO_PAGES
+        num_pages = len(seq.pages)
+        if sent < num_pages:
             pages = seq.pages[sent:]
-            seq.pages_sent_to_runner = held
-        tokens = UNKNOWN if inflight else known[start:]
+            seq.pages_sent_to_runner = num_pages
+        tokens = UNKNOWN if inflight else tokens_known[start:]
         rows.append(new_row((seq.handle, seq.slot, start, 1, True, tokens, sent, pages)))
         seq.computed = total
         seq.inflight = inflight + 1
         seq.inflight_steps += 1
-    return others
+    return prompts
 
 
-def _find_pages(state: SchedulerState) -> set[int]:
-    """Pages for the next tokens where there may be too few, by retraction if need be. Returns who gets none."""
+def _find_starved(state: SchedulerState) -> set[int]:
+    """Pages for the next tokens where there may be too few, by retraction if need be.
+
+    Returns who gets none.
+    """
     page_size = state.limits.page_size
     running = state.running.values()
     short = [
@@ -60,11 +69,18 @@ def _find_pages(state: SchedulerState) -> set[int]:
         for seq in running
         if is_ready_to_decode(seq) and seq.total_len > len(seq.pages) * page_size
     ]
-    return {seq.handle for seq in short if seq.state is SeqState.RUNNING and not _grow(state, seq)}
+    return {
+        seq.handle
+        for seq in short
+        if seq.state is SeqState.RUNNING and not _find_pages_for(state, seq)
+    }
 
 
-def _grow(state: SchedulerState, seq: Seq) -> bool:
-    """Make room for the next token of a decoding sequence, retracting others if need be. False: not this step."""
+def _find_pages_for(state: SchedulerState, seq: Seq) -> bool:
+    """Make room for the next token of a decoding sequence, retracting others if need be.
+
+    False: not this step.
+    """
     while not state.memory.extend(seq, seq.total_len):
         if not retract_for(state, seq):
             return False

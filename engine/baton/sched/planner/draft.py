@@ -18,9 +18,11 @@ class PlanDraft:
     seconds_budget: float | None = None
     """Time the prompts are allowed to take."""
 
-    def add(self, seq: Seq, n: int) -> None:
+    def add_row(self, seq: Seq, n: int) -> None:
         """Plan the next `n` tokens of a sequence."""
-        start, sent, end = seq.computed, seq.pages_sent_to_runner, seq.computed + n
+        start = seq.computed
+        sent = seq.pages_sent_to_runner
+        end = seq.computed + n
         if sent == 0:
             history = array("i", seq.tokens)
             self.admitted.append(
@@ -37,5 +39,6 @@ class PlanDraft:
         seq.computed = end
         seq.inflight_steps += 1
         seq.has_started = True
-        # The token before this one is known or in flight; from now on the newest unknown one is this row's.
+        # The token before this one is known or in flight; from now on the newest unknown one is
+        # this row's.
         seq.inflight += samples

@@ -24,32 +24,31 @@ class PreemptionPlanner:
         self._reservation = reservation
 
     def plan(self, draft: PlanDraft, *, can_prefill: bool) -> None:
-        """Make room for the first waiting request that may preempt, by suspending running ones behind it in the order.
+        """Suspend running requests for the first waiting one that may preempt those behind it.
 
-        Triggered by slots and by pages, and only if the request has tokens to compute in this very step, leaves the
-        reservation its pages, and would wait longer than it takes to compute again what the suspended ones lose.
+        Triggered by slots and by pages, and only if the request has tokens to compute in this very
+        step, leaves the reservation its pages, and would wait longer than it takes to compute again
+        what the suspended ones lose.
 
         Args:
             can_prefill: this step takes prompts, be there decode rows or not.
         """
-        state, rule = self._state, self._state.limits.priority
+        state = self._state
+        rule = state.limits.priority
+        memory = state.memory
         if not state.waiting or not state.running:
             return
-        least = min(map(rule.base, state.running.values()))
+        least_priority = min(map(rule.base, state.running.values()))
         self._reservation.review(self._estimate.can_start, was_tried=False)
         waiting = (seq for seq in state.waiting.in_order() if not seq.inflight_steps)
-        for slots, seq in enumerate(
-            state.sharing.heads(waiting, state.holders(), MAX_PREEMPTORS), start=1
-        ):
-            short = (
-                self._estimate.pages_for(seq, state.memory.cached_pages(seq))
-                - state.memory.available
-            )
+        preemptors = state.sharing.preview_order(waiting, MAX_PREEMPTORS)
+        for slots, seq in enumerate(preemptors, start=1):
+            need = self._estimate.pages_for(seq, memory.cached_pages(seq))
+            short = need - memory.available
             if state.slots and short <= 0:
                 return
-            if rule.base(seq) - least <= rule.preemption_threshold or not self._could_run(
-                seq, can_prefill
-            ):
+            lead = rule.base(seq) - least_priority
+            if lead <= rule.preemption_threshold or not self._could_run(seq, can_prefill):
                 continue
             if self._estimate.is_too_late(seq):
                 continue  # it ends as soon as its turn comes
@@ -58,13 +57,12 @@ class PreemptionPlanner:
                 short,
                 state.running.values(),
                 state.limits,
-                state.memory.freed_by,
+                memory.freed_by,
                 rule.sort_key(seq, state.now),
             )
-            if not (
-                self._reservation.may_pass(seq, victims)
-                and self._saves_time(victims, slots=slots, short=short)
-            ):
+            if not self._reservation.may_pass(seq, victims):
+                continue
+            if not self._saves_time(victims, slots=slots, short=short):
                 continue
             for victim in victims:
                 state.preempt(victim, seq)
@@ -73,58 +71,64 @@ class PreemptionPlanner:
                 return
 
     def _saves_time(self, victims: Sequence[Seq], *, slots: int, short: int) -> bool:
-        """True if what `victims` lose is computed again sooner than running requests end on their own.
+        """True if what `victims` lose is computed again sooner than running requests end.
 
-        Compared is with the end that frees so many `slots` and `short` pages. Without this, preemption under overload
-        makes even the important wait for the work that it repeats. An unconfirmed estimate holds no preemption back.
+        The comparison is with the end that frees so many `slots` and `short` pages. Without this,
+        preemption under overload makes even important requests wait for the work that it repeats.
+        An unconfirmed estimate holds no preemption back.
         """
-        state, memory, times, limits = (
-            self._state,
-            self._state.memory,
-            self._state.times,
-            self._state.limits,
-        )
+        state = self._state
+        memory = state.memory
+        times = state.times
+        limits = state.limits
         mode = limits.preemption_mode if limits.radix_cache else "recompute"
         if mode == "offload" or (mode != "recompute" and short <= 0):
             return True  # their KV stays
-        lost = sum(memory.freed_by(victim)[1] for victim in victims)
+        lost_tokens = sum(memory.freed_by(victim)[1] for victim in victims)
         step_secs = times.decode_seconds(len(state.running))
-        if not lost or step_secs <= 0 or not times.confirms(lost, state.now):
+        if not lost_tokens or step_secs <= 0 or not times.confirms(lost_tokens, state.now):
             return True
-        steps = sorted(
-            (memory.answer_tokens(s), s.handle) for s in state.running.values() if not s.is_lease
+        recompute_secs = lost_tokens / times.prefill_rate
+        endings = sorted(
+            (memory.answer_tokens(seq), seq.handle)
+            for seq in state.running.values()
+            if not seq.is_lease
         )
-        pages, limit = 0, lost / times.prefill_rate
-        for ended, (left, handle) in enumerate(steps, start=1):
-            if left * step_secs >= limit:
+        freed_pages = 0
+        for num_ended, (steps_left, handle) in enumerate(endings, start=1):
+            if steps_left * step_secs >= recompute_secs:
                 return True
-            pages += memory.freed_by(state.running[handle])[0]
-            if ended >= slots and pages >= short:
+            freed_pages += memory.freed_by(state.running[handle])[0]
+            if num_ended >= slots and freed_pages >= short:
                 return False
         return True
 
     def _could_run(self, seq: Seq, can_prefill: bool) -> bool:
-        """Would a waiting sequence get tokens in this step, after decode rows and the prompts that precede it?"""
-        state, limits, running = self._state, self._state.limits, self._state.running.values()
-        decoding = sum(s.is_decoding for s in running)
-        if decoding and not can_prefill:
+        """True if a waiting sequence would get tokens in this step.
+
+        Decode rows and the prompts that precede it come first.
+        """
+        state = self._state
+        limits = state.limits
+        running = state.running.values()
+        num_decode = sum(other.is_decoding for other in running)
+        if num_decode and not can_prefill:
             return False
-        key, is_first = (
-            limits.priority.sort_key(seq, state.now)[0],
-            not state.policy.reorders_partial_prefills,
-        )
-        ahead = [
-            s
-            for s in partial_of(running)
-            if s.sort_key[0] < key or (is_first and s.sort_key[0] == key)
+        importance = limits.priority.sort_key(seq, state.now)[0]
+        unfinished_go_first = not state.policy.reorders_partial_prefills
+        prompts_ahead = [
+            prompt
+            for prompt in partial_of(running)
+            if prompt.sort_key[0] < importance
+            or (unfinished_go_first and prompt.sort_key[0] == importance)
         ]
-        budget = max(limits.step_tokens - decoding, limits.page_size) - sum(
-            s.extend_tokens for s in ahead
-        )
-        if budget <= 0 or (
-            limits.prefill_max_requests is not None and len(ahead) >= limits.prefill_max_requests
-        ):
+        budget = max(limits.step_tokens - num_decode, limits.page_size)
+        budget -= sum(prompt.extend_tokens for prompt in prompts_ahead)
+        if budget <= 0:
             return False
-        if self._estimate.completes(seq, budget):
+        most_prompts = limits.prefill_max_requests
+        if most_prompts is not None and len(prompts_ahead) >= most_prompts:
+            return False
+        if self._estimate.extend_tokens(seq) <= budget:
             return True
-        return len(ahead) < limits.max_partial_prefills and budget >= limits.page_size
+        return len(prompts_ahead) < limits.max_partial_prefills and budget >= limits.page_size

@@ -1,4 +1,6 @@
-"""Pages kept for a request that did not fit, so that those that pass it cannot keep it out for ever."""
+"""Pages kept for a request that did not fit, so that those that pass it cannot keep it out for
+ever.
+"""
 
 from __future__ import annotations
 
@@ -28,60 +30,89 @@ class ReservationHolder:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self.held: PageReservation | None = None
+        self.current: PageReservation | None = None
 
-    def reserve(self, seq: Seq) -> None:
-        """There were no pages for this request: others that pass it leave it room from now on."""
-        held = self.held
-        if held is not None and held.seq is seq:
-            held.was_tried = True
-        elif held is None or self._is_more_important(seq, held.seq):
-            self.held = PageReservation(seq, since=self._state.planned_step)
+    @property
+    def untried_request(self) -> Seq | None:
+        """The request that pages are kept for, unless it was tried in this plan."""
+        reservation = self.current
+        return None if reservation is None or reservation.was_tried else reservation.seq
+
+    def reserve_pages(self, seq: Seq) -> bool:
+        """Keep pages for a request that did not fit, unless a more important one has the
+        reservation.
+
+        Others that pass it leave it room from now on. Returns whether the reservation is its own.
+        """
+        reservation = self.current
+        if reservation is not None and reservation.seq is seq:
+            reservation.was_tried = True
+            return True
+        if reservation is None or self._is_more_important(seq, reservation.seq):
+            self.current = PageReservation(seq, since=self._state.planned_step)
+            return True
+        return False
 
     def review(self, can_start: Callable[[Seq], bool], *, was_tried: bool) -> None:
-        """Drop the reservation of a request that cannot start any more; mark another one for this plan."""
-        if self.held is not None and not can_start(self.held.seq):
-            self.held = None
-        if self.held is not None:
-            self.held.was_tried = was_tried
+        """Drop the reservation of a request that cannot start any more; mark another one for this
+        plan.
+        """
+        reservation = self.current
+        if reservation is None:
+            return
+        if can_start(reservation.seq):
+            reservation.was_tried = was_tried
+        else:
+            self.current = None
 
     def may_pass(self, seq: Seq, without: Sequence[Seq] = ()) -> bool:
-        """May a request be admitted, once those of `without` are preempted, although another one waits for pages?
+        """May a request be admitted, once those of `without` are preempted, although another one
+        waits for pages?
 
-        Each page given to one that passes is set aside for the one that waits, until all of its pages are. So those
-        that pass hold at most the rest of the pool, and it starts as soon as what ran before it has ended.
+        Each page given to one that passes is set aside for the one that waits, until all of its
+        pages are. So those that pass hold at most the rest of the pool, and it starts as soon as
+        what ran before it has ended.
         """
-        state, memory, held = self._state, self._state.memory, self.held
-        if held is None or held.seq is seq or self._is_more_important(seq, held.seq):
+        state = self._state
+        memory = state.memory
+        reservation = self.current
+        if reservation is None or reservation.seq is seq:
             return True
-        holders = [
-            s
-            for s in itertools.chain(state.running.values(), state.transfer.values())
-            if s not in without
-        ]
+        if self._is_more_important(seq, reservation.seq):
+            return True
+        active = itertools.chain(state.running.values(), state.transfer.values())
+        holders = [holder for holder in active if holder not in without]
         if not holders and not state.leased:
             return True
-        passed = sum(
-            len(s.pages) + memory.growth(s) for s in holders if s.admitted_step >= held.since
+        pages_passed = sum(
+            len(holder.pages) + memory.growth(holder)
+            for holder in holders
+            if holder.admitted_step >= reservation.since
         )
-        set_aside = min(held.passed_pages, memory.pages_at_end(held.seq)) + memory.watermark
-        return passed + memory.pages_at_end(seq) <= state.limits.num_pages - set_aside
+        pages_kept = min(reservation.passed_pages, memory.pages_at_end(reservation.seq))
+        limit = state.limits.num_pages - (pages_kept + memory.watermark)
+        return pages_passed + memory.pages_at_end(seq) <= limit
 
-    def admitted(self, seq: Seq) -> None:
-        """A request got its pages: the one with the reservation, or one that passed it."""
-        held = self.held
-        if held is not None and held.seq is seq:
-            self.held = None
-        elif held is not None:
-            held.passed_pages += self._state.memory.pages_at_end(seq)
+    def on_admitted(self, seq: Seq) -> None:
+        """Note that a request got pages: the one with the reservation, or one that passed it."""
+        reservation = self.current
+        if reservation is None:
+            return
+        if reservation.seq is seq:
+            self.current = None
+        else:
+            reservation.passed_pages += self._state.memory.pages_at_end(seq)
 
     def _is_more_important(self, seq: Seq, other: Seq) -> bool:
-        rule, now = self._state.limits.priority, self._state.now
+        rule = self._state.limits.priority
+        now = self._state.now
         return rule.key(seq, now) < rule.key(other, now)
 
 
 class ReservedGrowth:
-    """Pages that running requests are expected to still take; counted when first asked for in a plan."""
+    """Pages that running requests are expected to still take; counted when first asked for in a
+    plan.
+    """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -97,13 +128,15 @@ class ReservedGrowth:
             self.counted = self._state.memory.total_growth(self.growing())
         return self.counted
 
-    def add(self, pages: int) -> None:
+    def add_pages(self, pages: int) -> None:
         """Follow a change of one sequence's growth."""
         if self.counted is not None:
             self.counted += pages
 
     def growing(self) -> Iterator[Seq]:
-        """Sequences for whose growth room is kept: a retained one could not be finished later without."""
+        """Sequences for whose growth room is kept: a retained one could not be finished later
+        without.
+        """
         state = self._state
         return itertools.chain(
             state.running.values(), state.transfer.values(), state.retained.values()

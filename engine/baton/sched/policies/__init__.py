@@ -1,7 +1,8 @@
 """Order of the waiting queue: a policy turns every waiting sequence into a number, smallest first.
 
-Priority, when enabled, comes before the policy's number; ties end with (arrival, handle), so every order is total and
-the same inputs give the same order. Retracted sequences keep their arrival, hence their place.
+Priority, when enabled, comes before the policy's number; ties end with (arrival, handle), so every
+order is total and the same inputs give the same order. Retracted sequences keep their arrival,
+hence their place.
 
 | policy | smallest first | good for | who suffers |
 |---|---|---|---|
@@ -16,11 +17,12 @@ the same inputs give the same order. Retracted sequences keep their arrival, hen
 | hrrn | - (waited work / own work) | a compromise without a parameter | every request a little |
 | adaptive | as fcfs, lpm, short-first, hrrn or srpt-aging, by a replay of the queue | changing traffic | as those |
 
-A policy also says what its numbers depend on beside the sequences (`cache_key`): while that is equal, nothing is
-computed or sorted again, and when it has changed, a long queue is sorted again over several steps (waiting_queue.py).
+A policy also says what its numbers depend on beside the sequences (`cache_key`): while that is
+equal, nothing is computed or sorted again, and when it has changed, a long queue is sorted again
+over several steps (waiting_queue.py).
 
-Sources: SGLang 0.5.7's semantics for fcfs, lpm, dfs-weight, lof and random, without its 128-request cliff; Schrage's
-SRPT with aging 0.05 as it did best on recorded traces (docs/scheduling/orders.md).
+Sources: SGLang 0.5.7's semantics for fcfs, lpm, dfs-weight, lof and random, without its 128-request
+cliff; Schrage's SRPT with aging 0.05 as it did best on recorded traces (docs/scheduling/orders.md).
 """
 
 from __future__ import annotations

@@ -1,17 +1,22 @@
-"""--schedule-policy adaptive: which of five orders would serve the queue best? Replay it through each, and see.
+"""--schedule-policy adaptive: which of five orders would serve the queue best? Replay it through
+each, and see.
 
-1. Every `--adaptive-window-secs` the queue is written down as a `QueueSnapshot`: plain numbers, fit for a log line.
-2. `forecast_in_parts` serves it on paper, one request after the other, in each order: with the measured prefill rate,
-   and with a prefix cache of the pool's size, so that orders that keep equal prefixes together get credit for it.
-3. `decide` compares mean TTFT + `--adaptive-tail-weight` * p99. An order that is more than 10 % better twice in a row
-   takes over; so there is at most one switch in two windows, and none for noise.
+1. Every `--adaptive-window-secs` the queue is written down as a `QueueSnapshot`: plain numbers, fit
+   for a log line.
+2. `forecast_in_parts` serves it on paper, one request after the other, in each order: with the
+   measured prefill rate, and with a prefix cache of the pool's size, so that orders that keep equal
+   prefixes together get credit for it.
+3. `decide` compares mean TTFT + `--adaptive-tail-weight` * p99. An order that is more than 10 %
+   better twice in a row takes over; so there is at most one switch in two windows, and none for
+   noise.
 
-A forecast and `decide` are pure functions: `replay_line` repeats a decision from its line in the log. Not modeled:
-arrivals to come, decode steps between the prompts, prompts under way. Only the ratio of forecasts is used.
+Forecasts and `decide` change nothing: `replay_line` repeats a decision from its line in the
+log. Not modeled: arrivals to come, decode steps between the prompts, prompts in progress. Only the
+ratio of forecasts is used.
 
-Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 25 ms, once per window. It is done in parts (`*_in_parts` yield
-the units of work done, some 0.4 us each), WORK_PER_PLAN or 1 % of the time at a plan: a long queue's review takes up to
-180 plans where steps are short.
+Cost: MAX_REQUESTS and MAX_BLOCKS bound a review to some 25 ms, once per window. It is done in parts
+(`*_in_parts` yield the units of work done, some 0.4 us each), WORK_PER_PLAN or 1 % of the time at a
+plan: a long queue's review takes up to 180 plans where steps are short.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from baton.sched.policies.fcfs import FcfsPolicy
 from baton.sched.policies.hrrn import HrrnPolicy
 from baton.sched.policies.lpm import LpmPolicy
 from baton.sched.policies.short_first import ShortFirst
-from baton.sched.policies.srpt_aging import SrptAging
+from baton.sched.policies.srpt_aging import SrptAging, overload_share
 from baton.sched.types.events import OrderReviewed
 from baton.sched.types.sequence import Seq, SeqState
 
@@ -99,7 +104,7 @@ class OrderChoice:
     """Was better by the margin the last time."""
 
 
-def finish(parts: Parts[T]) -> T:
+def run_all(parts: Parts[T]) -> T:
     """The result, all parts at once."""
     while True:
         try:
@@ -119,18 +124,18 @@ def snapshot_in_parts(
     waiting = list(queue)
     oldest: list[Seq] = []
     for first in range(0, len(waiting), SCANNED_PER_PART):
-        some = oldest + waiting[first : first + SCANNED_PER_PART]
-        oldest = heapq.nsmallest(MAX_REQUESTS, some, key=lambda seq: (seq.req.arrival, seq.handle))
-        yield len(some)
+        scanned = oldest + waiting[first : first + SCANNED_PER_PART]
+        oldest = heapq.nsmallest(
+            MAX_REQUESTS, scanned, key=lambda seq: (seq.req.arrival, seq.handle)
+        )
+        yield len(scanned)
     total = sum(len(seq.tokens) for seq in oldest)
     block = MIN_BLOCK_TOKENS
     while block * MAX_BLOCKS < total:
         block *= 2
-    weight = (
-        view.answer_share
-        if params.short_first_output_weight is None
-        else params.short_first_output_weight
-    )
+    weight = params.short_first_output_weight
+    if weight is None:
+        weight = view.answer_share
     numbers: dict[tuple[int, bytes], int] = {}
     requests = []
     for seq in oldest:
@@ -139,31 +144,32 @@ def snapshot_in_parts(
         width = block * seq.tokens.itemsize
         parent = numbers.setdefault((-1, seq.req.namespace), len(numbers))
         blocks = []
-        for at in range(0, (len(seq.tokens) - 1) // block * width, width):
-            parent = numbers.setdefault((parent, seq.key[at : at + width]), len(numbers))
+        end = (len(seq.tokens) - 1) // block * width
+        for start in range(0, end, width):
+            parent = numbers.setdefault((parent, seq.key[start : start + width]), len(numbers))
             blocks.append(parent)
+        answer_limit = min(seq.max_new_tokens - seq.generated, view.clip_max_new_tokens)
         requests.append(
             WaitingRequest(
                 wait=round(view.now - seq.req.arrival, 6),
                 tokens=seq.total_len,
-                answer=round(
-                    weight * min(seq.max_new_tokens - seq.generated, view.clip_max_new_tokens), 3
-                ),
+                answer=round(weight * answer_limit, 3),
                 waited_tokens=view.computed_tokens - seq.tokens_computed_at_arrival,
                 blocks=tuple(blocks),
                 cached=min(cached_tokens(seq) // block, len(blocks)),
             )
         )
         yield WORK_PER_REQUEST + len(blocks)
-    backlog_secs, most = view.queued_tokens / view.prefill_rate, params.srpt_aging_backlog_secs
-    share = most / backlog_secs if 0 < most < backlog_secs else 1.0
+    share = overload_share(params, view)
     return QueueSnapshot(
         rate=round(view.prefill_rate, 3),
         block_tokens=block,
         cache_blocks=max(view.pool_tokens // block, 1),
         lpm_aging=params.lpm_aging_tokens_per_s,
         short_first_aging=params.short_first_aging_tokens_per_s,
-        srpt_aging=round(params.srpt_aging * view.prefill_rate * share, 3),
+        srpt_aging=round(
+            params.srpt_aging * view.prefill_rate * (1.0 if share is None else share), 3
+        ),
         requests=tuple(requests),
     )
 
@@ -180,93 +186,135 @@ class _Replay:
         self.left = list(range(len(snapshot.requests)))
         self._cache: OrderedDict[int, None] = OrderedDict()
         for request in snapshot.requests:
-            self._use(request.blocks[: request.cached])
-        self._rematch(self.left)
+            self._cache_blocks(request.blocks[: request.cached])
+        self._match_again(self.left)
 
-    def work(self, i: int) -> int:
-        """Tokens to compute for request i."""
-        return max(self.requests[i].tokens - self.matched[i] * self.snapshot.block_tokens, 1)
+    def count_tokens(self, index: int) -> int:
+        """Tokens to compute for a request."""
+        cached_tokens = self.matched[index] * self.snapshot.block_tokens
+        return max(self.requests[index].tokens - cached_tokens, 1)
 
-    def serve(self, i: int) -> float:
-        """Compute request i; returns how long it takes [s]."""
-        tokens = self.work(i)
+    def serve(self, index: int) -> float:
+        """Compute a request; returns how long it takes [s]."""
+        tokens = self.count_tokens(index)
         self.computed += tokens
-        self.left.remove(i)
-        if self._use(self.requests[i].blocks):
-            self._rematch(self.left)
+        self.left.remove(index)
+        if self._cache_blocks(self.requests[index].blocks):
+            self._match_again(self.left)
         return tokens / self.snapshot.rate
 
-    def _use(self, blocks: Sequence[int]) -> bool:
-        """Blocks are in the cache from now on, the last one the first to go again. Has the cache changed?"""
+    def _cache_blocks(self, blocks: Sequence[int]) -> bool:
+        """Put blocks into the cache, the last one to be evicted first.
+
+        Returns whether the cache has changed.
+        """
         cache = self._cache
-        changed = False
+        has_changed = False
         for block in reversed(blocks):
-            changed = changed or block not in cache
+            has_changed = has_changed or block not in cache
             cache[block] = None
             cache.move_to_end(block)
         while len(cache) > self.snapshot.cache_blocks:
             cache.popitem(last=False)
-        return changed
+        return has_changed
 
-    def _rematch(self, requests: Sequence[int]) -> None:
+    def _match_again(self, requests: Sequence[int]) -> None:
+        """Count the leading blocks of these requests that the cache holds now."""
         cache = self._cache
-        for i in requests:
-            blocks, n = self.requests[i].blocks, self.matched[i]
-            while n and blocks[n - 1] not in cache:
-                n -= 1
-            while n < len(blocks) and blocks[n] in cache:
-                n += 1
-            self.matched[i] = n
+        for index in requests:
+            blocks = self.requests[index].blocks
+            count = self.matched[index]
+            while count and blocks[count - 1] not in cache:
+                count -= 1
+            while count < len(blocks) and blocks[count] in cache:
+                count += 1
+            self.matched[index] = count
 
 
-Key = Callable[[_Replay, int], float]
+def _fcfs_key(_replay: _Replay, index: int) -> float:
+    return index
 
 
-CANDIDATES: dict[str, Key] = {
-    "fcfs": lambda _, i: i,
-    "lpm": lambda at, i: (
-        -(at.matched[i] * at.snapshot.block_tokens + at.snapshot.lpm_aging * at.requests[i].wait)
-    ),
-    "short-first": lambda at, i: (
-        at.work(i) + at.requests[i].answer - at.snapshot.short_first_aging * at.requests[i].wait
-    ),
-    "hrrn": lambda at, i: -(at.requests[i].waited_tokens + at.computed) / at.work(i),
-    "srpt-aging": lambda at, i: at.work(i) - at.snapshot.srpt_aging * at.requests[i].wait,
+def _lpm_key(replay: _Replay, index: int) -> float:
+    cached_tokens = replay.matched[index] * replay.snapshot.block_tokens
+    return -(cached_tokens + replay.snapshot.lpm_aging * replay.requests[index].wait)
+
+
+def _short_first_key(replay: _Replay, index: int) -> float:
+    request = replay.requests[index]
+    gained = replay.snapshot.short_first_aging * request.wait
+    return replay.count_tokens(index) + request.answer - gained
+
+
+def _hrrn_key(replay: _Replay, index: int) -> float:
+    waited_tokens = replay.requests[index].waited_tokens + replay.computed
+    return -waited_tokens / replay.count_tokens(index)
+
+
+def _srpt_aging_key(replay: _Replay, index: int) -> float:
+    gained = replay.snapshot.srpt_aging * replay.requests[index].wait
+    return replay.count_tokens(index) - gained
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplayedOrder:
+    """An order that `adaptive` may choose."""
+
+    policy: type[Policy]
+    key: Callable[[_Replay, int], float]
+    """The policy's number for request `index` of a replay, smallest first."""
+
+
+CANDIDATES: dict[str, _ReplayedOrder] = {
+    order.policy.name: order
+    for order in (
+        _ReplayedOrder(FcfsPolicy, _fcfs_key),
+        _ReplayedOrder(LpmPolicy, _lpm_key),
+        _ReplayedOrder(ShortFirst, _short_first_key),
+        _ReplayedOrder(HrrnPolicy, _hrrn_key),
+        _ReplayedOrder(SrptAging, _srpt_aging_key),
+    )
 }
-"""The orders as they look on paper, smallest first. Of equal forecasts the first wins."""
+"""Orders that `adaptive` chooses from. Of equal forecasts the first wins."""
 
 
 def forecast_in_parts(snapshot: QueueSnapshot, order: str) -> Parts[OrderForecast]:
-    """Mean and p99 of the time to first token, counted from arrival, if the queue is served in this order."""
-    key, at = CANDIDATES[order], _Replay(snapshot)
+    """Mean and p99 of the time to first token, counted from arrival, if the queue is served in this
+    order.
+    """
+    key = CANDIDATES[order].key
+    replay = _Replay(snapshot)
     now = 0.0
-    ttfts = []
-    while at.left:
-        chosen = min(at.left, key=lambda i: (key(at, i), i))
-        now += at.serve(chosen)
+    ttfts: list[float] = []
+    while replay.left:
+        chosen = min(replay.left, key=lambda index: (key(replay, index), index))
+        now += replay.serve(chosen)
         ttfts.append(snapshot.requests[chosen].wait + now)
-        yield 2 * len(at.left)  # compared, and matched with the cache
+        yield 2 * len(replay.left)  # compared, and matched with the cache
     ttfts.sort()
-    return OrderForecast(
-        sum(ttfts) / len(ttfts), ttfts[min(math.ceil(0.99 * len(ttfts)), len(ttfts)) - 1]
-    )
+    p99_rank = min(math.ceil(0.99 * len(ttfts)), len(ttfts))
+    return OrderForecast(mean=sum(ttfts) / len(ttfts), p99=ttfts[p99_rank - 1])
 
 
 def forecasts_in_parts(snapshot: QueueSnapshot) -> Parts[dict[str, OrderForecast]]:
-    found = {}
+    forecasts: dict[str, OrderForecast] = {}
     for order in CANDIDATES:
-        found[order] = yield from forecast_in_parts(snapshot, order)
-    return found
+        forecasts[order] = yield from forecast_in_parts(snapshot, order)
+    return forecasts
 
 
 def decide(
-    choice: OrderChoice, expected: dict[str, OrderForecast], tail_weight: float
+    choice: OrderChoice, forecasts: dict[str, OrderForecast], tail_weight: float
 ) -> OrderChoice:
-    cost = {order: f.mean + tail_weight * f.p99 for order, f in expected.items()}
+    cost = {
+        order: forecast.mean + tail_weight * forecast.p99 for order, forecast in forecasts.items()
+    }
     best = min(cost, key=lambda order: cost[order])  # the first of equals
     if cost[best] >= MARGIN * cost[choice.active]:
         return OrderChoice(choice.active)
-    return OrderChoice(best) if choice.rival == best else OrderChoice(choice.active, rival=best)
+    if choice.rival == best:
+        return OrderChoice(best)
+    return OrderChoice(choice.active, rival=best)
 
 
 def as_line(
@@ -290,9 +338,9 @@ def replay_line(line: str) -> tuple[OrderChoice, OrderChoice, dict[str, OrderFor
         WaitingRequest(**(r | {"blocks": tuple(r["blocks"])})) for r in queue["requests"]
     )
     snapshot = QueueSnapshot(**(queue | {"requests": requests}))
-    expected = finish(forecasts_in_parts(snapshot))
-    today = decide(OrderChoice(**values["before"]), expected, values["tail_weight"])
-    return OrderChoice(**values["after"]), today, expected
+    forecasts = run_all(forecasts_in_parts(snapshot))
+    today = decide(OrderChoice(**values["before"]), forecasts, values["tail_weight"])
+    return OrderChoice(**values["after"]), today, forecasts
 
 
 class AdaptivePolicy(Policy):
@@ -304,17 +352,10 @@ class AdaptivePolicy(Policy):
     def __init__(self, params: PolicyParams) -> None:
         super().__init__(params)
         self.choice = OrderChoice(FcfsPolicy.name)
-        candidates: tuple[type[Policy], ...] = (
-            FcfsPolicy,
-            LpmPolicy,
-            ShortFirst,
-            HrrnPolicy,
-            SrptAging,
-        )
-        self._orders = {policy.name: policy(params) for policy in candidates}
+        self._orders = {name: order.policy(params) for name, order in CANDIDATES.items()}
         self._next_review: float | None = None
         self._review: Parts[OrderReviewed | None] | None = None
-        """The one under way."""
+        """The review in progress."""
         self._last_plan = 0.0
 
     @property
@@ -343,12 +384,12 @@ class AdaptivePolicy(Policy):
     def sort_keys(
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Sequence[float]:
-        name, of_order = cache_key
-        return self._orders[name].sort_keys(queue, view, of_order)
+        name, key_of_order = cache_key
+        return self._orders[name].sort_keys(queue, view, key_of_order)
 
     def review(self, queue: Collection[Seq], view: PolicyContext) -> OrderReviewed | None:
         """Review the orders once per window, over as many plans as the work takes."""
-        most = max(WORK_PER_PLAN, WORK_PER_SEC * (view.now - self._last_plan))
+        work_limit = max(WORK_PER_PLAN, WORK_PER_SEC * (view.now - self._last_plan))
         self._last_plan = view.now
         if self._next_review is None:
             self._next_review = view.now + self.params.adaptive_window_secs
@@ -357,10 +398,10 @@ class AdaptivePolicy(Policy):
                 return None
             self._next_review = view.now + self.params.adaptive_window_secs
             self._review = self._review_in_parts(queue, view)
-        done = 0
+        work_done = 0
         try:
-            while done < most:
-                done += next(self._review)
+            while work_done < work_limit:
+                work_done += next(self._review)
         except StopIteration as end:
             self._review = None
             reviewed: OrderReviewed | None = end.value
@@ -374,12 +415,12 @@ class AdaptivePolicy(Policy):
             queue, view, self.params, lambda seq: cached_tokens(seq, view.index)
         )
         if len(snapshot.requests) < 2:
-            self.choice = OrderChoice(
-                self.choice.active
-            )  # nothing to compare: not a second time in a row
+            # Nothing to compare: a rival of the last review is not better twice in a row.
+            self.choice = OrderChoice(self.choice.active)
             return None
-        expected = yield from forecasts_in_parts(snapshot)
-        before, tail = self.choice, self.params.adaptive_tail_weight
-        self.choice = decide(before, expected, tail)
-        line = functools.partial(as_line, before, tail, snapshot, self.choice)
+        forecasts = yield from forecasts_in_parts(snapshot)
+        before = self.choice
+        tail_weight = self.params.adaptive_tail_weight
+        self.choice = decide(before, forecasts, tail_weight)
+        line = functools.partial(as_line, before, tail_weight, snapshot, self.choice)
         return OrderReviewed(before.active, self.choice.active, line)

@@ -24,7 +24,9 @@ class PolicyContext:
     now: float
     step: int
     index: RadixCache
-    """To look at only (`version`, `probe`, `outdated`, `watch`, `path_of`): what is evicted next must not change."""
+    """To look at only (`version`, `probe`, `find_outdated`, `watch`, `path_of`): what is evicted next
+    must not change.
+    """
     prefill_rate: float
     """Prompt tokens the engine computes per second, measured."""
     computed_tokens: int
@@ -46,7 +48,9 @@ class PolicyParams:
     lpm_degrade_threshold: int = 4096
     lpm_aging_tokens_per_s: float = 0.0
     in_batch_prefix_caching_check_threshold: int = -1
-    """lpm: look for a leader in the queue if at most so many tokens are cached; -1: never."""
+    """lpm: look for an earlier request with the same head if at most so many tokens are cached; -1:
+    never.
+    """
     in_batch_prefix_caching_deprioritize_threshold: int = 32
     short_first_aging_tokens_per_s: float = 500.0
     short_first_output_weight: float | None = None
@@ -61,25 +65,32 @@ class PolicyParams:
 
 
 class Policy(abc.ABC):
-    """`sort_keys` is the order, the rest says when it changes. An instance belongs to one queue: it may have state."""
+    """`sort_keys` is the order, the rest says when it changes.
+
+    An instance belongs to one queue: it may have state.
+    """
 
     name: ClassVar[str]
     wants_queue_review: ClassVar[bool] = False
     """Wants to look at the whole queue before every plan."""
     keys_are_independent: bool = True
-    """A sequence's number does not depend on who else waits, and on nothing in the tree but its cached prefix."""
+    """A sequence's number does not depend on who else waits, and on nothing in the tree but its
+    cached prefix.
+    """
 
     def __init__(self, params: PolicyParams) -> None:
         self.params = params
 
     @property
     def reorders_partial_prefills(self) -> bool:
-        """Prompts in progress compete with waiting ones at every chunk boundary, instead of going first."""
+        """Prompts in progress compete with waiting ones at every chunk boundary, instead of going
+        first.
+        """
         return False
 
     @property
     def active(self) -> str:
-        """The order in force now: another one's name while a policy stands back for it."""
+        """Name of the order in force now: this policy's, or that of the order it uses instead."""
         return self.name
 
     @property
@@ -96,21 +107,28 @@ class Policy(abc.ABC):
         return None
 
     def cache_key(self, count: int, view: PolicyContext) -> Hashable:
-        """Called first, with the queue's length: while it and the cached prefixes are equal, so are the sort keys."""
+        """Called first, with the queue's length: while it and the cached prefixes are equal, so are
+        the sort keys.
+        """
         return ()
 
     @abc.abstractmethod
     def sort_keys(
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Sequence[float]:
-        """A number for each sequence, smallest first. `cache_key`: a result of `cache_key`, perhaps not the latest."""
+        """A number for each sequence, smallest first.
+
+        `cache_key`: a result of `cache_key`, perhaps not the latest.
+        """
 
     def keys_in_parts(
         self, queue: Sequence[Seq], part: int, view: Callable[[], PolicyContext], cache_key: Any
     ) -> Iterator[Iterable[tuple[Seq, float]]]:
-        """`sort_keys` of a long queue, where keys are not independent: works on some `part` sequences at a time.
+        """`sort_keys` of a long queue, where keys are not independent: works on some `part`
+        sequences at a time.
 
-        Yields what is ready, often nothing; each sequence once in all. The queue and the tree may change meanwhile.
+        Yields what is ready, often nothing; each sequence once in all. The queue and the tree may
+        change meanwhile.
         """
         for seqs in batches(queue, part):
             all_cached_tokens(seqs, view().index)
@@ -122,12 +140,16 @@ class Policy(abc.ABC):
     def expiries(
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Iterable[float]:
-        """When the numbers that `sort_keys` has just given them are other ones, though nothing else changes."""
+        """When the numbers that `sort_keys` has just given them are other ones, though nothing else
+        changes.
+        """
         return NEVER
 
 
 class HysteresisValue:
-    """A measured number as orders use it: it follows the measurement in steps of 5 %, so that noise sorts nothing."""
+    """A measured number as orders use it: it follows the measurement in steps of 5 %, so that noise
+    sorts nothing.
+    """
 
     def __init__(self) -> None:
         self._value = 0.0
@@ -146,10 +168,10 @@ def cached_tokens(seq: Seq, index: RadixCache) -> int:
     """Prompt tokens of a sequence that need no computing."""
     if seq.pages:
         return seq.computed
-    return _probed(seq, index).num_tokens
+    return refresh_probe(seq, index).num_tokens
 
 
-def _probed(seq: Seq, index: RadixCache) -> PrefixProbe:
+def refresh_probe(seq: Seq, index: RadixCache) -> PrefixProbe:
     seq.probe = probe = index.probe(seq.key, seq.req.namespace, len(seq.tokens) - 1, seq.probe)
     return probe
 
@@ -157,9 +179,9 @@ def _probed(seq: Seq, index: RadixCache) -> PrefixProbe:
 def all_cached_tokens(queue: Sequence[Seq], index: RadixCache) -> list[int]:
     """`cached_tokens` of each. Asks again only where the tree has changed."""
     probes = [seq.probe for seq in queue]
-    for i in index.outdated(probes):
+    for i in index.find_outdated(probes):
         if not queue[i].pages:
-            probes[i] = _probed(queue[i], index)
+            probes[i] = refresh_probe(queue[i], index)
     return [
         seq.computed if seq.pages or probe is None else probe.num_tokens
         for seq, probe in zip(queue, probes, strict=True)
@@ -167,13 +189,14 @@ def all_cached_tokens(queue: Sequence[Seq], index: RadixCache) -> list[int]:
 
 
 def all_work(queue: Sequence[Seq], view: PolicyContext) -> list[int]:
-    """`work` of each."""
-    found = all_cached_tokens(queue, view.index)
+    """`tokens_to_compute` of each."""
+    cached_tokens = all_cached_tokens(queue, view.index)
     return [
-        len(seq.tokens) + seq.inflight - cached for seq, cached in zip(queue, found, strict=True)
+        len(seq.tokens) + seq.inflight - cached
+        for seq, cached in zip(queue, cached_tokens, strict=True)
     ]
 
 
-def work(seq: Seq, view: PolicyContext) -> int:
+def tokens_to_compute(seq: Seq, view: PolicyContext) -> int:
     """Tokens to compute before the next one can be sampled."""
     return seq.total_len - cached_tokens(seq, view.index)

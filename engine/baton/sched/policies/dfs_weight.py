@@ -1,8 +1,9 @@
-r"""dfs-weight: walk the radix tree depth first, heaviest subtree first, and take requests as the walk passes them.
+r"""dfs-weight: walk the radix tree depth first, heaviest subtree first, and take requests as the
+walk passes them.
 
-The weight of a tree node is the number of waiting requests whose cached prefix ends in its subtree. Children come
-before the requests that end at their parent; of equal weights the older node comes first, and requests that end at the
-same node go by arrival, as under every policy.
+The weight of a tree node is the number of waiting requests whose cached prefix ends in its subtree.
+Children come before the requests that end at their parent; of equal weights the older node comes
+first, and requests that end at the same node go by arrival, as under every policy.
 
         root                queue: r1→C r2→F r3→D r4→C r5→A r6→G      (rX→N: the prefix of rX ends at node N)
        /    \              weights: A 4 (C 2, D 1, itself 1), B 2 (F 1, G 1)
@@ -10,7 +11,8 @@ same node go by arrival, as under every policy.
      / \    / \
     C   D  F   G            Source: SGLang 0.5.7's _calc_weight / _get_dfs_priority, without its recursion.
 
-Only the nodes on the queue's own prefixes are known here, not the whole tree, and only they are walked through.
+Only the nodes on the queue's own prefixes are known here, not the whole tree, and only they are
+walked through.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from baton.cache.radix import PrefixProbe, RadixCache, RadixNode
-from baton.sched.policies.base import Policy, PolicyContext, _probed, batches
+from baton.sched.policies.base import Policy, PolicyContext, batches, refresh_probe
 from baton.sched.types.sequence import Seq
 
 ROOT = -1
 
 Path = Sequence[int]
-"""Numbers of tree nodes from the root's child down to the end of a cached prefix; () ends at the root, the last."""
+"""Numbers of tree nodes from the root's child down to the end of a cached prefix; () ends at the
+root, the last.
+"""
 
 
 class BranchWeights:
@@ -35,9 +39,10 @@ class BranchWeights:
         self._weight: dict[int, int] = {}
         self._children: dict[int, list[int]] = {ROOT: []}
 
-    def add(self, path: Path, count: int = 1) -> None:
+    def add_path(self, path: Path, count: int = 1) -> None:
         """Count so many requests that end there."""
-        weight, children = self._weight, self._children
+        weight = self._weight
+        children = self._children
         parent = ROOT
         for node in path:
             if node in weight:
@@ -48,10 +53,15 @@ class BranchWeights:
                 children[parent].append(node)
             parent = node
 
-    def places(self) -> dict[int, int]:
-        """Node → its place in the walk, children before their parent. O(n log n) in the number of nodes."""
+    def walk_places(self) -> dict[int, int]:
+        """Node → its place in the walk, children before their parent.
+
+        O(n log n) in the number of nodes.
+        """
         # Backwards, a walk in which a parent comes before its children is a matter of one stack.
-        weight, stack, backwards = self._weight, [ROOT], []
+        weight = self._weight
+        stack = [ROOT]
+        backwards = []
         while stack:
             node = stack.pop()
             backwards.append(node)
@@ -67,25 +77,27 @@ class DfsWeight(Policy):
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Sequence[float]:
         ends = _PrefixEnds()
-        ends.add(queue, view.index)
-        ends.walk(view.index)
-        return [ends.place(seq) for seq in queue]
+        ends.add_requests(queue, view.index)
+        ends.walk_tree(view.index)
+        return [ends.place_of(seq) for seq in queue]
 
     def keys_in_parts(
         self, queue: Sequence[Seq], part: int, view: Callable[[], PolicyContext], cache_key: Any
     ) -> Iterator[Iterable[tuple[Seq, float]]]:
         ends = _PrefixEnds()
         for seqs in batches(queue, part):
-            ends.add(seqs, view().index)
+            ends.add_requests(seqs, view().index)
             yield ()
-        ends.walk(view().index)
+        ends.walk_tree(view().index)
         yield ()
         for seqs in batches(queue, part):
-            yield [(seq, ends.place(seq)) for seq in seqs]
+            yield [(seq, ends.place_of(seq)) for seq in seqs]
 
 
 class _PrefixEnds:
-    """Where the cached prefixes of requests end in the tree, and the places of these nodes in the walk."""
+    """Where the cached prefixes of requests end in the tree, and the places of these nodes in the
+    walk.
+    """
 
     def __init__(self) -> None:
         self._probe_of: dict[int, PrefixProbe] = {}
@@ -93,25 +105,25 @@ class _PrefixEnds:
         """A probe that ended there, and how many did."""
         self._places: dict[RadixNode, int] = {}
 
-    def add(self, queue: Sequence[Seq], index: RadixCache) -> None:
-        for i in index.outdated([seq.probe for seq in queue]):
-            _probed(queue[i], index)
+    def add_requests(self, queue: Sequence[Seq], index: RadixCache) -> None:
+        for i in index.find_outdated([seq.probe for seq in queue]):
+            refresh_probe(queue[i], index)
         for seq in queue:
-            assert seq.probe is not None, "outdated names those without"
+            assert seq.probe is not None, "find_outdated names those without"
             probe = self._probe_of[seq.handle] = seq.probe
             _, count = self._ending.get(probe.node, (probe, 0))
             self._ending[probe.node] = probe, count + 1
 
-    def walk(self, index: RadixCache) -> None:
+    def walk_tree(self, index: RadixCache) -> None:
         """O(nodes on the way to these ends)."""
         weights = BranchWeights()
         last: dict[RadixNode, int] = {}
         for node, (probe, count) in self._ending.items():
             path = index.path_of(probe)
-            weights.add(path, count)
+            weights.add_path(path, count)
             last[node] = path[-1] if path else ROOT
-        places = weights.places()
+        places = weights.walk_places()
         self._places = {node: places[number] for node, number in last.items()}
 
-    def place(self, seq: Seq) -> int:
+    def place_of(self, seq: Seq) -> int:
         return self._places[self._probe_of[seq.handle].node]

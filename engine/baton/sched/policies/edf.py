@@ -18,10 +18,11 @@ from baton.sched.types.sequence import Seq
 
 
 class EdfPolicy(Policy):
-    """Earliest first-token deadline first; one that cannot be met any more counts as `edf_demotion_secs` later.
+    """Earliest first-token deadline first; one that cannot be met any more counts as
+    `edf_demotion_secs` later.
 
-    Without the demotion an overloaded engine works on lost causes only (they are always the most urgent); without its
-    bound they would wait for as long as others come that can still be in time.
+    Without the demotion an overloaded engine works on lost causes only (they are always the most
+    urgent); without its bound they would wait for as long as others come that can still be in time.
     """
 
     name = "edf"
@@ -34,20 +35,21 @@ class EdfPolicy(Policy):
     def cache_key(self, count: int, view: PolicyContext) -> Hashable:
         return self._held(view.prefill_rate) if self.params.demote_hopeless else 0.0
 
-    def _due(self, seq: Seq) -> float:
+    def _deadline_of(self, seq: Seq) -> float:
         deadline = seq.req.ttft_deadline
         return seq.req.arrival + self.params.default_deadline_secs if deadline is None else deadline
 
     def sort_keys(
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Sequence[float]:
-        due = [self._due(seq) for seq in queue]
+        deadlines = [self._deadline_of(seq) for seq in queue]
         if not self.params.demote_hopeless:
-            return due
-        own, later = all_work(queue, view), self.params.edf_demotion_secs
+            return deadlines
+        work_tokens = all_work(queue, view)
+        later = self.params.edf_demotion_secs
         return [
-            at + later if view.now > at - tokens / cache_key else at
-            for at, tokens in zip(due, own, strict=True)
+            deadline + later if view.now > deadline - tokens / cache_key else deadline
+            for deadline, tokens in zip(deadlines, work_tokens, strict=True)
         ]
 
     def expiries(
@@ -56,7 +58,7 @@ class EdfPolicy(Policy):
         if not self.params.demote_hopeless:
             return NEVER
         latest = [
-            self._due(seq) - tokens / cache_key
+            self._deadline_of(seq) - tokens / cache_key
             for seq, tokens in zip(queue, all_work(queue, view), strict=True)
         ]
         return [

@@ -18,8 +18,9 @@ class HrrnPolicy(Policy):
     def sort_keys(
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Sequence[float]:
-        done, own = cache_key, all_work(queue, view)
+        computed_tokens = cache_key
+        work_tokens = all_work(queue, view)
         return [
-            -(done - seq.tokens_computed_at_arrival) / max(tokens, 1)
-            for seq, tokens in zip(queue, own, strict=True)
+            -(computed_tokens - seq.tokens_computed_at_arrival) / max(tokens, 1)
+            for seq, tokens in zip(queue, work_tokens, strict=True)
         ]

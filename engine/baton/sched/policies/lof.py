@@ -10,7 +10,7 @@ from baton.sched.types.sequence import Seq
 
 
 class LofPolicy(Policy):
-    """By the client's limit: a prefill node itself produces one token for everybody."""
+    """Longest answer by the client's limit: a prefill node itself produces one token per request."""
 
     name = "lof"
 

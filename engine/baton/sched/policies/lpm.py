@@ -18,11 +18,12 @@ from baton.sched.types.sequence import Seq
 
 
 class LpmPolicy(Policy):
-    """Above the threshold first come first served, until the queue has shrunk to 3/4 of it (no flapping).
+    """Above the threshold first come first served, until the queue has shrunk to 3/4 of it (no
+    flapping).
 
-    With the in-batch thresholds set, a request with a cold prefix that an earlier waiting one begins with as well goes
-    last, so that the earlier one can compute it for both (SGLang 0.5.7). Requests of one step share their pages here
-    without that, hence it is off by default.
+    With the in-batch thresholds set, a request with a cold prefix that an earlier waiting one
+    begins with as well goes last, so that the earlier one can compute it for both (SGLang 0.5.7).
+    Requests of one step share their pages here without that, hence it is off by default.
     """
 
     name = "lpm"
@@ -50,28 +51,29 @@ class LpmPolicy(Policy):
         if cache_key:
             return [seq.req.arrival for seq in queue]
         aging = self.params.lpm_aging_tokens_per_s
-        # cached + aging * (now - arrival), less the term that is equal for all: the order needs no clock.
+        # cached + aging * (now - arrival), less the term that is equal for all: the order needs no
+        # clock.
         cached = all_cached_tokens(queue, view.index)
-        found = [
-            aging * seq.req.arrival - tokens for seq, tokens in zip(queue, cached, strict=True)
-        ]
+        keys = [aging * seq.req.arrival - tokens for seq, tokens in zip(queue, cached, strict=True)]
         if self.params.in_batch_prefix_caching_check_threshold >= 0:
-            for at in self._followers(queue, view):
-                found[at] = math.inf
-        return found
+            for index in self._find_shared_heads(queue, view):
+                keys[index] = math.inf
+        return keys
 
-    def _followers(self, queue: Sequence[Seq], view: PolicyContext) -> Iterator[int]:
-        """Places of those whose first tokens an earlier one, by arrival, has to compute anyway."""
-        length = self.params.in_batch_prefix_caching_deprioritize_threshold
+    def _find_shared_heads(self, queue: Sequence[Seq], view: PolicyContext) -> Iterator[int]:
+        """Indices of requests that begin like an earlier one, by arrival, which computes that
+        anyway.
+        """
+        head_tokens = self.params.in_batch_prefix_caching_deprioritize_threshold
         most_cached = self.params.in_batch_prefix_caching_check_threshold
-        leaders: set[tuple[bytes, bytes]] = set()
-        for at in sorted(
-            range(len(queue)), key=lambda at: (queue[at].req.arrival, queue[at].handle)
+        first_heads: set[tuple[bytes, bytes]] = set()
+        for index in sorted(
+            range(len(queue)), key=lambda index: (queue[index].req.arrival, queue[index].handle)
         ):
-            seq = queue[at]
-            if len(seq.tokens) < length or cached_tokens(seq, view.index) > most_cached:
+            seq = queue[index]
+            if len(seq.tokens) < head_tokens or cached_tokens(seq, view.index) > most_cached:
                 continue
-            head = (seq.req.namespace, seq.key[: length * seq.tokens.itemsize])
-            if head in leaders:
-                yield at
-            leaders.add(head)
+            head = (seq.req.namespace, seq.key[: head_tokens * seq.tokens.itemsize])
+            if head in first_heads:
+                yield index
+            first_heads.add(head)

@@ -23,11 +23,9 @@ class ShortFirst(Policy):
     def sort_keys(
         self, queue: Sequence[Seq], view: PolicyContext, cache_key: Any
     ) -> Sequence[float]:
-        aging, weight, clip = (
-            self.params.short_first_aging_tokens_per_s,
-            cache_key,
-            view.clip_max_new_tokens,
-        )
+        aging = self.params.short_first_aging_tokens_per_s
+        weight = cache_key
+        clip = view.clip_max_new_tokens
         return [
             tokens
             + weight * min(seq.max_new_tokens - seq.generated, clip)

@@ -1,13 +1,17 @@
-"""Admission control of the waiting queue: which requests may wait, for how long, and Retry-After of the others.
+"""Admission control of the waiting queue: which requests may wait, for how long, and Retry-After of
+the others.
 
-1. A new request passes `make_room`. At the limits (`--max-queued-requests`, `--max-queued-tokens`) it is refused, or,
-   with priorities, takes the place of waiting requests of strictly lower priority: least important first, newest first
-   among equals (as SGLang 0.5.7 does). Only base priorities count: an aged request must not be immune.
-2. It is added, and removed when it is admitted or ended; the controller measures how fast the queue moves.
+1. A new request passes `make_room`. At the limits (`--max-queued-requests`, `--max-queued-tokens`)
+   it is refused, or, with priorities, takes the place of waiting requests of strictly lower
+   priority: least important first, newest first among equals (as SGLang 0.5.7 does). Only base
+   priorities count: an aged request must not be immune.
+2. It is added, and removed when it is admitted or ended; the controller measures how fast the queue
+   moves.
 3. A request that has waited longer than `--queue-timeout-secs` without having started is `overdue`.
 
-A request that has started (preempted, retracted, suspended) is never turned away and never overdue: its work is paid.
-`retry_after` is the time until the queue is expected to have room, from the rate at which it moves, within bounds.
+A request that has started (preempted, retracted, suspended) is never turned away and never overdue:
+its work is paid. `retry_after` is the time until the queue is expected to have room, from the rate
+at which it moves, within bounds.
 """
 
 from __future__ import annotations
@@ -23,14 +27,17 @@ from baton.sched.types.sequence import Seq
 
 Entry = TypeVar("Entry", bound=tuple[Any, ...])
 
-MIN_RETRY_SECS, MAX_RETRY_SECS = 1, 60
+MIN_RETRY_SECS = 1
+MAX_RETRY_SECS = 60
 """Bounds of Retry-After [s]: below, clients would busy-loop; above, most give up."""
 HORIZON_SECS = 30.0
 """The rate at which the queue moves is an average over about so long [s]."""
 
 
 class DrainRate:
-    """Requests and prompt tokens that left the queue per second, recent ones counting more (1/e per horizon)."""
+    """Requests and prompt tokens that left the queue per second, recent ones counting more (1/e per
+    horizon).
+    """
 
     def __init__(self, horizon_secs: float = HORIZON_SECS) -> None:
         self._horizon = horizon_secs
@@ -39,20 +46,22 @@ class DrainRate:
         self._requests = 0.0
         self._tokens = 0.0
 
-    def start(self, now: float, was_empty: bool = False) -> None:
+    def start_clock(self, now: float, was_empty: bool = False) -> None:
         """The queue has something in it: time counts from now on.
 
-        A queue that was empty for longer than the horizon is measured afresh: its last requests say nothing of now.
+        A queue that was empty for longer than the horizon is measured afresh: its last requests say
+        nothing of now.
         """
-        if self._since is None or (was_empty and now - self._at > self._horizon):
+        is_stale = was_empty and now - self._at > self._horizon
+        if self._since is None or is_stale:
             self._since = self._at = now
             self._requests = self._tokens = 0.0
 
-    def left(self, tokens: int, now: float) -> None:
-        self.start(now)
-        kept = self._kept(now)
-        self._requests = self._requests * kept + 1
-        self._tokens = self._tokens * kept + tokens
+    def on_left(self, tokens: int, now: float) -> None:
+        self.start_clock(now)
+        share = self._remaining_share(now)
+        self._requests = self._requests * share + 1
+        self._tokens = self._tokens * share + tokens
         self._at = max(self._at, now)
 
     def per_second(self, now: float) -> tuple[float, float]:
@@ -60,15 +69,15 @@ class DrainRate:
         if self._since is None or now <= self._since:
             return 0.0, 0.0
         weight = self._horizon * -math.expm1((self._since - max(self._at, now)) / self._horizon)
-        kept = self._kept(now)
-        return self._requests * kept / weight, self._tokens * kept / weight
+        share = self._remaining_share(now)
+        return self._requests * share / weight, self._tokens * share / weight
 
-    def _kept(self, now: float) -> float:
+    def _remaining_share(self, now: float) -> float:
         """Share of the sums that still counts at `now`."""
         return math.exp(min(self._at - now, 0.0) / self._horizon)
 
 
-def _pop(heap: list[Entry]) -> int:
+def _pop_handle(heap: list[Entry]) -> int:
     """The handle of the first entry, which is there once for each time that its request came in."""
     entry = heapq.heappop(heap)
     while heap and heap[0] == entry:
@@ -78,16 +87,20 @@ def _pop(heap: list[Entry]) -> int:
 
 
 class AdmissionController:
-    """Counts include requests that started and came back: they use the room, but cannot be turned away."""
+    """Counts include requests that started and came back: they use the room, but cannot be turned
+    away.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.queued_tokens = 0
-        """Prompt tokens of the requests that wait to be computed here (not of those that wait for another's KV)."""
+        """Prompt tokens of the requests that wait to be computed here (not of those that wait for
+        another's KV).
+        """
         self.turned_away = dict.fromkeys(("refused", "evicted", "timeout", "deadline"), 0)
         """Waiting requests that ended without having started, by reason."""
         self._limits = limits
         self._queued: dict[int, tuple[Seq, int]] = {}
-        """With what it adds to `queued_tokens`."""
+        """Handle → the request, and the tokens it adds to `queued_tokens`."""
         self._rate = DrainRate()
         self._eviction_heap: list[tuple[int, float, int, int]] = []
         """(base priority, -arrival, -handle, handle): the first is the first to be turned away."""
@@ -95,16 +108,16 @@ class AdmissionController:
 
     def add(self, seq: Seq, tokens: int, now: float) -> None:
         """`tokens` counts towards --max-queued-tokens."""
-        self._rate.start(now, was_empty=not self._queued)
+        self._rate.start_clock(now, was_empty=not self._queued)
         self._queued[seq.handle] = seq, tokens
         self.queued_tokens += tokens
         if seq.has_started:
             return
         if self._limits.priority.enabled:
-            self._compact(self._eviction_heap)
+            self._drop_dead_entries(self._eviction_heap)
             self._push_candidate(seq)
         if self._limits.queue_timeout_secs:
-            self._compact(self._due)
+            self._drop_dead_entries(self._due)
             heapq.heappush(
                 self._due, (seq.req.arrival + self._limits.queue_timeout_secs, seq.handle)
             )
@@ -114,41 +127,45 @@ class AdmissionController:
         _, tokens = self._queued.pop(seq.handle, (None, -1))
         if tokens >= 0:
             self.queued_tokens -= tokens
-            self._rate.left(tokens, now)
+            self._rate.on_left(tokens, now)
 
     def make_room(self, req: ValidatedRequest, now: float, prefill_rate: float) -> list[Seq]:
         """Requests of lower priority that have to leave so that `req` may enter.
 
         Raises:
-            QueueFull: the limits are reached by requests that are as important; nothing has changed.
+            QueueFull: the limits are reached by requests that are as important; nothing has
+            changed.
         """
-        limits, prompt = self._limits, len(req.prompt)
-        most = math.inf if limits.max_queued_tokens is None else limits.max_queued_tokens
+        limits = self._limits
+        prompt = len(req.prompt)
+        most_tokens = math.inf if limits.max_queued_tokens is None else limits.max_queued_tokens
         requests = len(self._queued) + 1 - limits.max_queued_requests
         waiting = self.queued_tokens
         victims: list[Seq] = []
         # A prompt longer than the token limit may wait alone: it would be refused for ever.
-        while requests > len(victims) or (waiting and waiting + prompt > most):
+        while requests > len(victims) or (waiting and waiting + prompt > most_tokens):
             victim = self._pop_least(limits.priority.base_of(req))
             if victim is None:
                 for seq in victims:
                     self._push_candidate(seq)
                 self.turned_away["refused"] += 1
-                raise self._full(requests, prompt, now, prefill_rate)
+                raise self._queue_full_error(requests, prompt, now, prefill_rate)
             victims.append(victim)
             waiting -= self._queued[victim.handle][1]
         self.turned_away["evicted"] += len(victims)
         return victims
 
-    def overdue(self, now: float) -> list[Seq]:
-        """Requests that have waited too long without having started; each is named once, however often it came in."""
-        found: dict[int, Seq] = {}
+    def pop_overdue(self, now: float) -> list[Seq]:
+        """Requests that have waited too long without having started; each is named once, however
+        often it came in.
+        """
+        overdue: dict[int, Seq] = {}
         while self._due and self._due[0][0] <= now:
-            seq, _ = self._queued.get(_pop(self._due), (None, 0))
+            seq, _ = self._queued.get(_pop_handle(self._due), (None, 0))
             if seq is not None and not seq.has_started:
-                found[seq.handle] = seq
-        self.turned_away["timeout"] += len(found)
-        return list(found.values())
+                overdue[seq.handle] = seq
+        self.turned_away["timeout"] += len(overdue)
+        return list(overdue.values())
 
     def next_due(self) -> float | None:
         return self._due[0][0] if self._due else None
@@ -160,42 +177,49 @@ class AdmissionController:
 
         Before the queue has moved, tokens at `prefill_rate` stand for the rate.
         """
-        moved, moved_tokens = self._rate.per_second(now)
+        request_rate, token_rate = self._rate.per_second(now)
         mean = self.queued_tokens / len(self._queued) if self._queued else 0.0
-        wait = requests / moved if moved else requests * mean / prefill_rate
+        wait = requests / request_rate if request_rate else requests * mean / prefill_rate
         if tokens > 0:
-            wait = max(wait, tokens / (moved_tokens or prefill_rate))
+            wait = max(wait, tokens / (token_rate or prefill_rate))
         return math.ceil(min(max(wait, MIN_RETRY_SECS), MAX_RETRY_SECS))
 
     def _pop_least(self, above: int) -> Seq | None:
         """The first to be turned away, if it is less important than `above`."""
         while self._eviction_heap and self._eviction_heap[0][0] < above:
-            seq, _ = self._queued.get(_pop(self._eviction_heap), (None, 0))
+            seq, _ = self._queued.get(_pop_handle(self._eviction_heap), (None, 0))
             if seq is not None and not seq.has_started:
                 return seq
         return None
 
-    def _full(self, requests: int, prompt: int, now: float, prefill_rate: float) -> QueueFull:
-        limits, queued = self._limits, self.queued_tokens
+    def _queue_full_error(
+        self, requests: int, prompt: int, now: float, prefill_rate: float
+    ) -> QueueFull:
+        limits = self._limits
+        queued_tokens = self.queued_tokens
         if requests > 0:
             retry = self.retry_after(now, prefill_rate, requests)
-            what = f"{len(self._queued)} requests are waiting, the limit is {limits.max_queued_requests}"
+            cause = f"{len(self._queued)} requests are waiting"
+            cause += f", the limit is {limits.max_queued_requests}"
             flag = "--max-queued-requests"
         else:
             assert limits.max_queued_tokens is not None
             retry = self.retry_after(
-                now, prefill_rate, 1, min(queued, queued + prompt - limits.max_queued_tokens)
+                now,
+                prefill_rate,
+                1,
+                min(queued_tokens, queued_tokens + prompt - limits.max_queued_tokens),
             )
-            what = f"{queued} prompt tokens are waiting and this request brings {prompt}"
-            what += f", the limit is {limits.max_queued_tokens}"
+            cause = f"{queued_tokens} prompt tokens are waiting and this request brings {prompt}"
+            cause += f", the limit is {limits.max_queued_tokens}"
             flag = "--max-queued-tokens"
-        return QueueFull(f"{what}; retry after {retry} s or raise {flag}", retry_after_secs=retry)
+        return QueueFull(f"{cause}; retry after {retry} s or raise {flag}", retry_after_secs=retry)
 
     def _push_candidate(self, seq: Seq) -> None:
         entry = (self._limits.priority.base(seq), -seq.req.arrival, -seq.handle, seq.handle)
         heapq.heappush(self._eviction_heap, entry)
 
-    def _compact(self, heap: list[Entry]) -> None:
+    def _drop_dead_entries(self, heap: list[Entry]) -> None:
         """Drop what has left, once it is the larger part."""
         if len(heap) > 1024 + 2 * len(self._queued):
             heap[:] = [entry for entry in heap if entry[-1] in self._queued]

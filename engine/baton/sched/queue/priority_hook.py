@@ -1,4 +1,6 @@
-"""Arguments of --priority-adjustment-function: values, so that a hook can keep them and can break nothing."""
+"""Arguments of --priority-adjustment-function: values, so that a hook can keep them and can break
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ class RequestView:
 
     id: str
     priority: int
-    """The stated one or --default-priority; larger is better, whatever the flags say; without one -2^31."""
+    """The stated one or --default-priority; larger is better, whatever the flags say; without one
+    -2^31.
+    """
     priority_class: str
     tenant: str
     wait_secs: float

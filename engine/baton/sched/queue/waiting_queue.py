@@ -1,21 +1,26 @@
-"""The waiting queue: sequences that hold nothing, in the order of a policy, kept sorted at a bounded cost per look.
+"""The waiting queue: sequences that hold nothing, in the order of a policy, kept sorted at a
+bounded cost per look.
 
-A look (`in_order`) of a queue of at most `EXACT_UP_TO` gives exactly the order that the policy defines. In a longer one
-it brings `KEYS_PER_LOOK` sequences up to date, so that thousands cost a step no more than these.
+A look (`in_order`) of a queue of at most `EXACT_UP_TO` gives exactly the order that the policy
+defines. In a longer one it brings `KEYS_PER_LOOK` sequences up to date, so that thousands cost a
+step no more than these.
 
-1. A sequence that joins gets its number at the next look; of many that join together the most important first. Should
-   a caller want more than those in order, it gets the next ones.
-2. When the radix tree changes, sequences whose cached prefix may be another one move (`ProbeWatch`), and so do those
-   whose number changes at a moment known before (`Policy.expiries`).
-3. When the policy's `cache_key` changes (a measured rate for srpt-aging, the work done for hrrn, ...), a second
-   order with the new numbers is built beside the one in force, and takes its place when it is complete.
+1. A sequence that joins gets its number at the next look; of many that join together the most
+   important first. Should a caller want more than those in order, it gets the next ones.
+2. When the radix tree changes, sequences whose cached prefix may be another one move
+   (`ProbeWatch`), and so do those whose number changes at a moment known before
+   (`Policy.expiries`).
+3. When the policy's `cache_key` changes (a measured rate for srpt-aging, the work done for hrrn,
+   ...), a second order with the new numbers is built beside the one in force, and takes its place
+   when it is complete.
 
-A policy whose numbers depend on who else waits (dfs-weight, lpm with in-batch thresholds) sorts all again, a long queue
-over many looks: a second order is built as under 3, and those that join meanwhile go last in both.
+A policy whose numbers depend on who else waits (dfs-weight, lpm with in-batch thresholds) sorts all
+again, a long queue over many looks: a second order is built as under 3, and those that join
+meanwhile go last in both.
 
-Priority aging with a maximum needs two lists: among requests that still age the order never changes, among those that
-have aged all they can neither does; a look merges the two at the present time. A request moves from the first to the
-second at arrival + maximum / rate.
+Priority aging with a maximum needs two lists: among requests that still age the order never
+changes, among those that have aged all they can neither does; a look merges the two at the present
+time. A request moves from the first to the second at arrival + maximum / rate.
 """
 
 from __future__ import annotations
@@ -36,14 +41,16 @@ from baton.sched.types.sequence import Seq
 EXACT_UP_TO = 64
 """A queue of so many is brought up to date as a whole at each look."""
 KEYS_PER_LOOK = 32
-"""In a longer one so many sequences are given a place or another one: some 0.2 ms."""
+"""Sequences of a longer queue that are placed, or moved, at each look: some 0.2 ms."""
 KINDS = 4
 """Reasons for that; each gets a share of KEYS_PER_LOOK at least, and what those before it left."""
 MAX_DEAD_ENTRIES = 64
 """Superseded entries of a heap that are tolerated beside one per sequence."""
 
 Entry = tuple[float, float, float, int, Seq]
-"""(priority, policy, arrival, handle, sequence): handles differ, so comparing never reaches the sequence."""
+"""(priority, policy, arrival, handle, sequence): handles differ, so comparing never reaches the
+sequence.
+"""
 
 
 class _Order:
@@ -59,23 +66,31 @@ class _Order:
         self._rule = rule
         self._due: dict[int, float] = {}
         self._moves: list[tuple[float, int]] = []
-        """(time, handle): when a sequence has to be entered again; valid if `_due` says so."""
+        """(time, handle): when a sequence has to be entered again; valid if `_due` has this time.
+        """
 
     def enter(
         self, seqs: Iterable[Seq], keys: Iterable[float], expiries: Iterable[float], now: float
     ) -> None:
-        """Put in sequences, or move them to other places. `expiries`: when their keys are other ones."""
-        rule, entries = self._rule, self.entries
-        has_priority, is_capped = rule.enabled, rule.is_capped
+        """Put in sequences, or move them to other places.
+
+        `expiries`: when their keys are other ones.
+        """
+        rule = self._rule
+        entries = self.entries
+        has_priority = rule.enabled
+        is_capped = rule.is_capped
         for seq, key, due in zip(seqs, keys, expiries, strict=False):  # expiries may have no end
-            handle, lane = seq.handle, self.aging
+            handle = seq.handle
+            lane = self.aging
             if handle in entries:
                 self.remove(handle)
             rank = rule.aging_key(seq) if has_priority else 0.0
             if is_capped:
                 capped_from = rule.capped_from(seq)
                 if capped_from <= now:
-                    rank, lane = rule.capped_key(seq), self.aged
+                    rank = rule.capped_key(seq)
+                    lane = self.aged
                 elif capped_from < due:
                     due = capped_from
             entry = entries[handle] = (rank, key, seq.req.arrival, handle, seq)
@@ -88,7 +103,7 @@ class _Order:
         self._due[handle] = due
         heapq.heappush(self._moves, (due, handle))
         if len(self._moves) > 2 * len(self.entries) + MAX_DEAD_ENTRIES:
-            self._moves = [(at, handle) for handle, at in self._due.items()]
+            self._moves = [(due, handle) for handle, due in self._due.items()]
             heapq.heapify(self._moves)
 
     def remove(self, handle: int) -> None:
@@ -98,24 +113,27 @@ class _Order:
         if entry is None:
             return
         for lane in (self.aging, self.aged):
-            at = bisect.bisect_left(lane, entry)
-            if at < len(lane) and lane[at][3] == handle:
-                del lane[at]
+            index = bisect.bisect_left(lane, entry)
+            if index < len(lane) and lane[index][3] == handle:
+                del lane[index]
         self.changes += 1
 
-    def take_due(self, now: float, most: int) -> list[Seq]:
+    def pop_due(self, now: float, limit: int) -> list[Seq]:
         """Up to so many that have to be entered again by now."""
-        found: list[Seq] = []
-        while self._moves and self._moves[0][0] <= now and len(found) < most:
+        due_seqs: list[Seq] = []
+        while self._moves and self._moves[0][0] <= now and len(due_seqs) < limit:
             due, handle = heapq.heappop(self._moves)
             if self._due.get(handle) == due:
                 del self._due[handle]
-                found.append(self.entries[handle][4])
-        return found
+                due_seqs.append(self.entries[handle][4])
+        return due_seqs
 
 
 class WaitingQueue:
-    """`view` is called when an order is needed; it must not change the queue. `sharing` learns who waits."""
+    """`view` is called when an order is needed; it must not change the queue.
+
+    `sharing` learns who waits.
+    """
 
     def __init__(
         self,
@@ -130,18 +148,21 @@ class WaitingQueue:
         self._sharing = sharing
         self._seqs: dict[int, Seq] = {}
         self._joined: dict[int, int] = {}
-        """Those that are in no order yet, with the number of their arrival here."""
+        """Handles that are in no order yet → number of their arrival here."""
         self._joins = 0
         self._to_join: list[tuple[float, float, int, int]] = []
-        """(priority, arrival, handle, number of its arrival here): a heap; valid if `_joined` says so."""
+        """(priority, arrival, handle, number of its arrival here): a heap; valid if `_joined` says
+        so.
+        """
         self._order = _Order(priority, None)
         """The order in force."""
         self._next: _Order | None = None
         """The order that is being built, for another cache key."""
         self._to_build: list[int] = []
-        """Those that `_next` lacks, and others that have left."""
+        """Handles that `_next` lacks, and others that have left."""
         self._tree: int | None = None
-        """The tree's version that the order in force knows, if all is sorted again for another one."""
+        """The tree's version that the order in force knows, if all is sorted again for another one.
+        """
         self._sorting: Iterator[Iterable[tuple[Seq, float]]] | None = None
         """Sorted parts that `_next` is built from; None when nothing is being sorted."""
         self._probes: ProbeWatch | None = None
@@ -153,7 +174,7 @@ class WaitingQueue:
         return seq.handle in self._seqs
 
     def __iter__(self) -> Iterator[Seq]:
-        """In order of arrival here."""
+        """Iterate in order of arrival here."""
         return iter(list(self._seqs.values()))
 
     def add(self, seq: Seq) -> None:
@@ -162,7 +183,7 @@ class WaitingQueue:
         self._joins += 1
         self._await_place(seq, self._joins)
         self._tree = None
-        self._sharing.entered(seq)
+        self._sharing.on_queued(seq)
 
     def discard(self, seq: Seq) -> None:
         """Take a sequence out; one that is not waiting is ignored."""
@@ -176,19 +197,18 @@ class WaitingQueue:
         if self._probes is not None:
             self._probes.forget(handle)
         self._tree = None
-        self._sharing.left(seq)
+        self._sharing.on_dequeued(seq)
 
     def reprioritize(self, seq: Seq) -> None:
-        """To be called after a change of the sequence's adjusted priority."""
+        """Move a sequence after a change of its adjusted priority."""
         view = self._view()
         if seq.handle in self._joined:
             self._await_place(seq, self._joined[seq.handle])
-        for order in self._orders():
+        for order in self._all_orders():
             if seq.handle in order.entries:
-                key = order.entries[seq.handle][1]
-                order.enter(
-                    (seq,), (key,), self.policy.expiries((seq,), view, order.cache_key), view.now
-                )
+                _, key, _, _, _ = order.entries[seq.handle]
+                expiries = self.policy.expiries((seq,), view, order.cache_key)
+                order.enter((seq,), (key,), expiries, view.now)
 
     def on_tokens(self, seq: Seq) -> None:
         """A waiting sequence has more tokens than when its cached prefix was looked up."""
@@ -196,83 +216,96 @@ class WaitingQueue:
         if self._probes is not None and seq.handle in self._order.entries:
             self._probes.stale[seq.handle] = None
 
-    def in_order(self, under_way: Sequence[Seq] = ()) -> Iterator[Seq]:
-        """Sequences as the planner should try them, among them those `under_way`, which do not wait any more.
+    def in_order(self, unfinished: Sequence[Seq] = ()) -> Iterator[Seq]:
+        """Waiting sequences as the planner should try them, with `unfinished` prompts among them.
 
-        These compete with waiting ones if the policy re-decides chunks; else they come first among equal priorities.
-        The queue may change while the caller iterates: who left is not given, nor is who joins.
+        The latter compete with waiting ones if the policy re-decides chunks; else they come first
+        among equal priorities. The queue may change while the caller iterates: sequences that have
+        left or joined meanwhile are not given.
         """
         view = self._view()
-        self._update(view)
+        self._update_order(view)
         order = self._order
         waiting = self._waiting_entries(order, view, self._joins)
-        if not under_way:
-            return (entry[4] for entry in waiting)
-        given = {seq.handle for seq in under_way}
-        entries = heapq.merge(waiting, self._entries_of(under_way, view, order.cache_key))
-        return (entry[4] for entry in entries if entry[3] in self._seqs or entry[3] in given)
+        if not unfinished:
+            return (seq for _, _, _, _, seq in waiting)
+        unfinished_handles = {seq.handle for seq in unfinished}
+        entries = heapq.merge(waiting, self._entries_of(unfinished, view, order.cache_key))
+        return (
+            seq
+            for _, _, _, handle, seq in entries
+            if handle in self._seqs or handle in unfinished_handles
+        )
 
     def sorted_of(self, seqs: Iterable[Seq]) -> list[Seq]:
-        """Some that wait, in order; those that have no place yet go last. O(n log n) in their number."""
-        now, entries = self._view().now, self._order.entries
+        """Some that wait, in order; those that have no place yet go last.
+
+        O(n log n) in their number.
+        """
+        now = self._view().now
+        entries = self._order.entries
 
         def rank(seq: Seq) -> tuple[bool, float, float, float, int]:
             entry = entries.get(seq.handle)
-            key = entry[1] if entry is not None else 0.0
+            key = 0.0
+            if entry is not None:
+                _, key, _, _, _ = entry
             return entry is None, self.priority.key(seq, now), key, seq.req.arrival, seq.handle
 
         return sorted(seqs, key=rank)
 
-    def sorted_alone(self, under_way: Sequence[Seq]) -> list[Seq]:
-        """Those under way in the order in which `in_order` gives them."""
-        return [
-            entry[4] for entry in self._entries_of(under_way, self._view(), self._order.cache_key)
-        ]
+    def sorted_alone(self, unfinished: Sequence[Seq]) -> list[Seq]:
+        """Unfinished prompts in the order in which `in_order` gives them."""
+        entries = self._entries_of(unfinished, self._view(), self._order.cache_key)
+        return [seq for _, _, _, _, seq in entries]
 
     def review(self) -> OrderReviewed | None:
         """Let the policy look at the queue as a whole, before a plan."""
-        return (
-            self.policy.review(self._seqs.values(), self._view())
-            if self.policy.wants_queue_review
-            else None
-        )
+        if not self.policy.wants_queue_review:
+            return None
+        return self.policy.review(self._seqs.values(), self._view())
 
     def _entries_of(
-        self, under_way: Sequence[Seq], view: PolicyContext, cache_key: Hashable
+        self, unfinished: Sequence[Seq], view: PolicyContext, cache_key: Hashable
     ) -> list[Entry]:
-        is_alike = self.policy.reorders_partial_prefills
-        keys = (
-            self.policy.sort_keys(under_way, view, cache_key)
-            if is_alike
-            else [-math.inf] * len(under_way)
-        )
+        keys: Sequence[float] = [-math.inf] * len(unfinished)
+        if self.policy.reorders_partial_prefills:
+            keys = self.policy.sort_keys(unfinished, view, cache_key)
         return sorted(
             (self.priority.key(seq, view.now), key, seq.req.arrival, seq.handle, seq)
-            for seq, key in zip(under_way, keys, strict=True)
+            for seq, key in zip(unfinished, keys, strict=True)
         )
 
     def _waiting_entries(
         self, order: _Order, view: PolicyContext, last_join: int
     ) -> Iterator[Entry]:
-        """Those that wait, with their priorities at the present time; at the end those that have no place yet."""
+        """Those that wait, with their priorities at the present time; at the end those that have no
+        place yet.
+        """
         gained = self.priority.aging_rate * view.now if self.priority.enabled else 0.0
-        entries = _walk(order, order.aging, -gained)
+        entries = _walk_lane(order, order.aging, -gained)
         if self.priority.is_capped:
-            entries = heapq.merge(entries, _walk(order, order.aged, 0.0))
+            entries = heapq.merge(entries, _walk_lane(order, order.aged, 0.0))
         for entry in entries:
-            if entry[3] in self._seqs:
+            _, _, _, handle, _ = entry
+            if handle in self._seqs:
                 yield entry
-        while order is self._order and (joined := self._join(view, last_join)):
+        while order is self._order:
+            joined = self._place_joined(view, last_join)
+            if not joined:
+                return
             keys = (
                 (self.priority.key(seq, view.now), order.entries[seq.handle][1], seq)
                 for seq in joined
             )
-            more = sorted((rank, key, seq.req.arrival, seq.handle, seq) for rank, key, seq in keys)
-            yield from (entry for entry in more if entry[3] in self._seqs)
+            placed_entries = sorted(
+                (rank, key, seq.req.arrival, seq.handle, seq) for rank, key, seq in keys
+            )
+            yield from (entry for entry in placed_entries if entry[3] in self._seqs)
 
     # ------------------------------------------------------------------ keeping it sorted
 
-    def _orders(self) -> tuple[_Order, ...]:
+    def _all_orders(self) -> tuple[_Order, ...]:
         return (self._order,) if self._next is None else (self._order, self._next)
 
     def _await_place(self, seq: Seq, number: int) -> None:
@@ -286,7 +319,7 @@ class WaitingQueue:
             ]
             heapq.heapify(self._to_join)
 
-    def _update(self, view: PolicyContext) -> None:
+    def _update_order(self, view: PolicyContext) -> None:
         cache_key = self.policy.cache_key(len(self._seqs), view)
         if self._probes is None:
             self._probes = view.index.watch()
@@ -294,65 +327,69 @@ class WaitingQueue:
             self._sort_all(view, cache_key)
             return
         if not self._order.entries:
-            self._order, self._next = _Order(self.priority, cache_key), None
+            self._order = _Order(self.priority, cache_key)
+            self._next = None
         elif cache_key == self._order.cache_key:
             self._next = None
         elif self._next is None:
             self._next = _Order(self.priority, cache_key)
             self._to_build = list(self._order.entries)
-        left = KINDS * EXACT_UP_TO if len(self._seqs) <= EXACT_UP_TO else KEYS_PER_LOOK
-        share = left // KINDS
-        left -= self._build(view, left - 3 * share)
-        due = self._order.take_due(view.now, left - 2 * share)
-        self._enter(self._order, due, view)
-        left -= len(due)
-        left -= self._move_stale(self._probes, view, left - share)
-        self._join(view, self._joins, left)
+        keys_left = KINDS * EXACT_UP_TO if len(self._seqs) <= EXACT_UP_TO else KEYS_PER_LOOK
+        share = keys_left // KINDS
+        keys_left -= self._build_next(view, keys_left - 3 * share)
+        due = self._order.pop_due(view.now, keys_left - 2 * share)
+        self._place_in(self._order, due, view)
+        keys_left -= len(due)
+        keys_left -= self._move_stale(self._probes, view, keys_left - share)
+        self._place_joined(view, self._joins, keys_left)
 
-    def _build(self, view: PolicyContext, most: int) -> int:
+    def _build_next(self, view: PolicyContext, limit: int) -> int:
         """Continue with the next order. Returns by how many sequences."""
         if self._next is None:
             return 0
-        handles = self._to_build[-most:]
-        del self._to_build[-most:]
+        handles = self._to_build[-limit:]
+        del self._to_build[-limit:]
         entries = self._order.entries
-        self._enter(
+        self._place_in(
             self._next, [entries[handle][4] for handle in handles if handle in entries], view
         )
         if not self._to_build:
-            self._order, self._next = self._next, None
+            self._order = self._next
+            self._next = None
         return len(handles)
 
-    def _move_stale(self, probes: ProbeWatch, view: PolicyContext, most: int) -> int:
+    def _move_stale(self, probes: ProbeWatch, view: PolicyContext, limit: int) -> int:
         """Bring those to their places whose cached prefix may have changed. Returns how many."""
-        stale = [self._seqs[handle] for handle in itertools.islice(probes.stale, most)]
-        for order in self._orders() if stale else ():
-            self._enter(order, [seq for seq in stale if seq.handle in order.entries], view)
+        stale = [self._seqs[handle] for handle in itertools.islice(probes.stale, limit)]
+        for order in self._all_orders() if stale else ():
+            self._place_in(order, [seq for seq in stale if seq.handle in order.entries], view)
         for seq in stale:
             probes.stale.pop(seq.handle, None)
         return len(stale)
 
-    def _join(self, view: PolicyContext, last_join: int, most: int = KEYS_PER_LOOK) -> list[Seq]:
-        """Give those a place that came last so far back, the `most` most important. Returns them."""
-        found: list[Seq] = []
-        later: list[tuple[float, float, int, int]] = []
-        while self._to_join and len(found) < most:
+    def _place_joined(
+        self, view: PolicyContext, last_join: int, limit: int = KEYS_PER_LOOK
+    ) -> list[Seq]:
+        """Give those a place that came last so far back, the `limit` most important. Returns them."""
+        placed: list[Seq] = []
+        not_yet: list[tuple[float, float, int, int]] = []
+        while self._to_join and len(placed) < limit:
             entry = heapq.heappop(self._to_join)
             _, _, handle, number = entry
             if self._joined.get(handle) != number:
                 continue  # it has left, or has another priority
             if number > last_join:
-                later.append(entry)
+                not_yet.append(entry)
                 continue
             del self._joined[handle]
-            found.append(self._seqs[handle])
-        for entry in later:
+            placed.append(self._seqs[handle])
+        for entry in not_yet:
             heapq.heappush(self._to_join, entry)
-        for order in self._orders() if found else ():
-            self._enter(order, found, view)
-        return found
+        for order in self._all_orders() if placed else ():
+            self._place_in(order, placed, view)
+        return placed
 
-    def _enter(self, order: _Order, seqs: Sequence[Seq], view: PolicyContext) -> None:
+    def _place_in(self, order: _Order, seqs: Sequence[Seq], view: PolicyContext) -> None:
         if not seqs:
             return
         policy = self.policy
@@ -370,9 +407,9 @@ class WaitingQueue:
 
     def _sort_all(self, view: PolicyContext, cache_key: Hashable) -> None:
         """Where each number depends on all: sort everything, a long queue over many looks."""
-        if self._join(view, self._joins, EXACT_UP_TO):
+        if self._place_joined(view, self._joins, EXACT_UP_TO):
             self._tree = None
-        due = self._order.take_due(view.now, KEYS_PER_LOOK)
+        due = self._order.pop_due(view.now, KEYS_PER_LOOK)
         self._order.enter(due, [self._order.entries[seq.handle][1] for seq in due], NEVER, view.now)
         is_long = len(self._order.entries) >= 2 * EXACT_UP_TO
         if not is_long:
@@ -398,26 +435,35 @@ class WaitingQueue:
         assert self._next is not None, "it is made when sorting starts"
         ready = next(sorting, None)
         if ready is None:
-            self._order, self._next, self._sorting = self._next, None, None
+            self._order = self._next
+            self._next = None
+            self._sorting = None
             return
         # A request that left and returned meanwhile is in `_next` already.
-        placed, moved = self._order.entries, self._next.entries
-        found = [
-            (seq, key) for seq, key in ready if seq.handle in placed and seq.handle not in moved
+        entries = self._order.entries
+        entries_of_next = self._next.entries
+        new_keys = [
+            (seq, key)
+            for seq, key in ready
+            if seq.handle in entries and seq.handle not in entries_of_next
         ]
-        self._next.enter([seq for seq, _ in found], [key for _, key in found], NEVER, view.now)
+        self._next.enter(
+            [seq for seq, _ in new_keys], [key for _, key in new_keys], NEVER, view.now
+        )
 
 
-def _walk(order: _Order, entries: list[Entry], shift: float) -> Iterator[Entry]:
+def _walk_lane(order: _Order, entries: list[Entry], shift: float) -> Iterator[Entry]:
     """Walk one of the order's lists, which may change meanwhile.
 
     Args:
         shift: makes priorities of this list comparable with those of others at the present time.
     """
-    at, changes = 0, order.changes
-    while at < len(entries):
-        last = entries[at]
-        yield (last[0] + shift, *last[1:])
-        at += 1
+    index = 0
+    changes = order.changes
+    while index < len(entries):
+        last_entry = entries[index]
+        yield (last_entry[0] + shift, *last_entry[1:])
+        index += 1
         if order.changes != changes:
-            at, changes = bisect.bisect_right(entries, last), order.changes
+            index = bisect.bisect_right(entries, last_entry)
+            changes = order.changes

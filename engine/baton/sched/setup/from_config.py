@@ -24,25 +24,33 @@ def resolve_policy(config: EngineConfig) -> str:
 
 
 HOST_LINK_BYTES_PER_S = 10e9
-"""Between device and host, until it has been measured: half of PCIe 4.0 x16, or one core's memcpy."""
+"""Between device and host, until it has been measured: half of PCIe 4.0 x16, or one core's memcpy.
+"""
 
 
 ASSUMED_PAGE_BYTES = 2_000_000
-"""16 tokens of an 8 B model with grouped queries; where pages have no size in bytes (tests, simulation)."""
+"""16 tokens of an 8 B model with grouped queries; where pages have no size in bytes (tests,
+simulation).
+"""
 
 
-def _from_flags(made: type[Made], config: EngineConfig, **others: Any) -> Made:
-    """Make a class of the flags that have the names of its fields, and of `others`."""
-    same = {f.name: getattr(config, f.name) for f in fields(made) if hasattr(EngineConfig, f.name)}
-    return made(**(same | others))
+def _from_flags(cls: type[Made], config: EngineConfig, **values: Any) -> Made:
+    """Make a class of the flags that have the names of its fields, and of `values`."""
+    flags = {f.name: getattr(config, f.name) for f in fields(cls) if hasattr(EngineConfig, f.name)}
+    return cls(**(flags | values))
 
 
 def limits(
     config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes: int = ASSUMED_PAGE_BYTES
 ) -> Limits:
-    """The budgets of one rank whose KV pool has `num_pages` on the device and `host_pages` behind them."""
+    """The budgets of one rank whose KV pool has `num_pages` on the device and `host_pages` behind
+    them.
+    """
     c = config
     events = kv_events.read(c.kv_events_config)
+    output_weight: float | None = None
+    if c.short_first_output_weight != "auto":
+        output_weight = float(c.short_first_output_weight)
     return _from_flags(
         Limits,
         c,
@@ -53,11 +61,7 @@ def limits(
         policy_params=_from_flags(
             PolicyParams,
             c,
-            short_first_output_weight=(
-                None
-                if c.short_first_output_weight == "auto"
-                else float(c.short_first_output_weight)
-            ),
+            short_first_output_weight=output_weight,
             default_deadline_secs=c.default_deadline_ms / 1000,
             demote_hopeless=c.deadline_miss_action != "keep",
         ),
@@ -85,12 +89,10 @@ def fairness(config: EngineConfig) -> FairnessRules:
     """Classes and tenants. Reads --tenant-config; raises ConfigError for what is wrong in it."""
     c = config
     low_first = c.schedule_low_priority_values_first
-    classes, _ = (
-        parse_classes(c.priority_classes, low_values_first=low_first)
-        if c.priority_classes
-        else (None, [])
-    )
-    classes = classes or ClassRules(low_values_first=low_first)
+    classes = ClassRules(low_values_first=low_first)
+    if c.priority_classes:
+        parsed, _ = parse_classes(c.priority_classes, low_values_first=low_first)
+        classes = parsed or classes
     return _from_flags(
         FairnessRules,
         c,

@@ -1,4 +1,6 @@
-"""The budgets of one scheduler (names, defaults and help: baton.config; the mapping: sched.setup.from_config)."""
+"""The budgets of one scheduler (names, defaults and help: baton.config; the mapping:
+sched.setup.from_config).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Limits:
     """Under prefill_first: predicted time that decode rows may wait; 0: one prefill step."""
     enable_dynamic_chunking: bool = False
     step_target_secs: float = 0.0
-    """Predicted time of a step that prompt chunks may fill; 0: no target (see `enable_dynamic_chunking`)."""
+    """Predicted time of a step that prompt chunks may fill; 0: no target (see
+    `enable_dynamic_chunking`).
+    """
     watermark: float = 0.0
     """Share of the pool kept available when admitting beside others."""
     clip_max_new_tokens: int = 4096
@@ -47,7 +51,9 @@ class Limits:
     policy_params: PolicyParams = field(default_factory=PolicyParams)
     priority: PriorityRule = field(default_factory=PriorityRule)
     max_partial_prefills: int = 4
-    """A request does not start behind so many unfinished prompts, unless one step completes it: they hold pages."""
+    """A request does not start behind so many unfinished prompts, unless one step completes it:
+    they hold pages.
+    """
     admission_skip_ahead: int = 8
     """Waiting requests that could not start and that a step passes over, per class."""
     is_chunked: bool = True
@@ -55,7 +61,9 @@ class Limits:
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt per step; 0: as many as the step's budget allows."""
     preemption_mode: str = "cache"
-    """Treatment of a preempted request's KV: recompute, cache, offload, auto (docs/scheduling/preemption.md)."""
+    """Treatment of a preempted request's KV: recompute, cache, offload, auto
+    (docs/scheduling/preemption.md).
+    """
     host_pages: int = 0
     """Size of the host tier; 0: none."""
     host_pages_per_s: float = 10_000.0

@@ -1,13 +1,15 @@
 """Load of a rank: what a router needs to choose a rank, without a coordinator.
 
-The work that waits is reported by band of the order key, so that a router can ask how many tokens a new request would
-wait behind: what runs (`started_tokens`), and what waits in its band or a more important one. Its own band counts
-whole: who is there already arrived earlier. So the sum is exact but for those of its band that are less important than
-it, and for what has changed since the report.
+The work that waits is reported by band of the order key, so that a router can ask how many tokens a
+new request would wait behind: what runs (`started_tokens`), and what waits in its band or a more
+important one. Its own band counts whole: who is there already arrived earlier. So the sum is exact
+but for those of its band that are less important than it, and for what has changed since the
+report.
 
-With priorities a band holds the requests whose priority now, aging included, lies in it (sched.queue.priority_buckets).
-Priorities that age at the same rate everywhere order requests of different ranks consistently: P + R * (now - t0)
-orders like the constant P - R * t0, and t0 is stamped once.
+With priorities a band holds the requests whose priority now, aging included, lies in it
+(sched.queue.priority_buckets). Priorities that age at the same rate everywhere order requests of
+different ranks consistently: P + R * (now - t0) orders like the constant P - R * t0, and t0 is
+stamped once.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ NEW_PROBES = 64
 class WaitingLoad:
     requests: int = 0
     tokens: int = 0
-    """Tokens to compute for their first tokens: prompts, and answers of those sent back, less what is cached."""
+    """Tokens to compute for their first tokens: prompts, and answers of those sent back, less what
+    is cached.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +40,13 @@ class LoadReport:
     """State of a rank at one moment. Tokens count KV slots; pages hold `page_size` of them."""
 
     bands: dict[str, WaitingLoad]
-    """Waiting requests by band of the order key, most important first; bands without any are left out."""
+    """Waiting requests by band of the order key, most important first; bands without any are left
+    out.
+    """
     classes: dict[str, WaitingLoad]
-    """The same requests by class (--priority-classes; without them the bands of the priorities as given)."""
+    """The same requests by class (--priority-classes; without them the bands of the priorities as
+    given).
+    """
     queued_requests: int
     queued_prompt_tokens: int
     queued_tokens: int
@@ -63,13 +71,15 @@ class LoadReport:
     """Measured, smoothed; 0 before the first step with decode rows."""
 
 
-def measure(state: SchedulerState) -> LoadReport:
+def measure_load(state: SchedulerState) -> LoadReport:
     """Looks at every waiting request.
 
-    What of it is cached is what the last look into the tree found: the queue order's or, at most NEW_PROBES times per
-    report, one of our own.
+    What of it is cached is what the last look into the tree found: the queue order's or, at most
+    NEW_PROBES times per report, one of our own.
     """
-    rule, index, now = state.limits.priority, state.memory.cache, state.now
+    rule = state.limits.priority
+    index = state.memory.cache
+    now = state.now
     probes = NEW_PROBES
     by_band: dict[str, WaitingLoad] = defaultdict(WaitingLoad)
     by_class: dict[str, WaitingLoad] = defaultdict(WaitingLoad)

@@ -1,13 +1,18 @@
 """Every request of one rank: which table it is in, and the moves between tables.
 
-Facade (ingress, results) and planner share this state; each move leaves slots, pages and tables consistent.
+Scheduler (requests, results) and planner share this state; each move leaves slots, pages and tables
+consistent.
 
-* A waiting sequence holds nothing. A retracted one publishes prompt and answer to the tree before it lets go.
-* A suspended one holds nothing either and is not planned until it is resumed. Exception, on P: a prompt whose pages
-  were announced to D keeps them through a suspension (`retained`), because D may be reading them.
-* D takes pages back only from rooms of which P has announced nothing; the others P finishes by itself.
-* D's granted pages are written by the transfer runtime beside the compute, so they are handed over only when no
-  step in flight can still write to them (`grant` waits for the commits of all steps planned before it).
+* A waiting sequence holds nothing. A retracted one publishes prompt and answer to the tree before
+  its pages are released.
+* A suspended one holds nothing either and is not planned until it is resumed. Exception, on P: a
+  prompt whose pages were announced to D keeps them through a suspension (`retained`), because D may
+  be reading them.
+* D takes pages back only from rooms of which P has announced nothing; the others P finishes by
+  itself.
+* D's granted pages are written by the transfer runtime beside the compute, so they are handed over
+  only when no step in flight can still write to them (`grant_pages` waits for the commits of all
+  steps planned before it).
 """
 
 from __future__ import annotations
@@ -54,12 +59,15 @@ class SchedulerState:
         label: Callable[[Seq], str] = functools.partial(class_of, rule=limits.priority)
         if limits.fairness.enabled:
             self.sharing = fair = FairQueue(
-                limits.fairness, limits.step_tokens, self.memory.answer_tokens
+                limits.fairness, limits.step_tokens, self.memory.answer_tokens, self.holders
             )
-            label = fair.label if limits.fairness.classes.classes else label
-        self.waiting = WaitingQueue(self.policy, limits.priority, self.view, self.sharing)
+            label = fair.label_of if limits.fairness.classes.classes else label
+        self.waiting = WaitingQueue(self.policy, limits.priority, self.policy_context, self.sharing)
         self.opening = WaitingQueue(
-            POLICIES[limits.policy](limits.policy_params), limits.priority, self.view, self.sharing
+            POLICIES[limits.policy](limits.policy_params),
+            limits.priority,
+            self.policy_context,
+            self.sharing,
         )
         self.announced: dict[int, Seq] = {}
         """D: those of `opening` whose pages P holds. A view, not a table."""
@@ -67,7 +75,7 @@ class SchedulerState:
         """The least important priority that a request has stated."""
         self.transfer: dict[int, Seq] = {}
         self.running: dict[int, Seq] = {}
-        """In order of place from `sort_running` on, until one joins."""
+        """Running sequences, in order of place from `sort_running` on, until one joins."""
         self._is_unsorted = False
         self.suspended: dict[int, Seq] = {}
         self.leased: dict[int, Seq] = {}
@@ -84,22 +92,24 @@ class SchedulerState:
         self.preemptions = 0
         self.suspensions = 0
 
-    def view(self) -> PolicyContext:
+    def policy_context(self) -> PolicyContext:
         return PolicyContext(
-            self.now,
-            self.planned_step,
-            self.memory.cache,
-            self.times.prefill_rate,
-            self.computed_tokens,
-            self.memory.ratio.value,
-            self.limits.capacity_tokens,
-            self.limits.clip_max_new_tokens,
-            self.admission.queued_tokens,
+            now=self.now,
+            step=self.planned_step,
+            index=self.memory.cache,
+            prefill_rate=self.times.prefill_rate,
+            computed_tokens=self.computed_tokens,
+            answer_share=self.memory.ratio.value,
+            pool_tokens=self.limits.capacity_tokens,
+            clip_max_new_tokens=self.limits.clip_max_new_tokens,
+            queued_tokens=self.admission.queued_tokens,
         )
 
     @property
     def arrival_policy(self) -> Policy:
-        """The order of the queue that new requests join; a decode node's other queue holds those sent back."""
+        """The order of the queue that new requests join; a decode node's other queue holds those
+        sent back.
+        """
         return self.opening.policy if self.limits.role == "decode" else self.policy
 
     # ------------------------------------------------------------------ steps
@@ -116,7 +126,7 @@ class SchedulerState:
         self.memory.cache.settle(self._clocks.popleft())
 
     def settle(self) -> None:
-        """With no step in flight, everything published has been computed (or has arrived)."""
+        """Mark everything published as computed, or arrived, while no step is in flight."""
         if self.planned_step == self.committed_step:
             self.memory.cache.settle(self.memory.cache.clock)
 
@@ -125,7 +135,8 @@ class SchedulerState:
     def start_priority(self, req: ValidatedRequest) -> float | None:
         """Start of the order where the request states no priority and requests age; None: its base.
 
-        Below all priorities stated so far, but within reach: aging has to bring it past them in bounded time.
+        Below all priorities stated so far, but within reach: aging has to bring it past them in
+        bounded time.
         """
         rule = self.limits.priority
         if req.priority is not None or rule.default is not None:
@@ -135,10 +146,16 @@ class SchedulerState:
         return None
 
     def enqueue(self, seq: Seq) -> None:
-        """Queue a sequence by its state. One whose prompt P computes adds no tokens to those that wait here."""
-        is_opening = seq.state is SeqState.OPENING
-        (self.opening if is_opening else self.waiting).add(seq)
-        self.admission.add(seq, 0 if is_opening else seq.prompt_len, self.now)
+        """Queue a sequence by its state.
+
+        One whose prompt P computes adds no tokens to those that wait here.
+        """
+        if seq.state is SeqState.OPENING:
+            self.opening.add(seq)
+            self.admission.add(seq, 0, self.now)
+        else:
+            self.waiting.add(seq)
+            self.admission.add(seq, seq.prompt_len, self.now)
         self.stats.on_queued(seq, self.now)
 
     def dequeue(self, seq: Seq) -> None:
@@ -150,13 +167,14 @@ class SchedulerState:
 
     # ------------------------------------------------------------------ running
 
-    def run(self, seq: Seq) -> None:
+    def start_running(self, seq: Seq) -> None:
         """WAITING or TRANSFER → RUNNING."""
-        seq.to(SeqState.RUNNING)
+        seq.move_to(SeqState.RUNNING)
         self.retained.pop(seq.handle, None)
         seq.sort_key = self.limits.priority.sort_key(seq, self.now)
-        last = next(reversed(self.running.values()), None)
-        self._is_unsorted |= last is not None and seq.sort_key < last.sort_key
+        last_seq = next(reversed(self.running.values()), None)
+        if last_seq is not None and seq.sort_key < last_seq.sort_key:
+            self._is_unsorted = True
         self.running[seq.handle] = seq
 
     def sort_running(self) -> None:
@@ -179,19 +197,24 @@ class SchedulerState:
         self._is_unsorted = True
 
     def requeue(self, seq: Seq, mode: str) -> None:
-        """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds nothing."""
+        """Send a running sequence back to the queue: it keeps its tokens and its arrival, and holds
+        nothing.
+        """
         self._leave_device(seq, mode)
-        seq.to(SeqState.WAITING)
+        seq.move_to(SeqState.WAITING)
         self.enqueue(seq)
 
     def _leave_device(self, seq: Seq, mode: str) -> None:
-        """Take a sequence off the device: its slot and its pages are free for others. `mode`: see KvManager."""
+        """Take a sequence off the device: its slot and its pages are free for others.
+
+        `mode`: see KvManager.
+        """
         self.memory.release_device_memory(seq, mode, self.times.prefill_rate)
         self._free_slot(seq)
         self.running.pop(seq.handle, None)
         seq.computed = seq.committed = seq.pages_sent_to_runner = 0
 
-    def _park(self, seq: Seq) -> None:
+    def _retain_pages(self, seq: Seq) -> None:
         """P: give up the slot and keep the pages: some were announced to D, or soon will be."""
         del self.running[seq.handle]
         self._free_slot(seq)
@@ -201,23 +224,24 @@ class SchedulerState:
     def cancel_admission(self, seq: Seq) -> None:
         """Undo an admission that no row came of."""
         if seq.announced_pages:
-            self._park(seq)
-            seq.to(SeqState.WAITING)
+            self._retain_pages(seq)
+            seq.move_to(SeqState.WAITING)
             self.enqueue(seq)
         else:
             self.requeue(seq, "recompute")
 
     def release_retained(self) -> bool:
-        """P: release one retained sequence's pages, the newest's, suspended ones first. False: nothing is retained.
+        """P: release one retained sequence's pages, the newest's, suspended ones first. False:
+        nothing is retained.
 
-        D has read most of them long ago; should it come for one that has been reused meanwhile, its transfer fails and
-        no wrong token comes of it.
+        D has read most of them long ago; should it come for one that has been reused meanwhile, its
+        transfer fails and no wrong token comes of it.
         """
         if not self.retained:
             return False
         seq = max(
             self.retained.values(),
-            key=lambda s: (s.state is SeqState.SUSPENDED, s.req.arrival, s.handle),
+            key=lambda seq: (seq.state is SeqState.SUSPENDED, seq.req.arrival, seq.handle),
         )
         del self.retained[seq.handle]
         self._leave_device(seq, "cache")
@@ -231,11 +255,13 @@ class SchedulerState:
         mode = self.limits.preemption_mode
         self.requeue(seq, "cache" if mode == "recompute" else mode)
         self.memory.ratio.on_retraction(
-            (s.generated, s.max_new_tokens) for s in self.running.values()
+            (survivor.generated, survivor.max_new_tokens) for survivor in self.running.values()
         )
 
     def preempt(self, seq: Seq, by: Seq | None = None) -> None:
-        """Send a sequence back, for `by` if it is one of higher priority that lacks a slot or pages."""
+        """Send a sequence back, for `by` if it is one of higher priority that lacks a slot or
+        pages.
+        """
         self.stats.on_suspended(seq, "priority" if self.slots else "slots", by)
         self.preemptions += 1
         seq.preemptions += 1
@@ -251,21 +277,21 @@ class SchedulerState:
         if seq.state is SeqState.WAITING:
             self.dequeue(seq)
         elif seq.is_lease and seq.pages:
-            self._park(seq)
+            self._retain_pages(seq)
         else:
             self._leave_device(seq, self.limits.preemption_mode)
-        seq.to(SeqState.SUSPENDED)
+        seq.move_to(SeqState.SUSPENDED)
         self.suspended[seq.handle] = seq
 
     def resume(self, seq: Seq) -> None:
         """SUSPENDED → WAITING, at the place of its arrival, whatever the queue's limits."""
         del self.suspended[seq.handle]
-        seq.to(SeqState.WAITING)
+        seq.move_to(SeqState.WAITING)
         self.enqueue(seq)
 
     # ------------------------------------------------------------------ leased
 
-    def lease(self, seq: Seq) -> None:
+    def start_lease(self, seq: Seq) -> None:
         """P: the prompt is computed; its pages stay for D, its slot does not.
 
         Suspended or waiting again: its last step was in flight when it was suspended.
@@ -274,112 +300,138 @@ class SchedulerState:
         self.stats.on_withdrawn(seq)
         for table in (self.running, self.suspended, self.retained):
             table.pop(seq.handle, None)
-        seq.to(SeqState.LEASED)
+        seq.move_to(SeqState.LEASED)
         self.leased[seq.handle] = seq
         self._free_slot(seq)
 
     # ------------------------------------------------------------------ transfer
 
-    def grant(self, seq: Seq, start_page: int, pages: array[int]) -> None:
+    def grant_pages(self, seq: Seq, start_page: int, pages: array[int]) -> None:
         """D: hand pages to the transfer runtime once the steps planned so far have committed.
 
-        If pages are waiting to be copied, these may be among them: then the next step, too, has to commit.
+        If pages are waiting to be copied, these may be among them: then the next step, too, has to
+        commit.
         """
-        after = self.planned_step + self.memory.has_copies
-        self._grants.append((after, seq, GrantPages(seq.req, start_page, pages)))
+        after_step = self.planned_step + self.memory.has_copies
+        grant = GrantPages(seq.req, start_page, pages)
+        self._grants.append((after_step, seq, grant))
 
-    def announce(self, seq: Seq) -> None:
+    def note_announced(self, seq: Seq) -> None:
         """D: P holds pages for a prompt on its way."""
-        seq.is_announced, seq.is_revoking = True, False
-        self.stats.timeline(seq).announced_at = self.stats.now
+        seq.is_announced = True
+        seq.is_revoking = False
+        self.stats.timeline_of(seq).announced_at = self.stats.now
         if seq.state is SeqState.OPENING:
             self.announced[seq.handle] = seq
 
-    def revoke(self, seq: Seq) -> None:
-        """D: ask for the pages of a transfer of which nothing has come; at once if its grant has not left yet."""
-        pending = len(self._grants)
+    def revoke_grant(self, seq: Seq) -> None:
+        """D: ask for the pages of a transfer of which nothing has come; at once if its grant has
+        not left yet.
+        """
+        num_pending = len(self._grants)
         self._grants = deque(entry for entry in self._grants if entry[1] is not seq)
-        if len(self._grants) < pending:
-            self.ungrant(seq)
+        if len(self._grants) < num_pending:
+            self.take_grant_back(seq)
         else:
             seq.is_revoking = True
             self.outbox.append(RevokeGrant(seq.req))
 
-    def ungrant(self, seq: Seq) -> None:
+    def take_grant_back(self, seq: Seq) -> None:
         """D: TRANSFER → OPENING: no peer writes to its pages any more."""
         seq.is_revoking = False
         del self.transfer[seq.handle]
-        self._let_go(seq)
-        seq.to(SeqState.OPENING)
+        self._release_memory(seq)
+        seq.move_to(SeqState.OPENING)
         self.enqueue(seq)
 
     def release_grants(self) -> None:
-        while self._grants and self._grants[0][0] <= self.committed_step:
-            _, seq, grant = self._grants.popleft()
+        while self._grants:
+            after_step, seq, grant = self._grants[0]
+            if after_step > self.committed_step:
+                return
+            self._grants.popleft()
             if seq.state is SeqState.TRANSFER:
                 self.outbox.append(grant)
 
     # ------------------------------------------------------------------ endings
 
-    def end(self, seq: Seq, code: str) -> None:
-        """Take a sequence out of whatever state it is in. `code` != "": tell the transfer peer."""
-        has_room = seq.req.rendezvous is not None and seq.req.rendezvous.room in self.rooms
+    def end_request(self, seq: Seq, code: str) -> None:
+        """Take a sequence out of whatever state it is in. `code` != "": the transfer peer gets it."""
+        rendezvous = seq.req.rendezvous
+        has_room = rendezvous is not None and rendezvous.room in self.rooms
         if has_room and code:
             self.outbox.append(AbortTransfer(seq.req, code))
         if seq.state in (SeqState.OPENING, SeqState.TRANSFER):
             self.dequeue(seq)
             self.transfer.pop(seq.handle, None)
             self._free_slot(seq)
-            self._tell_end(seq)
-            seq.to(SeqState.ABORTING)
+            self._emit_timeline(seq)
+            seq.move_to(SeqState.ABORTING)
             self.closing[seq.handle] = seq
             return
-        self.forget(seq)
+        self.forget_request(seq)
 
     def end_with_error(self, seq: Seq, error: EngineError, code: str) -> None:
-        """`end`, and tell the client why."""
+        """End a request with an error that the client gets."""
         self.report_error(seq, error)
-        self.end(seq, code)
+        self.end_request(seq, code)
 
     def report_error(self, seq: Seq, error: EngineError) -> None:
-        """Tell the client why its request is about to end."""
+        """Emit the error that a request is about to end with."""
         seq.finish = FinishReason.ERROR
-        self.stats.timeline(seq).error = error.code
-        cached, cause = max(seq.cached_tokens, 0), (error.code, error.message)
-        self.outbox.append(
-            EmittedTokens(seq.handle, (), seq.finish, cached, None, cause, error.retry_after_secs)
+        self.stats.timeline_of(seq).error = error.code
+        emitted = EmittedTokens(
+            handle=seq.handle,
+            tokens=(),
+            finish=seq.finish,
+            cached_tokens=max(seq.cached_tokens, 0),
+            error=(error.code, error.message),
+            retry_after_secs=error.retry_after_secs,
         )
+        self.outbox.append(emitted)
 
     def miss_deadline(self, seq: Seq) -> None:
-        """End a request whose first token did not come, or cannot come, in the time that its client gave."""
+        """End a request whose first token did not come, or cannot come, in the time that its client
+        gave.
+        """
         self.admission.turned_away["deadline"] += 1
-        late = DeadlineMissed(
-            f"request {seq.req.rid} was {seq.state.value} and its first token cannot come within its "
-            "ttft_deadline_ms any more; retry with a longer one, or start the engine with --deadline-miss-action demote"
+        error = DeadlineMissed(
+            f"request {seq.req.rid} was {seq.state.value} "
+            "and its first token cannot come within its ttft_deadline_ms any more; "
+            "retry with a longer one, or start the engine with --deadline-miss-action demote"
         )
-        self.end_with_error(seq, late, "DEADLINE")
+        self.end_with_error(seq, error, "DEADLINE")
 
-    def forget(self, seq: Seq) -> None:
+    def forget_request(self, seq: Seq) -> None:
         """Publish what is worth keeping, free the rest and drop the sequence."""
-        if seq.state is SeqState.RUNNING or seq.handle in self.retained:
+        is_computed_here = seq.state is SeqState.RUNNING or seq.handle in self.retained
+        if is_computed_here:
             self.memory.publish(seq)
-        self._let_go(seq)
+        self._release_memory(seq)
         self.dequeue(seq)
-        for table in (
-            self.transfer, self.running, self.suspended, self.retained, self.leased, self.closing, self.seqs,
-        ):  # fmt: skip
+        tables = (
+            self.transfer,
+            self.running,
+            self.suspended,
+            self.retained,
+            self.leased,
+            self.closing,
+            self.seqs,
+        )
+        for table in tables:
             table.pop(seq.handle, None)
-        meet = seq.req.rendezvous
-        if meet is not None and self.rooms.get(meet.room) is seq:
-            del self.rooms[meet.room]
-        self._tell_end(seq)
-        seq.to(SeqState.FINISHED)
+        rendezvous = seq.req.rendezvous
+        if rendezvous is not None and self.rooms.get(rendezvous.room) is seq:
+            del self.rooms[rendezvous.room]
+        self._emit_timeline(seq)
+        seq.move_to(SeqState.FINISHED)
 
-    def _tell_end(self, seq: Seq) -> None:
-        if (timeline := self.stats.on_ended(seq)) is not None:
+    def _emit_timeline(self, seq: Seq) -> None:
+        timeline = self.stats.on_ended(seq)
+        if timeline is not None:
             self.outbox.append(timeline)
 
-    def _let_go(self, seq: Seq) -> None:
+    def _release_memory(self, seq: Seq) -> None:
         self.memory.release_pages(seq)
         self._free_slot(seq)
 

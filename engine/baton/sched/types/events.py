@@ -14,7 +14,10 @@ from baton.sched.types.request_timeline import FirstTokenStages, RequestTimeline
 
 
 class EmittedTokens(NamedTuple):
-    """New output of a request: zero or one token, and its end if this is it. `new_token` makes one faster."""
+    """New output of a request: zero or one token, and its end if this is it.
+
+    `new_token` makes one faster.
+    """
 
     handle: int
     tokens: tuple[int, ...]
@@ -25,9 +28,9 @@ class EmittedTokens(NamedTuple):
     error: tuple[str, str] | None = None
     """(error code, message) when finish is ERROR."""
     retry_after_secs: int | None = None
-    """With an error of overload: when to come back."""
+    """Time after which to retry, with an error of overload."""
     stages: FirstTokenStages | None = None
-    """With the first token."""
+    """Stages until the first token, which they come with."""
 
 
 NewToken = tuple[
@@ -40,9 +43,11 @@ NewToken = tuple[
     None,
     FirstTokenStages | None,
 ]
-"""Fields of an Emitted that has a token and no error."""
+"""Fields of an EmittedTokens that has a token and no error."""
 new_token: Callable[[NewToken], EmittedTokens] = functools.partial(tuple.__new__, EmittedTokens)
-"""An Emitted of its fields in order, without the Python call of the generated `__new__`: a step makes hundreds."""
+"""An EmittedTokens of its fields in order, without the Python call of the generated `__new__`: a
+step makes hundreds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,9 @@ class TransferEvent:
 
 @dataclass(frozen=True, slots=True)
 class PagesFinal(TransferEvent):
-    """P: prompt pages [first_page, first_page + len(pages)) are computed and stay the same while the request lives."""
+    """P: prompt pages [first_page, first_page + len(pages)) are computed and stay the same while
+    the request lives.
+    """
 
     first_page: int
     pages: array[int]
@@ -62,7 +69,9 @@ class PagesFinal(TransferEvent):
 
 @dataclass(frozen=True, slots=True)
 class PrefillDone(TransferEvent):
-    """P: the whole prompt is computed and its first token drawn; the pages stay locked until `release`."""
+    """P: the whole prompt is computed and its first token drawn; the pages stay locked until
+    `release`.
+    """
 
     total_pages: int
     last_page_tokens: int
@@ -78,7 +87,9 @@ class OpenTransfer(TransferEvent):
 
 @dataclass(frozen=True, slots=True)
 class GrantPages(TransferEvent):
-    """D: the prompt's pages before `start_page` are here already; the rest may be written into `pages`."""
+    """D: the prompt's pages before `start_page` are here already; the rest may be written into
+    `pages`.
+    """
 
     start_page: int
     pages: array[int]
@@ -86,12 +97,14 @@ class GrantPages(TransferEvent):
 
 @dataclass(frozen=True, slots=True)
 class RevokeGrant(TransferEvent):
-    """D: take the granted pages back if nothing has come for them; `grant_revoked` or `transfer_announced` answers."""
+    """D: take the granted pages back if nothing has come for them; `grant_revoked` or
+    `transfer_announced` answers.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class AbortTransfer(TransferEvent):
-    """Tell the peer that this room is over. On D the pages stay reserved until `transfer_closed`."""
+    """Close a room at the peer. On D the pages stay reserved until `transfer_closed`."""
 
     code: str
 
@@ -103,7 +116,9 @@ class OrderReviewed:
     before: str
     after: str
     line: Callable[[], str]
-    """Returns a line that replays the decision (policies.adaptive.replay_line); to make it takes some ms."""
+    """Returns a line that replays the decision (policies.adaptive.replay_line); to make it takes
+    some ms.
+    """
 
 
 Event = EmittedTokens | TransferEvent | OrderReviewed | RequestTimeline

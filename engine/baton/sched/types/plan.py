@@ -1,4 +1,6 @@
-"""Plan and result of a forward pass: integers only, so that a plan can be logged, sent and replayed."""
+"""Plan and result of a forward pass: integers only, so that a plan can be logged, sent and
+replayed.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,14 @@ from baton.cache.host import CopyRun
 from baton.sched.types.request import SamplingParams
 
 UNKNOWN_TOKEN = -1
-"""In Row.tokens: the token sampled by the step before, which the runner reads from its token table."""
+"""In Row.tokens: the token sampled by the step before, which the runner reads from its token table.
+"""
 
 INVALID_TOKEN = -2
-"""In StepResult.tokens: the row's logits hold NaN or infinity, so no token was chosen. No input to a later step."""
+"""In StepResult.tokens: the row's logits hold NaN or infinity, so no token was chosen.
+
+No input to a later step.
+"""
 
 
 class ForwardMode(enum.Enum):
@@ -43,9 +49,10 @@ class StopReason(enum.Enum):
 class Row(NamedTuple):
     """Tokens [start, start + n) of one sequence.
 
-    `tokens` holds the n input ids (UNKNOWN_TOKEN for the one still being sampled). `pages` continue the slot's page
-    table at index `page_base`: only what the runner does not know yet. `sample`: draw the next token after it.
-    A tuple: a step makes hundreds, and frozen dataclasses take three times as long to make. `new_row` halves it again.
+    `tokens` holds the n input ids (UNKNOWN_TOKEN for the one still being sampled). `pages` continue
+    the slot's page table at index `page_base`: only what the runner does not know yet. `sample`:
+    draw the next token after it. A tuple: a step makes hundreds, and frozen dataclasses take three
+    times as long to make. `new_row` halves it again.
     """
 
     handle: int
@@ -61,12 +68,17 @@ class Row(NamedTuple):
 new_row: Callable[[tuple[int, int, int, int, bool, array[int], int, array[int]]], Row] = (
     functools.partial(tuple.__new__, Row)
 )
-"""A Row of its fields in order, without the Python call of the generated `__new__`: for the loop over decode rows."""
+"""A Row of its fields in order, without the Python call of the generated `__new__`: for the loop
+over decode rows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedSeq:
-    """A sequence took `slot`: what sampling needs to know about it. `history` = all tokens known so far."""
+    """A sequence took `slot`: what sampling needs to know about it.
+
+    `history` = all tokens known so far.
+    """
 
     handle: int
     slot: int
@@ -79,7 +91,9 @@ class AdmittedSeq:
 class StepPlan:
     step: int
     rows: tuple[Row, ...]
-    """Decode rows first, by priority and arrival; then prompt chunks, by priority and in policy order."""
+    """Decode rows first, by priority and arrival; then prompt chunks, by priority and in policy
+    order.
+    """
     num_decode: int
     admitted: tuple[AdmittedSeq, ...]
     new_pages: array[int]
@@ -113,7 +127,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens of a step, one per row with `sample`, in row order; logprobs by index into `tokens` where asked for."""
+    """Tokens of a step, one per row with `sample`, in row order; logprobs by index into `tokens`
+    where asked for.
+    """
 
     tokens: Sequence[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

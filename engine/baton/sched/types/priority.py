@@ -12,13 +12,14 @@ from baton.sched.types.sequence import Seq, SortKey
 
 @dataclass(frozen=True, slots=True)
 class PriorityRule:
-    """How a request's priority enters the order. `sign` is applied once: after it, larger is better in both directions.
+    """How a request's priority enters the order. `sign` is applied once: after it, larger is better
+    in both directions.
 
-    With aging a request gains `aging_rate` units per second of waiting, up to `aging_max`. Until then
-    P + R * (now - t0) orders like the constant P - R * t0, so keys never change while a request waits
-    (waiting_queue.py keeps those that have reached the maximum, whose key is constant too, in a second list). That
-    constant is rounded down to whole units: requests of one unit are equally important, and among them the policy
-    decides. Preemption compares the unaged priority.
+    With aging a request gains `aging_rate` units per second of waiting, up to `aging_max`. Until
+    then P + R * (now - t0) orders like the constant P - R * t0, so keys never change while a
+    request waits (waiting_queue.py keeps those that have reached the maximum, whose key is constant
+    too, in a second list). That constant is rounded down to whole units: requests of one unit are
+    equally important, and among them the policy decides. Preemption compares the unaged priority.
     """
 
     enabled: bool = False
@@ -27,7 +28,9 @@ class PriorityRule:
     aging_max: float = math.inf
     preemption_threshold: int = 10
     default: int | None = None
-    """Priority of requests that state none; None: below every stated one (State.start_priority where they age)."""
+    """Priority of requests that state none; None: below every stated one (State.start_priority
+    where they age).
+    """
 
     def base(self, seq: Seq) -> int:
         """Priority with larger meaning better: what preemption and queue limits compare."""
@@ -40,7 +43,9 @@ class PriorityRule:
         return -stated if self.low_values_first else stated
 
     def unaged(self, seq: Seq) -> float:
-        """Priority that the order starts from: the base, or as --priority-adjustment-function adjusted it."""
+        """Priority that the order starts from: the base, or as --priority-adjustment-function
+        adjusted it.
+        """
         if seq.adjusted_priority is not None:
             return seq.adjusted_priority
         return self.base(seq) if seq.start_priority is None else seq.start_priority

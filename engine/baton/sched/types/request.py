@@ -1,7 +1,7 @@
 """Validated request: tokens, sampling parameters, and where its KV comes from.
 
-A request changes type as it earns trust: the wire body (server) becomes `ValidatedRequest` (here), which the scheduler
-wraps in a `sched.types.sequence.Seq` with its mutable progress. Pure: standard library only.
+A request changes type as it earns trust: the wire body (server) becomes `ValidatedRequest` (here),
+which the scheduler wraps in a `sched.types.sequence.Seq` with its mutable progress. No I/O.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from baton.cache.int_array import IntArray
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Ranges are checked at the edge (server.request.validation); `top_k` 0 means no limit."""
+    """How tokens are chosen.
+
+    Ranges are checked at the edge (server.request.validation); `top_k` 0 means no limit.
+    """
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -26,15 +29,22 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    """Always set: the client's, else drawn from the room or at random. Token i uses hash(seed, position i) only."""
+    """Always set: the client's, else drawn from the room or at random.
+
+    Token i uses hash(seed, position i) only.
+    """
     stop_token_ids: tuple[int, ...] = ()
     """The request's own stop ids *and* the model's end-of-sequence ids, unless ignore_eos."""
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     resumed: int = 0
-    """So many last tokens of the prompt are the beginning of the answer, drawn by an engine that is gone."""
+    """So many last tokens of the prompt are the beginning of the answer, drawn by an engine that is
+    gone.
+    """
     logprobs: int = -1
-    """-1: none; 0: the chosen token's logprob; k > 0: also the k most likely tokens at each position."""
+    """-1: none; 0: the chosen token's logprob; k > 0: also the k most likely tokens at each
+    position.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +56,16 @@ class Rendezvous:
     room: int
     attempt: int = 0
     prefill_dp_rank: int = 0
-    """P's rank. -1 on D when the router did not name it: room % the prefill node's dp_size, which /route tells."""
+    """P's rank. -1 on D when the router did not name it: room % the prefill node's dp_size, which
+    /route reports.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRequest:
-    """A request the scheduler may trust: 1 ≤ len(prompt), len(prompt) + max_new_tokens ≤ context length."""
+    """A request the scheduler may trust: 1 ≤ len(prompt), len(prompt) + max_new_tokens ≤ context
+    length.
+    """
 
     handle: int
     """Unique in the front that sent it; rows of messages refer to it."""
@@ -59,9 +73,13 @@ class ValidatedRequest:
     prompt: IntArray
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int | None = None
-    """The client's; None counts as lowest when priority scheduling is on (sched.types.priority.PriorityRule)."""
+    """The client's; None counts as lowest when priority scheduling is on
+    (sched.types.priority.PriorityRule).
+    """
     namespace: bytes = b""
-    """Radix cache namespace (extra_key / cache_salt): equal prompts of different namespaces share nothing."""
+    """Radix cache namespace (extra_key / cache_salt): equal prompts of different namespaces share
+    nothing.
+    """
     arrival: float = 0.0
     """Scheduler-monotonic seconds; never reset."""
     rendezvous: Rendezvous | None = None
@@ -73,9 +91,13 @@ class ValidatedRequest:
     priority_class: str = ""
     """Name from --priority-classes; "" counts as the middle one."""
     trace: bytes = b""
-    """Not empty: a timeline (sched.types.request_timeline) is recorded, and handed back with this."""
+    """Not empty: a timeline (sched.types.request_timeline) is recorded, and handed back with
+    this.
+    """
     tenant: str = ""
-    """For whom this is computed (sched.fairness.tenants); "": no tenant, and without a tenant's limits."""
+    """For whom this is computed (sched.fairness.tenants); "": no tenant, and without a tenant's
+    limits.
+    """
 
 
 class FinishReason(enum.IntEnum):

@@ -1,10 +1,14 @@
-"""Timeline of a traced request in the scheduler: times and amounts, from which the front makes spans.
+"""Timeline of a traced request in the scheduler: times and amounts, from which the front makes
+spans.
 
-1. a request that carries a trace (`ValidatedRequest.trace`) gets a RequestTimeline when it is queued first;
-2. the hooks of sched.metrics.collector write it, the same calls that count and time all requests for the metrics;
+1. a request that carries a trace (`ValidatedRequest.trace`) gets a RequestTimeline when it is
+   queued first;
+2. the hooks of sched.metrics.collector write it, the same calls that count and time all requests
+   for the metrics;
 3. when the scheduler forgets the request its timeline leaves as an event, complete.
 
-Times are seconds on the clock of `ValidatedRequest.arrival`. Bounded: after MAX_EVENTS further ones are only counted.
+Times are seconds on the clock of ValidatedRequest.arrival. Bounded: after MAX_EVENTS further ones
+are only counted.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ MAX_EVENTS = 64
 
 @dataclass(frozen=True, slots=True)
 class PulledPages:
-    """D: how a prompt's pages came, as the transfer runtime tells it (kv_transfer's PullStats)."""
+    """D: how a prompt's pages came, as the transfer runtime reports it (kv_transfer's PullStats)."""
 
     transport: str
     """shm, tcp, or none: all of it was here."""
@@ -67,24 +71,28 @@ class RequestTimeline:
     leased_pages: int = 0
     """P: pages kept for D from the first token on."""
     finish: str = ""
-    """stop, length, abort, error; of a lease why it ended: DONE or the transfer runtime's reason code."""
+    """stop, length, abort, error; of a lease why it ended: DONE or the transfer runtime's reason
+    code.
+    """
     error: str = ""
     """Code of the error that it ended with."""
     events: list[tuple[float, str, int]] = field(default_factory=list)
-    """(when, what, tokens), in order: computed, admitted (again), retracted, preempted, suspended, revoked."""
+    """(when, what, tokens), in order: computed, admitted (again), retracted, preempted, suspended,
+    revoked.
+    """
     lost_events: int = 0
 
-    def note(self, at: float, what: str, tokens: int) -> None:
+    def add_event(self, time: float, name: str, tokens: int) -> None:
         if len(self.events) < MAX_EVENTS:
-            self.events.append((at, what, tokens))
+            self.events.append((time, name, tokens))
         else:
             self.lost_events += 1
 
-    def computed(self, at: float, tokens: int) -> None:
+    def on_computed(self, time: float, tokens: int) -> None:
         """A step has computed so many of its tokens; said before the token that the step sampled."""
         if self.first_token_at is None:
             self.steps += 1
             self.computed_tokens += tokens
         else:
             self.recomputed_tokens += tokens
-        self.note(at, "computed", tokens)
+        self.add_event(time, "computed", tokens)

@@ -10,8 +10,8 @@ Life of a sequence, by node role (`pages` in brackets = what it holds):
     suspend  WAITING | RUNNING ─▶ SUSPENDED ─▶ WAITING (by an operator; a prompt already announced to D keeps its pages)
     abort    OPENING | TRANSFER ─▶ ABORTING (until the transfer runtime has released the pages)─▶ FINISHED
 
-Invariants: `pages` only grows while RUNNING; `private` ⊆ pages; pages not in `private` belong to the radix tree and are
-locked through `node`; computed ≤ len(tokens) + inflight.
+Invariants: `pages` only grows while RUNNING; `private` ⊆ pages; pages not in `private` belong to
+the radix tree and are locked through `node`; computed ≤ len(tokens) + inflight.
 """
 
 from __future__ import annotations
@@ -107,26 +107,36 @@ class Seq:
     is_revoking: bool = False
     """D: it was asked to give its pages back."""
     cached_tokens: int = -1
-    """Prompt tokens that this request got from the cache instead of computing them; -1: has not run."""
+    """Prompt tokens that this request got from the cache instead of computing them; -1: has not
+    run.
+    """
     pages_were_released: bool = False
-    """Set once it had pages and gave them up: what it finds in the cache now may be its own work."""
+    """Set once it had pages and gave them up: what it finds in the cache now may be its own work.
+    """
     admitted_step: int = -1
     """Steps that had been planned when it was last admitted."""
     tokens_computed_at_arrival: int = 0
     """Prompt tokens the engine had computed when this request arrived."""
     has_started: bool = False
-    """A step has computed some of it, its KV has arrived, or an operator suspended it: it is never turned away."""
+    """A step has computed some of it, its KV has arrived, or an operator suspended it: it is never
+    turned away.
+    """
     pinned: list[HostPage] = field(default_factory=list)
     """While preempted: pages of it that the host tier must not drop."""
     retractions: int = 0
     preemptions: int = 0
     finish: FinishReason | None = None
     sort_key: SortKey = (0.0, 0.0, 0)
-    """While it runs: its place among the running (PriorityRule.sort_key), kept because each plan compares them all."""
+    """While it runs: its place among the running (PriorityRule.sort_key), kept because each plan
+    compares them all.
+    """
     adjusted_priority: float | None = None
-    """Replaces the priority in the queue order, larger is better (--priority-adjustment-function)."""
+    """Replaces the priority in the queue order, larger is better (--priority-adjustment-function).
+    """
     start_priority: float | None = None
-    """Replaces the base priority in the queue order of a request that states none, where requests age."""
+    """Replaces the base priority in the queue order of a request that states none, where requests
+    age.
+    """
     probe: PrefixProbe | None = None
     """Cached prefix of this sequence when an order last asked."""
     _key: bytes = b""
@@ -169,29 +179,31 @@ class Seq:
         """P: D may be reading some of its pages, so they stay where they are."""
         return self.is_lease and self.announced_pages > 0
 
-    def to(self, state: SeqState) -> None:
+    def move_to(self, state: SeqState) -> None:
         if state not in LEGAL[self.state]:
             raise IllegalTransition(f"request {self.req.rid}: {self.state.value} -> {state.value}")
         self.state = state
 
 
 def wants_row(seq: Seq) -> bool:
-    """Is there anything left to compute? A sequence whose last token is in flight waits for it."""
+    """True if tokens are left to compute. A sequence with its last token in flight waits for it."""
     return seq.extend_tokens > 0 and seq.generated < seq.max_new_tokens
 
 
 def is_ready_to_decode(seq: Seq) -> bool:
-    """True if a step may compute the next token of the answer: one token is left to compute, the answer goes on."""
+    """True if a step may compute the next token of the answer: one token is left to compute, the
+    answer is unfinished.
+    """
     return seq.extend_tokens == 1 and seq.prompt_len < seq.total_len < seq.max_total_tokens
 
 
 def is_partial(seq: Seq) -> bool:
-    """Is part of the prompt still to be computed by a later step?"""
+    """True if a later step has to compute a part of the prompt."""
     return not seq.is_decoding and wants_row(seq)
 
 
 def partial_of(seqs: Iterable[Seq]) -> list[Seq]:
-    """Those of `seqs` that are partial. Most decode: they are distinguished without a call."""
+    """Select the partial ones. Most sequences decode: they are distinguished without a call."""
     return [
         seq
         for seq in seqs

@@ -74,7 +74,7 @@ class Tenancy:
         if not self._rules.enabled:
             return priority, "", ""
         tenant = "" if self._rules.tenants is None else asked_tenant or _of_headers(headers)
-        return *self._rules.place(tenant, asked_class or None, priority), tenant
+        return *self._rules.place_request(tenant, asked_class or None, priority), tenant
 
     def admit(self, tenant: str, prompt_tokens: int, now: float) -> None:
         """Raises RateLimited, with the seconds after which the request would pass."""

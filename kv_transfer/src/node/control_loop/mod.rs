@@ -463,7 +463,8 @@ impl ControlLoop {
             return;
         };
         if !busy || progress != conn.progress {
-            (conn.progress, conn.progressed_at) = (progress, now);
+            conn.progress = progress;
+            conn.progressed_at = now;
         }
         let still_ms = now.saturating_sub(conn.progressed_at);
         if still_ms < limit {

@@ -184,7 +184,9 @@ impl RankConnections {
     pub fn set_up(&mut self, address: &RankAddress, peer: ConnectionId) {
         if let Some(rank) = self.ranks.get_mut(address) {
             rank.state = RankState::Up(peer);
-            (rank.failures, rank.breaks, rank.outage) = (0, 0, Outage::default());
+            rank.failures = 0;
+            rank.breaks = 0;
+            rank.outage = Outage::default();
             rank.damage = Damage::default();
         }
     }
@@ -309,7 +311,8 @@ impl RankConnections {
 
 /// Start an attempt; its result arrives as `LoopMessage::Connected`.
 fn connect(rank: &mut RankConnection, ctx: &NodeContext, address: &RankAddress) {
-    (rank.state, rank.tried_at) = (RankState::Connecting, ctx.now());
+    rank.state = RankState::Connecting;
+    rank.tried_at = ctx.now();
     let client = ctx.bootstrap_client(address.host.clone(), address.port);
     let identity = ctx.identity.clone();
     let internal = ctx.internal.clone();

@@ -368,7 +368,8 @@ impl EngineBlockTree {
                 _ => self.blocks[prev as usize].next = next,
             }
             let block = &mut self.blocks[at as usize];
-            (block.parent, block.rest) = (FREE, BlockRemainder::Whole);
+            block.parent = FREE;
+            block.rest = BlockRemainder::Whole;
             self.free.push(at);
             at = parent;
         }

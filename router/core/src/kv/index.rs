@@ -329,7 +329,8 @@ impl KvIndex {
             at += 1;
         }
         let deepest = depths.iter().copied().max().unwrap_or(0);
-        (self.active, self.depths) = (active, depths);
+        self.active = active;
+        self.depths = depths;
         deepest
     }
 

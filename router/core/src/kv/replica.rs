@@ -212,7 +212,8 @@ impl CacheReplica {
     /// Another copy follows from number 0 on; the one in use stays a guess until that is served.
     pub fn restart(&mut self) {
         self.mirror.clear();
-        (self.next, self.is_exact) = (None, false);
+        self.next = None;
+        self.is_exact = false;
     }
 
     /// The rank is another process now: numbers restart, and it holds nothing of what this knew.
@@ -225,7 +226,8 @@ impl CacheReplica {
     }
 
     fn serve(&mut self, is_exact: bool, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
-        (self.is_exact, self.is_serving) = (is_exact, true);
+        self.is_exact = is_exact;
+        self.is_serving = true;
         tell(CacheUpdate::Serve { is_exact })?;
         Ok(())
     }

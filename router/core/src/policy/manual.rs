@@ -146,7 +146,8 @@ impl State {
         self.turn += 1;
         let entry = self.keys.entry(key).or_default();
         self.idle.remove(&entry.turn);
-        (entry.turn, entry.seen_ms) = (self.turn, now_ms);
+        entry.turn = self.turn;
+        entry.seen_ms = now_ms;
         self.idle.insert(self.turn, key);
         if entry.workers.contains(&worker) {
             return;

@@ -381,7 +381,8 @@ mod tests {
             for id in 10..10 + d {
                 policies.1.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
             }
-            let (p_views, d_views): (Vec<_>, Vec<_>) = ((0..p).map(view).collect(), (10..10 + d).map(view).collect());
+            let p_views: Vec<_> = (0..p).map(view).collect();
+            let d_views: Vec<_> = (10..10 + d).map(view).collect();
             let is_compatible = |p: WorkerId, d: WorkerId| table[(p.0 * 4 + d.0 - 10) as usize % 16];
             let is_possible = (0..p).any(|p| (10..10 + d).any(|d| is_compatible(WorkerId(p), WorkerId(d))));
             let pair = decide_pair(

@@ -38,6 +38,7 @@
 //! unit, not by scanning. Time is a logical counter. Cost: insert and match O(length of the path +
 //! nodes on it × log), eviction O(log) a node.
 
+mod holder;
 mod segment;
 
 use std::collections::BTreeMap;
@@ -45,14 +46,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::types::{WorkerId, WorkerView};
 
+use holder::{Holder, NOT_QUEUED, position};
 pub use segment::TreeSegment;
 
 /// Index into the arena. 32 bits: 2^32 nodes would need half a terabyte.
 type NodeId = u32;
 
 const ROOT: NodeId = 0;
-/// A `queued` value no stamp has.
-const NOT_QUEUED: u64 = 0;
 
 #[derive(Debug)]
 struct Node<S: TreeSegment + ?Sized> {
@@ -65,36 +65,6 @@ struct Node<S: TreeSegment + ?Sized> {
     children: BTreeMap<S::First, NodeId>,
     /// Sorted by worker. The root lists none.
     holders: Vec<Holder>,
-}
-
-/// A worker that was sent every path up to the end of a node.
-#[derive(Debug)]
-struct Holder {
-    worker: WorkerId,
-    /// When it last was sent a path that passes through the whole node.
-    stamp: AtomicU64,
-    /// Under which key the node waits in the worker's `leaves`; [`NOT_QUEUED`] unless `below` is 0.
-    /// It may be older than `stamp` (which moves under the read lock); eviction notices and queues
-    /// the node again.
-    queued: u64,
-    /// Children of the node that the worker holds too.
-    below: u32,
-}
-
-impl Holder {
-    /// Not queued.
-    fn new(worker: WorkerId, stamp: u64, below: u32) -> Self {
-        Self {
-            worker,
-            stamp: AtomicU64::new(stamp),
-            queued: NOT_QUEUED,
-            below,
-        }
-    }
-
-    fn stamp(&self) -> u64 {
-        self.stamp.load(Ordering::Relaxed)
-    }
 }
 
 #[derive(Debug, Default)]
@@ -207,7 +177,8 @@ where
             let (matched, behind) = rest.split_at(common);
             if common == node.label.len() {
                 units += node.units;
-                (next, rest) = (node.child_for(behind), behind);
+                next = node.child_for(behind);
+                rest = behind;
             } else {
                 units += matched.units();
                 next = None;
@@ -335,7 +306,9 @@ where
         while let Some((child, behind)) = self.descend(id, rest)
             && position(&self.node(child).holders, worker).is_ok()
         {
-            (id, rest, units) = (child, behind, units + self.node(child).units);
+            id = child;
+            rest = behind;
+            units = units + self.node(child).units;
         }
         while id != ROOT && units > keep {
             let node = self.node(id);
@@ -353,7 +326,8 @@ where
                 break;
             }
             self.release(id, worker);
-            (id, units) = (parent, above);
+            id = parent;
+            units = above;
         }
     }
 
@@ -696,10 +670,6 @@ impl<S: TreeSegment + ?Sized> Node<S> {
     fn child_for(&self, rest: &S) -> Option<NodeId> {
         self.children.get(&rest.first()?).copied()
     }
-}
-
-fn position(holders: &[Holder], worker: WorkerId) -> Result<usize, usize> {
-    holders.binary_search_by_key(&worker, |holder| holder.worker)
 }
 
 #[cfg(test)]

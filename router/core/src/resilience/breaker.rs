@@ -9,9 +9,9 @@
 //!     └──────────────────────────────────────────────────────────────── HalfOpen ──any failure──▶ Open
 //! ```
 //!
-//! Pure: time comes in as `now_ms` (any monotonic milliseconds), the caller holds the lock. What
-//! counts as a failure is the shell's decision; an answer that is the client's fault (4xx) never
-//! does.
+//! Deterministic, no I/O: time comes in as `now_ms` (any monotonic milliseconds), the caller holds
+//! the lock. The shell decides which outcomes count as failures; an answer that is the client's
+//! fault (4xx) never does.
 
 use std::collections::VecDeque;
 
@@ -55,12 +55,12 @@ pub enum BreakerState {
     Open = 2,
 }
 
-/// How a request to the worker ended.
+/// End of a request, as evidence about its worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestOutcome {
     Success,
     Failure,
-    /// Nothing is said about the worker: the client left, or the other leg of the pair failed.
+    /// No evidence about the worker: the client left, or the other leg of the pair failed.
     Unknown,
 }
 

@@ -1,5 +1,7 @@
 //! Failures of workers and requests: breakers, retries, penalties.
 
+/// Reasons of failed attempts and their classes.
+pub mod attempt_reason;
 /// Circuit breakers.
 pub mod breaker;
 /// Health from probes.
@@ -10,7 +12,9 @@ pub mod incarnation;
 pub mod poison;
 /// Turns of streams that resume.
 pub mod resume_pacer;
-/// Retry classes, budgets and backoff.
+/// Limits, budget and backoff of retries.
 pub mod retry;
+/// Decisions after a failed attempt.
+pub mod retry_verdict;
 /// Workers that refuse requests.
 pub mod worker_penalty;

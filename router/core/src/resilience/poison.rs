@@ -22,6 +22,15 @@ const REFUSED_MS: u64 = 60_000;
 /// Bodies remembered.
 const MAX_BODIES: usize = 1024;
 
+/// End of a worker, or of its connection, with a request in hand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WorkerBreak {
+    /// The worker had no other request.
+    Alone,
+    /// Other requests broke with it.
+    InCompany,
+}
+
 /// Workers that broke under one request since its last progress.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RequestBreaks {
@@ -31,10 +40,10 @@ pub struct RequestBreaks {
 
 impl RequestBreaks {
     /// Count a break. True: the request is not to be tried again.
-    pub fn add(&mut self, is_alone: bool) -> bool {
-        match is_alone {
-            true => self.alone += 1,
-            false => self.in_company += 1,
+    pub fn add(&mut self, worker_break: WorkerBreak) -> bool {
+        match worker_break {
+            WorkerBreak::Alone => self.alone += 1,
+            WorkerBreak::InCompany => self.in_company += 1,
         }
         self.alone >= MAX_LONE_BREAKS || self.alone + self.in_company >= MAX_BREAKS
     }
@@ -102,16 +111,20 @@ mod tests {
 
     #[test]
     fn a_request_breaks_two_workers_alone_or_three_in_company() {
+        use WorkerBreak::{Alone, InCompany};
         for (breaks, is_over) in [
-            (&[true][..], false),
-            (&[true, true], true),
-            (&[false, false], false),
-            (&[false, true], false),
-            (&[false, false, false], true),
-            (&[true, false, false], true),
+            (&[Alone][..], false),
+            (&[Alone, Alone], true),
+            (&[InCompany, InCompany], false),
+            (&[InCompany, Alone], false),
+            (&[InCompany, InCompany, InCompany], true),
+            (&[Alone, InCompany, InCompany], true),
         ] {
             let mut seen = RequestBreaks::default();
-            let last = breaks.iter().map(|alone| seen.add(*alone)).last();
+            let last = breaks
+                .iter()
+                .map(|worker_break| seen.add(*worker_break))
+                .last();
             assert_eq!(last, Some(is_over), "{breaks:?}");
         }
     }

@@ -2,8 +2,8 @@
 //! remain prefill them a few at a time, first come, first served. A stream waits for its turn; it
 //! is never refused one.
 //!
-//! Deterministic, no I/O, no clock: a turn ends when the attempt ends, so the pace is what the
-//! workers really manage. The shell waits; `W` is what wakes one waiter.
+//! Deterministic, no I/O, no clock: a turn ends when the attempt ends, so the pace is that of the
+//! workers. The shell waits; `W` wakes one waiter.
 
 use std::collections::VecDeque;
 
@@ -44,8 +44,8 @@ impl<W> ResumePacer<W> {
     /// now.
     pub fn leave(&mut self, ticket: PacerTicket, limit: usize) -> Vec<W> {
         match self.waiting.binary_search_by_key(&ticket, |place| place.0) {
-            Ok(at) => {
-                self.waiting.remove(at);
+            Ok(index) => {
+                self.waiting.remove(index);
             }
             Err(_) => self.running = self.running.saturating_sub(1),
         }
@@ -112,7 +112,8 @@ mod tests {
             steps in proptest::collection::vec((0usize..3, 0usize..6, any::<proptest::sample::Index>()), 1..200),
         ) {
             let mut pacer = ResumePacer::default();
-            let (mut started, mut waiting): (Vec<PacerTicket>, Vec<(u64, PacerTicket)>) = (Vec::new(), Vec::new());
+            let mut started: Vec<PacerTicket> = Vec::new();
+            let mut waiting: Vec<(u64, PacerTicket)> = Vec::new();
             let mut name = 0;
             for (action, limit, pick) in steps {
                 let now = if action == 0 || started.len() + waiting.len() == 0 {

@@ -1,5 +1,5 @@
-//! Retries: what a failure says about them, how much the fleet can afford, how long to wait.
-//! The sleeping and "no byte reached the client yet" are the shell's.
+//! Limits of retries: attempts of one request, pauses between them, and the budget of the fleet.
+//! The decision after each failure is in `retry_verdict`.
 
 use rand::{Rng, RngCore};
 
@@ -28,10 +28,10 @@ impl Default for RetryConfig {
     }
 }
 
-/// A worker that is lost after it had a request for so long was not lost to a series of hasty
+/// A worker that is lost after it had a request for this long was not lost to a series of hasty
 /// retries [ms].
 const HELD_MS: u64 = 5_000;
-/// Such losses count as one attempt in so many: a request that waits for minutes outlives several
+/// This many such losses count as one attempt: a request that waits for minutes outlives several
 /// workers.
 const LOSSES_PER_ATTEMPT: u32 = 4;
 
@@ -65,7 +65,7 @@ impl RetryConfig {
         failed.count() < self.max_attempts
     }
 
-    /// How long to wait after `attempts` (1 = only the first) failed, never above `max_backoff_ms`.
+    /// Pause after `attempts` (1 = only the first) failed, never above `max_backoff_ms`.
     pub fn backoff_ms(&self, attempts: u32, rng: &mut dyn RngCore) -> u64 {
         let growth = self
             .multiplier
@@ -83,74 +83,15 @@ impl RetryConfig {
     }
 }
 
-/// Class of a failure: is trying again of use?
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum RetryClass {
-    /// About this request: it would be refused anywhere, or its time or its sender's quota is used
-    /// up.
-    Refused,
-    /// An unexplained error: one other worker gives a second opinion.
-    Unexplained,
-    /// The worker or the pair broke: another may do it.
-    Broken,
-    /// The worker is going or has just come: another may do it at once, and nothing is wrong with
-    /// this one.
-    Leaving,
-    /// The worker has too much to do: another may do it, after a pause.
-    Overloaded,
-}
-
-/// The codes of docs/protocol.md §5, by their class.
-const CODES: [(RetryClass, &str); 5] = [
-    (
-        RetryClass::Refused,
-        "invalid_value invalid_json missing_field unsupported_parameter context_length_exceeded \
-         invalid_api_key forbidden model_not_found not_found method_not_allowed request_timeout \
-         duplicate_worker wrong_state fingerprint_mismatch payload_too_large head_too_large malformed_head \
-         target_too_long unsupported_media_type rate_limit_exceeded tenant_queue_full aborted \
-         config_error too_many_workers timeout deadline poison_request",
-    ),
-    (RetryClass::Unexplained, "internal_error nonfinite_logits"),
-    (
-        RetryClass::Broken,
-        "duplicate_room prefill_failed kv_transfer_failed kv_transfer_timeout upstream_error \
-         pair_incompatible prompt_mismatch bootstrap_unreachable \
-         engine_dead",
-    ),
-    (RetryClass::Leaving, "draining not_ready"),
-    (
-        RetryClass::Overloaded,
-        "queue_full queue_timeout no_worker no_pair ttft_too_late connections_exhausted \
-         body_memory_full feed_full",
-    ),
-];
-
-impl RetryClass {
-    /// Class of an error's `code`, with the code's static form. `None`: not a code of ours.
-    pub fn of_code(code: &str) -> Option<(&'static str, RetryClass)> {
-        CODES.iter().find_map(|(class, codes)| {
-            Some((codes.split(' ').find(|known| *known == code)?, *class))
-        })
-    }
-
-    /// Class of an answer's status that has no code of ours: another engine's, or a proxy's.
-    pub fn of_status(status: u16) -> RetryClass {
-        match status {
-            500 => RetryClass::Unexplained,
-            408 | 502 | 503 | 504 => RetryClass::Broken,
-            429 => RetryClass::Overloaded,
-            _ => RetryClass::Refused,
-        }
-    }
-
-    /// True if the worker counts as having failed (circuit breaker).
-    pub fn blames_worker(self) -> bool {
-        matches!(self, RetryClass::Unexplained | RetryClass::Broken)
-    }
-}
-
-/// How many slices of time a budget's window has.
+/// Slices of time in a budget's window.
 const SLICES: usize = 16;
+
+/// Requests and retries in one slice of the window.
+#[derive(Debug, Clone, Copy, Default)]
+struct BudgetSlice {
+    requests: u64,
+    retries: u64,
+}
 
 /// Requests and retries of the fleet in a sliding window: a dying worker must not bring the others
 /// its whole load several times over.
@@ -162,11 +103,11 @@ const SLICES: usize = 16;
 pub struct RetryBudget {
     /// Retries per request of the window.
     ratio: f64,
-    /// Retries in the window that are always allowed: what one worker had in flight when it died.
+    /// Retries in the window that are always allowed: as many as one worker has requests in flight
+    /// when it dies.
     floor: u32,
     window_ms: u64,
-    /// (requests, retries)
-    slices: [(u64, u64); SLICES],
+    slices: [BudgetSlice; SLICES],
     /// Number of the newest slice since the epoch of `now_ms`.
     newest: u64,
 }
@@ -177,39 +118,41 @@ impl RetryBudget {
             ratio,
             floor,
             window_ms,
-            slices: [(0, 0); SLICES],
+            slices: [BudgetSlice::default(); SLICES],
             newest: 0,
         }
     }
 
     /// A request came in.
     pub fn on_request(&mut self, now_ms: u64) {
-        self.advance(now_ms).0 += 1;
+        self.advance(now_ms).requests += 1;
     }
 
-    /// Take a retry out of the budget. False: it is used up.
+    /// Take a retry out of the budget. False: the budget is used up.
     pub fn try_retry(&mut self, now_ms: u64) -> bool {
         self.advance(now_ms);
-        let add = |sum: (u64, u64), slice: &(u64, u64)| (sum.0 + slice.0, sum.1 + slice.1);
-        let (requests, retries) = self.slices.iter().fold((0, 0), add);
+        let requests: u64 = self.slices.iter().map(|slice| slice.requests).sum();
+        let retries: u64 = self.slices.iter().map(|slice| slice.retries).sum();
         let allowed = f64::from(self.floor) + self.ratio * requests as f64;
         let is_granted = (retries + 1) as f64 <= allowed;
         if is_granted {
-            self.advance(now_ms).1 += 1;
+            self.advance(now_ms).retries += 1;
         }
         is_granted
     }
 
-    /// Forget what has left the window; returns the present slice.
-    fn advance(&mut self, now_ms: u64) -> &mut (u64, u64) {
+    /// Forget slices that have left the window; returns the present one.
+    fn advance(&mut self, now_ms: u64) -> &mut BudgetSlice {
         let slice_ms = (self.window_ms / SLICES as u64).max(1);
         let now = now_ms / slice_ms;
-        let gone = now.saturating_sub(self.newest).min(SLICES as u64);
+        let expired = now.saturating_sub(self.newest).min(SLICES as u64);
         self.newest = self.newest.max(now);
-        for back in 0..gone {
-            self.slices[((self.newest - back) % SLICES as u64) as usize] = (0, 0);
+        for age in 0..expired {
+            let index = (self.newest - age) % SLICES as u64;
+            self.slices[index as usize] = BudgetSlice::default();
         }
-        &mut self.slices[(self.newest % SLICES as u64) as usize]
+        let index = self.newest % SLICES as u64;
+        &mut self.slices[index as usize]
     }
 }
 
@@ -237,7 +180,8 @@ mod tests {
 
     #[test]
     fn jitter_spreads_waits_over_its_whole_range_and_no_further() {
-        let (config, mut rng) = (RetryConfig::default(), StdRng::seed_from_u64(1));
+        let config = RetryConfig::default();
+        let mut rng = StdRng::seed_from_u64(1);
         let waits: Vec<u64> = (0..2_000).map(|_| config.backoff_ms(1, &mut rng)).collect();
         assert_eq!(
             (waits.iter().min(), waits.iter().max()),
@@ -269,46 +213,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn every_code_of_the_protocol_has_a_class() {
-        let page = include_str!("../../../../docs/protocol.md");
-        let (_, errors) = page
-            .split_once("\n## 5. Errors")
-            .expect("the page has the section");
-        let (table, _) = errors.split_once("\n## ").expect("it is not the last");
-        let codes: Vec<_> = table
-            .lines()
-            .filter_map(|row| row.strip_prefix("| `")?.split_once("` | "))
-            .collect();
-        assert!(codes.len() > 30, "the table has moved");
-        for (code, rest) in codes {
-            let (known, class) =
-                RetryClass::of_code(code).unwrap_or_else(|| panic!("{code} has no class"));
-            assert_eq!(known, code);
-            let status: u16 = rest[..3].parse().expect("a status");
-            // What the sender can change is never tried again.
-            if (400..500).contains(&status) && code != "duplicate_room" {
-                assert_eq!(class, RetryClass::Refused, "{code}");
-            }
-        }
-        assert_eq!(RetryClass::of_code("no_such_code"), None);
-    }
-
-    #[test]
-    fn statuses_of_other_engines_have_these_classes() {
-        for (class, expected) in [
-            (RetryClass::Unexplained, vec![500]),
-            (RetryClass::Broken, vec![408, 502, 503, 504]),
-            (RetryClass::Overloaded, vec![429]),
-            (RetryClass::Leaving, vec![]),
-        ] {
-            let of_class: Vec<u16> = (100..600)
-                .filter(|&status| RetryClass::of_status(status) == class)
-                .collect();
-            assert_eq!(of_class, expected, "{class:?}");
-        }
-    }
-
     proptest! {
         /// Against a list of all that happened.
         #[test]
@@ -318,7 +222,9 @@ mod tests {
         ) {
             let mut budget = RetryBudget::new(ratio, floor, window_ms);
             let slice_ms = (window_ms / SLICES as u64).max(1);
-            let (mut now_ms, mut requests, mut granted) = (0, Vec::new(), Vec::new());
+            let mut now_ms = 0;
+            let mut requests = Vec::new();
+            let mut granted = Vec::new();
             for (wait_ms, is_retry) in steps {
                 now_ms += wait_ms;
                 let slice = now_ms / slice_ms;

@@ -82,8 +82,8 @@ impl WorkerPenalty {
     }
 
     /// The worker denied a request (401, 403, 404, 405); `others`: the sum of the shares of the
-    /// others of its role. Returns whether another worker's opinion is worth asking for: not when
-    /// all deny alike, since then it is the request. A worker that denies most requests, and more
+    /// other workers of the role. Returns whether another worker's opinion may differ: not when all
+    /// deny alike, since then the request is at fault. A worker that denies most requests, and more
     /// than the others, is passed over.
     pub fn judge(&mut self, others: DenialShare, now_ms: u64) -> bool {
         self.count(1.0, now_ms);
@@ -106,13 +106,15 @@ impl WorkerPenalty {
 
     fn count(&mut self, denied: f64, now_ms: u64) {
         let keep = 1.0 - 1.0 / MEMORY;
-        let known = self.share(now_ms);
-        let (denied, answered) = (known.denied * keep + denied, known.answered * keep + 1.0);
-        self.share = DenialShare { denied, answered };
+        let share = self.share(now_ms);
+        self.share = DenialShare {
+            denied: share.denied * keep + denied,
+            answered: share.answered * keep + 1.0,
+        };
         self.share_at_ms = now_ms;
     }
 
-    /// Requests that were under way together earn one penalty.
+    /// Penalize the worker, once for all requests that were in flight together.
     fn penalize(&mut self, now_ms: u64) {
         if self.left_ms(now_ms) == 0 {
             let doubled = FIRST_PENALTY_MS << self.in_row.min(16);
@@ -133,15 +135,16 @@ pub enum WorkerObjection {
     CircuitOpen,
 }
 
-/// The candidates against which least speaks: some, if there are any at all. So no number of
-/// refusals, failures or open circuits leaves a role without candidates (Envoy's panic threshold,
-/// at zero).
+/// The candidates with the least objection: some, if there are any at all. So no number of refusals,
+/// failures or open circuits leaves a role without candidates (Envoy's panic threshold, at zero).
 pub fn least_objection<T>(
     candidates: impl Iterator<Item = (T, WorkerObjection)> + Clone,
 ) -> Vec<T> {
     let least = candidates.clone().map(|(_, objection)| objection).min();
-    let passing = candidates.filter(|(_, objection)| Some(*objection) == least);
-    passing.map(|(candidate, _)| candidate).collect()
+    candidates
+        .filter(|(_, objection)| Some(*objection) == least)
+        .map(|(candidate, _)| candidate)
+        .collect()
 }
 
 #[cfg(test)]
@@ -157,7 +160,7 @@ mod tests {
         let mut now_ms = 0;
         let mut next = |penalty: &mut WorkerPenalty| {
             penalty.overloaded(None, now_ms);
-            penalty.overloaded(None, now_ms); // under way together
+            penalty.overloaded(None, now_ms); // in flight together
             let left_ms = penalty.left_ms(now_ms);
             now_ms += left_ms;
             assert_eq!(penalty.left_ms(now_ms), 0, "it ends by time");
@@ -195,13 +198,13 @@ mod tests {
                 let others = fleet.iter().enumerate().filter(|(other, _)| *other != at);
                 others.map(|(_, worker)| worker.share(100)).sum()
             };
-            let at = turn % 3;
-            let seen = others(&fleet, at);
-            if fleet[at].judge(seen, 100) {
+            let first = turn % 3;
+            let other_shares = others(&fleet, first);
+            if fleet[first].judge(other_shares, 100) {
                 opinions += 1;
-                let second = (at + 1) % 3;
-                let seen = others(&fleet, second);
-                fleet[second].judge(seen, 100);
+                let second = (first + 1) % 3;
+                let other_shares = others(&fleet, second);
+                fleet[second].judge(other_shares, 100);
             }
         }
         assert!(opinions <= 2, "{opinions}");
@@ -229,8 +232,10 @@ mod tests {
         let mut rng = rng(7);
         let mut fleet = vec![WorkerPenalty::default(); 2];
         for id in 0..2 {
-            let (worker, facts) = (WorkerId(id), WorkerFacts::default());
-            policy.observe(&PolicyEvent::WorkerAdded { worker, facts });
+            policy.observe(&PolicyEvent::WorkerAdded {
+                worker: WorkerId(id),
+                facts: WorkerFacts::default(),
+            });
         }
         let mut running: Vec<(u64, SendTicket)> = Vec::new();
         let mut met = 0;
@@ -264,11 +269,10 @@ mod tests {
                 now_ms,
                 ..RequestView::default()
             };
-            let (ready, rng) = (&ready, &mut rng);
             let mut input = PolicyInput {
                 request: &request,
-                ready,
-                rng,
+                ready: &ready,
+                rng: &mut rng,
                 explains: false,
             };
             let choice = policy.choose(&mut input);
@@ -286,12 +290,11 @@ mod tests {
             }
             met += 1;
             finished(ticket, 0, false);
-            match is_denial {
-                true => {
-                    let others = fleet[1].share(now_ms);
-                    assert!(fleet[0].judge(others, now_ms), "a second opinion helps");
-                }
-                false => fleet[0].overloaded(None, now_ms),
+            if is_denial {
+                let others = fleet[1].share(now_ms);
+                assert!(fleet[0].judge(others, now_ms), "a second opinion helps");
+            } else {
+                fleet[0].overloaded(None, now_ms);
             }
         }
         met

@@ -1,16 +1,18 @@
-//! A leg: one request to one worker, from the send until there is something to give to the client,
-//! and the classes of what can go wrong.
+//! A leg: one request to one worker, from the send until the answer opens, and its failures.
 //!
-//! A leg *opens* when its answer can be committed to: for a stream at its first event (comments are
-//! none; keepalive.rs keeps the client's connection alive), for the rest when it is complete (or
-//! too long to hold). Before that every failure can still be retried elsewhere without the client
-//! noticing.
+//! A leg *opens* when its answer can be committed to: a stream at its first event (comments are
+//! none; keepalive.rs keeps the client's connection alive), any other answer when it is complete
+//! (or too long to hold). Before that every failure can still be retried elsewhere without the
+//! client noticing.
 
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
-use router_core::{ProcessSign, RequestOutcome, RetryClass, Role, WorkerId};
+use router_core::{
+    AttemptReason, ProcessSign, ProtocolCode, RequestOutcome, RetryClass, Role, StatusLabel,
+    WorkerBreak, WorkerId,
+};
 use tokio::time::timeout;
 
 use crate::clock::now_ms;
@@ -21,7 +23,7 @@ use crate::response::sse::{
 };
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, ResponseBody, SendError, with_source};
-use crate::workers::load_guard::{Candidate, LoadGuard};
+use crate::workers::load_guard::LoadGuard;
 use crate::workers::load_report;
 
 /// A complete answer is held back up to this size, so that a break in it can be retried [bytes].
@@ -35,7 +37,7 @@ pub struct UpstreamAttempt {
     pub body: BodySegments,
     /// Longest silence of the worker.
     pub limit: Duration,
-    /// True if its stream has comments with the tokens (failover.rs).
+    /// True if the worker's stream has comments with the tokens (failover.rs).
     pub has_token_ids: bool,
 }
 
@@ -47,20 +49,20 @@ pub struct PartialAnswer {
     pub pieces: Vec<Bytes>,
     /// The beginning of a stream's next event.
     pub events: EventSplitter,
-    /// Answer that is still to come; `None` when it is complete.
-    pub rest: Option<ResponseBody>,
-    /// True if another process gave it than the one that was chosen: nothing is known of that.
+    /// Part of the answer that is still to come; `None` when it is complete.
+    pub remaining: Option<ResponseBody>,
+    /// True if another process answered than the one that was chosen: its description is unknown.
     pub is_of_other_process: bool,
 }
 
-/// An answer worth giving to the client.
+/// Answer of a leg that has opened: the client gets this one.
 pub struct UpstreamResponse {
     pub guard: LoadGuard,
     pub answer: PartialAnswer,
     pub is_sse: bool,
     /// See [`UpstreamAttempt::has_token_ids`].
     pub has_token_ids: bool,
-    /// The engine's report of the way to its first token.
+    /// The engine's report of the stages up to its first token.
     pub stages: Option<EngineStages>,
 }
 
@@ -77,70 +79,25 @@ pub enum ErrorReply {
     },
 }
 
-/// Reason of a worker that said nothing for too long. The request's time is over, and the worker is
-/// to blame.
-pub const SILENT: &str = "silent";
-
-/// Reason of a refusal by another process than the one that the router knew at the address.
-const RESTARTED: &str = "restarted";
-/// Code of an engine that refuses token ids made for another tokenizer or checkpoint.
-pub const FINGERPRINT_MISMATCH: &str = "fingerprint_mismatch";
-
 #[derive(Debug, thiserror::Error)]
 #[error("{reason}")]
 pub struct AttemptError {
     pub role: Role,
     pub worker: WorkerId,
-    /// Label of metrics: a code, or connect, reset, silent, hung.
-    pub reason: &'static str,
+    pub reason: AttemptReason,
     pub class: RetryClass,
-    /// The worker broke with the request in hand; whether it had no other.
-    pub broke_alone: Option<bool>,
-    /// The prefill kept from an attempt before was of no use any more, or a room was in use: no
-    /// worker is to be avoided for that.
+    /// Set if the worker broke with the request in hand.
+    pub worker_break: Option<WorkerBreak>,
+    /// True if no worker is to be avoided for this failure: a kept prefill was of no use any more,
+    /// a room was in use, or another process refused than the one that was chosen.
     pub is_stale: bool,
     pub reply: ErrorReply,
 }
 
-/// Reasons that mean a worker has gone, as far as they tell, rather than refused the request.
-pub fn is_loss(reason: &str) -> bool {
-    matches!(
-        reason,
-        "connect" | "reset" | "hung" | "engine_dead" | "draining" | "not_ready"
-    )
-}
-
-/// Reasons that mean a worker, or the prefill worker of a decode worker that reports it, has gone.
-pub fn is_loss_of_any(reason: &str) -> bool {
-    is_loss(reason)
-        || matches!(
-            reason,
-            "kv_transfer_failed" | "prefill_failed" | "bootstrap_unreachable"
-        )
-}
-
-/// Reasons that mean a worker, or its connection, ended with the request in hand.
-pub fn is_break(reason: &str) -> bool {
-    matches!(reason, "reset" | "engine_dead")
-}
-
-/// Code by which a decode worker reports that it can never work with its prefill worker.
-pub const PAIR_INCOMPATIBLE: &str = "pair_incompatible";
-
-/// Codes by which a decode worker reports trouble that is more likely its prefill worker's.
-const PARTNERS_FAULT: [&str; 4] = [
-    "kv_transfer_failed",
-    "kv_transfer_timeout",
-    "prefill_failed",
-    "bootstrap_unreachable",
-];
+/// Reason of a decode worker that can never work with its prefill worker.
+pub const PAIR_INCOMPATIBLE: AttemptReason = AttemptReason::Code(ProtocolCode::PairIncompatible);
 
 impl AttemptError {
-    /// True if the other leg's worker may have failed.
-    pub fn blames_partner(&self) -> bool {
-        PARTNERS_FAULT.contains(&self.reason)
-    }
-
     /// The worker's own words, if it had any.
     pub fn message(&self) -> Option<String> {
         let ErrorReply::Answer { body, .. } = &self.reply else {
@@ -150,45 +107,49 @@ impl AttemptError {
         message_of(json)
     }
 
-    fn new(leg: &LoadGuard, reason: &'static str, class: RetryClass, reply: ErrorReply) -> Self {
-        let (role, worker) = (leg.candidate.worker.role(), leg.candidate.id);
+    fn new(leg: &LoadGuard, reason: AttemptReason, class: RetryClass, reply: ErrorReply) -> Self {
         Self {
-            role,
-            worker,
+            role: leg.candidate.worker.role(),
+            worker: leg.candidate.id,
             reason,
             class,
-            broke_alone: None,
+            worker_break: None,
             is_stale: false,
             reply,
         }
     }
 
-    /// The worker, or the connection to it, has gone.
-    fn broken(leg: &LoadGuard, reason: &'static str, cause: String) -> Self {
-        Self::new(
-            leg,
-            reason,
-            RetryClass::Broken,
-            ErrorReply::Error(upstream_error(leg, cause)),
-        )
+    /// The worker, or the connection to it, was lost.
+    fn broken(leg: &LoadGuard, reason: AttemptReason, problem: &str, detail: String) -> Self {
+        let err = upstream_error(leg, problem, detail);
+        Self::new(leg, reason, RetryClass::Broken, ErrorReply::Error(err))
     }
 
     fn send(leg: &LoadGuard, err: &SendError) -> Self {
         match err {
-            SendError::Refused(_) | SendError::Connect(_) => {
-                Self::broken(leg, "connect", err.to_string())
-            }
-            SendError::Broken(_) => Self::broken(leg, "reset", err.to_string()),
+            SendError::Refused(_) | SendError::Connect(_) => Self::broken(
+                leg,
+                AttemptReason::Connect,
+                "could not be reached",
+                err.to_string(),
+            ),
+            SendError::Broken(_) => Self::broken(
+                leg,
+                AttemptReason::Reset,
+                "broke the connection before its answer",
+                err.to_string(),
+            ),
             SendError::Exhausted(cause) => {
                 let err = RouteError::Exhausted {
                     cause: cause.clone(),
                 };
-                Self::new(leg, err.code(), RetryClass::Refused, ErrorReply::Error(err))
+                let reason = AttemptReason::Code(ProtocolCode::ConnectionsExhausted);
+                Self::new(leg, reason, RetryClass::Refused, ErrorReply::Error(err))
             }
         }
     }
 
-    /// The worker answered with an error of this `code`, if it is one of ours.
+    /// The worker answered with an error; `code`: the one in its body.
     fn answer(
         leg: &LoadGuard,
         code: Option<String>,
@@ -196,26 +157,26 @@ impl AttemptError {
         headers: HeaderMap,
         body: Bytes,
     ) -> Self {
-        let known = code.and_then(|code| RetryClass::of_code(&code));
-        let (reason, class) =
-            known.unwrap_or((status_label(status), RetryClass::of_status(status.as_u16())));
-        Self::new(
-            leg,
-            reason,
-            class,
-            ErrorReply::Answer {
-                status,
-                headers,
-                body,
-            },
-        )
+        let reply = ErrorReply::Answer {
+            status,
+            headers,
+            body,
+        };
+        match code.as_deref().and_then(ProtocolCode::parse) {
+            Some(code) => Self::new(leg, AttemptReason::Code(code), code.class(), reply),
+            None => {
+                let label = StatusLabel::of(status.as_u16());
+                let class = RetryClass::of_status(status.as_u16());
+                Self::new(leg, AttemptReason::Status(label), class, reply)
+            }
+        }
     }
 
-    /// The process that refused is another one than the request was made for: no worker is to be
+    /// The same refusal, if another process sent it than the one that was chosen: no worker is to be
     /// avoided for that.
     fn of_other_process(self) -> Self {
         Self {
-            reason: RESTARTED,
+            reason: AttemptReason::Restarted,
             class: RetryClass::Leaving,
             is_stale: true,
             ..self
@@ -229,7 +190,7 @@ impl AttemptError {
         Some(*status)
     }
 
-    /// The worker has too much to do or is leaving, and refuses at once.
+    /// True if the worker has too much to do or is leaving, and refuses at once.
     fn is_overload(&self) -> bool {
         match self.class {
             RetryClass::Overloaded | RetryClass::Leaving => true,
@@ -238,8 +199,8 @@ impl AttemptError {
         }
     }
 
-    /// The worker would not take the request: it lacks the path, the model or the key. So may the
-    /// request.
+    /// True if the worker does not take the request: the path, the model or the key is missing at
+    /// the worker, or in the request.
     pub fn is_denial(&self) -> bool {
         matches!(
             self.status().map(|status| status.as_u16()),
@@ -247,7 +208,7 @@ impl AttemptError {
         )
     }
 
-    /// The time after which the worker asks to be tried again.
+    /// Pause that the worker asks for.
     pub fn retry_after_ms(&self) -> Option<u64> {
         let ErrorReply::Answer { headers, .. } = &self.reply else {
             return None;
@@ -255,14 +216,16 @@ impl AttemptError {
         retry_after_ms(headers)
     }
 
-    /// Evidence of this failure about the worker. The client's mistakes and overload say nothing;
-    /// an unexplained error is judged when there is a second opinion (retry.rs).
+    /// Evidence of this failure about the worker. The client's mistakes and overload are none; an
+    /// unexplained error is judged when there is a second opinion (retry.rs).
     fn outcome(&self) -> RequestOutcome {
         let is_client_error = self.status().is_some_and(|status| status.is_client_error());
-        let is_pairs = self.reason == PAIR_INCOMPATIBLE;
-        let is_partners = self.role == Role::Decode && (self.blames_partner() || is_pairs);
-        let is_blamed = self.class == RetryClass::Broken || self.reason == SILENT;
-        if is_client_error || is_partners || !is_blamed {
+        let is_pair_fault = self.reason == PAIR_INCOMPATIBLE;
+        let is_partner_fault =
+            self.role == Role::Decode && (self.reason.blames_partner() || is_pair_fault);
+        let is_worker_fault =
+            self.class == RetryClass::Broken || self.reason == AttemptReason::Silent;
+        if is_client_error || is_partner_fault || !is_worker_fault {
             RequestOutcome::Unknown
         } else {
             RequestOutcome::Failure
@@ -283,42 +246,31 @@ fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
 
 /// Metric label of a status: closed set.
 pub fn status_label(status: StatusCode) -> &'static str {
-    match status.as_u16() {
-        408 => "status_408",
-        429 => "status_429",
-        500 => "status_500",
-        502 => "status_502",
-        503 => "status_503",
-        504 => "status_504",
-        200..=299 => "error_event",
-        400..=499 => "status_4xx",
-        _ => "status_other",
-    }
+    StatusLabel::of(status.as_u16()).into_str()
 }
 
-/// The leg's worker failed in a way that `cause` describes.
-pub fn upstream_error(leg: &LoadGuard, cause: String) -> RouteError {
-    let (role, worker) = (leg.candidate.worker.role(), leg.candidate.name.clone());
+/// The leg's worker failed. `problem`: a predicate that clients see; `detail`: for logs.
+pub fn upstream_error(leg: &LoadGuard, problem: &str, detail: String) -> RouteError {
     RouteError::Upstream {
-        role,
-        worker,
-        cause,
+        role: leg.candidate.worker.role(),
+        worker: leg.candidate.name.clone(),
+        problem: problem.to_owned(),
+        detail,
     }
 }
 
-/// In the place of an error answer that is too long to be passed on: the class is its status's.
+/// Replacement of an error answer that is too long to be passed on: the class is its status's.
 fn error_too_long(status: StatusCode) -> Bytes {
     let message = format!("the worker's error answer is longer than {MAX_ERROR_BODY} bytes");
     error_body(&message, "server_error", None, status_label(status))
 }
 
+/// The leg's worker sent nothing for `limit`.
 pub fn silent_error(leg: &LoadGuard, limit: Duration) -> RouteError {
-    let (role, worker) = (leg.candidate.worker.role(), leg.candidate.name.clone());
-    let waited_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
     RouteError::UpstreamSilent {
-        role,
-        worker,
-        waited_ms,
+        role: leg.candidate.worker.role(),
+        worker: leg.candidate.name.clone(),
+        waited_ms: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX),
     }
 }
 
@@ -334,12 +286,11 @@ impl UpstreamAttempt {
         if is_sse {
             self.guard.first_token();
         }
-        let (guard, has_token_ids) = (self.guard, self.has_token_ids && is_sse);
         Ok(UpstreamResponse {
-            guard,
+            guard: self.guard,
             answer,
             is_sse,
-            has_token_ids,
+            has_token_ids: self.has_token_ids && is_sse,
             stages,
         })
     }
@@ -347,51 +298,58 @@ impl UpstreamAttempt {
     /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`.
     /// For prefill legs, whose answer the client does not see.
     pub async fn drain(mut self, keep: bool) -> Result<Vec<Bytes>, AttemptError> {
-        let mut drained = async {
-            let PartialAnswer {
-                mut headers,
-                pieces,
-                mut events,
-                mut rest,
-                ..
-            } = self.open_unless_hung().await?;
-            self.take_stages(&mut headers);
-            self.guard.read_usage(pieces.iter());
-            // A prefill worker's answer begins when the prompt is computed.
-            self.guard.first_token();
-            let is_stream = is_sse(&headers);
-            let mut error = if is_stream {
-                pieces.iter().find_map(from_error)
-            } else {
-                None
-            };
-            let mut find = |piece: Bytes| match is_stream {
-                true => from_error(&events.push(piece)?),
-                false => None,
-            };
-            let mut kept = if keep { pieces } else { Vec::new() };
-            let mut held: usize = kept.iter().map(Bytes::len).sum();
-            while error.is_none()
-                && let Some(answer) = &mut rest
-            {
-                let Some(piece) = self.next_piece(answer).await? else {
-                    error = find(Bytes::from_static(b"\n\n")); // its last event may lack the end
-                    break;
-                };
-                error = find(piece.clone());
-                held += piece.len();
-                if keep && held <= MAX_HELD {
-                    kept.push(piece);
-                }
-            }
-            match error {
-                Some(error) => Err(self.error_in_stream(headers, &error, events, rest).await),
-                None => Ok(kept),
-            }
-        }
-        .await;
+        let mut drained = self.try_drain(keep).await;
         self.settle(&mut drained);
         drained
+    }
+
+    async fn try_drain(&mut self, keep: bool) -> Result<Vec<Bytes>, AttemptError> {
+        let PartialAnswer {
+            mut headers,
+            pieces,
+            mut events,
+            mut remaining,
+            ..
+        } = self.open_unless_hung().await?;
+        self.take_stages(&mut headers);
+        self.guard.read_usage(pieces.iter());
+        // A prefill worker's answer begins when the prompt is computed.
+        self.guard.first_token();
+        let is_stream = is_sse(&headers);
+        let mut error = if is_stream {
+            pieces.iter().find_map(from_error)
+        } else {
+            None
+        };
+        let mut find_error = |piece: Bytes| {
+            if is_stream {
+                from_error(&events.push(piece)?)
+            } else {
+                None
+            }
+        };
+        let mut kept = if keep { pieces } else { Vec::new() };
+        let mut kept_bytes: usize = kept.iter().map(Bytes::len).sum();
+        while error.is_none()
+            && let Some(body) = &mut remaining
+        {
+            let Some(piece) = self.next_piece(body).await? else {
+                // The last event may lack the blank line that ends it.
+                error = find_error(Bytes::from_static(b"\n\n"));
+                break;
+            };
+            error = find_error(piece.clone());
+            kept_bytes += piece.len();
+            if keep && kept_bytes <= MAX_HELD {
+                kept.push(piece);
+            }
+        }
+        match error {
+            Some(error) => Err(self
+                .error_in_stream(headers, &error, events, remaining)
+                .await),
+            None => Ok(kept),
+        }
     }
 
     fn take_stages(&self, headers: &mut HeaderMap) -> Option<EngineStages> {
@@ -401,31 +359,35 @@ impl UpstreamAttempt {
     }
 
     /// Attribute the end of the leg to its worker.
-    fn settle<T>(&mut self, ended: &mut Result<T, AttemptError>) {
-        self.guard.settle(match ended {
+    fn settle<T>(&mut self, result: &mut Result<T, AttemptError>) {
+        self.guard.settle(match result {
             Ok(_) => RequestOutcome::Success,
             Err(failure) => failure.outcome(),
         });
-        let Candidate {
-            worker, penalty, ..
-        } = &*self.guard.candidate;
-        let Err(failure) = ended else {
-            return penalty.lock().answered(now_ms());
+        let worker = &self.guard.candidate.worker;
+        let penalty = &self.guard.candidate.penalty;
+        let Err(failure) = result else {
+            penalty.lock().answered(now_ms());
+            return;
         };
         if failure.is_overload() {
             penalty
                 .lock()
                 .overloaded(failure.retry_after_ms(), now_ms());
         }
-        if is_break(failure.reason) {
-            failure.broke_alone = Some(worker.note_break(now_ms()));
+        if failure.reason.is_break() {
+            failure.worker_break = Some(worker.note_break(now_ms()));
         }
+        let is_connection_lost = matches!(
+            failure.reason,
+            AttemptReason::Connect | AttemptReason::Reset
+        );
         // Another process may be there by now.
-        if matches!(failure.reason, "connect" | "reset") {
+        if is_connection_lost {
             worker.observe_process(ProcessSign::Broken);
         }
         // The probe that follows finds out whether the worker drains, and for how long.
-        if matches!(failure.reason, "connect" | "reset" | "draining") {
+        if is_connection_lost || failure.reason == AttemptReason::Code(ProtocolCode::Draining) {
             worker.suspect.notify_one();
         }
     }
@@ -434,81 +396,118 @@ impl UpstreamAttempt {
         let worker = &self.guard.candidate.worker;
         match worker.unless_hung(self.try_open()).await {
             Ok(opened) => opened,
-            Err(cause) => {
-                let cause = format!("no answer, and it fails its health checks: {cause}");
-                Err(AttemptError::broken(&self.guard, "hung", cause))
-            }
+            Err(health) => Err(AttemptError::broken(
+                &self.guard,
+                AttemptReason::Hung,
+                "sent no answer and fails its health checks",
+                health,
+            )),
         }
     }
 
     async fn try_open(&self) -> Result<PartialAnswer, AttemptError> {
         let pool = &self.guard.candidate.worker.pool;
-        let sent = || self.guard.timeline.sent();
-        let sending = pool.send(&self.head, self.body.clone(), &sent);
+        let note_sent = || self.guard.timeline.sent();
+        let sending = pool.send(&self.head, self.body.clone(), &note_sent);
         let sent = timeout(self.limit, sending)
             .await
             .map_err(|_| self.silent())?;
         let response = sent.map_err(|err| AttemptError::send(&self.guard, &err))?;
-        let (mut head, mut answer) = response.into_parts();
+        let (mut head, mut body) = response.into_parts();
         let report = load_report::take(&mut head.headers);
         let is_of_other_process = report.is_some_and(|report| self.guard.load_reported(&report));
         if head.status.as_u16() >= 400 {
-            let status = head.status;
-            let body = self.collect(Bytes::new(), &mut answer).await?;
-            let body = body.unwrap_or_else(|| error_too_long(status));
-            let code = code_of(&body);
-            let refusal = AttemptError::answer(&self.guard, code, status, head.headers, body);
-            return Err(match is_of_other_process {
-                true => refusal.of_other_process(),
-                false => refusal,
+            let refusal = self.read_refusal(head.status, head.headers, body).await?;
+            return Err(if is_of_other_process {
+                refusal.of_other_process()
+            } else {
+                refusal
             });
         }
         let mut events = EventSplitter::default();
         let mut pieces = Vec::with_capacity(1);
-        let rest = if is_sse(&head.headers) {
-            pieces.push(loop {
-                let run = match self.next_piece(&mut answer).await? {
-                    Some(piece) => events.push(piece),
-                    None => Some(events.finish().ok_or_else(|| {
-                        let cause = "ended the stream before it began".into();
-                        AttemptError::broken(&self.guard, "reset", cause)
-                    })?),
-                };
-                let Some(run) = run else { continue };
-                let begin = comments_len(&run);
-                if error_event(&run[begin..]).is_some() {
-                    let (headers, rest) = (head.headers, Some(answer));
-                    return Err(self
-                        .error_in_stream(headers, &run[begin..], events, rest)
-                        .await);
-                }
-                // Comments alone say that the worker lives, not that it has begun.
-                if begin < run.len() {
-                    break run;
-                }
-            });
-            (!answer.is_end()).then_some(answer)
-        } else {
-            let mut held = 0;
-            loop {
-                if held > MAX_HELD {
-                    break Some(answer);
-                }
-                let Some(piece) = self.next_piece(&mut answer).await? else {
-                    break None;
-                };
-                held += piece.len();
-                pieces.push(piece);
+        let remaining = if is_sse(&head.headers) {
+            let run = self.read_first_events(&mut body, &mut events).await?;
+            let begin = comments_len(&run);
+            if error_event(&run[begin..]).is_some() {
+                return Err(self
+                    .error_in_stream(head.headers, &run[begin..], events, Some(body))
+                    .await);
             }
+            pieces.push(run);
+            (!body.is_end()).then_some(body)
+        } else {
+            let is_complete = self.read_held(&mut body, &mut pieces).await?;
+            (!is_complete).then_some(body)
         };
         Ok(PartialAnswer {
             status: head.status,
             headers: head.headers,
             pieces,
             events,
-            rest,
+            remaining,
             is_of_other_process,
         })
+    }
+
+    /// Read an answer whose status is an error.
+    async fn read_refusal(
+        &self,
+        status: StatusCode,
+        headers: HeaderMap,
+        mut body: ResponseBody,
+    ) -> Result<AttemptError, AttemptError> {
+        let text = self.collect(Bytes::new(), &mut body).await?;
+        let text = text.unwrap_or_else(|| error_too_long(status));
+        let code = code_of(&text);
+        Ok(AttemptError::answer(
+            &self.guard,
+            code,
+            status,
+            headers,
+            text,
+        ))
+    }
+
+    /// Read a stream up to the first run of events that has more than comments: those say that the
+    /// worker lives, not that it has begun.
+    async fn read_first_events(
+        &self,
+        body: &mut ResponseBody,
+        events: &mut EventSplitter,
+    ) -> Result<Bytes, AttemptError> {
+        loop {
+            let run = match self.next_piece(body).await? {
+                Some(piece) => events.push(piece),
+                None => Some(events.finish().ok_or_else(|| {
+                    let problem = "ended the stream before its first event";
+                    AttemptError::broken(&self.guard, AttemptReason::Reset, problem, String::new())
+                })?),
+            };
+            if let Some(run) = run
+                && comments_len(&run) < run.len()
+            {
+                return Ok(run);
+            }
+        }
+    }
+
+    /// Read an answer that is no stream to its end, or until it is too long to hold. Returns whether
+    /// it is complete.
+    async fn read_held(
+        &self,
+        body: &mut ResponseBody,
+        pieces: &mut Vec<Bytes>,
+    ) -> Result<bool, AttemptError> {
+        let mut held_bytes = 0;
+        while held_bytes <= MAX_HELD {
+            let Some(piece) = self.next_piece(body).await? else {
+                return Ok(true);
+            };
+            held_bytes += piece.len();
+            pieces.push(piece);
+        }
+        Ok(false)
     }
 
     async fn next_piece(&self, answer: &mut ResponseBody) -> Result<Option<Bytes>, AttemptError> {
@@ -516,8 +515,13 @@ impl UpstreamAttempt {
             .await
             .map_err(|_| self.silent())?;
         piece.transpose().map_err(|err| {
-            let cause = format!("answer broke off: {}", with_source(&err));
-            AttemptError::broken(&self.guard, "reset", cause)
+            let detail = with_source(&err);
+            AttemptError::broken(
+                &self.guard,
+                AttemptReason::Reset,
+                "broke off its answer",
+                detail,
+            )
         })
     }
 
@@ -526,25 +530,25 @@ impl UpstreamAttempt {
         let err = silent_error(&self.guard, self.limit);
         AttemptError::new(
             &self.guard,
-            SILENT,
+            AttemptReason::Silent,
             RetryClass::Refused,
             ErrorReply::Error(err),
         )
     }
 
     /// A stream whose event is an error. If no other worker does better, the client gets the stream
-    /// from `run` on, which begins with it, as it came.
+    /// from `run` on, which begins with that event, as the worker sent it.
     async fn error_in_stream(
         &self,
         headers: HeaderMap,
         run: &[u8],
         mut events: EventSplitter,
-        rest: Option<ResponseBody>,
+        remaining: Option<ResponseBody>,
     ) -> AttemptError {
         let first = Bytes::from([run, &events.take_part()].concat());
         let code = error_event(&first).and_then(code_of);
-        let collected = match rest {
-            Some(mut rest) => self.collect(first.clone(), &mut rest).await,
+        let collected = match remaining {
+            Some(mut body) => self.collect(first.clone(), &mut body).await,
             None => Ok(Some(first.clone())),
         };
         let body = match collected {
@@ -559,7 +563,7 @@ impl UpstreamAttempt {
         AttemptError::answer(&self.guard, code, StatusCode::OK, headers, body)
     }
 
-    /// The rest of a short answer; `None`: it is longer than `MAX_ERROR_BODY`.
+    /// Read the rest of a short answer, after `first`; `None`: it is longer than `MAX_ERROR_BODY`.
     async fn collect(
         &self,
         first: Bytes,

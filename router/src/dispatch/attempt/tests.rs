@@ -38,10 +38,8 @@ fn an_attempt_is_small_enough_to_be_moved() {
     fn future_bytes<F: Future>(_: impl Fn(UpstreamAttempt) -> F) -> usize {
         size_of::<F>()
     }
-    let (open, drain) = (
-        future_bytes(UpstreamAttempt::open),
-        future_bytes(|attempt: UpstreamAttempt| attempt.drain(false)),
-    );
+    let open = future_bytes(UpstreamAttempt::open);
+    let drain = future_bytes(|attempt: UpstreamAttempt| attempt.drain(false));
     assert!(
         open.max(drain) < 6 << 10,
         "open {open} bytes, drain {drain} bytes"

@@ -9,11 +9,11 @@
 //! 4. the decode leg fails first, by its own fault: where P keeps the pages for another reader
 //!    (`reopen`), the prefill is kept, and the next attempt sends the same rooms to another D. Else
 //!    the prefill leg is dropped, too;
-//! 5. no D will fetch what P has computed (the client left, D refused for good): P frees it
-//!    (prefill_release.rs).
+//! 5. no D will pull the pages that P has computed (the client left, D refused for good): P frees
+//!    them (prefill_release.rs).
 //!
-//! Or D computes the prompt itself (router-core's `local`): then it gets the client's body as it
-//! is.
+//! Or D computes the prompt itself (router-core's `local_prefill`): then it gets the client's body
+//! as it is.
 
 /// Prefill leg and its rooms.
 pub(crate) mod prefill_leg;
@@ -25,18 +25,19 @@ pub(crate) mod vllm;
 use std::sync::Arc;
 use std::time::Duration;
 
-use router_core::{LocalPrefillReason, LocalView, Role};
+use router_core::{AttemptReason, LocalPrefillReason, LocalView, ProtocolCode, Role};
 use tokio::time::timeout;
 
 use crate::clock::now_ms;
 use crate::config::PdProtocol;
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::{AttemptError, ErrorReply, PAIR_INCOMPATIBLE};
+use crate::dispatch::attempt::{AttemptError, ErrorReply, PAIR_INCOMPATIBLE, UpstreamResponse};
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::prefill_leg::{PrefillAttempt, RoomLease};
-use crate::dispatch::logprobs;
-use crate::dispatch::types::{AttemptFailure, AttemptResult, ids_for, leg};
+use crate::dispatch::logprobs::merge_input_logprobs;
+use crate::dispatch::types::{AttemptFailure, AttemptResult, build_leg, forwarded_ids};
 use crate::error::RouteError;
+use crate::observability::fleet_feed::pair_traffic::PairId;
 use crate::request::body::ManagedField;
 use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::{Candidate, LoadGuard};
@@ -48,121 +49,149 @@ const FAULT_ATTRIBUTION_WAIT: Duration = Duration::from_millis(50);
 /// Prompt bytes per token, where tokens were not counted: the rule of thumb for English.
 const BYTES_PER_TOKEN: usize = 4;
 
-/// A prefill, done or under way, whose pages any decode worker may fetch.
+/// Reason of a worker that has a bootstrap room in use already.
+const DUPLICATE_ROOM: AttemptReason = AttemptReason::Code(ProtocolCode::DuplicateRoom);
+
+/// A prefill, done or running, whose pages any decode worker may pull.
 pub struct PendingPrefill {
     leg: PrefillAttempt,
     meeting: BootstrapParams,
 }
 
-/// As [`try_attempt`]; a room that is in use at a worker is no fault of anybody's, and the next
-/// attempt draws another.
-pub async fn attempt(
+/// As [`try_attempt`]. A room that is in use at a worker is no worker's fault: the next attempt draws
+/// another.
+pub async fn attempt_pair(
     app: &Arc<AppState>,
     request: &mut RequestContext,
     reusable_prefill: &mut Option<PendingPrefill>,
 ) -> AttemptResult {
     match try_attempt(app, request, reusable_prefill).await {
-        Err(AttemptFailure::Failed(mut failure)) if failure.reason == "duplicate_room" => {
+        Err(AttemptFailure::Failed(mut failure)) if failure.reason == DUPLICATE_ROOM => {
             let sent_to = match failure.role {
                 Role::Prefill => &request.record.prefill,
                 Role::Decode | Role::Regular => &request.record.worker,
             };
+            let worker = sent_to.as_ref().map(|(name, _)| name.clone());
             // A room of the router's own: no mistake of the client's, who has never seen it.
             failure.reply = ErrorReply::Error(RouteError::Upstream {
                 role: failure.role,
-                worker: sent_to.as_ref().map(|to| to.0.clone()).unwrap_or_default(),
-                cause: "it says of each bootstrap room drawn for the request that it is in use"
-                    .to_owned(),
+                worker: worker.unwrap_or_default(),
+                problem: "uses each bootstrap room drawn for the request already".to_owned(),
+                detail: String::new(),
             });
             failure.is_stale = true;
             *reusable_prefill = None;
             Err(failure.into())
         }
-        other => other,
+        result => result,
     }
 }
 
-/// Try once. `reusable_prefill` is the prefill of an attempt before whose decode worker failed; it is left
-/// there again when the same may be tried with another.
+/// Attempt once. `reusable_prefill` is the prefill of an earlier attempt whose decode worker failed;
+/// it is left there again when another decode worker may read it.
 async fn try_attempt(
     app: &Arc<AppState>,
     request: &mut RequestContext,
     reusable_prefill: &mut Option<PendingPrefill>,
 ) -> AttemptResult {
-    let reader = match reusable_prefill.take() {
-        Some(prefilled) => second_reader(app, request, prefilled)?,
+    let second_reader = match reusable_prefill.take() {
+        Some(prefill) => choose_second_reader(app, request, prefill)?,
         None => None,
     };
-    let is_second_reader = reader.is_some();
-    let (mut prefilled, decode) = match reader {
-        Some(reader) => reader,
-        None => match choose(app, request)? {
+    let is_second_reader = second_reader.is_some();
+    let (mut prefill, decode) = match second_reader {
+        Some(pair) => pair,
+        None => match choose_placement(app, request)? {
             Placement::Pair(prefill, decode) if is_vllm(app, &prefill) => {
-                return vllm::attempt(app, request, prefill, decode).await;
+                return vllm::attempt_pair(app, request, prefill, decode).await;
             }
             Placement::Pair(prefill, decode) => {
                 (start_prefill(app, request, prefill, &decode)?, decode)
             }
-            Placement::Local(decode, why) => return local(app, request, decode, why).await,
+            Placement::Local(decode, reason) => {
+                return attempt_local_prefill(app, request, decode, reason).await;
+            }
         },
     };
     request.record.worker = Some((decode.candidate.name.clone(), decode.why));
-    let body = prefilled.meeting.body(app, request, &decode.candidate);
-    let pair = (prefilled.leg.prefill.worker.id, decode.candidate.worker.id);
+    let body = prefill.meeting.body(app, request, &decode.candidate);
+    let pair = (prefill.leg.prefill.worker.id, decode.candidate.worker.id);
     let decode_worker = decode.candidate.worker.clone();
-    let decode = leg(app, request, decode, body).open();
-    tokio::pin!(decode);
-    // Whichever leg fails drops the other: `decode` on return from here, `prefilled` with it.
-    let opened = tokio::select! {
-        opened = &mut decode => opened,
-        Some(ended) = prefilled.leg.ended() => match ended {
-            Ok(()) => decode.await,
+    let decode_leg = build_leg(app, request, decode, body).open();
+    tokio::pin!(decode_leg);
+    // Whichever leg fails drops the other: `decode_leg` on return from here, `prefill` with it.
+    let result = tokio::select! {
+        result = &mut decode_leg => result,
+        Some(ended) = prefill.leg.ended() => match ended {
+            Ok(()) => decode_leg.await,
             Err(failure) => {
-                app.metrics.leg_aborts.with_label_values(&["decode", failure.reason]).inc();
+                let labels = ["decode", failure.reason.into_str()];
+                app.metrics.leg_aborts.with_label_values(&labels).inc();
                 return Err(failure.into());
             }
         },
     };
     if is_second_reader {
-        let result = if opened.is_ok() { "opened" } else { "failed" };
+        let outcome = if result.is_ok() { "opened" } else { "failed" };
         app.metrics
             .decode_retries
-            .with_label_values(&[result])
+            .with_label_values(&[outcome])
             .inc();
     }
-    match opened {
-        Ok(mut opened) => {
-            prefilled.leg.pages_claimed = true;
-            app.pair_traffic
-                .opened(pair, opened.stages.as_ref(), now_ms());
-            app.fleet.confirm_pair(pair);
-            if request.scan.wants_input_logprobs && (opened.is_sse || opened.answer.rest.is_none())
-            {
-                let limit = app.config.request_timeout();
-                opened = logprobs::merged(opened, &mut prefilled.leg, limit).await;
-            }
-            Ok((opened, Some(prefilled.leg)))
-        }
+    match result {
+        Ok(opened) => Ok(accept_pair(app, request, pair, opened, prefill).await),
         Err(failure) if failure.reason == PAIR_INCOMPATIBLE => {
-            exclude_pair(app, &prefilled.leg.prefill.worker, &decode_worker, &failure);
+            exclude_pair(app, &prefill.leg.prefill.worker, &decode_worker, &failure);
             Err(failure.into())
         }
-        Err(failure) if failure.blames_partner() => {
+        Err(failure) if failure.reason.blames_partner() => {
             app.pair_traffic.failed(pair, failure.reason, now_ms());
-            Err(attribute_failure(failure, &mut prefilled, is_second_reader)
+            Err(attribute_failure(failure, &mut prefill, is_second_reader)
                 .await
                 .into())
         }
         Err(failure) => {
-            let mut tried = request.avoid.clone();
-            tried.push(failure.worker);
-            let can_reopen = prefilled.leg.prefill.description.has_feature("reopen");
-            if can_reopen && app.fleet.has_other(Role::Decode, &request.wanted(), &tried) {
-                *reusable_prefill = Some(prefilled);
+            if may_be_read_again(app, request, &prefill, &failure) {
+                *reusable_prefill = Some(prefill);
             }
             Err(failure.into())
         }
     }
+}
+
+/// The decode leg has opened: the pair works, and D has the pages.
+async fn accept_pair(
+    app: &AppState,
+    request: &RequestContext,
+    pair: PairId,
+    mut opened: UpstreamResponse,
+    mut prefill: PendingPrefill,
+) -> (UpstreamResponse, Option<PrefillAttempt>) {
+    prefill.leg.pages_claimed = true;
+    app.pair_traffic
+        .opened(pair, opened.stages.as_ref(), now_ms());
+    app.fleet.confirm_pair(pair);
+    let is_mergeable = opened.is_sse || opened.answer.remaining.is_none();
+    if request.scan.wants_input_logprobs && is_mergeable {
+        let limit = app.config.request_timeout();
+        opened = merge_input_logprobs(opened, &mut prefill.leg, limit).await;
+    }
+    (opened, Some(prefill.leg))
+}
+
+/// True if another decode worker may read the pages whose first reader failed.
+fn may_be_read_again(
+    app: &AppState,
+    request: &RequestContext,
+    prefill: &PendingPrefill,
+    failure: &AttemptError,
+) -> bool {
+    if !prefill.leg.prefill.description.has_feature("reopen") {
+        return false;
+    }
+    let excluded = request.retries.excluded_with(failure.worker);
+    app.fleet
+        .has_other(Role::Decode, &request.wanted(), &excluded)
 }
 
 /// Send the pair no more requests for a while.
@@ -173,37 +202,41 @@ fn exclude_pair(app: &AppState, prefill: &Worker, decode: &Worker, failure: &Att
     app.fleet.exclude_pair(prefill, decode, reason);
 }
 
-/// Another decode worker for a prefill whose first one failed; `None` if the chosen one would not
-/// understand its pages.
-fn second_reader(
+/// Choose another decode worker for a prefill whose first one failed; `None` if the chosen one would
+/// not understand its pages.
+fn choose_second_reader(
     app: &AppState,
     request: &RequestContext,
-    prefilled: PendingPrefill,
+    prefill: PendingPrefill,
 ) -> Result<Option<(PendingPrefill, LoadGuard)>, RouteError> {
+    let excluded = request.retries.excluded();
     let decode = app
         .fleet
-        .choose(Role::Decode, &request.wanted(), &request.avoid)?;
-    let is_fit = app
-        .fleet
-        .can_pair(&prefilled.leg.prefill, &decode.candidate);
-    Ok(is_fit.then_some((prefilled, decode)))
+        .choose(Role::Decode, &request.wanted(), excluded)?;
+    let is_fit = app.fleet.can_pair(&prefill.leg.prefill, &decode.candidate);
+    Ok(is_fit.then_some((prefill, decode)))
 }
 
-/// Decide which worker to avoid after a decode worker reported what is more likely its prefill
-/// worker's trouble.
+/// Decide which worker to avoid after a decode worker reported trouble that is more likely its
+/// prefill worker's.
 async fn attribute_failure(
     mut failure: AttemptError,
-    prefilled: &mut PendingPrefill,
+    prefill: &mut PendingPrefill,
     is_second_reader: bool,
 ) -> AttemptError {
-    match timeout(FAULT_ATTRIBUTION_WAIT, prefilled.leg.ended()).await {
-        Ok(Some(Err(its))) => return its,
+    let ended = timeout(FAULT_ATTRIBUTION_WAIT, prefill.leg.ended()).await;
+    if let Ok(Some(Err(prefill_failure))) = ended {
+        return prefill_failure;
+    }
+    if is_second_reader {
         // The pages of the earlier attempt are gone: no worker's fault, and P still has most of
         // them in its cache.
-        _ if is_second_reader => failure.is_stale = true,
+        failure.is_stale = true;
+    } else {
         // The worker at fault is unknown; the decode worker only reports it, so avoid the prefill
         // worker.
-        _ => (failure.role, failure.worker) = (Role::Prefill, prefilled.leg.prefill.id),
+        failure.role = Role::Prefill;
+        failure.worker = prefill.leg.prefill.id;
     }
     failure
 }
@@ -228,76 +261,80 @@ enum Placement {
     Local(LoadGuard, LocalPrefillReason),
 }
 
-fn choose(app: &AppState, request: &RequestContext) -> Result<Placement, RouteError> {
-    let (wanted, fleet) = (request.wanted(), &app.fleet);
-    let (prefill, decode) = match fleet.choose_pair(&wanted, &request.avoid) {
+fn choose_placement(app: &AppState, request: &RequestContext) -> Result<Placement, RouteError> {
+    let wanted = request.wanted();
+    let excluded = request.retries.excluded();
+    let (prefill, decode) = match app.fleet.choose_pair(&wanted, excluded) {
         Ok((prefill, decode)) => (Ok(prefill), decode),
         Err(
             err @ RouteError::NoWorker {
                 role: Role::Prefill,
                 ..
             },
-        ) => match fleet.choose(Role::Decode, &wanted, &request.avoid) {
+        ) => match app.fleet.choose(Role::Decode, &wanted, excluded) {
             Ok(decode) => (Err(err), decode),
             Err(_) => return Err(err),
         },
         Err(err) => return Err(err),
     };
-    let why = app
-        .config
-        .pairs
-        .local_rule()
-        .decide(&view(request, &decode, prefill.is_ok()));
-    match why.filter(|_| can_prefill(app, &decode)) {
-        // Dropping P's guard takes back what its policy was sent.
-        Some(why) => Ok(Placement::Local(decode, why)),
+    let rule = app.config.pairs.local_rule();
+    let reason = rule.decide(&local_view(request, &decode, prefill.is_ok()));
+    match reason.filter(|_| can_prefill(app, &decode)) {
+        // Dropping P's guard takes back the event that its policy was sent.
+        Some(reason) => Ok(Placement::Local(decode, reason)),
         None => Ok(Placement::Pair(prefill?, decode)),
     }
 }
 
-fn view(request: &RequestContext, decode: &LoadGuard, has_prefill: bool) -> LocalView {
+fn local_view(request: &RequestContext, decode: &LoadGuard, has_prefill: bool) -> LocalView {
     let forecast = decode.why.forecast();
-    let estimate = request.scan.prompt_len() / BYTES_PER_TOKEN;
-    let counted = request
+    let counted_tokens = request
         .prompt
         .tokens
         .or(forecast.map(|forecast| forecast.prompt_tokens));
-    let prompt = counted.unwrap_or_else(|| u32::try_from(estimate).unwrap_or(u32::MAX));
+    let prompt_tokens = counted_tokens
+        .unwrap_or_else(|| saturating_u32(request.scan.prompt_len() / BYTES_PER_TOKEN));
     let resumed_tokens = request
         .resume_point
         .as_ref()
         .map_or(0, |point| point.tokens);
     LocalView {
-        prompt_tokens: prompt.saturating_add(u32::try_from(resumed_tokens).unwrap_or(u32::MAX)),
+        prompt_tokens: prompt_tokens.saturating_add(saturating_u32(resumed_tokens)),
         cached_tokens: forecast.map_or(0, |forecast| forecast.cached_tokens),
         has_prefill,
     }
 }
 
-async fn local(
+fn saturating_u32(count: usize) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+/// Attempt at one decode worker that computes the prompt itself.
+async fn attempt_local_prefill(
     app: &Arc<AppState>,
     request: &mut RequestContext,
     decode: LoadGuard,
-    why: LocalPrefillReason,
+    reason: LocalPrefillReason,
 ) -> AttemptResult {
     app.metrics
         .local_prefills
-        .with_label_values(&[why.into_str()])
+        .with_label_values(&[reason.into_str()])
         .inc();
     let candidate = &decode.candidate;
     request.record.prefill = None;
     request.record.room = None;
     request.record.worker = Some((candidate.name.clone(), decode.why));
-    let (replaced, fields): (&[ManagedField], _) = match candidate.rank {
-        None => (&[ManagedField::Bootstrap], String::new()),
-        Some(rank) => (
-            &[ManagedField::Bootstrap, ManagedField::Rank],
-            format!("\"data_parallel_rank_decode\":{rank},\"routed_dp_rank\":{rank}"),
-        ),
+    let input_ids = forwarded_ids(app, request, candidate);
+    let body = match candidate.rank {
+        None => request.body_for(&[ManagedField::Bootstrap], input_ids, ""),
+        Some(rank) => {
+            let replaced = [ManagedField::Bootstrap, ManagedField::Rank];
+            let fields = format!("\"data_parallel_rank_decode\":{rank},\"routed_dp_rank\":{rank}");
+            request.body_for(&replaced, input_ids, &fields)
+        }
     };
-    let ids = ids_for(app, request, candidate);
-    let body = request.body_for(replaced, ids, &fields);
-    Ok((leg(app, request, decode, body).open().await?, None))
+    let leg = build_leg(app, request, decode, body);
+    Ok((leg.open().await?, None))
 }
 
 fn start_prefill(
@@ -317,14 +354,14 @@ fn start_prefill(
     let with_ranks = decode.candidate.rank.is_some();
     let meeting = BootstrapParams::new(&candidate, &rooms.rooms, is_batch, with_ranks);
     let body = meeting.body(app, request, &candidate);
-    let draining = leg(app, request, prefill, body).drain(request.scan.wants_input_logprobs);
-    let draining = Box::pin(draining); // else `spawn` copies its 4 KB a dozen times
-    let (task, app, prefill) = (Some(tokio::spawn(draining)), app.clone(), candidate);
+    let leg = build_leg(app, request, prefill, body);
+    // Boxed: else `spawn` copies its 4 KB a dozen times.
+    let draining = Box::pin(leg.drain(request.scan.wants_input_logprobs));
     let leg = PrefillAttempt {
-        task,
+        task: Some(tokio::spawn(draining)),
         response: None,
-        app,
-        prefill,
+        app: app.clone(),
+        prefill: candidate,
         rooms,
         pages_claimed: false,
     };
@@ -363,10 +400,10 @@ impl BootstrapParams {
 
     /// Body for one of the two.
     fn body(&self, app: &AppState, request: &RequestContext, to: &Candidate) -> BodySegments {
-        let ids = ids_for(app, request, to);
+        let input_ids = forwarded_ids(app, request, to);
         let Some(p) = self.prefill_rank else {
             // Without DP awareness a client's own ranks stay.
-            return request.body_for(&[ManagedField::Bootstrap], ids, &self.shared);
+            return request.body_for(&[ManagedField::Bootstrap], input_ids, &self.shared);
         };
         let ranks = match (to.worker.role(), to.rank) {
             (Role::Prefill, _) => format!(",\"data_parallel_rank\":{p},\"routed_dp_rank\":{p}"),
@@ -376,6 +413,7 @@ impl BootstrapParams {
             (_, None) => String::new(),
         };
         let fields = self.shared.clone() + &ranks;
-        request.body_for(&[ManagedField::Bootstrap, ManagedField::Rank], ids, &fields)
+        let replaced = [ManagedField::Bootstrap, ManagedField::Rank];
+        request.body_for(&replaced, input_ids, &fields)
     }
 }

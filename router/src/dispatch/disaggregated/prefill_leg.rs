@@ -11,7 +11,7 @@ use tokio::time::timeout;
 
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::AttemptError;
-use crate::dispatch::disaggregated::prefill_release::release;
+use crate::dispatch::disaggregated::prefill_release::release_pages;
 use crate::error::RouteError;
 use crate::workers::load_guard::Candidate;
 
@@ -53,7 +53,7 @@ impl Drop for RoomLease {
 }
 
 /// The prefill leg's task. Dropping it aborts the leg and has P free pages that no decode worker
-/// will fetch.
+/// will pull.
 pub struct PrefillAttempt {
     pub(super) task: Option<JoinHandle<Result<Vec<Bytes>, AttemptError>>>,
     /// Answer when it has ended well, if it was to be kept.
@@ -66,7 +66,7 @@ pub struct PrefillAttempt {
 }
 
 impl PrefillAttempt {
-    /// Wait for its end; `None` when it panicked or has ended before. Cancel safe.
+    /// Wait for the end of the leg; `None` when its task panicked or has ended before. Cancel safe.
     pub async fn ended(&mut self) -> Option<Result<(), AttemptError>> {
         let ended = self.task.as_mut()?.await.ok();
         self.task = None;
@@ -98,10 +98,10 @@ impl Drop for PrefillAttempt {
                 .with_label_values(&["prefill", "dropped"])
                 .inc();
         }
-        // An aborted leg, too: the prompt may be computed, and only the answer that says so still
-        // on its way.
+        // Also after an aborted leg: the prompt may be computed, and only the answer still in
+        // transit.
         if !self.pages_claimed && (task.is_some() || self.response.is_some()) {
-            release(&self.app, &self.prefill.worker, &self.rooms.rooms);
+            release_pages(&self.app, &self.prefill.worker, &self.rooms.rooms);
         }
     }
 }

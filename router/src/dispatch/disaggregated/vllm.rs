@@ -1,5 +1,4 @@
-//! Attempt at a request of a pair of vLLM workers: first P, then D with what P says about its
-//! blocks.
+//! Attempt at a pair of vLLM workers: first P, then D with P's description of its blocks.
 //!
 //! 1. P gets the body with one token to generate, no stream, and `kv_transfer_params` that ask it
 //!    to keep the blocks;
@@ -19,7 +18,7 @@ use serde_json::value::RawValue;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::UpstreamAttempt;
 use crate::dispatch::context::RequestContext;
-use crate::dispatch::types::{AttemptFailure, AttemptResult, leg, observe_overhead};
+use crate::dispatch::types::{AttemptFailure, AttemptResult, build_leg, observe_overhead};
 use crate::request::body::ManagedField;
 use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::LoadGuard;
@@ -30,7 +29,7 @@ const PREFILL_FIELDS: &str = "\"stream\":false,\"max_tokens\":1,\"max_completion
 /// Which of its ranks a vLLM worker is to use.
 const RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
-pub async fn attempt(
+pub async fn attempt_pair(
     app: &Arc<AppState>,
     request: &mut RequestContext,
     prefill: LoadGuard,
@@ -50,10 +49,12 @@ pub async fn attempt(
         request.record.prefill = Some((prefill.candidate.name.clone(), prefill.why));
         ask_prefill(app, request, prefill).await?
     };
-    let fields = params.map(|params| format!("\"kv_transfer_params\":{params}"));
-    let fields = fields.as_deref().unwrap_or_default();
-    let body = request.body_for(&[ManagedField::KvParams], None, fields);
-    Ok((ranked(app, request, decode, body).open().await?, None))
+    let transfer_field = params
+        .map(|params| format!("\"kv_transfer_params\":{params}"))
+        .unwrap_or_default();
+    let body = request.body_for(&[ManagedField::KvParams], None, &transfer_field);
+    let leg = build_ranked_leg(app, request, decode, body);
+    Ok((leg.open().await?, None))
 }
 
 /// P's `kv_transfer_params`; `None`: it named none, so D computes the prompt.
@@ -70,7 +71,8 @@ async fn ask_prefill(
     let replaced = [ManagedField::Output, ManagedField::KvParams];
     let body = request.body_for(&replaced, None, PREFILL_FIELDS);
     observe_overhead(app, request);
-    let mut opened = ranked(app, request, prefill, body).open().await?;
+    let leg = build_ranked_leg(app, request, prefill, body);
+    let mut opened = leg.open().await?;
     opened.guard.first_token();
     opened.guard.read_usage(opened.answer.pieces.iter());
     let answer = opened.answer.pieces.concat();
@@ -84,15 +86,15 @@ async fn ask_prefill(
     Ok(params.map(|params| params.get().into()))
 }
 
-/// A leg whose rank is in the header that vLLM reads it from.
-pub fn ranked(
+/// Build a leg whose rank is in the header that vLLM reads it from.
+pub fn build_ranked_leg(
     app: &AppState,
     request: &RequestContext,
     chosen: LoadGuard,
     body: BodySegments,
 ) -> UpstreamAttempt {
     let rank = chosen.candidate.rank;
-    let mut leg = leg(app, request, chosen, body);
+    let mut leg = build_leg(app, request, chosen, body);
     if let Some(rank) = rank {
         leg.head.more.insert(RANK_HEADER, HeaderValue::from(rank));
     }

@@ -10,6 +10,7 @@
 use std::collections::HashMap;
 
 use parking_lot::Mutex;
+use router_core::AttemptReason;
 use serde::Serialize;
 
 use crate::observability::engine_stages::{EngineStages, PagePull};
@@ -77,10 +78,10 @@ impl PairTraffic {
     }
 
     /// An attempt of this pair failed; the decode worker blames the transfer or the prefill worker.
-    pub fn failed(&self, pair: PairId, reason: &'static str, now_ms: u64) {
+    pub fn failed(&self, pair: PairId, reason: AttemptReason, now_ms: u64) {
         self.change(pair, now_ms, |record| {
             record.failures += 1;
-            record.last_failure = Some(reason);
+            record.last_failure = Some(reason.into_str());
         });
     }
 
@@ -114,6 +115,8 @@ impl PairTraffic {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use router_core::ProtocolCode;
+
     use super::*;
 
     fn pulled(bytes: u64, pull_ms: f64) -> EngineStages {
@@ -135,7 +138,8 @@ mod tests {
         traffic.opened((1, 2), Some(&pulled(1_000, 1.0)), 0);
         traffic.opened((1, 2), Some(&pulled(0, 0.0)), 0);
         traffic.opened((1, 2), None, 0);
-        traffic.failed((1, 2), "kv_transfer_failed", 0);
+        let reason = AttemptReason::Code(ProtocolCode::KvTransferFailed);
+        traffic.failed((1, 2), reason, 0);
         let record = traffic.snapshot(|_| true).remove(0).1;
         assert_eq!(
             (record.requests, record.bytes, record.failures),

@@ -22,7 +22,9 @@ use std::sync::Arc;
 
 use http::HeaderValue;
 use parking_lot::Mutex;
-use router_core::{PromptBlocks, PromptView, RequestOutcome, Role, SelectionReason, TokenUsage};
+use router_core::{
+    AttemptReason, PromptBlocks, PromptView, RequestOutcome, Role, SelectionReason, TokenUsage,
+};
 use serde::Serialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
@@ -163,7 +165,7 @@ pub struct AttemptTimeline {
 struct Failed {
     attempt: u32,
     role: Role,
-    reason: &'static str,
+    reason: AttemptReason,
     at_ms: f64,
     /// Tokens after which its answer broke off; another worker was asked for the rest.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -259,7 +261,7 @@ impl RequestTimeline {
 
     /// The attempt is given up; another may follow. `failover_at_token`: tokens that the client had
     /// when the answer broke off, if another worker is asked for the rest.
-    pub fn failed(&self, role: Role, reason: &'static str, failover_at_token: Option<usize>) {
+    pub fn failed(&self, role: Role, reason: AttemptReason, failover_at_token: Option<usize>) {
         let at_ms = ms(self.started);
         let mut records = self.records.lock();
         let attempt = records.failures.len() as u32 + 1;

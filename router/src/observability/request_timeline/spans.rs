@@ -70,7 +70,7 @@ impl RequestTimeline {
                     .failures
                     .iter()
                     .find(|failed| failed.attempt == leg.attempt);
-                failed_status(failed.map_or("failed", |failed| failed.reason))
+                failed_status(failed.map_or("failed", |failed| failed.reason.into_str()))
             });
             spans.push(leg_span);
         }

@@ -1,6 +1,6 @@
 //! Tests of the timeline.
 
-use router_core::PrefillForecast;
+use router_core::{AttemptReason, PrefillForecast};
 
 use super::history::RequestHistory;
 use super::*;
@@ -56,7 +56,7 @@ fn timeline_lists_attempts_in_order_with_prediction_and_observation() {
     );
     leg.sent();
     leg.ended(RequestOutcome::Failure);
-    timeline.failed(Role::Regular, "connect", None);
+    timeline.failed(Role::Regular, AttemptReason::Connect, None);
     let leg = timeline.leg(Role::Regular, "http://b", SelectionReason::Only, None);
     leg.sent();
     leg.first_token();
@@ -100,7 +100,7 @@ fn stream_without_its_worker_waits_for_another() {
     let first = leg("http://a");
     assert_eq!(shown(), expected("running", None, Some("http://a")));
     first.ended(RequestOutcome::Failure);
-    timeline.failed(Role::Decode, "reset", Some(3));
+    timeline.failed(Role::Decode, AttemptReason::Reset, Some(3));
     assert_eq!(shown(), expected("waiting", Some("decode"), None));
     let _second = leg("http://b");
     assert_eq!(shown(), expected("running", None, Some("http://b")));

@@ -169,10 +169,12 @@ async fn order(
     method: Method,
     path: &'static str,
 ) -> Result<Ordered, RouteError> {
-    let failed = |cause: String| RouteError::Upstream {
-        role: worker.role(),
-        worker: worker.url().to_string(),
-        cause: format!("{method} {path}: {cause}"),
+    let failed = |cause: String| RouteError::Unasked {
+        detail: format!(
+            "{} worker {}: {method} {path}: {cause}",
+            worker.role(),
+            worker.url()
+        ),
     };
     let head = app.fleet.own_request(method.clone(), path);
     let asking = async {

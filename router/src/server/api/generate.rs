@@ -15,14 +15,14 @@ use http::header::{
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
-use router_core::{FailedAttempts, RequestBreaks};
+use router_core::RetryHistory;
 use serde_json::json;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::auth;
 use crate::dispatch;
 use crate::dispatch::app::AppState;
-use crate::dispatch::context::{KnownPrompt, RequestContext, header_deadlines};
+use crate::dispatch::context::{KnownPrompt, RequestContext, read_header_deadlines};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::explain::{self, ExplainMode};
@@ -158,15 +158,11 @@ async fn take_in(
     Ok(move |mut record: AccessLogEntry| {
         record.named(scan.model.as_deref(), scan.tenant.as_deref());
         Box::new(RequestContext {
-            header_deadlines: header_deadlines(head.headers()),
+            header_deadlines: read_header_deadlines(head.headers()),
             body_overrides: String::new(),
-            avoid: Vec::new(),
+            retries: RetryHistory::default(),
             resume_point: None,
-            is_accepted: false,
-            is_paced: false,
-            failed: FailedAttempts::default(),
             attempted_at: Instant::now(),
-            breaks: RequestBreaks::default(),
             place: None,
             head,
             prompt,

@@ -60,7 +60,18 @@ pub const PROXIED_PATHS: [&str; 12] = [
 /// Proxy to any worker: one's answer is as good as another's, and it comes at once.
 pub async fn forward(State(app): SharedApp, request: Request) -> HandlerResult {
     let (head, body) = read_request(&app, request, app.config.limits.max_payload_size).await?;
-    proxy_to_any(&app, head, body, ASK_TIMEOUT, None).await
+    pass_through(&app, head, body).await
+}
+
+/// Pass a request without a record on to any worker. Workers that failed are named in the log only.
+async fn pass_through(app: &AppState, head: RequestHead, body: Bytes) -> HandlerResult {
+    let result = proxy_to_any(app, head, body, ASK_TIMEOUT, None).await;
+    if let Err(err) = &result
+        && err.is_upstream()
+    {
+        tracing::warn!(%err, "no answer");
+    }
+    result
 }
 
 /// The same for work: it takes a place like a generation, may take as long, and is recorded.
@@ -141,8 +152,7 @@ async fn proxy_to_any(
             Ok(opened) => return whole(opened, limit).await,
             Err(failure) => failure,
         };
-        let is_unreached = matches!(failure.reason, "connect" | "reset" | "hung");
-        if is_unreached && !std::mem::replace(&mut is_second, true) {
+        if failure.reason.is_unreached() && !std::mem::replace(&mut is_second, true) {
             avoid.push(failure.worker);
             continue;
         }
@@ -160,21 +170,25 @@ async fn proxy_to_any(
 /// The rest of an opened answer.
 async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response, RouteError> {
     let mut body = BytesMut::from(opened.answer.pieces.concat().as_slice());
-    if let Some(mut rest) = opened.answer.rest.take() {
+    if let Some(mut remaining) = opened.answer.remaining.take() {
         loop {
-            match timeout(limit, rest.piece()).await {
+            match timeout(limit, remaining.piece()).await {
                 Ok(Some(Ok(piece))) => body.extend_from_slice(&piece),
                 Ok(None) => break,
                 Ok(Some(Err(err))) => {
                     opened.guard.settle(RequestOutcome::Failure);
-                    let cause = format!("answer broke off: {}", with_source(&err));
-                    return Err(upstream_error(&opened.guard, cause));
+                    let detail = with_source(&err);
+                    return Err(upstream_error(
+                        &opened.guard,
+                        "broke off its answer",
+                        detail,
+                    ));
                 }
                 Err(_) => return Err(silent_error(&opened.guard, limit)),
             }
             if body.len() > MAX_PASSED {
-                let cause = format!("its answer is longer than {MAX_PASSED} bytes");
-                return Err(upstream_error(&opened.guard, cause));
+                let problem = format!("sent an answer longer than {MAX_PASSED} bytes");
+                return Err(upstream_error(&opened.guard, &problem, String::new()));
             }
         }
     }
@@ -194,9 +208,9 @@ pub async fn models(State(app): SharedApp, request: Request) -> HandlerResult {
     let answers = ask_each(&app, &head, &Bytes::new()).await;
     let cards = model_cards(&answers);
     if cards.is_empty()
-        && let Some(asked) = answers.into_iter().next()
+        && let Some(first) = answers.into_iter().next()
     {
-        return Ok(asked.passed_on());
+        return first.pass_to_client();
     }
     Ok(answer(
         StatusCode::OK,
@@ -223,7 +237,7 @@ pub async fn model(
         .find(|card| card["id"] == id.as_str());
     match card {
         Some(card) => Ok(answer(StatusCode::OK, &card)),
-        None => proxy_to_any(&app, head, body, ASK_TIMEOUT, None).await,
+        None => pass_through(&app, head, body).await,
     }
 }
 
@@ -376,6 +390,7 @@ pub fn error_object(body: &[u8]) -> Option<Value> {
 /// Answer of a worker when all were asked.
 struct Asked {
     url: String,
+    role: Role,
     is_baton: bool,
     /// `None`: it could not be asked, and `text` says why.
     status: Option<StatusCode>,
@@ -410,6 +425,7 @@ impl Asked {
         Some((status, error_object(self.text.as_bytes())?)).filter(|_| is_own)
     }
 
+    /// The worker's answer, for an operator.
     fn passed_on(self) -> Response {
         match self.status {
             Some(status) => response(status, self.headers, self.text.into()),
@@ -418,6 +434,21 @@ impl Asked {
                 RouteError::Unasked { detail }.into_response()
             }
         }
+    }
+
+    /// The worker's answer, for a client, to whom no worker is named.
+    fn pass_to_client(self) -> HandlerResult {
+        if let Some(status) = self.status {
+            return Ok(response(status, self.headers, self.text.into()));
+        }
+        let err = RouteError::Upstream {
+            role: self.role,
+            worker: self.url,
+            problem: "could not be asked".to_owned(),
+            detail: self.text,
+        };
+        tracing::warn!(%err, "no answer");
+        Err(err)
     }
 }
 
@@ -439,6 +470,7 @@ async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked
             .and_then(|answer| answer.unwrap_or_else(late))
             .unwrap_or_else(|text| Asked {
                 url: worker.url().to_string(),
+                role: worker.role(),
                 is_baton: worker.description().is_baton(),
                 status: None,
                 headers: HeaderMap::new(),
@@ -466,6 +498,7 @@ async fn ask(worker: &Worker, head: &RequestHead, body: BodySegments) -> Result<
     let text = body.ok_or_else(|| format!("its answer is longer than {MAX_ASKED} bytes"))?;
     Ok(Asked {
         url: worker.url().to_string(),
+        role: worker.role(),
         is_baton: worker.description().is_baton(),
         status,
         headers,

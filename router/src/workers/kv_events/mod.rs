@@ -71,7 +71,8 @@ pub fn start(fleet: &WorkerFleet, worker: &Worker) {
             Ok(source) => *task = Some(follow(fleet, &candidate, source)),
             Err(reason) => {
                 let mut status = candidate.feed.status.lock();
-                (status.state, status.reason) = (SyncState::Off, Some(reason));
+                status.state = SyncState::Off;
+                status.reason = Some(reason);
             }
         }
     }
@@ -93,7 +94,8 @@ fn source_of(fleet: &WorkerFleet, candidate: &Candidate) -> Result<EventSource, 
 
 fn follow(fleet: &WorkerFleet, candidate: &Candidate, source: EventSource) -> AbortHandle {
     let mut status = candidate.feed.status.lock();
-    (status.state, status.reason) = (SyncState::Connecting, None);
+    status.state = SyncState::Connecting;
+    status.reason = None;
     status.source = Some(source.to_string());
     drop(status);
     let mut reader = EventReader::new(fleet, candidate);

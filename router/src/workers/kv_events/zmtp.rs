@@ -68,7 +68,9 @@ impl ZmtpPeer {
 
     async fn shake_hands(&mut self, kind: &str) -> Result<(), ZmtpError> {
         let mut greeting = [0; 64];
-        (greeting[0], greeting[9], greeting[10]) = (0xff, 0x7f, 3);
+        greeting[0] = 0xff;
+        greeting[9] = 0x7f;
+        greeting[10] = 3;
         greeting[12..16].copy_from_slice(b"NULL");
         self.stream.write_all(&greeting).await?;
         let mut ready = b"\x05READY".to_vec();

@@ -82,7 +82,7 @@ class KvPublisher:
 
     def publish(self) -> None:
         """Send what happened since the last call, if anything."""
-        batch = self._log.take(time.time())
+        batch = self._log.take_batch(time.time())
         if batch is None:
             return
         payload = self._encode(batch.events, batch.ts)
@@ -114,7 +114,7 @@ class KvPublisher:
                     len(frames) - 1,
                 )
             else:
-                for batch in self._log.since(int.from_bytes(frames[2], "big")):
+                for batch in self._log.batches_since(int.from_bytes(frames[2], "big")):
                     payload = self._encode(batch.events, batch.ts)
                     self.replay.send_multipart(
                         (client, b"", batch.seq.to_bytes(8, "big"), payload), zmq.DONTWAIT

@@ -227,7 +227,8 @@ impl RankEstimate {
     /// The worker counted the prompt: what is known better replaces what was predicted.
     pub fn counted(&mut self, ticket: SendTicket, uncached: f64, cached: f64) {
         if let Some(pending) = self.queue.iter_mut().find(|p| p.ticket == ticket) {
-            (pending.uncached, pending.cached) = (uncached, cached);
+            pending.uncached = uncached;
+            pending.cached = cached;
         }
     }
 

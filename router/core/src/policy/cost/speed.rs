@@ -192,7 +192,8 @@ fn solve(mut xx: [[f64; 4]; 4], mut xy: [f64; 4], is_free: [bool; 4]) -> Option<
         if !is_free[at] {
             xx[at] = [0.0; 4];
             xx.iter_mut().for_each(|row| row[at] = 0.0);
-            (xx[at][at], xy[at]) = (1.0, 0.0);
+            xx[at][at] = 1.0;
+            xy[at] = 0.0;
         }
     }
     for at in 0..4 {

@@ -79,7 +79,8 @@ pub(super) struct CandidateCost {
 impl CandidateCost {
     /// Add what the other worker of a pair costs.
     pub fn add_partner(&mut self, partner_ms: f64, crossing_ms: f64) {
-        (self.terms.partner_ms, self.terms.crossing_ms) = (partner_ms, crossing_ms);
+        self.terms.partner_ms = partner_ms;
+        self.terms.crossing_ms = crossing_ms;
         self.terms.cost_ms += partner_ms;
     }
 }
@@ -194,7 +195,8 @@ impl CostState {
                 terms.cost_ms += terms.backlog_ms + least + price * (terms.prefill_ms - least);
             }
         }
-        (self.scratch.ids, self.scratch.held) = (ids, held);
+        self.scratch.ids = ids;
+        self.scratch.held = held;
         (options, deepest)
     }
 

@@ -312,7 +312,8 @@ impl DecodeWorkers {
         let choice = chosen_at(sender, policy, "new", ready, &mut rng(1));
         sender.routed(policy, choice.worker.0, "new");
         let (requests, used) = &mut self.0[choice.worker.0 as usize];
-        (*requests, *used) = (*requests + 1, *used + pages);
+        *requests += 1;
+        *used += pages;
         choice.worker.0
     }
 

@@ -1,0 +1,68 @@
+"""Tokens and time that prompt chunks may still take in one step, and the size of the next chunk."""
+
+from __future__ import annotations
+
+from baton.sched.metrics.step_time import StepTime
+from baton.sched.setup.limits import Limits
+from baton.sched.types.plan import StopReason
+
+
+class PromptBudget:
+    """Budget of one step beside its decode rows."""
+
+    def __init__(self, limits: Limits, times: StepTime, num_decode: int) -> None:
+        self._limits = limits
+        self._times = times
+        self.tokens = max(limits.step_tokens - num_decode, limits.page_size)
+        """Prompt tokens that may still be taken."""
+        self.seconds = self._initial_seconds(num_decode)
+        """Predicted time that prompt chunks may still add; None: they are sized by tokens alone."""
+        self.exhausted_by: StopReason | None = None
+        """The budget that is used up; None: another prompt may be tried."""
+        self._num_prompts = 0
+
+    def _initial_seconds(self, num_decode: int) -> float | None:
+        limits = self._limits
+        if limits.step_target_secs:
+            decode_secs = self._times.decode_seconds(num_decode)
+            return max(limits.step_target_secs - decode_secs, 0.0)
+        if limits.enable_dynamic_chunking:
+            return self._times.chunk_seconds(0, limits.step_tokens)
+        return None
+
+    def chunk_tokens(self, start: int, remaining: int) -> int:
+        """How many of a prompt's `remaining` tokens, from `start` on, to compute now.
+
+        All, or whole pages so that chunks end at page ends. By time alone it may be none, but the
+        first prompt of a step gets a page, so that every prompt advances. Without chunking it is
+        all or none, and the first prompt of a step gets all.
+        """
+        limits = self._limits
+        most = self.tokens
+        is_first = not self._num_prompts
+        if not limits.is_chunked:
+            return remaining if remaining <= most or is_first else 0
+        if limits.long_prefill_token_threshold:
+            most = min(most, limits.long_prefill_token_threshold)
+        if self.seconds is not None:
+            timed = self._times.chunk_tokens(start, self.seconds)
+            if is_first:
+                timed = max(timed, limits.page_size)
+            most = min(most, timed)
+        if remaining <= most:
+            return remaining
+        end = start + most
+        page_end = end - end % limits.page_size
+        return max(page_end - start, 0)
+
+    def spend(self, start: int, num_tokens: int) -> None:
+        """Take the chunk [start, start + num_tokens) of one more prompt."""
+        if self.seconds is not None:
+            self.seconds -= self._times.chunk_seconds(start, num_tokens)
+        self.tokens -= num_tokens
+        self._num_prompts += 1
+        most_prompts = self._limits.prefill_max_requests
+        if self.tokens <= 0:
+            self.exhausted_by = StopReason.TOKEN_BUDGET
+        elif most_prompts is not None and self._num_prompts >= most_prompts:
+            self.exhausted_by = StopReason.MAX_REQUESTS

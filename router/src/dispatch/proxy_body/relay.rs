@@ -1,0 +1,396 @@
+//! A worker's answer that passes through to the client, and the request behind it.
+
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+use std::vec;
+
+use bytes::Bytes;
+use router_core::{AttemptReason, RequestOutcome};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::{Instant, Sleep, sleep_until};
+
+use crate::dispatch::app::AppState;
+use crate::dispatch::attempt::{UpstreamResponse, silent_error, upstream_error};
+use crate::dispatch::context::RequestContext;
+use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
+use crate::dispatch::proxy_body::client_answer::ClientAnswer;
+use crate::dispatch::proxy_body::event::{BodyEvent, StreamFailure, TruncatedResponse, WorkerLoss};
+use crate::error::RouteError;
+use crate::observability::access_log::AccessLogEntry;
+use crate::response::failover::NotResumable;
+use crate::response::sse::{EventSplitter, StreamEnd};
+use crate::transport::upstream::{ResponseBody, with_source};
+use crate::workers::load_guard::LoadGuard;
+use crate::workers::worker::WorkerState;
+
+/// The state of a silent worker is looked up, and the worker probed, this often, if another could
+/// resume the stream: its health checks may have failed.
+const HEALTH_LOOKUP_INTERVAL: Duration = Duration::from_secs(2);
+
+/// The request whose answer passes through.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "most answers have the large one, and need no allocation for it"
+)]
+pub enum RelayedRequest {
+    /// The whole request: another worker can resume the stream.
+    Resumable(Box<RequestContext>),
+    /// Only what the end of the answer needs.
+    Recorded {
+        record: AccessLogEntry,
+        _permit: Option<OwnedSemaphorePermit>,
+    },
+}
+
+impl RelayedRequest {
+    pub fn record(&mut self) -> &mut AccessLogEntry {
+        match self {
+            RelayedRequest::Resumable(request) => &mut request.record,
+            RelayedRequest::Recorded { record, .. } => record,
+        }
+    }
+
+    /// Release everything that another attempt would need.
+    pub fn into_recorded(self) -> Self {
+        match self {
+            RelayedRequest::Resumable(request) => RelayedRequest::Recorded {
+                record: request.record,
+                _permit: request.permit,
+            },
+            recorded @ RelayedRequest::Recorded { .. } => recorded,
+        }
+    }
+}
+
+/// A worker's answer on its way, and its request.
+///
+/// The order of fields is that of their drops: the record is written before the load is freed.
+pub struct Relay {
+    pub request: RelayedRequest,
+    pub leg: RelayedLeg,
+}
+
+/// A leg whose answer has opened. Dropping it closes the connection and frees the load.
+pub struct RelayedLeg {
+    /// Pieces that were read when the answer opened.
+    opened_pieces: vec::IntoIter<Bytes>,
+    /// `None`: the worker has ended its answer.
+    remaining: Option<ResponseBody>,
+    events: EventSplitter,
+    pub guard: LoadGuard,
+    prefill: Option<PrefillAttempt>,
+    silence: SilenceTimer,
+}
+
+/// An answer of which no more comes. It is held until the client has read the queued pieces. The
+/// default holds nothing.
+#[derive(Default)]
+pub struct EndedAnswer {
+    pub request: Option<RelayedRequest>,
+    /// Load of the last worker.
+    pub guard: Option<LoadGuard>,
+    /// Set if the connection to the client is to be cut.
+    pub truncation: Option<TruncatedResponse>,
+}
+
+impl Relay {
+    pub fn new(
+        request: RelayedRequest,
+        opened: UpstreamResponse,
+        prefill: Option<PrefillAttempt>,
+        silence_limit: Duration,
+    ) -> Self {
+        let leg = RelayedLeg {
+            opened_pieces: opened.answer.pieces.into_iter(),
+            remaining: opened.answer.remaining,
+            events: opened.answer.events,
+            guard: opened.guard,
+            prefill,
+            silence: SilenceTimer::new(silence_limit),
+        };
+        Self { request, leg }
+    }
+
+    /// True if pieces or the end of the answer can be passed on without waiting for the worker.
+    pub fn has_read(&self) -> bool {
+        self.leg.opened_pieces.len() > 0 || self.leg.remaining.is_none()
+    }
+
+    /// Pass on one piece that was read already, or the end of the answer. `None`: a piece was
+    /// queued for the client.
+    pub fn pass_read(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+        let event = self.leg.pass_read(answer);
+        event.or_else(|| self.disabled_resume(answer))
+    }
+
+    /// Read from the worker. `None`: a piece was queued for the client, or is part of an event.
+    pub fn poll_event(
+        &mut self,
+        cx: &mut Context<'_>,
+        app: &AppState,
+        answer: &mut ClientAnswer,
+    ) -> Poll<Option<BodyEvent>> {
+        if self.has_read() {
+            return Poll::Ready(self.pass_read(answer));
+        }
+        let event = ready!(self.leg.poll_event(cx, app, answer));
+        Poll::Ready(event.or_else(|| self.disabled_resume(answer)))
+    }
+
+    /// The last piece may have made it impossible to resume the stream.
+    fn disabled_resume(&self, answer: &ClientAnswer) -> Option<BodyEvent> {
+        match self.request {
+            RelayedRequest::Resumable(_) => answer.not_resumable().map(BodyEvent::ResumeDisabled),
+            RelayedRequest::Recorded { .. } => None,
+        }
+    }
+
+    /// The worker ended its answer, and the client has all of it or will have.
+    pub fn complete(mut self, answer: &ClientAnswer) -> EndedAnswer {
+        let outcome = if answer.has_error() {
+            "error_event"
+        } else {
+            "ok"
+        };
+        self.leg.guard.read_usage(answer.last_pieces().into_iter());
+        self.request.record().end(answer.status, outcome);
+        if let Some(prefill) = self.leg.prefill {
+            prefill.drain_in_background();
+        }
+        EndedAnswer {
+            request: Some(self.request),
+            guard: Some(self.leg.guard),
+            truncation: None,
+        }
+    }
+
+    /// The client left after the last event of a stream that its worker had not ended.
+    pub fn complete_unread(mut self, answer: &ClientAnswer) {
+        let remaining = self.leg.remaining.take();
+        drop(self.complete(answer));
+        if let Some(remaining) = remaining {
+            remaining.drain_in_background();
+        }
+    }
+
+    /// The worker is lost, and no other one resumes its answer.
+    pub fn end_after_loss(mut self, loss: WorkerLoss, answer: &mut ClientAnswer) -> EndedAnswer {
+        answer.release_waiting();
+        if !answer.is_open() {
+            let is_unfinished = answer.stream_end() == Some(StreamEnd::Finished);
+            let ended = self.complete(answer);
+            if is_unfinished {
+                answer.push_done();
+            }
+            return ended;
+        }
+        self.leg.attribute_loss(&loss, self.request.record());
+        let truncation = loss.failure.end_answer(self.request.record(), answer);
+        EndedAnswer {
+            request: Some(self.request),
+            guard: Some(self.leg.guard),
+            truncation,
+        }
+    }
+
+    /// From here on no other worker could resume the stream.
+    pub fn disable_resume(self, reason: NotResumable, app: &AppState) -> Self {
+        app.metrics
+            .unresumable
+            .with_label_values(&[reason.into_str()])
+            .inc();
+        Self {
+            request: self.request.into_recorded(),
+            leg: self.leg,
+        }
+    }
+}
+
+impl RelayedLeg {
+    fn pass_read(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+        match self.opened_pieces.next() {
+            Some(piece) => pass_piece(piece, answer),
+            None => self.pass_end(answer),
+        }
+    }
+
+    fn poll_event(
+        &mut self,
+        cx: &mut Context<'_>,
+        app: &AppState,
+        answer: &mut ClientAnswer,
+    ) -> Poll<Option<BodyEvent>> {
+        let Some(remaining) = &mut self.remaining else {
+            return Poll::Ready(self.pass_end(answer));
+        };
+        match remaining.poll_piece(cx) {
+            Poll::Ready(Some(Ok(piece))) => {
+                self.silence.restart();
+                let run = if answer.is_stream() {
+                    self.events.push(piece)
+                } else {
+                    Some(piece)
+                };
+                Poll::Ready(run.and_then(|run| pass_piece(run, answer)))
+            }
+            Poll::Ready(None) => {
+                self.remaining = None;
+                Poll::Ready(self.pass_end(answer))
+            }
+            Poll::Ready(Some(Err(err))) => {
+                let detail = with_source(&err);
+                Poll::Ready(Some(self.broken(
+                    AttemptReason::Reset,
+                    "broke off its answer",
+                    detail,
+                )))
+            }
+            Poll::Pending => match self.poll_silence(cx, app, answer) {
+                Some(event) => Poll::Ready(Some(event)),
+                None => Poll::Pending,
+            },
+        }
+    }
+
+    /// The worker ended its answer; a stream must also have been finished.
+    fn pass_end(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+        if let Some(last_event) = self.events.finish() {
+            return pass_piece(last_event, answer);
+        }
+        match answer.stream_end() {
+            Some(StreamEnd::Open) => {
+                let problem = "ended the stream without finishing it";
+                return Some(self.broken(AttemptReason::Reset, problem, String::new()));
+            }
+            // A client may wait for it.
+            Some(StreamEnd::Finished) => answer.push_done(),
+            Some(StreamEnd::Done) | None => {}
+        }
+        Some(BodyEvent::AnswerCompleted)
+    }
+
+    /// The loss of a worker that is silent for too long, or silent and unhealthy.
+    fn poll_silence(
+        &mut self,
+        cx: &mut Context<'_>,
+        app: &AppState,
+        answer: &mut ClientAnswer,
+    ) -> Option<BodyEvent> {
+        let is_resumable = answer.resumable().is_some();
+        loop {
+            match self.silence.poll(cx, is_resumable)? {
+                Silence::Limit => {
+                    let err = silent_error(&self.guard, self.silence.limit);
+                    return Some(worker_lost(AttemptReason::Silent, err));
+                }
+                Silence::Lookup => {
+                    let worker = &self.guard.candidate.worker;
+                    if let WorkerState::Unhealthy { reason, .. } = worker.state() {
+                        let problem = "fell silent and fails its health checks";
+                        return Some(self.broken(AttemptReason::Hung, problem, reason));
+                    }
+                    if app.config.silent_request_probe().is_some() {
+                        worker.silent.notify_one();
+                    }
+                }
+            }
+        }
+    }
+
+    fn broken(&self, reason: AttemptReason, problem: &str, detail: String) -> BodyEvent {
+        worker_lost(reason, upstream_error(&self.guard, problem, detail))
+    }
+
+    /// Close the connection to the worker.
+    pub fn close_connection(&mut self) {
+        self.remaining = None;
+    }
+
+    /// Attribute the loss to the worker, if the worker is to blame.
+    pub fn attribute_loss(&mut self, loss: &WorkerLoss, record: &AccessLogEntry) {
+        if !loss.failure.blames_worker() {
+            self.guard.settle(RequestOutcome::Unknown);
+            return;
+        }
+        self.guard.settle(RequestOutcome::Failure);
+        let worker = &self.guard.candidate.worker;
+        worker.suspect.notify_one();
+        record.upstream_error(worker.role(), loss.reason);
+    }
+}
+
+fn worker_lost(reason: AttemptReason, err: RouteError) -> BodyEvent {
+    BodyEvent::WorkerLost(WorkerLoss {
+        failure: StreamFailure::Router(err),
+        reason,
+    })
+}
+
+/// Queue a piece for the client.
+fn pass_piece(piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+    if let Err(broken) = answer.push(piece) {
+        return Some(BodyEvent::WorkerLost(WorkerLoss {
+            reason: AttemptReason::Code(broken.code),
+            failure: StreamFailure::Worker(broken),
+        }));
+    }
+    None
+}
+
+/// Timer of a worker's silence. It is armed while nothing comes and re-armed when it fires, so that
+/// a piece costs no timer operation.
+struct SilenceTimer {
+    limit: Duration,
+    last_piece_at: Instant,
+    timer: Option<Pin<Box<Sleep>>>,
+}
+
+/// Length that a worker's silence has reached.
+enum Silence {
+    /// The state of the worker is to be looked up.
+    Lookup,
+    /// The worker is not waited for any longer.
+    Limit,
+}
+
+impl SilenceTimer {
+    fn new(limit: Duration) -> Self {
+        Self {
+            limit,
+            last_piece_at: Instant::now(),
+            timer: None,
+        }
+    }
+
+    fn restart(&mut self) {
+        self.last_piece_at = Instant::now();
+    }
+
+    /// `None`: pending. `has_lookups`: the state of the worker is looked up before the limit.
+    fn poll(&mut self, cx: &mut Context<'_>, has_lookups: bool) -> Option<Silence> {
+        let interval = if has_lookups {
+            self.limit.min(HEALTH_LOOKUP_INTERVAL)
+        } else {
+            self.limit
+        };
+        let ends_at = self.last_piece_at + self.limit;
+        let first_lookup_at = self.last_piece_at + interval;
+        let timer = self
+            .timer
+            .get_or_insert_with(|| Box::pin(sleep_until(first_lookup_at)));
+        while timer.as_mut().poll(cx).is_ready() {
+            let now = Instant::now();
+            if now >= ends_at {
+                return Some(Silence::Limit);
+            }
+            if now >= first_lookup_at {
+                timer.as_mut().reset((now + interval).min(ends_at));
+                return Some(Silence::Lookup);
+            }
+            // The timer was armed before the last piece.
+            timer.as_mut().reset(first_lookup_at);
+        }
+        None
+    }
+}
