@@ -70,9 +70,7 @@ def test_every_variable_is_in_the_example_or_has_a_default() -> None:
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_a_profile_is_router_one_pair_and_monitoring(
-    services: dict[str, Any], profile: str
-) -> None:
+def test_profile_is_router_one_pair_and_monitoring(services: dict[str, Any], profile: str) -> None:
     assert env_file("compose/.env.example")["COMPOSE_PROFILES"] == "cpu"
     started = {name: s for name, s in services.items() if profile in s.get("profiles", [profile])}
     roles = {

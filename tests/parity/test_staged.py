@@ -12,11 +12,11 @@ import pytest
 
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
-from tests.support.checkpoints import reference_greedy
-from tests.support.engine_run import greedy
+from tests.support.engines.engine_run import greedy
+from tests.support.models.checkpoints import reference_greedy
 
 pair_module = pytest.importorskip(
-    "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
+    "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
 )
 STEPS = 8
 WAITS = {
@@ -85,7 +85,7 @@ def check(pair: Any, reference: Reference) -> None:
     assert counters(pair.d)['kv_communicators_ended_total{end="failed"}'] == 1
 
 
-def test_a_peer_that_never_posts_its_receive(reference: Callable[[str], Reference]) -> None:
+def test_peer_that_never_posts_its_receive(reference: Callable[[str], Reference]) -> None:
     """P's SLAB_SEND is lost: its send is posted, no peer receives it, and gloo ends it at its timeout."""
     lost = {"fault": {"rules": [{"on": "SLAB_SEND", "do": "drop"}]}}
     pair = pair_module.Pair(
@@ -99,7 +99,7 @@ def test_a_peer_that_never_posts_its_receive(reference: Callable[[str], Referenc
     assert comm_threads() == 0
 
 
-def test_an_abort_that_hangs(reference: Callable[[str], Reference]) -> None:
+def test_abort_that_hangs(reference: Callable[[str], Reference]) -> None:
     stuck: list[Stuck] = []
 
     def wrap(backend: Any) -> Stuck:
@@ -121,7 +121,7 @@ def test_an_abort_that_hangs(reference: Callable[[str], Reference]) -> None:
     assert comm_threads() == 0
 
 
-def test_a_peer_that_closes_in_the_middle(reference: Callable[[str], Reference]) -> None:
+def test_peer_that_closes_in_the_middle(reference: Callable[[str], Reference]) -> None:
     """P's node closes while its send waits for a receive that will not come: D's room ends, with a reason, at once."""
     slow = {"fault": {"rules": [{"on": "SLAB_SEND", "do": "drop"}]}, "comm_op_ms": 20_000}
     ref = reference("llama")

@@ -208,7 +208,7 @@ async fn rates_follow_what_ranks_report_with_their_answers() {
 }
 
 #[tokio::test]
-async fn events_tell_of_failovers_lost_workers_and_drains() {
+async fn events_report_failovers_lost_workers_and_drains() {
     timed(async {
         let resumes = json!({"engine": "baton", "disaggregation_bootstrap_port": 8998, "baton_features": ["resume"]});
         let ours = async |acts: &[Act]| Mock::start(acts).await.with_info(resumes.clone());

@@ -6,7 +6,7 @@ first token, in order of id, at which their running sum passes u times that. A r
 A row with a NaN, or whose largest logit is infinite, gets INVALID_TOKEN.
 
 Sums are float64 and in a fixed order, so a row's token does not depend on the other rows. Nothing is allocated and the
-host waits for nothing. Tested on the CPU by Triton's interpreter (tests/unit/test_draw_kernel.py).
+host waits for nothing. Tested on the CPU by Triton's interpreter (tests/unit/layers/kernels/test_draw.py).
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn the_eventfd_is_readable_exactly_while_events_wait() {
+    fn eventfd_is_readable_exactly_while_events_wait() {
         let events = EventQueue::new(3).expect("eventfd");
         let ready = || events.wait(Duration::ZERO);
         for room in 1..=3 {

@@ -223,8 +223,8 @@ impl World {
         let events = self.engines[at].log[number].clone();
         let index = &mut self.index;
         self.replicas[at]
-            .batch(number as u64, &events, &mut |news| {
-                index.reconcile(worker, &news)
+            .batch(number as u64, &events, &mut |update| {
+                index.reconcile(worker, &update)
             })
             .expect("events of an engine that keeps the rules")
     }
@@ -235,8 +235,8 @@ impl World {
         let next = self.engines[at].log.len();
         let index = &mut self.index;
         self.replicas[at]
-            .snapshot(next as u64, &events, &mut |news| {
-                index.reconcile(worker, &news)
+            .snapshot(next as u64, &events, &mut |update| {
+                index.reconcile(worker, &update)
             })
             .expect("a snapshot");
     }
@@ -245,7 +245,7 @@ impl World {
         let worker = WorkerId(at as u64);
         let index = &mut self.index;
         self.replicas[at]
-            .forget(&mut |news| index.reconcile(worker, &news))
+            .forget(&mut |update| index.reconcile(worker, &update))
             .expect("forgetting");
     }
 
@@ -296,7 +296,9 @@ impl World {
                 let worker = WorkerId(at as u64);
                 let index = &mut self.index;
                 self.replicas[at]
-                    .skip_to(number as u64, &mut |news| index.reconcile(worker, &news))
+                    .skip_to(number as u64, &mut |update| {
+                        index.reconcile(worker, &update)
+                    })
                     .expect("skipping");
                 assert_eq!(self.deliver(at, number), ApplyResult::Applied);
             }

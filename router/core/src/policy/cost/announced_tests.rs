@@ -40,7 +40,7 @@ impl Announcing {
 
     fn tell(&mut self, number: u64, events: &[KvEvent]) -> ApplyResult {
         let policy = &self.policy;
-        let tell = &mut |news: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &news);
+        let tell = &mut |update: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &update);
         self.replica
             .batch(number, events, tell)
             .expect("good events")
@@ -145,7 +145,7 @@ fn missed_batch_halves_what_is_believed_until_a_snapshot() {
     assert_eq!(world.expected(&ids), 32);
     assert_eq!(world.tell(2, &[]), ApplyResult::Gap { first: 1 });
     let policy = &world.policy;
-    let tell = &mut |news: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &news);
+    let tell = &mut |update: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &update);
     world.replica.mark_inexact(tell).expect("taken in");
     assert_eq!(world.expected(&ids), 16);
     world
@@ -175,7 +175,7 @@ fn announcements_beyond_the_memory_are_refused_and_texts_are_remembered_as_befor
     world.tell(0, &[KvEvent::Cleared]);
     let ids: Vec<u32> = (0..20_000).collect();
     let policy = &world.policy;
-    let tell = &mut |news: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &news);
+    let tell = &mut |update: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &update);
     let refused = world.replica.batch(1, &[announced(&ids, 4, 0)], tell);
     assert!(
         matches!(refused, Err(ReplicaError::Refused(NewsError::Full { .. }))),
