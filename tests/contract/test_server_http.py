@@ -429,6 +429,7 @@ def test_facts(http: httpx.Client) -> None:
     assert info["max_total_num_tokens"] == 100_000
     assert info["served_model_name"] == "tiny"
     assert (info["engine"], info["layout"]["order"]) == ("baton", "test")
+    assert (info["schedule_policy"], info["schedule_policy_resolved"]) == ("auto", "fcfs")
     assert sorted(info["fingerprint"]) == [
         "chat_template",
         "dtype",

@@ -1,11 +1,11 @@
 """The life of a disaggregated request on its two nodes: scheduler events in, native transfer calls out, and back.
 
-    P   offer ──▶ publish* (final pages, per chunk) ──▶ finish (first token, lease) ──▶ released ─▶ sched.release
-    D   open ──▶ grant (pages reserved) ──▶ committed (all verified) ─▶ sched.transfer_committed
-        announced (P holds pages, no grant yet) ─▶ sched.transfer_announced
-        revoke ──▶ revoked ─▶ sched.grant_revoked, or announced: P came first
-                                        └─▶ failed ─▶ sched.transfer_failed
-        abort ──▶ aborted ─▶ sched.transfer_failed, which frees the pages of what had ended already
+    P   offer ──▶ publish* (final pages, per chunk) ──▶ finish (first token, lease) ──▶ released ─▶ Scheduler.release
+    D   open ──▶ grant (pages reserved) ──▶ committed (all verified) ─▶ Scheduler.transfer_committed
+        announced (P holds pages, no grant yet) ─▶ Scheduler.transfer_announced
+        revoke ──▶ revoked ─▶ Scheduler.grant_revoked, or announced: P came first
+                                        └─▶ failed ─▶ Scheduler.transfer_failed
+        abort ──▶ aborted ─▶ Scheduler.transfer_failed, which frees the pages of what had ended already
 
 What fails about one room (the runtime's table is full, a call is refused, P's payload cannot be used) ends that room.
 
@@ -268,11 +268,9 @@ class PrefillTransferDriver(RoomCalls):
 def _payload_of(event: events.PrefillDone) -> bytes:
     first = FirstToken(event.token, event.cached_tokens)
     if (lp := event.logprobs) is not None:
-        first.logprob, first.top_ids, first.top_logprobs = (
-            lp.chosen,
-            tuple(lp.top_ids),
-            tuple(lp.top_logprobs),
-        )
+        first.logprob = lp.chosen
+        first.top_ids = tuple(lp.top_ids)
+        first.top_logprobs = tuple(lp.top_logprobs)
     return _payload_encoder.encode(first)
 
 

@@ -117,9 +117,7 @@ class ProcessGroup(Collectives):
         started = time.monotonic()
         try:
             collective()
-        except (
-            RuntimeError
-        ) as err:  # gloo says so both of broken connections and of time that ran out
+        except RuntimeError as err:  # gloo raises it for broken connections and for timeouts
             raise PeerLost(
                 f"tensor-parallel rank {self._shard.rank} of {self.size} lost another one, or waited longer than "
                 f"--dist-timeout {self._timeout_secs:g} s for it; the log of the other one says why ({err})"

@@ -129,7 +129,8 @@ def _kernels_for(x: Tensor) -> FusedOps | None:
 
 
 def head_kernel(x: Tensor) -> Callable[..., None] | None:
-    """`gpu.kernels.heads.store_heads` for heads on x's device; None: norm, rotate and store by the functions here."""
+    """`layers.kernels.heads.store_heads` for heads on x's device; None: norm, rotate and store by the
+    functions of this module."""
     return None if x.is_cpu else _head_kernel
 
 

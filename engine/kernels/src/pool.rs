@@ -230,7 +230,7 @@ impl Shared {
     }
 
     fn take_items(&self, job: Job) {
-        // SAFETY: `run` keeps the closure alive until everybody who took this job has left.
+        // SAFETY: `run` keeps the closure alive until all threads that took this job have left.
         let work = unsafe { &*job.work };
         let items = std::panic::AssertUnwindSafe(|| {
             loop {

@@ -1,7 +1,7 @@
 """Attention by flashinfer's paged kernels, for a pool in CUDA memory.
 
 1. `FlashInferAttention(spec, kv)` makes a decode and one or two prefill wrappers per window size of the model, since a
-wrapper is planned for one window; 2. `plan(batch)` cuts the step into decode and prefill rows (`paged_plan`) and plans
+wrapper is planned for one window; 2. `plan(batch)` cuts the step into decode and prefill rows (`split_step`) and plans
 the wrappers that have rows; 3. `forward` per layer writes K and V into the pages and runs them; 4. the next `plan`
 replaces the step.
 

@@ -63,4 +63,4 @@ def _try_out(spec: ModelSpec, device: torch.device) -> None:
             integers[:1],
         )
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # a launch that failed says so now
+        torch.cuda.synchronize(device)  # raises the error of a failed launch

@@ -81,4 +81,4 @@ class GlooCommunicator:
         self._group.recv([self._slabs[slab][:nbytes]], self._peer, 0).wait(self._timeout)
 
     def abort(self) -> None:
-        self._group.abort()  # no later operation succeeds; one that waits goes on to its timeout
+        self._group.abort()  # no later operation succeeds; a waiting one runs into its timeout

@@ -1,4 +1,4 @@
-"""Carries a StepPlan out on a CUDA device that goes on by itself: `execute` queues a step and does not wait for it.
+"""Executes a StepPlan on a CUDA device asynchronously: `execute` queues a step and does not wait for it.
 
 1. The step's index arrays go to the device in one copy; 2. a token the plan leaves open, being sampled by the step
 before, is read on the device from the token table (one entry per slot), so that no step waits for it; 3. the model

@@ -166,7 +166,10 @@ class LogitEdits:
 
 
 def draw_columns(row: SampleRow, vocab: int) -> DrawColumns:
-    """The most likely token always passes top_p and min_p (as min_tokens_to_keep in transformers)."""
+    """Inputs of a draw for one row.
+
+    The most likely token always passes top_p and min_p (as min_tokens_to_keep in transformers).
+    """
     p = row.params
     return DrawColumns(
         temperature=p.temperature,

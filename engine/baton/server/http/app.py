@@ -24,6 +24,7 @@ from aiohttp.typedefs import Handler
 from baton import DISTRIBUTION, errors
 from baton.config import SECRETS, EngineConfig, kv_events
 from baton.sched.metrics import step_log
+from baton.sched.setup.from_config import resolve_policy
 from baton.sched.types.request import SamplingParams
 from baton.server import fields
 from baton.server.http import tracer
@@ -256,6 +257,7 @@ class HttpServer:
                 "engine": "baton",
                 "incarnation": self.incarnation,
                 "tokenizer_fingerprint": self.facts.tokenizer_fingerprint,
+                "schedule_policy_resolved": resolve_policy(self.config),
                 "baton_features": FEATURES.get(self.config.disaggregation_mode, []),
                 "state": now.state.value,
                 "status": now.state.value,  # SGLang's name

@@ -406,7 +406,7 @@ mod tests {
         }
     }
 
-    /// A router in small: sends requests and lets what was sent go on.
+    /// Small model of a router: sends requests and advances those that were sent.
     struct Router {
         deciders: PolicySet,
         written: Written,

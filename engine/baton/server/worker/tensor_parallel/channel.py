@@ -1,4 +1,5 @@
-"""The processes of a DP rank that compute together (--tp-size): the first one plans, the others do what it tells.
+"""The processes of a DP rank that compute together (--tp-size): the first one plans, the others
+execute its steps.
 
 1. The front starts all of them alike; those with a `tp_rank` above 0 call `process.run_worker` instead of
    running a scheduler.
