@@ -175,7 +175,7 @@ async function drainOrUndrain(id) {
   else if (await isConfirmed(node)) await order(id, "drain");
 }
 
-/** Consequence of a drain after which no ready node could take this one's requests; empty if one could. */
+/** Consequence of a drain that leaves no ready node for this one's requests; else empty. */
 function lastNodeWarning(node) {
   if (node.state !== "ready" || node.ready_peers > 0) return "";
   if (node.role === "prefill") return "This is the last ready prefill node. Decode nodes will compute prompts themselves, which slows their answers down.";
