@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from baton.disagg.events import NodeEvent, RoomReleased
+from baton.disagg.events import NodeEvent, RoomFailed, RoomReleased
 from baton.disagg.native_node import NativeTransferNode
 from baton.layers.cuda.device_pages import DevicePages
 from tests.parity.conftest import Reference
@@ -199,8 +199,9 @@ def test_page_given_away_under_the_copy_fails_its_room_only(
         eventually("a copy is made", (tmp_path / "copied.reached").exists)
         rig.pair.p.native.begin_write(pages[:4])
         (tmp_path / "copied.go").touch()
-        kind, room, code, _, retryable = heard(d)
-        assert (kind, room, code, retryable) == ("failed", 5, "STALE_PAGE", True)
+        failed = heard(d)
+        assert isinstance(failed, RoomFailed)
+        assert (failed.room, failed.code, failed.is_retryable) == (5, "STALE_PAGE", True)
         assert heard(p) == RoomReleased(5, "STALE_PAGE")
         prompts, want = work(ref, [9, 70])
         assert rig.pair.answer(prompts, greedy(STEPS)) == want
@@ -239,7 +240,9 @@ def test_deadline_ends_a_room_whose_copies_do_not(reference: Callable[[str], Ref
         d.grant(5, 0, pages)
         p.publish(5, 0, pages)
         p.finish(5, 4, 1, b"")
-        assert heard(d)[:3] == ("failed", 5, "DEADLINE")
+        failed = heard(d)
+        assert isinstance(failed, RoomFailed)
+        assert (failed.room, failed.code) == (5, "DEADLINE")
         runs = list(rig.d_gpu.runs)
         assert runs == ["copying a peer's pages"], "the end came behind what was under way"
         assert heard(p) == RoomReleased(5, "DEADLINE")

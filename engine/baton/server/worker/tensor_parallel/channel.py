@@ -1,12 +1,11 @@
-"""The processes of a DP rank that compute together (--tp-size): the first one plans, the others
-execute its steps.
+"""The processes of a DP rank that compute together (--tp-size): the first one plans, the others do what it tells.
 
 1. The front starts all of them alike; those with a `tp_rank` above 0 call `process.run_worker` instead of
    running a scheduler.
 2. They meet (layers.collectives.init_group), each loads its share of the model, and followers report that they did.
 3. Per step the first rank sends one message (runtime.runner.step_inputs) to each follower, then computes its own
-   part; they meet again in the model's collectives. Between steps a follower sleeps on its socket: no process
-   waits in a collective for work to come.
+   part; they meet again in the model's collectives. Between steps a follower sleeps on its socket: no process waits
+   in a collective for work to come.
 4. On P and D nodes every rank has a transfer runtime for its heads of each page, and followers do with theirs what the
    first rank does with its own (server.worker.tensor_parallel.transfer_node), in one order with the steps; what they
    hear, they report.
