@@ -63,7 +63,7 @@ def engine_config(args: Sequence[str]) -> Any:
             contextlib.redirect_stderr(errors),
             mock.patch.dict(os.environ, {"BATON_CLUSTER_KEY": "x" * 32}),
         ):
-            return config.parse(list(args))
+            return config.parse_config(list(args))
     except SystemExit:
         raise AssertionError(f"baton engine {' '.join(args)}: {errors.getvalue()}") from None
 

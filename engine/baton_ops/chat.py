@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.config.flags import FlagParser, add_flags, exit_with_mistakes, flags_table, opt
 from baton.errors import counted
 from baton_ops.clients.flags import API_KEY_ENV, DEFAULT_ROUTER, make_client, wrong_urls
 from baton_ops.clients.http_client import HttpClient, StreamEnded, connection_remedy
@@ -65,7 +65,7 @@ class Conversation:
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
 
-    def messages(self) -> list[dict[str, str]]:
+    def request_messages(self) -> list[dict[str, str]]:
         first = [] if not self.system else [{"role": "system", "content": self.system}]
         return first + self.turns
 
@@ -82,13 +82,13 @@ class ChatAnswer:
     """As the server counts them; None: it did not, e.g. since the answer was stopped."""
     finish_reason: str | None = None
 
-    def add(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         now = time.monotonic()
         self.first_at = self.first_at or now
         self.last_at = now
         self.text += text
 
-    def summary(self) -> str:
+    def summary_line(self) -> str:
         """TTFT, tokens and their rate, as far as they are known."""
         if self.first_at is None:
             return "no text"
@@ -119,13 +119,13 @@ class ChatServer:
         """Name of the first model. Raises AnswerFailed."""
         answer = self.client.get(f"{self.url}/v1/models", self.key)
         if not answer.is_ok:
-            raise self._failed(answer.problem)
+            raise self._make_failure(answer.problem)
         models = answer.object.get("data") or []
         if not models:
             raise AnswerFailed(f"{self.url} serves no model yet; GET /readyz says why")
         return str(models[0]["id"])
 
-    def stream(self, body: dict[str, Any], answer: ChatAnswer) -> Iterator[str]:
+    def stream_answer(self, body: dict[str, Any], answer: ChatAnswer) -> Iterator[str]:
         """Parts of the text; `answer` gets them too. Raises AnswerFailed."""
         url = f"{self.url}/v1/chat/completions"
         lines = self.client.lines(url, self.key, body=body, timeout_secs=SILENCE_SECS)
@@ -138,7 +138,7 @@ class ChatServer:
                     if line.startswith("data:"):
                         yield from self._read_chunk(json.loads(data), answer)
             except StreamEnded as err:
-                raise self._failed(str(err)) from err
+                raise self._make_failure(str(err)) from err
             except ValueError as err:
                 raise AnswerFailed(f"{self.url} sent an event that is no JSON: {err}") from err
 
@@ -151,10 +151,10 @@ class ChatServer:
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
             text = (choice.get("delta") or {}).get("content")
             if text:
-                answer.add(text)
+                answer.add_text(text)
                 yield text
 
-    def _failed(self, problem: str) -> AnswerFailed:
+    def _make_failure(self, problem: str) -> AnswerFailed:
         remedy = connection_remedy(self.url, problem)
         if remedy is None and "connection refused" in problem:
             remedy = "start one with baton up, or give the URL of a router or engine"
@@ -176,7 +176,7 @@ class ChatSession:
         self._out = out
         self._notes = notes
 
-    def ask(self, text: str) -> ChatAnswer:
+    def ask_model(self, text: str) -> ChatAnswer:
         """Send a message and print the answer as it comes.
 
         Raises AnswerFailed; then the message is forgotten.
@@ -188,7 +188,7 @@ class ChatSession:
         turns.append({"role": "user", "content": text})
         answer = ChatAnswer()
         try:
-            for part in self._server.stream(self._body(), answer):
+            for part in self._server.stream_answer(self._request_body(), answer):
                 self._out.write(part)
                 self._out.flush()
         except KeyboardInterrupt:
@@ -205,11 +205,11 @@ class ChatSession:
             turns.pop()
         return answer
 
-    def _body(self) -> dict[str, Any]:
+    def _request_body(self) -> dict[str, Any]:
         config = self._config
         body = {
             "model": self._model,
-            "messages": self.conversation.messages(),
+            "messages": self.conversation.request_messages(),
             "stream": True,
             "stream_options": {"include_usage": True},
             "max_tokens": config.max_tokens,
@@ -225,25 +225,27 @@ class ChatSession:
             return False
         if name == "/clear":
             self.conversation.turns.clear()
-            self._note("the conversation is forgotten")
+            self._write_note("the conversation is forgotten")
         elif name == "/system":
             self.conversation.system = argument.strip() or None
             now = self.conversation.system
-            self._note(f"instruction: {now}" if now else "no instruction")
+            self._write_note(f"instruction: {now}" if now else "no instruction")
         elif name == "/help":
-            self._note("\n".join(f"{command:<14} {text}" for command, text in COMMANDS.items()))
+            self._write_note(
+                "\n".join(f"{command:<14} {text}" for command, text in COMMANDS.items())
+            )
         else:
-            self._note(f"there is no command {name}; /help lists them")
+            self._write_note(f"there is no command {name}; /help lists them")
         return True
 
-    def _note(self, text: str) -> None:
+    def _write_note(self, text: str) -> None:
         is_colored = self._notes.isatty()
         self._notes.write(f"{DIM}{text}{PLAIN}\n" if is_colored else f"{text}\n")
         self._notes.flush()
 
-    def talk(self) -> int:
+    def run_dialog(self) -> int:
         """Lines from the terminal until /exit or Ctrl-D; returns the exit code."""
-        self._note(f"{self._model} at {self._server.url}; /help lists commands, Ctrl-D ends")
+        self._write_note(f"{self._model} at {self._server.url}; /help lists commands, Ctrl-D ends")
         while True:
             try:
                 line = input(PROMPT).strip()
@@ -251,22 +253,22 @@ class ChatSession:
                 self._out.write("\n")
                 return 0
             except KeyboardInterrupt:
-                self._note("\nCtrl-D or /exit ends")
+                self._write_note("\nCtrl-D or /exit ends")
                 continue
             if line.startswith("/"):
                 if not self.run_command(line):
                     return 0
             elif line:
-                self._answer(line)
+                self._answer_line(line)
 
-    def _answer(self, line: str) -> None:
+    def _answer_line(self, line: str) -> None:
         """Send a message of a dialog, which an answer that fails does not end."""
         try:
-            answer = self.ask(line)
+            answer = self.ask_model(line)
         except AnswerFailed as err:
-            self._note(f"\n{err}")
+            self._write_note(f"\n{err}")
             return
-        self._note(f"\n[{answer.summary()}]")
+        self._write_note(f"\n[{answer.summary_line()}]")
 
 
 def make_parser() -> FlagParser:
@@ -283,18 +285,18 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[ChatConfig, str]:
+def parse_flags(argv: Sequence[str]) -> tuple[ChatConfig, str]:
     """Flags and URL; prints mistakes and exits with 2."""
     config, others, bad = make_parser().read_config(ChatConfig, argv)
     url = (others["url"] or DEFAULT_ROUTER).rstrip("/").removesuffix("/v1")
     bad += wrong_urls([url], "")
     if bad:
-        refuse(PROG, bad)
+        exit_with_mistakes(PROG, bad)
     return config, url
 
 
 def main(argv: Sequence[str]) -> int:
-    config, url = parse(argv)
+    config, url = parse_flags(argv)
     server = ChatServer(url, config.api_key, make_client(PROG, config.ca_cert))
     is_dialog = sys.stdin.isatty() and sys.stdout.isatty()
     try:
@@ -303,7 +305,7 @@ def main(argv: Sequence[str]) -> int:
         if is_dialog:
             with contextlib.suppress(ImportError):  # a Python without readline: no editing of lines
                 import readline  # noqa: F401  # input() then edits lines and keeps their history
-            return session.talk()
+            return session.run_dialog()
         return answer_once(session, sys.stdin.read())
     except AnswerFailed as err:
         print(f"{PROG}: {err}", file=sys.stderr)
@@ -317,11 +319,11 @@ def answer_once(session: ChatSession, message: str) -> int:
     if not message.strip():
         print(f"{PROG}: standard input is empty; pipe a message in", file=sys.stderr)
         return 2
-    answer = session.ask(message)
+    answer = session.ask_model(message)
     print()
-    print(f"[{answer.summary()}]", file=sys.stderr)
+    print(f"[{answer.summary_line()}]", file=sys.stderr)
     return 0
 
 
 if __name__ == "__main__":
-    print(markdown(ChatConfig))
+    print(flags_table(ChatConfig))

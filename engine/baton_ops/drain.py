@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.config.flags import FlagParser, add_flags, exit_with_mistakes, flags_table, opt
 from baton.errors import counted
 from baton_ops.clients.flags import API_KEY_ENV
 from baton_ops.clients.http_client import NO_HTTP
@@ -110,9 +110,9 @@ class DrainReport:
     note: str | None = None
     error: str | None = None
 
-    def text(self) -> str:
-        what = self.error or _left_text(self.left)
-        return f"{self.target}  {self.state}  {what}" + (f"  ({self.note})" if self.note else "")
+    def format_line(self) -> str:
+        outcome = self.error or _left_text(self.left)
+        return f"{self.target}  {self.state}  {outcome}" + (f"  ({self.note})" if self.note else "")
 
 
 def _left_text(left: dict[str, Any]) -> str:
@@ -141,13 +141,13 @@ class UrlPlace:
     key: str | None
 
     def ask(self, verb: str) -> DrainReport:
-        answer = self._send(
+        answer = self._send_request(
             "GET" if verb == "status" else "POST", "undrain" if verb == "undrain" else "drain"
         )
         reason = answer.get("reason")
         if "left" not in answer and verb == "drain":  # a router that drains the worker alone
             try:
-                answer |= self._send("GET", "drain")
+                answer |= self._send_request("GET", "drain")
             except Gone:
                 answer |= {"state": "gone", "is_drained": True, "left": {}}
         state = str(answer.get("state") or answer.get("status"))
@@ -169,7 +169,7 @@ class UrlPlace:
             note=note,
         )
 
-    def _send(self, method: str, path: str) -> dict[str, Any]:
+    def _send_request(self, method: str, path: str) -> dict[str, Any]:
         headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
         url = f"{self.url.rstrip('/')}/{path}"
         request = urllib.request.Request(url, method=method, headers=headers)
@@ -177,7 +177,7 @@ class UrlPlace:
             with urllib.request.urlopen(request, timeout=ASK_SECS) as answer:
                 report = json.load(answer)
         except urllib.error.HTTPError as err:
-            raise self._refused(err, method, path) from err
+            raise self._make_refusal(err, method, path) from err
         except urllib.error.URLError as err:
             if isinstance(err.reason, ConnectionRefusedError):
                 raise Gone(f"{url}: nothing listens there ({err.reason})") from err
@@ -194,18 +194,18 @@ class UrlPlace:
             raise DrainFailed(f"{url} answered {report!r}; is it an engine or a router of Baton?")
         return report
 
-    def _refused(self, err: urllib.error.HTTPError, method: str, path: str) -> DrainFailed:
+    def _make_refusal(self, err: urllib.error.HTTPError, method: str, path: str) -> DrainFailed:
         try:
-            said = json.load(err)["error"]["message"]
+            message = json.load(err)["error"]["message"]
         except (OSError, ValueError, KeyError, TypeError):
-            said = err.reason
-        what = f"{method} {self.url}/{path}: {err.code}, {said}"
+            message = err.reason
+        answer = f"{method} {self.url}/{path}: {err.code}, {message}"
         if err.code in (404, 405):
             return Gone(
-                f"{what}; give the URL of an engine with /drain, or ROUTER/workers/ID of a worker"
+                f"{answer}; give the URL of an engine with /drain, or ROUTER/workers/ID of a worker"
             )
         remedy = f"; give --key, or {API_KEY_ENV}" if err.code in (401, 403) else ""
-        return DrainFailed(what + remedy)
+        return DrainFailed(answer + remedy)
 
 
 @dataclass(slots=True)
@@ -238,8 +238,8 @@ class PodPlace:
         out = self.kubectl.run(*command, exits=(0, FAILED))
         try:
             target = json.loads(out.splitlines()[-1])["targets"][0]
-            known = {f.name for f in dataclasses.fields(DrainReport)}
-            values = {name: value for name, value in target.items() if name in known}
+            fields = {f.name for f in dataclasses.fields(DrainReport)}
+            values = {name: value for name, value in target.items() if name in fields}
             report = DrainReport(**{**values, "target": self.name})
         except (ValueError, KeyError, IndexError, TypeError) as err:
             raise DrainFailed(
@@ -258,7 +258,7 @@ Place = UrlPlace | PodPlace
 def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
     """Raises DrainFailed for pods that cannot be found."""
     kubectl = Kubectl(config.kubectl, config.namespace, EXEC_SECS)
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     for target in targets:
         kind, _, name = target.partition("/")
         if kind == "pod":
@@ -268,18 +268,18 @@ def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
                 "pods", "-l", config.selector, "--field-selector", f"spec.nodeName={name}"
             )
         else:
-            found[target] = UrlPlace(target, target.rstrip("/"), config.key)
+            places[target] = UrlPlace(target, target.rstrip("/"), config.key)
             continue
-        engines = [place for pod in pods for place in _engines(pod, config, kubectl)]
+        engines = [place for pod in pods for place in _find_engines(pod, config, kubectl)]
         if not engines:
             raise DrainFailed(
                 f"{target}: no running pod of {len(pods)} has an engine (a container port named http…)"
             )
-        found |= {place.name: place for place in engines}
-    return list(found.values())
+        places |= {place.name: place for place in engines}
+    return list(places.values())
 
 
-def _engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> Iterator[Place]:
+def _find_engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> Iterator[Place]:
     """Engines of a pod: containers with a port whose name begins with http.
 
     A pod that ends has none.
@@ -321,7 +321,7 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
+def parse_flags(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
     """Flags and targets; prints mistakes and exits with 2."""
     config, others, bad = make_parser().read_config(DrainConfig, argv)
     targets = others["targets"]
@@ -337,7 +337,7 @@ def parse(argv: Sequence[str]) -> tuple[DrainConfig, list[str]]:
     if config.timeout_secs < 0:
         bad.append(f"--timeout {config.timeout_secs:g}: give seconds from 0")
     if bad:
-        refuse(PROG, bad)
+        exit_with_mistakes(PROG, bad)
     return config, targets
 
 
@@ -348,7 +348,7 @@ def find_last_nodes(reports: Iterable[DrainReport]) -> list[str]:
         is_in_service = report.error is None and report.state == "ready"
         if is_in_service and report.role is not None and report.ready_peers is not None:
             by_role.setdefault(report.role, []).append(report)
-    found = []
+    sentences = []
     for role, targets in by_role.items():
         # Each counts the others, targets among them.
         left = min(report.ready_peers or 0 for report in targets) + 1 - len(targets)
@@ -358,8 +358,10 @@ def find_last_nodes(reports: Iterable[DrainReport]) -> list[str]:
         kind = "" if role == "regular" else f"{role} "
         is_one = len(targets) == 1
         which = f"is the last ready {kind}node" if is_one else f"are the last ready {kind}nodes"
-        found.append(f"{names} {which}: without another one requests wait and then fail with 503")
-    return found
+        sentences.append(
+            f"{names} {which}: without another one requests wait and then fail with 503"
+        )
+    return sentences
 
 
 def may_drain(config: DrainConfig, places: Sequence[Place]) -> bool:
@@ -372,7 +374,7 @@ def may_drain(config: DrainConfig, places: Sequence[Place]) -> bool:
     if config.undo or config.status:
         return True
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-        reports = list(pool.map(lambda place: _ask("status", place, None), places))
+        reports = list(pool.map(lambda place: _ask_place("status", place, None), places))
     warnings = [] if config.force else find_last_nodes(reports)
     for warning in warnings:
         print(f"{PROG}: {warning}", file=sys.stderr)
@@ -394,21 +396,23 @@ def run_drain(config: DrainConfig, places: Sequence[Place]) -> int:
     reports = _ask_all(config, places, verb, [None] * len(places))
     while config.wait and not any(_is_lost(config, r) for r in reports):
         if all(r.is_drained for r in reports):
-            return _end(config, 0, f"safe to stop: {', '.join(r.target for r in reports)}")
+            return _print_end(config, 0, f"safe to stop: {', '.join(r.target for r in reports)}")
         if (pause := min(LOOK_EVERY_SECS, deadline - time.monotonic())) <= 0:
-            rest = "; ".join(
+            remaining = "; ".join(
                 f"{r.target}: {_left_text(r.left)}" for r in reports if not r.is_drained
             )
-            return _end(config, LEFT, f"not drained after {config.timeout_secs:g} s: {rest}")
+            return _print_end(
+                config, LEFT, f"not drained after {config.timeout_secs:g} s: {remaining}"
+            )
         time.sleep(pause)
         reports = _ask_all(config, places, "status", reports)
     lost = [r for r in reports if _is_lost(config, r)]
     for report in lost:
-        why = (
+        reason = (
             report.error
             or f"is {report.state}, and takes requests: it was returned to service meanwhile"
         )
-        print(f"{PROG}: {report.target}: {why}", file=sys.stderr)
+        print(f"{PROG}: {report.target}: {reason}", file=sys.stderr)
     return FAILED if lost else 0
 
 
@@ -423,7 +427,7 @@ def _ask_all(
 ) -> list[DrainReport]:
     """Ask the places that are not drained yet; show the last reports of all, and return them."""
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-        reports = list(pool.map(partial(_ask, verb), places, before))
+        reports = list(pool.map(partial(_ask_place, verb), places, before))
     if config.json:
         is_drained = all(r.is_drained for r in reports)
         rows = [dataclasses.asdict(r) for r in reports]
@@ -431,11 +435,11 @@ def _ask_all(
     else:
         for report in reports:
             if report.error is None:
-                print(report.text(), flush=True)
+                print(report.format_line(), flush=True)
     return reports
 
 
-def _ask(verb: str, place: Place, before: DrainReport | None) -> DrainReport:
+def _ask_place(verb: str, place: Place, before: DrainReport | None) -> DrainReport:
     """`before`: its last report, which stays once it is drained."""
     if before is not None and before.is_drained:
         return before
@@ -457,7 +461,7 @@ def _ask(verb: str, place: Place, before: DrainReport | None) -> DrainReport:
     return report
 
 
-def _end(config: DrainConfig, code: int, text: str) -> int:
+def _print_end(config: DrainConfig, code: int, text: str) -> int:
     if not config.json:
         print(text, flush=True)
     elif code:
@@ -466,7 +470,7 @@ def _end(config: DrainConfig, code: int, text: str) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    config, targets = parse(argv)
+    config, targets = parse_flags(argv)
     try:
         places = places_of(config, targets)
     except (DrainFailed, KubectlError) as err:
@@ -483,4 +487,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    print(markdown(DrainConfig))
+    print(flags_table(DrainConfig))

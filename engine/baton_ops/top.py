@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TextIO, TypeVar
 
-from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.config.flags import FlagParser, add_flags, exit_with_mistakes, flags_table, opt
 from baton.errors import counted
 from baton_ops.clients.flags import (
     API_KEY_ENV,
@@ -128,7 +128,7 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> TopConfig:
+def parse_flags(argv: Sequence[str]) -> TopConfig:
     """Flags; prints mistakes and exits with 2."""
     config, others, bad = make_parser().read_config(TopConfig, argv)
     url: str | None = others["url"]
@@ -139,7 +139,7 @@ def parse(argv: Sequence[str]) -> TopConfig:
     if url is not None and config.router != DEFAULT_ROUTER:
         bad.append(f"{url} and --router {config.router}: give one router")
     if bad:
-        refuse(PROG, bad)
+        exit_with_mistakes(PROG, bad)
     return config if url is None else replace(config, router=url)
 
 
@@ -154,7 +154,7 @@ class SourceFailed(Exception):
         self.problem = problem
 
 
-def snapshots(router: str, key: str | None, client: HttpClient) -> Iterator[TopSnapshot]:
+def poll_snapshots(router: str, key: str | None, client: HttpClient) -> Iterator[TopSnapshot]:
     """Snapshots without end, one a second. Raises SourceFailed when the router is away."""
     try:
         for line in client.lines(f"{router}/ui/feed", key):
@@ -168,10 +168,12 @@ def snapshots(router: str, key: str | None, client: HttpClient) -> Iterator[TopS
         if not listed.is_ok:
             raise SourceFailed(f"{router} does not list its workers", listed.problem)
         metrics = client.get(f"{router}/engine_metrics", key)
-        own = client.get(f"{router}/metrics")
+        router_metrics = client.get(f"{router}/metrics")
         samples = parse_metrics(metrics.text if metrics.is_ok else "")
         yield read_poll(
-            listed.object.get("workers", []), samples, parse_metrics(own.text if own.is_ok else "")
+            listed.object.get("workers", []),
+            samples,
+            parse_metrics(router_metrics.text if router_metrics.is_ok else ""),
         )
         time.sleep(PERIOD_SECS)
 
@@ -181,7 +183,7 @@ def read_feed(event: dict[str, Any]) -> TopSnapshot:
     nodes = event.get("nodes", [])
     urls = {node["id"]: node["url"] for node in nodes}
     pairs = [
-        _row(
+        _make_row(
             PairRow,
             pair,
             prefill=urls.get(pair["prefill"], "?"),
@@ -190,10 +192,10 @@ def read_feed(event: dict[str, Any]) -> TopSnapshot:
         for pair in event.get("pairs", [])
     ]
     youngest = [
-        _row(
+        _make_row(
             RequestRow,
             request,
-            outcome=request["outcome"] or _progress(request),
+            outcome=request["outcome"] or _describe_progress(request),
             worker=request["worker"] or "-",
         )
         for request in event.get("requests", [])
@@ -208,36 +210,36 @@ def read_feed(event: dict[str, Any]) -> TopSnapshot:
     )
 
 
-def _progress(request: dict[str, Any]) -> str:
+def _describe_progress(request: dict[str, Any]) -> str:
     """State of a request without an outcome; routers of older versions do not report it."""
     state = str(request.get("state", "running"))
     role = request.get("waits_for")
     return f"{state} for {role}" if role else state
 
 
-def _row(kind: type[Row], found: dict[str, Any], **own: Any) -> Row:
+def _make_row(kind: type[Row], values: dict[str, Any], **overrides: Any) -> Row:
     """A row of the values that the feed has under the names of its fields, but for `own`."""
-    return kind(**{f.name: found[f.name] for f in fields(kind)} | own)
+    return kind(**{f.name: values[f.name] for f in fields(kind)} | overrides)
 
 
 def _node_of_feed(node: dict[str, Any]) -> NodeRow:
     reports = [rank["report"] for rank in node["ranks"] if rank.get("report")]
-    pages = _sum(reports, "kv_pages")
-    used = _sum(reports, "kv_pages_used")
+    pages = _sum_field(reports, "kv_pages")
+    used = _sum_field(reports, "kv_pages_used")
     return NodeRow(
         url=node["url"],
         role=node["role"],
         state=node["state"],
         reason=node["reason"],
         load=node["load"],
-        queued_tokens=_sum(reports, "queued_tokens"),
+        queued_tokens=_sum_field(reports, "queued_tokens"),
         kv_usage=used / pages if pages and used is not None else None,
-        prefill_tokens_per_s=_sum(node["ranks"], "prefill_tokens_per_s"),
-        decode_tokens_per_s=_sum(node["ranks"], "decode_tokens_per_s"),
+        prefill_tokens_per_s=_sum_field(node["ranks"], "prefill_tokens_per_s"),
+        decode_tokens_per_s=_sum_field(node["ranks"], "decode_tokens_per_s"),
     )
 
 
-def _sum(entries: Sequence[dict[str, Any]], name: str) -> Any:
+def _sum_field(entries: Sequence[dict[str, Any]], name: str) -> Any:
     """Sum over the entries that have it; None when none has."""
     values = [entry[name] for entry in entries if entry.get(name) is not None]
     return sum(values) if values else None
@@ -255,12 +257,14 @@ def read_poll(
 
 def _node_of_poll(worker: dict[str, Any], engines: Sequence[MetricSample]) -> NodeRow:
     url = str(worker["url"]).rstrip("/")
-    own = [sample for sample in engines if sample.labels.get("worker", "").rstrip("/") == url]
-    pages = sum_samples(own, "baton_kv_pages")
-    free = sum_samples(own, "baton_kv_pages", state="free")
-    free += sum_samples(own, "baton_kv_pages", state="cached")
-    rates = select_samples(own, "baton_generated_tokens_per_second")
-    rates = rates or select_samples(own, "baton_generated_tokens_per_s")
+    node_samples = [
+        sample for sample in engines if sample.labels.get("worker", "").rstrip("/") == url
+    ]
+    pages = sum_samples(node_samples, "baton_kv_pages")
+    free = sum_samples(node_samples, "baton_kv_pages", state="free")
+    free += sum_samples(node_samples, "baton_kv_pages", state="cached")
+    rates = select_samples(node_samples, "baton_generated_tokens_per_second")
+    rates = rates or select_samples(node_samples, "baton_generated_tokens_per_s")
     rate = sum(sample.value for sample in rates) if rates else None
     return NodeRow(
         url=url,
@@ -278,7 +282,7 @@ def _node_of_poll(worker: dict[str, Any], engines: Sequence[MetricSample]) -> No
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def number(value: float | None, unit: str = "") -> str:
+def format_number(value: float | None, unit: str = "") -> str:
     """Four characters at most, and the unit; a dash for unknown values."""
     if value is None:
         return "-"
@@ -288,12 +292,12 @@ def number(value: float | None, unit: str = "") -> str:
     return f"{value:.3g}{unit}"
 
 
-def address(url: str) -> str:
+def short_address(url: str) -> str:
     """URL without http://, which is the rule."""
     return url.removeprefix("http://")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+def format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Columns as wide as their widest cell; the first one aligned to the left."""
     texts = [head, *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
@@ -304,12 +308,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     return lines
 
 
-def render(router: str, snapshot: TopSnapshot, *, is_colored: bool, columns: int) -> str:
+def render_screen(router: str, snapshot: TopSnapshot, *, is_colored: bool, columns: int) -> str:
     """The whole screen, without line longer than `columns`."""
     ready = sum(node.state == "ready" for node in snapshot.nodes)
     queued = counted(snapshot.queued_requests, "request")
     shown = sorted(snapshot.nodes, key=lambda node: (node.role, node.url))
-    head, *rows = table(NODE_COLUMNS, [_node_cells(node) for node in shown])
+    head, *rows = format_table(NODE_COLUMNS, [_node_cells(node) for node in shown])
     lines = [
         TextLine(f"{router}  {ready} of {len(shown)} nodes ready, {queued} queued"),
         TextLine(""),
@@ -319,13 +323,15 @@ def render(router: str, snapshot: TopSnapshot, *, is_colored: bool, columns: int
         TextLine(row, STATE_COLORS.get(node.state, RED))
         for row, node in zip(rows, shown, strict=True)
     ]
-    lines += [TextLine(f"  {address(node.url)}: {node.reason}") for node in shown if node.reason]
+    lines += [
+        TextLine(f"  {short_address(node.url)}: {node.reason}") for node in shown if node.reason
+    ]
     for columns_of, cells in (
         (PAIR_COLUMNS, [_pair_cells(pair) for pair in snapshot.pairs]),
         (REQUEST_COLUMNS, [_request_cells(request) for request in snapshot.slowest]),
     ):
         if cells:
-            head, *rows = table(columns_of, cells)
+            head, *rows = format_table(columns_of, cells)
             lines += [TextLine(""), TextLine(head, BOLD), *map(TextLine, rows)]
     if snapshot.source == "poll":
         unknown = "pairs and requests are unknown: this router serves no /ui/feed"
@@ -353,28 +359,28 @@ REQUEST_COLUMNS = ("SLOWEST RECENT REQUESTS", "MS", "OUTCOME", "ATTEMPTS", "WORK
 
 def _node_cells(node: NodeRow) -> list[object]:
     return [
-        f"{node.role} {address(node.url)}",
+        f"{node.role} {short_address(node.url)}",
         node.state,
         node.load,
-        number(node.queued_tokens),
+        format_number(node.queued_tokens),
         "-" if node.kv_usage is None else f"{node.kv_usage:.0%}",
-        number(node.prefill_tokens_per_s),
-        number(node.decode_tokens_per_s),
+        format_number(node.prefill_tokens_per_s),
+        format_number(node.decode_tokens_per_s),
     ]
 
 
 def _pair_cells(pair: PairRow) -> list[object]:
     return [
-        f"{address(pair.prefill)} -> {address(pair.decode)}",
+        f"{short_address(pair.prefill)} -> {short_address(pair.decode)}",
         pair.transport or "-",
         pair.requests,
-        number(pair.bytes_per_s, "B/s"),
+        format_number(pair.bytes_per_s, "B/s"),
         pair.failures,
     ]
 
 
 def _request_cells(request: RequestRow) -> list[object]:
-    worker = address(request.worker)
+    worker = short_address(request.worker)
     return [request.id, f"{request.ms:.0f}", request.outcome, request.attempts, worker]
 
 
@@ -383,10 +389,10 @@ def as_json(router: str, snapshot: TopSnapshot) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    config = parse(argv)
+    config = parse_flags(argv)
     client = make_client(PROG, config.ca_cert)
     try:
-        return watch(config, client, sys.stdout)
+        return watch_fleet(config, client, sys.stdout)
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:  # `baton top | head`: nothing reads on
@@ -394,7 +400,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
 
-def watch(config: TopConfig, client: HttpClient, out: TextIO) -> int:
+def watch_fleet(config: TopConfig, client: HttpClient, out: TextIO) -> int:
     """Show snapshots until Ctrl-C; a router that is away is asked again each second."""
     router = config.router.rstrip("/")
     key = config.key or config.api_key
@@ -407,9 +413,9 @@ def watch(config: TopConfig, client: HttpClient, out: TextIO) -> int:
         was_seen = False
         while True:
             try:
-                for snapshot in snapshots(router, key, client):
+                for snapshot in poll_snapshots(router, key, client):
                     was_seen = True
-                    text = render(router, snapshot, is_colored=is_colored, columns=columns)
+                    text = render_screen(router, snapshot, is_colored=is_colored, columns=columns)
                     out.write(
                         CLEAR * is_screen
                         + (as_json(router, snapshot) if config.json else text)
@@ -436,4 +442,4 @@ def watch(config: TopConfig, client: HttpClient, out: TextIO) -> int:
 
 
 if __name__ == "__main__":
-    print(markdown(TopConfig))
+    print(flags_table(TopConfig))

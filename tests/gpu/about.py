@@ -31,7 +31,7 @@ def main() -> int:
     print(
         f"C compiler for Triton: {os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang') or 'absent'}"
     )
-    print(f"flashinfer: {flashinfer_loader.obstacle() or 'can be used'}")
+    print(f"flashinfer: {flashinfer_loader.find_obstacle() or 'can be used'}")
     if shutil.which("nvidia-smi"):
         fields = "name,driver_version,memory.total,memory.used,clocks.sm,power.limit"
         said = subprocess.run(

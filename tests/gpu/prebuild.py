@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path)
     parser.add_argument("kernels", nargs="*", default=KERNELS)
     args = parser.parse_args()
-    flashinfer_loader.load()
+    flashinfer_loader.load_flashinfer()
     with linkable_libraries():
         for kernel in args.kernels:
             build_kernel(kernel, args.into)

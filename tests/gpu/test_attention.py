@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.layers.attention import flashinfer, make_backend
-from baton.layers.attention.flashinfer import FlashInferAttention, obstacle
+from baton.layers.attention.flashinfer import FlashInferAttention, find_obstacle
 from baton.layers.attention.reference import TorchAttention
 from tests.support.kernels.attention_cases import CASES, Case, check
 
@@ -85,7 +85,7 @@ def test_steps_planned_faster_than_they_run_keep_their_indices() -> None:
 def test_auto_chooses_flashinfer() -> None:
     case = Case()
     kv = case.pool("cuda")
-    assert obstacle(case.spec(), kv) is None
+    assert find_obstacle(case.spec(), kv) is None
     assert isinstance(make_backend("auto", case.spec(), kv), FlashInferAttention)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from baton.layers.cuda.device_pages import CudaQueue, DevicePages, PageAccess, PeerPages
-from baton.layers.cuda.ipc import CudaIpc, allocate
+from baton.layers.cuda.ipc import CudaIpc, allocate_memory
 from tests.support.kernels import page_cases
 from tests.support.kernels.pages import bytes_of, ids, naive_sum
 
@@ -27,7 +27,7 @@ def gpu() -> torch.device:
 
 
 def pool(pages: int, gpu: torch.device, page_bytes: int = PAGE) -> tuple[torch.Tensor, DevicePages]:
-    data = allocate(pages * page_bytes, gpu)
+    data = allocate_memory(pages * page_bytes, gpu)
     data.copy_(
         torch.from_numpy(
             np.random.default_rng(pages).integers(0, 256, data.numel(), dtype=np.uint8)
@@ -40,7 +40,7 @@ def pool(pages: int, gpu: torch.device, page_bytes: int = PAGE) -> tuple[torch.T
 
 def test_pool_is_zeroed_memory_of_its_own(gpu: torch.device) -> None:
     before = torch.cuda.memory_allocated()
-    data = allocate(1 << 20, gpu)
+    data = allocate_memory(1 << 20, gpu)
     assert data.device == gpu
     assert not data.any()
     data.fill_(3)

@@ -127,7 +127,7 @@ def test_every_capture_size_computes_the_same_as_the_eager_step(demo: str) -> No
     runner._kv.data[runner._kv.dummy_page].fill_(torch.nan)
     for rows in range(1, 25):
         plan = decode_plan(rows, first=True)
-        step, indices = runner._begin(plan)
+        step, indices = runner._begin_step(plan)
         assert indices is not None
         size = graphs.size_for(step, indices)
         assert size is not None
@@ -276,9 +276,9 @@ def test_steps_with_prompts_run_eagerly_between_recorded_ones(demo: str) -> None
     assert runner._graphs is not None
     modes: list[ForwardMode] = []
     replayed: list[int] = []
-    execute, replay = runner.execute, runner._graphs.replay
+    execute, replay = runner.execute, runner._graphs.replay_step
     runner.execute = lambda plan: (modes.append(plan.mode), execute(plan))[1]  # type: ignore[method-assign]
-    runner._graphs.replay = lambda size, *a: (replayed.append(size), replay(size, *a))[1]  # type: ignore[method-assign]
+    runner._graphs.replay_step = lambda size, *a: (replayed.append(size), replay(size, *a))[1]  # type: ignore[method-assign]
     answers(engine, 10, temperature=0.0)
     assert {ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.EXTEND} <= set(modes)
     assert len(replayed) == modes.count(ForwardMode.DECODE)

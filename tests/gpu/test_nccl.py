@@ -22,7 +22,7 @@ SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Cluster]:
     version = ctypes.c_int()
-    nccl.load().ncclGetVersion(ctypes.byref(version))
+    nccl.load_library().ncclGetVersion(ctypes.byref(version))
     if version.value < 23000:
         pytest.skip(f"NCCL {version.value} refuses two ranks on one GPU; install 2.30 or newer")
     with Cluster.up(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.layers import ops
-from baton.layers.ops_cuda import FlashInferOps, obstacle, try_out
+from baton.layers.ops_cuda import FlashInferOps, find_obstacle, try_out
 from tests.support.kernels import head_cases
 from tests.support.models import shapes
 from tests.support.models.whole_model import load_model
@@ -29,7 +29,7 @@ def fast(
     spec = load_model(
         shapes.make("tiny", tmp_path_factory.mktemp("m")), request.param, "dummy"
     ).spec
-    assert obstacle(spec) is None
+    assert find_obstacle(spec) is None
     return try_out(spec, CUDA), getattr(torch, request.param)
 
 
@@ -75,8 +75,8 @@ def test_heads_of_the_projection(
     table = noise(4096, dim, dtype=torch.float32, seed=2).clamp(-1, 1)
     cos, sin = table.chunk(2, dim=1)
     positions = torch.randint(0, 4096, (rows,), device=CUDA)
-    want = ops.rope(q.float(), k.float(), positions, cos, sin)
-    for one, other in zip(kernels.rope(q, k, positions, cos, sin), want, strict=True):
+    want = ops.apply_rope(q.float(), k.float(), positions, cos, sin)
+    for one, other in zip(kernels.apply_rope(q, k, positions, cos, sin), want, strict=True):
         close(one, other)
     assert v.equal(before), "what lies beside is left alone"
 
@@ -105,7 +105,9 @@ def test_all_of_them_in_a_graph(fast: tuple[FlashInferOps, torch.dtype]) -> None
     def work() -> Tensor:
         normed = kernels.rms_norm(x, weight, 1e-6)
         normed, _ = kernels.add_rms_norm(normed, x.clone(), weight, 1e-6)
-        q, _ = kernels.rope(normed.view(4, 8, 128), x.clone().view(4, 8, 128), positions, cos, sin)
+        q, _ = kernels.apply_rope(
+            normed.view(4, 8, 128), x.clone().view(4, 8, 128), positions, cos, sin
+        )
         return kernels.silu_mul(q.reshape(4, 1024))
 
     recorded = record(work)

@@ -28,7 +28,7 @@ CUDA = torch.device("cuda")
 def draw(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
     made = SamplingLaunch(rows, logits.shape[1], CudaStream(CUDA).put)
     with torch.inference_mode():
-        return list(made.read(made.run(logits.to(CUDA, copy=True))).tokens)
+        return list(made.read_result(made.queue_draw(logits.to(CUDA, copy=True))).tokens)
 
 
 @pytest.mark.parametrize("vocab", [300, 5000, 151_936])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import build
+from baton.config import build_config
 from baton.errors import ConfigError
 from baton.layers.attention.flashinfer import FlashInferAttention
 from baton.layers.attention.reference import TorchAttention
@@ -56,14 +56,16 @@ def engine_flags(path: Path, **flags: object) -> dict[str, object]:
 def test_pool_is_what_the_fraction_leaves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = shapes.make("qwen3-0.6b", tmp_path / "m")
     with caplog.at_level(logging.INFO):
-        loaded = runtime.load(build(engine_flags(path, mem_fraction_static=0.3)), str(path))
+        loaded = runtime.load_rank(
+            build_config(engine_flags(path, mem_fraction_static=0.3)), str(path)
+        )
     total = torch.cuda.mem_get_info()[1]
     pool = int(str(loaded.info["kv_pool_bytes"]))
     assert 0.25 * total < pool < 0.3 * total, caplog.text
     assert torch.cuda.memory_reserved() < 0.35 * total
     line = next(m for m in caplog.messages if m.startswith("GPU memory of"))
     print(line)
-    engine = loaded.engine()
+    engine = loaded.make_engine_loop()
     prompts = [[(7 * i + n) % 1000 for i in range(700 + n)] for n in range(32)]
     got = answer(engine, prompts, greedy(8))
     assert [len(tokens) for tokens in got] == [8] * 32, "32 long prompts at once, as in the warm-up"
@@ -73,10 +75,10 @@ def test_pool_is_what_the_fraction_leaves(tmp_path: Path, caplog: pytest.LogCapt
 def test_pool_or_model_that_cannot_fit_is_refused_before_it_is_tried(tmp_path: Path) -> None:
     path = shapes.make("qwen3-0.6b", tmp_path / "m")
     with pytest.raises(ConfigError, match=r"the KV pool asked for has .*lower --max-total-tokens"):
-        runtime.load(build(engine_flags(path, max_total_tokens=1 << 24)), str(path))
+        runtime.load_rank(build_config(engine_flags(path, max_total_tokens=1 << 24)), str(path))
     huge = shapes.make("llama-3-8b", tmp_path / "huge", num_hidden_layers=1000)
     with pytest.raises(ConfigError, match=r"the model's weights take .* GiB"):
-        runtime.load(build(engine_flags(huge)), str(huge))
+        runtime.load_rank(build_config(engine_flags(huge)), str(huge))
 
 
 def test_two_engines_start_on_one_device(tmp_path: Path) -> None:

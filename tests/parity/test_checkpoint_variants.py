@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from baton.config import build
+from baton.config import build_config
 from baton.errors import ConfigError
 from baton.models.spec_reader import read_spec
 from baton.server.text import model_info
@@ -58,7 +58,7 @@ def compare(seed: int, folder: Path) -> str:
     name = f"variant {seed}: {write_variant(seed, folder)}"
     try:
         decoder = load_model(folder, "float32")
-        facts = model_info.load(build({"model_path": str(folder)}))
+        facts = model_info.load(build_config({"model_path": str(folder)}))
         tokenizer = Tokenizer(folder)
         refusal = None
     except ConfigError as err:

@@ -114,7 +114,7 @@ def test_every_capture_size_and_beyond(
     made = device.runner
     assert made is not None
     assert made._graphs is not None
-    replay, execute = made._graphs.replay, made._upload
+    replay, execute = made._graphs.replay_step, made._upload_step
 
     def noted(size, n):  # type: ignore[no-untyped-def]
         sizes.add(size)
@@ -125,8 +125,8 @@ def test_every_capture_size_and_beyond(
             eager_rows.add(len(step.slots))
         return execute(step, indices)
 
-    made._graphs.replay = noted  # type: ignore[method-assign]
-    made._upload = noted_eager  # type: ignore[method-assign]
+    made._graphs.replay_step = noted  # type: ignore[method-assign]
+    made._upload_step = noted_eager  # type: ignore[method-assign]
     for rows in range(1, 21):
         asked = [[rows, i, i + 1] for i in range(rows)]
         assert answer(replayed, asked, params) == answer(host, asked, params)

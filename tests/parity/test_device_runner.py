@@ -15,7 +15,7 @@ import torch
 
 from baton.models.decoder import Decoder
 from baton.runtime.engine_loop import EngineLoop
-from baton.runtime.runner.step_inputs import decode
+from baton.runtime.runner.step_inputs import decode_step
 from baton.sched.types.request import SamplingParams, ValidatedRequest
 from tests.parity.conftest import Reference
 from tests.support.devices.device_engine import Device
@@ -165,7 +165,7 @@ def test_other_ranks_get_tokens_that_are_known(
         make_engine(path), prompts(), greedy(STEPS)
     )
     assert device.stream.held_up > 0
-    assert all((decode(order)[0].token_ids >= 0).all() for order in orders)
+    assert all((decode_step(order)[0].token_ids >= 0).all() for order in orders)
     leader = device.runner
     device.late(path)
     executor = device.runner

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from baton.config import build
+from baton.config import build_config
 from baton.errors import ConfigError, EngineError
 from baton.models import checkpoint
 from baton.models.spec_reader import read_spec
@@ -66,8 +66,8 @@ class Starter:
 
     def start(self, path: Path) -> tuple[RequestValidator, Tokenizer, EngineLoop]:
         """Check and load as the launcher and a rank do. Raises ConfigError."""
-        config = build({"model_path": str(path), **FLAGS})
-        checkpoint.check(config, path)
+        config = build_config({"model_path": str(path), **FLAGS})
+        checkpoint.check_checkpoint(config, path)
         facts = model_info.load(config)
         tokenizer = Tokenizer(facts.tokenizer_path)
         validator = RequestValidator(config, facts, tokenizer)

@@ -202,7 +202,7 @@ def test_executor_rank_with_a_different_step_ends_the_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One page of one slot differs in one message: the executor rank refuses before it computes, and all ranks end."""
-    encode, sent = step_inputs.encode, []
+    encode, sent = step_inputs.encode_step, []
 
     def altered(step: step_inputs.StepInputs, check: int) -> bytes:
         sent.append(step)
@@ -210,7 +210,7 @@ def test_executor_rank_with_a_different_step_ends_the_group(
             step.slots = step.slots + 1
         return encode(step, check)
 
-    monkeypatch.setattr("baton.runtime.runner.model_runner.encode", altered)
+    monkeypatch.setattr("baton.runtime.runner.model_runner.encode_step", altered)
     with (
         pytest.raises(
             RuntimeError,

@@ -21,8 +21,8 @@ from pathlib import Path
 import aiohttp
 
 from baton.config import simulated
-from baton.config.simulated import scaled
-from baton_ops.bench.words import words
+from baton.config.simulated import scale_tokens
+from baton_ops.bench.words import make_words
 from tests.perf.closed import Seen, Turn, run
 from tests.perf.fleet import Arm, Fleet, clients, installed, machine
 
@@ -39,13 +39,13 @@ CONVERSATIONS = 24
 
 
 def conversation(number: int, scale: int) -> list[Turn]:
-    answer = scaled(ANSWER, scale)
-    text = words(f"system {number % GROUPS}", SYSTEM // scale)
+    answer = scale_tokens(ANSWER, scale)
+    text = make_words(f"system {number % GROUPS}", SYSTEM // scale)
     turns = []
     for turn in range(TURNS):
-        text += words(f"question {number} {turn}", QUESTION // scale)
+        text += make_words(f"question {number} {turn}", QUESTION // scale)
         turns.append(Turn(text, answer))
-        text += words(f"answer {number} {turn}", answer)
+        text += make_words(f"answer {number} {turn}", answer)
     return turns
 
 
@@ -72,7 +72,7 @@ async def sweep(
 
 
 async def measure(options: argparse.Namespace, log_dir: Path) -> str:
-    device = simulated.read(options.device)
+    device = simulated.parse_device(options.device)
     rows = [int(text) for text in options.concurrency.split(",")]
     flags = ["--simulate", options.device, "--dp-size", "8"]
     roles = {

@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from baton.config import build
+from baton.config import build_config
 from baton.models.checkpoint import weight_bytes
 from baton.runtime import build as runtime
 from baton.runtime.build import LoadedModel
@@ -138,7 +138,7 @@ class Driver:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
-        self.engine: EngineLoop = loaded.engine()
+        self.engine: EngineLoop = loaded.make_engine_loop()
         self.vocab = int(loaded.runner._model.spec.vocab_size)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
@@ -191,7 +191,7 @@ def load(shape: str, args: argparse.Namespace, effort: Effort, folder: Path) -> 
         "max_running_requests": effort.running, "chunked_prefill_size": effort.chunk, **dict(args.engine),
     }  # fmt: skip
     started = time.monotonic()
-    loaded = runtime.load(build(flags), str(path))
+    loaded = runtime.load_rank(build_config(flags), str(path))
     pages = f"{loaded.info['max_total_num_tokens']} tokens of KV"
     print(
         f"\n# {shape}: loaded in {time.monotonic() - started:.1f} s, {pages}, {dict(args.engine)}",

@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from baton_ops.bench import replay
-from baton_ops.bench.words import words
+from baton_ops.bench.words import make_words
 from tests.perf.closed import Seen, Turn, run
 from tests.perf.fleet import Arm, Fleet, clients, installed, machine
 
@@ -39,9 +39,11 @@ async def one(
 ) -> tuple[Seen, list[int]]:
     await fleet.flush(session)
     before = await replay.worker_counts(session, fleet.urls("worker"))
-    system = words("system", SYSTEM)
+    system = make_words("system", SYSTEM)
     async with fleet.router(arm, session) as (url, _):
-        asks = ([Turn(system + words(f"question {i}", QUESTION), ANSWER)] for i in range(REQUESTS))
+        asks = (
+            [Turn(system + make_words(f"question {i}", QUESTION), ANSWER)] for i in range(REQUESTS)
+        )
         seen = await run(session, url, asks, concurrency)
     after = await replay.worker_counts(session, fleet.urls("worker"))
     return seen, [after[url] - before[url] for url in before]

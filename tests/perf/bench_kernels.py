@@ -207,7 +207,7 @@ def _small_cases(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, Arm, Arm]
             t.copy_(torch.cat((first * c - second * s, second * c + first * s), dim=-1))
         return q
 
-    yield "rope", lambda: ops_cpu.rope(q, k, at, cos, sin)[0], rope
+    yield "rope", lambda: ops_cpu.apply_rope(q, k, at, cos, sin)[0], rope
 
 
 GROUPS = {"attention": attention, "linear": linear, "small": small}

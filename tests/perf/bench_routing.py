@@ -60,11 +60,11 @@ def work_per_node(
 
 
 async def measure(options: argparse.Namespace, log_dir: Path) -> list[dict[str, Any]]:
-    device = simulated.read(options.device)
+    device = simulated.parse_device(options.device)
     scale, speed = device.length_scale, device.speed
-    trace = traces.read(traces.locate(options.trace), options.limit or None)
+    trace = traces.read_trace(traces.locate_trace(options.trace), options.limit or None)
     span = work_per_node(options, trace, device.model) / options.load
-    work = replay.timed_requests(trace, span / traces.arrivals(trace)[-1] / speed)
+    work = replay.timed_requests(trace, span / traces.arrival_times(trace)[-1] / speed)
     shape = (
         f"{options.workers} engines"
         if options.workers
@@ -113,7 +113,7 @@ async def one(
     before = await replay.worker_counts(session, fleet.urls("worker") or fleet.urls("prefill"))
     began = time.monotonic()
     async with fleet.router(arm, session) as (url, _):
-        outcome = await replay.replay(
+        outcome = await replay.replay_trace(
             session,
             url,
             "demo",
@@ -124,7 +124,7 @@ async def one(
         )
     after = await replay.worker_counts(session, fleet.urls("worker") or fleet.urls("prefill"))
     split = [after[url] - before[url] for url in before]
-    times = replay.rows(outcome)["TTFT ms"]
+    times = replay.summary_rows(outcome)["TTFT ms"]
     result: dict[str, Any] = {
         "arm": arm.name,
         "round": number,

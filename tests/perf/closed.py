@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from baton_ops.bench.load import RequestTiming, send
+from baton_ops.bench.load import RequestTiming, send_request
 from baton_ops.sim.report import percentile
 
 
@@ -55,7 +55,9 @@ async def run(
         for turns in queue:
             for turn in turns:
                 timings.append(
-                    await send(session, url, "demo", turn.prompt, turn.answer_tokens, chat=True)
+                    await send_request(
+                        session, url, "demo", turn.prompt, turn.answer_tokens, chat=True
+                    )
                 )
 
     began = time.perf_counter()

@@ -11,7 +11,7 @@ from baton.config.simulated import StepModel
 from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
 from baton_ops.sim.node import NodeSetting, SimNode
-from baton_ops.sim.report import percentile, ttfts
+from baton_ops.sim.report import percentile, ttft_values
 from baton_ops.sim.trace import TraceRequest
 
 SHORT, LONG, SHARE_LONG = 128, 8192, 0.15
@@ -50,7 +50,7 @@ def run(policy: str, seed: int) -> list[float]:
     )
     node = SimNode(NodeSetting(trace, arrivals, model), lim)
     node.run()
-    return sorted(ttfts(node.records))
+    return sorted(ttft_values(node.records))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

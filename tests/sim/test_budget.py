@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config import ConfigError, build, parse
+from baton.config import ConfigError, build_config, parse_config
 from baton.sched.memory.demand import KnownAnswer, peak_growth
 from baton.sched.metrics.step_time import StepTime, attended_pairs
 from baton.sched.setup import from_config
@@ -112,12 +112,12 @@ def test_clip_bounds_what_an_answer_is_expected_to_take(monkeypatch: pytest.Monk
 
     assert (running(4096), running(30)) == (1, 2)
     monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "77")
-    assert from_config.limits(build({}), 100).clip_max_new_tokens == 77
+    assert from_config.limits(build_config({}), 100).clip_max_new_tokens == 77
     monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "many")
     with pytest.raises(
         ConfigError, match="SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION: --clip-max-new-tokens many: "
     ):
-        build({})
+        build_config({})
 
 
 # ---------------------------------------------------------------------- steps sized by time
@@ -203,7 +203,7 @@ def test_prefill_rate_is_learned_beside_decode_rows_and_kept_through_short_promp
 
 def test_long_prompt_leaves_tokens_of_each_step_to_short_ones_behind_it() -> None:
     """--long-prefill-token-threshold, on the flags' way into the scheduler."""
-    flags = build(
+    flags = build_config(
         {"long_prefill_token_threshold": 128, "chunked_prefill_size": 256, "page_size": 16}
     )
     node = Node(from_config.limits(flags, 1000), depth=1)
@@ -224,7 +224,7 @@ def test_without_chunking_every_prompt_is_computed_in_one_step(policy: str) -> N
         "schedule_policy": policy,
         "srpt_aging": 0.0,
     }
-    node = Node(from_config.limits(build(values), 1000), depth=1)
+    node = Node(from_config.limits(build_config(values), 1000), depth=1)
     lengths = [60, 30, 50, 300, 20]
     for handle, length in enumerate(lengths):
         node.sched.add(request(handle, [handle % VOCAB] * length, 1, ignore_eos=True))
@@ -244,7 +244,7 @@ def test_without_chunking_every_prompt_is_computed_in_one_step(policy: str) -> N
 @pytest.mark.parametrize("budget", [100, 90])
 def test_request_is_admitted_only_into_a_step_that_computes_some_of_it(budget: int) -> None:
     values = {"chunked_prefill_size": -1, "max_prefill_tokens": budget, "page_size": 4}
-    node = Node(from_config.limits(build(values), 1000), depth=1)
+    node = Node(from_config.limits(build_config(values), 1000), depth=1)
     for handle in (0, 1):
         node.sched.add(request(handle, [handle] * 50, 4, ignore_eos=True))
     plan = node.sched.plan()
@@ -255,7 +255,7 @@ def test_request_is_admitted_only_into_a_step_that_computes_some_of_it(budget: i
 
 
 def test_vllm_names_are_aliases() -> None:
-    parsed = parse(["--max-num-seqs", "7", "--max-num-batched-tokens", "64"])
+    parsed = parse_config(["--max-num-seqs", "7", "--max-num-batched-tokens", "64"])
     assert (parsed.max_running_requests, parsed.chunked_prefill_size) == (7, 64)
 
 
@@ -264,7 +264,7 @@ def test_vllm_names_are_aliases() -> None:
 )
 def test_without_chunking_flags_about_chunks_are_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match="--chunked-prefill-size -1 splits no prompt"):
-        build({"chunked_prefill_size": -1, flag: 64})
+        build_config({"chunked_prefill_size": -1, flag: 64})
 
 
 def test_step_target_keeps_steps_within_the_target_and_every_prompt_moving() -> None:
@@ -344,10 +344,10 @@ def test_max_decode_gap_without_prefill_first_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"--max-decode-gap-ms 5.0: decode rows wait only with --prefill-first"
     ):
-        build({"max_decode_gap_ms": 5.0})
+        build_config({"max_decode_gap_ms": 5.0})
     for field, value in (("watermark", 0.6), ("step_target_ms", -1.0), ("clip_max_new_tokens", 0)):
         with pytest.raises(ConfigError, match=rf"--{field.replace('_', '-')} {value}"):
-            build({field: value})
+            build_config({field: value})
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.cache.radix import PrefixProbe, ProbeWatch
 from baton.cache.radix import RadixNode as TreeNode
-from baton.config import build
+from baton.config import build_config
 from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies import POLICIES, PolicyContext, PolicyParams
 from baton.sched.policies.dfs_weight import ROOT, BranchWeights, Path
@@ -503,7 +503,7 @@ def test_lpm_with_in_batch_thresholds_puts_repeats_of_a_cold_prefix_last(
     assert first_rows(warm_too) == [3, 0, 2, 5, 1, 4]
     monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD", "32")
     monkeypatch.setenv("IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD", "16")
-    got = from_config.limits(build({}), 100).policy_params
+    got = from_config.limits(build_config({}), 100).policy_params
     assert (
         got.in_batch_prefix_caching_check_threshold,
         got.in_batch_prefix_caching_deprioritize_threshold,

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from baton.config import EngineConfig
-from baton.config.flags import markdown
-from baton.config.simulated import BLOCK_TOKENS, PRESETS, StepModel, scaled
+from baton.config.flags import flags_table
+from baton.config.simulated import BLOCK_TOKENS, PRESETS, StepModel, scale_tokens
 from baton.errors import ConfigError
 from baton.sched.policies import POLICIES
 from baton.sched.setup.from_config import limits
@@ -28,7 +28,7 @@ from baton_ops.sim import main as command
 from baton_ops.sim import trace as traces
 from baton_ops.sim.chart import cdf_svg
 from baton_ops.sim.node import NodeSetting, RequestOutcome, SimNode
-from baton_ops.sim.report import SummaryStat, summarize, table
+from baton_ops.sim.report import SummaryStat, format_table, summarize_run
 from baton_ops.sim.trace import TraceRequest
 
 MS_PER_TOKEN = StepModel(
@@ -179,7 +179,7 @@ def test_clock_runs_forward_pages_balance_and_everyone_is_answered(policy: str, 
 def test_same_seed_same_decisions_other_seed_others() -> None:
     def summary(**more: Any) -> dict[str, object]:
         made = ran(random_trace(1), budget=budgets(policy="random", role="null"), **more)
-        return dataclasses.asdict(summarize("random", made, 1.0, 0.0))
+        return dataclasses.asdict(summarize_run("random", made, 1.0, 0.0))
 
     assert summary() == summary()
     assert summary(jitter=0.3, seed=1) == summary(jitter=0.3, seed=1)
@@ -204,7 +204,7 @@ def test_deadlines_and_limits_end_requests_and_are_counted() -> None:
         RequestOutcome.TIMED_OUT,
         RequestOutcome.REFUSED,
     ]
-    report = summarize("fcfs", made, 1.0, 0.0)
+    report = summarize_run("fcfs", made, 1.0, 0.0)
     assert (report.completed, report.refused, report.timed_out, report.ttft, report.in_time) == (
         0,
         1,
@@ -212,17 +212,18 @@ def test_deadlines_and_limits_end_requests_and_are_counted() -> None:
         None,
         0.0,
     )
-    assert "1 refused, 2 timed out (no TTFT above without a first token: see `in time`)" in table(
-        [report]
+    assert (
+        "1 refused, 2 timed out (no TTFT above without a first token: see `in time`)"
+        in format_table([report])
     )
 
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_table_is_divided_where_the_terminal_is_narrow(columns: int) -> None:
     made = ran([request(0, 64), request(1, 64)])
-    summary = summarize("srpt-aging", made, 5.0, 0.1)
-    whole = table([summary, summary]).splitlines()
-    narrow = table([summary, summary], columns)
+    summary = summarize_run("srpt-aging", made, 5.0, 0.1)
+    whole = format_table([summary, summary]).splitlines()
+    narrow = format_table([summary, summary], columns)
     assert max(map(len, narrow.splitlines())) <= columns < len(whole[0])
     parts = [part.splitlines() for part in narrow.split("\n\n")]
     assert all(line.startswith("srpt-aging") for part in parts for line in part[1:3])
@@ -246,7 +247,7 @@ def test_mean_wait_is_that_of_queueing_theory() -> None:
     made = ran(
         trace, overlap=False, model=dataclasses.replace(MS_PER_TOKEN, transfer_ms=1), budget=budget
     )
-    report = summarize("fcfs", made, 1.0, 0.0)
+    report = summarize_run("fcfs", made, 1.0, 0.0)
     assert report.wait is not None
     assert report.wait.mean == pytest.approx(rho / mean * square / (2 * (1 - rho)), rel=0.08)
     assert report.utilization == pytest.approx(rho, rel=0.03)
@@ -302,26 +303,26 @@ GOOD = '{"timestamp": 5, "input_length": 600, "output_length": 2, "hash_ids": [7
 def test_bad_line_is_named_by_its_number(line: str, complaint: str, tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", GOOD, "", line)
     with pytest.raises(ConfigError) as error:
-        traces.read(path)
+        traces.read_trace(path)
     assert complaint in error.value.message
     assert "t.jsonl, line 3: " in error.value.message
-    assert len(traces.read(path, limit=1)) == 1, "lines beyond the limit are not looked at"
+    assert len(traces.read_trace(path, limit=1)) == 1, "lines beyond the limit are not looked at"
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no requests"):
-        traces.read(write(tmp_path / "empty.jsonl"))
+        traces.read_trace(write(tmp_path / "empty.jsonl"))
     broken = tmp_path / "broken.jsonl.gz"
     broken.write_bytes(b"not gzip")
     with pytest.raises(ConfigError, match="cannot be read after line 0"):
-        traces.read(broken)
+        traces.read_trace(broken)
     with pytest.raises(ConfigError, match="mooncake_conversation_first30min"):
-        traces.locate("no-such-trace")
+        traces.locate_trace("no-such-trace")
 
 
 def test_equal_stamps_are_spread_over_the_gap_to_the_next() -> None:
     stamps = [1000, 1000, 1000, 4000, 9000, 9000]
-    assert traces.arrivals([request(at, 1) for at in stamps]) == pytest.approx(
+    assert traces.arrival_times([request(at, 1) for at in stamps]) == pytest.approx(
         [0, 1, 2, 3, 8, 10.5]
     )
 
@@ -331,7 +332,9 @@ def test_tokens_are_equal_exactly_where_blocks_behind_equal_prefixes_are(scale: 
     whole, partial = request(0, 1536, blocks=(1, 2, 3)), request(0, 1000, blocks=(1, 2))
     other, late = request(0, 1536, blocks=(1, 4, 3)), request(0, 512, blocks=(2,))
     a, b, c, d = (traces.prompt_tokens(r, scale) for r in (whole, partial, other, late))
-    assert [len(t) for t in (a, b, c, d)] == [scaled(n, scale) for n in (1536, 1000, 1536, 512)]
+    assert [len(t) for t in (a, b, c, d)] == [
+        scale_tokens(n, scale) for n in (1536, 1000, 1536, 512)
+    ]
     assert a[: len(b)] == b
     per_block = BLOCK_TOKENS // scale
     assert a[:per_block] == c[:per_block]
@@ -342,13 +345,13 @@ def test_tokens_are_equal_exactly_where_blocks_behind_equal_prefixes_are(scale: 
 
 def test_prompts_without_ids_share_nothing(tmp_path: Path) -> None:
     line = '{"timestamp": 0, "input_length": 600, "output_length": 2}'
-    first, second, known = traces.read(write(tmp_path / "t.jsonl", line, line, GOOD))
+    first, second, known = traces.read_trace(write(tmp_path / "t.jsonl", line, line, GOOD))
     assert len({*first.blocks, *second.blocks, *known.blocks}) == 6
 
 
 def test_equal_ids_behind_different_prefixes_are_different_blocks(tmp_path: Path) -> None:
     other = GOOD.replace("[7, 9]", "[8, 9]")
-    first, again, different = traces.read(write(tmp_path / "t.jsonl", GOOD, GOOD, other))
+    first, again, different = traces.read_trace(write(tmp_path / "t.jsonl", GOOD, GOOD, other))
     assert first.blocks == again.blocks
     assert not set(first.blocks) & set(different.blocks)
 
@@ -404,7 +407,9 @@ def test_every_flag_that_the_planner_reads_is_accepted_and_no_other() -> None:
 
 
 def test_all_means_every_policy_there_is() -> None:
-    assert command.parse(["--trace", "x", "--schedule-policy", "all"]).policies == tuple(POLICIES)
+    assert command.parse_flags(["--trace", "x", "--schedule-policy", "all"]).policies == tuple(
+        POLICIES
+    )
 
 
 @pytest.mark.parametrize(
@@ -429,13 +434,13 @@ def test_impossible_flags_are_refused(
     flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        command.parse(["--trace", "x", *flags])
+        command.parse_flags(["--trace", "x", *flags])
     assert stop.value.code == 2
     assert complaint in capsys.readouterr().err
 
 
 def test_presets_can_be_changed_number_by_number() -> None:
-    run = command.parse(["--trace", "x", "--model", "h200-8b", "--step-ms", "9"])
+    run = command.parse_flags(["--trace", "x", "--model", "h200-8b", "--step-ms", "9"])
     assert run.model == dataclasses.replace(PRESETS["h200-8b"], step_ms=9)
 
 
@@ -450,7 +455,7 @@ def test_coarser_tokens_scale_every_budget_counted_in_tokens() -> None:
         "--chunked-prefill-size",
         "208",
     ]
-    scaled = command.parse(flags).limits("fcfs")
+    scaled = command.parse_flags(flags).limits("fcfs")
     assert (scaled.num_pages, scaled.page_size) == (1_000_000 // 8 // 16, 16)
     assert (scaled.step_tokens, scaled.max_queued_tokens) == (16, 1000)
     assert (
@@ -463,9 +468,9 @@ SHIPPED = "mooncake_conversation_first30min"
 
 
 def simulated(*flags: str) -> dict[str, Any]:
-    run = command.parse(["--trace", SHIPPED, "--load", "0.9", *flags])
-    trace = traces.read(traces.locate(run.sim.trace), run.sim.limit)
-    summaries, _, interrupted = command.simulate(run, command.setting(run, trace))
+    run = command.parse_flags(["--trace", SHIPPED, "--load", "0.9", *flags])
+    trace = traces.read_trace(traces.locate_trace(run.sim.trace), run.sim.limit)
+    summaries, _, interrupted = command.simulate_policies(run, command.make_setting(run, trace))
     assert not interrupted
     return {s.policy: s for s in summaries}
 
@@ -537,8 +542,8 @@ def test_compressed_trace_is_the_same_trace(tmp_path: Path) -> None:
     plain = write(tmp_path / "t.jsonl", GOOD, GOOD.replace("600", "700"))
     packed = tmp_path / "t.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
-    assert traces.read(packed) == traces.read(plain)
-    assert traces.locate(str(packed)) == packed
+    assert traces.read_trace(packed) == traces.read_trace(plain)
+    assert traces.locate_trace(str(packed)) == packed
 
 
 # ---------------------------------------------------------------------- the command
@@ -650,7 +655,9 @@ def test_chart_is_drawn_for_any_values() -> None:
 @pytest.mark.parametrize("flags", [command.SimConfig, StepModel])
 def test_docs_list_exactly_the_flags_there_are(flags: type) -> None:
     page = Path(__file__).parents[2] / "docs" / "simulate.md"
-    assert markdown(flags) in page.read_text(encoding="utf-8"), "print(baton.config.markdown(...))"
+    assert flags_table(flags) in page.read_text(encoding="utf-8"), (
+        "print(baton.config.markdown(...))"
+    )
 
 
 # ---------------------------------------------------------------------- classes and tenants

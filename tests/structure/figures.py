@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from tests.structure.rules import packages
+from tests.structure.rules import one_word_percent, packages
 from tests.structure.shape import code_lines, tuple_assignments
 from tests.structure.sources import (
     CRATES,
@@ -61,7 +61,6 @@ def _row(paths: Sequence[str]) -> Iterator[str]:
     sizes = sorted(size for _, size in named)
     tuples = sum(map(tuple_assignments, paths))
     words = [name for name, _ in named if not name.startswith("__")]
-    one_word = sum("_" not in name.strip("_") for name in words)
     yield f"{lines:,}"
     yield f"{len(sizes):,}"
     yield str(percentile(sizes, 50))
@@ -71,7 +70,7 @@ def _row(paths: Sequence[str]) -> Iterator[str]:
     yield str(sum(size > LONG_FUNCTION_LINES for size in sizes))
     yield str(tuples)
     yield f"{1000 * tuples / lines:.1f}"
-    yield f"{100 * one_word / max(len(words), 1):.0f} %"
+    yield f"{one_word_percent(words)} %"
 
 
 def percentile(ordered: Sequence[int], percent: int) -> int:

@@ -30,6 +30,8 @@ OUTSIDE = frozenset(
         "FlashAttention",
         "OpenMP",
         "OpenTelemetry",
+        "CorsLayer",
+        "SetRequestIdLayer",
         "PyO3",
         "SentencePiece",
         "SiLU",

@@ -4,7 +4,7 @@
 |---|---|
 | `engine` | `EngineConfig`: every flag with its default, bounds and help |
 | `rules` | rules between flags |
-| `parsing` | `parse` and `build`: flags or values to a checked config |
+| `parsing` | `parse_config` and `build_config`: flags or values to a checked config |
 | `flags` | `opt` and `FlagParser`: flags made of the fields of a dataclass |
 | `classes` | `--priority-classes` |
 | `tenants` | `--tenant-config` |

@@ -43,13 +43,21 @@ class ValueRange:
 
     def __str__(self) -> str:
         if self.ge > -math.inf and self.le < math.inf:
-            return f"{_plain(self.ge)} to {_plain(self.le)}"
-        low = f"at least {_plain(self.ge)}" if self.ge > -math.inf else f"above {_plain(self.gt)}"
-        high = f"at most {_plain(self.le)}" if self.le < math.inf else f"below {_plain(self.lt)}"
+            return f"{_format_bound(self.ge)} to {_format_bound(self.le)}"
+        low = (
+            f"at least {_format_bound(self.ge)}"
+            if self.ge > -math.inf
+            else f"above {_format_bound(self.gt)}"
+        )
+        high = (
+            f"at most {_format_bound(self.le)}"
+            if self.le < math.inf
+            else f"below {_format_bound(self.lt)}"
+        )
         return low if high == "below inf" else f"{low} and {high}"
 
 
-def _plain(bound: float) -> str:
+def _format_bound(bound: float) -> str:
     return (
         str(bound)
         if isinstance(bound, int)
@@ -84,9 +92,9 @@ def out_of_range(config: Any) -> Iterator[str]:
         value = getattr(config, f.name)
         allowed = f.metadata["range"]
         if allowed is not None and value is not None and value not in allowed:
-            what = f"a number {allowed}" if " and " in str(allowed) else str(allowed)
+            bounds = f"a number {allowed}" if " and " in str(allowed) else str(allowed)
             unit = re.search(r" \[[^]]+\]$", f.metadata["help"])
-            yield f"{flag_name(f.name)} {value}: give {what}{unit[0] if unit else ''}"
+            yield f"{flag_name(f.name)} {value}: give {bounds}{unit[0] if unit else ''}"
 
 
 def flag_name(field_name: str) -> str:
@@ -103,19 +111,21 @@ class FlagMistake(str):
     """Sentence that stands where a value would be, so that parsing continues and finds the other mistakes."""
 
 
-def reader(flag: str, kind: Callable[[str], Any], choices: Sequence[str]) -> Callable[[str], Any]:
-    what = {int: "an integer", float: "a number"}.get(typing.cast(type, kind), "text")
+def make_reader(
+    flag: str, kind: Callable[[str], Any], choices: Sequence[str]
+) -> Callable[[str], Any]:
+    form = {int: "an integer", float: "a number"}.get(typing.cast(type, kind), "text")
 
-    def read(text: str) -> Any:
+    def read_value(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
-            return FlagMistake(f"{flag} {text}: give {what}")
+            return FlagMistake(f"{flag} {text}: give {form}")
         if choices and value not in choices:
             return FlagMistake(f"{flag} {text}: give one of {', '.join(choices)}")
         return value
 
-    return read
+    return read_value
 
 
 def _metavar(field_name: str) -> str:
@@ -130,7 +140,7 @@ def add_environment(cls: type, values: dict[str, Any]) -> list[str]:
     for f in dataclasses.fields(cls):
         env = f.metadata["env"]
         if env and f.name not in values and os.environ.get(env):
-            value = reader(flag_name(f.name), base_type(hints[f.name]), f.metadata["choices"])(
+            value = make_reader(flag_name(f.name), base_type(hints[f.name]), f.metadata["choices"])(
                 os.environ[env]
             )
             if isinstance(value, FlagMistake):
@@ -140,7 +150,7 @@ def add_environment(cls: type, values: dict[str, Any]) -> list[str]:
     return bad
 
 
-def _headings(cls: type) -> dict[str, str]:
+def _read_headings(cls: type) -> dict[str, str]:
     """Titles by the first field that each stands above: GROUPS of a config class, which may have none."""
     return {first: title for title, first in getattr(cls, "GROUPS", ())}
 
@@ -154,7 +164,7 @@ def add_flags(
     """
     hints = typing.get_type_hints(cls)
     into: argparse._ActionsContainer = parser
-    headings = _headings(cls) if isinstance(parser, FlagParser) else {}
+    headings = _read_headings(cls) if isinstance(parser, FlagParser) else {}
     for f in dataclasses.fields(cls):
         if f.name in headings:
             into = parser.add_argument_group(headings[f.name])
@@ -169,7 +179,7 @@ def add_flags(
         options: dict[str, Any] = {"action": "store_true"}
         if kind is not bool:
             metavar = "{" + ",".join(choices) + "}" if choices else _metavar(f.name)
-            options = {"type": reader(flag, kind, choices), "metavar": metavar}
+            options = {"type": make_reader(flag, kind, choices), "metavar": metavar}
         into.add_argument(
             flag, *f.metadata["also"], default=argparse.SUPPRESS, help=text, **options
         )
@@ -242,12 +252,12 @@ class FlagParser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """The values given, by field name, and what is wrong with the others."""
         self._argv = argv
-        space, rest = self.parse_known_args(argv)
+        space, unknown_words = self.parse_known_args(argv)
         values = vars(space)
         bad: list[str] = [value for value in values.values() if isinstance(value, FlagMistake)]
         return {
             k: v for k, v in values.items() if not isinstance(v, FlagMistake)
-        }, bad + self._unknown(rest)
+        }, bad + self._unknown_word_mistakes(unknown_words)
 
     def read_config(
         self, cls: type[Config], argv: Sequence[str]
@@ -255,14 +265,16 @@ class FlagParser(argparse.ArgumentParser):
         """A config of the values given and of the environment, the values that are not its own, and all mistakes."""
         values, bad = self.read(argv)
         bad += add_environment(cls, values)
-        own = {name: values.pop(name) for name in typing.get_type_hints(cls) if name in values}
-        config = cls(**own)
+        own_values = {
+            name: values.pop(name) for name in typing.get_type_hints(cls) if name in values
+        }
+        config = cls(**own_values)
         return config, values, [*bad, *out_of_range(config)]
 
-    def _unknown(self, rest: Sequence[str]) -> list[str]:
+    def _unknown_word_mistakes(self, words: Sequence[str]) -> list[str]:
         bad = []
         after_flag = False
-        for word in rest:
+        for word in words:
             is_flag = word.startswith("-") and not re.fullmatch(r"-[\d.]+", word)
             name = word.partition("=")[0]
             if is_flag and name in self._elsewhere:
@@ -309,7 +321,7 @@ class _ShortHelp(argparse.Action):
         parser.exit()
 
 
-def refuse(prog: str, bad: Sequence[str]) -> NoReturn:
+def exit_with_mistakes(prog: str, bad: Sequence[str]) -> NoReturn:
     """Print every mistake, a line each, and exit with 2."""
     print(
         "\n".join(f"{prog}: {line}" for text in bad for line in text.splitlines()), file=sys.stderr
@@ -317,11 +329,11 @@ def refuse(prog: str, bad: Sequence[str]) -> NoReturn:
     raise SystemExit(2)
 
 
-def markdown(cls: type) -> str:
+def flags_table(cls: type) -> str:
     """A flags table of docs/flags.md."""
     hints = typing.get_type_hints(cls)
     head = ["| flag | value | default | meaning |", "|---|---|---|---|"]
-    headings = _headings(cls)
+    headings = _read_headings(cls)
     rows = [] if headings else head[:]
     for f in dataclasses.fields(cls):
         if f.name in headings:

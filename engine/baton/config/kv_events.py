@@ -41,34 +41,38 @@ class KvEventsConfig:
 
     def of_rank(self, dp_rank: int) -> KvEventsConfig:
         """With the endpoints of this DP rank."""
-        replay = None if self.replay_endpoint is None else _offset(self.replay_endpoint, dp_rank)
+        replay = (
+            None
+            if self.replay_endpoint is None
+            else _offset_endpoint(self.replay_endpoint, dp_rank)
+        )
         return dataclasses.replace(
-            self, endpoint=_offset(self.endpoint, dp_rank), replay_endpoint=replay
+            self, endpoint=_offset_endpoint(self.endpoint, dp_rank), replay_endpoint=replay
         )
 
 
-def _offset(endpoint: str, dp_rank: int) -> str:
-    found = _TCP.fullmatch(endpoint)
-    if dp_rank == 0 or (found is not None and found[2] == "*"):
+def _offset_endpoint(endpoint: str, dp_rank: int) -> str:
+    address = _TCP.fullmatch(endpoint)
+    if dp_rank == 0 or (address is not None and address[2] == "*"):
         return endpoint
     return (
         f"{endpoint}_dp{dp_rank}"
-        if found is None
-        else f"tcp://{found[1]}:{int(found[2]) + dp_rank}"
+        if address is None
+        else f"tcp://{address[1]}:{int(address[2]) + dp_rank}"
     )
 
 
-def binds(endpoint: str) -> bool:
+def is_bind_endpoint(endpoint: str) -> bool:
     """Bind or connect: vLLM's rule."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 
-def read(text: str) -> KvEventsConfig:
-    """The config that a text which `mistakes` found none in stands for; empty: nothing is announced."""
+def parse_events_config(text: str) -> KvEventsConfig:
+    """The config of a text in which `find_mistakes` found none; empty: no events are announced."""
     return KvEventsConfig(**(json.loads(text) if text else {}))
 
 
-def mistakes(text: str, dp_size: int) -> list[str]:
+def find_mistakes(text: str, dp_size: int) -> list[str]:
     """List the mistakes in the flag's value, one sentence each."""
     if not text:
         return []
@@ -83,15 +87,15 @@ def mistakes(text: str, dp_size: int) -> list[str]:
         return [
             f"{FLAG} {text[:100]}: give a JSON object like " + '{"enable_kv_cache_events": true}'
         ]
-    known = ", ".join(sorted(_VALUES))
+    known_keys = ", ".join(sorted(_VALUES))
     bad = [
-        f"{FLAG}: there is no key {key!r}; there are {known}"
+        f"{FLAG}: there is no key {key!r}; there are {known_keys}"
         for key in sorted(values.keys() - _VALUES.keys())
     ]
     for key in sorted(values.keys() & _VALUES.keys()):
-        fits, wanted = _VALUES[key]
+        fits, remedy = _VALUES[key]
         if not fits(values[key]):
-            bad.append(f"{FLAG}: {key} {json.dumps(values[key])[:100]}: give {wanted}")
+            bad.append(f"{FLAG}: {key} {json.dumps(values[key])[:100]}: give {remedy}")
     return bad or _port_mistakes(KvEventsConfig(**values), dp_size)
 
 
@@ -129,23 +133,23 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def _port_mistakes(config: KvEventsConfig, dp_size: int) -> list[str]:
     bad = []
-    taken: dict[str, str] = {}
+    users: dict[str, str] = {}
     for key in ("endpoint", "replay_endpoint"):
         for rank in range(dp_size):
             mine = getattr(config.of_rank(rank), key)
-            found = None if mine is None else _TCP.fullmatch(mine)
-            if mine is None or (found is not None and found[2] == "*"):
+            address = None if mine is None else _TCP.fullmatch(mine)
+            if mine is None or (address is not None and address[2] == "*"):
                 continue
-            if found is not None and not 1 <= int(found[2]) <= 65535:
+            if address is not None and not 1 <= int(address[2]) <= 65535:
                 bad.append(
                     f"{FLAG}: {key} {mine} of DP rank {rank}: ports are 1 to 65535; choose a lower first port"
                 )
                 break
-            place = mine if found is None else found[2]
-            if place in taken:
+            place = mine if address is None else address[2]
+            if place in users:
                 bad.append(
-                    f"{FLAG}: {key} {mine} of DP rank {rank} is also {taken[place]}; leave {dp_size} between"
+                    f"{FLAG}: {key} {mine} of DP rank {rank} is also {users[place]}; leave {dp_size} between"
                 )
                 break
-            taken[place] = f"the {key} of DP rank {rank}"
+            users[place] = f"the {key} of DP rank {rank}"
     return bad

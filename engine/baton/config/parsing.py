@@ -7,24 +7,24 @@ from typing import Any
 
 from baton.config import simulated
 from baton.config.engine import CUDA_DEFAULTS, EngineConfig
-from baton.config.flags import FlagParser, add_environment, add_flags, refuse
-from baton.config.rules import mistakes
+from baton.config.flags import FlagParser, add_environment, add_flags, exit_with_mistakes
+from baton.config.rules import find_mistakes
 from baton.errors import ConfigError
 
 
-def build(values: dict[str, Any]) -> EngineConfig:
+def build_config(values: dict[str, Any]) -> EngineConfig:
     """Make a checked config from field values. Raises ConfigError that lists every violation."""
     bad: list[str] = []
     if values.get("device") == "cuda":
         values = {**CUDA_DEFAULTS, **values}
     if values.get("simulate") is not None:
         try:
-            values = {**simulated.defaults(values["simulate"]), **values}
+            values = {**simulated.flag_defaults(values["simulate"]), **values}
         except ConfigError as err:
             bad.append(err.message)
     bad += add_environment(EngineConfig, values)
     config = EngineConfig(**values)
-    if bad := [*bad, *mistakes(config)]:
+    if bad := [*bad, *find_mistakes(config)]:
         raise ConfigError("\n".join(bad))
     return config
 
@@ -40,7 +40,7 @@ def make_parser(prog: str = "baton engine") -> FlagParser:
     return parser
 
 
-def parse(
+def parse_config(
     argv: Sequence[str],
     prog: str = "baton engine",
     find_others: Callable[[dict[str, Any]], Iterable[str]] = lambda values: (),
@@ -52,9 +52,9 @@ def parse(
     """
     values, bad = make_parser(prog).read(argv)
     try:
-        config = build(values)
+        config = build_config(values)
     except ConfigError as err:
         bad.append(err.message)
     if bad:
-        refuse(prog, [*bad, *find_others(values)])
+        exit_with_mistakes(prog, [*bad, *find_others(values)])
     return config

@@ -21,15 +21,24 @@ from baton.config.flags import flag_name, out_of_range
 from baton.errors import ConfigError
 
 
-def mistakes(config: EngineConfig) -> Iterator[str]:
+def find_mistakes(config: EngineConfig) -> Iterator[str]:
     """All that is wrong with a config."""
     yield from out_of_range(config)
-    for rules in (_transfer, _device, _step, _queue, _sharing, _priority, _memory, _simulated):
+    for rules in (
+        _check_transfer,
+        _check_device,
+        _check_step,
+        _check_queue,
+        _check_sharing,
+        _check_priority,
+        _check_memory,
+        _check_simulated,
+    ):
         yield from rules(config)
-    yield from kv_events.mistakes(config.kv_events_config, config.dp_size)
+    yield from kv_events.find_mistakes(config.kv_events_config, config.dp_size)
 
 
-def _transfer(c: EngineConfig) -> Iterator[str]:
+def _check_transfer(c: EngineConfig) -> Iterator[str]:
     if c.cluster_key == "":
         yield "--cluster-key is empty: give a long random text, or leave it out"
     if c.second_cluster_key == "":
@@ -41,8 +50,8 @@ def _transfer(c: EngineConfig) -> Iterator[str]:
         and c.bootstrap_listen_host != c.host
         and c.host not in UNSPECIFIED_HOSTS
     ):
-        why = f"without a cluster key KV transfers stay on {LOOPBACK}, where no decode node would look for them"
-        yield f"--host {c.host}: {why}; {KV_REMEDY}"
+        reason = f"without a cluster key KV transfers stay on {LOOPBACK}, where no decode node would look for them"
+        yield f"--host {c.host}: {reason}; {KV_REMEDY}"
     for name in ("kv_host", "kv_advertise_host"):
         host = getattr(c, name)
         if host is not None and not c.is_kv_open and not is_loopback(host):
@@ -61,7 +70,7 @@ def _is_address_or_name(text: str) -> bool:
     return text not in UNSPECIFIED_HOSTS
 
 
-def _device(c: EngineConfig) -> Iterator[str]:
+def _check_device(c: EngineConfig) -> Iterator[str]:
     if c.tp_size > 1 and c.dp_size > 1 and c.disaggregation_mode == "prefill":
         yield f"--dp-size {c.dp_size}: with --tp-size {c.tp_size} a prefill node has one DP rank; start more nodes"
     if c.attention_backend == "flashinfer" and c.device == "cpu":
@@ -76,7 +85,7 @@ def _device(c: EngineConfig) -> Iterator[str]:
                 yield f"--cuda-graph-max-bs {c.cuda_graph_max_bs}: {reason}; leave it out"
 
 
-def _step(c: EngineConfig) -> Iterator[str]:
+def _check_step(c: EngineConfig) -> Iterator[str]:
     if c.page_size not in (1, 2, 4, 8, 16, 32, 64, 128):
         yield f"--page-size {c.page_size}: use a power of two from 1 to 128"
     chunk = c.chunked_prefill_size
@@ -90,11 +99,11 @@ def _step(c: EngineConfig) -> Iterator[str]:
         remedy = f"use at least --page-size ({c.page_size}), or 0 for no limit"
         yield f"--long-prefill-token-threshold {c.long_prefill_token_threshold}: {remedy}"
     if c.max_decode_gap_ms and (not c.prefill_first or c.enable_mixed_chunk):
-        why = "decode rows wait only with --prefill-first and without --enable-mixed-chunk"
-        yield f"--max-decode-gap-ms {c.max_decode_gap_ms}: {why}; otherwise they join every step: leave it out"
+        reason = "decode rows wait only with --prefill-first and without --enable-mixed-chunk"
+        yield f"--max-decode-gap-ms {c.max_decode_gap_ms}: {reason}; otherwise they join every step: leave it out"
 
 
-def _queue(c: EngineConfig) -> Iterator[str]:
+def _check_queue(c: EngineConfig) -> Iterator[str]:
     if c.short_first_output_weight != "auto" and not _is_share(c.short_first_output_weight):
         yield f"--short-first-output-weight {c.short_first_output_weight}: use auto, or a number from 0 to 1"
     if c.decision_log is not None and c.decision_log == c.scheduler_trace:
@@ -108,7 +117,7 @@ def _is_share(text: str) -> bool:
         return False
 
 
-def _sharing(c: EngineConfig) -> Iterator[str]:
+def _check_sharing(c: EngineConfig) -> Iterator[str]:
     class_names: Collection[str] = ()
     if c.priority_classes is not None:
         classes, wrong = parse_classes(
@@ -120,12 +129,12 @@ def _sharing(c: EngineConfig) -> Iterator[str]:
         yield "--disable-class-charge-decode: there are no classes; give --priority-classes, or leave it out"
     if c.tenant_config is not None:
         try:
-            tenants.load(c.tenant_config, class_names)
+            tenants.load_rules(c.tenant_config, class_names)
         except ConfigError as err:
             yield err.message
 
 
-def _priority(c: EngineConfig) -> Iterator[str]:
+def _check_priority(c: EngineConfig) -> Iterator[str]:
     if c.priority_aging_max is not None and c.priority_aging_rate <= 0:
         yield f"--priority-aging-max {c.priority_aging_max}: needs a --priority-aging-rate above 0"
     if c.priority_adjustment_function is not None and not c.enable_priority_scheduling:
@@ -134,10 +143,10 @@ def _priority(c: EngineConfig) -> Iterator[str]:
         yield "--preemption-mode offload: there is no host pool to offload to; set --host-kv-gib, or use auto or cache"
 
 
-def _memory(c: EngineConfig) -> Iterator[str]:
+def _check_memory(c: EngineConfig) -> Iterator[str]:
     if c.device == "cpu" and c.mem_fraction_static != MEM_FRACTION:
-        why = "it sizes the pool of a CUDA device, --device is cpu"
-        yield f"--mem-fraction-static {c.mem_fraction_static:g}: {why}; use --kv-pool-mib"
+        reason = "it sizes the pool of a CUDA device, --device is cpu"
+        yield f"--mem-fraction-static {c.mem_fraction_static:g}: {reason}; use --kv-pool-mib"
     if c.max_total_tokens and c.max_total_tokens < 2 * c.page_size:
         yield f"--max-total-tokens {c.max_total_tokens}: give at least two pages"
     if c.disable_radix_cache:
@@ -153,7 +162,7 @@ def _memory(c: EngineConfig) -> Iterator[str]:
                 yield f"{flag} {value}: nothing is cached with --disable-radix-cache; drop one of the two"
 
 
-def _simulated(c: EngineConfig) -> Iterator[str]:
+def _check_simulated(c: EngineConfig) -> Iterator[str]:
     """Flags about a device, where there is none."""
     if c.simulate is None:
         return

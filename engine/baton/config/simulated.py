@@ -99,13 +99,13 @@ class Simulated:
     """Real tokens that one token stands for."""
 
 
-def read(text: str) -> Simulated:
+def parse_device(text: str) -> Simulated:
     """`reference` or `h200-8b,speed=8,length_scale=8,token_us=50`. Raises ConfigError with every mistake."""
     preset, *changes = text.split(",")
     bad: list[str] = []
     if preset not in PRESETS:
         bad.append(f"there is no device {preset!r}; there are {', '.join(PRESETS)}")
-    known = ("speed", "length_scale", *(f.name for f in dataclasses.fields(StepModel)))
+    known_names = ("speed", "length_scale", *(f.name for f in dataclasses.fields(StepModel)))
     values: dict[str, float] = {}
     for change in changes:
         name, _, number = change.partition("=")
@@ -114,8 +114,8 @@ def read(text: str) -> Simulated:
         except ValueError:
             bad.append(f"{change!r}: give name=number")
             continue
-        if name not in known:
-            bad.append(f"there is no number {name!r}; there are {', '.join(known)}")
+        if name not in known_names:
+            bad.append(f"there is no number {name!r}; there are {', '.join(known_names)}")
         elif not 0 <= values[name] < math.inf:
             bad.append(f"{change}: must not be negative")
     speed = values.pop("speed", 1.0)
@@ -129,15 +129,15 @@ def read(text: str) -> Simulated:
     return Simulated(dataclasses.replace(PRESETS[preset], **values), speed, int(scale))
 
 
-def defaults(text: str) -> dict[str, Any]:
+def flag_defaults(text: str) -> dict[str, Any]:
     """Engine flags whose default differs with --simulate, in simulated tokens. Raises ConfigError."""
-    scale = read(text).length_scale
+    scale = parse_device(text).length_scale
     return {
-        name: value if name == "max_running_requests" else scaled(value, scale)
+        name: value if name == "max_running_requests" else scale_tokens(value, scale)
         for name, value in NODE.items()
     }
 
 
-def scaled(tokens: int, scale: int) -> int:
+def scale_tokens(tokens: int, scale: int) -> int:
     """Simulated tokens that stand for `tokens` real ones, at least one."""
     return max(-(-tokens // scale), 1)

@@ -41,7 +41,7 @@ class TenantRule:
     min_priority: int | None = None
     max_priority: int | None = None
 
-    def clamped(self, priority: int | None, low_values_first: bool) -> int | None:
+    def clamp_priority(self, priority: int | None, low_values_first: bool) -> int | None:
         """The priority inside the tenant's range; none at all counts as the least important end."""
         if priority is None:
             return self.max_priority if low_values_first else self.min_priority
@@ -57,7 +57,7 @@ class TenantRules:
     default: TenantRule = field(default_factory=TenantRule)
     named: Mapping[str, TenantRule] = field(default_factory=dict)
 
-    def of(self, tenant: str) -> TenantRule:
+    def rule_of(self, tenant: str) -> TenantRule:
         return self.named.get(tenant, self.default)
 
     @property
@@ -90,7 +90,7 @@ def parse_rules(document: object, class_names: Collection[str]) -> tuple[TenantR
         for key in document
         if key not in ("default", "tenants")
     ]
-    default = _rule("default", document.get("default", {}), class_names, bad)
+    default = _parse_rule("default", document.get("default", {}), class_names, bad)
     tenants = document.get("tenants", {})
     if not isinstance(tenants, dict):
         bad.append(f"tenants is {tenants!r}; give an object, a tenant's name to its limits")
@@ -99,19 +99,21 @@ def parse_rules(document: object, class_names: Collection[str]) -> tuple[TenantR
     for name, limits in tenants.items():
         if not TENANT_NAME.fullmatch(name):
             bad.append(f"tenants.{name}: a name has {NAME_RULE}")
-        named[name] = _rule(f"tenants.{name}", limits, class_names, bad)
+        named[name] = _parse_rule(f"tenants.{name}", limits, class_names, bad)
     return TenantRules(default, named), bad
 
 
-def _rule(where: str, given: object, class_names: Collection[str], bad: list[str]) -> TenantRule:
-    if not isinstance(given, dict):
-        bad.append(f"{where} is {given!r}; give an object of limits")
+def _parse_rule(
+    where: str, entry: object, class_names: Collection[str], bad: list[str]
+) -> TenantRule:
+    if not isinstance(entry, dict):
+        bad.append(f"{where} is {entry!r}; give an object of limits")
         return TenantRule()
     values: dict[str, Any] = {}
-    known = [f.name for f in fields(TenantRule)]
-    for key, value in given.items():
-        if key not in known:
-            bad.append(f"{where}.{key}: unknown; limits are {', '.join(known)}")
+    known_limits = [f.name for f in fields(TenantRule)]
+    for key, value in entry.items():
+        if key not in known_limits:
+            bad.append(f"{where}.{key}: unknown; limits are {', '.join(known_limits)}")
         elif key == "priority_class":
             if value not in class_names:
                 there = ", ".join(class_names) or "none: give --priority-classes"
@@ -150,7 +152,7 @@ def text_of(value: str) -> str:
         raise ConfigError(f"--tenant-config {value}: is not JSON: {err}") from err
 
 
-def load(value: str, class_names: Collection[str]) -> TenantRules:
+def load_rules(value: str, class_names: Collection[str]) -> TenantRules:
     """Raises ConfigError: the file cannot be read, or holds something else than limits of tenants."""
     text = text_of(value)
     where = "--tenant-config" if text is value else f"--tenant-config {value}"

@@ -90,7 +90,7 @@ INSTEAD: dict[str, str] = {
 }
 
 
-def markdown() -> str:
+def unsupported_table() -> str:
     """The table of docs/flags.md."""
     names: dict[str, list[str]] = {}
     for flag, text in INSTEAD.items():
@@ -105,4 +105,4 @@ def markdown() -> str:
 
 
 if __name__ == "__main__":
-    print(markdown())
+    print(unsupported_table())

@@ -82,10 +82,10 @@ class ProcessGroup(Collectives):
             return x
         x = x.contiguous()
         if self._adds_in_any_order:
-            self._do(lambda: dist.all_reduce(x))
+            self._run_collective(lambda: dist.all_reduce(x))
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._do(lambda: dist.all_gather(parts, x))
+        self._run_collective(lambda: dist.all_gather(parts, x))
         total = parts[0].float()
         for part in parts[1:]:
             total += part
@@ -94,15 +94,15 @@ class ProcessGroup(Collectives):
     def gather(self, x: Tensor, columns: int) -> Tensor:
         widths = [
             (share.stop - share.start)
-            for share in (Shard(r, self.size).of(columns) for r in range(self.size))
+            for share in (Shard(r, self.size).slice_of(columns) for r in range(self.size))
         ]
         # gloo and NCCL gather equal shapes; shares differ by one column at most
         padded = functional.pad(x, (0, max(widths) - x.shape[1])).contiguous()
         if self._shard.rank:
-            self._do(lambda: dist.gather(padded, dst=0))
+            self._run_collective(lambda: dist.gather(padded, dst=0))
             return x.new_empty(0, columns)
         parts = [torch.empty_like(padded) for _ in widths]
-        self._do(lambda: dist.gather(padded, parts, dst=0))
+        self._run_collective(lambda: dist.gather(padded, parts, dst=0))
         return torch.cat(
             [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
         )
@@ -110,10 +110,10 @@ class ProcessGroup(Collectives):
     def all_reduce_min(self, n: int) -> int:
         """The smallest of all ranks' n, on every rank."""
         value = torch.tensor(n, dtype=torch.int64, device=self._device)
-        self._do(lambda: dist.all_reduce(value, op=dist.ReduceOp.MIN))
+        self._run_collective(lambda: dist.all_reduce(value, op=dist.ReduceOp.MIN))
         return int(value)
 
-    def _do(self, collective: Callable[[], object]) -> None:
+    def _run_collective(self, collective: Callable[[], object]) -> None:
         started = time.monotonic()
         try:
             collective()
@@ -158,7 +158,7 @@ def init_group(
     return ProcessGroup(shard, device, timeout_secs)
 
 
-def leave() -> None:
+def leave_group() -> None:
     """Close the connections of `init_group`, so that the process can end in any order with the others."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -22,7 +22,7 @@ SLOWER = "torch, which is 10 to 100 times slower"
 """Alternatives to name at the end of a sentence."""
 
 
-def load() -> Any:
+def load_flashinfer() -> Any:
     """The module. Raises ImportError, RuntimeError or OSError: absent, of mismatched versions, or without libraries."""
     # Its norms are compiled by nvcc, or by CuTe where nvidia-cutlass-dsl is installed: take the same ones everywhere.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
@@ -31,10 +31,10 @@ def load() -> Any:
 
 
 @functools.cache
-def obstacle() -> str | None:
+def find_obstacle() -> str | None:
     """Reason that keeps flashinfer from working in this process, as the middle of a sentence; None: nothing."""
     try:
-        load()
+        load_flashinfer()
     except (ImportError, RuntimeError, OSError) as err:
         return f"it cannot be imported: {err}; install Baton's extra 'gpu' (pip install '.[gpu]')"
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
@@ -49,10 +49,14 @@ def _no_nvcc() -> str | None:
         wheels = f"pip install 'nvidia-cuda-nvcc=={torch.version.cuda}.*' nvidia-curand"
         get = f"install a CUDA {torch.version.cuda} toolkit, or {wheels}"
         return f"it compiles its kernels with nvcc, which is {where}; {get}"
-    made = nvcc_version(nvcc)
-    wanted = torch.version.cuda
-    if made is not None and wanted is not None and made.split(".")[0] != wanted.split(".")[0]:
-        return f"{nvcc} is of CUDA {made} and torch of CUDA {wanted}; point CUDA_HOME to a CUDA {wanted}"
+    nvcc_cuda = nvcc_version(nvcc)
+    torch_cuda = torch.version.cuda
+    if (
+        nvcc_cuda is not None
+        and torch_cuda is not None
+        and nvcc_cuda.split(".")[0] != torch_cuda.split(".")[0]
+    ):
+        return f"{nvcc} is of CUDA {nvcc_cuda} and torch of CUDA {torch_cuda}; point CUDA_HOME to a CUDA {torch_cuda}"
     return None
 
 
@@ -61,8 +65,8 @@ def find_nvcc() -> str | None:
     NVIDIA's wheels, whose place `load` names."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
-        found = Path(home) / "bin" / "nvcc"
-        return str(found) if found.is_file() else None
+        home_nvcc = Path(home) / "bin" / "nvcc"
+        return str(home_nvcc) if home_nvcc.is_file() else None
     if in_path := shutil.which("nvcc"):
         return in_path
     homes = (Path("/usr/local/cuda"), *_wheel_homes())
@@ -86,10 +90,10 @@ def _use_wheels() -> None:
     links = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "cuda"
     links.mkdir(parents=True, exist_ok=True)
     for library in (home / "lib").glob("libcudart.so.*"):
-        made = links / f"libcudart.so.{os.getpid()}"
-        made.unlink(missing_ok=True)
-        made.symlink_to(library)
-        made.replace(links / "libcudart.so")  # at once: other engines may be linking
+        link = links / f"libcudart.so.{os.getpid()}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(library)
+        link.replace(links / "libcudart.so")  # at once: other engines may be linking
     os.environ["CUDA_HOME"] = str(home)
     os.environ["FLASHINFER_EXTRA_LDFLAGS"] = (
         f"-L{links} {os.environ.get('FLASHINFER_EXTRA_LDFLAGS', '')}".strip()
@@ -99,13 +103,13 @@ def _use_wheels() -> None:
 def nvcc_version(nvcc: str) -> str | None:
     """Like 13.0; None: it does not say."""
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             [nvcc, "--version"], capture_output=True, text=True, timeout=30, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    found = re.search(r"release (\d+\.\d+),", said)
-    return found.group(1) if found else None
+    version = re.search(r"release (\d+\.\d+),", output)
+    return version.group(1) if version else None
 
 
 def _no_ninja() -> str | None:
@@ -120,7 +124,7 @@ def _no_ninja() -> str | None:
     return None
 
 
-def reason(err: BaseException) -> str:
+def summarize_error(err: BaseException) -> str:
     """The line of an error that says most: those of its compiler come with pages of output."""
     lines = [line.strip() for line in str(err).splitlines() if line.strip()] or ["no message"]
     kind = "" if isinstance(err, RuntimeError) else f"{type(err).__name__}: "

@@ -149,12 +149,14 @@ def make_pool(
         data = torch.frombuffer(pool.buffer(), dtype=torch.uint8).view(dtype).view(shape)
     else:
         assert device is not None, "None is the host"
-        data = ipc.allocate(total * spec.page_bytes(page_size), device).view(dtype).view(shape)
-        pool = shared(pool_class, data[:num_pages], device)
+        data = (
+            ipc.allocate_memory(total * spec.page_bytes(page_size), device).view(dtype).view(shape)
+        )
+        pool = make_device_pool(pool_class, data[:num_pages], device)
     return KvTensors(spec, page_size, data, pool, dummy)
 
 
-def shared(pool_class: Any, pages: Tensor, device: torch.device) -> Any:
+def make_device_pool(pool_class: Any, pages: Tensor, device: torch.device) -> Any:
     """A native pool whose pages are on a GPU: in one block, from its start."""
     moved = DevicePages(pages, CudaQueue(device), ipc.CudaIpc(device))
     return pool_class(len(pages), pages[0].nbytes, moved)
@@ -184,7 +186,7 @@ def make_host_pool(kv: KvTensors, num_pages: int) -> Tensor:
     """
     memory = torch.frombuffer(mmap.mmap(-1, num_pages * kv.page_bytes), dtype=torch.uint8)
     if kv.data.device.type == "cuda":
-        ipc.register(memory)
+        ipc.register_memory(memory)
     return memory.view(kv.data.dtype).view(num_pages, *kv.data.shape[1:])
 
 
@@ -195,20 +197,24 @@ def copy_pages(device: Tensor, host: Tensor, run: CopyRun) -> None:
         device: the pool's data. host: from `make_host_pool`.
     Cost: reads and writes each page once; on CUDA it is queued on the current stream and the host does not wait.
     """
-    for page, slot, count in _spans(run.pages, run.slots):
+    for page, slot, count in _contiguous_runs(run.pages, run.slots):
         here = device[page : page + count]
         there = host[slot : slot + count]
         target, source = (there, here) if run.to_host else (here, there)
         target.copy_(source, non_blocking=True)
 
 
-def _spans(pages: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _contiguous_runs(pages: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(first page, first slot, count) of stretches in which both ascend by one."""
     start = 0
-    for at in range(1, len(pages) + 1):
-        if at == len(pages) or pages[at] - pages[at - 1] != 1 or slots[at] - slots[at - 1] != 1:
-            yield pages[start], slots[start], at - start
-            start = at
+    for index in range(1, len(pages) + 1):
+        if (
+            index == len(pages)
+            or pages[index] - pages[index - 1] != 1
+            or slots[index] - slots[index - 1] != 1
+        ):
+            yield pages[start], slots[start], index - start
+            start = index
 
 
 def _native_pool_class(*, required: bool) -> Any:
@@ -216,8 +222,8 @@ def _native_pool_class(*, required: bool) -> Any:
         from baton._native import KvPool
     except ImportError as err:
         if required:
-            why = f"this build has no transferable KV pool ({err}); build the native module with maturin"
-            raise ConfigError(why) from err
+            message = f"this build has no transferable KV pool ({err}); build the native module with maturin"
+            raise ConfigError(message) from err
         log.warning(
             "the KV pool is plain memory (%s); pages cannot be transferred to other processes", err
         )

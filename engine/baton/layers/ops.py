@@ -64,7 +64,7 @@ def choose_cuda(spec: ModelSpec, device: torch.device, *, required: bool = False
 def _choose_triton(spec: ModelSpec, device: torch.device, *, required: bool) -> None:
     global _head_kernel
     _head_kernel = None
-    problem = triton_kernels.obstacle(spec, device)
+    problem = triton_kernels.find_obstacle(spec, device)
     if problem is None:
         from baton.layers.kernels.heads import store_heads
 
@@ -87,7 +87,7 @@ def _choose_flashinfer(spec: ModelSpec, device: torch.device, *, required: bool)
 
     global _flashinfer
     _flashinfer = None
-    problem = ops_cuda.obstacle(spec)
+    problem = ops_cuda.find_obstacle(spec)
     if problem is None:
         log.info(
             "flashinfer compiles its kernels at the first start, which takes minutes; later starts load them"
@@ -99,7 +99,7 @@ def _choose_flashinfer(spec: ModelSpec, device: torch.device, *, required: bool)
         except torch.OutOfMemoryError:
             raise
         except Exception as err:
-            problem = flashinfer_loader.reason(err)
+            problem = flashinfer_loader.summarize_error(err)
             if required:
                 raise ConfigError(
                     f"flashinfer's norms cannot run here ({problem}); they need the headers of cuBLAS and cuRAND "
@@ -118,7 +118,7 @@ class FusedOps(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]: ...
-    def rope(
+    def apply_rope(
         self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]: ...
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
@@ -146,7 +146,7 @@ def set_threads(n: int) -> None:
         _native.set_threads(n)
 
 
-def pack(weight: Matrix) -> Matrix:
+def pack_weight(weight: Matrix) -> Matrix:
     """The weight re-ordered for the native kernels: as large, independent of it. Without them `weight`.
 
     A packed weight is returned as it is.
@@ -166,9 +166,9 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
-def embed(weight: Matrix, ids: Tensor) -> Tensor:
+def embed_tokens(weight: Matrix, ids: Tensor) -> Tensor:
     """Rows ids (int64 [T]) of weight [N, K]: a new [T, K]."""
-    return weight[ids] if isinstance(weight, Tensor) else weight.rows(ids)
+    return weight[ids] if isinstance(weight, Tensor) else weight.gather_rows(ids)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -190,7 +190,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def rope(
+def apply_rope(
     q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rotate q [T, Hq, D] and k [T, Hk, D] by their positions, in place, and return them.
@@ -201,7 +201,7 @@ def rope(
         cos, sin: float32 [C, D/2] tables (`models.rope`); dimension i turns with i + D/2, the layout of HF checkpoints.
     """
     if fast := _kernels_for(q):
-        return fast.rope(q, k, positions, cos, sin)
+        return fast.apply_rope(q, k, positions, cos, sin)
     c = cos[positions].unsqueeze(1)
     s = sin[positions].unsqueeze(1)
     for x in (q, k):

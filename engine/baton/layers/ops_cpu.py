@@ -43,11 +43,16 @@ class PackedWeight:
 
     def __init__(self, weight: Tensor) -> None:
         """weight: contiguous [outputs, inputs], float32 or bfloat16, on the CPU. Raises ValueError otherwise."""
-        known = weight.dtype in (torch.float32, _BF16)
-        if not known or weight.dim() != 2 or not weight.is_contiguous() or not weight.is_cpu:
-            found = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
+        has_known_dtype = weight.dtype in (torch.float32, _BF16)
+        if (
+            not has_known_dtype
+            or weight.dim() != 2
+            or not weight.is_contiguous()
+            or not weight.is_cpu
+        ):
+            description = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
             raise ValueError(
-                f"{found}: a contiguous float32 or bfloat16 matrix on the CPU is needed"
+                f"{description}: a contiguous float32 or bfloat16 matrix on the CPU is needed"
             )
         self.shape = weight.shape
         self.dtype = weight.dtype
@@ -57,52 +62,60 @@ class PackedWeight:
         """x [T, inputs] times the transpose, plus bias [outputs]: a new [T, outputs] in the weight's type."""
         outputs, inputs = self.shape
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
-            wanted = f"{self.dtype} [T, {inputs}] with contiguous rows"
+            expected_layout = f"{self.dtype} [T, {inputs}] with contiguous rows"
             raise ValueError(
-                f"x is {x.dtype} {list(x.shape)} with strides {x.stride()}, not {wanted}"
+                f"x is {x.dtype} {list(x.shape)} with strides {x.stride()}, not {expected_layout}"
             )
-        bias_at = 0 if bias is None else address("bias", bias, self.dtype, (outputs,))
+        bias_at = 0 if bias is None else checked_address("bias", bias, self.dtype, (outputs,))
         rows = x.shape[0]
         y = x.new_empty((rows, outputs))
         self._native.multiply(x.data_ptr(), x.stride(0), rows, bias_at, y.data_ptr())
         return y
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def gather_rows(self, ids: Tensor) -> Tensor:
         """Rows of the original matrix: [T, inputs] for int64 ids [T]. Raises ValueError for an id out of range."""
         out = torch.empty(len(ids), self.shape[1], dtype=self.dtype)
-        self._native.rows(address("ids", ids, torch.int64, ids.shape[:1]), len(ids), out.data_ptr())
+        self._native.rows(
+            checked_address("ids", ids, torch.int64, ids.shape[:1]), len(ids), out.data_ptr()
+        )
         return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Leading dimensions: one or two, with any strides."""
-    weight_at = address("weight", weight, x.dtype, x.shape[-1:])
+    weight_at = checked_address("weight", weight, x.dtype, x.shape[-1:])
     out = x.new_empty(x.shape)
-    _rms_norm(x.dtype == _BF16, _vectors("x", x), 0, weight_at, eps, out.data_ptr())
+    _rms_norm(x.dtype == _BF16, _vector_layout("x", x), 0, weight_at, eps, out.data_ptr())
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Overwrites both: x becomes the norm, residual the sum."""
-    weight_at = address("weight", weight, x.dtype, x.shape[-1:])
-    x_at = address("x", x, x.dtype, x.shape)
-    residual_at = address("residual", residual, x.dtype, x.shape)
-    _rms_norm(x.dtype == _BF16, _vectors("x", x), residual_at, weight_at, eps, x_at)
+    weight_at = checked_address("weight", weight, x.dtype, x.shape[-1:])
+    x_at = checked_address("x", x, x.dtype, x.shape)
+    residual_at = checked_address("residual", residual, x.dtype, x.shape)
+    _rms_norm(x.dtype == _BF16, _vector_layout("x", x), residual_at, weight_at, eps, x_at)
     return x, residual
 
 
-def rope(
+def apply_rope(
     q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Raises ValueError when a position has no row in the tables."""
-    positions_at = address("positions", positions, torch.int64, q.shape[:1])
+    positions_at = checked_address("positions", positions, torch.int64, q.shape[:1])
     table = (len(cos), q.shape[-1] // 2)
-    cos_at = address("cos", cos, torch.float32, table)
-    sin_at = address("sin", sin, torch.float32, table)
+    cos_at = checked_address("cos", cos, torch.float32, table)
+    sin_at = checked_address("sin", sin, torch.float32, table)
     if k.dtype != q.dtype or k.shape[0] != q.shape[0] or k.shape[-1] != q.shape[-1]:
         raise ValueError(f"q is {q.dtype} {list(q.shape)} but k is {k.dtype} {list(k.shape)}")
     _rope(
-        q.dtype == _BF16, _vectors("q", q), _vectors("k", k), positions_at, cos_at, sin_at, len(cos)
+        q.dtype == _BF16,
+        _vector_layout("q", q),
+        _vector_layout("k", k),
+        positions_at,
+        cos_at,
+        sin_at,
+        len(cos),
     )
     return q, k
 
@@ -125,7 +138,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def _vectors(name: str, x: Tensor) -> tuple[int, int, int, int, int, int]:
+def _vector_layout(name: str, x: Tensor) -> tuple[int, int, int, int, int, int]:
     """x [A, n] or [A, B, n] as (address, A, B, strides of A and B, n)."""
     shape = x.shape
     strides = x.stride()
@@ -139,9 +152,9 @@ def _vectors(name: str, x: Tensor) -> tuple[int, int, int, int, int, int]:
     )
 
 
-def address(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+def checked_address(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Where x begins. Raises ValueError unless it is contiguous, on the CPU, and of this type and shape."""
     if x.dtype is not dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
-        found = f"{x.dtype} {list(x.shape)} with strides {x.stride()} on {x.device}"
-        raise ValueError(f"{name} is {found}, not a contiguous {dtype} {list(shape)} on cpu")
+        description = f"{x.dtype} {list(x.shape)} with strides {x.stride()} on {x.device}"
+        raise ValueError(f"{name} is {description}, not a contiguous {dtype} {list(shape)} on cpu")
     return x.data_ptr()

@@ -28,7 +28,7 @@ _AT_ONCE = 8
 """Values that one thread reads: 16 bytes."""
 
 
-def obstacle(spec: ModelSpec) -> str | None:
+def find_obstacle(spec: ModelSpec) -> str | None:
     """Reason that keeps these kernels from computing this model here, as the middle of a sentence; None: nothing."""
     if spec.dtype not in ("float16", "bfloat16"):
         return f"they compute in float16 or bfloat16, the model in {spec.dtype}"
@@ -42,24 +42,24 @@ def obstacle(spec: ModelSpec) -> str | None:
     ):
         if size % _AT_ONCE:
             return f"they take multiples of {_AT_ONCE}, the model's {name} on one rank is {size}"
-    return flashinfer_loader.obstacle()
+    return flashinfer_loader.find_obstacle()
 
 
 def try_out(spec: ModelSpec, device: torch.device) -> FlashInferOps:
     """The kernels, each run once: that compiles them. Raises what that raises, RuntimeError mostly."""
-    made = FlashInferOps(flashinfer_loader.load())
+    kernels = FlashInferOps(flashinfer_loader.load_flashinfer())
     dtype = getattr(torch, spec.dtype)
     x = torch.zeros(2, spec.hidden_size, dtype=dtype, device=device)
     heads = torch.zeros(2, 3, spec.head_dim, dtype=dtype, device=device)
-    made.add_rms_norm(made.rms_norm(x, x[0], 1e-6), x, torch.ones_like(x[0]), 1e-6)
-    made.rms_norm(heads[:, :2], heads[0, 2], 1e-6)
+    kernels.add_rms_norm(kernels.rms_norm(x, x[0], 1e-6), x, torch.ones_like(x[0]), 1e-6)
+    kernels.rms_norm(heads[:, :2], heads[0, 2], 1e-6)
     table = torch.zeros(1, spec.head_dim, device=device)
     positions = torch.zeros(2, dtype=torch.int64, device=device)
-    made.rope(heads[:, :2], heads[:, 2:], positions, *table.chunk(2, dim=1))
-    made.silu_mul(torch.zeros(2, 2 * spec.intermediate_size, dtype=dtype, device=device))
+    kernels.apply_rope(heads[:, :2], heads[:, 2:], positions, *table.chunk(2, dim=1))
+    kernels.silu_mul(torch.zeros(2, 2 * spec.intermediate_size, dtype=dtype, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # raises the error of a failed launch
-    return made
+    return kernels
 
 
 class FlashInferOps:
@@ -84,11 +84,11 @@ class FlashInferOps:
         self._fused_add_rmsnorm(x, residual, weight, eps)
         return x, residual
 
-    def rope(
+    def apply_rope(
         self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """`cos` and `sin` must be the two halves of one table, as `models.rope` makes them."""
-        self._rope(positions, q, k, q.shape[-1], _joined(cos, sin), is_neox=True)
+        self._rope(positions, q, k, q.shape[-1], _join_tables(cos, sin), is_neox=True)
         return q, k
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class FlashInferOps:
         return product
 
 
-def _joined(cos: Tensor, sin: Tensor) -> Tensor:
+def _join_tables(cos: Tensor, sin: Tensor) -> Tensor:
     """The table [C, 2n] of which these are the left and the right half [C, n]. Raises ValueError when they are not."""
     rows, half = cos.shape
     strides = (2 * half, 1)

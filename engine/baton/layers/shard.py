@@ -26,13 +26,13 @@ class Shard:
     rank: int = 0
     size: int = 1
 
-    def of(self, n: int) -> slice:
+    def slice_of(self, n: int) -> slice:
         """This share of 0 … n; shares differ by one at most."""
         return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
 
     def kv_heads(self, n: int) -> slice:
         """The KV heads that this share's query heads read: at least one."""
-        share = self.of(n)
+        share = self.slice_of(n)
         return slice(share.start, max(share.stop, share.start + 1))
 
 
@@ -44,8 +44,8 @@ def share_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
 
     Raises ConfigError when the model cannot be divided so.
     """
-    if problem := _obstacle(spec, shard.size):
-        fitting = [str(n) for n in range(1, MAX_SIZE + 1) if _obstacle(spec, n) is None]
+    if problem := _find_obstacle(spec, shard.size):
+        fitting = [str(n) for n in range(1, MAX_SIZE + 1) if _find_obstacle(spec, n) is None]
         raise ConfigError(
             f"--tp-size {shard.size}: {problem}; this model takes {', '.join(fitting)}"
         )
@@ -58,7 +58,7 @@ def share_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
     )
 
 
-def _obstacle(spec: ModelSpec, size: int) -> str | None:
+def _find_obstacle(spec: ModelSpec, size: int) -> str | None:
     for field, n in (
         ("num_attention_heads", spec.num_heads),
         ("intermediate_size", spec.intermediate_size),

@@ -3,7 +3,7 @@
 from baton.models.spec_reader import FAMILIES
 
 
-def markdown() -> str:
+def families_table() -> str:
     """Rows of the families that the engine computes, with transformers' defaults of each."""
     rows = [
         "| architecture | `model_type` | attention | context if config.json is silent [tokens] |",
@@ -24,4 +24,4 @@ def markdown() -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(families_table(), end="")

@@ -1,7 +1,7 @@
 """Facts about a checkpoint before it is loaded, from config.json and the headers of its files. No torch here.
 
-`check` is what a start asks first: in milliseconds it finds what would otherwise end it minutes later. Everything wrong
-is a ConfigError that names the file and what to do.
+A start calls `check_checkpoint` first: in milliseconds it finds what would otherwise end the start
+minutes later. Every mistake is a ConfigError that names the file and what to do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GIB = 2**30
 _SHOWN = 8
 
 
-def check(config: EngineConfig, path: Path, nodes: int = 1) -> None:
+def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     """Raise ConfigError when engines with these flags cannot load the model at `path`, or `nodes` of them together."""
     spec = read_spec(
         path, config.dtype, config.load_format, config.random_seed, on_cpu=config.device == "cpu"
@@ -43,7 +43,7 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> dict[str, 
     places: dict[str, Part] = {
         part.source: part for param in plan_weights(spec, shard) for part in param.parts
     }
-    found: dict[str, Path] = {}
+    file_by_tensor: dict[str, Path] = {}
     problems: list[str] = []
     for file in required_weight_files(root):
         for name, entry in read_tensor_entries(file).items():
@@ -51,18 +51,18 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> dict[str, 
                 if not is_ignorable(spec, name, shard):
                     problems.append(f"{file.name}: unexpected tensor {name}")
                 continue
-            found[name] = file
+            file_by_tensor[name] = file
             if entry.shape != places[name].whole:
                 problems.append(
                     f"{file.name}: {name} is {list(entry.shape)}, config.json implies {list(places[name].whole)}"
                 )
-    problems += [f"missing tensor {name}" for name in sorted(places.keys() - found)]
+    problems += [f"missing tensor {name}" for name in sorted(places.keys() - file_by_tensor)]
     if problems:
         shown = problems[:_SHOWN] + (
             [f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         )
         raise ConfigError("\n  ".join([f"{root}: the weights do not fit its config.json:", *shown]))
-    return found
+    return file_by_tensor
 
 
 def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:
@@ -91,27 +91,27 @@ def _check_memory(config: EngineConfig, spec: ModelSpec, nodes: int) -> None:
 
 def available_memory() -> int | None:
     """Bytes this process and its children may still take: the machine's, or less where its cgroup says so."""
-    found = []
-    for line in _lines(Path("/proc/meminfo")):
+    limits = []
+    for line in _read_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
+            limits.append(int(line.split()[1]) * 1024)
     group = Path("/sys/fs/cgroup")
-    limit, used = (_lines(group / name) for name in ("memory.max", "memory.current"))
+    limit, used = (_read_lines(group / name) for name in ("memory.max", "memory.current"))
     if limit and used and limit[0].isdigit():
         # Cached file pages count as used and are given up when memory is short.
         cached = next(
             (
                 int(line.split()[1])
-                for line in _lines(group / "memory.stat")
+                for line in _read_lines(group / "memory.stat")
                 if line.startswith("file ")
             ),
             0,
         )
-        found.append(int(limit[0]) - int(used[0]) + cached)
-    return min(found, default=None)
+        limits.append(int(limit[0]) - int(used[0]) + cached)
+    return min(limits, default=None)
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     try:
         return file.read_text().splitlines()
     except OSError:

@@ -36,7 +36,7 @@ class ModelConfig:
         value = self.values.get(field)
         return default if value is None else value
 
-    def checked(
+    def read_checked(
         self, field: str, default: Any, needed: str, is_valid: Callable[[Any], bool]
     ) -> Any:
         value = self.get(field, default)
@@ -44,8 +44,10 @@ class ModelConfig:
             self.refuse(field, value, f"{needed} is needed")
         return value
 
-    def integer(self, field: str, default: int | None = None, *, most: int = LARGEST_SIZE) -> int:
-        value: int = self.checked(
+    def read_integer(
+        self, field: str, default: int | None = None, *, most: int = LARGEST_SIZE
+    ) -> int:
+        value: int = self.read_checked(
             field,
             default,
             f"a positive integer up to {most}",
@@ -53,8 +55,8 @@ class ModelConfig:
         )
         return value
 
-    def number(self, field: str, default: float) -> float:
-        found = self.checked(
+    def read_number(self, field: str, default: float) -> float:
+        found = self.read_checked(
             field,
             default,
             "a positive number",
@@ -62,9 +64,9 @@ class ModelConfig:
         )
         return float(found)
 
-    def index(self, field: str, default: int | None = None) -> int | None:
+    def read_index(self, field: str, default: int | None = None) -> int | None:
         """A layer number or token id, or None when absent."""
-        value: int | None = self.checked(
+        value: int | None = self.read_checked(
             field,
             default,
             "an integer from 0 up",
@@ -72,8 +74,8 @@ class ModelConfig:
         )
         return value
 
-    def names(self, field: str, default: list[str]) -> list[str]:
-        value: list[str] = self.checked(
+    def read_names(self, field: str, default: list[str]) -> list[str]:
+        value: list[str] = self.read_checked(
             field,
             default,
             "a list of names",
@@ -81,8 +83,8 @@ class ModelConfig:
         )
         return value
 
-    def flag(self, field: str, default: bool) -> bool:
-        value: bool = self.checked(field, default, "true or false", lambda v: type(v) is bool)
+    def read_flag(self, field: str, default: bool) -> bool:
+        value: bool = self.read_checked(field, default, "true or false", lambda v: type(v) is bool)
         return value
 
     def text_part(self) -> ModelConfig:

@@ -69,7 +69,7 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self._tp = tp
-        self._vocab = shard.of(spec.vocab_size)
+        self._vocab = shard.slice_of(spec.vocab_size)
         self._rope = RopeTables(spec.rope, spec.head_dim, spec.max_context)
 
     def to(self, device: torch.device) -> None:
@@ -93,12 +93,12 @@ class Decoder:
         """
         w = self.weights
         for layer in w.layers:
-            layer.qkv = ops.pack(layer.qkv)
-            layer.o = ops.pack(layer.o)
-            layer.gate_up = ops.pack(layer.gate_up)
-            layer.down = ops.pack(layer.down)
+            layer.qkv = ops.pack_weight(layer.qkv)
+            layer.o = ops.pack_weight(layer.o)
+            layer.gate_up = ops.pack_weight(layer.gate_up)
+            layer.down = ops.pack_weight(layer.down)
         tied = w.lm_head is w.embed
-        w.lm_head = ops.pack(w.lm_head)
+        w.lm_head = ops.pack_weight(w.lm_head)
         if tied:
             w.embed = w.lm_head
 
@@ -121,7 +121,7 @@ class Decoder:
 
     def reserve(self, positions: int) -> None:
         """Make the tables that positions below this need; `forward` does so itself."""
-        self._rope.ensure(positions)
+        self._rope.ensure_positions(positions)
 
     def compute(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         """`forward` without `prepare`; the logits in compute type.
@@ -131,7 +131,7 @@ class Decoder:
         eps = self.spec.rms_eps
         last = len(self.weights.layers) - 1
         tp = self._tp
-        x = self._embed(batch.token_ids)
+        x = self._embed_tokens(batch.token_ids)
         residual: Tensor | None = None
         for i, w in enumerate(self.weights.layers):
             if residual is None:
@@ -139,7 +139,7 @@ class Decoder:
                 residual = x
             else:
                 normed, residual = ops.add_rms_norm(x, residual, w.input_norm, eps)
-            attended = self._attend(i, w, normed, batch, attn)
+            attended = self._attend_layer(i, w, normed, batch, attn)
             if (
                 i == last and len(batch.sample_index) == 0
             ):  # CUDA refuses to launch a kernel over no rows
@@ -155,15 +155,15 @@ class Decoder:
         normed, _ = ops.add_rms_norm(x, residual, self.weights.norm, eps)
         return tp.gather(ops.linear(normed, self.weights.lm_head), self.spec.vocab_size)
 
-    def _embed(self, ids: Tensor) -> Tensor:
+    def _embed_tokens(self, ids: Tensor) -> Tensor:
         if self._tp.size == 1:
-            return ops.embed(self.weights.embed, ids)
-        own = self._vocab
-        elsewhere = (ids < own.start) | (ids >= own.stop)
-        rows = ops.embed(self.weights.embed, (ids - own.start).masked_fill_(elsewhere, 0))
+            return ops.embed_tokens(self.weights.embed, ids)
+        share = self._vocab
+        elsewhere = (ids < share.start) | (ids >= share.stop)
+        rows = ops.embed_tokens(self.weights.embed, (ids - share.start).masked_fill_(elsewhere, 0))
         return self._tp.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
-    def _attend(
+    def _attend_layer(
         self, layer: int, w: LayerWeights, x: Tensor, batch: ForwardBatch, attn: AttentionBackend
     ) -> Tensor:
         spec = self.spec
@@ -188,5 +188,5 @@ class Decoder:
         if w.q_norm is not None and w.k_norm is not None:
             q = ops.rms_norm(q, w.q_norm, spec.rms_eps)
             k = ops.rms_norm(k, w.k_norm, spec.rms_eps)
-        q, k = ops.rope(q, k, batch.positions, self._rope.cos, self._rope.sin)
+        q, k = ops.apply_rope(q, k, batch.positions, self._rope.cos, self._rope.sin)
         return attn.forward(layer, q, k, v)

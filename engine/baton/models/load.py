@@ -68,15 +68,15 @@ def load_weights(
         ConfigError: missing or malformed files, or the model cannot be divided so.
     """
     started = time.monotonic()
-    own = share_of(spec, shard)
+    share = share_of(spec, shard)
     if load_format == "dummy":
-        tensors = _dummy(spec, seed, shard, device, on_progress)
+        tensors = _dummy_tensors(spec, seed, shard, device, on_progress)
     else:
         tensors = _from_files(spec, Path(path), shard, device, on_progress)
     outside = tensors.pop(-1)
     outside.setdefault("lm_head", outside["embed"])
     layers = [LayerWeights(**tensors[layer]) for layer in range(spec.num_layers)]
-    decoder = Decoder(own, DecoderWeights(layers=layers, **outside), shard, tp)
+    decoder = Decoder(share, DecoderWeights(layers=layers, **outside), shard, tp)
     decoder.to(device)
     log.info(
         "loaded %s from %s: %d parameters as %s, share %d of %d, in %.2f s",
@@ -86,7 +86,7 @@ def load_weights(
     return decoder
 
 
-def _dummy(
+def _dummy_tensors(
     spec: ModelSpec, seed: int, shard: Shard, device: torch.device, on_progress: OnProgress
 ) -> LoadedTensors:
     """Whole tensors are filled, and this rank's shares kept: a model is the same however it is divided.
@@ -98,34 +98,34 @@ def _dummy(
     noise = torch.empty(_NOISE).normal_(0.0, _DUMMY_STD, generator=generator).to(dtype).to(device)
     used = 0
 
-    def fill(shape: tuple[int, ...]) -> Tensor:
+    def fill_noise(shape: tuple[int, ...]) -> Tensor:
         nonlocal used
-        whole = torch.empty(shape, dtype=dtype, device=device)
-        flat = whole.view(-1)
-        done = 0
-        while done < len(flat):
-            taken = noise[used : used + len(flat) - done]
-            flat[done : done + len(taken)] = taken
-            done = done + len(taken)
-            used = (used + len(taken)) % _NOISE
-        return whole
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        flat = tensor.view(-1)
+        filled = 0
+        while filled < len(flat):
+            stretch = noise[used : used + len(flat) - filled]
+            flat[filled : filled + len(stretch)] = stretch
+            filled = filled + len(stretch)
+            used = (used + len(stretch)) % _NOISE
+        return tensor
 
-    own = {(p.layer, p.name): p for p in plan_weights(spec, shard)}
+    own_params = {(p.layer, p.name): p for p in plan_weights(spec, shard)}
     tensors: LoadedTensors = defaultdict(dict)
-    progress = _Progress(sum(math.prod(param.shape) for param in own.values()), on_progress)
+    progress = _Progress(sum(math.prod(param.shape) for param in own_params.values()), on_progress)
     for param in plan_weights(spec):
-        whole = (
+        tensor = (
             torch.ones(param.shape, dtype=dtype, device=device)
             if param.is_norm
-            else fill(param.shape)
+            else fill_noise(param.shape)
         )
-        if (mine := own.get((param.layer, param.name))) is None:
+        if (mine := own_params.get((param.layer, param.name))) is None:
             continue
         shares = [
             rows[part.share]
-            for rows, part in zip(whole.split(param.part_rows), mine.parts, strict=True)
+            for rows, part in zip(tensor.split(param.part_rows), mine.parts, strict=True)
         ]
-        share = tensors[param.layer][param.name] = whole if mine == param else torch.cat(shares)
+        share = tensors[param.layer][param.name] = tensor if mine == param else torch.cat(shares)
         progress.add(share)
     return tensors
 
@@ -141,9 +141,9 @@ class _Progress:
         self._started = self._said = time.monotonic()
         on_progress(0, total)
 
-    def add(self, taken: Tensor) -> None:
-        self._done += taken.numel()
-        self._bytes += taken.nbytes
+    def add(self, tensor: Tensor) -> None:
+        self._done += tensor.numel()
+        self._bytes += tensor.nbytes
         self._on_progress(self._done, self._total)
         now = time.monotonic()
         if now - self._said >= _PROGRESS_SECS:

@@ -22,13 +22,13 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "llama3":
-        return _llama3(plain, rope)
+        return _scale_llama3(plain, rope)
     if rope.kind == "yarn":
-        return _yarn(exponents, rope, head_dim)
+        return _scale_yarn(exponents, rope, head_dim)
     return plain / rope.factor  # linear; 1 for the default kind
 
 
-def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
+def _scale_llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
     """Slow turns are stretched by `factor`, fast ones kept, those between blended (Llama 3.1's reference code)."""
     wavelength = 2 * math.pi / plain
     longest_kept = rope.original_max_position / rope.high_freq_factor
@@ -37,11 +37,11 @@ def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
         rope.high_freq_factor - rope.low_freq_factor
     )
     blended = (1 - smooth) * plain / rope.factor + smooth * plain
-    kept = torch.where(wavelength < longest_kept, plain, blended)
-    return torch.where(wavelength > shortest_stretched, plain / rope.factor, kept)
+    unstretched = torch.where(wavelength < longest_kept, plain, blended)
+    return torch.where(wavelength > shortest_stretched, plain / rope.factor, unstretched)
 
 
-def _yarn(exponents: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
+def _scale_yarn(exponents: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
     """Dimensions turning more than beta_fast times in the original context are kept, fewer than beta_slow stretched,
     with a linear ramp between (arXiv 2309.00071 §3.2)."""
 
@@ -74,19 +74,19 @@ class RopeTables:
         self._scale = rope.attention_factor
         self._device = torch.device("cpu")
         self._max_context = max_context
-        self._fill(min(max_context, _FIRST_POSITIONS))
+        self._fill_tables(min(max_context, _FIRST_POSITIONS))
 
-    def ensure(self, positions: int) -> None:
+    def ensure_positions(self, positions: int) -> None:
         """Make rows [0, positions) present."""
         if positions > len(self.cos):
-            self._fill(max(positions, 2 * len(self.cos)))
+            self._fill_tables(max(positions, 2 * len(self.cos)))
 
     def to(self, device: torch.device) -> None:
         if device != self._device:
             self._device = device
-            self._fill(self._max_context)
+            self._fill_tables(self._max_context)
 
-    def _fill(self, positions: int) -> None:
+    def _fill_tables(self, positions: int) -> None:
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * self._frequencies
         cos = angles.cos() * self._scale
         sin = angles.sin() * self._scale

@@ -53,10 +53,10 @@ def read_rope(config: ModelConfig, max_position: int) -> RopeSpec:
     partial = params.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         config.refuse("partial_rotary_factor", partial, "supported: 1.0")
-    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    theta = rope.read_number("rope_theta", config.read_number("rope_theta", 10000.0))
     if kind == "default":
         return RopeSpec(theta)
-    original = config.index("original_max_position_embeddings")
+    original = config.read_index("original_max_position_embeddings")
     if original:
         rope.values["original_max_position_embeddings"] = original
     return _scaled_rope(rope, kind, theta, field, max_position)
@@ -79,31 +79,36 @@ def _scaled_rope(
 ) -> RopeSpec:
     """A stretched kind; `rope` is the object that `field` of config.json holds."""
 
-    def required(name: str) -> float:
+    def read_required(name: str) -> float:
         if rope.get(name) is None:
             raise ConfigError(f"{rope.path}: {field}.{name} is missing; rope_type {kind} needs it")
-        return rope.number(name, 0.0)
+        return rope.read_number(name, 0.0)
 
     if kind == "linear":
-        return RopeSpec(theta, kind, factor=required("factor"))
-    original = rope.integer("original_max_position_embeddings", max_position)
+        return RopeSpec(theta, kind, factor=read_required("factor"))
+    original = rope.read_integer("original_max_position_embeddings", max_position)
     if kind == "llama3":
-        low = required("low_freq_factor")
-        high = required("high_freq_factor")
+        low = read_required("low_freq_factor")
+        high = read_required("high_freq_factor")
         if low >= high:
             rope.refuse(
                 f"{field}.high_freq_factor", high, f"it must exceed low_freq_factor ({low})"
             )
         return RopeSpec(
-            theta, kind, required("factor"), original, low_freq_factor=low, high_freq_factor=high
+            theta,
+            kind,
+            read_required("factor"),
+            original,
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
-    factor = rope.number("factor", max_position / original)
+    factor = rope.read_number("factor", max_position / original)
     return RopeSpec(
         theta, kind, factor, original,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.flag("truncate", True),
-        attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+        beta_fast=rope.read_number("beta_fast", 32.0),
+        beta_slow=rope.read_number("beta_slow", 1.0),
+        truncate=rope.read_flag("truncate", True),
+        attention_factor=rope.read_number("attention_factor", _yarn_attention_factor(rope, factor)),
     )  # fmt: skip
 
 
@@ -114,7 +119,7 @@ def _yarn_attention_factor(rope: ModelConfig, factor: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return temperature(rope.number("mscale", 1.0)) / temperature(
-            rope.number("mscale_all_dim", 1.0)
+        return temperature(rope.read_number("mscale", 1.0)) / temperature(
+            rope.read_number("mscale_all_dim", 1.0)
         )
     return temperature(1.0)

@@ -104,10 +104,10 @@ def read_spec(
     family = FAMILIES[architecture]
     _refuse_unknown_arithmetic(config)
 
-    hidden = config.integer("hidden_size")
-    heads = config.integer("num_attention_heads")
+    hidden = config.read_integer("hidden_size")
+    heads = config.read_integer("num_attention_heads")
     default_kv_heads = heads if config.is_null("num_key_value_heads") else family.kv_heads or heads
-    kv_heads = config.integer("num_key_value_heads", default_kv_heads)
+    kv_heads = config.read_integer("num_key_value_heads", default_kv_heads)
     if heads % kv_heads:
         config.refuse(
             "num_key_value_heads", kv_heads, f"it must divide num_attention_heads ({heads})"
@@ -118,33 +118,33 @@ def read_spec(
             hidden,
             f"without head_dim it must be a multiple of num_attention_heads ({heads})",
         )
-    head_dim = config.integer("head_dim", family.head_dim or hidden // heads)
+    head_dim = config.read_integer("head_dim", family.head_dim or hidden // heads)
     if head_dim % 2:
         config.refuse("head_dim", head_dim, "rotary embedding needs an even size")
 
-    layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
-    attention_bias = config.flag("attention_bias", False) if family.qkv_bias is None else False
+    layers = config.read_integer("num_hidden_layers", most=MAX_LAYERS)
+    attention_bias = config.read_flag("attention_bias", False) if family.qkv_bias is None else False
     return ModelSpec(
         architecture=architecture,
-        vocab_size=config.integer("vocab_size"),
+        vocab_size=config.read_integer("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=config.read_integer("intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_context=read_max_context(config),
-        rms_eps=config.number("rms_norm_eps", 1e-6),
+        rms_eps=config.read_number("rms_norm_eps", 1e-6),
         rope=read_rope(config, read_max_position(config)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias,
-        mlp_bias=config.flag("mlp_bias", False) if family.mlp_bias_field else False,
+        mlp_bias=config.read_flag("mlp_bias", False) if family.mlp_bias_field else False,
         qk_norm=family.qk_norm,
         tied=_is_tied(config, root, load_format),
-        windows=_windows(config, family, layers),
+        windows=_read_windows(config, family, layers),
         dtype=_compute_dtype(dtype, _checkpoint_dtype(config, root), on_cpu=on_cpu),
         eos_token_ids=read_eos_token_ids(config, read_generation_config(root)),
-        bos_token_id=config.index("bos_token_id"),
+        bos_token_id=config.read_index("bos_token_id"),
         model_hash=hash_model(root, load_format, seed),
     )
 
@@ -155,7 +155,7 @@ def find_architecture(config: ModelConfig) -> str | None:
     transformers chooses the class by `model_type`, other servers by `architectures`. Raises ConfigError where that
     would not be the same class.
     """
-    names = config.names("architectures", [])
+    names = config.read_names("architectures", [])
     named = next((name for name in names if name in FAMILIES), None)
     model_type = config.get("model_type")
     if model_type is None:
@@ -174,18 +174,18 @@ def find_architecture(config: ModelConfig) -> str | None:
 
 def read_architecture(config: ModelConfig) -> str:
     """The architecture that the decoder computes. Raises ConfigError for any other."""
-    found = find_architecture(config)
-    if found is None:
+    architecture = find_architecture(config)
+    if architecture is None:
         supported = "supported: " + ", ".join(FAMILIES)
-        config.refuse("architectures", config.names("architectures", []), supported)
-    return found
+        config.refuse("architectures", config.read_names("architectures", []), supported)
+    return architecture
 
 
 def read_max_position(config: ModelConfig) -> int:
     """`max_position_embeddings`, or the family's default [tokens]."""
-    found = find_architecture(config)
-    default = UNKNOWN_MAX_POSITION if found is None else FAMILIES[found].max_position
-    return config.integer("max_position_embeddings", default)
+    architecture = find_architecture(config)
+    default = UNKNOWN_MAX_POSITION if architecture is None else FAMILIES[architecture].max_position
+    return config.read_integer("max_position_embeddings", default)
 
 
 def read_max_context(config: ModelConfig) -> int:
@@ -196,14 +196,14 @@ def read_max_context(config: ModelConfig) -> int:
 
 def read_eos_token_ids(*sources: ModelConfig) -> tuple[int, ...]:
     """Ids of all `sources` together (config.json and generation_config.json), as both peers do."""
-    found: dict[int, None] = {}
+    token_ids: dict[int, None] = {}
     for source in sources:
         value = source.get("eos_token_id", [])
         ids = value if isinstance(value, list) else [value]
         if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
             source.refuse("eos_token_id", value, "a token id or a list of them is needed")
-        found.update(dict.fromkeys(ids))
-    return tuple(found)
+        token_ids.update(dict.fromkeys(ids))
+    return tuple(token_ids)
 
 
 def _refuse_unknown_arithmetic(config: ModelConfig) -> None:
@@ -233,7 +233,7 @@ def _is_tied(config: ModelConfig, root: Path, load_format: str) -> bool:
 
     Merged adapters leave such heads behind; transformers 5 (`tie_weights`) and vLLM keep them, too.
     """
-    if not config.flag("tie_word_embeddings", False):
+    if not config.read_flag("tie_word_embeddings", False):
         return False
     if load_format == "dummy":
         return True
@@ -249,32 +249,34 @@ def _is_tied(config: ModelConfig, root: Path, load_format: str) -> bool:
     return False
 
 
-def _compute_dtype(wanted: str, checkpoint: str, *, on_cpu: bool) -> str:
-    if wanted == "auto":
+def _compute_dtype(dtype: str, checkpoint: str, *, on_cpu: bool) -> str:
+    if dtype == "auto":
         return "bfloat16" if checkpoint == "float16" and on_cpu else checkpoint
-    if wanted not in DTYPE_BYTES:
-        raise ConfigError(f"--dtype {wanted}: supported: auto, {', '.join(DTYPE_BYTES)}")
-    return wanted
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"--dtype {dtype}: supported: auto, {', '.join(DTYPE_BYTES)}")
+    return dtype
 
 
-def _windows(config: ModelConfig, family: ModelFamily, layers: int) -> tuple[int, ...]:
+def _read_windows(config: ModelConfig, family: ModelFamily, layers: int) -> tuple[int, ...]:
     """Which layers see only the last `sliding_window` tokens."""
     if family.window is None:
         return (0,) * layers
     if family.always_windowed:
         window = config.values.get("sliding_window", family.window)
-        return ((config.integer("sliding_window", window) if window is not None else 0),) * layers
-    if not config.flag("use_sliding_window", False):
-        types = config.names("layer_types", [])
+        return (
+            (config.read_integer("sliding_window", window) if window is not None else 0),
+        ) * layers
+    if not config.read_flag("use_sliding_window", False):
+        types = config.read_names("layer_types", [])
         if "sliding_attention" in types:
             config.refuse("layer_types", types, "sliding_attention needs use_sliding_window true")
         return (0,) * layers
     if config.is_null("sliding_window"):
         return (0,) * layers
-    window = config.integer("sliding_window", family.window)
-    first = config.index("max_window_layers", 28) or 0
+    window = config.read_integer("sliding_window", family.window)
+    first = config.read_index("max_window_layers", 28) or 0
     default = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    types = config.names("layer_types", default)
+    types = config.read_names("layer_types", default)
     if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
         config.refuse(
             "layer_types", types, f"supported: {layers} times full_attention or sliding_attention"
@@ -300,22 +302,22 @@ def hash_model(root: Path, load_format: str = "auto", seed: int = 0) -> str:
     """
     digest = hashlib.sha256()
 
-    def add(name: str, content: bytes) -> None:
+    def add_content(name: str, content: bytes) -> None:
         digest.update(f"{name}:{len(content)}:".encode() + content)
 
     config = {k: v for k, v in read_json(root / "config.json").items() if k not in _VOLATILE_FIELDS}
-    add("config", json.dumps(config, sort_keys=True).encode())
+    add_content("config", json.dumps(config, sort_keys=True).encode())
     for name in _TOKENIZER_FILES:
         if (root / name).is_file():
-            add(name, (root / name).read_bytes())
+            add_content(name, (root / name).read_bytes())
     if load_format == "dummy":
-        add("dummy", str(seed).encode())
+        add_content("dummy", str(seed).encode())
         return digest.hexdigest()[:32]
     for file in weight_files(root):
         size = file.stat().st_size
-        add(file.name, safetensors_header(file) + size.to_bytes(8, "little"))
+        add_content(file.name, safetensors_header(file) + size.to_bytes(8, "little"))
         with file.open("rb") as f:
             for i in range(_SAMPLES):
                 f.seek(size * i // _SAMPLES)
-                add("sample", f.read(_SAMPLE_BYTES))
+                add_content("sample", f.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:32]

@@ -63,14 +63,14 @@ class Param(NamedTuple):
 
 def plan_weights(spec: ModelSpec, shard: Shard = WHOLE) -> Iterator[Param]:
     """Every tensor that a rank holds of the model, in file order of a typical checkpoint. `spec`: the whole model's."""
-    vocab = TensorAxis(spec.vocab_size, shard.of(spec.vocab_size))
-    hidden = _whole(spec.hidden_size)
-    yield _param(-1, "embed", {"model.embed_tokens.weight": vocab}, hidden)
+    vocab = TensorAxis(spec.vocab_size, shard.slice_of(spec.vocab_size))
+    hidden = _whole_axis(spec.hidden_size)
+    yield _make_param(-1, "embed", {"model.embed_tokens.weight": vocab}, hidden)
     for layer in range(spec.num_layers):
-        yield from _layer(spec, shard, layer)
-    yield _param(-1, "norm", {"model.norm.weight": hidden})
+        yield from _plan_layer(spec, shard, layer)
+    yield _make_param(-1, "norm", {"model.norm.weight": hidden})
     if not spec.tied:
-        yield _param(-1, "lm_head", {"lm_head.weight": vocab}, hidden)
+        yield _make_param(-1, "lm_head", {"lm_head.weight": vocab}, hidden)
 
 
 def is_ignorable(spec: ModelSpec, source: str, shard: Shard = WHOLE) -> bool:
@@ -81,50 +81,52 @@ def is_ignorable(spec: ModelSpec, source: str, shard: Shard = WHOLE) -> bool:
     return source.endswith("rotary_emb.inv_freq") or (spec.tied and source == "lm_head.weight")
 
 
-def _layer(spec: ModelSpec, shard: Shard, layer: int) -> Iterator[Param]:
-    hidden = _whole(spec.hidden_size)
-    dim = _whole(spec.head_dim)
-    q = TensorAxis(spec.q_size, _times(shard.of(spec.num_heads), spec.head_dim))
-    kv = TensorAxis(spec.kv_size, _times(shard.kv_heads(spec.num_kv_heads), spec.head_dim))
-    inner = TensorAxis(spec.intermediate_size, shard.of(spec.intermediate_size))
+def _plan_layer(spec: ModelSpec, shard: Shard, layer: int) -> Iterator[Param]:
+    hidden = _whole_axis(spec.hidden_size)
+    dim = _whole_axis(spec.head_dim)
+    q = TensorAxis(spec.q_size, _scale_slice(shard.slice_of(spec.num_heads), spec.head_dim))
+    kv = TensorAxis(spec.kv_size, _scale_slice(shard.kv_heads(spec.num_kv_heads), spec.head_dim))
+    inner = TensorAxis(spec.intermediate_size, shard.slice_of(spec.intermediate_size))
     qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
 
-    def param(name: str, modules: Mapping[str, TensorAxis], *columns: TensorAxis) -> Param:
+    def make_param(name: str, modules: Mapping[str, TensorAxis], *columns: TensorAxis) -> Param:
         kind = "bias" if name.endswith("_bias") else "weight"
         rows_of = {
             f"model.layers.{layer}.{module}.{kind}": rows for module, rows in modules.items()
         }
-        return _param(layer, name, rows_of, *columns)
+        return _make_param(layer, name, rows_of, *columns)
 
-    yield param("input_norm", {"input_layernorm": hidden})
-    yield param("qkv", qkv, hidden)
+    yield make_param("input_norm", {"input_layernorm": hidden})
+    yield make_param("qkv", qkv, hidden)
     if spec.qkv_bias:
-        yield param("qkv_bias", qkv)
+        yield make_param("qkv_bias", qkv)
     if spec.qk_norm:
-        yield param("q_norm", {"self_attn.q_norm": dim})
-        yield param("k_norm", {"self_attn.k_norm": dim})
-    yield param("o", {"self_attn.o_proj": hidden}, q)
+        yield make_param("q_norm", {"self_attn.q_norm": dim})
+        yield make_param("k_norm", {"self_attn.k_norm": dim})
+    yield make_param("o", {"self_attn.o_proj": hidden}, q)
     if spec.o_bias and shard.rank == 0:
-        yield param("o_bias", {"self_attn.o_proj": hidden})
-    yield param("post_norm", {"post_attention_layernorm": hidden})
-    yield param("gate_up", gate_up, hidden)
-    yield param("down", {"mlp.down_proj": hidden}, inner)
+        yield make_param("o_bias", {"self_attn.o_proj": hidden})
+    yield make_param("post_norm", {"post_attention_layernorm": hidden})
+    yield make_param("gate_up", gate_up, hidden)
+    yield make_param("down", {"mlp.down_proj": hidden}, inner)
     if spec.mlp_bias:
-        yield param("gate_up_bias", gate_up)
+        yield make_param("gate_up_bias", gate_up)
         if shard.rank == 0:
-            yield param("down_bias", {"mlp.down_proj": hidden})
+            yield make_param("down_bias", {"mlp.down_proj": hidden})
 
 
-def _whole(n: int) -> TensorAxis:
+def _whole_axis(n: int) -> TensorAxis:
     return TensorAxis(n, slice(0, n))
 
 
-def _times(cut: slice, n: int) -> slice:
+def _scale_slice(cut: slice, n: int) -> slice:
     return slice(cut.start * n, cut.stop * n)
 
 
-def _param(layer: int, name: str, rows_of: Mapping[str, TensorAxis], *columns: TensorAxis) -> Param:
+def _make_param(
+    layer: int, name: str, rows_of: Mapping[str, TensorAxis], *columns: TensorAxis
+) -> Param:
     """`rows_of`: the rows of each checkpoint tensor, in stacking order; `columns` are the same for all."""
     parts = (Part(source, *zip(rows, *columns, strict=True)) for source, rows in rows_of.items())
     return Param(layer, name, tuple(parts))

@@ -18,7 +18,7 @@ from baton.layers import ops
 from baton.layers.attention import make_backend
 from baton.layers.attention.base import AttentionBackend
 from baton.layers.collectives import ALONE, ProcessGroup, TpContext, init_group
-from baton.layers.flashinfer_loader import reason
+from baton.layers.flashinfer_loader import summarize_error
 from baton.layers.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
 from baton.layers.model_spec import ModelSpec
 from baton.layers.shard import WHOLE, Shard, share_of
@@ -59,7 +59,7 @@ class LoadedModel:
     group: ProcessGroup | None = None
     """The tensor-parallel ranks that compute together; None: this process alone."""
 
-    def engine(
+    def make_engine_loop(
         self, driver: TransferDriver | None = None, trace: Callable[[str], None] | None = None
     ) -> EngineLoop:
         """`trace` gets every input of the scheduler as a line (sched.recording)."""
@@ -86,7 +86,7 @@ def compute_threads(config: EngineConfig) -> int:
     )
 
 
-def load(
+def load_rank(
     config: EngineConfig,
     model_dir: str,
     place: TpContext | None = None,
@@ -100,15 +100,15 @@ def load(
     threads = compute_threads(config)
     ops.set_threads(threads)
     shard = WHOLE if place is None else place.shard
-    compute = device.resolve(config, shard.rank)
-    whole = _read_spec(config, model_dir, compute, shard)
+    compute = device.resolve_device(config, shard.rank)
+    whole_spec = _read_spec(config, model_dir, compute, shard)
     group = None
     if place is not None:
         group = init_group(shard, compute, place.meeting_point, config.dist_timeout)
     memory = None if compute.type == "cpu" else DeviceMemory(compute)
     if memory is not None:
-        check_weights(weight_bytes(whole, shard), memory)
-    model = _load_model(config, model_dir, whole, shard, group, compute, on_progress)
+        check_weights(weight_bytes(whole_spec, shard), memory)
+    model = _load_model(config, model_dir, whole_spec, shard, group, compute, on_progress)
     spec = model.spec
     context = _context_length(config, spec)
     pages = _requested_pages(config, spec, compute)
@@ -130,17 +130,17 @@ def load(
         broadcast=None if place is None else place.broadcast,
     )
     if memory is not None and isinstance(runner, DeviceRunner):
-        _record(runner, config, compute, context, memory)
+        _record_graphs(runner, config, compute, context, memory)
     log.info(
         "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, %d thread(s), %.1f s",
-        model_dir, whole.num_parameters / 1e6, spec.kv.dtype, pages, config.page_size,
+        model_dir, whole_spec.num_parameters / 1e6, spec.kv.dtype, pages, config.page_size,
         pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
     layout = kv.layout(spec.model_hash)
     if shard.size > 1:
         layout["tp_size"] = shard.size
     info: dict[str, object] = {
-        "num_parameters": whole.num_parameters,
+        "num_parameters": whole_spec.num_parameters,
         "cpu_threads": threads,
         "device": str(compute),
         "context_length": context,
@@ -159,21 +159,19 @@ def _read_spec(
 ) -> ModelSpec:
     """Spec of the whole model. Raises ConfigError where it cannot be divided among the ranks."""
     on_cpu = compute.type == "cpu"
-    whole = read_spec(
-        model_dir, config.dtype, config.load_format, config.random_seed, on_cpu=on_cpu
-    )
-    if on_cpu and whole.dtype == "float16":
+    spec = read_spec(model_dir, config.dtype, config.load_format, config.random_seed, on_cpu=on_cpu)
+    if on_cpu and spec.dtype == "float16":
         log.warning(
             "--dtype float16: the native CPU kernels do not compute it, slow torch code does; bfloat16 is faster"
         )
-    share_of(whole, shard)  # what cannot be divided is reported before any rank waits for another
-    return whole
+    share_of(spec, shard)  # what cannot be divided is reported before any rank waits for another
+    return spec
 
 
 def _load_model(
     config: EngineConfig,
     model_dir: str,
-    whole: ModelSpec,
+    whole_spec: ModelSpec,
     shard: Shard,
     group: ProcessGroup | None,
     compute: torch.device,
@@ -184,7 +182,7 @@ def _load_model(
         "the model", "use a smaller one, a GPU with more memory, or more of them by --tp-size"
     ):
         model = load_weights(
-            whole,
+            whole_spec,
             model_dir,
             config.load_format,
             config.random_seed,
@@ -235,7 +233,7 @@ def _make_pool(
     return kv, attn
 
 
-def _record(
+def _record_graphs(
     runner: DeviceRunner,
     config: EngineConfig,
     compute: torch.device,
@@ -248,8 +246,10 @@ def _record(
         if config.disaggregation_mode == "prefill":
             log.info("CUDA graphs: none, a prefill node runs no decode steps")
             return
-        why = "--disable-cuda-graph" if config.disable_cuda_graph else f"--tp-size {config.tp_size}"
-        log.info("CUDA graphs: none with %s; every kernel is launched by itself", why)
+        reason = (
+            "--disable-cuda-graph" if config.disable_cuda_graph else f"--tp-size {config.tp_size}"
+        )
+        log.info("CUDA graphs: none with %s; every kernel is launched by itself", reason)
         return
     if not runner.can_record:
         log.warning(
@@ -257,7 +257,7 @@ def _record(
         )
         return
     started = time.monotonic()
-    before = memory.held()
+    before = memory.reserved_bytes()
     with no_room(
         "CUDA graphs",
         "lower --cuda-graph-max-bs or --mem-fraction-static, or give --disable-cuda-graph",
@@ -269,10 +269,10 @@ def _record(
         except Exception as err:  # noqa: BLE001 - of flashinfer or torch; steps run without graphs, as warmed up
             log.warning(
                 "CUDA graphs: none, recording failed (%s); every kernel is launched by itself",
-                reason(err),
+                summarize_error(err),
             )
             return
     log.info(
         "CUDA graphs: decode steps of up to %d rows are replayed; they took %.2f GiB and %.1f s",
-        rows, (memory.held() - before) / GIB, time.monotonic() - started,
+        rows, (memory.reserved_bytes() - before) / GIB, time.monotonic() - started,
     )  # fmt: skip

@@ -24,16 +24,16 @@ def no_cuda() -> str | None:
         return f"this torch ({torch.__version__}) is built without CUDA"
     with warnings.catch_warnings(
         record=True
-    ) as said:  # a driver that does not fit is reported as a warning, once
+    ) as driver_warnings:  # a driver that does not fit is reported as a warning, once
         warnings.simplefilter("always")
         is_there = torch.cuda.is_available()
     if is_there:
         return None
-    why = f" ({str(said[0].message).split('. ')[0]})" if said else ""
-    return f"torch {torch.__version__} finds no CUDA device{why}; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    reason = f" ({str(driver_warnings[0].message).split('. ')[0]})" if driver_warnings else ""
+    return f"torch {torch.__version__} finds no CUDA device{reason}; check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
-def resolve(config: EngineConfig, tp_rank: int = 0) -> torch.device:
+def resolve_device(config: EngineConfig, tp_rank: int = 0) -> torch.device:
     """The device of --device: tensor-parallel rank i computes on the i-th CUDA device. `auto` takes CUDA where there is
     one and nothing asked for is in its way.
 
@@ -66,6 +66,6 @@ def _beyond_cuda(config: EngineConfig) -> str | None:
         return f"--tp-size {config.tp_size} needs as many CUDA devices, torch finds {torch.cuda.device_count()}"
     if config.attention_backend == "cpu":
         return "the kernels of --attention-backend cpu work in host memory; use auto"
-    if config.attention_backend != "torch" and (missing := flashinfer_loader.obstacle()):
+    if config.attention_backend != "torch" and (missing := flashinfer_loader.find_obstacle()):
         return f"flashinfer cannot be used: {missing}; or use --attention-backend {flashinfer_loader.SLOWER}"
     return None

@@ -71,7 +71,7 @@ Answer: TypeAlias = "queue.SimpleQueue[tuple[Outcome, float] | BaseException]"
 class JobThread(Protocol):
     """Runs a device's jobs, in order."""
 
-    def submit(self, job: Callable[[], Outcome]) -> Answer: ...
+    def submit_job(self, job: Callable[[], Outcome]) -> Answer: ...
     def close(self) -> None: ...
 
 
@@ -86,28 +86,28 @@ class DeviceThread:
             queue.SimpleQueue()
         )
         self._prepare = prepare
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread = threading.Thread(target=self._run_jobs, name="device", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], Outcome]) -> Answer:
-        done: Answer = queue.SimpleQueue()
-        self._jobs.put((job, done))
-        return done
+    def submit_job(self, job: Callable[[], Outcome]) -> Answer:
+        answer: Answer = queue.SimpleQueue()
+        self._jobs.put((job, answer))
+        return answer
 
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run_jobs(self) -> None:
         self._prepare()
         while (item := self._jobs.get()) is not None:
-            job, done = item
+            job, answer = item
             started = time.monotonic()
             try:
                 result = job()
-                done.put((result, time.monotonic() - started))
+                answer.put((result, time.monotonic() - started))
             except BaseException as err:  # noqa: BLE001 - handed to the waiting thread, which raises it
-                done.put(err)
+                answer.put(err)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,11 @@ class InFlightStep:
 
     def wait(self) -> Done:
         """Raises RuntimeError with what went wrong on the device."""
-        done = self.answer.get()
+        result = self.answer.get()
         try:
-            if isinstance(done, BaseException):
-                raise done
-            outcome, seconds = done
+            if isinstance(result, BaseException):
+                raise result
+            outcome, seconds = result
             return (outcome, seconds) if isinstance(outcome, StepResult) else outcome.wait()
         except BaseException as err:
             raise RuntimeError(
@@ -177,14 +177,14 @@ class EngineLoop:
                     retry_after_secs=5,
                 )
             if self.limits is not None:
-                self.limits.check(req)
+                self.limits.check_request(req)
             self.sched.add(req)
         except EngineError as err:
             if driver is not None:
                 driver.refuse(req, err)
             raise
         if self.hook is not None:
-            self.hook.watch(req.handle, req.arrival)
+            self.hook.watch_request(req.handle, req.arrival)
 
     def abort_where(self, rooms: Collection[int], rid: str | None, *, all_leases: bool) -> int:
         """POST /abort_request: end what has one of these bootstrap rooms, and prompts leased to D by rid or altogether.
@@ -205,26 +205,26 @@ class EngineLoop:
 
     def step(self, now: float) -> tuple[list[EmittedTokens], bool]:
         """Do one turn. Returns what requests get to hear, and whether to call again without waiting for messages."""
-        self.at(now)
+        self.set_time(now)
         if self.driver is not None:
             self.driver.poll(self.sched)
         self.sched.expire(now)
         if self.hook is not None:
-            self.hook.run(self.sched, now)
+            self.hook.run_due(self.sched, now)
         plan = self.sched.plan(now) if self.not_accepting_reason is None else None
         self._carry_out()
         if plan is not None:
             self._flight.append(
-                InFlightStep(plan, self.device.submit(lambda: self.runner.execute(plan)))
+                InFlightStep(plan, self.device.submit_job(lambda: self.runner.execute(plan)))
             )
         busy = plan is not None
         if self._flight and (plan is None or len(self._flight) >= self._depth):
-            self._collect()
+            self._collect_step()
             self._carry_out()
             busy = True
         return self.take_outputs(), busy
 
-    def at(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """Set the time: for the timelines of requests that messages or the transfer peer end before the next plan."""
         self.sched.stats.now = now
 
@@ -240,7 +240,7 @@ class EngineLoop:
         self._timelines = []
         return timelines
 
-    def _collect(self) -> None:
+    def _collect_step(self) -> None:
         flight = self._flight.popleft()
         result, seconds = flight.wait()
         self.sched.commit(flight.plan, result, self.clock())
@@ -296,7 +296,7 @@ class EngineLoop:
                     host.check_idle(sched.limits.host_pages)
         except LedgerError as err:
             if self.not_accepting_reason is None:
-                self._fence(f"its page ledger is broken: {err}")
+                self._stop_accepting(f"its page ledger is broken: {err}")
             return {}
         total = sched.limits.num_pages
         host_gauges = {} if host is None else host.gauges()
@@ -306,7 +306,7 @@ class EngineLoop:
             | {"kv_usage_ratio": (total - ledger.free - ledger.cached) / total}
         )
 
-    def _fence(self, reason: str) -> None:
+    def _stop_accepting(self, reason: str) -> None:
         """Take no new requests and end all others with an error: a page may belong to two of them.
 
         The state is logged first. The process stays: /health reports the reason, and a router goes elsewhere.
@@ -355,7 +355,7 @@ def make_engine(
         scheduler = recording.RecordingScheduler(limits, trace)
     hook = None
     if config.priority_adjustment_function is not None:
-        adjust = priority_hook.load(config.priority_adjustment_function)
+        adjust = priority_hook.load_function(config.priority_adjustment_function)
         hook = PriorityHook(adjust, config.priority_adjust_interval_ms / 1000)
     overlap = not config.disable_overlap_schedule
     device = device or DeviceThread()

@@ -26,7 +26,7 @@ class ModelLimits:
     max_context: int
     """Longest prompt + answer [tokens]."""
 
-    def check(self, req: ValidatedRequest) -> None:
+    def check_request(self, req: ValidatedRequest) -> None:
         """Raise BadRequest or PromptTooLong for a request that this model cannot compute. Cost: microseconds."""
         tokens = len(req.prompt)
         if not tokens:
@@ -45,11 +45,11 @@ class ModelLimits:
                 f"the prompt has the token id {lowest if lowest < 0 else highest}, but the model's vocabulary has "
                 f"{self.vocab_size} ids, 0 to {self.vocab_size - 1}; leave that token out"
             )
-        for problem in _mistakes(req.params, tokens):
+        for problem in _find_mistakes(req.params, tokens):
             raise BadRequest(f"{problem}; correct the request's sampling parameters")
 
 
-def _mistakes(params: SamplingParams, prompt_tokens: int) -> list[str]:
+def _find_mistakes(params: SamplingParams, prompt_tokens: int) -> list[str]:
     """Parameters for which a draw is not defined, one phrase each."""
     checks = {
         "temperature": 0 <= params.temperature < math.inf,
@@ -63,14 +63,14 @@ def _mistakes(params: SamplingParams, prompt_tokens: int) -> list[str]:
         "min_new_tokens": params.min_new_tokens >= 0,
         "resumed": 0 <= params.resumed <= prompt_tokens,
     }
-    found = [
+    mistakes = [
         f"{name} is {getattr(params, name)}, with which no token can be drawn"
         for name, is_valid in checks.items()
         if not is_valid
     ]
     if any(token_id < 0 for token_id in params.stop_token_ids):
-        found.append(f"stop_token_ids has {min(params.stop_token_ids)}, which is no token id")
+        mistakes.append(f"stop_token_ids has {min(params.stop_token_ids)}, which is no token id")
     for token_id, amount in params.logit_bias:
         if token_id < 0 or not math.isfinite(amount):
-            found.append(f"logit_bias adds {amount} to token id {token_id}")
-    return found
+            mistakes.append(f"logit_bias adds {amount} to token id {token_id}")
+    return mistakes

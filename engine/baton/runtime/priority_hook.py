@@ -34,25 +34,25 @@ MAX_MEAN_SECS = 0.001
 JUDGED_EVERY_SECS = 10.0
 
 
-def load(spec: str) -> Adjust:
+def load_function(spec: str) -> Adjust:
     """The function that `module:callable` names. Raises ConfigError."""
     flag = f"--priority-adjustment-function {spec}"
     module, _, name = spec.partition(":")
     if not module or not name:
         raise ConfigError(f"{flag}: give it as module:callable")
     try:
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
     except Exception as err:
         raise ConfigError(
             f"{flag}: {module} cannot be imported ({type(err).__name__}: {err}); is its folder in PYTHONPATH?"
         ) from err
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise ConfigError(f"{flag}: {module} has no {name}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{flag}: {name} is a {type(found).__name__}, which cannot be called")
-    return found
+        target = getattr(target, part)
+    if not callable(target):
+        raise ConfigError(f"{flag}: {name} is a {type(target).__name__}, which cannot be called")
+    return target
 
 
 def read_priority(answer: object) -> float | None:
@@ -86,12 +86,12 @@ class PriorityHook:
         self._turns = 0
         self._spent_secs = 0.0
 
-    def watch(self, handle: int, now: float) -> None:
+    def watch_request(self, handle: int, now: float) -> None:
         """A request was submitted."""
         if not self.is_off:
             heapq.heappush(self._due, (now, handle))
 
-    def run(self, sched: Scheduler, now: float) -> None:
+    def run_due(self, sched: Scheduler, now: float) -> None:
         """Call the function for what is due at `now` (the clock of ValidatedRequest.arrival)."""
         if self.is_off or not self._due or self._due[0][0] > now:
             return
@@ -107,13 +107,13 @@ class PriorityHook:
             view = sched.request_view(handle, now)
             if view is not None:
                 calls += 1
-                self._call(handle, view, load_view, changed)
+                self._call_function(handle, view, load_view, changed)
         if changed:
             sched.adjust_priorities(changed)
         if calls:
-            self._judge(now, self._clock() - started)
+            self._judge_cost(now, self._clock() - started)
 
-    def _call(
+    def _call_function(
         self, handle: int, view: RequestView, load_view: LoadView, changed: dict[int, float | None]
     ) -> None:
         try:
@@ -128,7 +128,7 @@ class PriorityHook:
             return
         changed[handle] = value
 
-    def _judge(self, now: float, seconds: float) -> None:
+    def _judge_cost(self, now: float, seconds: float) -> None:
         if self._judged_from is None:
             self._judged_from = now
         self._turns += 1

@@ -63,17 +63,17 @@ class LoadRound:
         return sum(t.tokens for t in self.timings) / self.seconds
 
 
-def prompts(work: LoadShape, seed: int) -> list[list[int]]:
+def make_prompts(work: LoadShape, seed: int) -> list[list[int]]:
     """The round's prompts; the shared part depends on nothing, the rest on `seed`."""
     shared = random.Random(0)
-    own = random.Random(seed)
+    random_part = random.Random(seed)
     start = [
         shared.randrange(FIRST_ID, LAST_ID)
         for _ in range(min(work.shared_tokens, work.prompt_tokens))
     ]
-    rest = work.prompt_tokens - len(start)
+    remaining_tokens = work.prompt_tokens - len(start)
     return [
-        start + [own.randrange(FIRST_ID, LAST_ID) for _ in range(rest)]
+        start + [random_part.randrange(FIRST_ID, LAST_ID) for _ in range(remaining_tokens)]
         for _ in range(work.requests)
     ]
 
@@ -82,24 +82,24 @@ async def run_round(
     session: aiohttp.ClientSession, url: str, model: str, work: LoadShape, seed: int
 ) -> LoadRound:
     """Send one round to `url`; never raises for a failed request: its reason is in `failures`."""
-    queue = prompts(work, seed)
+    queue = make_prompts(work, seed)
     timings: list[RequestTiming] = []
     failures: list[str] = []
 
-    async def client() -> None:
+    async def run_client() -> None:
         while queue:
             prompt = queue.pop()
             try:
-                timings.append(await send(session, url, model, prompt, work.output_tokens))
+                timings.append(await send_request(session, url, model, prompt, work.output_tokens))
             except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as err:
                 failures.append(f"{type(err).__name__}: {err}")
 
     began = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(work.concurrency)))
+    await asyncio.gather(*(run_client() for _ in range(work.concurrency)))
     return LoadRound(time.perf_counter() - began, tuple(timings), tuple(failures))
 
 
-async def send(
+async def send_request(
     session: aiohttp.ClientSession,
     url: str,
     model: str,
@@ -115,10 +115,12 @@ async def send(
     `chat`: the prompt is a user's message, not a completion's; it is text then.
     """
     path = "chat/completions" if chat else "completions"
-    what = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    input_fields = (
+        {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    )
     body = {
         "model": model,
-        **what,
+        **input_fields,
         "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,

@@ -23,13 +23,13 @@ from typing import Any
 
 import aiohttp
 
-from baton.config.simulated import BLOCK_TOKENS, scaled
+from baton.config.simulated import BLOCK_TOKENS, scale_tokens
 from baton.errors import counted
-from baton_ops.bench.load import LoadRound, RequestTiming, send
-from baton_ops.bench.words import CHARS, words
+from baton_ops.bench.load import LoadRound, RequestTiming, send_request
+from baton_ops.bench.words import CHARS, make_words
 from baton_ops.clients.metrics import parse_metrics, sum_samples
 from baton_ops.sim.report import SummaryStat
-from baton_ops.sim.trace import TraceRequest, arrivals
+from baton_ops.sim.trace import TraceRequest, arrival_times
 
 PROBE_SECS = 5.0
 
@@ -46,11 +46,11 @@ class TimedRequest:
 
 def timed_requests(trace: Sequence[TraceRequest], factor: float) -> list[TimedRequest]:
     """Arrivals `factor` times as far apart as recorded."""
-    timed = zip(arrivals(trace), trace, parents(trace), strict=True)
+    timed = zip(arrival_times(trace), trace, find_parents(trace), strict=True)
     return [TimedRequest(at * factor, request, parent) for at, request, parent in timed]
 
 
-def parents(trace: Sequence[TraceRequest]) -> list[int | None]:
+def find_parents(trace: Sequence[TraceRequest]) -> list[int | None]:
     """The request that each one continues: the first one to end with the deepest full block that
     both have.
 
@@ -58,22 +58,22 @@ def parents(trace: Sequence[TraceRequest]) -> list[int | None]:
     share.
     """
     ended: dict[int, int] = {}  # last full block of the request that brought it → that request
-    seen: set[int] = set()
-    found: list[int | None] = []
+    known_blocks: set[int] = set()
+    parent_of: list[int | None] = []
     for index, request in enumerate(trace):
         full = request.blocks[: request.input_length // BLOCK_TOKENS]
-        shared = next((n for n, block in enumerate(full) if block not in seen), len(full))
-        found.append(ended.get(full[shared - 1]) if shared else None)
+        shared = next((n for n, block in enumerate(full) if block not in known_blocks), len(full))
+        parent_of.append(ended.get(full[shared - 1]) if shared else None)
         if shared < len(full):
             ended[full[-1]] = index
-        seen.update(full)
-    return found
+        known_blocks.update(full)
+    return parent_of
 
 
 def prompt_text(request: TraceRequest, scale: int) -> str:
     """A word per token; one of them stands for `scale` real tokens."""
-    text = "".join(words(f"block {block}", BLOCK_TOKENS // scale) for block in request.blocks)
-    return text[: CHARS * scaled(request.input_length, scale)]
+    text = "".join(make_words(f"block {block}", BLOCK_TOKENS // scale) for block in request.blocks)
+    return text[: CHARS * scale_tokens(request.input_length, scale)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class ReplayRound(LoadRound):
         )
 
 
-async def replay(
+async def replay_trace(
     session: aiohttp.ClientSession,
     url: str,
     model: str,
@@ -111,13 +111,13 @@ async def replay(
     late = 0.0
     began = time.perf_counter()
 
-    async def one(ask: TimedRequest) -> None:
+    async def send_one(ask: TimedRequest) -> None:
         try:
             if hold_turns and ask.continues is not None:
                 await asyncio.wait([tasks[ask.continues]])
             prompt = prompt_text(ask.request, scale)
-            answer = scaled(ask.request.output_length, scale)
-            timings.append(await send(session, url, model, prompt, answer, chat=chat))
+            answer = scale_tokens(ask.request.output_length, scale)
+            timings.append(await send_request(session, url, model, prompt, answer, chat=chat))
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as err:
             failures.append(f"{type(err).__name__}: {err}")
 
@@ -127,7 +127,7 @@ async def replay(
             late = max(late, -wait)
             if wait > 0:
                 await asyncio.sleep(wait)
-            tasks.append(asyncio.create_task(one(ask)))
+            tasks.append(asyncio.create_task(send_one(ask)))
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
@@ -138,13 +138,13 @@ async def replay(
 async def worker_urls(session: aiohttp.ClientSession, url: str) -> list[str]:
     """The workers that a router at `url` names; empty when it names none."""
     try:
-        body = json.loads(await _read(session, f"{url}/workers"))
+        body = json.loads(await _read_page(session, f"{url}/workers"))
     except ValueError:
         return []
-    found = body.get("workers", []) if isinstance(body, dict) else []
+    workers = body.get("workers", []) if isinstance(body, dict) else []
     return [
         w["url"].partition("@")[0]
-        for w in found
+        for w in workers
         if isinstance(w, dict) and isinstance(w.get("url"), str)
     ]
 
@@ -154,7 +154,7 @@ async def worker_counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> 
 
     Those without baton's metrics are left out.
     """
-    pages = {url: await _read(session, f"{url}/metrics") for url in dict.fromkeys(urls)}
+    pages = {url: await _read_page(session, f"{url}/metrics") for url in dict.fromkeys(urls)}
     return {
         url: int(sum_samples(parse_metrics(page), "baton_http_requests_total", code="ok"))
         for url, page in pages.items()
@@ -162,7 +162,7 @@ async def worker_counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> 
     }
 
 
-async def _read(session: aiohttp.ClientSession, url: str) -> str:
+async def _read_page(session: aiohttp.ClientSession, url: str) -> str:
     """Body of the page, empty when nothing answers."""
     with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
         async with session.get(url, timeout=aiohttp.ClientTimeout(total=PROBE_SECS)) as response:
@@ -173,11 +173,11 @@ async def _read(session: aiohttp.ClientSession, url: str) -> str:
 HEAD = f"{'':<10}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}{'max':>10}"
 
 
-def report(outcome: ReplayRound, split: dict[str, int]) -> str:
+def format_report(outcome: ReplayRound, split: dict[str, int]) -> str:
     """For people. Times in milliseconds."""
-    sent = len(outcome.timings) + len(outcome.failures)
+    total = len(outcome.timings) + len(outcome.failures)
     lines = [
-        f"{counted(sent, 'request')} in {outcome.seconds:.1f} s, {len(outcome.failures)} failed"
+        f"{counted(total, 'request')} in {outcome.seconds:.1f} s, {len(outcome.failures)} failed"
     ]
     if outcome.failures:
         lines.append(f"first failure: {outcome.failures[0]}")
@@ -187,10 +187,10 @@ def report(outcome: ReplayRound, split: dict[str, int]) -> str:
         )
     if outcome.timings:
         lines += ["", HEAD]
-        for name, values in rows(outcome).items():
+        for name, values in summary_rows(outcome).items():
             lines.append(f"{name:<10}" + "".join(f"{value:>10.1f}" for value in values.values()))
-        asked = sum(t.prompt_tokens for t in outcome.timings)
-        lines += ["", f"prompt tokens {asked}, of them cached {outcome.hit_rate:.3f}"]
+        prompt_tokens = sum(t.prompt_tokens for t in outcome.timings)
+        lines += ["", f"prompt tokens {prompt_tokens}, of them cached {outcome.hit_rate:.3f}"]
     if split:
         mean = sum(split.values()) / len(split)
         lines.append(
@@ -200,7 +200,7 @@ def report(outcome: ReplayRound, split: dict[str, int]) -> str:
     return "\n".join(lines)
 
 
-def rows(outcome: ReplayRound) -> dict[str, dict[str, float]]:
+def summary_rows(outcome: ReplayRound) -> dict[str, dict[str, float]]:
     """Distribution of each time [ms]."""
     times = {
         "TTFT ms": [t.ttft * 1e3 for t in outcome.timings],
@@ -218,6 +218,6 @@ def as_json(outcome: ReplayRound, split: dict[str, int]) -> dict[str, Any]:
         "failures": list(outcome.failures),
         "late_secs": outcome.late_secs,
         "hit_rate": outcome.hit_rate,
-        "times": rows(outcome),
+        "times": summary_rows(outcome),
         "requests_per_worker": split,
     }

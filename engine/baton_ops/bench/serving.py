@@ -60,7 +60,7 @@ COLUMNS: tuple[tuple[str, Callable[[LoadRound], float]], ...] = (
 )
 
 
-def ratios(
+def compare_to_first(
     arms: Sequence[BenchArm], arm: BenchArm, value: Callable[[LoadRound], float]
 ) -> list[float | None]:
     """Value of an arm over that of the first one, per round.
@@ -79,7 +79,7 @@ def format_ratios(per_round: Sequence[float | None]) -> str:
     return f"{statistics.median(known):.2f} [{min(known):.2f}, {max(known):.2f}]"
 
 
-def table(arms: Sequence[BenchArm], columns: int | None = None) -> str:
+def format_table(arms: Sequence[BenchArm], columns: int | None = None) -> str:
     """Median over rounds of each arm.
 
     Arms after the first have their ratio to it, too, with the range over rounds.
@@ -90,7 +90,7 @@ def table(arms: Sequence[BenchArm], columns: int | None = None) -> str:
         medians = (statistics.median(map(value, arm.rounds)) for _, value in COLUMNS)
         rows.append((name, *(f"{median:.2f}" for median in medians)))
     for name, arm in zip(names[1:], arms[1:], strict=True):
-        cells = (format_ratios(ratios(arms, arm, value)) for _, value in COLUMNS)
+        cells = (format_ratios(compare_to_first(arms, arm, value)) for _, value in COLUMNS)
         rows.append((f"{name} / first", *cells))
     return "\n".join(fit_table(rows, columns))
 
@@ -102,9 +102,11 @@ def rounds_as_json(arms: Sequence[BenchArm]) -> list[dict[str, Any]]:
             "name": arm.name,
             "url": arm.url,
             "model": arm.model,
-            "rounds": [{name: value(done) for name, value in COLUMNS} for done in arm.rounds],
+            "rounds": [{name: value(outcome) for name, value in COLUMNS} for outcome in arm.rounds],
             "medians": {name: statistics.median(map(value, arm.rounds)) for name, value in COLUMNS},
-            "ratios_to_first": {name: ratios(arms, arm, value) for name, value in COLUMNS},
+            "ratios_to_first": {
+                name: compare_to_first(arms, arm, value) for name, value in COLUMNS
+            },
         }
         for arm in arms
     ]
@@ -141,12 +143,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model-path", default="demo", help="for the servers started here (default: demo)"
     )
-    _add(parser.add_argument_group("rounds of equal requests"), ROUNDS)
+    _add_flags(parser.add_argument_group("rounds of equal requests"), ROUNDS)
     group = parser.add_argument_group("a trace, against --url")
     group.add_argument(
         "--trace", help=f"trace file (.jsonl or .jsonl.gz), or {traces.SHIPPED_HELP}"
     )
-    _add(group, TRACE)
+    _add_flags(group, TRACE)
     group.add_argument(
         "--hold-turns",
         action="store_true",
@@ -157,13 +159,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     options = parser.parse_args(argv)
-    unused, why = (ROUNDS, "with") if options.trace else (TRACE, "without")
+    unused, condition = (ROUNDS, "with") if options.trace else (TRACE, "without")
     for name in unused:
         if hasattr(options, name):
-            parser.error(f"{flag_name(name)} means nothing {why} --trace; leave it out")
+            parser.error(f"{flag_name(name)} means nothing {condition} --trace; leave it out")
     for name, (default, _) in {**ROUNDS, **TRACE}.items():
         setattr(options, name, getattr(options, name, default))
     for name in (
@@ -193,7 +195,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _add(group: Any, flags: dict[str, tuple[Any, str]]) -> None:
+def _add_flags(group: Any, flags: dict[str, tuple[Any, str]]) -> None:
     for name, (default, text) in flags.items():
         group.add_argument(
             flag_name(name),
@@ -207,7 +209,7 @@ def _add(group: Any, flags: dict[str, tuple[Any, str]]) -> None:
 async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[str, str]]:
     started = []
     for name, flags in BUILT_IN:
-        plan = cluster_plan.parse(
+        plan = cluster_plan.parse_flags(
             [*flags, "--model-path", model_path, "--port", "0", "--log-level", "warning"]
         )
         log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
@@ -221,19 +223,19 @@ async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[
     return started
 
 
-def _session(timeout_secs: float) -> aiohttp.ClientSession:
+def _make_session(timeout_secs: float) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(total=timeout_secs)
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 
-async def _bench(options: argparse.Namespace) -> int:
+async def _run_rounds(options: argparse.Namespace) -> int:
     work = LoadShape(**{f.name: getattr(options, f.name) for f in fields(LoadShape)})
     async with AsyncExitStack() as stack:
         named = [(url, url) for url in options.url] or await _start_built_in(
             stack, options.model_path
         )
         arms = [BenchArm(name, url.rstrip("/"), await served_model(url)) for name, url in named]
-        session = await stack.enter_async_context(_session(600))
+        session = await stack.enter_async_context(_make_session(600))
         for number in range(-1, options.rounds):
             for arm in arms if number % 2 else reversed(arms):
                 done = await run_round(session, arm.url, arm.model, work, seed=number)
@@ -249,7 +251,7 @@ async def _bench(options: argparse.Namespace) -> int:
             f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}"
         )
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(table(arms, columns))
+        print(format_table(arms, columns))
         if options.json:
             _write_json(options, rounds_as_json(arms))
         return 0
@@ -260,9 +262,9 @@ def _write_json(options: argparse.Namespace, results: list[dict[str, Any]]) -> N
     Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
 
 
-async def _replay(options: argparse.Namespace) -> int:
-    trace = traces.read(traces.locate(options.trace), options.limit or None)
-    recorded = traces.arrivals(trace)[-1]
+async def _run_replay(options: argparse.Namespace) -> int:
+    trace = traces.read_trace(traces.locate_trace(options.trace), options.limit or None)
+    recorded = traces.arrival_times(trace)[-1]
     factor = (
         len(trace) / options.rate / recorded if options.rate and recorded else 1 / options.speed
     )
@@ -270,11 +272,11 @@ async def _replay(options: argparse.Namespace) -> int:
     held = "; turns wait for the answer before" if options.hold_turns else ""
     print(f"{options.trace}: {len(work)} requests in {work[-1].at:.1f} s{held}", flush=True)
     results = []
-    async with _session(options.timeout_secs) as session:
+    async with _make_session(options.timeout_secs) as session:
         for url in (url.rstrip("/") for url in options.url):
             workers = await replay.worker_urls(session, url) or [url]
             before = await replay.worker_counts(session, workers)
-            outcome = await replay.replay(
+            outcome = await replay.replay_trace(
                 session,
                 url,
                 await served_model(url),
@@ -285,7 +287,7 @@ async def _replay(options: argparse.Namespace) -> int:
             )
             after = await replay.worker_counts(session, workers)
             split = {worker: after[worker] - before[worker] for worker in before if worker in after}
-            print(f"\n{url}\n{replay.report(outcome, split)}", flush=True)
+            print(f"\n{url}\n{replay.format_report(outcome, split)}", flush=True)
             results.append({"url": url, **replay.as_json(outcome, split)})
     if options.json:
         _write_json(options, results)
@@ -293,9 +295,9 @@ async def _replay(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parse(argv)
+    options = parse_flags(argv)
     try:
-        return asyncio.run(_replay(options) if options.trace else _bench(options))
+        return asyncio.run(_run_replay(options) if options.trace else _run_rounds(options))
     except (ChildFailed, ConfigError, aiohttp.ClientError) as err:
         print(f"baton bench: {err}", file=sys.stderr)
         return 1

@@ -24,6 +24,6 @@ _LETTERS = (
 WORDS = tuple(_LETTERS.split())
 
 
-def words(name: str, count: int) -> str:
+def make_words(name: str, count: int) -> str:
     """`count` words, always the same for a `name`, unlike those of other names."""
     return "".join(WORDS[byte] + " " for byte in hashlib.shake_128(name.encode()).digest(count))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from baton.config.flags import FlagParser, refuse
+from baton.config.flags import FlagParser, exit_with_mistakes
 
 PROG = "baton completion"
 INSTALL = {
@@ -53,36 +53,36 @@ def first_sentence(text: str) -> str:
 
 def flags_of(parser: argparse.ArgumentParser) -> list[CommandFlag]:
     """Flags that the parser knows, with their aliases."""
-    found = []
+    flags = []
     for action in parser._actions:
         metavar = action.metavar if isinstance(action.metavar, str) else ""
         values = tuple(metavar[1:-1].split(",")) if metavar.startswith("{") else ()
         text = first_sentence(action.help or "")
-        found += [CommandFlag(name, text, values) for name in action.option_strings]
-    return found
+        flags += [CommandFlag(name, text, values) for name in action.option_strings]
+    return flags
 
 
 def router_flags(*command: str) -> list[CommandFlag]:
     """Flags of the router, as it prints them: name, values, help; tabs between."""
-    asked = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, "-m", "baton_ops.cli", "router", "--print-completion"],
         capture_output=True,
         text=True,
         check=True,
     )
-    found = []
-    for line in asked.stdout.splitlines():
+    flags = []
+    for line in outcome.stdout.splitlines():
         name, values, text = line.split("\t")
-        known = tuple(values.split(",")) if values else ()
-        found.append(CommandFlag(name, first_sentence(text), known))
-    return found
+        choices = tuple(values.split(",")) if values else ()
+        flags.append(CommandFlag(name, first_sentence(text), choices))
+    return flags
 
 
 def read_commands() -> list[CommandWords]:
     from baton_ops.cli.main import COMMANDS, PARSERS
 
     router = router_flags()
-    found = []
+    commands = []
     for name, (text, _) in COMMANDS.items():
         if name in PARSERS:
             flags = flags_of(import_module(PARSERS[name]).make_parser())
@@ -91,8 +91,8 @@ def read_commands() -> list[CommandWords]:
         else:
             flags = router
         words = tuple(SCRIPTS) if name == "completion" else ()
-        found.append(CommandWords(name, text, tuple(flags), words))
-    return found
+        commands.append(CommandWords(name, text, tuple(flags), words))
+    return commands
 
 
 # ---- scripts -------------------------------------------------------------------------------------
@@ -225,6 +225,6 @@ def main(argv: Sequence[str]) -> int:
         given = "no shell is given" if shell is None else f"{shell}: unknown shell"
         bad.append(f"{given}; give one of {', '.join(SCRIPTS)}")
     if bad:
-        refuse(PROG, bad)
+        exit_with_mistakes(PROG, bad)
     print(SCRIPTS[shell](read_commands()), end="")
     return 0

@@ -20,7 +20,7 @@ def _main_of(module: str) -> Callable[[Sequence[str]], int]:
     return lambda argv: int(import_module(module).main(argv))
 
 
-def _native(*command: str) -> Callable[[Sequence[str]], int]:
+def _run_native(*command: str) -> Callable[[Sequence[str]], int]:
     """The router's program under the name, and with the subcommand, that `command` gives it."""
     return lambda argv: int(import_module("baton._native").router_main([*command, *argv]))
 
@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         _main_of("baton_ops.launch.local_cluster"),
     ),
     "chat": ("talk to a model in the terminal", _main_of("baton_ops.chat")),
-    "router": ("run the router", _native("baton router")),
+    "router": ("run the router", _run_native("baton router")),
     "engine": (
         "run one engine: a prefill node, a decode node, or both in one",
         _main_of("baton.server.launch.engine"),
@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "replay a trace through the scheduler in virtual time and compare queue orders",
         _main_of("baton_ops.sim.main"),
     ),
-    "replay": ("decide a router's decision log again, and compare", _native("baton", "replay")),
+    "replay": ("decide a router's decision log again, and compare", _run_native("baton", "replay")),
     "completion": (
         "print a script that completes commands and flags in bash, zsh or fish",
         _main_of("baton_ops.cli.completion"),
@@ -84,7 +84,7 @@ ELSEWHERE = dict.fromkeys(
 """Words that start a server elsewhere, and what to do here."""
 
 
-def usage() -> str:
+def format_usage() -> str:
     rows = "\n".join(f"  {name:<10} {text}" for name, (text, _) in COMMANDS.items())
     return f"usage: baton COMMAND [options]    (baton COMMAND --help lists them)\n\n{rows}\n\n  --version\n"
 
@@ -98,7 +98,7 @@ def own_version() -> str:
 
 def router() -> int:
     """Entry point of the command `baton-router` where the native program is not installed."""
-    return _native("baton-router")(sys.argv[1:])
+    return _run_native("baton-router")(sys.argv[1:])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = [argv[1], "--help"]
         name = argv[0]
     if name in ("-h", "--help", "help"):
-        print(usage(), end="")
+        print(format_usage(), end="")
         return 0 if argv else 2
     if name in ("-V", "--version", "version"):
         print(f"baton {own_version()}")

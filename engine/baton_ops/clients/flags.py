@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Sequence
 
-from baton.config.flags import refuse
+from baton.config.flags import exit_with_mistakes
 from baton_ops.clients.http_client import HttpClient
 
 DEFAULT_ROUTER = "http://127.0.0.1:8000"
@@ -28,6 +28,6 @@ def make_client(prog: str, ca_cert: str | None) -> HttpClient:
     try:
         return HttpClient(ca_cert)
     except (OSError, ssl.SSLError) as err:
-        refuse(
+        exit_with_mistakes(
             prog, [f"--ca-cert {ca_cert}: {err.strerror or err}; give a PEM file with certificates"]
         )

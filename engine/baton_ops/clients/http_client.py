@@ -73,13 +73,13 @@ class HttpClient:
         self._opener = urllib.request.build_opener(*handlers)
 
     def get(self, url: str, key: str | None = None) -> HttpAnswer:
-        return self._ask(urllib.request.Request(url), key)
+        return self._send_request(urllib.request.Request(url), key)
 
     def post(
         self, url: str, body: dict[str, Any], key: str | None = None, *, timeout_secs: float
     ) -> HttpAnswer:
         data = json.dumps(body).encode()
-        return self._ask(
+        return self._send_request(
             urllib.request.Request(url, data, {"content-type": "application/json"}),
             key,
             timeout_secs,
@@ -115,10 +115,10 @@ class HttpClient:
                 text = err.read().decode(errors="replace")
             raise StreamEnded(err.code, _error_message(text, err.code)) from err
         except (OSError, http.client.HTTPException) as err:
-            raise StreamEnded(0, _reason(err)) from err
+            raise StreamEnded(0, _describe_error(err)) from err
         raise StreamEnded(0, "the stream ended")
 
-    def _ask(
+    def _send_request(
         self, request: urllib.request.Request, key: str | None, timeout_secs: float = TIMEOUT_SECS
     ) -> HttpAnswer:
         if key is not None:
@@ -128,7 +128,7 @@ class HttpClient:
             with self._opener.open(request, timeout=timeout_secs) as response:
                 text = response.read().decode(errors="replace")
                 return HttpAnswer(
-                    response.status, text, "", _offset(response.headers.get("date"), began)
+                    response.status, text, "", _clock_offset(response.headers.get("date"), began)
                 )
         except urllib.error.HTTPError as err:
             with err:
@@ -137,10 +137,10 @@ class HttpClient:
                 err.code,
                 text,
                 _error_message(text, err.code),
-                _offset(err.headers.get("date"), began),
+                _clock_offset(err.headers.get("date"), began),
             )
         except (OSError, ValueError, http.client.HTTPException) as err:  # URLError is an OSError
-            return HttpAnswer(0, "", _reason(err), None)
+            return HttpAnswer(0, "", _describe_error(err), None)
 
 
 NO_HTTP = "its answer is no HTTP"
@@ -160,7 +160,7 @@ def connection_remedy(url: str, problem: str) -> str | None:
     return None
 
 
-def _reason(err: Exception) -> str:
+def _describe_error(err: Exception) -> str:
     is_cut = isinstance(err, http.client.RemoteDisconnected)
     if isinstance(err, http.client.BadStatusLine) and not is_cut:
         return NO_HTTP  # what it sent instead may be a TLS alert, which no terminal should get
@@ -168,7 +168,7 @@ def _reason(err: Exception) -> str:
     return str(getattr(reason, "strerror", None) or str(reason) or type(err).__name__).lower()
 
 
-def _offset(date: str | None, began: float) -> float | None:
+def _clock_offset(date: str | None, began: float) -> float | None:
     """Difference of the clocks by a Date header.
 
     The header is cut to whole seconds, so its middle is compared with that of the exchange.

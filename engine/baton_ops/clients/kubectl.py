@@ -29,7 +29,7 @@ class Kubectl:
         """
         command = [*self._command, *words]
         try:
-            done = subprocess.run(
+            outcome = subprocess.run(
                 command,
                 capture_output=True,
                 text=True,
@@ -44,14 +44,14 @@ class Kubectl:
             raise KubectlError(
                 f"kubectl {shlex.join(words)} did not end within {self._timeout_secs:g} s"
             ) from err
-        if done.returncode not in exits or (done.returncode and not done.stdout.strip()):
-            lines = done.stderr.strip().splitlines() or [
-                f"kubectl {shlex.join(words)} ended with {done.returncode}"
+        if outcome.returncode not in exits or (outcome.returncode and not outcome.stdout.strip()):
+            lines = outcome.stderr.strip().splitlines() or [
+                f"kubectl {shlex.join(words)} ended with {outcome.returncode}"
             ]
             raise KubectlError(lines[-1][-500:])
-        return done.stdout
+        return outcome.stdout
 
     def items(self, *words: str) -> list[dict[str, Any]]:
         """Objects that `kubectl get` lists, or the one it names."""
-        found = json.loads(self.run("get", *words, "-o", "json"))
-        return list(found["items"]) if "items" in found else [found]
+        answer = json.loads(self.run("get", *words, "-o", "json"))
+        return list(answer["items"]) if "items" in answer else [answer]

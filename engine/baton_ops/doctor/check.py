@@ -54,7 +54,7 @@ def is_problem(result: CheckResult) -> bool:
     return result.status in (CheckStatus.WARN, CheckStatus.FAIL)
 
 
-def merge(results: Iterable[CheckResult]) -> list[CheckResult]:
+def merge_results(results: Iterable[CheckResult]) -> list[CheckResult]:
     """Results of one check: each problem, else the first that is well, else the first skipped."""
     all_results = list(results)
     problems = [result for result in all_results if is_problem(result)]
@@ -81,7 +81,7 @@ def add_check(
         @functools.wraps(find)
         def check(view: View) -> list[CheckResult]:
             results = [replace(result, name=result.name or name) for result in find(view)]
-            return results if shows_all else merge(results)
+            return results if shows_all else merge_results(results)
 
         checks.append(check)
         return check
@@ -118,10 +118,10 @@ def render_text(results: Sequence[CheckResult], *, is_colored: bool) -> str:
         lines.append(f"{word}  {result.name:<{width}}  {result.sentence}")
         if result.remedy:
             lines.append(f"{'':<{width + 6}}  -> {result.remedy}")
-    return "\n".join([*lines, "", summary(results)])
+    return "\n".join([*lines, "", summarize_results(results)])
 
 
-def summary(results: Iterable[CheckResult]) -> str:
+def summarize_results(results: Iterable[CheckResult]) -> str:
     count = Counter(result.status.value for result in results)
     warnings = counted(count["warn"], "warning")
     failures = counted(count["fail"], "failure")

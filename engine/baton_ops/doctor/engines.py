@@ -13,7 +13,7 @@ from baton_ops.doctor.check import (
     add_check,
     fail,
     is_problem,
-    merge,
+    merge_results,
     ok,
     run_checks,
     skip,
@@ -173,7 +173,7 @@ def check_engine_hosts(view: FleetView) -> Iterator[CheckResult]:
             results.append(
                 CheckResult(name, result.status, f"{label}: {result.sentence}", result.remedy)
             )
-        yield from merge(results)
+        yield from merge_results(results)
 
 
 @add_check(ENGINE_CHECKS, "engine.cpu")
@@ -200,7 +200,7 @@ def check_engine_clocks(view: FleetView) -> Iterator[CheckResult]:
             # offset.
             offset = time_there - min(max(time_there, asked_at), answered_at)
         if offset is not None:
-            yield host.skew(engine.label, offset)
+            yield host.check_skew(engine.label, offset)
     yield skip("no engine answers")
 
 

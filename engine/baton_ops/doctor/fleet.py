@@ -130,7 +130,7 @@ def read_fleet(urls: Iterable[str], keys: FleetKeys, client: HttpClient) -> Flee
     prefill = [engine.bootstrap for engine in engines if engine.bootstrap]
     targets = [{"host": host_name, "port": port} for host_name, port in prefill]
     diagnose = partial(
-        _diagnose, targets=targets, challenge=secrets.token_hex(16), keys=keys, client=client
+        _diagnose_engine, targets=targets, challenge=secrets.token_hex(16), keys=keys, client=client
     )
     diagnosed = in_parallel(diagnose, engines)
     is_unknown = any(
@@ -223,7 +223,7 @@ def _read_engine(
     )
 
 
-def _diagnose(
+def _diagnose_engine(
     engine: EngineView,
     targets: list[dict[str, Any]],
     challenge: str,

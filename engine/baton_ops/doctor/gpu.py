@@ -61,7 +61,7 @@ def read_gpu_facts() -> GpuFacts | None:
         if not Path("/dev/nvidiactl").exists():
             return None
         return GpuFacts([], "", "there is /dev/nvidiactl, but no nvidia-smi in PATH")
-    code, listed, error = _run(
+    code, listed, error = _run_command(
         [smi, "--query-gpu=name,driver_version", "--format=csv,noheader"], SMI_SECS
     )
     if code != 0:
@@ -69,29 +69,34 @@ def read_gpu_facts() -> GpuFacts | None:
     rows = [line.rsplit(",", 1) for line in listed.splitlines() if "," in line]
     if not rows:
         return None
-    code, shown, error = _run([sys.executable, "-c", TORCH_SCRIPT], TORCH_SECS)
-    found = next(
+    code, shown, error = _run_command([sys.executable, "-c", TORCH_SCRIPT], TORCH_SECS)
+    interpreter = next(
         (line.removeprefix("FOUND ") for line in shown.splitlines() if line.startswith("FOUND ")),
         None,
     )
-    problem = "" if found else (error.strip().splitlines() or [f"it ended with {code}"])[-1]
-    nvlink = _run([smi, "nvlink", "--status"], SMI_SECS)[1]
+    problem = "" if interpreter else (error.strip().splitlines() or [f"it ended with {code}"])[-1]
+    nvlink = _run_command([smi, "nvlink", "--status"], SMI_SECS)[1]
     devices = [name.strip() for name, _ in rows]
     return GpuFacts(
-        devices, rows[0][1].strip(), "", json.loads(found) if found else {}, problem, nvlink
+        devices,
+        rows[0][1].strip(),
+        "",
+        json.loads(interpreter) if interpreter else {},
+        problem,
+        nvlink,
     )
 
 
-def _run(command: list[str], timeout_secs: float) -> tuple[int, str, str]:
+def _run_command(command: list[str], timeout_secs: float) -> tuple[int, str, str]:
     try:
-        done = subprocess.run(
+        outcome = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_secs, check=False
         )
     except subprocess.TimeoutExpired:
         return 124, "", f"{Path(command[0]).name} did not end within {timeout_secs:g} s"
     except OSError as err:
         return 127, "", str(err)
-    return done.returncode, done.stdout, done.stderr
+    return outcome.returncode, outcome.stdout, outcome.stderr
 
 
 def check_driver(facts: GpuFacts) -> CheckResult:
@@ -103,27 +108,31 @@ def check_driver(facts: GpuFacts) -> CheckResult:
 
 
 def check_torch(facts: GpuFacts) -> CheckResult:
-    found = facts.torch
+    torch_facts = facts.torch
     if facts.torch_problem:
         return fail(
             f"torch failed on the GPU: {facts.torch_problem}",
             "install torch for this driver's CUDA version",
         )
-    if not found["cuda_build"]:
+    if not torch_facts["cuda_build"]:
         return fail(
             "torch is a build without CUDA",
             "install a CUDA build of torch: pytorch.org names the index",
         )
-    if not found["is_available"]:
-        sentence = f"torch for CUDA {found['cuda_build']} sees no GPU with driver {facts.driver}"
+    if not torch_facts["is_available"]:
+        sentence = (
+            f"torch for CUDA {torch_facts['cuda_build']} sees no GPU with driver {facts.driver}"
+        )
         return fail(
             sentence,
             "update the driver, or install torch for an older CUDA; look at CUDA_VISIBLE_DEVICES",
         )
-    if len(found["devices"]) != len(facts.devices):
-        sentence = f"torch computes on {len(found['devices'])} of {len(facts.devices)} GPUs"
+    if len(torch_facts["devices"]) != len(facts.devices):
+        sentence = f"torch computes on {len(torch_facts['devices'])} of {len(facts.devices)} GPUs"
         return warn(sentence, "look at CUDA_VISIBLE_DEVICES")
-    return ok(f"torch for CUDA {found['cuda_build']} computes on {len(found['devices'])} GPUs")
+    return ok(
+        f"torch for CUDA {torch_facts['cuda_build']} computes on {len(torch_facts['devices'])} GPUs"
+    )
 
 
 def check_p2p(facts: GpuFacts) -> CheckResult:

@@ -26,7 +26,7 @@ UNSAFE_SKEW_SECS = 240.0
 NOTED_SKEW_SECS = 5.0
 
 
-def mib(count: int) -> str:
+def format_mib(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count >> 20} MiB"
 
 
@@ -43,9 +43,10 @@ def check_shm(facts: HostFacts) -> CheckResult:
     if facts.shm_total is None:
         return warn("/dev/shm is not there: NCCL and gloo groups cannot start", remedy)
     if facts.shm_total < MIN_SHM_BYTES:
-        sentence = f"/dev/shm has {mib(facts.shm_total)}, tensor parallelism and NCCL want {mib(MIN_SHM_BYTES)}"
+        wanted_size = format_mib(MIN_SHM_BYTES)
+        sentence = f"/dev/shm has {format_mib(facts.shm_total)}, tensor parallelism and NCCL want {wanted_size}"
         return warn(sentence, remedy)
-    return ok(f"/dev/shm has {mib(facts.shm_total)}")
+    return ok(f"/dev/shm has {format_mib(facts.shm_total)}")
 
 
 def check_open_files(facts: HostFacts, needed: int = MIN_OPEN_FILES) -> CheckResult:
@@ -67,9 +68,9 @@ def check_locked_memory(facts: HostFacts) -> CheckResult:
         return skip("no RDMA device: the limit of locked memory does not matter")
     if limit is None or limit >= MIN_LOCKED_BYTES:
         return ok(
-            f"{'any amount' if limit is None else mib(limit)} of memory can be locked for RDMA"
+            f"{'any amount' if limit is None else format_mib(limit)} of memory can be locked for RDMA"
         )
-    sentence = f"only {mib(limit)} of memory can be locked, RDMA registers whole buffers"
+    sentence = f"only {format_mib(limit)} of memory can be locked, RDMA registers whole buffers"
     return warn(
         sentence,
         "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; containers: the capability IPC_LOCK",
@@ -80,11 +81,11 @@ def check_memory(facts: HostFacts) -> CheckResult:
     limit = (
         ""
         if facts.memory_limit is None
-        else f", the control group allows {mib(facts.memory_limit)}"
+        else f", the control group allows {format_mib(facts.memory_limit)}"
     )
     if facts.memory_available is None:
         return skip("/proc/meminfo does not tell what is available")
-    sentence = f"{mib(facts.memory_available)} of memory are available{limit}"
+    sentence = f"{format_mib(facts.memory_available)} of memory are available{limit}"
     if min(facts.memory_available, facts.memory_limit or facts.memory_available) < MIN_MEMORY_BYTES:
         return warn(
             sentence, "a rank needs weights + KV pool + 0.6 GiB: lower --kv-pool-mib or add memory"
@@ -96,7 +97,9 @@ def check_disk(facts: HostFacts) -> CheckResult:
     if not facts.disks:
         return skip("the free space of its file systems is unknown")
     smallest = min(facts.disks, key=lambda disk: disk.free)
-    sentence = f"{mib(smallest.free)} of {mib(smallest.total)} are free at {smallest.path}"
+    sentence = (
+        f"{format_mib(smallest.free)} of {format_mib(smallest.total)} are free at {smallest.path}"
+    )
     remedy = "remove or rotate old logs and traces, or write them elsewhere (--log-dir, TMPDIR)"
     if smallest.free < FULL_DISK_BYTES:
         return fail(f"{sentence}: logs are lost", remedy)
@@ -146,7 +149,7 @@ def check_versions(facts: HostFacts) -> CheckResult:
     return ok(listed)
 
 
-def skew(subject: str, offset_secs: float) -> CheckResult:
+def check_skew(subject: str, offset_secs: float) -> CheckResult:
     """Judge the difference of two clocks."""
     sentence = f"the clock of {subject} is {abs(offset_secs):.1f} s {'ahead' if offset_secs > 0 else 'behind'}"
     remedy = "synchronize the clocks (chronyd, systemd-timesyncd); engines refuse signatures older than 300 s"

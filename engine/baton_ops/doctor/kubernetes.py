@@ -80,11 +80,11 @@ def read_namespace(namespace: str, command: str = "kubectl") -> KubeView:
         {account_of(workload) for workload in view.workloads if program(workload) == "router"}
     ):
         for verb in ROUTER_VERBS:
-            view.access[account, verb] = _can(kubectl, namespace, account, verb)
+            view.access[account, verb] = _check_permission(kubectl, namespace, account, verb)
     return view
 
 
-def _can(kubectl: Kubectl, namespace: str, account: str, verb: str) -> str:
+def _check_permission(kubectl: Kubectl, namespace: str, account: str, verb: str) -> str:
     try:
         who = f"--as=system:serviceaccount:{namespace}:{account}"
         answer = kubectl.run("auth", "can-i", verb, "pods", who, exits=(0, 1))
@@ -156,12 +156,12 @@ def arguments(workload: Object, view: KubeView) -> list[str]:
 
 def flag_value(words: list[str], flag: str) -> str | None:
     """The last value given, as `--flag=value` or `--flag value`."""
-    found = None
+    last_value = None
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         if name == flag:
-            found = value if equals else following
-    return found
+            last_value = value if equals else following
+    return last_value
 
 
 def referenced_secrets(workload: Object) -> Iterator[tuple[str, str | None]]:
@@ -211,11 +211,11 @@ def check_workloads(view: KubeView) -> Iterator[CheckResult]:
             "kubectl apply --server-side -k deploy/kubernetes/overlays/…; check --namespace",
         )
     for workload in view.workloads:
-        wanted = int(workload["spec"].get("replicas", 1))
+        replicas = int(workload["spec"].get("replicas", 1))
         ready = int(workload.get("status", {}).get("readyReplicas", 0))
-        if ready < wanted:
+        if ready < replicas:
             level = warn if ready else fail
-            sentence = f"{label(workload)}: {ready} of {wanted} replicas are ready"
+            sentence = f"{label(workload)}: {ready} of {replicas} replicas are ready"
             yield level(
                 sentence, f"kubectl -n {view.namespace} describe {label(workload)}; see kube.pods"
             )
@@ -231,7 +231,7 @@ def check_pods(view: KubeView) -> Iterator[CheckResult]:
         view, *(w["spec"]["selector"].get("matchLabels") or {} for w in view.workloads)
     )
     for pod in mine:
-        if reason := _trouble(pod):
+        if reason := _describe_trouble(pod):
             name = pod["metadata"]["name"]
             remedy = f"kubectl -n {view.namespace} describe pod {name}; kubectl logs --previous"
             yield fail(f"pod/{name}: {reason}", remedy)
@@ -241,7 +241,7 @@ def check_pods(view: KubeView) -> Iterator[CheckResult]:
 WAITING_IS_NORMAL = ("ContainerCreating", "PodInitializing")
 
 
-def _trouble(pod: Object) -> str:
+def _describe_trouble(pod: Object) -> str:
     """Why a pod does not run, as the scheduler and the kubelet say.
 
     Empty: nothing is wrong, or it starts.
@@ -271,7 +271,7 @@ def _trouble(pod: Object) -> str:
 @add_check(KUBE_CHECKS, "kube.selectors")
 def check_selectors(view: KubeView) -> Iterator[CheckResult]:
     counts = []
-    for short_name, name, selector in _selectors(view):
+    for short_name, name, selector in _find_selectors(view):
         pods = pods_matching(view, selector)
         ready = sum(map(is_pod_ready, pods))
         counts.append(f"{short_name} {ready} of {len(pods)}")
@@ -288,7 +288,7 @@ def check_selectors(view: KubeView) -> Iterator[CheckResult]:
     yield skip("neither a Service nor a router selects pods of Baton")
 
 
-def _selectors(view: KubeView) -> Iterator[tuple[str, str, dict[str, str]]]:
+def _find_selectors(view: KubeView) -> Iterator[tuple[str, str, dict[str, str]]]:
     """Short name, name and selector of what should select pods of Baton: Services, and flags of
     routers.
 
@@ -361,10 +361,10 @@ def check_grace(view: KubeView) -> Iterator[CheckResult]:
         needed = pause + drain + SPARE_GRACE_SECS
         notes.append(f"{label(workload)} {grace} >= {pause:g} + {drain:g} + {SPARE_GRACE_SECS}")
         if grace < needed:
-            why = (
+            reason = (
                 f"they need {needed:g} s: preStop {pause:g} + {flag} {drain:g} + {SPARE_GRACE_SECS}"
             )
-            sentence = f"{label(workload)}: Kubernetes kills its pods after {grace} s, but {why}"
+            sentence = f"{label(workload)}: Kubernetes kills its pods after {grace} s, but {reason}"
             yield fail(sentence, f"terminationGracePeriodSeconds: {needed:g}, or a smaller {flag}")
         if pause == 0:
             sentence = f"{label(workload)} has no preStop pause: requests still arrive when it refuses them already"
@@ -377,8 +377,8 @@ def _prestop_seconds(container: Object) -> float:
     if "sleep" in hook:
         return float(hook["sleep"].get("seconds", 0))
     words = " ".join(hook.get("exec", {}).get("command", []))
-    found = re.search(r"sleep (\d+(?:\.\d+)?)", words)
-    return float(found[1]) if found else 0.0
+    sleep = re.search(r"sleep (\d+(?:\.\d+)?)", words)
+    return float(sleep[1]) if sleep else 0.0
 
 
 @add_check(KUBE_CHECKS, "kube.access")
@@ -408,12 +408,12 @@ def check_access(view: KubeView) -> Iterator[CheckResult]:
 
 @add_check(KUBE_CHECKS, "kube.secrets")
 def check_secrets(view: KubeView) -> Iterator[CheckResult]:
-    wanted = {
+    secret_names = {
         reference for workload in view.workloads for reference in referenced_secrets(workload)
     }
     create = f"kubectl -n {view.namespace} create secret generic"
     remedies: dict[str, str] = {}
-    for secret, key in sorted(wanted, key=str):
+    for secret, key in sorted(secret_names, key=str):
         keys = view.secrets.get(secret, [])
         if keys is None:
             sentence = f"Secret {secret} does not exist"
@@ -433,37 +433,37 @@ def check_secrets(view: KubeView) -> Iterator[CheckResult]:
 
 @add_check(KUBE_CHECKS, "kube.gpus")
 def check_gpus(view: KubeView) -> Iterator[CheckResult]:
-    wanted = sum(_gpus(w) * int(w["spec"].get("replicas", 1)) for w in view.workloads)
+    wanted_gpus = sum(_count_gpus(w) * int(w["spec"].get("replicas", 1)) for w in view.workloads)
     offers = [
         node.get("status", {}).get("allocatable", {}).get(GPU_RESOURCE, 0)
         for node in view.of_kind("nodes")
     ]
     there = sum(map(int, offers))
-    if not wanted:
+    if not wanted_gpus:
         yield skip(f"no workload asks for {GPU_RESOURCE}")
     elif "nodes" in view.unreadable:
         yield skip(f"nodes cannot be read: {view.unreadable['nodes']}")
     elif there == 0:
-        sentence = f"{wanted} GPUs are asked for, no node offers {GPU_RESOURCE}"
+        sentence = f"{wanted_gpus} GPUs are asked for, no node offers {GPU_RESOURCE}"
         yield fail(
             sentence, "install NVIDIA's device plugin or GPU operator; kubectl describe node"
         )
-    elif there < wanted:
-        sentence = f"{wanted} GPUs are asked for, all nodes together offer {there}"
+    elif there < wanted_gpus:
+        sentence = f"{wanted_gpus} GPUs are asked for, all nodes together offer {there}"
         yield fail(sentence, "fewer replicas, or more nodes")
     else:
         for workload in view.workloads:
             surge = (
                 workload["spec"].get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", "25%")
             )
-            extra = _gpus(workload) if workload.get("kind") != "StatefulSet" else 0
-            if extra and str(surge) not in ("0", "0%") and there < wanted + extra:
+            extra = _count_gpus(workload) if workload.get("kind") != "StatefulSet" else 0
+            if extra and str(surge) not in ("0", "0%") and there < wanted_gpus + extra:
                 sentence = f"{label(workload)}: maxSurge {surge}, but no GPU of {there} is left: a rollout would hang"
                 yield warn(sentence, "strategy: rollingUpdate: {maxSurge: 0, maxUnavailable: 1}")
-        yield ok(f"GPUs asked for: {wanted}, offered by nodes: {there}")
+        yield ok(f"GPUs asked for: {wanted_gpus}, offered by nodes: {there}")
 
 
-def _gpus(workload: Object) -> int:
+def _count_gpus(workload: Object) -> int:
     return sum(
         int(c.get("resources", {}).get("limits", {}).get(GPU_RESOURCE, 0))
         for c in containers(workload)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.config.flags import FlagParser, add_flags, markdown, opt, refuse
+from baton.config.flags import FlagParser, add_flags, exit_with_mistakes, flags_table, opt
 from baton.server.observability.host_facts import HostFacts
 from baton_ops.clients.flags import (
     API_KEY_ENV,
@@ -26,7 +26,7 @@ from baton_ops.doctor.check import CheckResult, exit_code, render_json, render_t
 from baton_ops.doctor.engines import check_engines
 from baton_ops.doctor.fleet import FleetKeys, read_fleet
 from baton_ops.doctor.gpu import check_gpu, read_gpu_facts
-from baton_ops.doctor.host import check_host, skew
+from baton_ops.doctor.host import check_host, check_skew
 from baton_ops.doctor.kubernetes import check_namespace, read_namespace
 from baton_ops.doctor.pairs import check_pairs
 from baton_ops.doctor.routers import check_routers
@@ -77,14 +77,14 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> DoctorConfig:
+def parse_flags(argv: Sequence[str]) -> DoctorConfig:
     """Flags; prints mistakes and exits with 2."""
     config, others, bad = make_parser().read_config(DoctorConfig, argv)
     urls: list[str] = others["urls"]
     bad += wrong_urls(urls, "")
     bad += wrong_urls(config.routers, "--router ")
     if bad:
-        refuse(PROG, bad)
+        exit_with_mistakes(PROG, bad)
     if not urls:
         return config
     return replace(config, fleet=True, router=",".join([*urls, *config.routers]))
@@ -94,7 +94,7 @@ def keys_of(config: DoctorConfig) -> FleetKeys:
     return FleetKeys(control=config.key or config.api_key, engine=config.api_key)
 
 
-def examine(config: DoctorConfig) -> list[CheckResult]:
+def examine_fleet(config: DoctorConfig) -> list[CheckResult]:
     """All results that the flags ask for."""
     client = make_client(PROG, config.ca_cert)
     is_alone = not config.fleet and not config.namespace
@@ -114,18 +114,18 @@ def examine_node(routers: Sequence[str], client: HttpClient) -> list[CheckResult
         if offset is None:
             result = skip(f"router {url} does not answer with its time")
         else:
-            result = skew(f"router {url}, against this one,", offset)
+            result = check_skew(f"router {url}, against this one,", offset)
         results.append(replace(result, name="host.clock"))
     return results + check_gpu(read_gpu_facts())
 
 
 def main(argv: Sequence[str]) -> int:
-    config = parse(argv)
-    results = examine(config)
+    config = parse_flags(argv)
+    results = examine_fleet(config)
     is_colored = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     print(render_json(results) if config.json else render_text(results, is_colored=is_colored))
     return exit_code(results)
 
 
 if __name__ == "__main__":
-    print(markdown(DoctorConfig))
+    print(flags_table(DoctorConfig))

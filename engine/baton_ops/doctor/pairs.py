@@ -16,9 +16,9 @@ SHOWN = 4
 """Addresses named in one sentence."""
 
 
-def named(labels: list[str]) -> str:
-    more = f" and {len(labels) - SHOWN} more" if len(labels) > SHOWN else ""
-    return ", ".join(labels[:SHOWN]) + more
+def join_labels(labels: list[str]) -> str:
+    others = f" and {len(labels) - SHOWN} more" if len(labels) > SHOWN else ""
+    return ", ".join(labels[:SHOWN]) + others
 
 
 # ---- cluster key ---------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def check_cluster_keys(view: FleetView) -> Iterator[CheckResult]:
         return
     groups: dict[str, list[EngineView]] = {}
     for engine in engines:
-        groups.setdefault(next(iter(_proofs(engine)), ""), []).append(engine)
+        groups.setdefault(next(iter(_find_proofs(engine)), ""), []).append(engine)
     without = groups.pop("", [])
     if not groups:
         yield ok(
@@ -53,34 +53,37 @@ def check_cluster_keys(view: FleetView) -> Iterator[CheckResult]:
     ]
     remedy = "give all engines the same --cluster-key (BATON_CLUSTER_KEY, or its Secret) and restart them"
     if refused:
-        sentence = f"{named(refused)}: the cluster key differs from that of {named([e.label for e in largest])}"
+        largest_text = join_labels([e.label for e in largest])
+        sentence = f"{join_labels(refused)}: the cluster key differs from that of {largest_text}"
         yield fail(sentence, remedy)
     elif others:
-        sentence = f"{named([e.label for e in others])} signs with another cluster key, which all others accept"
+        sentence = f"{join_labels([e.label for e in others])} signs with another cluster key, which all others accept"
         yield warn(sentence, "finish the change of keys (docs/guide/security.md)")
     if without:
         yield fail(
-            f"{named([e.label for e in without])}: no cluster key, the other engines have one",
+            f"{join_labels([e.label for e in without])}: no cluster key, the other engines have one",
             remedy,
         )
     yield ok(f"{len(largest)} engines have the same cluster key")
 
 
-def _proofs(engine: EngineView) -> list[str]:
+def _find_proofs(engine: EngineView) -> list[str]:
     """Proof of the key that it signs with, then of the one that it accepts besides."""
     return [str(proof) for proof in engine.diagnosis.get("cluster_key_proofs") or []]
 
 
 def _accept_each_other(one: EngineView, other: EngineView) -> bool:
-    return _proofs(one)[0] in _proofs(other) and _proofs(other)[0] in _proofs(one)
+    return _find_proofs(one)[0] in _find_proofs(other) and _find_proofs(other)[0] in _find_proofs(
+        one
+    )
 
 
 # ---- fingerprints --------------------------------------------------------------------------------
 
 
-def differences(prefill: EngineView, decode: EngineView) -> list[str]:
+def find_differences(prefill: EngineView, decode: EngineView) -> list[str]:
     """Fields of the fingerprint that both tell and that differ, with both values."""
-    ours, theirs = (_fingerprint(engine) for engine in (prefill, decode))
+    ours, theirs = (_read_fingerprint(engine) for engine in (prefill, decode))
     return [
         f"{name} {ours[name]} / {theirs[name]}"
         for name in ours
@@ -88,9 +91,9 @@ def differences(prefill: EngineView, decode: EngineView) -> list[str]:
     ]
 
 
-def _fingerprint(engine: EngineView) -> dict[str, str]:
-    found = engine.info.get("fingerprint") or engine.worker.get("fingerprint") or {}
-    return {name: str(value) for name, value in found.items()}
+def _read_fingerprint(engine: EngineView) -> dict[str, str]:
+    fingerprint = engine.info.get("fingerprint") or engine.worker.get("fingerprint") or {}
+    return {name: str(value) for name, value in fingerprint.items()}
 
 
 REMEDIES = {
@@ -110,16 +113,22 @@ def check_fingerprints(view: FleetView) -> Iterator[CheckResult]:
     if not prefill or not decode:
         yield skip("there are no prefill and decode nodes to pair")
         return
-    pairs = {(p.url, d.url): differences(p, d) for p in prefill for d in decode}
-    fitting = {url for urls, found in pairs.items() if not found for url in urls}
+    pairs = {(p.url, d.url): find_differences(p, d) for p in prefill for d in decode}
+    fitting = {url for urls, differences in pairs.items() if not differences for url in urls}
     alone = [engine for engine in [*prefill, *decode] if engine.url not in fitting]
     for engine in alone:
         others = decode if engine.role == "prefill" else prefill
-        text = "; ".join(next(found for urls, found in pairs.items() if engine.url in urls))
+        text = "; ".join(
+            next(differences for urls, differences in pairs.items() if engine.url in urls)
+        )
         sentence = f"{engine.label} pairs with none of {len(others)} {others[0].role} nodes: {text} (prefill / decode)"
         field = text.split(" ", 1)[0]
         yield fail(sentence, REMEDIES.get(field, "start both with the same checkpoint and flags"))
-    misfits = [f"{p} and {d}: {'; '.join(found)}" for (p, d), found in pairs.items() if found]
+    misfits = [
+        f"{p} and {d}: {'; '.join(differences)}"
+        for (p, d), differences in pairs.items()
+        if differences
+    ]
     if misfits and not alone:
         sentence = f"{len(misfits)} of {len(pairs)} pairs do not fit, e.g. {misfits[0]}"
         yield warn(
@@ -159,35 +168,38 @@ def check_reachability(view: FleetView) -> Iterator[CheckResult]:
         for look in engine.diagnosis.get("prefill", []):
             seen += 1
             target = by_address[(look["host"], look["port"])]
-            for kind, detail in _troubles(look):
+            for kind, detail in _find_troubles(look):
                 remedy = _reach_remedy(target, kind)
                 trouble = (target.label, kind, detail, remedy)
                 troubles.setdefault(trouble, []).append(engine.label)
     for (label, kind, detail, remedy), labels in troubles.items():
-        yield fail(f"{named(labels)} cannot fetch KV from {label}: {kind}: {detail}", remedy)
+        yield fail(f"{join_labels(labels)} cannot fetch KV from {label}: {kind}: {detail}", remedy)
     unseen = [engine.label for engine in decode if engine.info and not engine.diagnosis]
     closed = [p.label for address, p in by_address.items() if address in view.closed_from_here]
     if unseen and closed:
-        sentence = f"{named(unseen)}: the way to prefill nodes is unknown; from this host {named(closed)} is closed"
+        closed_text = join_labels(closed)
+        sentence = f"{join_labels(unseen)}: the way to prefill nodes is unknown; from this host {closed_text} is closed"
         yield warn(sentence, "open the bootstrap port, or run baton doctor beside the decode nodes")
     if unseen:
-        yield ok(f"{named(unseen)}: the way to prefill nodes is unknown; from this host it is open")
+        yield ok(
+            f"{join_labels(unseen)}: the way to prefill nodes is unknown; from this host it is open"
+        )
     yield ok(f"bootstrap and transfer ports are open from D to P ({seen} looked at)")
 
 
 def _reach_remedy(prefill: EngineView, kind: str) -> str:
     """Advice for a prefill node that a decode node does not reach, by the kind of trouble."""
     given = prefill.worker.get("bootstrap_port")
-    own = prefill.info.get("disaggregation_bootstrap_port")
-    if kind.startswith("bootstrap ") and own is not None and given != own:
+    own_port = prefill.info.get("disaggregation_bootstrap_port")
+    if kind.startswith("bootstrap ") and own_port is not None and given != own_port:
         return (
-            f"the router was given bootstrap port {given}, the node's is {own}: give the router "
-            f"--prefill {prefill.url} {own}, or no port, which it then asks the node for"
+            f"the router was given bootstrap port {given}, the node's is {own_port}: give the router "
+            f"--prefill {prefill.url} {own_port}, or no port, which it then asks the node for"
         )
     return BOOTSTRAP_REMEDIES.get(kind.removeprefix("bootstrap "), TRANSFER_REMEDY)
 
 
-def _troubles(look: dict[str, Any]) -> list[tuple[str, str]]:
+def _find_troubles(look: dict[str, Any]) -> list[tuple[str, str]]:
     if look["bootstrap"] != "ok":
         return [(f"bootstrap {look['bootstrap']}", look["detail"])]
     return [
@@ -260,27 +272,27 @@ def check_transports(view: FleetView) -> Iterator[CheckResult]:
         for look in engine.diagnosis.get("prefill", []):
             p = prefill[(look["host"], look["port"])]
             choice = choose_transport(p, engine)
-            if choice is None or differences(p, engine) or look["bootstrap"] != "ok":
+            if choice is None or find_differences(p, engine) or look["bootstrap"] != "ok":
                 continue  # other checks name what is wrong
             judged += 1
             pair = f"{p.url} -> {engine.url}"
-            why = f" ({'; '.join(choice.refused)})" if choice.refused else ""
+            refusals = f" ({'; '.join(choice.refused)})" if choice.refused else ""
             used = sorted({rank["transport"] for rank in look["ranks"] if rank["transport"]})
             if choice.best is None and not used:
                 remedy = (
                     "give both --disaggregation-transfer-backend auto, or one that both can use"
                 )
-                yield fail(f"{pair}: no transport serves this pair{why}", remedy)
+                yield fail(f"{pair}: no transport serves this pair{refusals}", remedy)
             elif not used:
-                notes.append(f"{pair}: {choice.best} expected, not connected yet{why}")
+                notes.append(f"{pair}: {choice.best} expected, not connected yet{refusals}")
             elif choice.best is not None and used != [choice.best]:
                 sentence = (
-                    f"{pair}: KV travels by {', '.join(used)}, {choice.best} should work{why}"
+                    f"{pair}: KV travels by {', '.join(used)}, {choice.best} should work{refusals}"
                 )
                 remedy = "the decode node's log says why it changed; baton_kv_transport_fallbacks_total counts it"
                 yield warn(sentence, remedy)
             else:
-                notes.append(f"{pair}: {', '.join(used)}{why}")
+                notes.append(f"{pair}: {', '.join(used)}{refusals}")
     yield from (ok(note) for note in notes[:SHOWN])
     if len(notes) > SHOWN:
         yield ok(f"and {len(notes) - SHOWN} more pairs like these")

@@ -21,10 +21,12 @@ def check_routers_reachable(view: FleetView) -> Iterator[CheckResult]:
             remedy = connection_remedy(router.url, router.problem)
             keys = "keys: --key (control plane) or --api-key"
             yield fail(sentence, remedy or f"give the router's address with --router; {keys}")
-    yield ok("; ".join(f"{router.url} lists {_count(router.workers)}" for router in view.routers))
+    yield ok(
+        "; ".join(f"{router.url} lists {_count_workers(router.workers)}" for router in view.routers)
+    )
 
 
-def _count(workers: list[dict[str, Any]]) -> str:
+def _count_workers(workers: list[dict[str, Any]]) -> str:
     roles = [str(worker.get("worker_type")) for worker in workers]
     return ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles)) or "no worker"
 
@@ -117,7 +119,7 @@ def check_router_keys(view: FleetView) -> Iterator[CheckResult]:
 def check_router_clocks(view: FleetView) -> Iterator[CheckResult]:
     for router in view.routers:
         if router.clock_offset_secs is not None:
-            yield host.skew(f"router {router.url}", router.clock_offset_secs)
+            yield host.check_skew(f"router {router.url}", router.clock_offset_secs)
     yield skip("no router sent a Date header")
 
 
@@ -127,9 +129,9 @@ def check_routers_agree(view: FleetView) -> Iterator[CheckResult]:
     if len(routers) < 2:
         yield skip("one router was asked; name the others with --router, too")
         return
-    known = [{worker["url"] for worker in router.workers} for router in routers]
-    everything = set().union(*known)
-    for router, workers in zip(routers, known, strict=True):
+    known_urls = [{worker["url"] for worker in router.workers} for router in routers]
+    everything = set().union(*known_urls)
+    for router, workers in zip(routers, known_urls, strict=True):
         if missing := sorted(everything - workers):
             sentence = (
                 f"{router.url} does not know {', '.join(missing[:4])}, which another router has"
@@ -151,12 +153,14 @@ def check_kv_events(view: FleetView) -> Iterator[CheckResult]:
         states[router.url] = {str(feed.get("state")) for _, feed in feeds}
         for worker, feed in feeds:
             if feed.get("state") in ("connecting", "doubtful"):
-                why = f"{feed['state']}, {feed.get('reason')}"
-                sentence = f"{router.url} does not know what {worker['url']} has cached: {why}"
+                feed_state = f"{feed['state']}, {feed.get('reason')}"
+                sentence = (
+                    f"{router.url} does not know what {worker['url']} has cached: {feed_state}"
+                )
                 yield warn(
                     sentence, "check the engine's --kv-events-config and the way to its port"
                 )
-    off = sorted(url for url, found in states.items() if "off" in found)
+    off = sorted(url for url, feed_states in states.items() if "off" in feed_states)
     if len(view.routers) > 1 and off:
         sentence = f"{', '.join(off)}: without KV events each router knows only the prefixes that it sent itself"
         engine_flag = "--kv-events-config '{\"enable_kv_cache_events\": true}'"

@@ -1,4 +1,4 @@
-"""Shape of a local cluster: `parse` makes a `ClusterPlan` of the flags of `baton up`."""
+"""Shape of a local cluster: `parse_flags` makes a `ClusterPlan` of the flags of `baton up`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.config import KV_TRANSPORTS, MEM_FRACTION, EngineConfig, build
-from baton.config.flags import FlagParser, add_flags, flag_name, markdown, opt, refuse
+from baton.config import KV_TRANSPORTS, MEM_FRACTION, EngineConfig, build_config
+from baton.config.flags import (
+    FlagParser,
+    add_flags,
+    exit_with_mistakes,
+    flag_name,
+    flags_table,
+    opt,
+)
 from baton.errors import ConfigError
 
 PROG = "baton up"
@@ -103,7 +110,7 @@ class ClusterPlan:
     def processes(self) -> int:
         """Those that compute."""
         return sum(
-            n * self.size(role, "dp_size") * self.size(role, "tp_size")
+            n * self.role_size(role, "dp_size") * self.role_size(role, "tp_size")
             for role, n in self.counts.items()
         )
 
@@ -120,7 +127,7 @@ class ClusterPlan:
             return self.up.start_timeout_secs
         return 300.0 if self.engine.get("device", "cpu") == "cpu" else 1800.0
 
-    def size(self, role: str, field: str) -> int:
+    def role_size(self, role: str, field: str) -> int:
         """Ranks of each node of a role: `dp_size` or `tp_size`."""
         return int({**self.engine, **self.own[role]}.get(field, 1))
 
@@ -138,7 +145,7 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> ClusterPlan:
+def parse_flags(argv: Sequence[str]) -> ClusterPlan:
     """Flags → plan; prints mistakes and exits with 2. Reads no file but --tenant-config's."""
     up, engine, bad = make_parser().read_config(UpConfig, argv)
     default = 0 if up.workers else 1
@@ -152,14 +159,14 @@ def parse(argv: Sequence[str]) -> ClusterPlan:
         plan.args[name], plan.own[name], mistakes = _read_args(up, name, engine)
         bad += [f"{flag_name(f'{name}_args')}: {text}" for text in mistakes]
     if bad:
-        refuse(PROG, bad)
+        exit_with_mistakes(PROG, bad)
     return plan
 
 
 def _engine_mistakes(engine: dict[str, Any]) -> list[str]:
     """Mistakes that every engine would report, before any of them is started."""
     try:
-        build(dict(engine))
+        build_config(dict(engine))
     except ConfigError as err:
         return err.message.splitlines()
     return []
@@ -201,4 +208,4 @@ def _count_mistakes(counts: dict[str, int]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(markdown(UpConfig))
+    print(flags_table(UpConfig))

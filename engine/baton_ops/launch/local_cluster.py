@@ -36,8 +36,8 @@ from typing import Any
 
 import aiohttp
 
-from baton.config import SECRETS, build, uses_four_bytes
-from baton.config.flags import flag_name, refuse
+from baton.config import SECRETS, build_config, uses_four_bytes
+from baton.config.flags import exit_with_mistakes, flag_name
 from baton.errors import ConfigError
 from baton.models import checkpoint
 from baton.server.launch.process_group import cancel, describe_exit, first_of
@@ -48,9 +48,9 @@ from baton_ops.launch.cluster_plan import (
     ROLES,
     SHARED_WITH_ROUTER,
     ClusterPlan,
-    parse,
+    parse_flags,
 )
-from baton_ops.launch.screen import StatusScreen, greeting, is_live
+from baton_ops.launch.screen import StatusScreen, is_live, make_greeting
 from baton_ops.launch.supervisor import (
     ChildFailed,
     ChildProcess,
@@ -95,16 +95,20 @@ class ClusterNode:
         return f"http://127.0.0.1:{self.port}"
 
     def argv(self) -> list[str]:
-        own = {"host": "127.0.0.1", "port": self.port, "disaggregation_mode": MODE[self.role]}
+        node_flags = {
+            "host": "127.0.0.1",
+            "port": self.port,
+            "disaggregation_mode": MODE[self.role],
+        }
         if self.role == "prefill":
-            own["disaggregation_bootstrap_port"] = self.bootstrap_port
+            node_flags["disaggregation_bootstrap_port"] = self.bootstrap_port
         threads = (
             {}
             if "simulate" in self.plan.engine
-            else {"cpu_threads": max(1, _cores() // self.plan.processes)}
+            else {"cpu_threads": max(1, _count_cores() // self.plan.processes)}
         )
         shared = {name: value for name, value in self.plan.engine.items() if name not in SECRETS}
-        flags = _words({**own, **threads, **self.plan.gpu_share, **shared})
+        flags = _command_words({**node_flags, **threads, **self.plan.gpu_share, **shared})
         return [sys.executable, "-m", "baton_ops.cli", "engine", *flags, *self.plan.args[self.role]]
 
 
@@ -115,13 +119,13 @@ class LocalCluster:
         self,
         plan: ClusterPlan,
         log_dir: Path,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         *,
         shows_progress: bool = True,
     ) -> None:
         """`say` prints a line; `shows_progress`: with it, lines about nodes that load."""
         self.plan = plan
-        self._say = say
+        self._print_line = print_line
         self._shows_progress = shows_progress
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         # Through the environment: command lines are public on a machine.
@@ -154,18 +158,22 @@ class LocalCluster:
         """
         self.port, note = choose_port(self.host, self.plan.up.port)
         if note:
-            self._say(note)
-        progress = asyncio.ensure_future(self._tell_progress() if self._shows_progress else _idle())
+            self._print_line(note)
+        progress = asyncio.ensure_future(
+            self._print_progress() if self._shows_progress else _wait_forever()
+        )
         try:
-            starts = [self._guarded(node.child, self._start_node(node)) for node in self.nodes]
+            starts = [
+                self._start_guarded(node.child, self._start_node(node)) for node in self.nodes
+            ]
             await first_of(
                 *starts, return_when=asyncio.FIRST_EXCEPTION
             )  # the first failure, else the end of all
         finally:
             await cancel(progress)
-        ends = [self._guarded(node.child, _fail_at_end(node.child)) for node in self.nodes]
+        ends = [self._start_guarded(node.child, _fail_at_end(node.child)) for node in self.nodes]
         # The router would wait for a node that is gone.
-        await first_of(self._guarded(self.router, self._start_router_first()), *ends)
+        await first_of(self._start_guarded(self.router, self._start_router_first()), *ends)
         self.write_state()
 
     async def watch(self) -> None:
@@ -202,14 +210,16 @@ class LocalCluster:
 
         Cancel `watch` before.
         """
-        await self._end(self.router, ROUTER_STOP_SECS)
-        await asyncio.gather(*(self._end(node.child, NODE_GRACE_SECS) for node in self.nodes))
+        await self._stop_child(self.router, ROUTER_STOP_SECS)
+        await asyncio.gather(
+            *(self._stop_child(node.child, NODE_GRACE_SECS) for node in self.nodes)
+        )
         if self.plan.up.state_file:
             Path(self.plan.up.state_file).unlink(missing_ok=True)
 
-    async def _end(self, child: ChildProcess, grace_secs: float) -> None:
+    async def _stop_child(self, child: ChildProcess, grace_secs: float) -> None:
         if not await child.stop(grace_secs):
-            self._say(
+            self._print_line(
                 f"{child.name} did not end within {grace_secs:g} s and was killed; its log: {child.log_path}"
             )
 
@@ -244,9 +254,9 @@ class LocalCluster:
         ready = await node.child.until_ready(self.plan.start_timeout_secs)
         node.port = int(ready["url"].rpartition(":")[2])
         node.bootstrap_port = int(ready.get("bootstrap_port") or 0)
-        self._say(f"{node.name:<10} ready at {node.url}")
+        self._print_line(f"{node.name:<10} ready at {node.url}")
 
-    async def _tell_progress(self) -> None:
+    async def _print_progress(self) -> None:
         """Print the newest log line of each node that is not ready, until canceled."""
         shown: dict[str, str] = {}
         while True:
@@ -258,7 +268,7 @@ class LocalCluster:
                     else ""
                 )
                 if text and shown.get(node.name) != text:
-                    self._say(f"{node.name:<10} {text}")
+                    self._print_line(f"{node.name:<10} {text}")
                     shown[node.name] = text
 
     async def _start_router_first(self) -> None:
@@ -280,15 +290,19 @@ class LocalCluster:
 
     async def _start_router(self, path: str) -> None:
         await self.router.start()
-        await self.router.until_ready(self.plan.start_timeout_secs, _answers(f"{self.url}{path}"))
-        self._say(f"router     ready at {self.url}")
+        await self.router.until_ready(
+            self.plan.start_timeout_secs, _wait_for_answer(f"{self.url}{path}")
+        )
+        self._print_line(f"router     ready at {self.url}")
 
-    async def _guarded(self, child: ChildProcess, starting: Coroutine[Any, Any, None]) -> None:
+    async def _start_guarded(
+        self, child: ChildProcess, starting: Coroutine[Any, Any, None]
+    ) -> None:
         """A failure to start, with the end of the log."""
         try:
             await starting
         except ChildFailed as err:
-            log_end = _indented(child.last_errors())
+            log_end = _indent_text(child.last_errors())
             raise ChildFailed(f"{err}; {child.log_path} says:\n{log_end}", err.exit_code) from err
 
     def _router_argv(self) -> list[str]:
@@ -314,7 +328,7 @@ class LocalCluster:
             elif node.role == "decode":
                 argv += ["--decode", node.url]
         if any(
-            count and self.plan.size(role, "dp_size") > 1
+            count and self.plan.role_size(role, "dp_size") > 1
             for role, count in self.plan.counts.items()
         ):
             argv += ["--dp-aware"]
@@ -325,9 +339,9 @@ class LocalCluster:
         limit_secs = self.plan.up.hang_timeout_secs
         if limit_secs > 0:
             hanging = asyncio.ensure_future(until_unresponsive(url, limit_secs))
-            done = await first_of(hanging, child.wait())
-            if hanging in done:
-                self._say(
+            ended = await first_of(hanging, child.wait())
+            if hanging in ended:
+                self._print_line(
                     f"{child.name} has not answered {url()} for {limit_secs:g} s "
                     "(--hang-timeout-secs) and is killed"
                 )
@@ -344,24 +358,24 @@ class LocalCluster:
         backoff = RestartBackoff()
         while True:
             code = await self._until_end(child, url)
-            pause = backoff.pause(
+            pause = backoff.next_pause(
                 0.0 if child.ready_at is None else time.monotonic() - child.ready_at
             )
-            self._say(
+            self._print_line(
                 f"{child.name} {describe_exit(code)}; restarting it in {pause:g} s. {child.log_path} says:"
             )
-            self._say(_indented(child.last_errors()))
+            self._print_line(_indent_text(child.last_errors()))
             await asyncio.sleep(pause)
             child.restarts += 1
             try:
                 await start()
             except ChildFailed as err:
-                self._say(str(err))
+                self._print_line(str(err))
                 child.kill()
             self.write_state()
 
 
-async def _idle() -> None:
+async def _wait_forever() -> None:
     await asyncio.Event().wait()
 
 
@@ -373,7 +387,7 @@ async def _fail_at_end(child: ChildProcess) -> None:
     raise ChildFailed(f"{child.name} {describe_exit(await child.wait())} just after it was ready")
 
 
-async def _answers(url: str) -> None:
+async def _wait_for_answer(url: str) -> None:
     """Return once GET `url` says 200; the caller bounds the wait."""
     timeout = aiohttp.ClientTimeout(total=2)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -386,19 +400,19 @@ async def _answers(url: str) -> None:
             await asyncio.sleep(PROBE_PAUSE_SECS)
 
 
-def choose_port(host: str, wanted: int | None) -> tuple[int, str | None]:
+def choose_port(host: str, wanted_port: int | None) -> tuple[int, str | None]:
     """The router's port and a sentence if it is not the expected one.
 
     Raises ChildFailed if `wanted` is taken.
     """
-    if wanted is not None:
-        if (port := _bindable(host, wanted)) is not None:
+    if wanted_port is not None:
+        if (port := _probe_port(host, wanted_port)) is not None:
             return port, None
         raise ChildFailed(
-            f"port {wanted} on {host} is taken; give another --port, or none to take the next free one"
+            f"port {wanted_port} on {host} is taken; give another --port, or none to take the next free one"
         )
     for candidate in range(8000, 8000 + PORTS_TRIED):
-        if _bindable(host, candidate) is not None:
+        if _probe_port(host, candidate) is not None:
             return (
                 candidate,
                 None if candidate == 8000 else f"port 8000 is taken, the router uses {candidate}",
@@ -408,7 +422,7 @@ def choose_port(host: str, wanted: int | None) -> tuple[int, str | None]:
     )
 
 
-def _bindable(host: str, port: int) -> int | None:
+def _probe_port(host: str, port: int) -> int | None:
     """`port` (or, for 0, a free one) if it can be bound now, else None."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -420,7 +434,7 @@ def _bindable(host: str, port: int) -> int | None:
         return int(probe.getsockname()[1])
 
 
-def _words(flags: Mapping[str, object]) -> list[str]:
+def _command_words(flags: Mapping[str, object]) -> list[str]:
     """Command line of flags by their field names; the value of a switch is True."""
     named = ((flag_name(name), value) for name, value in flags.items())
     return [
@@ -428,20 +442,20 @@ def _words(flags: Mapping[str, object]) -> list[str]:
     ]
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _indented(text: str) -> str:
+def _indent_text(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines()) or "    (empty)"
 
 
-async def _serve(cluster: LocalCluster, api_key: str | None, screen: StatusScreen) -> int:
+async def _serve_cluster(cluster: LocalCluster, api_key: str | None, screen: StatusScreen) -> int:
     from baton_ops.launch.smoke_test import run_smoke, served_model
 
     started = time.monotonic()
     traffic = TrafficMonitor("", None)
-    drawing = asyncio.ensure_future(_draw(cluster, screen, started, lambda: traffic.line))
+    drawing = asyncio.ensure_future(_draw_status(cluster, screen, started, lambda: traffic.line))
     try:
         await cluster.start()
         model = await served_model(cluster.url, api_key)
@@ -454,18 +468,18 @@ async def _serve(cluster: LocalCluster, api_key: str | None, screen: StatusScree
             finally:
                 await cancel(watch)
         is_in_environment = os.environ.get(SECRETS["api_key"]) == api_key
-        screen.say(
-            greeting(cluster.url, model, api_key=api_key, key_in_environment=is_in_environment)
+        screen.print_text(
+            make_greeting(cluster.url, model, api_key=api_key, key_in_environment=is_in_environment)
         )
         traffic = TrafficMonitor(cluster.url, api_key)
-        await first_of(cluster.watch(), traffic.run() if screen.is_live else _idle())
+        await first_of(cluster.watch(), traffic.run() if screen.is_live else _wait_forever())
         return 0
     finally:
         await cancel(drawing)
         screen.clear()
 
 
-async def _draw(
+async def _draw_status(
     cluster: LocalCluster, screen: StatusScreen, started: float, traffic_line: Callable[[], str]
 ) -> None:
     """Draw the live lines again and again, until cancelled."""
@@ -473,22 +487,22 @@ async def _draw(
         elapsed = f"{time.monotonic() - started:6.1f} s  "
         lines = [elapsed + line for line in cluster.progress_lines()]
         line = traffic_line()
-        screen.show([*lines, line] if line else lines)
+        screen.show_lines([*lines, line] if line else lines)
         await asyncio.sleep(DRAW_SECS)
 
 
-async def _run(plan: ClusterPlan, log_dir: Path) -> int:
+async def _run_plan(plan: ClusterPlan, log_dir: Path) -> int:
     """Returns the exit code. Removes no logs."""
     started = time.monotonic()
     screen = StatusScreen(sys.stdout, is_live=is_live(sys.stdout))
 
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         is_detail = text.startswith(" ")
-        screen.say(text if is_detail else f"{time.monotonic() - started:6.1f} s  {text}")
+        screen.print_text(text if is_detail else f"{time.monotonic() - started:6.1f} s  {text}")
 
     shape = " + ".join(f"{n} {role}" for role, n in plan.counts.items() if n)
-    screen.say(f"starting router + {shape}; logs in {log_dir}")
-    cluster = LocalCluster(plan, log_dir, say, shows_progress=not screen.is_live)
+    screen.print_text(f"starting router + {shape}; logs in {log_dir}")
+    cluster = LocalCluster(plan, log_dir, print_line, shows_progress=not screen.is_live)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
@@ -500,11 +514,11 @@ async def _run(plan: ClusterPlan, log_dir: Path) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     api_key = plan.engine.get("api_key") or os.environ.get("BATON_API_KEY")
-    serving = asyncio.ensure_future(_serve(cluster, api_key, screen))
+    serving = asyncio.ensure_future(_serve_cluster(cluster, api_key, screen))
     try:
         await first_of(serving, stop.wait())
         if stop.is_set():
-            screen.say("stopping; once more to kill")
+            screen.print_text("stopping; once more to kill")
             return 0
         return serving.result()
     except ChildFailed as err:
@@ -512,7 +526,7 @@ async def _run(plan: ClusterPlan, log_dir: Path) -> int:
         return 2 if err.exit_code == 2 else 1
     finally:
         await cluster.stop()
-        say("stopped")
+        print_line("stopped")
 
 
 def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
@@ -520,7 +534,7 @@ def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
 
     Not what --simulate makes of text.
     """
-    config = build(dict(engine))
+    config = build_config(dict(engine))
     if uses_four_bytes(config):
         return []
     flags = ["--model-path", str(model_info.resolve(config.model_path)), "--forward-input-ids"]
@@ -537,9 +551,11 @@ def _tokenizer_flags(engine: dict[str, Any]) -> list[str]:
 def _router_flags(plan: ClusterPlan) -> list[str]:
     """User's flags for the router, and for router and nodes together."""
     shared = {name: plan.engine.get(name) for name in SHARED_WITH_ROUTER}
-    own = {name: getattr(plan.up, name) for name in ("policy", "prefill_policy", "decode_policy")}
+    policies = {
+        name: getattr(plan.up, name) for name in ("policy", "prefill_policy", "decode_policy")
+    }
     return (
-        _words({name: value for name, value in (shared | own).items() if value})
+        _command_words({name: value for name, value in (shared | policies).items() if value})
         + plan.args["router"]
     )
 
@@ -549,10 +565,10 @@ def check_router_flags(plan: ClusterPlan) -> str | None:
     if any(word == "--api-key" or word.startswith("--api-key=") for word in plan.args["router"]):
         return "--router-args: give --api-key to baton up itself, which gives it to the router and the nodes"
     argv = [sys.executable, "-m", "baton_ops.cli", "router", *_router_flags(plan), "--print-flags"]
-    asked = subprocess.run(
+    outcome = subprocess.run(
         argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
-    return asked.stderr.strip() if asked.returncode == 2 else None
+    return outcome.stderr.strip() if outcome.returncode == 2 else None
 
 
 def check_place(plan: ClusterPlan) -> str | None:
@@ -563,8 +579,8 @@ def check_place(plan: ClusterPlan) -> str | None:
             (up.host, 0), family=socket.AF_INET6 if ":" in up.host else socket.AF_INET
         ).close()
     except OSError as err:
-        why = (err.strerror or str(err)).partition(" (while")[0]
-        return f"--host {up.host} cannot be bound ({why}); give an address of this machine"
+        reason = (err.strerror or str(err)).partition(" (while")[0]
+        return f"--host {up.host} cannot be bound ({reason}); give an address of this machine"
     for name, path in (
         ("--log-dir", up.log_dir),
         ("--state-file", up.state_file and Path(up.state_file).parent),
@@ -577,24 +593,24 @@ def check_place(plan: ClusterPlan) -> str | None:
         except OSError as err:
             return f"{name}: {path} cannot be written to ({err.strerror}); give another directory"
     try:
-        config = build(dict(plan.engine))
+        config = build_config(dict(plan.engine))
         facts = model_info.load(config)
         if config.simulate is None:
-            checkpoint.check(config, facts.path, sum(plan.counts.values()))
+            checkpoint.check_checkpoint(config, facts.path, sum(plan.counts.values()))
     except ConfigError as err:
         return err.message
     return None
 
 
 def main(argv: Sequence[str]) -> int:
-    plan = parse(argv)
+    plan = parse_flags(argv)
     if complaint := check_router_flags(plan):
         print(complaint, file=sys.stderr)
         return 2
     if complaint := check_place(plan):
-        refuse(PROG, [complaint])
+        exit_with_mistakes(PROG, [complaint])
     log_dir = Path(plan.up.log_dir or tempfile.mkdtemp(prefix="baton-up-"))
-    code = asyncio.run(_run(plan, log_dir))
+    code = asyncio.run(_run_plan(plan, log_dir))
     if (
         code == 0 and not plan.up.log_dir
     ):  # else the logs are of interest; --log-dir keeps them always

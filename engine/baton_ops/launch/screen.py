@@ -33,15 +33,15 @@ class StatusScreen:
         self._out = out
         self._shown: list[str] = []
 
-    def say(self, text: str) -> None:
+    def print_text(self, text: str) -> None:
         """Print a text that stays."""
-        self._out.write(f"{self._erasure()}{text}\n")
+        self._out.write(f"{self._erase_sequence()}{text}\n")
         again = self._shown
         self._shown = []
-        self.show(again)
+        self.show_lines(again)
         self._out.flush()
 
-    def show(self, lines: Sequence[str]) -> None:
+    def show_lines(self, lines: Sequence[str]) -> None:
         """Replace the live lines; each is cut at the width of the terminal."""
         if not self.is_live:
             return
@@ -49,14 +49,14 @@ class StatusScreen:
         cut = [line[: columns - 1] for line in lines]
         if cut == self._shown:
             return
-        self._out.write(self._erasure() + "\n".join(cut))
+        self._out.write(self._erase_sequence() + "\n".join(cut))
         self._out.flush()
         self._shown = cut
 
     def clear(self) -> None:
-        self.show([])
+        self.show_lines([])
 
-    def _erasure(self) -> str:
+    def _erase_sequence(self) -> str:
         """Sequence that erases the live lines; the cursor is at the end of the last one."""
         if not self._shown:
             return ""
@@ -67,7 +67,7 @@ class StatusScreen:
         return (f"\x1b[{above}A" if above else "") + ERASE_BELOW
 
 
-def greeting(
+def make_greeting(
     url: str, model: str, *, api_key: str | None = None, key_in_environment: bool = False
 ) -> str:
     """Lines to paste for a first answer. A key that comes from BATON_API_KEY stays there."""

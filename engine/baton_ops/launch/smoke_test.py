@@ -23,7 +23,7 @@ class SmokeFailure(Exception):
     """The cluster answered, but not as it should. The message says what came."""
 
 
-def expect(ok: bool, text: str) -> None:
+def expect_that(ok: bool, text: str) -> None:
     if not ok:
         raise SmokeFailure(text)
 
@@ -40,11 +40,11 @@ class SmokeClient:
             path, json={"model": self.model, "temperature": 0, **body}
         ) as response:
             text = await response.text()
-            expect(
+            expect_that(
                 response.status == status,
                 f"POST {path} answered {response.status}, not {status}: {text[:300]}",
             )
-            expect("x-request-id" in response.headers, "the answer has no x-request-id header")
+            expect_that("x-request-id" in response.headers, "the answer has no x-request-id header")
             answer: dict[str, Any] = json.loads(text)
             return answer
 
@@ -65,69 +65,69 @@ class SmokeClient:
                 last = line.removeprefix("data: ")
                 if last != "[DONE]":
                     yield json.loads(last)
-            expect(
+            expect_that(
                 last == "[DONE]",
                 f"the stream ended without [DONE]; its last event was {last[:200]!r}",
             )
 
 
-async def _models(client: SmokeClient) -> str:
+async def _check_models(client: SmokeClient) -> str:
     async with client.session.get("/v1/models") as response:
         listed = [entry["id"] for entry in (await response.json())["data"]]
-    expect(client.model in listed, f"{client.model} is not among {listed}")
+    expect_that(client.model in listed, f"{client.model} is not among {listed}")
     return ", ".join(listed)
 
 
-async def _chat(client: SmokeClient) -> str:
+async def _check_chat(client: SmokeClient) -> str:
     answer = await client.post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 32})
     choice = answer["choices"][0]
-    expect(
+    expect_that(
         choice["finish_reason"] in ("stop", "length"),
         f"finish_reason is {choice['finish_reason']!r}",
     )
     usage = answer["usage"]
     tokens = usage["completion_tokens"]
-    expect(0 < tokens <= 32, f"{tokens} completion tokens, asked for at most 32")
-    expect(
+    expect_that(0 < tokens <= 32, f"{tokens} completion tokens, asked for at most 32")
+    expect_that(
         usage["total_tokens"] == usage["prompt_tokens"] + tokens, f"usage does not add up: {usage}"
     )
-    return _short(choice["message"]["content"])
+    return _shorten_text(choice["message"]["content"])
 
 
-async def _completion(client: SmokeClient) -> str:
+async def _check_completion(client: SmokeClient) -> str:
     answer = await client.post(
         "/v1/completions", {"prompt": "Baton serves large language", "max_tokens": 16}
     )
-    expect(bool(answer["choices"][0]["text"]), "the answer is empty")
-    return _short(answer["choices"][0]["text"])
+    expect_that(bool(answer["choices"][0]["text"]), "the answer is empty")
+    return _shorten_text(answer["choices"][0]["text"])
 
 
 async def _stream_equals_whole(client: SmokeClient) -> str:
     body = {"messages": QUESTION, "max_tokens": 24}
-    whole = (await client.post("/v1/chat/completions", body))["choices"][0]
+    whole_choice = (await client.post("/v1/chat/completions", body))["choices"][0]
     text = ""
     finishes = []
     events = 0
     async for event in client.stream("/v1/chat/completions", body):
-        expect("error" not in event, f"the stream carried an error: {event}")
+        expect_that("error" not in event, f"the stream carried an error: {event}")
         events += 1
         for choice in event["choices"]:
             text += choice["delta"].get("content") or ""
             if choice["finish_reason"]:
                 finishes.append(choice["finish_reason"])
-    expect(
-        finishes == [whole["finish_reason"]],
-        f"finish reasons {finishes}, not one {whole['finish_reason']!r}",
+    expect_that(
+        finishes == [whole_choice["finish_reason"]],
+        f"finish reasons {finishes}, not one {whole_choice['finish_reason']!r}",
     )
-    expect(
-        text == whole["message"]["content"],
-        f"streamed {text!r}, whole {whole['message']['content']!r}",
+    expect_that(
+        text == whole_choice["message"]["content"],
+        f"streamed {text!r}, whole {whole_choice['message']['content']!r}",
     )
     return f"{events} events"
 
 
-async def _concurrent(client: SmokeClient) -> str:
-    async def ask(i: int) -> tuple[str, int]:
+async def _check_concurrent(client: SmokeClient) -> str:
+    async def ask_model(i: int) -> tuple[str, int]:
         body = {
             "prompt": f"{i}: a router, a prefill node and",
             "max_tokens": 16,
@@ -136,22 +136,22 @@ async def _concurrent(client: SmokeClient) -> str:
         answer = await client.post("/v1/completions", body)
         return answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
 
-    alone = await ask(0)
-    answers = await asyncio.gather(*(ask(i) for i in range(CONCURRENT)))
+    alone = await ask_model(0)
+    answers = await asyncio.gather(*(ask_model(i) for i in range(CONCURRENT)))
     counts = [tokens for _, tokens in answers]
-    expect(set(counts) == {16}, f"completion tokens {counts}, asked for 16 each")
-    expect(answers[0] == alone, f"answered {answers[0]!r} among {CONCURRENT}, {alone!r} alone")
+    expect_that(set(counts) == {16}, f"completion tokens {counts}, asked for 16 each")
+    expect_that(answers[0] == alone, f"answered {answers[0]!r} among {CONCURRENT}, {alone!r} alone")
     return f"{CONCURRENT} answers"
 
 
-async def _logprobs(client: SmokeClient) -> str:
+async def _check_logprobs(client: SmokeClient) -> str:
     body = {"messages": QUESTION, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}
     content = (await client.post("/v1/chat/completions", body))["choices"][0]["logprobs"]["content"]
-    expect(1 <= len(content) <= 4, f"{len(content)} entries for at most 4 tokens")
+    expect_that(1 <= len(content) <= 4, f"{len(content)} entries for at most 4 tokens")
     for entry in content:
         top = [alternative["logprob"] for alternative in entry["top_logprobs"]]
-        expect(len(top) == 3 and top == sorted(top, reverse=True), f"top_logprobs are {top}")
-        expect(
+        expect_that(len(top) == 3 and top == sorted(top, reverse=True), f"top_logprobs are {top}")
+        expect_that(
             abs(top[0] - entry["logprob"]) < 1e-3,
             f"greedy took {entry['logprob']}, the best is {top[0]}",
         )
@@ -163,11 +163,11 @@ async def _bad_request(client: SmokeClient) -> str:
         "/v1/chat/completions", {"messages": QUESTION, "max_tokens": -1}, status=400
     )
     error = answer["error"]
-    expect(
+    expect_that(
         set(error) == {"message", "type", "param", "code"},
         f"the error has the fields {sorted(error)}",
     )
-    return f"{error['code']}: {_short(error['message'])}"
+    return f"{error['code']}: {_shorten_text(error['message'])}"
 
 
 async def _unknown_model(client: SmokeClient) -> str:
@@ -178,12 +178,12 @@ async def _unknown_model(client: SmokeClient) -> str:
 
 
 CHECKS: tuple[tuple[str, Callable[[SmokeClient], Awaitable[str]]], ...] = (
-    ("models", _models),
-    ("chat", _chat),
-    ("completion", _completion),
+    ("models", _check_models),
+    ("chat", _check_chat),
+    ("completion", _check_completion),
     ("stream = whole", _stream_equals_whole),
-    (f"{CONCURRENT} at once", _concurrent),
-    ("logprobs", _logprobs),
+    (f"{CONCURRENT} at once", _check_concurrent),
+    ("logprobs", _check_logprobs),
     ("bad request", _bad_request),
     ("unknown model", _unknown_model),
 )
@@ -192,7 +192,7 @@ CHECKS: tuple[tuple[str, Callable[[SmokeClient], Awaitable[str]]], ...] = (
 async def run_smoke(url: str, model: str, api_key: str | None = None) -> bool:
     """Run all checks in order, print one row each; whether all passed."""
     passed = 0
-    async with _session(url, api_key) as session:
+    async with _make_session(url, api_key) as session:
         client = SmokeClient(session, model)
         for name, check in CHECKS:
             started = time.perf_counter()
@@ -217,17 +217,17 @@ async def run_smoke(url: str, model: str, api_key: str | None = None) -> bool:
 
 async def served_model(url: str, api_key: str | None = None) -> str:
     """The name of the first model that `url` serves."""
-    async with _session(url, api_key) as session, session.get("/v1/models") as response:
+    async with _make_session(url, api_key) as session, session.get("/v1/models") as response:
         response.raise_for_status()
         return str((await response.json())["data"][0]["id"])
 
 
-def _session(url: str, api_key: str | None) -> aiohttp.ClientSession:
+def _make_session(url: str, api_key: str | None) -> aiohttp.ClientSession:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_SECS)
     return aiohttp.ClientSession(url, headers=headers, timeout=timeout)
 
 
-def _short(text: str) -> str:
+def _shorten_text(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= 60 else text[:59] + "…"

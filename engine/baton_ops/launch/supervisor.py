@@ -81,7 +81,7 @@ class RestartBackoff:
     def __init__(self) -> None:
         self._next = FIRST_PAUSE_SECS
 
-    def pause(self, healthy_secs: float) -> float:
+    def next_pause(self, healthy_secs: float) -> float:
         """Seconds to wait now, for a process that was healthy for `healthy_secs` before it died."""
         pause = FIRST_PAUSE_SECS if healthy_secs >= FORGIVE_AFTER_SECS else self._next
         self._next = min(LONGEST_PAUSE_SECS, pause * 2)
@@ -143,11 +143,11 @@ class ChildProcess:
             probe if probe is not None else asyncio.shield(self._announced)
         )
         ended = asyncio.ensure_future(self._group.wait())
-        done = await first_of(ready, ended, timeout_secs=timeout_secs)
-        if ready in done:
+        finished = await first_of(ready, ended, timeout_secs=timeout_secs)
+        if ready in finished:
             self.ready_at = time.monotonic()
             return ready.result()
-        if ended in done:
+        if ended in finished:
             code = ended.result()
             raise ChildFailed(f"{self.name} {describe_exit(code)} before it was ready", code)
         raise ChildFailed(f"{self.name} was not ready after {timeout_secs:.0f} s")
@@ -195,8 +195,8 @@ class ChildProcess:
 
     def last_progress(self) -> str:
         """Newest INFO line of the log without time and logger; empty when there is none."""
-        found = (PROGRESS_LINE.match(line) for line in reversed(self._last_lines()))
-        return next((match[1] for match in found if match), "")
+        matches = (PROGRESS_LINE.match(line) for line in reversed(self._last_lines()))
+        return next((match[1] for match in matches if match), "")
 
     def _last_lines(self) -> list[str]:
         with self.log_path.open("rb") as log:

@@ -136,12 +136,12 @@ class TrafficMonitor:
         async with aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session:
             while True:
                 try:
-                    await self._follow(session)
+                    await self._read_feed(session)
                 except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError) as err:
                     self.line = f"no state from the router: {err or type(err).__name__}"
                 await asyncio.sleep(PAUSE_SECS)
 
-    async def _follow(self, session: aiohttp.ClientSession) -> None:
+    async def _read_feed(self, session: aiohttp.ClientSession) -> None:
         async with session.get(f"{self._url}/ui/feed", raise_for_status=True) as feed:
             async for line in feed.content:
                 if not line.startswith(b"data: {"):

@@ -43,10 +43,10 @@ def cdf_svg(title: str, x_label: str, curves: Mapping[str, Sequence[float]]) -> 
     inner_w = WIDTH - LEFT - RIGHT
     inner_h = HEIGHT - TOP - BOTTOM
 
-    def x(value: float) -> float:
+    def x_of(value: float) -> float:
         return LEFT + inner_w * (math.log10(max(value, 10.0**low)) - low) / (high - low)
 
-    def y(share: float) -> float:
+    def y_of(share: float) -> float:
         return TOP + inner_h * (1 - share)
 
     parts = [
@@ -57,22 +57,26 @@ def cdf_svg(title: str, x_label: str, curves: Mapping[str, Sequence[float]]) -> 
         f'<text x="{LEFT + inner_w / 2}" y="{HEIGHT - 12}" text-anchor="middle">{escape(x_label)}</text>',
     ]
     for exponent in range(low, high + 1):
-        at = x(10.0**exponent)
-        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{y(1)}" y2="{y(0)}" stroke="#ddd"/>')
+        position = x_of(10.0**exponent)
         parts.append(
-            f'<text x="{at:.1f}" y="{y(0) + 18}" text-anchor="middle">{10.0**exponent:g}</text>'
+            f'<line x1="{position:.1f}" x2="{position:.1f}" y1="{y_of(1)}" y2="{y_of(0)}" stroke="#ddd"/>'
+        )
+        parts.append(
+            f'<text x="{position:.1f}" y="{y_of(0) + 18}" text-anchor="middle">{10.0**exponent:g}</text>'
         )
     for tenths in range(0, 11, 2):
-        at = y(tenths / 10)
+        position = y_of(tenths / 10)
         parts.append(
-            f'<line x1="{LEFT}" x2="{LEFT + inner_w}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>'
+            f'<line x1="{LEFT}" x2="{LEFT + inner_w}" y1="{position:.1f}" y2="{position:.1f}" stroke="#ddd"/>'
         )
         parts.append(
-            f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{tenths / 10:g}</text>'
+            f'<text x="{LEFT - 8}" y="{position + 4:.1f}" text-anchor="end">{tenths / 10:g}</text>'
         )
     for i, (name, values) in enumerate(drawn.items()):
         color = COLORS[i % len(COLORS)]
-        points = " ".join(f"{x(value):.1f},{y(share):.1f}" for value, share in _steps(values))
+        points = " ".join(
+            f"{x_of(value):.1f},{y_of(share):.1f}" for value, share in _curve_steps(values)
+        )
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.8"/>'
         )
@@ -84,7 +88,7 @@ def cdf_svg(title: str, x_label: str, curves: Mapping[str, Sequence[float]]) -> 
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _steps(values: Sequence[float]) -> list[tuple[float, float]]:
+def _curve_steps(values: Sequence[float]) -> list[tuple[float, float]]:
     """(value, share of values up to it) at up to POINTS ranks, first and last among them."""
     n = len(values)
     ranks = (

@@ -25,8 +25,8 @@ from typing import Any
 
 from baton import config as engine_config
 from baton.config import EngineConfig
-from baton.config.flags import FlagParser, add_flags, opt, refuse
-from baton.config.simulated import BLOCK_TOKENS, NO_MEANING, NODE, PRESETS, StepModel, scaled
+from baton.config.flags import FlagParser, add_flags, exit_with_mistakes, opt
+from baton.config.simulated import BLOCK_TOKENS, NO_MEANING, NODE, PRESETS, StepModel, scale_tokens
 from baton.config.tenants import TenantRule, TenantRules
 from baton.errors import ConfigError
 from baton.sched.policies import POLICIES
@@ -37,7 +37,7 @@ from baton.sched.types.plan import StepPlan
 from baton_ops.sim import trace as traces
 from baton_ops.sim.chart import cdf_svg
 from baton_ops.sim.node import NodeSetting, SimNode
-from baton_ops.sim.report import RunSummary, summarize, table, ttfts
+from baton_ops.sim.report import RunSummary, format_table, summarize_run, ttft_values
 from baton_ops.sim.trace import TraceRequest
 
 PROG = "baton simulate"
@@ -110,23 +110,28 @@ class SimulatedRun:
     engine: EngineConfig
     policies: tuple[str, ...]
 
-    def limits(self, policy: str) -> Limits:
+    def make_limits(self, policy: str) -> Limits:
         """The planner's budgets, in simulated tokens."""
         values = dataclasses.asdict(self.engine) | {"schedule_policy": policy}
         if self.sim.length_scale > 1:
             values |= {
-                name: _shrunk(values[name], name, self) for name in _token_fields() if values[name]
+                name: _shrink_value(values[name], name, self)
+                for name in _token_fields()
+                if values[name]
             }
         config = EngineConfig(**values)
         host_pages = self.sim.host_kv_tokens // self.sim.length_scale // config.page_size
         rate = 1 / max(self.model.copy_seconds(config.page_size * self.sim.length_scale), 1e-9)
-        made = limits(config, config.max_total_tokens // config.page_size)
-        made = dataclasses.replace(made, host_pages=host_pages, host_pages_per_s=rate)
-        tenants = made.fairness.tenants
+        node_limits = limits(config, config.max_total_tokens // config.page_size)
+        node_limits = dataclasses.replace(node_limits, host_pages=host_pages, host_pages_per_s=rate)
+        tenants = node_limits.fairness.tenants
         if tenants is None or self.sim.length_scale == 1:
-            return made
+            return node_limits
         return dataclasses.replace(
-            made, fairness=dataclasses.replace(made.fairness, tenants=_coarser(tenants, self))
+            node_limits,
+            fairness=dataclasses.replace(
+                node_limits.fairness, tenants=_coarsen_rules(tenants, self)
+            ),
         )
 
 
@@ -139,7 +144,7 @@ def _token_fields() -> list[str]:
     return [f.name for f in fields if f.metadata["help"].endswith(units)]
 
 
-def _shrunk(value: float, name: str, run: SimulatedRun) -> float:
+def _shrink_value(value: float, name: str, run: SimulatedRun) -> float:
     """`value` real tokens in simulated ones; whole pages where the engine wants whole pages."""
     scale = run.sim.length_scale
     page = run.engine.page_size
@@ -147,22 +152,23 @@ def _shrunk(value: float, name: str, run: SimulatedRun) -> float:
         return value / scale
     if value < 0:
         return value
-    small = scaled(value, scale)
+    small = scale_tokens(value, scale)
     in_pages = name in ("chunked_prefill_size", "long_prefill_token_threshold")
     return max(small - small % page, page) if in_pages else small
 
 
-def _coarser(rules: TenantRules, run: SimulatedRun) -> TenantRules:
+def _coarsen_rules(rules: TenantRules, run: SimulatedRun) -> TenantRules:
     """KV limits in simulated tokens; tokens_per_minute is compared with real ones (SimNode)."""
 
-    def small(rule: TenantRule) -> TenantRule:
+    def coarsen_rule(rule: TenantRule) -> TenantRule:
         most = rule.max_kv_tokens
         return dataclasses.replace(
-            rule, max_kv_tokens=None if most is None else scaled(most, run.sim.length_scale)
+            rule, max_kv_tokens=None if most is None else scale_tokens(most, run.sim.length_scale)
         )
 
     return TenantRules(
-        small(rules.default), {name: small(rule) for name, rule in rules.named.items()}
+        coarsen_rule(rules.default),
+        {name: coarsen_rule(rule) for name, rule in rules.named.items()},
     )
 
 
@@ -205,30 +211,30 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> SimulatedRun:
+def parse_flags(argv: Sequence[str]) -> SimulatedRun:
     """Flags → checked settings; prints every mistake and exits with 2.
 
     Reads no file but --tenant-config's.
     """
     values, bad = make_parser().read(argv)
-    sim = SimConfig(**_of(SimConfig, values))
-    model = dataclasses.replace(PRESETS[sim.model], **_of(StepModel, values))
+    sim = SimConfig(**_select_fields(SimConfig, values))
+    model = dataclasses.replace(PRESETS[sim.model], **_select_fields(StepModel, values))
     policies = (
         tuple(POLICIES) if sim.schedule_policy == "all" else tuple(sim.schedule_policy.split(","))
     )
-    bad += _violations(sim, model, policies)
+    bad += _find_violations(sim, model, policies)
     if sim.replay is not None and (others := sorted(set(values) - {"replay", "json"})):
         names = ", ".join(map(engine_config.flag_name, others))
         bad.append(f"--replay {sim.replay}: the recorded flags count; leave out {names}")
     engine_values = (
         DEFAULTS
-        | _of(EngineConfig, values)
+        | _select_fields(EngineConfig, values)
         | {"disaggregation_mode": sim.role, "schedule_policy": "auto"}
     )
     engine_values["host_kv_gib"] = float(sim.host_kv_tokens > 0)
     engine = EngineConfig()
     try:
-        engine = engine_config.build(engine_values)
+        engine = engine_config.build_config(engine_values)
         if not engine.max_total_tokens:
             bad.append(
                 "--max-total-tokens 0: there is no model here to size the pool from; give a number of tokens"
@@ -239,11 +245,11 @@ def parse(argv: Sequence[str]) -> SimulatedRun:
             err.message.replace("--host-kv-gib 1:", "--host-kv-tokens:").replace("-gib", "-tokens")
         )
     if bad:
-        refuse(PROG, bad)
+        exit_with_mistakes(PROG, bad)
     return SimulatedRun(sim, model, engine, policies)
 
 
-def _of(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _select_fields(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
     """The part of parsed flags that belongs to `cls`; schedule_policy is the simulation's."""
     names = {f.name for f in dataclasses.fields(cls)} - (
         NOT_SIMULATED if cls is EngineConfig else set()
@@ -251,7 +257,7 @@ def _of(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
-def _violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) -> Iterator[str]:
+def _find_violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) -> Iterator[str]:
     if not sim.trace and sim.replay is None:
         yield "--trace is missing; give a file or the name of a trace that comes with Baton"
     for name in policies:
@@ -281,9 +287,9 @@ def _violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) -> It
         yield "--step-ms 0: a step must take time, or the clock would stand still"
 
 
-def setting(run: SimulatedRun, trace: Sequence[TraceRequest]) -> NodeSetting:
+def make_setting(run: SimulatedRun, trace: Sequence[TraceRequest]) -> NodeSetting:
     """Arrivals rescaled as asked. Raises ConfigError when --load cannot be met."""
-    times = traces.arrivals(trace)
+    times = traces.arrival_times(trace)
     factor = 1.0
     if run.sim.speedup is not None:
         factor = 1 / run.sim.speedup
@@ -295,7 +301,7 @@ def setting(run: SimulatedRun, trace: Sequence[TraceRequest]) -> NodeSetting:
         factor = offered_seconds(run, trace) / times[-1] / run.sim.load
     return NodeSetting(
         trace=trace,
-        arrivals=[at * factor for at in times],
+        arrivals=[arrival * factor for arrival in times],
         model=run.model,
         scale=run.sim.length_scale,
         overlap=not run.engine.disable_overlap_schedule,
@@ -361,23 +367,25 @@ class ProgressLine:
         print(f"{self.policy}: {where}, about {eta}", file=sys.stderr, flush=True)
 
 
-def simulate(
-    run: SimulatedRun, what: NodeSetting
+def simulate_policies(
+    run: SimulatedRun, node_setting: NodeSetting
 ) -> tuple[list[RunSummary], dict[str, list[float]], bool]:
     """Run one policy after the other. Returns (summaries, TTFTs by label, was it interrupted)."""
     summaries: list[RunSummary] = []
     curves: dict[str, list[float]] = {}
     interrupted = False
     for policy in run.policies:
-        node = SimNode(what, run.limits(policy))
+        node = SimNode(node_setting, run.make_limits(policy))
         progress = ProgressLine(policy)
         try:
             node.run(progress)
         except KeyboardInterrupt:
             interrupted = True
         in_time = run.engine.default_deadline_ms / 1e3
-        summaries.append(summarize(policy, node, in_time, progress.elapsed, is_partial=interrupted))
-        curves[summaries[-1].label] = ttfts(node.records)
+        summaries.append(
+            summarize_run(policy, node, in_time, progress.elapsed, is_partial=interrupted)
+        )
+        curves[summaries[-1].label] = ttft_values(node.records)
         if interrupted:
             break
     return summaries, curves, interrupted
@@ -390,25 +398,26 @@ def replay_main(sim: SimConfig) -> int:
     """
     assert sim.replay is not None
     path = Path(sim.replay)
-    made: list[dict[str, Any]] = []
+    decisions: list[dict[str, Any]] = []
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        done = replay(lines, lambda sched, _plan: made.extend(sched.decisions.recent(1)))
-    print(f"{done.inputs} inputs, {done.requests} requests, {done.plans} plans")
+        outcome = replay(lines, lambda sched, _plan: decisions.extend(sched.decisions.recent(1)))
+    print(f"{outcome.inputs} inputs, {outcome.requests} requests, {outcome.plans} plans")
     if sim.json is not None:
         Path(sim.json).write_text(
-            "".join(json.dumps(decision) + "\n" for decision in made), encoding="utf-8"
+            "".join(json.dumps(decision) + "\n" for decision in decisions), encoding="utf-8"
         )
-    if done.difference is None:
+    if outcome.difference is None:
         print("every plan equals the recorded one")
         return 0
-    differs = done.difference
+    differs = outcome.difference
+    plan_here = _summarize_plan(differs.got)
     print(
-        f"line {differs.line}, at {differs.now:.6f} s: recorded plan {differs.expected}, here {_brief(differs.got)}"
+        f"line {differs.line}, at {differs.now:.6f} s: recorded plan {differs.expected}, here {plan_here}"
     )
     return 1
 
 
-def _brief(plan: StepPlan | None) -> str:
+def _summarize_plan(plan: StepPlan | None) -> str:
     if plan is None:
         return "nothing"
     rows = ", ".join(
@@ -418,15 +427,15 @@ def _brief(plan: StepPlan | None) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    run = parse(argv)
+    run = parse_flags(argv)
     try:
         if run.sim.replay is not None:
             return replay_main(run.sim)
-        trace = traces.read(traces.locate(run.sim.trace), run.sim.limit)
+        trace = traces.read_trace(traces.locate_trace(run.sim.trace), run.sim.limit)
         check_classes(run, trace)
-        what = setting(run, trace)
+        node_setting = make_setting(run, trace)
         offered = offered_seconds(run, trace)
-        span = what.arrivals[-1]
+        span = node_setting.arrivals[-1]
         about = f"{len(trace)} requests in {span:.0f} s"
         about += f", load {offered / span:.2f}" if span > 0 else ""
         print(
@@ -437,9 +446,9 @@ def main(argv: Sequence[str]) -> int:
                 "note: --length-scale flatters TPOT where prompts and answers share steps",
                 file=sys.stderr,
             )
-        summaries, curves, interrupted = simulate(run, what)
+        summaries, curves, interrupted = simulate_policies(run, node_setting)
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(table(summaries, columns))
+        print(format_table(summaries, columns))
         if run.sim.json is not None:
             values = dataclasses.asdict(run.engine)
             document = {

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.config.simulated import StepModel, scaled
+from baton.config.simulated import StepModel, scale_tokens
 from baton.config.tenants import DEFAULT_TENANT, TenantRules
 from baton.errors import EngineError, QueueFull, RateLimited, by_code
 from baton.runtime.engine_loop import Answer, Done, EngineLoop, Outcome
@@ -100,10 +100,10 @@ class StuckSimulation(RuntimeError):
 class SameThread:
     """engine_loop.JobThread: a job runs where it is submitted."""
 
-    def submit(self, job: Callable[[], Outcome]) -> Answer:
-        done: Answer = queue.SimpleQueue()
-        done.put((job(), 0.0))
-        return done
+    def submit_job(self, job: Callable[[], Outcome]) -> Answer:
+        answer: Answer = queue.SimpleQueue()
+        answer.put((job(), 0.0))
+        return answer
 
     def close(self) -> None:
         pass
@@ -195,22 +195,22 @@ class SimNode:
 
         Raises Stuck, or LedgerError if the page books do not balance.
         """
-        while self._turn():
+        while self._run_turn():
             progress(self)
         self.sched.ledger().check_idle(self.sched.limits.num_pages)
 
-    def _turn(self) -> bool:
+    def _run_turn(self) -> bool:
         self._take_in()
         outputs, busy = self._loop.step(self.now)
-        self._hear(outputs)
-        return busy or self._jump()
+        self._receive_outputs(outputs)
+        return busy or self._jump_ahead()
 
     def _take_in(self) -> None:
         while self._next < len(self.records) and self.setting.arrivals[self._next] <= self.now:
             handle = self._next
             self._next += 1
             try:
-                req = self._request(handle)
+                req = self._make_request(handle)
                 # The tenant's tokens, as the front takes them before a request reaches the
                 # scheduler.
                 wait = self._rates.admit(req.tenant, self.records[handle].prompt_tokens, self.now)
@@ -224,10 +224,10 @@ class SimNode:
                 self.records[handle].outcome = RequestOutcome.REFUSED
                 self.done += 1
 
-    def _request(self, handle: int) -> ValidatedRequest:
+    def _make_request(self, handle: int) -> ValidatedRequest:
         request = self.setting.trace[handle]
         arrival = self.setting.arrivals[handle]
-        answer = scaled(request.output_length, self.setting.scale)
+        answer = scale_tokens(request.output_length, self.setting.scale)
         tenant = request.tenant or DEFAULT_TENANT
         rules = self.sched.limits.fairness
         priority, name = rules.place_request(tenant, request.priority_class, request.priority)
@@ -272,10 +272,10 @@ class SimNode:
 
     def run_clock_to(self, time: float) -> None:
         """A step ends; what requests got to hear until then, they heard before it."""
-        self._hear(self._loop.take_outputs())
+        self._receive_outputs(self._loop.take_outputs())
         self.now = max(self.now, time)
 
-    def _hear(self, outputs: Sequence[EmittedTokens]) -> None:
+    def _receive_outputs(self, outputs: Sequence[EmittedTokens]) -> None:
         for event in outputs:
             record = self.records[event.handle]
             if event.tokens and record.first_token is None:
@@ -288,10 +288,10 @@ class SimNode:
             self._rates.spend(tenant, len(event.tokens) * self.setting.scale, self.now)
             if event.finish is not None:
                 record.finished = self.now
-                record.outcome = _outcome(event)
+                record.outcome = _request_outcome(event)
                 self.done += 1
 
-    def _jump(self) -> bool:
+    def _jump_ahead(self) -> bool:
         """Move the clock to the next event that needs no step.
 
         Returns False when none is left.
@@ -304,12 +304,12 @@ class SimNode:
         if coming:
             self.now = max(self.now, min(coming))
         elif not self.sched.is_idle:
-            what = f"at {self.now:.3f} s nothing is planned and nothing will happen"
-            raise StuckSimulation(f"{what}: {self.sched.counts()}")
+            reason = f"at {self.now:.3f} s nothing is planned and nothing will happen"
+            raise StuckSimulation(f"{reason}: {self.sched.counts()}")
         return bool(coming)
 
 
-def _outcome(event: EmittedTokens) -> RequestOutcome:
+def _request_outcome(event: EmittedTokens) -> RequestOutcome:
     """Outcome by a request's last event.
 
     One that lost its place to a higher priority was refused, only later.

@@ -10,9 +10,11 @@ from baton_ops.sim.node import RequestOutcome, RequestRecord, SimNode
 
 def percentile(ordered: Sequence[float], q: float) -> float:
     """Linear between the nearest ranks of a sorted, non-empty sequence."""
-    at = (len(ordered) - 1) * q
-    low = int(at)
-    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (at - low)
+    position = (len(ordered) - 1) * q
+    low = int(position)
+    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (
+        position - low
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class RunSummary:
         return self.policy + (" (stopped)" if self.is_partial else "")
 
 
-def summarize(
+def summarize_run(
     policy: str,
     node: SimNode,
     deadline_secs: float,
@@ -98,13 +100,13 @@ def summarize(
     return RunSummary(
         policy=policy,
         requests=len(records),
-        completed=_count(records, RequestOutcome.COMPLETED),
-        refused=_count(records, RequestOutcome.REFUSED),
-        timed_out=_count(records, RequestOutcome.TIMED_OUT),
-        ttft=SummaryStat.of(ttfts(records)),
+        completed=_count_outcome(records, RequestOutcome.COMPLETED),
+        refused=_count_outcome(records, RequestOutcome.REFUSED),
+        timed_out=_count_outcome(records, RequestOutcome.TIMED_OUT),
+        ttft=SummaryStat.of(ttft_values(records)),
         wait=SummaryStat.of([r.wait for r in records if r.wait is not None]),
         tpot=SummaryStat.of([r.tpot for r in records if r.tpot is not None]),
-        in_time=sum(ttft <= deadline_secs for ttft in ttfts(records)) / max(len(records), 1),
+        in_time=sum(ttft <= deadline_secs for ttft in ttft_values(records)) / max(len(records), 1),
         hit_rate=sum(r.cached_tokens for r in begun) / prompts if prompts else 0.0,
         utilization=node.busy_seconds / span if span > 0 else 0.0,
         retractions=int(counters["retractions_total"]),
@@ -114,32 +116,33 @@ def summarize(
         simulated_seconds=span,
         decisions=node.decisions,
         wall_seconds=wall_seconds,
-        groups=_groups(node),
+        groups=_group_records(node),
         is_partial=is_partial,
     )
 
 
-def _groups(node: SimNode) -> tuple[RecordGroup, ...]:
-    found: dict[str, list[RequestRecord]] = {}
+def _group_records(node: SimNode) -> tuple[RecordGroup, ...]:
+    records_of: dict[str, list[RequestRecord]] = {}
     for record, request in zip(node.records, node.setting.trace, strict=True):
         for kind, name in (("class", request.priority_class), ("tenant", request.tenant)):
             if name is not None:
-                found.setdefault(f"{kind} {name}", []).append(record)
-    return tuple(_group(name, records) for name, records in sorted(found.items()))
+                records_of.setdefault(f"{kind} {name}", []).append(record)
+    return tuple(_make_group(name, records) for name, records in sorted(records_of.items()))
 
 
-def _group(name: str, records: Sequence[RequestRecord]) -> RecordGroup:
+def _make_group(name: str, records: Sequence[RequestRecord]) -> RecordGroup:
     completed, refused = (
-        _count(records, outcome) for outcome in (RequestOutcome.COMPLETED, RequestOutcome.REFUSED)
+        _count_outcome(records, outcome)
+        for outcome in (RequestOutcome.COMPLETED, RequestOutcome.REFUSED)
     )
-    return RecordGroup(name, len(records), completed, refused, SummaryStat.of(ttfts(records)))
+    return RecordGroup(name, len(records), completed, refused, SummaryStat.of(ttft_values(records)))
 
 
-def ttfts(records: Sequence[RequestRecord]) -> list[float]:
+def ttft_values(records: Sequence[RequestRecord]) -> list[float]:
     return [r.ttft for r in records if r.ttft is not None]
 
 
-def _count(records: Sequence[RequestRecord], outcome: RequestOutcome) -> int:
+def _count_outcome(records: Sequence[RequestRecord], outcome: RequestOutcome) -> int:
     return sum(r.outcome is outcome for r in records)
 
 
@@ -186,46 +189,46 @@ def fit_table(
     return lines
 
 
-def table(summaries: Sequence[RunSummary], columns: int | None = None) -> str:
+def format_table(summaries: Sequence[RunSummary], columns: int | None = None) -> str:
     """Format a row per policy; a p50 … belongs to the name before it.
 
     `vs first`: mean TTFT over the first row's.
     """
     first = summaries[0].ttft.mean if summaries and summaries[0].ttft else 0.0
-    rows = [HEADER, *(_cells(summary, first) for summary in summaries)]
+    rows = [HEADER, *(_summary_cells(summary, first) for summary in summaries)]
     lines = fit_table(rows, columns, COLUMN_GROUPS)
-    lines += [line for s in summaries if (line := _endings(s))]
+    lines += [line for s in summaries if (line := _format_endings(s))]
     lines += [_group_line(s, group) for s in summaries for group in s.groups]
     return "\n".join(lines)
 
 
 def _group_line(s: RunSummary, group: RecordGroup) -> str:
-    mean, p50, p95, p99, longest = _numbers(group.ttft)
+    mean, p50, p95, p99, longest = _format_stat(group.ttft)
     refused = f", {group.refused} refused" if group.refused else ""
     counts = f"{group.completed} of {group.requests} completed{refused}"
     return f"{s.policy}, {group.name}: {counts}; TTFT s {mean}, p50 {p50}, p95 {p95}, p99 {p99}, max {longest}"
 
 
-def _cells(s: RunSummary, first_mean: float) -> tuple[str, ...]:
+def _summary_cells(s: RunSummary, first_mean: float) -> tuple[str, ...]:
     ratio = f"{s.ttft.mean / first_mean:.2f}" if s.ttft and first_mean else "-"
     counts = (s.label, str(s.requests), str(s.completed))
     latencies = (
-        *_numbers(s.ttft)[:4],
+        *_format_stat(s.ttft)[:4],
         ratio,
         f"{s.in_time:.3f}",
-        *_numbers(s.tpot, 1e3)[:4],
-        *_numbers(s.wait),
+        *_format_stat(s.tpot, 1e3)[:4],
+        *_format_stat(s.wait),
     )
     device = (f"{s.hit_rate:.3f}", f"{s.utilization:.2f}", str(s.steps))
     return (*counts, *latencies, *device, f"{s.simulated_seconds:.0f}", f"{s.wall_seconds:.1f}")
 
 
-def _numbers(stat: SummaryStat | None, unit: float = 1.0) -> list[str]:
+def _format_stat(stat: SummaryStat | None, unit: float = 1.0) -> list[str]:
     """Mean, p50, p95, p99 and maximum."""
     return ["-"] * 5 if stat is None else [f"{value * unit:.2f}" for value in astuple(stat)]
 
 
-def _endings(s: RunSummary) -> str:
+def _format_endings(s: RunSummary) -> str:
     """Counts that are not 0; empty when all are."""
     counts = {
         "refused": s.refused,
@@ -234,8 +237,8 @@ def _endings(s: RunSummary) -> str:
         "preemptions": s.preemptions,
         "starved": s.starved,
     }
-    found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    endings = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     left_out = (
         " (no TTFT above without a first token: see `in time`)" if s.refused or s.timed_out else ""
     )
-    return f"{s.policy}: {found}{left_out}" if found else ""
+    return f"{s.policy}: {endings}{left_out}" if endings else ""

@@ -1,10 +1,10 @@
 """Trace files → requests: arrival times, lengths, and prompts whose prefixes are equal exactly
 where the trace says so.
 
- 1. `read` parses and checks JSON Lines (gzip'd or not): timestamp [ms], input_length, output_length
+ 1. `read_trace` parses and checks JSON Lines (gzip'd or not): timestamp [ms], input_length, output_length
     [tokens], hash_ids (one id per 512-token block of the prompt), and who asks: priority,
     priority_class, tenant (all four optional). A bad line is an error with its number.
- 2. `arrivals` turns time stamps into seconds: stamps of coarse clocks are spread evenly over the
+ 2. `arrival_times` turns time stamps into seconds: stamps of coarse clocks are spread evenly over the
     gap to the next one.
  3. `prompt_tokens` makes token ids when a request arrives: each token of a block is the block's
     number, so equal ids behind equal prefixes are equal tokens, different ids differ in every page,
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.config.classes import LEAST_PRIORITY, MOST_PRIORITY
-from baton.config.simulated import BLOCK_TOKENS, CONTEXT_LENGTH, scaled
+from baton.config.simulated import BLOCK_TOKENS, CONTEXT_LENGTH, scale_tokens
 from baton.config.tenants import NAME_RULE, TENANT_NAME
 from baton.errors import ConfigError
 
@@ -61,20 +61,20 @@ class _BadLine(ValueError):
     pass
 
 
-def locate(name: str) -> Path:
+def locate_trace(name: str) -> Path:
     """A file, or one of the traces that come with Baton, by its short name. Raises ConfigError."""
     path = Path(name)
     if path.is_file():
         return path
     if name not in SHIPPED_NAMES:
-        known = " or ".join(SHIPPED_NAMES)
+        names = " or ".join(SHIPPED_NAMES)
         raise ConfigError(
-            f"--trace {name}: no such file; give a .jsonl or .jsonl.gz file, or {known}"
+            f"--trace {name}: no such file; give a .jsonl or .jsonl.gz file, or {names}"
         )
     return SHIPPED_NAMES[name]
 
 
-def read(path: Path, limit: int | None = None) -> list[TraceRequest]:
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests of a trace.
 
     Raises ConfigError, with the line number, for what is not one.
@@ -94,7 +94,7 @@ def read(path: Path, limit: int | None = None) -> list[TraceRequest]:
                 number += 1
                 if line.strip():
                     requests.append(
-                        _parse(line, ids, requests[-1].timestamp_ms if requests else 0.0)
+                        _parse_line(line, ids, requests[-1].timestamp_ms if requests else 0.0)
                     )
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as err:
         raise ConfigError(f"{path}: cannot be read after line {number}: {err}") from err
@@ -105,22 +105,28 @@ def read(path: Path, limit: int | None = None) -> list[TraceRequest]:
     return requests
 
 
-def _parse(line: str, ids: dict[tuple[int, int], int], previous_ms: float) -> TraceRequest:
+def _parse_line(line: str, ids: dict[tuple[int, int], int], previous_ms: float) -> TraceRequest:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as err:
         raise _BadLine(f"not JSON: {err}") from err
     if not isinstance(row, dict):
         raise _BadLine(f"a request is a JSON object, this is {type(row).__name__}")
-    at = row.get("timestamp")
-    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at <= MAX_TIMESTAMP_MS:
+    timestamp = row.get("timestamp")
+    if (
+        isinstance(timestamp, bool)
+        or not isinstance(timestamp, int | float)
+        or not 0 <= timestamp <= MAX_TIMESTAMP_MS
+    ):
         raise _BadLine(
-            f"timestamp is {at!r:.40}; give milliseconds from the start, 0 to {MAX_TIMESTAMP_MS:g}"
+            f"timestamp is {timestamp!r:.40}; give milliseconds from the start, 0 to {MAX_TIMESTAMP_MS:g}"
         )
-    if at < previous_ms:
-        raise _BadLine(f"timestamp {at} is before the previous line's {previous_ms}; sort the file")
-    prompt = _length(row, "input_length")
-    answer = _length(row, "output_length")
+    if timestamp < previous_ms:
+        raise _BadLine(
+            f"timestamp {timestamp} is before the previous line's {previous_ms}; sort the file"
+        )
+    prompt = _read_length(row, "input_length")
+    answer = _read_length(row, "output_length")
     priority = row.get("priority")
     if priority is not None and (
         type(priority) is not int or not LEAST_PRIORITY <= priority <= MOST_PRIORITY
@@ -128,26 +134,26 @@ def _parse(line: str, ids: dict[tuple[int, int], int], previous_ms: float) -> Tr
         raise _BadLine(
             f"priority is {priority!r:.40}; give an integer from {LEAST_PRIORITY} to {MOST_PRIORITY}, or leave it out"
         )
-    blocks = _blocks(row.get("hash_ids"), prompt, ids)
+    blocks = _read_blocks(row.get("hash_ids"), prompt, ids)
     return TraceRequest(
-        float(at),
+        float(timestamp),
         prompt,
         answer,
         blocks,
         priority,
-        _name(row, "priority_class"),
-        _name(row, "tenant"),
+        _read_name(row, "priority_class"),
+        _read_name(row, "tenant"),
     )
 
 
-def _name(row: dict[str, Any], field: str) -> str | None:
+def _read_name(row: dict[str, Any], field: str) -> str | None:
     value = row.get(field)
     if value is not None and not (isinstance(value, str) and TENANT_NAME.fullmatch(value)):
         raise _BadLine(f"{field} is {value!r}; a name has {NAME_RULE}")
     return value
 
 
-def _length(row: dict[str, Any], name: str) -> int:
+def _read_length(row: dict[str, Any], name: str) -> int:
     value = row.get(name)
     if type(value) is not int or not 1 <= value <= CONTEXT_LENGTH:
         raise _BadLine(
@@ -156,7 +162,7 @@ def _length(row: dict[str, Any], name: str) -> int:
     return value
 
 
-def _blocks(hash_ids: Any, prompt: int, ids: dict[tuple[int, int], int]) -> tuple[int, ...]:
+def _read_blocks(hash_ids: Any, prompt: int, ids: dict[tuple[int, int], int]) -> tuple[int, ...]:
     """`ids`: (number of the block before, hash id) → number."""
     count = -(-prompt // BLOCK_TOKENS)
     if hash_ids is None:  # no prefix information: this prompt is like no other
@@ -174,20 +180,22 @@ def _blocks(hash_ids: Any, prompt: int, ids: dict[tuple[int, int], int]) -> tupl
     return tuple(numbers)
 
 
-def arrivals(trace: Sequence[TraceRequest]) -> list[float]:
+def arrival_times(trace: Sequence[TraceRequest]) -> list[float]:
     """Arrival in seconds from the first request.
 
     Equal stamps are spread evenly over the gap to the next stamp.
     """
     counts = Counter(request.timestamp_ms for request in trace)
-    gaps = [after - at for at, after in itertools.pairwise(counts)]
+    gaps = [after - stamp for stamp, after in itertools.pairwise(counts)]
     gaps.append(
         gaps[-1] if gaps else 0.0
     )  # the last stamp has no next one: it takes the gap before
     first = trace[0].timestamp_ms
     stamps = zip(counts.items(), gaps, strict=True)
     return [
-        (at - first + gap * i / count) / 1e3 for (at, count), gap in stamps for i in range(count)
+        (stamp - first + gap * i / count) / 1e3
+        for (stamp, count), gap in stamps
+        for i in range(count)
     ]
 
 
@@ -200,7 +208,7 @@ def prompt_tokens(request: TraceRequest, scale: int) -> array[int]:
     tokens = array("i")
     for block in request.blocks:
         tokens.extend(array("i", (block,)) * per_block)
-    del tokens[scaled(request.input_length, scale) :]
+    del tokens[scale_tokens(request.input_length, scale) :]
     return tokens
 
 

@@ -111,7 +111,7 @@ def store_heads(
         assert norms[0].shape == norms[1].shape == (dim,)
         q.copy_(ops.rms_norm(q, norms[0], eps))
         k = ops.rms_norm(k, norms[1], eps)
-    ops.rope(q, k, positions, cos, sin)
+    ops.apply_rope(q, k, positions, cos, sin)
     keys[slots // size, slots % size] = k
     values[slots // size, slots % size] = v
 

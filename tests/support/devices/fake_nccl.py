@@ -75,8 +75,8 @@ class FakeNccl:
                 """After an abort: what was not met is given up."""
 
         with (
-            mock.patch.object(nccl, "load", return_value=self),
-            mock.patch.object(nccl, "unusable", return_value=None),
+            mock.patch.object(nccl, "load_library", return_value=self),
+            mock.patch.object(nccl, "find_obstacle", return_value=None),
             mock.patch.multiple(
                 torch.cuda,
                 Stream=Stream,

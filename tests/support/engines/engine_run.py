@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from baton.config import build
+from baton.config import build_config
 from baton.runtime import build as runtime
 from baton.runtime.engine_loop import EngineLoop
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
@@ -24,9 +24,9 @@ FLAGS: dict[str, object] = {
 def make_engine(
     path: Path | str, *, trace: Callable[[str], None] | None = None, **flags: object
 ) -> EngineLoop:
-    return runtime.load(build({"model_path": str(path), **FLAGS, **flags}), str(path)).engine(
-        trace=trace
-    )
+    return runtime.load_rank(
+        build_config({"model_path": str(path), **FLAGS, **flags}), str(path)
+    ).engine(trace=trace)
 
 
 def answer(

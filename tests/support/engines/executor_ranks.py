@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from baton.config import EngineConfig, build
+from baton.config import EngineConfig, build_config
 from baton.layers import collectives
 from baton.runtime.build import LoadedModel
 from baton.runtime.engine_loop import EngineLoop
@@ -58,7 +58,7 @@ class ExecutorProcesses:
         **flags: object,
     ) -> Iterator[EngineLoop]:
         """An engine of `tp_size` ranks. `touch` sees the first rank's part before the engine is made of it."""
-        config = build({"model_path": str(path), "tp_size": tp_size, **FLAGS, **flags})
+        config = build_config({"model_path": str(path), "tp_size": tp_size, **FLAGS, **flags})
         with tempfile.TemporaryDirectory() as folder:
             executors = self._processes[: tp_size - 1]
             for tp_rank, process in enumerate(executors, 1):
@@ -76,14 +76,14 @@ class ExecutorProcesses:
                 group = channel.TpGroup(0, tp_size, Path(folder), 0)
                 loaded, orders = run_leader(config, group, context, show_nothing)
                 touch(loaded)
-                engine = loaded.engine()
+                engine = loaded.make_engine_loop()
                 try:
                     yield engine
                 finally:
                     engine.close()
                     orders.stop()
             finally:
-                collectives.leave()
+                collectives.leave_group()
                 context.destroy(linger=1000)
                 self.endings = [
                     str(json.loads(p.stdout.readline())) for p in executors if p.stdout is not None
@@ -105,7 +105,7 @@ def main() -> None:
             run_worker(config, group, context, None, show_nothing)
             ending = "stopped"
         except Exception as err:  # noqa: BLE001 - the test asks for it
-            collectives.leave()
+            collectives.leave_group()
             ending = f"{type(err).__name__}: {err}"
         print(json.dumps(ending), flush=True)
 

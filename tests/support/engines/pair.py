@@ -14,7 +14,7 @@ from typing import Any
 
 from baton._native import BootstrapServer, TransferNode
 
-from baton.config import build
+from baton.config import build_config
 from baton.disagg.native_node import NativeTransferNode
 from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver
 from baton.runtime import build as runtime
@@ -46,9 +46,9 @@ class Half:
             "model_path": str(path), "dtype": "float32", "cpu_threads": 1, "page_size": 4, "max_total_tokens": 2048,
             "chunked_prefill_size": 64, "disaggregation_mode": role, "disaggregation_transfer_backend": transport,
         }  # fmt: skip
-        config = build({**values, **flags})
+        config = build_config({**values, **flags})
         with nullcontext() if stand_in is None else stand_in.used():
-            loaded = runtime.load(config, str(path))
+            loaded = runtime.load_rank(config, str(path))
         node_settings = {
             "role": role, "host": "127.0.0.1", "advertise_host": "127.0.0.1", "port": 0, "transports": [transport],
             "cluster_key": None, "layout": loaded.layout, "dp_rank": 0, "dp_size": 1, "lease_ms": 30000,
@@ -63,9 +63,11 @@ class Half:
         )
         watched = self.node if stand_in is None else stand_in.watched(self.node)
         if role == "prefill":
-            self.engine: EngineLoop = loaded.engine(PrefillTransferDriver(watched, TIMEOUT_SECS))
+            self.engine: EngineLoop = loaded.make_engine_loop(
+                PrefillTransferDriver(watched, TIMEOUT_SECS)
+            )
         else:
-            self.engine = loaded.engine(
+            self.engine = loaded.make_engine_loop(
                 DecodeTransferDriver(watched, TIMEOUT_SECS, loaded.vocab_size)
             )
         self.got: dict[int, list[int]] = {}

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from baton.config import build
+from baton.config import build_config
 from baton.server.text import model_info
 from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.messages import TemplateCaps, normalize_messages
@@ -129,7 +129,7 @@ def path_of(name: str) -> Path:
 
 def facts_of(name: str) -> model_info.ModelFacts:
     tokenizer = path_of(name)
-    return model_info.load(build({"model_path": "demo", "tokenizer_path": str(tokenizer)}))
+    return model_info.load(build_config({"model_path": "demo", "tokenizer_path": str(tokenizer)}))
 
 
 def tokenizer_of(facts: model_info.ModelFacts) -> Any:

@@ -41,7 +41,7 @@ def drawn(logits: Tensor, columns: list[DrawColumns]) -> list[int]:
 
 
 def check(name: str, logits: Tensor, columns: list[DrawColumns]) -> None:
-    want, got = sampler.draw(logits.clone(), columns), drawn(logits, columns)
+    want, got = sampler.draw_tokens(logits.clone(), columns), drawn(logits, columns)
     wrong = [
         (i, a, b, columns[i]) for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b
     ]
@@ -99,7 +99,7 @@ def check_names_of_columns() -> None:
 def check_nonfinite(logits: Tensor) -> None:
     """A NaN in either block, +inf, -inf alone: no token; rows with bans, and a row that has no token before."""
     columns = [DrawColumns(0.7, 0.5, 0, 1.0, 0.0), DrawColumns(1.3, 0.1, 5, 0.9, 0.1)] * 3
-    want = sampler.draw(logits.clone(), columns)
+    want = sampler.draw_tokens(logits.clone(), columns)
     logits[0, 1] = logits[1, VOCAB - 1] = math.nan
     logits[2, 7] = math.inf
     logits[3] = -math.inf

@@ -72,7 +72,7 @@ def plain(heads: Tensor, shape: Shape, norms: tuple[Tensor, Tensor] | None, posi
     q, k, v = heads.clone().split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
     if norms is not None:
         q, k = ops.rms_norm(q, norms[0], EPS), ops.rms_norm(k, norms[1], EPS)
-    q, k = ops.rope(q, k, positions, *tables)
+    q, k = ops.apply_rope(q, k, positions, *tables)
     for i, slot in enumerate(slots.tolist()):
         if slot >= 0:
             data[slot // shape.page_size, layer, 0, slot % shape.page_size] = k[i]

@@ -11,7 +11,7 @@ import random
 import numpy as np
 import torch
 
-from baton.layers.cuda.device_pages import weights
+from baton.layers.cuda.device_pages import make_checksum_weights
 from baton.layers.kernels.pages import BLOCK, copy_pages, sum_pages
 from tests.support.kernels.pages import bytes_of, naive_sum
 
@@ -27,7 +27,7 @@ def check(words: int, seed: int, device: torch.device) -> None:
         torch.randint(-(2**31), 2**31, (PAGES, words), generator=generator, dtype=torch.int32)
         for _ in range(2)
     )
-    on_device = torch.from_numpy(weights(words)).to(device)
+    on_device = torch.from_numpy(make_checksum_weights(words)).to(device)
     ours = here.to(device)
     theirs = there.to(device)
 

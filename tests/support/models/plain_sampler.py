@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.runtime.sampling.sampler import LogitEdits, SampleRow, draw, draw_columns
+from baton.runtime.sampling.sampler import LogitEdits, SampleRow, draw_columns, draw_tokens
 from baton.sched.types.plan import INVALID_TOKEN, StepResult, TokenLogprobs
 
 
@@ -32,7 +32,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> StepResult:
     tokens: list[int] = logits.argmax(-1).tolist()
     for i, row in enumerate(rows):
         if not row.is_greedy:
-            tokens[i] = draw(logits[i : i + 1], [draw_columns(row, logits.shape[1])])[0]
+            tokens[i] = draw_tokens(logits[i : i + 1], [draw_columns(row, logits.shape[1])])[0]
     asked = {
         i: _token_logprobs(lp, tokens[i], rows[i].params.logprobs)
         for i, lp in raw.items()

@@ -120,7 +120,7 @@ def model(**options: Any) -> str:
 
 
 if __name__ == "__main__":
-    from baton.config import parse
+    from baton.config import parse_config
     from baton.server.http import request_handler
     from baton.server.launch.engine import run_engine
     from baton.server.response import generation
@@ -129,4 +129,4 @@ if __name__ == "__main__":
     request_handler.KEEPALIVE_SECS = constants["keepalive_secs"]
     generation.DEADLINE_GRACE_SECS = constants["grace_secs"]
 
-    sys.exit(run_engine(parse(sys.argv[1:]), (sys.executable, str(FAKE_RANK))))
+    sys.exit(run_engine(parse_config(sys.argv[1:]), (sys.executable, str(FAKE_RANK))))

@@ -90,20 +90,20 @@ def test_router_without_feed_is_read_from_its_other_routes() -> None:
 
 
 def test_table_shows_all_and_fits_the_terminal() -> None:
-    text = top.render("http://r", top.read_feed(EVENT), is_colored=False, columns=1000)
+    text = top.render_screen("http://r", top.read_feed(EVENT), is_colored=False, columns=1000)
     assert "1 of 2 nodes ready, 3 requests queued" in text
     assert "  d:30000: status 503" in text
     assert "2.5GB/s" in text
     row = next(line for line in text.splitlines() if line.startswith("prefill"))
     assert row.split() == ["prefill", "p:30000", "ready", "4", "3k", "25%", "1.5k", "0"]
     assert text.index("slow ") < text.index("quick ")
-    narrow = top.render("http://r", top.read_feed(EVENT), is_colored=False, columns=40)
+    narrow = top.render_screen("http://r", top.read_feed(EVENT), is_colored=False, columns=40)
     assert max(map(len, narrow.splitlines())) == 40
-    colored = top.render("http://r", top.read_feed(EVENT), is_colored=True, columns=100)
+    colored = top.render_screen("http://r", top.read_feed(EVENT), is_colored=True, columns=100)
     assert "\x1b[1mNODE" in colored
     assert "\x1b[31mdecode d:30000" in colored, "unhealthy is red"
     assert "\nprefill p:30000" in colored, "ready has no color"
-    assert "serves no /ui/feed" in top.render(
+    assert "serves no /ui/feed" in top.render_screen(
         "http://r", TopSnapshot("poll", 0), is_colored=False, columns=100
     )
 
@@ -113,7 +113,7 @@ def test_table_shows_all_and_fits_the_terminal() -> None:
     [(None, "-"), (0.0, "0"), (12.34, "12.3"), (999.0, "999"), (1500, "1.5k"), (2.5e9, "2.5G")],
 )
 def test_numbers_are_short(value: float | None, text: str) -> None:
-    assert top.number(value) == text
+    assert top.format_number(value) == text
 
 
 @contextmanager
@@ -148,7 +148,7 @@ FEED = f": keep-alive\n\nevent: snapshot\ndata: {json.dumps(EVENT)}\n\n"
 def test_one_snapshot_as_json_names_every_node() -> None:
     out = io.StringIO()
     with router({"/ui/feed": FEED}) as url:
-        assert top.watch(TopConfig(router=url, once=True, json=True), HttpClient(), out) == 0
+        assert top.watch_fleet(TopConfig(router=url, once=True, json=True), HttpClient(), out) == 0
     shown = json.loads(out.getvalue())
     assert [node["url"] for node in shown["nodes"]] == [P, D]
     assert shown["source"] == "feed"
@@ -162,7 +162,7 @@ def test_router_without_feed_is_polled() -> None:
     for refusal in (404, 503):
         out = io.StringIO()
         with router({**answers, "/ui/feed": refusal}) as url:
-            assert top.watch(TopConfig(router=url, once=True), HttpClient(), out) == 0
+            assert top.watch_fleet(TopConfig(router=url, once=True), HttpClient(), out) == 0
         assert "decode d:30000" in out.getvalue()
         assert "40%" in out.getvalue()
 
@@ -173,7 +173,7 @@ def test_router_that_refuses_or_is_away_ends_it_with_2(
 ) -> None:
     with router({"/ui/feed": status}) as url:
         asked = url if status else "http://127.0.0.1:1"
-        assert top.watch(TopConfig(router=asked), HttpClient(), io.StringIO()) == 2
+        assert top.watch_fleet(TopConfig(router=asked), HttpClient(), io.StringIO()) == 2
     assert words in capsys.readouterr().err
 
 
@@ -199,7 +199,7 @@ def test_screen_is_drawn_again_and_the_cursor_comes_back_after_ctrl_c(
     monkeypatch.setattr(top, "PERIOD_SECS", 0.0)
     screen = Screen(3)
     with router({"/ui/feed": FEED}) as url, pytest.raises(KeyboardInterrupt):
-        top.watch(TopConfig(router=url), HttpClient(), screen)
+        top.watch_fleet(TopConfig(router=url), HttpClient(), screen)
     text = screen.getvalue()
     assert text.startswith(top.HIDE_CURSOR)
     assert text.count(top.CLEAR) >= 2, "the stream broke off after one snapshot and began again"
@@ -211,14 +211,14 @@ def test_ctrl_c_is_a_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(top, "watch", interrupted)
+    monkeypatch.setattr(top, "watch_fleet", interrupted)
     assert top.main([]) == 0
 
 
 def test_router_can_be_given_without_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert top.parse(["http://a:1"]).router == "http://a:1"
+    assert top.parse_flags(["http://a:1"]).router == "http://a:1"
     with pytest.raises(SystemExit):
-        top.parse(["http://a:1", "--router", "http://b:1"])
+        top.parse_flags(["http://a:1", "--router", "http://b:1"])
     assert "http://a:1 and --router http://b:1: give one router" in capsys.readouterr().err
 
 
@@ -236,7 +236,7 @@ def test_tls_alert_is_answered_with_the_right_address(capsys: pytest.CaptureFixt
         thread.start()
         address = f"127.0.0.1:{server.getsockname()[1]}"
         config = TopConfig(router=f"http://{address}")
-        assert top.watch(config, HttpClient(), io.StringIO()) == 2
+        assert top.watch_fleet(config, HttpClient(), io.StringIO()) == 2
         thread.join(30)
     said = capsys.readouterr().err
     assert f"its answer is no HTTP; if it wants TLS, give https://{address}" in said

@@ -15,17 +15,17 @@ from baton.sched.setup import from_config
 
 
 def test_no_flags_give_the_defaults_of_the_fields() -> None:
-    assert config.parse([]) == config.EngineConfig()
+    assert config.parse_config([]) == config.EngineConfig()
 
 
 def test_every_field_is_a_flag_with_help() -> None:
     for f in dataclasses.fields(config.EngineConfig):
         assert f.metadata["help"], f.name
-        assert f"`{config.flag_name(f.name)}`" in config.markdown(config.EngineConfig)
+        assert f"`{config.flag_name(f.name)}`" in config.flags_table(config.EngineConfig)
 
 
 def test_flags_are_typed() -> None:
-    c = config.parse(
+    c = config.parse_config(
         ["--port", "0", "--kv-lease-secs", "2", "--disable-radix-cache", "--dp-size", "4"]
     )
     assert (c.port, c.kv_lease_secs, c.disable_radix_cache, c.dp_size) == (0, 2.0, True, 4)
@@ -33,13 +33,13 @@ def test_flags_are_typed() -> None:
 
 def test_environment_is_read_when_the_flag_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_API_KEY", "from-environment")
-    assert config.parse([]).api_key == "from-environment"
-    assert config.parse(["--api-key", "from-flag"]).api_key == "from-flag"
+    assert config.parse_config([]).api_key == "from-environment"
+    assert config.parse_config(["--api-key", "from-flag"]).api_key == "from-flag"
 
 
 def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        config.build({"page_size": 256, "dp_size": 0, "port": 70000})
+        config.build_config({"page_size": 256, "dp_size": 0, "port": 70000})
     assert caught.value.message.count("\n") == 2
     assert "--page-size 256: use a power of two" in caught.value.message
     assert "--dp-size 0: give 1 to 64" in caught.value.message
@@ -60,7 +60,7 @@ def test_mistakes_end_the_program_with_2(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        config.parse(argv)
+        config.parse_config(argv)
     assert caught.value.code == 2
     assert argv[0] in capsys.readouterr().err
 
@@ -83,7 +83,7 @@ def test_mistakes_of_every_kind_are_reported_together_a_line_each(
         "2",
     ]
     with pytest.raises(SystemExit) as caught:
-        config.parse([*argv, "--tenant-config", '{"default": {"max_running": -1}}'])
+        config.parse_config([*argv, "--tenant-config", '{"default": {"max_running": -1}}'])
     assert caught.value.code == 2
     policies = next(
         f for f in dataclasses.fields(config.EngineConfig) if f.name == "schedule_policy"
@@ -109,7 +109,7 @@ def test_mistakes_of_every_kind_are_reported_together_a_line_each(
 
 def test_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        config.parse(["--port"])
+        config.parse_config(["--port"])
     assert (
         capsys.readouterr().err
         == "baton engine: --port: expected one argument; --help-all lists the flags\n"
@@ -172,7 +172,7 @@ def test_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]) 
 )
 def test_rules_of_queue_orders(values: dict[str, object], remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.build(values)
+        config.build_config(values)
     assert remedy in caught.value.message
 
 
@@ -186,7 +186,7 @@ def test_queue_order_flags_reach_the_scheduler() -> None:
         "3",
     ]
     made = from_config.limits(
-        config.parse([*argv, "--default-priority", "-2", "--enable-priority-scheduling"]), 64
+        config.parse_config([*argv, "--default-priority", "-2", "--enable-priority-scheduling"]), 64
     )
     assert made.policy_params.short_first_output_weight == 0.25
     assert (made.priority.aging_rate, made.priority.aging_max, made.priority.default) == (
@@ -194,7 +194,7 @@ def test_queue_order_flags_reach_the_scheduler() -> None:
         3.0,
         -2,
     )
-    plain = from_config.limits(config.build({}), 64)
+    plain = from_config.limits(config.build_config({}), 64)
     assert plain.policy_params.short_first_output_weight is None
     assert (plain.priority.aging_max, plain.priority.default) == (math.inf, None)
 
@@ -204,21 +204,27 @@ def test_eviction_policy_without_a_cache_is_refused() -> None:
         ConfigError,
         match="--radix-eviction-policy lfu: nothing is cached with --disable-radix-cache",
     ):
-        config.build({"radix_eviction_policy": "lfu", "disable_radix_cache": True})
-    assert config.parse(["--radix-eviction-policy", "priority"]).radix_eviction_policy == "priority"
+        config.build_config({"radix_eviction_policy": "lfu", "disable_radix_cache": True})
+    assert (
+        config.parse_config(["--radix-eviction-policy", "priority"]).radix_eviction_policy
+        == "priority"
+    )
 
 
 def test_abbreviations_are_no_flags() -> None:
     with pytest.raises(SystemExit):
-        config.parse(["--disagg", "prefill"])
+        config.parse_config(["--disagg", "prefill"])
 
 
 def test_gpu_has_larger_steps_unless_their_size_is_given() -> None:
-    cuda = config.build({"device": "cuda"})
+    cuda = config.build_config({"device": "cuda"})
     assert (cuda.max_running_requests, cuda.chunked_prefill_size) == (256, 8192)
-    assert config.build({"device": "cuda", "chunked_prefill_size": 512}).chunked_prefill_size == 512
+    assert (
+        config.build_config({"device": "cuda", "chunked_prefill_size": 512}).chunked_prefill_size
+        == 512
+    )
     for device in ("cpu", "auto"):
-        other = config.build({"device": device})
+        other = config.build_config({"device": device})
         assert (other.max_running_requests, other.chunked_prefill_size) == (64, 512)
 
 
@@ -226,7 +232,7 @@ def test_flashinfer_on_the_cpu_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(
         ConfigError, match="--attention-backend flashinfer: needs a CUDA device, --device is cpu"
     ):
-        config.build({"attention_backend": "flashinfer"})
+        config.build_config({"attention_backend": "flashinfer"})
 
 
 def test_share_of_a_gpus_memory_is_for_gpus() -> None:
@@ -234,12 +240,12 @@ def test_share_of_a_gpus_memory_is_for_gpus() -> None:
         with pytest.raises(
             ConfigError, match=r"--mem-fraction-static .* give a number above 0 and below 1"
         ):
-            config.build({"mem_fraction_static": wrong, "device": "cuda"})
+            config.build_config({"mem_fraction_static": wrong, "device": "cuda"})
     with pytest.raises(ConfigError, match="--device is cpu; use --kv-pool-mib"):
-        config.build({"mem_fraction_static": 0.5})
-    assert config.build({"mem_fraction_static": 0.5, "device": "auto"}).kv_pool_mib is None
+        config.build_config({"mem_fraction_static": 0.5})
+    assert config.build_config({"mem_fraction_static": 0.5, "device": "auto"}).kv_pool_mib is None
     with pytest.raises(ConfigError, match="--kv-pool-mib 0: give at least 1"):
-        config.build({"kv_pool_mib": 0})
+        config.build_config({"kv_pool_mib": 0})
 
 
 def test_flag_names_of_sglang_and_vllm_are_aliases_or_say_what_to_use(
@@ -248,11 +254,13 @@ def test_flag_names_of_sglang_and_vllm_are_aliases_or_say_what_to_use(
     line = (
         "--model demo --tp 2 --max-model-len 512 --max-num-seqs 8 --block-size 32 --enforce-eager"
     )
-    c = config.parse(line.split())
+    c = config.parse_config(line.split())
     assert (c.tp_size, c.context_length, c.max_running_requests, c.page_size) == (2, 512, 8, 32)
     assert c.disable_cuda_graph
     with pytest.raises(SystemExit):
-        config.parse(["--dp", "2", "--enable-lora", "--trust-remote-code", "--base-gpu-id", "1"])
+        config.parse_config(
+            ["--dp", "2", "--enable-lora", "--trust-remote-code", "--base-gpu-id", "1"]
+        )
     said = capsys.readouterr().err.splitlines()
     assert [text.split(": ")[1] for text in said] == [
         "--enable-lora",
@@ -266,7 +274,7 @@ def test_tls_flags_of_sglang_and_vllm_say_where_tls_ends(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        config.parse(["--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem"])
+        config.parse_config(["--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem"])
     said = capsys.readouterr().err.splitlines()
     assert [text.split(": ")[1] for text in said] == ["--ssl-certfile", "--ssl-keyfile"]
     assert all("engines speak HTTP" in text and "--tls-cert-path" in text for text in said)

@@ -7,7 +7,12 @@ import json
 import pytest
 
 from baton import config
-from baton.config.kv_events import KvEventsConfig, binds, mistakes, read
+from baton.config.kv_events import (
+    KvEventsConfig,
+    find_mistakes,
+    is_bind_endpoint,
+    parse_events_config,
+)
 from baton.errors import ConfigError
 from baton.sched.setup import from_config
 
@@ -15,17 +20,17 @@ ON = '{"enable_kv_cache_events": true}'
 
 
 def test_nothing_is_announced_by_default() -> None:
-    assert read("") == KvEventsConfig()
-    assert not read("").uses_zmq
-    assert from_config.limits(config.parse([]), 64).kv_event_batches == 0
+    assert parse_events_config("") == KvEventsConfig()
+    assert not parse_events_config("").uses_zmq
+    assert from_config.limits(config.parse_config([]), 64).kv_event_batches == 0
 
 
 def test_enabled_means_zmq_unless_said_otherwise() -> None:
-    assert read(ON).uses_zmq
-    assert not read('{"enable_kv_cache_events": true, "publisher": "null"}').uses_zmq
-    assert not read('{"publisher": "zmq"}').uses_zmq
+    assert parse_events_config(ON).uses_zmq
+    assert not parse_events_config('{"enable_kv_cache_events": true, "publisher": "null"}').uses_zmq
+    assert not parse_events_config('{"publisher": "zmq"}').uses_zmq
     limits = from_config.limits(
-        config.parse(["--kv-events-config", ON[:-1] + ', "buffer_steps": 7}']), 64
+        config.parse_config(["--kv-events-config", ON[:-1] + ', "buffer_steps": 7}']), 64
     )
     assert limits.kv_event_batches == 7
 
@@ -61,22 +66,22 @@ def test_enabled_means_zmq_unless_said_otherwise() -> None:
     ],
 )
 def test_mistakes_name_key_value_and_remedy(text: str, says: str) -> None:
-    found = mistakes(text, dp_size=2)
+    found = find_mistakes(text, dp_size=2)
     assert len(found) == 1
     assert found[0].startswith("--kv-events-config")
     assert says in found[0]
     with pytest.raises(ConfigError) as caught:
-        config.build({"kv_events_config": text, "dp_size": 2})
+        config.build_config({"kv_events_config": text, "dp_size": 2})
     assert says in caught.value.message
 
 
 def test_several_mistakes_are_reported_together() -> None:
-    assert len(mistakes(json.dumps({"hwm": 0, "topic": 1, "nope": 2}), 1)) == 3
+    assert len(find_mistakes(json.dumps({"hwm": 0, "topic": 1, "nope": 2}), 1)) == 3
 
 
 def test_events_without_a_cache_are_refused() -> None:
     with pytest.raises(ConfigError, match="nothing is cached with --disable-radix-cache"):
-        config.build({"kv_events_config": ON, "disable_radix_cache": True})
+        config.build_config({"kv_events_config": ON, "disable_radix_cache": True})
 
 
 def test_each_rank_has_its_own_endpoints_as_in_vllm() -> None:
@@ -103,5 +108,5 @@ def test_each_rank_has_its_own_endpoints_as_in_vllm() -> None:
     ],
 )
 def test_endpoint_says_whether_to_bind(endpoint: str, bound: bool) -> None:
-    assert binds(endpoint) is bound
-    assert mistakes(json.dumps({"endpoint": endpoint}), 1) == []
+    assert is_bind_endpoint(endpoint) is bound
+    assert find_mistakes(json.dumps({"endpoint": endpoint}), 1) == []

@@ -61,7 +61,7 @@ def test_host_memory_for_a_gpu_is_registered_as_it_is(monkeypatch: pytest.Monkey
     """torch would round pinned memory up to a power of two: 3 pages of 2304 bytes would take 8192."""
     spec = KVSpec(num_layers=3, num_kv_heads=3, head_dim=16, dtype="bfloat16")
     registered: list[int] = []
-    monkeypatch.setattr(ipc, "register", lambda memory: registered.append(memory.nbytes))
+    monkeypatch.setattr(ipc, "register_memory", lambda memory: registered.append(memory.nbytes))
     on_cpu = make_pool(spec, 4, 5, native=False)
     data = SimpleNamespace(
         device=torch.device("cuda"), dtype=torch.bfloat16, shape=on_cpu.data.shape

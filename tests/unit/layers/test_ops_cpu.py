@@ -105,7 +105,7 @@ def test_rope_turns_views_in_place_and_leaves_the_rest(dtype: torch.dtype) -> No
     ours, reference = fused.clone(), fused.clone()
     angles = torch.arange(50).float()[:, None] * torch.linspace(1, 0.01, 16)
     positions = torch.tensor([49, 0, 1, 2, 30, 7, 7, 48, 9])
-    for data, function in ((ours, ops_cpu.rope), (reference, ops.rope)):
+    for data, function in ((ours, ops_cpu.apply_rope), (reference, ops.apply_rope)):
         q, k, _ = data.split((5, 2, 1), dim=1)
         turned = function(q, k, positions, angles.cos(), angles.sin())
         assert turned[0].data_ptr() == q.data_ptr()
@@ -129,13 +129,13 @@ def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
     with pytest.raises(ValueError, match=r"bias is .* not a contiguous torch.float32 \[4\]"):
         packed.multiply(x, w)
     with pytest.raises(ValueError, match="row 4 is outside a matrix of 4"):
-        packed.rows(torch.tensor([0, 4]))
+        packed.gather_rows(torch.tensor([0, 4]))
     with pytest.raises(ValueError, match="float32 or bfloat16 matrix"):
         ops_cpu.PackedWeight(torch.zeros(4, 8).half())
     with pytest.raises(ValueError, match="weight is"):
         ops_cpu.rms_norm(x, w[:4], 1e-6)
     with pytest.raises(ValueError, match="position 3 is outside the rope table of 3 rows"):
-        ops_cpu.rope(
+        ops_cpu.apply_rope(
             x[:, None], x[:, None].clone(), torch.tensor([0, 3]), torch.ones(3, 4), torch.ones(3, 4)
         )
 

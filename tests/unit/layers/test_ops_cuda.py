@@ -65,8 +65,8 @@ def test_heads_are_views_of_the_projection(dtype: torch.dtype) -> None:
     close(FAST.rms_norm(k, weight, 1e-6), ops.rms_norm(k, weight, 1e-6))
     cos, sin = noise(50, 64, dtype=torch.float32, seed=2).chunk(2, dim=1)
     positions = torch.tensor([0, 49, 3, 3, 17, 20, 1])
-    want = ops.rope(q.clone(), k.clone(), positions, cos, sin)
-    got = FAST.rope(q, k, positions, cos, sin)
+    want = ops.apply_rope(q.clone(), k.clone(), positions, cos, sin)
+    got = FAST.apply_rope(q, k, positions, cos, sin)
     assert got[0] is q
     for one, other in zip(got, want, strict=True):
         close(one, other)
@@ -87,7 +87,7 @@ def test_tables_that_are_not_one_are_refused() -> None:
         torch.ones(9, 64).chunk(2, dim=1)[::-1],
     ):
         with pytest.raises(ValueError, match="not halves of one table"):
-            FAST.rope(q, q.clone(), torch.zeros(2, dtype=torch.int64), cos, sin)
+            FAST.apply_rope(q, q.clone(), torch.zeros(2, dtype=torch.int64), cos, sin)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16"])
@@ -174,8 +174,8 @@ def test_every_function_is_run_once_and_one_that_does_not_compile_is_reported(
 
             return call
 
-    monkeypatch.setattr(flashinfer_loader, "load", Library)
-    monkeypatch.setattr(flashinfer_loader, "obstacle", lambda: None)
+    monkeypatch.setattr(flashinfer_loader, "load_flashinfer", Library)
+    monkeypatch.setattr(flashinfer_loader, "find_obstacle", lambda: None)
     monkeypatch.setattr(ops, "_flashinfer", None)
     spec = spec_of(tmp_path)
     ops._choose_flashinfer(spec, CPU, required=False)
@@ -206,11 +206,11 @@ def test_every_function_is_run_once_and_one_that_does_not_compile_is_reported(
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flashinfer that is installed."""
-    monkeypatch.setattr(flashinfer_loader, "load", lambda: fake_flashinfer)
+    monkeypatch.setattr(flashinfer_loader, "load_flashinfer", lambda: fake_flashinfer)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    flashinfer_loader.obstacle.cache_clear()
+    flashinfer_loader.find_obstacle.cache_clear()
     yield
-    flashinfer_loader.obstacle.cache_clear()
+    flashinfer_loader.find_obstacle.cache_clear()
 
 
 def nvcc(folder: Path, version: str) -> Path:
@@ -229,8 +229,8 @@ def test_missing_or_mismatched_compiler_is_one_sentence(
 ) -> None:
     def why(home: Path) -> str | None:
         monkeypatch.setenv("CUDA_HOME", str(home))
-        flashinfer_loader.obstacle.cache_clear()
-        return flashinfer_loader.obstacle()
+        flashinfer_loader.find_obstacle.cache_clear()
+        return flashinfer_loader.find_obstacle()
 
     assert "or beside torch; install a CUDA 13.0 toolkit, or pip install" in str(
         why(tmp_path / "no")
@@ -255,7 +255,7 @@ def test_compiler_of_nvidias_wheels_is_used_where_there_is_no_other(
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for _ in range(2):
-        flashinfer_loader.load()
+        flashinfer_loader.load_flashinfer()
         assert flashinfer_loader.os.environ["CUDA_HOME"] == str(home)
         links = tmp_path / "cache" / "baton" / "cuda"
         assert flashinfer_loader.os.environ["FLASHINFER_EXTRA_LDFLAGS"] == f"-L{links}"
@@ -269,14 +269,14 @@ def test_ninja_beside_the_interpreter_is_found(
     monkeypatch.setenv("CUDA_HOME", str(nvcc(tmp_path / "cuda", "13.0")))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setitem(sys.modules, "ninja", None)
-    assert "with ninja, which is not in PATH" in str(flashinfer_loader.obstacle())
-    flashinfer_loader.obstacle.cache_clear()
+    assert "with ninja, which is not in PATH" in str(flashinfer_loader.find_obstacle())
+    flashinfer_loader.find_obstacle.cache_clear()
 
     class Ninja:
         BIN_DIR = "/venv/bin"
 
     monkeypatch.setitem(sys.modules, "ninja", Ninja)
-    assert flashinfer_loader.obstacle() is None
+    assert flashinfer_loader.find_obstacle() is None
     assert flashinfer_loader.os.environ["PATH"] == "/venv/bin:/nowhere"
 
 

@@ -29,7 +29,7 @@ SHAPE = {
 
 @given(st.integers(1, 200), st.integers(1, 64))
 def test_shares_cover_everything_once_and_evenly(n: int, size: int) -> None:
-    shares = [Shard(rank, size).of(n) for rank in range(size)]
+    shares = [Shard(rank, size).slice_of(n) for rank in range(size)]
     assert [i for share in shares for i in range(share.start, share.stop)] == list(range(n))
     lengths = {share.stop - share.start for share in shares}
     assert max(lengths) - min(lengths) <= 1
@@ -42,7 +42,7 @@ def test_shares_cover_everything_once_and_evenly(n: int, size: int) -> None:
 def test_query_heads_are_with_the_kv_head_they_read(size: int, heads: list[list[int]]) -> None:
     for rank, want in enumerate(heads):
         shard = Shard(rank, size)
-        kv, q = shard.kv_heads(2), shard.of(8)
+        kv, q = shard.kv_heads(2), shard.slice_of(8)
         assert list(range(kv.start, kv.stop)) == want
         assert {head // 4 for head in range(q.start, q.stop)} == set(want), (
             "groups of four query heads"

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.config import build
+from baton.config import build_config
 from baton.errors import ConfigError
 from baton.layers.shard import Shard
 from baton.models import checkpoint as checkpoint_module
 from baton.models import load
-from baton.models.checkpoint import check, weight_bytes
+from baton.models.checkpoint import check_checkpoint, weight_bytes
 from baton.models.load import load_weights
 from baton.models.spec_reader import read_spec
 from baton.models.weights import plan_weights
@@ -87,26 +87,26 @@ def test_weights_that_do_not_fit_are_listed(tmp_path, edit, words):
 
 def test_start_refuses_what_headers_and_memory_show(tmp_path, monkeypatch):
     path = checkpoint(tmp_path)
-    check(build({}), path)
+    check_checkpoint(build_config({}), path)
     monkeypatch.setattr(checkpoint_module, "available_memory", lambda: 2**20)
     with pytest.raises(
         ConfigError, match=r"2 engines need 0\.00 GiB for weights and 0\.25 GiB for KV pools"
     ):
-        check(build({}), path, 2)
+        check_checkpoint(build_config({}), path, 2)
     monkeypatch.setattr(checkpoint_module, "available_memory", lambda: None)
-    check(build({"kv_pool_mib": 10**9}), path)
+    check_checkpoint(build_config({"kv_pool_mib": 10**9}), path)
     file = path / "model.safetensors"
     whole = file.read_bytes()
     for broken in (whole[:-10], whole[:100], b"", b"\xff" * 64, whole[:8] + b"[]" + whole[10:]):
         file.write_bytes(broken)
         with pytest.raises(ConfigError, match=r"model\.safetensors.*download it again"):
-            check(build({}), path)
+            check_checkpoint(build_config({}), path)
     file.unlink()
     (path / "pytorch_model.bin").touch()
     with pytest.raises(ConfigError, match=r"only pytorch_model\.bin; convert it"):
-        check(build({}), path)
+        check_checkpoint(build_config({}), path)
     with pytest.raises(ConfigError, match="64"):
-        check(build({"tp_size": 64, "load_format": "dummy"}), path)
+        check_checkpoint(build_config({"tp_size": 64, "load_format": "dummy"}), path)
 
 
 def test_computed_tensors_in_a_checkpoint_are_ignored(tmp_path):

@@ -52,7 +52,7 @@ from baton.sched.setup import from_config
 from tests.support.sched.sched_sim import Node, request
 
 flags = ["--schedule-policy", "newest-first", "--max-running-requests", "1", "--page-size", "4"]
-node = Node(from_config.limits(config.parse(flags), 64), depth=1)
+node = Node(from_config.limits(config.parse_config(flags), 64), depth=1)
 for handle in range(4):
     node.sched.add(request(handle, [handle + 1] * 4, 2, ignore_eos=True))
 for _ in range(100):

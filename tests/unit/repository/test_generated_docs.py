@@ -22,46 +22,48 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_flags_table_is_current() -> None:
-    assert config.markdown(config.EngineConfig) in (DOCS / "flags.md").read_text(), (
+    assert config.flags_table(config.EngineConfig) in (DOCS / "flags.md").read_text(), (
         "run: python -m baton.config"
     )
 
 
 def test_table_of_model_families_is_current() -> None:
-    assert families.markdown() in (DOCS / "support.md").read_text(), "run: python -m baton.models"
+    assert families.families_table() in (DOCS / "support.md").read_text(), (
+        "run: python -m baton.models"
+    )
 
 
 def test_table_of_refused_flags_is_current() -> None:
-    assert unsupported_flags.markdown() in (DOCS / "flags.md").read_text(), (
+    assert unsupported_flags.unsupported_table() in (DOCS / "flags.md").read_text(), (
         "run: python -m baton.config.unsupported_flags"
     )
 
 
 def test_up_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(cluster_plan.UpConfig) in page, (
+    assert config.flags_table(cluster_plan.UpConfig) in page, (
         "run: python -m baton_ops.launch.cluster_plan"
     )
 
 
 def test_chat_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(chat.ChatConfig) in page, "run: python -m baton_ops.chat"
+    assert config.flags_table(chat.ChatConfig) in page, "run: python -m baton_ops.chat"
 
 
 def test_drain_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(drain.DrainConfig) in page, "run: python -m baton_ops.drain"
+    assert config.flags_table(drain.DrainConfig) in page, "run: python -m baton_ops.drain"
 
 
 def test_doctor_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(doctor.DoctorConfig) in page, "run: python -m baton_ops.doctor.main"
+    assert config.flags_table(doctor.DoctorConfig) in page, "run: python -m baton_ops.doctor.main"
 
 
 def test_top_flags_page_is_generated_from_its_config() -> None:
     page = (DOCS / "flags.md").read_text()
-    assert config.markdown(top.TopConfig) in page, "run: python -m baton_ops.top"
+    assert config.flags_table(top.TopConfig) in page, "run: python -m baton_ops.top"
 
 
 def test_metrics_tables_are_current() -> None:

@@ -51,11 +51,11 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton takes no tensors without data."""
-    monkeypatch.setattr(step_sampler, "launch", lambda *_: None)
+    monkeypatch.setattr(step_sampler, "launch_draw", lambda *_: None)
 
 
 def resolve(**flags: object) -> torch.device:
-    return device.resolve(config.build(dict(flags)))
+    return device.resolve_device(config.build_config(dict(flags)))
 
 
 def test_default_is_the_cpu_even_beside_a_gpu(cuda: None) -> None:

@@ -13,7 +13,13 @@ import pytest
 
 from baton import config
 from baton.errors import ConfigError
-from baton.runtime.priority_hook import MAX_CALLS, Adjust, PriorityHook, load, read_priority
+from baton.runtime.priority_hook import (
+    MAX_CALLS,
+    Adjust,
+    PriorityHook,
+    load_function,
+    read_priority,
+)
 from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
@@ -45,7 +51,7 @@ def add(
         request(handle, [handle % 5] * 4, 3, ignore_eos=True), priority=priority, arrival=now
     )
     at.sched.add(req)
-    hook.watch(handle, now)
+    hook.watch_request(handle, now)
 
 
 def finish_order(at: Node) -> list[int]:
@@ -58,7 +64,7 @@ def test_answer_replaces_the_priority_in_the_order() -> None:
     at = node()
     for handle in range(5):
         add(at, hook, handle, priority=4 - handle)
-    hook.run(at.sched, 0.0)
+    hook.run_due(at.sched, 0.0)
     assert finish_order(at) == [3, 0, 1, 2, 4], "the others got 0: by arrival"
 
 
@@ -68,9 +74,9 @@ def test_none_gives_a_request_its_own_priority_again() -> None:
     at = node()
     for handle in range(3):
         add(at, hook, handle)
-    hook.run(at.sched, 0.0)
+    hook.run_due(at.sched, 0.0)
     answers.pop(0)
-    hook.run(at.sched, 0.25)
+    hook.run_due(at.sched, 0.25)
     assert finish_order(at) == [0, 1, 2]
 
 
@@ -80,7 +86,7 @@ def test_adjusted_priority_never_preempts() -> None:
     add(at, hook, 0)
     at.step()
     add(at, hook, 1)
-    hook.run(at.sched, 0.0)
+    hook.run_due(at.sched, 0.0)
     at.run()
     assert at.sched.counters()["preemptions_total"] == 0
 
@@ -96,7 +102,7 @@ def test_it_sees_what_it_should_decide_on() -> None:
     add(at, hook, 0, priority=3)
     at.step()
     add(at, hook, 1, priority=2, now=1.0)
-    hook.run(at.sched, 3.0)
+    hook.run_due(at.sched, 3.0)
     ((view, load_view),) = seen
     assert (view.id, view.priority, view.wait_secs, view.work_tokens) == ("r1", 2, 2.0, 4)
     assert (view.generated_tokens, view.preemptions, view.tenant, view.priority_class) == (
@@ -117,10 +123,10 @@ def test_due_at_submission_and_then_once_per_interval() -> None:
     for handle in range(2):
         add(at, hook, handle)
     for now in (0.0, 0.1, 0.24, 0.25, 0.3, 0.5):
-        hook.run(at.sched, now)
+        hook.run_due(at.sched, now)
     assert called == ["r0", "r1"] * 3
     at.run()
-    hook.run(at.sched, 9.0)
+    hook.run_due(at.sched, 9.0)
     assert len(called) == 6, "both have ended"
     assert not hook._due
 
@@ -134,7 +140,7 @@ def test_at_most_256_calls_per_turn_and_every_request_has_its_turn() -> None:
     turns = []
     for _ in range(3):
         before = len(called)
-        hook.run(at.sched, 0.0)
+        hook.run_due(at.sched, 0.0)
         turns.append(len(called) - before)
     assert turns == [MAX_CALLS, MAX_CALLS, 88]
     assert len(set(called)) == 600
@@ -155,10 +161,10 @@ def test_failure_keeps_the_old_value_and_is_counted(
     at = node()
     for handle in range(4):
         add(at, hook, handle)
-    hook.run(at.sched, 0.0)
+    hook.run_due(at.sched, 0.0)
     fails = True
     with caplog.at_level(logging.WARNING):
-        hook.run(at.sched, 0.25)
+        hook.run_due(at.sched, 0.25)
     assert hook.errors == 4
     assert len(caplog.records) == 1
     assert not hook.is_off
@@ -185,14 +191,14 @@ def test_slow_hook_is_switched_off_after_ten_seconds_with_one_warning(
         add(at, hook, handle)
     with caplog.at_level(logging.WARNING):
         for step in range(100):
-            hook.run(at.sched, step * 0.25)
+            hook.run_due(at.sched, step * 0.25)
             assert hook.is_off == (step * 0.25 >= 10.0), "two calls of 0.6 ms per turn"
     assert [r.getMessage() for r in caplog.records] == [
         "--priority-adjustment-function is switched off: it took 1.2 ms per turn over the last 10 s, 1 ms is allowed"
     ]
     assert len(called) == 2 * 41
     add(at, hook, 2)
-    hook.run(at.sched, 99.0)
+    hook.run_due(at.sched, 99.0)
     assert len(called) == 2 * 41
     assert finish_order(at) == [1, 0, 2], "what it said last still holds"
 
@@ -203,7 +209,7 @@ def test_hook_within_its_limit_stays() -> None:
     for handle in range(2):
         add(at, hook, handle)
     for step in range(400):
-        hook.run(at.sched, step * 0.25)
+        hook.run_due(at.sched, step * 0.25)
     assert not hook.is_off
 
 
@@ -223,7 +229,7 @@ def test_wrong_name_ends_the_start_with_a_sentence(
     (tmp_path / "broken_hook.py").write_text("1 / 0\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError) as caught:
-        load(spec)
+        load_function(spec)
     assert caught.value.message.startswith(f"--priority-adjustment-function {spec}: ")
     assert remedy in caught.value.message
 
@@ -234,16 +240,16 @@ def test_hook_is_imported_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         encoding="utf-8",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    adjust: Adjust = load("my_hook:Hooks.older_first")
+    adjust: Adjust = load_function("my_hook:Hooks.older_first")
     assert adjust(RequestView("r", 0, "", "", 1.5, 1, 1, 0, 0), LoadView(1, 1, 1, 1.0)) == 1.5
     del sys.modules["my_hook"]
 
 
 def test_flags_are_checked() -> None:
     with pytest.raises(ConfigError, match="needs --enable-priority-scheduling"):
-        config.build({"priority_adjustment_function": "math:sin"})
+        config.build_config({"priority_adjustment_function": "math:sin"})
     with pytest.raises(ConfigError, match="--priority-adjust-interval-ms 0: give 1 to 3600000"):
-        config.build({"priority_adjust_interval_ms": 0})
+        config.build_config({"priority_adjust_interval_ms": 0})
 
 
 @pytest.mark.parametrize(
@@ -255,7 +261,7 @@ def test_answer_that_is_no_priority_changes_nothing_and_is_counted(answer: objec
     at = node()
     for handle in range(3):
         add(at, hook, handle)
-    hook.run(at.sched, 0.0)
+    hook.run_due(at.sched, 0.0)
     assert hook.errors == 1
     assert finish_order(at) == [0, 1, 2]
 
@@ -269,5 +275,5 @@ def test_hook_that_exits_is_counted_as_failed() -> None:
     hook = PriorityHook(lambda _, __: sys.exit(3), 0.25)
     at = node()
     add(at, hook, 0)
-    hook.run(at.sched, 0.0)
+    hook.run_due(at.sched, 0.0)
     assert hook.errors == 1

@@ -19,11 +19,11 @@ log = logging.getLogger("baton.attention")
 def make_backend(name: str, spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
     """The backend called `name` (--attention-backend). Raises ConfigError when it cannot serve this pool here."""
     if name == "auto":
-        return _choose(spec, kv)
+        return _choose_backend(spec, kv)
     if name == "torch":
         return TorchAttention(spec, kv)
     if name == "cpu":
-        return _cpu(spec, kv)
+        return _create_cpu_backend(spec, kv)
     if name == "flashinfer":
         from baton.layers.attention.flashinfer import FlashInferAttention
 
@@ -31,15 +31,15 @@ def make_backend(name: str, spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
     raise ConfigError(f"--attention-backend {name}: supported: auto, cpu, torch, flashinfer")
 
 
-def _choose(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
+def _choose_backend(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
     """The fastest that can serve this pool; says which one and why. On a GPU it is flashinfer or none."""
     device = kv.data.device.type
     if device == "cuda":
-        chosen = make_backend("flashinfer", spec, kv)
+        gpu_backend = make_backend("flashinfer", spec, kv)
         log.info("attention: flashinfer")
-        return chosen
+        return gpu_backend
     try:
-        made = _cpu(spec, kv)
+        backend = _create_cpu_backend(spec, kv)
     except ConfigError as err:
         log.warning(
             "--attention-backend auto: the native CPU kernels cannot be used (%s); the slow torch reference is used "
@@ -50,10 +50,10 @@ def _choose(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
         "attention: native CPU kernels (flashinfer needs a CUDA device, the KV pool is on %s)",
         device,
     )
-    return made
+    return backend
 
 
-def _cpu(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
+def _create_cpu_backend(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
     try:
         from baton.layers.attention.cpu import CpuAttention
     except ImportError as err:

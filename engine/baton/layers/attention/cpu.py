@@ -23,7 +23,7 @@ from baton.errors import ConfigError
 from baton.layers.attention.base import ForwardBatch
 from baton.layers.kv_pool import KvTensors
 from baton.layers.model_spec import ModelSpec
-from baton.layers.ops_cpu import address
+from baton.layers.ops_cpu import checked_address
 
 MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -63,9 +63,10 @@ class CpuAttention:
             "page_indices": pages,
         }
         arrays = [
-            address(name, getattr(batch, name), torch.int32, (n,)) for name, n in lengths.items()
+            checked_address(name, getattr(batch, name), torch.int32, (n,))
+            for name, n in lengths.items()
         ]
-        slots = address("slot_mapping", batch.slot_mapping, torch.int64, (tokens,))
+        slots = checked_address("slot_mapping", batch.slot_mapping, torch.int64, (tokens,))
         self._rows = _native.KvRows(
             self._kv.num_pages, self._kv.page_size, rows, tokens, pages, *arrays, slots
         )
@@ -75,9 +76,9 @@ class CpuAttention:
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v may be views into one projection: only the stride between tokens is free."""
         assert self._rows is not None, "plan() comes first"
-        q_stride = self._stride("q", q, self._q_shape)
-        k_stride = self._stride("k", k, self._kv_shape)
-        v_stride = self._stride("v", v, self._kv_shape)
+        q_stride = self._token_stride("q", q, self._q_shape)
+        k_stride = self._token_stride("k", k, self._kv_shape)
+        v_stride = self._token_stride("v", v, self._kv_shape)
         heads, dim = self._q_shape
         out = torch.empty(self._tokens, heads * dim, dtype=self._dtype)
         pages = self._layers[layer]
@@ -88,16 +89,18 @@ class CpuAttention:
         )
         return out
 
-    def _stride(self, name: str, x: Tensor, heads: tuple[int, int]) -> int:
+    def _token_stride(self, name: str, x: Tensor, heads: tuple[int, int]) -> int:
         strides = x.stride()
         if (
             x.shape != (self._tokens, *heads)
             or x.dtype != self._dtype
             or strides[1:] != (heads[1], 1)
         ):
-            wanted = f"{self._dtype} [{self._tokens}, {heads[0]}, {heads[1]}] with contiguous heads"
+            expected_layout = (
+                f"{self._dtype} [{self._tokens}, {heads[0]}, {heads[1]}] with contiguous heads"
+            )
             raise ValueError(
-                f"{name} is {x.dtype} {list(x.shape)} with strides {strides}, not {wanted}"
+                f"{name} is {x.dtype} {list(x.shape)} with strides {strides}, not {expected_layout}"
             )
         return strides[0]
 

@@ -61,14 +61,14 @@ LONG_TOKENS = 256
 """A step whose longest row computes so many tokens uses LONG_KERNELS."""
 
 
-def obstacle(spec: ModelSpec, kv: KvTensors) -> str | None:
+def find_obstacle(spec: ModelSpec, kv: KvTensors) -> str | None:
     """Reason that keeps flashinfer from serving this model and pool, as the middle of a sentence; None: nothing."""
     device = kv.data.device.type
     missing = None if device == "cuda" else f"it needs a CUDA device, the KV pool is on {device}"
-    return _unsupported(spec, kv) or missing or flashinfer_loader.obstacle()
+    return _find_unsupported(spec, kv) or missing or flashinfer_loader.find_obstacle()
 
 
-def _unsupported(spec: ModelSpec, kv: KvTensors) -> str | None:
+def _find_unsupported(spec: ModelSpec, kv: KvTensors) -> str | None:
     if kv.data.dtype not in DTYPES:
         return f"it computes in float16 or bfloat16, the KV pool is {str(kv.data.dtype).removeprefix('torch.')}"
     if spec.head_dim not in HEAD_DIMS:
@@ -103,12 +103,12 @@ class FlashInferAttention(PagedAttention):
     def __init__(
         self, spec: ModelSpec, kv: KvTensors, library: Any = None, *, logits_soft_cap: float = 0.0
     ) -> None:
-        problem = obstacle(spec, kv) if library is None else _unsupported(spec, kv)
+        problem = find_obstacle(spec, kv) if library is None else _find_unsupported(spec, kv)
         if problem is not None:
             raise ConfigError(
                 f"--attention-backend flashinfer: {problem}; use --attention-backend {SLOWER}"
             )
-        library = library or flashinfer_loader.load()
+        library = library or flashinfer_loader.load_flashinfer()
         super().__init__(spec, kv)
         self._sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.page_size)
         dtype = kv.data.dtype
@@ -126,7 +126,9 @@ class FlashInferAttention(PagedAttention):
             use_tensor_cores=self._tensor_cores,
             backend=KERNELS,
         )
-        self._workspace = self._zeros(max(LEAST_WORKSPACE_BYTES, self._eager_workspace_bytes()))
+        self._workspace = self._allocate_bytes(
+            max(LEAST_WORKSPACE_BYTES, self._eager_workspace_bytes())
+        )
         self._wrappers = {
             window: self._make_wrappers(window, library.BatchPrefillWithPagedKVCacheWrapper)
             for window in sorted(set(spec.windows))
@@ -160,7 +162,7 @@ class FlashInferAttention(PagedAttention):
     def _prefill_of(self, wrappers: _Wrappers) -> Any:
         return wrappers.long_prefill if self._has_long_rows else wrappers.prefill
 
-    def _zeros(self, size: int) -> Tensor:
+    def _allocate_bytes(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._kv.data.device)
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -181,10 +183,10 @@ class FlashInferAttention(PagedAttention):
             self._has_long_rows = int(np.diff(indices.qo_indptr).max()) >= LONG_TOKENS
         for window, wrappers in self._wrappers.items():
             if len(indices.decode):
-                self._plan(wrappers.decode.plan, window, self._tensors(indices.decode))
+                self._plan_wrapper(wrappers.decode.plan, window, self._row_tensors(indices.decode))
             if len(indices.prefill):
-                rows = (self._host(indices.qo_indptr), *self._tensors(indices.prefill))
-                self._plan(self._prefill_of(wrappers).plan, window, rows, causal=True)
+                rows = (self._host_tensor(indices.qo_indptr), *self._row_tensors(indices.prefill))
+                self._plan_wrapper(self._prefill_of(wrappers).plan, window, rows, causal=True)
         self._note_plan()
 
     def _await_last_plan(self) -> None:
@@ -204,16 +206,18 @@ class FlashInferAttention(PagedAttention):
     def prepare_capture(self, size: int, static: GraphInputs) -> None:
         if self._capture_workspaces is None:
             needed = self._capture_workspace_bytes(size)
-            floats = self._workspace if needed <= len(self._workspace) else self._zeros(needed)
+            floats = (
+                self._workspace if needed <= len(self._workspace) else self._allocate_bytes(needed)
+            )
             self._capture_workspaces = (
                 floats,
-                {w: self._zeros(CAPTURE_INT_WORKSPACE_BYTES) for w in self._wrappers},
+                {w: self._allocate_bytes(CAPTURE_INT_WORKSPACE_BYTES) for w in self._wrappers},
             )
         floats, integers = self._capture_workspaces
         any_rows = PagedRows(
             np.arange(size + 1, dtype=np.int32), np.zeros(size, np.int32), np.ones(size, np.int32)
         )
-        made = {}
+        captured = {}
         for window in self._wrappers:
             wrapper = self._make_decode(
                 floats,
@@ -224,15 +228,15 @@ class FlashInferAttention(PagedAttention):
                 paged_kv_last_page_len_buffer=static.last_page_len[:size],
             )
             wrapper.reset_workspace_buffer(floats, integers[window])
-            self._plan(wrapper.plan, window, self._tensors(any_rows))
-            made[window] = _Wrappers(wrapper, None, None)
+            self._plan_wrapper(wrapper.plan, window, self._row_tensors(any_rows))
+            captured[window] = _Wrappers(wrapper, None, None)
         self._note_plan()
-        self._captured[size] = made
+        self._captured[size] = captured
 
     def _eager_workspace_bytes(self) -> int:
         """The most that splitting the rows of a step takes: into at most two thread blocks per multiprocessor."""
         tile = 64 if self._spec.head_dim >= 256 else 128
-        return self._split_bytes(2 * self._multiprocessors() // self._spec.num_kv_heads, tile)
+        return self._split_bytes(2 * self._count_multiprocessors() // self._spec.num_kv_heads, tile)
 
     def _capture_workspace_bytes(self, size: int) -> int:
         """Workspace for splitting the rows of the largest capture; there are at least two blocks per multiprocessor."""
@@ -245,14 +249,14 @@ class FlashInferAttention(PagedAttention):
             if self._group <= 64 or self._spec.head_dim >= 256
             else 128
         )
-        least = 2 * self._multiprocessors() // self._spec.num_kv_heads
+        least = 2 * self._count_multiprocessors() // self._spec.num_kv_heads
         return self._split_bytes(max(least, size - 1 + -(-size * self._group // tile)), tile)
 
     def _split_bytes(self, blocks: int, tile: int) -> int:
         """Partial results of thread blocks of `tile` queries (flashinfer's scheduler.cuh, PrefillPlan, step 2)."""
         return self._spec.num_heads * blocks * tile * (self._spec.head_dim + 1) * 4 + (1 << 20)
 
-    def _multiprocessors(self) -> int:
+    def _count_multiprocessors(self) -> int:
         if not self._kv.data.is_cuda:
             return 132
         return int(torch.cuda.get_device_properties(self._kv.data.device).multi_processor_count)
@@ -261,7 +265,7 @@ class FlashInferAttention(PagedAttention):
         self._await_last_plan()
         for window, wrappers in self._captured[size].items():
             replan = functools.partial(self._library.fast_decode_plan, wrappers.decode)
-            self._plan(replan, window, _views(rows))
+            self._plan_wrapper(replan, window, _view_rows(rows))
         self._note_plan()
 
     def use_capture(self, size: int, slot_mapping: Tensor) -> None:
@@ -269,11 +273,11 @@ class FlashInferAttention(PagedAttention):
         self._num_decode = size
         self._set_slots(slot_mapping)
 
-    def _plan(
+    def _plan_wrapper(
         self, plan: Callable[..., None], window: int, rows: tuple[Tensor, ...], **only_prefill: bool
     ) -> None:
-        left = window - 1 if window else -1
-        plan(*rows, *self._sizes, window_left=left, **self._arithmetic, **only_prefill)
+        window_left = window - 1 if window else -1
+        plan(*rows, *self._sizes, window_left=window_left, **self._arithmetic, **only_prefill)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         pages = self._layers[layer]
@@ -286,20 +290,20 @@ class FlashInferAttention(PagedAttention):
             self._prefill_of(wrappers).run(q[n:], pages, out=out[n:])
         return out.view(len(q), self._spec.q_size)
 
-    def _tensors(self, rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
+    def _row_tensors(self, rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
         return (
-            self._host(rows.kv_indptr),
-            self._host(rows.kv_indices),
-            self._host(rows.last_page_len),
+            self._host_tensor(rows.kv_indptr),
+            self._host_tensor(rows.kv_indices),
+            self._host_tensor(rows.last_page_len),
         )
 
-    def _host(self, x: NDArray[np.int32]) -> Tensor:
+    def _host_tensor(self, x: NDArray[np.int32]) -> Tensor:
         """Where `plan` can copy it from without waiting for the device."""
         here = torch.from_numpy(x)
         return here.pin_memory() if self._kv.data.is_cuda else here
 
 
-def _views(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
+def _view_rows(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.from_numpy(rows.kv_indptr),
         torch.from_numpy(rows.kv_indices),

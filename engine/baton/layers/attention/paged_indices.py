@@ -127,8 +127,8 @@ def capture_size(sizes: tuple[int, ...], rows: int) -> int | None:
     """The smallest batch size of the ladder that holds `rows` (at least 1) rows; None: run without a graph."""
     if rows < 1:
         raise ValueError(f"{rows} rows: an empty batch has no graph")
-    at = int(np.searchsorted(sizes, rows))
-    return sizes[at] if at < len(sizes) else None
+    index = int(np.searchsorted(sizes, rows))
+    return sizes[index] if index < len(sizes) else None
 
 
 def pad_decode(rows: PagedRows, batch_size: int, dummy_page: int) -> PagedRows:

@@ -65,7 +65,7 @@ class TorchAttention(PagedAttention):
             n = starts[rows[0] + 1] - starts[rows[0]]
             row_tables = [tables[r] for r in rows]
             row_lens = [kv_lens[r] for r in rows]
-            by_window = {w: self._gather(row_tables, row_lens, n, w) for w in self._windows}
+            by_window = {w: self._gather_rows(row_tables, row_lens, n, w) for w in self._windows}
             self._groups.append(_Rows(starts[rows[0]], n * len(rows), (len(rows), n), by_window))
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
@@ -75,14 +75,16 @@ class TorchAttention(PagedAttention):
             out[tokens] = self._attend_rows(layer, q[tokens], rows)
         return out
 
-    def _gather(self, tables: list[Tensor], kv_lens: list[int], n: int, window: int) -> _Gather:
+    def _gather_rows(
+        self, tables: list[Tensor], kv_lens: list[int], n: int, window: int
+    ) -> _Gather:
         """Pages and visibility of rows with n queries each, of which the last is at position kv_len - 1."""
         size = self._kv.page_size
         skipped = [max(0, kv_len - n - window + 1) // size if window else 0 for kv_len in kv_lens]
         used = [-(-kv_len // size) for kv_len in kv_lens]
         width = max(u - s for u, s in zip(used, skipped, strict=True))
         pages = torch.stack(
-            [_pad(t[s:u], width) for t, s, u in zip(tables, skipped, used, strict=True)]
+            [_pad_pages(t[s:u], width) for t, s, u in zip(tables, skipped, used, strict=True)]
         )
         first = torch.tensor(skipped)[:, None, None] * size
         last_query = torch.tensor(kv_lens)[:, None, None] - n
@@ -116,5 +118,5 @@ class TorchAttention(PagedAttention):
         return out.transpose(1, 2).reshape(r * n, spec.q_size).to(q.dtype)
 
 
-def _pad(pages: Tensor, width: int) -> Tensor:
+def _pad_pages(pages: Tensor, width: int) -> Tensor:
     return functional.pad(pages, (0, width - len(pages)), value=int(pages[-1]))

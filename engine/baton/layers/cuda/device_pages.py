@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.layers.cuda import ipc
-from baton.layers.flashinfer_loader import reason
+from baton.layers.flashinfer_loader import summarize_error
 
 log = logging.getLogger("baton.pages")
 
@@ -43,7 +43,7 @@ WATCH_SECS = 1.0
 """Between two looks for waits longer than that."""
 
 
-def weights(words: int) -> NDArray[np.int64]:
+def make_checksum_weights(words: int) -> NDArray[np.int64]:
     """Checksum weights, one per 32-bit word: splitmix64 from state 0, made odd (kv_transfer, `pool::weighted`)."""
     z = np.arange(1, words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -69,7 +69,8 @@ def page_kernels(rows: Tensor, checksum_weights: Tensor) -> ModuleType | None:
         raise
     except Exception as err:  # noqa: BLE001 - Triton's own, subprocess's, ImportError, OSError
         log.warning(
-            "pages are copied and summed by plain torch, about ten times slower: %s", reason(err)
+            "pages are copied and summed by plain torch, about ten times slower: %s",
+            summarize_error(err),
         )
         return None
     return pages
@@ -82,10 +83,10 @@ class PageAccess:
         self.rows = data.view(data.shape[0], -1).view(torch.int64)
         self.page_words = self.rows.shape[1]
         self.queue = queue
-        self._weights = torch.from_numpy(weights(2 * self.page_words)).to(data.device)
+        self._weights = torch.from_numpy(make_checksum_weights(2 * self.page_words)).to(data.device)
         self._kernels = page_kernels(self.rows, self._weights)
 
-    def parts(self, pages: int) -> list[slice]:
+    def split_pages(self, pages: int) -> list[slice]:
         """Pages whose checksums are taken in one call."""
         at_once = max(1, SUM_BYTES // (8 * self.page_words))
         return [slice(start, start + at_once) for start in range(0, pages, at_once)]
@@ -97,7 +98,7 @@ class PageAccess:
             self._kernels.sum_pages(self.rows.view(torch.int32), pages, self._weights, sums)
             to.copy_(sums, non_blocking=True)
             return
-        for part in self.parts(len(pages)):
+        for part in self.split_pages(len(pages)):
             self._sum_rows(self.rows.index_select(0, pages[part]), to[part])
 
     def queue_copy(self, theirs: Tensor, source: Tensor, target: Tensor, to: Tensor) -> None:
@@ -109,7 +110,7 @@ class PageAccess:
             )  # fmt: skip
             to.copy_(sums, non_blocking=True)
             return
-        for part in self.parts(len(source)):
+        for part in self.split_pages(len(source)):
             content = theirs.index_select(0, source[part])
             self.rows.index_copy_(0, target[part], content)
             self._sum_rows(content, to[part])
@@ -117,7 +118,7 @@ class PageAccess:
     def _sum_rows(self, rows: Tensor, to: Tensor) -> None:
         to.copy_((rows.view(torch.int32) * self._weights).sum(1), non_blocking=True)
 
-    def index(self, pages: bytes) -> Tensor:
+    def page_ids(self, pages: bytes) -> Tensor:
         """Page ids (int32, little endian) on the device; call it while queueing."""
         ids = torch.from_numpy(np.frombuffer(pages, np.int32).astype(np.int64))
         return ids.to(self.rows.device, non_blocking=True)
@@ -133,20 +134,20 @@ class DevicePages:
     def gather(self, pages: bytes, to: memoryview) -> None:
         host = torch.frombuffer(to, dtype=torch.int64)
         with self._pages.queue.run("gathering pages"):
-            found = self._pages.rows.index_select(0, self._pages.index(pages))
-            host.copy_(found.view(-1), non_blocking=True)
+            rows = self._pages.rows.index_select(0, self._pages.page_ids(pages))
+            host.copy_(rows.view(-1), non_blocking=True)
 
     def scatter(self, source: memoryview, pages: bytes) -> None:
         host = torch.frombuffer(source, dtype=torch.int64).view(-1, self._pages.page_words)
         with self._pages.queue.run("scattering pages"):
             there = host.to(self._pages.rows.device, non_blocking=True)
-            self._pages.rows.index_copy_(0, self._pages.index(pages), there)
+            self._pages.rows.index_copy_(0, self._pages.page_ids(pages), there)
 
     def sums(self, pages: bytes) -> bytes:
         """uint64 each, little endian."""
         sums = self._pages.queue.host_memory(len(pages) // 4)
         with self._pages.queue.run("taking checksums"):
-            self._pages.queue_sums(self._pages.index(pages), sums)
+            self._pages.queue_sums(self._pages.page_ids(pages), sums)
         return sums.numpy().tobytes()
 
     def pin(self, memory: memoryview) -> None:
@@ -192,12 +193,12 @@ class DeviceSlabs:
     def gather(self, pages: bytes, slab: int) -> None:
         rows = self._rows(slab, pages)
         with self._pages.queue.run("gathering pages into a slab"):
-            torch.index_select(self._pages.rows, 0, self._pages.index(pages), out=rows)
+            torch.index_select(self._pages.rows, 0, self._pages.page_ids(pages), out=rows)
 
     def scatter(self, slab: int, pages: bytes) -> None:
         rows = self._rows(slab, pages)
         with self._pages.queue.run("scattering pages from a slab"):
-            self._pages.rows.index_copy_(0, self._pages.index(pages), rows)
+            self._pages.rows.index_copy_(0, self._pages.page_ids(pages), rows)
 
 
 class PeerPages:
@@ -218,7 +219,7 @@ class PeerPages:
                 raise RuntimeError("the peer's pages are closed: it is gone")
             theirs = self._opened.memory.view(torch.int64).view(-1, ours.page_words)
             with ours.queue.run("copying a peer's pages"):
-                ours.queue_copy(theirs, ours.index(src), ours.index(dst), sums)
+                ours.queue_copy(theirs, ours.page_ids(src), ours.page_ids(dst), sums)
         return sums.numpy().tobytes()
 
     def close(self) -> None:
@@ -229,9 +230,9 @@ class PeerPages:
                 opened.close()
 
 
-def end_process(why: str) -> NoReturn:
+def end_process(reason: str) -> NoReturn:
     """Copies that were asked for may still write to memory that must not be used before: it cannot be given back."""
-    log.critical("%s; the process ends", why)
+    log.critical("%s; the process ends", reason)
     logging.shutdown()
     os._exit(1)
 
@@ -253,7 +254,7 @@ class CudaQueue:
         threading.Thread(target=self._look_for_stuck, name="kv-device-watch", daemon=True).start()
 
     @contextlib.contextmanager
-    def run(self, what: str) -> Iterator[None]:
+    def run(self, purpose: str) -> Iterator[None]:
         """Have the device do what is queued inside the block, which ends when it is through."""
         with torch.cuda.device(self._device):
             try:
@@ -264,26 +265,28 @@ class CudaQueue:
                 try:
                     yield
                 finally:  # also what was queued before an error must end before its memory is freed
-                    done = torch.cuda.Event(
+                    event = torch.cuda.Event(
                         blocking=True
                     )  # the waiting thread sleeps instead of spinning
-                    done.record()
-                    self._wait(what, done)
+                    event.record()
+                    self._wait_for_event(purpose, event)
             self._idle.append(stream)
 
-    def _wait(self, what: str, done: torch.cuda.Event) -> None:
-        self._waits[threading.get_ident()] = (time.monotonic(), what)
+    def _wait_for_event(self, purpose: str, event: torch.cuda.Event) -> None:
+        self._waits[threading.get_ident()] = (time.monotonic(), purpose)
         try:
-            done.synchronize()
+            event.synchronize()
         finally:
             del self._waits[threading.get_ident()]
 
     def _look_for_stuck(self) -> None:
         while True:
             time.sleep(WATCH_SECS)
-            for since, what in list(self._waits.values()):
+            for since, purpose in list(self._waits.values()):
                 if time.monotonic() > since + STUCK_SECS:
-                    self._stuck(f"{self._device} is not through with {what} after {STUCK_SECS:g} s")
+                    self._stuck(
+                        f"{self._device} is not through with {purpose} after {STUCK_SECS:g} s"
+                    )
                     return
 
     def host_memory(self, count: int) -> Tensor:
@@ -293,8 +296,8 @@ class CudaQueue:
 
     def pin(self, memory: Tensor) -> None:
         with torch.cuda.device(self._device):
-            ipc.register(memory)
+            ipc.register_memory(memory)
 
     def unpin(self, memory: Tensor) -> None:
         with torch.cuda.device(self._device):
-            ipc.unregister(memory)
+            ipc.unregister_memory(memory)

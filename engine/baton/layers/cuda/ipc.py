@@ -32,7 +32,7 @@ class IpcHandle(ctypes.Structure):
 
 
 @functools.cache
-def runtime() -> Any:
+def load_runtime() -> Any:
     """libcudart as torch has loaded it, with the calls used here declared."""
     lib = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.', maxsplit=1)[0]}")
     pointer = ctypes.c_void_p
@@ -45,10 +45,10 @@ def runtime() -> Any:
         "cudaHostUnregister": [pointer],
         "cudaGetLastError": [],
     }
-    return declared(lib, calls, lib.cudaGetErrorString)
+    return declare_calls(lib, calls, lib.cudaGetErrorString)
 
 
-def declared(lib: Any, calls: dict[str, list[Any]], error_string: Any) -> Any:
+def declare_calls(lib: Any, calls: dict[str, list[Any]], error_string: Any) -> Any:
     """The library; its calls take the arguments named here and return a code that `error_string` explains."""
     for name, arguments in calls.items():
         call = getattr(lib, name)
@@ -59,8 +59,8 @@ def declared(lib: Any, calls: dict[str, list[Any]], error_string: Any) -> Any:
     return lib
 
 
-def call(name: str, *args: object) -> None:
-    lib = runtime()
+def call_runtime(name: str, *args: object) -> None:
+    lib = load_runtime()
     code = getattr(lib, name)(*args)
     if code == SUCCESS:
         return
@@ -69,13 +69,13 @@ def call(name: str, *args: object) -> None:
     raise torch.OutOfMemoryError(text) if code == OUT_OF_MEMORY else RuntimeError(text)
 
 
-def register(memory: Tensor) -> None:
+def register_memory(memory: Tensor) -> None:
     """Page-lock host memory, so that copies from and to it are asynchronous. Takes all of it at once."""
-    call("cudaHostRegister", memory.data_ptr(), memory.nbytes, 0)
+    call_runtime("cudaHostRegister", memory.data_ptr(), memory.nbytes, 0)
 
 
-def unregister(memory: Tensor) -> None:
-    call("cudaHostUnregister", memory.data_ptr())
+def unregister_memory(memory: Tensor) -> None:
+    call_runtime("cudaHostUnregister", memory.data_ptr())
 
 
 class Block:
@@ -91,13 +91,13 @@ class Block:
         }
 
 
-def allocate(nbytes: int, device: torch.device) -> Tensor:
+def allocate_memory(nbytes: int, device: torch.device) -> Tensor:
     """A zeroed block of its own, for as long as the process lives. Raises torch.OutOfMemoryError."""
     pointer = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # torch has made its context
         torch.cuda.empty_cache()
-        call("cudaMalloc", ctypes.byref(pointer), nbytes)
+        call_runtime("cudaMalloc", ctypes.byref(pointer), nbytes)
         memory = torch.as_tensor(Block(pointer.value or 0, nbytes), device=device).zero_()
         torch.cuda.current_stream().synchronize()
         return memory
@@ -109,26 +109,30 @@ class CudaIpc:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def _gpu(self) -> str:
+    def _gpu_uuid(self) -> str:
         return str(torch.cuda.get_device_properties(self._device).uuid)
 
     def handle(self, memory: Tensor) -> bytes:
-        found = IpcHandle()
+        ipc_handle = IpcHandle()
         with torch.cuda.device(self._device):
-            call("cudaIpcGetMemHandle", ctypes.byref(found), memory.data_ptr())
-        described = {"gpu": self._gpu(), "handle": bytes(found).hex(), "bytes": memory.numel()}
+            call_runtime("cudaIpcGetMemHandle", ctypes.byref(ipc_handle), memory.data_ptr())
+        described = {
+            "gpu": self._gpu_uuid(),
+            "handle": bytes(ipc_handle).hex(),
+            "bytes": memory.numel(),
+        }
         return json.dumps(described).encode()
 
     def open(self, handle: bytes) -> OpenedBlock:
         described = json.loads(handle)
-        if described["gpu"] != self._gpu():
+        if described["gpu"] != self._gpu_uuid():
             raise RuntimeError(
-                f"the peer's pages are on GPU {described['gpu']}, ours on {self._gpu()}; cuda_ipc is for one GPU"
+                f"the peer's pages are on GPU {described['gpu']}, ours on {self._gpu_uuid()}; cuda_ipc is for one GPU"
             )
         pointer = ctypes.c_void_p()
         theirs = IpcHandle.from_buffer_copy(bytes.fromhex(described["handle"]))
         with torch.cuda.device(self._device):
-            call("cudaIpcOpenMemHandle", ctypes.byref(pointer), theirs, LAZY_PEER_ACCESS)
+            call_runtime("cudaIpcOpenMemHandle", ctypes.byref(pointer), theirs, LAZY_PEER_ACCESS)
             return OpenedBlock(pointer.value or 0, described["bytes"], self._device)
 
 
@@ -144,4 +148,4 @@ class OpenedBlock:
     def close(self) -> None:
         """Once, when nothing reads it any more."""
         with torch.cuda.device(self._device):
-            call("cudaIpcCloseMemHandle", self._pointer)
+            call_runtime("cudaIpcCloseMemHandle", self._pointer)

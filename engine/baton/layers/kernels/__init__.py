@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.layers.flashinfer_loader import reason
+from baton.layers.flashinfer_loader import summarize_error
 
 if TYPE_CHECKING:
     from baton.layers.model_spec import ModelSpec
@@ -19,7 +19,7 @@ usable = True
 REMEDY = "install triton and a C compiler (gcc, or what CC names) with Python's headers"
 
 
-def obstacle(spec: ModelSpec, device: torch.device) -> str | None:
+def find_obstacle(spec: ModelSpec, device: torch.device) -> str | None:
     """The reason why the kernels cannot run this model here, as the middle of a sentence; None: they can.
 
     Runs each once. Raises torch.OutOfMemoryError.
@@ -32,7 +32,7 @@ def obstacle(spec: ModelSpec, device: torch.device) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as err:  # noqa: BLE001 - Triton's own, subprocess's, ImportError, OSError
-        return reason(err)
+        return summarize_error(err)
     return None
 
 

@@ -45,7 +45,7 @@ def draw_rows(
         tokens: int64 [S], of which the entries of `rows` are overwritten, unless they are negative already.
     """
     vocab = logits.shape[1]
-    _draw[(len(rows),)](
+    _draw_token[(len(rows),)](
         logits,
         logits.stride(0),
         vocab,
@@ -59,7 +59,7 @@ def draw_rows(
 
 
 @triton.jit
-def _scaled(logits, start, vocab, temperature, BLOCK: tl.constexpr):
+def _load_scaled_logits(logits, start, vocab, temperature, BLOCK: tl.constexpr):
     """Ids and logits of a block; -inf behind the vocabulary. Adding 0 makes -0 equal to 0 as a key, too."""
     ids = start + tl.arange(0, BLOCK)
     x = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
@@ -67,15 +67,15 @@ def _scaled(logits, start, vocab, temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _keys(x):
+def _ordered_keys(x):
     """Integers in the order of the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
-def _threshold(
-    logits, vocab, temperature, largest, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr
+def _find_threshold(
+    logits, vocab, temperature, largest, least_weight, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The highest key that many tokens (COUNT), or tokens of so much mass exp(x - largest), have or exceed."""
     base = tl.zeros((), tl.int64)
@@ -84,27 +84,27 @@ def _threshold(
         pivots = (base + step * tl.arange(0, PIVOTS).to(tl.int64) - 2147483648).to(tl.int32)
         reached = tl.zeros((PIVOTS,), tl.float64)
         for start in range(0, vocab, BLOCK):
-            ids, x = _scaled(logits, start, vocab, temperature, BLOCK)
+            ids, x = _load_scaled_logits(logits, start, vocab, temperature, BLOCK)
             if COUNT:
                 weights = tl.where(ids < vocab, 1.0, 0.0).to(tl.float64)
             else:
                 weights = tl.exp(x - largest).to(tl.float64)
-            is_above = _keys(x)[:, None] >= pivots[None, :]
+            is_above = _ordered_keys(x)[:, None] >= pivots[None, :]
             reached += tl.sum(tl.where(is_above, weights[:, None], 0.0), 0)
-        base += step * tl.maximum(tl.sum((reached >= wanted).to(tl.int64), 0) - 1, 0)
+        base += step * tl.maximum(tl.sum((reached >= least_weight).to(tl.int64), 0) - 1, 0)
         step = step // PIVOTS
     return (base - 2147483648).to(tl.int32)
 
 
 @triton.jit
-def _above(logits, vocab, temperature, largest, key, BLOCK: tl.constexpr):
+def _sum_above(logits, vocab, temperature, largest, key, BLOCK: tl.constexpr):
     """How many tokens have a higher key, their mass, and the mass of one with this key."""
     count = tl.zeros((), tl.int64)
     mass = tl.zeros((), tl.float64)
     each = tl.zeros((), tl.float64)
     for start in range(0, vocab, BLOCK):
-        _, x = _scaled(logits, start, vocab, temperature, BLOCK)
-        keys = _keys(x)
+        _, x = _load_scaled_logits(logits, start, vocab, temperature, BLOCK)
+        keys = _ordered_keys(x)
         weights = tl.exp(x - largest).to(tl.float64)
         count += tl.sum((keys > key).to(tl.int64), 0)
         mass += tl.sum(tl.where(keys > key, weights, 0.0), 0)
@@ -113,12 +113,12 @@ def _above(logits, vocab, temperature, largest, key, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _kept(x, largest, min_p, k_key, k_left, p_key, p_left):
+def _filter_weights(x, largest, min_p, k_key, k_left, p_key, p_left):
     """Mass of the block's tokens that the filters keep, 0 for the others, and how many equal the two thresholds.
 
     `k_left`, `p_left`: so many of the next tokens equal to a threshold are kept, lowest id first.
     """
-    keys = _keys(x)
+    keys = _ordered_keys(x)
     weights = tl.exp(x - largest).to(tl.float64)
     k_equal = (keys == k_key).to(tl.int64)
     p_equal = (keys == p_key).to(tl.int64)
@@ -129,20 +129,20 @@ def _kept(x, largest, min_p, k_key, k_left, p_key, p_left):
 
 
 @triton.jit(do_not_specialize=["count"])  # one variant to compile, whatever the number of rows
-def _draw(logits, stride, vocab, rows, columns, count, tokens, BLOCK: tl.constexpr):
-    at = tl.program_id(0)
-    row = tl.load(rows + at)
+def _draw_token(logits, stride, vocab, rows, columns, count, tokens, BLOCK: tl.constexpr):
+    place = tl.program_id(0)
+    row = tl.load(rows + place)
     logits += row * stride
-    temperature = tl.load(columns + TEMPERATURE * count + at).to(tl.float32)
-    u = tl.load(columns + U * count + at)
-    top_k = tl.load(columns + TOP_K * count + at).to(tl.int64)
-    top_p = tl.load(columns + TOP_P * count + at)
-    min_p = tl.load(columns + MIN_P * count + at)
+    temperature = tl.load(columns + TEMPERATURE * count + place).to(tl.float32)
+    u = tl.load(columns + U * count + place)
+    top_k = tl.load(columns + TOP_K * count + place).to(tl.int64)
+    top_p = tl.load(columns + TOP_P * count + place)
+    min_p = tl.load(columns + MIN_P * count + place)
 
     largest = tl.full((), float("-inf"), tl.float32)
     nans = tl.zeros((), tl.int32)
     for start in range(0, vocab, BLOCK):
-        _, x = _scaled(logits, start, vocab, temperature, BLOCK)
+        _, x = _load_scaled_logits(logits, start, vocab, temperature, BLOCK)
         largest = tl.maximum(largest, tl.max(x, 0))
         nans += tl.sum((x != x).to(tl.int32), 0)
     is_bad = (nans > 0) | (largest - largest != 0) | (tl.load(tokens + row) < 0)
@@ -153,24 +153,24 @@ def _draw(logits, stride, vocab, rows, columns, count, tokens, BLOCK: tl.constex
     p_left = tl.zeros((), tl.int64)
     mass = tl.zeros((), tl.float64)
     if top_k > 0:
-        k_key = _threshold(logits, vocab, temperature, largest, top_k, True, BLOCK)
-        higher, mass, each = _above(logits, vocab, temperature, largest, k_key, BLOCK)
+        k_key = _find_threshold(logits, vocab, temperature, largest, top_k, True, BLOCK)
+        higher, mass, each = _sum_above(logits, vocab, temperature, largest, k_key, BLOCK)
         k_left = top_k - higher
         mass += k_left * each
     elif top_p < 1:
-        _, mass, _ = _above(logits, vocab, temperature, largest, LOWEST_KEY, BLOCK)
+        _, mass, _ = _sum_above(logits, vocab, temperature, largest, LOWEST_KEY, BLOCK)
     if top_p < 1:
-        wanted = top_p * mass
-        p_key = _threshold(logits, vocab, temperature, largest, wanted, False, BLOCK)
-        _, higher_mass, each = _above(logits, vocab, temperature, largest, p_key, BLOCK)
-        p_left = tl.where(each > 0, tl.ceil((wanted - higher_mass) / each), 0.0).to(tl.int64)
+        wanted_mass = top_p * mass
+        p_key = _find_threshold(logits, vocab, temperature, largest, wanted_mass, False, BLOCK)
+        _, higher_mass, each = _sum_above(logits, vocab, temperature, largest, p_key, BLOCK)
+        p_left = tl.where(each > 0, tl.ceil((wanted_mass - higher_mass) / each), 0.0).to(tl.int64)
 
     total = tl.zeros((), tl.float64)
     k_some = k_left
     p_some = p_left
     for start in range(0, vocab, BLOCK):
-        _, x = _scaled(logits, start, vocab, temperature, BLOCK)
-        weights, k_used, p_used = _kept(x, largest, min_p, k_key, k_some, p_key, p_some)
+        _, x = _load_scaled_logits(logits, start, vocab, temperature, BLOCK)
+        weights, k_used, p_used = _filter_weights(x, largest, min_p, k_key, k_some, p_key, p_some)
         total += tl.sum(weights, 0)
         k_some -= k_used
         p_some -= p_used
@@ -179,8 +179,8 @@ def _draw(logits, stride, vocab, rows, columns, count, tokens, BLOCK: tl.constex
     token = tl.full((), NO_TOKEN, tl.int32)
     last = tl.zeros((), tl.int32)
     for start in range(0, vocab, BLOCK):
-        ids, x = _scaled(logits, start, vocab, temperature, BLOCK)
-        weights, k_used, p_used = _kept(x, largest, min_p, k_key, k_left, p_key, p_left)
+        ids, x = _load_scaled_logits(logits, start, vocab, temperature, BLOCK)
+        weights, k_used, p_used = _filter_weights(x, largest, min_p, k_key, k_left, p_key, p_left)
         passed = (running + tl.cumsum(weights, 0) > u * total) & (weights > 0)
         token = tl.minimum(token, tl.min(tl.where(passed, ids, NO_TOKEN), 0))
         last = tl.maximum(last, tl.max(tl.where(weights > 0, ids, 0), 0))

@@ -58,7 +58,7 @@ def store_heads(
 
 
 @triton.jit
-def _normed(x, scale, weight, is_v, DTYPE: tl.constexpr):
+def _normalize_heads(x, scale, weight, is_v, DTYPE: tl.constexpr):
     quotient = (x * scale[:, None]).to(DTYPE).to(tl.float32)
     return tl.where(is_v[:, None], x, (quotient * weight).to(DTYPE).to(tl.float32))
 
@@ -94,8 +94,8 @@ def _store_heads(
         right = tl.where(is_q[:, None], tl.load(q_at, mask=is_dim), tl.load(k_at, mask=is_dim)).to(
             tl.float32
         )
-        x = _normed(x, scale, left, is_v, dtype)
-        y = _normed(y, scale, right, is_v, dtype)
+        x = _normalize_heads(x, scale, left, is_v, dtype)
+        y = _normalize_heads(y, scale, right, is_v, dtype)
 
     row = tl.load(positions + token) * table_stride + dims[None, :]
     c = tl.load(cos + row, mask=(dims < HALF)[None, :])
@@ -111,7 +111,7 @@ def _store_heads(
     page = slot // page_size
     offset = slot % page_size
     kv_head = tl.where(is_v, head - Q_HEADS - KV_HEADS, head - Q_HEADS)
-    at = (
+    kv_offsets = (
         page * page_stride
         + offset * slot_stride
         + kv_head[:, None] * kv_head_stride
@@ -119,7 +119,7 @@ def _store_heads(
     )
     if slot >= 0:
         is_k = inside & ((head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS))[:, None]
-        tl.store(keys + at, x.to(dtype), mask=is_k)
-        tl.store(keys + at + HALF, y.to(dtype), mask=is_k)
-        tl.store(values + at, x.to(dtype), mask=inside & is_v[:, None])
-        tl.store(values + at + HALF, y.to(dtype), mask=inside & is_v[:, None])
+        tl.store(keys + kv_offsets, x.to(dtype), mask=is_k)
+        tl.store(keys + kv_offsets + HALF, y.to(dtype), mask=is_k)
+        tl.store(values + kv_offsets, x.to(dtype), mask=inside & is_v[:, None])
+        tl.store(values + kv_offsets + HALF, y.to(dtype), mask=inside & is_v[:, None])

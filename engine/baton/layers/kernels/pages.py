@@ -25,7 +25,7 @@ def sum_pages(rows: Tensor, pages: Tensor, weights: Tensor, sums: Tensor) -> Non
         weights: int64 [W], one per word (`pool::weighted` in the crate kv_transfer).
         sums: int64 [n], zero before.
     """
-    _launch(rows, pages, rows, pages, weights, sums, copies=False)
+    _launch_kernel(rows, pages, rows, pages, weights, sums, copies=False)
 
 
 def copy_pages(
@@ -35,10 +35,10 @@ def copy_pages(
 
     Args: as of `sum_pages`; both matrices have rows of W words, both lists of pages have the same length.
     """
-    _launch(source, source_pages, target, target_pages, weights, sums, copies=True)
+    _launch_kernel(source, source_pages, target, target_pages, weights, sums, copies=True)
 
 
-def _launch(
+def _launch_kernel(
     source: Tensor, source_pages: Tensor, target: Tensor, target_pages: Tensor, weights: Tensor, sums: Tensor,
     *, copies: bool,
 ) -> None:  # fmt: skip

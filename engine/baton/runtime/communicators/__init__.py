@@ -44,9 +44,9 @@ def make_backend(
         from baton.runtime.communicators.gloo import GlooBackend
 
         return GlooBackend(host)
-    from baton.runtime.communicators.nccl import NcclBackend, unusable
+    from baton.runtime.communicators.nccl import NcclBackend, find_obstacle
 
-    if (reason := unusable()) is not None:
+    if (reason := find_obstacle()) is not None:
         raise ConfigError(
             f"--disaggregation-transfer-backend nccl: {reason}; use auto, or gloo for the same code path without a GPU"
         )

@@ -72,7 +72,7 @@ class Config(ctypes.Structure):
     )
 
 
-def config(max_ctas: int) -> Config:
+def make_config(max_ctas: int) -> Config:
     return Config(
         ctypes.sizeof(Config), CONFIG_MAGIC, CONFIG_VERSION, 0, UNDEFINED, 1, max_ctas, None
     )
@@ -93,7 +93,7 @@ def library_path() -> Path | None:
     )
 
 
-def unusable() -> str | None:
+def find_obstacle() -> str | None:
     """Why nccl cannot work here; None: it can."""
     if (reason := no_cuda()) is not None:
         return f"it needs a GPU, but {reason}"
@@ -104,7 +104,7 @@ def unusable() -> str | None:
     )
 
 
-def load() -> Any:
+def load_library() -> Any:
     """The library with the calls used here declared."""
     lib = ctypes.CDLL(str(library_path() or LIBRARY))
     pointer = ctypes.c_void_p
@@ -120,7 +120,7 @@ def load() -> Any:
         "ncclSend": [pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, stream],
         "ncclRecv": [pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, stream],
     }  # fmt: skip
-    return ipc.declared(lib, calls, lib.ncclGetErrorString)
+    return ipc.declare_calls(lib, calls, lib.ncclGetErrorString)
 
 
 class Handle:
@@ -131,47 +131,49 @@ class Handle:
         self._lock = threading.Lock()
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
 
-    def _checked(self, what: str, code: int) -> int:
+    def _check_code(self, operation: str, code: int) -> int:
         if code not in (SUCCESS, IN_PROGRESS):
             raise RuntimeError(
-                f"{what}: {self._lib.ncclGetErrorString(code).decode()} (NCCL error {code})"
+                f"{operation}: {self._lib.ncclGetErrorString(code).decode()} (NCCL error {code})"
             )
         return code
 
-    def _call(self, what: str, call: Callable[[ctypes.c_void_p], int]) -> int:
+    def _call_comm(self, operation: str, call: Callable[[ctypes.c_void_p], int]) -> int:
         with self._lock:
             if self._comm is None:
-                raise RuntimeError(f"{what}: the communicator was aborted")
-            return self._checked(what, call(self._comm))
+                raise RuntimeError(f"{operation}: the communicator was aborted")
+            return self._check_code(operation, call(self._comm))
 
     def init(self, unique_id: bytes, rank: int, timeout_secs: float) -> None:
         """Args: `unique_id`: as from `NcclBackend.unique_id`."""
         uid = UniqueId.from_buffer_copy(unique_id)
-        settings = config(unique_id[UNIQUE_ID_BYTES])
-        self._call(
+        settings = make_config(unique_id[UNIQUE_ID_BYTES])
+        self._call_comm(
             "ncclCommInitRankConfig",
             lambda comm: self._lib.ncclCommInitRankConfig(
                 ctypes.byref(comm), 2, uid, rank, ctypes.byref(settings)
             ),
         )
-        self.settle("ncclCommInitRankConfig", timeout_secs)
+        self.await_call("ncclCommInitRankConfig", timeout_secs)
 
-    def state(self, what: str) -> int:
+    def state(self, operation: str) -> int:
         """SUCCESS or IN_PROGRESS; raises for anything else."""
         code = ctypes.c_int()
-        self._call(what, lambda comm: self._lib.ncclCommGetAsyncError(comm, ctypes.byref(code)))
-        return self._checked(what, code.value)
+        self._call_comm(
+            operation, lambda comm: self._lib.ncclCommGetAsyncError(comm, ctypes.byref(code))
+        )
+        return self._check_code(operation, code.value)
 
-    def settle(self, what: str, timeout_secs: float) -> None:
+    def await_call(self, operation: str, timeout_secs: float) -> None:
         """Wait until the last call has been taken up."""
-        self.wait(what, timeout_secs, lambda: self.state(what) == SUCCESS)
+        self.wait_until(operation, timeout_secs, lambda: self.state(operation) == SUCCESS)
 
-    def wait(self, what: str, timeout_secs: float, is_done: Callable[[], bool]) -> None:
+    def wait_until(self, operation: str, timeout_secs: float, is_done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_secs
         pause = FIRST_POLL_SECS
         while not is_done():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: not done within {timeout_secs:g} s")
+                raise TimeoutError(f"{operation}: not done within {timeout_secs:g} s")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_POLL_SECS)
 
@@ -180,15 +182,15 @@ class Handle:
     ) -> None:
         """ncclSend or ncclRecv."""
         call = getattr(self._lib, name)
-        self._call(name, lambda comm: call(pointer, nbytes, UINT8, peer, comm, stream))
-        self.settle(name, timeout_secs)
+        self._call_comm(name, lambda comm: call(pointer, nbytes, UINT8, peer, comm, stream))
+        self.await_call(name, timeout_secs)
 
     def abort(self) -> None:
         with self._lock:
             comm = self._comm
             self._comm = None
         if comm is not None and comm.value:
-            self._checked("ncclCommAbort", self._lib.ncclCommAbort(comm))
+            self._check_code("ncclCommAbort", self._lib.ncclCommAbort(comm))
 
 
 class NcclBackend:
@@ -197,7 +199,7 @@ class NcclBackend:
 
     def __init__(self, max_ctas: int | None = None) -> None:
         """`max_ctas`: None takes `default_ctas`."""
-        self._lib = load()
+        self._lib = load_library()
         self._max_ctas = max_ctas or default_ctas()
         self._device = torch.device("cuda", torch.cuda.current_device())
 
@@ -249,24 +251,24 @@ class NcclCommunicator:
             contextlib.ExitStack() as undo
         ):  # slabs of which one cannot be registered are given back
             for slab in self._host:
-                ipc.register(slab)
-                undo.callback(ipc.unregister, slab)
+                ipc.register_memory(slab)
+                undo.callback(ipc.unregister_memory, slab)
             undo.pop_all()
 
-    def _enqueue(self, name: str, slab: int, nbytes: int) -> None:
+    def _enqueue_transfer(self, name: str, slab: int, nbytes: int) -> None:
         pointer = self._device_slabs[slab].data_ptr()
         stream = self._stream.cuda_stream
         self._handle.enqueue(name, pointer, nbytes, self._peer, stream, self._timeout_secs)
 
-    def _wait(self, what: str) -> None:
+    def _wait_for_stream(self, operation: str) -> None:
         """Until the stream is through, with an eye on errors NCCL reports meanwhile (the peer's death, an abort)."""
         self._event.record(self._stream)
 
         def is_done() -> bool:
-            self._handle.state(what)
+            self._handle.state(operation)
             return bool(self._event.query())
 
-        self._handle.wait(what, self._timeout_secs, is_done)
+        self._handle.wait_until(operation, self._timeout_secs, is_done)
 
     def send(self, slab: int, nbytes: int) -> None:
         if self._host:
@@ -274,20 +276,20 @@ class NcclCommunicator:
                 self._device_slabs[slab][:nbytes].copy_(
                     self._host[slab][:nbytes], non_blocking=True
                 )
-        self._enqueue("ncclSend", slab, nbytes)
-        self._wait("ncclSend")
+        self._enqueue_transfer("ncclSend", slab, nbytes)
+        self._wait_for_stream("ncclSend")
 
     def recv(self, slab: int, nbytes: int) -> None:
-        self._enqueue("ncclRecv", slab, nbytes)
+        self._enqueue_transfer("ncclRecv", slab, nbytes)
         if self._host:
             with torch.cuda.stream(self._stream):
                 self._host[slab][:nbytes].copy_(
                     self._device_slabs[slab][:nbytes], non_blocking=True
                 )
-        self._wait("ncclRecv")
+        self._wait_for_stream("ncclRecv")
 
     def abort(self) -> None:
         self._handle.abort()
         self._event.synchronize()  # its last kernel has ended: the slabs may be freed
         for slab in self._host:
-            ipc.unregister(slab)
+            ipc.unregister_memory(slab)

@@ -36,13 +36,13 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def free(self) -> tuple[int, int]:
+    def free_bytes(self) -> tuple[int, int]:
         """Bytes any process could still allocate, and the whole memory; unused blocks are given back first."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)
 
-    def held(self) -> int:
+    def reserved_bytes(self) -> int:
         """Bytes this process's torch has reserved; blocks without a tensor in them are given back first."""
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device)
@@ -50,7 +50,7 @@ class DeviceMemory:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Most that torch had reserved since `reset_peak`."""
         return torch.cuda.max_memory_reserved(self.device)
 
@@ -84,19 +84,20 @@ class MemoryPlan(NamedTuple):
 
 
 def size_pool(
-    needs: MemoryNeeds, page_bytes: int, fraction: float, wanted: int | None = None
+    needs: MemoryNeeds, page_bytes: int, fraction: float, wanted_pages: int | None = None
 ) -> MemoryPlan:
     """Pages of the pool: `wanted` when the user said how many, else what `fraction` of the device's memory leaves.
 
     Raises ConfigError when `wanted` pages, or else two, do not fit.
     """
-    if wanted is not None:
-        if wanted * page_bytes > needs.room:
+    if wanted_pages is not None:
+        if wanted_pages * page_bytes > needs.room:
             raise ConfigError(
-                f"the KV pool asked for has {_gib(wanted * page_bytes)}, and {_gib(max(needs.room, 0))} are left "
-                f"for it ({account(needs)}); lower --max-total-tokens or --kv-pool-mib, or {_MAKE_ROOM}"
+                f"the KV pool asked for has {_as_gib(wanted_pages * page_bytes)}, and "
+                f"{_as_gib(max(needs.room, 0))} are left for it "
+                f"({describe_needs(needs)}); lower --max-total-tokens or --kv-pool-mib, or {_MAKE_ROOM}"
             )
-        return MemoryPlan(wanted, "as asked for")
+        return MemoryPlan(wanted_pages, "as asked for")
     allowed = int(needs.total * fraction) - needs.weights - needs.workspace
     pages = min(allowed, needs.room) // page_bytes
     if pages >= LEAST_PAGES:
@@ -104,26 +105,28 @@ def size_pool(
             pages,
             f"--mem-fraction-static {fraction:g}" if allowed <= needs.room else "all that is free",
         )
-    what = f"{LEAST_PAGES} KV pages of {page_bytes / MIB:.2f} MiB"
+    least_pool = f"{LEAST_PAGES} KV pages of {page_bytes / MIB:.2f} MiB"
     if allowed < needs.room:
         raise ConfigError(
-            f"--mem-fraction-static {fraction:g} leaves no room for {what} beside the weights ({account(needs)}); "
-            "raise it"
+            f"--mem-fraction-static {fraction:g} leaves no room for {least_pool} beside the weights "
+            f"({describe_needs(needs)}); raise it"
         )
-    raise ConfigError(f"the device has no room for {what} ({account(needs)}); {_MAKE_ROOM}")
+    raise ConfigError(
+        f"the device has no room for {least_pool} ({describe_needs(needs)}); {_MAKE_ROOM}"
+    )
 
 
 _MAKE_ROOM = "lower --chunked-prefill-size or --max-running-requests, end other processes on this GPU, or use more GPUs"
 
 
-def account(needs: MemoryNeeds) -> str:
+def describe_needs(needs: MemoryNeeds) -> str:
     """All numbers, for the log and for errors."""
     return (
-        f"GPU memory of {_gib(needs.total)}: free {_gib(needs.free)} beside weights of {_gib(needs.weights)}; a step "
-        f"takes {_gib(needs.activations)}, the attention backend {_gib(needs.workspace)}, CUDA graphs "
-        f"{_gib(needs.graphs)}, margin {_gib(MARGIN_BYTES)}"
+        f"GPU memory of {_as_gib(needs.total)}: free {_as_gib(needs.free)} beside weights of "
+        f"{_as_gib(needs.weights)}; a step takes {_as_gib(needs.activations)}, the attention backend "
+        f"{_as_gib(needs.workspace)}, CUDA graphs {_as_gib(needs.graphs)}, margin {_as_gib(MARGIN_BYTES)}"
     )
 
 
-def _gib(n: int) -> str:
+def _as_gib(n: int) -> str:
     return f"{n / GIB:.2f} GiB"

@@ -21,11 +21,17 @@ from baton.layers.attention import make_backend
 from baton.layers.attention.base import GraphAttention
 from baton.layers.attention.paged_indices import capture_sizes
 from baton.layers.collectives import ProcessGroup, TpContext
-from baton.layers.flashinfer_loader import SLOWER, reason
+from baton.layers.flashinfer_loader import SLOWER, summarize_error
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
 from baton.runtime.memory import warmup
-from baton.runtime.memory.device_memory import GIB, DeviceMemory, MemoryNeeds, account, size_pool
+from baton.runtime.memory.device_memory import (
+    GIB,
+    DeviceMemory,
+    MemoryNeeds,
+    describe_needs,
+    size_pool,
+)
 from baton.runtime.runner.capture import BYTES_EACH, rows_to_record
 from baton.runtime.runner.cuda_runner import make_runner
 
@@ -34,7 +40,7 @@ log = logging.getLogger("baton.memory")
 
 def check_weights(needed: int, memory: DeviceMemory) -> None:
     """Raises ConfigError when a model of so many bytes cannot be loaded: before minutes are spent on it."""
-    free, total = memory.free()
+    free, total = memory.free_bytes()
     if needed > free:
         raise ConfigError(
             f"the model's weights take {needed / GIB:.2f} GiB and of the GPU's {total / GIB:.2f} GiB {free / GIB:.2f} "
@@ -57,7 +63,7 @@ def profile_memory(
 
     Raises ConfigError when the model, its steps and the pool do not fit, or the backend asked for cannot run here.
     """
-    weights = memory.held()
+    weights = memory.reserved_bytes()
     most_tokens = (
         config.step_tokens if config.chunked_prefill_size > 0 else max(config.step_tokens, context)
     )
@@ -72,27 +78,27 @@ def profile_memory(
         "a step of the largest size", "lower --chunked-prefill-size or --max-running-requests"
     ):
         try:
-            tried = _try(model, config, limits, memory, place)
+            tried = _try_backend(model, config, limits, memory, place)
         except (torch.OutOfMemoryError, EngineError):
             raise
         except Exception as err:  # of flashinfer: its compiler, its launches, arguments that another version has not
             if config.attention_backend == "torch":
                 raise
-            why = f"kernels for this GPU cannot run here ({reason(err)}); use --attention-backend {SLOWER}"
-            raise ConfigError(f"--attention-backend {config.attention_backend}: {why}") from err
-    free, total = memory.free()
+            reason = f"kernels for this GPU cannot run here ({summarize_error(err)}); use --attention-backend {SLOWER}"
+            raise ConfigError(f"--attention-backend {config.attention_backend}: {reason}") from err
+    free, total = memory.free_bytes()
     needs = MemoryNeeds(total, free, weights, **tried)
     page_bytes = model.spec.kv.page_bytes(config.page_size)
     sized = size_pool(needs, page_bytes, config.mem_fraction_static, wanted_pages)
     pages = sized.pages if group is None else group.all_reduce_min(sized.pages)
     log.info(
         "%s; KV pool %.2f GiB (%s): %d pages, %d tokens",
-        account(needs), pages * page_bytes / GIB, sized.why, pages, pages * config.page_size,
+        describe_needs(needs), pages * page_bytes / GIB, sized.why, pages, pages * config.page_size,
     )  # fmt: skip
     return pages
 
 
-def _try(
+def _try_backend(
     model: Decoder,
     config: EngineConfig,
     limits: warmup.WarmupLimits,
@@ -107,9 +113,9 @@ def _try(
         native=False,
         device=memory.device,
     )
-    before = memory.held()
+    before = memory.reserved_bytes()
     attn = make_backend(config.attention_backend, model.spec, pool)
-    workspace = memory.held() - before
+    workspace = memory.reserved_bytes() - before
     runner = make_runner(
         model,
         pool,
@@ -120,7 +126,7 @@ def _try(
     receive = None if place is None else place.receive
     took = warmup.run_warmup(
         limits,
-        runner.run if receive is None else lambda _: runner.execute_remote(receive()),
+        runner.run_to_end if receive is None else lambda _: runner.execute_remote(receive()),
         memory,
     )
     graphs = 0
@@ -132,9 +138,11 @@ def _try(
 
 
 @contextlib.contextmanager
-def no_room(what: str, do: str) -> Iterator[None]:
+def no_room(purpose: str, do: str) -> Iterator[None]:
     """Turns a device that ran out of memory into a ConfigError."""
     try:
         yield
     except torch.OutOfMemoryError as err:
-        raise ConfigError(f"{what} does not fit the GPU's memory ({reason(err)}); {do}") from err
+        raise ConfigError(
+            f"{purpose} does not fit the GPU's memory ({summarize_error(err)}); {do}"
+        ) from err

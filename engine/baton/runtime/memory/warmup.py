@@ -61,7 +61,7 @@ class WarmupLimits:
     context: int
     page_size: int
 
-    def pages(self, tokens: int) -> int:
+    def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
 
@@ -88,14 +88,14 @@ class _Step:
     cached: int = 0
     """Tokens of each prompt that are in the KV pool already."""
 
-    def plan(self, number: int, limits: WarmupLimits) -> StepPlan:
+    def make_plan(self, number: int, limits: WarmupLimits) -> StepPlan:
         free = itertools.count()
         shapes = [(min(limits.page_size, limits.context) - 1, 1)] * self.decode
         shapes += [(self.cached, n) for n in self.prompts]
         rows = []
         admitted = []
         for slot, (start, n) in enumerate(shapes):
-            pages = array("i", itertools.islice(free, limits.pages(start + n)))
+            pages = array("i", itertools.islice(free, limits.pages_for(start + n)))
             tokens = array("i", [TOKEN]) * n
             rows.append(Row(slot, slot, start, n, self.samples, tokens, 0, pages))
             history = array("i", [TOKEN]) * (start + n)
@@ -106,7 +106,7 @@ class _Step:
         )
 
 
-def steps(limits: WarmupLimits) -> list[tuple[str, StepPlan]]:
+def warmup_steps(limits: WarmupLimits) -> list[tuple[str, StepPlan]]:
     """Each with a name for people. The last two are the largest of decode rows only, and the largest of all."""
     few = min(4, limits.running)
     short = min(
@@ -115,7 +115,7 @@ def steps(limits: WarmupLimits) -> list[tuple[str, StepPlan]]:
     few_tokens = min(FEW_TOKENS, limits.prompt_tokens, limits.context)
     cached = min(CACHED_TOKENS, limits.context - few_tokens)
     long = min(LONG_PROMPT_TOKENS, limits.prompt_tokens, limits.context)
-    made = [
+    shapes = [
         _Step("one prompt", 0, (short,)),
         _Step(f"one prompt of {long} tokens", 0, (long,)),
         _Step("a chunk that is not a prompt's last", 0, (short,), samples=False),
@@ -124,18 +124,18 @@ def steps(limits: WarmupLimits) -> list[tuple[str, StepPlan]]:
         _Step("prompt and decode rows", few - 1, (short,)),
         _Step("all ways of sampling", min(len(SAMPLINGS), limits.running), (), SAMPLINGS[-few:]),
         _Step(f"{limits.running} sequences decoding", limits.running, ()),
-        _largest(limits),
+        _largest_step(limits),
     ]
-    return [(step.name, step.plan(number, limits)) for number, step in enumerate(made)]
+    return [(step.name, step.make_plan(number, limits)) for number, step in enumerate(shapes)]
 
 
-def _largest(limits: WarmupLimits) -> _Step:
+def _largest_step(limits: WarmupLimits) -> _Step:
     """As many tokens as a step may have, and of those as many rows as can be: each wants logits."""
     prompts: list[int] = []
-    left = limits.prompt_tokens
-    while left and len(prompts) < limits.running:
-        prompts.append(min(left, limits.context))
-        left -= prompts[-1]
+    tokens_left = limits.prompt_tokens
+    while tokens_left and len(prompts) < limits.running:
+        prompts.append(min(tokens_left, limits.context))
+        tokens_left -= prompts[-1]
     decode = limits.running - len(prompts)
     most = max(limits.tokens, limits.running)
     while prompts and (excess := decode + sum(prompts) - most) > 0:
@@ -151,23 +151,23 @@ def _largest(limits: WarmupLimits) -> _Step:
 
 def pages_needed(limits: WarmupLimits) -> int:
     """Pages of the pool that warm-up steps run on."""
-    return max(sum(len(row.pages) for row in plan.rows) for _, plan in steps(limits))
+    return max(sum(len(row.pages) for row in plan.rows) for _, plan in warmup_steps(limits))
 
 
 def run_warmup(
     limits: WarmupLimits, execute: Callable[[StepPlan], object], memory: DeviceMemory
 ) -> WarmupResult:
     """Run all steps. Raises what `execute` raises."""
-    made = steps(limits)
-    before = memory.held()
+    plans = warmup_steps(limits)
+    before = memory.reserved_bytes()
     took = []
-    for i, (name, plan) in enumerate(made, 1):
+    for i, (name, plan) in enumerate(plans, 1):
         started = time.monotonic()
         memory.reset_peak()
         execute(plan)
-        took.append(max(memory.peak() - before, 0))
-        memory.held()  # gives back what this step leaves behind, which the next one may not be able to use
+        took.append(max(memory.peak_bytes() - before, 0))
+        memory.reserved_bytes()  # gives back what this step leaves behind, which the next one may not be able to use
         log.info(
-            "warm-up step %d of %d: %s, %.2f s", i, len(made), name, time.monotonic() - started
+            "warm-up step %d of %d: %s, %.2f s", i, len(plans), name, time.monotonic() - started
         )
     return WarmupResult(max(took), took[-2])

@@ -110,28 +110,28 @@ class DecodeGraphs:
         self._replays = self._record_all()
 
     def _record_all(self) -> dict[int, Callable[[], None]]:
-        started = said = time.monotonic()
+        started = logged_at = time.monotonic()
         replays: dict[int, Callable[[], None]] = {}
         no_rows = PagedRows(np.zeros(1, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
-        for done, size in enumerate(reversed(self.sizes), 1):
+        for count, size in enumerate(reversed(self.sizes), 1):
             self.attn.prepare_capture(size, self._static)
-            self._load(size, np.zeros((3, 0), np.int64), np.zeros(0, np.int64), no_rows)
-            replays[size] = self.recorder.record(lambda size=size: self._decode(size))  # type: ignore[misc]
+            self._load_rows(size, np.zeros((3, 0), np.int64), np.zeros(0, np.int64), no_rows)
+            replays[size] = self.recorder.record(lambda size=size: self._decode_step(size))  # type: ignore[misc]
             now = time.monotonic()
-            if done == len(self.sizes) or now - said >= PROGRESS_SECS:
-                said = now
+            if count == len(self.sizes) or now - logged_at >= PROGRESS_SECS:
+                logged_at = now
                 log.info(
-                    "capturing CUDA graphs: %d/%d, %.1f s", done, len(self.sizes), now - started
+                    "capturing CUDA graphs: %d/%d, %.1f s", count, len(self.sizes), now - started
                 )
         return replays
 
-    def _decode(self, size: int) -> None:
+    def _decode_step(self, size: int) -> None:
         """Compute a decode step; this is recorded."""
         static = self._static
         rows = slice(size)
         self.attn.use_capture(size, static.slot_mapping[rows])
         batch = ForwardBatch(
-            token_ids=self.table.read(static.token_ids[rows]),
+            token_ids=self.table.resolve_tokens(static.token_ids[rows]),
             positions=static.positions[rows],
             slot_mapping=static.slot_mapping[rows],
             sample_index=static.entries[rows],  # as many as there are tokens: every row samples
@@ -139,9 +139,9 @@ class DecodeGraphs:
         )
         self._logits[rows].copy_(self.model.compute(batch, self.attn))
         self._greedy[rows].copy_(greedy_tokens(self._logits[rows]))
-        self.table.write(static.entries[rows], self._greedy[rows])
+        self.table.write_tokens(static.entries[rows], self._greedy[rows])
 
-    def _load(
+    def _load_rows(
         self, size: int, columns: NDArray[np.int64], slots: NDArray[np.int64], rows: PagedRows
     ) -> None:
         """Columns: token ids, positions and table entries."""
@@ -167,14 +167,14 @@ class DecodeGraphs:
             return None
         return size
 
-    def load(self, size: int, step: StepInputs, indices: StepIndices) -> None:
+    def load_step(self, size: int, step: StepInputs, indices: StepIndices) -> None:
         """Queue the step's index arrays, and plan for them. Waits for nothing but the plan before."""
         last_page_len = ((indices.kv_lens - 1) % self.kv.page_size + 1).astype(np.int32)
         rows = PagedRows(indices.page_indptr, indices.page_indices, last_page_len)
         columns = np.stack((indices.token_ids, indices.positions, step.slots))
-        self._load(size, columns, indices.slot_mapping, rows)
+        self._load_rows(size, columns, indices.slot_mapping, rows)
 
-    def replay(self, size: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    def replay_step(self, size: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queue the step of n rows that was loaded.
 
         Returns:

@@ -56,15 +56,15 @@ class InFlight:
     """On the host; to be read after `ended`."""
 
     def wait(self) -> tuple[StepResult, float]:
-        return self.result(), self.ended.seconds_since(self.began)
+        return self.wait_for_result(), self.ended.seconds_since(self.began)
 
-    def result(self) -> StepResult:
+    def wait_for_result(self) -> StepResult:
         """Waits for the step. From any thread."""
         self.ended.wait()
         return (
             StepResult(())
             if self.draw is None or self.drawn is None
-            else self.draw.read(self.drawn)
+            else self.draw.read_result(self.drawn)
         )
 
 
@@ -106,20 +106,20 @@ class DeviceRunner(ModelRunner):
     def execute(self, plan: StepPlan) -> InFlight:
         """Queue one step. Raises what torch raises, which may be of an earlier step; the runner is then unusable."""
         if self._broadcast is not None:
-            self._read()
-        step, indices = self._begin(plan)
+            self._read_tokens()
+        step, indices = self._begin_step(plan)
         if indices is None:
             began = self._stream.mark()
-            self._copy(step)
+            self._copy_pages(step)
             return InFlight(began, self._stream.mark())
-        self._copy(step)
-        began, logits, greedy, slots = self._compute(step, indices)
+        self._copy_pages(step)
+        began, logits, greedy, slots = self._compute_logits(step, indices)
         if not step.samples.any():
             return InFlight(began, self._stream.mark())
         rows = [self._sample_row(row) for row in plan.rows if row.sample]
-        draw, drawn = self._draw(rows, logits, greedy, slots)
+        draw, drawn = self._draw_tokens(rows, logits, greedy, slots)
         launched = InFlight(began, self._stream.mark(), draw, drawn)
-        self._advance(rows, step.slots[step.samples], launched)
+        self._advance_rows(rows, step.slots[step.samples], launched)
         return launched
 
     def execute_remote(self, order: bytes) -> None:
@@ -127,7 +127,7 @@ class DeviceRunner(ModelRunner):
         if self._kv.native is not None:
             self._stream.mark().wait()  # the first rank may say next that the step's pages are final
 
-    def _compute(
+    def _compute_logits(
         self, step: StepInputs, indices: StepIndices
     ) -> tuple[CudaMark, Tensor, Tensor | None, Tensor]:
         """Logits of the rows that sample, their argmax if the token table has it already, and their slots.
@@ -137,24 +137,24 @@ class DeviceRunner(ModelRunner):
         """
         size = None if self._graphs is None else self._graphs.size_for(step, indices)
         if self._graphs is not None and size is not None:
-            self._graphs.load(size, step, indices)
+            self._graphs.load_step(size, step, indices)
             began = self._stream.mark()
-            return began, *self._graphs.replay(size, len(step.slots))
-        batch, slots = self._upload(step, indices)
+            return began, *self._graphs.replay_step(size, len(step.slots))
+        batch, slots = self._upload_step(step, indices)
         self._model.prepare(batch, self._attn)
         began = self._stream.mark()
         return began, self._model.compute(batch, self._attn).float(), None, slots
 
-    def _draw(
+    def _draw_tokens(
         self, rows: Sequence[SampleRow], logits: Tensor, greedy: Tensor | None, slots: Tensor
     ) -> tuple[SamplingLaunch, SamplingResult]:
         """The draw, in the token table by now, and what it drew, on the host later."""
         if any(row.needs_tokens for row in rows):
-            self._read()
+            self._read_tokens()
         draw = SamplingLaunch(rows, self.vocab_size, self._stream.put)
-        drawn = draw.run(logits, greedy)
+        drawn = draw.queue_draw(logits, greedy)
         if drawn.tokens is not greedy:
-            self._table.write(slots, drawn.tokens)
+            self._table.write_tokens(slots, drawn.tokens)
         fetched = SamplingResult(
             tokens=self._stream.fetch(drawn.tokens),
             chosen=self._fetch_if_any(drawn.chosen),
@@ -166,7 +166,7 @@ class DeviceRunner(ModelRunner):
     def _fetch_if_any(self, part: Tensor | None) -> Tensor | None:
         return None if part is None else self._stream.fetch(part)
 
-    def _advance(
+    def _advance_rows(
         self, rows: Sequence[SampleRow], slots: NDArray[np.int64], launched: InFlight
     ) -> None:
         """The rows stand one token further, which the host does not know yet."""
@@ -179,10 +179,10 @@ class DeviceRunner(ModelRunner):
         if later:
             self._unread.append((launched, later))
 
-    def _read(self) -> None:
+    def _read_tokens(self) -> None:
         """Wait for the steps whose tokens the host has to know."""
         for launched, rows in self._unread:
-            tokens = launched.result().tokens
+            tokens = launched.wait_for_result().tokens
             for i, slot, sample_row in rows:
                 token = max(
                     tokens[i], 0
@@ -196,13 +196,13 @@ class DeviceRunner(ModelRunner):
         return (
             super()._open_tokens(slots)
             if self._broadcast is not None
-            else self._table.reference(slots)
+            else self._table.make_references(slots)
         )
 
-    def _batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
-        return self._upload(step, indices)[0]
+    def _make_batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
+        return self._upload_step(step, indices)[0]
 
-    def _upload(self, step: StepInputs, indices: StepIndices) -> tuple[ForwardBatch, Tensor]:
+    def _upload_step(self, step: StepInputs, indices: StepIndices) -> tuple[ForwardBatch, Tensor]:
         """The step's tensors, and the slots of the rows that sample: int64 [S] on the device."""
         token_ids, positions, slot_mapping, sample_index, slots = self._stream.put_all(
             (
@@ -214,9 +214,9 @@ class DeviceRunner(ModelRunner):
             )
         )
         if (indices.token_ids < 0).any():
-            token_ids = self._table.read(token_ids)
+            token_ids = self._table.resolve_tokens(token_ids)
         batch = replace(
-            super()._batch(step, indices),
+            super()._make_batch(step, indices),
             token_ids=token_ids,
             positions=positions,
             slot_mapping=slot_mapping,

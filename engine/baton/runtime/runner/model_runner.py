@@ -36,12 +36,12 @@ from baton.runtime.runner.step_inputs import (
     StepIndices,
     StepInputs,
     StepMismatch,
-    checksum,
-    decode,
-    encode,
+    checksum_step,
+    decode_step,
+    encode_step,
 )
 from baton.runtime.sampling.sampler import SampleRow
-from baton.runtime.sampling.step_sampler import sample
+from baton.runtime.sampling.step_sampler import sample_tokens
 from baton.sched.types.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -84,14 +84,14 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
         """Run one step to its end. Raises what torch raises; the runner is then unusable."""
-        step, indices = self._begin(plan)
-        copy_seconds = self._copy(step)
+        step, indices = self._begin_step(plan)
+        copy_seconds = self._copy_pages(step)
         if indices is None:
             return StepResult((), copy_seconds=copy_seconds)
         sampling = [row for row in plan.rows if row.sample]
-        logits = self._model.forward(self._batch(step, indices), self._attn)
+        logits = self._model.forward(self._make_batch(step, indices), self._attn)
         sample_rows = [self._sample_row(row) for row in sampling]
-        result = sample(logits, sample_rows)
+        result = sample_tokens(logits, sample_rows)
         for row, sample_row, token in zip(sampling, sample_rows, result.tokens, strict=True):
             token = max(
                 token, 0
@@ -100,7 +100,7 @@ class ModelRunner:
             self._last_token[row.slot] = token
         return replace(result, copy_seconds=copy_seconds)
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run_to_end(self, plan: StepPlan) -> StepResult:
         """Execute a step and wait for its result."""
         outcome = self.execute(plan)
         return outcome if isinstance(outcome, StepResult) else outcome.wait()[0]
@@ -110,36 +110,36 @@ class ModelRunner:
 
         Raises StepMismatch, and what torch and the group raise; the runner is then unusable.
         """
-        step, check = decode(order)
-        indices = self._indices(step)
-        self._check = checksum(step, indices, self._check)
+        step, check = decode_step(order)
+        indices = self._make_indices(step)
+        self._check = checksum_step(step, indices, self._check)
         if self._check != check:
             raise StepMismatch(
                 f"step {step.number}: what this tensor-parallel rank would compute is not what the first rank planned "
                 f"(checks {self._check:08x} and {check:08x}); nothing was computed"
             )
         self._begin_write(step)
-        self._copy(step)
+        self._copy_pages(step)
         if indices is not None:
-            self._model.forward(self._batch(step, indices), self._attn)
+            self._model.forward(self._make_batch(step, indices), self._attn)
 
-    def _begin(self, plan: StepPlan) -> tuple[StepInputs, StepIndices | None]:
+    def _begin_step(self, plan: StepPlan) -> tuple[StepInputs, StepIndices | None]:
         """All that comes before the device has work: what the plan says, sent to the other ranks."""
         for adm in plan.admitted:
             self._sample_rows[adm.slot] = SampleRow(adm.params, adm.prompt_tokens, adm.history)
-        step = self._step(plan)
+        step = self._make_step(plan)
         self._begin_write(step)
-        indices = self._indices(step)
+        indices = self._make_indices(step)
         if self._broadcast is not None:
-            self._check = checksum(step, indices, self._check)
-            self._broadcast(encode(step, self._check))
+            self._check = checksum_step(step, indices, self._check)
+            self._broadcast(encode_step(step, self._check))
         return step, indices
 
     def _begin_write(self, step: StepInputs) -> None:
         if self._native_pool is not None and step.new_pages:
             self._native_pool.begin_write(step.new_pages.tobytes())
 
-    def _copy(self, step: StepInputs) -> float:
+    def _copy_pages(self, step: StepInputs) -> float:
         """Returns the seconds it took; 0 on a device that copies asynchronously."""
         if not step.copies:
             return 0.0
@@ -154,7 +154,7 @@ class ModelRunner:
         assert sample_row is not None, f"slot {row.slot} was never admitted"
         return sample_row
 
-    def _step(self, plan: StepPlan) -> StepInputs:
+    def _make_step(self, plan: StepPlan) -> StepInputs:
         """The plan with its open tokens filled in, vectorized over its rows."""
         rows = plan.rows
         _, of_slot, of_start, of_n, of_sample, of_tokens, _, _ = (
@@ -187,7 +187,7 @@ class ModelRunner:
         """The last token sampled in each of these slots."""
         return self._last_token[slots]
 
-    def _indices(self, step: StepInputs) -> StepIndices | None:
+    def _make_indices(self, step: StepInputs) -> StepIndices | None:
         """Index arrays of a step, after its pages joined the page table; None when it has no rows."""
         count = len(step.slots)
         if not count:
@@ -224,7 +224,7 @@ class ModelRunner:
             ),
         )
 
-    def _batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
+    def _make_batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
         return ForwardBatch(
             token_ids=torch.from_numpy(indices.token_ids),
             positions=torch.from_numpy(indices.positions),

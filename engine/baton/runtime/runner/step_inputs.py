@@ -73,7 +73,7 @@ class StepIndices(NamedTuple):
     page_indices: Int32
 
 
-def _unpack(kind: Any, packed: bytes) -> Any:
+def _unpack_array(kind: Any, packed: bytes) -> Any:
     """An array of the type that its field has: NDArray[X] is ndarray[..., dtype[X]]."""
     if kind is IntArray:
         return unpack(kind, packed)
@@ -81,19 +81,19 @@ def _unpack(kind: Any, packed: bytes) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=pack)
-_decoder = msgspec.msgpack.Decoder(tuple[StepInputs, int], dec_hook=_unpack)
+_decoder = msgspec.msgpack.Decoder(tuple[StepInputs, int], dec_hook=_unpack_array)
 
 
-def encode(step: StepInputs, check: int) -> bytes:
+def encode_step(step: StepInputs, check: int) -> bytes:
     return _encoder.encode((step, check))
 
 
-def decode(message: bytes) -> tuple[StepInputs, int]:
+def decode_step(message: bytes) -> tuple[StepInputs, int]:
     """The step, and the number that `checksum` must give for it."""
     return _decoder.decode(message)
 
 
-def checksum(step: StepInputs, indices: StepIndices | None, before: int) -> int:
+def checksum_step(step: StepInputs, indices: StepIndices | None, before: int) -> int:
     """A number over what a step does, chained to that of the step before. `indices`: None when it has no rows."""
     value = zlib.crc32(
         step.new_pages.tobytes(), zlib.crc32(f"{step.number}:{step.num_decode}".encode(), before)

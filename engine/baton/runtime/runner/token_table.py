@@ -19,14 +19,14 @@ class TokenTable:
         self._tokens = torch.zeros(slots + 1, dtype=torch.int64, device=device)
 
     @staticmethod
-    def reference(slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    def make_references(slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """References that stand for "the last token of this slot" among token ids."""
         return -1 - slots
 
-    def read(self, token_ids: Tensor) -> Tensor:
+    def resolve_tokens(self, token_ids: Tensor) -> Tensor:
         """Token ids in which every reference is replaced by the token."""
         return torch.where(token_ids < 0, self._tokens[(-1 - token_ids).clamp_min(0)], token_ids)
 
-    def write(self, slots: Tensor, tokens: Tensor) -> None:
+    def write_tokens(self, slots: Tensor, tokens: Tensor) -> None:
         """Both int64 [n] on the device; slots are different, except for the dummy."""
         self._tokens.index_copy_(0, slots, tokens.clamp_min(0))

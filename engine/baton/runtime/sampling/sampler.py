@@ -82,7 +82,7 @@ class SampleRow:
         if self.needs_tokens:
             drawn_here = prompt_tokens - params.resumed
             for i, token in enumerate(history[:prompt_tokens]):
-                self._count(token, int(i >= drawn_here))
+                self._count_token(token, int(i >= drawn_here))
         for token in history[prompt_tokens:]:
             self.append(token)
 
@@ -90,7 +90,7 @@ class SampleRow:
         """Record the token that now stands at `position`."""
         self.position += 1
         if self.needs_tokens:
-            self._count(token, 1)
+            self._count_token(token, 1)
 
     @property
     def is_plain(self) -> bool:
@@ -106,16 +106,16 @@ class SampleRow:
         """True while the answer may not stop yet (min_new_tokens)."""
         return self.position - self.prompt_tokens < self.params.min_new_tokens
 
-    def counted(self) -> tuple[np.ndarray, np.ndarray]:
+    def token_counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Distinct tokens so far and how often each was drawn, int64 both; only with `needs_tokens`."""
         return np.array(self._ids), np.array(self._counts)
 
-    def _count(self, token: int, times: int) -> None:
-        at = self._index.setdefault(token, len(self._ids))
-        if at == len(self._ids):
+    def _count_token(self, token: int, times: int) -> None:
+        index = self._index.setdefault(token, len(self._ids))
+        if index == len(self._ids):
             self._ids.append(token)
             self._counts.append(0)
-        self._counts[at] += times
+        self._counts[index] += times
 
 
 class LogitEdits:
@@ -139,7 +139,7 @@ class LogitEdits:
             p = row.params
             self._biased += [(i, token, amount) for token, amount in p.logit_bias if token < vocab]
             if row.needs_tokens:
-                ids, counts = row.counted()
+                ids, counts = row.token_counts()
                 self._seen.append(np.stack((np.full(len(ids), i), ids)))
                 penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
                 of_each = np.repeat(np.array(penalties, np.float32)[:, None], len(ids), axis=1)
@@ -151,18 +151,22 @@ class LogitEdits:
         """In place. Waits for nothing that `put` does not wait for."""
         if self._biased:
             rows, ids, amounts = zip(*self._biased, strict=True)
-            at = put(np.array((rows, ids)))
-            logits.index_put_((at[0], at[1]), put(np.array(amounts, np.float32)), accumulate=True)
+            places = put(np.array((rows, ids)))
+            logits.index_put_(
+                (places[0], places[1]), put(np.array(amounts, np.float32)), accumulate=True
+            )
         if self._seen:
-            at = put(np.concatenate(self._seen, axis=1))
+            places = put(np.concatenate(self._seen, axis=1))
             count, repetition, frequency, presence = put(np.concatenate(self._penalties, axis=1))
-            seen = logits[at[0], at[1]]
-            seen = torch.where(seen > 0, seen / repetition, seen * repetition)
-            seen.clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)  # a NaN stays one
-            logits.index_put_((at[0], at[1]), seen - (frequency * count + presence * (count > 0)))
+            values = logits[places[0], places[1]]
+            values = torch.where(values > 0, values / repetition, values * repetition)
+            values.clamp_(-LARGEST_LOGIT, LARGEST_LOGIT)  # a NaN stays one
+            logits.index_put_(
+                (places[0], places[1]), values - (frequency * count + presence * (count > 0))
+            )
         if self._banned:
-            at = put(np.array(self._banned).T.copy())
-            logits.index_put_((at[0], at[1]), logits.new_full((), -torch.inf))
+            places = put(np.array(self._banned).T.copy())
+            logits.index_put_((places[0], places[1]), logits.new_full((), -torch.inf))
 
 
 def draw_columns(row: SampleRow, vocab: int) -> DrawColumns:
@@ -180,7 +184,7 @@ def draw_columns(row: SampleRow, vocab: int) -> DrawColumns:
     )
 
 
-def draw(logits: Tensor, columns: Sequence[DrawColumns]) -> list[int]:
+def draw_tokens(logits: Tensor, columns: Sequence[DrawColumns]) -> list[int]:
     """Draw a token for each non-greedy row of logits [n, vocab]; INVALID_TOKEN where no probability is a number.
 
     Args: `columns`: `draw_columns` of each.
@@ -196,25 +200,25 @@ def draw(logits: Tensor, columns: Sequence[DrawColumns]) -> list[int]:
             if is_undefined[i]:
                 tokens.append(INVALID_TOKEN)
             elif not row.top_k and row.top_p >= 1 and not row.min_p:
-                tokens.append(_pick(probs[i].numpy(), row.u))
+                tokens.append(_pick_index(probs[i].numpy(), row.u))
             else:
                 ids = kept_ids(scaled[i], probs[i], int(row.top_k), row.top_p, row.min_p)
-                tokens.append(int(ids[_pick(probs[i][ids].numpy(), row.u)]))
+                tokens.append(int(ids[_pick_index(probs[i][ids].numpy(), row.u)]))
     return tokens
 
 
 def kept_ids(logits: Tensor, probs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     """Ids of one row that the filters keep, ascending: int64 [m]."""
     vocab = len(logits)
-    ids = largest(logits, top_k or min(HEAD, vocab))
-    kept = _kept_count(probs[ids].numpy(), top_k, top_p, min_p)
-    if not top_k and kept == len(ids) < vocab:
-        ids = _candidates(logits, probs, top_p, min_p)
-        kept = _kept_count(probs[ids].numpy(), top_k, top_p, min_p)
-    return ids[:kept].sort().values
+    ids = largest_ids(logits, top_k or min(HEAD, vocab))
+    count = _kept_count(probs[ids].numpy(), top_k, top_p, min_p)
+    if not top_k and count == len(ids) < vocab:
+        ids = _candidate_ids(logits, probs, top_p, min_p)
+        count = _kept_count(probs[ids].numpy(), top_k, top_p, min_p)
+    return ids[:count].sort().values
 
 
-def _candidates(logits: Tensor, probs: Tensor, top_p: float, min_p: float) -> Tensor:
+def _candidate_ids(logits: Tensor, probs: Tensor, top_p: float, min_p: float) -> Tensor:
     """Ids of one row, most likely first, that surely hold all that top_p and min_p keep: int64 [m].
 
     All tokens below (1 - top_p) / vocab together weigh less than 1 - top_p, so the nucleus lies above; half of that
@@ -225,7 +229,7 @@ def _candidates(logits: Tensor, probs: Tensor, top_p: float, min_p: float) -> Te
     return ids[logits[ids].sort(dim=0, descending=True, stable=True).indices]
 
 
-def largest(logits: Tensor, k: int) -> Tensor:
+def largest_ids(logits: Tensor, k: int) -> Tensor:
     """Ids of the k largest of one row, largest first, lowest id first among equals: int64 [k]."""
     if k < len(logits):
         edge = logits.topk(k).values[-1]
@@ -252,7 +256,7 @@ def _kept_count(probs: NDArray[np.float32], top_k: int, top_p: float, min_p: flo
     return int(keep.sum())
 
 
-def _pick(probs: NDArray[np.float32], u: float) -> int:
+def _pick_index(probs: NDArray[np.float32], u: float) -> int:
     """The index at which the running sum passes u * its end; never one without probability."""
     mass = probs.cumsum(dtype=np.float64)
     end = mass[-1]

@@ -95,9 +95,11 @@ class SimRunner:
         self.sleep(max(self._ended - now, 0.0))
         sampling = [row for row in plan.rows if row.sample]
         tokens = [self.answer[(row.start + row.n) % len(self.answer)] for row in sampling]
-        asked = ((i, self._logprobs[row.slot]) for i, row in enumerate(sampling))
-        return StepResult(tokens, {i: _certain(tokens[i], k) for i, k in asked if k >= 0})
+        requested = ((i, self._logprobs[row.slot]) for i, row in enumerate(sampling))
+        return StepResult(
+            tokens, {i: _certain_logprobs(tokens[i], k) for i, k in requested if k >= 0}
+        )
 
 
-def _certain(token: int, k: int) -> TokenLogprobs:
+def _certain_logprobs(token: int, k: int) -> TokenLogprobs:
     return TokenLogprobs(0.0, (token,), (0.0,)) if k else TokenLogprobs(0.0)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from baton.config import EngineConfig
-from baton.config.simulated import CONTEXT_LENGTH, PAGE_BYTES, VOCAB_SIZE, Simulated, read
+from baton.config.simulated import CONTEXT_LENGTH, PAGE_BYTES, VOCAB_SIZE, Simulated, parse_device
 from baton.disagg.events import NodeEvent
 from baton.disagg.transfer_driver import TransferDriver, TransferNode
 from baton.errors import ConfigError
@@ -40,7 +40,7 @@ class SimLoaded:
     info: dict[str, object]
     vocab_size: ClassVar[int] = VOCAB_SIZE
 
-    def engine(
+    def make_engine_loop(
         self, driver: TransferDriver | None = None, trace: Callable[[str], None] | None = None
     ) -> EngineLoop:
         announced = self.native_pool if self.config.disaggregation_mode == "prefill" else None
@@ -49,15 +49,15 @@ class SimLoaded:
             self.config, PoolSizes(self.num_pages, 0, PAGE_BYTES), runner, driver, trace
         )
 
-    def paced(self, node: TransferNode) -> TransferNode:
+    def pace_transfer(self, node: TransferNode) -> TransferNode:
         """The transfer runtime as a P node's driver should see it."""
         return PacedTransfer(node, self.simulated, self.config.page_size)
 
 
-def load(config: EngineConfig) -> SimLoaded:
+def load_simulated(config: EngineConfig) -> SimLoaded:
     """Raises ConfigError."""
     assert config.simulate is not None, "only called with --simulate"
-    simulated = read(config.simulate)
+    simulated = parse_device(config.simulate)
     num_pages = config.max_total_tokens // config.page_size
     pool = None
     if config.disaggregation_mode != "null":
@@ -108,19 +108,19 @@ class PacedTransfer:
         self._error: Exception | None = None
         self.stopped = threading.Event()
         """An end could not be reported; `poll` raises why."""
-        threading.Thread(target=self._run, name="paced-transfer", daemon=True).start()
+        threading.Thread(target=self._run_due, name="paced-transfer", daemon=True).start()
 
     def finish(self, room: int, total_pages: int, last_page_tokens: int, payload: bytes) -> None:
         tokens = (
             (total_pages - 1) * self._page_size + last_page_tokens
         ) * self._simulated.length_scale
-        due = (
+        due_at = (
             time.monotonic()
             + self._simulated.model.transfer_seconds(tokens) / self._simulated.speed
         )
         with self._changed:
             self._waiting[room] = (total_pages, last_page_tokens, payload)
-            heapq.heappush(self._due, (due, next(self._order), room))
+            heapq.heappush(self._due, (due_at, next(self._order), room))
             self._changed.notify()
 
     def abort(self, room: int, code: str) -> None:
@@ -137,7 +137,7 @@ class PacedTransfer:
         """The other calls take effect at once."""
         return getattr(self._node, name)
 
-    def _run(self) -> None:
+    def _run_due(self) -> None:
         while True:
             with self._changed:
                 while not self._due or self._due[0][0] > time.monotonic():

@@ -82,8 +82,8 @@ class FairnessRules:
         `requested_class` must be a class's name.
         """
         tenants = self.tenants or TenantRules()
-        rule = tenants.of(tenant)
-        priority = rule.clamped(priority, self.classes.low_values_first)
+        rule = tenants.rule_of(tenant)
+        priority = rule.clamp_priority(priority, self.classes.low_values_first)
         if not self.classes.classes:
             return priority, ""
         if requested_class is None:

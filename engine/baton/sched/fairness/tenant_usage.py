@@ -82,7 +82,7 @@ class TenantLimits:
 
     def rule_of(self, tenant: str) -> TenantRule:
         """Requests without a tenant, such as the node's own health probes, have no limits."""
-        return self.rules.of(tenant) if tenant else NO_LIMITS
+        return self.rules.rule_of(tenant) if tenant else NO_LIMITS
 
     def expected_tokens(self, seq: Seq) -> int:
         """Tokens that a sequence is expected to hold at its end."""

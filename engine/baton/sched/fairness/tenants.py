@@ -108,7 +108,7 @@ class RateLimits:
 
         A prompt larger than a minute's tokens needs a full bucket and overdraws it.
         """
-        limit = self._rules.of(tenant).tokens_per_minute
+        limit = self._rules.rule_of(tenant).tokens_per_minute
         if limit is None:
             return 0.0
         level = self._level_of(tenant, limit, now)
@@ -123,7 +123,7 @@ class RateLimits:
 
         Negative: give back what was taken for nothing.
         """
-        limit = self._rules.of(tenant).tokens_per_minute
+        limit = self._rules.rule_of(tenant).tokens_per_minute
         if limit is not None:
             self._store_level(tenant, self._level_of(tenant, limit, now) - tokens, now)
 

@@ -47,7 +47,7 @@ def limits(
     them.
     """
     c = config
-    events = kv_events.read(c.kv_events_config)
+    events = kv_events.parse_events_config(c.kv_events_config)
     output_weight: float | None = None
     if c.short_first_output_weight != "auto":
         output_weight = float(c.short_first_output_weight)
@@ -98,5 +98,7 @@ def fairness(config: EngineConfig) -> FairnessRules:
         c,
         classes=classes,
         charge_decode=not c.disable_class_charge_decode,
-        tenants=None if c.tenant_config is None else tenants.load(c.tenant_config, classes.names),
+        tenants=None
+        if c.tenant_config is None
+        else tenants.load_rules(c.tenant_config, classes.names),
     )

@@ -126,7 +126,7 @@ class HttpServer:
         if self.tracer is not None:
             ranks.on_timelines = self.tracer.on_timelines
         self.kv_streams = KvStreams(
-            ranks, kv_events.read(config.kv_events_config).enable_kv_cache_events
+            ranks, kv_events.parse_events_config(config.kv_events_config).enable_kv_cache_events
         )
         ranks.on_stats = self._on_stats
 

@@ -33,7 +33,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 import baton
-from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, parse, uses_four_bytes
+from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, parse_config, uses_four_bytes
 from baton.errors import ConfigError, EngineError, counted
 from baton.models import checkpoint
 from baton.server import logs
@@ -61,7 +61,7 @@ TRANSFER_END_SECS = 2.0
 
 def main(argv: Sequence[str]) -> int:
     """`baton engine`; returns the exit code."""
-    return run_engine(parse(argv, find_others=_missing_models))
+    return run_engine(parse_config(argv, find_others=_missing_models))
 
 
 def _missing_models(values: dict[str, Any]) -> list[str]:
@@ -84,7 +84,7 @@ def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND)
     logging.getLogger("aiohttp.server").addFilter(_one_line_for_no_request)
     try:
         if config.simulate is None and rank_command is RANK_COMMAND:  # ranks of tests have no model
-            checkpoint.check(config, model_info.resolve(config.model_path))
+            checkpoint.check_checkpoint(config, model_info.resolve(config.model_path))
         return asyncio.run(_Launcher(config, rank_command).run())
     except ConfigError as err:
         logs.report_failure(config.log_format, err.message)

@@ -81,7 +81,7 @@ class Tenancy:
         wait = 0.0 if self._rates is None else self._rates.admit(tenant, prompt_tokens, now)
         if wait > 0:
             assert self._rules.tenants is not None
-            limit = self._rules.tenants.of(tenant).tokens_per_minute
+            limit = self._rules.tenants.rule_of(tenant).tokens_per_minute
             raise RateLimited(
                 f"tenant {tenant!r} may use {limit} tokens per minute and this request brings {prompt_tokens}; retry "
                 f"in {math.ceil(wait)} s",

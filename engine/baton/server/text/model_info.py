@@ -122,7 +122,7 @@ def load(config: EngineConfig) -> ModelFacts:
         vocab_size = VOCAB_SIZE
     else:
         limit = read_max_context(model.text_part())
-        vocab_size = model.text_part().integer("vocab_size", model.get("vocab_size"))
+        vocab_size = model.text_part().read_integer("vocab_size", model.get("vocab_size"))
     if config.context_length is not None and config.context_length > limit:
         raise ConfigError(
             f"--context-length {config.context_length}: the model's limit is {limit} tokens"
@@ -146,7 +146,7 @@ def load(config: EngineConfig) -> ModelFacts:
         vocab_size=vocab_size,
         generation_config=generation.values,
         model_type=str(model.get("model_type", "")),
-        architectures=tuple(model.names("architectures", [])),
+        architectures=tuple(model.read_names("architectures", [])),
     )
 
 

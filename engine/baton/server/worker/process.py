@@ -144,10 +144,10 @@ def _load(config: EngineConfig, report: LoadReports) -> LoadedModel | SimLoaded:
     if config.simulate is not None:
         from baton.runtime.simulated import engine
 
-        return engine.load(config)
+        return engine.load_simulated(config)
     from baton.runtime import build  # torch: seconds, and half a gigabyte
 
-    return build.load(config, str(model_info.resolve(config.model_path)), on_progress=report)
+    return build.load_rank(config, str(model_info.resolve(config.model_path)), on_progress=report)
 
 
 @dataclass(eq=False)
@@ -185,7 +185,7 @@ class RankProcess:
             "decision_log", lambda made: json.dumps(made._asdict()), LOG_BYTES
         )
         self._trace = self._log_file("scheduler_trace", str, TRACE_BYTES, must_be_whole=True)
-        self.engine = loaded.engine(driver, self._trace.put if self._trace else None)
+        self.engine = loaded.make_engine_loop(driver, self._trace.put if self._trace else None)
         if self._decision_log:
             self.engine.sched.decisions.sink = self._decision_log.put
         self._poller = zmq.Poller()
@@ -215,7 +215,7 @@ class RankProcess:
 
     def _announce_cache(self) -> KvPublisher | None:
         """--kv-events-config: the publisher, with its replay socket in the poller."""
-        config = kv_events.read(self.config.kv_events_config)
+        config = kv_events.parse_events_config(self.config.kv_events_config)
         if not config.enable_kv_cache_events:
             return None
         kv = KvPublisher(config, self.engine.sched, self.dp_rank, self.pull.context, self._send)
@@ -244,7 +244,7 @@ class RankProcess:
             from baton.runtime.simulated.engine import SimLoaded
 
             assert isinstance(loaded, SimLoaded), "with --simulate, no model is loaded"
-            node = loaded.paced(runtime)
+            node = loaded.pace_transfer(runtime)
         return PrefillTransferDriver(node, c.request_timeout_secs)
 
     # ------------------------------------------------------------------ the loop
@@ -292,7 +292,7 @@ class RankProcess:
     def _ingest(self, *, wait: bool) -> None:
         if wait:
             self._poller.poll(self._wait_ms())
-        self.engine.at(time.monotonic())
+        self.engine.set_time(time.monotonic())
         if self._kv is not None and self._kv.replay is not None:
             self._kv.serve_replays()
         for _ in range(INGEST_BURST):

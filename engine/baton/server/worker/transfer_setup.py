@@ -50,9 +50,9 @@ def transports(config: EngineConfig, *, on_device: bool) -> list[str]:
             f"{config.device}; use auto, {other} or tcp"
         )
     if on_device and name == "auto":
-        from baton.runtime.communicators.nccl import unusable
+        from baton.runtime.communicators.nccl import find_obstacle
 
-        if (reason := unusable()) is not None:
+        if (reason := find_obstacle()) is not None:
             found = [each for each in found if each != "nccl"]
             log.info("KV pages do not travel by nccl: %s", reason)
     log.info(

@@ -7,10 +7,16 @@ import random
 import pytest
 
 from baton_ops.bench.load import RequestTiming
-from baton_ops.bench.replay import ReplayRound, parents, prompt_text, report, timed_requests
-from baton_ops.bench.serving import parse
-from baton_ops.bench.words import WORDS, words
-from baton_ops.sim.trace import TraceRequest, locate, prompt_tokens, read
+from baton_ops.bench.replay import (
+    ReplayRound,
+    find_parents,
+    format_report,
+    prompt_text,
+    timed_requests,
+)
+from baton_ops.bench.serving import parse_flags
+from baton_ops.bench.words import WORDS, make_words
+from baton_ops.sim.trace import TraceRequest, locate_trace, prompt_tokens, read_trace
 
 
 def request(tokens: int, *blocks: int, at: float = 0.0) -> TraceRequest:
@@ -19,13 +25,13 @@ def request(tokens: int, *blocks: int, at: float = 0.0) -> TraceRequest:
 
 def test_there_are_256_words_of_four_characters() -> None:
     assert len(set(WORDS)) == 256
-    assert len(words("x", 99)) == 396
-    assert words("x", 99) == words("x", 99) != words("y", 99)
+    assert len(make_words("x", 99)) == 396
+    assert make_words("x", 99) == make_words("x", 99) != make_words("y", 99)
 
 
 @pytest.mark.parametrize("scale", [1, 8, 512])
 def test_prompts_have_common_text_exactly_where_the_trace_has_common_tokens(scale: int) -> None:
-    trace = read(locate("gen_hot_system_prompt"), 40)
+    trace = read_trace(locate_trace("gen_hot_system_prompt"), 40)
     rng = random.Random(scale)
     for _ in range(60):
         a, b = rng.sample(trace, 2)
@@ -47,7 +53,7 @@ def test_turn_continues_the_request_whose_blocks_it_repeats() -> None:
         request(1700, 0, 1, 3, 4),
         request(2300, 0, 1, 3, 5, 6),
     )
-    assert parents([first, second, third]) == [None, 0, 1]
+    assert find_parents([first, second, third]) == [None, 0, 1]
 
 
 def test_unrelated_requests_behind_one_system_prompt_do_not_wait() -> None:
@@ -57,7 +63,7 @@ def test_unrelated_requests_behind_one_system_prompt_do_not_wait() -> None:
         request(1600, 0, 1, 6, 7),
         request(2100, 0, 1, 4, 8, 9),
     ]
-    assert parents(trace) == [None, None, None, 1]
+    assert find_parents(trace) == [None, None, None, 1]
 
 
 def test_arrivals_are_stretched() -> None:
@@ -72,7 +78,7 @@ def test_report_says_what_came_back() -> None:
         ("ValueError: status 503",),
         0.5,
     )
-    text = report(outcome, {"http://a": 1, "http://b": 3})
+    text = format_report(outcome, {"http://a": 1, "http://b": 3})
     for part in (
         "3 requests in 2.0 s, 1 failed",
         "status 503",
@@ -102,5 +108,5 @@ def test_flags_that_make_no_sense_are_refused(
     flags: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parse(flags)
+        parse_flags(flags)
     assert error in capsys.readouterr().err

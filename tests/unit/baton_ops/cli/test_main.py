@@ -41,7 +41,7 @@ def test_help_can_be_asked_for_as_a_command(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(words) == 0
-    assert capsys.readouterr().out == main.usage()
+    assert capsys.readouterr().out == main.format_usage()
 
 
 def test_help_of_a_command_can_be_asked_for_in_front(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,19 +130,25 @@ def test_engine_command_imports_no_other_command_and_no_torch() -> None:
 
 
 def test_defaults_are_one_pair() -> None:
-    plan = cluster_plan.parse([])
+    plan = cluster_plan.parse_flags([])
     assert plan.counts == {"prefill": 1, "decode": 1, "worker": 0}
     assert plan.engine == {}
 
 
 def test_workers_replace_the_pair() -> None:
-    assert cluster_plan.parse(["--workers", "2"]).counts == {
+    assert cluster_plan.parse_flags(["--workers", "2"]).counts == {
         "prefill": 0,
         "decode": 0,
         "worker": 2,
     }
-    assert cluster_plan.parse(["--prefill", "0", "--decode", "0", "--workers", "1"]).processes == 1
-    assert cluster_plan.parse(["--tp-size", "2", "--decode-args", "--dp-size 2"]).processes == 2 + 4
+    assert (
+        cluster_plan.parse_flags(["--prefill", "0", "--decode", "0", "--workers", "1"]).processes
+        == 1
+    )
+    assert (
+        cluster_plan.parse_flags(["--tp-size", "2", "--decode-args", "--dp-size 2"]).processes
+        == 2 + 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_impossible_clusters_are_refused(
     flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        cluster_plan.parse(flags)
+        cluster_plan.parse_flags(flags)
     assert stop.value.code == 2
     assert complaint in capsys.readouterr().err
 
@@ -185,7 +191,7 @@ def test_engine_flags_reach_every_engine_and_secrets_stay_off_command_lines(tmp_
         "--policy",
         "random",
     ]
-    plan = cluster_plan.parse(flags)
+    plan = cluster_plan.parse_flags(flags)
     cluster = local_cluster.LocalCluster(plan, tmp_path, print)
     prefill, decode = (node.argv() for node in cluster.nodes)
     for argv in (prefill, decode):
@@ -207,7 +213,7 @@ def test_nodes_get_a_cluster_key_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def key(*flags: str) -> str:
-        cluster = local_cluster.LocalCluster(cluster_plan.parse(flags), tmp_path, print)
+        cluster = local_cluster.LocalCluster(cluster_plan.parse_flags(flags), tmp_path, print)
         keys = {node.child._env["BATON_CLUSTER_KEY"] for node in cluster.nodes}
         assert all(key not in " ".join(node.argv()) for key in keys for node in cluster.nodes)
         return keys.pop() if len(keys) == 1 else ""
@@ -222,9 +228,11 @@ def test_nodes_get_a_cluster_key_of_their_own(
 
 def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(cores: int, *flags: str) -> list[str]:
-        monkeypatch.setattr(local_cluster, "_cores", lambda: cores)
+        monkeypatch.setattr(local_cluster, "_count_cores", lambda: cores)
         argv = (
-            local_cluster.LocalCluster(cluster_plan.parse(flags), tmp_path, print).nodes[0].argv()
+            local_cluster.LocalCluster(cluster_plan.parse_flags(flags), tmp_path, print)
+            .nodes[0]
+            .argv()
         )
         return [argv[i + 1] for i, arg in enumerate(argv) if arg == "--cpu-threads"]
 
@@ -237,7 +245,9 @@ def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_ranks_of_one_role_are_passed_to_the_router(tmp_path: Path) -> None:
     def router(*flags: str) -> list[str]:
-        return local_cluster.LocalCluster(cluster_plan.parse(flags), tmp_path, print)._router_argv()
+        return local_cluster.LocalCluster(
+            cluster_plan.parse_flags(flags), tmp_path, print
+        )._router_argv()
 
     assert "--dp-aware" not in router()
     assert "--dp-aware" in router("--decode-args", "--dp-size 2")
@@ -246,13 +256,15 @@ def test_ranks_of_one_role_are_passed_to_the_router(tmp_path: Path) -> None:
 
 def test_traces_go_to_one_place_from_all(tmp_path: Path) -> None:
     flags = ["--enable-trace", "--otlp-traces-endpoint", "http://c:4318"]
-    cluster = local_cluster.LocalCluster(cluster_plan.parse(flags), tmp_path, print)
+    cluster = local_cluster.LocalCluster(cluster_plan.parse_flags(flags), tmp_path, print)
     for argv in (cluster._router_argv(), *(node.argv() for node in cluster.nodes)):
         assert "--enable-trace" in argv
         assert argv[argv.index("--otlp-traces-endpoint") + 1] == "http://c:4318"
     assert (
         "--enable-trace"
-        not in local_cluster.LocalCluster(cluster_plan.parse([]), tmp_path, print)._router_argv()
+        not in local_cluster.LocalCluster(
+            cluster_plan.parse_flags([]), tmp_path, print
+        )._router_argv()
     )
 
 
@@ -271,7 +283,7 @@ def test_taken_port_is_refused_when_asked_for_and_skipped_when_not() -> None:
 def test_state_file_has_exactly_the_agreed_fields(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     cluster = local_cluster.LocalCluster(
-        cluster_plan.parse(["--state-file", str(path)]), tmp_path, print
+        cluster_plan.parse_flags(["--state-file", str(path)]), tmp_path, print
     )
     cluster.port = 8123
     cluster.nodes[0].port, cluster.nodes[0].bootstrap_port = 30000, 8998
@@ -319,7 +331,7 @@ def test_invalid_flags_are_refused_before_any_process_starts(
     flags: str, complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_cluster, "check_router_flags", lambda plan: None)
-    monkeypatch.setattr(local_cluster, "_run", None)
+    monkeypatch.setattr(local_cluster, "_run_plan", None)
     with pytest.raises(SystemExit) as ended:
         local_cluster.main(flags.split())
     assert ended.value.code == 2
@@ -365,7 +377,9 @@ def test_node_that_dies_while_the_router_starts_ends_the_start() -> None:
 
 def test_engines_of_one_gpu_share_its_memory() -> None:
     def share(*argv: str) -> str:
-        words = local_cluster.ClusterNode("prefill", "p0", cluster_plan.parse(list(argv))).argv()
+        words = local_cluster.ClusterNode(
+            "prefill", "p0", cluster_plan.parse_flags(list(argv))
+        ).argv()
         return (
             words[words.index("--mem-fraction-static") + 1]
             if "--mem-fraction-static" in words
@@ -380,7 +394,7 @@ def test_engines_of_one_gpu_share_its_memory() -> None:
 
 def test_engines_on_a_gpu_have_time_to_compile_their_kernels() -> None:
     def wait(*argv: str) -> float:
-        return cluster_plan.parse(list(argv)).start_timeout_secs
+        return cluster_plan.parse_flags(list(argv)).start_timeout_secs
 
     assert wait() == 300
     assert wait("--device", "cuda") == 1800
@@ -397,7 +411,7 @@ def test_log_directory_is_removed_after_a_clean_stop_only(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(local_cluster, "check_router_flags", lambda plan: None)
     for code in (0, 1):
-        monkeypatch.setattr(local_cluster, "_run", partial(ends, code=code))
+        monkeypatch.setattr(local_cluster, "_run_plan", partial(ends, code=code))
         assert local_cluster.main([]) == code
     assert [path.exists() for path in made] == [False, True]
     shutil.rmtree(made[1])

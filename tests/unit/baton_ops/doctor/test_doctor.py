@@ -134,7 +134,7 @@ def test_facts_of_this_machine_survive_json_and_an_older_peer_leaves_out_fields(
 
 @pytest.mark.parametrize(("offset", "status"), [(0.4, "ok"), (-30.0, "warn"), (600.0, "fail")])
 def test_clock_skew_is_judged_by_the_age_of_signatures(offset: float, status: str) -> None:
-    assert host.skew("x", offset).status == status
+    assert host.check_skew("x", offset).status == status
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------
@@ -722,10 +722,10 @@ def test_remedy_for_a_router_follows_what_went_wrong(problem: str, remedy: str) 
 
 
 def test_router_can_be_given_without_a_flag() -> None:
-    config = main.parse(["http://a:1", "http://b:1/", "--router", "http://c:1"])
+    config = main.parse_flags(["http://a:1", "http://b:1/", "--router", "http://c:1"])
     assert config.fleet
     assert config.routers == ["http://a:1", "http://b:1", "http://c:1"]
-    assert not main.parse(["--router", "http://c:1"]).fleet
+    assert not main.parse_flags(["--router", "http://c:1"]).fleet
 
 
 @pytest.mark.parametrize(
@@ -749,11 +749,11 @@ def test_wrong_flags_are_refused(
 
 def test_keys_come_from_the_environment_of_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_API_KEY", "client")
-    assert main.keys_of(main.parse([])).control == "client"
+    assert main.keys_of(main.parse_flags([])).control == "client"
     monkeypatch.setenv("BATON_CONTROL_KEY", "admin")
-    keys = main.keys_of(main.parse([]))
+    keys = main.keys_of(main.parse_flags([]))
     assert (keys.control, keys.engine) == ("admin", "client")
-    assert main.keys_of(main.parse(["--key", "k"])).control == "k"
+    assert main.keys_of(main.parse_flags(["--key", "k"])).control == "k"
 
 
 def test_answers_say_what_went_wrong() -> None:
@@ -781,11 +781,11 @@ class AskedClient(HttpClient):
 def test_more_prefill_nodes_than_one_request_takes_are_asked_for_in_turn() -> None:
     targets = [{"host": "p", "port": port} for port in range(1, 151)]
     client = AskedClient()
-    found = fleet_module._diagnose(d(), targets, "c", FleetKeys(None, None), client)
+    found = fleet_module._diagnose_engine(d(), targets, "c", FleetKeys(None, None), client)
     assert client.asked == [0, 64, 64, 22]
     assert found.diagnosis["prefill"] == targets
     other = AskedClient()
-    fleet_module._diagnose(p(), targets, "c", FleetKeys(None, None), other)
+    fleet_module._diagnose_engine(p(), targets, "c", FleetKeys(None, None), other)
     assert other.asked == [0], "only decode nodes fetch KV"
 
 

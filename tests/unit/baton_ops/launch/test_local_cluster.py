@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton_ops.launch.local_cluster import PORT_TAKEN, ROUTER_PORT_TRIES, LocalCluster
-from baton_ops.launch.screen import greeting
+from baton_ops.launch.screen import make_greeting
 from baton_ops.launch.supervisor import ChildFailed
 
 URL = "http://127.0.0.1:8000"
@@ -24,13 +24,13 @@ def curl(text: str) -> list[str]:
 
 def test_greeting_sends_the_key_that_the_cluster_wants() -> None:
     header = "authorization: Bearer it's a $KEY"
-    given = greeting(URL, "m", api_key="it's a $KEY")
+    given = make_greeting(URL, "m", api_key="it's a $KEY")
     assert header in curl(given)
     assert """api_key="it's a $KEY")""" in given
 
 
 def test_greeting_leaves_a_key_of_the_environment_there() -> None:
-    given = greeting(URL, "m", api_key="secret", key_in_environment=True)
+    given = make_greeting(URL, "m", api_key="secret", key_in_environment=True)
     assert "secret" not in given
     assert '-H "authorization: Bearer $BATON_API_KEY"' in given
     assert (
@@ -41,7 +41,7 @@ def test_greeting_leaves_a_key_of_the_environment_there() -> None:
 
 
 def test_greeting_of_an_open_cluster_names_no_key() -> None:
-    given = greeting(URL, "m", key_in_environment=True)
+    given = make_greeting(URL, "m", key_in_environment=True)
     assert "authorization" not in given
     assert 'api_key="none")' in given
     assert curl(given)[-1].startswith('{"model":"m"')

@@ -72,14 +72,14 @@ def test_live_lines_stay_below_what_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("COLUMNS", "20")
     terminal = Terminal()
     screen = StatusScreen(terminal, is_live=True)
-    screen.say("starting")
-    screen.show(["prefill loads", "decode loads"])
-    screen.say("prefill is ready")
+    screen.print_text("starting")
+    screen.show_lines(["prefill loads", "decode loads"])
+    screen.print_text("prefill is ready")
     assert terminal.lines == ["starting", "prefill is ready", "prefill loads", "decode loads"]
-    screen.show(["a line that is longer than the terminal"])
+    screen.show_lines(["a line that is longer than the terminal"])
     assert terminal.lines == ["starting", "prefill is ready", "a line that is long"]
     screen.clear()
-    screen.say("stopped")
+    screen.print_text("stopped")
     assert terminal.lines == ["starting", "prefill is ready", "stopped", ""]
 
 
@@ -89,7 +89,7 @@ def test_lines_that_a_narrower_terminal_has_broken_are_erased(
     monkeypatch.setenv("COLUMNS", "80")
     terminal = Terminal()
     screen = StatusScreen(terminal, is_live=True)
-    screen.show(["first", "x" * 50])
+    screen.show_lines(["first", "x" * 50])
     monkeypatch.setenv("COLUMNS", "20")
     screen.clear()
     assert terminal.getvalue().endswith("\x1b[3A\r\x1b[J"), (
@@ -100,8 +100,8 @@ def test_lines_that_a_narrower_terminal_has_broken_are_erased(
 def test_plain_output_has_no_live_lines_and_no_escapes() -> None:
     out = io.StringIO()
     screen = StatusScreen(out, is_live=False)
-    screen.show(["never"])
-    screen.say("ready")
+    screen.show_lines(["never"])
+    screen.print_text("ready")
     screen.clear()
     assert out.getvalue() == "ready\n"
 

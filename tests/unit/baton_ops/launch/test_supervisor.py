@@ -66,9 +66,9 @@ def wait_gone(pid: int) -> bool:
 
 def test_backoff_doubles_to_the_limit_and_forgives_a_long_life() -> None:
     backoff = RestartBackoff()
-    assert [backoff.pause(1.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
-    assert backoff.pause(60.0) == 0.5
-    assert backoff.pause(0.0) == 1.0
+    assert [backoff.next_pause(1.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert backoff.next_pause(60.0) == 0.5
+    assert backoff.next_pause(0.0) == 1.0
 
 
 def test_exits_are_described() -> None:

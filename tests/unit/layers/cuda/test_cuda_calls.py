@@ -149,7 +149,7 @@ class Properties:
 @pytest.fixture
 def lib(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeRuntime:
     fake = FakeRuntime()
-    monkeypatch.setattr(ipc, "runtime", lambda: fake)
+    monkeypatch.setattr(ipc, "load_runtime", lambda: fake)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     return fake
 
@@ -176,7 +176,7 @@ def test_error_is_named_and_cleared_and_no_memory_is_torchs_error(lib: FakeRunti
     assert lib.calls == ["cudaIpcGetMemHandle", "cudaGetLastError"]
     lib.codes["cudaMalloc"] = 2
     with pytest.raises(torch.OutOfMemoryError, match="cudaMalloc: text of 2"):
-        ipc.call("cudaMalloc", None, 1 << 60)
+        ipc.call_runtime("cudaMalloc", None, 1 << 60)
 
 
 def test_memory_that_cannot_be_page_locked_leaves_no_error_and_nothing_registered(
@@ -201,5 +201,5 @@ def test_memory_that_cannot_be_page_locked_leaves_no_error_and_nothing_registere
 def test_runtime_that_torch_loads_has_every_call() -> None:
     if torch.version.cuda is None:
         pytest.skip("this torch is built without CUDA")
-    lib = ipc.runtime()
+    lib = ipc.load_runtime()
     assert lib.cudaGetErrorString(2) == b"out of memory"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.layers.cuda import device_pages as gpu_pages
-from baton.layers.cuda.device_pages import DevicePages, weights
+from baton.layers.cuda.device_pages import DevicePages, make_checksum_weights
 from tests.support.devices.stand_in import StandIn
 from tests.support.kernels.pages import bytes_of, ids, naive_sum
 
@@ -31,7 +31,7 @@ def pool(pages: int) -> tuple[torch.Tensor, DevicePages, StandIn]:
 
 def test_weights_are_those_of_the_crate() -> None:
     known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F5, 0x06C45D188009454F]
-    assert weights(3).view(np.uint64).tolist() == known
+    assert make_checksum_weights(3).view(np.uint64).tolist() == known
 
 
 def test_sums_in_any_order_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,6 @@ def test_absent_triton_is_one_sentence(spec: ModelSpec, monkeypatch: pytest.Monk
     for name in ("triton", "baton.layers.kernels.draw", "baton.layers.kernels.heads"):
         monkeypatch.setitem(sys.modules, name, None)
     assert "ImportError: import of" in str(
-        kernels.obstacle(spec, CPU)
-    ) or "ModuleNotFoundError" in str(kernels.obstacle(spec, CPU))
+        kernels.find_obstacle(spec, CPU)
+    ) or "ModuleNotFoundError" in str(kernels.find_obstacle(spec, CPU))
     assert not kernels.usable

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import build
+from baton.config import build_config
 from baton.errors import ConfigError
 from baton.runtime.communicators import make_backend, nccl
 from baton.runtime.device import no_cuda
@@ -60,7 +60,7 @@ UID = bytes([*range(128), 8])
 def test_nccl_without_a_gpu_is_refused_in_one_sentence() -> None:
     if no_cuda() is None:
         pytest.skip("this machine has a GPU")
-    config = build(
+    config = build_config(
         {
             "model_path": "demo",
             "disaggregation_mode": "decode",
@@ -76,14 +76,14 @@ def test_nccl_without_a_gpu_is_refused_in_one_sentence() -> None:
 def test_library_that_torch_brings_has_every_call_and_takes_our_config() -> None:
     if nccl.library_path() is None:
         pytest.skip("this torch brings no libnccl")
-    lib = nccl.load()
+    lib = nccl.load_library()
     version = ctypes.c_int()
     assert lib.ncclGetVersion(ctypes.byref(version)) == nccl.SUCCESS
     assert version.value >= nccl.CONFIG_VERSION, "an older library reads fields that are not there"
 
 
 def test_config_has_the_layout_of_the_header() -> None:
-    made = nccl.config(1)
+    made = nccl.make_config(1)
     assert (made.size, ctypes.sizeof(nccl.Config), nccl.Config.net_name.offset) == (40, 40, 32)
     assert (made.magic, made.blocking, made.max_ctas, made.cga_cluster_size) == (
         0xCAFEBEEF,
@@ -144,11 +144,11 @@ def test_both_ranks_of_a_pair_take_the_hosts_number_of_thread_blocks(
     for flag, is_shared, expected in ((None, "0", 8), (None, "1", 1), (4, "1", 4), (32, "0", 32)):
         monkeypatch.setenv(nccl.SHARED_GPU, is_shared)
         lib = FakeNccl([nccl.SUCCESS])
-        monkeypatch.setattr(nccl, "load", lambda lib=lib: lib)
+        monkeypatch.setattr(nccl, "load_library", lambda lib=lib: lib)
         uid = nccl.NcclBackend(flag).unique_id()
         for rank in (0, 1):  # D may have another flag, or environment
             nccl.Handle(lib).init(uid, rank, 5)
             assert lib.max_ctas == expected
     for wrong in (0, 33):
         with pytest.raises(ConfigError, match=f"--nccl-max-ctas {wrong}: give 1 to 32"):
-            build({"model_path": "demo", "nccl_max_ctas": wrong})
+            build_config({"model_path": "demo", "nccl_max_ctas": wrong})

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config import EngineConfig, build
+from baton.config import EngineConfig, build_config
 from baton.errors import ConfigError
 from baton.layers.attention.reference import TorchAttention
-from baton.layers.collectives import TpContext, init_group, leave
+from baton.layers.collectives import TpContext, init_group, leave_group
 from baton.layers.shard import Shard
 from baton.runtime.memory import profile as fitting
 from baton.runtime.memory import warmup
@@ -31,7 +31,7 @@ from baton.runtime.memory.device_memory import (
     size_pool,
 )
 from baton.runtime.memory.profile import check_weights, profile_memory
-from baton.runtime.memory.warmup import SAMPLINGS, WarmupLimits, pages_needed, steps
+from baton.runtime.memory.warmup import SAMPLINGS, WarmupLimits, pages_needed, warmup_steps
 from baton.runtime.runner.capture import BYTES_EACH
 from baton.runtime.sampling import sampler, step_sampler
 from baton.sched.types.plan import ForwardMode, StepPlan
@@ -125,7 +125,7 @@ def limits(draw: st.DrawFn) -> WarmupLimits:
 @given(limits())
 def test_warmup_steps_are_steps_a_scheduler_could_plan(at: WarmupLimits) -> None:
     most = pages_needed(at)
-    for _, plan in steps(at):
+    for _, plan in warmup_steps(at):
         pages = [page for row in plan.rows for page in row.pages]
         assert len(set(pages)) == len(pages), "no slot is written twice"
         assert all(0 <= page < most for page in pages)
@@ -141,7 +141,7 @@ def test_warmup_steps_are_steps_a_scheduler_could_plan(at: WarmupLimits) -> None
 
 @given(limits())
 def test_largest_step_cannot_be_exceeded(at: WarmupLimits) -> None:
-    *_, (_, decode), (_, largest) = steps(at)
+    *_, (_, decode), (_, largest) = warmup_steps(at)
     assert decode.mode is ForwardMode.DECODE
     assert len(decode.rows) == at.running, "every sequence decodes"
     assert all(row.sample for row in largest.rows)
@@ -155,7 +155,9 @@ def test_largest_step_cannot_be_exceeded(at: WarmupLimits) -> None:
 def test_steps_without_a_draw_and_with_a_long_cached_prefix_are_in_the_warmup() -> None:
     plans = [
         plan
-        for _, plan in steps(WarmupLimits(8192, 8192, running=256, context=40960, page_size=16))
+        for _, plan in warmup_steps(
+            WarmupLimits(8192, 8192, running=256, context=40960, page_size=16)
+        )
     ]
     assert any(not any(row.sample for row in plan.rows) for plan in plans), (
         "a chunk that is not a prompt's last"
@@ -192,13 +194,13 @@ def test_warmup_states_every_parameter_that_the_sampler_reads() -> None:
 
 def test_every_way_of_sampling_is_in_one_step_of_the_warmup() -> None:
     limits = WarmupLimits(8192, 8192, running=256, context=40960, page_size=16)
-    (plan,) = [plan for name, plan in steps(limits) if name == "all ways of sampling"]
+    (plan,) = [plan for name, plan in warmup_steps(limits) if name == "all ways of sampling"]
     assert tuple(each.params for each in plan.admitted) == SAMPLINGS
     assert all(row.sample for row in plan.rows)
 
 
 def test_largest_step_fills_the_budget() -> None:
-    *_, (_, largest) = steps(
+    *_, (_, largest) = warmup_steps(
         WarmupLimits(tokens=8192, prompt_tokens=8192, running=256, context=40960, page_size=16)
     )
     assert largest.num_tokens == 8192
@@ -238,7 +240,7 @@ def made(tmp_path: Path) -> Any:
 
 
 def config(**flags: Any) -> EngineConfig:
-    return build(
+    return build_config(
         {
             "device": "auto",
             "page_size": 16,
@@ -396,4 +398,4 @@ def test_least_of_a_group(tmp_path: Path) -> None:
     try:
         assert group.all_reduce_min(1 << 40) == 1 << 40
     finally:
-        leave()
+        leave_group()

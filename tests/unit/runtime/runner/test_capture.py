@@ -66,13 +66,15 @@ def test_one_copy_fills_every_buffer(most: int, pages: int, data: st.DataObject)
 
 def test_table_reads_what_was_written_last() -> None:
     table = TokenTable(4, torch.device("cpu"))
-    table.write(torch.tensor([2, 0, table.dummy, table.dummy]), torch.tensor([70, 50, 1, 2]))
-    table.write(torch.tensor([2]), torch.tensor([71]))
+    table.write_tokens(torch.tensor([2, 0, table.dummy, table.dummy]), torch.tensor([70, 50, 1, 2]))
+    table.write_tokens(torch.tensor([2]), torch.tensor([71]))
     ids = np.array([9, 0, 0, 5])
-    ids[1:3] = table.reference(np.array([2, 0]))
-    assert table.read(torch.from_numpy(ids)).tolist() == [9, 71, 50, 5]
-    table.write(torch.tensor([2]), torch.tensor([INVALID_TOKEN]))
-    assert table.read(torch.from_numpy(ids)).tolist() == [9, 0, 50, 5], "an id of the vocabulary"
+    ids[1:3] = table.make_references(np.array([2, 0]))
+    assert table.resolve_tokens(torch.from_numpy(ids)).tolist() == [9, 71, 50, 5]
+    table.write_tokens(torch.tensor([2]), torch.tensor([INVALID_TOKEN]))
+    assert table.resolve_tokens(torch.from_numpy(ids)).tolist() == [9, 0, 50, 5], (
+        "an id of the vocabulary"
+    )
 
 
 @settings(max_examples=8, deadline=None)
@@ -203,7 +205,7 @@ def test_recorded_steps_read_nothing_back_and_mix_no_devices(tmp_path: Path) -> 
         table = TokenTable(4, CUDA)
         made = DecodeGraphs(model, kv, RecordedCheck(), table, FakeStream(), RunsIt(), 4, 64)
         made._replays[4]()
-        table.read = lambda ids: ids[: int(ids[0].item())]  # type: ignore[method-assign]
+        table.resolve_tokens = lambda ids: ids[: int(ids[0].item())]  # type: ignore[method-assign]
         with pytest.raises(DataDependentOutputException):
             made._replays[4]()
 
@@ -228,7 +230,7 @@ def test_flags_that_would_have_no_effect_are_refused(
     flags: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        config.build(flags)
+        config.build_config(flags)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_flags_that_would_have_no_effect_are_refused(
     ],
 )  # fmt: skip
 def test_how_many_rows_are_recorded(flags: dict[str, object], rows: int) -> None:
-    assert rows_to_record(config.build({"device": "cuda", **flags})) == rows
+    assert rows_to_record(config.build_config({"device": "cuda", **flags})) == rows
 
 
 def test_reason_for_not_recording_is_logged(
@@ -257,8 +259,12 @@ def test_reason_for_not_recording_is_logged(
             {"disaggregation_mode": "prefill"},
             {},
         ):
-            build._record(
-                runner, config.build({"device": "cuda", **flags}), torch.device("cpu"), 64, memory
+            build._record_graphs(
+                runner,
+                config.build_config({"device": "cuda", **flags}),
+                torch.device("cpu"),
+                64,
+                memory,
             )
     assert "none with --disable-cuda-graph" in caplog.messages[0]
     assert "none with --tp-size 2" in caplog.messages[1]
@@ -281,7 +287,9 @@ def test_failure_while_recording_leaves_an_engine_that_runs_eagerly(
 
     memory: Any = SimpleNamespace(held=lambda: 0)
     monkeypatch.setattr(build, "CudaRecorder", Refuses)
-    build._record(runner, config.build({"device": "cuda"}), torch.device("cpu"), 64, memory)
+    build._record_graphs(
+        runner, config.build_config({"device": "cuda"}), torch.device("cpu"), 64, memory
+    )
     assert runner._graphs is None
     assert (
         "recording failed (fast_decode_plan() got an unexpected keyword argument)"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.runtime.sampling import sampler
 from baton.runtime.sampling.sampler import SampleRow
-from baton.runtime.sampling.step_sampler import sample
+from baton.runtime.sampling.step_sampler import sample_tokens
 from baton.sched.types.hashing import uniform
 from baton.sched.types.plan import INVALID_TOKEN
 from baton.sched.types.request import SamplingParams
@@ -69,9 +69,9 @@ def test_row_with_nonfinite_logits_gets_no_token_and_others_keep_theirs(
 ) -> None:
     logits = noise(3, 300)
     rows = [row(seed=i, **params) for i in range(3)]
-    alone = [sample(logits[i : i + 1].clone(), [rows[i]]) for i in range(3)]
+    alone = [sample_tokens(logits[i : i + 1].clone(), [rows[i]]) for i in range(3)]
     logits[1] = value
-    result = sample(logits, rows)
+    result = sample_tokens(logits, rows)
     assert list(result.tokens) == [alone[0].tokens[0], INVALID_TOKEN, alone[2].tokens[0]]
     assert set(result.logprobs) == ({0, 2} if "logprobs" in params else set())
 
@@ -79,7 +79,7 @@ def test_row_with_nonfinite_logits_gets_no_token_and_others_keep_theirs(
 def test_one_nan_among_the_logits_is_enough() -> None:
     logits = noise(1, 300)
     logits[0, 299] = math.nan
-    assert list(sample(logits, [row(temperature=0.0)]).tokens) == [INVALID_TOKEN]
+    assert list(sample_tokens(logits, [row(temperature=0.0)]).tokens) == [INVALID_TOKEN]
 
 
 GOLDEN = [
@@ -115,7 +115,7 @@ class TestUniform:
 class TestGreedy:
     def test_takes_the_largest_and_the_lowest_id_among_equals(self):
         logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, -1.0, 2.0]])
-        assert sample(logits, [row(temperature=0.0)] * 2).tokens == [1, 0]
+        assert sample_tokens(logits, [row(temperature=0.0)] * 2).tokens == [1, 0]
 
     @pytest.mark.parametrize(
         "params", [{"temperature": 0.0}, {"temperature": 1e-6}, {"temperature": 5.0, "top_k": 1}]
@@ -123,7 +123,7 @@ class TestGreedy:
     def test_zero_temperature_and_top_k_1_are_greedy(self, params):
         logits = noise(20, 50)
         assert (
-            sample(logits.clone(), [row(seed=i, **params) for i in range(20)]).tokens
+            sample_tokens(logits.clone(), [row(seed=i, **params) for i in range(20)]).tokens
             == logits.argmax(-1).tolist()
         )
 
@@ -134,7 +134,7 @@ class TestGreedy:
             row(temperature=3.0),
             row(temperature=0.0, logit_bias=((7, 100.0),)),
         ]
-        tokens = sample(logits.clone(), rows).tokens
+        tokens = sample_tokens(logits.clone(), rows).tokens
         assert (tokens[0], tokens[2]) == (int(logits[0].argmax()), 7)
 
 
@@ -154,7 +154,7 @@ class TestDistribution:
         n = 6000
         logits = noise(1, vocab, scale=1.5)
         rows = [row(seed=i, **params) for i in range(n)]
-        tokens = sample(logits.expand(n, -1), rows).tokens
+        tokens = sample_tokens(logits.expand(n, -1), rows).tokens
         expected = naive_distribution(logits[0], rows[0].params)
         counts = np.bincount(tokens, minlength=vocab)
         assert counts[expected == 0].sum() == 0
@@ -166,7 +166,7 @@ class TestDistribution:
         rows = [
             SampleRow(SamplingParams(seed=99), position, range(position)) for position in range(n)
         ]
-        counts = np.bincount(sample(logits.expand(n, -1), rows).tokens, minlength=30)
+        counts = np.bincount(sample_tokens(logits.expand(n, -1), rows).tokens, minlength=30)
         assert chi_square(counts, naive_distribution(logits[0], rows[0].params) * n) < 4
 
     @settings(max_examples=150, deadline=None)
@@ -181,7 +181,7 @@ class TestDistribution:
         for head in (16, 256, 600):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sampler, "HEAD", head)
-                tokens.append(sample(logits.clone(), rows).tokens)
+                tokens.append(sample_tokens(logits.clone(), rows).tokens)
         assert tokens[0] == tokens[1] == tokens[2]
         for i, token in enumerate(tokens[0]):
             assert naive_distribution(logits[i], rows[i].params)[token] > 0
@@ -189,7 +189,8 @@ class TestDistribution:
     def test_equal_logits_are_ordered_by_id(self):
         for vocab in (100, 300):
             kept = {
-                sample(torch.zeros(1, vocab), [row(seed=i, top_k=5)]).tokens[0] for i in range(200)
+                sample_tokens(torch.zeros(1, vocab), [row(seed=i, top_k=5)]).tokens[0]
+                for i in range(200)
             }
             assert kept == {0, 1, 2, 3, 4}
 
@@ -199,7 +200,7 @@ class TestDistribution:
         for u, token in ((0.0, 0), (0.35, 1), (0.6, 3), (0.99, 4)):
             monkeypatch.setattr(sampler, "uniform", lambda seed, position, u=u: u)
             expected = 1 if token == 0 and params.get("top_k") else token
-            assert sample(logits.clone(), [row(**params)]).tokens == [expected]
+            assert sample_tokens(logits.clone(), [row(**params)]).tokens == [expected]
 
     def test_banned_tokens_are_never_drawn_even_at_the_end_of_the_range(self, monkeypatch):
         monkeypatch.setattr(sampler, "uniform", lambda seed, position: 1 - 2.0**-53)
@@ -207,7 +208,7 @@ class TestDistribution:
             logits = torch.full((1, vocab), -torch.inf)
             logits[0, 3] = logits[0, 5] = 0.0
             for params in ({}, {"top_p": 0.99}, {"min_p": 0.5}, {"top_k": 8}):
-                assert sample(logits.clone(), [row(**params)]).tokens == [5]
+                assert sample_tokens(logits.clone(), [row(**params)]).tokens == [5]
 
 
 MIX = (
@@ -222,10 +223,10 @@ class TestIndependence:
         n = 44
         logits = noise(n, 500)
         rows = [row(seed=i, **MIX[i % len(MIX)]) for i in range(n)]
-        alone = [sample(logits[i : i + 1].clone(), [rows[i]]) for i in range(n)]
+        alone = [sample_tokens(logits[i : i + 1].clone(), [rows[i]]) for i in range(n)]
         for seed in range(3):
             order = random.Random(seed).sample(range(n), n)
-            together = sample(logits[order], [rows[i] for i in order])
+            together = sample_tokens(logits[order], [rows[i] for i in order])
             for at, i in enumerate(order):
                 assert together.tokens[at] == alone[i].tokens[0]
                 assert together.logprobs.get(at) == alone[i].logprobs.get(0)
@@ -236,7 +237,7 @@ class TestIndependence:
         def answer(seed: int) -> list[int]:
             r, out = row(seed=seed), []
             for _ in range(20):
-                out.append(sample(logits.clone(), [r]).tokens[0])
+                out.append(sample_tokens(logits.clone(), [r]).tokens[0])
                 r.append(out[-1])
             return out
 
@@ -249,8 +250,10 @@ class TestIndependence:
         kept, out = row(seed=1, **params), []
         for step in range(12):
             logits = noise(1, 20, step)
-            token = sample(logits.clone(), [kept]).tokens[0]
-            assert sample(logits.clone(), [row(seed=1, out=tuple(out), **params)]).tokens == [token]
+            token = sample_tokens(logits.clone(), [kept]).tokens[0]
+            assert sample_tokens(
+                logits.clone(), [row(seed=1, out=tuple(out), **params)]
+            ).tokens == [token]
             kept.append(token)
             out.append(token)
 
@@ -273,7 +276,7 @@ class TestEdits:
             row(logit_bias=((7, 100.0),), seed=3),
             row(temperature=0.0, logit_bias=((best, -100.0),)),
         ]
-        tokens = sample(logits.clone(), rows).tokens
+        tokens = sample_tokens(logits.clone(), rows).tokens
         assert tokens[0] == 7
         assert tokens[1] == int(logits[1].topk(2).indices[1])
 
@@ -282,7 +285,7 @@ class TestEdits:
         r = row(temperature=0.0, min_new_tokens=2, stop_token_ids=(1, 2))
         out = []
         for _ in range(3):
-            out += sample(logits.clone(), [r]).tokens
+            out += sample_tokens(logits.clone(), [r]).tokens
             r.append(out[-1])
         assert out == [3, 3, 1]
 
@@ -308,7 +311,7 @@ class TestLogprobs:
             row(temperature=0.0, logprobs=3, logit_bias=((7, 100.0),)),
             row(temperature=0.0),
         ]
-        result = sample(logits.clone(), rows)
+        result = sample_tokens(logits.clone(), rows)
         reference = logits.log_softmax(-1)
         assert set(result.logprobs) == {0, 1, 2}
         for i, found in result.logprobs.items():
@@ -338,11 +341,11 @@ def test_extreme_parameters_draw_a_token_and_leave_other_rows_theirs(
 ) -> None:
     logits = noise(2, 300)
     plain = row(temperature=0.0)
-    alone = sample(logits[1:].clone(), [plain]).tokens[0]
+    alone = sample_tokens(logits[1:].clone(), [plain]).tokens[0]
     for values in itertools.product(*(EXTREMES[k] for k in list(EXTREMES)[1:])):
         params = dict(zip(list(EXTREMES)[1:], values, strict=True))
         extreme = row(repetition_penalty=repetition_penalty, **params)
-        token, other = sample(logits.clone(), [extreme, plain]).tokens
+        token, other = sample_tokens(logits.clone(), [extreme, plain]).tokens
         assert 0 <= token < 300, params
         assert other == alone
 
@@ -350,7 +353,7 @@ def test_extreme_parameters_draw_a_token_and_leave_other_rows_theirs(
 @pytest.mark.parametrize("filters", [{"top_p": 0.0}, {"top_p": TINY, "top_k": 5}, {"min_p": 2.0}])
 def test_most_likely_token_passes_every_filter(filters: dict[str, float]) -> None:
     logits = noise(4, 300)
-    drawn = sample(logits.clone(), [row(seed=i, **filters) for i in range(4)]).tokens
+    drawn = sample_tokens(logits.clone(), [row(seed=i, **filters) for i in range(4)]).tokens
     assert drawn == logits.argmax(-1).tolist()
 
 
@@ -359,7 +362,7 @@ def test_row_whose_tokens_are_all_banned_gets_none(params: dict[str, float]) -> 
     banned = row(stop_token_ids=tuple(range(30)), min_new_tokens=1, **params)
     free = row(temperature=0.0)
     logits = noise(2, 30)
-    assert sample(logits.clone(), [banned, free]).tokens == [
+    assert sample_tokens(logits.clone(), [banned, free]).tokens == [
         INVALID_TOKEN,
         int(logits[1].argmax()),
     ]
@@ -370,5 +373,5 @@ def test_logits_that_a_temperature_overflows_give_no_token(params: dict[str, flo
     logits = noise(2, 300)
     logits[0] *= 1e37
     hot = row(temperature=sampler.GREEDY_BELOW, **params)
-    tokens = sample(logits.clone(), [hot, row(temperature=0.0)]).tokens
+    tokens = sample_tokens(logits.clone(), [hot, row(temperature=0.0)]).tokens
     assert tokens == [INVALID_TOKEN, int(logits[1].argmax())]

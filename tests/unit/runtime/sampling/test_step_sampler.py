@@ -154,7 +154,7 @@ def test_nothing_is_read_from_the_device_and_no_devices_are_mixed(monkeypatch):
         assert columns.is_contiguous()
         launches.append(len(at))
 
-    monkeypatch.setattr(step_sampler, "launch", launch)
+    monkeypatch.setattr(step_sampler, "launch_draw", launch)
     rows = [row(seed=i, **p) for i, p in enumerate([*MIX, {"top_k": 300}, *FILTERS])]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         made = SamplingLaunch(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.config import build
-from baton.config.simulated import read
+from baton.config import build_config
+from baton.config.simulated import parse_device
 from baton.errors import ConfigError
 from baton.runtime.simulated.device import SimRunner, answer_tokens
 from baton.runtime.simulated.engine import PacedTransfer
@@ -27,7 +27,7 @@ def chunk(slot: int, start: int, n: int, *, sample: bool) -> Row:
 
 
 def test_numbers_of_a_device_are_replaced_and_mistakes_reported_together() -> None:
-    got = read("h200-8b,speed=8,length_scale=16,token_us=50")
+    got = parse_device("h200-8b,speed=8,length_scale=16,token_us=50")
     assert (got.speed, got.length_scale, got.model.token_us, got.model.weights_ms) == (
         8,
         16,
@@ -35,23 +35,23 @@ def test_numbers_of_a_device_are_replaced_and_mistakes_reported_together() -> No
         4.2,
     )
     with pytest.raises(ConfigError) as error:
-        read("h100,speed=0,length_scale=3,token_us=fast,tokens=3")
+        parse_device("h100,speed=0,length_scale=3,token_us=fast,tokens=3")
     assert len(error.value.message.splitlines()) == 5
 
 
 def test_node_is_as_large_as_the_device_unless_flags_say_otherwise() -> None:
-    config = build({"simulate": "reference,length_scale=8", "max_running_requests": 7})
+    config = build_config({"simulate": "reference,length_scale=8", "max_running_requests": 7})
     assert (config.max_total_tokens, config.chunked_prefill_size, config.max_running_requests) == (
         125_000,
         1024,
         7,
     )
-    assert build({}).max_total_tokens == 0
+    assert build_config({}).max_total_tokens == 0
 
 
 def test_flags_about_a_real_device_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        build({"simulate": "nothing", "kv_pool_mib": 3, "device": "auto"})
+        build_config({"simulate": "nothing", "kv_pool_mib": 3, "device": "auto"})
     assert [line.split()[0] for line in error.value.message.splitlines()] == [
         "--simulate",
         "--device",
@@ -67,7 +67,11 @@ def test_step_that_waited_begins_where_the_last_one_ended() -> None:
         now[0] += seconds + 0.001  # woken late
 
     runner = SimRunner(
-        read("reference,speed=2,attention_ns=0,step_ms=0"), (7,), None, lambda: now[0], sleep
+        parse_device("reference,speed=2,attention_ns=0,step_ms=0"),
+        (7,),
+        None,
+        lambda: now[0],
+        sleep,
     )
     runner.execute(plan(0, chunk(0, 0, 1000, sample=False)))
     runner.execute(plan(1, chunk(0, 1000, 1000, sample=False)))
@@ -77,8 +81,8 @@ def test_step_that_waited_begins_where_the_last_one_ended() -> None:
 
 
 def test_answers_depend_on_the_position_and_logprobs_come_when_asked_for() -> None:
-    answer = answer_tokens(build({"simulate": "reference"}))
-    runner = SimRunner(read("reference,speed=1000"), answer)
+    answer = answer_tokens(build_config({"simulate": "reference"}))
+    runner = SimRunner(parse_device("reference,speed=1000"), answer)
     asks = AdmittedSeq(0, 0, SamplingParams(max_new_tokens=2, logprobs=1), 3, array("i"))
     silent = AdmittedSeq(1, 1, SamplingParams(max_new_tokens=2), 3, array("i"))
     rows = (chunk(0, 0, 3, sample=True), chunk(1, 2, 1, sample=True))
@@ -120,7 +124,7 @@ class Wire:
 
 def test_ends_reach_d_in_order_of_their_transfers_and_not_after_an_abort() -> None:
     wire = Wire()
-    paced = PacedTransfer(wire, read("reference,transfer_ms=20,transfer_us=10000"), 16)  # type: ignore[arg-type]
+    paced = PacedTransfer(wire, parse_device("reference,transfer_ms=20,transfer_us=10000"), 16)  # type: ignore[arg-type]
     paced.finish(1, 1, 9, b"long")
     paced.finish(2, 1, 5, b"aborted")
     paced.finish(3, 1, 1, b"short")
@@ -133,7 +137,7 @@ def test_ends_reach_d_in_order_of_their_transfers_and_not_after_an_abort() -> No
 
 def test_error_of_the_transfer_runtime_reaches_the_rank() -> None:
     wire = Wire(RuntimeError("full"))
-    paced = PacedTransfer(wire, read("reference,transfer_ms=0,transfer_us=0"), 16)  # type: ignore[arg-type]
+    paced = PacedTransfer(wire, parse_device("reference,transfer_ms=0,transfer_us=0"), 16)  # type: ignore[arg-type]
     paced.finish(1, 1, 1, b"")
     assert wire.heard.wait(10)
     paced.stopped.wait(10)

@@ -24,9 +24,9 @@ def test_rules_by_name_and_default_rule_for_all_others() -> None:
         ("interactive", "batch"),
     )
     assert bad == []
-    assert made.of("acme") == TenantRule(weight=2.5, priority_class="batch")
-    assert made.of("b@c") == TenantRule(), "a named tenant takes nothing from default"
-    assert made.of("unnamed") == TenantRule(max_running=2)
+    assert made.rule_of("acme") == TenantRule(weight=2.5, priority_class="batch")
+    assert made.rule_of("b@c") == TenantRule(), "a named tenant takes nothing from default"
+    assert made.rule_of("unnamed") == TenantRule(max_running=2)
     assert parse_rules({}, ()) == (TenantRules(), [])
 
 
@@ -67,14 +67,14 @@ def test_priorities_are_clamped_into_the_range(
     a: int, b: int, asked: int | None, low_first: bool
 ) -> None:
     low, high = sorted((a, b))
-    got = TenantRule(min_priority=low, max_priority=high).clamped(asked, low_first)
+    got = TenantRule(min_priority=low, max_priority=high).clamp_priority(asked, low_first)
     if asked is None:
         assert got == (high if low_first else low), (
             "none counts as the least important of the range"
         )
     else:
         assert got == min(max(asked, low), high)
-    assert TenantRule().clamped(asked, low_first) == asked
+    assert TenantRule().clamp_priority(asked, low_first) == asked
 
 
 MOST = 50

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.config import build
+from baton.config import build_config
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.text import model_info
 from tests.support.models import tiny_model
@@ -21,7 +21,7 @@ LAYOUT: dict[str, object] = {
 
 
 def of(path: Path, template: str | None = None, **layout: Any) -> dict[str, str]:
-    facts = model_info.load(build({"model_path": str(path)}))
+    facts = model_info.load(build_config({"model_path": str(path)}))
     if template is not None:
         facts = dataclasses.replace(facts, chat_template=template)
     return fingerprint(facts, tokenizer_hash(facts.tokenizer_path), LAYOUT | layout)

@@ -25,7 +25,7 @@ def file(folder: Path, document: Any) -> str:
 def tenancy(folder: Path, document: Any = None, **flags: Any) -> Tenancy:
     if document is not None:
         flags["tenant_config"] = file(folder, document)
-    return Tenancy(config.build(flags))
+    return Tenancy(config.build_config(flags))
 
 
 class Placed(NamedTuple):
@@ -42,7 +42,7 @@ def placed(t: Tenancy, body: dict[str, Any], headers: dict[str, str] | None = No
 
 def test_flags_become_rules(tmp_path: Path) -> None:
     made = from_config.fairness(
-        config.build(
+        config.build_config(
             {
                 "priority_classes": "a:2:5,b:1:0", "disable_class_charge_decode": True, "cached_token_weight": 0.5,
                 "prompt_token_weight": 3.0, "output_token_weight": 4.0, "max_idle_tenants": 7,
@@ -59,7 +59,7 @@ def test_flags_become_rules(tmp_path: Path) -> None:
         0.5,
     )
     assert made.tenants is not None
-    assert made.tenants.of("x").weight == 2
+    assert made.tenants.rule_of("x").weight == 2
     assert not from_config.fairness(config.EngineConfig()).enabled
     assert from_config.fairness(config.EngineConfig(tenant_config=" {}")).enabled
 
@@ -74,14 +74,14 @@ def test_every_mistake_of_a_tenant_file_is_reported_with_the_file(tmp_path: Path
     with pytest.raises(ConfigError, match="is not JSON"):
         tenancy(tmp_path, "weight = 3")
     with pytest.raises(ConfigError, match=r"^--tenant-config: default\.weight is -1"):
-        Tenancy(config.build({"tenant_config": '{"default": {"weight": -1}}'}))
+        Tenancy(config.build_config({"tenant_config": '{"default": {"weight": -1}}'}))
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        Tenancy(config.build({"tenant_config": str(tmp_path / "missing.json")}))
+        Tenancy(config.build_config({"tenant_config": str(tmp_path / "missing.json")}))
 
 
 def test_bad_flags_name_themselves() -> None:
     with pytest.raises(ConfigError) as caught:
-        config.build(
+        config.build_config(
             {
                 "priority_classes": "a:0,a b:1", "cached_token_weight": 2.0, "prompt_token_weight": 0.0,
                 "output_token_weight": -1.0, "max_idle_tenants": 0,
@@ -93,7 +93,7 @@ def test_bad_flags_name_themselves() -> None:
         "--priority-classes", "--priority-classes",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="--disable-class-charge-decode: there are no classes"):
-        config.build({"disable_class_charge_decode": True})
+        config.build_config({"disable_class_charge_decode": True})
 
 
 def test_tenant_is_the_field_else_the_header_else_the_key_else_default(tmp_path: Path) -> None:

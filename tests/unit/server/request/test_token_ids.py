@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as HFTokenizer
 
-from baton.config import build
+from baton.config import build_config
 from baton.errors import BadRequest, ConfigError
 from baton.server.request.token_ids import SHOWN_TOKENS, ModelVocabulary
 from baton.server.request.validation import AcceptedRequest, RequestValidator
@@ -49,7 +49,7 @@ def set_vocab_size(path: Path, size: object) -> None:
 
 
 def validator_of(path: Path) -> RequestValidator:
-    config = build({"model_path": str(path)})
+    config = build_config({"model_path": str(path)})
     return RequestValidator(config, model_info.load(config), Tokenizer(path))
 
 
@@ -217,7 +217,7 @@ def test_size_of_vocabulary_is_checked_at_start(base: Path, tmp_path: Path, size
 
 
 def test_simulated_engine_takes_every_id(base: Path) -> None:
-    config = build({"model_path": str(base), "simulate": "reference"})
+    config = build_config({"model_path": str(base), "simulate": "reference"})
     vocabulary = ModelVocabulary(model_info.load(config).vocab_size, FourByteTokenizer())
     assert vocabulary.warning() is None
     vocabulary.check_ids([2**31 - 1], "prompt")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.config import build
+from baton.config import build_config
 from baton.errors import (
     BadRequest,
     EngineError,
@@ -50,7 +50,7 @@ def tokenizer(path: Path) -> Tokenizer:
 @pytest.fixture
 def make(path: Path, tokenizer: Tokenizer) -> Make:
     def validator(**flags: Any) -> RequestValidator:
-        config = build({"model_path": str(path), "served_model_name": "tiny", **flags})
+        config = build_config({"model_path": str(path), "served_model_name": "tiny", **flags})
         return RequestValidator(config, model_info.load(config), tokenizer)
 
     return validator
@@ -168,7 +168,7 @@ def test_text_is_refused_unparsed_exactly_if_it_would_be_parsed(
     form: Any,
     in_list: bool,
 ) -> None:
-    config = build({"model_path": str(path), "served_model_name": "tiny"})
+    config = build_config({"model_path": str(path), "served_model_name": "tiny"})
     validator = RequestValidator(config, model_info.load(config), tokenizer)
     text = character * (validator.max_prompt_chars + excess)
     url, field, parsed = form
@@ -460,7 +460,7 @@ def test_any_json_is_accepted_or_refused_on_purpose(
     mode: str,
     flags: dict[str, Any],
 ) -> None:
-    config = build({"model_path": str(path), "disaggregation_mode": mode, **flags})
+    config = build_config({"model_path": str(path), "disaggregation_mode": mode, **flags})
     validator = RequestValidator(config, model_info.load(config), tokenizer)
     status, items = 200, ()
     try:
@@ -583,7 +583,7 @@ def test_bad_ids_beside_a_text_are_named(make: Make, ids: Any) -> None:
 
 def test_ids_for_another_tokenizer_are_refused(make: Make, path: Path) -> None:
     v = make()
-    own = model_info.load(build({"model_path": str(path)})).tokenizer_fingerprint
+    own = model_info.load(build_config({"model_path": str(path)})).tokenizer_fingerprint
     for form in (chat, completion):
         assert form(v, input_ids=[5, 6], tokenizer_fingerprint=own).items
         with pytest.raises(FingerprintMismatch, match="00.*" + own) as err:

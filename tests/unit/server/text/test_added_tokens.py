@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.config import build
+from baton.config import build_config
 from baton.errors import ConfigError
 from baton.server.observability.fingerprint import tokenizer_hash
 from baton.server.text import model_info
@@ -63,7 +63,7 @@ def test_tokenizer_has_the_tokens_of_auto_tokenizer(folder: Path, name: str) -> 
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
             ids, skip_special_tokens=skip
         )
-    facts = model_info.load(build({"model_path": str(folder)}))
+    facts = model_info.load(build_config({"model_path": str(folder)}))
     assert facts.special_tokens == theirs.special_tokens_map == case["plan"]["special_tokens"]
 
 
@@ -78,7 +78,7 @@ def test_values_that_are_no_tokens_are_refused(folder: Path, name: str) -> None:
         with pytest.raises((TypeError, ValueError, AttributeError)):
             AutoTokenizer.from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"json: .* is not supported; .* is needed"):
-        model_info.load(build({"model_path": str(folder)}))
+        model_info.load(build_config({"model_path": str(folder)}))
     with pytest.raises(ConfigError, match="is not supported"):
         Tokenizer(folder)
 
@@ -86,7 +86,7 @@ def test_values_that_are_no_tokens_are_refused(folder: Path, name: str) -> None:
 def test_fingerprints_differ_with_added_tokens(folder: Path) -> None:
     def prints(**config: Any) -> tuple[str, str]:
         write_files(folder, added_token_cases.case_of({"config": config}))
-        facts = model_info.load(build({"model_path": str(folder)}))
+        facts = model_info.load(build_config({"model_path": str(folder)}))
         return facts.tokenizer_fingerprint, tokenizer_hash(folder)
 
     plain = prints()

@@ -90,9 +90,9 @@ def pair(
 
 
 def _config(path: Path) -> Any:
-    from baton.config import build
+    from baton.config import build_config
 
-    return build({"model_path": str(path)})
+    return build_config({"model_path": str(path)})
 
 
 @pytest.mark.parametrize("messages", CHATS, ids=range(len(CHATS)))

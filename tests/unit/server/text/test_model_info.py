@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.config import build
+from baton.config import build_config
 from baton.errors import ConfigError
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
@@ -18,7 +18,7 @@ from tests.support.models import tiny_model
 
 
 def load(path: Path | str, **flags: Any) -> model_info.ModelFacts:
-    return model_info.load(build({"model_path": str(path), **flags}))
+    return model_info.load(build_config({"model_path": str(path), **flags}))
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def choices(of: type, field: str) -> set[str]:
 
 
 def build(backend: str, device: str = "cpu") -> EngineConfig:
-    return config.build({"disaggregation_transfer_backend": backend, "device": device})
+    return config.build_config({"disaggregation_transfer_backend": backend, "device": device})
 
 
 def test_every_value_of_the_flag_names_transports() -> None:
@@ -48,13 +48,13 @@ def test_auto_on_a_gpu_logs_the_transports(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(nccl, "unusable", lambda: None)
+    monkeypatch.setattr(nccl, "find_obstacle", lambda: None)
     assert transports(build("auto", "cuda"), on_device=True) == ["cuda_ipc", "nccl", "tcp"]
     assert caplog.messages == [
         "KV pages are in GPU memory and travel by cuda_ipc, else nccl, else tcp"
     ]
     caplog.clear()
-    monkeypatch.setattr(nccl, "unusable", lambda: "there is no libnccl")
+    monkeypatch.setattr(nccl, "find_obstacle", lambda: "there is no libnccl")
     assert transports(build("auto", "cuda"), on_device=True) == ["cuda_ipc", "tcp"]
     assert caplog.messages[0] == "KV pages do not travel by nccl: there is no libnccl"
     assert transports(build("auto"), on_device=False) == ["shm", "tcp"]
@@ -86,7 +86,7 @@ def test_transport_of_the_other_memory_is_refused() -> None:
 def test_kv_stays_on_loopback_without_a_cluster_key(
     values: dict[str, object], kv_host: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    c = config.build({"disaggregation_mode": "decode", **values})
+    c = config.build_config({"disaggregation_mode": "decode", **values})
     assert c.kv_listen_host == c.bootstrap_listen_host == kv_host
     warn_of_reach(c)
     warned = " ".join(caplog.messages)
@@ -96,25 +96,25 @@ def test_kv_stays_on_loopback_without_a_cluster_key(
 def test_prefill_node_that_no_decode_node_could_reach_is_refused() -> None:
     values = {"disaggregation_mode": "prefill", "host": "10.0.0.1"}
     with pytest.raises(ConfigError, match=r"--host 10\.0\.0\.1: without a cluster key KV"):
-        config.build(values)
+        config.build_config(values)
     with pytest.raises(ConfigError, match="--cluster-key is empty"):
-        config.build({**values, "cluster_key": ""})
-    assert config.build({**values, "host": "0.0.0.0"}).bootstrap_listen_host == "127.0.0.1"
-    assert config.build({**values, "cluster_key": "k"}).bootstrap_listen_host == "10.0.0.1"
+        config.build_config({**values, "cluster_key": ""})
+    assert config.build_config({**values, "host": "0.0.0.0"}).bootstrap_listen_host == "127.0.0.1"
+    assert config.build_config({**values, "cluster_key": "k"}).bootstrap_listen_host == "10.0.0.1"
 
 
 def test_second_cluster_key_needs_the_first_and_is_never_shown() -> None:
     with pytest.raises(ConfigError, match="--second-cluster-key needs --cluster-key"):
-        config.build({"second_cluster_key": "old"})
+        config.build_config({"second_cluster_key": "old"})
     with pytest.raises(ConfigError, match="--second-cluster-key is empty"):
-        config.build({"cluster_key": "new", "second_cluster_key": ""})
-    engine = config.build({"cluster_key": "new", "second_cluster_key": "old"})
+        config.build_config({"cluster_key": "new", "second_cluster_key": ""})
+    engine = config.build_config({"cluster_key": "new", "second_cluster_key": "old"})
     assert {"cluster_key", "second_cluster_key"} <= config.SECRETS.keys()
     assert (engine.cluster_key, engine.second_cluster_key) == ("new", "old")
 
 
 def prefill(**values: object) -> EngineConfig:
-    return config.build({"disaggregation_mode": "prefill", "cluster_key": "k", **values})
+    return config.build_config({"disaggregation_mode": "prefill", "cluster_key": "k", **values})
 
 
 def test_kv_host_moves_the_transfer_ports_alone() -> None:
@@ -172,7 +172,7 @@ def test_loopback_is_announced_by_a_decode_node_alone(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="--kv-advertise-host"):
         advertised_host(prefill(host="::"))
     assert advertised_host(
-        config.build({"disaggregation_mode": "decode", "cluster_key": "k", "host": "::"})
+        config.build_config({"disaggregation_mode": "decode", "cluster_key": "k", "host": "::"})
     )
 
 
@@ -207,7 +207,7 @@ def test_threads_and_streams_reach_the_transfer_runtime(
         _native, "TransferNode", lambda pool, settings, backend: made.append(json.loads(settings))
     )
     flags = {"kv_copy_threads": threads, "kv_tcp_streams": threads + 1}
-    start(config.build(flags), SimpleNamespace(on_device=False), {}, 0, 0, None)
+    start(config.build_config(flags), SimpleNamespace(on_device=False), {}, 0, 0, None)
     assert (made[0]["copy_threads"], made[0]["tcp_streams"]) == (threads, threads + 1)
 
 
@@ -215,7 +215,14 @@ def test_pages_on_a_gpu_have_one_copy_thread() -> None:
     with pytest.raises(
         ConfigError, match="--kv-copy-threads 4: pages in GPU memory are copied by one thread"
     ):
-        start(config.build({"kv_copy_threads": 4}), SimpleNamespace(on_device=True), {}, 0, 0, None)
+        start(
+            config.build_config({"kv_copy_threads": 4}),
+            SimpleNamespace(on_device=True),
+            {},
+            0,
+            0,
+            None,
+        )
 
 
 def test_slabs_on_a_gpu_are_few_and_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,9 @@ class KvPublisher:
         if mine.uses_zmq:
             self._pub = self.context.socket(zmq.PUB)
             self._pub.set_hwm(mine.hwm)
-            _attach(self._pub, "endpoint", mine.endpoint, bind=kv_events.binds(mine.endpoint))
+            _attach(
+                self._pub, "endpoint", mine.endpoint, bind=kv_events.is_bind_endpoint(mine.endpoint)
+            )
             if mine.replay_endpoint is not None:
                 self.replay = self.context.socket(zmq.ROUTER)
                 self.replay.set_hwm(

@@ -162,7 +162,7 @@ class TpWorkers:
             for socket in self._orders:
                 with contextlib.suppress(zmq.Again):
                     socket.send(OrderKind.STOP.value, zmq.DONTWAIT)
-        collectives.leave()
+        collectives.leave_group()
 
     def _broadcast(self, kind: OrderKind, body: bytes) -> None:
         """Raises FollowerStuck when a follower has not taken `QUEUE` messages in --dist-timeout."""

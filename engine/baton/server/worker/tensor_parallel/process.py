@@ -50,7 +50,7 @@ def run_leader(
 
     followers = TpWorkers(context, team, config.dist_timeout)
     place = TpContext(Shard(0, team.tp_size), team.meeting_point, followers.send_step)
-    loaded = build.load(config, str(model_info.resolve(config.model_path)), place, on_progress)
+    loaded = build.load_rank(config, str(model_info.resolve(config.model_path)), place, on_progress)
     followers.await_loaded(loaded)
     return loaded, followers
 
@@ -76,7 +76,7 @@ def run_worker(
     reports.connect(team.address(0))
     shard = Shard(team.tp_rank, team.tp_size)
     place = collectives.TpContext(shard, team.meeting_point, receive=lambda: orders.recv()[1:])
-    loaded = build.load(config, str(model_info.resolve(config.model_path)), place, on_progress)
+    loaded = build.load_rank(config, str(model_info.resolve(config.model_path)), place, on_progress)
     node = None
     if config.disaggregation_mode != "null":
         node = transfer_setup.start(
@@ -91,7 +91,7 @@ def run_worker(
     log.info("rank %d of %d stops", team.tp_rank, team.tp_size)
     if node is not None:
         node.close()
-    collectives.leave()
+    collectives.leave_group()
 
 
 def _execute(
