@@ -291,7 +291,7 @@ pub enum EventRecord<R, H, F> {
 impl<R, H, F> EventRecord<R, H, F> {
     /// The same event with hashes and facts in another form; `None` for `Routed`, which is recorded
     /// with the decision.
-    pub(crate) fn map<Q, G, K>(
+    pub(crate) fn map_forms<Q, G, K>(
         &self,
         hashes_form: impl FnOnce(&H) -> G,
         facts_form: impl FnOnce(&F) -> K,
