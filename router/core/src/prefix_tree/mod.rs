@@ -311,7 +311,7 @@ where
         {
             id = child;
             suffix = behind;
-            units = units + self.node(child).units;
+            units += self.node(child).units;
         }
         while id != ROOT && units > keep {
             let node = self.node(id);
