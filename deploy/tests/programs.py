@@ -28,6 +28,22 @@ def timing() -> dict[str, int]:
     }
 
 
+def router_limits() -> dict[str, str]:
+    """What clients may take of the memory of a router, of config.env: environment variables of the router."""
+    return {
+        name: value
+        for name, value in env_file("kubernetes/base/config.env").items()
+        if name.startswith("BATON_ROUTER_FLAG_")
+    }
+
+
+def router_memory(giga: str) -> str:
+    """ROUTER_MEMORY of config.env with the unit that another system has for 2**30 bytes."""
+    memory = env_file("kubernetes/base/config.env")["ROUTER_MEMORY"]
+    assert memory.endswith("Gi"), memory
+    return memory.removesuffix("Gi") + giga
+
+
 def env_file(path: str | Path) -> dict[str, str]:
     lines = (DEPLOY / path).read_text().splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))

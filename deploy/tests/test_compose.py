@@ -18,6 +18,8 @@ from deploy.tests.programs import (
     engine_config,
     env_file,
     port_of,
+    router_limits,
+    router_memory,
     timing,
 )
 
@@ -70,9 +72,7 @@ def test_every_variable_is_in_the_example_or_has_a_default() -> None:
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_a_profile_is_router_one_pair_and_monitoring(
-    services: dict[str, Any], profile: str
-) -> None:
+def test_profile_is_router_one_pair_and_monitoring(services: dict[str, Any], profile: str) -> None:
     assert env_file("compose/.env.example")["COMPOSE_PROFILES"] == "cpu"
     started = {name: s for name, s in services.items() if profile in s.get("profiles", [profile])}
     roles = {
@@ -95,6 +95,14 @@ def test_router_accepts_its_flags_and_finds_the_engines(services: dict[str, Any]
     assert services["router"]["ports"] == [f"127.0.0.1:{port}:{port}"]
     assert f"/dev/tcp/127.0.0.1/{port} " in services["router"]["healthcheck"]["test"][-1]
     assert f"--shutdown-grace-period-secs={timing()['ROUTER_DRAIN_SECONDS']}" in command
+
+
+def test_router_has_the_memory_and_the_limits_of_the_manifests(services: dict[str, Any]) -> None:
+    router = services["router"]
+    assert router["mem_limit"] == router_memory("g")
+    (settings,) = router["env_file"]
+    assert router_limits().items() <= env_file(COMPOSE / settings).items()
+    assert not router_limits().keys() & router["environment"].keys()
 
 
 @pytest.mark.parametrize("name", ENGINES)

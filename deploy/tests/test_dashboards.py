@@ -58,7 +58,7 @@ def test_queries_use_only_metrics_and_labels_that_exist() -> None:
     assert {where: wrong for where, text in QUERIES.items() if (wrong := unknown_names(text))} == {}
 
 
-def test_a_wrong_metric_in_a_panel_is_the_only_thing_named() -> None:
+def test_wrong_metric_in_a_panel_is_the_only_thing_named() -> None:
     where, text = next(
         (where, text) for where, text in QUERIES.items() if "baton_router_workers" in text
     )
@@ -114,7 +114,7 @@ def test_panels_have_a_unit_and_do_not_overlap(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_the_data_source_is_a_variable_without_a_value(path: Path) -> None:
+def test_data_source_is_a_variable_without_a_value(path: Path) -> None:
     board = json.loads(path.read_text())
     variables = {variable["name"]: variable for variable in board["templating"]["list"]}
     assert variables["datasource"]["type"] == "datasource"

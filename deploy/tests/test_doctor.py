@@ -88,7 +88,7 @@ def problems(view: KubeView) -> list[CheckResult]:
 @pytest.mark.parametrize(
     "target", ["base", "overlays/cpu-demo", "overlays/gpu", "base+tls", "base+tracing"]
 )
-def test_a_namespace_as_in_the_manifests_has_no_problems(target: str) -> None:
+def test_namespace_as_in_the_manifests_has_no_problems(target: str) -> None:
     results = kubernetes.check_namespace(view_of(running(target)))
     assert not [result for result in results if check.is_problem(result)]
     assert {r.name for r in results if r.status is CheckStatus.OK} >= {

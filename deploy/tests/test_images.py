@@ -23,7 +23,7 @@ from deploy.tests.images import (
     unpack,
 )
 from deploy.tests.manifests import main_container, of_kind, render
-from tests.support.cluster import Cluster, eventually, get
+from tests.support.processes.cluster import Cluster, eventually, get
 
 MB = 1_000_000
 ROUTER_BYTES = 110 * MB

@@ -215,7 +215,7 @@ MUTATIONS: dict[Callable[[list[Object]], None], str] = {
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__.strip("_"))
-def test_a_defect_fails_its_own_check(mutate: Callable[[list[Object]], None]) -> None:
+def test_defect_fails_its_own_check(mutate: Callable[[list[Object]], None]) -> None:
     objects = render("base")
     mutate(objects)
     failed = [name for name, check in CHECKS.items() if list(check(objects))]
@@ -250,7 +250,7 @@ ONE_POD_MUTATIONS: dict[Callable[[list[Object]], None], str] = {
 
 
 @pytest.mark.parametrize("mutate", ONE_POD_MUTATIONS, ids=lambda mutate: mutate.__name__.strip("_"))
-def test_a_defect_of_one_pod_fails_its_own_check(mutate: Callable[[list[Object]], None]) -> None:
+def test_defect_of_one_pod_fails_its_own_check(mutate: Callable[[list[Object]], None]) -> None:
     objects = render("overlays/one-pod")
     mutate(objects)
     failed = [name for name, check in CHECKS.items() if list(check(objects))]

@@ -107,7 +107,7 @@ def test_every_alert_has_a_unit_test_in_which_one_fleet_is_well() -> None:
         assert expected == [f'{{namespace="bad",alertname="{case["name"]}"}}']
 
 
-def test_the_unit_test_of_an_alert_fails_without_it(tmp_path: Path) -> None:
+def test_unit_test_of_an_alert_fails_without_it(tmp_path: Path) -> None:
     recording, alerts = (
         yaml.safe_load((RULES / f"{name}.yml").read_text()) for name in ("recording", "alerts")
     )

@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from deploy.tests.images import ROOT
-from tests.support.cluster import eventually, family, get
+from tests.support.processes.cluster import eventually, family, get
 
 SCRIPT = ROOT / "deploy" / "slurm" / "baton.sbatch"
 TEXT = SCRIPT.read_text()

@@ -20,6 +20,8 @@ from deploy.tests.programs import (
     engine_config,
     env_file,
     port_of,
+    router_limits,
+    router_memory,
     timing,
 )
 
@@ -64,6 +66,11 @@ def test_router_accepts_the_command_of_its_unit() -> None:
     check_router_flags(args)
     assert f"--port={port_of('router', 'http')}" in args
     assert f"--shutdown-grace-period-secs={timing()['ROUTER_DRAIN_SECONDS']}" in args
+
+
+def test_router_has_the_memory_and_the_limits_of_the_manifests() -> None:
+    assert directives("baton-router.service")["MemoryMax"] == [router_memory("G")]
+    assert router_limits().items() <= env_file("systemd/baton.env.example").items()
 
 
 def test_engines_accept_their_commands_and_are_where_the_router_looks() -> None:

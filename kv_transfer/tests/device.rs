@@ -40,7 +40,7 @@ fn pair(transports: &Value, p: &Value, d: &Value) -> Pair {
     )
 }
 
-fn relay(pair: &Pair, room: u64) -> String {
+fn transfer_room(pair: &Pair, room: u64) -> String {
     let (src, dst) = (span(0, 40), span(100, 40));
     pair.open(room);
     pair.grant(room, &dst);
@@ -80,7 +80,7 @@ fn every_transport_relays_between_devices() {
         let config = json!({"tcp_streams": streams});
         let pair = pair(&json!([via]), &config, &config);
         for room in 1..=3 {
-            assert_eq!(relay(&pair, room), via);
+            assert_eq!(transfer_room(&pair, room), via);
         }
         assert_eq!(fallbacks(&pair.d), 0.0, "{via}");
         pair.assert_idle();
@@ -99,7 +99,7 @@ fn every_transport_relays_between_devices() {
 }
 
 #[test]
-fn a_device_and_host_memory_make_a_pair() {
+fn device_and_host_memory_make_a_pair() {
     for (p_on_device, d_on_device) in [(true, false), (false, true)] {
         for (via, by) in [("gloo", "gloo"), ("tcp", "tcp"), ("nccl", "tcp")] {
             let config = node(&json!([via, "tcp"]), &json!({}));
@@ -107,24 +107,28 @@ fn a_device_and_host_memory_make_a_pair() {
                 rank("prefill", p_on_device, &config),
                 rank("decode", d_on_device, &config),
             );
-            assert_eq!(relay(&pair, 1), by, "{via}, P on a device: {p_on_device}");
-            assert_eq!(relay(&pair, 2), by, "{via}");
+            assert_eq!(
+                transfer_room(&pair, 1),
+                by,
+                "{via}, P on a device: {p_on_device}"
+            );
+            assert_eq!(transfer_room(&pair, 2), by, "{via}");
             pair.assert_idle();
         }
     }
 }
 
 #[test]
-fn the_best_transport_of_the_list_is_taken() {
+fn best_transport_of_the_list_is_taken() {
     let all = json!(["cuda_ipc", "nccl", "tcp"]);
     let both = pair(&all, &json!({}), &json!({}));
-    assert_eq!(relay(&both, 1), "cuda_ipc");
+    assert_eq!(transfer_room(&both, 1), "cuda_ipc");
     both.assert_idle();
     let afar = Pair::of(
         rank("prefill", true, &node(&json!(["nccl", "tcp"]), &json!({}))),
         rank("decode", true, &node(&all, &json!({}))),
     );
-    assert_eq!(relay(&afar, 1), "nccl");
+    assert_eq!(transfer_room(&afar, 1), "nccl");
     afar.assert_idle();
 }
 
@@ -132,19 +136,19 @@ fn the_best_transport_of_the_list_is_taken() {
 fn broken_transport_is_replaced_by_the_next() {
     let hangs_end = json!({"comm_op_ms": 3000, "comm_abort_ms": 500});
     let pair = pair(&json!(["cuda_ipc", "nccl", "tcp"]), &hangs_end, &hangs_end);
-    assert_eq!(relay(&pair, 1), "cuda_ipc");
+    assert_eq!(transfer_room(&pair, 1), "cuda_ipc");
     of(&pair.d).fails.lock().push("copy");
-    assert_eq!(relay(&pair, 2), "nccl");
+    assert_eq!(transfer_room(&pair, 2), "nccl");
     of(&pair.d).fails.lock().clear();
     assert_eq!(
-        relay(&pair, 3),
+        transfer_room(&pair, 3),
         "nccl",
         "cuda_ipc stays off until the pair connects again"
     );
     assert_eq!(fallbacks(&pair.d), 1.0);
     pair.p.pipes.stick(true); // and its aborts hang
     pair.d.pipes.stick(true);
-    assert_eq!(relay(&pair, 4), "tcp");
+    assert_eq!(transfer_room(&pair, 4), "tcp");
     assert_eq!(fallbacks(&pair.d), 2.0);
     pair.p.pipes.stick(false);
     pair.d.pipes.stick(false);
@@ -157,13 +161,13 @@ fn pages_that_cannot_be_opened_travel_otherwise() {
     let d = rank("decode", true, &config);
     of(&d).fails.lock().push("open");
     let pair = Pair::of(rank("prefill", true, &config), d);
-    assert_eq!(relay(&pair, 1), "tcp");
+    assert_eq!(transfer_room(&pair, 1), "tcp");
     assert_eq!(fallbacks(&pair.d), 1.0);
     pair.assert_idle();
 }
 
 #[test]
-fn a_page_given_away_under_the_copy_is_stale() {
+fn page_given_away_under_the_copy_is_stale() {
     for via in ["cuda_ipc", "nccl", "gloo", "tcp"] {
         let hold = Hold::new();
         let held = fault("COPIED", &hold.rule());
@@ -179,7 +183,7 @@ fn a_page_given_away_under_the_copy_is_stale() {
             ("STALE_PAGE".into(), "STALE_PAGE".into()),
             "{via}"
         );
-        assert_eq!(relay(&pair, 2), via);
+        assert_eq!(transfer_room(&pair, 2), via);
         pair.assert_idle();
     }
 }
@@ -193,13 +197,13 @@ fn damage_on_the_way_is_found_on_the_device() {
         pair.p.prefill(1, &span(0, 40), 16);
         assert_eq!(pair.d.end_code(1) == "CHECKSUM", found, "{via}");
         assert_eq!(pair.p.end_code(1), "CHECKSUM");
-        assert_eq!(relay(&pair, 2), via);
+        assert_eq!(transfer_room(&pair, 2), via);
         pair.assert_idle();
     }
 }
 
 #[test]
-fn a_wrong_page_is_found_on_the_device() {
+fn wrong_page_is_found_on_the_device() {
     for via in ["cuda_ipc", "nccl", "gloo", "tcp"] {
         let pair = pair(&json!([via]), &json!({}), &json!({}));
         pair.open(1);
@@ -216,7 +220,7 @@ fn a_wrong_page_is_found_on_the_device() {
 }
 
 #[test]
-fn the_pages_of_a_peer_that_is_gone_are_closed_and_the_next_one_opened() {
+fn pages_of_a_peer_that_is_gone_are_closed_and_the_next_one_opened() {
     let dying = fault("PROGRESS", &json!("kill"));
     let pair = pair(&json!(["cuda_ipc"]), &dying, &json!({}));
     pair.open(1);
@@ -228,7 +232,7 @@ fn the_pages_of_a_peer_that_is_gone_are_closed_and_the_next_one_opened() {
     });
     pair.p.node.abort_room(1, "CLIENT_GONE").unwrap();
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
-    assert_eq!(relay(&pair, 2), "cuda_ipc");
+    assert_eq!(transfer_room(&pair, 2), "cuda_ipc");
     assert_eq!(of(&pair.d).opened.load(Ordering::Relaxed), 2);
     pair.assert_idle();
 }
@@ -253,7 +257,7 @@ fn pages_of_a_dead_peer_are_not_read_even_if_all_were_announced() {
 }
 
 #[test]
-fn a_cancelled_pull_writes_nothing_more() {
+fn cancelled_pull_writes_nothing_more() {
     let slow = json!({"fault": {"rules": [{"on": "PAGE", "do": {"delay_ms": 2}, "repeat": true}]}});
     let pair = pair(&json!(["cuda_ipc"]), &json!({}), &slow);
     pair.open(1);
@@ -270,7 +274,7 @@ fn a_cancelled_pull_writes_nothing_more() {
     );
     assert!(made < 4, "1000 pages are 4 copies");
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
-    assert_eq!(relay(&pair, 2), "cuda_ipc");
+    assert_eq!(transfer_room(&pair, 2), "cuda_ipc");
     assert_eq!(of(&pair.d).read(1050), before);
     pair.assert_idle();
 }
@@ -296,7 +300,7 @@ fn pages_on_a_device_have_one_copy_thread() {
 }
 
 #[test]
-fn a_transport_of_the_other_kind_of_memory_is_refused() {
+fn transport_of_the_other_kind_of_memory_is_refused() {
     let on_device = Arc::new(KvPool::create_on(4, PAGE, Memory::new(4, PAGE)).unwrap());
     let in_host = Arc::new(KvPool::create(4, PAGE).unwrap());
     for (pool, via) in [(on_device, "shm"), (in_host, "cuda_ipc")] {

@@ -26,7 +26,7 @@ fn on(transport: &str, mut extra: Value) -> Value {
 // ---- pages that are not what was announced ----
 
 #[test]
-fn a_page_that_got_a_new_owner_is_stale_and_never_committed() {
+fn page_that_got_a_new_owner_is_stale_and_never_committed() {
     for transport in TRANSPORTS {
         let pair = Pair::new(transport);
         pair.open(1);
@@ -42,13 +42,13 @@ fn a_page_that_got_a_new_owner_is_stale_and_never_committed() {
             ("STALE_PAGE".into(), "STALE_PAGE".into()),
             "{transport}"
         );
-        pair.relay(2);
+        pair.transfer_room(2);
         pair.assert_idle();
     }
 }
 
 #[test]
-fn a_page_that_gets_a_new_owner_during_its_copy_is_stale() {
+fn page_that_gets_a_new_owner_during_its_copy_is_stale() {
     // (gloo looks twice at P, before anything is sent: tests/staged.rs)
     for transport in ["shm", "tcp"] {
         let hold = Hold::new();
@@ -76,7 +76,7 @@ fn a_page_that_gets_a_new_owner_during_its_copy_is_stale() {
 }
 
 #[test]
-fn a_page_rewritten_under_an_even_generation_is_caught_by_its_checksum() {
+fn page_rewritten_under_an_even_generation_is_caught_by_its_checksum() {
     for transport in TRANSPORTS {
         let pair = Pair::new(transport);
         pair.open(1);
@@ -98,7 +98,7 @@ fn a_page_rewritten_under_an_even_generation_is_caught_by_its_checksum() {
 }
 
 #[test]
-fn a_flipped_bit_is_a_checksum_failure_and_retryable() {
+fn flipped_bit_is_a_checksum_failure_and_retryable() {
     for transport in TRANSPORTS {
         let pair = Pair::with(
             &on(transport, json!({})),
@@ -117,7 +117,7 @@ fn a_flipped_bit_is_a_checksum_failure_and_retryable() {
             other => panic!("{other:?}"),
         }
         assert_eq!(pair.p.end_code(1), "CHECKSUM");
-        pair.relay(2);
+        pair.transfer_room(2);
         pair.assert_idle();
     }
 }
@@ -137,7 +137,7 @@ fn pages_that_one_transport_damaged_are_pulled_again_by_tcp() {
         let mut flip = fault(r#"{"on": "PAGE", "nth": 13, "do": "flip"}"#);
         flip["transports"] = both["transports"].clone();
         let pair = Pair::with(&both, &flip);
-        pair.relay(1);
+        pair.transfer_room(1);
         let damaged = format!("kv_damaged_pulls_total{{transport=\"{transport}\"}}");
         assert_eq!(counter(&pair.d, &damaged), 1.0);
         assert_eq!(counter(&pair.d, "kv_quarantines_total"), 0.0);
@@ -251,7 +251,7 @@ fn damaged_page_in_one_part_of_a_pull_fails_its_room_only() {
 }
 
 #[test]
-fn a_broken_shm_falls_back_to_tcp() {
+fn broken_shm_falls_back_to_tcp() {
     let pair = Pair::with(
         &json!({}),
         &fault(r#"{"on": "PAGE", "nth": 8, "do": "break"}"#),
@@ -270,7 +270,7 @@ fn a_broken_shm_falls_back_to_tcp() {
         1.0
     );
     assert_eq!(pair.p.end_code(1), "DONE");
-    pair.relay(2);
+    pair.transfer_room(2);
     pair.assert_idle();
 }
 
@@ -335,7 +335,7 @@ fn lost_messages_end_at_a_deadline_or_a_lease_and_leave_nothing() {
             "{message} lost"
         );
         pair.assert_idle();
-        pair.relay(2);
+        pair.transfer_room(2);
     }
 }
 
@@ -355,7 +355,7 @@ fn doubled_and_reordered_messages_change_nothing() {
             }
             let pair = Pair::with(&config, &config);
             for room in 1..4 {
-                pair.relay(room);
+                pair.transfer_room(room);
             }
             pair.assert_idle();
         }
@@ -390,7 +390,7 @@ fn damaged_frame_ends_the_connection_and_the_next_room_gets_a_new_one() {
             (pair.d.end_code(1).as_str(), pair.p.end_code(1).as_str()),
             (code, code)
         );
-        pair.relay(2);
+        pair.transfer_room(2);
         pair.assert_idle();
     }
 }
@@ -409,7 +409,7 @@ fn lost_connection_ends_rooms_at_once_on_d_and_after_the_lease_on_p() {
             ("PEER_DEAD".into(), "LEASE_EXPIRED".into()),
             "{message}"
         );
-        pair.relay(2);
+        pair.transfer_room(2);
         pair.assert_idle();
     }
 }
@@ -428,14 +428,14 @@ fn unknown_peers_and_garbage_on_the_port_harm_no_room() {
         stream.write_all(garbage).unwrap();
     }
     let _silent = TcpStream::connect(("127.0.0.1", pair.p.node.port())).unwrap();
-    pair.relay(1);
+    pair.transfer_room(1);
     pair.assert_idle();
 }
 
 // ---- keys ----
 
 #[test]
-fn a_wrong_or_missing_cluster_key_is_refused_by_the_bootstrap_server() {
+fn wrong_or_missing_cluster_key_is_refused_by_the_bootstrap_server() {
     let d = Rank::start("decode", &json!({"cluster_key": "guess"}));
     for server_key in [Some("secret".into()), None] {
         let is_keyed = server_key.is_some();
@@ -475,7 +475,7 @@ fn key_changes_node_by_node_without_a_refusal() {
             .unwrap();
         let d = Rank::start("decode", &config(d_keys));
         let pair = Pair { server, p, d };
-        pair.relay(1);
+        pair.transfer_room(1);
         pair.assert_idle();
     }
 }
@@ -512,8 +512,8 @@ fn with_a_key_everything_works_over_every_transport() {
             p,
             d: Rank::start("decode", &config),
         };
-        pair.relay(1);
-        pair.relay(2);
+        pair.transfer_room(1);
+        pair.transfer_room(2);
         pair.assert_idle();
     }
 }
@@ -560,7 +560,7 @@ fn bootstrap_server_that_never_answers_delays_no_other_room() {
             NEVER_MS,
         )
         .unwrap();
-    pair.relay(2);
+    pair.transfer_room(2);
     assert_eq!(pair.d.end_code(1), "UNREACHABLE");
     pair.assert_idle();
 }
@@ -677,7 +677,7 @@ fn registering_without_a_server_fails_in_time_with_the_reason() {
 // ---- peers that go away ----
 
 #[test]
-fn a_node_that_closes_ends_its_peers_rooms_and_its_successor_is_found() {
+fn node_that_closes_ends_its_peers_rooms_and_its_successor_is_found() {
     let mut pair = Pair::new("shm");
     pair.p.node.offer_room(1, 0, HASH, DEADLINE_MS).unwrap();
     pair.open(1);
@@ -706,7 +706,7 @@ fn a_node_that_closes_ends_its_peers_rooms_and_its_successor_is_found() {
 }
 
 #[test]
-fn a_restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
+fn restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
     let first = Rank::start("prefill", &json!({}));
     let port = first.node.port();
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
@@ -772,7 +772,7 @@ fn facts_of_a_prefill_node_end_with_its_process() {
         rank.node.register_rank("127.0.0.1", port, TIMEOUT).unwrap();
         rank
     };
-    let relay = |p: &Rank, room: u64| {
+    let transfer_room = |p: &Rank, room: u64| {
         p.prefill(room, &span(0, 5), 5);
         open(room);
         assert_eq!(
@@ -781,7 +781,7 @@ fn facts_of_a_prefill_node_end_with_its_process() {
         );
     };
     let first = start(&json!({}));
-    relay(&first, 1);
+    transfer_room(&first, 1);
     first.node.close();
     drop((first, server));
     // The same address, another page layout: refused, and not for longer than that process lives.
@@ -794,8 +794,8 @@ fn facts_of_a_prefill_node_end_with_its_process() {
     // The first layout again, on two ranks: an odd room belongs to the second.
     let _server = BootstrapServer::start("127.0.0.1", port, None).unwrap();
     let ranks = [0, 1].map(|rank| start(&json!({"dp_rank": rank, "dp_size": 2})));
-    relay(&ranks[1], 5);
-    relay(&ranks[0], 6);
+    transfer_room(&ranks[1], 5);
+    transfer_room(&ranks[0], 6);
     d.assert_idle();
 }
 
@@ -814,7 +814,7 @@ fn ask(port: u16, request: &str) -> Value {
 }
 
 #[test]
-fn the_lease_of_a_decode_node_that_closed_ends_soon() {
+fn lease_of_a_decode_node_that_closed_ends_soon() {
     let pair = Pair::new("shm");
     pair.open(1);
     pair.p.prefill(1, &span(0, 5), 5);
@@ -907,7 +907,7 @@ fn child_prefill() {
 const KILL_MS: u128 = 1500;
 
 #[test]
-fn a_killed_prefill_process_is_noticed_by_its_socket() {
+fn killed_prefill_process_is_noticed_by_its_socket() {
     for transport in ["shm", "tcp"] {
         let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
         let mut p = ChildNode::start(&server, transport);
@@ -959,7 +959,7 @@ fn by_shm_a_prompt_survives_the_death_of_its_prefill_process() {
 }
 
 #[test]
-fn a_stopped_prefill_process_is_given_up_after_three_heartbeats() {
+fn stopped_prefill_process_is_given_up_after_three_heartbeats() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
     let mut p = ChildNode::start(&server, "shm");
     let d = Rank::start("decode", &json!({"heartbeat_ms": 300}));
@@ -1000,7 +1000,7 @@ impl Dice {
 }
 
 #[test]
-fn a_storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
+fn storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
     let seed = std::env::var("BATON_SEED")
         .ok()
         .and_then(|s| s.parse().ok())

@@ -289,7 +289,7 @@ fn silent_connections_do_not_block_a_pair() {
     for _ in 0..300 {
         silent.push(connect(&pair.p));
     }
-    pair.relay(1);
+    pair.transfer_room(1);
     until("silent connections made space", || {
         counter(&pair.p, "kv_hellos_evicted_total") > 0.0
     });

@@ -30,7 +30,7 @@ fn fault(on: &str, what: &Value) -> Value {
 }
 
 /// A room of 40 pages; the transport of its last pull.
-fn relay(pair: &Pair, room: u64) -> &'static str {
+fn transfer_room(pair: &Pair, room: u64) -> &'static str {
     let (src, dst) = (span(0, 40), span(100, 40));
     pair.open(room);
     pair.grant(room, &dst);
@@ -68,7 +68,7 @@ fn assert_all_gone(rank: &Rank) {
 fn one_communicator_serves_the_rooms_of_a_pair() {
     let pair = Pair::with(&staged(&json!({})), &staged(&json!({})));
     for room in 1..=5 {
-        assert_eq!(relay(&pair, room), "gloo");
+        assert_eq!(transfer_room(&pair, room), "gloo");
     }
     assert_eq!(pair.d.pipes.opened.load(Ordering::Relaxed), 1);
     assert_eq!(
@@ -83,7 +83,7 @@ fn one_communicator_serves_the_rooms_of_a_pair() {
 }
 
 #[test]
-fn a_lost_message_costs_the_communicator_and_not_the_room() {
+fn lost_message_costs_the_communicator_and_not_the_room() {
     for (message, at_p) in [
         ("COMM_OPEN", false),
         ("COMM_ID", true),
@@ -96,8 +96,12 @@ fn a_lost_message_costs_the_communicator_and_not_the_room() {
         } else {
             Pair::with(&sound, &faulty)
         };
-        assert_eq!(relay(&pair, 1), "tcp", "{message} lost");
-        assert_eq!(relay(&pair, 2), "tcp", "{message}: the breaker is open");
+        assert_eq!(transfer_room(&pair, 1), "tcp", "{message} lost");
+        assert_eq!(
+            transfer_room(&pair, 2),
+            "tcp",
+            "{message}: the breaker is open"
+        );
         assert_eq!(ended(&pair.d, "failed"), 1.0, "{message}");
         assert_eq!(
             pair.d.stats()["counters"]["kv_transport_fallbacks_total"],
@@ -111,7 +115,7 @@ fn a_lost_message_costs_the_communicator_and_not_the_room() {
 }
 
 #[test]
-fn a_doubled_message_is_ignored_or_costs_the_communicator() {
+fn doubled_message_is_ignored_or_costs_the_communicator() {
     for (message, at_p, by) in [
         ("COMM_OPEN", false, "gloo"),
         ("COMM_ID", true, "gloo"),
@@ -124,7 +128,7 @@ fn a_doubled_message_is_ignored_or_costs_the_communicator() {
         } else {
             Pair::with(&sound, &faulty)
         };
-        assert_eq!(relay(&pair, 1), by, "{message} doubled");
+        assert_eq!(transfer_room(&pair, 1), by, "{message} doubled");
         pair.assert_idle();
     }
 }
@@ -142,7 +146,7 @@ fn prefill_node_that_dies_in_a_send_ends_the_room_without_leaks() {
     pair.p.node.abort_room(1, "CLIENT_GONE").unwrap();
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
     assert_eq!(
-        relay(&pair, 2),
+        transfer_room(&pair, 2),
         "gloo",
         "a new connection has a new communicator"
     );
@@ -150,7 +154,7 @@ fn prefill_node_that_dies_in_a_send_ends_the_room_without_leaks() {
 }
 
 #[test]
-fn a_page_given_away_between_its_two_looks_is_stale_and_spoils_no_other_room() {
+fn page_given_away_between_its_two_looks_is_stale_and_spoils_no_other_room() {
     let hold = Hold::new();
     let patient = staged(&json!({"comm_op_ms": 30_000}));
     let mut held = patient.clone();
@@ -166,7 +170,7 @@ fn a_page_given_away_between_its_two_looks_is_stale_and_spoils_no_other_room() {
         (pair.d.end_code(1), pair.p.end_code(1)),
         ("STALE_PAGE".into(), "STALE_PAGE".into())
     );
-    assert_eq!(relay(&pair, 2), "gloo");
+    assert_eq!(transfer_room(&pair, 2), "gloo");
     assert_eq!(ended(&pair.d, "failed"), 0.0);
     pair.assert_idle();
 }
@@ -175,13 +179,13 @@ fn a_page_given_away_between_its_two_looks_is_stale_and_spoils_no_other_room() {
 fn hanging_abort_is_given_up_and_the_room_completes() {
     let pair = Pair::with(&staged(&json!({})), &staged(&json!({})));
     pair.d.pipes.stick(true);
-    assert_eq!(relay(&pair, 1), "tcp");
+    assert_eq!(transfer_room(&pair, 1), "tcp");
     until("D gives it up", || {
         communicators(&pair.d, "abandoned") == 1.0
     });
     assert_eq!(ended(&pair.d, "abandoned"), 1.0);
     assert_all_gone(&pair.p);
-    assert_eq!(relay(&pair, 2), "tcp");
+    assert_eq!(transfer_room(&pair, 2), "tcp");
     pair.d.pipes.stick(false); // it ends after all
     assert_all_gone(&pair.d);
     pair.assert_idle();
@@ -190,7 +194,7 @@ fn hanging_abort_is_given_up_and_the_room_completes() {
 #[test]
 fn closing_a_node_does_not_wait_for_a_hanging_abort() {
     let pair = Pair::with(&staged(&json!({})), &staged(&json!({})));
-    assert_eq!(relay(&pair, 1), "gloo");
+    assert_eq!(transfer_room(&pair, 1), "gloo");
     pair.d.pipes.stick(true);
     let start = std::time::Instant::now();
     pair.d.node.close();
@@ -219,9 +223,9 @@ fn without_a_second_transport_a_broken_communicator_ends_the_room() {
 }
 
 #[test]
-fn a_peer_without_the_transport_is_served_by_tcp() {
+fn peer_without_the_transport_is_served_by_tcp() {
     let pair = Pair::with(&json!({"transports": ["tcp"]}), &staged(&json!({})));
-    assert_eq!(relay(&pair, 1), "tcp");
+    assert_eq!(transfer_room(&pair, 1), "tcp");
     assert_eq!(
         pair.d.stats()["counters"]["kv_transport_fallbacks_total"],
         0.0
@@ -230,11 +234,11 @@ fn a_peer_without_the_transport_is_served_by_tcp() {
 }
 
 #[test]
-fn an_idle_communicator_makes_place_for_another_pair() {
+fn idle_communicator_makes_place_for_another_pair() {
     let one = staged(&json!({"max_communicators": 1}));
     for (p, d) in [(&one, &staged(&json!({}))), (&staged(&json!({})), &one)] {
         let first = Pair::with(p, d);
-        assert_eq!(relay(&first, 1), "gloo");
+        assert_eq!(transfer_room(&first, 1), "gloo");
         // The second pair shares the node that has room for one.
         let full_at_p = std::ptr::eq(p, &raw const one);
         let (server, other) = if full_at_p {
@@ -288,7 +292,7 @@ fn an_idle_communicator_makes_place_for_another_pair() {
 }
 
 #[test]
-fn the_backend_and_the_list_of_transports_must_agree() {
+fn backend_and_the_list_of_transports_must_agree() {
     let pool = Arc::new(KvPool::create(4, PAGE).unwrap());
     let start = |transports: Value, backend: bool| {
         let backend = backend.then(|| Arc::<Pipes>::default() as _);

@@ -26,6 +26,7 @@ mod workers;
 
 pub use config::{ParseStop, RouterConfig, flags_markdown};
 pub use error::RouteError;
+pub use observability::engine_logs;
 pub use observability::metrics::metrics_markdown;
 pub use observability::otlp as trace;
 pub use request::prompt_limit::{MAX_ENGINE_BODY_BYTES, PromptLimit, oversized_body};

@@ -175,10 +175,9 @@ async function drainOrUndrain(id) {
   else if (await isConfirmed(node)) await order(id, "drain");
 }
 
-/** Consequence of a drain that leaves no ready node of the role; empty if another one is ready. */
+/** Consequence of a drain that leaves no ready node for this one's requests; else empty. */
 function lastNodeWarning(node) {
-  const isOther = (other) => other.id !== node.id && other.role === node.role && other.state === "ready";
-  if (node.state !== "ready" || fleetShown.nodes.some(isOther)) return "";
+  if (node.state !== "ready" || node.ready_peers > 0) return "";
   if (node.role === "prefill") return "This is the last ready prefill node. Decode nodes will compute prompts themselves, which slows their answers down.";
   const name = node.role === "decode" ? "decode node" : "worker";
   return `This is the last ready ${name}. New requests will wait for another one, and fail if none comes in time.`;

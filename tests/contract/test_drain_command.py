@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.front import REPO, FakeEngine, fake_engine, model
+from tests.support.processes.front import REPO, FakeEngine, fake_engine, model
 
 KUBECTL = """#!{python}
 import json, os, subprocess, sys

@@ -16,7 +16,7 @@ import pytest
 from baton._native import BootstrapServer
 
 from baton.server.observability.diagnosis import _mac, key_proof, sign_request
-from tests.support.front import FakeEngine, fake_engine, model
+from tests.support.processes.front import FakeEngine, fake_engine, model
 
 KEY = "cluster-secret"
 SECOND_KEY = "rotated"

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.front import FakeEngine, end, fake_engine, model, spawn
+from tests.support.processes.front import FakeEngine, end, fake_engine, model, spawn
 
 STATES = ("starting", "loading", "ready", "draining", "dead")
 

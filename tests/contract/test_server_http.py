@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.front import FakeEngine, fake_engine, model
+from tests.support.processes.front import FakeEngine, fake_engine, model
 
 HI = [{"role": "user", "content": "hi"}]
 GOLDEN = Path(__file__).parent / "golden"
@@ -161,7 +161,7 @@ def test_keepalive_comments_while_a_request_waits(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_the_rank(
+def test_client_that_leaves_frees_the_rank(
     engine: FakeEngine, http: httpx.Client, stream: bool
 ) -> None:
     async def leave() -> None:
@@ -192,7 +192,7 @@ def test_a_client_that_leaves_frees_the_rank(
     assert set(handles) <= {h for rank in (0, 1) for h in engine.ledger(rank)["aborts"]}
 
 
-def test_a_client_that_does_not_read_does_not_hold_the_rank(engine: FakeEngine) -> None:
+def test_client_that_does_not_read_does_not_hold_the_rank(engine: FakeEngine) -> None:
     """The rank runs at its own speed; what the client has not read piles up in the front, bounded by max_tokens."""
     with socket.create_connection(("127.0.0.1", int(engine.url.rsplit(":", 1)[1]))) as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -319,7 +319,7 @@ def test_answers_that_end_in_nan_make_the_node_unhealthy_until_one_does_not() ->
 @pytest.mark.parametrize(
     "content", [b"a" * (33 * 2**20), b"," * (2**21 + 1)], ids=["bytes", "values"]
 )
-def test_a_body_over_the_limit_is_refused_unparsed(http: httpx.Client, content: bytes) -> None:
+def test_body_over_the_limit_is_refused_unparsed(http: httpx.Client, content: bytes) -> None:
     r = http.post("/v1/completions", content=content)  # which is no JSON either
     assert (r.status_code, r.json()["error"]["code"]) == (413, "payload_too_large")
 
@@ -429,6 +429,7 @@ def test_facts(http: httpx.Client) -> None:
     assert info["max_total_num_tokens"] == 100_000
     assert info["served_model_name"] == "tiny"
     assert (info["engine"], info["layout"]["order"]) == ("baton", "test")
+    assert (info["schedule_policy"], info["schedule_policy_resolved"]) == ("auto", "fcfs")
     assert sorted(info["fingerprint"]) == [
         "chat_template",
         "dtype",

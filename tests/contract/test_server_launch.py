@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.front import REPO, FakeEngine, end, fake_engine, model, spawn
+from tests.support.processes.front import REPO, FakeEngine, end, fake_engine, model, spawn
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_port_in_use_is_one_clear_line_and_exit_2(path: str) -> None:
             end(engine)
 
 
-def test_a_rank_that_cannot_start_ends_the_engine_with_its_message(path: str) -> None:
+def test_rank_that_cannot_start_ends_the_engine_with_its_message(path: str) -> None:
     engine = spawn("--model-path", path, script={"fail_start": "no such dtype"})
     try:
         assert engine.process.wait(timeout=60) == 1
@@ -171,7 +171,7 @@ def test_drain_is_bounded(path: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_at_once(path: str, number: int) -> None:
+def test_second_signal_ends_at_once(path: str, number: int) -> None:
     with fake_engine(
         "--model-path", path, "--drain-timeout-secs", "600", script={"silent": True}
     ) as engine:
@@ -186,7 +186,7 @@ def test_a_second_signal_ends_at_once(path: str, number: int) -> None:
         thread.join()
 
 
-def test_a_dead_rank_fails_its_requests_the_other_finishes_its_own_and_all_start_again(
+def test_dead_rank_fails_its_requests_the_other_finishes_its_own_and_all_start_again(
     path: str, tmp_path: Path
 ) -> None:
     go_on = tmp_path / "go_on"
@@ -252,7 +252,7 @@ def test_nothing_is_left_in_the_temporary_directory(
     assert list(folder.iterdir()) == []
 
 
-def test_an_idle_front_uses_no_cpu_and_little_memory(path: str) -> None:
+def test_idle_front_uses_no_cpu_and_little_memory(path: str) -> None:
     with fake_engine("--model-path", path) as engine:
         httpx.post(
             engine.url + "/v1/completions", json={"prompt": "a", "max_tokens": 4}, timeout=60
@@ -270,7 +270,7 @@ def test_an_idle_front_uses_no_cpu_and_little_memory(path: str) -> None:
         assert process.memory_info().rss < 100 * 2**20
 
 
-def test_the_front_imports_no_torch() -> None:
+def test_front_imports_no_torch() -> None:
     heavy = ("torch", "transformers", "numpy")
     script = (
         f"import sys, baton.server.launch.engine; print([m for m in {heavy} if m in sys.modules])"
@@ -307,7 +307,7 @@ def test_without_the_native_extension_a_prefill_node_says_what_to_do(path: str) 
     assert "--disaggregation-mode prefill needs the native extension" in done.stderr
 
 
-def test_a_prefill_node_runs_the_bootstrap_server(path: str) -> None:
+def test_prefill_node_runs_the_bootstrap_server(path: str) -> None:
     pytest.importorskip("baton._native", reason="the native extension is not built")
     flags = (
         "--disaggregation-mode",

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.front import FakeEngine, fake_engine, model
+from tests.support.processes.front import FakeEngine, fake_engine, model
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 
@@ -235,7 +235,7 @@ def test_rank_errors_before_the_first_token_have_their_status(
     assert caught.value.response.headers["retry-after"] == "1"
 
 
-def test_an_error_in_mid_stream_raises_and_keeps_what_came(client: openai.OpenAI) -> None:
+def test_error_in_mid_stream_raises_and_keeps_what_came(client: openai.OpenAI) -> None:
     body = script(error=["kv_transfer_failed", "PEER_DEAD"], error_after=3, step=0.005)
     got = ""
     code = None

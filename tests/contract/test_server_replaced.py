@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer
 
-from tests.support.front import fake_engine, model
-from tests.support.router import Router
+from tests.support.processes.front import fake_engine, model
+from tests.support.processes.router import Router
 
 TEXT = "hello world, the relay race"
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.front import FakeEngine, fake_engine, model
+from tests.support.processes.front import FakeEngine, fake_engine, model
 
 REQUESTS = 400
 AT_ONCE = 48
@@ -69,7 +69,7 @@ async def storm(engine: FakeEngine, rng: random.Random) -> Counter[str]:
         )
 
 
-def test_a_storm_leaves_nothing_behind() -> None:
+def test_storm_leaves_nothing_behind() -> None:
     seed = random.SystemRandom().getrandbits(32)
     with fake_engine("--model-path", model(), "--dp-size", "2", "--log-level", "warning") as engine:
         outcomes = asyncio.run(storm(engine, random.Random(seed)))

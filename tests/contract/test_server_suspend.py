@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.contract.test_server_http import script, wait_until
-from tests.support.front import FakeEngine, fake_engine, model
+from tests.support.processes.front import FakeEngine, fake_engine, model
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ class Stream:
 
 
 @pytest.mark.parametrize("choices", [1, 4])
-def test_a_suspended_stream_pauses_with_comments_and_goes_on(
+def test_suspended_stream_pauses_with_comments_and_goes_on(
     engine: FakeEngine, http: httpx.Client, choices: int
 ) -> None:
     """A request of several choices has items on both ranks; all of them pause."""
@@ -107,7 +107,7 @@ def test_unknown_and_finished_requests_are_not_found(http: httpx.Client) -> None
     assert http.get("/v1/requests/never/suspend").status_code == 405
 
 
-def test_a_request_in_transfer_is_refused_and_the_key_is_asked_for() -> None:
+def test_request_in_transfer_is_refused_and_the_key_is_asked_for() -> None:
     with fake_engine(
         "--model-path", model(), "--api-key", "k", script={"unsuspendable": "it is in transfer"}
     ) as one:

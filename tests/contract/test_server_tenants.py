@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.front import FakeEngine, end, fake_engine, model, spawn
+from tests.support.processes.front import FakeEngine, end, fake_engine, model, spawn
 
 TENANTS = {
     "tenants": {
@@ -74,7 +74,7 @@ def test_fields_and_header_reach_the_rank(
     assert seen(engine) == ("t9", "batch", None)
 
 
-def test_a_tenants_class_caps_and_its_range_clamps(http: httpx.Client, engine: FakeEngine) -> None:
+def test_tenants_class_caps_and_its_range_clamps(http: httpx.Client, engine: FakeEngine) -> None:
     assert ask(http, tenant="acme", priority_class="interactive", priority=99).status_code == 200
     assert seen(engine) == ("acme", "standard", 5)
     assert ask(http).status_code == 200
@@ -101,7 +101,7 @@ def test_unknown_names_are_400(
     )
 
 
-def test_a_used_up_minute_is_429_with_retry_after_and_others_pass(http: httpx.Client) -> None:
+def test_used_up_minute_is_429_with_retry_after_and_others_pass(http: httpx.Client) -> None:
     assert ask(http, {"x-tenant-id": "slow"}, prompt=[5] * 50).status_code == 200
     r = ask(http, {"x-tenant-id": "slow"}, prompt=[5] * 50)
     assert (r.status_code, r.json()["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -135,7 +135,7 @@ def test_without_the_flags_the_fields_are_ignored_and_say_so() -> None:
         assert seen(plain) == ("", "", None)
 
 
-def test_a_bad_tenant_file_ends_the_start_with_2_and_all_its_mistakes(tmp_path: Path) -> None:
+def test_bad_tenant_file_ends_the_start_with_2_and_all_its_mistakes(tmp_path: Path) -> None:
     file = tmp_path / "tenants.json"
     file.write_text('{"default": {"weight": 0}, "tenants": {"x": {"speed": 1}}}')
     engine = spawn("--model-path", model(), "--tenant-config", str(file))

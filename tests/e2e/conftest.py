@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.support.processes.cluster import Cluster
 
 
 @pytest.fixture(scope="session")

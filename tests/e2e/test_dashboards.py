@@ -14,7 +14,7 @@ import yaml
 from deploy.monitoring.generate import MONITORING, dashboard_source, queries
 from deploy.tests import prometheus
 from deploy.tests.test_dashboards import as_promql
-from tests.support.cluster import Cluster, eventually
+from tests.support.processes.cluster import Cluster, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

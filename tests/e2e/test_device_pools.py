@@ -1,4 +1,7 @@
-"""Prefill and decode processes whose pages are on a device (a stand-in, tests/support/stand_in.py), over cuda_ipc."""
+"""Prefill and decode processes whose pages are on a device, over cuda_ipc.
+
+The device is a stand-in (tests/support/devices/stand_in.py).
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ import pytest
 
 from tests.e2e.test_equal import prompts
 from tests.e2e.test_faults import killed_node_is_survived
-from tests.support.cluster import Cluster, eventually, metric
+from tests.support.processes.cluster import Cluster, eventually, metric
 
 pytestmark = pytest.mark.timeout(240)
 REPO = Path(__file__).parents[2]
-SITE = REPO / "tests" / "support" / "stand_in_site"
+SITE = REPO / "tests" / "support" / "devices" / "stand_in_site"
 SLOW = {"rules": [{"on": "PAGE", "do": {"delay_ms": 4}, "repeat": True}]}
 
 
@@ -48,7 +51,7 @@ def test_two_processes_over_cuda_ipc_equal_one(cluster: Cluster, solo: Cluster) 
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_process_is_survived(cluster: Cluster, role: str) -> None:
+def test_killed_process_is_survived(cluster: Cluster, role: str) -> None:
     """The dead process's memory holds rubbish from then on, where it is still open; no token comes from that."""
     killed_node_is_survived(cluster, role, prompt_words=600, max_tokens=8)
     everyone = {node["url"] for node in cluster.state["nodes"]}

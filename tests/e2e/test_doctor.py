@@ -1,6 +1,6 @@
 """`baton doctor --fleet` and `baton top` on a real router, P and D: a healthy fleet passes, each fault is named.
 
-Engines whose ranks do not matter for a fault are real fronts with the ranks of tests/support/fake_rank.py.
+Engines whose ranks do not matter for a fault are real fronts with the ranks of tests/support/processes/fake_rank.py.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import httpx
 import pytest
 
 from baton.server.worker.transfer_setup import source_address
-from tests.support.cluster import eventually, family
-from tests.support.front import REPO, fake_engine, model
-from tests.support.router import Router
+from tests.support.processes.cluster import eventually, family
+from tests.support.processes.front import REPO, fake_engine, model
+from tests.support.processes.router import Router
 
 CLUSTER_KEY, API_KEY = "doctor-cluster-key", "doctor-api-key"
 KEYS = {"BATON_CLUSTER_KEY": CLUSTER_KEY, "BATON_API_KEY": API_KEY}
 AUTH = {"authorization": f"Bearer {API_KEY}"}
 SMALL = ("--cpu-threads", "1", "--kv-pool-mib", "16")
-ODD_SITE = REPO / "tests" / "support" / "odd_site"
+ODD_SITE = REPO / "tests" / "support" / "processes" / "odd_site"
 FINDS_SECS = 90.0
 
 

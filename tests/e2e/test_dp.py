@@ -15,8 +15,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster import Cluster, eventually, family, get, metric, metrics, settled
-from tests.support.router import Router
+from tests.support.processes.cluster import (
+    Cluster,
+    eventually,
+    family,
+    get,
+    metric,
+    metrics,
+    settled,
+)
+from tests.support.processes.router import Router
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -176,7 +184,7 @@ def test_every_rank_is_a_candidate_and_the_chosen_one_serves(wide: Cluster) -> N
     wide.assert_nothing_is_held()
 
 
-def test_a_chat_stays_where_its_beginning_is_cached(wide: Cluster) -> None:
+def test_chat_stays_where_its_beginning_is_cached(wide: Cluster) -> None:
     messages: list[dict[str, str]] = [{"role": "user", "content": "What is Baton? " * 12}]
     ranks, cached = [], []
     for turn in range(3):
@@ -203,7 +211,7 @@ def test_a_chat_stays_where_its_beginning_is_cached(wide: Cluster) -> None:
     assert 0 < cached[1] < cached[2]
 
 
-def test_the_index_follows_each_rank(wide: Cluster) -> None:
+def test_index_follows_each_rank(wide: Cluster) -> None:
     eventually("the router knows each rank's cache", lambda: index_follows(wide.url))
     url = wide.node("worker")["url"]
     ids = prompt(200)
@@ -260,7 +268,7 @@ def test_both_chosen_ranks_serve_and_the_room_names_the_prefill_rank(wide_pair: 
     wide_pair.assert_nothing_is_held()
 
 
-def test_the_index_follows_each_rank_of_both_roles(wide_pair: Cluster) -> None:
+def test_index_follows_each_rank_of_both_roles(wide_pair: Cluster) -> None:
     ids = prompt(400)
     generate(wide_pair, "pair-first", ids)
     first = {role: rank_of(leg) for role, leg in legs(wide_pair, "pair-first").items()}
@@ -322,7 +330,7 @@ class Passing(BaseHTTPRequestHandler):
         """Quiet."""
 
 
-def test_the_sockets_of_each_rank_are_followed_too(wide_pair: Cluster) -> None:
+def test_sockets_of_each_rank_are_followed_too(wide_pair: Cluster) -> None:
     """Our engines serve events as SGLang's do: one socket per rank, the batches before it came by replay."""
     p, d = wide_pair.node("prefill"), wide_pair.node("decode")
     generate(wide_pair, "before", prompt(600))
@@ -360,7 +368,7 @@ def test_the_sockets_of_each_rank_are_followed_too(wide_pair: Cluster) -> None:
 # ---- the end of a rank ---------------------------------------------------------------------------------------------
 
 
-def test_a_killed_rank_costs_its_own_requests_and_the_engine_starts_again(wide: Cluster) -> None:
+def test_killed_rank_costs_its_own_requests_and_the_engine_starts_again(wide: Cluster) -> None:
     """Last in this module: the cluster is another one after it."""
     node = wide.node("worker")
     results: dict[int, tuple[int, str]] = {}

@@ -17,8 +17,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.cluster import Cluster, eventually, get, metric
-from tests.support.router import Router
+from tests.support.processes.cluster import Cluster, eventually, get, metric
+from tests.support.processes.router import Router
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.cluster import Cluster, metric
+from tests.support.processes.cluster import Cluster, metric
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 100, 255, 256, 257, 700)
 """Around the page size (16) and the chunk size (512)."""

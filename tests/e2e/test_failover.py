@@ -11,11 +11,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.cluster import Cluster, eventually, metric
+from tests.support.processes.cluster import Cluster, eventually, metric
 
 pytestmark = pytest.mark.timeout(240)
 AT_ONCE = 20
-MAX_RIDES = 10
+MAX_TRIES = 10
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 300}
 DRAWN: dict[str, Any] = {
@@ -132,20 +132,20 @@ def assert_kills_change_nothing(
 
     On a loaded machine the engines may be done before the kill: ask again until that many streams were resumed.
     """
-    undisturbed = ride(cluster, asked, kills=False)
-    for _ in range(MAX_RIDES):
+    undisturbed = ask_all(cluster, asked, kills=False)
+    for _ in range(MAX_TRIES):
         before = resumed(cluster)
-        assert ride(cluster, asked, kills=True) == undisturbed
+        assert ask_all(cluster, asked, kills=True) == undisturbed
         count = resumed(cluster) - before
         assert count <= len(asked)
         if count >= streams:
             return
     raise AssertionError(
-        f"in {MAX_RIDES} rides fewer than {streams} answers were under way at the kill"
+        f"in {MAX_TRIES} tries fewer than {streams} answers were under way at the kill"
     )
 
 
-def ride(
+def ask_all(
     cluster: Cluster, asked: list[tuple[str, dict[str, Any]]], kills: bool
 ) -> list[dict[str, Any]]:
     """All of it at once; with `kills`, the busier decode node dies when three of four have come some way."""
@@ -190,7 +190,7 @@ def test_killed_decode_node_in_mid_stream_changes_nothing(cluster: Cluster, at: 
     assert_kills_change_nothing(cluster, [ASKED[at]])
 
 
-def test_many_streams_are_gone_on_with_at_once(cluster: Cluster) -> None:
+def test_many_streams_are_resumed_at_once(cluster: Cluster) -> None:
     asked = [
         ("/v1/completions", {**ASKED[i % 2][1], "prompt": f"{i} Baton is"}) for i in range(AT_ONCE)
     ]

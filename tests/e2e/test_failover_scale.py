@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import pytest
 
-from tests.support.cluster import Cluster, eventually, family
+from tests.support.processes.cluster import Cluster, eventually, family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, count, eventually, metric, settled
+from tests.support.processes.cluster import Cluster, count, eventually, metric, settled
 
 pytestmark = pytest.mark.timeout(240)
 TENANTS = {
@@ -49,7 +49,7 @@ def ask(cluster: Cluster, tenant: str, **body: Any) -> tuple[int, Any, dict[str,
             return err.code, json.loads(err.read()), dict(err.headers)
 
 
-def test_the_header_reaches_both_nodes_and_tokens_are_counted_there(cluster: Cluster) -> None:
+def test_header_reaches_both_nodes_and_tokens_are_counted_there(cluster: Cluster) -> None:
     status, answer, _ = ask(cluster, "acme", ignore_eos=True, max_tokens=6)
     assert status == 200
     usage = answer["usage"]
@@ -94,7 +94,7 @@ def test_refusals_come_through_the_router_with_their_codes(cluster: Cluster) -> 
     cluster.assert_nothing_is_held()
 
 
-def test_the_class_of_a_request_reaches_both_nodes(cluster: Cluster) -> None:
+def test_class_of_a_request_reaches_both_nodes(cluster: Cluster) -> None:
     """Which class goes first is decided by the scheduler alone: tests/sim/test_fairness.py."""
 
     def tokens(role: str, name: str, kind: str) -> float:
@@ -135,7 +135,7 @@ def test_the_class_of_a_request_reaches_both_nodes(cluster: Cluster) -> None:
     cluster.assert_nothing_is_held()
 
 
-def test_a_tenant_at_its_limit_runs_one_by_one_beside_others(cluster: Cluster) -> None:
+def test_tenant_at_its_limit_runs_one_by_one_beside_others(cluster: Cluster) -> None:
     threads = [
         threading.Thread(
             target=ask,

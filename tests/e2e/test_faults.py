@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.cluster import Cluster, eventually, metric, metrics
+from tests.support.processes.cluster import Cluster, eventually, metric, metrics
 
 pytestmark = pytest.mark.timeout(240)
 IN_FLIGHT = 12

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.support.cluster import Cluster, eventually
+from tests.support.processes.cluster import Cluster, eventually
 
 PAGE = 16
 CONFIG = {
@@ -182,9 +182,7 @@ def prompt(number: int, pages: int = 4) -> list[int]:
     return [1 + (number * 31 + i) % 200 for i in range(pages * PAGE + 3)]
 
 
-def test_a_subscriber_holds_what_the_engine_caches(
-    cluster: Cluster, subscriber: Subscriber
-) -> None:
+def test_subscriber_holds_what_the_engine_caches(cluster: Cluster, subscriber: Subscriber) -> None:
     """More prompts than the pool holds: stored, evicted, and in the middle a subscriber that was away."""
     subscriber.replay()
     assert subscriber.next_seq >= 1, "the first word is AllBlocksCleared"

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 import zmq
 
-from tests.support.cluster import Cluster, count, eventually, get, metric
-from tests.support.router import Router
+from tests.support.processes.cluster import Cluster, count, eventually, get, metric
+from tests.support.processes.router import Router
 
 PAGE = 16
 BOOKED_SECS = 2.1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, count
+from tests.support.processes.cluster import Cluster, count
 
 MIB = 1 << 20
 LARGE: dict[str, tuple[str, dict[str, Any], str | None]] = {

@@ -8,7 +8,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-from tests.support.cluster import Cluster, count, eventually, settled
+from tests.support.processes.cluster import Cluster, count, eventually, settled
 
 TOO_LONG = 1900
 """Tokens of an answer that no client waits for; seconds of work."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 
-from tests.support.cluster import Cluster, eventually
+from tests.support.processes.cluster import Cluster, eventually
 
 
 def test_every_line_of_router_and_engines_is_json_in_utc() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.cluster import Cluster, count, eventually, settled
+from tests.support.processes.cluster import Cluster, count, eventually, settled
 
 QUESTION: Any = [{"role": "user", "content": "What is Baton?"}]
 

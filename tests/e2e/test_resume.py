@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.support.processes.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(240)
 

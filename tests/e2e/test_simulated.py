@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import Cluster, get
+from tests.support.processes.cluster import Cluster, get
 
 DEVICE = "reference,speed=100,length_scale=8"
 
@@ -24,7 +24,7 @@ def simulated() -> Iterator[Cluster]:
         yield cluster
 
 
-def test_the_openai_surface_answers(simulated: Cluster) -> None:
+def test_openai_surface_answers(simulated: Cluster) -> None:
     prompt = "the same words again " * 20  # 105 tokens of four bytes: six pages of 16 and a bit
     with simulated.client() as client:
         for cached in (0, 96):
@@ -61,7 +61,7 @@ def test_it_reports_like_an_engine(simulated: Cluster) -> None:
     assert loads[0]["load"]["pages"] == 125_000 // 16
 
 
-def test_a_trace_of_twenty_requests(simulated: Cluster, tmp_path: Path) -> None:
+def test_trace_of_twenty_requests(simulated: Cluster, tmp_path: Path) -> None:
     lines = []
     for i in range(20):
         length = 1100 + 100 * i

@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from tests.e2e.test_equal import prompts
-from tests.support import tiny_model
-from tests.support.cluster import Cluster, metric
-from tests.support.front import REPO
+from tests.support.models import tiny_model
+from tests.support.processes.cluster import Cluster, metric
+from tests.support.processes.front import REPO
 
 DIED = 30.0
 """Longest wait for what a death must bring about [s]; it takes a tenth of a second."""
@@ -100,7 +100,7 @@ def test_it_answers_rests_and_ends_in_order(tmp_path: Path) -> None:
         until(lambda: not any(woken_in_a_second(pid) for pid in engine.pids))
         os.kill(engine.pids[1], signal.SIGTERM)  # as a service manager does to every process
         assert engine.complete(max_tokens=1).status_code == 200, (
-            "a follower ends with its group, not before"
+            "an executor rank ends with its group, not before"
         )
         engine.process.send_signal(signal.SIGINT)
         assert engine.process.wait(timeout=DIED) == 0
@@ -118,7 +118,7 @@ def collectives_at_rest(engine: Engine) -> float:
     return now
 
 
-def test_a_killed_follower_ends_the_group_and_its_requests(tmp_path: Path) -> None:
+def test_killed_executor_rank_ends_the_group_and_its_requests(tmp_path: Path) -> None:
     with started(tmp_path) as engine:
         results: list[httpx.Response] = []
         threads = [
@@ -169,7 +169,7 @@ def until(fact: Callable[[], bool]) -> None:
         time.sleep(0.02)  # polls another process
 
 
-def test_a_model_that_cannot_be_divided_ends_the_start(tmp_path: Path) -> None:
+def test_model_that_cannot_be_divided_ends_the_start(tmp_path: Path) -> None:
     model = tiny_model.make(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 129}))

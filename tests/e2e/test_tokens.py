@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster import Cluster, count, metric
+from tests.support.processes.cluster import Cluster, count, metric
 
 USER = {"role": "user", "content": "What is Baton?"}
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 8}

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.support.cluster import Cluster, eventually, metric
-from tests.support.collector import Collector, GotSpan
+from tests.support.processes.cluster import Cluster, eventually, metric
+from tests.support.processes.collector import Collector, GotSpan
 
 CLOCKS_NS = 1_000_000_000
 """Router and engines each read wall and monotonic clock once, one after the other, and may be interrupted between."""
@@ -123,9 +123,7 @@ def test_one_request_is_one_trace_from_router_to_both_ranks(
     )
 
 
-def test_a_client_that_does_not_sample_leaves_no_span(
-    collector: Collector, traced: Cluster
-) -> None:
+def test_client_that_does_not_sample_leaves_no_span(collector: Collector, traced: Cluster) -> None:
     headers = {"traceparent": CLIENT[:-2] + "00"}
     with traced.client() as client:
         client.completions.create(model="demo", prompt="quiet", max_tokens=2, extra_headers=headers)
@@ -137,7 +135,7 @@ def test_a_client_that_does_not_sample_leaves_no_span(
     assert CLIENT[3:35] not in {span.trace for span in spans}
 
 
-def test_an_error_is_in_the_span_where_it_happened(collector: Collector, traced: Cluster) -> None:
+def test_error_is_in_the_span_where_it_happened(collector: Collector, traced: Cluster) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
         ask(traced, "too late", deadline_ms=1, max_tokens=64)
     assert refused.value.code == "timeout"
@@ -152,7 +150,7 @@ def test_an_error_is_in_the_span_where_it_happened(collector: Collector, traced:
     assert {span.attributes["baton.finish"] for span in failed if span.kind == 1} <= {"error"}
 
 
-def test_a_dead_collector_costs_spans_and_no_request() -> None:
+def test_dead_collector_costs_spans_and_no_request() -> None:
     with socket.socket() as taken:  # bound and not listening: every connection is refused
         taken.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"

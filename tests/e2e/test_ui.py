@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.support.axe import axe_source, violations
-from tests.support.browser import Browser, Page, chromium
-from tests.support.cluster import Cluster, eventually, family, get, metric
-from tests.support.router import Router
+from tests.support.processes.axe import axe_source, violations
+from tests.support.processes.browser import Browser, Page, chromium
+from tests.support.processes.cluster import Cluster, eventually, family, get, metric
+from tests.support.processes.router import Router
 
 pytestmark = [
     pytest.mark.slow,
@@ -129,7 +129,7 @@ def test_answer_has_a_bar_of_its_stages_and_the_reasons_for_its_workers(cluster:
     in_browser(scene())
 
 
-def test_a_killed_decode_node_shows_as_failover_and_the_text_is_that_of_an_undisturbed_answer(
+def test_killed_decode_node_shows_as_failover_and_the_text_is_that_of_an_undisturbed_answer(
     cluster: Cluster,
 ) -> None:
     undisturbed = whole_answer(cluster.url, QUESTION, LONG)
@@ -197,7 +197,7 @@ def test_cluster_view_shows_nodes_pairs_and_requests(cluster: Cluster) -> None:
     in_browser(scene())
 
 
-def test_the_feed_stops_while_the_tab_is_hidden(cluster: Cluster) -> None:
+def test_feed_stops_while_the_tab_is_hidden(cluster: Cluster) -> None:
     def listening() -> float:
         return metric(cluster.url, "baton_router_feed_clients")
 
@@ -499,7 +499,7 @@ HANDOVER = {
 """Record of a request: P is done at 40 ms, D had room for it at 70 ms, and its first event came at 100 ms."""
 
 
-def test_handover_tells_pull_from_waiting() -> None:
+def test_handover_shows_pull_apart_from_waiting() -> None:
     early = json.loads(json.dumps(HANDOVER))
     early["legs"][1]["first_token_ms"] = 40
     early["legs"][1]["stages"]["queue_ms"] = 5

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.cluster import Cluster, family
+from tests.support.processes.cluster import Cluster, family
 
 
 def assert_gone(processes: list[psutil.Process], secs: float) -> None:
@@ -31,7 +31,7 @@ def test_ctrl_c_stops_everything_at_once_and_exits_with_0() -> None:
 
 
 @pytest.mark.slow
-def test_a_node_that_does_not_end_is_killed_and_named() -> None:
+def test_node_that_does_not_end_is_killed_and_named() -> None:
     with Cluster.up() as cluster:
         processes = family(cluster.process.pid)
         psutil.Process(cluster.node("decode")["pid"]).suspend()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fault.victim import Victim
-from tests.support.cluster import Cluster
+from tests.support.processes.cluster import Cluster
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from tests.fault.victim import Victim
-from tests.support.cluster import eventually, family
+from tests.support.processes.cluster import eventually, family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MIB = 1 << 20

@@ -21,7 +21,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.support.cluster import Cluster, eventually, family
+from tests.support.processes.cluster import Cluster, eventually, family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import openai
 
-from tests.support.cluster import Cluster, eventually, family
+from tests.support.processes.cluster import Cluster, eventually, family
 
 PROMPTS = ["Baton is", "A page is", "The router", "KV pages travel"]
 MAX_TOKENS = 24

@@ -13,7 +13,7 @@ flashinfer=$(sed -n 's/.*"\(flashinfer-python==[^"]*\)".*/\1/p' pyproject.toml)
 PACKAGES=(
     "${flashinfer:?}" apache-tvm-ffi==0.1.9 einops tabulate          # the kernels, without the packages for other GPUs' formats; ran together
     pyzmq msgspec                                                    # the engine
-    openai==1.109.1 pydantic pydantic-core annotated-types typing-inspection typing-extensions jiter distro sniffio # tests.support.cluster
+    openai==1.109.1 pydantic pydantic-core annotated-types typing-inspection typing-extensions jiter distro sniffio # tests.support.processes.cluster
 )
 mkdir -p "$out"
 if [ -n "${NATIVE:-}" ]; then

@@ -10,7 +10,7 @@ import torch
 from baton.layers.attention import flashinfer, make_backend
 from baton.layers.attention.flashinfer import FlashInferAttention, obstacle
 from baton.layers.attention.reference import TorchAttention
-from tests.support.attention_cases import CASES, Case, check
+from tests.support.kernels.attention_cases import CASES, Case, check
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_requests_come_out_as_dense_attention_has_them(case: Case) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_wrong_window_would_be_noticed() -> None:
+def test_wrong_window_would_be_noticed() -> None:
     case = Case(windows=(5, 5))
 
     def off_by_one(spec: Any, kv: Any) -> FlashInferAttention:
@@ -90,7 +90,7 @@ def test_auto_chooses_flashinfer() -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.soft_cap], ids=str)
-def test_the_torch_backend_on_cuda(case: Case) -> None:
+def test_torch_backend_on_cuda(case: Case) -> None:
     check(case, TorchAttention, "cuda")
 
 
@@ -98,7 +98,7 @@ def make(name: str) -> Any:
     return lambda spec, kv: make_backend(name, spec, kv)
 
 
-def test_the_workspace_lies_on_the_device() -> None:
+def test_workspace_lies_on_the_device() -> None:
     before = torch.cuda.memory_allocated()
     backend = FlashInferAttention(Case().spec(), Case().pool("cuda"))
     assert torch.cuda.memory_allocated() - before >= 128 << 20

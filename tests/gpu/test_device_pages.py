@@ -14,8 +14,8 @@ import torch
 
 from baton.layers.cuda.device_pages import CudaQueue, DevicePages, PageAccess, PeerPages
 from baton.layers.cuda.ipc import CudaIpc, allocate
-from tests.support import page_cases
-from tests.support.pages import bytes_of, ids, naive_sum
+from tests.support.kernels import page_cases
+from tests.support.kernels.pages import bytes_of, ids, naive_sum
 
 REPO = Path(__file__).parents[2]
 PAGE = 64 << 10
@@ -38,7 +38,7 @@ def pool(pages: int, gpu: torch.device, page_bytes: int = PAGE) -> tuple[torch.T
     return rows, DevicePages(rows, CudaQueue(gpu), CudaIpc(gpu))
 
 
-def test_the_pool_is_zeroed_memory_of_its_own(gpu: torch.device) -> None:
+def test_pool_is_zeroed_memory_of_its_own(gpu: torch.device) -> None:
     before = torch.cuda.memory_allocated()
     data = allocate(1 << 20, gpu)
     assert data.device == gpu

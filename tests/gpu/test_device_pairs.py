@@ -10,7 +10,7 @@ import torch
 
 from tests.e2e.test_faults import killed_node_is_survived
 from tests.gpu.test_nccl import PROMPTS, SHARED_GPU
-from tests.support.cluster import Cluster, metric
+from tests.support.processes.cluster import Cluster, metric
 
 pytestmark = pytest.mark.timeout(600)
 FLAGS = (
@@ -58,7 +58,7 @@ def test_two_processes_equal_one(pair: tuple[str, Cluster], want: list[list[int]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_process_is_survived(pair: tuple[str, Cluster], role: str) -> None:
+def test_killed_process_is_survived(pair: tuple[str, Cluster], role: str) -> None:
     """kill -9 while pages are copied: no wrong token, no held page, and service again."""
     _, cluster = pair
     killed_node_is_survived(cluster, role, prompt_words=600, max_tokens=8)

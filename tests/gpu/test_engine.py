@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from baton.layers.attention.flashinfer import FlashInferAttention
-from tests.support.checkpoints import VOCAB, make_checkpoint, reference_greedy, reference_model
-from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.checkpoints import (
+    VOCAB,
+    make_checkpoint,
+    reference_greedy,
+    reference_model,
+)
 
 STEPS = 24
 
@@ -43,7 +48,7 @@ def test_float32_with_the_reference_equals_transformers(
 
 
 @pytest.mark.timeout(600)
-def test_the_demo_model_answers_alike_on_cpu_and_gpu() -> None:
+def test_demo_model_answers_alike_on_cpu_and_gpu() -> None:
     """bfloat16 rounds differently on the two, so a few near ties may fall the other way; half the tokens may not."""
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
     from baton.server.text.model_info import resolve

@@ -24,8 +24,8 @@ from baton.sched.types.plan import (
     StopReason,
 )
 from baton.sched.types.request import SamplingParams, ValidatedRequest
-from tests.support import shapes
-from tests.support.engine_run import make_engine
+from tests.support.engines.engine_run import make_engine
+from tests.support.models import shapes
 
 pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use
 NEAR = 0.2

@@ -12,7 +12,7 @@ import pytest
 
 from baton.runtime.communicators import nccl
 from tests.e2e.test_faults import killed_node_is_survived
-from tests.support.cluster import Cluster, metric
+from tests.support.processes.cluster import Cluster, metric
 
 pytestmark = pytest.mark.timeout(600)
 PROMPTS = [[(7 * i + n) % 3000 + 3 for i in range(n)] for n in (1, 15, 16, 17, 100, 257, 700)]
@@ -44,7 +44,7 @@ def test_two_processes_over_nccl_equal_one(pair: Cluster) -> None:
     pair.assert_nothing_is_held()
 
 
-def test_a_killed_prefill_process_is_aborted_or_given_up(pair: Cluster) -> None:
+def test_killed_prefill_process_is_aborted_or_given_up(pair: Cluster) -> None:
     """D's receive waits on the GPU for a process that is gone. Its abort may hang; the service may not."""
     killed_node_is_survived(pair, "prefill", prompt_words=600, max_tokens=8)
     pair.complete("a new pair has a new communicator", max_tokens=4)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from baton.layers import ops
 from baton.layers.ops_cuda import FlashInferOps, obstacle, try_out
-from tests.support import head_cases, shapes
-from tests.support.whole_model import load_model
+from tests.support.kernels import head_cases
+from tests.support.models import shapes
+from tests.support.models.whole_model import load_model
 
 CUDA = torch.device("cuda")
 pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use
@@ -127,7 +128,7 @@ def record(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-def test_a_model_of_these_shapes_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_of_these_shapes_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
     monkeypatch.setattr(ops, "_flashinfer", None)
     monkeypatch.setattr(ops, "_head_kernel", None)

@@ -12,8 +12,15 @@ from baton.layers.cuda.stream import CudaStream
 from baton.runtime.sampling.sampler import SampleRow
 from baton.runtime.sampling.step_sampler import SamplingLaunch
 from baton.sched.types.plan import INVALID_TOKEN
-from tests.support.plain_sampler import sample
-from tests.unit.test_sampler import FILTERS, MIX, chi_square, naive_distribution, noise, row
+from tests.support.models.plain_sampler import sample
+from tests.unit.runtime.sampling.test_sampler import (
+    FILTERS,
+    MIX,
+    chi_square,
+    naive_distribution,
+    noise,
+    row,
+)
 
 CUDA = torch.device("cuda")
 
@@ -54,7 +61,7 @@ def test_draws_follow_the_filtered_distribution(params: dict[str, float], vocab:
     assert chi_square(counts, expected * n) < 4
 
 
-def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
+def test_row_draws_the_same_alone_and_in_a_batch() -> None:
     kinds = [*FILTERS, *MIX]
     n = 4 * len(kinds)
     rows = [row(seed=i, **kinds[i % len(kinds)]) for i in range(n)]

@@ -17,10 +17,10 @@ from baton.layers.attention.reference import TorchAttention
 from baton.models.load import load_weights
 from baton.models.spec_reader import read_spec
 from baton.runtime import build as runtime
-from tests.support import shapes
-from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster
-from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models import shapes
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.processes.cluster import Cluster
 
 CUDA = torch.device("cuda")
 pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use
@@ -53,9 +53,7 @@ def engine_flags(path: Path, **flags: object) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_the_pool_is_what_the_fraction_leaves(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pool_is_what_the_fraction_leaves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = shapes.make("qwen3-0.6b", tmp_path / "m")
     with caplog.at_level(logging.INFO):
         loaded = runtime.load(build(engine_flags(path, mem_fraction_static=0.3)), str(path))
@@ -72,7 +70,7 @@ def test_the_pool_is_what_the_fraction_leaves(
     engine.close()
 
 
-def test_a_pool_or_model_that_cannot_fit_is_refused_before_it_is_tried(tmp_path: Path) -> None:
+def test_pool_or_model_that_cannot_fit_is_refused_before_it_is_tried(tmp_path: Path) -> None:
     path = shapes.make("qwen3-0.6b", tmp_path / "m")
     with pytest.raises(ConfigError, match=r"the KV pool asked for has .*lower --max-total-tokens"):
         runtime.load(build(engine_flags(path, max_total_tokens=1 << 24)), str(path))

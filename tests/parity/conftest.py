@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.checkpoints import VOCAB, make_checkpoint, reference_greedy, reference_model
+from tests.support.models.checkpoints import (
+    VOCAB,
+    make_checkpoint,
+    reference_greedy,
+    reference_model,
+)
 
 STEPS = 64
 

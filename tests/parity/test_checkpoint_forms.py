@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from baton.models.spec_reader import read_spec
-from tests.support.checkpoints import (
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.checkpoints import (
     VARIANTS,
     as_transformers_4,
     make_checkpoint,
     reference_greedy,
     reference_model,
 )
-from tests.support.engine_run import answer, greedy, make_engine
-from tests.support.model_loop import ModelLoop
-from tests.support.whole_model import load_model
+from tests.support.models.model_loop import ModelLoop
+from tests.support.models.whole_model import load_model
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -17,10 +17,10 @@ from baton.models.spec_reader import read_spec
 from baton.server.text import model_info
 from baton.server.text.detokenizer import REPLACEMENT, Detokenizer
 from baton.server.text.tokenizer import Tokenizer
-from tests.support.checkpoint_variants import RULES, write_variant
-from tests.support.checkpoints import reference_greedy
-from tests.support.model_loop import ModelLoop
-from tests.support.whole_model import load_model
+from tests.support.models.checkpoint_variants import RULES, write_variant
+from tests.support.models.checkpoints import reference_greedy
+from tests.support.models.model_loop import ModelLoop
+from tests.support.models.whole_model import load_model
 
 FAST = 40
 ALL = 200

@@ -1,7 +1,7 @@
 """Recorded decode steps on CPU tensors: graphs on = graphs off = the CPU's own kernels, token for token.
 
-The recorder (tests.support.tape) does again what was recorded and nothing else, flashinfer's stand-in reads its arrays
-from the fixed buffers and notices a plan that was made for other rows, and results are garbage until waited for.
+The recorder (tests.support.devices.tape) does again what was recorded and nothing else, flashinfer's stand-in reads its
+arrays from the fixed buffers and notices a plan that was made for other rows, and results are garbage until waited for.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from baton.runtime.runner import capture
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.parity.test_device_runner import PARAMS, PLAIN, SMALL, mixed, prompts
-from tests.support.device_engine import Device
-from tests.support.engine_run import answer, make_engine
+from tests.support.devices.device_engine import Device
+from tests.support.engines.engine_run import answer, make_engine
 
 FLAGS: list[dict[str, object]] = [
     {},
@@ -136,7 +136,7 @@ def test_every_capture_size_and_beyond(
         engine.close()
 
 
-def test_a_step_whose_pages_do_not_fit_the_buffers_runs_eagerly(
+def test_step_whose_pages_do_not_fit_the_buffers_runs_eagerly(
     reference: Callable[[str], Reference], device: Device
 ) -> None:
     """Rows that share a long prefix name more pages than the pool has twice over."""

@@ -1,6 +1,7 @@
 """Pools on a device, over every transport they have: transformers' tokens, and nothing left behind when one breaks.
 
-The device is a stand-in (tests/support/stand_in.py); all else is the product's. What only a GPU shows is in tests/gpu.
+The device is a stand-in (tests/support/devices/stand_in.py); all else is the product's. What only a GPU shows is in
+tests/gpu.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from unittest import mock
 
 import pytest
 
+from baton.disagg.events import NodeEvent, RoomFailed, RoomReleased
+from baton.disagg.native_node import NativeTransferNode
 from baton.layers.cuda.device_pages import DevicePages
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
-from tests.support.checkpoints import reference_greedy
-from tests.support.cluster import eventually
-from tests.support.engine_run import greedy
-from tests.support.fake_nccl import FakeNccl
-from tests.support.stand_in import StandIn
+from tests.support.devices.fake_nccl import FakeNccl
+from tests.support.devices.stand_in import StandIn
+from tests.support.engines.engine_run import greedy
+from tests.support.models.checkpoints import reference_greedy
+from tests.support.processes.cluster import eventually
 
 pair_module = pytest.importorskip(
-    "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
+    "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
 )
 STEPS = 12
 LENGTHS = [1, 3, 4, 5, 63, 64, 65, 130]
@@ -76,12 +79,12 @@ class Rig:
         return float(self.pair.pulled()["kv_transport_fallbacks_total"])
 
 
-def heard(node: Any) -> tuple[Any, ...]:
+def heard(node: NativeTransferNode) -> NodeEvent:
     """The next event of a node whose engine does not run."""
     while not (events := node.poll(1)):
         ready, _, _ = select.select([node.event_fd], [], [], 20)
         assert ready, node.rooms_json()
-    return tuple(events[0])
+    return events[0]
 
 
 def work(
@@ -157,7 +160,7 @@ def test_pages_are_announced_when_their_step_has_ended(
 
 
 @pytest.mark.parametrize("via", ["gloo", "tcp"])
-def test_a_prefill_node_on_a_device_serves_one_in_host_memory(
+def test_prefill_node_on_a_device_serves_one_in_host_memory(
     reference: Callable[[str], Reference], via: str
 ) -> None:
     ref = reference("llama")
@@ -167,7 +170,7 @@ def test_a_prefill_node_on_a_device_serves_one_in_host_memory(
         assert rig.bytes(via) > 0
 
 
-def test_a_copy_that_fails_goes_on_by_the_next_transport(
+def test_copy_that_fails_goes_on_by_the_next_transport(
     reference: Callable[[str], Reference],
 ) -> None:
     ref = reference("llama")
@@ -179,7 +182,7 @@ def test_a_copy_that_fails_goes_on_by_the_next_transport(
         assert rig.fallbacks == 1
 
 
-def test_a_page_given_away_under_the_copy_fails_its_room_only(
+def test_page_given_away_under_the_copy_fails_its_room_only(
     reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
     """A new owner of a leased page, which the scheduler never makes: between the copy and the second look."""
@@ -196,9 +199,10 @@ def test_a_page_given_away_under_the_copy_fails_its_room_only(
         eventually("a copy is made", (tmp_path / "copied.reached").exists)
         rig.pair.p.native.begin_write(pages[:4])
         (tmp_path / "copied.go").touch()
-        kind, room, code, _, retryable = heard(d)
-        assert (kind, room, code, retryable) == ("failed", 5, "STALE_PAGE", True)
-        assert heard(p) == ("released", 5, "STALE_PAGE")
+        failed = heard(d)
+        assert isinstance(failed, RoomFailed)
+        assert (failed.room, failed.code, failed.is_retryable) == (5, "STALE_PAGE", True)
+        assert heard(p) == RoomReleased(5, "STALE_PAGE")
         prompts, want = work(ref, [9, 70])
         assert rig.pair.answer(prompts, greedy(STEPS)) == want
 
@@ -224,7 +228,7 @@ def test_cancelled_requests_leave_no_page_behind(reference: Callable[[str], Refe
         assert rig.pair.answer(prompts, greedy(STEPS)) == want
 
 
-def test_a_deadline_ends_a_room_whose_copies_do_not(reference: Callable[[str], Reference]) -> None:
+def test_deadline_ends_a_room_whose_copies_do_not(reference: Callable[[str], Reference]) -> None:
     """D's device takes 0.6 s for a copy, its room has 0.3 s: the room ends by its deadline, behind that copy."""
     ref = reference("llama")
     with Rig(ref.path, ["cuda_ipc"]) as rig:
@@ -236,8 +240,10 @@ def test_a_deadline_ends_a_room_whose_copies_do_not(reference: Callable[[str], R
         d.grant(5, 0, pages)
         p.publish(5, 0, pages)
         p.finish(5, 4, 1, b"")
-        assert heard(d)[:3] == ("failed", 5, "DEADLINE")
+        failed = heard(d)
+        assert isinstance(failed, RoomFailed)
+        assert (failed.room, failed.code) == (5, "DEADLINE")
         runs = list(rig.d_gpu.runs)
         assert runs == ["copying a peer's pages"], "the end came behind what was under way"
-        assert heard(p) == ("released", 5, "DEADLINE")
+        assert heard(p) == RoomReleased(5, "DEADLINE")
         assert rig.d_gpu.runs == runs

@@ -18,9 +18,9 @@ from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.runner.step_inputs import decode
 from baton.sched.types.request import SamplingParams, ValidatedRequest
 from tests.parity.conftest import Reference
-from tests.support.checkpoints import VOCAB
-from tests.support.device_engine import Device
-from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.devices.device_engine import Device
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.checkpoints import VOCAB
 
 STEPS = 20
 SMALL: dict[str, object] = {"max_total_tokens": 120, "schedule_conservativeness": 0.05}
@@ -61,7 +61,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
-def test_the_tokens_of_the_cpu(
+def test_tokens_of_the_cpu(
     reference: Callable[[str], Reference],
     device: Device,
     flags: dict[str, object],
@@ -103,7 +103,7 @@ def test_rows_with_penalties_beside_rows_without(
 
 
 @pytest.mark.parametrize("graph_rows", [0, 5])
-def test_a_row_with_nan_ends_its_request_as_on_the_cpu(
+def test_row_with_nan_ends_its_request_as_on_the_cpu(
     reference: Callable[[str], Reference],
     device: Device,
     monkeypatch: pytest.MonkeyPatch,
@@ -168,12 +168,12 @@ def test_other_ranks_get_tokens_that_are_known(
     assert all((decode(order)[0].token_ids >= 0).all() for order in orders)
     leader = device.runner
     device.late(path)
-    follower = device.runner
+    executor = device.runner
     assert leader is not None
-    assert follower is not None
+    assert executor is not None
     for order in orders:
-        follower.execute_remote(order)  # raises StepMismatch where its arrays differ
-    assert torch.equal(follower._kv.data, leader._kv.data)
+        executor.execute_remote(order)  # raises StepMismatch where its arrays differ
+    assert torch.equal(executor._kv.data, leader._kv.data)
 
 
 def mixed(engine: EngineLoop) -> tuple[dict[int, list[int]], list[list[float]]]:

@@ -10,8 +10,8 @@ import pytest
 from baton.sched import recording
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
-from tests.support.checkpoints import VOCAB, reference_greedy
-from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.checkpoints import VOCAB, reference_greedy
 
 STEPS = 24
 
@@ -75,7 +75,7 @@ def test_sampled_tokens_do_not_depend_on_batch_chunk_or_overlap(
     assert len({tuple(a) for a in alone}) == 3
 
 
-def test_a_real_engines_trace_replays_to_the_same_plans(
+def test_real_engines_trace_replays_to_the_same_plans(
     reference: Callable[[str], Reference],
 ) -> None:
     """Times, sampled tokens and overlap of a real run: nothing that decides is missing in --scheduler-trace."""

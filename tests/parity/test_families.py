@@ -7,9 +7,9 @@ import torch
 
 from baton.layers import ops
 from tests.parity.conftest import STEPS
-from tests.support.checkpoints import VARIANTS
-from tests.support.model_loop import ModelLoop
-from tests.support.whole_model import load_model
+from tests.support.models.checkpoints import VARIANTS
+from tests.support.models.model_loop import ModelLoop
+from tests.support.models.whole_model import load_model
 
 ops_as_loaded = ops._native
 

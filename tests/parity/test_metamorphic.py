@@ -19,9 +19,9 @@ import pytest
 from baton.sched.planner.preemption import PreemptionPlanner
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
-from tests.support.checkpoints import VOCAB, reference_greedy
-from tests.support.engine_run import greedy
-from tests.support.metamorph import Arena, Cluster, preempt_at, suspend_at
+from tests.support.engines.engine_run import greedy
+from tests.support.engines.metamorph import Arena, Cluster, preempt_at, suspend_at
+from tests.support.models.checkpoints import VOCAB, reference_greedy
 from tests.support.pairwise import Case, pairs, pairwise, product
 
 STEPS = 14
@@ -163,7 +163,7 @@ def preemption_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PreemptionPlanner, "_saves_time", lambda *_, **__: True)
 
 
-def test_the_selection_holds_every_pair() -> None:
+def test_selection_holds_every_pair() -> None:
     chosen = pairwise(ENGINE_AXES | REQUEST_AXES, is_valid)
     every = product(ENGINE_AXES | REQUEST_AXES, is_valid)
     assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, every))
@@ -183,7 +183,7 @@ def test_nothing_around_a_request_changes_its_tokens(plain: Plain, case: Case) -
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", range(0, len(WHOLE), EVERY), ids=lambda n: named(WHOLE[n]))
-def test_the_whole_product(plain: Plain, number: int) -> None:
+def test_whole_product(plain: Plain, number: int) -> None:
     """Policies and probes take turns instead of multiplying: no policy knows the page size."""
     policies = ENGINE_AXES["policy"]
     engine_case = WHOLE[number] | {"policy": policies[number % len(policies)]}

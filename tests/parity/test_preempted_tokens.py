@@ -12,8 +12,8 @@ from baton.runtime.engine_loop import EngineLoop
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
-from tests.support.checkpoints import reference_greedy
-from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.checkpoints import reference_greedy
 
 STEPS = 20
 LENGTHS = [1, 4, 15, 16, 17, 33, 64, 70]
@@ -95,7 +95,9 @@ def test_suspended_on_either_node_of_a_pair_the_tokens_are_transformers(
     reference: Callable[[str], Reference], page_size: int, flags: dict[str, object]
 ) -> None:
     pair_module = pytest.importorskip(
-        "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
+        "tests.support.engines.pair",
+        reason="needs the native module: make setup",
+        exc_type=ImportError,
     )
     ref = reference("llama")
     prompts = prompts_of(random.Random(4), LENGTHS)

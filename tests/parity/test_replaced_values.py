@@ -29,9 +29,9 @@ from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server.request.validation import AcceptedRequest, RequestValidator
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
-from tests.support.checkpoints import reference_greedy, reference_model
-from tests.support.engine_run import FLAGS, make_engine
-from tests.support.replaced_values import (
+from tests.support.engines.engine_run import FLAGS, make_engine
+from tests.support.models.checkpoints import reference_greedy, reference_model
+from tests.support.models.replaced_values import (
     FILES,
     ReplacedCheckpoint,
     Replacement,

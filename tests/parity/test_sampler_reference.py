@@ -16,7 +16,7 @@ from transformers import (
 
 from baton.runtime.sampling.sampler import SampleRow, kept_ids
 from baton.sched.types.request import SamplingParams
-from tests.support.plain_sampler import edit
+from tests.support.models.plain_sampler import edit
 
 VOCAB = 500
 

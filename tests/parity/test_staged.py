@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from baton.disagg.events import RoomFailed
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
-from tests.support.checkpoints import reference_greedy
-from tests.support.engine_run import greedy
+from tests.support.engines.engine_run import greedy
+from tests.support.models.checkpoints import reference_greedy
 
 pair_module = pytest.importorskip(
-    "tests.support.pair", reason="needs the native module: make setup", exc_type=ImportError
+    "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
 )
 STEPS = 8
 WAITS = {
@@ -85,7 +86,7 @@ def check(pair: Any, reference: Reference) -> None:
     assert counters(pair.d)['kv_communicators_ended_total{end="failed"}'] == 1
 
 
-def test_a_peer_that_never_posts_its_receive(reference: Callable[[str], Reference]) -> None:
+def test_peer_that_never_posts_its_receive(reference: Callable[[str], Reference]) -> None:
     """P's SLAB_SEND is lost: its send is posted, no peer receives it, and gloo ends it at its timeout."""
     lost = {"fault": {"rules": [{"on": "SLAB_SEND", "do": "drop"}]}}
     pair = pair_module.Pair(
@@ -99,7 +100,7 @@ def test_a_peer_that_never_posts_its_receive(reference: Callable[[str], Referenc
     assert comm_threads() == 0
 
 
-def test_an_abort_that_hangs(reference: Callable[[str], Reference]) -> None:
+def test_abort_that_hangs(reference: Callable[[str], Reference]) -> None:
     stuck: list[Stuck] = []
 
     def wrap(backend: Any) -> Stuck:
@@ -121,7 +122,7 @@ def test_an_abort_that_hangs(reference: Callable[[str], Reference]) -> None:
     assert comm_threads() == 0
 
 
-def test_a_peer_that_closes_in_the_middle(reference: Callable[[str], Reference]) -> None:
+def test_peer_that_closes_in_the_middle(reference: Callable[[str], Reference]) -> None:
     """P's node closes while its send waits for a receive that will not come: D's room ends, with a reason, at once."""
     slow = {"fault": {"rules": [{"on": "SLAB_SEND", "do": "drop"}]}, "comm_op_ms": 20_000}
     ref = reference("llama")
@@ -140,7 +141,8 @@ def test_a_peer_that_closes_in_the_middle(reference: Callable[[str], Reference])
     pair.until(lambda: gauges(pair.p)['kv_communicators{state="open"}'] == 1)
     pair.p.node.close()
     pair.wait()
-    ((kind, room, code, _, retryable),) = pair.d.node.poll(9)
-    assert (kind, room, code, retryable) == ("failed", 5, "PEER_DEAD", True)
+    (failed,) = pair.d.node.poll(9)
+    assert isinstance(failed, RoomFailed)
+    assert (failed.room, failed.code, failed.is_retryable) == (5, "PEER_DEAD", True)
     pair.until(lambda: not any(v for k, v in gauges(pair.d).items() if "communicators" in k))
     pair.close()

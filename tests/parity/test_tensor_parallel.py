@@ -14,14 +14,14 @@ from baton.runtime.build import LoadedModel
 from baton.runtime.runner import step_inputs
 from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
-from tests.support import tiny_model
-from tests.support.checkpoints import VOCAB, reference_greedy
-from tests.support.engine_run import answer, greedy, make_engine
-from tests.support.tp_team import Helpers
+from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.engines.executor_ranks import ExecutorProcesses
+from tests.support.models import tiny_model
+from tests.support.models.checkpoints import VOCAB, reference_greedy
 
 pytestmark = pytest.mark.timeout(
     300
-)  # three helpers import torch at once, perhaps on a machine with two cores
+)  # three executor ranks import torch at once, perhaps on a machine with two cores
 
 STEPS = 16
 LENGTHS = [1, 5, 17, 33, 64, 70]
@@ -29,8 +29,8 @@ SMALL_POOL = {"max_total_tokens": 120, "schedule_conservativeness": 0.05}
 
 
 @pytest.fixture(scope="module")
-def helpers() -> Iterator[Helpers]:
-    made = Helpers(3)
+def executors() -> Iterator[ExecutorProcesses]:
+    made = ExecutorProcesses(3)
     yield made
     made.close()
 
@@ -74,16 +74,16 @@ FAMILIES = [
 
 @pytest.mark.parametrize(("variant", "size"), FAMILIES)
 def test_tokens_and_logits_equal_transformers(
-    reference: Callable[[str], Reference], helpers: Helpers, variant: str, size: int
+    reference: Callable[[str], Reference], executors: ExecutorProcesses, variant: str, size: int
 ) -> None:
     ref = reference(variant)
     seen = Logits()
     prompt = ref.prompts[2]
-    with helpers.engine(ref.path, size, touch=seen.watch) as engine:
+    with executors.engine(ref.path, size, touch=seen.watch) as engine:
         assert answer(engine, ref.prompts, greedy(64)) == ref.greedy
         seen.steps.clear()
         assert answer(engine, [prompt], greedy(STEPS)) == [ref.greedy[2][:STEPS]]
-    assert helpers.said == ["stopped"] * (size - 1)
+    assert executors.endings == ["stopped"] * (size - 1)
     known = prompt + ref.greedy[2][:STEPS]
     with torch.inference_mode():
         want = ref.model(torch.tensor([known])).logits[0, len(prompt) - 1 : -1]
@@ -111,14 +111,14 @@ def test_tokens_and_logits_equal_transformers(
 )
 def test_chunks_hits_overlap_retraction_and_host_pages_change_nothing(
     reference: Callable[[str], Reference],
-    helpers: Helpers,
+    executors: ExecutorProcesses,
     prompts: list[list[int]],
     size: int,
     flags: dict[str, object],
 ) -> None:
     ref = reference("llama")
     want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
-    with helpers.engine(ref.path, size, **flags) as engine:
+    with executors.engine(ref.path, size, **flags) as engine:
         assert answer(engine, prompts, greedy(STEPS)) == want
         assert answer(engine, prompts[::-1], greedy(STEPS), stagger=2) == want[::-1], (
             "second round, with prefix hits"
@@ -135,24 +135,24 @@ def test_chunks_hits_overlap_retraction_and_host_pages_change_nothing(
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_bfloat16_is_as_close_as_in_one_process(
-    reference: Callable[[str], Reference], helpers: Helpers, size: int
+    reference: Callable[[str], Reference], executors: ExecutorProcesses, size: int
 ) -> None:
     """Partial sums are rounded before they meet: within what one process is allowed (test_families)."""
     ref = reference("qwen3")
     seen = Logits()
-    with helpers.engine(ref.path, size, touch=seen.watch, dtype="bfloat16") as engine:
+    with executors.engine(ref.path, size, touch=seen.watch, dtype="bfloat16") as engine:
         for prompt, want in zip(ref.prompts, ref.logits, strict=True):
             seen.steps.clear()
             answer(engine, [prompt], greedy(1))
             assert (seen.steps[0][0] - want[-1]).abs().max() < 0.05 * want.abs().max()
 
 
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(
-    reference: Callable[[str], Reference], helpers: Helpers, prompts: list[list[int]]
+def test_row_has_the_same_bits_alone_and_in_a_batch(
+    reference: Callable[[str], Reference], executors: ExecutorProcesses, prompts: list[list[int]]
 ) -> None:
     """Four addends: their order must not depend on where a row stands."""
     seen = Logits()
-    with helpers.engine(
+    with executors.engine(
         reference("llama").path, 4, touch=seen.watch, chunked_prefill_size=1024
     ) as engine:
         answer(engine, prompts, greedy(1))
@@ -165,7 +165,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
 
 
 def test_sampled_tokens_are_those_of_one_process(
-    reference: Callable[[str], Reference], helpers: Helpers, prompts: list[list[int]]
+    reference: Callable[[str], Reference], executors: ExecutorProcesses, prompts: list[list[int]]
 ) -> None:
     params = SamplingParams(
         max_new_tokens=STEPS, temperature=0.9, top_p=0.9, seed=11, frequency_penalty=0.4
@@ -174,13 +174,13 @@ def test_sampled_tokens_are_those_of_one_process(
     alone = make_engine(path)
     want = answer(alone, prompts, params)
     alone.close()
-    with helpers.engine(path, 2) as engine:
+    with executors.engine(path, 2) as engine:
         assert answer(engine, prompts, params, stagger=1) == want
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_random_weights_are_the_same_model_however_divided(
-    helpers: Helpers, tmp_path: Path, size: int
+    executors: ExecutorProcesses, tmp_path: Path, size: int
 ) -> None:
     """Also: a vocabulary that no number of ranks divides."""
     path = tiny_model.make(tmp_path / "model")
@@ -192,14 +192,16 @@ def test_random_weights_are_the_same_model_however_divided(
     want = answer(alone, prompts, greedy(STEPS))
     alone.close()
     assert len(set(want[0])) > 1
-    with helpers.engine(path, size, **flags) as engine:
+    with executors.engine(path, size, **flags) as engine:
         assert answer(engine, prompts, greedy(STEPS)) == want
 
 
-def test_a_follower_that_would_do_something_else_ends_the_group(
-    reference: Callable[[str], Reference], helpers: Helpers, monkeypatch: pytest.MonkeyPatch
+def test_executor_rank_with_a_different_step_ends_the_group(
+    reference: Callable[[str], Reference],
+    executors: ExecutorProcesses,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One page of one slot differs in one message: the follower refuses before it computes, and all ranks end."""
+    """One page of one slot differs in one message: the executor rank refuses before it computes, and all ranks end."""
     encode, sent = step_inputs.encode, []
 
     def altered(step: step_inputs.StepInputs, check: int) -> bytes:
@@ -214,10 +216,10 @@ def test_a_follower_that_would_do_something_else_ends_the_group(
             RuntimeError,
             match=r"step \d+ failed on the device: PeerLost: tensor-parallel rank 0 of 2 lost",
         ),
-        helpers.engine(reference("llama").path, 2) as engine,
+        executors.engine(reference("llama").path, 2) as engine,
     ):
         answer(engine, [[1, 2, 3]], greedy(STEPS))
     assert len(sent) >= 4
-    assert helpers.said[0].startswith(
+    assert executors.endings[0].startswith(
         f"StepMismatch: step {sent[3].number}: what this tensor-parallel rank would"
     )

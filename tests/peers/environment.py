@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import STOP_SECS, Cluster, eventually, get
+from tests.support.processes.cluster import STOP_SECS, Cluster, eventually, get
 
 REPO = Path(__file__).parents[2]
 READY_SECS = 90.0

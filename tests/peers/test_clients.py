@@ -9,7 +9,7 @@ import pytest
 from tests.peers.cases import CHAT, COMPLETION, QUESTION, pulled
 from tests.peers.environment import run_script
 from tests.peers.wire import answer, texts
-from tests.support.cluster import Cluster, eventually, settled
+from tests.support.processes.cluster import Cluster, eventually, settled
 
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 16}
 BATCH = ["A lease ends", "Pages"]

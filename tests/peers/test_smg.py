@@ -11,7 +11,7 @@ import pytest
 
 from tests.peers.cases import Behind, check_two_ranks
 from tests.peers.environment import gateway, pair_flags
-from tests.support.cluster import Cluster
+from tests.support.processes.cluster import Cluster
 
 NAME, MODULE = "smg", "smg.launch_router"
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from baton.runtime.engine_loop import EngineLoop
-from tests.support.engine_run import answer, greedy, make_engine
+from tests.support.engines.engine_run import answer, greedy, make_engine
 
 DECODE_TOKENS = 33
 

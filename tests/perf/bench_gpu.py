@@ -46,7 +46,7 @@ from baton.runtime import build as runtime
 from baton.runtime.build import LoadedModel
 from baton.runtime.engine_loop import EngineLoop
 from baton.sched.types.request import SamplingParams, ValidatedRequest
-from tests.support import shapes
+from tests.support.models import shapes
 
 _handles = itertools.count(1)
 
@@ -327,7 +327,7 @@ def pair(
     shape: str, args: argparse.Namespace, effort: Effort, folder: Path, transport: str
 ) -> Iterator[Any]:
     """`baton up`: a router, a prefill and a decode process, on the one device."""
-    from tests.support.cluster import Cluster
+    from tests.support.processes.cluster import Cluster
 
     path = shapes.make(shape, folder / shape)
     flags = [
@@ -345,7 +345,7 @@ def transfer(
     report: Report, args: argparse.Namespace, effort: Effort, shape: str, folder: Path
 ) -> None:
     """From the decode node's own count of bytes and of the time from grant to verified page."""
-    from tests.support.cluster import metric
+    from tests.support.processes.cluster import metric
 
     columns = ("shape", "transport", "MB", "GB/s while pulling", "pulls")
     row = report.table("transfer between two processes", columns)

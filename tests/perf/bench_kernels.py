@@ -26,7 +26,7 @@ from baton.layers import ops_cpu
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.kv_pool import make_pool
 from baton.layers.model_spec import KVSpec
-from tests.support.attention_batch import AttentionRow, build_batch
+from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
 Arm = Callable[[], Any]
 DTYPES = (torch.float32, torch.bfloat16)

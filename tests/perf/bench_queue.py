@@ -23,7 +23,7 @@ from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
-from tests.support.sched_sim import duplicates, ordered
+from tests.support.sched.sched_sim import duplicates, ordered
 
 ROUNDS = 7
 

@@ -45,7 +45,7 @@ def work_per_node(
 ) -> float:
     """Seconds that the trace asks of each node that prefills, behind one cache of all nodes' size.
 
-    On engines that do both phases answers count, too: their rows ride along in the steps of prompts.
+    On engines that do both phases answers count, too: their rows run in the steps of prompts.
     """
     nodes = options.workers or options.prefill
     cached = traces.cached_in_arrival_order(trace, options.pool_tokens * nodes)

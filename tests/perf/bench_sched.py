@@ -33,7 +33,7 @@ from baton.sched.types.plan import Row, StepPlan, StepResult, StopReason
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from baton.sched.types.sequence import Seq
-from tests.support.sched_sim import duplicates, ordered
+from tests.support.sched.sched_sim import duplicates, ordered
 
 MIN_ROUNDS = 20
 
@@ -418,7 +418,7 @@ def bench_host(_seconds: float) -> None:
 
     import baton.models
     from baton.runtime.engine_loop import EngineLoop
-    from tests.support.engine_run import make_engine
+    from tests.support.engines.engine_run import make_engine
 
     torch.set_num_threads(1)
     demo = Path(baton.models.__file__).parent / "demo"

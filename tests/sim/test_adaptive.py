@@ -30,7 +30,7 @@ from baton.sched.types.events import OrderReviewed
 from baton.sched.types.sequence import Seq
 from baton_ops.sim.node import NodeSetting, SimNode
 from baton_ops.sim.trace import TraceRequest
-from tests.support.sched_sim import VOCAB, Node, request
+from tests.support.sched.sched_sim import VOCAB, Node, request
 
 
 def forecast(queue: QueueSnapshot, order: str) -> OrderForecast:
@@ -90,7 +90,7 @@ def costs(**mean: float) -> dict[str, OrderForecast]:
     return {name: OrderForecast(mean.get(name.replace("-", "_"), 10.0), 0.0) for name in CANDIDATES}
 
 
-def test_a_rival_takes_over_when_it_is_clearly_better_twice_in_a_row() -> None:
+def test_rival_takes_over_when_it_is_clearly_better_twice_in_a_row() -> None:
     choice = OrderChoice("fcfs")
     steps = [
         (costs(lpm=9.5), OrderChoice("fcfs")),
@@ -121,7 +121,7 @@ def test_never_two_switches_within_two_windows(seed: int) -> None:
     assert not any(a and b for a, b in itertools.pairwise(switched))
 
 
-def test_the_tail_weight_decides_between_mean_and_p99() -> None:
+def test_tail_weight_decides_between_mean_and_p99() -> None:
     found = {name: OrderForecast(10.0, 10.0) for name in CANDIDATES} | {
         "lpm": OrderForecast(8.0, 30.0)
     }
@@ -250,7 +250,7 @@ def test_stays_on_fcfs_where_all_are_equal() -> None:
     assert gauges['adaptive_policy{policy="lpm"}'] == 0
 
 
-def test_a_decision_is_replayed_from_its_line() -> None:
+def test_decision_is_replayed_from_its_line() -> None:
     lim = Limits(
         400, 4, 2, 1000, 16, policy="adaptive", policy_params=PolicyParams(adaptive_window_secs=1.0)
     )
@@ -283,7 +283,7 @@ def test_a_decision_is_replayed_from_its_line() -> None:
     assert adaptive.replay_line(json.dumps(changed))[1].active == "short-first"
 
 
-def test_an_empty_queue_breaks_the_row() -> None:
+def test_empty_queue_breaks_the_row() -> None:
     policy = AdaptivePolicy(
         PolicyParams(adaptive_window_secs=1.0, short_first_aging_tokens_per_s=0.0)
     )
@@ -306,7 +306,7 @@ def test_an_empty_queue_breaks_the_row() -> None:
     assert policy.review(queue, view(2.5)) is None, "the window is not over"
 
 
-def test_a_long_queue_is_reviewed_over_many_plans_as_it_was_at_the_first() -> None:
+def test_long_queue_is_reviewed_over_many_plans_as_it_was_at_the_first() -> None:
     state = SchedulerState(Limits(100_000, 16, 4, 10_000, 64))
     rng = random.Random(4)
     queue = []

@@ -16,7 +16,7 @@ from baton.sched.setup import from_config
 from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import ForwardMode, StepPlan
 from baton.sched.types.sequence import is_partial, partial_of
-from tests.support.sched_sim import VOCAB, Node, reference, request
+from tests.support.sched.sched_sim import VOCAB, Node, reference, request
 
 # ---------------------------------------------------------------------- known lengths
 
@@ -201,7 +201,7 @@ def test_prefill_rate_is_learned_beside_decode_rows_and_kept_through_short_promp
     assert node.sched.load().prefill_tokens_per_s == pytest.approx(10_000, rel=0.1)
 
 
-def test_a_long_prompt_leaves_tokens_of_each_step_to_short_ones_behind_it() -> None:
+def test_long_prompt_leaves_tokens_of_each_step_to_short_ones_behind_it() -> None:
     """--long-prefill-token-threshold, on the flags' way into the scheduler."""
     flags = build(
         {"long_prefill_token_threshold": 128, "chunked_prefill_size": 256, "page_size": 16}
@@ -242,7 +242,7 @@ def test_without_chunking_every_prompt_is_computed_in_one_step(policy: str) -> N
 
 
 @pytest.mark.parametrize("budget", [100, 90])
-def test_a_request_is_admitted_only_into_a_step_that_computes_some_of_it(budget: int) -> None:
+def test_request_is_admitted_only_into_a_step_that_computes_some_of_it(budget: int) -> None:
     values = {"chunked_prefill_size": -1, "max_prefill_tokens": budget, "page_size": 4}
     node = Node(from_config.limits(build(values), 1000), depth=1)
     for handle in (0, 1):

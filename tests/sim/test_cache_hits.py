@@ -8,7 +8,7 @@ import pytest
 
 from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
-from tests.support.sched_sim import VOCAB, Node, chain, random_prompt, request
+from tests.support.sched.sched_sim import VOCAB, Node, chain, random_prompt, request
 
 PAGE = 4
 HEAD = [1, 2, 3, 4] * 4
@@ -31,7 +31,7 @@ def make(depth: int = 1, **over: object) -> Node:
     return Node(Limits(**(values | over)), depth)  # type: ignore[arg-type]
 
 
-def test_a_later_request_hits_what_was_computed_before() -> None:
+def test_later_request_hits_what_was_computed_before() -> None:
     node = make()
     node.sched.add(request(0, [*HEAD, 0, 1], 1, ignore_eos=True))
     node.run()
@@ -89,7 +89,7 @@ def test_pages_a_retracted_request_finds_again_are_no_hit() -> None:
     assert node.cached == {0: 0, 1: 0, 2: 0}
 
 
-def test_a_suspended_request_finds_its_own_pages_as_rematch() -> None:
+def test_suspended_request_finds_its_own_pages_as_rematch() -> None:
     node = make()
     node.sched.add(request(0, HEAD, 8, ignore_eos=True))
     for _ in range(3):

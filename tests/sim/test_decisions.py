@@ -49,7 +49,7 @@ def test_records_follow_the_plans() -> None:
     assert node.sched.decisions.recent(2) == records[-2:]
 
 
-def test_a_preempted_request_is_in_the_record_of_the_plan_that_preempted_it() -> None:
+def test_preempted_request_is_in_the_record_of_the_plan_that_preempted_it() -> None:
     rule = PriorityRule(enabled=True, preemption_threshold=1)
     node = Clocked(dataclasses.replace(LIMITS, max_running_requests=1, priority=rule))
     node.add(0, 0.0, 8, max_new=20, priority=0)
@@ -74,7 +74,7 @@ def test_waiting_without_a_plan_is_recorded_once() -> None:
     assert not node.sched.decisions.steps
 
 
-def test_the_ring_keeps_the_last_ones() -> None:
+def test_ring_keeps_the_last_ones() -> None:
     node = Clocked(dataclasses.replace(LIMITS, num_pages=1000))
     node.add(0, 0.0, 4, max_new=step_log.RING + 50)
     for now in range(step_log.RING + 40):

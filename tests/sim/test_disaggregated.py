@@ -9,9 +9,9 @@ import pytest
 
 from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
-from tests.support.sched_pair import Relay
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
-from tests.support.storm import Ride, Weather, weathers
+from tests.support.sched.fake_transfer import FakeTransfer
+from tests.support.sched.scenarios import Scenario, ScenarioRun, scenarios
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -35,7 +35,7 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
         return Node(lim, depth=rng.choice([1, 2]))
 
     p, d = node("prefill"), node("decode")
-    relay = Relay(p, d, rng, break_rate=rng.choice([0.0, 0.0, 0.05]))
+    transfer = FakeTransfer(p, d, rng, break_rate=rng.choice([0.0, 0.0, 0.05]))
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
     want: dict[int, list[int]] = {}
     aborted: set[int] = set()
@@ -44,7 +44,7 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
     def turn() -> None:
         p.step()
         d.step()
-        relay.tick()
+        transfer.tick()
 
     for handle in range(30):
         prompt = random_prompt(rng, shared, longest)
@@ -75,7 +75,7 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
     d.absorb()
     for handle, tokens in want.items():
         got = d.outputs.get(handle, [])
-        if handle in aborted or 1000 + handle in relay.broken:
+        if handle in aborted or 1000 + handle in transfer.broken:
             assert got == tokens[: len(got)]
         else:
             assert got == tokens, f"seed {seed} request {handle}"
@@ -87,7 +87,7 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
         each.sched.ledger().check_idle(each.limits.num_pages)
 
 
-def test_a_full_decode_node_delays_no_prefill() -> None:
+def test_full_decode_node_delays_no_prefill() -> None:
     p = Node(Limits(64, 4, 8, 100, 64, role="prefill"), depth=1)
     d = Node(Limits(8, 4, 8, 100, 64, role="decode"), depth=1)
     for handle in range(4):
@@ -106,7 +106,7 @@ def test_a_full_decode_node_delays_no_prefill() -> None:
     [("fcfs", [1, 2, 3]), ("short-first", [3, 1, 2]), ("edf", [2, 3, 1]), ("lof", [2, 1, 3])],
 )
 @pytest.mark.parametrize("announced", [False, True])
-def test_the_policy_orders_prompts_on_their_way_to_a_decode_node(
+def test_policy_orders_prompts_on_their_way_to_a_decode_node(
     policy: str, granted: list[int], announced: bool
 ) -> None:
     limits = Limits(100, 4, 1, 100, 64, role="decode", policy=policy, num_reserved_decode_tokens=0)
@@ -183,7 +183,7 @@ def test_skip_ahead_bounds_the_prompts_that_a_decode_node_passes_over(skip: int)
 
 
 @pytest.mark.parametrize("policy", ["lpm", "adaptive"])
-def test_a_decode_node_reports_the_order_of_arriving_prompts(policy: str) -> None:
+def test_decode_node_reports_the_order_of_arriving_prompts(policy: str) -> None:
     params = PolicyParams(lpm_degrade_threshold=2, adaptive_window_secs=1.0)
     d = Node(Limits(4, 4, 1, 100, 64, role="decode", policy=policy, policy_params=params), depth=1)
     for handle in range(4):
@@ -202,7 +202,7 @@ def test_two_full_nodes_do_not_wait_for_each_other() -> None:
     """D set pages aside for the prompt that P has no room for, while P holds the one that D has no room for."""
     p = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1)
     d = Node(Limits(8, 4, 8, 100, 64, role="decode", num_reserved_decode_tokens=0), depth=1)
-    relay = Relay(p, d, random.Random(0), 0.0)
+    transfer = FakeTransfer(p, d, random.Random(0), 0.0)
     late, early = (
         request(handle, [handle] * 20, 3, ignore_eos=True, room=handle) for handle in (1, 2)
     )
@@ -216,22 +216,22 @@ def test_two_full_nodes_do_not_wait_for_each_other() -> None:
     for _ in range(60):
         p.step()
         d.step()
-        relay.tick()
+        transfer.tick()
     d.absorb()
     assert d.finished.keys() == {1, 2}
-    assert relay.revoked == 1
+    assert transfer.revoked == 1
     assert d.outputs == {req.handle: reference(req.prompt, 3, True) for req in (late, early)}
     for node in (p, d):
         node.sched.ledger().check_idle(8)
 
 
-@pytest.mark.parametrize("weather", [w for w in weathers(0) if w.role == "pair"][5::6], ids=str)
-def test_no_lease_ends_before_its_time_while_both_nodes_live(weather: Weather) -> None:
-    ride = Ride(weather)
-    ride.abort_rate = ride.suspend_rate = 0.0
-    ride.run(60)
-    assert ride.relay is not None
-    assert ride.relay.expired == 0, weather
+@pytest.mark.parametrize("scenario", [w for w in scenarios(0) if w.role == "pair"][5::6], ids=str)
+def test_no_lease_ends_before_its_time_while_both_nodes_live(scenario: Scenario) -> None:
+    run = ScenarioRun(scenario)
+    run.abort_rate = run.suspend_rate = 0.0
+    run.run(60)
+    assert run.transfer is not None
+    assert run.transfer.expired == 0, scenario
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -258,7 +258,7 @@ def test_answers_that_outgrow_p_take_no_page_that_d_may_be_reading(depth: int) -
     p.sched.ledger().check_idle(12)
 
 
-def test_an_abort_ends_a_lease_that_no_decode_node_opened() -> None:
+def test_abort_ends_a_lease_that_no_decode_node_opened() -> None:
     p = Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1)
     for handle in (1, 2):
         p.sched.add(request(handle, [handle] * 12, 3, room=handle + 100))
@@ -280,7 +280,7 @@ def test_an_abort_ends_a_lease_that_no_decode_node_opened() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_room_that_ends_before_its_prompt_is_computed_leaves_no_page_leased(depth: int) -> None:
+def test_room_that_ends_before_its_prompt_is_computed_leaves_no_page_leased(depth: int) -> None:
     for turns in range(6):
         p = Node(Limits(16, 4, 8, 100, 8, role="prefill"), depth=depth)
         p.sched.add(request(1, [1] * 20, 3, room=101))
@@ -337,7 +337,7 @@ def test_damaged_pages_do_not_come_back_from_the_host() -> None:
     p.sched.ledger().check_idle(10)
 
 
-def test_a_whole_prompt_in_ds_cache_needs_no_page() -> None:
+def test_whole_prompt_in_ds_cache_needs_no_page() -> None:
     d = Node(Limits(32, 4, 4, 100, 64, role="decode"), depth=1)
     prompt = [1, 2, 3, 4, 1, 2, 3, 4]
     d.sched.add(request(0, prompt, 2, ignore_eos=True, room=1))
@@ -356,7 +356,7 @@ def test_a_whole_prompt_in_ds_cache_needs_no_page() -> None:
     assert (d.grants[2].start_page, len(d.grants[2].pages)) == (2, 0)
 
 
-def test_a_transfer_that_had_ended_before_its_abort_holds_no_page() -> None:
+def test_transfer_that_had_ended_before_its_abort_holds_no_page() -> None:
     """The runtime's "committed" was on its way when the engine said abort: there will be no other event."""
     d = Node(Limits(32, 4, 4, 100, 64, role="decode"), depth=1)
     d.sched.add(request(0, [1, 2, 3, 4, 5], 2, room=1))

@@ -10,7 +10,7 @@ import pytest
 
 from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
-from tests.support.sched_sim import Node, request
+from tests.support.sched.sched_sim import Node, request
 
 SECS_PER_TOKEN = 0.001
 
@@ -59,7 +59,7 @@ def test_edf_misses_nothing_that_any_order_could_meet(seed: int) -> None:
     assert any(missed) is not some_order_meets_all(jobs)
 
 
-def test_the_trial_has_both_kinds_and_fcfs_fails_it() -> None:
+def test_trial_has_both_kinds_and_fcfs_fails_it() -> None:
     jobs = [(40, 0.060), (10, 0.015)]
     assert some_order_meets_all(jobs)
     assert not some_order_meets_all([(40, 0.045), (10, 0.015)])

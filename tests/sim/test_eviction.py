@@ -11,7 +11,7 @@ from baton.cache.eviction import EVICTION_POLICIES
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 PAGE = 4
 
@@ -82,7 +82,7 @@ def test_prefixes_of_important_requests_stay(low_values_first: bool) -> None:
     assert cached(node, important) == 16
 
 
-def test_a_prefix_that_many_requests_reuse_outlives_newer_ones_with_lfu() -> None:
+def test_prefix_that_many_requests_reuse_outlives_newer_ones_with_lfu() -> None:
     kept = {}
     for policy in ("lru", "lfu"):
         node = Node(Limits(10, PAGE, 2, 100, 64, radix_eviction_policy=policy), depth=1)

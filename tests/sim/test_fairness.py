@@ -19,7 +19,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 STEP = 16
 
@@ -126,7 +126,7 @@ def test_backlogged_classes_share_prompt_tokens_by_weight(
     assert spread(series) <= (STEP + STEP) * (Fraction(1, 5) + Fraction(1, 2))
 
 
-def test_a_class_alone_gets_everything_and_owes_nothing_for_it() -> None:
+def test_class_alone_gets_everything_and_owes_nothing_for_it() -> None:
     books = Books(limits(fair("gold:9,coal:1")))
     for handle in range(50):
         books.add(ask(handle, 20, of="coal"), "coal")
@@ -152,7 +152,7 @@ def test_a_class_alone_gets_everything_and_owes_nothing_for_it() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "srpt-aging"])
-def test_a_class_that_comes_back_waits_for_one_turn_of_each_other_at_most(policy: str) -> None:
+def test_class_that_comes_back_waits_for_one_turn_of_each_other_at_most(policy: str) -> None:
     """Tokens computed for others before its first: at most the sum of their shares, and a chunk each."""
     weights = {"a": 4, "b": 2, "c": 1}
     books = Books(limits(fair("a:4,b:2,c:1"), policy=policy))
@@ -194,7 +194,7 @@ def test_answers_are_charged_to_their_class_unless_switched_off() -> None:
     )
 
 
-def test_a_large_request_of_one_class_is_not_kept_out_by_small_ones_of_another() -> None:
+def test_large_request_of_one_class_is_not_kept_out_by_small_ones_of_another() -> None:
     """In both directions: for each order of classes, pages are short and the other class never stops asking."""
     for large, small in (("a", "b"), ("b", "a")):
         books = Books(limits(fair("a:5,b:1"), num_pages=60, schedule_conservativeness=0.3))
@@ -261,7 +261,7 @@ def test_backlogged_tenants_share_by_weight_within_a_request_and_a_chunk(policy:
     assert spread(series) <= (most + STEP + 2 * STEP) * (Fraction(1, 3) + 1)
 
 
-def test_a_pausing_tenant_earns_nothing() -> None:
+def test_pausing_tenant_earns_nothing() -> None:
     books = Books(limits(fair(tenants={})))
     for handle in range(100):
         books.add(ask(handle, 30, by="busy"), "busy")
@@ -277,7 +277,7 @@ def test_a_pausing_tenant_earns_nothing() -> None:
     assert abs(late - sum(g.get("busy", 0) for g in got)) <= 2 * (30 + STEP)
 
 
-def test_a_tenant_at_its_limit_is_skipped_and_blocks_no_other() -> None:
+def test_tenant_at_its_limit_is_skipped_and_blocks_no_other() -> None:
     rules = fair(
         tenants={"capped": TenantRule(max_running=1), "small": TenantRule(max_kv_tokens=100)}
     )
@@ -307,14 +307,14 @@ def test_a_tenant_at_its_limit_is_skipped_and_blocks_no_other() -> None:
     assert counters['tenant_throttled_total{reason="kv"}'] >= 1
 
 
-def test_a_request_larger_than_expected_still_runs_alone() -> None:
+def test_request_larger_than_expected_still_runs_alone() -> None:
     books = Books(limits(fair(tenants={"t": TenantRule(max_kv_tokens=20)})))
     books.add(ask(0, 10, by="t", max_new=500), "t")
     while not books.ended:
         assert books.step() is not None
 
 
-def test_a_full_queue_and_a_prompt_above_the_limit_are_refused() -> None:
+def test_full_queue_and_a_prompt_above_the_limit_are_refused() -> None:
     sched = Scheduler(limits(fair(tenants={"t": TenantRule(max_queued=2, max_kv_tokens=50)})))
     for handle in (0, 1):
         sched.add(ask(handle, 4, by="t"))
@@ -331,7 +331,7 @@ def test_a_full_queue_and_a_prompt_above_the_limit_are_refused() -> None:
     assert sched.sharing.counters()['tenant_throttled_total{reason="queue"}'] == 1
 
 
-def test_the_nodes_own_requests_have_no_limits() -> None:
+def test_nodes_own_requests_have_no_limits() -> None:
     """A health probe works where tenants that are not named are refused."""
     refusing = TenantRules(
         default=TenantRule(max_queued=0, max_kv_tokens=1), named={"t": TenantRule()}
@@ -477,7 +477,7 @@ def test_random_load_with_classes_and_tenants_gives_reference_tokens(seed: int) 
         assert not node.sched.sharing._limits._held_back
 
 
-def test_a_decode_node_admits_prompts_on_their_way_by_class_and_tenant() -> None:
+def test_decode_node_admits_prompts_on_their_way_by_class_and_tenant() -> None:
     rules = fair("a:3,b:1", {"rich": TenantRule(weight=1), "poor": TenantRule(max_running=1)})
     sched = Scheduler(limits(rules, role="decode", max_running_requests=10))
     for handle in range(40):

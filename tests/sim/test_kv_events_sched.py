@@ -10,8 +10,8 @@ import pytest
 from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.kv_events import EventBatch
 from baton.sched.setup.limits import Limits
-from tests.support.kv_replay import Consumer, settled_prefixes
-from tests.support.sched_sim import VOCAB, Node, chain, random_prompt, request
+from tests.support.sched.kv_replay import Consumer, settled_prefixes
+from tests.support.sched.sched_sim import VOCAB, Node, chain, random_prompt, request
 
 KEEP = 64
 
@@ -90,7 +90,7 @@ def test_replay_gives_what_is_cached_and_computed(seed: int) -> None:
     assert fresh.blocks == consumer.blocks
 
 
-def test_a_prompt_aborted_in_flight_is_announced_only_with_its_step() -> None:
+def test_prompt_aborted_in_flight_is_announced_only_with_its_step() -> None:
     node = Node(Limits(16, 2, 4, 100, 64, kv_event_batches=KEEP), depth=3)
     consumer = Consumer(8)
     node.sched.add(request(0, [1, 2, 3, 4, 1], 4, ignore_eos=True))

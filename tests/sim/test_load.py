@@ -29,7 +29,7 @@ def test_bands_cover_all_integers_in_order() -> None:
     assert (band(0), band(3), band(4), band(-1), band(10**9)) == ("0", "1", "4", "-4", "1024")
 
 
-def test_the_numbers_of_a_scripted_state() -> None:
+def test_numbers_of_a_scripted_state() -> None:
     node = Clocked(LIMITS)
     node.add(0, 0.0, 8, max_new=4)
     node.step(0.0)

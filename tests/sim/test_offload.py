@@ -10,7 +10,7 @@ import pytest
 from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import ForwardMode, StepPlan
 from baton.sched.types.priority import PriorityRule
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
 def run_one(node: Node, handle: int, prompt: list[int], max_new: int = 2) -> int:
@@ -22,7 +22,7 @@ def run_one(node: Node, handle: int, prompt: list[int], max_new: int = 2) -> int
     return node.sched._state.computed_tokens - before
 
 
-def test_an_evicted_prompt_comes_back_without_being_computed() -> None:
+def test_evicted_prompt_comes_back_without_being_computed() -> None:
     for host_pages, again in ((0, 30), (40, 2)):
         node = Node(Limits(10, 4, 4, 100, 64, host_pages=host_pages), depth=1)
         prompt = [1] * 30
@@ -169,7 +169,7 @@ def test_storms_under_priority_and_tiny_memory_with_a_host_tier(seed: int) -> No
     host.check_idle(node.limits.host_pages)
 
 
-def test_a_decode_node_takes_evicted_pages_from_its_host_and_grants_the_rest_after_the_copies() -> (
+def test_decode_node_takes_evicted_pages_from_its_host_and_grants_the_rest_after_the_copies() -> (
     None
 ):
     d = Node(

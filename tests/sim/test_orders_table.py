@@ -107,7 +107,7 @@ def all_results() -> list[Results]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_measured_tables_are_not_stale() -> None:
+def test_measured_tables_are_not_stale() -> None:
     for name, text in regenerated(all_results()).items():
         assert (DOCS / name).read_text(encoding="utf-8") == text, (
             f"{name}: run python -m {__spec__.name}"

@@ -20,7 +20,15 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
-from tests.support.sched_sim import EOS, VOCAB, Device, Node, random_prompt, reference, request
+from tests.support.sched.sched_sim import (
+    EOS,
+    VOCAB,
+    Device,
+    Node,
+    random_prompt,
+    reference,
+    request,
+)
 
 
 def ending_with_eos(length: int) -> list[int]:
@@ -57,7 +65,7 @@ def test_eos_is_noticed_a_step_late_and_the_extra_token_is_dropped() -> None:
     at.sched.ledger().check_idle(60)
 
 
-def test_the_last_allowed_token_is_known_ahead_so_no_row_is_wasted() -> None:
+def test_last_allowed_token_is_known_ahead_so_no_row_is_wasted() -> None:
     at = node()
     at.sched.add(request(0, [1, 2, 3], 5, ignore_eos=True))
     while 0 not in at.finished:
@@ -66,7 +74,7 @@ def test_the_last_allowed_token_is_known_ahead_so_no_row_is_wasted() -> None:
     assert at.steps == 5
 
 
-def test_a_stop_string_is_an_abort_that_comes_a_step_late() -> None:
+def test_stop_string_is_an_abort_that_comes_a_step_late() -> None:
     """The front finds the stop string in token 3 and aborts; token 4 is being computed and is never heard of."""
     at = node()
     at.sched.add(request(0, [1, 2, 3], 40, ignore_eos=True))
@@ -94,7 +102,7 @@ def test_pages_of_an_aborted_row_in_flight_may_be_reused_by_the_next_step() -> N
     assert at.outputs[1] == reference(request(1, [2] * 20, 3).prompt, 3, True)
 
 
-def test_a_row_preempted_in_flight_keeps_the_token_it_was_computing() -> None:
+def test_row_preempted_in_flight_keeps_the_token_it_was_computing() -> None:
     at = node(max_running_requests=1, priority=PriorityRule(enabled=True, preemption_threshold=0))
     at.sched.add(dataclasses.replace(request(0, [1, 2, 3], 30, ignore_eos=True), priority=0))
     for _ in range(5):
@@ -126,7 +134,7 @@ class RandomDevice:
         return self.device.execute(plan)
 
 
-def test_a_broken_page_ledger_ends_the_requests_and_not_the_process(
+def test_broken_page_ledger_ends_the_requests_and_not_the_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     limits = Limits(30, 2, 4, 1000, 8)
@@ -206,7 +214,7 @@ def answers(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_engine_loop_gives_the_same_answers_with_and_without_overlap(seed: int) -> None:
+def test_engine_loop_gives_the_same_answers_with_and_without_overlap(seed: int) -> None:
     with_overlap, without = answers(seed, True), answers(seed, False)
     assert with_overlap == without
     got, ends, _ = with_overlap
@@ -261,7 +269,7 @@ def going_on(overlap: bool, fails_at: int = -1) -> tuple[EngineLoop, GoesOn]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_device_that_goes_on_by_itself_has_its_next_step_before_the_last_one_ends(
+def test_device_that_goes_on_by_itself_has_its_next_step_before_the_last_one_ends(
     overlap: bool,
 ) -> None:
     engine, device = going_on(overlap)
@@ -283,7 +291,7 @@ def test_a_device_that_goes_on_by_itself_has_its_next_step_before_the_last_one_e
     engine.close()
 
 
-def test_an_error_after_the_launch_names_the_step() -> None:
+def test_error_after_the_launch_names_the_step() -> None:
     engine, _ = going_on(overlap=True, fails_at=2)
     engine.submit(request(0, [1, 2, 3], 12, ignore_eos=True))
     for _ in range(2):

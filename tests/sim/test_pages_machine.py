@@ -1,7 +1,7 @@
 """Hypothesis drives the scheduler's pages: every call in every order, on a pool of a few pages, shrunk when it fails.
 
 WatchedScheduler counts holders, locks, slots and private pages again after each call; the pretend device knows which
-tokens each page was computed from. The tree alone has its own machine in tests/unit/test_radix.py.
+tokens each page was computed from. The tree alone has its own machine in tests/unit/cache/test_radix.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from baton.cache.radix import RadixNode as TreeNode
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
-from tests.support.sched_sim import Node, chain, reference, request
-from tests.support.watched import WatchedScheduler
+from tests.support.sched.sched_sim import Node, chain, reference, request
+from tests.support.sched.watched import WatchedScheduler
 
 PAGES = 9
 

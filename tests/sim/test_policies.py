@@ -22,7 +22,7 @@ from baton.sched.setup import from_config
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
-from tests.support.sched_sim import VOCAB, Node, ordered, random_prompt, reference, request
+from tests.support.sched.sched_sim import VOCAB, Node, ordered, random_prompt, reference, request
 
 
 class FixedIndex:
@@ -247,7 +247,7 @@ def test_dfs_weight_equals_the_recursive_definition(ends: list[tuple[int, list[i
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("priorities", [False, True])
-def test_the_waiting_queue_equals_a_sort_from_scratch(policy: str, priorities: bool) -> None:
+def test_waiting_queue_equals_a_sort_from_scratch(policy: str, priorities: bool) -> None:
     rng = random.Random(7)
     rule = PriorityRule(enabled=priorities, aging_rate=0.5, low_values_first=True)
     made = POLICIES[policy](PolicyParams())
@@ -359,7 +359,7 @@ def ranked(
 
 
 @pytest.mark.parametrize("mode", ["cache", "recompute", "offload", "auto"])
-def test_a_more_important_request_takes_a_slot_and_the_victim_resumes_exactly(mode: str) -> None:
+def test_more_important_request_takes_a_slot_and_the_victim_resumes_exactly(mode: str) -> None:
     node = preempting(preemption_mode=mode, host_pages=50)
     for handle in (0, 1):
         node.sched.add(ranked(handle, 0))  # type: ignore[arg-type]
@@ -378,7 +378,7 @@ def test_a_more_important_request_takes_a_slot_and_the_victim_resumes_exactly(mo
     node.sched.ledger().check_idle(200)
 
 
-def test_the_threshold_is_strict_and_memory_preempts_too() -> None:
+def test_threshold_is_strict_and_memory_preempts_too() -> None:
     node = preempting()
     for handle in (0, 1):
         node.sched.add(ranked(handle, 0))  # type: ignore[arg-type]
@@ -473,7 +473,7 @@ def test_srpt_lets_a_short_prompt_pass_a_long_one_between_its_chunks() -> None:
     assert done["srpt-aging"] <= 2 < 12 <= done["fcfs"]
 
 
-def test_lpm_with_in_batch_thresholds_puts_followers_of_a_cold_prefix_last(
+def test_lpm_with_in_batch_thresholds_puts_repeats_of_a_cold_prefix_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def first_rows(params: PolicyParams) -> list[int]:

@@ -19,8 +19,8 @@ from baton.sched.types.plan import StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.sequence import Seq
-from tests.support.sched_pair import Relay
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.fake_transfer import FakeTransfer
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 PRIORITY = PriorityRule(enabled=True, preemption_threshold=3)
 
@@ -46,7 +46,7 @@ def busy_node(rng: random.Random) -> Node:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_victims_are_a_cheap_set_of_eligible_rows_that_is_enough_and_no_more(seed: int) -> None:
+def test_victims_are_a_cheap_set_of_eligible_rows_that_is_enough_and_no_more(seed: int) -> None:
     rng = random.Random(seed)
     node = busy_node(rng)
     state = node.sched._state
@@ -92,7 +92,7 @@ def test_suspending_frees_what_was_promised(seed: int) -> None:
         node.sched.ledger()
 
 
-def test_a_cheap_row_goes_before_a_less_important_dear_one() -> None:
+def test_cheap_row_goes_before_a_less_important_dear_one() -> None:
     node = Node(Limits(400, 4, 3, 100, 64, priority=PRIORITY), depth=1)
     node.sched.add(asked(0, [1] * 100, 40, 0))
     node.sched.add(asked(1, [2] * 8, 40, 2))
@@ -110,7 +110,7 @@ def test_on_a_decode_node_an_important_transfer_preempts_running_requests(scarce
     limits = Limits(pages, 4, slots, 100, 64, priority=PRIORITY)
     p = Node(dataclasses.replace(limits, role="prefill", num_pages=400), depth=1)
     d = Node(dataclasses.replace(limits, role="decode"), depth=1)
-    relay = Relay(p, d, random.Random(0), break_rate=0.0)
+    transfer = FakeTransfer(p, d, random.Random(0), break_rate=0.0)
     asks = [(0, 40, 0), (1, 40, 2), (2, 5, 5), (3, 5, 9)]
     for handle, answer, priority in asks:
         if handle >= 2:
@@ -124,14 +124,14 @@ def test_on_a_decode_node_an_important_transfer_preempts_running_requests(scarce
         while handle not in d.sched._state.running:
             p.step()
             d.step()
-            relay.tick()
+            transfer.tick()
     assert not set(d.sched._state.running) >= {0, 1}, "one was sent back"
     assert not d.finished.keys() & {0, 1}, "and no request waited for its end"
     assert d.sched.counters()["preemptions_total"] >= 1
     while not d.sched.is_idle:
         p.step()
         d.step()
-        relay.tick()
+        transfer.tick()
     for handle, answer, _ in asks:
         assert d.outputs[handle] == reference([handle] * 6, answer, True)
 
@@ -189,7 +189,7 @@ def test_priority_storms_are_bounded_and_exact(seed: int) -> None:
     node.sched.ledger().check_idle(node.limits.num_pages)
 
 
-def test_an_aged_request_preempts_no_other() -> None:
+def test_aged_request_preempts_no_other() -> None:
     """Aging puts it before all that wait, but only the stated priority decides whether others give way for it."""
     rule = PriorityRule(enabled=True, aging_rate=1000.0, preemption_threshold=2)
     sched = Scheduler(Limits(100, 4, 1, 100, 64, priority=rule))
@@ -241,7 +241,7 @@ def test_nothing_stays_full_when_room_was_made(lacks: str, ends: str) -> None:
         sched.add(request(2, [3] * 9, 2, ignore_eos=True))
 
 
-def test_a_request_preempts_no_other_that_precedes_it_in_the_order() -> None:
+def test_request_preempts_no_other_that_precedes_it_in_the_order() -> None:
     """Aging put the victim first; preempting it would only admit it again before the other."""
     rule = PriorityRule(enabled=True, aging_rate=1.0, preemption_threshold=2)
     sched = Scheduler(Limits(100, 4, 1, 100, 64, priority=rule))
@@ -256,7 +256,7 @@ def test_a_request_preempts_no_other_that_precedes_it_in_the_order() -> None:
     assert sched.counters()["preemptions_total"] == 0
 
 
-def test_the_first_request_that_may_preempt_gets_the_slot_it_makes_free() -> None:
+def test_first_request_that_may_preempt_gets_the_slot_it_makes_free() -> None:
     """An aged request that may not preempt is first in the order; it does not take what another one gets."""
     rule = PriorityRule(enabled=True, aging_rate=1.0, preemption_threshold=2)
     sched = Scheduler(Limits(100, 4, 1, 100, 64, priority=rule))
@@ -274,7 +274,7 @@ def test_the_first_request_that_may_preempt_gets_the_slot_it_makes_free() -> Non
 
 
 @pytest.mark.parametrize(("under_way", "preempts"), [(200, False), (0, True)])
-def test_a_request_preempts_only_if_the_step_has_tokens_for_it(
+def test_request_preempts_only_if_the_step_has_tokens_for_it(
     under_way: int, preempts: bool
 ) -> None:
     sched = Scheduler(Limits(400, 4, 2, 100, 16, priority=PRIORITY))

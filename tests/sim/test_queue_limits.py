@@ -14,7 +14,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import Seq
-from tests.support.sched_sim import Node, request
+from tests.support.sched.sched_sim import Node, request
 
 RULE = PriorityRule(enabled=True, preemption_threshold=5)
 
@@ -93,7 +93,7 @@ def test_victims_are_the_least_important_newest_first_and_only_if_strictly_worse
         assert admission.queued_tokens == sum(s.prompt_len for s in inside.values())
 
 
-def test_a_full_queue_gives_the_newest_of_the_least_important_up() -> None:
+def test_full_queue_gives_the_newest_of_the_least_important_up() -> None:
     node = full_node(1, 0, 0)
     node.sched.add(ask(4, 2))
     node.absorb()
@@ -139,7 +139,7 @@ def test_another_reason_to_refuse_costs_no_other_request_its_place() -> None:
     assert not node.errors
 
 
-def test_a_preempted_request_keeps_its_place_in_a_full_queue() -> None:
+def test_preempted_request_keeps_its_place_in_a_full_queue() -> None:
     node = full_node(max_queued_requests=1)
     node.sched.add(ask(1, 20))
     node.step()
@@ -150,7 +150,7 @@ def test_a_preempted_request_keeps_its_place_in_a_full_queue() -> None:
     assert node.finished[0] is FinishReason.LENGTH
 
 
-def test_a_request_that_entered_twice_times_out_once() -> None:
+def test_request_that_entered_twice_times_out_once() -> None:
     """An admission that is undone, or a new priority, puts a request in again."""
     admission = AdmissionController(limits(queue_timeout_secs=10.0))
     req = ask(1)
@@ -164,7 +164,7 @@ def test_a_request_that_entered_twice_times_out_once() -> None:
 
 
 @pytest.mark.parametrize("role", ["null", "decode"])
-def test_a_request_not_started_in_time_ends_with_queue_timeout(role: str) -> None:
+def test_request_not_started_in_time_ends_with_queue_timeout(role: str) -> None:
     room = 7 if role == "decode" else None
     node = Node(limits(role=role, queue_timeout_secs=10.0), depth=1)
     node.sched.add(ask(0, arrival=0.0))
@@ -196,7 +196,7 @@ def test_retracted_requests_wait_as_long_as_they_must() -> None:
     assert node.sched.counts()["waiting"] == 1
 
 
-def test_a_suspended_request_is_never_refused() -> None:
+def test_suspended_request_is_never_refused() -> None:
     node = full_node(0, 0, queue_timeout_secs=1.0, max_queued_requests=2)
     node.sched.suspend([1])
     node.sched.expire(50.0)
@@ -238,7 +238,7 @@ def test_retry_after_is_the_time_until_the_queue_has_moved_far_enough() -> None:
     assert AdmissionController(limits()).retry_after(0.0, 1e6) == 1, "bounded"
 
 
-def test_a_request_without_a_priority_ages_past_important_ones_in_bounded_time() -> None:
+def test_request_without_a_priority_ages_past_important_ones_in_bounded_time() -> None:
     """The priority starts one unit below the least important priority stated, whatever that is, in both directions."""
     for low_first in (False, True):
         rule = PriorityRule(enabled=True, aging_rate=1.0, low_values_first=low_first)
@@ -270,7 +270,7 @@ def test_moving_rate_forgets_the_past() -> None:
 
 
 @pytest.mark.parametrize("idle_secs", [0.0, 1.0, 60.0, 3600.0, 21_500.0, 22_200.0, 86_400.0, 1e9])
-def test_a_queue_that_was_empty_for_long_takes_requests_and_is_measured_afresh(
+def test_queue_that_was_empty_for_long_takes_requests_and_is_measured_afresh(
     idle_secs: float,
 ) -> None:
     """Sums that faded for six hours are denormal: 1 / rate is infinite, which no Retry-After may be."""
@@ -329,7 +329,7 @@ def test_deadline_abort_ends_what_has_no_first_token_in_time() -> None:
         pytest.param(True, 60, 11.0, False, id="the evidence is too old"),
     ],
 )
-def test_a_missed_deadline_is_predicted_only_from_a_comparable_recent_prompt(
+def test_missed_deadline_is_predicted_only_from_a_comparable_recent_prompt(
     aborts: bool, length: int, asked_after: float, refused: bool
 ) -> None:
     node = Node(
@@ -354,7 +354,7 @@ def test_a_missed_deadline_is_predicted_only_from_a_comparable_recent_prompt(
     assert (1 in node.errors) == refused
 
 
-def test_a_deadline_passes_in_the_opening_queue_too() -> None:
+def test_deadline_passes_in_the_opening_queue_too() -> None:
     node = Node(limits(role="decode", aborts_missed_deadlines=True), depth=1)
     node.sched.add(dataclasses.replace(request(0, [1] * 5, 4, room=3), ttft_deadline=2.0))
     node.sched.expire(2.0)
@@ -375,7 +375,7 @@ def test_admission_controller_keeps_no_records_of_requests_that_left() -> None:
     assert max(len(admission._eviction_heap), len(admission._due)) <= 1025
 
 
-def test_a_request_that_entered_twice_without_having_started_is_refused_once() -> None:
+def test_request_that_entered_twice_without_having_started_is_refused_once() -> None:
     """A request that was given a slot but found no page goes back to the queue."""
     admission = AdmissionController(limits(max_queued_requests=2, queue_timeout_secs=5.0))
     seqs = [Seq(ask(handle, handle, arrival=0.0), array("i", [1]), 1) for handle in range(2)]

@@ -21,7 +21,7 @@ from baton.sched.queue.waiting_queue import EXACT_UP_TO, KEYS_PER_LOOK, WaitingQ
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
 from tests.sim.test_policies import Plain
-from tests.support.sched_sim import duplicates, ordered, ranks, request
+from tests.support.sched.sched_sim import duplicates, ordered, ranks, request
 
 PARAMS = PolicyParams(
     lpm_degrade_threshold=0, lpm_aging_tokens_per_s=0.5, short_first_aging_tokens_per_s=2.0
@@ -132,7 +132,7 @@ RULES = (
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("rule", range(len(RULES)))
-def test_the_kept_order_equals_a_sort_from_scratch(policy: str, rule: int) -> None:
+def test_kept_order_equals_a_sort_from_scratch(policy: str, rule: int) -> None:
     for seed in range(6):
         world = World(policy, RULES[rule], seed)
         for _ in range(120):
@@ -149,7 +149,7 @@ def test_the_kept_order_equals_a_sort_from_scratch(policy: str, rule: int) -> No
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "srpt-aging"])
-def test_a_request_that_leaves_during_a_look_is_not_given_and_none_is_given_twice(
+def test_request_that_leaves_during_a_look_is_not_given_and_none_is_given_twice(
     policy: str,
 ) -> None:
     for seed in range(40):
@@ -180,7 +180,7 @@ def test_a_request_that_leaves_during_a_look_is_not_given_and_none_is_given_twic
 @pytest.mark.parametrize(
     "policy", ["fcfs", "lof", "lpm", "dfs-weight", "short-first", "srpt-aging", "edf", "hrrn"]
 )
-def test_a_blocked_queue_computes_no_key_again(policy: str) -> None:
+def test_blocked_queue_computes_no_key_again(policy: str) -> None:
     """While requests only decode, the clock and the step number go on; edf looks again when a deadline is lost."""
     world = World(policy, PriorityRule(), 3)
     for _ in range(50):
@@ -247,7 +247,7 @@ def test_edf_demotes_at_the_moment_a_deadline_is_lost() -> None:
     )
 
 
-def test_a_page_published_elsewhere_compares_no_prompt_again() -> None:
+def test_page_published_elsewhere_compares_no_prompt_again() -> None:
     world = World("lpm", PriorityRule(), 2)
     for _ in range(80):
         world.change()
@@ -316,7 +316,7 @@ def crowd(policy: str, rule: PriorityRule, count: int) -> tuple[World, list[int]
 
 @pytest.mark.parametrize("rule", [0, 3])
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"dfs-weight"}))
-def test_a_long_queue_costs_a_look_a_bounded_number_of_keys(policy: str, rule: int) -> None:
+def test_long_queue_costs_a_look_a_bounded_number_of_keys(policy: str, rule: int) -> None:
     """A burst that joins, the tree, the clock, the rates and the members change: no look does more than its share."""
     world, made = crowd(policy, RULES[rule], 1500)
     for _ in range(300):
@@ -351,7 +351,7 @@ def test_all_of_a_burst_are_given_on_demand_and_the_important_first(policy: str)
 
 @pytest.mark.parametrize("rule", [0, 3])
 @pytest.mark.parametrize("policy", ["dfs-weight", "lpm"])
-def test_an_order_that_depends_on_all_sorts_a_long_queue_in_parts(
+def test_order_that_depends_on_all_sorts_a_long_queue_in_parts(
     policy: str, rule: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No look enters more than a part, though requests come and go and the tree changes; then the order is exact."""

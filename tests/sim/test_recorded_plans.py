@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support import recorded_plans
+from tests.support.sched import recorded_plans
 
 
 def test_every_policy_and_role_is_recorded() -> None:
@@ -17,5 +17,5 @@ def test_every_policy_and_role_is_recorded() -> None:
 def test_plans_equal_the_recorded_ones(name: str) -> None:
     recorded = json.loads(recorded_plans.RECORDED.read_text())
     assert recorded_plans.digest_of(name) == recorded[name], (
-        "plans changed: if that is meant, record them with python -m tests.support.recorded_plans"
+        "plans changed: if that is meant, record them with python -m tests.support.sched.recorded_plans"
     )

@@ -197,7 +197,7 @@ def test_random_runs_replay_to_identical_plans(seed: int, role: str) -> None:
     assert "secret" not in storm.lines[0]
 
 
-def test_a_changed_input_is_found_at_the_plan_it_changes() -> None:
+def test_changed_input_is_found_at_the_plan_it_changes() -> None:
     storm = Storm(1, "null")
     storm.run()
     first_add = next(i for i, line in enumerate(storm.lines) if line.startswith('["add"'))
@@ -274,7 +274,7 @@ def test_values_survive_the_lines() -> None:
         to_plain(object())
 
 
-def test_the_command_says_whether_the_plans_are_equal(
+def test_command_says_whether_the_plans_are_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     storm = Storm(3, "null")

@@ -14,8 +14,8 @@ from baton.sched.types import request_timeline
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
-from tests.support.sched_pair import Relay
-from tests.support.sched_sim import VOCAB, Node, random_prompt, request
+from tests.support.sched.fake_transfer import FakeTransfer
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, request
 
 LIMITS = Limits(100, 4, 4, 100, 16)
 
@@ -39,7 +39,7 @@ class Timed(Node):
         return timeline
 
 
-def test_a_prompt_in_chunks_and_its_answer() -> None:
+def test_prompt_in_chunks_and_its_answer() -> None:
     node = Timed()
     node.sched.add(traced(7, 40, 3))
     node.run()
@@ -59,7 +59,7 @@ def test_a_prompt_in_chunks_and_its_answer() -> None:
     assert not timeline.leased_pages
 
 
-def test_the_second_of_two_equal_prompts_reports_its_cached_tokens() -> None:
+def test_second_of_two_equal_prompts_reports_its_cached_tokens() -> None:
     node = Timed()
     node.sched.add(traced(1, 40, 1))
     node.run()
@@ -69,7 +69,7 @@ def test_the_second_of_two_equal_prompts_reports_its_cached_tokens() -> None:
     assert (timeline.cached_tokens, timeline.computed_tokens, timeline.steps) == (36, 4, 1)
 
 
-def test_an_untraced_request_has_no_timeline() -> None:
+def test_untraced_request_has_no_timeline() -> None:
     node = Timed()
     node.sched.add(dataclasses.replace(traced(1, 40, 3), trace=b""))
     node.run()
@@ -87,7 +87,7 @@ def test_first_token_of_an_untraced_request_carries_its_wait_for_a_slot() -> Non
     assert all(stages.pulled is None for stages in node.stages.values())
 
 
-def test_a_preempted_request_reports_when_and_the_recomputed_tokens() -> None:
+def test_preempted_request_reports_when_and_the_recomputed_tokens() -> None:
     rule = PriorityRule(enabled=True, preemption_threshold=0)
     node = Timed(
         dataclasses.replace(
@@ -120,7 +120,7 @@ def test_suspended_while_it_runs() -> None:
     assert timeline.output_tokens == 6
 
 
-def test_the_end_of_one_that_never_ran() -> None:
+def test_end_of_one_that_never_ran() -> None:
     node = Timed(dataclasses.replace(LIMITS, max_running_requests=1))
     node.sched.add(dataclasses.replace(traced(1, 8, 30), trace=b""))
     node.step()
@@ -136,7 +136,7 @@ def test_the_end_of_one_that_never_ran() -> None:
     )
 
 
-def test_a_lease_lasts_until_it_is_released_and_reports_why() -> None:
+def test_lease_lasts_until_it_is_released_and_reports_why() -> None:
     node = Timed(dataclasses.replace(LIMITS, role="prefill"))
     node.sched.add(traced(1, 20, 9, room=5))
     node.run()
@@ -152,7 +152,7 @@ def test_a_lease_lasts_until_it_is_released_and_reports_why() -> None:
     )
 
 
-def test_a_transfer_reports_how_its_pages_came() -> None:
+def test_transfer_reports_how_its_pages_came() -> None:
     node = Timed(dataclasses.replace(LIMITS, role="decode"))
     node.sched.add(traced(1, 20, 3, room=5))
     node.step()
@@ -170,7 +170,7 @@ def test_a_transfer_reports_how_its_pages_came() -> None:
     assert (timeline.output_tokens, timeline.finish) == (3, "length")
 
 
-def test_a_broken_transfer_ends_with_its_code() -> None:
+def test_broken_transfer_ends_with_its_code() -> None:
     node = Timed(dataclasses.replace(LIMITS, role="decode"))
     node.sched.add(traced(1, 20, 3, room=5))
     node.step()
@@ -209,7 +209,7 @@ def test_timelines_agree_with_the_results_of_requests(seed: int) -> None:
         return Node(limits, rng.choice([1, 2]), lambda: float(next(ticks)))
 
     p, d = node("prefill"), node("decode")
-    relay = Relay(p, d, rng, break_rate=rng.choice([0.0, 0.05]))
+    transfer = FakeTransfer(p, d, rng, break_rate=rng.choice([0.0, 0.05]))
     longest = min(20, p.limits.capacity_tokens - 1, d.limits.capacity_tokens - 1)
     requests = {}
     aborted = set()
@@ -217,7 +217,7 @@ def test_timelines_agree_with_the_results_of_requests(seed: int) -> None:
     def turn() -> None:
         p.step()
         d.step()
-        relay.tick()
+        transfer.tick()
 
     for handle in range(30):
         prompt = random_prompt(rng, [[1, 2, 3, 4, 0, 1, 2, 3]], longest)

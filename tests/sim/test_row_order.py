@@ -15,8 +15,8 @@ from baton.sched.types.events import EmittedTokens
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
-from tests.support.storm import FAIR
+from tests.support.sched.scenarios import FAIR
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 PRIORITY = PriorityRule(enabled=True)
 
@@ -87,7 +87,7 @@ def test_aging_orders_decode_rows_until_its_maximum_is_reached() -> None:
     assert rows(turn(sched, 14.1)) == [1, 0], "10 against 4 + 6.1"
 
 
-def test_a_priority_adjusted_while_it_runs_moves_its_row() -> None:
+def test_priority_adjusted_while_it_runs_moves_its_row() -> None:
     sched = Scheduler(limits())
     for handle in range(3):
         sched.add(important(handle, 0))
@@ -117,7 +117,7 @@ def test_chunk_tokens_go_to_the_more_important_prompt_first(
     assert sched.counters()["preemptions_total"] == 0
 
 
-def test_the_cap_on_unfinished_prompts_never_delays_a_more_important_one() -> None:
+def test_cap_on_unfinished_prompts_never_delays_a_more_important_one() -> None:
     sched = Scheduler(limits(step_tokens=16, max_partial_prefills=2))
     for handle in range(4):
         sched.add(important(handle, handle, 100))
@@ -139,7 +139,7 @@ def test_behind_too_many_unfinished_prompts_only_what_one_step_completes_may_sta
     assert rows(turn(sched)) == ([0, 1, 2] if starts else [0, 1])
 
 
-def test_the_reserved_request_goes_before_less_important_prompts_under_way() -> None:
+def test_reserved_request_goes_before_less_important_prompts_under_way() -> None:
     """The reserved request fits once 1 has ended; but 4, first in the order, uses up what a step may pass over."""
     sched = Scheduler(limits(num_pages=60, step_tokens=16, policy="lof", admission_skip_ahead=0,
                              priority=PriorityRule(enabled=True, preemption_threshold=100)))  # fmt: skip
@@ -166,7 +166,7 @@ def test_the_reserved_request_goes_before_less_important_prompts_under_way() -> 
     assert rows(turn(sched)) == [0, 3]
 
 
-def test_the_most_important_row_gets_the_last_page_and_is_sent_back_last() -> None:
+def test_most_important_row_gets_the_last_page_and_is_sent_back_last() -> None:
     sched = Scheduler(limits(num_pages=8, radix_cache=False, schedule_conservativeness=0.01))
     for handle, priority in ((0, 1), (1, 2), (2, 9), (3, 0)):
         sched.add(important(handle, priority, 4, 20))
@@ -183,7 +183,7 @@ def test_the_most_important_row_gets_the_last_page_and_is_sent_back_last() -> No
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_place_of_a_row_changes_no_token(seed: int, depth: int) -> None:
+def test_place_of_a_row_changes_no_token(seed: int, depth: int) -> None:
     rng = random.Random(seed)
     heads = [[rng.randrange(VOCAB) for _ in range(12)] for _ in range(2)]
     prompts = [random_prompt(rng, heads, 30) for _ in range(4)]

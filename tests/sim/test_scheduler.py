@@ -21,7 +21,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import Seq, partial_of
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
 def limits(rng: random.Random, **over: object) -> Limits:
@@ -80,7 +80,7 @@ def test_random_load_gives_reference_tokens_and_leaks_nothing(seed: int) -> None
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_row_without_a_token_ends_its_request_alone(
+def test_row_without_a_token_ends_its_request_alone(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node(Limits(64, 1, 4, 100, 32), depth=depth)
@@ -166,7 +166,7 @@ def test_requests_of_one_step_share_their_prefix() -> None:
     plan = node.sched.plan()
     assert plan is not None
     assert [row.n for row in plan.rows] == [9, 1, 1, 1], (
-        "followers compute only what the leader does not"
+        "later requests compute only what the first one does not"
     )
     node.flight.append(plan)
     node.run()
@@ -249,7 +249,7 @@ def test_short_prompts_fill_the_budget_however_few_may_stay_unfinished(policy: s
     assert node.steps < 4
 
 
-def test_a_prompt_that_precedes_the_unfinished_one_starts_before_it() -> None:
+def test_prompt_that_precedes_the_unfinished_one_starts_before_it() -> None:
     """One unfinished prompt is allowed, and that is 0; 1 is due before it and 2 after it."""
     node = Node(
         Limits(400, 4, 32, 100, 16, policy="edf", max_partial_prefills=1, role="prefill"), depth=1
@@ -305,7 +305,7 @@ def test_others_pass_a_request_that_waits_for_pages_and_do_not_delay_it(share: s
     assert started[1] - 80 < 20, "the large request waits for those that passed it"
 
 
-def test_a_request_that_waits_for_all_pages_is_not_passed_for_ever() -> None:
+def test_request_that_waits_for_all_pages_is_not_passed_for_ever() -> None:
     """Requests that pass it add to its reservation; with a full one, nothing passes until it has started."""
     node = Node(Limits(100, 4, 32, 1000, 64, radix_cache=False), depth=1)
     node.sched.add(request(0, [1] * 60, 240, ignore_eos=True))
@@ -321,7 +321,7 @@ def test_a_request_that_waits_for_all_pages_is_not_passed_for_ever() -> None:
 
 
 @pytest.mark.parametrize("share", ["none", "tenants"])
-def test_the_reserved_request_does_not_start_behind_max_partial_prefills_either(share: str) -> None:
+def test_reserved_request_does_not_start_behind_max_partial_prefills_either(share: str) -> None:
     """Pages become free while request 2, which precedes it, is computed in part."""
     rules = FairnessRules(tenants=TenantRules() if share == "tenants" else None)
     node = Node(
@@ -368,7 +368,7 @@ def test_skip_ahead_bounds_how_many_requests_are_passed_over(skip: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "srpt-aging", "hrrn"])
-def test_a_plan_looks_at_few_of_a_long_queue(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_looks_at_few_of_a_long_queue(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No slot or no pages, with prompts under way that the queue's order puts last."""
     taken: list[Seq] = []
     in_order = WaitingQueue.in_order
@@ -399,7 +399,7 @@ def test_a_plan_looks_at_few_of_a_long_queue(policy: str, monkeypatch: pytest.Mo
             assert len(taken) <= limits.admission_skip_ahead + 4
 
 
-def test_an_admission_taken_back_leaves_cached_tokens_to_charge(
+def test_admission_taken_back_leaves_cached_tokens_to_charge(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rules = FairnessRules(tenants=TenantRules())

@@ -525,7 +525,7 @@ def test_every_policy_reports_ttft_tpot_and_wait() -> None:
         assert summary.ttft.mean >= summary.wait.mean
 
 
-def test_a_recorded_day_is_decided_alike_every_time() -> None:
+def test_recorded_day_is_decided_alike_every_time() -> None:
     first, again = (
         simulated("--limit", "300", "--length-scale", "16", "--schedule-policy", "all")
         for _ in range(2)
@@ -533,7 +533,7 @@ def test_a_recorded_day_is_decided_alike_every_time() -> None:
     assert [s.decisions for s in first.values()] == [s.decisions for s in again.values()]
 
 
-def test_a_compressed_trace_is_the_same_trace(tmp_path: Path) -> None:
+def test_compressed_trace_is_the_same_trace(tmp_path: Path) -> None:
     plain = write(tmp_path / "t.jsonl", GOOD, GOOD.replace("600", "700"))
     packed = tmp_path / "t.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))

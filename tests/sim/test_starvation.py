@@ -14,8 +14,8 @@ from baton.sched.policies import PolicyParams
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
-from tests.support.sched_sim import Node, request
-from tests.support.watched import WatchedScheduler
+from tests.support.sched.sched_sim import Node, request
+from tests.support.sched.watched import WatchedScheduler
 
 STEP = 0.05
 """Seconds per step."""
@@ -84,7 +84,7 @@ MINOR = dataclasses.replace(short(500), priority=2)
 
 
 @pytest.mark.parametrize("rate", [9.7, 41.3])
-def test_a_cold_prompt_under_lpm_waits_for_its_lack_of_hits_at_the_aging_rate(rate: float) -> None:
+def test_cold_prompt_under_lpm_waits_for_its_lack_of_hits_at_the_aging_rate(rate: float) -> None:
     limits = one_at_a_time(policy="lpm", policy_params=PolicyParams(lpm_aging_tokens_per_s=rate))
     waited = wait_of(COLD, hit, limits, warm=HEAD)
     assert 0 < waited <= len(HEAD) / rate + QUEUED * STEP
@@ -92,7 +92,7 @@ def test_a_cold_prompt_under_lpm_waits_for_its_lack_of_hits_at_the_aging_rate(ra
 
 
 @pytest.mark.parametrize("rate", [29.3, 101.7])
-def test_a_long_prompt_under_short_first_waits_for_its_length_at_the_aging_rate(
+def test_long_prompt_under_short_first_waits_for_its_length_at_the_aging_rate(
     rate: float,
 ) -> None:
     limits = one_at_a_time(
@@ -105,7 +105,7 @@ def test_a_long_prompt_under_short_first_waits_for_its_length_at_the_aging_rate(
     assert wait_of(LONG, short, limits, warm=[]) == LIMIT_SECS
 
 
-def test_a_long_prompt_under_srpt_waits_for_its_length_at_a_share_of_the_prefill_rate() -> None:
+def test_long_prompt_under_srpt_waits_for_its_length_at_a_share_of_the_prefill_rate() -> None:
     limits = one_at_a_time(policy="srpt-aging", policy_params=PolicyParams(srpt_aging=0.05))
     assert (
         0
@@ -117,21 +117,21 @@ def test_a_long_prompt_under_srpt_waits_for_its_length_at_a_share_of_the_prefill
 
 
 @pytest.mark.parametrize("rate", [0.51, 2.03])
-def test_a_low_priority_request_waits_for_the_difference_at_the_aging_rate(rate: float) -> None:
+def test_low_priority_request_waits_for_the_difference_at_the_aging_rate(rate: float) -> None:
     limits = one_at_a_time(priority=PriorityRule(enabled=True, aging_rate=rate))
     assert 0 < wait_of(MINOR, important, limits, warm=[]) <= (7 - 2 + 1) / rate + QUEUED * STEP
     limits = one_at_a_time(priority=PriorityRule(enabled=True))
     assert wait_of(MINOR, important, limits, warm=[]) == LIMIT_SECS
 
 
-def test_a_long_prompt_under_hrrn_waits_until_the_work_done_since_outgrows_its_own() -> None:
+def test_long_prompt_under_hrrn_waits_until_the_work_done_since_outgrows_its_own() -> None:
     """The ratio is the work done since over 350; a new request's at most four steps' work of 3 over its own 3."""
     late = dataclasses.replace(LONG, handle=10**6)  # ties at the start go to the others
     waited = wait_of(late, short, one_at_a_time(policy="hrrn"), warm=[])
     assert 5.0 < waited <= (len(LONG.prompt) * 4 / 3 + QUEUED) * STEP
 
 
-def test_a_request_without_a_deadline_under_edf_has_the_default_one() -> None:
+def test_request_without_a_deadline_under_edf_has_the_default_one() -> None:
     def urgent(handle: int) -> ValidatedRequest:
         # Due a second after it was sent: always before one that is due in five seconds, until those have passed.
         return dataclasses.replace(short(handle), ttft_deadline=(handle - 1000) * STEP + 1.0)

@@ -17,7 +17,7 @@ from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import Rendezvous
 from baton.sched.types.request_timeline import PulledPages
 from baton.sched.types.sequence import Seq
-from tests.support.sched_sim import Device, request
+from tests.support.sched.sched_sim import Device, request
 
 LIMITS = Limits(100, 4, 4, 100, 16)
 
@@ -86,7 +86,7 @@ def test_waiting_time_and_overtaking_on_a_scripted_trace() -> None:
     assert waits.sum == pytest.approx(0.0 + (2.0 - 1.0) + (10.0 - 4.0) + 11.0)
 
 
-def test_a_long_wait_begins_to_starve_with_the_first_one_that_overtakes() -> None:
+def test_long_wait_begins_to_starve_with_the_first_one_that_overtakes() -> None:
     node = Clocked(
         dataclasses.replace(LIMITS, max_running_requests=1, priority=PriorityRule(enabled=True))
     )
@@ -103,7 +103,7 @@ def test_a_long_wait_begins_to_starve_with_the_first_one_that_overtakes() -> Non
     assert set(node.stats.waiting_time) == {"1", "4"}, "bands of powers of four"
 
 
-def test_a_burst_that_waits_too_long_is_counted_over_several_plans(
+def test_burst_that_waits_too_long_is_counted_over_several_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(collector, "MAX_DUE_PER_PLAN", 4)
@@ -155,7 +155,7 @@ def test_preemption_is_counted_by_both_classes_and_reason_with_its_recompute_tax
     assert sum(node.stats.waiting_time["0"].counts) == 1, "waiting again is not a second admission"
 
 
-def test_a_suspended_request_does_not_wait_and_counts_as_sent_back_by_the_operator_if_it_ran() -> (
+def test_suspended_request_does_not_wait_and_counts_as_sent_back_by_the_operator_if_it_ran() -> (
     None
 ):
     node = Clocked(dataclasses.replace(LIMITS, max_running_requests=1))
@@ -296,7 +296,7 @@ def test_random_traces_follow_the_definitions(seed: int) -> None:
     assert node.stats._request_stats == node.stats._last_token_at == {}
 
 
-def test_a_decode_node_waits_until_its_pages_are_reserved() -> None:
+def test_decode_node_waits_until_its_pages_are_reserved() -> None:
     node = Clocked(dataclasses.replace(LIMITS, role="decode", num_pages=12, max_running_requests=2))
     for handle in range(3):
         node.add(handle, float(handle), 8, rendezvous=Rendezvous("p", 1, handle))
@@ -308,7 +308,7 @@ def test_a_decode_node_waits_until_its_pages_are_reserved() -> None:
     assert node.stats.queued.total() == 0
 
 
-def test_an_admission_taken_back_keeps_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_taken_back_keeps_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimate said yes and allocation said no: the request waits on as if nothing had been."""
     node = Clocked(LIMITS)
     node.add(0, 0.0, 8)

@@ -14,8 +14,8 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import SeqState
-from tests.sim.test_disaggregated import Relay
-from tests.support.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.fake_transfer import FakeTransfer
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 
 def storm(node: Node, rng: random.Random, handles: list[int]) -> None:
@@ -98,7 +98,7 @@ def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
         return Node(lim, depth=rng.choice([1, 2]))
 
     p, d = half("prefill"), half("decode")
-    relay = Relay(p, d, rng, break_rate=0.0)
+    transfer = FakeTransfer(p, d, rng, break_rate=0.0)
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
     want: dict[int, list[int]] = {}
 
@@ -106,7 +106,7 @@ def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
         for each in (p, d):
             storm(each, rng, list(want))
             each.step()
-        relay.tick()
+        transfer.tick()
 
     for handle in range(20):
         req = request(
@@ -128,7 +128,7 @@ def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
             each.sched.resume(list(want))
         p.step()
         d.step()
-        relay.tick()
+        transfer.tick()
         if d.sched.is_idle and p.sched.is_idle:
             break
     d.absorb()
@@ -138,7 +138,7 @@ def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
         each.sched.ledger().check_idle(each.limits.num_pages)
 
 
-def test_a_suspended_request_keeps_its_place_and_passes_a_full_queue() -> None:
+def test_suspended_request_keeps_its_place_and_passes_a_full_queue() -> None:
     node = Node(Limits(200, 4, 1, 2, 64), depth=1)
     for handle in range(2):
         node.sched.add(request(handle, [1] * 5, 6, ignore_eos=True))
@@ -192,7 +192,7 @@ def test_states_in_which_a_request_cannot_be_suspended_change_nothing() -> None:
         p.sched.suspend([0])
 
 
-def test_the_last_step_of_a_suspended_prompt_still_leases_it() -> None:
+def test_last_step_of_a_suspended_prompt_still_leases_it() -> None:
     """P: the whole prompt was in flight when it was suspended, and resumed or not, its first token goes to D."""
     for resumed in (False, True):
         p = Node(Limits(64, 4, 4, 100, 64, role="prefill"), depth=2)

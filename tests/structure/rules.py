@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -60,14 +61,19 @@ BRITISH_VERB = (
 BRITISH_NOUN = "[a-z]*(colo|neighbo|behavio|favo|hono)ur[a-z]*"
 WORDS = {
     "nobody": "no worker, no request", "whoever": "the component", "somebody": "the component", "told": "reported",
-    "gone on with": "resumed", "let go": "released", "of late": "recently", "anew": "again",
+    "gone on": "resumed", "let go": "released", "of late": "recently", "anew": "again",
     "what came of": "outcome", "door": "admission controller", "story": "timeline", "stories": "timelines",
     "patience": "timeout", "rehears[a-z]*": "warm-up", "rung": "capture size", "heir": "resume fingerprint",
     "newcomer": "startup gate", "obey[a-z]*": "apply", "ageing": "aging", "parked": "pending, retained",
-    "sicken": "mark unhealthy", "farewell": "shutdown",
+    "sicken": "mark unhealthy", "farewell": "shutdown", "tell end": "emit the finish", "tells?_[a-z]+": "report",
+    "deciders?": "policy set", "teams?": "TP ranks", "followers?": "executor ranks", "news": "events, update",
+    "weathers": "scenarios", "rides?": "run",
     BRITISH_VERB: "-ize", BRITISH_NOUN: "-or",
 }  # fmt: skip
-"""Words of this project alone, spellings that differ from the flags', and what to write instead."""
+"""Words of this project alone, spellings that differ from the flags', and what to write instead.
+
+A space also stands for the `_` of an identifier; CamelCase is read as snake_case.
+"""
 OUTSIDE = (
     "PARKED",
     '"told"',
@@ -156,11 +162,12 @@ def upward_imports_of_a_package() -> Offenses:
 
 
 def folder_entries() -> Offenses:
-    """Folders of sources that list too many files and folders."""
+    """Folders of sources and tests that list too many files and folders."""
     listed: dict[str, set[str]] = {}
     for path in [
         *product_files(),
         *(path for folder in CRATES.values() for path in files(folder, ".rs")),
+        *files("tests", ".py"),
     ]:
         parts = path.split("/")
         for n in range(1, len(parts)):
@@ -248,20 +255,40 @@ def spoken_files() -> dict[str, Sequence[str]]:
     }
 
 
+CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""Places inside a CamelCase name where a word ends."""
+
+
 def private_words() -> Offenses:
-    """Uses of a word outside the field's vocabulary, in code, prose and file names, per area."""
+    """Uses of a word outside the field's vocabulary, in names, prose and file names, per area."""
     for area, paths in spoken_files().items():
         every = "\n".join([*paths, *map(text, paths)])
         for name in OUTSIDE:
             every = every.replace(name, "")
-        every = every.lower()
         for word in WORDS:
-            if count := len(
-                re.findall(
-                    rf"(?<![a-z]){word}(?![a-rt-z])" if " " not in word else rf"\b{word}\b", every
-                )
-            ):
+            if count := uses_of_word(word, every):
                 yield f"{area}:{word}", count
+
+
+@functools.cache
+def snake_case(source: str) -> str:
+    return CAMEL_CASE.sub("_", source).lower()
+
+
+def uses_of_word(word: str, source: str) -> int:
+    """Uses of an entry of WORDS, or of its plural, as a word of prose or as a part of a name."""
+    in_names = word.replace(" ", "[ _]")
+    return len(re.findall(rf"(?<![a-z]){in_names}(?![a-rt-z])", snake_case(source)))
+
+
+def articles_before_tests() -> Offenses:
+    """Files with test functions whose name begins with an article, and how many these are."""
+    for path in [*files("tests", ".py"), *files("deploy", ".py")]:
+        if count := len(re.findall(r"\bdef test_(?:a|an|the)_", text(path))):
+            yield path, count
+    for path in files(".", ".rs"):
+        if count := len(re.findall(r"\bfn (?:a|an|the)_", text(path))):
+            yield path, count
 
 
 def missing_files() -> Offenses:
@@ -332,6 +359,10 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
     ),
     "doc-columns": (long_doc_lines, f"prose of a page wraps at {MAX_DOC_COLUMNS} columns"),
     "private-word": (private_words, "use the field's word; rules.py names one for each"),
+    "test-article": (
+        articles_before_tests,
+        "the name of a test says condition and result, without an article in front",
+    ),
     "missing-file": (missing_files, "a comment names only files that exist"),
 }
 

@@ -53,7 +53,9 @@ SECOND_FLOOR = {
         "launch",
     ),
     "engine/baton/server/worker": (
+        "control",
         "messages",
+        "rank_config",
         "transfer_setup",
         "log_file",
         "kv_events",
@@ -132,6 +134,7 @@ SECOND_FLOOR = {
     ),
     "router/src/observability": (
         "decision_log",
+        "engine_logs",
         "engine_stages",
         "explain",
         "otlp",

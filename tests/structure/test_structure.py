@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure import rules
 from tests.structure.allowed import PATH, allowed, grown, outdated
 from tests.structure.figures import percentile, table
 from tests.structure.rules import (
     BARE,
     RULES,
     RULES_FILE,
+    articles_before_tests,
     offenses,
     spoken_files,
     upward_imports_of_a_package,
+    uses_of_word,
 )
 from tests.structure.second_floor import SECOND_FLOOR
 from tests.structure.shape import matches_on_bool, packed_statements, tuple_assignments
@@ -44,7 +47,7 @@ def test_entries_follow_what_was_mended(found: dict[tuple[str, str], int]) -> No
     assert not lower, f"breaks its rule less than allowed ({WRITE}):\n" + "\n".join(lower)
 
 
-def test_a_count_below_its_entry_is_outdated() -> None:
+def test_count_below_its_entry_is_outdated() -> None:
     limits = {
         ("private-word", "docs:second"): 3,
         ("private-word", "docs:first"): 1,
@@ -62,7 +65,7 @@ def test_sizes_in_lines_follow_after_five_percent() -> None:
     assert outdated(limits, {("file-lines", "a.py"): 949}) == ["file-lines a.py: 949, allowed 1000"]
 
 
-def test_a_renamed_file_keeps_the_sum_and_a_new_exception_does_not() -> None:
+def test_renamed_file_keeps_the_sum_and_a_new_exception_does_not() -> None:
     limits = {("bare-opening", "old.py"): 2}
     assert grown(limits, {("bare-opening", "new.py"): 2}) == []
     assert grown(limits, {("bare-opening", "old.py"): 2, ("bare-opening", "new.py"): 1}) == [
@@ -73,6 +76,45 @@ def test_a_renamed_file_keeps_the_sum_and_a_new_exception_does_not() -> None:
 def test_words_of_every_source_are_checked() -> None:
     checked = {path for paths in spoken_files().values() for path in paths}
     assert set(files(".", ".py", ".rs", ".sh", ".go")) - checked == {RULES_FILE}
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("each page lock is held", 1),
+        ("def _page_lock(self): ...", 1),
+        ("class PageLocks:", 1),
+        ("a page locker", 0),
+        ("homepage_lock", 0),
+    ],
+)
+def test_words_are_found_in_prose_and_in_parts_of_names(source: str, count: int) -> None:
+    assert uses_of_word("page lock", source) == count
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [("HTTPPage", 1), ("KvPageList", 1), ("page_ids", 1), ("Pages", 1), ("homepage", 0)],
+)
+def test_camel_case_is_divided_into_words(source: str, count: int) -> None:
+    assert uses_of_word("page", source) == count
+
+
+def test_articles_in_front_of_test_names_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not list(articles_before_tests())
+    sources = {
+        "tests/test_x.py": "def test_" + "a_page(): ...\ndef test_apages(): ...",
+        "x.rs": "fn " + "the_page() {}\nfn then() {}",
+    }
+    monkeypatch.setattr(
+        rules,
+        "files",
+        lambda folder, ending: [
+            path for path in sources if path.endswith(ending) and (folder in path or folder == ".")
+        ],
+    )
+    monkeypatch.setattr(rules, "text", sources.__getitem__)
+    assert list(articles_before_tests()) == [("tests/test_x.py", 1), ("x.rs", 1)]
 
 
 def test_cycles_are_found_and_chains_are_not() -> None:
@@ -93,7 +135,7 @@ def test_imports_against_the_order_of_a_package_are_found(
     assert f"{folder}/request/sampling.py -> {folder}/fields.py" in found
 
 
-def test_a_use_of_a_name_exported_again_leads_to_its_module() -> None:
+def test_use_of_a_name_exported_again_leads_to_its_module() -> None:
     uses = rust_imports("router/core/src")["router/core/src/kv/index.rs"]
     assert "router/core/src/kv/replica.rs" in uses  # `use super::CacheUpdate`
 

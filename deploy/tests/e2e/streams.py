@@ -145,15 +145,15 @@ class StreamLoad:
 
         if self.routers is None:
             endpoints[:] = await asyncio.to_thread(self.cluster.endpoints, "router")
-            follower = asyncio.create_task(refresh())
+            refreshing = asyncio.create_task(refresh())
         else:
-            endpoints, follower = self.routers, None
+            endpoints, refreshing = self.routers, None
         # No connection is kept: each stream is balanced by itself.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=STREAM_SECS, limits=limits) as client:
             await asyncio.gather(*(one(number, client) for number in range(self.clients)))
-        if follower is not None:
-            follower.cancel()
+        if refreshing is not None:
+            refreshing.cancel()
 
     async def _one_stream(self, client: httpx.AsyncClient, base: str, number: int) -> None:
         self.started += 1

@@ -106,13 +106,13 @@ class EngineConfig:
     )
     dtype: str = opt(
         "auto",
-        "compute type; auto takes the checkpoint's, on the CPU bfloat16 for float16: CPUs have slow torch code for it",
+        "compute type; auto: the checkpoint's; on the CPU bfloat16 for float16, which torch computes slowly there",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     simulate: str | None = opt(
         None,
-        "no model: steps take the time of this device, reference or h200-8b, followed by name=number with commas "
-        "between for speed, length_scale and single numbers of it (docs/simulate.md)",
+        "no model: steps take the time of this device, reference or h200-8b; then name=number, separated by commas, "
+        "for speed, length_scale and single numbers of the device (docs/simulate.md)",
     )
     context_length: int | None = opt(
         None,
@@ -159,7 +159,8 @@ class EngineConfig:
     )
     second_cluster_key: str | None = opt(
         None,
-        "accepted besides cluster-key, which alone signs: for changing the key node by node (docs/guide/security.md)",
+        "key that is accepted besides cluster-key; only cluster-key signs. For changing the key node by node "
+        "(docs/guide/security.md)",
         env=SECRETS["second_cluster_key"],
     )
     insecure_kv: bool = opt(
@@ -210,8 +211,8 @@ class EngineConfig:
     )
     nccl_max_ctas: int | None = opt(
         None,
-        "thread blocks that NCCL may use per KV transfer, 1 to 32, of which each takes an SM and carries some 20 GB/s; "
-        "P's value counts for a pair (default: 8, or 1 with NCCL_MULTI_RANK_GPU_ENABLE=1, for P and D on one GPU)",
+        "thread blocks that NCCL may use per KV transfer, 1 to 32; each occupies an SM and moves some 20 GB/s; P's "
+        "value applies to the pair (default: 8, or 1 with NCCL_MULTI_RANK_GPU_ENABLE=1, for P and D on one GPU)",
         ge=1,
         le=32,
     )
@@ -295,7 +296,7 @@ class EngineConfig:
     )
     max_running_requests: int = opt(
         64,
-        "most requests decoding at once per DP rank; with --device cuda 256 unless given",
+        "most requests decoding at once per DP rank (default with --device cuda: 256)",
         also=("--max-num-seqs",),
         ge=1,
     )
@@ -314,7 +315,7 @@ class EngineConfig:
     chunked_prefill_size: int = opt(
         512,
         "token budget of one step: decode rows first, then prompts; -1: prompts are not split, the budget is "
-        "max-prefill-tokens; with --device cuda 8192 unless given [tokens]",
+        "max-prefill-tokens (default with --device cuda: 8192) [tokens]",
         also=("--max-num-batched-tokens",),
     )
     max_prefill_tokens: int = opt(
@@ -322,7 +323,7 @@ class EngineConfig:
     )
     long_prefill_token_threshold: int = opt(
         0,
-        "most tokens of one prompt per step, so that a long one leaves some to others; 0: no limit (as vLLM) [tokens]",
+        "most tokens of one prompt per step, so that other prompts get a part of it; 0: no limit (as vLLM) [tokens]",
     )
     prefill_max_requests: int | None = opt(None, "most prompts that one step may work on", ge=1)
     enable_dynamic_chunking: bool = opt(
@@ -338,7 +339,7 @@ class EngineConfig:
     )
     watermark: float = opt(
         0.01,
-        "share of the KV pool that must stay available after a request was admitted beside others, 0 to 0.5",
+        "share of the KV pool that must stay available when a request is admitted while others run, 0 to 0.5",
         ge=0,
         le=0.5,
     )
@@ -361,14 +362,14 @@ class EngineConfig:
     )
     in_batch_prefix_caching_check_threshold: int = opt(
         -1,
-        "lpm: a request with at most this many cached tokens goes last if an earlier waiting one begins alike (SGLang "
-        "has 32); -1: off, requests of one step share their pages anyway [tokens]",
+        "lpm: a request with at most this many cached tokens goes last if an earlier waiting one has the same first "
+        "tokens (SGLang: 32); -1: off, since requests of one step share their pages anyway [tokens]",
         env="IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
         ge=-1,
     )
     in_batch_prefix_caching_deprioritize_threshold: int = opt(
         32,
-        "lpm: how many first tokens have to be equal for that [tokens]",
+        "lpm: number of first tokens that are compared for that [tokens]",
         env="IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD",
         ge=1,
     )
@@ -377,11 +378,11 @@ class EngineConfig:
         "short-first: share of max_tokens that counts as work; auto: as the engine measures; 0: prompts only",
     )
     short_first_aging_tokens_per_s: float = opt(
-        500.0, "short-first: waiting shortens a request by this [tokens/s]", ge=0, lt=1e12
+        500.0, "short-first: a waiting request counts as shorter by this [tokens/s]", ge=0, lt=1e12
     )
     srpt_aging: float = opt(
         0.05,
-        "srpt-aging: waiting shortens a prompt by this share of the prefill rate",
+        "srpt-aging: a waiting prompt counts as shorter by this share of the prefill rate",
         ge=0,
         lt=1e12,
     )
@@ -402,14 +403,14 @@ class EngineConfig:
     )
     deadline_miss_action: str = opt(
         "demote",
-        "a request that cannot meet its ttft_deadline_ms: edf puts it back by edf-demotion-secs, or keeps its place; "
-        "or it ends with 504",
+        "for a request that cannot meet its ttft_deadline_ms: demote: edf moves it back by edf-demotion-secs; keep: it "
+        "keeps its place; abort: it ends with 504",
         choices=("demote", "keep", "abort"),
     )
     edf_demotion_secs: float = opt(
         300.0,
-        "edf: a request that cannot meet its deadline counts as this much later; the bound of its wait behind others "
-        "that can [s]",
+        "edf: a request that cannot meet its deadline is ordered as if the deadline were this much later, which bounds "
+        "its wait behind requests that can [s]",
         ge=0,
         lt=1e12,
     )
@@ -438,14 +439,14 @@ class EngineConfig:
         "JSON file (or the JSON itself) with limits of tenants; the tenants of a class then share by weight",
     )
     prompt_token_weight: float = opt(
-        1.0, "what a computed prompt token counts for its tenant", gt=0, le=1e6
+        1.0, "weight of a computed prompt token in its tenant's account", gt=0, le=1e6
     )
     output_token_weight: float = opt(
-        2.0, "what a generated token counts for its tenant", gt=0, le=1e6
+        2.0, "weight of a generated token in its tenant's account", gt=0, le=1e6
     )
     cached_token_weight: float = opt(
         0.1,
-        "what a prompt token found in the cache counts, as a share of a computed one, 0 to 1",
+        "weight of a prompt token found in the cache, as a share of a computed one, 0 to 1",
         ge=0,
         le=1,
     )
@@ -455,7 +456,7 @@ class EngineConfig:
         ge=1,
     )
     enable_priority_scheduling: bool = opt(
-        False, "order by the request field priority first, preempt for it"
+        False, "order by the request field priority first, and preempt for it"
     )
     schedule_low_priority_values_first: bool = opt(
         False, "smaller priority values are more important"
@@ -485,7 +486,7 @@ class EngineConfig:
         "module:callable that may replace a waiting request's priority, called as fn(request, load)",
     )
     priority_adjust_interval_ms: int = opt(
-        250, "a waiting request is shown to that function this often [ms]", ge=1, le=3_600_000
+        250, "interval of the calls of that function for a waiting request [ms]", ge=1, le=3_600_000
     )
     preemption_mode: str = opt(
         "cache",
@@ -525,7 +526,7 @@ class EngineConfig:
     )
     enable_mixed_chunk: bool = opt(
         False,
-        "decode rows join the steps that prefill: always so, except with prefill-first, where this turns it on",
+        "with prefill-first: decode rows join the steps that prefill, as they always do without it",
     )
     max_decode_gap_ms: float = opt(
         0.0,
@@ -548,11 +549,11 @@ class EngineConfig:
         choices=("none", "sglang", "vllm", "all"),
     )
     enable_trace: bool = opt(
-        False, "export a trace of each request: spans for the request and for what the ranks did"
+        False, "export a trace of each request: spans of the front and of the ranks"
     )
     otlp_traces_endpoint: str = opt(
         "localhost:4317",
-        "where traces go: HOST:PORT for OTLP/gRPC, http://HOST:PORT[/PATH] for OTLP/HTTP",
+        "address of the trace collector: HOST:PORT for OTLP/gRPC, http://HOST:PORT[/PATH] for OTLP/HTTP",
     )
     decision_log: str | None = opt(
         None,
@@ -564,7 +565,7 @@ class EngineConfig:
     log_level: str = opt(
         "info", "least severe log line shown", choices=("debug", "info", "warning", "error")
     )
-    log_format: str = opt("text", "how log lines look", choices=("text", "json"))
+    log_format: str = opt("text", "format of log lines", choices=("text", "json"))
 
     @property
     def step_tokens(self) -> int:

@@ -100,7 +100,7 @@ def base_type(annotation: Any) -> Callable[[str], Any]:
 
 
 class FlagMistake(str):
-    """Sentence that stands where a value would be, so that parsing goes on and finds the other mistakes."""
+    """Sentence that stands where a value would be, so that parsing continues and finds the other mistakes."""
 
 
 def reader(flag: str, kind: Callable[[str], Any], choices: Sequence[str]) -> Callable[[str], Any]:
@@ -284,7 +284,7 @@ class FlagParser(argparse.ArgumentParser):
         return "--help-all" if self._essentials else "--help"
 
     def error(self, message: str) -> NoReturn:
-        """A flag without its value: argparse cannot go on."""
+        """A flag without its value: argparse cannot continue."""
         text = message.removeprefix("argument ")
         names = text.partition(":")[0].split("/")
         remedy = self._value_remedy(names) or f"{self._full_help} lists the flags"

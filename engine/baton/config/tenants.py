@@ -52,7 +52,7 @@ class TenantRule:
 
 @dataclass(frozen=True, slots=True)
 class TenantRules:
-    """`named` tenants, and what everybody else gets (each of them for himself)."""
+    """Limits of `named` tenants, and those that each other tenant gets."""
 
     default: TenantRule = field(default_factory=TenantRule)
     named: Mapping[str, TenantRule] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """Flags of SGLang's and vLLM's servers that an engine does not have, and what to say instead. Stdlib only.
 
-Flags with equal meaning are aliases (`also` in config.opt). The others are refused with a sentence, never swallowed.
+Flags with equal meaning are aliases (`also` in `config.flags.opt`). The others are refused with a sentence that says
+what to do instead.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The life of a disaggregated request on its two nodes: scheduler events in, native transfer calls out, and back.
 
-    P   offer ──▶ publish* (final pages, per chunk) ──▶ finish (first token, lease) ──▶ released ─▶ sched.release
-    D   open ──▶ grant (pages reserved) ──▶ committed (all verified) ─▶ sched.transfer_committed
-        announced (P holds pages, no grant yet) ─▶ sched.transfer_announced
-        revoke ──▶ revoked ─▶ sched.grant_revoked, or announced: P came first
-                                        └─▶ failed ─▶ sched.transfer_failed
-        abort ──▶ aborted ─▶ sched.transfer_failed, which frees the pages of what had ended already
+    P   offer ──▶ publish* (final pages, per chunk) ──▶ finish (first token, lease) ──▶ released ─▶ Scheduler.release
+    D   open ──▶ grant (pages reserved) ──▶ committed (all verified) ─▶ Scheduler.transfer_committed
+        announced (P holds pages, no grant yet) ─▶ Scheduler.transfer_announced
+        revoke ──▶ revoked ─▶ Scheduler.grant_revoked, or announced: P came first
+                                        └─▶ failed ─▶ Scheduler.transfer_failed
+        abort ──▶ aborted ─▶ Scheduler.transfer_failed, which frees the pages of what had ended already
 
 What fails about one room (the runtime's table is full, a call is refused, P's payload cannot be used) ends that room.
 
@@ -19,16 +19,25 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from enum import Enum
+from typing import Annotated, Protocol
 
 import msgspec
 
 from baton import errors
+from baton.disagg.events import (
+    GrantRevoked,
+    NodeEvent,
+    RoomAborted,
+    RoomAnnounced,
+    RoomCommitted,
+    RoomFailed,
+    RoomReleased,
+)
 from baton.sched.scheduler import Scheduler
 from baton.sched.types import events
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import Rendezvous, ValidatedRequest
-from baton.sched.types.request_timeline import PulledPages
 
 log = logging.getLogger("baton.transfer")
 
@@ -36,8 +45,22 @@ POLL_BATCH = 256
 """Transfer events taken per scheduler turn."""
 RETRY_AFTER_SECS = 2
 """Retry-After of a request whose room the transfer runtime does not take: leases and transfers end within seconds."""
-ROOM_ERRORS = ("refused", "call", "payload")
-"""Kinds of `kv_room_errors_total`: rooms not taken, calls that failed, first tokens that could not be used."""
+
+
+class RoomErrorKind(Enum):
+    """Values of the label `kind` of `kv_room_errors_total`."""
+
+    REFUSED = "refused"
+    """The runtime did not take the room."""
+    CALL = "call"
+    """A call about a live room failed."""
+    PAYLOAD = "payload"
+    """P's first token could not be used."""
+
+    @property
+    def counter(self) -> str:
+        return f'kv_room_errors_total{{kind="{self.value}"}}'
+
 
 _ERROR_OF_REASON: dict[str, type[errors.EngineError]] = {
     "DEADLINE": errors.KvTransferTimeout,
@@ -68,7 +91,7 @@ class TransferDriver(Protocol):
 
 
 class TransferNode(Protocol):
-    """The part of baton._native.TransferNode used here (see its docstrings)."""
+    """The part of a transfer runtime used here (see the docstrings of baton._native.TransferNode)."""
 
     def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None: ...
     def publish(self, room: int, first_page: int, pages: bytes) -> None: ...
@@ -82,7 +105,7 @@ class TransferNode(Protocol):
     def grant(self, room: int, start_page: int, dst_pages: bytes) -> None: ...
     def revoke(self, room: int) -> None: ...
     def abort(self, room: int, code: str) -> None: ...
-    def poll(self, max: int) -> Sequence[tuple[Any, ...]]: ...
+    def poll(self, max: int) -> Sequence[NodeEvent]: ...
 
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -107,7 +130,6 @@ class FirstToken(msgspec.Struct, array_like=True):
 
 _payload_encoder = msgspec.msgpack.Encoder()
 _payload_decoder = msgspec.msgpack.Decoder(FirstToken)
-_pulled_decoder = msgspec.json.Decoder(PulledPages)
 
 
 def prompt_hash(req: ValidatedRequest) -> bytes:
@@ -154,9 +176,7 @@ class RoomCalls:
     def __init__(self, node: TransferNode, timeout_secs: float) -> None:
         self._node = node
         self._timeout_ms = int(timeout_secs * 1000)
-        self.counters = dict.fromkeys(
-            (f'kv_room_errors_total{{kind="{kind}"}}' for kind in ROOM_ERRORS), 0.0
-        )
+        self.counters = {kind.counter: 0.0 for kind in RoomErrorKind}
 
     def _begin(self, req: ValidatedRequest, call: Callable[..., None], *peer: str | int) -> None:
         """Make the call that starts a room. Raises DuplicateRoom or QueueFull; the runtime knows no such room then."""
@@ -168,7 +188,7 @@ class RoomCalls:
                 f"bootstrap room {rendezvous.room} is in use: {err}", param="bootstrap_room"
             ) from err
         except RuntimeError as err:
-            self._count("refused")
+            self._count(RoomErrorKind.REFUSED)
             raise errors.QueueFull(
                 f"NO_CAPACITY: {err}; retry after {RETRY_AFTER_SECS} s",
                 retry_after_secs=RETRY_AFTER_SECS,
@@ -182,7 +202,7 @@ class RoomCalls:
         try:
             call(room, *args)
         except (ValueError, RuntimeError) as err:
-            self._count("call")
+            self._count(RoomErrorKind.CALL)
             log.error("room %d ends: %s", room, err)
             sched.fail(
                 req.handle,
@@ -196,11 +216,11 @@ class RoomCalls:
         try:
             self._node.abort(room, code)
         except (ValueError, RuntimeError) as err:
-            self._count("call")
+            self._count(RoomErrorKind.CALL)
             log.error("room %d was not aborted: %s", room, err)
 
-    def _count(self, kind: str) -> None:
-        self.counters[f'kv_room_errors_total{{kind="{kind}"}}'] += 1
+    def _count(self, kind: RoomErrorKind) -> None:
+        self.counters[kind.counter] += 1
 
 
 class PrefillTransferDriver(RoomCalls):
@@ -236,23 +256,21 @@ class PrefillTransferDriver(RoomCalls):
 
     def poll(self, sched: Scheduler) -> None:
         """Take over what the transfer runtime reports."""
-        for kind, room, *rest in self._node.poll(POLL_BATCH):
-            if kind == "released":
-                later = self._offered.pop(room, 1) - 1
+        for event in self._node.poll(POLL_BATCH):
+            if isinstance(event, RoomReleased):
+                later = self._offered.pop(event.room, 1) - 1
                 if later:
-                    self._offered[room] = later  # the scheduler's request is of a later offer
+                    self._offered[event.room] = later  # the scheduler's request is of a later offer
                 else:
-                    sched.release(room, rest[0])
+                    sched.release(event.room, event.code)
 
 
 def _payload_of(event: events.PrefillDone) -> bytes:
     first = FirstToken(event.token, event.cached_tokens)
     if (lp := event.logprobs) is not None:
-        first.logprob, first.top_ids, first.top_logprobs = (
-            lp.chosen,
-            tuple(lp.top_ids),
-            tuple(lp.top_logprobs),
-        )
+        first.logprob = lp.chosen
+        first.top_ids = tuple(lp.top_ids)
+        first.top_logprobs = tuple(lp.top_logprobs)
     return _payload_encoder.encode(first)
 
 
@@ -292,28 +310,31 @@ class DecodeTransferDriver(RoomCalls):
             self._abort(event.req, event.code)
 
     def poll(self, sched: Scheduler) -> None:
-        for kind, room, *rest in self._node.poll(POLL_BATCH):
-            if kind == "announced":
-                sched.transfer_announced(room)
-            elif kind == "revoked":
-                sched.grant_revoked(room)
-            elif kind == "committed":
-                payload, _, _, pulled = rest
-                self._commit(sched, room, payload, _pulled_decoder.decode(pulled))
-            elif kind == "failed":
-                code, message, retryable = rest
-                sched.transfer_failed(room, error_of(code, message, retryable))
-            elif kind == "aborted":  # by this node, or by the runtime of a tensor-parallel rank
-                sched.transfer_failed(
-                    room, error_of("TRANSPORT_BROKEN", "a rank gave the room up", retryable=True)
-                )
+        for event in self._node.poll(POLL_BATCH):
+            room = event.room
+            match event:
+                case RoomAnnounced():
+                    sched.transfer_announced(room)
+                case GrantRevoked():
+                    sched.grant_revoked(room)
+                case RoomCommitted():
+                    self._commit(sched, event)
+                case RoomFailed():
+                    error = error_of(event.code, event.message, event.is_retryable)
+                    sched.transfer_failed(room, error)
+                case RoomAborted():  # by this node, or by the runtime of a tensor-parallel rank
+                    error = error_of("TRANSPORT_BROKEN", "a rank gave the room up", retryable=True)
+                    sched.transfer_failed(room, error)
 
-    def _commit(self, sched: Scheduler, room: int, payload: bytes, pulled: PulledPages) -> None:
+    def _commit(self, sched: Scheduler, event: RoomCommitted) -> None:
+        room = event.room
         try:
-            first = read_first_token(payload, self._vocab_size)
+            first = read_first_token(event.payload, self._vocab_size)
         except ValueError as err:
-            self._count("payload")
+            self._count(RoomErrorKind.PAYLOAD)
             log.error("room %d ends: %s", room, err)
             sched.transfer_failed(room, error_of("TRANSPORT_BROKEN", str(err), retryable=True))
             return
-        sched.transfer_committed(room, first.token, first.cached_tokens, first.logprobs(), pulled)
+        sched.transfer_committed(
+            room, first.token, first.cached_tokens, first.logprobs(), event.pulled
+        )

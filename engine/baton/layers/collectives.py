@@ -117,9 +117,7 @@ class ProcessGroup(Collectives):
         started = time.monotonic()
         try:
             collective()
-        except (
-            RuntimeError
-        ) as err:  # gloo says so both of broken connections and of time that ran out
+        except RuntimeError as err:  # gloo raises it for broken connections and for timeouts
             raise PeerLost(
                 f"tensor-parallel rank {self._shard.rank} of {self.size} lost another one, or waited longer than "
                 f"--dist-timeout {self._timeout_secs:g} s for it; the log of the other one says why ({err})"
@@ -140,12 +138,17 @@ def init_group(
     # All ranks are processes of one machine. Without this gloo listens where the host's name leads to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=timeout_secs)
-    backend, options = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
+    is_cuda = device.type == "cuda"
     try:
-        store = dist.FileStore(str(meeting_point), shard.size)
+        store = dist.FileStore(str(meeting_point), shard.size)  # type: ignore[attr-defined]
         store.set_timeout(limit)
         dist.init_process_group(
-            backend, store=store, rank=shard.rank, world_size=shard.size, timeout=limit, **options
+            backend="nccl" if is_cuda else "gloo",
+            store=store,
+            rank=shard.rank,
+            world_size=shard.size,
+            timeout=limit,
+            device_id=device if is_cuda else None,
         )
     except RuntimeError as err:
         raise PeerLost(

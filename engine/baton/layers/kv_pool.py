@@ -148,6 +148,7 @@ def make_pool(
         pool = pool_class(num_pages, spec.page_bytes(page_size))
         data = torch.frombuffer(pool.buffer(), dtype=torch.uint8).view(dtype).view(shape)
     else:
+        assert device is not None, "None is the host"
         data = ipc.allocate(total * spec.page_bytes(page_size), device).view(dtype).view(shape)
         pool = shared(pool_class, data[:num_pages], device)
     return KvTensors(spec, page_size, data, pool, dummy)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -111,16 +111,31 @@ def _choose_flashinfer(spec: ModelSpec, device: torch.device, *, required: bool)
     )
 
 
-def _kernels_for(x: Tensor) -> Any:
+class FusedOps(Protocol):
+    """Functions below of the same names, in one launch each."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+    def rope(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+
+def _kernels_for(x: Tensor) -> FusedOps | None:
     return _native_for(x) if x.is_cpu else _flashinfer
 
 
 def head_kernel(x: Tensor) -> Callable[..., None] | None:
-    """`gpu.kernels.heads.store_heads` for heads on x's device; None: norm, rotate and store by the functions here."""
+    """`layers.kernels.heads.store_heads` for heads on x's device; None: norm, rotate and store by the
+    functions of this module."""
     return None if x.is_cpu else _head_kernel
 
 
-def _native_for(x: Tensor) -> ModuleType | None:
+def _native_for(x: Tensor) -> Any:
+    """The module `ops_cpu`, or None."""
     return _native if _native is not None and x.is_cpu and x.dtype in _NATIVE_DTYPES else None
 
 
@@ -131,13 +146,17 @@ def set_threads(n: int) -> None:
         _native.set_threads(n)
 
 
-def pack(weight: Tensor) -> Matrix:
+def pack(weight: Matrix) -> Matrix:
     """The weight re-ordered for the native kernels: as large, independent of it. Without them `weight`.
+
+    A packed weight is returned as it is.
 
     A packed product gives a row the same bits alone and in any batch.
     """
-    native = _native_for(weight)
-    return native.PackedWeight(weight) if native else weight
+    if not isinstance(weight, Tensor) or (native := _native_for(weight)) is None:
+        return weight
+    packed: PackedWeight = native.PackedWeight(weight)
+    return packed
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:

@@ -58,7 +58,7 @@ def try_out(spec: ModelSpec, device: torch.device) -> FlashInferOps:
     made.rope(heads[:, :2], heads[:, 2:], positions, *table.chunk(2, dim=1))
     made.silu_mul(torch.zeros(2, 2 * spec.intermediate_size, dtype=dtype, device=device))
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # a launch that failed says so now
+        torch.cuda.synchronize(device)  # raises the error of a failed launch
     return made
 
 
@@ -92,7 +92,8 @@ class FlashInferOps:
         return q, k
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._silu_and_mul(gate_up)
+        product: Tensor = self._silu_and_mul(gate_up)
+        return product
 
 
 def _joined(cos: Tensor, sin: Tensor) -> Tensor:

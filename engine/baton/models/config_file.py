@@ -45,12 +45,13 @@ class ModelConfig:
         return value
 
     def integer(self, field: str, default: int | None = None, *, most: int = LARGEST_SIZE) -> int:
-        return self.checked(
+        value: int = self.checked(
             field,
             default,
             f"a positive integer up to {most}",
             lambda v: type(v) is int and 0 < v <= most,
         )
+        return value
 
     def number(self, field: str, default: float) -> float:
         found = self.checked(
@@ -63,23 +64,26 @@ class ModelConfig:
 
     def index(self, field: str, default: int | None = None) -> int | None:
         """A layer number or token id, or None when absent."""
-        return self.checked(
+        value: int | None = self.checked(
             field,
             default,
             "an integer from 0 up",
             lambda v: v is None or (type(v) is int and v >= 0),
         )
+        return value
 
     def names(self, field: str, default: list[str]) -> list[str]:
-        return self.checked(
+        value: list[str] = self.checked(
             field,
             default,
             "a list of names",
             lambda v: type(v) is list and all(type(name) is str for name in v),
         )
+        return value
 
     def flag(self, field: str, default: bool) -> bool:
-        return self.checked(field, default, "true or false", lambda v: type(v) is bool)
+        value: bool = self.checked(field, default, "true or false", lambda v: type(v) is bool)
+        return value
 
     def text_part(self) -> ModelConfig:
         """The decoder's part, which multimodal checkpoints keep in `text_config`."""

@@ -76,7 +76,8 @@ class Decoder:
         """Move weights and tables; before `pack`, which is for the CPU only."""
         w = self.weights
         tied = w.lm_head is w.embed
-        for holder in (w, *w.layers):
+        holders: list[DecoderWeights | LayerWeights] = [w, *w.layers]
+        for holder in holders:
             for f in fields(holder):
                 value = getattr(holder, f.name)
                 if isinstance(value, Tensor):

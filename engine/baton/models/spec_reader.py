@@ -47,7 +47,7 @@ UNKNOWN_MAX_POSITION = 2048
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Defaults of transformers' class of an architecture where config.json is silent."""
+    """Defaults of transformers' class of an architecture where config.json has no value."""
 
     model_type: str
     kv_heads: int | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from baton.errors import ConfigError
 
@@ -116,7 +116,7 @@ def read_tensor_entries(file: Path) -> dict[str, TensorEntry]:
     return found
 
 
-def _tensor_entry(file: Path, entry: dict[str, object], data_begin: int) -> TensorEntry:
+def _tensor_entry(file: Path, entry: dict[str, Any], data_begin: int) -> TensorEntry:
     begin, end = entry["data_offsets"]
     return TensorEntry(
         file, str(entry["dtype"]), tuple(entry["shape"]), data_begin + begin, data_begin + end

@@ -55,7 +55,7 @@ class Device(Protocol):
 
 
 class LaunchedStep(Protocol):
-    """A step that goes on by itself, after those launched before it."""
+    """A step in progress on the device, behind those launched before it."""
 
     def wait(self) -> Done:
         """Until it has ended, on the thread that collects; the next step may have been launched. Called once."""

@@ -52,7 +52,7 @@ def load(spec: str) -> Adjust:
         found = getattr(found, part)
     if not callable(found):
         raise ConfigError(f"{flag}: {name} is a {type(found).__name__}, which cannot be called")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def read_priority(answer: object) -> float | None:
@@ -92,7 +92,7 @@ class PriorityHook:
             heapq.heappush(self._due, (now, handle))
 
     def run(self, sched: Scheduler, now: float) -> None:
-        """Call the function for what is due at `now` (the clock of Validated.arrival)."""
+        """Call the function for what is due at `now` (the clock of ValidatedRequest.arrival)."""
         if self.is_off or not self._due or self._due[0][0] > now:
             return
         load_view = sched.load_view()

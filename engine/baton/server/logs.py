@@ -98,10 +98,12 @@ def to_text(line: str) -> str:
     if event is None:
         return line
     exception = event.pop("exception", None)
-    text = _text_line(
-        *(event.pop(name, "") for name in ("timestamp", "level", "process", "target", "message")),
-        event,
-    )
+    when = event.pop("timestamp", "")
+    level = event.pop("level", "")
+    process = event.pop("process", "")
+    target = event.pop("target", "")
+    message = event.pop("message", "")
+    text = _text_line(when, level, process, target, message, event)
     return text if exception is None else f"{text}\n{exception}"
 
 

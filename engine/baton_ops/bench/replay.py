@@ -54,7 +54,7 @@ def parents(trace: Sequence[TraceRequest]) -> list[int | None]:
     """The request that each one continues: the first one to end with the deepest full block that
     both have.
 
-    A block that its first request went on from does not count: it is a beginning that strangers
+    A block from which its first request continued does not count: it is a beginning that strangers
     share.
     """
     ended: dict[int, int] = {}  # last full block of the request that brought it → that request

@@ -62,10 +62,21 @@ COLUMNS: tuple[tuple[str, Callable[[LoadRound], float]], ...] = (
 
 def ratios(
     arms: Sequence[BenchArm], arm: BenchArm, value: Callable[[LoadRound], float]
-) -> list[float]:
-    """Value of an arm over that of the first one, per round."""
+) -> list[float | None]:
+    """Value of an arm over that of the first one, per round.
+
+    None: the first one's value is 0. TPOT is, of answers that arrive in one event.
+    """
     rounds = zip(arm.rounds, arms[0].rounds, strict=True)
-    return [value(mine) / value(base) for mine, base in rounds]
+    return [value(mine) / value(base) if value(base) else None for mine, base in rounds]
+
+
+def format_ratios(per_round: Sequence[float | None]) -> str:
+    """Median with the range over rounds; "-" if a round has no ratio."""
+    known = [ratio for ratio in per_round if ratio is not None]
+    if len(known) < len(per_round):
+        return "-"
+    return f"{statistics.median(known):.2f} [{min(known):.2f}, {max(known):.2f}]"
 
 
 def table(arms: Sequence[BenchArm], columns: int | None = None) -> str:
@@ -79,8 +90,7 @@ def table(arms: Sequence[BenchArm], columns: int | None = None) -> str:
         medians = (statistics.median(map(value, arm.rounds)) for _, value in COLUMNS)
         rows.append((name, *(f"{median:.2f}" for median in medians)))
     for name, arm in zip(names[1:], arms[1:], strict=True):
-        found = [ratios(arms, arm, value) for _, value in COLUMNS]
-        cells = (f"{statistics.median(r):.2f} [{min(r):.2f}, {max(r):.2f}]" for r in found)
+        cells = (format_ratios(ratios(arms, arm, value)) for _, value in COLUMNS)
         rows.append((f"{name} / first", *cells))
     return "\n".join(fit_table(rows, columns))
 

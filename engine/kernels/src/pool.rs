@@ -230,7 +230,7 @@ impl Shared {
     }
 
     fn take_items(&self, job: Job) {
-        // SAFETY: `run` keeps the closure alive until everybody who took this job has left.
+        // SAFETY: `run` keeps the closure alive until all threads that took this job have left.
         let work = unsafe { &*job.work };
         let items = std::panic::AssertUnwindSafe(|| {
             loop {
@@ -297,7 +297,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_panicking_item_reaches_the_caller_and_the_pool_lives_on() {
+    fn panicking_item_reaches_the_caller_and_the_pool_lives_on() {
         with_threads(2, || {
             let broken = std::panic::catch_unwind(|| {
                 for_each(8, &|i| assert_ne!(i, 5, "expected by this test"))
@@ -312,7 +312,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_job_inside_a_job_runs_on_its_own_thread() {
+    fn job_inside_a_job_runs_on_its_own_thread() {
         with_threads(2, || {
             let count = AtomicUsize::new(0);
             for_each(4, &|_| {

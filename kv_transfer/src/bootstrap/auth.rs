@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_signature_covers_method_path_time_and_body_and_grows_old() {
+    fn signature_covers_method_path_time_and_body_and_grows_old() {
         let header = sign_request("key", "PUT", "/route", 1000, b"{}");
         let check = |key, method, path, now, body: &[u8]| {
             verify_signature(key, method, path, now, body, Some(&header)).is_ok()

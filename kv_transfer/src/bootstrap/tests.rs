@@ -21,7 +21,7 @@ fn client(server: &BootstrapServer, key: Option<&str>) -> BootstrapClient {
 }
 
 #[tokio::test]
-async fn a_rank_registers_is_found_and_leaves() {
+async fn rank_registers_is_found_and_leaves() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).expect("a free port");
     let client = client(&server, None);
     assert_eq!(

@@ -101,7 +101,7 @@ pub struct NodeConfig {
     /// Time for which P keeps an OPEN whose request has not arrived.
     #[serde(default = "park_ttl_ms")]
     pub park_ttl_ms: u64,
-    /// P closes a decode rank's data stream that is silent for this long.
+    /// Longest silence of a decode rank's data stream before P closes it.
     #[serde(default = "data_idle_ms")]
     pub data_idle_ms: u64,
     /// Staged transports: slabs per communicator and side.

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_panic_of_the_control_thread_ends_every_room_and_shows_in_the_health() {
+fn panic_of_the_control_thread_ends_every_room_and_shows_in_the_health() {
     let pool = Arc::new(KvPool::create(8, 4096).expect("memfd"));
     let config = r#"{"role": "decode", "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"page_bytes": 4096}}"#;
     let node = TransferNode::start(pool, config).expect("started");

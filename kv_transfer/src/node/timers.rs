@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_has_one_moment_and_comes_once() {
+    fn key_has_one_moment_and_comes_once() {
         let mut timers = Timers::new();
         timers.set(&"a", Some(10));
         timers.set(&"b", Some(5));

@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_sees_the_owners_bytes_and_generations() {
+    fn reader_sees_the_owners_bytes_and_generations() {
         let pool = KvPool::create(4, 4096).unwrap();
         pool.begin_write(&[3]);
         // SAFETY: page 3 is inside the pool and no other thread uses it in this test.
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_refuses_a_file_that_could_shrink() {
+    fn reader_refuses_a_file_that_could_shrink() {
         let fd = memfd_create("unsealed", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, 64 << 20).unwrap();
         let err = RemotePool::map_pool(fd, 4, 4096, RemoteData::Mapped).unwrap_err();

@@ -131,7 +131,7 @@ proptest! {
     }
 
     #[test]
-    fn a_flipped_bit_is_refused_with_and_without_a_key(msg in any_msg(), bit in any::<prop::sample::Index>(), keyed: bool) {
+    fn flipped_bit_is_refused_with_and_without_a_key(msg in any_msg(), bit in any::<prop::sample::Index>(), keyed: bool) {
         let key: Option<&[u8]> = keyed.then_some(b"secret");
         let ((mut seal, _), (_, mut open)) = pair(key, key);
         let mut frame = body(&seal.seal(&msg)).to_vec();
@@ -142,7 +142,7 @@ proptest! {
 }
 
 #[test]
-fn a_replayed_reflected_or_reordered_frame_is_refused() {
+fn replayed_reflected_or_reordered_frame_is_refused() {
     let key: Option<&[u8]> = Some(b"secret"); // without a key, only the move to another connection would pass
     let msg = |room| Msg::AbortAck { room, attempt: 0 };
     let ((mut seal, mut initiator_open), (_, mut open)) = pair(key, key);

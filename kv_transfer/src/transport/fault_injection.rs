@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rule_fires_at_its_number_and_repeats_only_if_asked() {
+    fn rule_fires_at_its_number_and_repeats_only_if_asked() {
         let faults: Faults = serde_json::from_str(
             r#"{"rules": [{"on": "PROGRESS", "nth": 2, "do": "drop"}, {"on": "PAGE", "do": "flip", "repeat": true}, {"on": "DONE", "do": {"delay_ms": 5}}]}"#,
         )

@@ -235,7 +235,7 @@ mod tests {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
     #[test]
-    fn the_listener_survives_a_lack_of_descriptors() {
+    fn listener_survives_a_lack_of_descriptors() {
         // In a process of its own: the limit is one of the process.
         let child = std::process::Command::new(std::env::current_exe().expect("a test binary"))
             .args([

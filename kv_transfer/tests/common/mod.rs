@@ -344,8 +344,8 @@ impl Pair {
         self.d.node.grant_pages(room, 0, &ids(pages)).unwrap();
     }
 
-    /// A whole room, to show that the pair works.
-    pub fn relay(&self, room: u64) {
+    /// Transfers one room from grant to commit.
+    pub fn transfer_room(&self, room: u64) {
         let (src, dst) = (span(0, 40), span(100, 40));
         self.open(room);
         self.grant(room, &dst);

@@ -105,7 +105,7 @@ pub struct PrefillForecast {
     pub cached_tokens: u32,
     /// Until the first token: its queue and this prompt [ms].
     pub ttft_ms: u32,
-    /// The best that any candidate promised, in both: what the choice passed over.
+    /// Best predictions among all candidates, for comparison with the chosen one.
     pub best_cached_tokens: u32,
     pub best_ttft_ms: u32,
 }
@@ -126,7 +126,7 @@ impl TtftEstimate {
 
     /// How much later than `limit_ms` that is, as far as waiting can help; `None`: it is in time,
     /// or there is no queue. Without a queue the request is the one that teaches how long it takes:
-    /// a prediction that was too high must not turn all requests away for ever.
+    /// a prediction that was too high must not refuse all requests indefinitely.
     pub fn excess_ms(&self, limit_ms: u64) -> Option<u64> {
         let excess_ms = self.ttft_ms().checked_sub(limit_ms).filter(|ms| *ms > 0)?;
         let queue_ms = self.queue_ms.ceil() as u64;

@@ -42,14 +42,13 @@ impl DiscoveryFlags {
         if !self.service_discovery {
             return Vec::new();
         }
-        let roles = match is_pd {
-            true => {
-                vec![
-                    (Role::Prefill, &self.prefill_selector),
-                    (Role::Decode, &self.decode_selector),
-                ]
-            }
-            false => vec![(Role::Regular, &self.selector)],
+        let roles = if is_pd {
+            vec![
+                (Role::Prefill, &self.prefill_selector),
+                (Role::Decode, &self.decode_selector),
+            ]
+        } else {
+            vec![(Role::Regular, &self.selector)]
         };
         let joined = roles.into_iter();
         joined

@@ -26,7 +26,7 @@ pub struct KvEventFlags {
     /// 'tcp://{host}:5557', with the worker's host; DP rank r adds r to the port
     #[arg(long, value_name = "ENDPOINT")]
     pub kv_events_endpoint: Option<KvEventEndpoint>,
-    /// Endpoint that replays missed KV events; without it, a gap makes a worker's entry a guess
+    /// Endpoint that replays missed KV events; without it, a gap makes a worker's entry doubtful
     /// until its cache is cleared
     #[arg(long, value_name = "ENDPOINT")]
     pub kv_events_replay_endpoint: Option<KvEventEndpoint>,

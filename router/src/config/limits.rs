@@ -44,16 +44,16 @@ pub struct LimitFlags {
     /// A worker silent for this long fails the request [s]
     #[arg(long, default_value_t = 1800, value_name = "SECS")]
     pub request_timeout_secs: u64,
-    /// A stream that has not begun after this long gets a comment, again and again, so that proxies
-    /// keep it; 0: never [s]
+    /// Interval of comments in a stream that has not begun, so that proxies keep the connection; 0:
+    /// none [s]
     #[arg(long, default_value_t = 15, value_name = "SECS")]
     pub sse_keepalive_secs: u64,
     /// Most generation requests running at once; -1: no limit
     #[arg(long, default_value_t = -1, value_name = "N", allow_negative_numbers = true)]
     pub max_concurrent_requests: i64,
-    /// Let so many requests per second through beyond --max-concurrent-requests, which becomes the
-    /// size of a token bucket: a request takes a token, its end gives it back, and so many more
-    /// come every second (as in SGLang's router)
+    /// Admit this many requests per second beyond --max-concurrent-requests, which becomes the size
+    /// of a token bucket: a request takes a token and returns it when it ends, and this many are
+    /// added every second (as in SGLang's router)
     #[arg(long, value_name = "N")]
     pub rate_limit_tokens_per_second: Option<u32>,
     /// Most requests waiting for one of --max-concurrent-requests; more are answered 429

@@ -370,9 +370,12 @@ impl RouterConfig {
                 config.routing.resolved = decisive_flags(&matches);
                 Ok(config)
             })
-            .map_err(|err| match err.use_stderr() {
-                false => ParseStop::Help(err.to_string()),
-                true => ParseStop::Bad(err.to_string().trim_end().to_owned()),
+            .map_err(|err| {
+                if err.use_stderr() {
+                    ParseStop::Bad(err.to_string().trim_end().to_owned())
+                } else {
+                    ParseStop::Help(err.to_string())
+                }
             })?;
         if config.listen.request_id_headers.is_empty() {
             config.listen.request_id_headers = REQUEST_ID_HEADERS.to_vec();

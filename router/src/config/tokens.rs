@@ -16,15 +16,15 @@ pub struct TokenizerFlags {
     /// tokenizer's]
     #[arg(long, value_name = "FILE")]
     pub chat_template: Option<String>,
-    /// Send the token ids beside the body to workers of ours with the same tokenizer and template:
-    /// they tokenize nothing again
+    /// Send the token ids beside the body to Baton's engines with the same tokenizer and template,
+    /// which then do not tokenize again
     #[arg(long)]
     pub forward_input_ids: bool,
     /// Tokens in a block, the unit in which prompts given as token ids, or tokenized here, are
     /// matched (smg: 16)
     #[arg(long, default_value_t = 64, value_name = "TOKENS")]
     pub block_size: usize,
-    /// Remember whole texts with their ids: pays where the very same prompts come again
+    /// Cache the ids of whole texts: useful where equal prompts are repeated
     #[arg(long, default_value_t = false, default_missing_value = "true", num_args = 0..=1)]
     #[arg(require_equals = true, action = ArgAction::Set, value_name = "BOOL")]
     pub tokenizer_cache_enable_l0: bool,

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_event_gets_them_and_the_rest_stays_as_it_is() {
+    fn first_event_gets_them_and_the_rest_stays_as_it_is() {
         let whole = r#"{"meta_info":{"input_token_logprobs":[[null,1,null],[-0.5,2,null]]}}"#;
         let stream = format!("data: {{\"meta_info\":{{}}}}\n\ndata: {whole}\n\ndata: [DONE]\n\n");
         for response in [whole, stream.as_str()] {

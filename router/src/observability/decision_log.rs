@@ -145,9 +145,10 @@ fn write_lines(
     };
     let mut is_dirty = false;
     loop {
-        let message = match is_dirty {
-            true => lines.recv_timeout(QUIET),
-            false => lines.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        let message = if is_dirty {
+            lines.recv_timeout(QUIET)
+        } else {
+            lines.recv().map_err(|_| RecvTimeoutError::Disconnected)
         };
         match message {
             Ok(Message::Line(line)) => {
@@ -301,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_queue_drops_and_counts_and_never_waits() {
+    fn full_queue_drops_and_counts_and_never_waits() {
         let counted = counts();
         let (lines, _unread) = sync_channel(2);
         let queue = LogQueue {
@@ -316,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_cannot_be_written_is_refused_with_its_name() {
+    fn place_that_cannot_be_written_is_refused_with_its_name() {
         let place = LogLocation {
             path: "/proc/nowhere/log".into(),
             max_bytes: 1 << 20,

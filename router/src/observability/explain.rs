@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_header_is_read_strictly() {
+    fn header_is_read_strictly() {
         let asks = |value: &'static str| {
             let mut headers = HeaderMap::new();
             headers.insert(HEADER, HeaderValue::from_static(value));

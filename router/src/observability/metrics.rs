@@ -128,7 +128,7 @@ macro_rules! router_metrics {
 
 router_metrics! {
     pub requests: IntCounterVec = "baton_router_requests_total" ["route", "method", "status", "outcome"]
-        "Requests answered; outcome is ok, client_gone or an error code (docs/protocol.md)";
+        "Requests answered; outcome is ok (status 2xx or 3xx), client_gone or an error code (docs/protocol.md)";
     pub duration: HistogramVec = "baton_router_request_duration_seconds" ["route"]
         "From the request's head to the last byte of the answer";
     pub ttft: HistogramVec = "baton_router_ttft_seconds" ["route"]

@@ -4,6 +4,8 @@
 pub(crate) mod access_log;
 /// Log of routing decisions.
 pub(crate) mod decision_log;
+/// Log of an engine's native threads.
+pub mod engine_logs;
 /// Stages that engines report.
 pub(crate) mod engine_stages;
 /// Reasons for a choice of worker.

@@ -38,11 +38,11 @@ pub fn run(args: &[String]) -> Result<(String, i32), String> {
         .filter(|flag| *flag != "--json")
         .cloned()
         .collect();
+    if args.is_empty() {
+        return Err(USAGE.trim_end().to_owned());
+    }
     if files.is_empty() || flags.iter().any(|flag| flag == "--help") {
-        return match files.is_empty() && args.is_empty() {
-            true => Err(USAGE.trim_end().to_owned()),
-            false => Ok((USAGE.to_owned(), 0)),
-        };
+        return Ok((USAGE.to_owned(), 0));
     }
     let mut opened = files.iter().map(open).collect::<Result<Vec<_>, _>>()?;
     opened.sort_by_key(|file| (file.header.run, file.header.file));

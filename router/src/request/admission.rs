@@ -154,7 +154,7 @@ mod tests {
     use super::fill;
 
     #[test]
-    fn a_bucket_takes_whole_tokens_up_to_its_size() {
+    fn bucket_takes_whole_tokens_up_to_its_size() {
         let mut owed = 2.75;
         assert_eq!(fill(&mut owed, 0, 8), (2, 0));
         owed += 0.25;

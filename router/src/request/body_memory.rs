@@ -37,13 +37,13 @@ impl MemoryBudget {
     /// True if a body of this length could be held now.
     pub fn check(&self, bytes: usize) -> Result<(), RouteError> {
         let held_bytes = self.held.load(Ordering::Relaxed);
-        match bytes <= self.limit.saturating_sub(held_bytes) {
-            true => Ok(()),
-            false => Err(RouteError::BodyMemoryFull {
+        if bytes > self.limit.saturating_sub(held_bytes) {
+            return Err(RouteError::BodyMemoryFull {
                 held_bytes,
                 limit_bytes: self.limit,
-            }),
+            });
         }
+        Ok(())
     }
 
     /// A share without bytes yet.

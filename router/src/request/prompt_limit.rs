@@ -144,16 +144,15 @@ fn size_of_text(json: &[u8], limit: PromptLimit) -> Option<String> {
     if json.len() as u64 <= limit.chars {
         return None;
     }
-    let chars = match json.starts_with(b"[") {
-        false => chars_of(json),
-        true => {
-            let texts: Vec<&RawValue> = serde_json::from_slice(json).ok()?;
-            let texts = texts.iter().map(|text| text.get().as_bytes());
-            texts
-                .filter(|text| text.len() as u64 > limit.chars)
-                .filter_map(chars_of)
-                .max()
-        }
+    let chars = if json.starts_with(b"[") {
+        let texts: Vec<&RawValue> = serde_json::from_slice(json).ok()?;
+        let texts = texts.iter().map(|text| text.get().as_bytes());
+        texts
+            .filter(|text| text.len() as u64 > limit.chars)
+            .filter_map(chars_of)
+            .max()
+    } else {
+        chars_of(json)
     };
     let chars = chars.filter(|chars| *chars > limit.chars)?;
     let tokens = chars.div_ceil(limit.chars.div_ceil(limit.tokens.get()));
@@ -167,12 +166,12 @@ fn size_of_ids(json: &[u8], limit: PromptLimit) -> Option<String> {
         return None;
     }
     let inside = json.strip_prefix(b"[")?.trim_ascii_start();
-    let lengths = match inside.starts_with(b"[") {
-        true => {
-            let rows: Vec<Vec<IgnoredAny>> = serde_json::from_slice(json).ok()?;
-            rows.iter().map(Vec::len).collect()
-        }
-        false => vec![serde_json::from_slice::<Vec<IgnoredAny>>(json).ok()?.len()],
+    let lengths = if inside.starts_with(b"[") {
+        let rows: Vec<Vec<IgnoredAny>> = serde_json::from_slice(json).ok()?;
+        rows.iter().map(Vec::len).collect()
+    } else {
+        let ids: Vec<IgnoredAny> = serde_json::from_slice(json).ok()?;
+        vec![ids.len()]
     };
     let mut lengths = lengths.into_iter().map(|length| length as u64);
     let tokens = lengths.find(|tokens| *tokens > limit.tokens.get())?;

@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_has_seen_nothing_gets_another_answer_whole() {
+    fn client_that_has_seen_nothing_gets_another_answer_whole() {
         let mut buffer = buffer();
         let cut = STREAM.find("data: {\"a\"").unwrap() + 8;
         assert_eq!(pass(&mut buffer, &STREAM[..cut]).unwrap(), ": waiting\n\n");
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_without_end_is_not_held_for_ever() {
+    fn event_without_end_is_not_held_for_ever() {
         let mut buffer = buffer();
         let long = "x".repeat(MAX_WAITING + 1);
         assert_eq!(pass(&mut buffer, &long).unwrap(), long);

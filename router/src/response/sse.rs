@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_without_end_is_not_held_for_ever() {
+    fn event_without_end_is_not_held_for_ever() {
         let mut events = EventSplitter::default();
         let half = "x".repeat(MAX_EVENT / 2);
         assert_eq!(pushed(&mut events, &half), "");
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_behind_other_events_is_found_however_the_stream_is_cut() {
+    fn error_behind_other_events_is_found_however_the_stream_is_cut() {
         let error = "data: {\"error\":{\"code\":\"draining\"}}\n\ndata: [DONE]\n\n";
         let behind = [
             "",

@@ -4,7 +4,7 @@
 //!
 //! 1. /readyz says 503; for --shutdown-delay-ms new connections are still taken, so that load
 //!    balancers can notice;
-//! 2. the listener closes; idle connections close; requests in flight go on;
+//! 2. the listener closes; idle connections close; requests in flight continue;
 //! 3. after --shutdown-grace-period-secs the workers' connections are cut: streams get an error
 //!    event and [DONE];
 //! 4. exit 0. A second signal exits at once with 1.

@@ -101,12 +101,12 @@ fn certificates(flag: &str, path: &str) -> Result<Vec<CertificateDer<'static>>, 
     let refused = |err| format!("{flag} {path}: {err}; give a readable PEM file");
     let read = CertificateDer::pem_file_iter(path).map_err(refused)?;
     let certs: Vec<_> = read.collect::<Result<_, _>>().map_err(refused)?;
-    match certs.is_empty() {
-        true => Err(format!(
+    if certs.is_empty() {
+        return Err(format!(
             "{flag} {path}: holds no certificate; give a PEM file with one"
-        )),
-        false => Ok(certs),
+        ));
     }
+    Ok(certs)
 }
 
 fn private_key(flag: &str, path: &str) -> Result<PrivateKeyDer<'static>, String> {

@@ -514,11 +514,12 @@ async fn ask_load(fleet: &WorkerFleet, worker: &Worker) {
             let stated = polled.incarnation.as_deref();
             let sign = stated.map_or(ProcessSign::Unstated, ProcessSign::Stated);
             let trust = worker.observe_process(sign);
-            match trust != DescriptionTrust::Missing
-                && fleet.loads_reported(worker, &polled.reports)
-            {
-                true => ReportStatus::Taken,
-                false => ReportStatus::Unused,
+            let is_taken =
+                trust != DescriptionTrust::Missing && fleet.loads_reported(worker, &polled.reports);
+            if is_taken {
+                ReportStatus::Taken
+            } else {
+                ReportStatus::Unused
             }
         }
         Ok(Err(err)) => {

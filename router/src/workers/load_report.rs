@@ -260,7 +260,7 @@ mod tests {
         pages_free=12;pages=64;prefill_rate=9000;decode_rate=100;prefilled=700;generated=80;bands=high:300,default:200";
 
     #[test]
-    fn an_engines_header_is_read_in_any_order() {
+    fn engines_header_is_read_in_any_order() {
         let wanted = LoadReport {
             rank: 3,
             queued_tokens: 570,

@@ -107,7 +107,11 @@ pub struct WorkerDescription {
     /// Longest text of a prompt, whatever its tokens [characters].
     #[serde(default, deserialize_with = "lenient")]
     pub max_prompt_chars: Option<u64>,
+    /// Flag of the queue order; may be `auto`.
     pub schedule_policy: Option<String>,
+    /// Queue order that the flag stands for on this worker. Only our engines report it.
+    #[serde(default, deserialize_with = "lenient")]
+    pub schedule_policy_resolved: Option<String>,
     pub disable_radix_cache: Option<bool>,
     /// SGLang's: its decode workers have no radix cache without it.
     pub disaggregation_decode_enable_radix_cache: Option<bool>,
@@ -189,15 +193,21 @@ impl WorkerDescription {
         self.dp_size.unwrap_or(1).clamp(1, MAX_DP_SIZE)
     }
 
-    /// Facts for policies of a worker of this role. `auto` is srpt-aging on a prefill node
-    /// (docs/flags.md).
-    pub(super) fn facts(&self, role: Role, topology: Option<&str>) -> WorkerFacts {
-        let order = match (self.schedule_policy.as_deref(), role) {
+    /// Order in which the worker takes waiting prompts. Engines that report `auto` and no resolved
+    /// order are earlier builds of ours, where `auto` is srpt-aging on a prefill node.
+    fn queue_order(&self, role: Role) -> QueueOrder {
+        let reported = self.schedule_policy_resolved.as_ref();
+        let policy = reported.or(self.schedule_policy.as_ref());
+        match (policy.map(String::as_str), role) {
             (Some("srpt-aging" | "short-first"), _) | (Some("auto"), Role::Prefill) => {
                 QueueOrder::ShortestFirst
             }
             _ => QueueOrder::Arrival,
-        };
+        }
+    }
+
+    /// Facts for policies of a worker of this role.
+    pub(super) fn facts(&self, role: Role, topology: Option<&str>) -> WorkerFacts {
         let is_sglang_decode =
             self.engine.is_none() && self.disaggregation_mode.as_deref() == Some("decode");
         let has_decode_cache = self.disaggregation_decode_enable_radix_cache == Some(true);
@@ -205,7 +215,7 @@ impl WorkerDescription {
             is_cacheless: self.disable_radix_cache == Some(true)
                 || (is_sglang_decode && !has_decode_cache),
             capacity_tokens: self.max_total_num_tokens.filter(|tokens| *tokens > 0),
-            order,
+            order: self.queue_order(role),
             domain: topology.map(number_of),
         }
     }
@@ -424,4 +434,48 @@ impl Worker {
 
 fn number_of(name: &str) -> u32 {
     BuildHasherDefault::<DefaultHasher>::default().hash_one(name) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn order(description: serde_json::Value, role: Role) -> QueueOrder {
+        let description: WorkerDescription =
+            serde_json::from_value(description).expect("the keys are read leniently");
+        description.facts(role, None).order
+    }
+
+    #[test]
+    fn resolved_queue_order_wins_over_the_flag() {
+        let decode = serde_json::json!({
+            "schedule_policy": "auto", "schedule_policy_resolved": "srpt-aging",
+        });
+        assert_eq!(order(decode, Role::Decode), QueueOrder::ShortestFirst);
+        let prefill = serde_json::json!({
+            "schedule_policy": "auto", "schedule_policy_resolved": "fcfs",
+        });
+        assert_eq!(order(prefill, Role::Prefill), QueueOrder::Arrival);
+    }
+
+    #[test]
+    fn auto_without_a_resolved_order_is_shortest_first_on_prefill_workers() {
+        let auto = || serde_json::json!({"schedule_policy": "auto"});
+        assert_eq!(order(auto(), Role::Prefill), QueueOrder::ShortestFirst);
+        assert_eq!(order(auto(), Role::Decode), QueueOrder::Arrival);
+        let unreadable = serde_json::json!({
+            "schedule_policy": "auto", "schedule_policy_resolved": ["fcfs"],
+        });
+        assert_eq!(order(unreadable, Role::Prefill), QueueOrder::ShortestFirst);
+    }
+
+    #[test]
+    fn workers_that_report_no_known_order_serve_by_arrival() {
+        assert_eq!(
+            order(serde_json::json!({}), Role::Prefill),
+            QueueOrder::Arrival
+        );
+        let lpm = serde_json::json!({"schedule_policy": "lpm"});
+        assert_eq!(order(lpm, Role::Prefill), QueueOrder::Arrival);
+    }
 }

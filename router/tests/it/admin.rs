@@ -48,7 +48,7 @@ async fn workers_come_and_go_over_rest() {
 }
 
 #[tokio::test]
-async fn a_worker_can_be_named_by_its_url() {
+async fn worker_can_be_named_by_its_url() {
     timed(async {
         let mock = Mock::start(&[]).await;
         let router = Router::regular(&[&mock], &[]).await;
@@ -75,7 +75,7 @@ async fn slow_starter(flags: &[&str]) -> (tokio::net::TcpListener, Router) {
 }
 
 #[tokio::test]
-async fn the_first_request_waits_for_the_first_probe() {
+async fn first_request_waits_for_the_first_probe() {
     timed(async {
         let flags = ["--max-concurrent-requests", "1", "--queue-size", "0"];
         let (listener, router) = slow_starter(&flags).await;
@@ -108,7 +108,7 @@ async fn the_first_request_waits_for_the_first_probe() {
 }
 
 #[tokio::test]
-async fn a_worker_that_is_silent_at_its_first_probe_is_not_waited_for() {
+async fn worker_that_is_silent_at_its_first_probe_is_not_waited_for() {
     timed(async {
         let (_listener, router) = slow_starter(&["--health-check-timeout-secs", "300"]).await;
         assert_eq!(router.chat().await.code(), "no_worker");
@@ -120,7 +120,7 @@ async fn a_worker_that_is_silent_at_its_first_probe_is_not_waited_for() {
 }
 
 #[tokio::test]
-async fn a_drained_worker_finishes_its_request_and_goes() {
+async fn drained_worker_finishes_its_request_and_goes() {
     timed(async {
         let busy = Mock::start(&[Act::Stream(vec![TOKEN], End::Gate)]).await;
         let other = Mock::start(&[]).await;
@@ -179,7 +179,7 @@ async fn a_drained_worker_finishes_its_request_and_goes() {
 }
 
 #[tokio::test]
-async fn the_older_worker_paths_work_too() {
+async fn older_worker_paths_work_too() {
     timed(async {
         let mock = Mock::start(&[]).await;
         let router = Router::start(&[]).await;
@@ -374,7 +374,7 @@ async fn errors_are_json_on_every_path() {
 }
 
 #[tokio::test]
-async fn the_key_is_wanted_everywhere_but_at_probes() {
+async fn key_is_wanted_everywhere_but_at_probes() {
     timed(async {
         let mock = Mock::start(&[]).await;
         let url = mock.url();
@@ -415,7 +415,7 @@ async fn the_key_is_wanted_everywhere_but_at_probes() {
 }
 
 #[tokio::test]
-async fn the_queue_is_bounded_and_moves_on() {
+async fn queue_is_bounded_and_moves_on() {
     timed(async {
         let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Gate)]).await;
         let flags = ["--max-concurrent-requests", "1", "--queue-size", "1"];
@@ -448,7 +448,7 @@ async fn the_queue_is_bounded_and_moves_on() {
 }
 
 #[tokio::test]
-async fn a_queue_without_places_times_out() {
+async fn queue_without_places_times_out() {
     timed(async {
         let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Hang)]).await;
         let flags = [
@@ -526,7 +526,7 @@ async fn browsers_are_let_in_by_origin() {
 }
 
 #[tokio::test]
-async fn a_connection_serves_many_requests() {
+async fn connection_serves_many_requests() {
     timed(async {
         let mock = Mock::start(&[]).await;
         let router = Router::regular(&[&mock], &[]).await;
@@ -567,7 +567,7 @@ async fn metrics_can_have_a_port_of_their_own() {
 }
 
 #[tokio::test]
-async fn a_port_in_use_is_said_so() {
+async fn port_in_use_is_said_so() {
     timed(async {
         let router = Router::start(&[]).await;
         let port = router.running.addr.port().to_string();

@@ -272,7 +272,7 @@ async fn sglang_prefill_and_decode() {
 }
 
 #[tokio::test]
-async fn a_worker_registered_for_the_wrong_role_is_rejected_by_its_mode() {
+async fn worker_registered_for_the_wrong_role_is_rejected_by_its_mode() {
     timed(async {
         let peer = Peer::sglang("decode", &Rooms::new()).await;
         let router = Router::start(&["--worker-urls", &peer.url()]).await;

@@ -62,7 +62,7 @@ async fn answers_after(router: &Router, source: &str, since: f64) -> f64 {
 // ---- file ----
 
 #[tokio::test]
-async fn an_unchanged_file_is_an_answer_each_time_it_is_read() {
+async fn unchanged_file_is_an_answer_each_time_it_is_read() {
     timed(async {
         let file = TempFile::new(&json!([{"url": "http://127.0.0.1:1"}]).to_string());
         let router = Router::start(&["--discovery-file", file.path()]).await;
@@ -73,7 +73,7 @@ async fn an_unchanged_file_is_an_answer_each_time_it_is_read() {
 }
 
 #[tokio::test]
-async fn a_changed_file_changes_the_workers_and_a_broken_one_nothing() {
+async fn changed_file_changes_the_workers_and_a_broken_one_nothing() {
     timed(async {
         let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let file = TempFile::new(&json!([{"url": a.url()}]).to_string());
@@ -109,7 +109,7 @@ async fn a_changed_file_changes_the_workers_and_a_broken_one_nothing() {
 }
 
 #[tokio::test]
-async fn a_fleet_is_replaced_only_by_one_that_answers() {
+async fn fleet_is_replaced_only_by_one_that_answers() {
     timed(async {
         let (old, new) = (Mock::start(&[]).await, Mock::start(&[]).await);
         new.set_unhealthy(true);
@@ -130,7 +130,7 @@ async fn a_fleet_is_replaced_only_by_one_that_answers() {
 }
 
 #[tokio::test]
-async fn a_file_wrong_from_the_start_ends_the_start() {
+async fn file_wrong_from_the_start_ends_the_start() {
     timed(async {
         let file = TempFile::new("- {url: a:1, prot: 3}");
         let text = refused_start(&["--discovery-file", file.path()]).await;
@@ -168,8 +168,8 @@ struct Cluster {
 struct Api {
     addr: SocketAddr,
     cluster: Arc<Mutex<Cluster>>,
-    /// Counts changes; an odd-one-out for cuts: the number of cuts so far.
-    news: watch::Sender<(u64, u64)>,
+    /// (changes so far, connections cut so far), sent at each.
+    feed: watch::Sender<(u64, u64)>,
 }
 
 fn pod(ip: &str, app: &str, is_ready: bool) -> Value {
@@ -188,7 +188,7 @@ impl Api {
         let api = Api {
             addr: listener.local_addr().unwrap(),
             cluster: Arc::default(),
-            news: watch::channel((0, 0)).0,
+            feed: watch::channel((0, 0)).0,
         };
         let routes = axum::Router::new()
             .route(
@@ -217,7 +217,7 @@ impl Api {
 
     fn change(&self, change: impl FnOnce(&mut Cluster)) {
         change(&mut self.cluster.lock());
-        self.news.send_modify(|(changes, _)| *changes += 1);
+        self.feed.send_modify(|(changes, _)| *changes += 1);
     }
 
     fn put(&self, name: &str, mut pod: Value) {
@@ -265,7 +265,7 @@ impl Api {
     }
 
     fn cut(&self) {
-        self.news.send_modify(|(_, cuts)| *cuts += 1);
+        self.feed.send_modify(|(_, cuts)| *cuts += 1);
     }
 
     fn asked(&self) -> Vec<BTreeMap<String, String>> {
@@ -330,13 +330,13 @@ async fn pods(
         return format!("{gone}\n").into_response();
     }
     drop(cluster);
-    let news = api.news.subscribe();
-    let cuts = news.borrow().1;
-    let events = futures_util::stream::unfold((api, news, since), move |(api, mut news, since)| {
+    let feed = api.feed.subscribe();
+    let cuts = feed.borrow().1;
+    let events = futures_util::stream::unfold((api, feed, since), move |(api, mut feed, since)| {
         let selector = selector.clone();
         async move {
             loop {
-                let seen = *news.borrow_and_update();
+                let seen = *feed.borrow_and_update();
                 if seen.1 != cuts {
                     return None;
                 }
@@ -352,11 +352,11 @@ async fn pods(
                         if event["type"] == "BOOKMARK" || matches(&event["object"], &selector) =>
                     {
                         let line = Ok::<_, std::io::Error>(format!("{event}\n"));
-                        return Some((line, (api, news, version)));
+                        return Some((line, (api, feed, version)));
                     }
                     // An event of other pods: an empty piece, to go on behind it.
-                    Some((version, _)) => return Some((Ok(String::new()), (api, news, version))),
-                    None => news.changed().await.ok()?,
+                    Some((version, _)) => return Some((Ok(String::new()), (api, feed, version))),
+                    None => feed.changed().await.ok()?,
                 }
             }
         }
@@ -469,7 +469,7 @@ async fn ready_pods_serve_and_deleted_ones_drain() {
 }
 
 #[tokio::test]
-async fn a_cut_watch_goes_on_at_the_last_bookmark() {
+async fn cut_watch_goes_on_at_the_last_bookmark() {
     timed(async {
         let (mocks, port) = on_one_port([&[], &[], &[]]).await;
         let api = Api::start().await;
@@ -503,7 +503,7 @@ async fn a_cut_watch_goes_on_at_the_last_bookmark() {
 }
 
 #[tokio::test]
-async fn a_version_that_is_gone_means_a_new_list_and_an_empty_one_empties_nothing() {
+async fn version_that_is_gone_means_a_new_list_and_an_empty_one_empties_nothing() {
     timed(async {
         let (mocks, port) = on_one_port([&[], &[], &[]]).await;
         let api = Api::start().await;
@@ -529,7 +529,7 @@ async fn a_version_that_is_gone_means_a_new_list_and_an_empty_one_empties_nothin
 }
 
 #[tokio::test]
-async fn a_refusal_by_the_api_server_is_reported_and_the_workers_stay() {
+async fn refusal_by_the_api_server_is_reported_and_the_workers_stay() {
     timed(async {
         let (mocks, port) = on_one_port([&[], &[], &[]]).await;
         let api = Api::start().await;
@@ -557,7 +557,7 @@ async fn a_refusal_by_the_api_server_is_reported_and_the_workers_stay() {
 }
 
 #[tokio::test]
-async fn a_real_api_server_speaks_tls_and_wants_a_token() {
+async fn real_api_server_speaks_tls_and_wants_a_token() {
     timed(async {
         let (mocks, port) = on_one_port([&[], &[], &[]]).await;
         let api = Api::start().await;
@@ -578,7 +578,7 @@ async fn a_real_api_server_speaks_tls_and_wants_a_token() {
 }
 
 #[tokio::test]
-async fn a_cluster_that_cannot_be_found_ends_the_start() {
+async fn cluster_that_cannot_be_found_ends_the_start() {
     timed(async {
         let flags = [
             "--service-discovery",

@@ -44,7 +44,7 @@ async fn request_is_found_by_the_id_of_its_answer() {
 }
 
 #[tokio::test]
-async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
+async fn dry_run_shows_every_candidate_and_sends_nothing() {
     timed(async {
         let (p, q, d) = (
             Mock::start(&[]).await,
@@ -111,7 +111,7 @@ async fn a_dry_run_shows_every_candidate_and_sends_nothing() {
 }
 
 #[tokio::test]
-async fn an_explained_request_is_served_and_its_timeline_reported() {
+async fn explained_request_is_served_and_its_timeline_reported() {
     timed(async {
         let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let router = Router::regular(&[&a, &b], &["--policy", "cost"]).await;

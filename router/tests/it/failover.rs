@@ -38,7 +38,7 @@ async fn outcome(router: &Router, outcome: &str) -> f64 {
 }
 
 #[tokio::test]
-async fn every_cut_is_gone_on_with_and_the_client_gets_the_same_bytes() {
+async fn every_cut_is_resumed_and_the_client_gets_the_same_bytes() {
     timed(async {
         let p = ours(&[]).await;
         let mut dying = ours(&[]).await;
@@ -81,7 +81,7 @@ async fn every_cut_is_gone_on_with_and_the_client_gets_the_same_bytes() {
 }
 
 #[tokio::test]
-async fn a_fleet_of_regular_workers_does_it_too() {
+async fn fleet_of_regular_workers_does_it_too() {
     timed(async {
         let dying = ours(&[Act::CountTo(3, 20, End::Break)]).await;
         let good = ours(&[Act::Count]).await;
@@ -96,7 +96,7 @@ async fn a_fleet_of_regular_workers_does_it_too() {
 }
 
 #[tokio::test]
-async fn the_second_worker_may_die_too() {
+async fn second_worker_may_die_too() {
     timed(async {
         let p = ours(&[]).await;
         let d = [
@@ -281,7 +281,7 @@ async fn token_comments_are_not_requested_where_no_worker_could_resume() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_in_the_pause_leaves_nothing_behind() {
+async fn client_that_leaves_in_the_pause_leaves_nothing_behind() {
     timed(async {
         let p = ours(&[]).await;
         let dying = ours(&[Act::CountTo(2, 0, End::Break)]).await;
@@ -319,7 +319,7 @@ async fn a_client_that_leaves_in_the_pause_leaves_nothing_behind() {
 }
 
 #[tokio::test]
-async fn a_worker_that_leaves_in_the_middle_is_not_to_blame() {
+async fn worker_that_leaves_in_the_middle_is_not_to_blame() {
     const LEAVING: &str =
         "data: {\"error\":{\"message\":\"m\",\"code\":\"draining\"}}\n\ndata: [DONE]\n\n";
     const BUG: &str =
@@ -352,7 +352,7 @@ async fn a_worker_that_leaves_in_the_middle_is_not_to_blame() {
 }
 
 #[tokio::test]
-async fn a_silent_worker_is_replaced_after_the_limit_or_when_its_health_fails() {
+async fn silent_worker_is_replaced_after_the_limit_or_when_its_health_fails() {
     timed(async {
         let p = ours(&[]).await;
         let silent = ours(&[Act::CountTo(2, 10, End::Hang)]).await;
@@ -412,7 +412,7 @@ async fn silent_stream_brings_a_probe_and_leaves_a_hung_worker() {
 }
 
 #[tokio::test]
-async fn the_clients_deadline_goes_on_while_others_are_asked() {
+async fn clients_deadline_goes_on_while_others_are_asked() {
     timed(async {
         let p = ours(&[]).await;
         let dying = ours(&[Act::CountTo(3, 0, End::Break)]).await;

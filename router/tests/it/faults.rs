@@ -301,7 +301,7 @@ async fn unreachable_workers_are_not_named_to_clients() {
 }
 
 #[tokio::test]
-async fn a_body_of_ten_megabytes_passes_unchanged() {
+async fn body_of_ten_megabytes_passes_unchanged() {
     timed(async {
         let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let router = Router::pd(&[&p], &[&d], &[]).await;
@@ -442,7 +442,7 @@ async fn rooms_of_clients_are_replaced_by_distinct_ones() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_cancels_both_legs_whatever_it_asked_for() {
+async fn client_that_leaves_cancels_both_legs_whatever_it_asked_for() {
     timed(async {
         for (stream, decode) in [
             (false, Act::Hang),
@@ -479,7 +479,7 @@ async fn a_client_that_leaves_cancels_both_legs_whatever_it_asked_for() {
 
 /// A stream that is not read may fill the sockets and nothing else, of both legs.
 #[tokio::test]
-async fn a_slow_reader_gets_all_of_its_stream() {
+async fn slow_reader_gets_all_of_its_stream() {
     timed(async {
         const EVENTS: usize = 4000;
         let pieces = std::iter::repeat_n(TOKEN, EVENTS)

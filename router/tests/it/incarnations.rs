@@ -352,7 +352,7 @@ async fn stream_of_an_unknown_process_is_not_resumed_by_another_worker() {
 }
 
 #[tokio::test]
-async fn without_health_checks_answers_tell_of_another_process() {
+async fn without_health_checks_answers_reveal_another_process() {
     timed(async {
         let names = |name: &str| json!({"served_model_names": [name]});
         let mut worker = mock(engine("a", names("old"))).await;

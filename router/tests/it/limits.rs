@@ -26,7 +26,7 @@ async fn cuts(router: &Router, reason: &str) -> f64 {
 }
 
 #[tokio::test]
-async fn a_head_that_drips_is_cut_and_an_idle_connection_lives_longer() {
+async fn head_that_drips_is_cut_and_an_idle_connection_lives_longer() {
     timed(async {
         for first in ["P", "POST /v1/chat/completions HTTP/1.1\r\nx-a: "] {
             let flags = [
@@ -62,7 +62,7 @@ async fn a_head_that_drips_is_cut_and_an_idle_connection_lives_longer() {
 }
 
 #[tokio::test]
-async fn an_idle_connection_is_closed_in_its_time_and_no_cut() {
+async fn idle_connection_is_closed_in_its_time_and_no_cut() {
     timed(async {
         let flags = ["--idle-connection-timeout-secs", "1"];
         let router = Router::start(&flags).await;
@@ -78,7 +78,7 @@ async fn an_idle_connection_is_closed_in_its_time_and_no_cut() {
 }
 
 #[tokio::test]
-async fn a_body_that_drips_is_a_408() {
+async fn body_that_drips_is_a_408() {
     timed(async {
         let mock = Mock::start(&[]).await;
         let router = Router::regular(&[&mock], &["--body-read-timeout-secs", "1"]).await;
@@ -104,7 +104,7 @@ async fn a_body_that_drips_is_a_408() {
 }
 
 #[tokio::test]
-async fn a_head_too_long_is_a_431() {
+async fn head_too_long_is_a_431() {
     timed(async {
         let mock = Mock::start(&[]).await;
         let router = Router::regular(&[&mock], &["--max-header-bytes", "300000"]).await;
@@ -251,7 +251,7 @@ async fn http2_can_be_turned_off() {
 }
 
 #[tokio::test]
-async fn an_http2_client_that_leaves_or_stalls_frees_its_worker() {
+async fn http2_client_that_leaves_or_stalls_frees_its_worker() {
     timed(async {
         let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Flood)]).await;
         let flags = ["--stream-body-stall-timeout-secs", "1"];
@@ -277,7 +277,7 @@ async fn an_http2_client_that_leaves_or_stalls_frees_its_worker() {
 }
 
 #[tokio::test]
-async fn an_http1_client_that_takes_nothing_is_cut() {
+async fn http1_client_that_takes_nothing_is_cut() {
     timed(async {
         let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Flood)]).await;
         let flags = ["--stream-body-stall-timeout-secs", "1"];
@@ -296,7 +296,7 @@ async fn an_http1_client_that_takes_nothing_is_cut() {
 // ---- rate ----
 
 #[tokio::test]
-async fn a_token_bucket_lets_more_through_with_time() {
+async fn token_bucket_lets_more_through_with_time() {
     timed(async {
         let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Hang)]).await;
         let flags = [
@@ -367,7 +367,7 @@ async fn predicted_ttft_above_limit_returns_retry_after() {
 }
 
 #[tokio::test]
-async fn a_request_may_have_less_time_than_all() {
+async fn request_may_have_less_time_than_all() {
     timed(async {
         let busy = Mock::start(&[]).await.with_load(BUSY);
         let flags = ["--policy", "cost", "--max-ttft-ms", "3600000"];

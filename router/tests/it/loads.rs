@@ -51,7 +51,7 @@ async fn spread(load: &'static str, result: &str) -> [usize; 2] {
 }
 
 #[tokio::test]
-async fn a_reported_backlog_diverts_the_next_request() {
+async fn reported_backlog_diverts_the_next_request() {
     timed(async {
         // The second goes where the first did, for its prefix, unless others' work waits there.
         assert_eq!(spread(IDLE, "taken").await, [2, 0]);
@@ -61,7 +61,7 @@ async fn a_reported_backlog_diverts_the_next_request() {
 }
 
 #[tokio::test]
-async fn an_old_report_has_run_off_and_calls_for_a_draw() {
+async fn old_report_has_run_off_and_calls_for_a_draw() {
     timed(async {
         assert_eq!(spread(LONG_AGO, "taken").await, [2, 0]);
         let [a, b, c] = mocks(LONG_AGO).await;

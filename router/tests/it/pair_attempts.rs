@@ -9,7 +9,7 @@ fn reopens(port: u16) -> Value {
 }
 
 #[tokio::test]
-async fn a_decode_worker_that_dies_costs_no_second_prefill() {
+async fn decode_worker_that_dies_costs_no_second_prefill() {
     timed(async {
         // P's answer is still to come, and has come already.
         for first in [Act::Gated(200, "x"), Act::Answer] {
@@ -80,7 +80,7 @@ async fn pages_that_are_gone_are_computed_again_by_the_same_worker() {
 }
 
 #[tokio::test]
-async fn a_worker_that_does_not_keep_pages_prefills_again() {
+async fn worker_that_does_not_keep_pages_prefills_again() {
     timed(async {
         let p = Mock::start(&[]).await;
         let bad = Mock::start(&[Act::Drop]).await;
@@ -306,7 +306,7 @@ async fn aborted_prefill_is_released_since_its_answer_may_be_on_the_way() {
 }
 
 #[tokio::test]
-async fn a_prefill_that_no_decode_worker_will_fetch_is_released() {
+async fn prefill_that_no_decode_worker_will_fetch_is_released() {
     let sent = "baton_router_prefill_releases_total{result=\"sent\"}";
     timed(async {
         let p = Mock::start(&[]).await.with_info(reopens(8998));

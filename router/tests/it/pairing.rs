@@ -52,7 +52,7 @@ async fn in_a_rolling_upgrade_both_versions_serve_and_never_meet() {
 }
 
 #[tokio::test]
-async fn a_worker_that_fits_no_other_gets_no_request_and_reports_why() {
+async fn worker_that_fits_no_other_gets_no_request_and_reports_why() {
     timed(async {
         let (p, odd) = (node("prefill", "1").await, node("prefill", "2").await);
         let d = node("decode", "1").await;

@@ -59,7 +59,7 @@ async fn several_answers_get_arrays_with_a_room_each() {
 }
 
 #[tokio::test]
-async fn the_bootstrap_port_comes_from_the_worker_or_is_null() {
+async fn bootstrap_port_comes_from_the_worker_or_is_null() {
     timed(async {
         let info = json!({"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 7777});
         let (p, d) = (
@@ -158,7 +158,7 @@ async fn decode_failing_aborts_prefill_at_once_and_another_pair_answers() {
 }
 
 #[tokio::test]
-async fn a_failed_transfer_avoids_the_prefill_worker_it_came_from() {
+async fn failed_transfer_avoids_the_prefill_worker_it_came_from() {
     timed(async {
         let (mut p1, mut p2) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let d = Mock::start(&[
@@ -187,7 +187,7 @@ async fn a_failed_transfer_avoids_the_prefill_worker_it_came_from() {
 }
 
 #[tokio::test]
-async fn a_dead_decode_worker_costs_no_answer() {
+async fn dead_decode_worker_costs_no_answer() {
     timed(async {
         let p = Mock::start(&[]).await;
         let (d1, d2) = (Mock::start(&[]).await, Mock::start(&[]).await);
@@ -211,7 +211,7 @@ async fn a_dead_decode_worker_costs_no_answer() {
 }
 
 #[tokio::test]
-async fn a_deterministic_error_of_either_leg_is_returned_without_a_retry() {
+async fn deterministic_error_of_either_leg_is_returned_without_a_retry() {
     timed(async {
         let bad = Act::Status(400, "context_length_exceeded");
         for (p, d) in [
@@ -234,7 +234,7 @@ async fn a_deterministic_error_of_either_leg_is_returned_without_a_retry() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_cancels_both_legs() {
+async fn client_that_leaves_cancels_both_legs() {
     timed(async {
         for decode in [Act::Hang, Act::Stream(vec![TOKEN], End::Hang)] {
             let (p, d) = (
@@ -265,7 +265,7 @@ async fn a_client_that_leaves_cancels_both_legs() {
 }
 
 #[tokio::test]
-async fn a_prefill_leg_that_never_answers_does_not_hold_a_complete_answer() {
+async fn prefill_leg_that_never_answers_does_not_hold_a_complete_answer() {
     timed(async {
         let (p, d) = (Mock::start(&[Act::Hang]).await, Mock::start(&[]).await);
         let router = Router::pd(&[&p], &[&d], &[]).await;
@@ -279,7 +279,7 @@ async fn a_prefill_leg_that_never_answers_does_not_hold_a_complete_answer() {
 }
 
 #[tokio::test]
-async fn a_pair_that_never_answers_is_a_timeout() {
+async fn pair_that_never_answers_is_a_timeout() {
     timed(async {
         let (p, d) = (
             Mock::start(&[Act::Hang]).await,
@@ -376,7 +376,7 @@ async fn input_logprobs_of_prefill_come_before_those_of_decode() {
 }
 
 #[tokio::test]
-async fn a_worker_of_the_wrong_kind_is_not_used() {
+async fn worker_of_the_wrong_kind_is_not_used() {
     timed(async {
         let p = Mock::start(&[])
             .await
@@ -410,7 +410,7 @@ async fn a_worker_of_the_wrong_kind_is_not_used() {
 }
 
 #[tokio::test]
-async fn a_finished_stream_is_ok_whatever_prefill_does_later() {
+async fn finished_stream_is_ok_whatever_prefill_does_later() {
     timed(async {
         let p = Mock::start(&[Act::Stream(vec![TOKEN], End::Break)]).await;
         let d = Mock::start(&[Act::Stream(vec![TOKEN, FINISH, DONE], End::Clean)]).await;
@@ -457,7 +457,7 @@ async fn comments_of_a_waiting_decode_leg_do_not_end_the_retries() {
 }
 
 #[tokio::test]
-async fn an_error_after_the_first_comment_is_an_error_event() {
+async fn error_after_the_first_comment_is_an_error_event() {
     timed(async {
         let (p, d) = (
             Mock::start(&[Act::Hang]).await,
@@ -480,7 +480,7 @@ async fn an_error_after_the_first_comment_is_an_error_event() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_while_it_waits_cancels_both_legs() {
+async fn client_that_leaves_while_it_waits_cancels_both_legs() {
     timed(async {
         let (p, d) = (
             Mock::start(&[Act::Hang]).await,

@@ -97,7 +97,7 @@ async fn cost_compares_forecasts_with_first_tokens_of_streams_and_prefills() {
 }
 
 #[tokio::test]
-async fn a_failed_prompt_leaves_nothing_in_the_index() {
+async fn failed_prompt_leaves_nothing_in_the_index() {
     timed(async {
         let mock = Mock::start(&[Act::Status(400, "invalid_value")]).await;
         let router = Router::regular(&[&mock], &["--policy", "cost"]).await;

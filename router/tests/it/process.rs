@@ -233,7 +233,7 @@ async fn access_line_names_client_key_tenant_and_model() {
 }
 
 #[tokio::test]
-async fn a_second_signal_does_not_wait_for_streams() {
+async fn second_signal_does_not_wait_for_streams() {
     timed(async {
         let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Hang)]).await;
         let (mut started, addr) =
@@ -298,7 +298,7 @@ fn replay(args: &[&str]) -> (String, Option<i32>) {
 }
 
 #[tokio::test]
-async fn a_decision_log_is_decided_again_as_it_was() {
+async fn decision_log_is_decided_again_as_it_was() {
     timed(async {
         let usage = serde_json::json!({"usage": {"prompt_tokens": 500, "completion_tokens": 3,
             "prompt_tokens_details": {"cached_tokens": 100}}});

@@ -31,7 +31,7 @@ async fn refusing_worker_costs_no_client_an_answer_under_any_policy() {
 }
 
 #[tokio::test]
-async fn a_request_that_every_worker_denies_is_refused_and_penalizes_none() {
+async fn request_that_every_worker_denies_is_refused_and_penalizes_none() {
     timed(async {
         let deny = || [Act::Answer, Act::Status(404, "model_not_found")];
         let (a, b) = (Mock::start(&deny()).await, Mock::start(&deny()).await);

@@ -115,7 +115,7 @@ async fn request_ids_are_made_up_with_the_apis_prefix() {
 }
 
 #[tokio::test]
-async fn a_bad_request_is_never_retried() {
+async fn bad_request_is_never_retried() {
     timed(async {
         let (a, b) = (
             Mock::start(&[Act::Status(400, "invalid_value")]).await,
@@ -167,7 +167,7 @@ async fn failures_are_retried_on_another_worker() {
 }
 
 #[tokio::test]
-async fn an_unexplained_500_gets_one_second_opinion() {
+async fn unexplained_500_gets_one_second_opinion() {
     timed(async {
         let mock = Mock::start(&[Act::Status(500, "internal_error")]).await;
         let router = Router::regular(&[&mock], &[]).await;
@@ -213,7 +213,7 @@ async fn without_retries_there_is_one_attempt() {
 }
 
 #[tokio::test]
-async fn a_break_in_the_stream_is_one_error_event_and_done() {
+async fn break_in_the_stream_is_one_error_event_and_done() {
     timed(async {
         for (pieces, end) in [
             (vec![TOKEN, TOKEN], End::Break),
@@ -233,7 +233,7 @@ async fn a_break_in_the_stream_is_one_error_event_and_done() {
 }
 
 #[tokio::test]
-async fn a_break_behind_the_finish_adds_no_error() {
+async fn break_behind_the_finish_adds_no_error() {
     timed(async {
         for pieces in [vec![TOKEN, FINISH], vec![TOKEN, FINISH, DONE]] {
             let mock = Mock::start(&[Act::Stream(pieces, End::Break)]).await;
@@ -247,7 +247,7 @@ async fn a_break_behind_the_finish_adds_no_error() {
 }
 
 #[tokio::test]
-async fn a_silent_worker_is_a_timeout() {
+async fn silent_worker_is_a_timeout() {
     timed(async {
         let mut mock = Mock::start(&[Act::Hang]).await;
         let router = Router::regular(&[&mock], &["--request-timeout-secs", "1"]).await;
@@ -267,7 +267,7 @@ async fn a_silent_worker_is_a_timeout() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_closes_the_workers_connection() {
+async fn client_that_leaves_closes_the_workers_connection() {
     timed(async {
         // before the head of the answer, and in the middle of the stream
         for act in [Act::Hang, Act::Stream(vec![TOKEN], End::Hang)] {
@@ -299,7 +299,7 @@ async fn a_client_that_leaves_closes_the_workers_connection() {
 
 /// openai-python closes at `[DONE]`.
 #[tokio::test]
-async fn a_client_that_leaves_at_the_last_event_has_the_whole_answer() {
+async fn client_that_leaves_at_the_last_event_has_the_whole_answer() {
     timed(async {
         let answer = Act::Stream(vec![TOKEN, FINISH, DONE], End::Gate);
         let mock = Mock::start(&[answer, Act::Json(json!({}))]).await;
@@ -327,7 +327,7 @@ async fn a_client_that_leaves_at_the_last_event_has_the_whole_answer() {
 }
 
 #[tokio::test]
-async fn a_dead_worker_is_left_out_and_used_again_when_it_returns() {
+async fn dead_worker_is_left_out_and_used_again_when_it_returns() {
     timed(async {
         let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let flags = [
@@ -361,7 +361,7 @@ async fn a_dead_worker_is_left_out_and_used_again_when_it_returns() {
 }
 
 #[tokio::test]
-async fn an_idle_connection_that_the_worker_closed_is_no_failure() {
+async fn idle_connection_that_the_worker_closed_is_no_failure() {
     timed(async {
         let mock = Mock::start(&[]).await;
         let router = Router::regular(
@@ -381,7 +381,7 @@ async fn an_idle_connection_that_the_worker_closed_is_no_failure() {
 }
 
 #[tokio::test]
-async fn the_breaker_takes_a_failing_worker_out() {
+async fn breaker_takes_a_failing_worker_out() {
     timed(async {
         let (bad, good) = (
             Mock::start(&[Act::Status(502, "x")]).await,
@@ -426,7 +426,7 @@ async fn dp_ranks_are_candidates_in_the_body_not_in_the_url() {
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_read_stops_the_worker_not_the_router() {
+async fn client_that_does_not_read_stops_the_worker_not_the_router() {
     timed(async {
         let mock = Mock::start(&[Act::Stream(vec![TOKEN], End::Flood)]).await;
         let router = Router::regular(&[&mock], &[]).await;
@@ -456,7 +456,7 @@ async fn a_client_that_does_not_read_stops_the_worker_not_the_router() {
 }
 
 #[tokio::test]
-async fn a_retry_avoids_the_worker_that_failed_even_if_the_policy_prefers_it() {
+async fn retry_avoids_the_worker_that_failed_even_if_the_policy_prefers_it() {
     timed(async {
         let (mut a, mut b) = (Mock::start(&[]).await, Mock::start(&[]).await);
         let router = Router::regular(&[&a, &b], &["--policy", "cache_aware"]).await;
@@ -481,7 +481,7 @@ async fn a_retry_avoids_the_worker_that_failed_even_if_the_policy_prefers_it() {
 }
 
 #[tokio::test]
-async fn a_reused_connection_that_breaks_is_resent_once_without_a_retry() {
+async fn reused_connection_that_breaks_is_resent_once_without_a_retry() {
     timed(async {
         let mock = Mock::start(&[Act::Answer, Act::Drop, Act::Answer]).await;
         let router = Router::regular(&[&mock], &["--disable-retries"]).await;

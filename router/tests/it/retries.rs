@@ -8,7 +8,7 @@ use serde_json::json;
 use crate::support::{Act, Client, End, Mock, Router, TOKEN, chat, eventually, timed};
 
 #[tokio::test]
-async fn a_refusal_of_the_request_is_returned_and_an_error_of_the_worker_retried_elsewhere() {
+async fn refusal_of_the_request_is_returned_and_an_error_of_the_worker_retried_elsewhere() {
     timed(async {
         for (status, code, is_tried_again) in [
             (400, "context_length_exceeded", false),
@@ -105,7 +105,7 @@ async fn time_waited_in_the_queue_is_sent_to_the_worker() {
 }
 
 #[tokio::test]
-async fn a_retry_has_what_is_left_of_the_clients_time() {
+async fn retry_has_what_is_left_of_the_clients_time() {
     timed(async {
         let leaving = Mock::start(&[Act::Gated(503, "draining")]).await;
         let good = Mock::start(&[]).await;

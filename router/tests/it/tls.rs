@@ -183,7 +183,7 @@ async fn get(client: &mut Client, path: &str) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn the_earliest_end_of_each_chain_is_a_metric() {
+async fn earliest_end_of_each_chain_is_a_metric() {
     timed(async {
         let authority = Authority::new();
         let (long, short) = (

@@ -240,7 +240,7 @@ async fn one_trace_goes_from_the_client_through_the_router_to_both_workers() {
 }
 
 #[tokio::test]
-async fn a_failed_attempt_is_a_failed_span_and_the_next_one_follows() {
+async fn failed_attempt_is_a_failed_span_and_the_next_one_follows() {
     timed(async {
         let collector = Collector::start().await;
         let (a, b) = (Mock::start(&[Act::Drop]).await, Mock::start(&[]).await);
@@ -259,7 +259,7 @@ async fn a_failed_attempt_is_a_failed_span_and_the_next_one_follows() {
 }
 
 #[tokio::test]
-async fn a_dead_or_silent_collector_costs_spans_and_no_request() {
+async fn dead_or_silent_collector_costs_spans_and_no_request() {
     timed(async {
         let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let dead = {

@@ -103,6 +103,9 @@ async fn files_have_their_type_and_a_policy_without_other_origins() {
             let head = router.send(Method::HEAD, path, &[], "").await;
             assert_eq!((head.status, head.body.len()), (200, 0), "{path}");
         }
+        let labels = "method=\"GET\",outcome=\"ok\",route=\"/ui/{file}\",status=\"3xx\"";
+        let not_modified = format!("baton_router_requests_total{{{labels}}}");
+        assert!(router.metric(&not_modified).await >= 1.0);
         let moved = router.get("/ui").await;
         assert_eq!(
             (moved.status, moved.headers["location"].to_str().unwrap()),
@@ -208,7 +211,7 @@ async fn rates_follow_what_ranks_report_with_their_answers() {
 }
 
 #[tokio::test]
-async fn events_tell_of_failovers_lost_workers_and_drains() {
+async fn events_report_failovers_lost_workers_and_drains() {
     timed(async {
         let resumes = json!({"engine": "baton", "disaggregation_bootstrap_port": 8998, "baton_features": ["resume"]});
         let ours = async |acts: &[Act]| Mock::start(acts).await.with_info(resumes.clone());

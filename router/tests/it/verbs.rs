@@ -71,7 +71,7 @@ async fn models_of_baton_engines_are_owned_by_baton() {
 }
 
 #[tokio::test]
-async fn a_verb_about_a_request_finds_the_worker_that_runs_it() {
+async fn verb_about_a_request_finds_the_worker_that_runs_it() {
     timed(async {
         let (p, d1, d2) = (
             Mock::start(&[]).await,
@@ -129,7 +129,7 @@ async fn unknown_path_below_a_request_is_404_that_names_the_known_ones() {
 }
 
 #[tokio::test]
-async fn an_abort_reaches_every_worker_of_both_roles() {
+async fn abort_reaches_every_worker_of_both_roles() {
     timed(async {
         let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await);
         for mock in [&p, &d] {

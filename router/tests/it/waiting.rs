@@ -113,7 +113,7 @@ async fn interrupted_streams_are_resumed_in_turns_whatever_the_budget() {
 }
 
 #[tokio::test]
-async fn a_killed_decode_worker_that_returns_resumes_its_own_stream() {
+async fn killed_decode_worker_that_returns_resumes_its_own_stream() {
     timed(async {
         let p = Mock::start(&[]).await.with_info(resumes());
         let d = Mock::start(&[Act::CountTo(3, 9, End::Hang)])

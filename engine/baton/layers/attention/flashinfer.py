@@ -1,7 +1,7 @@
 """Attention by flashinfer's paged kernels, for a pool in CUDA memory.
 
 1. `FlashInferAttention(spec, kv)` makes a decode and one or two prefill wrappers per window size of the model, since a
-wrapper is planned for one window; 2. `plan(batch)` cuts the step into decode and prefill rows (`paged_plan`) and plans
+wrapper is planned for one window; 2. `plan(batch)` cuts the step into decode and prefill rows (`split_step`) and plans
 the wrappers that have rows; 3. `forward` per layer writes K and V into the pages and runs them; 4. the next `plan`
 replaces the step.
 
@@ -167,8 +167,14 @@ class FlashInferAttention(PagedAttention):
         """Takes the batch's index tensors on the host. Raises ValueError when they contradict each other."""
         self._await_last_plan()
         self._running = self._wrappers
-        arrays = (batch.qo_indptr, batch.kv_lens, batch.page_indptr, batch.page_indices)
-        indices = split_step(*(x.numpy() for x in arrays), batch.num_decode, self._kv.page_size)
+        indices = split_step(
+            batch.qo_indptr.numpy(),
+            batch.kv_lens.numpy(),
+            batch.page_indptr.numpy(),
+            batch.page_indices.numpy(),
+            batch.num_decode,
+            self._kv.page_size,
+        )
         self._set_slots(batch.slot_mapping)
         self._num_decode = len(indices.decode)
         if len(indices.prefill):

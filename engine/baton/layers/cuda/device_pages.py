@@ -48,7 +48,8 @@ def weights(words: int) -> NDArray[np.int64]:
     z = np.arange(1, words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+    odd: NDArray[np.uint64] = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return odd.view(np.int64)
 
 
 def page_kernels(rows: Tensor, checksum_weights: Tensor) -> ModuleType | None:

@@ -59,4 +59,4 @@ class CudaMark:
 
     def seconds_since(self, earlier: CudaMark) -> float:
         """Device time from there to here; both were waited for."""
-        return earlier._event.elapsed_time(self._event) / 1e3
+        return float(earlier._event.elapsed_time(self._event)) / 1e3

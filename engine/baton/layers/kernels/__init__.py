@@ -38,10 +38,12 @@ def obstacle(spec: ModelSpec, device: torch.device) -> str | None:
 
 def _try_out(spec: ModelSpec, device: torch.device) -> None:
     from baton.layers.kernels.draw import draw_rows
+    from baton.layers.kernels.draw_columns import DrawColumns
     from baton.layers.kernels.heads import store_heads
 
     integers = torch.zeros(2, dtype=torch.int64, device=device)
-    columns = torch.tensor([[1.0], [0.5], [1], [0.9], [0.0]], dtype=torch.float64, device=device)
+    of_row = DrawColumns(temperature=1.0, u=0.5, top_k=1, top_p=0.9, min_p=0.0)
+    columns = torch.tensor(of_row, dtype=torch.float64, device=device)[:, None]
     draw_rows(torch.zeros(1, spec.vocab_size, device=device), integers[:1], columns, integers[1:])
     dtype = getattr(torch, spec.dtype)
     kv_heads = spec.num_kv_heads
@@ -61,4 +63,4 @@ def _try_out(spec: ModelSpec, device: torch.device) -> None:
             integers[:1],
         )
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # a launch that failed says so now
+        torch.cuda.synchronize(device)  # raises the error of a failed launch

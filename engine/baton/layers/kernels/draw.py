@@ -6,7 +6,7 @@ first token, in order of id, at which their running sum passes u times that. A r
 A row with a NaN, or whose largest logit is infinite, gets INVALID_TOKEN.
 
 Sums are float64 and in a fixed order, so a row's token does not depend on the other rows. Nothing is allocated and the
-host waits for nothing. Tested on the CPU by Triton's interpreter (tests/unit/test_draw_kernel.py).
+host waits for nothing. Tested on the CPU by Triton's interpreter (tests/unit/layers/kernels/test_draw.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.layers.kernels.draw_columns import DrawColumns
 from baton.sched.types import plan
 
 BLOCK = 1024
@@ -25,6 +26,11 @@ LOWEST_KEY = tl.constexpr(-(2**31))
 PIVOTS = tl.constexpr(16)
 PASSES = tl.constexpr(8)
 """Digits of 4 bits each: a key has 32."""
+TEMPERATURE = tl.constexpr(DrawColumns._fields.index("temperature"))
+U = tl.constexpr(DrawColumns._fields.index("u"))
+TOP_K = tl.constexpr(DrawColumns._fields.index("top_k"))
+TOP_P = tl.constexpr(DrawColumns._fields.index("top_p"))
+MIN_P = tl.constexpr(DrawColumns._fields.index("min_p"))
 
 
 def draw_rows(
@@ -35,7 +41,7 @@ def draw_rows(
     Args:
         logits: float32 [S, vocab], each row contiguous.
         rows: int64 [n]: which of them draw.
-        columns: float64 [5, n], contiguous: `sampler.draw_columns` of each of those rows.
+        columns: float64 [5, n], contiguous: a DrawColumns of each of those rows, one field per row of the tensor.
         tokens: int64 [S], of which the entries of `rows` are overwritten, unless they are negative already.
     """
     vocab = logits.shape[1]
@@ -127,11 +133,11 @@ def _draw(logits, stride, vocab, rows, columns, count, tokens, BLOCK: tl.constex
     at = tl.program_id(0)
     row = tl.load(rows + at)
     logits += row * stride
-    temperature = tl.load(columns + at).to(tl.float32)
-    u = tl.load(columns + count + at)
-    top_k = tl.load(columns + 2 * count + at).to(tl.int64)
-    top_p = tl.load(columns + 3 * count + at)
-    min_p = tl.load(columns + 4 * count + at)
+    temperature = tl.load(columns + TEMPERATURE * count + at).to(tl.float32)
+    u = tl.load(columns + U * count + at)
+    top_k = tl.load(columns + TOP_K * count + at).to(tl.int64)
+    top_p = tl.load(columns + TOP_P * count + at)
+    min_p = tl.load(columns + MIN_P * count + at)
 
     largest = tl.full((), float("-inf"), tl.float32)
     nans = tl.zeros((), tl.int32)

@@ -10,7 +10,7 @@ Arithmetic and rounding are those of plain torch (`layers.ops`): a norm's mean a
 quotient, its product with the weight, and the rotated value are each rounded to the heads' type.
 
 The host waits for nothing and nothing is allocated, so it can be part of a CUDA graph. Tested on the CPU by Triton's
-interpreter (tests/unit/test_head_kernel.py).
+interpreter (tests/unit/layers/kernels/test_heads.py).
 """
 
 from __future__ import annotations

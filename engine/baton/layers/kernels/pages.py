@@ -1,7 +1,8 @@
 """Copy pages and take their checksums in one launch, in Triton.
 
 One program copies and sums BLOCK words of one page; programs of one page add up in device memory. Sums wrap around at
-64 bits, so their order does not matter. Tested on the CPU by Triton's interpreter (tests/unit/test_page_kernel.py).
+64 bits, so their order does not matter. Tested on the CPU by Triton's interpreter
+(tests/unit/layers/kernels/test_pages.py).
 """
 
 from __future__ import annotations

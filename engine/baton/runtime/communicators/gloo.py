@@ -13,9 +13,10 @@ import json
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo, TCPStore
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 
 class GlooBackend:
@@ -52,7 +53,7 @@ class GlooBackend:
                 where["host"], where["port"], 2, False, timeout, wait_for_workers=False
             )
         store.set_timeout(timeout)
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
         group = ProcessGroupGloo(store, rank, 2, options)
@@ -62,11 +63,12 @@ class GlooBackend:
 class GlooCommunicator:
     def __init__(
         self,
-        group: ProcessGroupGloo,
+        group: Any,
         peer: int,
         slabs: Sequence[memoryview],
         op_timeout_secs: float,
     ) -> None:
+        """`group`: a ProcessGroupGloo, of whose methods torch's types know few."""
         self._group = group
         self._peer = peer
         self._slabs = [torch.frombuffer(slab, dtype=torch.uint8) for slab in slabs]
@@ -79,4 +81,4 @@ class GlooCommunicator:
         self._group.recv([self._slabs[slab][:nbytes]], self._peer, 0).wait(self._timeout)
 
     def abort(self) -> None:
-        self._group.abort()  # no later operation succeeds; one that waits goes on to its timeout
+        self._group.abort()  # no later operation succeeds; a waiting one runs into its timeout

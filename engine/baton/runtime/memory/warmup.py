@@ -24,21 +24,29 @@ from baton.sched.types.request import SamplingParams
 
 log = logging.getLogger("baton.warmup")
 
+TOKEN = 0
+"""Every vocabulary has it."""
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLINGS = (
     SamplingParams(temperature=0.8, seed=1),
     SamplingParams(temperature=0.8, seed=2, top_k=20, top_p=0.9),
     SamplingParams(temperature=0.8, seed=3, min_p=0.05, repetition_penalty=1.1),
-    SamplingParams(temperature=0.0, logprobs=2),
+    SamplingParams(
+        temperature=0.0,
+        logprobs=2,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias=((TOKEN, -1.0),),
+        min_new_tokens=8,
+        stop_token_ids=(TOKEN,),
+    ),
 )
-"""Rows that are sampled in different ways, in one step."""
+"""Rows that are sampled in different ways, in one step: together they state every parameter that the sampler reads."""
 CACHED_TOKENS = 8192
 """Long enough for attention to split one row's KV among thread blocks, which takes its workspace."""
 FEW_TOKENS = 16
 LONG_PROMPT_TOKENS = 512
 """Attention may have other kernels for long rows."""
-TOKEN = 0
-"""Every vocabulary has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,10 +146,12 @@ class DecodeGraphs:
     ) -> None:
         """Columns: token ids, positions and table entries."""
         n = len(rows)
-        padded = pad_decode(rows, size, self.kv.dummy_page)
+        dummy_page = self.kv.dummy_page
+        assert dummy_page is not None, "pools of recorded steps have a page for padding"
+        padded = pad_decode(rows, size, dummy_page)
         filled = np.zeros((4, size), np.int64)
         filled[:2, :n] = columns[:2]
-        filled[2] = pad_slots(slots, size, self.kv.dummy_page, self.kv.page_size)
+        filled[2] = pad_slots(slots, size, dummy_page, self.kv.page_size)
         filled[3, :n] = columns[2]
         filled[3, n:] = self.table.dummy
         self._static.fill(self.stream, filled, padded)

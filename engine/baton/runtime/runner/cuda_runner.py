@@ -1,4 +1,4 @@
-"""Carries a StepPlan out on a CUDA device that goes on by itself: `execute` queues a step and does not wait for it.
+"""Executes a StepPlan on a CUDA device asynchronously: `execute` queues a step and does not wait for it.
 
 1. The step's index arrays go to the device in one copy; 2. a token the plan leaves open, being sampled by the step
 before, is read on the device from the token table (one entry per slot), so that no step waits for it; 3. the model
@@ -155,9 +155,16 @@ class DeviceRunner(ModelRunner):
         drawn = draw.run(logits, greedy)
         if drawn.tokens is not greedy:
             self._table.write(slots, drawn.tokens)
-        return draw, SamplingResult(
-            *(None if part is None else self._stream.fetch(part) for part in drawn)
+        fetched = SamplingResult(
+            tokens=self._stream.fetch(drawn.tokens),
+            chosen=self._fetch_if_any(drawn.chosen),
+            top_ids=self._fetch_if_any(drawn.top_ids),
+            top_logprobs=self._fetch_if_any(drawn.top_logprobs),
         )
+        return draw, fetched
+
+    def _fetch_if_any(self, part: Tensor | None) -> Tensor | None:
+        return None if part is None else self._stream.fetch(part)
 
     def _advance(
         self, rows: Sequence[SampleRow], slots: NDArray[np.int64], launched: InFlight

@@ -1,6 +1,7 @@
-"""Carries a StepPlan out: plan → index tensors → forward → one token per sampling row.
+"""Executes a StepPlan: plan → index tensors → forward → one token per sampling row.
 
-`ModelRunner` does so on the CPU, to the end; `gpu.runner.DeviceRunner` shares what is done for it on the host.
+`ModelRunner` executes on the CPU, to the end; `cuda_runner.DeviceRunner` inherits the work on the
+host.
 
 Pages that the plan moves between device and host are copied before its rows run, in the plan's order.
 
@@ -100,7 +101,7 @@ class ModelRunner:
         return replace(result, copy_seconds=copy_seconds)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """The same, and wait for its end."""
+        """Execute a step and wait for its result."""
         outcome = self.execute(plan)
         return outcome if isinstance(outcome, StepResult) else outcome.wait()[0]
 
@@ -139,7 +140,7 @@ class ModelRunner:
             self._native_pool.begin_write(step.new_pages.tobytes())
 
     def _copy(self, step: StepInputs) -> float:
-        """Returns the seconds it took; 0 on a device that copies while the host goes on, which cannot tell."""
+        """Returns the seconds it took; 0 on a device that copies asynchronously."""
         if not step.copies:
             return 0.0
         assert self._host is not None, "the plan moves pages to a host pool that is not there"
@@ -225,5 +226,14 @@ class ModelRunner:
 
     def _batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
         return ForwardBatch(
-            *map(torch.from_numpy, indices), step.num_decode, int(indices.kv_lens.max())
+            token_ids=torch.from_numpy(indices.token_ids),
+            positions=torch.from_numpy(indices.positions),
+            slot_mapping=torch.from_numpy(indices.slot_mapping),
+            sample_index=torch.from_numpy(indices.sample_index),
+            qo_indptr=torch.from_numpy(indices.qo_indptr),
+            kv_lens=torch.from_numpy(indices.kv_lens),
+            page_indptr=torch.from_numpy(indices.page_indptr),
+            page_indices=torch.from_numpy(indices.page_indices),
+            num_decode=step.num_decode,
+            max_kv_len=int(indices.kv_lens.max()),
         )

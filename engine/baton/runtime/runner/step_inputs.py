@@ -109,5 +109,5 @@ def checksum(step: StepInputs, indices: StepIndices | None, before: int) -> int:
         indices.slot_mapping, indices.sample_index,
     )  # fmt: skip
     for part in parts:
-        value = zlib.crc32(np.ascontiguousarray(part), value)
+        value = zlib.crc32(np.ascontiguousarray(part).data, value)
     return value

@@ -32,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.layers.kernels.draw_columns import DrawColumns
 from baton.sched.types.hashing import uniform
 from baton.sched.types.plan import INVALID_TOKEN
 from baton.sched.types.request import SamplingParams
@@ -164,38 +165,41 @@ class LogitEdits:
             logits.index_put_((at[0], at[1]), logits.new_full((), -torch.inf))
 
 
-def draw_columns(row: SampleRow, vocab: int) -> tuple[float, float, float, float, float]:
-    """All that a draw knows of a row: temperature, u, top_k (0: none), top_p, min_p.
+def draw_columns(row: SampleRow, vocab: int) -> DrawColumns:
+    """Inputs of a draw for one row.
 
     The most likely token always passes top_p and min_p (as min_tokens_to_keep in transformers).
     """
     p = row.params
-    top_k = p.top_k if 0 < p.top_k < vocab else 0
-    top_p = max(p.top_p, LEAST_TOP_P)
-    min_p = min(p.min_p, 1.0)
-    return p.temperature, uniform(p.seed, row.position), top_k, top_p, min_p
+    return DrawColumns(
+        temperature=p.temperature,
+        u=uniform(p.seed, row.position),
+        top_k=p.top_k if 0 < p.top_k < vocab else 0,
+        top_p=max(p.top_p, LEAST_TOP_P),
+        min_p=min(p.min_p, 1.0),
+    )
 
 
-def draw(logits: Tensor, columns: Sequence[Sequence[float]]) -> list[int]:
+def draw(logits: Tensor, columns: Sequence[DrawColumns]) -> list[int]:
     """Draw a token for each non-greedy row of logits [n, vocab]; INVALID_TOKEN where no probability is a number.
 
     Args: `columns`: `draw_columns` of each.
     """
-    temperatures = torch.tensor([of_row[0] for of_row in columns], dtype=logits.dtype)[:, None]
+    temperatures = torch.tensor([row.temperature for row in columns], dtype=logits.dtype)[:, None]
     tokens = []
     for start in range(0, len(logits), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
         scaled = logits[rows] / temperatures[rows]
         probs = scaled.softmax(-1)
         is_undefined = probs[:, 0].isnan().tolist()  # then the whole row is
-        for i, (_, u, top_k, top_p, min_p) in enumerate(columns[rows]):
+        for i, row in enumerate(columns[rows]):
             if is_undefined[i]:
                 tokens.append(INVALID_TOKEN)
-            elif not top_k and top_p >= 1 and not min_p:
-                tokens.append(_pick(probs[i].numpy(), u))
+            elif not row.top_k and row.top_p >= 1 and not row.min_p:
+                tokens.append(_pick(probs[i].numpy(), row.u))
             else:
-                ids = kept_ids(scaled[i], probs[i], int(top_k), top_p, min_p)
-                tokens.append(int(ids[_pick(probs[i][ids].numpy(), u)]))
+                ids = kept_ids(scaled[i], probs[i], int(row.top_k), row.top_p, row.min_p)
+                tokens.append(int(ids[_pick(probs[i][ids].numpy(), row.u)]))
     return tokens
 
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from baton.config import EngineConfig
 from baton.config.simulated import CONTEXT_LENGTH, PAGE_BYTES, VOCAB_SIZE, Simulated, read
+from baton.disagg.events import NodeEvent
 from baton.disagg.transfer_driver import TransferDriver, TransferNode
 from baton.errors import ConfigError
 from baton.runtime.engine_loop import EngineLoop, PoolSizes, make_engine
@@ -61,7 +62,7 @@ def load(config: EngineConfig) -> SimLoaded:
     pool = None
     if config.disaggregation_mode != "null":
         try:
-            from baton._native import KvPool  # type: ignore[import-untyped]
+            from baton._native import KvPool
         except ImportError as err:
             raise ConfigError(
                 f"--disaggregation-mode {config.disaggregation_mode} needs the native extension ({err}); "
@@ -127,7 +128,7 @@ class PacedTransfer:
             self._waiting.pop(room, None)
         self._node.abort(room, code)
 
-    def poll(self, max: int) -> Sequence[tuple[object, ...]]:
+    def poll(self, max: int) -> Sequence[NodeEvent]:
         if self._error is not None:
             raise self._error
         return self._node.poll(max)

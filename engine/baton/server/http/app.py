@@ -14,7 +14,7 @@ import os
 import re
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -24,6 +24,7 @@ from aiohttp.typedefs import Handler
 from baton import DISTRIBUTION, errors
 from baton.config import SECRETS, EngineConfig, kv_events
 from baton.sched.metrics import step_log
+from baton.sched.setup.from_config import resolve_policy
 from baton.sched.types.request import SamplingParams
 from baton.server import fields
 from baton.server.http import tracer
@@ -54,6 +55,15 @@ from baton.server.text.detokenizer import TextRules
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankClient, RankSet
+from baton.server.worker.control import (
+    AbortByRoom,
+    ControlOperation,
+    FlushCache,
+    ReadLedger,
+    ReadSteps,
+    ResumeItems,
+    SuspendItems,
+)
 from baton.server.worker.messages import ReplyMessage
 
 log = logging.getLogger("baton.front")
@@ -247,6 +257,7 @@ class HttpServer:
                 "engine": "baton",
                 "incarnation": self.incarnation,
                 "tokenizer_fingerprint": self.facts.tokenizer_fingerprint,
+                "schedule_policy_resolved": resolve_policy(self.config),
                 "baton_features": FEATURES.get(self.config.disaggregation_mode, []),
                 "state": now.state.value,
                 "status": now.state.value,  # SGLang's name
@@ -347,18 +358,18 @@ class HttpServer:
         return json_response(await self.lifecycle.report())
 
     async def flush_cache(self, request: web.Request) -> web.Response:
-        return json_response({"success": True, "ranks": await self._ask_all("flush_cache")})
+        return json_response({"success": True, "ranks": await self._ask_all(FlushCache())})
 
     async def ledger(self, request: web.Request) -> web.Response:
-        return json_response({"ranks": await self._ask_all("ledger")})
+        return json_response({"ranks": await self._ask_all(ReadLedger())})
 
     async def rooms(self, request: web.Request) -> web.Response:
         """Timelines of live KV transfers; ?room=N for one."""
         raw = request.query.get("room")
         if raw is not None and not (raw.isascii() and raw.isdigit() and len(raw) < 20):
             raise errors.BadRequest(f"room {raw[:50]!r} is no integer", param="room")
-        args = {} if raw is None else {"room": int(raw)}
-        replies = await self._ask_all("ledger", **args)
+        room = None if raw is None else int(raw)
+        replies = await self._ask_all(ReadLedger(room))
         return json_response(
             {"ranks": [{"dp_rank": r["dp_rank"], "rooms": r.get("rooms", [])} for r in replies]}
         )
@@ -366,7 +377,9 @@ class HttpServer:
     async def diagnose(self, request: web.Request) -> web.Response:
         """Facts for `baton doctor`; the ranks' ledgers without timelines, whose room 0 is never drawn."""
         books = (
-            await self._ask_all("ledger", room=0) if any(r.ready for r in self.ranks.ranks) else []
+            await self._ask_all(ReadLedger(room=0))
+            if any(r.ready for r in self.ranks.ranks)
+            else []
         )
         return json_response(
             await diagnosis.diagnose(self.config, await read_object(request), books)
@@ -377,28 +390,28 @@ class HttpServer:
         raw = request.query.get("n", str(step_log.RING))
         if not (raw.isascii() and raw.isdigit() and 1 <= int(raw[:9]) <= step_log.RING):
             raise errors.BadRequest(f"n is {raw[:50]!r}; give 1 to {step_log.RING}", param="n")
-        return json_response({"ranks": await self._ask_all("steps", n=int(raw))})
+        return json_response({"ranks": await self._ask_all(ReadSteps(int(raw)))})
 
-    async def _ask_all(self, op: str, **args: Any) -> list[dict[str, Any]]:
+    async def _ask_all(self, operation: ControlOperation) -> list[dict[str, Any]]:
         """Results of a control operation that no living rank refuses."""
         if not any(r.ready for r in self.ranks.ranks):
             raise errors.NotReady("no rank is ready", retry_after_secs=2)
 
-        replies = await self._ask(op, {r.dp_rank: args for r in self.ranks.ranks if r.dead is None})
+        replies = await self._ask(
+            {rank.dp_rank: operation for rank in self.ranks.ranks if rank.dead is None}
+        )
         return [{"dp_rank": dp_rank, **reply.result} for dp_rank, reply in replies.items()]
 
-    async def _ask(
-        self, op: str, args_by_rank: dict[int, dict[str, Any]]
-    ) -> dict[int, ReplyMessage]:
-        """Replies of these ranks, each asked with its arguments."""
+    async def _ask(self, operations: Mapping[int, ControlOperation]) -> dict[int, ReplyMessage]:
+        """Replies of these ranks, each to its operation."""
         ranks = self.ranks.ranks
         replies = await asyncio.gather(
             *(
-                self.ranks.control(ranks[dp_rank], op, CONTROL_SECS, **args)
-                for dp_rank, args in args_by_rank.items()
+                self.ranks.control(ranks[dp_rank], operation, CONTROL_SECS)
+                for dp_rank, operation in operations.items()
             )
         )
-        return dict(zip(args_by_rank, replies, strict=True))
+        return dict(zip(operations, replies, strict=True))
 
     async def abort_request(self, request: web.Request) -> web.Response:
         asked = fields.read(AbortRequest, await read_object(request))
@@ -421,39 +434,36 @@ class HttpServer:
     async def _abort_in_ranks(
         self, rid: str | None, *, rooms: Sequence[int] = (), everything: bool = False
     ) -> int:
-        replies = await self._ask_all("abort", rooms=list(rooms), rid=rid, all=everything)
+        replies = await self._ask_all(AbortByRoom(list(rooms), rid, all_leases=everything))
         return sum(reply["aborted"] for reply in replies)
 
     async def suspend_request(self, request: web.Request) -> web.Response:
         """All items of the request, or none: what one rank suspended is resumed when another one cannot."""
-        rid, items = self._items_of(request)
-        replies = await self._ask("suspend", items)
+        rid, handles = self._handles_of(request)
+        replies = await self._ask({rank: SuspendItems(items) for rank, items in handles.items()})
         refused = [reply.result["message"] for reply in replies.values() if not reply.ok]
         if refused:
-            await self._ask(
-                "resume",
-                {dp_rank: items[dp_rank] for dp_rank, reply in replies.items() if reply.ok},
-            )
+            suspended = [rank for rank, reply in replies.items() if reply.ok]
+            await self._ask({rank: ResumeItems(handles[rank]) for rank in suspended})
             raise errors.WrongState(refused[0])
         return self._changed(rid, "suspended", replies)
 
     async def resume_request(self, request: web.Request) -> web.Response:
-        rid, items = self._items_of(request)
-        return self._changed(rid, "resumed", await self._ask("resume", items))
+        rid, handles = self._handles_of(request)
+        replies = await self._ask({rank: ResumeItems(items) for rank, items in handles.items()})
+        return self._changed(rid, "resumed", replies)
 
-    def _items_of(self, request: web.Request) -> tuple[str, dict[int, dict[str, list[int]]]]:
-        """The request's rid, and by rank the argument `handles` of its unfinished items."""
+    def _handles_of(self, request: web.Request) -> tuple[str, dict[int, list[int]]]:
+        """The request's rid, and by rank the handles of its unfinished items."""
         rid = request.match_info["rid"]
-        items: dict[int, dict[str, list[int]]] = {}
+        handles: dict[int, list[int]] = {}
         for generation in self.answering.live(rid):
             for track in generation.tracks:
                 if track.rank is not None and not track.done:
-                    items.setdefault(track.rank.dp_rank, {"handles": []})["handles"].append(
-                        track.handle
-                    )
-        if not items:
+                    handles.setdefault(track.rank.dp_rank, []).append(track.handle)
+        if not handles:
             raise _no_such_request(rid)
-        return rid, items
+        return rid, handles
 
     @staticmethod
     def _changed(rid: str, state: str, replies: dict[int, ReplyMessage]) -> web.Response:

@@ -80,7 +80,8 @@ async def read_object(request: web.Request, check: Check | None = None) -> dict[
 
 
 async def _read(request: web.Request) -> bytes:
-    """The body, piece by piece as it arrives: `request.read` takes all of it in one turn of the event loop."""
+    """The body, piece by piece as it arrives: aiohttp's `Request.read` takes all of it in one turn of
+    the event loop."""
     length = request.content_length or 0
     pieces: list[bytes] = []
     read = commas = 0

@@ -20,6 +20,7 @@ from typing import Any
 from baton.errors import Draining, EngineDead, EngineError, NotReady, QueueFull, WrongState
 from baton.server.http.request_handler import RequestHandler
 from baton.server.worker.client import RankClient, RankSet
+from baton.server.worker.control import CountRemaining
 
 log = logging.getLogger("baton.front")
 
@@ -171,7 +172,9 @@ class ServerLifecycle:
     async def report(self) -> dict[str, Any]:
         """The answer of /drain and /undrain. Raises EngineError when a living rank does not answer."""
         asked = [r for r in self._ranks.ranks if r.ready and r.dead is None]
-        replies = await asyncio.gather(*(self._ranks.control(r, "left", ASK_SECS) for r in asked))
+        replies = await asyncio.gather(
+            *(self._ranks.control(rank, CountRemaining(), ASK_SECS) for rank in asked)
+        )
         now = time.monotonic()
         condition = self.condition()
         ages = [now - arrived for arrived in self.answers.arrivals.values()]
@@ -219,7 +222,7 @@ class ServerLifecycle:
             while True:
                 # A rank that has just become ready may not be connected in this direction yet: ask again.
                 try:
-                    books = (await self._ranks.control(rank, "left", ASK_SECS)).result
+                    books = (await self._ranks.control(rank, CountRemaining(), ASK_SECS)).result
                     if not (books["rooms"] or any(books["requests"].values())):
                         return
                 except QueueFull as err:

@@ -274,7 +274,7 @@ class RequestHandler:
         ttft = None if g.first_token_at is None else g.first_token_at - arrived
         after_first = max(g.completion_tokens - len(g.tracks), 0)
         first = g.tracks[0]
-        has_tpot = ttft is not None and after_first
+        tpot = None if ttft is None or not after_first else (e2e - ttft) / after_first
         log.info(
             "request",
             extra=fields(
@@ -288,7 +288,7 @@ class RequestHandler:
                 cached_tokens=g.cached_tokens,
                 completion_tokens=g.completion_tokens,
                 ttft_ms=None if ttft is None else round(ttft * 1e3, 1),
-                tpot_ms=round((e2e - ttft) / after_first * 1e3, 2) if has_tpot else None,
+                tpot_ms=None if tpot is None else round(tpot * 1e3, 2),
                 e2e_ms=round(e2e * 1e3, 1),
             ),
         )

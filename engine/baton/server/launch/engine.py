@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -46,6 +44,8 @@ from baton.server.text.four_byte_tokenizer import FourByteTokenizer
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker import transfer_setup
 from baton.server.worker.client import SEND_QUEUE, RankClient, RankSet
+from baton.server.worker.control import EndTransfers
+from baton.server.worker.rank_config import BootstrapAddress, RankConfig, encode_line
 
 log = logging.getLogger("baton.launch")
 
@@ -224,22 +224,22 @@ class _Launcher:
         search_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         listens = self._config.bootstrap_listen_host
         reachable = LOOPBACK if listens in UNSPECIFIED_HOSTS else listens
-        order = {
-            "config": dataclasses.asdict(self._config),
-            "dp_rank": dp_rank,
-            "tp_rank": tp_rank,
-            "folder": str(folder),
-            "to_rank": f"ipc://{folder}/rank{dp_rank}",
-            "to_front": f"ipc://{folder}/front",
-            "bootstrap": None if bootstrap is None else (reachable, bootstrap.port),
-        }
+        address = None if bootstrap is None else BootstrapAddress(reachable, bootstrap.port)
+        rank_config = RankConfig(
+            config=self._config,
+            dp_rank=dp_rank,
+            tp_rank=tp_rank,
+            folder=str(folder),
+            to_rank=f"ipc://{folder}/rank{dp_rank}",
+            to_front=f"ipc://{folder}/front",
+            bootstrap=address,
+        )
         env = {**os.environ, "PYTHONPATH": search_path}
-        stdin = json.dumps(order).encode() + b"\n"
         self._children[dp_rank, tp_rank] = await ProcessGroup.spawn(
             self._rank_command,
             env,
             stdout=sys.stderr.fileno(),
-            stdin=stdin,
+            stdin=encode_line(rank_config),
             death_signal=signal.SIGKILL,
         )
         self._watchers.append(asyncio.create_task(self._watch(dp_rank, tp_rank, ranks)))
@@ -339,7 +339,7 @@ class _Launcher:
 
         async def end_transfers(rank: RankClient) -> None:
             try:
-                await ranks.control(rank, "drain", TRANSFER_END_SECS)
+                await ranks.control(rank, EndTransfers(), TRANSFER_END_SECS)
             except EngineError as err:
                 log.warning("rank %d did not end its transfers: %s", rank.dp_rank, err.message)
 

@@ -113,7 +113,8 @@ async def first_of(
 
     Returns those that have ended, none after `timeout_secs`. Raises their failure.
     """
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
+    done: set[asyncio.Future[Any]]
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout_secs, return_when=return_when)
         for task in done:

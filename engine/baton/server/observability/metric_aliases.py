@@ -8,8 +8,9 @@ are names of proposals for it, which scheduling dashboards use. What we have no 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -27,7 +28,7 @@ class Alias:
     help: str
     source: str
     """Our metric, without prefix and `_total`."""
-    where: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Label → values that count; other labels are summed over."""
     keep: dict[str, str] = field(default_factory=dict)
     """Our label → its name here, beside model_name and the rank's."""
@@ -211,14 +212,15 @@ class CompatCollector(Collector):
             # What is added up is the value, or a histogram's buckets (by le) and its sum.
             part = s.labels.get("le") or s.name.removeprefix(self.prefix + alias.source)
             sums[key][part] += s.value * scale
-        made = _FAMILIES[alias.kind](alias.name, alias.help, labels=labels)
+        made: Any = _FAMILIES[alias.kind](alias.name, alias.help, labels=labels)
         for key, table in sorted(sums.items()):
             if alias.kind == "histogram":
                 buckets = [(le, n) for le, n in table.items() if not le.startswith("_")]
                 made.add_metric(key, buckets, table["_sum"])
             else:
                 made.add_metric(key, sum(table.values()))
-        return made
+        metric: Metric = made
+        return metric
 
     def _geometry(
         self, engine: str, name: str, size_label: str, count_label: str, pages: Metric

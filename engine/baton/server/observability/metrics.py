@@ -13,7 +13,7 @@ import itertools
 import math
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -268,9 +268,12 @@ class _RankCollector(Collector):
         specs = {s.name: s for s in RANK}
         families: dict[str, Any] = {}
         for dp_rank, report in sorted(self.reports.items()):
-            for family, table in zip(
-                _FAMILIES, (report.gauges, report.counters, report.histograms), strict=True
-            ):
+            tables: tuple[Mapping[str, float | Histogram], ...] = (
+                report.gauges,
+                report.counters,
+                report.histograms,
+            )
+            for family, table in zip(_FAMILIES, tables, strict=True):
                 for key, value in table.items():
                     series, _, rest = key.partition("{")
                     labels = dict(_LABEL.findall(rest))

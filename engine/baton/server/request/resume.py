@@ -1,4 +1,4 @@
-"""Going on with an answer that another engine began: what the router asks of D nodes (docs/protocol.md §2).
+"""Continuing an answer that another engine began, as routers request it (docs/protocol.md §2).
 
 1. The router asks for it with the header `x-baton-emit-tokens`; before each event of the stream stands a comment with
    the tokens that are out with the event: `: baton {"ids": [...]}`, in the first one also the seed and the time.

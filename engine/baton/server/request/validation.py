@@ -333,7 +333,7 @@ class RequestValidator:
         self.vocabulary.check_ids(ids, param)
 
     async def _messages(self, given: Any) -> list[dict[str, Any]]:
-        """Messages in the template's form. Many are read in a thread: 100,000 take 0.2 s, the event loop goes on."""
+        """Messages in the template's form. Many are read in a thread: 100,000 take 0.2 s."""
         size = CHARS_PER_MESSAGE * len(given) if type(given) is list else 0
         return await self._tokenizer.offload(size, lambda: self._template.normalize(given))
 
@@ -375,7 +375,7 @@ class RequestValidator:
         )
 
     def _refuse_too_long(self, texts: Iterable[str], param: str) -> None:
-        """Raise PromptTooLong for a text that cannot fit, whatever its tokens: tokenizing it would be in vain."""
+        """Raise PromptTooLong for a text that cannot fit, whatever its tokens, before it is tokenized."""
         longest = max(map(len, texts), default=0)
         if longest > self.max_prompt_chars:
             least = -(-longest // self._tokenizer.max_chars_per_token)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from aiohttp import web
 
 from baton.errors import BadRequest, EngineDead, EngineError, NotFound
 from baton.server.worker.client import RankClient, RankSet
+from baton.server.worker.control import ReadKvSnapshot
 from baton.server.worker.kv_events import codec
 from baton.server.worker.messages import KvEvents
 
@@ -120,7 +121,7 @@ class KvStreams:
 
     async def _lines(
         self, rank: RankClient, from_seq: int | None, *, follow: bool
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         recent = self._recent[rank.dp_rank]
         about = {"epoch": rank.info["kv_events"]["epoch"], "dp_rank": rank.dp_rank}
         at = from_seq
@@ -128,7 +129,7 @@ class KvStreams:
             changed = recent.changed
             if at is None or not recent.first_seq <= at <= recent.next_seq:
                 # Answers and batches come through one socket in order: what is before the snapshot has arrived.
-                reply = await self._ranks.control(rank, "kv_snapshot", SNAPSHOT_SECS)
+                reply = await self._ranks.control(rank, ReadKvSnapshot(), SNAPSHOT_SECS)
                 at = int(reply.result["seq"])
                 yield _events_line("snapshot", about, at, reply.result["payload"])
                 continue

@@ -82,7 +82,7 @@ class TemplateCaps:
     """System messages behind the first message reach the prompt."""
 
     def content_format(self, role: str) -> ContentFormat:
-        return getattr(self, role) if role in ROLES else self.user  # type: ignore[no-any-return]
+        return getattr(self, role) if role in ROLES else self.user
 
     def canonical(self) -> str:
         """`name=value` of each field, the same text in engine and router: part of the tokenizer's fingerprint."""
@@ -123,11 +123,11 @@ def count_chars(messages: list[JsonObject]) -> int:
 # ---- shape: the same for every template ------------------------------------------------------------------------------
 
 
-def _checked_message(message: Any, where: str) -> JsonObject:
+def _checked_message(given: Any, where: str) -> JsonObject:
     """A copy without null members, with content as a string or a list of text parts, None if there is none."""
-    if type(message) is not dict:
+    if type(given) is not dict:
         raise BadRequest(f"{where} must be an object with role and content", param=where)
-    message = _without_nulls(message, kept="content")  # null stands for a content that is filled in
+    message = _without_nulls(given, kept="content")  # null stands for a content that is filled in
     role = message.get("role")
     if type(role) is not str:
         raise MissingField(f"{where}.role is required and must be a string", param=f"{where}.role")
@@ -172,10 +172,10 @@ def _checked_call(call: Any, where: str) -> JsonObject:
     """Copy a tool call and its function without null members."""
     if type(call) is not dict:
         raise bad(where, "must hold objects with id, type and function")
-    call = _without_nulls(call)
-    if type(call.get("function")) is dict:
-        call["function"] = _without_nulls(call["function"])
-    return call
+    copied = _without_nulls(call)
+    if type(copied.get("function")) is dict:
+        copied["function"] = _without_nulls(copied["function"])
+    return copied
 
 
 def _checked_content(message: JsonObject, where: str) -> str | list[JsonObject] | None:
@@ -194,15 +194,15 @@ def _checked_content(message: JsonObject, where: str) -> str | list[JsonObject] 
 def _checked_part(part: Any, where: str) -> JsonObject:
     if type(part) is not dict:
         raise bad(where, "must hold parts like {'type': 'text', 'text': …}")
-    part = _without_nulls(part)
-    kind = part.setdefault("type", "text")
+    copied = _without_nulls(part)
+    kind = copied.setdefault("type", "text")
     if kind != "text":
         raise UnsupportedParameter(
             f"{where} has a part of type {str(kind)[:50]!r}; only text is supported", param=where
         )
-    if type(part.get("text")) is not str:
+    if type(copied.get("text")) is not str:
         raise bad(where, "must hold parts like {'type': 'text', 'text': …}")
-    return part
+    return copied
 
 
 def _add_tool_names(messages: list[JsonObject]) -> None:
@@ -264,7 +264,7 @@ def fit_content(content: str | list[JsonObject], content_format: ContentFormat) 
 
 
 def join_parts(content: str | list[JsonObject]) -> str:
-    return content if type(content) is str else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _fitted_arguments(given: Any, arguments_format: ArgumentsFormat) -> Any:

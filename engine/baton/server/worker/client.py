@@ -33,6 +33,7 @@ from baton.errors import (
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server.worker import messages
+from baton.server.worker.control import ControlOperation, operation_name
 
 log = logging.getLogger("baton.front")
 
@@ -188,7 +189,7 @@ class RankSet:
                     )  # the rank hangs; its deadline frees the requests
 
     async def control(
-        self, rank: RankClient, op: str, timeout_secs: float, **args: Any
+        self, rank: RankClient, operation: ControlOperation, timeout_secs: float
     ) -> messages.ReplyMessage:
         """Ask one rank. Raises EngineDead or RequestTimeout."""
         if rank.dead is not None:
@@ -197,11 +198,12 @@ class RankSet:
         future: asyncio.Future[messages.ReplyMessage] = self._loop.create_future()
         self._controls[id] = (rank, future)
         try:
-            self._send(rank, messages.ControlMessage(id, op, args))
+            self._send(rank, messages.ControlMessage(id, operation))
             return await asyncio.wait_for(future, timeout_secs)
         except asyncio.TimeoutError:
             raise RequestTimeout(
-                f"rank {rank.dp_rank} did not answer {op!r} within {timeout_secs:g} s"
+                f"rank {rank.dp_rank} did not answer {operation_name(operation)!r} within "
+                f"{timeout_secs:g} s"
             ) from None
         finally:
             del self._controls[id]

@@ -16,6 +16,7 @@ from baton.sched.state.load_report import LoadReport
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.request_timeline import RequestTimeline
+from baton.server.worker.control import ControlOperation
 
 
 class SubmitMessage(msgspec.Struct, tag="submit"):
@@ -31,14 +32,10 @@ class AbortMessage(msgspec.Struct, tag="abort"):
 
 
 class ControlMessage(msgspec.Struct, tag="control"):
-    """`op`: flush_cache | ledger | left | steps | drain | suspend | resume (args: handles) | kv_snapshot.
-
-    The rank answers with one Reply carrying the same `id`.
-    """
+    """The rank answers with one ReplyMessage carrying the same `id`."""
 
     id: int
-    op: str
-    args: dict[str, Any] = {}
+    operation: ControlOperation
 
 
 ToRank = SubmitMessage | AbortMessage | ControlMessage

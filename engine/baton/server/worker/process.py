@@ -31,15 +31,34 @@ import zmq
 
 from baton.config import EngineConfig, kv_events
 from baton.config.flags import flag_name
-from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver, TransferDriver
+from baton.disagg.native_node import TransferRuntime
+from baton.disagg.transfer_driver import (
+    DecodeTransferDriver,
+    PrefillTransferDriver,
+    TransferDriver,
+    TransferNode,
+)
 from baton.errors import ConfigError, EngineError, WrongState
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.server import logs
 from baton.server.text import model_info
 from baton.server.worker import messages, transfer_setup
+from baton.server.worker.control import (
+    AbortByRoom,
+    ControlOperation,
+    CountRemaining,
+    EndTransfers,
+    FlushCache,
+    ReadKvSnapshot,
+    ReadLedger,
+    ReadSteps,
+    ResumeItems,
+    SuspendItems,
+)
 from baton.server.worker.kv_events.publisher import KvPublisher
 from baton.server.worker.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
+from baton.server.worker.rank_config import BootstrapAddress, RankConfig, decode_line
 from baton.server.worker.tensor_parallel import channel
 from baton.server.worker.tensor_parallel.process import run_leader, run_worker
 from baton.server.worker.tensor_parallel.transfer_node import TpTransferNode
@@ -68,46 +87,38 @@ def main() -> int:
     line = sys.stdin.readline()
     if not line:
         return 1  # the front died before it could say what to do
-    rank_config = json.loads(line)
-    config = EngineConfig(**rank_config["config"])
+    rank_config = decode_line(line)
+    config = rank_config.config
+    dp_rank = rank_config.dp_rank
     team = None
     if config.tp_size > 1:
-        team = channel.TpGroup(
-            rank_config["tp_rank"],
-            config.tp_size,
-            Path(rank_config["folder"]),
-            rank_config["dp_rank"],
-        )
-    name = f"rank{rank_config['dp_rank']}" + (f".{team.tp_rank}" if team else "")
+        folder = Path(rank_config.folder)
+        team = channel.TpGroup(rank_config.tp_rank, config.tp_size, folder, dp_rank)
+    name = f"rank{dp_rank}" + (f".{team.tp_rank}" if team else "")
     logs.start_logs(config.log_level, config.log_format, name)
     context: zmq.Context[Any] = zmq.Context()
     pull = context.socket(zmq.PULL)
     push = context.socket(zmq.PUSH)
     if team is None or team.tp_rank == 0:
-        pull.connect(rank_config["to_rank"])
-    push.connect(rank_config["to_front"])
+        pull.connect(rank_config.to_rank)
+    push.connect(rank_config.to_front)
     try:
         if team is not None and team.tp_rank:
-            report = LoadReports(push, rank_config["dp_rank"], team.tp_rank)
-            run_worker(config, team, context, rank_config["bootstrap"], report)
+            report = LoadReports(push, dp_rank, team.tp_rank)
+            run_worker(config, team, context, rank_config.bootstrap, report)
         else:
-            rank = RankProcess(config, rank_config, pull, push, team)
+            rank = RankProcess(rank_config, pull, push, team)
             gc.collect()
             gc.freeze()  # modules and the model: a full collection within the loop would walk them for tens of ms
             rank.run()
         return 0
     except ConfigError as err:
-        push.send(
-            messages.encoder.encode(messages.FatalMessage(rank_config["dp_rank"], err.message))
-        )
+        push.send(messages.encoder.encode(messages.FatalMessage(dp_rank, err.message)))
         return 2
     except Exception as err:
         log.exception("%s cannot go on", name)
-        push.send(
-            messages.encoder.encode(
-                messages.FatalMessage(rank_config["dp_rank"], f"{type(err).__name__}: {err}")
-            )
-        )
+        fatal = messages.FatalMessage(dp_rank, f"{type(err).__name__}: {err}")
+        push.send(messages.encoder.encode(fatal))
         return 1
     finally:
         context.destroy(linger=1000)
@@ -141,15 +152,15 @@ def _load(config: EngineConfig, report: LoadReports) -> LoadedModel | SimLoaded:
 
 @dataclass(eq=False)
 class RankProcess:
-    config: EngineConfig
-    rank_config: dict[str, Any]
+    rank_config: RankConfig
     pull: zmq.Socket[bytes]
     push: zmq.Socket[bytes]
     team: channel.TpGroup | None = None
 
     def __post_init__(self) -> None:
-        config = self.config
-        self.dp_rank: int = self.rank_config["dp_rank"]
+        config = self.rank_config.config
+        self.config = config
+        self.dp_rank = self.rank_config.dp_rank
         self._stop = False
         # A handler alone does not end a wait: Python resumes poll() after it. The byte in this pipe does.
         woken, wake = os.pipe()
@@ -166,10 +177,10 @@ class RankProcess:
             loaded, self._followers = run_leader(config, self.team, self.pull.context, report)
             pids += self._followers.pids
         self._info = {**loaded.info, "pids": pids}
-        self._node: Any = None
+        self._node: TransferRuntime | None = None
         driver = None
         if config.disaggregation_mode != "null":
-            driver = self._attach_transfer(loaded, self.rank_config["bootstrap"])
+            driver = self._attach_transfer(loaded, self.rank_config.bootstrap)
         self._decision_log = self._log_file(
             "decision_log", lambda made: json.dumps(made._asdict()), LOG_BYTES
         )
@@ -217,18 +228,23 @@ class RankProcess:
         self._stop = True
 
     def _attach_transfer(
-        self, loaded: LoadedModel | SimLoaded, bootstrap: tuple[str, int] | None
+        self, loaded: LoadedModel | SimLoaded, bootstrap: BootstrapAddress | None
     ) -> TransferDriver:
         c = self.config
-        self._node = transfer_setup.start(
-            c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap
-        )
+        own = transfer_setup.start(c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap)
+        runtime: TransferRuntime = own
         if self._followers is not None:
             late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
-            self._node = TpTransferNode(self._node, self._followers, late_secs)
+            runtime = TpTransferNode(own, self._followers, late_secs)
+        self._node = runtime
         if c.disaggregation_mode == "decode":
-            return DecodeTransferDriver(self._node, c.request_timeout_secs, loaded.vocab_size)
-        node = loaded.paced(self._node) if c.simulate is not None else self._node
+            return DecodeTransferDriver(runtime, c.request_timeout_secs, loaded.vocab_size)
+        node: TransferNode = runtime
+        if c.simulate is not None:
+            from baton.runtime.simulated.engine import SimLoaded
+
+            assert isinstance(loaded, SimLoaded), "with --simulate, no model is loaded"
+            node = loaded.paced(runtime)
         return PrefillTransferDriver(node, c.request_timeout_secs)
 
     # ------------------------------------------------------------------ the loop
@@ -307,49 +323,60 @@ class RankProcess:
 
     def _control(self, message: messages.ControlMessage) -> messages.ReplyMessage:
         try:
-            return messages.ReplyMessage(message.id, True, self._answer(message.op, message.args))
+            return messages.ReplyMessage(message.id, True, self._carry_out(message.operation))
         except WrongState as err:
             return messages.ReplyMessage(message.id, False, {"message": err.message})
 
-    def _answer(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
+    def _carry_out(self, operation: ControlOperation) -> dict[str, Any]:
         """Carry out a control operation. Raises WrongState when it cannot be done."""
         sched = self.engine.sched
-        if op == "flush_cache":
-            return {"pages": sched.flush_cache()}
-        if op == "kv_snapshot" and self._kv is not None:
-            return self._kv.snapshot()
-        if op == "ledger":
-            books: dict[str, Any] = {"pages": self.engine.page_gauges(), "requests": sched.counts()}
-            if self._node is not None:
-                books["rooms"] = json.loads(self._node.rooms_json(args.get("room")))
-                books["transfer"] = json.loads(self._node.stats_json())
-            return books
-        if op == "left":  # work that must end before this process can stop without a loss
-            oldest = sched.oldest_arrival()
-            rooms = (
-                0
-                if self._node is None
-                else json.loads(self._node.stats_json())["detail"]["rooms_live"]
-            )
-            age = None if oldest is None else time.monotonic() - oldest
-            return {"requests": sched.counts(), "rooms": rooms, "oldest_secs": age}
-        if op == "steps":
-            return {"steps": sched.decisions.recent(args["n"])}
-        if op == "abort":
-            return {
-                "aborted": self.engine.abort_where(
-                    args["rooms"], args["rid"], all_leases=args["all"]
+        match operation:
+            case FlushCache():
+                return {"pages": sched.flush_cache()}
+            case ReadKvSnapshot():
+                if self._kv is None:
+                    raise WrongState("this engine publishes no KV events (--kv-events-config)")
+                return self._kv.snapshot()
+            case ReadLedger():
+                return self._ledger(operation.room)
+            case CountRemaining():
+                return self._remaining_work()
+            case ReadSteps():
+                return {"steps": sched.decisions.recent(operation.limit)}
+            case AbortByRoom():
+                aborted = self.engine.abort_where(
+                    operation.rooms, operation.rid, all_leases=operation.all_leases
                 )
-            }
-        if op == "drain":
-            if self._node is not None:
-                self._node.drain()
-            return sched.counts()
-        if op == "suspend":
-            return {"found": sched.suspend(args["handles"])}
-        if op == "resume":
-            return {"found": sched.resume(args["handles"])}
-        raise WrongState(f"unknown control operation {op!r}")
+                return {"aborted": aborted}
+            case EndTransfers():
+                if self._node is not None:
+                    self._node.drain()
+                return sched.counts()
+            case SuspendItems():
+                return {"found": sched.suspend(operation.handles)}
+            case ResumeItems():
+                return {"found": sched.resume(operation.handles)}
+
+    def _ledger(self, room: int | None) -> dict[str, Any]:
+        """Pages, requests, and the transfers of this room or of all."""
+        books: dict[str, Any] = {
+            "pages": self.engine.page_gauges(),
+            "requests": self.engine.sched.counts(),
+        }
+        if self._node is not None:
+            books["rooms"] = json.loads(self._node.rooms_json(room))
+            books["transfer"] = json.loads(self._node.stats_json())
+        return books
+
+    def _remaining_work(self) -> dict[str, Any]:
+        """Work that must end before this process can stop without a loss."""
+        sched = self.engine.sched
+        rooms = 0
+        if self._node is not None:
+            rooms = json.loads(self._node.stats_json())["detail"]["rooms_live"]
+        oldest = sched.oldest_arrival()
+        age = None if oldest is None else time.monotonic() - oldest
+        return {"requests": sched.counts(), "rooms": rooms, "oldest_secs": age}
 
     # ------------------------------------------------------------------ reports
 

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.config import KV_REMEDY, LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, is_loopback
+from baton.disagg.native_node import NativeTransferNode
 from baton.errors import ConfigError
+from baton.server.worker.rank_config import BootstrapAddress
 
 log = logging.getLogger("baton.transfer")
 
@@ -133,9 +135,9 @@ def start(
     layout: Mapping[str, object],
     dp_rank: int,
     tp_rank: int,
-    bootstrap: tuple[str, int] | None,
-) -> Any:
-    """A baton._native.TransferNode for these pages, registered on a P node with its bootstrap server."""
+    bootstrap: BootstrapAddress | None,
+) -> NativeTransferNode:
+    """The transfer runtime for these pages, registered on a P node with its bootstrap server."""
     from baton._native import TransferNode
     from baton.runtime.communicators import make_backend
 
@@ -168,7 +170,8 @@ def start(
         "fault": json.loads(config.test_kv_fault or "null"),
         **(DEVICE_SLABS if native_pool.on_device else {}),
     }
-    node = TransferNode(native_pool, json.dumps(settings), make_backend(config, host, allowed))
+    backend = make_backend(config, host, allowed)
+    node = NativeTransferNode(TransferNode(native_pool, json.dumps(settings), backend))
     if bootstrap is not None:
-        node.register(*bootstrap, REGISTER_TIMEOUT_MS)
+        node.register(bootstrap.host, bootstrap.port, REGISTER_TIMEOUT_MS)
     return node

@@ -396,7 +396,7 @@ proptest! {
 }
 
 #[test]
-fn the_number_of_threads_does_not_change_a_bit() {
+fn number_of_threads_does_not_change_a_bit() {
     let world = World::new(shape(Dtype::F32, 2, 7, 64, 16, 0), 300, 5);
     let alone = world.run(Isa::best(), &[300], &[]);
     crate::pool::tests::with_threads(3, || {

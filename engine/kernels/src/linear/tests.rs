@@ -105,7 +105,7 @@ fn equals_the_reference_at_odd_sizes() {
 }
 
 #[test]
-fn a_row_has_the_same_bits_alone_and_in_any_batch() {
+fn row_has_the_same_bits_alone_and_in_any_batch() {
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let case = Case::new(dtype, 230, 700, 333, true);
         let packed = case.packed();

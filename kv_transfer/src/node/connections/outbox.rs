@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_full_outbox_takes_more_holds_the_reader_back_and_frees_it_when_written() {
+    async fn full_outbox_takes_more_holds_the_reader_back_and_frees_it_when_written() {
         let (outbox, mut inbox) = Outbox::new(1000);
         for _ in 0..3 {
             assert!(outbox.put(frame(500)));
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_reads_nothing_is_cut_in_the_end() {
+    fn peer_that_reads_nothing_is_cut_in_the_end() {
         let (outbox, _inbox) = Outbox::new(1000);
         let taken = (0..1000).take_while(|_| outbox.put(frame(500))).count();
         assert_eq!(taken, (CUT * 1000).div_ceil(756));

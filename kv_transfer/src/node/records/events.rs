@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_eventfd_is_readable_exactly_while_events_wait() {
+    fn eventfd_is_readable_exactly_while_events_wait() {
         let events = EventQueue::new(3).expect("eventfd");
         let ready = || events.wait_for_event(Duration::ZERO);
         for room in 1..=3 {

@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_ring_forgets_the_oldest_and_live_rooms_are_counted_by_state() {
+    fn ring_forgets_the_oldest_and_live_rooms_are_counted_by_state() {
         let mut history = RoomHistory::default();
         let at = |room: u64, state| RoomRecord {
             at_ms: room,

@@ -789,7 +789,7 @@ fn operations_that_fail_on_either_side_break_both() {
 }
 
 #[test]
-fn a_send_out_of_order_ends_the_communicator_before_a_receive_is_posted() {
+fn send_out_of_order_ends_the_communicator_before_a_receive_is_posted() {
     let page = |page| PullPage {
         src: PageDigest {
             page,
@@ -814,7 +814,7 @@ fn a_send_out_of_order_ends_the_communicator_before_a_receive_is_posted() {
 }
 
 #[test]
-fn the_breaker_doubles_its_pause_and_forgets_after_success() {
+fn breaker_doubles_its_pause_and_forgets_after_success() {
     let mut breaker = TransportBreaker::default();
     assert!(breaker.allows_attempt(0));
     breaker.record_failure(1000);

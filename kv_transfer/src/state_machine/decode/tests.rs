@@ -99,7 +99,7 @@ fn waiting_for_an_engine_is_not_a_transfer_that_hangs() {
 }
 
 #[test]
-fn a_pull_that_hangs_ends_the_room_before_its_deadline() {
+fn pull_that_hangs_ends_the_room_before_its_deadline() {
     let mut room = connected(0);
     room.apply_event(progress(0, 2), 200)
         .expect("a legal event");
@@ -175,7 +175,7 @@ fn pages_are_pulled_as_they_are_announced_and_committed_at_the_end() {
 }
 
 #[test]
-fn a_grant_can_be_revoked_until_the_peer_holds_pages_for_the_room() {
+fn grant_can_be_revoked_until_the_peer_holds_pages_for_the_room() {
     let grant = |pages: &[u32]| DecodeEvent::Grant {
         start_page: 0,
         pages: pages.to_vec(),
@@ -209,7 +209,7 @@ fn a_grant_can_be_revoked_until_the_peer_holds_pages_for_the_room() {
 }
 
 #[test]
-fn a_full_hit_commits_on_final_alone() {
+fn full_hit_commits_on_final_alone() {
     let mut room = connected(0);
     room.apply_event(
         DecodeEvent::Grant {
@@ -350,7 +350,7 @@ fn abort_replaces_a_failure_that_was_not_reported_yet() {
 }
 
 #[test]
-fn a_dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
+fn dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
     let gone = |readable| DecodeEvent::PeerGone {
         peer: P,
         code: ReasonCode::PeerDead,
@@ -405,7 +405,7 @@ fn a_dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
 }
 
 #[test]
-fn a_grant_of_the_wrong_size_never_commits() {
+fn grant_of_the_wrong_size_never_commits() {
     for granted in [0usize, 1, 3] {
         let mut room = connected(0);
         room.apply_event(
@@ -431,7 +431,7 @@ fn a_grant_of_the_wrong_size_never_commits() {
 }
 
 #[test]
-fn a_wrong_root_is_a_checksum_failure() {
+fn wrong_root_is_a_checksum_failure() {
     let mut room = connected(0);
     room.apply_event(
         DecodeEvent::Grant {
@@ -552,7 +552,7 @@ fn illegal_pairs_are_typed_errors_and_change_nothing() {
 }
 
 #[test]
-fn a_peer_that_announces_without_end_is_cut_off() {
+fn peer_that_announces_without_end_is_cut_off() {
     let mut room = connected(0);
     let actions = room.apply_event(progress(90, 20), 0).expect("legal");
     assert!(

@@ -145,7 +145,7 @@ fn checksums_of_another_room_of_the_same_number_are_not_taken() {
 }
 
 #[test]
-fn a_wrong_prompt_and_a_wrong_attempt_are_rejected_and_another_reader_takes_over() {
+fn wrong_prompt_and_a_wrong_attempt_are_rejected_and_another_reader_takes_over() {
     let mut room = with_pages(room(), 1);
     let code = |actions: Vec<PrefillAction>| match &actions[..] {
         [PrefillAction::Reject { code, .. }] => *code,
@@ -315,7 +315,7 @@ fn another_reader_gets_the_pages_of_one_that_died_during_prefill() {
 }
 
 #[test]
-fn a_lease_whose_reader_left_is_short_until_another_opens() {
+fn lease_whose_reader_left_is_short_until_another_opens() {
     let mut room = PrefillRoom::new(1, vec![1, 2], 1_000_000, 60_000);
     room = with_pages(room, 1);
     room.apply_event(open(0), 0).expect("legal");

@@ -487,7 +487,7 @@ mod tests {
     /// 400 requests behind one system prompt of 4900 characters, four workers, a closed loop: the
     /// case in which sglang-router 0.3.2 sends all of them to one worker at 16 and at 48 in flight.
     #[test]
-    fn a_hot_system_prompt_is_spread_evenly_with_nearly_all_the_hits() {
+    fn hot_system_prompt_is_spread_evenly_with_nearly_all_the_hits() {
         let system = "You are a careful assistant of the example company. ".repeat(95);
         let arrivals: Vec<RequestArrival> = (0..400)
             .map(|i| {
@@ -548,7 +548,7 @@ mod tests {
     /// A long first prefill must not make a worker look slow for good: at low load nothing would
     /// correct that.
     #[test]
-    fn a_slow_start_excludes_no_worker() {
+    fn slow_start_excludes_no_worker() {
         for (order, fixed_ms) in [(QueueOrder::Arrival, 5.0), (QueueOrder::ShortestFirst, 1.0)] {
             let config = FleetConfig {
                 workers: 3,

@@ -86,7 +86,7 @@ pub enum ApplyResult {
     Gap { first: u64 },
 }
 
-/// Why a replica cannot go on as it is.
+/// Reasons for which a replica needs a replay or a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ReplicaError {
     #[error(transparent)]

@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_both_tell_can_differ() {
+    fn only_fields_of_both_can_differ() {
         let a = fingerprint("16", "bf16");
         let b = fingerprint("32", "bf16");
         let unreported = WorkerFingerprint::default();

@@ -217,7 +217,7 @@ impl Policy for CacheAware {
             PolicyEvent::WorkerGone { worker } => {
                 while self.write_tree().retire_worker(worker, RETIRE_BATCH) {}
             }
-            // As in SGLang, a prompt counts as cached from when it is sent, whatever becomes of it.
+            // As in SGLang, a prompt counts as cached from when it is sent, whatever its outcome.
             PolicyEvent::FirstToken { .. }
             | PolicyEvent::Usage { .. }
             | PolicyEvent::Finished { .. }

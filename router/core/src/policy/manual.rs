@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_stays_with_its_worker_and_returns_to_it() {
+    fn key_stays_with_its_worker_and_returns_to_it() {
         let policy = policy_for(3, ManualParams::default());
         let mut sender = TestSender::default();
         let mut rng = rng(3);

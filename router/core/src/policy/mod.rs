@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn the_soonest_has_the_least_queue_and_prefill_together() {
+    fn soonest_has_the_least_queue_and_prefill_together() {
         let ask = |policy: &dyn Policy, sender: &TestSender, ids: std::ops::Range<u64>| {
             let blocks = super::testing::blocks("bb");
             let request = RequestView {

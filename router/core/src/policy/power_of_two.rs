@@ -55,7 +55,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_higher_of_the_two_is_never_taken(
+        fn higher_of_the_two_is_never_taken(
             loads in proptest::collection::vec(0usize..4, 2..7),
             seed in any::<u64>(),
         ) {
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_above_all_others_gets_nothing() {
+    fn worker_above_all_others_gets_nothing() {
         let ready = views(&[1, 9, 1, 0]);
         let mut rng = rng(5);
         assert!((0..1_000).all(|_| chosen(&PowerOfTwo, "", &ready, &mut rng).worker.0 != 1));

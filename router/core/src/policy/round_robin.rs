@@ -6,7 +6,7 @@ use super::{Policy, PolicyInput};
 use crate::types::{PolicyEvent, SelectionReason, WorkerChoice};
 
 /// Takes the candidates in the order given, each in turn. Exactly fair while the candidates stay
-/// the same; when they change the turn goes on from wherever the counter stands.
+/// the same; when they change, the turn continues from the counter's value.
 #[derive(Debug, Default)]
 pub struct RoundRobin {
     /// Requests sent so far that had a choice.

@@ -252,9 +252,10 @@ impl DecisionCounts {
             return;
         }
         let worker = |choice: Option<WorkerChoice>| choice.map(|choice| choice.worker);
-        match worker(recorded) == worker(again) {
-            true => self.other_reason += 1,
-            false => self.other_worker += 1,
+        if worker(recorded) == worker(again) {
+            self.other_reason += 1;
+        } else {
+            self.other_worker += 1;
         }
         self.first_difference
             .get_or_insert(DecisionDifference { n, recorded, again });
@@ -409,7 +410,7 @@ mod tests {
         }
     }
 
-    /// A router in small: sends requests and lets what was sent go on.
+    /// Small model of a router: sends requests and advances those that were sent.
     struct Router {
         policy_set: PolicySet,
         written: Written,

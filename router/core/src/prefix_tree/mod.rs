@@ -316,7 +316,7 @@ where
         while id != ROOT && units > keep {
             let node = self.node(id);
             let Ok(index) = find_holder(&node.holders, worker) else {
-                break; // joined away: others go on from there
+                break; // merged: its other holders continue from there
             };
             if node.holders[index].below > 0 || node.holders[index].stamp() != stamp.0 {
                 break;
@@ -444,7 +444,7 @@ where
         {}
     }
 
-    /// How many slots the arena grows by: an eighth, so that little is allocated in vain.
+    /// How many slots the arena grows by: an eighth, so that little memory is allocated without use.
     fn arena_step(&self) -> usize {
         (self.nodes.len() / 8).max(16)
     }

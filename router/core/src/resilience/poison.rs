@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_breaks_two_workers_alone_or_three_in_company() {
+    fn request_breaks_two_workers_alone_or_three_in_company() {
         use WorkerBreak::{Alone, InCompany};
         for (breaks, is_over) in [
             (&[Alone][..], false),

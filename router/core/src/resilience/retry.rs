@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_used_up_comes_back_when_the_window_has_passed() {
+    fn budget_used_up_comes_back_when_the_window_has_passed() {
         let mut budget = RetryBudget::new(0.1, 2, 1_600);
         (0..10).for_each(|_| budget.on_request(1_000));
         let granted =

@@ -33,8 +33,8 @@ pub struct WorkerFlags {
     /// Treat each data-parallel rank of a worker as a candidate of its own
     #[arg(long)]
     pub dp_aware: bool,
-    /// Ranks of each worker, where workers do not tell them (vLLM's); more than 1 turns --dp-aware
-    /// on
+    /// Ranks of each worker, for workers that do not report them (vLLM); more than 1 turns
+    /// --dp-aware on
     #[arg(long, value_name = "RANKS")]
     pub intra_node_data_parallel_size: Option<u32>,
     /// The same for prefill workers alone
@@ -43,8 +43,8 @@ pub struct WorkerFlags {
     /// The same for decode workers alone
     #[arg(long, value_name = "RANKS")]
     pub decode_data_parallel_size: Option<u32>,
-    /// A worker not healthy this long after its registration is reported as an error (and tried on)
-    /// [s]
+    /// A worker not healthy this long after its registration is reported as an error (and still
+    /// probed) [s]
     #[arg(long, default_value_t = 1800, value_name = "SECS")]
     pub worker_startup_timeout_secs: u64,
     /// Longest pause between two probes of a starting worker; the first pauses are 0.1 s and grow

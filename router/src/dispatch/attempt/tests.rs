@@ -34,7 +34,7 @@ fn retry_after_is_read_in_seconds_and_as_a_date() {
 /// the TLS handshake of a new connection in it, it had 12 KB, of which P + D copied 160 KB per
 /// request.
 #[test]
-fn an_attempt_is_small_enough_to_be_moved() {
+fn attempt_is_small_enough_to_be_moved() {
     fn future_bytes<F: Future>(_: impl Fn(UpstreamAttempt) -> F) -> usize {
         size_of::<F>()
     }

@@ -15,6 +15,8 @@
 //! Or D computes the prompt itself (router-core's `local_prefill`): then it gets the client's body
 //! as it is.
 
+/// Members that are added to a pair's bodies.
+mod pair_fields;
 /// Prefill leg and its rooms.
 pub(crate) mod prefill_leg;
 /// Release of prefilled pages that no decode worker will pull.
@@ -33,6 +35,9 @@ use crate::config::PdProtocol;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{AttemptError, ErrorReply, PAIR_INCOMPATIBLE, UpstreamResponse};
 use crate::dispatch::context::RequestContext;
+use crate::dispatch::disaggregated::pair_fields::{
+    BootstrapFields, LegFields, RankFields, to_json_members,
+};
 use crate::dispatch::disaggregated::prefill_leg::{PrefillAttempt, RoomLease};
 use crate::dispatch::logprobs::merge_input_logprobs;
 use crate::dispatch::types::{AttemptFailure, AttemptResult, build_leg, forwarded_ids};
@@ -329,8 +334,8 @@ async fn attempt_local_prefill(
         None => request.body_for(&[ManagedField::Bootstrap], input_ids, ""),
         Some(rank) => {
             let replaced = [ManagedField::Bootstrap, ManagedField::Rank];
-            let fields = format!("\"data_parallel_rank_decode\":{rank},\"routed_dp_rank\":{rank}");
-            request.body_for(&replaced, input_ids, &fields)
+            let members = to_json_members(&RankFields::for_local_prefill(rank));
+            request.body_for(&replaced, input_ids, &members)
         }
     };
     let leg = build_leg(app, request, decode, body);
@@ -368,10 +373,10 @@ fn start_prefill(
     Ok(PendingPrefill { leg, meeting })
 }
 
-/// Bootstrap parameters: where both workers meet (SGLang's names, docs/protocol.md).
+/// Bootstrap parameters of a pair.
 struct BootstrapParams {
-    /// JSON members for both legs.
-    shared: String,
+    /// For both legs.
+    fields: BootstrapFields,
     /// P's rank, if both workers have one.
     prefill_rank: Option<u32>,
 }
@@ -379,41 +384,31 @@ struct BootstrapParams {
 impl BootstrapParams {
     fn new(prefill: &Candidate, rooms: &[u64], is_batch: bool, with_ranks: bool) -> Self {
         let worker = &prefill.worker;
-        let host = serde_json::Value::from(worker.url().host.as_str()).to_string();
         let port = worker.bootstrap_port(&prefill.description);
-        let port = port.map_or_else(|| "null".to_owned(), |port| port.to_string());
-        let list = |item: &dyn Fn(&u64) -> String| match rooms {
-            [room] if !is_batch => item(room),
-            _ => format!("[{}]", rooms.iter().map(item).collect::<Vec<_>>().join(",")),
-        };
-        let [hosts, ports] = [host, port].map(|one| list(&|_| one.clone()));
-        let rooms = list(&u64::to_string);
-        let shared = format!(
-            "\"bootstrap_host\":{hosts},\"bootstrap_port\":{ports},\"bootstrap_room\":{rooms}"
-        );
-        let prefill_rank = prefill.rank.filter(|_| with_ranks);
         Self {
-            shared,
-            prefill_rank,
+            fields: BootstrapFields::new(&worker.url().host, port, rooms, is_batch),
+            prefill_rank: prefill.rank.filter(|_| with_ranks),
         }
     }
 
     /// Body for one of the two.
     fn body(&self, app: &AppState, request: &RequestContext, to: &Candidate) -> BodySegments {
         let input_ids = forwarded_ids(app, request, to);
-        let Some(p) = self.prefill_rank else {
+        let Some(prefill_rank) = self.prefill_rank else {
             // Without DP awareness a client's own ranks stay.
-            return request.body_for(&[ManagedField::Bootstrap], input_ids, &self.shared);
+            let members = to_json_members(&self.fields);
+            return request.body_for(&[ManagedField::Bootstrap], input_ids, &members);
         };
         let ranks = match (to.worker.role(), to.rank) {
-            (Role::Prefill, _) => format!(",\"data_parallel_rank\":{p},\"routed_dp_rank\":{p}"),
-            (_, Some(d)) => format!(
-                ",\"data_parallel_rank\":{p},\"data_parallel_rank_decode\":{d},\"routed_dp_rank\":{d},\"disagg_prefill_dp_rank\":{p}"
-            ),
-            (_, None) => String::new(),
+            (Role::Prefill, _) => RankFields::for_prefill(prefill_rank),
+            (_, Some(decode_rank)) => RankFields::for_decode(prefill_rank, decode_rank),
+            (_, None) => RankFields::default(),
         };
-        let fields = self.shared.clone() + &ranks;
+        let members = to_json_members(&LegFields {
+            bootstrap: &self.fields,
+            ranks,
+        });
         let replaced = [ManagedField::Bootstrap, ManagedField::Rank];
-        request.body_for(&replaced, input_ids, &fields)
+        request.body_for(&replaced, input_ids, &members)
     }
 }

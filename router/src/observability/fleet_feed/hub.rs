@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_page_that_does_not_read_skips_to_the_latest_snapshot() {
+    async fn page_that_does_not_read_skips_to_the_latest_snapshot() {
         let scene = Scene::new(SHORT);
         let mut page = scene.page(0).unwrap();
         assert!(next(&mut page).await.is_some());

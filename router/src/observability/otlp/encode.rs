@@ -102,7 +102,7 @@ mod tests {
     /// Bytes that the protobuf compiler's own code (opentelemetry-proto 1.45.2, Python) makes of
     /// the same span.
     #[test]
-    fn a_span_is_written_as_the_protobuf_library_writes_it() {
+    fn span_is_written_as_the_protobuf_library_writes_it() {
         let mut event = span_event(1_700_000_000_000_000_200, "first_token");
         event.attributes.push(int_attribute("n", 7));
         let span = Span {

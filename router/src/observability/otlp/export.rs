@@ -39,7 +39,7 @@ type SendError = Box<dyn std::error::Error + Send + Sync>;
 
 enum Job {
     Spans(Vec<Span>),
-    /// Send what came before now; the other end hears when that has been tried.
+    /// Send the spans queued so far; the other end is notified after the attempt.
     Flush(oneshot::Sender<()>),
 }
 

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_without_a_trace_begins_one() {
+    fn request_without_a_trace_begins_one() {
         let a = TraceContext::of(&HeaderMap::new());
         let b = TraceContext::of(&HeaderMap::new());
         assert!(a.is_sampled && a.parent.is_none() && a.trace != b.trace && a.span != b.span);

@@ -274,7 +274,7 @@ impl RequestTimeline {
         });
     }
 
-    /// How often another worker was asked to go on with the answer.
+    /// Number of attempts to resume the answer on another worker.
     pub fn failovers(&self) -> usize {
         self.records
             .lock()

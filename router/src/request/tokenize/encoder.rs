@@ -83,9 +83,10 @@ impl PromptEncoder {
             .map(|token| token.chars().count())
             .max();
         let shrinks = hf.get_normalizer().map_or(1, |_| NORMALIZER_SHRINKS);
-        let segments = match config.tokenizer_cache_enable_l1 {
-            true => Segments::of(&hf, config.tokenizer_cache_l1_max_memory)?,
-            false => None,
+        let segments = if config.tokenizer_cache_enable_l1 {
+            Segments::of(&hf, config.tokenizer_cache_l1_max_memory)?
+        } else {
+            None
         };
         let max_chars_per_token = longest.unwrap_or(1) * shrinks;
         Ok(Self {

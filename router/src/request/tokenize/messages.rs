@@ -566,7 +566,7 @@ mod tests {
     use crate::request::tokenize::prompt::texts_of;
     use crate::request::tokenize::template::ChatTemplate;
 
-    /// Written by tests/support/message_goldens.py.
+    /// Written by tests/support/goldens/message_goldens.py.
     #[derive(Deserialize)]
     struct TemplateFamily {
         template: String,

@@ -1,5 +1,5 @@
 //! Against what transformers and the engines make of the same requests:
-//! tests/support/token_goldens.py.
+//! tests/support/goldens/token_goldens.py.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -169,7 +169,7 @@ fn split_special_tokens_are_text_with_and_without_caches() {
 }
 
 #[test]
-fn a_second_turn_is_mostly_found_in_the_cache() {
+fn second_turn_is_mostly_found_in_the_cache() {
     let tokens = load("chatml", &[]);
     let long = "word ".repeat(100);
     let messages = |turns: usize| {
@@ -202,7 +202,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
     /// Cutting at special tokens changes nothing, whatever stands around them.
     #[test]
-    fn a_text_in_segments_has_the_ids_of_the_whole(
+    fn text_in_segments_has_the_ids_of_the_whole(
         pieces in proptest::collection::vec(
             prop_oneof![
                 Just("<|im_start|>"), Just("<|im_end|>"), Just("<think>"), Just("</think>"), Just("<|eot_id|>"),
@@ -341,7 +341,7 @@ async fn reading_is_bounded_and_counted() {
 }
 
 #[test]
-fn a_text_that_no_context_can_hold_is_not_tokenized() {
+fn text_that_no_context_can_hold_is_not_tokenized() {
     let tokens = load("demo", &[]);
     let most = tokens.encoder.max_chars_per_token * 100;
     for (chars, is_read) in [(most, true), (most + 1, false)] {
@@ -352,7 +352,7 @@ fn a_text_that_no_context_can_hold_is_not_tokenized() {
 }
 
 #[tokio::test]
-async fn the_context_length_is_asked_for_where_a_prompt_is_long() {
+async fn context_length_is_asked_for_where_a_prompt_is_long() {
     let tokens = load("demo", &[]);
     let body = json(&serde_json::json!({"prompt": "x".repeat(UNCHECKED_BYTES + 1)}));
     for (bytes, read) in [(UNCHECKED_BYTES, true), (UNCHECKED_BYTES + 1, false)] {
@@ -364,7 +364,7 @@ async fn the_context_length_is_asked_for_where_a_prompt_is_long() {
 }
 
 #[tokio::test]
-async fn a_place_that_does_not_come_free_is_not_waited_for_long() {
+async fn place_that_does_not_come_free_is_not_waited_for_long() {
     let tokens = load("demo", &[]);
     let all = tokens.places.available_permits() as u32;
     let _held = tokens.places.clone().acquire_many_owned(all).await.unwrap();
@@ -377,7 +377,7 @@ async fn a_place_that_does_not_come_free_is_not_waited_for_long() {
 }
 
 #[test]
-fn a_batch_has_a_list_for_each_prompt() {
+fn batch_has_a_list_for_each_prompt() {
     let tokens = load("demo", &[]);
     let made = tokens
         .ids_of(

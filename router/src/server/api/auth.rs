@@ -70,10 +70,10 @@ pub fn check(
     match &app.config.listen.api_key {
         Some(key) if level != AccessLevel::Open => {
             let is_right = given.is_some_and(|given| is_same(given, key.as_bytes()));
-            match is_right {
-                true => Ok(Some(KeyLabel(Cow::Borrowed(CLIENT_KEY)))),
-                false => Err(RouteError::InvalidApiKey),
+            if !is_right {
+                return Err(RouteError::InvalidApiKey);
             }
+            Ok(Some(KeyLabel(Cow::Borrowed(CLIENT_KEY))))
         }
         _ => Ok(None),
     }

@@ -181,6 +181,10 @@ async fn method_not_allowed(request: Request) -> RouteError {
 }
 
 /// Around every route: request id in and out, CORS, API key.
+///
+/// Layers of tower-http cannot do this. `CorsLayer` answers every OPTIONS request with 200, also
+/// those from other origins, which here meet the key and get 405. `SetRequestIdLayer` reads one
+/// header and keeps a value of any length.
 async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) -> Response {
     let app = &*state.app;
     let rid = request_id(app, &request);
@@ -252,7 +256,8 @@ fn count(app: &AppState, method: &'static str, path: Option<&MatchedPath>, respo
     let status = response.status();
     let outcome = match response.extensions().get::<ErrorCode>() {
         Some(ErrorCode(code)) => code,
-        None if status.is_success() => "ok",
+        // A file that the browser holds already (304) and a redirect are good answers.
+        None if status.is_success() || status.is_redirection() => "ok",
         None => status_label(status),
     };
     let labels = [path, method, class(status.as_u16()), outcome];

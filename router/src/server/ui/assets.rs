@@ -64,9 +64,10 @@ impl Asset {
 
     fn answer(&self, asked: &HeaderMap) -> Response {
         let is_known = asked.get(header::IF_NONE_MATCH) == Some(&self.etag);
-        let mut response = match is_known {
-            true => StatusCode::NOT_MODIFIED.into_response(),
-            false => self.bytes.into_response(),
+        let mut response = if is_known {
+            StatusCode::NOT_MODIFIED.into_response()
+        } else {
+            self.bytes.into_response()
         };
         let headers = response.headers_mut();
         let mut put = |name, value| headers.insert(name, HeaderValue::from_static(value));

@@ -94,12 +94,12 @@ fn read(path: &Path) -> Result<String, String> {
     read.map_err(|err| {
         format!("cannot be read: {err}; give a readable JSON or YAML list of workers")
     })?;
-    match text.len() as u64 > MAX_FILE {
-        true => Err(format!(
+    if text.len() as u64 > MAX_FILE {
+        return Err(format!(
             "is larger than {MAX_FILE} bytes; list fewer workers"
-        )),
-        false => Ok(text),
+        ));
     }
+    Ok(text)
 }
 
 /// All of it or nothing: a list with one mistake is not taken.

@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_names_the_remedy() {
+    fn refusal_names_the_remedy() {
         let status = |code: u16| {
             let status = json!({"code": code, "message": "because"});
             let status: Box<kube::core::Status> = serde_json::from_value(status).unwrap();

@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_last_ready_of_a_role_stays_until_another_is_ready() {
+    async fn last_ready_of_a_role_stays_until_another_is_ready() {
         let mut world = World::new();
         world.settle(&["p a:1", "d c:1"], &[]);
         world.all_ready();
@@ -451,7 +451,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_deleted_or_dead_worker_needs_no_replacement() {
+    async fn deleted_or_dead_worker_needs_no_replacement() {
         let mut world = World::new();
         world.settle(&["p a:1", "d c:1"], &[]);
         world.all_ready();
@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_new_role_is_a_new_worker_and_what_others_registered_stays() {
+    async fn new_role_is_a_new_worker_and_what_others_registered_stays() {
         let mut world = World::new();
         register(&world.fleet, spec("p z:1")).unwrap();
         world.settle(&["p a:1", "d z:1"], &[]);
@@ -496,7 +496,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_failed_reading_changes_nothing_and_is_reported() {
+    async fn failed_reading_changes_nothing_and_is_reported() {
         let mut world = World::new();
         world.apply(&["p a:1"], &[]);
         world.feed.failed("unreadable".into());

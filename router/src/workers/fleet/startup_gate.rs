@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-/// A probe takes milliseconds; who is silent for this long is not waited for.
+/// A probe takes milliseconds; a worker that is silent for longer is not waited for.
 const LONGEST_WAIT: Duration = Duration::from_secs(1);
 
 /// Workers that were not probed yet: each holds a receiver until its first probe has ended.

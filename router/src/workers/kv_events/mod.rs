@@ -60,7 +60,7 @@ pub fn announce(fleet: &WorkerFleet) {
     }
 }
 
-/// Start the feeds of a worker that has described itself. Those that run go on.
+/// Start the feeds of a worker that has described itself. Running feeds continue.
 pub fn start(fleet: &WorkerFleet, worker: &Worker) {
     for candidate in fleet.candidates_at(worker) {
         let mut task = candidate.feed.task.lock();

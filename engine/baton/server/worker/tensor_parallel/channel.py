@@ -1,11 +1,11 @@
 """The processes of a DP rank that compute together (--tp-size): the first one plans, the others do what it tells.
 
-1. The front starts all of them alike; those with a `tp_rank` above 0 run `follow` instead of a scheduler.
+1. The front starts all of them alike; those with a `tp_rank` above 0 call `process.run_worker` instead of
+   running a scheduler.
 2. They meet (layers.collectives.init_group), each loads its share of the model, and followers report that they did.
 3. Per step the first rank sends one message (runtime.runner.step_inputs) to each follower, then computes its own
-   part; they meet
-   again in the model's collectives. Between steps a follower sleeps on its socket: no process waits in a collective
-   for work to come.
+   part; they meet again in the model's collectives. Between steps a follower sleeps on its socket: no process waits
+   in a collective for work to come.
 4. On P and D nodes every rank has a transfer runtime for its heads of each page, and followers do with theirs what the
    first rank does with its own (server.worker.tensor_parallel.transfer_node), in one order with the steps; what they
    hear, they report.
@@ -19,12 +19,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
+
+from baton.disagg.events import NodeEvent
+from baton.server.worker.tensor_parallel.calls import TransferCall, encode_call
 
 if TYPE_CHECKING:
     from baton.layers.collectives import ProcessGroup
@@ -34,12 +39,17 @@ log = logging.getLogger("baton.tp")
 
 QUEUE = 1024
 """Messages a follower may be behind by: calls about many requests come while it computes a step."""
-STEP = b"s"
-NODE = b"n"
-STOP = b""
-"""How messages to followers begin: a step, a call of the transfer runtime, the end."""
 EVENTS_AT_ONCE = 256
 ALIVE_EVERY_MS = 1000
+
+
+class OrderKind(Enum):
+    """First byte of a message to a follower; the empty message is STOP."""
+
+    STEP = b"s"
+    CALL = b"n"
+    """A call of the transfer runtime."""
+    STOP = b""
 
 
 class FollowerStuck(Exception):
@@ -64,11 +74,11 @@ class TpGroup:
         return f"ipc://{self.folder}/tp{self.dp_rank}.{tp_rank}"
 
 
-class TransferEvents(msgspec.Struct, tag="heard"):
-    """Events of a follower's transfer runtime, as `poll` gives them; of what P says to D only that it came."""
+class TransferEvents(msgspec.Struct, tag="events"):
+    """Events of a follower's transfer runtime, as `poll` gives them; those of committed rooms without P's payload."""
 
     tp_rank: int
-    events: list[tuple[Any, ...]]
+    events: Sequence[NodeEvent]
     failure: str | None = None
     """Why the follower's transfer runtime does not work any more."""
 
@@ -83,7 +93,7 @@ class Report(msgspec.Struct, tag="loaded"):
 
 
 encode_report = msgspec.msgpack.Encoder().encode
-_reports: msgspec.msgpack.Decoder[Report | TransferEvents] = msgspec.msgpack.Decoder(
+report_decoder: msgspec.msgpack.Decoder[Report | TransferEvents] = msgspec.msgpack.Decoder(
     Report | TransferEvents
 )
 
@@ -115,7 +125,7 @@ class TpWorkers:
         """
         reports = {}
         for _ in self._orders:
-            report = _reports.decode(self.reports.recv())
+            report = report_decoder.decode(self.reports.recv())
             assert isinstance(report, Report), "nothing happens before all have loaded"
             if (report.num_pages, report.host_pages) != (own.kv.num_pages, own.host_pages):
                 raise ValueError(
@@ -127,18 +137,18 @@ class TpWorkers:
         self._group = own.group
 
     def send_step(self, order: bytes) -> None:
-        self._broadcast(STEP + order)
+        self._broadcast(OrderKind.STEP, order)
 
-    def send_call(self, call: str, *args: Any) -> None:
-        """Have all followers call this method of their transfer runtime."""
-        self._broadcast(NODE + msgspec.msgpack.encode((call, args)))
+    def send_call(self, call: TransferCall) -> None:
+        """Have all followers make this call on their transfer runtime."""
+        self._broadcast(OrderKind.CALL, encode_call(call))
 
     def heard(self) -> list[TransferEvents]:
         """Reports of followers since the last call."""
-        found = []
+        found: list[TransferEvents] = []
         while True:
             try:
-                report = _reports.decode(self.reports.recv(zmq.DONTWAIT))
+                report = report_decoder.decode(self.reports.recv(zmq.DONTWAIT))
             except zmq.Again:
                 return found
             assert isinstance(report, TransferEvents), "a follower loads once"
@@ -151,11 +161,12 @@ class TpWorkers:
         with self._lock:
             for socket in self._orders:
                 with contextlib.suppress(zmq.Again):
-                    socket.send(STOP, zmq.DONTWAIT)
+                    socket.send(OrderKind.STOP.value, zmq.DONTWAIT)
         collectives.leave()
 
-    def _broadcast(self, message: bytes) -> None:
+    def _broadcast(self, kind: OrderKind, body: bytes) -> None:
         """Raises FollowerStuck when a follower has not taken `QUEUE` messages in --dist-timeout."""
+        message = kind.value + body
         with self._lock:
             for tp_rank, socket in enumerate(self._orders, 1):
                 try:

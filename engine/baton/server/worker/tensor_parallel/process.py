@@ -16,10 +16,15 @@ import msgspec
 import zmq
 
 from baton.config import EngineConfig
+from baton.disagg.events import NodeEvent, RoomCommitted
+from baton.disagg.native_node import NativeTransferNode
 from baton.server.text import model_info
 from baton.server.worker import transfer_setup
+from baton.server.worker.rank_config import BootstrapAddress
 from baton.server.worker.tensor_parallel import channel, transfer_node
+from baton.server.worker.tensor_parallel.calls import call_decoder
 from baton.server.worker.tensor_parallel.channel import (
+    OrderKind,
     TpGroup,
     TpWorkers,
     TransferEvents,
@@ -54,7 +59,7 @@ def run_worker(
     config: EngineConfig,
     team: TpGroup,
     context: zmq.Context[Any],
-    bootstrap: tuple[str, int] | None,
+    bootstrap: BootstrapAddress | None,
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Load this rank's share and execute orders until the stop order. An exception ends the process, and the group."""
@@ -70,9 +75,7 @@ def run_worker(
     orders.connect(team.address(team.tp_rank))
     reports.connect(team.address(0))
     shard = Shard(team.tp_rank, team.tp_size)
-    place = collectives.TpContext(
-        shard, team.meeting_point, receive=lambda: orders.recv()[len(channel.STEP) :]
-    )
+    place = collectives.TpContext(shard, team.meeting_point, receive=lambda: orders.recv()[1:])
     loaded = build.load(config, str(model_info.resolve(config.model_path)), place, on_progress)
     node = None
     if config.disaggregation_mode != "null":
@@ -94,7 +97,7 @@ def run_worker(
 def _execute(
     team: TpGroup,
     loaded: LoadedModel,
-    node: Any,
+    node: NativeTransferNode | None,
     orders: zmq.Socket[bytes],
     reports: zmq.Socket[bytes],
 ) -> None:
@@ -109,9 +112,9 @@ def _execute(
     while True:
         poller.poll(timeout_ms)
         while node is not None and (events := node.poll(channel.EVENTS_AT_ONCE)):
-            said = [event[:2] if event[0] == "committed" else event for event in events]
-            reports.send(encode_report(TransferEvents(team.tp_rank, said)))
-        if node is not None and is_healthy and not node.healthy:
+            reported = [_without_payload(event) for event in events]
+            reports.send(encode_report(TransferEvents(team.tp_rank, reported)))
+        if node is not None and is_healthy and not node.is_healthy:
             is_healthy = False
             reports.send(
                 encode_report(
@@ -124,14 +127,21 @@ def _execute(
             message = orders.recv(zmq.DONTWAIT)
         except zmq.Again:
             continue
-        kind = message[:1]
         body = message[1:]
-        if kind == channel.STOP:
-            return
-        if kind == channel.STEP:
-            loaded.runner.execute_remote(body)
-        else:
-            call, args = msgspec.msgpack.decode(body)
-            refused = transfer_node.execute_call(node, team, call, args)
-            if refused is not None:
-                reports.send(encode_report(TransferEvents(team.tp_rank, [refused])))
+        match OrderKind(message[:1]):
+            case OrderKind.STOP:
+                return
+            case OrderKind.STEP:
+                loaded.runner.execute_remote(body)
+            case OrderKind.CALL:
+                assert node is not None, "calls of a transfer runtime reach ranks of P and D only"
+                refused = transfer_node.execute_call(node, team, call_decoder.decode(body))
+                if refused is not None:
+                    reports.send(encode_report(TransferEvents(team.tp_rank, [refused])))
+
+
+def _without_payload(event: NodeEvent) -> NodeEvent:
+    """P's message reaches the scheduler from the first rank alone."""
+    if isinstance(event, RoomCommitted):
+        return msgspec.structs.replace(event, payload=b"")
+    return event

@@ -23,26 +23,53 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partialmethod
-from typing import Any
+from enum import Enum, auto
 
-from baton.disagg.transfer_driver import TransferNode
+from baton.disagg.events import (
+    RELEASED_AFTER_PULL,
+    GrantRevoked,
+    NodeEvent,
+    RoomAborted,
+    RoomAnnounced,
+    RoomCommitted,
+    RoomEnd,
+    RoomFailed,
+    RoomReleased,
+)
+from baton.disagg.native_node import TransferRuntime
+from baton.server.worker.tensor_parallel.calls import (
+    AbortCall,
+    DrainCall,
+    FinishCall,
+    GrantAgainCall,
+    GrantCall,
+    OfferCall,
+    OpenCall,
+    PublishCall,
+    RevokeCall,
+    RoomCall,
+    TransferCall,
+)
 from baton.server.worker.tensor_parallel.channel import FollowerStuck, TpGroup, TpWorkers
 
 log = logging.getLogger("baton.team_node")
 
 
-Event = tuple[Any, ...]
-ENDS = ("committed", "failed", "aborted", "released")
+class RevocationAnswer(Enum):
+    """A rank's answer to `revoke`."""
+
+    REVOKED = auto()
+    ANNOUNCED = auto()
+    """P's pages came first, or the room is over on this rank."""
 
 
 @dataclass(slots=True)
 class Room:
     """Reports of the ranks about one room so far, by TP rank."""
 
-    ends: dict[int, Event] = field(default_factory=dict)
+    ends: dict[int, RoomEnd] = field(default_factory=dict)
     announced: set[int] = field(default_factory=set)
-    answers: dict[int, str] | None = None
+    answers: dict[int, RevocationAnswer] | None = None
     """To a revocation that not all have answered."""
     grant: tuple[int, bytes] | None = None
     is_aborted: bool = False
@@ -51,7 +78,7 @@ class Room:
 class EventMerger:
     """Turns the ranks' events into those of one runtime. `broadcast` makes all ranks do something about a room."""
 
-    def __init__(self, size: int, broadcast: Callable[..., None]) -> None:
+    def __init__(self, size: int, broadcast: Callable[[TransferCall], None]) -> None:
         self._size = size
         self._broadcast = broadcast
         self._rooms: dict[int, Room] = {}
@@ -73,7 +100,7 @@ class EventMerger:
 
     def revoking(self, room: int) -> None:
         if (known := self._rooms.get(room)) is not None:
-            known.answers = dict.fromkeys(known.ends, "announced")
+            known.answers = dict.fromkeys(known.ends, RevocationAnswer.ANNOUNCED)
 
     def aborted(self, room: int) -> None:
         if (known := self._rooms.get(room)) is not None:
@@ -89,110 +116,172 @@ class EventMerger:
             f"nothing was heard of it from {[rank for rank in range(self._size) if rank not in over]}"
         )
 
-    def take(self, tp_rank: int, events: Iterable[Event], now: float) -> list[Event]:
+    def take(self, tp_rank: int, events: Iterable[NodeEvent], now: float) -> list[NodeEvent]:
         """Add what a rank reported; returns what is now true of all."""
-        merged = []
+        merged: list[NodeEvent] = []
         for event in events:
-            room = self._rooms.get(event[1])
+            room = self._rooms.get(event.room)
             if room is None:
                 log.error(
-                    "tensor-parallel rank %d reports %r of a room that is over", tp_rank, event[:3]
+                    "tensor-parallel rank %d reports %s of room %d, which is over",
+                    tp_rank,
+                    type(event).__name__,
+                    event.room,
                 )
-            elif event[0] in ENDS:
-                self._ending.setdefault(event[1], now)
-                merged += self._end(event[1], room, tp_rank, event)
-            else:
-                merged += self._go_on(event[1], room, tp_rank, event[0])
+                continue
+            match event:
+                case RoomAnnounced():
+                    merged += self._add_announcement(event.room, room, tp_rank)
+                case GrantRevoked():
+                    merged += self._add_revocation(event.room, room, tp_rank)
+                case _:
+                    self._ending.setdefault(event.room, now)
+                    merged += self._add_end(room, tp_rank, event)
         return merged
 
-    def _end(self, number: int, room: Room, tp_rank: int, event: Event) -> list[Event]:
-        room.ends[tp_rank] = event
-        done = event[0] == "committed" or event[2:3] == ("DONE",)
+    def _add_end(self, room: Room, tp_rank: int, end: RoomEnd) -> list[NodeEvent]:
+        number = end.room
+        room.ends[tp_rank] = end
         if len(room.ends) < self._size:
-            if not done and not room.is_aborted:
+            code = _reason_to_abort(end)
+            if code is not None and not room.is_aborted:
                 room.is_aborted = True
-                self._broadcast("abort", number, event[2] if len(event) > 2 else "CLIENT_GONE")
-            return [] if room.answers is None else self._go_on(number, room, tp_rank, "announced")
-        del self._rooms[number], self._ending[number]
-        ends = [room.ends[rank] for rank in sorted(room.ends)]
-        for kind in ("failed", "aborted"):
-            if found := [end for end in ends if end[0] == kind]:
-                return [found[0]]
-        if ends[0][0] == "released":
-            return [next((end for end in ends if end[2] != "DONE"), ends[0])]
-        return [ends[0]]  # the first rank's, which has P's message
-
-    def _go_on(self, number: int, room: Room, tp_rank: int, kind: str) -> list[Event]:
-        if room.answers is not None:
-            if (
-                room.answers.get(tp_rank) != "revoked"
-            ):  # which stays true when P's pages come meanwhile
-                room.answers[tp_rank] = kind
-            if len(room.answers) < self._size:
+                self._broadcast(AbortCall(number, code))
+            if room.answers is None:
                 return []
-            answers = room.answers
-            room.answers = None
-            if "announced" not in answers.values():
-                room.grant, room.announced = None, set()
-                return [("revoked", number)]
-            if "revoked" in answers.values() and room.grant is not None:
-                self._broadcast(
-                    "grant_again",
-                    number,
-                    *room.grant,
-                    [r for r, a in answers.items() if a == "revoked"],
-                )
-            return [("announced", number)]
-        if kind == "announced" and len(room.announced) < self._size:
-            room.announced.add(tp_rank)
-            if len(room.announced) == self._size:
-                return [("announced", number)]
-        return []
+            return self._add_answer(number, room, room.answers, tp_rank, RevocationAnswer.ANNOUNCED)
+        del self._rooms[number]
+        del self._ending[number]
+        return [_end_of_all([room.ends[rank] for rank in sorted(room.ends)])]
+
+    def _add_announcement(self, number: int, room: Room, tp_rank: int) -> list[NodeEvent]:
+        if room.answers is not None:
+            return self._add_answer(number, room, room.answers, tp_rank, RevocationAnswer.ANNOUNCED)
+        if len(room.announced) == self._size:
+            return []
+        room.announced.add(tp_rank)
+        return [RoomAnnounced(number)] if len(room.announced) == self._size else []
+
+    def _add_revocation(self, number: int, room: Room, tp_rank: int) -> list[NodeEvent]:
+        if room.answers is None:
+            return []
+        return self._add_answer(number, room, room.answers, tp_rank, RevocationAnswer.REVOKED)
+
+    def _add_answer(
+        self,
+        number: int,
+        room: Room,
+        answers: dict[int, RevocationAnswer],
+        tp_rank: int,
+        answer: RevocationAnswer,
+    ) -> list[NodeEvent]:
+        # A rank that gave its pages back has none, also when P's pages come meanwhile.
+        if answers.get(tp_rank) is not RevocationAnswer.REVOKED:
+            answers[tp_rank] = answer
+        if len(answers) < self._size:
+            return []
+        room.answers = None
+        if RevocationAnswer.ANNOUNCED not in answers.values():
+            room.grant = None
+            room.announced = set()
+            return [GrantRevoked(number)]
+        tp_ranks = [rank for rank, given in answers.items() if given is RevocationAnswer.REVOKED]
+        if tp_ranks and room.grant is not None:
+            start_page, pages = room.grant
+            self._broadcast(GrantAgainCall(number, start_page, pages, tp_ranks))
+        return [RoomAnnounced(number)]
+
+
+def _reason_to_abort(end: RoomEnd) -> str | None:
+    """Code with which the room is aborted on the other ranks; None after an end in order."""
+    match end:
+        case RoomCommitted():
+            return None
+        case RoomReleased():
+            return None if end.code == RELEASED_AFTER_PULL else end.code
+        case RoomFailed():
+            return end.code
+        case RoomAborted():
+            return "CLIENT_GONE"
+
+
+def _end_of_all(ends: Sequence[RoomEnd]) -> RoomEnd:
+    """The end of a room for the scheduler, from those of the ranks in their order."""
+    for kind in (RoomFailed, RoomAborted):
+        for end in ends:
+            if isinstance(end, kind):
+                return end
+    for end in ends:
+        if isinstance(end, RoomReleased) and end.code != RELEASED_AFTER_PULL:
+            return end
+    return ends[0]  # the first rank's, which has P's message
 
 
 class TpTransferNode:
     """TransferNode for baton.disagg, and what the rank process asks of one beside that."""
 
-    def __init__(self, node: Any, followers: TpWorkers, late_secs: float) -> None:
+    def __init__(self, node: TransferRuntime, followers: TpWorkers, late_secs: float) -> None:
         """`late_secs`: more than the ranks' ends of a room can be apart while all of them work."""
         self._node = node
         self._followers = followers
         self._late_secs = late_secs
         self._failure: str | None = None
         """Why a follower's runtime does not work any more."""
-        self._merger = EventMerger(followers.team.tp_size, self._everywhere)
+        self._merger = EventMerger(followers.team.tp_size, self._call_everywhere)
 
-    def _begin(self, call: str, room: int, *args: Any) -> None:
-        """Raises what the first rank's runtime raises, ValueError while a follower's room of this number lives."""
-        if room in self._merger:
-            raise ValueError(f"room {room} is live on another tensor-parallel rank")
-        call_or_raise(self._node, self._followers.team, call, (room, *args))
-        self._merger.begin(room)
-        self._followers.send_call(call, room, *args)
+    def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None:
+        self._begin(OfferCall(room, attempt, prompt_hash, deadline_ms))
 
-    def _everywhere(self, call: str, *args: Any) -> None:
-        call_or_raise(self._node, self._followers.team, call, args)
-        self._followers.send_call(call, *args)
+    def open(
+        self, room: int, attempt: int, bootstrap_host: str, bootstrap_port: int, prefill_dp_rank: int,
+        prompt_hash: bytes, deadline_ms: int,
+    ) -> None:  # fmt: skip
+        self._begin(
+            OpenCall(
+                room,
+                attempt,
+                bootstrap_host,
+                bootstrap_port,
+                prefill_dp_rank,
+                prompt_hash,
+                deadline_ms,
+            )
+        )
 
-    offer = partialmethod(_begin, "offer")
-    open = partialmethod(_begin, "open")
-    publish = partialmethod(_everywhere, "publish")
-    finish = partialmethod(_everywhere, "finish")
-    drain = partialmethod(_everywhere, "drain")
+    def publish(self, room: int, first_page: int, pages: bytes) -> None:
+        self._call_everywhere(PublishCall(room, first_page, pages))
+
+    def finish(self, room: int, total_pages: int, last_page_tokens: int, payload: bytes) -> None:
+        self._call_everywhere(FinishCall(room, total_pages, last_page_tokens, payload))
 
     def grant(self, room: int, start_page: int, dst_pages: bytes) -> None:
         self._merger.granted(room, start_page, dst_pages)
-        self._everywhere("grant", room, start_page, dst_pages)
+        self._call_everywhere(GrantCall(room, start_page, dst_pages))
 
     def revoke(self, room: int) -> None:
         self._merger.revoking(room)
-        self._everywhere("revoke", room)
+        self._call_everywhere(RevokeCall(room))
 
     def abort(self, room: int, code: str) -> None:
         self._merger.aborted(room)
-        self._everywhere("abort", room, code)
+        self._call_everywhere(AbortCall(room, code))
 
-    def poll(self, max: int) -> Sequence[Event]:
+    def drain(self) -> None:
+        self._call_everywhere(DrainCall())
+
+    def _begin(self, call: OfferCall | OpenCall) -> None:
+        """Raises what the first rank's runtime raises, ValueError while a follower's room of this number lives."""
+        if call.room in self._merger:
+            raise ValueError(f"room {call.room} is live on another tensor-parallel rank")
+        make_call(self._node, self._followers.team, call)
+        self._merger.begin(call.room)
+        self._followers.send_call(call)
+
+    def _call_everywhere(self, call: TransferCall) -> None:
+        make_call(self._node, self._followers.team, call)
+        self._followers.send_call(call)
+
+    def poll(self, max: int) -> Sequence[NodeEvent]:
         now = time.monotonic()
         merged = self._merger.take(0, self._node.poll(max), now)
         for heard in self._followers.heard():
@@ -209,50 +298,74 @@ class TpTransferNode:
     @property
     def event_fd(self) -> int:
         """Event descriptor of this process; `TpWorkers.reports` is readable when the others have something."""
-        return int(self._node.event_fd)
+        return self._node.event_fd
 
-    def rooms_json(self, room: int | None) -> str:
+    def rooms_json(self, room: int | None = None) -> str:
         """This process's."""
-        return str(self._node.rooms_json(room))
+        return self._node.rooms_json(room)
 
     def stats_json(self) -> str:
         """This process's: of bytes, its share. The health is that of all."""
-        text = str(self._node.stats_json())
+        text = self._node.stats_json()
         if self._failure is None:
             return text
         return json.dumps({**json.loads(text), "healthy": False, "unhealthy_reason": self._failure})
 
 
-def call_or_raise(node: TransferNode, team: TpGroup, call: str, args: Sequence[Any]) -> None:
-    """Make a call of `TpTransferNode` on one rank's own runtime."""
-    if call == "open":
-        room, attempt, host, port, prefill_dp_rank, *rest = args
-        # P's processes are registered like DP ranks (server.worker.transfer_setup), and a divided P has one DP rank.
-        peer = max(prefill_dp_rank, 0) * team.tp_size + team.tp_rank
-        node.open(room, attempt, host, port, peer, *rest)
-    elif call == "grant_again":
-        room, start_page, pages, tp_ranks = args
-        if team.tp_rank in tp_ranks:
-            node.grant(room, start_page, pages)
-    else:
-        getattr(node, call)(*args)
+def make_call(node: TransferRuntime, team: TpGroup, call: TransferCall) -> None:
+    """Make a call of `TpTransferNode` on one rank's own runtime. Raises what the runtime raises."""
+    match call:
+        case OfferCall():
+            node.offer(call.room, call.attempt, call.prompt_hash, call.deadline_ms)
+        case OpenCall():
+            # P's processes are registered like DP ranks (server.worker.transfer_setup), and a divided P has one DP
+            # rank.
+            peer = max(call.prefill_dp_rank, 0) * team.tp_size + team.tp_rank
+            node.open(
+                call.room,
+                call.attempt,
+                call.bootstrap_host,
+                call.bootstrap_port,
+                peer,
+                call.prompt_hash,
+                call.deadline_ms,
+            )
+        case PublishCall():
+            node.publish(call.room, call.first_page, call.pages)
+        case FinishCall():
+            node.finish(call.room, call.total_pages, call.last_page_tokens, call.payload)
+        case GrantCall():
+            node.grant(call.room, call.start_page, call.dst_pages)
+        case GrantAgainCall():
+            if team.tp_rank in call.tp_ranks:
+                node.grant(call.room, call.start_page, call.dst_pages)
+        case RevokeCall():
+            node.revoke(call.room)
+        case AbortCall():
+            node.abort(call.room, call.code)
+        case DrainCall():
+            node.drain()
 
 
-def execute_call(node: TransferNode, team: TpGroup, call: str, args: Sequence[Any]) -> Event | None:
-    """As `call_or_raise`, on a follower, where a call that fails ends its room only.
+def execute_call(node: TransferRuntime, team: TpGroup, call: TransferCall) -> RoomEnd | None:
+    """As `make_call`, on a follower, where a call that fails ends its room only.
 
     Returns the end of a room that its runtime does not take. A live room is aborted; its runtime reports its end.
     """
     try:
-        call_or_raise(node, team, call, args)
+        make_call(node, team, call)
     except (ValueError, RuntimeError) as err:
-        log.error("%s of room %s: %s", call, args[0] if args else None, err)
+        room = call.room if isinstance(call, RoomCall) else None
+        log.error("%s of room %s: %s", call.__struct_config__.tag, room, err)
         code = "DUP_ROOM" if isinstance(err, ValueError) else "NO_CAPACITY"
-        if call == "offer":
-            return ("released", args[0], code)
-        if call == "open":
-            return ("failed", args[0], code, str(err), True)
-        if call != "abort" and args:
-            with contextlib.suppress(RuntimeError):
-                node.abort(args[0], "TRANSPORT_BROKEN")
+        match call:
+            case OfferCall():
+                return RoomReleased(call.room, code)
+            case OpenCall():
+                return RoomFailed(call.room, code, str(err), is_retryable=True)
+            case AbortCall() | DrainCall():
+                return None
+            case _:
+                with contextlib.suppress(RuntimeError):
+                    node.abort(call.room, "TRANSPORT_BROKEN")
     return None

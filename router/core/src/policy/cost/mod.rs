@@ -206,9 +206,10 @@ impl CostState {
             params.pull_far_ms
         });
         let is_crossing = !is_near && i.domain.zip(j.domain).is_some_and(|(a, b)| a != b);
-        let ms = match is_crossing {
-            true => exposed(params.pull_crossing_ms.max(params.pull_far_ms)),
-            false => inside_ms,
+        let ms = if is_crossing {
+            exposed(params.pull_crossing_ms.max(params.pull_far_ms))
+        } else {
+            inside_ms
         };
         ExposedPull {
             ms,
@@ -286,13 +287,14 @@ impl CostState {
         let margin = (params.hysteresis_fraction * holder_ms).max(params.hysteresis_ms);
         let hysteresis_ms = (self.model.role != Role::Decode).then_some(margin);
         let is_near = hysteresis_ms.is_some_and(|ms| holder_ms - cheapest.0.terms.cost_ms < ms);
-        let mut picked = match is_near {
-            true => picked(
+        let mut picked = if is_near {
+            picked(
                 holder,
                 DecisionRule::Hysteresis,
                 SelectionReason::BestHolder,
-            ),
-            false => picked(cheapest, DecisionRule::LeastCost, SelectionReason::Cheaper),
+            )
+        } else {
+            picked(cheapest, DecisionRule::LeastCost, SelectionReason::Cheaper)
         };
         picked.hysteresis_ms = hysteresis_ms;
         Some(picked)

@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn the_map_is_bounded_and_hot_prefixes_outlive_cold_ones() {
+    fn map_is_bounded_and_hot_prefixes_outlive_cold_ones() {
         let mut popularity = PrefixPopularity::default();
         (0..MAX_PREFIXES as u64 - 1).for_each(|hash| popularity.record_arrival(hash, 0.0));
         (0..100).for_each(|_| popularity.record_arrival(u64::MAX, 30_000.0));

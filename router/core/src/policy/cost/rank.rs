@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_observation_is_dropped() {
+    fn first_observation_is_dropped() {
         let mut rank = RankEstimate::new(WorkerFacts::default());
         let seen: Vec<bool> = (1..=4)
             .map(|ticket| {
@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_without_a_first_token_leaves_when_its_time_is_over() {
+    fn request_without_a_first_token_leaves_when_its_time_is_over() {
         let mut rank = rank(QueueOrder::Arrival);
         rank.queue_prompt(pending(1, 100.0, 0.0, false));
         rank.queue_prompt(pending(2, 100.0, 0.0, true));
@@ -528,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_period_of_a_shortest_first_engine_is_one_observation() {
+    fn busy_period_of_a_shortest_first_engine_is_one_observation() {
         let mut rank = rank(QueueOrder::ShortestFirst);
         rank.queue_prompt(pending(1, 100.0, 0.0, true));
         rank.queue_prompt(pending(2, 10.0, 50.0, true)); // overtakes the first

@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_is_believed_slow_or_fast_only_for_good_reason_and_not_for_ever() {
+    fn worker_is_believed_slow_or_fast_only_for_good_reason_and_not_for_ever() {
         let paced = |ratio: f64, times: usize| {
             let mut pace = ObservedPace::default();
             (0..times).for_each(|_| pace.observe_duration(10.0, 10.0 * ratio, 0.0));
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_that_changes_is_followed() {
+    fn engine_that_changes_is_followed() {
         let mut fit = SpeedFit::default();
         for (truth, times) in [
             (PrefillSpeed::new(1.0, 20.0, 0.0), 500),

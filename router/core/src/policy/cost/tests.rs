@@ -29,7 +29,7 @@ pub(super) fn prefill(workers: u64) -> CostPolicy {
 const MS_PER_BLOCK: f64 = 10.0;
 
 #[test]
-fn a_prefix_wins_until_its_holders_queue_is_longer_than_the_prompt() {
+fn prefix_wins_until_its_holders_queue_is_longer_than_the_prompt() {
     let policy = prefill(2);
     let mut sender = TestSender::default();
     let long = "abcdefghij".repeat(10); // 10 000 tokens, a second
@@ -71,7 +71,7 @@ fn chosen_at(
 }
 
 #[test]
-fn a_prompt_in_flight_counts_as_cached_and_a_failed_one_does_not() {
+fn prompt_in_flight_counts_as_cached_and_a_failed_one_does_not() {
     let policy = prefill(3);
     let mut sender = TestSender::default();
     let ticket = sender.routed(&policy, 1, "abcdefgh");
@@ -122,7 +122,7 @@ fn beta_makes_a_busy_fleet_keep_prefixes_together() {
 }
 
 #[test]
-fn a_hot_prefix_is_copied_early() {
+fn hot_prefix_is_copied_early() {
     let answer = |arrivals: usize| {
         let policy = prefill(2);
         let mut sender = TestSender::default();
@@ -165,7 +165,7 @@ fn ties_go_to_the_smallest_index_then_to_chance() {
 }
 
 #[test]
-fn a_small_advantage_does_not_move_a_prompt_from_its_prefix() {
+fn small_advantage_does_not_move_a_prompt_from_its_prefix() {
     let policy = prefill(2);
     let mut sender = TestSender::default();
     let ticket = sender.routed(&policy, 0, "p");
@@ -260,7 +260,7 @@ fn backlog_ms(policy: &CostPolicy, now_ms: u64) -> f64 {
 }
 
 #[test]
-fn a_report_counts_what_others_sent_before_it_was_made() {
+fn report_counts_what_others_sent_before_it_was_made() {
     let policy = prefill(1);
     let mut sender = TestSender {
         now_ms: 1_000,
@@ -478,7 +478,7 @@ fn text_is_counted_as_reported() {
 }
 
 #[test]
-fn a_worker_that_forgets_is_believed_less() {
+fn worker_that_forgets_is_believed_less() {
     let policy = prefill(2);
     let mut sender = TestSender::default();
     for _ in 0..30 {
@@ -509,7 +509,7 @@ fn a_worker_that_forgets_is_believed_less() {
 }
 
 #[test]
-fn the_index_is_sized_by_what_the_worker_reports() {
+fn index_is_sized_by_what_the_worker_reports() {
     let policy = CostPolicy::new(
         CostParams {
             default_capacity_tokens: 700,

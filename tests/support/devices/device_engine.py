@@ -1,0 +1,123 @@
+"""An engine as it is on a GPU, on CPU tensors: late results, flashinfer's calls, recorded decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.layers import ops
+from baton.layers.attention import flashinfer
+from baton.layers.kv_pool import KvTensors, make_pool
+from baton.models.decoder import Decoder
+from baton.runtime import build as runtime
+from baton.runtime.engine_loop import EngineLoop
+from baton.runtime.runner.cuda_runner import DeviceRunner
+from tests.support.devices import fake_flashinfer
+from tests.support.devices.late_stream import LateStream
+from tests.support.devices.tape import TapeRecorder
+from tests.support.engines.engine_run import make_engine
+
+
+@dataclass
+class Device:
+    """How the engines are made, and what they are made of."""
+
+    monkeypatch: pytest.MonkeyPatch
+    stream: LateStream = field(default_factory=LateStream)
+    recorder: TapeRecorder = field(default_factory=TapeRecorder)
+    runner: DeviceRunner | None = None
+
+    def late(
+        self, path: Path | str, broadcast: Callable[[bytes], None] | None = None, **flags: object
+    ) -> EngineLoop:
+        """The attention backend of the flags, and the CPU's kernels. `broadcast`: as of the first of several ranks."""
+
+        def make_runner(*args: Any, **more: Any) -> DeviceRunner:
+            self.runner = DeviceRunner(
+                *args, stream=self.stream, **{**more, "broadcast": broadcast}
+            )
+            return self.runner
+
+        return self._make(path, make_runner, **flags)
+
+    def recorded(
+        self,
+        path: Path | str,
+        largest: int,
+        poison: bool = False,
+        head_kernel: bool = False,
+        **flags: object,
+    ) -> EngineLoop:
+        """flashinfer's stand-in and plain torch, which can be recorded; `largest` 0: everything runs eagerly.
+
+        Args:
+            poison: the dummy page is NaN before each step.
+            head_kernel: heads are stored by a stand-in of the kernel, from now on.
+        """
+        self.monkeypatch.setattr(ops, "head_kernel", lambda x: store_heads if head_kernel else None)
+        half, dims = (torch.float32, *flashinfer.DTYPES), (16, 32, *flashinfer.HEAD_DIMS)
+        for module, name, value in (
+            (flashinfer, "DTYPES", half), (flashinfer, "HEAD_DIMS", dims), (fake_flashinfer, "HALF", half),
+            (fake_flashinfer, "HEAD_DIMS", dims), (ops, "_native", None),
+        ):  # fmt: skip
+            self.monkeypatch.setattr(module, name, value)
+
+        def make_runner(
+            model: Decoder, kv: KvTensors, attn: object, max_slots: int, **more: Any
+        ) -> DeviceRunner:
+            pool = make_pool(
+                model.spec.kv, kv.page_size, kv.num_pages, native=False, dummy_page=True
+            )
+            backend = flashinfer.FlashInferAttention(model.spec, pool, fake_flashinfer)
+            made = _Poisoning if poison else DeviceRunner
+            self.runner = made(model, pool, backend, max_slots, stream=self.stream, **more)
+            if largest:
+                self.runner.record_graphs(self.recorder, largest, model.spec.max_context)
+            return self.runner
+
+        return self._make(path, make_runner, attention_backend="torch", **flags)
+
+    def _make(self, path: Path | str, make_runner: Any, **flags: object) -> EngineLoop:
+        with self.monkeypatch.context() as patch:
+            patch.setattr(runtime, "make_runner", make_runner)
+            return make_engine(path, **flags)
+
+
+def store_heads(
+    heads: Tensor, num_heads: int, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor,
+    tables: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], slots: Tensor,
+) -> None:  # fmt: skip
+    """In place of the Triton kernel: strict about arguments, plain torch inside."""
+    (keys, values), (cos, sin) = pages, tables
+    tokens, every, dim = heads.shape
+    size, kv_heads = keys.shape[1:3]
+    assert every == num_heads + 2 * kv_heads
+    assert keys.shape[3] == dim == 2 * cos.shape[1] == 2 * sin.shape[1]
+    assert keys.stride() == values.stride()
+    assert cos.stride() == sin.stride()
+    assert heads.stride(-1) == keys.stride(-1) == cos.stride(-1) == 1
+    assert positions.shape == slots.shape == (tokens,)
+    assert positions.dtype == slots.dtype == torch.int64
+    assert positions.is_contiguous()
+    assert slots.is_contiguous()
+    q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
+    if norms is not None:
+        assert norms[0].shape == norms[1].shape == (dim,)
+        q.copy_(ops.rms_norm(q, norms[0], eps))
+        k = ops.rms_norm(k, norms[1], eps)
+    ops.rope(q, k, positions, cos, sin)
+    keys[slots // size, slots % size] = k
+    values[slots // size, slots % size] = v
+
+
+class _Poisoning(DeviceRunner):
+    @torch.inference_mode()
+    def execute(self, plan: Any) -> Any:
+        self._kv.data[self._kv.dummy_page].fill_(torch.nan)
+        return super().execute(plan)

@@ -1,0 +1,102 @@
+"""The smallest engine: sequences, scattered pages and a Decoder, with no scheduler. What parity tests drive."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from baton.layers.attention import make_backend
+from baton.layers.attention.base import AttentionBackend, ForwardBatch
+from baton.layers.kv_pool import make_pool
+from baton.models.decoder import Decoder
+from tests.support.kernels.attention_batch import AttentionRow, build_batch
+
+
+@dataclass
+class Sequence:
+    tokens: list[int]
+    pages: list[int]
+    computed: int = 0
+    out: list[int] = field(default_factory=list)
+
+
+def forward_all(decoder: Decoder, batch: ForwardBatch, attn: AttentionBackend) -> torch.Tensor:
+    """Like `decoder.forward`, but logits of every token, [T, vocab]."""
+    every = torch.arange(len(batch.token_ids), device=batch.token_ids.device)
+    return decoder.forward(replace(batch, sample_index=every), attn)
+
+
+class ModelLoop:
+    """Computes sequences on pages drawn at random from a pool whose memory starts as NaN: reading a slot that was
+    never written, or another sequence's, cannot go unnoticed."""
+
+    def __init__(
+        self, decoder: Decoder, backend: str, page_size: int, max_tokens: int = 1024
+    ) -> None:
+        self.decoder = decoder
+        self.page_size = page_size
+        self.kv = make_pool(decoder.spec.kv, page_size, max_tokens // page_size, native=False)
+        self.kv.data.fill_(torch.nan)
+        self.attn = make_backend(backend, decoder.spec, self.kv)
+        self._free = list(range(self.kv.num_pages))
+        random.Random(page_size).shuffle(self._free)
+
+    def start(self, prompt: list[int], room: int) -> Sequence:
+        """A sequence with pages for its prompt and `room` more tokens."""
+        count = -(-(len(prompt) + room) // self.page_size)
+        return Sequence(list(prompt), [self._free.pop() for _ in range(count)])
+
+    def release(self, seq: Sequence) -> None:
+        self._free.extend(seq.pages)
+
+    def batch(self, work: list[tuple[Sequence, int]]) -> ForwardBatch:
+        """`work`: sequences and how many tokens of each to compute, single tokens first."""
+
+        def row(seq: Sequence, n: int) -> AttentionRow:
+            end = seq.computed + n
+            return AttentionRow(
+                seq.tokens[seq.computed : end],
+                seq.computed,
+                seq.pages,
+                samples=end == len(seq.tokens),
+            )
+
+        return build_batch([row(seq, n) for seq, n in work], self.page_size)
+
+    def step(self, work: list[tuple[Sequence, int]]) -> None:
+        """Compute, and append the likeliest token to every sequence whose known tokens are all computed."""
+        logits = self.decoder.forward(self.batch(work), self.attn)
+        best = iter(logits.argmax(-1).tolist())
+        for seq, n in work:
+            seq.computed += n
+            if seq.computed == len(seq.tokens):
+                seq.out.append(next(best))
+                seq.tokens.append(seq.out[-1])
+
+    def prompt_logits(self, prompt: list[int], chunk: int) -> torch.Tensor:
+        """Logits at every prompt position, the prompt computed in pieces of `chunk` tokens."""
+        seq = self.start(prompt, 0)
+        pieces = []
+        while seq.computed < len(prompt):
+            n = min(chunk, len(prompt) - seq.computed)
+            pieces.append(forward_all(self.decoder, self.batch([(seq, n)]), self.attn))
+            seq.computed += n
+        self.release(seq)
+        return torch.cat(pieces)
+
+    def greedy(self, prompts: list[list[int]], steps: int, chunk: int) -> list[list[int]]:
+        """`steps` tokens for each prompt, all in one batch: prompt i arrives at step 3 i, prefills in chunks of `chunk`
+        while earlier ones decode, and leaves when it is done."""
+        seqs = [self.start(p, steps) for p in prompts]
+        now = 0
+        while any(len(s.out) < steps for s in seqs):
+            live = [s for i, s in enumerate(seqs) if now >= 3 * i and len(s.out) < steps]
+            work = [(s, min(chunk, len(s.tokens) - s.computed)) for s in live]
+            if work:
+                self.step(sorted(work, key=lambda w: w[1] > 1))
+            now += 1
+        for seq in seqs:
+            self.release(seq)
+        return [s.out for s in seqs]

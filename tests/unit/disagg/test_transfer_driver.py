@@ -1,0 +1,262 @@
+"""The driver between scheduler and transfer runtime: what goes wrong with one room ends that room and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.disagg.events import (
+    GrantRevoked,
+    NodeEvent,
+    RoomAborted,
+    RoomAnnounced,
+    RoomCommitted,
+    RoomFailed,
+    RoomReleased,
+    read_event,
+)
+from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver, error_of
+from baton.errors import PromptTooLong, QueueFull
+from baton.sched.scheduler import Scheduler
+from baton.sched.setup.limits import Limits
+from baton.sched.types.events import EmittedTokens
+from baton.sched.types.request_timeline import PulledPages
+from tests.support.sched.sched_sim import Node, request
+
+VOCAB = 100
+PULLED = PulledPages("shm", 3, 1, 0.1, 0.1)
+GOOD = msgspec.msgpack.encode([42, 0])
+
+
+class Runtime:
+    """A TransferNode whose calls are recorded; those named in `broken` raise."""
+
+    def __init__(self, **broken: Exception) -> None:
+        self.broken = broken
+        self.calls: list[tuple[Any, ...]] = []
+        self.events: list[NodeEvent] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> None:
+            self.calls.append((name, *args))
+            if name in self.broken:
+                raise self.broken[name]
+
+        return call
+
+    def poll(self, _max: int) -> list[NodeEvent]:
+        events, self.events = self.events, []
+        return events
+
+
+FULL = RuntimeError("8320 rooms are live or not yet polled, which is this node's limit (max_rooms)")
+
+
+def decode(node: Runtime) -> tuple[Scheduler, DecodeTransferDriver]:
+    return Scheduler(Limits(32, 4, 4, 100, 64, role="decode")), DecodeTransferDriver(
+        node, 60.0, VOCAB
+    )
+
+
+def carry_out(
+    sched: Scheduler, driver: DecodeTransferDriver | PrefillTransferDriver
+) -> list[EmittedTokens]:
+    said = []
+    while events := sched.drain_events():
+        for event in events:
+            if isinstance(event, EmittedTokens):
+                said.append(event)
+            driver.apply_event(event, sched)
+    return said
+
+
+def granted(node: Runtime, rooms: int = 1) -> tuple[Scheduler, DecodeTransferDriver]:
+    """A decode node whose rooms 101.. have pages."""
+    sched, driver = decode(node)
+    for handle in range(1, rooms + 1):
+        sched.add(request(handle, [handle] * 12, 3, room=100 + handle))
+    carry_out(sched, driver)
+    sched.plan()
+    carry_out(sched, driver)
+    return sched, driver
+
+
+def errors(driver: DecodeTransferDriver | PrefillTransferDriver, kind: str) -> float:
+    return driver.counters[f'kv_room_errors_total{{kind="{kind}"}}']
+
+
+def test_full_runtime_refuses_the_request_on_p() -> None:
+    node = Runtime(offer=FULL)
+    driver = PrefillTransferDriver(node, 60.0)
+    with pytest.raises(QueueFull, match="NO_CAPACITY: 8320 rooms") as refused:
+        driver.accept(request(1, [1, 2, 3], 3, room=101))
+    assert refused.value.retry_after_secs == 2
+    assert errors(driver, "refused") == 1
+
+
+def test_full_runtime_ends_the_request_on_d() -> None:
+    sched, driver = decode(Runtime(open=FULL))
+    sched.add(request(1, [1, 2, 3], 3, room=101))
+    (said,) = carry_out(sched, driver)
+    assert said.error is not None
+    assert (said.error[0], said.retry_after_secs) == ("queue_full", 2)
+    assert errors(driver, "refused") == 1
+    assert sched.is_idle
+    sched.ledger().check_idle(32)
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (b"", "not a first token"),
+        (b"\xc1garbage", "not a first token"),
+        (msgspec.msgpack.encode({"token": 1}), "not a first token"),
+        (msgspec.msgpack.encode([-7, 0]), "not a first token"),
+        (msgspec.msgpack.encode([2**40, 0]), "not a first token"),
+        (msgspec.msgpack.encode([1, 2**40]), "not a first token"),
+        (msgspec.msgpack.encode([VOCAB, 0]), "token id 100 is outside the vocabulary of 100"),
+        (msgspec.msgpack.encode([1, 0, -0.5, [VOCAB + 1], [-0.5]]), "token id 101 is outside"),
+        (msgspec.msgpack.encode([1, 0, -0.5, [1, 2], [-0.5]]), "2 top tokens have 1 logprobs"),
+    ],
+)
+def test_first_token_that_cannot_be_used_fails_its_room_only(payload: bytes, why: str) -> None:
+    node = Runtime()
+    sched, driver = granted(node, rooms=2)
+    node.events = [
+        RoomCommitted(101, payload, 3, 4, PULLED),
+        RoomCommitted(102, GOOD, 3, 4, PULLED),
+    ]
+    driver.poll(sched)
+    failed, other = carry_out(sched, driver)
+    assert failed.error is not None
+    assert failed.error[0] == "kv_transfer_failed"
+    assert why in failed.error[1]
+    assert (other.handle, list(other.tokens)) == (2, [42])
+    assert errors(driver, "payload") == 1
+    sched.abort(2)
+    sched.ledger().check_idle(32)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("page 99 is outside the pool"), RuntimeError("the runtime is closed")]
+)
+def test_call_that_fails_on_d_ends_its_request(error: Exception) -> None:
+    node = Runtime(grant=error)
+    sched, driver = decode(node)
+    sched.add(request(1, [1] * 12, 3, room=101))
+    carry_out(sched, driver)
+    sched.plan()
+    (said,) = carry_out(sched, driver)
+    assert said.error is not None
+    assert said.error[0] == "kv_transfer_failed"
+    assert node.calls[-1] == ("abort", 101, "TRANSPORT_BROKEN")
+    node.events = [RoomAborted(101)]
+    driver.poll(sched)
+    sched.ledger().check_idle(32)
+
+
+@pytest.mark.parametrize("call", ["publish", "finish"])
+def test_call_that_fails_on_p_ends_its_request(call: str) -> None:
+    runtime = Runtime(**{call: RuntimeError("the runtime is 65536 commands behind")})
+    p, driver = (
+        Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1),
+        PrefillTransferDriver(runtime, 60.0),
+    )
+    req = request(1, [1] * 12, 3, room=101)
+    driver.accept(req)
+    p.sched.add(req)
+    plan = p.sched.plan()
+    assert plan is not None
+    p.sched.commit(plan, p.device.execute(plan))
+    carry_out(p.sched, driver)
+    assert ("abort", 101, "TRANSPORT_BROKEN") in runtime.calls
+    runtime.events = [RoomReleased(101, "TRANSPORT_BROKEN")]
+    driver.poll(p.sched)
+    p.sched.ledger().check_idle(8)
+
+
+def test_room_given_up_by_one_rank_fails_its_request() -> None:
+    node = Runtime()
+    sched, driver = granted(node)
+    node.events = [RoomAborted(101)]
+    driver.poll(sched)
+    (said,) = carry_out(sched, driver)
+    assert said.error is not None
+    sched.ledger().check_idle(32)
+
+
+def test_end_of_a_former_offer_does_not_end_a_later_one() -> None:
+    node = Runtime()
+    p, driver = (
+        Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1),
+        PrefillTransferDriver(node, 60.0),
+    )
+    first, second = (request(handle, [handle] * 12, 3, room=101) for handle in (1, 2))
+    driver.accept(first)
+    p.sched.add(first)
+    p.sched.abort(1)
+    driver.accept(second)  # the runtime has ended the first; its event was not polled yet
+    p.sched.add(second)
+    node.events = [RoomReleased(101, "CLIENT_GONE")]
+    driver.poll(p.sched)
+    p.run()
+    assert p.sched.leased(None) == [2]
+    node.events = [RoomReleased(101, "DONE")]
+    driver.poll(p.sched)
+    p.sched.ledger().check_idle(8)
+
+
+def test_prompt_too_long_for_p_is_not_retried() -> None:
+    node = Runtime()
+    driver = PrefillTransferDriver(node, 60.0)
+    for error in (PromptTooLong("prompt has 9000 tokens"), QueueFull("full")):
+        driver.refuse(request(1, [1], 3, room=101), error)
+    assert [code for _, _, code in node.calls] == ["PROMPT_TOO_LONG", "NO_CAPACITY"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [("AUTH", "pair_incompatible"), ("UNREACHABLE", "bootstrap_unreachable")],
+)
+def test_clients_read_no_address_and_no_answer_of_a_peer(reason: str, code: str) -> None:
+    peer = "http://10.9.8.7:8998/route?engine_rank=-1 answered 401: the cluster keys differ"
+    error = error_of(reason, peer, retryable=False)
+    assert error.code == code
+    for secret in ("10.9.8.7", "8998", "401", "/route"):
+        assert secret not in str(error), error
+    assert str(error).startswith(f"{reason}: ")
+
+
+def test_mismatch_of_a_prompt_is_not_one_of_the_pair() -> None:
+    error = error_of("PROMPT_MISMATCH", "P and D tokenized different prompts", retryable=False)
+    assert (error.code, error.status) == ("prompt_mismatch", 502)
+
+
+PULLED_JSON = (
+    '{"transport":"shm","pages":3,"bytes":1,"pull_seconds":0.1,"room_seconds":0.1,"retries":0}'
+)
+
+
+@pytest.mark.parametrize(
+    ("native", "event"),
+    [
+        (("announced", 7), RoomAnnounced(7)),
+        (("revoked", 7), GrantRevoked(7)),
+        (("committed", 7, b"token", 3, 9, PULLED_JSON), RoomCommitted(7, b"token", 3, 9, PULLED)),
+        (("failed", 7, "AUTH", "why", False), RoomFailed(7, "AUTH", "why", False)),
+        (("aborted", 7), RoomAborted(7)),
+        (("released", 7, "DONE"), RoomReleased(7, "DONE")),
+    ],
+)
+def test_native_tuple_becomes_the_struct_of_its_kind(
+    native: tuple[Any, ...], event: NodeEvent
+) -> None:
+    assert read_event(native) == event
+
+
+@pytest.mark.parametrize("native", [("moved", 7), ("failed", 7, "AUTH")])
+def test_native_tuple_of_another_version_is_refused(native: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="build the native extension again"):
+        read_event(native)

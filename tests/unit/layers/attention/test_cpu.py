@@ -1,0 +1,154 @@
+"""CpuAttention against the torch backend, and what it promises to keep exactly equal."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("baton._native", reason="the native module is not built")
+
+from baton.errors import ConfigError
+from baton.layers.attention.base import ForwardBatch
+from baton.layers.attention.cpu import CpuAttention
+from baton.layers.attention.reference import TorchAttention
+from baton.layers.kv_pool import KvTensors, make_pool
+from baton.layers.model_spec import KVSpec
+from tests.support.kernels.attention_batch import AttentionRow, build_batch
+
+LAYERS = 2
+
+
+def make_spec(
+    heads: int, kv_heads: int, dim: int, windows: tuple[int, int] = (0, 0), dtype: str = "float32"
+) -> Any:
+    kv = KVSpec(LAYERS, kv_heads, dim, dtype)
+    return SimpleNamespace(
+        num_layers=LAYERS,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        q_size=heads * dim,
+        windows=windows,
+        kv=kv,
+    )
+
+
+def make_kv(spec: Any, page_size: int, num_pages: int = 64) -> KvTensors:
+    kv = make_pool(spec.kv, page_size, num_pages, native=False)
+    kv.data.fill_(float("nan"))  # unwritten slots must not be read
+    return kv
+
+
+class Sequence:
+    """A request with scattered pages and fixed q, k, v per layer and position."""
+
+    def __init__(self, spec: Any, length: int, page_size: int, pages: list[int], seed: int) -> None:
+        self.length = length
+        count = -(-length // page_size)
+        self.pages, pages[:] = pages[:count], pages[count:]
+        rng = torch.Generator().manual_seed(seed)
+        width = spec.num_heads + 2 * spec.num_kv_heads
+        dtype = torch.float32 if spec.kv.dtype == "float32" else torch.bfloat16
+        self.qkv = torch.randn(LAYERS, length, width, spec.head_dim, generator=rng).to(dtype)
+
+    def row(self, start: int, n: int) -> AttentionRow:
+        return AttentionRow(range(n), start, self.pages)
+
+
+def run(
+    backend: Any, spec: Any, parts: list[tuple[Sequence, int, int]], page_size: int
+) -> list[torch.Tensor]:
+    """Attend (sequence, start, n) as one step; per part [LAYERS, n, Hq * D]."""
+    batch = build_batch([s.row(start, n) for s, start, n in parts], page_size)
+    backend.plan(batch)
+    sizes = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    layers = []
+    for layer in range(LAYERS):
+        fused = torch.cat([s.qkv[layer, start : start + n] for s, start, n in parts])
+        layers.append(backend.forward(layer, *fused.split(sizes, dim=1)))
+    return list(torch.stack(layers).split([n for _, _, n in parts], dim=1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page_size", "windows"),
+    [
+        (4, 4, 16, 1, (0, 0)),
+        (14, 2, 64, 16, (0, 0)),
+        (8, 1, 80, 4, (0, 7)),
+        (6, 2, 128, 16, (70, 0)),
+        (2, 1, 256, 64, (0, 0)),
+        (3, 3, 10, 16, (0, 33)),
+    ],
+)
+def test_equals_the_torch_backend(
+    heads: int, kv_heads: int, dim: int, page_size: int, windows: tuple[int, int], dtype: str
+) -> None:
+    spec = make_spec(heads, kv_heads, dim, windows, dtype)
+    free = list(range(512))
+    random.Random(dim).shuffle(free)
+    sequences = [Sequence(spec, n, page_size, free, n) for n in (1, 17, 64, 65, 150)]
+    results = []
+    for backend_class in (CpuAttention, TorchAttention):
+        backend = backend_class(spec, make_kv(spec, page_size, 512))
+        prefill = run(backend, spec, [(s, 0, max(1, s.length - 3)) for s in sequences], page_size)
+        decode = [(s, s.length - 1, 1) for s in sequences if s.length > 3]
+        middle = run(
+            backend, spec, [(s, s.length - 3, 2) for s in sequences if s.length > 3], page_size
+        )
+        results.append(prefill + middle + run(backend, spec, decode, page_size))
+    tolerance = {"float32": (1e-5, 3e-6), "bfloat16": (1.6e-2, 1e-2)}[dtype]
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=tolerance[0], atol=tolerance[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_neighbors_and_phase_do_not_change_a_bit(dtype: str) -> None:
+    spec = make_spec(4, 2, 32, (0, 50), dtype)
+    rng = random.Random(7)
+    whole: torch.Tensor | None = None
+    for case in range(12):
+        free = list(range(512))
+        rng.shuffle(free)
+        page_size = rng.choice((1, 4, 16, 64))
+        ours = Sequence(spec, 140, page_size, free, seed=1)
+        other = Sequence(spec, 90, page_size, free, seed=case)
+        backend = CpuAttention(spec, make_kv(spec, page_size, 512))
+        cuts = sorted(rng.sample(range(1, 140), rng.choice((0, 1, 5, 139))))
+        pieces = []
+        for start, end in itertools.pairwise([0, *cuts, 140]):
+            company = [(other, 0, 90)] if rng.random() < 0.5 else []
+            pieces.append(run(backend, spec, [*company, (ours, start, end - start)], page_size)[-1])
+        got = torch.cat(pieces, dim=1)
+        whole = got if whole is None else whole
+        assert torch.equal(got, whole), f"case {case}: page size {page_size}, cuts {cuts}"
+
+
+def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
+    spec = make_spec(4, 2, 16)
+    backend = CpuAttention(spec, make_kv(spec, 16, 4))
+    good = build_batch([AttentionRow([1, 2], 0, [3])], 16)
+    backend.plan(good)
+    q, kv = torch.zeros(2, 4, 16), torch.zeros(2, 2, 16)
+    with pytest.raises(ValueError, match=r"k is torch.bfloat16 .* not torch.float32 \[2, 2, 16\]"):
+        backend.forward(0, q, kv.bfloat16(), kv)
+    with pytest.raises(ValueError, match="q is"):
+        backend.forward(0, q.transpose(1, 2).contiguous().transpose(1, 2), kv, kv)
+    with pytest.raises(ValueError, match=r"page_indices\[0\] is 4; the pool has pages 0 to 3"):
+        backend.plan(build_batch([AttentionRow([1, 2], 0, [4])], 16))
+    wrong = ForwardBatch(
+        **{**{f: getattr(good, f) for f in good.__slots__}, "kv_lens": good.kv_lens.long()}
+    )
+    with pytest.raises(ValueError, match=r"kv_lens is torch.int64"):
+        backend.plan(wrong)
+
+
+def test_head_sizes_the_kernels_lack_are_refused_at_start() -> None:
+    spec = make_spec(2, 1, 512)
+    with pytest.raises(ConfigError, match="use torch"):
+        CpuAttention(spec, make_kv(spec, 16, 2))

@@ -1,0 +1,148 @@
+"""The native CPU functions of ops_cpu against the torch ones of ops, and what they promise to keep exactly equal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+pytest.importorskip("baton._native", reason="the native module is not built")
+
+from baton.layers import ops, ops_cpu
+
+DTYPES = [torch.float32, torch.bfloat16]
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+
+
+@pytest.fixture
+def torch_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """baton.layers.ops without the kernels: the reference."""
+    monkeypatch.setattr(ops, "_native", None)
+
+
+def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype
+    rtol, atol = (1e-5, 1e-5) if got.dtype == torch.float32 else (1.6e-2, 1e-2)
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+SHAPES = [(1, 64, 64), (3, 100, 65), (7, 257, 130), (40, 896, 300), (300, 128, 96)]
+
+
+@both_dtypes
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
+def test_linear_equals_torch(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> None:
+    weight = noise(outputs, inputs, dtype=dtype, seed=1) / inputs**0.5
+    bias = noise(outputs, dtype=dtype, seed=2)
+    wide = noise(rows, inputs + 9, dtype=dtype, seed=3)
+    packed = ops_cpu.PackedWeight(weight)
+    for x in (wide[:, :inputs], wide[:, :inputs].contiguous()):
+        assert_close(packed.multiply(x), functional.linear(x, weight))
+        assert_close(packed.multiply(x, bias), functional.linear(x, weight, bias))
+
+
+@both_dtypes
+def test_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
+    packed = ops_cpu.PackedWeight(noise(200, 600, dtype=dtype))
+    x = noise(210, 600, dtype=dtype, seed=1)
+    whole = packed.multiply(x)
+    for start, end in ((0, 1), (5, 9), (17, 30), (64, 209)):
+        assert torch.equal(packed.multiply(x[start:end]), whole[start:end]), (start, end)
+
+
+@both_dtypes
+def test_number_of_threads_does_not_change_a_bit(dtype: torch.dtype) -> None:
+    weight, x = noise(700, 2000, dtype=dtype), noise(33, 2000, dtype=dtype, seed=1)
+    alone = ops_cpu.PackedWeight(weight).multiply(x)
+    ops_cpu.set_threads(3)
+    try:
+        assert torch.equal(ops_cpu.PackedWeight(weight).multiply(x), alone)
+    finally:
+        ops_cpu.set_threads(1)
+
+
+@both_dtypes
+def test_packed_rows_are_the_original_ones(dtype: torch.dtype) -> None:
+    weight = noise(130, 77, dtype=dtype)
+    ids = torch.tensor([129, 0, 64, 0])
+    assert torch.equal(ops_cpu.PackedWeight(weight).rows(ids), weight[ids])
+
+
+@pytest.mark.usefixtures("torch_ops")
+@both_dtypes
+def test_norms_equal_torch(dtype: torch.dtype) -> None:
+    for rows, n in ((1, 64), (5, 100), (300, 1024)):
+        x, residual, w = (noise(rows, n, dtype=dtype, seed=s) for s in (1, 2, 3))
+        assert_close(ops_cpu.rms_norm(x, w[0], 1e-6), ops.rms_norm(x, w[0], 1e-6))
+        wanted = ops.add_rms_norm(x, residual, w[0], 1e-5)
+        for got, want in zip(
+            ops_cpu.add_rms_norm(x.clone(), residual.clone(), w[0], 1e-5), wanted, strict=True
+        ):
+            assert_close(got, want)
+
+
+@pytest.mark.usefixtures("torch_ops")
+@both_dtypes
+def test_norm_of_heads_inside_a_projection(dtype: torch.dtype) -> None:
+    heads = noise(7, 6, 80, dtype=dtype)[:, 1:4]
+    weight = noise(80, dtype=dtype, seed=1)
+    assert_close(ops_cpu.rms_norm(heads, weight, 1e-6), ops.rms_norm(heads, weight, 1e-6))
+
+
+@pytest.mark.usefixtures("torch_ops")
+@both_dtypes
+def test_rope_turns_views_in_place_and_leaves_the_rest(dtype: torch.dtype) -> None:
+    fused = noise(9, 8, 32, dtype=dtype)
+    ours, reference = fused.clone(), fused.clone()
+    angles = torch.arange(50).float()[:, None] * torch.linspace(1, 0.01, 16)
+    positions = torch.tensor([49, 0, 1, 2, 30, 7, 7, 48, 9])
+    for data, function in ((ours, ops_cpu.rope), (reference, ops.rope)):
+        q, k, _ = data.split((5, 2, 1), dim=1)
+        turned = function(q, k, positions, angles.cos(), angles.sin())
+        assert turned[0].data_ptr() == q.data_ptr()
+    assert torch.equal(ours, reference), "products are rounded one by one, as in torch"
+    assert torch.equal(ours[:, 7], fused[:, 7])
+
+
+@pytest.mark.usefixtures("torch_ops")
+@both_dtypes
+def test_silu_mul_equals_torch(dtype: torch.dtype) -> None:
+    for rows, n in ((1, 64), (5, 50), (300, 1024)):
+        gate_up = noise(rows, 2 * n + 3, dtype=dtype)[:, : 2 * n] * 9
+        assert_close(ops_cpu.silu_mul(gate_up), ops.silu_mul(gate_up))
+
+
+def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
+    x, w = torch.zeros(2, 8), torch.ones(8)
+    packed = ops_cpu.PackedWeight(torch.zeros(4, 8))
+    with pytest.raises(ValueError, match=r"x is torch.bfloat16 .* not torch.float32 \[T, 8\]"):
+        packed.multiply(x.bfloat16())
+    with pytest.raises(ValueError, match=r"bias is .* not a contiguous torch.float32 \[4\]"):
+        packed.multiply(x, w)
+    with pytest.raises(ValueError, match="row 4 is outside a matrix of 4"):
+        packed.rows(torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match="float32 or bfloat16 matrix"):
+        ops_cpu.PackedWeight(torch.zeros(4, 8).half())
+    with pytest.raises(ValueError, match="weight is"):
+        ops_cpu.rms_norm(x, w[:4], 1e-6)
+    with pytest.raises(ValueError, match="position 3 is outside the rope table of 3 rows"):
+        ops_cpu.rope(
+            x[:, None], x[:, None].clone(), torch.tensor([0, 3]), torch.ones(3, 4), torch.ones(3, 4)
+        )
+
+
+def test_unknown_instruction_level_ends_the_start_with_a_sentence() -> None:
+    env = {**os.environ, "BATON_CPU_ISA": "sse9", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", "import baton.layers.ops"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "ConfigError: BATON_CPU_ISA=sse9: use scalar, avx2" in done.stderr

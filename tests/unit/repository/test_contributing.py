@@ -1,0 +1,162 @@
+"""The worked examples of CONTRIBUTING.md, followed: its code runs, its places exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.models import spec_reader
+from tests.support.models import checkpoints
+from tests.support.models.model_loop import ModelLoop
+from tests.support.models.whole_model import load_model
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def example(title: str) -> str:
+    return PAGE.split(f"## Example: {title}\n")[1].split("\n## ")[0]
+
+
+def code_of(title: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", example(title), re.DOTALL)
+
+
+def insert(path: Path, anchor: str, text: str) -> None:
+    """Insert text before the only match of a pattern."""
+    source = path.read_text(encoding="utf-8")
+    (match,) = re.finditer(anchor, source, re.MULTILINE)
+    path.write_text(source[: match.start()] + text + source[match.start() :], encoding="utf-8")
+
+
+def insert_row(path: Path) -> None:
+    """Add a row for newest-first to the first table."""
+    source = path.read_text(encoding="utf-8")
+    match = re.search(r"^\|[-|]+\n", source, re.MULTILINE)
+    assert match is not None
+    cells = match[0].count("|") - 2
+    row = "| `newest-first` |" + " - arrival |" * cells + "\n"
+    path.write_text(source[: match.end()] + row + source[match.end() :], encoding="utf-8")
+
+
+ORDER_OF_ENDS = """
+from baton import config
+from baton.sched.setup import from_config
+from tests.support.sched.sched_sim import Node, request
+
+flags = ["--schedule-policy", "newest-first", "--max-running-requests", "1", "--page-size", "4"]
+node = Node(from_config.limits(config.parse(flags), 64), depth=1)
+for handle in range(4):
+    node.sched.add(request(handle, [handle + 1] * 4, 2, ignore_eos=True))
+for _ in range(100):
+    node.step()
+    node.absorb()
+print(list(node.finished))
+"""
+
+
+def test_steps_of_the_policy_example_make_a_policy(tmp_path: Path) -> None:
+    unneeded = shutil.ignore_patterns("__pycache__", "*.so")
+    for folder in ("engine/baton", "tests", "docs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=unneeded)
+    for native in (ROOT / "engine/baton").glob("*.so"):
+        (tmp_path / "engine/baton" / native.name).symlink_to(native)
+    for name in ("pyproject.toml", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def run(*arguments: str) -> str:
+        env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'engine'}:{tmp_path}"}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    policy, definition = code_of("a scheduling policy")
+    policies = tmp_path / "engine/baton/sched/policies"
+    flags = tmp_path / "docs/flags.md"
+    old_flags = run("-m", "baton.config").strip()
+    (policies / "newest_first.py").write_text(policy, encoding="utf-8")
+    insert(
+        policies / "__init__.py",
+        r"^from baton.sched.policies.random",
+        "from baton.sched.policies.newest_first import NewestFirst\n",
+    )
+    insert(policies / "__init__.py", r"^\)\nPOLICIES", "    NewestFirst,\n")
+    insert(
+        tmp_path / "engine/baton/config/engine.py", r'^    "adaptive",$', '    "newest-first",\n'
+    )
+    insert_row(policies / "__init__.py")
+    insert_row(tmp_path / "docs/scheduling/orders.md")
+    new_flags = run("-m", "baton.config").strip()
+    page = flags.read_text(encoding="utf-8")
+    assert old_flags in page
+    flags.write_text(page.replace(old_flags, new_flags), encoding="utf-8")
+    insert(tmp_path / "tests/support/sched/watched.py", r'^            case "lof":', definition)
+    run("-m", "tests.support.sched.recorded_plans")
+    assert run("-c", ORDER_OF_ENDS) == "[3, 2, 1, 0]\n"
+    run("-m", "pytest", "-p", "no:cacheprovider", "tests/unit/sched/policies/test_policy_lists.py",
+        "tests/unit/repository/test_generated_docs.py::test_flags_table_is_current")  # fmt: skip
+    run("-m", "pytest", "-p", "no:cacheprovider", "-k", "newest",
+        "tests/sim/test_scenarios.py", "tests/sim/test_recorded_plans.py")  # fmt: skip
+
+
+def test_example_of_a_family_computes_what_transformers_computes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    family, variant = (eval(f"{{{code}}}", vars(spec_reader)) for code in code_of("a model family"))
+    (name,) = variant
+    for table, added in ((spec_reader.FAMILIES, family), (checkpoints.VARIANTS, variant)):
+        for key, value in added.items():
+            assert key not in table, f"{key} is supported by now; the page needs another example"
+            monkeypatch.setitem(table, key, value)
+    path = checkpoints.make_checkpoint(name, tmp_path / name)
+    prompt = list(range(1, 30))
+    with torch.inference_mode():
+        expected = checkpoints.reference_model(path)(torch.tensor([prompt])).logits[0]
+    logits = ModelLoop(load_model(path), "torch", page_size=4).prompt_logits(prompt, 7)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("path", "function"), re.findall(r"`([\w/]+\.(?:rs|py)):(\w+)`", PAGE))
+def test_functions_it_names_are_defined_there(path: str, function: str) -> None:
+    defined = rf"^ *(?:pub(?:\(\w+\))? )?(?:async )?(?:def|fn) {function}\b"
+    assert re.search(defined, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_its_places_exist_and_hold_the_names_it_gives_them() -> None:
+    places = re.findall(r"`((?:engine|router|kv_transfer|tests|docs)/[\w./]*?)`", PAGE)
+    assert len(places) > 20
+    written_by_reader = ["engine/baton/sched/policies/newest_first.py"]
+    assert [place for place in places if not (ROOT / place).exists()] == written_by_reader
+    for path, names in {
+        "engine/baton/sched/policies/__init__.py": ["_ALL"],
+        "engine/baton/config/engine.py": ["QUEUE_ORDERS", "EVICTION_ORDERS"],
+        "engine/baton/cache/eviction.py": ["EVICTION_POLICIES"],
+        "engine/baton/sched/policies/base.py": ["keys_are_independent", "cache_key", "expiries"],
+        "tests/support/sched/watched.py": ["_key"],
+        "engine/baton/models/spec_reader.py": ["FAMILIES"],
+        "tests/support/models/checkpoints.py": ["VARIANTS"],
+        "engine/baton/server/request/schema.py": ["SamplingFields"],
+        "engine/baton/server/request/sampling.py": ["read_params", "DEFAULT_KEYS"],
+        "engine/baton/sched/types/request.py": ["SamplingParams"],
+        "engine/baton/runtime/sampling/sampler.py": ["LogitEdits", "draw_columns", "kept_ids"],
+        "engine/baton/runtime/memory/warmup.py": ["SAMPLINGS"],
+    }.items():
+        text = (ROOT / path).read_text(encoding="utf-8")
+        for name in names:
+            assert f"`{name}`" in PAGE, name
+            assert re.search(rf"\b{name}\b", text), f"{path} has no {name}"
+
+
+def test_its_make_targets_exist() -> None:
+    targets = re.findall(r"^(\S+): ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(re.findall(r"^make (\S+)", PAGE, re.MULTILINE)) <= {
+        target.rstrip(":") for target in targets
+    }

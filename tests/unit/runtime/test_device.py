@@ -1,0 +1,270 @@
+"""--device: what is refused and why; and that a step mixes no devices, shown with tensors without data.
+
+torch's fake tensors carry shapes, types and devices; an operation over two devices raises as it would on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
+
+from baton import config
+from baton.errors import ConfigError
+from baton.layers.attention.base import ForwardBatch
+from baton.layers.kv_pool import make_pool
+from baton.models.decoder import Decoder
+from baton.runtime import device
+from baton.runtime.runner.cuda_runner import DeviceRunner
+from baton.runtime.sampling import step_sampler
+from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, Row, StepPlan, StopReason
+from baton.sched.types.request import SamplingParams
+from tests.support.models import tiny_model
+from tests.support.models.model_loop import forward_all
+from tests.support.models.whole_model import load_model
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that says it has a GPU."""
+    monkeypatch.setattr(device, "no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(device.flashinfer_loader, "obstacle", lambda: None)
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "no_cuda", lambda: "there is no CUDA device")
+
+
+@pytest.fixture
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes no tensors without data."""
+    monkeypatch.setattr(step_sampler, "launch", lambda *_: None)
+
+
+def resolve(**flags: object) -> torch.device:
+    return device.resolve(config.build(dict(flags)))
+
+
+def test_default_is_the_cpu_even_beside_a_gpu(cuda: None) -> None:
+    assert resolve() == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_cuda_without_a_gpu_is_an_error_and_auto_says_what_it_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(
+        ConfigError, match="--device cuda: there is no CUDA device; or use --device cpu"
+    ):
+        resolve(device="cuda")
+    with pytest.raises(
+        ConfigError, match="--attention-backend flashinfer: it needs a CUDA device, but there is no"
+    ):
+        resolve(device="auto", attention_backend="flashinfer")
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert resolve(device="auto") == torch.device("cpu")
+    assert caplog.messages == ["--device auto: there is no CUDA device; the CPU is used instead"]
+
+
+BEYOND = [
+    (
+        {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "shm"},
+        "backend shm is for host memory; use",
+    ),
+    ({"dp_size": 2}, "one rank per engine is served, not --dp-size 2"),
+    ({"attention_backend": "cpu"}, "work in host memory; use auto"),
+]
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(("flags", "message"), BEYOND)
+def test_flags_only_for_cpus_are_refused_on_cuda(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--device cuda: .*{message}"):
+        resolve(device="cuda", **flags)
+    assert resolve(device="auto", **flags) == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("cuda")
+def test_cuda_is_taken_where_there_is_one() -> None:
+    assert resolve(device="cuda") == resolve(device="auto") == CUDA
+
+
+@pytest.mark.usefixtures("cuda")
+def test_gpu_without_flashinfer_is_refused_unless_the_reference_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        device.flashinfer_loader, "obstacle", lambda: "it cannot be imported; install it"
+    )
+    with pytest.raises(
+        ConfigError,
+        match="--device cuda: flashinfer cannot be used: it cannot be imported; install",
+    ):
+        resolve(device="cuda")
+    assert resolve(device="auto") == torch.device("cpu")
+    assert resolve(device="cuda", attention_backend="torch") == CUDA
+
+
+def test_no_cuda_reason_differs_for_build_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is built without CUDA" in str(device.no_cuda())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "finds no CUDA device; check nvidia-smi" in str(device.no_cuda())
+
+    def too_old() -> bool:
+        warnings.warn(
+            "CUDA initialization: The NVIDIA driver is too old (found version 11040). Please …",
+            stacklevel=1,
+        )
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", too_old)
+    assert (
+        "no CUDA device (CUDA initialization: The NVIDIA driver is too old (found version 11040));"
+        in str(device.no_cuda())
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device.no_cuda() is None
+
+
+class DeviceCheck:
+    """An attention backend that computes nothing and notes where everything lies."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str]] = set()
+
+    def plan(self, batch: ForwardBatch) -> None:
+        for name in ForwardBatch.__slots__:
+            value = getattr(batch, name)
+            if isinstance(value, Tensor):
+                self.seen.add((name, value.device.type))
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert {x.device.type for x in (q, k, v)} == {"cuda"}
+        return q.new_empty(len(q), q.shape[1] * q.shape[2])
+
+
+def plan_of(tokens: int) -> StepPlan:
+    """One decode row and one prompt chunk."""
+    ids = array("i", range(tokens))
+    params = (SamplingParams(top_p=0.5, logprobs=2), SamplingParams(frequency_penalty=1.0))
+    admitted = tuple(AdmittedSeq(slot, slot, params[slot], 1, array("i", [1])) for slot in (0, 1))
+    rows = (
+        Row(0, 0, 4, 1, True, array("i", [UNKNOWN_TOKEN]), 0, array("i", [3, 1])),
+        Row(1, 1, 0, tokens, True, ids, 0, array("i", [2])),
+    )
+    return StepPlan(0, rows, 1, admitted, array("i", [1, 2, 3]), StopReason.QUEUE_EMPTY)
+
+
+class FakeStream:
+    """As stream.CudaStream, for tensors without data."""
+
+    def put(self, x: np.ndarray) -> Tensor:
+        return torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device=CUDA)
+
+    def put_all(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        return [self.put(x) for x in arrays]
+
+    def put_into(self, target: Tensor, x: np.ndarray) -> None:
+        assert target.device.type == "cuda"
+        assert target.shape == x.shape
+
+    def fetch(self, x: Tensor) -> Tensor:
+        assert x.device.type == "cuda"
+        return torch.ones(x.shape, dtype=x.dtype)
+
+    def mark(self) -> Any:
+        return None
+
+
+def make_runner(model: Decoder, check: DeviceCheck) -> DeviceRunner:
+    kv = make_pool(model.spec.kv, 4, 8, device=CUDA)
+    assert kv.native is None
+    assert kv.data.device == CUDA
+    return DeviceRunner(model, kv, check, max_slots=2, stream=FakeStream())
+
+
+@pytest.mark.usefixtures("no_kernel")
+def test_step_on_cuda_mixes_no_devices(tmp_path: Path) -> None:
+    model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
+    check = DeviceCheck()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to(CUDA)
+        run = make_runner(model, check)
+        launched = run.execute(plan_of(3))
+        assert launched.drawn is not None
+        assert launched.drawn.tokens.shape == (2,)
+        step = run._step(plan_of(3))
+        indices = run._indices(step)
+        assert indices is not None
+        forward_all(model, run._batch(step, indices), check)
+    assert check.seen == {
+        ("token_ids", "cuda"), ("positions", "cuda"), ("slot_mapping", "cuda"), ("sample_index", "cuda"),
+        ("qo_indptr", "cpu"), ("kv_lens", "cpu"), ("page_indptr", "cpu"), ("page_indices", "cpu"),
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_kernel")
+def test_steps_time_begins_when_its_inputs_are_queued(tmp_path: Path) -> None:
+    """Else a device that waits for the host would count as busy."""
+    calls: list[str] = []
+
+    class NotingStream(FakeStream):
+        def put_all(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+            calls.append("put")
+            return super().put_all(arrays)
+
+        def mark(self) -> Any:
+            calls.append("mark")
+
+    class NotingCheck(DeviceCheck):
+        def plan(self, batch: ForwardBatch) -> None:
+            calls.append("plan")
+
+        def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            calls.append("kernel")
+            return super().forward(layer, q, k, v)
+
+    model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to(CUDA)
+        kv = make_pool(model.spec.kv, 4, 8, device=CUDA)
+        DeviceRunner(model, kv, NotingCheck(), max_slots=2, stream=NotingStream()).execute(
+            plan_of(3)
+        )
+    assert calls[:4] == ["put", "plan", "mark", "kernel"]
+
+
+def test_check_itself_works(tmp_path: Path) -> None:
+    """Were fake tensors lenient, a weight left behind would pass."""
+    model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        left_behind = torch.ones(model.spec.hidden_size)
+        model.to(CUDA)
+        model.weights.norm = left_behind
+        with pytest.raises(FakeTensorDeviceMismatchError, match="at least two devices"):
+            make_runner(model, DeviceCheck()).execute(plan_of(3))
+
+
+def test_tied_weights_stay_one_object(tmp_path: Path) -> None:
+    model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
+    model.weights.lm_head = model.weights.embed
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to(CUDA)
+    assert model.weights.lm_head is model.weights.embed
+    assert model.weights.embed.device == CUDA

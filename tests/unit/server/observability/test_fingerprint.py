@@ -1,0 +1,71 @@
+"""Fingerprints that P and D compare: equal directories are equal, each difference shows in its own aspect."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config import build
+from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
+from baton.server.text import model_info
+from tests.support.models import tiny_model
+
+LAYOUT: dict[str, object] = {
+    "order": "plshd", "layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "bfloat16", "page_size": 16,
+    "page_bytes": 4096, "model_hash": "abc",
+}  # fmt: skip
+
+
+def of(path: Path, template: str | None = None, **layout: Any) -> dict[str, str]:
+    facts = model_info.load(build({"model_path": str(path)}))
+    if template is not None:
+        facts = dataclasses.replace(facts, chat_template=template)
+    return fingerprint(facts, tokenizer_hash(facts.tokenizer_path), LAYOUT | layout)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tiny_model.make(tmp_path / "tiny")
+
+
+def test_copies_of_a_directory_are_equal(path: Path, tmp_path: Path) -> None:
+    assert of(path) == of(tiny_model.make(tmp_path / "other"))
+
+
+def differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    return [aspect for aspect in a if a[aspect] != b[aspect]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "aspects"),
+    [
+        ({"page_size": 32, "page_bytes": 8192}, ["page_size"]),
+        ({"dtype": "float16"}, ["dtype"]),
+        ({"model_hash": "def"}, ["model"]),
+        ({"kv_heads": 1, "page_bytes": 2048}, ["kv_layout"]),
+        ({"layers": 3, "model_hash": "def"}, ["model", "kv_layout"]),
+    ],
+)
+def test_difference_shows_in_its_aspect(
+    path: Path, layout: dict[str, Any], aspects: list[str]
+) -> None:
+    assert differing(of(path), of(path, **layout)) == aspects
+
+
+def test_template_and_tokenizer(path: Path) -> None:
+    before = of(path)
+    assert differing(before, of(path, template="{{ messages }}")) == ["chat_template"]
+    tokenizer = path / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+    assert differing(before, of(path)) == ["tokenizer"]
+
+
+def test_router_knows_the_aspects(path: Path) -> None:
+    source = Path(__file__).parents[4] / "router" / "core" / "src" / "pairing" / "fingerprint.rs"
+    listed = re.search(r"FINGERPRINT_FIELDS: \[&str; \d+\] =\s*\[(.*?)\]", source.read_text(), re.S)
+    assert listed is not None
+    assert re.findall(r'"(\w+)"', listed[1]) == list(of(path))
