@@ -127,7 +127,7 @@ impl Setting {
             ticket: SendTicket(self.tickets),
             worker,
             request: &request,
-            tells_first_token: true,
+            reports_first_token: true,
         });
         self.chosen.push(worker);
         self.tickets += 1;

@@ -258,7 +258,7 @@ impl Fleet<'_> {
             ticket: SendTicket(request as u64),
             worker: choice.worker,
             request: &view,
-            tells_first_token: true,
+            reports_first_token: true,
         });
         let worker = choice.worker.0 as usize;
         self.loads[worker] += 1;

@@ -84,7 +84,7 @@ impl TestSender {
                 now_ms: self.now_ms,
                 ..RequestView::default()
             },
-            tells_first_token: true,
+            reports_first_token: true,
         });
         ticket
     }
@@ -141,7 +141,7 @@ impl TestSender {
             ticket: SendTicket(self.tickets),
             worker: choice.worker,
             request: &request,
-            tells_first_token: true,
+            reports_first_token: true,
         });
         choice
     }

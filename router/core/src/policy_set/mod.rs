@@ -244,7 +244,7 @@ impl PolicySet {
             ticket,
             worker: choice.worker,
             request: &routing.request,
-            tells_first_token: routing.tells_first_token(role),
+            reports_first_token: routing.reports_first_token(role),
         });
     }
 

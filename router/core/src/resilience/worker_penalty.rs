@@ -285,7 +285,7 @@ mod tests {
                 ticket,
                 worker,
                 request: &request,
-                tells_first_token: false,
+                reports_first_token: false,
             });
             if worker == WorkerId(1) {
                 running.push((now_ms + 300, ticket));

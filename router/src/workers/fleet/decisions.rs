@@ -294,7 +294,7 @@ impl WorkerFleet {
             blocks,
             why: choice.why,
             sent_ms,
-            is_first_token_known: !routing.tells_first_token(role),
+            is_first_token_known: !routing.reports_first_token(role),
             timeline: timeline.unwrap_or_default(),
             metrics: self.metrics.clone(),
         })

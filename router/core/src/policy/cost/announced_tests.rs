@@ -74,7 +74,7 @@ impl Announcing {
             ticket,
             worker: WorkerId(0),
             request: &request,
-            tells_first_token: true,
+            reports_first_token: true,
         });
         ticket
     }

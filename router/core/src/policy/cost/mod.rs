@@ -419,8 +419,8 @@ impl Policy for CostPolicy {
                 ticket,
                 worker,
                 request,
-                tells_first_token,
-            } => state.on_routed(ticket, worker, request, tells_first_token),
+                reports_first_token,
+            } => state.on_routed(ticket, worker, request, reports_first_token),
             PolicyEvent::FirstToken {
                 ticket,
                 worker,

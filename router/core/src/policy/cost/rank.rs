@@ -61,7 +61,7 @@ pub struct PendingPrompt {
     pub predicted_ms: f64,
     pub sent_ms: f64,
     /// True if a first token will be reported.
-    pub tells_first_token: bool,
+    pub reports_first_token: bool,
 }
 
 #[derive(Debug, Default)]
@@ -221,7 +221,7 @@ impl RankEstimate {
             self.is_disturbed = false;
         }
         self.queued_ms += pending.predicted_ms;
-        self.silent += usize::from(!pending.tells_first_token);
+        self.silent += usize::from(!pending.reports_first_token);
         self.queue.push_back(pending);
     }
 
@@ -252,7 +252,8 @@ impl RankEstimate {
         let pending = self.remove_prompt(ticket)?;
         let took_ms = (now_ms - self.since_ms).max(0.0);
         self.since_ms = now_ms;
-        if self.silent > 0 || std::mem::take(&mut self.is_disturbed) || !pending.tells_first_token {
+        if self.silent > 0 || std::mem::take(&mut self.is_disturbed) || !pending.reports_first_token
+        {
             self.together = None;
             return None;
         }
@@ -325,13 +326,13 @@ impl RankEstimate {
             self.since_ms = now_ms;
         }
         self.is_disturbed = true;
-        pending.tells_first_token
+        pending.reports_first_token
     }
 
     fn remove_prompt(&mut self, ticket: SendTicket) -> Option<PendingPrompt> {
         let index = self.queue.iter().position(|p| p.ticket == ticket)?;
         let pending = self.queue.remove(index)?;
-        self.silent -= usize::from(!pending.tells_first_token);
+        self.silent -= usize::from(!pending.reports_first_token);
         self.queued_ms -= pending.predicted_ms;
         if self.queue.is_empty() {
             self.queued_ms = 0.0; // no rounding piles up
@@ -343,7 +344,7 @@ impl RankEstimate {
     fn settle_silent_prompts(&mut self, now_ms: f64) {
         while let Some(head) = self.queue.front() {
             let end = self.since_ms + head.predicted_ms;
-            if head.tells_first_token || end > now_ms {
+            if head.reports_first_token || end > now_ms {
                 break;
             }
             let ticket = head.ticket;
@@ -377,7 +378,7 @@ impl RankEstimate {
         for head in &self.queue {
             let ran = (now_ms - start).clamp(0.0, head.predicted_ms);
             left -= ran;
-            if head.tells_first_token || ran < head.predicted_ms {
+            if head.reports_first_token || ran < head.predicted_ms {
                 break;
             }
             start += head.predicted_ms;
@@ -424,7 +425,7 @@ mod tests {
             cached: 0.0,
             predicted_ms,
             sent_ms,
-            tells_first_token: tells,
+            reports_first_token: tells,
         }
     }
 

@@ -60,7 +60,7 @@ pub(super) struct SentRequest {
     /// Tokens that were expected to be cached; 0 without an index.
     cached: f64,
     /// The time of its first token will be reported.
-    tells_first_token: bool,
+    reports_first_token: bool,
     /// Work of an answer that does not stream, once the worker has counted it.
     answer: Option<PrefillWork>,
 }
@@ -244,7 +244,7 @@ impl CostState {
         ticket: SendTicket,
         worker: WorkerId,
         req: &RequestView<'_>,
-        tells_first_token: bool,
+        reports_first_token: bool,
     ) {
         if !self.ranks.contains_key(&worker) {
             return;
@@ -284,9 +284,9 @@ impl CostState {
                 cached,
                 predicted_ms,
                 sent_ms,
-                tells_first_token,
+                reports_first_token,
             });
-            if tells_first_token {
+            if reports_first_token {
                 rank.stream_began(now_ms);
             }
             rank.work.add(predicted_ms, now_ms, self.model.tau_ms());
@@ -305,7 +305,7 @@ impl CostState {
             is_first_token_seen: false,
             sent_ms: now_ms,
             cached,
-            tells_first_token,
+            reports_first_token,
             answer: None,
         };
         self.tickets.insert(ticket, sent_request);
@@ -369,7 +369,7 @@ impl CostState {
             return;
         };
         if let (Role::Regular, false, Some(output)) =
-            (role, sent.tells_first_token, usage.completion_tokens)
+            (role, sent.reports_first_token, usage.completion_tokens)
         {
             let tokens = f64::from(usage.prompt_tokens);
             let cached = usage.cached_tokens.map_or(sent.cached, f64::from);
@@ -412,7 +412,7 @@ impl CostState {
         };
         if let Some(rank) = self.ranks.get_mut(&worker) {
             rank.end_request(ticket, now_ms);
-            if sent.tells_first_token {
+            if sent.reports_first_token {
                 rank.stream_ended(now_ms);
             }
             let answer = sent.answer.filter(|_| is_kept);

@@ -453,7 +453,7 @@ fn text_is_counted_as_reported() {
             ticket,
             worker,
             request: &request,
-            tells_first_token: true,
+            reports_first_token: true,
         });
         last = policy.lock_state().size_of(&request.prompt).tokens;
         let usage = TokenUsage {
@@ -762,7 +762,7 @@ proptest! {
             let request = RequestView { prompt: blocks.prompt_view(), now_ms: sender.now_ms, ..RequestView::default() };
             let ticket = SendTicket(sender.tickets);
             policy.observe(&PolicyEvent::Routed {
-                ticket, worker: WorkerId(*worker), request: &request, tells_first_token: !is_done,
+                ticket, worker: WorkerId(*worker), request: &request, reports_first_token: !is_done,
             });
             texts[w].push(text.clone());
             if queues[w].is_empty() {
@@ -932,7 +932,7 @@ fn prompts_with_images_teach_nothing_about_text() {
             ticket,
             worker,
             request: &request,
-            tells_first_token: false,
+            reports_first_token: false,
         });
         let usage = TokenUsage {
             prompt_tokens: 100,
@@ -966,7 +966,7 @@ fn learned_from_answers(took_ms: impl Fn(f64, f64) -> f64) -> f64 {
                 now_ms,
                 ..RequestView::default()
             },
-            tells_first_token: false,
+            reports_first_token: false,
         });
         let tokens = blocks.prompt_view().units as u32;
         now_ms += took_ms(f64::from(tokens), f64::from(output)) as u64;
