@@ -86,7 +86,7 @@ impl Shape {
 /// As `checksum_copy::copy_hash`.
 unsafe fn copy_plain(dst: *mut u8, src: *const u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
-    if checksum_copy::kernel() == checksum_copy::HashKernel::Avx512
+    if checksum_copy::hash_kernel() == checksum_copy::HashKernel::Avx512
         && len.is_multiple_of(64)
         && dst.addr().is_multiple_of(64)
     {
@@ -138,7 +138,7 @@ fn child(shape: Shape, bootstrap: u16) {
     let pool = shape.pool();
     let src = shape.order(1009);
     let node = shape.node(&pool, "prefill", &["shm", "tcp"], shape.tcp_streams);
-    node.register("127.0.0.1", bootstrap, TIMEOUT).unwrap();
+    node.register_rank("127.0.0.1", bootstrap, TIMEOUT).unwrap();
     let plain = TcpListener::bind("127.0.0.1:0").unwrap();
     println!("{}", plain.local_addr().unwrap().port());
     for line in std::io::stdin().lines() {
@@ -146,13 +146,14 @@ fn child(shape: Shape, bootstrap: u16) {
         match line.strip_prefix("room ") {
             Some(room) => {
                 let room = room.parse().unwrap();
-                node.offer(room, 0, b"", 60_000).unwrap();
-                node.publish(room, 0, &ids(&src)).unwrap();
-                node.finish(room, shape.pages as u32, 1, vec![]).unwrap();
+                node.offer_room(room, 0, b"", 60_000).unwrap();
+                node.publish_pages(room, 0, &ids(&src)).unwrap();
+                node.finish_prompt(room, shape.pages as u32, 1, vec![])
+                    .unwrap();
             }
             None => send_plainly(&plain.accept().unwrap().0, &pool, &src),
         }
-        node.poll(100);
+        node.poll_events(100);
     }
 }
 
@@ -241,7 +242,7 @@ impl Bench {
         let room = self.room;
         self.say(&format!("room {room}"));
         let node = node(self);
-        node.open(room, 0, "127.0.0.1", self.server.port(), 0, b"", 60_000)
+        node.open_room(room, 0, "127.0.0.1", self.server.port(), 0, b"", 60_000)
             .unwrap();
         let deadline = Instant::now() + TIMEOUT;
         while !node.rooms_json(Some(room)).contains("FINAL") {
@@ -249,10 +250,10 @@ impl Bench {
             std::thread::park_timeout(Duration::from_millis(1));
         }
         let start = Instant::now();
-        node.grant(room, 0, &ids(&self.dst_pages)).unwrap();
+        node.grant_pages(room, 0, &ids(&self.dst_pages)).unwrap();
         let end = loop {
-            assert!(node.wait(TIMEOUT));
-            if let Some(end) = node.poll(1).into_iter().find(NodeEvent::is_end) {
+            assert!(node.wait_for_event(TIMEOUT));
+            if let Some(end) = node.poll_events(1).into_iter().find(NodeEvent::is_end) {
                 break end;
             }
         };
@@ -349,7 +350,7 @@ fn main() {
         "{} pages of {} KiB in scattered order, both processes on this machine, kernel {:?}, n = {}",
         shape.pages,
         shape.page_bytes >> 10,
-        checksum_copy::kernel(),
+        checksum_copy::hash_kernel(),
         shape.reps
     );
     let mut report = json!({"pages": shape.pages, "page_bytes": shape.page_bytes, "n": shape.reps});

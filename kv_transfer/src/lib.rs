@@ -18,7 +18,7 @@
 //! * No room commits with a page that was not verified after it was copied.
 //! * Every room ends exactly once on each side, within its deadline, whichever process dies; every
 //!   table has a limit.
-//! * No call of the engine waits for the network (but `register` and `close`).
+//! * No call of the engine waits for the network (but `register_rank` and `close`).
 //!
 //! | module | subject |
 //! |---|---|

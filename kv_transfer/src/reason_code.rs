@@ -56,7 +56,7 @@ impl ReasonCode {
     }
 
     /// True if another attempt (a new room, perhaps another pair) can succeed.
-    pub fn retryable(self) -> bool {
+    pub fn is_retryable(self) -> bool {
         !matches!(
             self,
             ReasonCode::LayoutMismatch

@@ -230,7 +230,7 @@ fn pages_of_a_peer_that_is_gone_are_closed_and_the_next_one_opened() {
     until("D lets go", || {
         of(&pair.d).open.load(Ordering::Relaxed) == 0
     });
-    pair.p.node.abort(1, "CLIENT_GONE").unwrap();
+    pair.p.node.abort_room(1, "CLIENT_GONE").unwrap();
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
     assert_eq!(transfer_room(&pair, 2), "cuda_ipc");
     assert_eq!(of(&pair.d).opened.load(Ordering::Relaxed), 2);
@@ -266,7 +266,7 @@ fn cancelled_pull_writes_nothing_more() {
     until("a copy is made", || {
         of(&pair.d).copies.load(Ordering::Relaxed) > 0
     });
-    pair.d.node.abort(1, "CLIENT_GONE").unwrap();
+    pair.d.node.abort_room(1, "CLIENT_GONE").unwrap();
     assert_eq!(pair.d.end_code(1), "ABORTED");
     let (made, before) = (
         of(&pair.d).copies.load(Ordering::Relaxed),

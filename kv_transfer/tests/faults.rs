@@ -112,7 +112,7 @@ fn flipped_bit_is_a_checksum_failure_and_retryable() {
         pair.p.prefill(1, &span(0, 20), 20);
         match pair.d.end(1) {
             NodeEvent::Failed { code, .. } => {
-                assert!(code.as_str() == "CHECKSUM" && code.retryable())
+                assert!(code.as_str() == "CHECKSUM" && code.is_retryable())
             }
             other => panic!("{other:?}"),
         }
@@ -204,7 +204,7 @@ fn after_the_end_no_page_is_written() {
                 });
             }
             let start = Instant::now();
-            pair.d.node.abort(room, "CLIENT_GONE").unwrap();
+            pair.d.node.abort_room(room, "CLIENT_GONE").unwrap();
             assert_eq!(pair.d.end_code(room), "ABORTED");
             assert!(
                 start.elapsed() < Duration::from_secs(8),
@@ -371,7 +371,7 @@ fn damaged_frame_ends_the_connection_and_the_next_room_gets_a_new_one() {
             &json!({"cluster_key": key, "fault": {"rules": [{"on": "FINAL", "do": "flip"}]}}),
         );
         p.node
-            .register("127.0.0.1", server.port(), TIMEOUT)
+            .register_rank("127.0.0.1", server.port(), TIMEOUT)
             .unwrap();
         let pair = Pair {
             server,
@@ -441,13 +441,15 @@ fn wrong_or_missing_cluster_key_is_refused_by_the_bootstrap_server() {
         let is_keyed = server_key.is_some();
         let server = BootstrapServer::start("127.0.0.1", 0, server_key).unwrap();
         let p = Rank::start("prefill", &json!({"cluster_key": "secret"}));
-        let registered = p.node.register("127.0.0.1", server.port(), TIMEOUT);
+        let registered = p.node.register_rank("127.0.0.1", server.port(), TIMEOUT);
         assert_eq!(registered.is_ok(), is_keyed, "{registered:?}");
         d.node
-            .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+            .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
             .unwrap();
         match d.end(1) {
-            NodeEvent::Failed { code, .. } => assert!(code.as_str() == "AUTH" && !code.retryable()),
+            NodeEvent::Failed { code, .. } => {
+                assert!(code.as_str() == "AUTH" && !code.is_retryable())
+            }
             other => panic!("{other:?}"),
         }
     }
@@ -469,7 +471,7 @@ fn key_changes_node_by_node_without_a_refusal() {
         let server = BootstrapServer::start("127.0.0.1", 0, Some(server_keys)).unwrap();
         let p = Rank::start("prefill", &config(p_keys));
         p.node
-            .register("127.0.0.1", server.port(), TIMEOUT)
+            .register_rank("127.0.0.1", server.port(), TIMEOUT)
             .unwrap();
         let d = Rank::start("decode", &config(d_keys));
         let pair = Pair { server, p, d };
@@ -483,12 +485,12 @@ fn second_key_is_no_key_to_ask_with() {
     let server = BootstrapServer::start("127.0.0.1", 0, Some("old".into())).unwrap();
     let p = Rank::start("prefill", &json!({"cluster_key": "old"}));
     p.node
-        .register("127.0.0.1", server.port(), TIMEOUT)
+        .register_rank("127.0.0.1", server.port(), TIMEOUT)
         .unwrap();
     let keys = json!({"cluster_key": "new", "second_cluster_key": "old"});
     let d = Rank::start("decode", &keys);
     d.node
-        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
     match d.end(1) {
         NodeEvent::Failed { code, .. } => assert_eq!(code.as_str(), "AUTH"),
@@ -503,7 +505,7 @@ fn with_a_key_everything_works_over_every_transport() {
         let config = on(transport, json!({"cluster_key": "secret"}));
         let p = Rank::start("prefill", &config);
         p.node
-            .register("127.0.0.1", server.port(), TIMEOUT)
+            .register_rank("127.0.0.1", server.port(), TIMEOUT)
             .unwrap();
         let pair = Pair {
             server,
@@ -522,12 +524,12 @@ fn without_a_cluster_key_kv_comes_from_loopback_only() {
     // TEST-NET-1: no host has these addresses, and no packet must be sent to them.
     let p = Rank::start("prefill", &json!({"advertise_host": "192.0.2.1"}));
     p.node
-        .register("127.0.0.1", server.port(), TIMEOUT)
+        .register_rank("127.0.0.1", server.port(), TIMEOUT)
         .unwrap();
     let d = Rank::start("decode", &json!({}));
     for (room, bootstrap) in [(1, "192.0.2.2"), (2, "127.0.0.1")] {
         d.node
-            .open(room, 0, bootstrap, server.port(), 0, HASH, DEADLINE_MS)
+            .open_room(room, 0, bootstrap, server.port(), 0, HASH, DEADLINE_MS)
             .unwrap();
         match d.end(room) {
             NodeEvent::Failed { code, message, .. } => {
@@ -548,7 +550,7 @@ fn bootstrap_server_that_never_answers_delays_no_other_room() {
     let pair = Pair::new("shm");
     pair.d
         .node
-        .open(
+        .open_room(
             1,
             0,
             "127.0.0.1",
@@ -576,7 +578,7 @@ fn unreachable_prefill_rank_fails_rooms_early_and_is_found_when_it_returns() {
     let d = Rank::start("decode", &json!({}));
     let open = |room: u64, rank: i64| {
         d.node
-            .open(room, 0, "127.0.0.1", port, rank, HASH, NEVER_MS)
+            .open_room(room, 0, "127.0.0.1", port, rank, HASH, NEVER_MS)
             .unwrap()
     };
     for (room, rank) in [(1, 0), (2, 0), (3, -1)] {
@@ -594,17 +596,17 @@ fn unreachable_prefill_rank_fails_rooms_early_and_is_found_when_it_returns() {
     let server = BootstrapServer::start("127.0.0.1", port, None).unwrap();
     let p = Rank::start("prefill", &json!({}));
     p.node
-        .register("127.0.0.1", server.port(), TIMEOUT)
+        .register_rank("127.0.0.1", server.port(), TIMEOUT)
         .unwrap();
     let mut room = 10;
     until("the rank is probed again", || {
         room += 1;
         p.prefill(room, &span(0, 5), 5);
         open(room, 0);
-        d.node.grant(room, 0, &ids(&span(500, 5))).unwrap();
+        d.node.grant_pages(room, 0, &ids(&span(500, 5))).unwrap();
         let ends = (d.end_code(room), room);
         if ends.0 != "COMMITTED" {
-            p.node.abort(room, "CLIENT_GONE").unwrap();
+            p.node.abort_room(room, "CLIENT_GONE").unwrap();
         }
         p.end_code(room);
         ends.0 == "COMMITTED"
@@ -621,7 +623,7 @@ fn stalled_engine_fails_its_rooms_although_its_transfer_runtime_lives() {
     pair.p.prefill(1, &span(0, 5), 5);
     pair.open_with(1, HASH, NEVER_MS);
     pair.d.wait_state(1, "ADMITTED");
-    pair.p.node.offer(2, 0, HASH, NEVER_MS).unwrap();
+    pair.p.node.offer_room(2, 0, HASH, NEVER_MS).unwrap();
     pair.open_with(2, HASH, NEVER_MS);
     assert_eq!(pair.d.end_code(2), "PEER_STALLED"); // P polls no more
     assert_eq!(pair.p.end_code(2), "PEER_STALLED");
@@ -644,13 +646,13 @@ fn decode_waits_for_a_prefill_rank_that_registers_late() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
     let d = Rank::start("decode", &json!({}));
     d.node
-        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
-    d.node.grant(1, 0, &ids(&span(500, 5))).unwrap();
+    d.node.grant_pages(1, 0, &ids(&span(500, 5))).unwrap();
     let p = Rank::start("prefill", &json!({}));
     p.prefill(1, &span(0, 5), 5);
     p.node
-        .register("127.0.0.1", server.port(), TIMEOUT)
+        .register_rank("127.0.0.1", server.port(), TIMEOUT)
         .unwrap();
     assert_eq!(
         (d.end_code(1), p.end_code(1)),
@@ -666,7 +668,7 @@ fn registering_without_a_server_fails_in_time_with_the_reason() {
     let start = Instant::now();
     let err = p
         .node
-        .register("127.0.0.1", 1, Duration::from_millis(300))
+        .register_rank("127.0.0.1", 1, Duration::from_millis(300))
         .unwrap_err();
     assert!(start.elapsed() < TIMEOUT);
     assert!(err.to_string().contains("refused"), "{err}");
@@ -677,7 +679,7 @@ fn registering_without_a_server_fails_in_time_with_the_reason() {
 #[test]
 fn node_that_closes_ends_its_peers_rooms_and_its_successor_is_found() {
     let mut pair = Pair::new("shm");
-    pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.node.offer_room(1, 0, HASH, DEADLINE_MS).unwrap();
     pair.open(1);
     pair.d.wait_state(1, "ADMITTED");
     let start = Instant::now();
@@ -693,7 +695,7 @@ fn node_that_closes_ends_its_peers_rooms_and_its_successor_is_found() {
     pair.p = Rank::start("prefill", &json!({"transports": ["shm"]}));
     pair.p
         .node
-        .register("127.0.0.1", pair.server.port(), TIMEOUT)
+        .register_rank("127.0.0.1", pair.server.port(), TIMEOUT)
         .unwrap();
     pair.p.prefill(2, &span(0, 5), 5);
     assert_eq!(
@@ -710,7 +712,7 @@ fn restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
     first
         .node
-        .register("127.0.0.1", server.port(), TIMEOUT)
+        .register_rank("127.0.0.1", server.port(), TIMEOUT)
         .unwrap();
     // The successor takes the same port, but the route still names the first incarnation for a
     // while.
@@ -725,7 +727,7 @@ fn restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
     ask(server.port(), &format!("PUT /route|{body}"));
     let d = Rank::start("decode", &json!({}));
     d.node
-        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, 400)
+        .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, 400)
         .unwrap();
     match d.end(1) {
         NodeEvent::Failed { code, message, .. } => {
@@ -737,12 +739,12 @@ fn restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
         other => panic!("{other:?}"),
     }
     d.node
-        .open(2, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .open_room(2, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
-    d.node.grant(2, 0, &ids(&span(500, 5))).unwrap();
+    d.node.grant_pages(2, 0, &ids(&span(500, 5))).unwrap();
     second
         .node
-        .register("127.0.0.1", server.port(), TIMEOUT)
+        .register_rank("127.0.0.1", server.port(), TIMEOUT)
         .unwrap();
     second.prefill(2, &span(0, 5), 5);
     assert_eq!(
@@ -761,13 +763,13 @@ fn facts_of_a_prefill_node_end_with_its_process() {
     let open = |room: u64| {
         // Without a rank: the prefill node's dp size decides.
         d.node
-            .open(room, 0, "127.0.0.1", port, -1, HASH, DEADLINE_MS)
+            .open_room(room, 0, "127.0.0.1", port, -1, HASH, DEADLINE_MS)
             .unwrap();
-        d.node.grant(room, 0, &ids(&span(500, 5))).unwrap();
+        d.node.grant_pages(room, 0, &ids(&span(500, 5))).unwrap();
     };
     let start = |extra: &Value| {
         let rank = Rank::start("prefill", extra);
-        rank.node.register("127.0.0.1", port, TIMEOUT).unwrap();
+        rank.node.register_rank("127.0.0.1", port, TIMEOUT).unwrap();
         rank
     };
     let transfer_room = |p: &Rank, room: u64| {
@@ -885,13 +887,13 @@ fn child_prefill() {
     let transport = std::env::var("BATON_TEST_TRANSPORT").unwrap();
     let p = Rank::start("prefill", &json!({"transports": [transport]}));
     p.node
-        .register("127.0.0.1", port.parse().unwrap(), TIMEOUT)
+        .register_rank("127.0.0.1", port.parse().unwrap(), TIMEOUT)
         .unwrap();
     println!("\nready");
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
         match line.as_str() {
-            "offer" => p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap(),
+            "offer" => p.node.offer_room(1, 0, HASH, DEADLINE_MS).unwrap(),
             "publish" => p.publish(1, &span(0, 20), 5),
             "finish" => p.finish(1, 20),
             other => panic!("{other}"),
@@ -912,9 +914,9 @@ fn killed_prefill_process_is_noticed_by_its_socket() {
         let d = Rank::start("decode", &json!({}));
         p.say("offer");
         d.node
-            .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+            .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
             .unwrap();
-        d.node.grant(1, 0, &ids(&span(500, 20))).unwrap();
+        d.node.grant_pages(1, 0, &ids(&span(500, 20))).unwrap();
         p.say("publish");
         until("pages are pulled", || {
             d.detail("pull")[transport]["pages"] == 20
@@ -938,7 +940,7 @@ fn by_shm_a_prompt_survives_the_death_of_its_prefill_process() {
     let d = Rank::start("decode", &json!({}));
     p.say("offer");
     d.node
-        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
     p.say("publish");
     p.say("finish");
@@ -950,7 +952,7 @@ fn by_shm_a_prompt_survives_the_death_of_its_prefill_process() {
         d.stats()["gauges"]["kv_peers"] == 0.0
     });
     let dst = span(500, 20);
-    d.node.grant(1, 0, &ids(&dst)).unwrap();
+    d.node.grant_pages(1, 0, &ids(&dst)).unwrap();
     assert_eq!(d.end_code(1), "COMMITTED");
     assert!(d.holds(&dst, 1, 0));
     d.assert_idle();
@@ -963,7 +965,7 @@ fn stopped_prefill_process_is_given_up_after_three_heartbeats() {
     let d = Rank::start("decode", &json!({"heartbeat_ms": 300}));
     p.say("offer");
     d.node
-        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
     d.wait_state(1, "ADMITTED");
     p.signal(libc::SIGSTOP);
@@ -1029,14 +1031,14 @@ fn storm_of_aborts_and_faults_leaves_nothing_and_never_a_wrong_page() {
                 if dice.roll(10) > 0 {
                     pair.grant(room, &pages(room));
                 }
-                pair.p.node.offer(room, 0, HASH, 700).unwrap();
+                pair.p.node.offer_room(room, 0, HASH, 700).unwrap();
                 if dice.roll(6) == 0 {
-                    pair.d.node.abort(room, "CLIENT_GONE").unwrap();
+                    pair.d.node.abort_room(room, "CLIENT_GONE").unwrap();
                 }
                 pair.p
                     .publish(room, &pages(room), 1 + dice.roll(9) as usize);
                 if dice.roll(6) == 0 {
-                    pair.p.node.abort(room, "CLIENT_GONE").unwrap();
+                    pair.p.node.abort_room(room, "CLIENT_GONE").unwrap();
                 }
                 pair.p.finish(room, 20);
                 if dice.roll(8) == 0 {
@@ -1072,7 +1074,7 @@ fn limit_of_rooms_is_reported_and_temporary() {
     let err = pair
         .d
         .node
-        .open(5, 0, "127.0.0.1", 1, 0, HASH, 1)
+        .open_room(5, 0, "127.0.0.1", 1, 0, HASH, 1)
         .unwrap_err();
     assert!(err.to_string().contains("max_rooms"), "{err}");
     for room in 1..=4 {
@@ -1098,7 +1100,7 @@ fn five_thousand_rooms_to_one_peer_survive_a_late_or_early_connection() {
         );
         let register = || {
             p.node
-                .register("127.0.0.1", server.port(), TIMEOUT)
+                .register_rank("127.0.0.1", server.port(), TIMEOUT)
                 .unwrap()
         };
         if !is_late {
@@ -1106,13 +1108,13 @@ fn five_thousand_rooms_to_one_peer_survive_a_late_or_early_connection() {
         }
         p.write(&[0], 1);
         for room in 1..=ROOMS {
-            p.node.offer(room, 0, HASH, NEVER_MS).unwrap();
-            p.node.publish(room, 0, &ids(&[0])).unwrap();
-            p.node.finish(room, 1, 1, vec![0; 4096]).unwrap(); // 20 MiB of answers in all, more than may wait
+            p.node.offer_room(room, 0, HASH, NEVER_MS).unwrap();
+            p.node.publish_pages(room, 0, &ids(&[0])).unwrap();
+            p.node.finish_prompt(room, 1, 1, vec![0; 4096]).unwrap(); // 20 MiB of answers in all, more than may wait
             d.node
-                .open(room, 0, "127.0.0.1", server.port(), 0, HASH, NEVER_MS)
+                .open_room(room, 0, "127.0.0.1", server.port(), 0, HASH, NEVER_MS)
                 .unwrap();
-            d.node.grant(room, 1, &[]).unwrap(); // it has the page
+            d.node.grant_pages(room, 1, &[]).unwrap(); // it has the page
         }
         if is_late {
             register();
@@ -1120,8 +1122,13 @@ fn five_thousand_rooms_to_one_peer_survive_a_late_or_early_connection() {
         let mut ends = std::collections::BTreeMap::new();
         let mut ended = 0;
         while ended < ROOMS {
-            assert!(d.node.wait(TIMEOUT), "{ends:?}");
-            for event in d.node.poll(1000).iter().filter(|event| event.is_end()) {
+            assert!(d.node.wait_for_event(TIMEOUT), "{ends:?}");
+            for event in d
+                .node
+                .poll_events(1000)
+                .iter()
+                .filter(|event| event.is_end())
+            {
                 let end = match event {
                     NodeEvent::Failed { code, message, .. } => format!("{code}: {message}"),
                     NodeEvent::Committed { .. } => "committed".into(),

@@ -75,7 +75,8 @@ struct Visitor {
 impl Visitor {
     fn new(rank: &Rank, inc: &str, channel: Channel) -> Self {
         let mut stream = connect(rank);
-        let opened = block(identity(inc, None).initiate(&mut stream, channel, None)).unwrap();
+        let opened =
+            block(identity(inc, None).initiate_connection(&mut stream, channel, None)).unwrap();
         Self { stream, opened }
     }
 
@@ -119,7 +120,7 @@ fn page_is_read_only_by_the_decode_rank_it_was_announced_to() {
     let (src, dst) = (span(0, 4), span(100, 4));
     pair.open(1);
     pair.grant(1, &dst);
-    pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.node.offer_room(1, 0, HASH, DEADLINE_MS).unwrap();
     pair.p.publish(1, &src, 4);
     until("the pages are announced and pulled", || {
         pair.d.holds(&dst, 1, 0)
@@ -178,7 +179,7 @@ fn page_is_readable_in_a_room_of_the_reader_until_the_lease_ends() {
         &json!({"heartbeat_ms": 60_000, "lease_ms": 1500}),
     );
     for room in [1, 2] {
-        p.node.offer(room, 0, HASH, DEADLINE_MS).unwrap();
+        p.node.offer_room(room, 0, HASH, DEADLINE_MS).unwrap();
         p.publish(room, &[room as u32], 1);
     }
     let (mut control, mut data) = reader(&p, "d", 1);
@@ -322,10 +323,10 @@ fn rank_of_another_cluster_key_is_refused() {
     let route = json!({
         "role": "Prefill", "rank_ip": "127.0.0.1", "rank_port": p.node.port(), "instance_id": p.node.incarnation(),
     });
-    block(client.register(&serde_json::from_value(route).unwrap())).unwrap();
+    block(client.register_rank(&serde_json::from_value(route).unwrap())).unwrap();
     let d = Rank::start("decode", &json!({"cluster_key": "ours"}));
     d.node
-        .open(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
     assert_eq!(d.end_code(1), "AUTH");
 }

@@ -15,10 +15,13 @@ fn pages_are_pulled_while_later_chunks_are_still_computed() {
         let (src, dst) = (span(0, 30), span(500, 30));
         pair.open(1);
         pair.grant(1, &dst);
-        pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
+        pair.p.node.offer_room(1, 0, HASH, DEADLINE_MS).unwrap();
         pair.p.write(&src, 1);
         for (i, part) in src.chunks(10).enumerate() {
-            pair.p.node.publish(1, i as u32 * 10, &ids(part)).unwrap();
+            pair.p
+                .node
+                .publish_pages(1, i as u32 * 10, &ids(part))
+                .unwrap();
             let pulled = (i as u64 + 1) * 10 * PAGE as u64;
             until("the chunk is pulled before the next", || {
                 pair.d.detail("pull")[transport]["bytes"] == pulled
@@ -52,13 +55,13 @@ fn grant_is_revoked_until_prefill_has_announced_pages() {
     for transport in TRANSPORTS {
         let pair = Pair::new(transport);
         let heard = |wanted: NodeEvent| {
-            assert!(pair.d.node.wait(TIMEOUT), "no {wanted:?}");
-            assert_eq!(pair.d.node.poll(1), [wanted]);
+            assert!(pair.d.node.wait_for_event(TIMEOUT), "no {wanted:?}");
+            assert_eq!(pair.d.node.poll_events(1), [wanted]);
         };
         let (first, dst) = (span(500, 20), span(600, 20));
         pair.open(1);
         pair.grant(1, &first);
-        pair.d.node.revoke(1).unwrap();
+        pair.d.node.revoke_grant(1).unwrap();
         heard(NodeEvent::Revoked { room: 1 });
         pair.p.prefill(1, &span(0, 20), 7);
         heard(NodeEvent::Announced { room: 1 });
@@ -79,7 +82,7 @@ fn only_the_pages_that_decode_lacks_are_pulled() {
         pair.d.write(&held, 77);
         pair.open(1);
         pair.p.prefill(1, &span(0, 20), 7);
-        pair.d.node.grant(1, 12, &ids(&dst)).unwrap();
+        pair.d.node.grant_pages(1, 12, &ids(&dst)).unwrap();
         assert_eq!(pair.d.end_code(1), "COMMITTED");
         assert!(pair.d.holds(&dst, 1, 12), "prompt pages 12..20");
         assert!(pair.d.holds(&held, 77, 0), "the held prefix is untouched");
@@ -93,7 +96,7 @@ fn only_the_pages_that_decode_lacks_are_pulled() {
 fn full_hit_commits_without_any_page() {
     let pair = Pair::new("shm");
     pair.open(1);
-    pair.d.node.grant(1, 20, &[]).unwrap();
+    pair.d.node.grant_pages(1, 20, &[]).unwrap();
     pair.p.prefill(1, &span(0, 20), 20);
     assert_eq!(pair.d.end_code(1), "COMMITTED");
     assert_eq!(pair.p.end_code(1), "DONE");
@@ -173,11 +176,11 @@ fn lease_lives_as_long_as_decode_asks_for_it() {
 fn decode_can_abort_at_every_stage() {
     let slow = json!({"transports": ["shm"], "fault": {"rules": [{"on": "PAGE", "do": {"delay_ms": 5}, "repeat": true}]}});
     let pair = Pair::with(&json!({"transports": ["shm"]}), &slow);
-    let abort = |room| pair.d.node.abort(room, "CLIENT_GONE").unwrap();
+    let abort = |room| pair.d.node.abort_room(room, "CLIENT_GONE").unwrap();
 
     pair.d
         .node
-        .open(1, 0, "127.0.0.1", 1, 0, HASH, DEADLINE_MS)
+        .open_room(1, 0, "127.0.0.1", 1, 0, HASH, DEADLINE_MS)
         .unwrap(); // no server listens there
     abort(1);
     assert_eq!(pair.d.end_code(1), "ABORTED", "resolving");
@@ -190,7 +193,7 @@ fn decode_can_abort_at_every_stage() {
         pair.p.detail("opens_waiting") == 0
     });
 
-    pair.p.node.offer(3, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.node.offer_room(3, 0, HASH, DEADLINE_MS).unwrap();
     pair.open(3);
     pair.d.wait_state(3, "ADMITTED");
     abort(3);
@@ -218,8 +221,8 @@ fn decode_can_abort_at_every_stage() {
 #[test]
 fn prefill_can_abort_at_every_stage() {
     let pair = Pair::new("shm");
-    let abort = |room| pair.p.node.abort(room, "CLIENT_GONE").unwrap();
-    let offer = |room| pair.p.node.offer(room, 0, HASH, DEADLINE_MS).unwrap();
+    let abort = |room| pair.p.node.abort_room(room, "CLIENT_GONE").unwrap();
+    let offer = |room| pair.p.node.offer_room(room, 0, HASH, DEADLINE_MS).unwrap();
 
     offer(1);
     abort(1);
@@ -249,8 +252,8 @@ fn prefill_can_abort_at_every_stage() {
         ("CLIENT_GONE".into(), "CLIENT_GONE".into()),
         "prefilling"
     );
-    pair.p.node.publish(3, 5, &ids(&span(5, 5))).unwrap(); // late calls of the engine are harmless
-    pair.p.node.finish(3, 10, 1, vec![]).unwrap();
+    pair.p.node.publish_pages(3, 5, &ids(&span(5, 5))).unwrap(); // late calls of the engine are harmless
+    pair.p.node.finish_prompt(3, 10, 1, vec![]).unwrap();
 
     pair.open(4);
     pair.p.prefill(4, &span(0, 5), 5);
@@ -269,7 +272,7 @@ fn prefill_can_abort_at_every_stage() {
 #[test]
 fn mismatching_nodes_are_refused_with_the_reason() {
     let pair = Pair::new("shm");
-    pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.node.offer_room(1, 0, HASH, DEADLINE_MS).unwrap();
     pair.open_with(1, b"another prompt", DEADLINE_MS);
     assert_eq!(pair.d.end_code(1), "PROMPT_MISMATCH");
 
@@ -279,7 +282,7 @@ fn mismatching_nodes_are_refused_with_the_reason() {
     );
     other
         .node
-        .open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
+        .open_room(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
     assert_eq!(other.end_code(1), "LAYOUT_MISMATCH");
     other.assert_idle();
@@ -299,21 +302,21 @@ fn mismatching_nodes_are_refused_with_the_reason() {
 #[test]
 fn room_number_belongs_to_one_request_and_its_last_reader() {
     let pair = Pair::new("shm");
-    pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.node.offer_room(1, 0, HASH, DEADLINE_MS).unwrap();
     assert!(matches!(
-        pair.p.node.offer(1, 1, HASH, DEADLINE_MS),
+        pair.p.node.offer_room(1, 1, HASH, DEADLINE_MS),
         Err(NodeError::DuplicateRoom(1))
     ));
     pair.open(1);
     assert!(matches!(
-        pair.d.node.open(1, 0, "h", 1, 0, HASH, 1),
+        pair.d.node.open_room(1, 0, "h", 1, 0, HASH, 1),
         Err(NodeError::DuplicateRoom(1))
     ));
     pair.d.wait_state(1, "ADMITTED");
     let second = Rank::start("decode", &json!({}));
     second
         .node
-        .open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
+        .open_room(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
     assert_eq!(
         pair.d.end_code(1),
@@ -321,7 +324,7 @@ fn room_number_belongs_to_one_request_and_its_last_reader() {
         "the room is read by the last to ask"
     );
     let dst = span(500, 5);
-    second.node.grant(1, 0, &ids(&dst)).unwrap();
+    second.node.grant_pages(1, 0, &ids(&dst)).unwrap();
     pair.p.publish(1, &span(0, 5), 5);
     pair.p.finish(1, 5);
     assert_eq!(
@@ -330,20 +333,20 @@ fn room_number_belongs_to_one_request_and_its_last_reader() {
         "and gets its pages"
     );
     // Over: the number may be used again, by an offer or by a later attempt's OPEN.
-    pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
-    pair.p.node.abort(1, "CLIENT_GONE").unwrap();
+    pair.p.node.offer_room(1, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.node.abort_room(1, "CLIENT_GONE").unwrap();
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
     second
         .node
-        .open(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
+        .open_room(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
     assert_eq!(second.end_code(1), "CLIENT_GONE", "attempt 0 is over");
     second
         .node
-        .open(1, 1, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
+        .open_room(1, 1, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
     until("attempt 1 waits", || pair.p.detail("opens_waiting") == 1);
-    second.node.abort(1, "CLIENT_GONE").unwrap();
+    second.node.abort_room(1, "CLIENT_GONE").unwrap();
     assert_eq!(second.end_code(1), "ABORTED");
     pair.assert_idle();
 }
@@ -352,23 +355,23 @@ fn room_number_belongs_to_one_request_and_its_last_reader() {
 fn invalid_calls_are_errors_at_once() {
     let pair = Pair::new("shm");
     assert!(matches!(
-        pair.d.node.abort(1, "NO_SUCH_CODE"),
+        pair.d.node.abort_room(1, "NO_SUCH_CODE"),
         Err(NodeError::UnknownCode(_))
     ));
     assert!(matches!(
-        pair.d.node.grant(1, 0, &ids(&[POOL_PAGES as u32])),
+        pair.d.node.grant_pages(1, 0, &ids(&[POOL_PAGES as u32])),
         Err(NodeError::Pages(_))
     ));
     assert!(matches!(
-        pair.p.node.offer(1, 0, &[0; 65], 1),
+        pair.p.node.offer_room(1, 0, &[0; 65], 1),
         Err(NodeError::TooLarge { .. })
     ));
     assert!(matches!(
-        pair.p.node.finish(1, 1, 1, vec![0; 3 << 20]),
+        pair.p.node.finish_prompt(1, 1, 1, vec![0; 3 << 20]),
         Err(NodeError::TooLarge { .. })
     ));
-    pair.p.node.offer(2, 0, HASH, DEADLINE_MS).unwrap();
-    pair.p.node.finish(2, 5, 1, vec![]).unwrap(); // pages were never published
+    pair.p.node.offer_room(2, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.node.finish_prompt(2, 5, 1, vec![]).unwrap(); // pages were never published
     assert_eq!(pair.p.end_code(2), "TRANSPORT_BROKEN");
     assert_eq!(pair.p.detail("illegal"), 1);
 }
@@ -376,9 +379,9 @@ fn invalid_calls_are_errors_at_once() {
 #[test]
 fn request_that_takes_too_long_ends_at_its_deadline_on_both_sides() {
     let pair = Pair::new("shm");
-    pair.p.node.offer(1, 0, HASH, 80).unwrap();
+    pair.p.node.offer_room(1, 0, HASH, 80).unwrap();
     assert_eq!(pair.p.end_code(1), "DEADLINE");
-    pair.p.node.offer(2, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.node.offer_room(2, 0, HASH, DEADLINE_MS).unwrap();
     pair.open_with(2, HASH, 150);
     assert_eq!(
         (pair.d.end_code(2), pair.p.end_code(2)),
@@ -391,20 +394,20 @@ fn request_that_takes_too_long_ends_at_its_deadline_on_both_sides() {
 #[test]
 fn room_without_a_rank_finds_it_by_its_number() {
     let pair = Pair::with(&json!({"dp_size": 2, "dp_rank": 1}), &json!({}));
-    pair.p.node.offer(5, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.node.offer_room(5, 0, HASH, DEADLINE_MS).unwrap();
     pair.d
         .node
-        .open(5, 0, "127.0.0.1", pair.server.port(), -1, HASH, DEADLINE_MS)
+        .open_room(5, 0, "127.0.0.1", pair.server.port(), -1, HASH, DEADLINE_MS)
         .unwrap();
     pair.d.wait_state(5, "ADMITTED");
-    pair.d.node.abort(5, "CLIENT_GONE").unwrap();
+    pair.d.node.abort_room(5, "CLIENT_GONE").unwrap();
     assert_eq!(
         (pair.d.end_code(5), pair.p.end_code(5)),
         ("ABORTED".into(), "CLIENT_GONE".into())
     );
     pair.d
         .node
-        .open(4, 0, "127.0.0.1", pair.server.port(), -1, HASH, 200)
+        .open_room(4, 0, "127.0.0.1", pair.server.port(), -1, HASH, 200)
         .unwrap(); // 4 % 2 = rank 0, which is not there
     assert_eq!(pair.d.end_code(4), "UNREACHABLE");
     pair.assert_idle();
@@ -413,7 +416,7 @@ fn room_without_a_rank_finds_it_by_its_number() {
 #[test]
 fn draining_node_finishes_what_it_has_and_takes_nothing_new() {
     let pair = Pair::new("shm");
-    pair.p.node.offer(1, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.node.offer_room(1, 0, HASH, DEADLINE_MS).unwrap();
     pair.p.node.drain();
     pair.open(2);
     assert_eq!(pair.d.end_code(2), "DRAINING");
@@ -433,10 +436,13 @@ fn shared_prefix_is_hashed_once() {
     let pair = Pair::new("shm");
     pair.p.write(&span(0, 20), 9);
     for room in 1..=3 {
-        pair.p.node.offer(room, 0, HASH, DEADLINE_MS).unwrap();
+        pair.p.node.offer_room(room, 0, HASH, DEADLINE_MS).unwrap();
         pair.open(room);
         pair.grant(room, &span(100 * room as u32, 20));
-        pair.p.node.publish(room, 0, &ids(&span(0, 20))).unwrap();
+        pair.p
+            .node
+            .publish_pages(room, 0, &ids(&span(0, 20)))
+            .unwrap();
         pair.p.finish(room, 20);
         assert_eq!(
             (pair.d.end_code(room), pair.p.end_code(room)),
@@ -462,7 +468,7 @@ fn sixty_four_rooms_at_once() {
             if room % 3 == 0 {
                 pair.open(room); // before the offer
             }
-            pair.p.node.offer(room, 0, HASH, DEADLINE_MS).unwrap();
+            pair.p.node.offer_room(room, 0, HASH, DEADLINE_MS).unwrap();
             if room % 3 != 0 {
                 pair.open(room);
             }

@@ -143,7 +143,7 @@ fn prefill_node_that_dies_in_a_send_ends_the_room_without_leaks() {
     assert_eq!(pair.d.end_code(1), "PEER_DEAD");
     assert_all_gone(&pair.d);
     assert_all_gone(&pair.p);
-    pair.p.node.abort(1, "CLIENT_GONE").unwrap();
+    pair.p.node.abort_room(1, "CLIENT_GONE").unwrap();
     assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
     assert_eq!(
         transfer_room(&pair, 2),
@@ -248,7 +248,7 @@ fn idle_communicator_makes_place_for_another_pair() {
             let other = Rank::start("prefill", p);
             other
                 .node
-                .register("127.0.0.1", server.port(), TIMEOUT)
+                .register_rank("127.0.0.1", server.port(), TIMEOUT)
                 .unwrap();
             let port = server.port();
             std::mem::forget(server); // it lives as long as the test's process
@@ -263,9 +263,9 @@ fn idle_communicator_makes_place_for_another_pair() {
         let mut by = vec![];
         for room in 10..13 {
             d.node
-                .open(room, 0, "127.0.0.1", server, 0, HASH, DEADLINE_MS)
+                .open_room(room, 0, "127.0.0.1", server, 0, HASH, DEADLINE_MS)
                 .unwrap();
-            d.node.grant(room, 0, &ids(&span(100, 40))).unwrap();
+            d.node.grant_pages(room, 0, &ids(&span(100, 40))).unwrap();
             p.prefill(room, &span(0, 40), 16);
             match d.end(room) {
                 NodeEvent::Committed { stats, .. } => by.push(stats.transport),

@@ -51,7 +51,7 @@ ROUTER_ORDER = (
 )  # fmt: skip
 """Modules of the router, lowest first: each uses only those before it."""
 
-STATE_MACHINES = {"kv_transfer/src/state_machine/decode.rs:step"}
+STATE_MACHINES = {"kv_transfer/src/state_machine/decode.rs:apply_event"}
 """Functions that match over all states of one machine; these stay in one place, however long."""
 
 BRITISH_VERB = (

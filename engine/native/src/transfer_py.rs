@@ -129,7 +129,7 @@ impl PyKvPool {
     /// The pages' content is final: their generation becomes even. Idempotent.
     fn seal(&self, pages: &[u8]) -> PyResult<()> {
         let pages = self.pool.check_pages(pages).map_err(pool_error)?;
-        self.pool.seal(&pages);
+        self.pool.seal_pages(&pages);
         Ok(())
     }
 
@@ -186,7 +186,7 @@ fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, Py
             room,
             code,
             message,
-        } => ("failed", room, code.as_str(), message, code.retryable()).into_pyobject(py),
+        } => ("failed", room, code.as_str(), message, code.is_retryable()).into_pyobject(py),
         NodeEvent::Aborted { room } => ("aborted", room).into_pyobject(py),
         NodeEvent::Announced { room } => ("announced", room).into_pyobject(py),
         NodeEvent::Revoked { room } => ("revoked", room).into_pyobject(py),
@@ -274,7 +274,7 @@ impl PyTransferNode {
         timeout_ms: u64,
     ) -> PyResult<()> {
         py.detach(|| {
-            self.node.register(
+            self.node.register_rank(
                 bootstrap_host,
                 bootstrap_port,
                 Duration::from_millis(timeout_ms),
@@ -293,14 +293,17 @@ impl PyTransferNode {
         prompt_hash: &[u8],
         deadline_ms: u64,
     ) -> PyResult<()> {
-        py.detach(|| self.node.offer(room, attempt, prompt_hash, deadline_ms))
-            .map_err(node_error)
+        py.detach(|| {
+            self.node
+                .offer_room(room, attempt, prompt_hash, deadline_ms)
+        })
+        .map_err(node_error)
     }
 
     /// P: prompt pages [first_page, first_page + n), at these pool pages (int32 little endian), are
     /// final. Seals them.
     fn publish(&self, py: Python<'_>, room: u64, first_page: u32, pages: &[u8]) -> PyResult<()> {
-        py.detach(|| self.node.publish(room, first_page, pages))
+        py.detach(|| self.node.publish_pages(room, first_page, pages))
             .map_err(node_error)
     }
 
@@ -316,7 +319,7 @@ impl PyTransferNode {
     ) -> PyResult<()> {
         py.detach(|| {
             self.node
-                .finish(room, total_pages, last_page_tokens, payload.to_vec())
+                .finish_prompt(room, total_pages, last_page_tokens, payload.to_vec())
         })
         .map_err(node_error)
     }
@@ -337,7 +340,7 @@ impl PyTransferNode {
         deadline_ms: u64,
     ) -> PyResult<()> {
         py.detach(|| {
-            self.node.open(
+            self.node.open_room(
                 room,
                 attempt,
                 bootstrap_host,
@@ -353,7 +356,7 @@ impl PyTransferNode {
     /// D: the prompt's pages before `start_page` are here; the others go to these pool pages (int32
     /// little endian), all of them. They are written until the room ends, and not after.
     fn grant(&self, py: Python<'_>, room: u64, start_page: u32, dst_pages: &[u8]) -> PyResult<()> {
-        py.detach(|| self.node.grant(room, start_page, dst_pages))
+        py.detach(|| self.node.grant_pages(room, start_page, dst_pages))
             .map_err(node_error)
     }
 
@@ -361,13 +364,14 @@ impl PyTransferNode {
     /// "announced" (too late: they stay granted, and P finishes the room by itself), unless the
     /// room ends before.
     fn revoke(&self, py: Python<'_>, room: u64) -> PyResult<()> {
-        py.detach(|| self.node.revoke(room)).map_err(node_error)
+        py.detach(|| self.node.revoke_grant(room))
+            .map_err(node_error)
     }
 
     /// Either side; idempotent. `code` is a reason code (ValueError otherwise). On P also for a
     /// room that was never offered: a D that waits for it is refused at once.
     fn abort(&self, py: Python<'_>, room: u64, code: &str) -> PyResult<()> {
-        py.detach(|| self.node.abort(room, code))
+        py.detach(|| self.node.abort_room(room, code))
             .map_err(node_error)
     }
 
@@ -377,7 +381,7 @@ impl PyTransferNode {
     /// room) when P holds pages for a room without a grant, and the answers to `revoke`.
     fn poll<'py>(&self, py: Python<'py>, max: usize) -> PyResult<Vec<Bound<'py, PyTuple>>> {
         self.node
-            .poll(max)
+            .poll_events(max)
             .into_iter()
             .map(|event| event_tuple(py, event))
             .collect()
@@ -448,7 +452,7 @@ impl PyBootstrapServer {
     /// Requests about routes that were refused so far.
     #[getter]
     fn refused(&self) -> u64 {
-        self.server.lock().refused()
+        self.server.lock().refused_total()
     }
 
     /// Those of them that were not signed with the cluster's key.

@@ -23,7 +23,7 @@ pub fn unix_ms() -> u64 {
         .map_or(0, |age| age.as_millis() as u64)
 }
 
-fn mac(key: &str, head: &str, body: &[u8]) -> Hmac<Sha256> {
+fn head_mac(key: &str, head: &str, body: &[u8]) -> Hmac<Sha256> {
     let mut mac =
         Hmac::<Sha256>::new_from_slice(key.as_bytes()).expect("HMAC takes keys of any length");
     mac.update(head.as_bytes());
@@ -31,29 +31,29 @@ fn mac(key: &str, head: &str, body: &[u8]) -> Hmac<Sha256> {
     mac
 }
 
-fn hex(mac: Hmac<Sha256>) -> String {
+fn hex_digest(mac: Hmac<Sha256>) -> String {
     let tag = mac.finalize().into_bytes();
     tag.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn request_mac(key: &str, method: &str, path: &str, stamp: &str, body: &[u8]) -> Hmac<Sha256> {
-    mac(key, &format!("{method}\n{path}\n{stamp}\n"), body)
+    head_mac(key, &format!("{method}\n{path}\n{stamp}\n"), body)
 }
 
 /// The header of a request: time, nonce and tag.
-pub fn sign(key: &str, method: &str, path: &str, at_ms: u64, body: &[u8]) -> String {
+pub fn sign_request(key: &str, method: &str, path: &str, at_ms: u64, body: &[u8]) -> String {
     let stamp = format!("{at_ms} {:016x}", rand::random::<u64>());
-    let tag = hex(request_mac(key, method, path, &stamp, body));
+    let tag = hex_digest(request_mac(key, method, path, &stamp, body));
     format!("{stamp} {tag}")
 }
 
 fn answer_mac(key: &str, request: &str, status: u16, body: &[u8]) -> Hmac<Sha256> {
-    mac(key, &format!("answer\n{request}\n{status}\n"), body)
+    head_mac(key, &format!("answer\n{request}\n{status}\n"), body)
 }
 
 /// The header of an answer; `request` is the header of its request.
 pub fn sign_answer(key: &str, request: &str, status: u16, body: &[u8]) -> String {
-    hex(answer_mac(key, request, status, body))
+    hex_digest(answer_mac(key, request, status, body))
 }
 
 pub fn is_answer_signed(
@@ -63,7 +63,7 @@ pub fn is_answer_signed(
     body: &[u8],
     header: Option<&str>,
 ) -> bool {
-    let tag = header.and_then(unhex);
+    let tag = header.and_then(decode_hex);
     tag.is_some_and(|tag| {
         answer_mac(key, request, status, body)
             .verify_slice(&tag)
@@ -77,7 +77,12 @@ pub struct SeenSignatures(BTreeSet<(u64, String)>);
 
 impl SeenSignatures {
     /// Records a request signed at `at_ms`. `Err`: it is a repetition, or too many are remembered.
-    pub fn add(&mut self, at_ms: u64, header: &str, now_ms: u64) -> Result<(), &'static str> {
+    pub fn accept_signature(
+        &mut self,
+        at_ms: u64,
+        header: &str,
+        now_ms: u64,
+    ) -> Result<(), &'static str> {
         while self
             .0
             .first()
@@ -97,7 +102,7 @@ impl SeenSignatures {
 }
 
 /// Time of a valid request's signature, or the reason of its refusal.
-pub fn verify(
+pub fn verify_signature(
     key: &str,
     method: &str,
     path: &str,
@@ -109,34 +114,34 @@ pub fn verify(
         "this server has a cluster key and wants a signature in {AUTH_HEADER}"
     ))?;
     let (stamp, hex) = header.rsplit_once(' ').ok_or("the signature has no time")?;
-    let (at, _nonce) = stamp
+    let (time_text, _nonce) = stamp
         .split_once(' ')
         .ok_or("the signature has no nonce: update the engine that sent it")?;
-    let at: u64 = at
+    let signed_at_ms: u64 = time_text
         .parse()
         .map_err(|_| "the signature's time is no number")?;
-    let tag = unhex(hex).ok_or("the signature is no hexadecimal")?;
+    let tag = decode_hex(hex).ok_or("the signature is no hexadecimal")?;
     request_mac(key, method, path, stamp, body)
         .verify_slice(&tag)
         .map_err(|_| "the signature is wrong: the cluster keys differ")?;
-    let age_ms = at.abs_diff(now_ms);
+    let age_ms = signed_at_ms.abs_diff(now_ms);
     if age_ms > MAX_AGE_MS {
         return Err(format!(
             "the signature is {} s old; compare the hosts' clocks",
             age_ms / 1000
         ));
     }
-    Ok(at)
+    Ok(signed_at_ms)
 }
 
-fn unhex(text: &str) -> Option<Vec<u8>> {
-    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+fn decode_hex(text: &str) -> Option<Vec<u8>> {
+    let (pairs, odd_digit) = text.as_bytes().as_chunks::<2>();
     let digit = |c: u8| (c as char).to_digit(16).map(|d| d as u8);
     let bytes = pairs
         .iter()
         .map(|&[high, low]| Some(digit(high)? << 4 | digit(low)?))
         .collect();
-    rest.is_empty().then_some(bytes).flatten()
+    odd_digit.is_empty().then_some(bytes).flatten()
 }
 
 #[cfg(test)]
@@ -145,9 +150,9 @@ mod tests {
 
     #[test]
     fn signature_covers_method_path_time_and_body_and_grows_old() {
-        let header = sign("key", "PUT", "/route", 1000, b"{}");
+        let header = sign_request("key", "PUT", "/route", 1000, b"{}");
         let check = |key, method, path, now, body: &[u8]| {
-            verify(key, method, path, now, body, Some(&header)).is_ok()
+            verify_signature(key, method, path, now, body, Some(&header)).is_ok()
         };
         assert!(check("key", "PUT", "/route", 1000 + MAX_AGE_MS, b"{}"));
         assert!(!check("other", "PUT", "/route", 1000, b"{}"));
@@ -155,16 +160,16 @@ mod tests {
         assert!(!check("key", "PUT", "/route?x", 1000, b"{}"));
         assert!(!check("key", "PUT", "/route", 1000, b"{ }"));
         assert!(!check("key", "PUT", "/route", 1001 + MAX_AGE_MS, b"{}"));
-        assert!(verify("key", "PUT", "/route", 1000, b"{}", None).is_err());
+        assert!(verify_signature("key", "PUT", "/route", 1000, b"{}", None).is_err());
         for garbage in ["", "1000", "x y", "1000 zz", "1000 abc", "1000 0 abc"] {
-            assert!(verify("key", "PUT", "/route", 1000, b"{}", Some(garbage)).is_err());
+            assert!(verify_signature("key", "PUT", "/route", 1000, b"{}", Some(garbage)).is_err());
         }
     }
 
     #[test]
     fn answer_is_signed_for_one_request() {
-        let request = sign("key", "GET", "/route", 1000, b"");
-        let other = sign("key", "GET", "/route", 1000, b"");
+        let request = sign_request("key", "GET", "/route", 1000, b"");
+        let other = sign_request("key", "GET", "/route", 1000, b"");
         let header = sign_answer("key", &request, 200, b"{}");
         let is_signed =
             |key, request, status| is_answer_signed(key, request, status, b"{}", Some(&header));
@@ -177,9 +182,12 @@ mod tests {
     #[test]
     fn signature_is_used_once_within_its_age() {
         let mut seen = SeenSignatures::default();
-        assert!(seen.add(1000, "a", 1000).is_ok() && seen.add(1000, "b", 1000).is_ok());
-        assert!(seen.add(1000, "a", 1000 + MAX_AGE_MS).is_err());
-        assert!(seen.add(2000, "c", 1001 + MAX_AGE_MS).is_ok());
+        assert!(
+            seen.accept_signature(1000, "a", 1000).is_ok()
+                && seen.accept_signature(1000, "b", 1000).is_ok()
+        );
+        assert!(seen.accept_signature(1000, "a", 1000 + MAX_AGE_MS).is_err());
+        assert!(seen.accept_signature(2000, "c", 1001 + MAX_AGE_MS).is_ok());
         assert_eq!(seen.0.len(), 1, "older ones are refused by their age");
     }
 }

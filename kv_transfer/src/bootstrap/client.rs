@@ -11,7 +11,7 @@ use hyper_util::rt::TokioIo;
 use serde::Deserialize;
 use tokio::net::TcpStream;
 
-use super::auth::{AUTH_HEADER, is_answer_signed, sign, unix_ms};
+use super::auth::{AUTH_HEADER, is_answer_signed, sign_request, unix_ms};
 use super::{RankRegistration, TopologySizes};
 use crate::protocol::ClusterKeys;
 
@@ -76,10 +76,10 @@ pub async fn resolve(
     port: u16,
     loopback_only: bool,
 ) -> Result<Vec<SocketAddr>, HttpError> {
-    let found = tokio::net::lookup_host((host, port))
+    let addresses = tokio::net::lookup_host((host, port))
         .await
         .map_err(|err| HttpError::Io(format!("{host}:{port}"), err.to_string()))?;
-    let usable: Vec<_> = found
+    let usable: Vec<_> = addresses
         .filter(|addr| !loopback_only || addr.ip().to_canonical().is_loopback())
         .collect();
     if loopback_only && usable.is_empty() {
@@ -93,20 +93,20 @@ pub async fn resolve(
 
 impl BootstrapClient {
     /// (answer body, our address on that connection)
-    async fn request(
+    async fn send_request(
         &self,
         method: Method,
         path: &str,
         body: Vec<u8>,
     ) -> Result<(Bytes, IpAddr), HttpError> {
         let url = format!("http://{}:{}{path}", self.host, self.port);
-        let exchange = self.exchange(method, path, body, &url);
+        let exchange = self.exchange_messages(method, path, body, &url);
         tokio::time::timeout(self.timeout, exchange)
             .await
             .unwrap_or_else(|_| Err(HttpError::Timeout(url.clone(), self.timeout)))
     }
 
-    async fn exchange(
+    async fn exchange_messages(
         &self,
         method: Method,
         path: &str,
@@ -130,8 +130,8 @@ impl BootstrapClient {
         if !body.is_empty() {
             request = request.header("content-type", "application/json");
         }
-        let key = self.cluster_keys.as_ref().map(ClusterKeys::own);
-        let signed = key.map(|key| sign(key, method.as_str(), path, unix_ms(), &body));
+        let key = self.cluster_keys.as_ref().map(ClusterKeys::own_key);
+        let signed = key.map(|key| sign_request(key, method.as_str(), path, unix_ms(), &body));
         if let Some(signature) = &signed {
             request = request.header(AUTH_HEADER, signature);
         }
@@ -173,39 +173,41 @@ impl BootstrapClient {
         Ok((answer, local))
     }
 
-    async fn get<T: for<'de> Deserialize<'de>>(&self, path: &str) -> Result<T, HttpError> {
-        let (body, _) = self.request(Method::GET, path, vec![]).await?;
+    async fn get_json<T: for<'de> Deserialize<'de>>(&self, path: &str) -> Result<T, HttpError> {
+        let (body, _) = self.send_request(Method::GET, path, vec![]).await?;
         serde_json::from_slice(&body).map_err(|err| {
             HttpError::Nonsense(format!("{}:{}", self.host, self.port), err.to_string())
         })
     }
 
-    pub async fn sizes(&self) -> Result<TopologySizes, HttpError> {
-        self.get("/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1")
+    pub async fn topology_sizes(&self) -> Result<TopologySizes, HttpError> {
+        self.get_json("/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1")
             .await
     }
 
-    pub async fn route(&self, dp_rank: u32) -> Result<RankRoute, HttpError> {
-        self.get(&format!(
+    pub async fn rank_route(&self, dp_rank: u32) -> Result<RankRoute, HttpError> {
+        self.get_json(&format!(
             "/route?engine_rank=0&target_dp_group={dp_rank}&target_pp_rank=0"
         ))
         .await
     }
 
     /// Register; an empty `rank_ip` is filled with our address on the way to the server.
-    pub async fn register(&self, registration: &RankRegistration) -> Result<(), HttpError> {
+    pub async fn register_rank(&self, registration: &RankRegistration) -> Result<(), HttpError> {
         let mut registration = registration.clone();
         if registration.rank_ip.is_empty() {
-            let (_, local) = self.request(Method::GET, "/health", vec![]).await?;
+            let (_, local) = self.send_request(Method::GET, "/health", vec![]).await?;
             registration.rank_ip = local.to_string();
         }
         let body = serde_json::to_vec(&registration).expect("a registration is plain data");
-        self.request(Method::PUT, "/route", body).await.map(|_| ())
+        self.send_request(Method::PUT, "/route", body)
+            .await
+            .map(|_| ())
     }
 
-    pub async fn unregister(&self, registration: &RankRegistration) -> Result<(), HttpError> {
+    pub async fn unregister_rank(&self, registration: &RankRegistration) -> Result<(), HttpError> {
         let body = serde_json::to_vec(registration).expect("a registration is plain data");
-        self.request(Method::DELETE, "/route", body)
+        self.send_request(Method::DELETE, "/route", body)
             .await
             .map(|_| ())
     }

@@ -54,7 +54,7 @@ pub struct RankRegistration {
 }
 
 impl RankRegistration {
-    fn sizes(&self) -> TopologySizes {
+    fn topology_sizes(&self) -> TopologySizes {
         let dp = if self.system_dp_size == 1 {
             self.attn_dp_size
         } else {
@@ -67,7 +67,7 @@ impl RankRegistration {
         }
     }
 
-    pub(super) fn rank(&self) -> RankPosition {
+    pub(super) fn rank_position(&self) -> RankPosition {
         let dp_group = if self.system_dp_size == 1 {
             self.attn_dp_rank
         } else {
@@ -134,12 +134,12 @@ impl RouteTable {
         mut registration: RankRegistration,
         now_ms: u64,
     ) -> Result<(), TableError> {
-        self.expire(now_ms);
+        self.drop_expired(now_ms);
         registration.layout = serde_json::Value::Null;
         if !registration.role.eq_ignore_ascii_case("prefill") {
             return Err(TableError::Role(registration.role));
         }
-        for (what, rank, size) in [
+        for (label, rank, size) in [
             (
                 "attn_tp",
                 registration.attn_tp_rank,
@@ -158,19 +158,23 @@ impl RouteTable {
             ),
         ] {
             if rank >= size {
-                return Err(TableError::RankRange { what, rank, size });
+                return Err(TableError::RankRange {
+                    what: label,
+                    rank,
+                    size,
+                });
             }
         }
-        let theirs = registration.sizes();
+        let theirs = registration.topology_sizes();
         let ours = *self.sizes.get_or_insert(theirs);
         if ours != theirs {
             return Err(TableError::Conflict { ours, theirs });
         }
-        let rank = registration.rank();
-        if let Some((known, at)) = self.ranks.get_mut(&rank)
-            && *known == registration
+        let rank = registration.rank_position();
+        if let Some((current, seen_ms)) = self.ranks.get_mut(&rank)
+            && *current == registration
         {
-            *at = now_ms; // the periodic reminder
+            *seen_ms = now_ms; // the periodic reminder
             return Ok(());
         }
         if self.ranks.len() >= MAX_RANKS && !self.ranks.contains_key(&rank) {
@@ -181,7 +185,7 @@ impl RouteTable {
         Ok(())
     }
 
-    pub fn sizes(&self) -> Option<TopologySizes> {
+    pub fn topology_sizes(&self) -> Option<TopologySizes> {
         self.sizes
     }
 
@@ -190,10 +194,10 @@ impl RouteTable {
     }
 
     /// Remove ranks that have not registered again in time.
-    pub fn expire(&mut self, now_ms: u64) {
+    pub fn drop_expired(&mut self, now_ms: u64) {
         let before = self.ranks.len();
         self.ranks
-            .retain(|_, (_, at)| now_ms.saturating_sub(*at) <= ROUTE_TTL_MS);
+            .retain(|_, (_, seen_ms)| now_ms.saturating_sub(*seen_ms) <= ROUTE_TTL_MS);
         self.epoch += u64::from(self.ranks.len() != before);
         self.free_topology();
     }
@@ -207,16 +211,17 @@ impl RouteTable {
     /// Remove a rank. Only its own incarnation can, so a late removal does not affect the
     /// successor; and only with its `owner`, which no answer contains.
     pub fn remove(&mut self, registration: &RankRegistration) -> bool {
-        let rank = registration.rank();
-        let known = self.get(rank).is_some_and(|known| {
-            (&known.instance_id, &known.owner) == (&registration.instance_id, &registration.owner)
+        let rank = registration.rank_position();
+        let is_registered = self.get(rank).is_some_and(|current| {
+            (&current.instance_id, &current.owner)
+                == (&registration.instance_id, &registration.owner)
         });
-        if known {
+        if is_registered {
             self.ranks.remove(&rank);
             self.epoch += 1;
         }
         self.free_topology();
-        known
+        is_registered
     }
 }
 
@@ -242,10 +247,10 @@ mod tests {
     #[test]
     fn ranks_come_restart_and_go() {
         let mut table = RouteTable::default();
-        assert_eq!(table.sizes(), None);
+        assert_eq!(table.topology_sizes(), None);
         table.put(rank(1, "a"), 0).expect("new");
         assert_eq!(
-            table.sizes(),
+            table.topology_sizes(),
             Some(TopologySizes {
                 prefill_attn_tp_size: 1,
                 prefill_dp_size: 2,
@@ -269,7 +274,11 @@ mod tests {
             "a late removal of the former incarnation"
         );
         assert!(table.remove(&rank(1, "b")));
-        assert_eq!(table.sizes(), None, "the last one out frees the topology");
+        assert_eq!(
+            table.topology_sizes(),
+            None,
+            "the last one out frees the topology"
+        );
     }
 
     #[test]
@@ -320,7 +329,7 @@ mod tests {
             .put(rank(1, "a"), late)
             .expect("the table is empty again");
         table.put(rank(1, "a"), 2 * late).expect("a reminder");
-        table.expire(2 * late + ROUTE_TTL_MS);
+        table.drop_expired(2 * late + ROUTE_TTL_MS);
         assert!(table.get(at(1)).is_some() && table.get(at(0)).is_none());
     }
 
@@ -343,6 +352,6 @@ mod tests {
                 })
                 .is_some()
         );
-        assert_eq!(table.sizes().map(|s| s.prefill_dp_size), Some(4));
+        assert_eq!(table.topology_sizes().map(|s| s.prefill_dp_size), Some(4));
     }
 }

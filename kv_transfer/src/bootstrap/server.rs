@@ -20,7 +20,7 @@ use serde_json::json;
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 
-use super::auth::{AUTH_HEADER, SeenSignatures, sign_answer, unix_ms, verify};
+use super::auth::{AUTH_HEADER, SeenSignatures, sign_answer, unix_ms, verify_signature};
 use super::registry::{RankPosition, RankRegistration, RouteTable, TableError};
 use crate::protocol::ClusterKeys;
 use crate::reason_code::ReasonCode;
@@ -62,11 +62,11 @@ impl BootstrapServer {
             unsigned: AtomicU64::default(),
             unsigned_warnings: Mutex::default(),
         });
-        let served = state.clone();
+        let server_state = state.clone();
         let thread = std::thread::Builder::new().name("kv-bootstrap".into()).spawn(move || {
             runtime.block_on(async {
                 tokio::select! {
-                    err = serve(listener, served) => tracing::error!(%err, "the bootstrap server stopped"),
+                    err = serve_requests(listener, server_state) => tracing::error!(%err, "the bootstrap server stopped"),
                     _ = stopped => {}
                 }
             });
@@ -85,7 +85,7 @@ impl BootstrapServer {
 
     /// Refused requests about routes (unauthenticated, malformed, or in conflict with the
     /// registered ranks), and connections closed to make space for others.
-    pub fn refused(&self) -> u64 {
+    pub fn refused_total(&self) -> u64 {
         self.state.refused.load(Ordering::Relaxed)
     }
 
@@ -130,7 +130,7 @@ struct State {
     unsigned_warnings: Mutex<PeerWarnings<Option<IpAddr>>>,
 }
 
-async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
+async fn serve_requests(listener: TcpListener, state: Arc<State>) -> io::Error {
     let by_source = PeerTasks::new(CONNECTIONS_PER_SOURCE, MAX_CONNECTIONS);
     let evicted = || {
         state.refused.fetch_add(1, Ordering::Relaxed);
@@ -138,17 +138,17 @@ async fn serve(listener: TcpListener, state: Arc<State>) -> io::Error {
     accept_all(
         listener,
         by_source,
-        |stream| connection(stream, state.clone()),
+        |stream| serve_connection(stream, state.clone()),
         evicted,
     )
     .await
 }
 
-async fn connection(stream: TcpStream, state: Arc<State>) {
+async fn serve_connection(stream: TcpStream, state: Arc<State>) {
     let from = stream.peer_addr().map(|addr| addr.ip().to_canonical()).ok();
     let service = service_fn(move |request| {
         let state = state.clone();
-        async move { Ok::<_, Infallible>(state.answer(request, from).await) }
+        async move { Ok::<_, Infallible>(state.answer_request(request, from).await) }
     });
     let mut http = hyper::server::conn::http1::Builder::new();
     http.timer(TokioTimer::new())
@@ -187,7 +187,7 @@ fn refuse(status: StatusCode, message: impl Into<String>) -> Response<Full<Bytes
     )
 }
 
-async fn signed(
+async fn sign_response(
     key: &str,
     request: &str,
     response: Response<Full<Bytes>>,
@@ -206,38 +206,38 @@ impl State {
         self.started.elapsed().as_millis() as u64
     }
 
-    async fn answer(
+    async fn answer_request(
         &self,
         request: Request<Incoming>,
         from: Option<IpAddr>,
     ) -> Response<Full<Bytes>> {
         let signature = request.headers().get(AUTH_HEADER).cloned();
-        let (key, response) = self.respond(request, from).await;
+        let (key, response) = self.check_and_serve(request, from).await;
         if response.status().is_client_error() && response.status() != StatusCode::NOT_FOUND {
             self.refused.fetch_add(1, Ordering::Relaxed);
         }
         let signature = signature.as_ref().and_then(|value| value.to_str().ok());
         match (key, signature) {
-            (Some(key), Some(signature)) => signed(key, signature, response).await,
+            (Some(key), Some(signature)) => sign_response(key, signature, response).await,
             _ => response,
         }
     }
 
     /// Response, and the key that signs it: the one of the request, or this server's own.
-    async fn respond(
+    async fn check_and_serve(
         &self,
         request: Request<Incoming>,
         from: Option<IpAddr>,
     ) -> (Option<&str>, Response<Full<Bytes>>) {
         let (head, body) = request.into_parts();
-        let own = self.cluster_keys.as_ref().map(ClusterKeys::own);
+        let own = self.cluster_keys.as_ref().map(ClusterKeys::own_key);
         let path = head.uri.path();
         if path == "/health" {
             return (own, reply(StatusCode::OK, &json!({"status": "ok"})));
         }
         if path != "/route" {
-            let why = format!("no resource {path}; there are /route and /health");
-            return (own, refuse(StatusCode::NOT_FOUND, why));
+            let reason = format!("no resource {path}; there are /route and /health");
+            return (own, refuse(StatusCode::NOT_FOUND, reason));
         }
         let body = match tokio::time::timeout(
             READ_TIMEOUT,
@@ -247,22 +247,22 @@ impl State {
         {
             Ok(Ok(body)) => body.to_bytes(),
             _ => {
-                let why = format!(
+                let reason = format!(
                     "the body must arrive within {READ_TIMEOUT:?} and have at most {MAX_BODY_BYTES} bytes"
                 );
-                return (own, refuse(StatusCode::BAD_REQUEST, why));
+                return (own, refuse(StatusCode::BAD_REQUEST, reason));
             }
         };
         match self.authenticate(&head, &body) {
-            Ok(key) => (key, self.serve(&head, &body)),
-            Err(why) => {
-                self.on_unsigned(from, &why);
-                (own, refuse(StatusCode::UNAUTHORIZED, why))
+            Ok(key) => (key, self.dispatch_request(&head, &body)),
+            Err(reason) => {
+                self.on_unsigned(from, &reason);
+                (own, refuse(StatusCode::UNAUTHORIZED, reason))
             }
         }
     }
 
-    fn on_unsigned(&self, from: Option<IpAddr>, why: &str) {
+    fn on_unsigned(&self, from: Option<IpAddr>, reason: &str) {
         self.unsigned.fetch_add(1, Ordering::Relaxed);
         let due = self.unsigned_warnings.lock().record(from, self.now_ms());
         if let Some(times) = due {
@@ -270,7 +270,7 @@ impl State {
             tracing::warn!(
                 from = from.map(tracing::field::display),
                 code,
-                why,
+                why = reason,
                 times,
                 "a request to the bootstrap server was refused"
             );
@@ -287,33 +287,35 @@ impl State {
         let header = head.headers.get(AUTH_HEADER);
         let header = header.and_then(|value| value.to_str().ok());
         let now = unix_ms();
-        let check = |key| verify(key, head.method.as_str(), path, now, body, header);
-        let (key, at) = match check(keys.own()) {
-            Ok(at) => (keys.own(), at),
-            Err(why) => {
-                let mut others = keys.accepted().skip(1);
-                let found = others.find_map(|key| Some((key, check(key).ok()?)));
-                found.ok_or(why)?
+        let check = |key| verify_signature(key, head.method.as_str(), path, now, body, header);
+        let (key, signed_at_ms) = match check(keys.own_key()) {
+            Ok(signed_at_ms) => (keys.own_key(), signed_at_ms),
+            Err(reason) => {
+                let mut others = keys.accepted_keys().skip(1);
+                let accepted_key = others.find_map(|key| Some((key, check(key).ok()?)));
+                accepted_key.ok_or(reason)?
             }
         };
         if let Some(header) = header.filter(|_| head.method != Method::GET) {
-            self.seen.lock().add(at, header, now)?;
+            self.seen
+                .lock()
+                .accept_signature(signed_at_ms, header, now)?;
         }
         Ok(Some(key))
     }
 
-    fn serve(&self, head: &Parts, body: &[u8]) -> Response<Full<Bytes>> {
+    fn dispatch_request(&self, head: &Parts, body: &[u8]) -> Response<Full<Bytes>> {
         match head.method {
-            Method::GET => return self.get(head.uri.query().unwrap_or_default()),
+            Method::GET => return self.get_topology(head.uri.query().unwrap_or_default()),
             Method::PUT | Method::DELETE => {}
             _ => {
-                let why = "/route takes GET, PUT and DELETE";
-                return refuse(StatusCode::METHOD_NOT_ALLOWED, why);
+                let reason = "/route takes GET, PUT and DELETE";
+                return refuse(StatusCode::METHOD_NOT_ALLOWED, reason);
             }
         }
         match serde_json::from_slice(body) {
-            Ok(registration) if head.method == Method::PUT => self.put(registration),
-            Ok(registration) => self.delete(&registration),
+            Ok(registration) if head.method == Method::PUT => self.put_registration(registration),
+            Ok(registration) => self.delete_registration(&registration),
             Err(err) => refuse(
                 StatusCode::BAD_REQUEST,
                 format!("not a registration: {err}"),
@@ -321,7 +323,7 @@ impl State {
         }
     }
 
-    fn put(&self, registration: RankRegistration) -> Response<Full<Bytes>> {
+    fn put_registration(&self, registration: RankRegistration) -> Response<Full<Bytes>> {
         let Err(err) = self.table.lock().put(registration, self.now_ms()) else {
             return reply(StatusCode::OK, &json!({"status": "ok"}));
         };
@@ -333,7 +335,7 @@ impl State {
         refuse(status, err.to_string())
     }
 
-    fn get(&self, query: &str) -> Response<Full<Bytes>> {
+    fn get_topology(&self, query: &str) -> Response<Full<Bytes>> {
         let param = |name: &str| {
             let value = query
                 .split('&')
@@ -348,14 +350,14 @@ impl State {
             param("target_pp_rank"),
         ) {
             (Ok(tp), Ok(dp), Ok(pp)) => (tp, dp, pp),
-            (Err(why), ..) | (_, Err(why), _) | (.., Err(why)) => {
-                return refuse(StatusCode::BAD_REQUEST, why);
+            (Err(reason), ..) | (_, Err(reason), _) | (.., Err(reason)) => {
+                return refuse(StatusCode::BAD_REQUEST, reason);
             }
         };
         let mut table = self.table.lock();
-        table.expire(self.now_ms());
+        table.drop_expired(self.now_ms());
         if (tp, dp_group, pp) == (-1, -1, -1) {
-            return match table.sizes() {
+            return match table.topology_sizes() {
                 Some(sizes) => {
                     let mut body = json!(sizes);
                     body["epoch"] = table.epoch.into();
@@ -370,10 +372,10 @@ impl State {
             tp: rank(tp),
             pp: rank(pp),
         }) {
-            Some(found) => reply(
+            Some(registration) => reply(
                 StatusCode::OK,
-                &json!({"rank_ip": found.rank_ip, "rank_port": found.rank_port, "instance_id": found.instance_id, "proto_ver": found.proto_ver,
-                        "transports": found.transports, "layout_hash": found.layout_hash, "pool_pages": found.pool_pages, "epoch": table.epoch}),
+                &json!({"rank_ip": registration.rank_ip, "rank_port": registration.rank_port, "instance_id": registration.instance_id, "proto_ver": registration.proto_ver,
+                        "transports": registration.transports, "layout_hash": registration.layout_hash, "pool_pages": registration.pool_pages, "epoch": table.epoch}),
             ),
             None => refuse(
                 StatusCode::NOT_FOUND,
@@ -382,13 +384,13 @@ impl State {
         }
     }
 
-    fn delete(&self, registration: &RankRegistration) -> Response<Full<Bytes>> {
+    fn delete_registration(&self, registration: &RankRegistration) -> Response<Full<Bytes>> {
         if self.table.lock().remove(registration) {
             return reply(StatusCode::OK, &json!({"status": "ok"}));
         }
-        let why =
+        let reason =
             "this incarnation of the rank is not registered, or not by the owner of this request";
-        refuse(StatusCode::NOT_FOUND, why)
+        refuse(StatusCode::NOT_FOUND, reason)
     }
 }
 

@@ -25,15 +25,22 @@ async fn rank_registers_is_found_and_leaves() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).expect("a free port");
     let client = client(&server, None);
     assert_eq!(
-        client.sizes().await.expect_err("empty").status(),
+        client.topology_sizes().await.expect_err("empty").status(),
         Some(StatusCode::NOT_FOUND)
     );
     client
-        .register(&registration(77, "a"))
+        .register_rank(&registration(77, "a"))
         .await
         .expect("accepted");
-    assert_eq!(client.sizes().await.expect("known").prefill_dp_size, 1);
-    let route = client.route(0).await.expect("known");
+    assert_eq!(
+        client
+            .topology_sizes()
+            .await
+            .expect("known")
+            .prefill_dp_size,
+        1
+    );
+    let route = client.rank_route(0).await.expect("known");
     assert_eq!(
         (
             route.rank_ip.as_str(),
@@ -44,25 +51,25 @@ async fn rank_registers_is_found_and_leaves() {
         "the address is filled in"
     );
     assert_eq!(
-        client.route(1).await.expect_err("unknown").status(),
+        client.rank_route(1).await.expect_err("unknown").status(),
         Some(StatusCode::NOT_FOUND)
     );
     let mut conflicting = registration(78, "b");
     conflicting.pp_size = 2;
     assert_eq!(
         client
-            .register(&conflicting)
+            .register_rank(&conflicting)
             .await
             .expect_err("conflict")
             .status(),
         Some(StatusCode::CONFLICT)
     );
     client
-        .unregister(&registration(77, "a"))
+        .unregister_rank(&registration(77, "a"))
         .await
         .expect("gone");
     assert_eq!(
-        client.route(0).await.expect_err("unknown").status(),
+        client.rank_route(0).await.expect_err("unknown").status(),
         Some(StatusCode::NOT_FOUND)
     );
     assert!(server.is_serving());
@@ -74,7 +81,7 @@ async fn with_a_cluster_key_a_forged_route_is_refused() {
         BootstrapServer::start("127.0.0.1", 0, Some("secret".into())).expect("a free port");
     for key in [None, Some("guess")] {
         let err = client(&server, key)
-            .register(&RankRegistration {
+            .register_rank(&RankRegistration {
                 rank_ip: "evil".into(),
                 ..registration(1, "evil")
             })
@@ -83,21 +90,21 @@ async fn with_a_cluster_key_a_forged_route_is_refused() {
         assert_eq!(err.status(), Some(StatusCode::UNAUTHORIZED), "{err}");
         assert_eq!(
             client(&server, key)
-                .route(0)
+                .rank_route(0)
                 .await
                 .expect_err("refused")
                 .status(),
             Some(StatusCode::UNAUTHORIZED)
         );
     }
-    assert_eq!((server.refused(), server.refused_unsigned()), (4, 4));
+    assert_eq!((server.refused_total(), server.refused_unsigned()), (4, 4));
     client(&server, Some("secret"))
-        .register(&registration(2, "good"))
+        .register_rank(&registration(2, "good"))
         .await
         .expect("accepted");
     assert_eq!(
         client(&server, Some("secret"))
-            .route(0)
+            .rank_route(0)
             .await
             .expect("known")
             .rank_port,
@@ -107,12 +114,12 @@ async fn with_a_cluster_key_a_forged_route_is_refused() {
 
 #[tokio::test]
 async fn recorded_change_of_a_route_is_refused() {
-    use super::super::auth::sign;
+    use super::super::auth::sign_request;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let server =
         BootstrapServer::start("127.0.0.1", 0, Some("secret".into())).expect("a free port");
     let body = json!({"role": "Prefill", "rank_ip": "h", "rank_port": 1}).to_string();
-    let signature = sign("secret", "PUT", "/route", unix_ms(), body.as_bytes());
+    let signature = sign_request("secret", "PUT", "/route", unix_ms(), body.as_bytes());
     let request = format!(
         "PUT /route HTTP/1.1\r\nhost: x\r\n{AUTH_HEADER}: {signature}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
         body.len()
@@ -128,17 +135,17 @@ async fn recorded_change_of_a_route_is_refused() {
         answers.push(answer.split(' ').nth(1).map(str::to_owned));
     }
     assert_eq!(answers, [Some("200".into()), Some("401".into())]);
-    assert_eq!(server.refused(), 1);
+    assert_eq!(server.refused_total(), 1);
 }
 
 #[tokio::test]
 async fn unsigned_answer_is_refused_by_a_client_with_a_key() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).expect("a free port");
     client(&server, None)
-        .register(&registration(1, "a"))
+        .register_rank(&registration(1, "a"))
         .await
         .expect("accepted");
-    let err = client(&server, Some("secret")).route(0).await;
+    let err = client(&server, Some("secret")).rank_route(0).await;
     assert!(
         matches!(err, Err(super::super::HttpError::Untrusted(_))),
         "{err:?}"
@@ -187,8 +194,8 @@ async fn silent_connections_make_space_for_requests() {
     }
     let client = client(&server, None);
     client
-        .register(&registration(77, "a"))
+        .register_rank(&registration(77, "a"))
         .await
         .expect("answered");
-    assert!(server.refused() > 0);
+    assert!(server.refused_total() > 0);
 }

@@ -13,7 +13,7 @@ use std::time::Duration;
 use super::config::{NodeConfig, Transport};
 use super::context::{CommKey, LoopMessage, NodeContext, NodeTimer, mapped_by};
 use crate::pool::SumKind;
-use crate::protocol::{Hello, MAX_SLAB_BYTES, Msg, clipped};
+use crate::protocol::{Hello, MAX_SLAB_BYTES, Msg, clip_text};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::communicator::{
     CommAction, CommEnd, CommEvent, CommLife, CommPhase, ReceiverAction, ReceiverEvent,
@@ -90,9 +90,9 @@ impl Drop for Staged {
     fn drop(&mut self) {
         let (running, ended) = std::mem::replace(&mut self.aborts, mpsc::channel());
         for comm in std::mem::take(&mut self.comms).into_values() {
-            comm.guard.shut();
+            comm.guard.stop_writes();
             if let Some(thread) = comm.thread {
-                thread.abort(running.clone());
+                thread.abort_thread(running.clone());
             }
         }
         drop(running);
@@ -131,7 +131,7 @@ impl LoopContext {
         let limits = node.config.slab_limits(node.pool.page_bytes());
         let staged = node
             .config
-            .staged()
+            .staged_transport()
             .zip(backend)
             .map(|(via, backend)| Staged {
                 via,
@@ -163,16 +163,16 @@ impl LoopContext {
     }
 
     /// Record that a pair falls back to a slower transport than `from`.
-    pub fn record_fallback(&self, peer: ConnectionId, from: Transport, why: &str) {
+    pub fn record_fallback(&self, peer: ConnectionId, from: Transport, reason: &str) {
         let Some(conn) = self.connections.get(&peer) else {
             return;
         };
         let mapped = conn.remote.as_ref().filter(|_| conn.mapped_works);
-        let may_stage = !from.is_staged() && conn.breaker.allows(self.now());
+        let may_stage = !from.is_staged() && conn.breaker.allows_attempt(self.now_ms());
         let staged = self.transport_with(&conn.peer).filter(|_| may_stage);
         let to = mapped.map(|remote| mapped_by(remote)).or(staged);
         let to = to.unwrap_or(Transport::Tcp).as_str();
-        tracing::warn!(peer = %conn.peer.addr, from = from.as_str(), to, %why, "a transport broke");
+        tracing::warn!(peer = %conn.peer.addr, from = from.as_str(), to, why = %reason, "a transport broke");
         self.shared.stats.lock().fallbacks += 1;
         if let Some(view) = self.shared.gauges.lock().peers.get_mut(&peer) {
             view.transport = to;
@@ -183,13 +183,13 @@ impl LoopContext {
 
     /// The staged transport, if the pair has a usable communicator or may make one now.
     pub fn transport_for(&mut self, peer: ConnectionId) -> Option<Transport> {
-        let now = self.now();
+        let now = self.now_ms();
         let conn = self.connections.get(&peer)?;
         let via = self.transport_with(&conn.peer)?;
         if conn.comm.is_some() {
             return Some(via); // cleared as soon as it is not usable
         }
-        if !conn.breaker.allows(now) || !self.reserve_place() {
+        if !conn.breaker.allows_attempt(now) || !self.reserve_place() {
             return None;
         }
         let staged = self.staged.as_mut()?;
@@ -286,10 +286,10 @@ impl LoopContext {
     }
 
     /// End the communicators of a lost connection.
-    pub fn end_comms_of(&mut self, peer: ConnectionId, why: &str) {
+    pub fn end_comms_of(&mut self, peer: ConnectionId, reason: &str) {
         for key in self.comms_of(peer) {
-            let why = format!("the connection is lost: {why}");
-            self.step_either(key, CommEvent::End(CommEnd::ByPeer(why)));
+            let reason = format!("the connection is lost: {reason}");
+            self.step_either(key, CommEvent::End(CommEnd::ByPeer(reason)));
         }
     }
 
@@ -304,7 +304,7 @@ impl LoopContext {
                 pages_per_slab,
             } => self.on_comm_open((peer, comm), &transport, slabs, pages_per_slab),
             Msg::CommId { comm, id } => self.step_receiver((peer, comm), ReceiverEvent::Id(id)),
-            Msg::CommEnd { comm, code, why } => self.on_comm_end((peer, comm), code, &why),
+            Msg::CommEnd { comm, code, reason } => self.on_comm_end((peer, comm), code, &reason),
             Msg::SlabRead {
                 comm,
                 ticket,
@@ -316,7 +316,7 @@ impl LoopContext {
                 let pages: Vec<_> = ids.into_iter().zip(gens).collect();
                 if let Some(page) = self.shared.announced.first_refused(inc, &pages) {
                     let code = Some(ReasonCode::LeaseExpired);
-                    return self.send(
+                    return self.send_to(
                         peer,
                         Msg::SlabStale {
                             comm,
@@ -343,38 +343,38 @@ impl LoopContext {
         }
     }
 
-    fn on_comm_end(&mut self, key: CommKey, code: Option<ReasonCode>, why: &str) {
-        let now = self.now();
+    fn on_comm_end(&mut self, key: CommKey, code: Option<ReasonCode>, reason: &str) {
+        let now = self.now_ms();
         let conn = self
             .connections
             .get_mut(&key.0)
             .filter(|conn| conn.comm == Some(key));
         if let (Some(conn), Some(code)) = (conn, code) {
             match code {
-                ReasonCode::NoCapacity => conn.breaker.full(now),
-                _ => conn.breaker.failed(now),
+                ReasonCode::NoCapacity => conn.breaker.record_full(now),
+                _ => conn.breaker.record_failure(now),
             }
             if let Some(staged) = &self.staged {
-                self.record_fallback(key.0, staged.via, why);
+                self.record_fallback(key.0, staged.via, reason);
             }
         }
-        let why = format!("the other side: {why}");
-        self.step_either(key, CommEvent::End(CommEnd::ByPeer(why)));
+        let reason = format!("the other side: {reason}");
+        self.step_either(key, CommEvent::End(CommEnd::ByPeer(reason)));
     }
 
     fn on_comm_open(&mut self, key: CommKey, transport: &str, slabs: u32, pages_per_slab: u32) {
-        let known = self.comms_of(key.0);
-        if known.contains(&key) {
+        let peer_comms = self.comms_of(key.0);
+        if peer_comms.contains(&key) {
             return; // a repeated message
         }
-        for former in known {
-            let why = "the decode node made another one".to_owned();
-            self.step_either(former, CommEvent::End(CommEnd::ByPeer(why)));
+        for former in peer_comms {
+            let reason = "the decode node made another one".to_owned();
+            self.step_either(former, CommEvent::End(CommEnd::ByPeer(reason)));
         }
-        if let Err((code, why)) = self.start_sender(key, transport, slabs, pages_per_slab) {
+        if let Err((code, reason)) = self.start_sender(key, transport, slabs, pages_per_slab) {
             let comm = key.1;
             let code = Some(code);
-            self.send(key.0, Msg::CommEnd { comm, code, why });
+            self.send_to(key.0, Msg::CommEnd { comm, code, reason });
         }
     }
 
@@ -385,7 +385,7 @@ impl LoopContext {
         slabs: u32,
         pages_per_slab: u32,
     ) -> Result<(), (ReasonCode, String)> {
-        let broken = |why| (ReasonCode::TransportBroken, why);
+        let broken = |reason| (ReasonCode::TransportBroken, reason);
         let staged = self
             .staged
             .as_ref()
@@ -399,16 +399,16 @@ impl LoopContext {
         };
         let bytes = limits.pages_per_slab.saturating_mul(self.pool.page_bytes());
         if bytes > MAX_SLAB_BYTES {
-            let why = format!("slabs of {bytes} bytes; at most {MAX_SLAB_BYTES} are made");
-            return Err(broken(why));
+            let reason = format!("slabs of {bytes} bytes; at most {MAX_SLAB_BYTES} are made");
+            return Err(broken(reason));
         }
         if !self.reserve_place() {
-            let why = "this node has no place for another communicator (max_communicators)";
-            return Err((ReasonCode::NoCapacity, why.to_owned()));
+            let reason = "this node has no place for another communicator (max_communicators)";
+            return Err((ReasonCode::NoCapacity, reason.to_owned()));
         }
-        let (sender, actions) = SlabSender::new(limits, self.now());
+        let (sender, actions) = SlabSender::new(limits, self.now_ms());
         self.start_comm(key, Half::Sender(sender), limits)
-            .map_err(|err| broken(clipped(&format!("no thread for a communicator: {err}"))))?;
+            .map_err(|err| broken(clip_text(&format!("no thread for a communicator: {err}"))))?;
         self.act_sender(key, actions);
         Ok(())
     }
@@ -437,7 +437,7 @@ impl LoopContext {
     }
 
     fn step_receiver(&mut self, key: CommKey, event: ReceiverEvent) {
-        let now = self.now();
+        let now = self.now_ms();
         let Some(comm) = self.comm_mut(key) else {
             return;
         }; // over: late messages are expected
@@ -450,20 +450,20 @@ impl LoopContext {
             worked = verdict.is_ok();
         }
         let was_usable = receiver.life().phase().is_usable();
-        let actions = receiver.step(event, now);
+        let actions = receiver.apply_event(event, now);
         comm.last_used = now;
         if worked
             && was_usable
             && let Some(conn) = self.connections.get_mut(&key.0)
         {
-            conn.breaker.worked();
+            conn.breaker.record_success();
         }
         self.after_step(key, was_usable);
         self.act_receiver(key, actions);
     }
 
     fn step_sender(&mut self, key: CommKey, event: SenderEvent) {
-        let now = self.now();
+        let now = self.now_ms();
         let Some(comm) = self.comm_mut(key) else {
             return;
         };
@@ -471,7 +471,7 @@ impl LoopContext {
             return;
         };
         let was_usable = sender.life().phase().is_usable();
-        let actions = sender.step(event, now);
+        let actions = sender.apply_event(event, now);
         comm.last_used = now;
         self.after_step(key, was_usable);
         self.act_sender(key, actions);
@@ -479,7 +479,7 @@ impl LoopContext {
 
     /// Set the timer after a step, and count and report an end.
     fn after_step(&mut self, key: CommKey, was_usable: bool) {
-        let now = self.now();
+        let now = self.now_ms();
         let Some(life) = self.comm_mut(key).map(|comm| comm.life().clone()) else {
             return;
         };
@@ -495,10 +495,10 @@ impl LoopContext {
             return;
         };
         conn.comm = None;
-        if let CommEnd::Failed(why) = end {
-            conn.breaker.failed(now);
+        if let CommEnd::Failed(reason) = end {
+            conn.breaker.record_failure(now);
             if let Some(staged) = &self.staged {
-                self.record_fallback(key.0, staged.via, why);
+                self.record_fallback(key.0, staged.via, reason);
             }
         }
     }
@@ -511,11 +511,11 @@ impl LoopContext {
         for action in actions {
             match action {
                 ReceiverAction::Ask => self.send_comm_open(key),
-                ReceiverAction::Join(id) => self.submit(key, CommJob::Join(id)),
+                ReceiverAction::Join(id) => self.submit_job(key, CommJob::Join(id)),
                 ReceiverAction::Read { ticket, pages } => {
                     let ids = pages.iter().map(|p| p.src.page).collect();
                     let gens = pages.iter().map(|p| p.src.generation).collect();
-                    self.send(
+                    self.send_to(
                         peer,
                         Msg::SlabRead {
                             comm,
@@ -530,7 +530,7 @@ impl LoopContext {
                     if let Some(comm) = self.comm_mut(key) {
                         comm.claims.insert(receive.ticket, claim.clone());
                     }
-                    self.submit(key, CommJob::Receive(receive, claim));
+                    self.submit_job(key, CommJob::Receive(receive, claim));
                 }
                 ReceiverAction::Revoke { ticket } => {
                     let claim = self
@@ -559,15 +559,15 @@ impl LoopContext {
         let (peer, comm) = key;
         for action in actions {
             match action {
-                SenderAction::Host => self.submit(key, CommJob::Host),
-                SenderAction::SendId(id) => self.send(peer, Msg::CommId { comm, id }),
-                SenderAction::Send(send) => self.submit(key, CommJob::Send(send)),
+                SenderAction::Host => self.submit_job(key, CommJob::Host),
+                SenderAction::SendId(id) => self.send_to(peer, Msg::CommId { comm, id }),
+                SenderAction::Send(send) => self.submit_job(key, CommJob::Send(send)),
                 SenderAction::Announce { ticket, seq } => {
-                    self.send(peer, Msg::SlabSend { comm, ticket, seq });
+                    self.send_to(peer, Msg::SlabSend { comm, ticket, seq });
                 }
                 SenderAction::SendStale { ticket, page } => {
                     let code = None;
-                    self.send(
+                    self.send_to(
                         peer,
                         Msg::SlabStale {
                             comm,
@@ -585,21 +585,21 @@ impl LoopContext {
     fn act_either(&mut self, key: CommKey, action: CommAction) {
         match action {
             CommAction::SendEnd(end) => {
-                let (code, why) = match end {
+                let (code, reason) = match end {
                     CommEnd::Closed => (None, "its place was needed".to_owned()),
-                    CommEnd::Failed(why) | CommEnd::ByPeer(why) => {
-                        (Some(ReasonCode::TransportBroken), clipped(&why))
+                    CommEnd::Failed(reason) | CommEnd::ByPeer(reason) => {
+                        (Some(ReasonCode::TransportBroken), clip_text(&reason))
                     }
                 };
                 let comm = key.1;
-                self.send(key.0, Msg::CommEnd { comm, code, why });
+                self.send_to(key.0, Msg::CommEnd { comm, code, reason });
             }
             CommAction::Abort => {
                 if let Some(staged) = &mut self.staged
                     && let Some(comm) = staged.comms.get_mut(&key)
                     && let Some(thread) = comm.thread.take()
                 {
-                    thread.abort(staged.aborts.0.clone());
+                    thread.abort_thread(staged.aborts.0.clone());
                 }
             }
             CommAction::Leak => {
@@ -629,16 +629,16 @@ impl LoopContext {
             slabs: staged.limits.slabs as u32,
             pages_per_slab: staged.limits.pages_per_slab as u32,
         };
-        self.send(key.0, msg);
+        self.send_to(key.0, msg);
     }
 
-    fn submit(&self, key: CommKey, job: CommJob) {
+    fn submit_job(&self, key: CommKey, job: CommJob) {
         let comm = self
             .staged
             .as_ref()
             .and_then(|staged| staged.comms.get(&key));
         if let Some(thread) = comm.and_then(|comm| comm.thread.as_ref()) {
-            thread.submit(job);
+            thread.submit_job(job);
         }
     }
 

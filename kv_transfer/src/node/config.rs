@@ -190,11 +190,11 @@ impl NodeConfig {
     /// Parse and check against the pool the node is to serve.
     pub fn parse(json: &str, pool: &KvPool) -> Result<Self, String> {
         let parsed = serde_json::from_str(json).map_err(|err| err.to_string());
-        let checked = parsed.and_then(|config: Self| config.check(pool).map(|()| config));
-        checked.map_err(|why| format!("transfer config: {why}"))
+        let checked = parsed.and_then(|config: Self| config.check_limits(pool).map(|()| config));
+        checked.map_err(|reason| format!("transfer config: {reason}"))
     }
 
-    fn check(&self, pool: &KvPool) -> Result<(), String> {
+    fn check_limits(&self, pool: &KvPool) -> Result<(), String> {
         let page_bytes = self.layout.get("page_bytes");
         let page_bytes = page_bytes.and_then(serde_json::Value::as_u64);
         if page_bytes != Some(pool.page_bytes() as u64) {
@@ -231,9 +231,9 @@ impl NodeConfig {
             return Err("second_cluster_key without cluster_key".into());
         }
         if self.transports.is_empty() {
-            let why =
+            let reason =
                 r#"transports is empty; there are "shm", "cuda_ipc", "tcp", "gloo" and "nccl""#;
-            return Err(why.into());
+            return Err(reason.into());
         }
         if pool.device().is_some() && self.copy_threads > 1 {
             let threads = self.copy_threads;
@@ -277,12 +277,12 @@ impl NodeConfig {
     }
 
     /// The staged transport of this node, if it has one.
-    pub fn staged(&self) -> Option<Transport> {
+    pub fn staged_transport(&self) -> Option<Transport> {
         self.transports.iter().copied().find(|t| t.is_staged())
     }
 
     /// The transport that reads the peer's memory, if this node has it.
-    pub fn mapped(&self) -> Option<Transport> {
+    pub fn mapped_transport(&self) -> Option<Transport> {
         self.transports.iter().copied().find(|t| t.is_mapped())
     }
 

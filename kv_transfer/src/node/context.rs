@@ -50,8 +50,8 @@ pub(super) struct SharedState {
     pub history: Mutex<RoomHistory>,
     pub gauges: Mutex<NodeGauges>,
     pub unhealthy: Mutex<Option<String>>,
-    /// Number of `poll` calls: a working engine makes one per turn, an idle one with live rooms at
-    /// least one per second.
+    /// Number of `poll_events` calls: a working engine makes one per turn, an idle one with live
+    /// rooms at least one per second.
     pub progress: AtomicU64,
     pub announced: Arc<AnnouncedPages>,
     /// Data streams of decode ranks closed because of a bad message; counted by the data threads.
@@ -84,10 +84,10 @@ impl SharedState {
         self.started.elapsed().as_millis() as u64
     }
 
-    pub fn mark_unhealthy(&self, why: String) {
-        tracing::error!(%why, "the transfer node is unhealthy");
-        self.unhealthy.lock().get_or_insert(why);
-        self.events.wake(); // an idle engine reports its health too
+    pub fn mark_unhealthy(&self, reason: String) {
+        tracing::error!(why = %reason, "the transfer node is unhealthy");
+        self.unhealthy.lock().get_or_insert(reason);
+        self.events.wake_reader(); // an idle engine reports its health too
     }
 }
 
@@ -236,8 +236,8 @@ impl NodeContext {
             idle: Duration::from_millis(config.data_idle_ms),
             report: Arc::new(move |end| drop(pulled.send(LoopMessage::Pulled(end)))),
         };
-        let data = DataPlane::start(&data, config.tcp_streams, move |why| {
-            drop(dead.send(LoopMessage::DataThreadDead(why)));
+        let data = DataPlane::start(&data, config.tcp_streams, move |reason| {
+            drop(dead.send(LoopMessage::DataThreadDead(reason)));
         })?;
         let context = Self {
             config,
@@ -263,7 +263,7 @@ impl NodeContext {
         Ok((context, inboxes))
     }
 
-    pub fn now(&self) -> u64 {
+    pub fn now_ms(&self) -> u64 {
         self.shared.now_ms()
     }
 
@@ -283,11 +283,11 @@ impl NodeContext {
         } = opened;
         let peer = self.next_conn;
         self.next_conn += 1;
-        let now = self.now();
-        // `establish` refused any other kind; pages of a decode node are never verified.
+        let now = self.now_ms();
+        // `establish_connection` refused any other kind; pages of a decode node are never verified.
         let sums = SumKind::parse(&hello.sums).unwrap_or(SumKind::Xxh3);
         let data = DataStreams::new(addr, hello.inc.clone(), sums);
-        let tasks = establish::run(
+        let tasks = establish::start_tasks(
             peer,
             stream,
             (sealer, opener),
@@ -356,19 +356,19 @@ impl NodeContext {
         }
     }
 
-    pub fn send(&mut self, peer: ConnectionId, msg: Msg) {
+    pub fn send_to(&mut self, peer: ConnectionId, msg: Msg) {
         let Some(conn) = self.connections.get(&peer) else {
             return;
         }; // lost meanwhile: its rooms have ended
         let outbox = conn.tasks.outbox.clone();
         let plain = |msg| OutgoingMessage { msg, flip: false };
-        let sent = match self.faults.on_send(msg.name()) {
+        let is_sent = match self.faults.on_send(msg.name()) {
             None | Some(Fault::Break | Fault::Hold(_)) => outbox.put(plain(msg)),
             Some(Fault::Drop) => true,
             Some(Fault::Dup) => outbox.put(plain(msg.clone())) && outbox.put(plain(msg)),
             Some(Fault::Flip) => outbox.put(OutgoingMessage { msg, flip: true }),
             Some(Fault::Kill) => {
-                return self.mark_lost(peer, ConnectionError::dead("fault injection"));
+                return self.mark_lost(peer, ConnectionError::peer_dead("fault injection"));
             }
             Some(Fault::DelayMs(ms)) => {
                 tokio::spawn(async move {
@@ -378,9 +378,9 @@ impl NodeContext {
                 true
             }
         };
-        if !sent {
-            let why = "it is closing, or reads much less than it asks for";
-            self.mark_lost(peer, ConnectionError::dead(why));
+        if !is_sent {
+            let reason = "it is closing, or reads much less than it asks for";
+            self.mark_lost(peer, ConnectionError::peer_dead(reason));
         }
     }
 
@@ -414,7 +414,7 @@ impl NodeContext {
         state: &'static str,
         note: String,
     ) -> RoomRecord {
-        let at_ms = self.now();
+        let at_ms = self.now_ms();
         RoomRecord {
             at_ms,
             room,
@@ -426,12 +426,12 @@ impl NodeContext {
     }
 
     /// Record a state change of a room.
-    pub fn record(&self, record: RoomRecord, over: bool) {
-        self.shared.history.lock().record(record, over);
+    pub fn record_state(&self, record: RoomRecord, over: bool) {
+        self.shared.history.lock().record_state(record, over);
     }
 
-    pub fn note(&self, record: RoomRecord) {
-        self.shared.history.lock().note(record);
+    pub fn add_note(&self, record: RoomRecord) {
+        self.shared.history.lock().add_note(record);
     }
 
     pub fn count_refused_hello(&self, code: ReasonCode) {
@@ -451,17 +451,17 @@ impl NodeContext {
     ) {
         tracing::error!(room, ?side, %invalid, "a call the room's state does not allow");
         self.shared.stats.lock().illegal += 1;
-        self.note(self.record_of(side, room, 0, invalid.phase, invalid.to_string()));
+        self.add_note(self.record_of(side, room, 0, invalid.phase, invalid.to_string()));
     }
 
-    pub fn push(&mut self, event: NodeEvent) {
+    pub fn push_event(&mut self, event: NodeEvent) {
         self.events.push(event);
     }
 
     /// Deliver the events of the previous steps to the engine.
     pub fn flush_events(&mut self) {
         for event in self.events.drain(..) {
-            if !self.shared.events.push(event.clone()) {
+            if !self.shared.events.push_event(event.clone()) {
                 tracing::error!(?event, "a room ended twice; the second end is dropped");
             }
         }
@@ -477,7 +477,7 @@ pub(super) fn mapped_by(remote: &RemotePool) -> Transport {
 }
 
 /// A random (version 4) uuid.
-pub(super) fn uuid() -> String {
+pub(super) fn random_uuid() -> String {
     let bits = (rand::random::<u128>() & !(0xF << 76) & !(0x3 << 62)) | (4 << 76) | (2 << 62);
     let hex = format!("{bits:032x}");
     format!(

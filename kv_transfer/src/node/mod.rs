@@ -18,8 +18,8 @@
 //!    `kv-comm`: one per communicator of a staged transport.
 //!
 //! The engine's thread sends commands through a bounded channel and receives events through a queue
-//! with an eventfd; it never blocks (except in `register` and `close`). A panic in any thread marks
-//! the node unhealthy; a panic of the control thread ends every room.
+//! with an eventfd; it never blocks (except in `register_rank` and `close`). A panic in any thread
+//! marks the node unhealthy; a panic of the control thread ends every room.
 
 mod command;
 mod communicators;
@@ -60,7 +60,7 @@ use crate::transport::communicator::CommBackend;
 use crate::transport::copy_threads::panic_text;
 use crate::transport::shm;
 use command::{EngineCommand, OfferRequest, OpenRequest};
-use context::{SharedState, uuid};
+use context::{SharedState, random_uuid};
 use control_loop::{ControlLoop, Listeners, PoolShare};
 use records::events::{ClaimError, EventQueue};
 use records::metrics;
@@ -118,28 +118,28 @@ impl TransferNode {
         backend: Option<Arc<dyn CommBackend>>,
     ) -> Result<Self, NodeError> {
         let mut config = NodeConfig::parse(config_json, &pool).map_err(NodeError::Config)?;
-        let staged = config.staged();
-        let given = backend.as_ref().map(|b| b.name());
-        if staged.map(Transport::as_str) != given {
+        let staged = config.staged_transport();
+        let backend_name = backend.as_ref().map(|b| b.name());
+        if staged.map(Transport::as_str) != backend_name {
             return Err(NodeError::Config(format!(
-                "transfer config: the staged transport of the list is {staged:?}, the backend given makes {given:?}"
+                "transfer config: the staged transport of the list is {staged:?}, the backend given makes {backend_name:?}"
             )));
         }
         if config.fault.is_some() {
             tracing::warn!("fault injection is on: this node breaks things on purpose");
         }
-        let (listener, port) = listen(&config)?;
-        let incarnation = uuid();
+        let (listener, port) = bind_listener(&config)?;
+        let incarnation = random_uuid();
         let shm_socket = format!("baton-kv-{incarnation}");
         let shm_token: [u8; shm::TOKEN_BYTES] = rand::random();
-        let local = share(&pool, &config, &shm_socket, shm_token).unwrap_or_else(|why| {
-            tracing::warn!(%why, "KV pages of this node do not travel by the memory of its host");
+        let local = share_pool(&pool, &config, &shm_socket, shm_token).unwrap_or_else(|reason| {
+            tracing::warn!(why = %reason, "KV pages of this node do not travel by the memory of its host");
             config.transports.retain(|t| !t.is_mapped());
             None
         });
         if config.transports.is_empty() {
-            let why = std::io::Error::other("it does not work here, see the log");
-            return Err(cannot_start("the only transport allowed", why));
+            let reason = std::io::Error::other("it does not work here, see the log");
+            return Err(cannot_start("the only transport allowed", reason));
         }
         let transports = config.transports.iter().map(|t| t.as_str().to_owned());
         let hello = Hello {
@@ -205,29 +205,34 @@ impl TransferNode {
         self.shared.events.fd()
     }
 
-    fn command(&self, command: EngineCommand) -> Result<(), NodeError> {
+    fn send_command(&self, command: EngineCommand) -> Result<(), NodeError> {
         self.commands.try_send(command).map_err(|_| {
             NodeError::Unhealthy(self.shared.unhealthy.lock().clone().unwrap_or_default())
         })
     }
 
-    fn claim(&self, side: RoomSide, room: u64, command: EngineCommand) -> Result<(), NodeError> {
+    fn claim_room(
+        &self,
+        side: RoomSide,
+        room: u64,
+        command: EngineCommand,
+    ) -> Result<(), NodeError> {
         self.shared
             .events
-            .claim(side, room)
+            .claim_room(side, room)
             .map_err(|err| match err {
                 ClaimError::Live => NodeError::DuplicateRoom(room),
                 ClaimError::Full(n) => NodeError::Full(n),
             })?;
-        self.command(command)
-            .inspect_err(|_| self.shared.events.unclaim(side, room))
+        self.send_command(command)
+            .inspect_err(|_| self.shared.events.release_claim(side, room))
     }
 
     /// P: PUT /route for this rank until it succeeds or `timeout` is over; afterwards it is
     /// repeated in the background. Blocks.
-    pub fn register(&self, host: &str, port: u16, timeout: Duration) -> Result<(), NodeError> {
+    pub fn register_rank(&self, host: &str, port: u16, timeout: Duration) -> Result<(), NodeError> {
         let (reply, answer) = std::sync::mpsc::channel();
-        self.command(EngineCommand::Register {
+        self.send_command(EngineCommand::Register {
             host: host.to_owned(),
             port,
             timeout,
@@ -241,7 +246,7 @@ impl TransferNode {
     }
 
     /// P: offer the room of an accepted request. `deadline_ms` counts from now.
-    pub fn offer(
+    pub fn offer_room(
         &self,
         room: u64,
         attempt: u32,
@@ -254,24 +259,24 @@ impl TransferNode {
             prompt_hash: prompt_hash.to_vec(),
             deadline_ms,
         };
-        self.claim(RoomSide::Prefill, room, EngineCommand::Offer(room, request))
+        self.claim_room(RoomSide::Prefill, room, EngineCommand::Offer(room, request))
     }
 
     /// P: prompt pages [first_page, first_page + n) are final. Seals them now; checksums and
     /// PROGRESS follow on other threads.
-    pub fn publish(&self, room: u64, first_page: u32, pages: &[u8]) -> Result<(), NodeError> {
+    pub fn publish_pages(&self, room: u64, first_page: u32, pages: &[u8]) -> Result<(), NodeError> {
         let pages = self.pool.check_pages(pages)?;
-        let generations = self.pool.seal(&pages);
+        let generations = self.pool.seal_pages(&pages);
         let pages = pages.into_iter().zip(generations).collect();
         let first = first_page;
-        self.command(EngineCommand::Prefill(
+        self.send_command(EngineCommand::Prefill(
             room,
             PrefillEvent::Publish { first, pages },
         ))
     }
 
     /// P: finish prefill; the lease starts.
-    pub fn finish(
+    pub fn finish_prompt(
         &self,
         room: u64,
         total_pages: u32,
@@ -284,7 +289,7 @@ impl TransferNode {
             last_page_tokens,
             payload,
         };
-        self.command(EngineCommand::Prefill(room, PrefillEvent::Finish(output)))
+        self.send_command(EngineCommand::Prefill(room, PrefillEvent::Finish(output)))
     }
 
     /// D: fetch the prompt of `room` from the prefill rank behind this bootstrap address.
@@ -293,7 +298,7 @@ impl TransferNode {
         clippy::too_many_arguments,
         reason = "one call of the engine's contract, mirrored in Python with names"
     )]
-    pub fn open(
+    pub fn open_room(
         &self,
         room: u64,
         attempt: u32,
@@ -312,42 +317,47 @@ impl TransferNode {
             prompt_hash: prompt_hash.to_vec(),
             deadline_ms,
         };
-        self.claim(RoomSide::Decode, room, EngineCommand::Open(room, request))
+        self.claim_room(RoomSide::Decode, room, EngineCommand::Open(room, request))
     }
 
     /// D: the prompt's pages before `start_page` are here; all others go to `dst_pages`.
-    pub fn grant(&self, room: u64, start_page: u32, dst_pages: &[u8]) -> Result<(), NodeError> {
+    pub fn grant_pages(
+        &self,
+        room: u64,
+        start_page: u32,
+        dst_pages: &[u8],
+    ) -> Result<(), NodeError> {
         let pages = self.pool.check_pages(dst_pages)?;
-        self.command(EngineCommand::Decode(
+        self.send_command(EngineCommand::Decode(
             room,
             DecodeEvent::Grant { start_page, pages },
         ))
     }
 
-    /// D: revoke the grant. `poll` answers with `Revoked`, or with `Announced`: then it stays,
-    /// because P holds pages for the room.
-    pub fn revoke(&self, room: u64) -> Result<(), NodeError> {
-        self.command(EngineCommand::Decode(room, DecodeEvent::Revoke))
+    /// D: revoke the grant. `poll_events` answers with `Revoked`, or with `Announced`: then it
+    /// stays, because P holds pages for the room.
+    pub fn revoke_grant(&self, room: u64) -> Result<(), NodeError> {
+        self.send_command(EngineCommand::Decode(room, DecodeEvent::Revoke))
     }
 
-    /// Abort a room on either side; idempotent. The end is reported by `poll`.
-    pub fn abort(&self, room: u64, code: &str) -> Result<(), NodeError> {
+    /// Abort a room on either side; idempotent. The end is reported by `poll_events`.
+    pub fn abort_room(&self, room: u64, code: &str) -> Result<(), NodeError> {
         let code = code
             .parse()
             .map_err(|_| NodeError::UnknownCode(code.to_owned()))?;
-        self.command(EngineCommand::Abort(room, code))
+        self.send_command(EngineCommand::Abort(room, code))
     }
 
     /// Up to `max` events. Each call counts as progress of the engine, which HEARTBEAT reports to
     /// peers.
-    pub fn poll(&self, max: usize) -> Vec<NodeEvent> {
+    pub fn poll_events(&self, max: usize) -> Vec<NodeEvent> {
         self.shared.progress.fetch_add(1, Ordering::Relaxed);
-        self.shared.events.poll(max)
+        self.shared.events.take_events(max)
     }
 
-    /// Wait until `poll` has events; false after `timeout`.
-    pub fn wait(&self, timeout: Duration) -> bool {
-        self.shared.events.wait(timeout)
+    /// Wait until `poll_events` has events; false after `timeout`.
+    pub fn wait_for_event(&self, timeout: Duration) -> bool {
+        self.shared.events.wait_for_event(timeout)
     }
 
     /// `gauges` and `counters` carry the engine's metric names; `detail` is for people and tests.
@@ -357,12 +367,12 @@ impl TransferNode {
         stats.bad_frames += shared.bad_stream_frames.load(Ordering::Relaxed);
         let (live, states) = {
             let history = shared.history.lock();
-            (history.live(), history.live_by_state())
+            (history.live_count(), history.live_by_state())
         };
         let more = shared.gauges.lock().clone();
         let backlogs = more.peers.values().map(|peer| peer.backlog.bytes());
         let largest_backlog = backlogs.max().unwrap_or(0);
-        let why = shared.unhealthy.lock().clone();
+        let reason = shared.unhealthy.lock().clone();
         let mut detail = serde_json::to_value(&stats).unwrap_or_default();
         detail["rooms_live"] = json!(live);
         detail["rooms_by_state"] = json!(states);
@@ -373,18 +383,22 @@ impl TransferNode {
         detail["incarnation"] = json!(self.incarnation);
         detail["uptime_ms"] = json!(shared.now_ms());
         json!({
-            "gauges": metrics::gauges(&states, more.peers.len(), largest_backlog, &more.comms, why.is_none()),
-            "counters": stats.counters(shared.announced.refused()),
+            "gauges": metrics::gauges(&states, more.peers.len(), largest_backlog, &more.comms, reason.is_none()),
+            "counters": stats.counters(shared.announced.refused_total()),
             "detail": detail,
-            "healthy": why.is_none(),
-            "unhealthy_reason": why,
+            "healthy": reason.is_none(),
+            "unhealthy_reason": reason,
         })
         .to_string()
     }
 
     pub fn rooms_json(&self, room: Option<u64>) -> String {
         let now_ms = self.shared.now_ms();
-        self.shared.history.lock().json(room, now_ms).to_string()
+        self.shared
+            .history
+            .lock()
+            .timeline_json(room, now_ms)
+            .to_string()
     }
 
     pub fn is_healthy(&self) -> bool {
@@ -393,7 +407,7 @@ impl TransferNode {
 
     /// Refuse OPENs of rooms this node does not know; live rooms continue.
     pub fn drain(&self) {
-        let _ = self.command(EngineCommand::Drain); // a closed node accepts no OPENs either
+        let _ = self.send_command(EngineCommand::Drain); // a closed node accepts no OPENs either
     }
 
     /// Close every connection and thread. Live rooms get no further event. Idempotent; blocks until
@@ -407,7 +421,7 @@ impl TransferNode {
 
     #[cfg(test)]
     pub(crate) fn panic_for_test(&self) {
-        self.command(EngineCommand::Panic)
+        self.send_command(EngineCommand::Panic)
             .expect("the thread is alive");
     }
 }
@@ -423,7 +437,7 @@ fn cannot_start(what: &str, source: std::io::Error) -> NodeError {
     NodeError::Start { what, source }
 }
 
-fn listen(config: &NodeConfig) -> Result<(TcpListener, u16), NodeError> {
+fn bind_listener(config: &NodeConfig) -> Result<(TcpListener, u16), NodeError> {
     let host = config.host.as_str();
     let port = config.port;
     let listener = TcpListener::bind((host, port))
@@ -457,13 +471,13 @@ fn start_thread(
 }
 
 /// Listen for processes of this host that map the pool. `None`: no transport needs it.
-fn share(
+fn share_pool(
     pool: &KvPool,
     config: &NodeConfig,
     socket: &str,
     token: [u8; shm::TOKEN_BYTES],
 ) -> Result<Option<PoolShare>, String> {
-    if config.mapped().is_none() {
+    if config.mapped_transport().is_none() {
         return Ok(None);
     }
     let handle = match pool.device() {
@@ -471,7 +485,7 @@ fn share(
         Some(device) => device.handle().map_err(|err| err.to_string())?,
     };
     let listener =
-        shm::listen(socket).map_err(|err| format!("no abstract unix sockets here: {err}"))?;
+        shm::bind_socket(socket).map_err(|err| format!("no abstract unix sockets here: {err}"))?;
     Ok(Some(PoolShare {
         listener,
         token,
@@ -499,11 +513,11 @@ fn control_thread(
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| {
         runtime.block_on(control_loop.run(listeners, inbox))
     })) {
-        let why = panic_text(panic.as_ref());
-        shared.mark_unhealthy(why.clone());
+        let reason = panic_text(panic.as_ref());
+        shared.mark_unhealthy(reason.clone());
         for (side, room) in shared.events.live_rooms() {
-            let message = format!("internal: the transfer runtime has ended ({why})");
-            shared.events.push(match side {
+            let message = format!("internal: the transfer runtime has ended ({reason})");
+            shared.events.push_event(match side {
                 RoomSide::Prefill => NodeEvent::Released {
                     room,
                     code: Some(ReasonCode::TransportBroken),

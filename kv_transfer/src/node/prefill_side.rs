@@ -7,7 +7,7 @@ use super::config::NodeLimits;
 use super::context::{NodeContext, NodeTimer};
 use super::records::events::NodeEvent;
 use super::records::room_history::RoomSide;
-use crate::protocol::{Msg, OpenMessage, PageDigest, clipped};
+use crate::protocol::{Msg, OpenMessage, PageDigest, clip_text};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::ConnectionId;
 use crate::state_machine::pending_opens::{
@@ -66,7 +66,7 @@ impl PrefillSide {
         }
     }
 
-    pub fn has(&self, room: u64) -> bool {
+    pub fn has_room(&self, room: u64) -> bool {
         self.rooms.contains_key(&room)
     }
 
@@ -84,18 +84,18 @@ impl PrefillSide {
         self.pending_opens.drop_peer(peer);
     }
 
-    pub fn offer(&mut self, ctx: &mut NodeContext, room: u64, request: OfferRequest) {
+    pub fn offer_room(&mut self, ctx: &mut NodeContext, room: u64, request: OfferRequest) {
         let OfferRequest {
             attempt,
             prompt_hash,
             deadline_ms,
         } = request;
-        let deadline = ctx.now().saturating_add(deadline_ms);
+        let deadline = ctx.now_ms().saturating_add(deadline_ms);
         let machine = PrefillRoom::new(attempt, prompt_hash, deadline, ctx.config.lease_ms);
-        self.ended_rooms.forget(room);
+        self.ended_rooms.forget_room(room);
         let state = machine.phase.name();
         let record = ctx.record_of(RoomSide::Prefill, room, attempt, state, "offered".into());
-        ctx.record(record, false);
+        ctx.record_state(record, false);
         ctx.timers
             .set(&NodeTimer::Prefill(room), machine.next_due());
         let entry = PrefillEntry {
@@ -104,7 +104,7 @@ impl PrefillSide {
             to_hash: VecDeque::new(),
         };
         self.rooms.insert(room, entry);
-        if let Some(open) = self.pending_opens.take(room) {
+        if let Some(open) = self.pending_opens.take_open(room) {
             self.set_pending_timer(ctx);
             let PendingOpen {
                 peer,
@@ -119,19 +119,19 @@ impl PrefillSide {
                 prompt_hash,
                 start_page,
             };
-            self.step(ctx, room, event);
+            self.apply_event(ctx, room, event);
         }
     }
 
     /// Abort a room, perhaps before its offer: then a waiting decode rank is refused at once.
-    pub fn abort(&mut self, ctx: &mut NodeContext, room: u64, code: ReasonCode) {
+    pub fn abort_room(&mut self, ctx: &mut NodeContext, room: u64, code: ReasonCode) {
         if self.rooms.contains_key(&room) {
-            return self.step(ctx, room, PrefillEvent::Abort(code));
+            return self.apply_event(ctx, room, PrefillEvent::Abort(code));
         }
-        if let Some(PendingOpen { peer, attempt, .. }) = self.pending_opens.take(room) {
+        if let Some(PendingOpen { peer, attempt, .. }) = self.pending_opens.take_open(room) {
             self.set_pending_timer(ctx);
-            let why = "the prefill node refused the request";
-            reject(
+            let reason = "the prefill node refused the request";
+            reject_open(
                 ctx,
                 RoomOf {
                     peer,
@@ -139,7 +139,7 @@ impl PrefillSide {
                     attempt,
                 },
                 code,
-                why,
+                reason,
             );
         }
         if self.ended_rooms.get(room, 0).is_none() {
@@ -152,7 +152,7 @@ impl PrefillSide {
         if let Some(entry) = self.rooms.get_mut(&room) {
             entry.hashing = false;
         }
-        self.step(ctx, room, PrefillEvent::Hashed(sums));
+        self.apply_event(ctx, room, PrefillEvent::Hashed(sums));
         self.hash_more(ctx, room);
     }
 
@@ -166,7 +166,7 @@ impl PrefillSide {
         entry.hashing = true;
         let n = entry.to_hash.len().min(HASH_BATCH);
         let pages = entry.to_hash.drain(..n).collect();
-        ctx.copy_threads.submit(CopyJob::Hash { room, pages });
+        ctx.copy_threads.submit_job(CopyJob::Hash { room, pages });
     }
 
     pub fn on_open(&mut self, ctx: &mut NodeContext, peer: ConnectionId, open: OpenMessage) {
@@ -174,15 +174,15 @@ impl PrefillSide {
         let room = open.room;
         let attempt = open.attempt;
         let own = &ctx.identity.hello;
-        let (code, why) = if open.p_inc_expected != own.inc {
-            let why = format!("this is incarnation {}", own.inc);
-            (ReasonCode::PeerRestarted, why)
+        let (code, reason) = if open.p_inc_expected != own.inc {
+            let reason = format!("this is incarnation {}", own.inc);
+            (ReasonCode::PeerRestarted, reason)
         } else if open.layout_hash != own.layout_hash {
-            let why = format!(
+            let reason = format!(
                 "page layout {} of the decode node, {} here: model, dtype, page size and heads must agree",
                 open.layout_hash, own.layout_hash
             );
-            (ReasonCode::LayoutMismatch, why)
+            (ReasonCode::LayoutMismatch, reason)
         } else if self.rooms.contains_key(&room) {
             let OpenMessage {
                 prompt_hash,
@@ -195,7 +195,7 @@ impl PrefillSide {
                 prompt_hash,
                 start_page,
             };
-            return self.step(ctx, room, event);
+            return self.apply_event(ctx, room, event);
         } else if let Some(code) = self.ended_rooms.get(room, attempt) {
             (code, "the room is over on the prefill node".into())
         } else if self.is_draining {
@@ -206,7 +206,7 @@ impl PrefillSide {
         } else {
             return self.keep_pending(ctx, peer, open);
         };
-        reject(
+        reject_open(
             ctx,
             RoomOf {
                 peer,
@@ -214,7 +214,7 @@ impl PrefillSide {
                 attempt,
             },
             code,
-            &why,
+            &reason,
         );
     }
 
@@ -227,15 +227,15 @@ impl PrefillSide {
             attempt,
             prompt_hash: open.prompt_hash,
             start_page: open.start_page,
-            until: ctx.now() + ttl_ms,
+            until: ctx.now_ms() + ttl_ms,
         };
-        let (code, why) = match self.pending_opens.add(room, open) {
+        let (code, reason) = match self.pending_opens.add(room, open) {
             Ok(()) => {
                 ctx.shared.stats.lock().opens_early += 1;
                 let note = format!("OPEN before the request, kept {ttl_ms} ms");
-                ctx.note(ctx.record_of(RoomSide::Prefill, room, attempt, "PARKED", note));
+                ctx.add_note(ctx.record_of(RoomSide::Prefill, room, attempt, "PARKED", note));
                 self.set_pending_timer(ctx);
-                return ctx.send(
+                return ctx.send_to(
                     peer,
                     Msg::OpenPending {
                         room,
@@ -253,7 +253,7 @@ impl PrefillSide {
                 "another decode rank waits for this room",
             ),
         };
-        reject(
+        reject_open(
             ctx,
             RoomOf {
                 peer,
@@ -261,15 +261,15 @@ impl PrefillSide {
                 attempt,
             },
             code,
-            why,
+            reason,
         );
     }
 
     pub fn expire_pending_opens(&mut self, ctx: &mut NodeContext, now: u64) {
-        for (room, PendingOpen { peer, attempt, .. }) in self.pending_opens.expire(now) {
-            let why = "the request did not arrive at the prefill node in time";
+        for (room, PendingOpen { peer, attempt, .. }) in self.pending_opens.take_expired(now) {
+            let reason = "the request did not arrive at the prefill node in time";
             let code = ReasonCode::Unreachable;
-            reject(
+            reject_open(
                 ctx,
                 RoomOf {
                     peer,
@@ -277,7 +277,7 @@ impl PrefillSide {
                     attempt,
                 },
                 code,
-                why,
+                reason,
             );
         }
         self.set_pending_timer(ctx);
@@ -296,7 +296,7 @@ impl PrefillSide {
     ) {
         self.pending_opens.take_of(peer, room);
         self.set_pending_timer(ctx);
-        self.step(
+        self.apply_event(
             ctx,
             room,
             PrefillEvent::PeerAbort {
@@ -307,16 +307,16 @@ impl PrefillSide {
         );
     }
 
-    pub fn renew(&mut self, ctx: &mut NodeContext, peer: ConnectionId, rooms: &[u64]) {
+    pub fn renew_leases(&mut self, ctx: &mut NodeContext, peer: ConnectionId, rooms: &[u64]) {
         for &room in rooms {
-            self.step(ctx, room, PrefillEvent::Renew { peer });
+            self.apply_event(ctx, room, PrefillEvent::Renew { peer });
         }
     }
 
     /// The only place where a prefill room changes. Calls and messages for a room that is over are
     /// ignored.
-    pub fn step(&mut self, ctx: &mut NodeContext, room: u64, event: PrefillEvent) {
-        let now = ctx.now();
+    pub fn apply_event(&mut self, ctx: &mut NodeContext, room: u64, event: PrefillEvent) {
+        let now = ctx.now_ms();
         let Some(entry) = self.rooms.get_mut(&room) else {
             return;
         };
@@ -325,14 +325,14 @@ impl PrefillSide {
             event,
             PrefillEvent::Publish { .. } | PrefillEvent::Finish(_)
         );
-        let actions = match entry.room.step(event, now) {
+        let actions = match entry.room.apply_event(event, now) {
             Ok(actions) => actions,
             Err(invalid) => {
                 ctx.report_invalid_transition(RoomSide::Prefill, room, &invalid);
                 if by_engine {
                     // The room cannot be completed any more: end it on both sides now instead of at
                     // its deadline.
-                    self.step(ctx, room, PrefillEvent::Abort(ReasonCode::TransportBroken));
+                    self.apply_event(ctx, room, PrefillEvent::Abort(ReasonCode::TransportBroken));
                 }
                 return;
             }
@@ -342,20 +342,26 @@ impl PrefillSide {
         if phase.name() != before {
             let note = match phase {
                 PrefillPhase::Aborted(code) => code.to_string(),
-                PrefillPhase::Leased { .. } => format!("{} pages", entry.room.progress().0),
+                PrefillPhase::Leased { .. } => format!("{} pages", entry.room.page_counts().0),
                 _ => String::new(),
             };
             let record = ctx.record_of(RoomSide::Prefill, room, attempt, phase.name(), note);
-            ctx.record(record, phase.is_over());
+            ctx.record_state(record, phase.is_over());
         }
         ctx.timers
             .set(&NodeTimer::Prefill(room), entry.room.next_due());
         for action in actions {
-            self.act(ctx, room, attempt, action);
+            self.perform_action(ctx, room, attempt, action);
         }
     }
 
-    fn act(&mut self, ctx: &mut NodeContext, room: u64, attempt: u32, action: PrefillAction) {
+    fn perform_action(
+        &mut self,
+        ctx: &mut NodeContext,
+        room: u64,
+        attempt: u32,
+        action: PrefillAction,
+    ) {
         let of = |peer| RoomOf {
             peer,
             room,
@@ -369,10 +375,10 @@ impl PrefillSide {
                 self.hash_more(ctx, room);
             }
             PrefillAction::Accept { peer } => {
-                ctx.shared.announced.withdraw(room); // all pages are announced again
+                ctx.shared.announced.withdraw_room(room); // all pages are announced again
                 ctx.attach_room(peer, RoomSide::Prefill, room);
                 let p_inc = ctx.identity.hello.inc.clone();
-                ctx.send(
+                ctx.send_to(
                     peer,
                     Msg::OpenOk {
                         room,
@@ -381,8 +387,8 @@ impl PrefillSide {
                     },
                 );
             }
-            PrefillAction::Reject { peer, code, why } => {
-                reject(ctx, of(peer), code, &why);
+            PrefillAction::Reject { peer, code, reason } => {
+                reject_open(ctx, of(peer), code, &reason);
             }
             PrefillAction::Progress {
                 peer,
@@ -405,10 +411,10 @@ impl PrefillSide {
                     root,
                     payload,
                 };
-                ctx.send(peer, fin);
+                ctx.send_to(peer, fin);
             }
             PrefillAction::SendAbort { peer, code } => {
-                ctx.send(
+                ctx.send_to(
                     peer,
                     Msg::Abort {
                         room,
@@ -417,22 +423,23 @@ impl PrefillSide {
                     },
                 );
             }
-            PrefillAction::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
+            PrefillAction::AckAbort { peer } => ctx.send_to(peer, Msg::AbortAck { room, attempt }),
             PrefillAction::ReaderLeft { peer } => {
-                ctx.shared.announced.withdraw(room);
+                ctx.shared.announced.withdraw_room(room);
                 ctx.detach_room(Some(peer), RoomSide::Prefill, room);
-                let why = "waits for another decode rank".into();
-                ctx.note(ctx.record_of(RoomSide::Prefill, room, attempt, "READER_LEFT", why));
+                let reason = "waits for another decode rank".into();
+                let record = ctx.record_of(RoomSide::Prefill, room, attempt, "READER_LEFT", reason);
+                ctx.add_note(record);
             }
-            PrefillAction::Released(code) => self.released(ctx, room, code),
+            PrefillAction::Released(code) => self.report_release(ctx, room, code),
         }
     }
 
-    fn released(&mut self, ctx: &mut NodeContext, room: u64, code: Option<ReasonCode>) {
+    fn report_release(&mut self, ctx: &mut NodeContext, room: u64, code: Option<ReasonCode>) {
         let Some(PrefillEntry { room: machine, .. }) = self.rooms.remove(&room) else {
             return;
         };
-        ctx.shared.announced.withdraw(room);
+        ctx.shared.announced.withdraw_room(room);
         ctx.timers.set(&NodeTimer::Prefill(room), None);
         ctx.detach_room(machine.reader(), RoomSide::Prefill, room);
         self.ended_rooms
@@ -441,7 +448,7 @@ impl PrefillSide {
             None => ctx.shared.stats.lock().released_done += 1,
             Some(code) => ctx.count_failure(code),
         }
-        ctx.push(NodeEvent::Released { room, code });
+        ctx.push_event(NodeEvent::Released { room, code });
     }
 }
 
@@ -454,7 +461,9 @@ fn send_progress(ctx: &mut NodeContext, of: RoomOf, first_page: u32, pages: &[Pa
     } = of;
     if let Some(conn) = ctx.connections.get(&peer) {
         let pages = pages.iter().map(|p| (p.page, p.generation));
-        ctx.shared.announced.announce(room, &conn.peer.inc, pages);
+        ctx.shared
+            .announced
+            .announce_pages(room, &conn.peer.inc, pages);
     }
     let progress = Msg::Progress {
         room,
@@ -464,10 +473,10 @@ fn send_progress(ctx: &mut NodeContext, of: RoomOf, first_page: u32, pages: &[Pa
         gens: pages.iter().map(|p| p.generation).collect(),
         sums: pages.iter().map(|p| p.sum).collect(),
     };
-    ctx.send(peer, progress);
+    ctx.send_to(peer, progress);
 }
 
-fn reject(ctx: &mut NodeContext, of: RoomOf, code: ReasonCode, why: &str) {
+fn reject_open(ctx: &mut NodeContext, of: RoomOf, code: ReasonCode, reason: &str) {
     let RoomOf {
         peer,
         room,
@@ -478,16 +487,16 @@ fn reject(ctx: &mut NodeContext, of: RoomOf, code: ReasonCode, why: &str) {
         stats.opens_rejected += 1;
         *stats.rejects.get_mut(code.as_str()) += 1;
     }
-    let note = format!("{code}: {why}");
-    ctx.note(ctx.record_of(RoomSide::Prefill, room, attempt, "REJECT", note));
+    let note = format!("{code}: {reason}");
+    ctx.add_note(ctx.record_of(RoomSide::Prefill, room, attempt, "REJECT", note));
     let is_full = code == ReasonCode::NoCapacity;
     let refusal = Msg::Reject {
         room,
         attempt,
         code,
-        message: clipped(why),
+        message: clip_text(reason),
         retry_after_ms: if is_full { RETRY_AFTER_MS } else { 0 },
         connection: false,
     };
-    ctx.send(peer, refusal);
+    ctx.send_to(peer, refusal);
 }

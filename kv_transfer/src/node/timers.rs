@@ -28,13 +28,13 @@ impl<K: Clone + Eq + Hash + Ord> Timers<K> {
         }
     }
 
-    pub fn next(&self) -> Option<u64> {
+    pub fn next_due(&self) -> Option<u64> {
         self.by_time.first().map(|(due, _)| *due)
     }
 
     /// Remove and return one key whose deadline has passed.
     pub fn pop_due(&mut self, now: u64) -> Option<K> {
-        if self.next()? > now {
+        if self.next_due()? > now {
             return None;
         }
         let (_, key) = self.by_time.pop_first()?;
@@ -55,11 +55,11 @@ mod tests {
         timers.set(&"a", Some(3));
         timers.set(&"c", Some(1));
         timers.set(&"c", None);
-        assert_eq!((timers.next(), timers.pop_due(2)), (Some(3), None));
+        assert_eq!((timers.next_due(), timers.pop_due(2)), (Some(3), None));
         assert_eq!(
             (timers.pop_due(7), timers.pop_due(7), timers.pop_due(7)),
             (Some("a"), Some("b"), None)
         );
-        assert_eq!(timers.next(), None);
+        assert_eq!(timers.next_due(), None);
     }
 }

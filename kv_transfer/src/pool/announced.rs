@@ -28,20 +28,20 @@ pub struct AnnouncedPages {
 }
 
 impl AnnouncedPages {
-    pub fn announce(&self, room: u64, inc: &str, pages: impl Iterator<Item = Page>) {
+    pub fn announce_pages(&self, room: u64, inc: &str, pages: impl Iterator<Item = Page>) {
         let tables = &mut *self.tables.lock();
-        let (inc, known) = tables
+        let (inc, announced) = tables
             .rooms
             .entry(room)
             .or_insert_with(|| (inc.into(), Vec::new()));
         let readable = tables.readable.entry(inc.clone()).or_default();
         for page in pages {
-            known.push(page);
+            announced.push(page);
             *readable.entry(page).or_default() += 1;
         }
     }
 
-    pub fn withdraw(&self, room: u64) {
+    pub fn withdraw_room(&self, room: u64) {
         let tables = &mut *self.tables.lock();
         let Some((inc, pages)) = tables.rooms.remove(&room) else {
             return;
@@ -76,7 +76,7 @@ impl AnnouncedPages {
         refused
     }
 
-    pub fn refused(&self) -> u64 {
+    pub fn refused_total(&self) -> u64 {
         self.refused.load(Ordering::Relaxed)
     }
 }
@@ -89,17 +89,17 @@ mod tests {
     fn page_is_readable_by_its_reader_while_one_of_its_rooms_lives() {
         let pages = AnnouncedPages::default();
         let may = |inc, id, generation| pages.first_refused(inc, &[(id, generation)]).is_none();
-        pages.announce(1, "d", [(7, 2), (8, 4)].into_iter());
-        pages.announce(2, "d", [(7, 2)].into_iter());
+        pages.announce_pages(1, "d", [(7, 2), (8, 4)].into_iter());
+        pages.announce_pages(2, "d", [(7, 2)].into_iter());
         assert!(may("d", 7, 2) && may("d", 8, 4));
         assert!(!may("other", 7, 2) && !may("d", 7, 4) && !may("d", 9, 2));
         assert_eq!(pages.first_refused("d", &[(7, 2), (9, 2)]), Some(9));
-        pages.withdraw(1);
+        pages.withdraw_room(1);
         assert!(may("d", 7, 2) && !may("d", 8, 4));
-        pages.withdraw(2);
-        pages.withdraw(2);
+        pages.withdraw_room(2);
+        pages.withdraw_room(2);
         assert!(!may("d", 7, 2));
-        assert_eq!(pages.refused(), 6);
+        assert_eq!(pages.refused_total(), 6);
         let tables = pages.tables.lock();
         assert!(tables.rooms.is_empty() && tables.readable.is_empty());
     }

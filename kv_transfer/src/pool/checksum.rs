@@ -36,19 +36,19 @@ impl SumKind {
 /// A weight is splitmix64's i-th output from state 0 with its lowest bit set. Any fixed difference
 /// of two pages goes unnoticed for at most one in 2^33 choices of weights; a single wrong word, or
 /// two words exchanged, never does by more than that.
-pub fn weighted(page: &[u8]) -> u64 {
-    let (words, rest) = page.as_chunks::<4>();
-    assert!(rest.is_empty(), "pages are multiples of 8 bytes");
+pub fn weighted_sum(page: &[u8]) -> u64 {
+    let (words, remainder) = page.as_chunks::<4>();
+    assert!(remainder.is_empty(), "pages are multiples of 8 bytes");
     let mut sum = 0u64;
     let mut first = 0;
     for part in words.chunks(WEIGHTS.len()) {
         if first == 0 {
             for (word, weight) in part.iter().zip(WEIGHTS.iter()) {
-                sum = sum.wrapping_add(times(*word, *weight));
+                sum = sum.wrapping_add(multiply_word(*word, *weight));
             }
         } else {
             for (i, word) in part.iter().enumerate() {
-                sum = sum.wrapping_add(times(*word, weight((first + i) as u64)));
+                sum = sum.wrapping_add(multiply_word(*word, word_weight((first + i) as u64)));
             }
         }
         first += part.len();
@@ -57,13 +57,13 @@ pub fn weighted(page: &[u8]) -> u64 {
 }
 
 /// Weights of the first 256 KiB of a page; later ones are computed each time.
-static WEIGHTS: LazyLock<Vec<u64>> = LazyLock::new(|| (0..65_536).map(weight).collect());
+static WEIGHTS: LazyLock<Vec<u64>> = LazyLock::new(|| (0..65_536).map(word_weight).collect());
 
-fn times(word: [u8; 4], weight: u64) -> u64 {
+fn multiply_word(word: [u8; 4], weight: u64) -> u64 {
     (i64::from(i32::from_le_bytes(word)) as u64).wrapping_mul(weight)
 }
 
-fn weight(i: u64) -> u64 {
+fn word_weight(i: u64) -> u64 {
     let mut z = (i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -82,8 +82,8 @@ impl SumCache {
     }
 
     pub fn get(&self, page: u32, generation: u64) -> Option<u64> {
-        let (known, sum) = self.0.lock()[page as usize];
-        (known == generation).then_some(sum)
+        let (cached_generation, sum) = self.0.lock()[page as usize];
+        (cached_generation == generation).then_some(sum)
     }
 
     pub fn put(&self, page: u32, generation: u64, sum: u64) {
@@ -107,9 +107,9 @@ mod tests {
             0x6e78_9e6a_a1b9_65f5,
             0x06c4_5d18_8009_454f,
         ];
-        assert_eq!([weight(0), weight(1), weight(2)], known);
+        assert_eq!([word_weight(0), word_weight(1), word_weight(2)], known);
         assert_eq!(
-            weighted(&[1, 0, 0, 0, 0xff, 0xff, 0xff, 0xff]),
+            weighted_sum(&[1, 0, 0, 0, 0xff, 0xff, 0xff, 0xff]),
             known[0].wrapping_sub(known[1])
         );
         let naive = |page: &[u8]| {
@@ -118,28 +118,28 @@ mod tests {
                 .iter()
                 .zip(0..)
                 .fold(0u64, |sum, (word, i)| {
-                    sum.wrapping_add(times(*word, weight(i)))
+                    sum.wrapping_add(multiply_word(*word, word_weight(i)))
                 })
         };
         for len in [64, 4096, 262_144, 262_152, 600_000] {
-            assert_eq!(weighted(&page(len)), naive(&page(len)), "{len} bytes");
+            assert_eq!(weighted_sum(&page(len)), naive(&page(len)), "{len} bytes");
         }
     }
 
     #[test]
     fn weighted_sees_flips_of_any_bits_and_exchanged_words() {
         let good = page(1024);
-        let sum = weighted(&good);
+        let sum = weighted_sum(&good);
         for bit in 0..1024 * 8 {
             let mut bad = good.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
-            assert_ne!(weighted(&bad), sum, "bit {bit}");
+            assert_ne!(weighted_sum(&bad), sum, "bit {bit}");
             bad[(bit / 8 + 512) % 1024] ^= 0x80; // with another top bit: a sum with weights of 64-bit words would miss it
-            assert_ne!(weighted(&bad), sum, "bit {bit} and another");
+            assert_ne!(weighted_sum(&bad), sum, "bit {bit} and another");
         }
         let mut bad = good.clone();
         bad.copy_within(4..8, 0);
         bad[4..8].copy_from_slice(&good[..4]);
-        assert_ne!(weighted(&bad), sum);
+        assert_ne!(weighted_sum(&bad), sum);
     }
 }

@@ -5,7 +5,7 @@
 //!    | GROW | SEAL. From then on the kernel refuses every further writable mapping or write(2), in
 //!    this process and in others.
 //! 2. The owner's scheduler gives pages to requests: `begin_write` makes the page's generation odd.
-//! 3. When the content is final, `seal` makes it even. A generation never repeats, so (page,
+//! 3. When the content is final, `seal_pages` makes it even. A generation never repeats, so (page,
 //!    generation) names one content permanently.
 //! 4. A peer on the same host receives the fd, maps it read-only (`RemotePool`) and copies pages
 //!    between two reads of the generation (a seqlock across processes).
@@ -33,7 +33,7 @@ use rustix::fs::{
 };
 
 pub use announced::AnnouncedPages;
-pub use checksum::{SumCache, SumKind, weighted};
+pub use checksum::{SumCache, SumKind, weighted_sum};
 use device::DevicePages;
 pub use remote::{RemoteData, RemotePool};
 pub use shared_memory::SharedMapping;
@@ -116,7 +116,7 @@ impl PoolShape {
         })
     }
 
-    fn header(&self) -> [u64; 5] {
+    fn header_words(&self) -> [u64; 5] {
         [
             MAGIC,
             self.num_pages as u64,
@@ -169,8 +169,8 @@ impl KvPool {
         ftruncate(&fd, bytes as u64).map_err(|err| failed("ftruncate", err.into()))?;
         let map = SharedMapping::writable(&fd, bytes).map_err(|err| failed("mmap", err))?;
         map.advise_owner(shape.data_off);
-        for (i, word) in shape.header().into_iter().enumerate() {
-            map.word(i * 8).store(word, Ordering::Relaxed);
+        for (i, word) in shape.header_words().into_iter().enumerate() {
+            map.atomic_word(i * 8).store(word, Ordering::Relaxed);
         }
         seal_file(&fd)?;
         Ok(Self {
@@ -228,7 +228,7 @@ impl KvPool {
     }
 
     fn gen_word(&self, page: u32) -> &AtomicU64 {
-        self.map.word(HEADER_BYTES + page as usize * 8)
+        self.map.atomic_word(HEADER_BYTES + page as usize * 8)
     }
 
     /// The page's generation: even = content is final, odd = being written.
@@ -256,7 +256,7 @@ impl KvPool {
     }
 
     /// The pages' content is final. Idempotent. Returns the (even) generations.
-    pub fn seal(&self, pages: &[u32]) -> Vec<u64> {
+    pub fn seal_pages(&self, pages: &[u32]) -> Vec<u64> {
         fence(Ordering::SeqCst); // the content is visible before the even numbers
         pages
             .iter()
@@ -271,8 +271,8 @@ impl KvPool {
 
     /// Parse little-endian int32 ids from Python and check them against this pool.
     pub fn check_pages(&self, bytes: &[u8]) -> Result<Vec<u32>, PoolError> {
-        let (words, rest) = bytes.as_chunks::<4>();
-        if !rest.is_empty() {
+        let (words, remainder) = bytes.as_chunks::<4>();
+        if !remainder.is_empty() {
             return Err(PoolError::PageBytes(bytes.len()));
         }
         words
@@ -347,9 +347,9 @@ mod tests {
         assert_eq!(pool.generation(2), 1);
         pool.begin_write(&[2]); // a new owner before the first one sealed
         assert_eq!(pool.generation(2), 3);
-        assert_eq!(pool.seal(&[2]), vec![4]);
+        assert_eq!(pool.seal_pages(&[2]), vec![4]);
         assert_eq!(
-            pool.seal(&[2]),
+            pool.seal_pages(&[2]),
             vec![4],
             "sealing a sealed page changes nothing"
         );
@@ -406,8 +406,8 @@ mod tests {
         pool.begin_write(&[3]);
         // SAFETY: page 3 is inside the pool and no other thread uses it in this test.
         unsafe { std::ptr::write_bytes(pool.page_ptr(3), 7, 4096) };
-        pool.seal(&[3]);
-        let remote = RemotePool::map(
+        pool.seal_pages(&[3]);
+        let remote = RemotePool::map_pool(
             pool.fd().try_clone_to_owned().unwrap(),
             4,
             4096,
@@ -418,7 +418,7 @@ mod tests {
         // SAFETY: as above.
         assert_eq!(unsafe { remote.page_ptr(3).add(4095).read() }, 7);
         assert!(
-            RemotePool::map(
+            RemotePool::map_pool(
                 pool.fd().try_clone_to_owned().unwrap(),
                 5,
                 4096,
@@ -433,7 +433,7 @@ mod tests {
     fn reader_refuses_a_file_that_could_shrink() {
         let fd = memfd_create("unsealed", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, 64 << 20).unwrap();
-        let err = RemotePool::map(fd, 4, 4096, RemoteData::Mapped).unwrap_err();
+        let err = RemotePool::map_pool(fd, 4, 4096, RemoteData::Mapped).unwrap_err();
         assert!(err.to_string().contains("seal"), "{err}");
     }
 }

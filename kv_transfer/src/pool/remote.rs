@@ -30,7 +30,7 @@ impl RemotePool {
     ///
     /// Refuses a file whose seals would let its owner shrink it (we would die of SIGBUS) or let us
     /// write it.
-    pub fn map(
+    pub fn map_pool(
         fd: OwnedFd,
         num_pages: usize,
         page_bytes: usize,
@@ -56,12 +56,12 @@ impl RemotePool {
         let map = SharedMapping::read_only(&fd, shape.file_bytes)
             .map_err(|err| foreign(err.to_string()))?;
         let header: Vec<u64> = (0..5)
-            .map(|i| map.word(i * 8).load(Ordering::Relaxed))
+            .map(|i| map.atomic_word(i * 8).load(Ordering::Relaxed))
             .collect();
-        if header != shape.header() {
+        if header != shape.header_words() {
             return Err(foreign(format!(
                 "its header says {header:?}, expected {:?}",
-                shape.header()
+                shape.header_words()
             )));
         }
         let populated = (0..num_pages.div_ceil(64))
@@ -91,19 +91,19 @@ impl RemotePool {
         }
     }
 
-    /// Generation before the copy. Pairs with the owner's release in `seal`.
+    /// Generation before the copy. Pairs with the owner's release in `seal_pages`.
     pub fn generation(&self, page: u32) -> u64 {
-        self.word(page).load(Ordering::Acquire)
+        self.generation_word(page).load(Ordering::Acquire)
     }
 
     /// Generation after the copy: all our reads of the page happen before this load.
     pub fn generation_after(&self, page: u32) -> u64 {
         fence(Ordering::SeqCst);
-        self.word(page).load(Ordering::Relaxed)
+        self.generation_word(page).load(Ordering::Relaxed)
     }
 
-    fn word(&self, page: u32) -> &AtomicU64 {
-        self.map.word(HEADER_BYTES + page as usize * 8)
+    fn generation_word(&self, page: u32) -> &AtomicU64 {
+        self.map.atomic_word(HEADER_BYTES + page as usize * 8)
     }
 
     pub(crate) fn page_ptr(&self, page: u32) -> *const u8 {
@@ -112,20 +112,20 @@ impl RemotePool {
             (page as usize) < self.shape.num_pages,
             "announced page ids are checked when PROGRESS arrives"
         );
-        self.map.ptr(self.offset(page))
+        self.map.ptr(self.page_offset(page))
     }
 
-    fn offset(&self, page: u32) -> usize {
+    fn page_offset(&self, page: u32) -> usize {
         self.shape.data_off + page as usize * self.shape.page_bytes
     }
 
     /// Ask the kernel once per page to fill our page tables for it.
-    pub(crate) fn prefault(&self, page: u32) {
+    pub(crate) fn prefault_page(&self, page: u32) {
         let word = &self.populated[page as usize / 64];
         let bit = 1u64 << (page % 64);
         if word.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
             self.map
-                .populate_read(self.offset(page), self.shape.page_bytes);
+                .populate_read(self.page_offset(page), self.shape.page_bytes);
         }
     }
 }

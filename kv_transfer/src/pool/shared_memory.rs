@@ -14,8 +14,8 @@ pub struct SharedMapping {
 }
 
 // SAFETY: the mapping is plain shared memory that stays valid until drop; all typed access through
-// `word` is atomic, and raw page access is governed by page ownership (see the crate's invariants),
-// not by this type.
+// `atomic_word` is atomic, and raw page access is governed by page ownership (see the crate's
+// invariants), not by this type.
 unsafe impl Send for SharedMapping {}
 // SAFETY: as above.
 unsafe impl Sync for SharedMapping {}
@@ -48,7 +48,7 @@ impl SharedMapping {
     }
 
     /// The 8-byte word at `offset`, shared with other processes. A reader must only load from it.
-    pub fn word(&self, offset: usize) -> &AtomicU64 {
+    pub fn atomic_word(&self, offset: usize) -> &AtomicU64 {
         assert!(
             offset.is_multiple_of(8) && offset + 8 <= self.len,
             "offsets come from PoolShape, which fits the file"
@@ -88,8 +88,8 @@ impl SharedMapping {
 
 impl Drop for SharedMapping {
     fn drop(&mut self) {
-        // SAFETY: base and len are mmap's; no reference into it can exist, since `word` borrows
-        // self.
+        // SAFETY: base and len are mmap's; no reference into it can exist, since `atomic_word`
+        // borrows self.
         let _ = unsafe { munmap(self.base.cast(), self.len) };
     }
 }

@@ -20,12 +20,12 @@ impl ClusterKeys {
     }
 
     /// The key that signs this node's requests.
-    pub fn own(&self) -> &str {
+    pub fn own_key(&self) -> &str {
         &self.own
     }
 
     /// Every accepted key, the own one first.
-    pub fn accepted(&self) -> impl Iterator<Item = &str> {
+    pub fn accepted_keys(&self) -> impl Iterator<Item = &str> {
         std::iter::once(self.own.as_str()).chain(self.second.as_deref())
     }
 }

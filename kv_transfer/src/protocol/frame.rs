@@ -50,7 +50,7 @@ pub fn frame_len(header: [u8; HEADER_BYTES]) -> Result<usize, FrameError> {
     }
 }
 
-fn mac(key: &[u8], parts: &[&[u8]]) -> HmacSha256 {
+fn frame_mac(key: &[u8], parts: &[&[u8]]) -> HmacSha256 {
     let mut mac = HmacSha256::new_from_slice(key).expect("HMAC takes keys of any length");
     for part in parts {
         mac.update(part);
@@ -58,7 +58,7 @@ fn mac(key: &[u8], parts: &[&[u8]]) -> HmacSha256 {
     mac
 }
 
-fn sum(parts: &[&[u8]]) -> [u8; SUM_BYTES] {
+fn frame_sum(parts: &[&[u8]]) -> [u8; SUM_BYTES] {
     let mut hash = xxhash_rust::xxh3::Xxh3::new();
     for part in parts {
         hash.update(part);
@@ -67,11 +67,14 @@ fn sum(parts: &[&[u8]]) -> [u8; SUM_BYTES] {
 }
 
 /// The frame of `parts`' last element, tagged over all of them.
-fn build(key: Option<&[u8]>, parts: &[&[u8]]) -> Vec<u8> {
+fn build_frame(key: Option<&[u8]>, parts: &[&[u8]]) -> Vec<u8> {
     let body = parts.last().copied().unwrap_or_default();
     let (kind, tag) = match key {
-        Some(key) => (KIND_MAC, mac(key, parts).finalize().into_bytes().to_vec()),
-        None => (KIND_SUM, sum(parts).to_vec()),
+        Some(key) => (
+            KIND_MAC,
+            frame_mac(key, parts).finalize().into_bytes().to_vec(),
+        ),
+        None => (KIND_SUM, frame_sum(parts).to_vec()),
     };
     let len = 1 + tag.len() + body.len();
     debug_assert!(
@@ -93,7 +96,7 @@ enum Tag<'a> {
 }
 
 /// Split the frame after its length field into (tag, body).
-fn split(frame: &[u8]) -> Result<(Tag<'_>, &[u8]), FrameError> {
+fn split_tag(frame: &[u8]) -> Result<(Tag<'_>, &[u8]), FrameError> {
     let (&kind, rest) = frame.split_first().ok_or(FrameError::Short)?;
     let bytes = match kind {
         KIND_SUM => SUM_BYTES,
@@ -111,11 +114,11 @@ fn split(frame: &[u8]) -> Result<(Tag<'_>, &[u8]), FrameError> {
     ))
 }
 
-fn verify(key: Option<&[u8]>, parts: &[&[u8]], tag: Tag<'_>) -> Result<(), FrameError> {
+fn verify_tag(key: Option<&[u8]>, parts: &[&[u8]], tag: Tag<'_>) -> Result<(), FrameError> {
     match (key, tag) {
-        (None, Tag::Sum(tag)) if sum(parts) == tag => Ok(()),
+        (None, Tag::Sum(tag)) if frame_sum(parts) == tag => Ok(()),
         (None, Tag::Sum(_)) => Err(FrameError::Damaged),
-        (Some(key), Tag::Mac(tag)) => mac(key, parts)
+        (Some(key), Tag::Mac(tag)) => frame_mac(key, parts)
             .verify_slice(tag)
             .map_err(|_| FrameError::Auth("the frame's HMAC is wrong: the cluster keys differ")),
         (Some(_), Tag::Sum(_)) => Err(FrameError::Auth(
@@ -139,7 +142,7 @@ impl<'a> Handshake<'a> {
 
     /// A HELLO frame. It covers the nonce that the other side sent, so that it cannot be replayed.
     pub fn seal_hello(&self, hello: &Msg, peer_nonce: &[u8]) -> Vec<u8> {
-        build(
+        build_frame(
             self.key,
             &[
                 HELLO_LABEL,
@@ -153,19 +156,19 @@ impl<'a> Handshake<'a> {
     /// An unauthenticated frame: CHALLENGE, or a refusal, for a peer whose HELLO did not verify and
     /// which could not check a MAC of ours either.
     pub fn seal_plain(msg: &Msg) -> Vec<u8> {
-        build(None, &[HELLO_LABEL, &[0], &msg.encode()])
+        build_frame(None, &[HELLO_LABEL, &[0], &msg.encode()])
     }
 
     pub fn open_plain(frame: &[u8]) -> Result<Msg, FrameError> {
-        let (tag, body) = split(frame)?;
-        verify(None, &[HELLO_LABEL, &[0], body], tag)?;
+        let (tag, body) = split_tag(frame)?;
+        verify_tag(None, &[HELLO_LABEL, &[0], body], tag)?;
         Ok(Msg::decode(body)?)
     }
 
     /// `own_nonce`: the nonce we sent, which the frame must cover.
     pub fn open_hello(&self, frame: &[u8], own_nonce: &[u8]) -> Result<Msg, FrameError> {
-        let (tag, body) = split(frame)?;
-        let err = match verify(
+        let (tag, body) = split_tag(frame)?;
+        let err = match verify_tag(
             self.key,
             &[HELLO_LABEL, &[own_nonce.len() as u8], own_nonce, body],
             tag,
@@ -185,7 +188,7 @@ impl<'a> Handshake<'a> {
     }
 
     /// Sealer and opener of the established connection, for the initiator or the responder.
-    pub fn establish(
+    pub fn derive_session(
         &self,
         initiator: bool,
         initiator_nonce: &[u8],
@@ -198,7 +201,7 @@ impl<'a> Handshake<'a> {
                 initiator_nonce,
                 responder_nonce,
             ];
-            mac(key, &parts).finalize().into_bytes().to_vec()
+            frame_mac(key, &parts).finalize().into_bytes().to_vec()
         });
         let half = |direction| FrameStream {
             key: key.clone(),
@@ -219,7 +222,11 @@ struct FrameStream {
 
 impl FrameStream {
     /// Call `act` with the key and to the parts that the next frame's tag covers.
-    fn next<T>(&mut self, body: &[u8], act: impl FnOnce(Option<&[u8]>, &[&[u8]]) -> T) -> T {
+    fn with_next_counter<T>(
+        &mut self,
+        body: &[u8],
+        act: impl FnOnce(Option<&[u8]>, &[&[u8]]) -> T,
+    ) -> T {
         let parts: [&[u8]; 3] = [&[self.direction], &self.seq.to_le_bytes(), body];
         self.seq += 1;
         act(self.key.as_deref(), &parts)
@@ -231,7 +238,7 @@ pub struct FrameSealer(FrameStream);
 
 impl FrameSealer {
     pub fn seal(&mut self, msg: &Msg) -> Vec<u8> {
-        self.0.next(&msg.encode(), build)
+        self.0.with_next_counter(&msg.encode(), build_frame)
     }
 }
 
@@ -241,8 +248,9 @@ pub struct FrameOpener(FrameStream);
 impl FrameOpener {
     /// `frame` is without its length field. After an error the connection must be closed.
     pub fn open(&mut self, frame: &[u8]) -> Result<Msg, FrameError> {
-        let (tag, body) = split(frame)?;
-        self.0.next(body, |key, parts| verify(key, parts, tag))?;
+        let (tag, body) = split_tag(frame)?;
+        self.0
+            .with_next_counter(body, |key, parts| verify_tag(key, parts, tag))?;
         Ok(Msg::decode(body)?)
     }
 }

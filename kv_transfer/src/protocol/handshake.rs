@@ -19,34 +19,34 @@ const FRAME_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Reason why a connection was not established or ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{why}")]
+#[error("{reason}")]
 pub struct ConnectionError {
     pub code: ReasonCode,
-    pub why: String,
+    pub reason: String,
 }
 
 impl ConnectionError {
-    pub fn new(code: ReasonCode, why: impl Into<String>) -> Self {
+    pub fn new(code: ReasonCode, reason: impl Into<String>) -> Self {
         Self {
             code,
-            why: why.into(),
+            reason: reason.into(),
         }
     }
 
     /// The peer does not answer, or has closed the connection.
-    pub fn dead(why: impl Into<String>) -> Self {
-        Self::new(ReasonCode::PeerDead, why)
+    pub fn peer_dead(reason: impl Into<String>) -> Self {
+        Self::new(ReasonCode::PeerDead, reason)
     }
 
     /// The peer broke the protocol, or the transport does not work.
-    pub fn broken(why: impl Into<String>) -> Self {
-        Self::new(ReasonCode::TransportBroken, why)
+    pub fn transport_broken(reason: impl Into<String>) -> Self {
+        Self::new(ReasonCode::TransportBroken, reason)
     }
 }
 
 impl From<io::Error> for ConnectionError {
     fn from(err: io::Error) -> Self {
-        Self::dead(err.to_string())
+        Self::peer_dead(err.to_string())
     }
 }
 
@@ -76,7 +76,7 @@ pub async fn read_small_frame(
     limit: usize,
     idle: Duration,
 ) -> Result<Vec<u8>, ConnectionError> {
-    let silent = |what: &str, time| ConnectionError::dead(format!("{what} for {time:?}"));
+    let silent = |what: &str, time| ConnectionError::peer_dead(format!("{what} for {time:?}"));
     let len = tokio::time::timeout(idle, read_len(stream, limit))
         .await
         .unwrap_or_else(|_| Err(silent("no frame", idle)))?;
@@ -92,7 +92,7 @@ async fn read_len(
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header).await?;
     match frame_len(header)? {
-        len if len > limit => Err(ConnectionError::broken(format!(
+        len if len > limit => Err(ConnectionError::transport_broken(format!(
             "a frame of {len} bytes, the limit is {limit} here"
         ))),
         len => Ok(len),
@@ -132,7 +132,11 @@ pub struct Identity {
 impl Identity {
     /// Handshake with the signing key.
     fn handshake(&self) -> Handshake<'_> {
-        Handshake::new(self.cluster_keys.as_ref().map(|keys| keys.own().as_bytes()))
+        Handshake::new(
+            self.cluster_keys
+                .as_ref()
+                .map(|keys| keys.own_key().as_bytes()),
+        )
     }
 
     /// Opens a HELLO with one of the accepted keys. Returns the handshake of that key, which signs
@@ -146,7 +150,7 @@ impl Identity {
         let others = self
             .cluster_keys
             .iter()
-            .flat_map(|keys| keys.accepted().skip(1));
+            .flat_map(|keys| keys.accepted_keys().skip(1));
         let opened = others
             .map(|key| Handshake::new(Some(key.as_bytes())))
             .find_map(|handshake| {
@@ -156,7 +160,7 @@ impl Identity {
         opened.ok_or(first)
     }
 
-    fn hello(&self, channel: Channel, nonce: &[u8], expected_inc: Option<&str>) -> Msg {
+    fn hello_message(&self, channel: Channel, nonce: &[u8], expected_inc: Option<&str>) -> Msg {
         Msg::Hello(Hello {
             channel,
             nonce: nonce.to_vec(),
@@ -166,7 +170,7 @@ impl Identity {
     }
 
     /// Run the initiator's side (D). `expected_inc`: refuse any other incarnation.
-    pub async fn initiate(
+    pub async fn initiate_connection(
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
         channel: Channel,
@@ -178,10 +182,10 @@ impl Identity {
                 Msg::Reject { code, message, .. } => {
                     return Err(ConnectionError::new(code, message));
                 }
-                other => return Err(unexpected(&other)),
+                other => return Err(unexpected_message(&other)),
             };
             let nonce: [u8; NONCE_BYTES] = rand::random();
-            let hello = self.hello(channel, &nonce, expected_inc);
+            let hello = self.hello_message(channel, &nonce, expected_inc);
             let frame = self.handshake().seal_hello(&hello, &challenge);
             stream.write_all(&frame).await?;
             let respond = read_hello_frame(stream).await?;
@@ -190,16 +194,16 @@ impl Identity {
                 Msg::Reject { code, message, .. } => {
                     return Err(ConnectionError::new(code, message));
                 }
-                other => return Err(unexpected(&other)),
+                other => return Err(unexpected_message(&other)),
             };
             check_version(&peer)?;
             if let Some(expected) = expected_inc
                 && expected != peer.inc
             {
-                let why = format!("incarnation {} answered, {expected} was expected", peer.inc);
-                return Err(ConnectionError::new(ReasonCode::PeerRestarted, why));
+                let reason = format!("incarnation {} answered, {expected} was expected", peer.inc);
+                return Err(ConnectionError::new(ReasonCode::PeerRestarted, reason));
             }
-            let (sealer, opener) = self.handshake().establish(true, &nonce, &peer.nonce);
+            let (sealer, opener) = self.handshake().derive_session(true, &nonce, &peer.nonce);
             Ok(OpenedConnection {
                 peer,
                 sealer,
@@ -210,7 +214,7 @@ impl Identity {
     }
 
     /// Run the responder's side (P). Refusals are sent to the peer.
-    pub async fn respond(
+    pub async fn accept_connection(
         &self,
         stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     ) -> Result<OpenedConnection, ConnectionError> {
@@ -220,7 +224,7 @@ impl Identity {
             if let Err(err) = &opened
                 && matches!(err.code, Auth | LayoutMismatch | PeerRestarted)
             {
-                let refusal = Msg::connection_refusal(err.code, &err.why);
+                let refusal = Msg::connection_refusal(err.code, &err.reason);
                 // The connection ends either way, and the peer may have closed it.
                 let _ = stream.write_all(&Handshake::seal_plain(&refusal)).await;
                 let _ = stream.shutdown().await;
@@ -249,7 +253,7 @@ impl Identity {
                 }
                 return Err(err.into());
             }
-            Ok((_, other)) => return Err(unexpected(&other)),
+            Ok((_, other)) => return Err(unexpected_message(&other)),
         };
         check_version(&peer)?;
         if peer
@@ -257,14 +261,14 @@ impl Identity {
             .as_ref()
             .is_some_and(|expected| *expected != self.hello.inc)
         {
-            let why = format!("this is incarnation {}", self.hello.inc);
-            return Err(ConnectionError::new(ReasonCode::PeerRestarted, why));
+            let reason = format!("this is incarnation {}", self.hello.inc);
+            return Err(ConnectionError::new(ReasonCode::PeerRestarted, reason));
         }
-        let hello = self.hello(peer.channel, &nonce, None);
+        let hello = self.hello_message(peer.channel, &nonce, None);
         stream
             .write_all(&handshake.seal_hello(&hello, &peer.nonce))
             .await?;
-        let (sealer, opener) = handshake.establish(false, &peer.nonce, &nonce);
+        let (sealer, opener) = handshake.derive_session(false, &peer.nonce, &nonce);
         Ok(OpenedConnection {
             peer,
             sealer,
@@ -273,8 +277,8 @@ impl Identity {
     }
 }
 
-fn unexpected(msg: &Msg) -> ConnectionError {
-    ConnectionError::broken(format!("the peer opened with {}", msg.name()))
+fn unexpected_message(msg: &Msg) -> ConnectionError {
+    ConnectionError::transport_broken(format!("the peer opened with {}", msg.name()))
 }
 
 fn check_version(peer: &Hello) -> Result<(), ConnectionError> {
@@ -286,18 +290,18 @@ fn check_version(peer: &Hello) -> Result<(), ConnectionError> {
     if peer.ver >= MIN_VERSION && oldest <= VERSION {
         return Ok(());
     }
-    let why = format!(
+    let reason = format!(
         "the peer speaks protocol versions {oldest} to {}, this node {MIN_VERSION} to {VERSION}",
         peer.ver
     );
-    Err(ConnectionError::new(ReasonCode::LayoutMismatch, why))
+    Err(ConnectionError::new(ReasonCode::LayoutMismatch, reason))
 }
 
 async fn within_hello_timeout<T>(
     exchange: impl Future<Output = Result<T, ConnectionError>>,
 ) -> Result<T, ConnectionError> {
-    let why = format!("the peer did not finish its HELLO within {HELLO_TIMEOUT:?}");
-    let silent = Err(ConnectionError::dead(why));
+    let reason = format!("the peer did not finish its HELLO within {HELLO_TIMEOUT:?}");
+    let silent = Err(ConnectionError::peer_dead(reason));
     tokio::time::timeout(HELLO_TIMEOUT, exchange)
         .await
         .unwrap_or(silent)
@@ -331,8 +335,8 @@ mod tests {
     ) {
         let (mut a, mut b) = tokio::io::duplex(4096);
         tokio::join!(
-            initiator.initiate(&mut a, Channel::Control, expected),
-            responder.respond(&mut b)
+            initiator.initiate_connection(&mut a, Channel::Control, expected),
+            responder.accept_connection(&mut b)
         )
     }
 
@@ -427,7 +431,7 @@ mod tests {
     async fn silent_peer_is_reported_dead() {
         let (mut a, _b) = tokio::io::duplex(4096);
         let err = identity(None, "d", 1)
-            .initiate(&mut a, Channel::Control, None)
+            .initiate_connection(&mut a, Channel::Control, None)
             .await
             .err()
             .expect("the peer never answers");

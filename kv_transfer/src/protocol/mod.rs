@@ -252,7 +252,8 @@ pub enum Msg {
     CommEnd {
         comm: u64,
         code: Option<ReasonCode>,
-        why: String,
+        #[serde(rename = "why")]
+        reason: String,
     },
     /// D has a free slab for these pages and will receive them.
     SlabRead {
@@ -287,12 +288,12 @@ impl Msg {
     }
 
     /// A REJECT of the whole connection.
-    pub fn connection_refusal(code: ReasonCode, why: &str) -> Self {
+    pub fn connection_refusal(code: ReasonCode, reason: &str) -> Self {
         Msg::Reject {
             room: 0,
             attempt: 0,
             code,
-            message: clipped(why),
+            message: clip_text(reason),
             retry_after_ms: 0,
             connection: true,
         }
@@ -306,14 +307,14 @@ impl Msg {
     pub fn decode(body: &[u8]) -> Result<Msg, DecodeError> {
         let msg: Msg =
             rmp_serde::from_slice(body).map_err(|err| DecodeError::Malformed(err.to_string()))?;
-        msg.check().map_err(|what| DecodeError::Invalid {
+        msg.check_lengths().map_err(|what| DecodeError::Invalid {
             name: msg.name(),
             what,
         })?;
         Ok(msg)
     }
 
-    fn check(&self) -> Result<(), String> {
+    fn check_lengths(&self) -> Result<(), String> {
         match self {
             Msg::Progress {
                 first_page,
@@ -324,8 +325,8 @@ impl Msg {
             } => {
                 check_lists(ids, gens, Some(sums))?;
                 if gens.iter().any(|g| g % 2 == 1) {
-                    let why = "an announced page has an odd generation (it is being written)";
-                    return Err(why.into());
+                    let reason = "an announced page has an odd generation (it is being written)";
+                    return Err(reason.into());
                 }
                 at_most(
                     "last page",
@@ -375,16 +376,16 @@ impl Msg {
             }
             Msg::OpenOk { p_inc, .. } => check_names([p_inc]),
             Msg::Reject { message, .. } => at_most("message bytes", message.len(), MAX_TEXT_BYTES),
-            Msg::CommEnd { why, .. } => at_most("reason bytes", why.len(), MAX_TEXT_BYTES),
+            Msg::CommEnd { reason, .. } => at_most("reason bytes", reason.len(), MAX_TEXT_BYTES),
             Msg::Challenge { nonce } => at_most("nonce bytes", nonce.len(), 64),
-            Msg::Hello(hello) => hello.check(),
+            Msg::Hello(hello) => hello.check_lengths(),
             _ => Ok(()),
         }
     }
 }
 
 impl Hello {
-    fn check(&self) -> Result<(), String> {
+    fn check_lengths(&self) -> Result<(), String> {
         let names = [
             &self.inc,
             &self.addr,
@@ -424,7 +425,7 @@ fn check_lists(ids: &[u32], gens: &[u64], sums: Option<&Vec<u64>>) -> Result<(),
 }
 
 /// `text` truncated to `MAX_TEXT_BYTES`.
-pub fn clipped(text: &str) -> String {
+pub fn clip_text(text: &str) -> String {
     let fits = (0..=text.len().min(MAX_TEXT_BYTES)).rev();
     let end = fits.into_iter().find(|&end| text.is_char_boundary(end));
     text[..end.unwrap_or(0)].to_owned()

@@ -35,8 +35,8 @@ fn pair(
     key_b: Option<&[u8]>,
 ) -> ((FrameSealer, FrameOpener), (FrameSealer, FrameOpener)) {
     (
-        Handshake::new(key_a).establish(true, b"a", b"b"),
-        Handshake::new(key_b).establish(false, b"a", b"b"),
+        Handshake::new(key_a).derive_session(true, b"a", b"b"),
+        Handshake::new(key_b).derive_session(false, b"a", b"b"),
     )
 }
 
@@ -156,7 +156,7 @@ fn replayed_reflected_or_reordered_frame_is_refused() {
     assert!(open.open(body(&first)).is_err(), "replayed");
     let (_, (_, mut other)) = pair(key, key);
     assert!(other.open(body(&second)).is_err(), "reordered");
-    let (_, mut elsewhere) = Handshake::new(key).establish(false, b"a", b"another nonce");
+    let (_, mut elsewhere) = Handshake::new(key).derive_session(false, b"a", b"another nonce");
     assert!(
         elsewhere.open(body(&first)).is_err(),
         "moved to another connection"
@@ -268,7 +268,7 @@ fn names_and_explanations_are_bounded() {
     };
     let text = "é".repeat(MAX_TEXT_BYTES);
     assert!(refused(&reject(text.clone())));
-    assert!(!refused(&reject(clipped(&text))));
+    assert!(!refused(&reject(clip_text(&text))));
 }
 
 #[test]

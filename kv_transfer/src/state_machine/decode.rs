@@ -120,7 +120,7 @@ pub enum DecodeEvent {
     /// A connection to the prefill rank is up.
     Connected { peer: ConnectionId },
     /// The prefill rank cannot be found or refuses us before OPEN.
-    Unreachable { code: ReasonCode, why: String },
+    Unreachable { code: ReasonCode, reason: String },
     /// OPEN_OK came.
     Accepted { peer: ConnectionId, attempt: u32 },
     /// P keeps our OPEN until its request arrives.
@@ -130,7 +130,7 @@ pub enum DecodeEvent {
         peer: ConnectionId,
         attempt: u32,
         code: ReasonCode,
-        why: String,
+        reason: String,
     },
     /// P announced pages from prompt page `first_page` on.
     Progress {
@@ -158,7 +158,7 @@ pub enum DecodeEvent {
         readable: bool,
     },
     /// The peer's process lives, but its engine makes no progress: unannounced pages will not come.
-    PeerStalled { peer: ConnectionId, why: String },
+    PeerStalled { peer: ConnectionId, reason: String },
     /// Own engine: the prompt's pages before start_page are here; `pages` are for the later ones.
     Grant { start_page: u32, pages: Vec<u32> },
     /// Own engine: take the granted pages back, unless they are being filled.
@@ -171,7 +171,7 @@ pub enum DecodeEvent {
     PullFailed {
         ticket: u64,
         code: ReasonCode,
-        why: String,
+        reason: String,
     },
     /// The pull was cancelled and writes no more pages.
     PullStopped { ticket: u64 },
@@ -181,7 +181,7 @@ pub enum DecodeEvent {
 
 impl DecodeEvent {
     /// Sender and attempt of a peer's message.
-    fn sender(&self) -> Option<(ConnectionId, Option<u32>)> {
+    fn message_sender(&self) -> Option<(ConnectionId, Option<u32>)> {
         match self {
             DecodeEvent::Accepted { peer, attempt }
             | DecodeEvent::OpenPending { peer, attempt }
@@ -221,7 +221,7 @@ pub enum DecodeAction {
     /// Report to the engine that the prompt is here; the room is over.
     Commit(FinalMessage),
     /// Report the failure to the engine; the room is over.
-    Fail { code: ReasonCode, why: String },
+    Fail { code: ReasonCode, reason: String },
     /// Report to the engine that its abort is done; the room is over.
     Aborted,
 }
@@ -278,14 +278,14 @@ impl DecodeRoom {
     }
 
     /// (pages announced, pages verified), for the timeline.
-    pub fn progress(&self) -> (usize, usize) {
-        let known = self
+    pub fn page_counts(&self) -> (usize, usize) {
+        let announced = self
             .pages
             .iter()
             .filter(|state| **state != PageState::Unknown)
             .count();
         (
-            known,
+            announced,
             self.pages
                 .iter()
                 .filter(|state| matches!(state, PageState::Verified(_)))
@@ -294,11 +294,11 @@ impl DecodeRoom {
     }
 
     pub fn verified_pages(&self) -> usize {
-        self.progress().1
+        self.page_counts().1
     }
 
     /// The transition function: on `Err` the room is as it was.
-    pub fn step(
+    pub fn apply_event(
         &mut self,
         event: DecodeEvent,
         now: u64,
@@ -307,11 +307,13 @@ impl DecodeRoom {
             return match event {
                 DecodeEvent::Grant { .. }
                 | DecodeEvent::Abort(_)
-                | DecodeEvent::Connected { .. } => Err(self.invalid(&event, "the room is over")),
+                | DecodeEvent::Connected { .. } => {
+                    Err(self.invalid_transition(&event, "the room is over"))
+                }
                 _ => Ok(vec![]),
             };
         }
-        if let Some((peer, attempt)) = event.sender()
+        if let Some((peer, attempt)) = event.message_sender()
             && (self.peer != Some(peer) || attempt.is_some_and(|a| a != self.attempt))
         {
             return Ok(vec![]); // stale message: earlier attempt, or a replaced connection
@@ -322,7 +324,7 @@ impl DecodeRoom {
         match event {
             DecodeEvent::Connected { peer } => {
                 if self.phase != DecodePhase::Resolving {
-                    return Err(self.invalid(&event, "the room has a peer"));
+                    return Err(self.invalid_transition(&event, "the room has a peer"));
                 }
                 self.peer = Some(peer);
                 self.phase = DecodePhase::Opening;
@@ -334,13 +336,13 @@ impl DecodeRoom {
                 ref pages,
             } => {
                 if self.grant.is_some() {
-                    return Err(self.invalid(&event, "pages were granted before"));
+                    return Err(self.invalid_transition(&event, "pages were granted before"));
                 }
                 self.held = start_page.saturating_sub(self.start_page) as usize;
                 self.grant = Some(pages.clone());
             }
             DecodeEvent::Revoke if self.grant.is_none() => {
-                return Err(self.invalid(&event, "no pages are granted"));
+                return Err(self.invalid_transition(&event, "no pages are granted"));
             }
             DecodeEvent::Revoke if self.is_announced() => return Ok(vec![DecodeAction::Announced]),
             DecodeEvent::Revoke => {
@@ -356,82 +358,87 @@ impl DecodeRoom {
                     }
                 }
             }
-            DecodeEvent::PullFailed { ticket, code, why } => {
+            DecodeEvent::PullFailed {
+                ticket,
+                code,
+                reason,
+            } => {
                 self.in_flight.remove(&ticket);
-                return Ok(self.fail(code, why));
+                return Ok(self.fail_room(code, reason));
             }
             DecodeEvent::PullStopped { ticket } => {
                 self.in_flight.remove(&ticket);
-                let why = "a pull was stopped from outside";
-                return Ok(self.fail(ReasonCode::TransportBroken, why));
+                let reason = "a pull was stopped from outside";
+                return Ok(self.fail_room(ReasonCode::TransportBroken, reason));
             }
-            DecodeEvent::Accepted { .. } => self.admit(),
+            DecodeEvent::Accepted { .. } => self.mark_accepted(),
             DecodeEvent::OpenPending { .. } => {}
             DecodeEvent::Progress {
                 first_page, pages, ..
             } => {
-                self.admit();
+                self.mark_accepted();
                 let is_first_news = self.grant.is_none() && !self.is_announced();
-                if let Err(why) = self.announce(first_page, &pages) {
-                    return Ok(self.fail(ReasonCode::TransportBroken, why));
+                if let Err(reason) = self.record_announced(first_page, &pages) {
+                    return Ok(self.fail_room(ReasonCode::TransportBroken, reason));
                 }
                 return Ok(self.advance_with(is_first_news, now));
             }
             DecodeEvent::Final { fin, .. } => {
-                self.admit();
+                self.mark_accepted();
                 let is_first_news = self.grant.is_none() && !self.is_announced();
                 self.fin.get_or_insert(fin);
                 return Ok(self.advance_with(is_first_news, now));
             }
-            DecodeEvent::Unreachable { code, why } | DecodeEvent::Rejected { code, why, .. } => {
+            DecodeEvent::Unreachable { code, reason }
+            | DecodeEvent::Rejected { code, reason, .. } => {
                 self.peer = None;
-                return Ok(self.fail(code, why));
+                return Ok(self.fail_room(code, reason));
             }
             DecodeEvent::PeerAbort { peer, code, .. } => {
                 self.peer = None;
                 let mut actions = vec![DecodeAction::AckAbort { peer }];
-                actions.extend(self.fail(code, "the prefill side gave the request up"));
+                actions.extend(self.fail_room(code, "the prefill side gave the request up"));
                 return Ok(actions);
             }
             DecodeEvent::PeerGone { code, readable, .. } => {
                 self.peer = None;
                 if !(readable && self.all_announced()) {
-                    return Ok(self.fail(code, "the prefill rank is gone"));
+                    return Ok(self.fail_room(code, "the prefill rank is gone"));
                 }
             }
             DecodeEvent::PeerStalled { .. } if self.all_announced() => return Ok(vec![]),
-            DecodeEvent::PeerStalled { why, .. } => {
-                return Ok(self.fail(ReasonCode::PeerStalled, why));
+            DecodeEvent::PeerStalled { reason, .. } => {
+                return Ok(self.fail_room(ReasonCode::PeerStalled, reason));
             }
-            DecodeEvent::Abort(code) => return Ok(self.end(RoomEnd::Abort, code)),
+            DecodeEvent::Abort(code) => return Ok(self.end_room(RoomEnd::Abort, code)),
             DecodeEvent::Tick if self.next_due().is_some_and(|due| now >= due) => {
-                let (known, verified) = self.progress();
-                let what = if now >= self.deadline {
+                let (announced, verified) = self.page_counts();
+                let cause = if now >= self.deadline {
                     "the request's deadline passed".into()
                 } else {
                     format!("nothing came for {} ms", now - self.moved_at)
                 };
-                let why = format!(
-                    "{what} in {} ({known} pages announced, {verified} verified)",
+                let reason = format!(
+                    "{cause} in {} ({announced} pages announced, {verified} verified)",
                     self.phase.name()
                 );
-                return Ok(self.fail(ReasonCode::Deadline, why));
+                return Ok(self.fail_room(ReasonCode::Deadline, reason));
             }
             DecodeEvent::Tick => return Ok(vec![]),
         }
-        Ok(self.advance(now))
+        Ok(self.pull_or_commit(now))
     }
 
-    fn invalid(&self, event: &DecodeEvent, why: &str) -> InvalidTransition {
+    fn invalid_transition(&self, event: &DecodeEvent, reason: &str) -> InvalidTransition {
         InvalidTransition {
             phase: self.phase.name(),
             event: event.into(),
-            why: why.into(),
+            reason: reason.into(),
         }
     }
 
     /// Note that the peer accepted the room, by OPEN_OK or by a PROGRESS that overtook it.
-    fn admit(&mut self) {
+    fn mark_accepted(&mut self) {
         self.accepted = true;
         if self.phase == DecodePhase::Opening {
             self.phase = DecodePhase::Admitted;
@@ -443,7 +450,7 @@ impl DecodeRoom {
         !self.pages.is_empty() || self.fin.is_some()
     }
 
-    fn announce(&mut self, first_page: u32, pages: &[PageDigest]) -> Result<(), String> {
+    fn record_announced(&mut self, first_page: u32, pages: &[PageDigest]) -> Result<(), String> {
         let end = (first_page as usize + pages.len()).saturating_sub(self.start_page as usize);
         if end > self.limits.max_pages {
             return Err(format!(
@@ -467,7 +474,7 @@ impl DecodeRoom {
         Ok(())
     }
 
-    fn needed(&self) -> Option<usize> {
+    fn needed_pages(&self) -> Option<usize> {
         self.fin
             .as_ref()
             .map(|fin| fin.total_pages.saturating_sub(self.start_page) as usize)
@@ -475,7 +482,7 @@ impl DecodeRoom {
 
     /// Everything that is needed from the peer's control connection is here.
     fn all_announced(&self) -> bool {
-        self.needed().is_some_and(|n| {
+        self.needed_pages().is_some_and(|n| {
             self.pages.len() >= n
                 && self.pages[..n]
                     .iter()
@@ -484,37 +491,38 @@ impl DecodeRoom {
     }
 
     /// Start pulls that are possible now, or commit.
-    fn advance(&mut self, now: u64) -> Vec<DecodeAction> {
-        if let (Some(needed), Some(granted)) = (self.needed(), self.grant.as_ref().map(Vec::len))
+    fn pull_or_commit(&mut self, now: u64) -> Vec<DecodeAction> {
+        if let (Some(needed), Some(granted)) =
+            (self.needed_pages(), self.grant.as_ref().map(Vec::len))
             && granted + self.held != needed
         {
-            let held = self.start_page as usize + self.held;
-            let why = format!(
-                "{granted} pages were granted beyond the {held} held, but prefill has {needed} from page {} on",
+            let held_pages = self.start_page as usize + self.held;
+            let reason = format!(
+                "{granted} pages were granted beyond the {held_pages} held, but prefill has {needed} from page {} on",
                 self.start_page
             );
-            return self.fail(ReasonCode::PromptMismatch, why);
+            return self.fail_room(ReasonCode::PromptMismatch, reason);
         }
-        if let Some(needed) = self.needed()
+        if let Some(needed) = self.needed_pages()
             && self.pages.len() > needed
         {
-            let why = format!(
+            let reason = format!(
                 "{} pages from page {} on were announced, but FINAL counts {needed}",
                 self.pages.len(),
                 self.start_page
             );
-            return self.fail(ReasonCode::TransportBroken, why);
+            return self.fail_room(ReasonCode::TransportBroken, reason);
         }
         let mut actions = self.start_pulls(now);
         if self.grant.is_some()
             && self.in_flight.is_empty()
             && self.all_announced()
             && self
-                .needed()
+                .needed_pages()
                 .is_some_and(|n| self.verified_pages() + self.held == n)
         {
             self.phase = DecodePhase::Verifying;
-            actions.extend(self.commit());
+            actions.extend(self.commit_room());
         }
         actions
     }
@@ -525,7 +533,7 @@ impl DecodeRoom {
         } else {
             vec![]
         };
-        actions.extend(self.advance(now));
+        actions.extend(self.pull_or_commit(now));
         actions
     }
 
@@ -566,7 +574,7 @@ impl DecodeRoom {
         actions
     }
 
-    fn commit(&mut self) -> Vec<DecodeAction> {
+    fn commit_room(&mut self) -> Vec<DecodeAction> {
         let Some(fin) = self.fin.clone() else {
             return vec![];
         };
@@ -576,23 +584,24 @@ impl DecodeRoom {
         });
         let root = root_of(sums);
         if root != fin.root {
-            let why = "the root over the page checksums differs from the prefill side's";
-            return self.fail(ReasonCode::Checksum, why);
+            let reason = "the root over the page checksums differs from the prefill side's";
+            return self.fail_room(ReasonCode::Checksum, reason);
         }
         self.phase = DecodePhase::Committed;
-        let done = self.peer.map(|peer| DecodeAction::Done { peer, root });
-        done.into_iter()
+        let done_action = self.peer.map(|peer| DecodeAction::Done { peer, root });
+        done_action
+            .into_iter()
             .chain([DecodeAction::Commit(fin)])
             .collect()
     }
 
     /// Fail with `code`, which is sent to the peer, if there is one still.
-    fn fail(&mut self, code: ReasonCode, why: impl Into<String>) -> Vec<DecodeAction> {
-        self.end(RoomEnd::Fail(code, why.into()), code)
+    fn fail_room(&mut self, code: ReasonCode, reason: impl Into<String>) -> Vec<DecodeAction> {
+        self.end_room(RoomEnd::Fail(code, reason.into()), code)
     }
 
     /// Decide the end now; report it when the last pull has stopped.
-    fn end(&mut self, ending: RoomEnd, code: ReasonCode) -> Vec<DecodeAction> {
+    fn end_room(&mut self, ending: RoomEnd, code: ReasonCode) -> Vec<DecodeAction> {
         let abort = self.peer.map(|peer| DecodeAction::SendAbort { peer, code });
         self.ending = Some(ending);
         let ended = self.report_end().unwrap_or(DecodeAction::CancelPulls);
@@ -605,9 +614,10 @@ impl DecodeRoom {
             return None;
         }
         let (phase, action) = match self.ending.take()? {
-            RoomEnd::Fail(code, why) => {
-                (DecodePhase::Failed(code), DecodeAction::Fail { code, why })
-            }
+            RoomEnd::Fail(code, reason) => (
+                DecodePhase::Failed(code),
+                DecodeAction::Fail { code, reason },
+            ),
             RoomEnd::Abort => (DecodePhase::Aborted, DecodeAction::Aborted),
         };
         self.phase = phase;
@@ -627,7 +637,9 @@ impl DecodeRoom {
                 self.ending = Some(RoomEnd::Abort);
                 Ok(vec![])
             }
-            DecodeEvent::Connected { .. } => Err(self.invalid(&event, "the room is ending")),
+            DecodeEvent::Connected { .. } => {
+                Err(self.invalid_transition(&event, "the room is ending"))
+            }
             _ => Ok(vec![]),
         }
     }

@@ -40,9 +40,9 @@ pub enum PullError {
 /// Event that the room's state does not allow: a bug of the I/O layer or the engine, never caused
 /// by the peer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("room is {phase}: {event} is not allowed ({why})")]
+#[error("room is {phase}: {event} is not allowed ({reason})")]
 pub struct InvalidTransition {
     pub phase: &'static str,
     pub event: &'static str,
-    pub why: String,
+    pub reason: String,
 }

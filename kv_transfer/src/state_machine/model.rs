@@ -368,7 +368,7 @@ impl Model {
                     decode::DecodeEvent::PullFailed {
                         ticket,
                         code: ReasonCode::StalePage,
-                        why: String::new(),
+                        reason: String::new(),
                     },
                     0,
                 );
@@ -423,7 +423,7 @@ impl Model {
                 peer: P,
                 attempt: 0,
                 code,
-                why: String::new(),
+                reason: String::new(),
             },
             ToD::Progress { first, pages } => {
                 let pages = pages
@@ -463,7 +463,7 @@ impl Model {
     fn step_p(&mut self, event: prefill::PrefillEvent, now: u64) {
         let actions = self
             .p
-            .step(event, now)
+            .apply_event(event, now)
             .expect("the model keeps the engine's contract");
         for action in actions {
             match action {
@@ -505,7 +505,7 @@ impl Model {
     fn step_d(&mut self, event: decode::DecodeEvent, now: u64) {
         let actions = self
             .d
-            .step(event, now)
+            .apply_event(event, now)
             .expect("the model keeps the engine's contract");
         for action in actions {
             assert_eq!(self.d_end, None, "{action:?} after the end");

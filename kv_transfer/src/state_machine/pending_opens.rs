@@ -59,7 +59,7 @@ impl PendingOpens {
     /// Keep an OPEN until its room is offered. The same peer asking again is not an error.
     pub fn add(&mut self, room: u64, open: PendingOpen) -> Result<(), PendingOpenError> {
         match self.rooms.get(&room) {
-            Some(known) if known.peer == open.peer && known.attempt == open.attempt => {
+            Some(pending) if pending.peer == open.peer && pending.attempt == open.attempt => {
                 return Ok(());
             }
             Some(_) => return Err(PendingOpenError::Duplicate),
@@ -76,7 +76,7 @@ impl PendingOpens {
         Ok(())
     }
 
-    pub fn take(&mut self, room: u64) -> Option<PendingOpen> {
+    pub fn take_open(&mut self, room: u64) -> Option<PendingOpen> {
         let open = self.rooms.remove(&room)?;
         if let Some(of_peer) = self.by_peer.get_mut(&open.peer) {
             *of_peer -= 1;
@@ -91,7 +91,7 @@ impl PendingOpens {
     /// Remove the pending OPEN of `room`, if it is this peer's.
     pub fn take_of(&mut self, peer: ConnectionId, room: u64) -> Option<PendingOpen> {
         self.rooms.get(&room).filter(|open| open.peer == peer)?;
-        self.take(room)
+        self.take_open(room)
     }
 
     /// Remove the pending OPENs of a lost peer.
@@ -107,14 +107,14 @@ impl PendingOpens {
     }
 
     /// Remove and return the OPENs whose TTL is over.
-    pub fn expire(&mut self, now: u64) -> Vec<(u64, PendingOpen)> {
+    pub fn take_expired(&mut self, now: u64) -> Vec<(u64, PendingOpen)> {
         let due: Vec<u64> = self
             .due
             .range(..=(now, u64::MAX))
             .map(|&(_, room)| room)
             .collect();
         due.into_iter()
-            .filter_map(|room| self.take(room).map(|open| (room, open)))
+            .filter_map(|room| self.take_open(room).map(|open| (room, open)))
             .collect()
     }
 }
@@ -181,7 +181,7 @@ impl EndedRooms {
     }
 
     /// Remove an ended room whose number the engine uses again.
-    pub fn forget(&mut self, room: u64) {
+    pub fn forget_room(&mut self, room: u64) {
         self.rooms.remove(&room);
     }
 }
@@ -219,8 +219,8 @@ mod tests {
             Err(PendingOpenError::Full)
         );
         assert_eq!(pending_opens.next_due(), Some(40));
-        assert_eq!(pending_opens.expire(39), vec![]);
-        assert_eq!(pending_opens.expire(40), vec![(2, open(9, 40))]);
+        assert_eq!(pending_opens.take_expired(39), vec![]);
+        assert_eq!(pending_opens.take_expired(40), vec![(2, open(9, 40))]);
         pending_opens.drop_peer(7);
         assert_eq!(pending_opens.len(), 1);
         assert_eq!(pending_opens.take_of(7, 1), None, "another peer's");
@@ -240,7 +240,7 @@ mod tests {
             Err(PendingOpenError::PeerFull)
         );
         assert_eq!(pending_opens.add(3, open(8, 50)), Ok(()));
-        pending_opens.take(1);
+        pending_opens.take_open(1);
         assert_eq!(pending_opens.add(4, open(9, 50)), Ok(()));
         pending_opens.drop_peer(9);
         pending_opens.drop_peer(8);
@@ -251,7 +251,7 @@ mod tests {
     fn ended_rooms_are_bounded_and_a_reused_number_keeps_its_newer_end() {
         let mut ended = EndedRooms::new(2);
         ended.add(1, 0, ReasonCode::ClientGone);
-        ended.forget(1);
+        ended.forget_room(1);
         assert_eq!(ended.get(1, 0), None);
         ended.add(1, 3, ReasonCode::LeaseExpired);
         ended.add(2, 0, ReasonCode::ClientGone); // pushes out the first entry of room 1, not its second

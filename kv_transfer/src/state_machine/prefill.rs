@@ -139,7 +139,7 @@ pub enum PrefillAction {
     Reject {
         peer: ConnectionId,
         code: ReasonCode,
-        why: String,
+        reason: String,
     },
     /// Announce these pages.
     Progress {
@@ -205,7 +205,7 @@ impl PrefillRoom {
     }
 
     /// (pages published, pages with a checksum), for the timeline.
-    pub fn progress(&self) -> (usize, usize) {
+    pub fn page_counts(&self) -> (usize, usize) {
         let ready = self
             .pages
             .iter()
@@ -221,7 +221,7 @@ impl PrefillRoom {
     }
 
     /// The transition function: on `Err` the room is as it was.
-    pub fn step(
+    pub fn apply_event(
         &mut self,
         event: PrefillEvent,
         now: u64,
@@ -230,20 +230,20 @@ impl PrefillRoom {
             return self.after_the_end(&event);
         }
         match event {
-            PrefillEvent::Publish { first, pages } => self.publish(first, &pages),
-            PrefillEvent::Hashed(sums) => Ok(self.hashed(&sums)),
-            PrefillEvent::Finish(finish) => self.finish(finish, now),
-            PrefillEvent::Abort(code) => Ok(self.end(PrefillPhase::Aborted(code), true)),
+            PrefillEvent::Publish { first, pages } => self.publish_pages(first, &pages),
+            PrefillEvent::Hashed(sums) => Ok(self.record_digests(&sums)),
+            PrefillEvent::Finish(finish) => self.finish_prompt(finish, now),
+            PrefillEvent::Abort(code) => Ok(self.end_room(PrefillPhase::Aborted(code), true)),
             PrefillEvent::Open {
                 peer,
                 attempt,
                 prompt_hash,
                 start_page,
-            } => Ok(self.open(peer, attempt, &prompt_hash, start_page, now)),
+            } => Ok(self.accept_reader(peer, attempt, &prompt_hash, start_page, now)),
             PrefillEvent::Done { peer, attempt }
                 if self.is_reader(peer) && attempt == self.attempt && self.final_sent() =>
             {
-                Ok(self.end(PrefillPhase::Released, false))
+                Ok(self.end_room(PrefillPhase::Released, false))
             }
             PrefillEvent::PeerAbort {
                 peer,
@@ -258,10 +258,10 @@ impl PrefillRoom {
                 Ok(self.lose_reader(peer, code, now))
             }
             PrefillEvent::Renew { peer } if self.is_reader(peer) => {
-                self.renew(now);
+                self.renew_lease(now);
                 Ok(vec![])
             }
-            PrefillEvent::Tick => Ok(self.tick(now)),
+            PrefillEvent::Tick => Ok(self.on_tick(now)),
             // Late or foreign messages of a peer are ignored.
             PrefillEvent::Done { .. }
             | PrefillEvent::PeerAbort { .. }
@@ -277,7 +277,7 @@ impl PrefillRoom {
         now: u64,
     ) -> Vec<PrefillAction> {
         if !leaves_pages(code) {
-            return self.end(PrefillPhase::Aborted(code), false);
+            return self.end_room(PrefillPhase::Aborted(code), false);
         }
         self.reader = None;
         if let PrefillPhase::Leased { until } = &mut self.phase {
@@ -294,23 +294,27 @@ impl PrefillRoom {
         self.reader.as_ref().is_some_and(|reader| reader.final_sent)
     }
 
-    fn invalid(&self, event: &'static str, why: impl Into<String>) -> InvalidTransition {
+    fn invalid_transition(
+        &self,
+        event: &'static str,
+        reason: impl Into<String>,
+    ) -> InvalidTransition {
         InvalidTransition {
             phase: self.phase.name(),
             event,
-            why: why.into(),
+            reason: reason.into(),
         }
     }
 
     fn after_the_end(&self, event: &PrefillEvent) -> Result<Vec<PrefillAction>, InvalidTransition> {
         match event {
             PrefillEvent::Publish { .. } | PrefillEvent::Finish(_) | PrefillEvent::Abort(_) => {
-                Err(self.invalid(event.into(), "the room is over"))
+                Err(self.invalid_transition(event.into(), "the room is over"))
             }
             PrefillEvent::Open { peer, .. } => Ok(vec![PrefillAction::Reject {
                 peer: *peer,
                 code: self.code_after_the_end(),
-                why: "the room is over".into(),
+                reason: "the room is over".into(),
             }]),
             _ => Ok(vec![]),
         }
@@ -325,13 +329,13 @@ impl PrefillRoom {
         }
     }
 
-    fn publish(
+    fn publish_pages(
         &mut self,
         first: u32,
         pages: &[(u32, u64)],
     ) -> Result<Vec<PrefillAction>, InvalidTransition> {
         if self.finish.is_some() {
-            return Err(self.invalid("publish", "finish() came before"));
+            return Err(self.invalid_transition("publish", "finish() came before"));
         }
         let mut fresh = Vec::new();
         for (index, &(page, generation)) in (first..).zip(pages) {
@@ -349,7 +353,7 @@ impl PrefillRoom {
                     }),
                 ) => {
                     if (*p, *g) != (page, generation) {
-                        return Err(self.invalid("publish", format!("prompt page {index} was published as page {p} generation {g}, now as page {page} generation {generation}")));
+                        return Err(self.invalid_transition("publish", format!("prompt page {index} was published as page {p} generation {g}, now as page {page} generation {generation}")));
                     }
                 }
             }
@@ -369,16 +373,16 @@ impl PrefillRoom {
         })
     }
 
-    fn hashed(&mut self, sums: &[(u32, PageDigest)]) -> Vec<PrefillAction> {
+    fn record_digests(&mut self, sums: &[(u32, PageDigest)]) -> Vec<PrefillAction> {
         let mut ready: Vec<(u32, PageDigest)> = Vec::with_capacity(sums.len());
         for &(index, digest) in sums {
             // Compared with the request: the answer may belong to an earlier room of this number.
-            let asked = PageState::Hashing {
+            let expected_state = PageState::Hashing {
                 page: digest.page,
                 generation: digest.generation,
             };
             if let Some(state) = self.pages.get_mut(index as usize)
-                && *state == asked
+                && *state == expected_state
             {
                 *state = PageState::Ready(digest);
                 ready.push((index, digest));
@@ -393,13 +397,13 @@ impl PrefillRoom {
         actions
     }
 
-    fn finish(
+    fn finish_prompt(
         &mut self,
         finish: PrefillOutput,
         now: u64,
     ) -> Result<Vec<PrefillAction>, InvalidTransition> {
         if self.finish.is_some() {
-            return Err(self.invalid("finish", "it was called before"));
+            return Err(self.invalid_transition("finish", "it was called before"));
         }
         let published = self
             .pages
@@ -408,11 +412,11 @@ impl PrefillRoom {
             .count();
         if published != finish.total_pages as usize || self.pages.len() != published {
             let total = finish.total_pages;
-            let known = self.pages.len();
-            let why = format!(
-                "{total} pages in all, but pages [0, {published}) of {known} are published"
+            let page_count = self.pages.len();
+            let reason = format!(
+                "{total} pages in all, but pages [0, {published}) of {page_count} are published"
             );
-            return Err(self.invalid("finish", why));
+            return Err(self.invalid_transition("finish", reason));
         }
         self.finish = Some(finish);
         self.phase = PrefillPhase::Leased {
@@ -421,7 +425,7 @@ impl PrefillRoom {
         Ok(self.try_final())
     }
 
-    fn open(
+    fn accept_reader(
         &mut self,
         peer: ConnectionId,
         attempt: u32,
@@ -429,19 +433,19 @@ impl PrefillRoom {
         start_page: u32,
         now: u64,
     ) -> Vec<PrefillAction> {
-        let reject = |code, why: &str| {
+        let reject = |code, reason: &str| {
             vec![PrefillAction::Reject {
                 peer,
                 code,
-                why: why.into(),
+                reason: reason.into(),
             }]
         };
         if attempt != self.attempt {
-            let why = format!(
+            let reason = format!(
                 "the room is in use by attempt {}, not {attempt}",
                 self.attempt
             );
-            return reject(ReasonCode::DupRoom, &why);
+            return reject(ReasonCode::DupRoom, &reason);
         }
         match &self.reader {
             Some(reader) if reader.peer == peer && reader.start_page != start_page => {
@@ -453,9 +457,9 @@ impl PrefillRoom {
             // The same OPEN again: everything is sent again, nothing else changes.
             Some(reader) if reader.peer == peer => {}
             _ if prompt_hash != self.prompt_hash => {
-                let why =
+                let reason =
                     "prefill and decode hashed different prompts; compare tokenizers and templates";
-                return reject(ReasonCode::PromptMismatch, why);
+                return reject(ReasonCode::PromptMismatch, reason);
             }
             _ => {}
         }
@@ -474,7 +478,7 @@ impl PrefillRoom {
             start_page,
             final_sent: false,
         });
-        self.renew(now);
+        self.renew_lease(now);
         let ready: Vec<(u32, PageDigest)> = (0u32..)
             .zip(&self.pages)
             .skip(start_page as usize)
@@ -513,25 +517,27 @@ impl PrefillRoom {
         }]
     }
 
-    fn renew(&mut self, now: u64) {
+    fn renew_lease(&mut self, now: u64) {
         if let PrefillPhase::Leased { until } = &mut self.phase {
             // A live reader may hold the pages until the request's own deadline plus one lease.
             *until = (*until).max((now + self.lease_ms).min(self.deadline + self.lease_ms));
         }
     }
 
-    fn tick(&mut self, now: u64) -> Vec<PrefillAction> {
+    fn on_tick(&mut self, now: u64) -> Vec<PrefillAction> {
         match self.phase {
-            PrefillPhase::Leased { until } if now >= until => self.end(PrefillPhase::Expired, true),
+            PrefillPhase::Leased { until } if now >= until => {
+                self.end_room(PrefillPhase::Expired, true)
+            }
             PrefillPhase::Waiting | PrefillPhase::Prefilling if now >= self.deadline => {
-                self.end(PrefillPhase::Aborted(ReasonCode::Deadline), true)
+                self.end_room(PrefillPhase::Aborted(ReasonCode::Deadline), true)
             }
             _ => vec![],
         }
     }
 
     /// End in `phase`; `notify`: the reader does not know of it yet.
-    fn end(&mut self, phase: PrefillPhase, notify: bool) -> Vec<PrefillAction> {
+    fn end_room(&mut self, phase: PrefillPhase, notify: bool) -> Vec<PrefillAction> {
         self.phase = phase;
         let code = self.code_after_the_end();
         let reader = self.reader().filter(|_| notify);

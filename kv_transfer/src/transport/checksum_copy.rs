@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::pool::{SumKind, weighted};
+use crate::pool::{SumKind, weighted_sum};
 
 /// XXH3's default secret.
 static SECRET: [u8; 192] = [
@@ -59,7 +59,7 @@ pub enum HashKernel {
 }
 
 /// Kernel for this CPU.
-pub fn kernel() -> HashKernel {
+pub fn hash_kernel() -> HashKernel {
     static KERNEL: OnceLock<HashKernel> = OnceLock::new();
     *KERNEL.get_or_init(|| {
         #[cfg(target_arch = "x86_64")]
@@ -80,31 +80,31 @@ pub fn kernel() -> HashKernel {
 /// # Safety
 /// `src` is readable for `len` bytes. If another thread or process writes them meanwhile the result
 /// is the hash of no particular content; callers detect that by the page's generation.
-pub unsafe fn hash(src: *const u8, len: usize) -> u64 {
+pub unsafe fn hash_page(src: *const u8, len: usize) -> u64 {
     // SAFETY: the caller's promise; the kernels below are only chosen when the CPU has them.
-    unsafe { hash_with(kernel(), src, len) }
+    unsafe { hash_with(hash_kernel(), src, len) }
 }
 
 /// Copy `len` bytes and return the hash of the bytes read.
 ///
 /// # Safety
 /// `src` is readable and `dst` writable for `len` bytes, they do not overlap, and no other thread
-/// accesses `dst` until this returns. As to `src`, see `hash`.
+/// accesses `dst` until this returns. As to `src`, see `hash_page`.
 pub unsafe fn copy_hash(dst: *mut u8, src: *const u8, len: usize) -> u64 {
     // SAFETY: the caller's promise.
-    unsafe { copy_hash_with(kernel(), dst, src, len) }
+    unsafe { copy_hash_with(hash_kernel(), dst, src, len) }
 }
 
-/// As `hash`, by the announcer's kind of checksum.
+/// As `hash_page`, by the announcer's kind of checksum.
 ///
 /// # Safety
-/// As `hash`.
+/// As `hash_page`.
 pub unsafe fn hash_by(kind: SumKind, src: *const u8, len: usize) -> u64 {
     // SAFETY: the caller's promise.
     unsafe {
         match kind {
-            SumKind::Xxh3 => hash(src, len),
-            SumKind::Weighted => weighted(std::slice::from_raw_parts(src, len)),
+            SumKind::Xxh3 => hash_page(src, len),
+            SumKind::Weighted => weighted_sum(std::slice::from_raw_parts(src, len)),
         }
     }
 }
@@ -120,7 +120,7 @@ pub unsafe fn copy_hash_by(kind: SumKind, dst: *mut u8, src: *const u8, len: usi
             SumKind::Xxh3 => copy_hash(dst, src, len),
             SumKind::Weighted => {
                 std::ptr::copy_nonoverlapping(src, dst, len);
-                weighted(std::slice::from_raw_parts(dst, len))
+                weighted_sum(std::slice::from_raw_parts(dst, len))
             }
         }
     }
@@ -130,7 +130,7 @@ unsafe fn hash_with(kernel: HashKernel, src: *const u8, len: usize) -> u64 {
     // SAFETY: the caller's promise; without COPY dst is not used.
     match unsafe { by_vectors::<false>(kernel, std::ptr::null_mut(), src, len) } {
         Some(sum) => sum,
-        // SAFETY: src is readable for len bytes; see `hash` about concurrent writers.
+        // SAFETY: src is readable for len bytes; see `hash_page` about concurrent writers.
         None => xxh3_64(unsafe { std::slice::from_raw_parts(src, len) }),
     }
 }
@@ -150,7 +150,7 @@ unsafe fn copy_hash_with(kernel: HashKernel, dst: *mut u8, src: *const u8, len: 
 /// The vector path, if the kernel, the length and (with COPY) the destination's alignment allow it.
 ///
 /// # Safety
-/// As `hash`; with COPY as `copy_hash`. `kernel` was detected on this CPU.
+/// As `hash_page`; with COPY as `copy_hash`. `kernel` was detected on this CPU.
 unsafe fn by_vectors<const COPY: bool>(
     kernel: HashKernel,
     dst: *mut u8,
@@ -170,7 +170,7 @@ unsafe fn by_vectors<const COPY: bool>(
             _ => return None,
         }
     };
-    Some(merge(acc, len))
+    Some(merge_lanes(acc, len))
 }
 
 fn secret_u64(at: usize) -> u64 {
@@ -179,11 +179,12 @@ fn secret_u64(at: usize) -> u64 {
     u64::from_le_bytes(word)
 }
 
-fn merge(acc: [u64; 8], len: usize) -> u64 {
+fn merge_lanes(acc: [u64; 8], len: usize) -> u64 {
     let mut sum = (len as u64).wrapping_mul(PRIME64_1);
     for (i, pair) in acc.chunks_exact(2).enumerate() {
-        let at = SECRET_MERGE + 16 * i;
-        let wide = u128::from(pair[0] ^ secret_u64(at)) * u128::from(pair[1] ^ secret_u64(at + 8));
+        let offset = SECRET_MERGE + 16 * i;
+        let wide =
+            u128::from(pair[0] ^ secret_u64(offset)) * u128::from(pair[1] ^ secret_u64(offset + 8));
         sum = sum.wrapping_add(wide as u64 ^ (wide >> 64) as u64);
     }
     sum ^= sum >> 37;
@@ -239,8 +240,8 @@ mod x86 {
                 let high = _mm512_mul_epu32(_mm512_srli_epi64::<32>(shifted), prime);
                 acc = _mm512_add_epi64(low, _mm512_slli_epi64::<32>(high));
             }
-            let rest = (len - blocks * BLOCK) / STRIPE;
-            for i in 0..rest - 1 {
+            let stripes = (len - blocks * BLOCK) / STRIPE;
+            for i in 0..stripes - 1 {
                 acc = stripe(acc, blocks * BLOCK + i * STRIPE, i * 8);
             }
             acc = stripe(acc, len - STRIPE, SECRET_LAST);
@@ -298,8 +299,8 @@ mod x86 {
                     scramble(acc[1], SECRET_SCRAMBLE + 32),
                 ];
             }
-            let rest = (len - blocks * BLOCK) / STRIPE;
-            for i in 0..rest - 1 {
+            let stripes = (len - blocks * BLOCK) / STRIPE;
+            for i in 0..stripes - 1 {
                 acc = stripe(acc, blocks * BLOCK + i * STRIPE, i * 8);
             }
             acc = stripe(acc, len - STRIPE, SECRET_LAST);

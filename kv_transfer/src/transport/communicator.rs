@@ -38,8 +38,8 @@ const SLAB_ALIGN: usize = 4096;
 pub struct CommError(pub String);
 
 impl From<DeviceError> for CommError {
-    fn from(DeviceError(why): DeviceError) -> Self {
-        Self(why)
+    fn from(DeviceError(reason): DeviceError) -> Self {
+        Self(reason)
     }
 }
 
@@ -197,7 +197,7 @@ impl WriteClaim {
     const WRITING: u8 = 1;
     const REVOKED: u8 = 2;
 
-    fn take(&self, what: u8) -> bool {
+    fn try_claim(&self, what: u8) -> bool {
         self.0
             .compare_exchange(0, what, Ordering::AcqRel, Ordering::Acquire)
             .is_ok()
@@ -205,11 +205,11 @@ impl WriteClaim {
 
     /// True: the pages are not and will not be written.
     pub fn revoke(&self) -> bool {
-        self.take(Self::REVOKED)
+        self.try_claim(Self::REVOKED)
     }
 
-    fn begin(&self) -> bool {
-        self.take(Self::WRITING)
+    fn begin_writing(&self) -> bool {
+        self.try_claim(Self::WRITING)
     }
 }
 
@@ -256,12 +256,12 @@ pub struct CommGuard {
 impl CommGuard {
     /// After this returns the thread writes no page, whatever it still does. Waits for the pages of
     /// one slab at most.
-    pub fn shut(&self) {
+    pub fn stop_writes(&self) {
         *self.shut.lock() = true;
     }
 }
 
-/// Thread of one communicator. Dropped without `abort`, it ends after its current job.
+/// Thread of one communicator. Dropped without `abort_thread`, it ends after its current job.
 pub struct CommThread {
     jobs: mpsc::Sender<CommJob>,
     guard: Arc<CommGuard>,
@@ -291,7 +291,7 @@ impl CommThread {
     }
 
     /// Jobs run in order. The queue is bounded by the slabs.
-    pub fn submit(&self, job: CommJob) {
+    pub fn submit_job(&self, job: CommJob) {
         let _ = self.jobs.send(job); // the thread ended and reported it
     }
 
@@ -301,7 +301,7 @@ impl CommThread {
 
     /// Start no further job, abort the one that runs, report `Ended` when the thread is gone, and
     /// drop `running`. All of it on a thread that is leaked if it hangs.
-    pub fn abort(self, running: mpsc::Sender<()>) {
+    pub fn abort_thread(self, running: mpsc::Sender<()>) {
         let Self {
             jobs,
             guard,
@@ -344,10 +344,10 @@ impl Worker {
             if self.guard.stopped.load(Ordering::Acquire) {
                 break;
             }
-            let done = catch_unwind(AssertUnwindSafe(|| self.work(job)));
-            let broken = match done {
+            let outcome = catch_unwind(AssertUnwindSafe(|| self.run_job(job)));
+            let broken = match outcome {
                 Ok(Ok(())) => continue,
-                Ok(Err(CommError(why))) => why,
+                Ok(Err(CommError(reason))) => reason,
                 Err(panic) => format!("internal: {}", panic_text(panic.as_ref())),
             };
             (self.report)(CommReport::Either(CommEvent::End(CommEnd::Failed(broken))));
@@ -356,7 +356,7 @@ impl Worker {
         *self.guard.open.lock() = None;
     }
 
-    fn work(&mut self, job: CommJob) -> Result<(), CommError> {
+    fn run_job(&mut self, job: CommJob) -> Result<(), CommError> {
         match job {
             CommJob::Host => {
                 let id = self.context.backend.unique_id()?;
@@ -398,7 +398,7 @@ impl Worker {
         }
     }
 
-    fn opened(&self) -> Result<(Arc<dyn Communicator>, &Slabs), CommError> {
+    fn open_communicator(&self) -> Result<(Arc<dyn Communicator>, &Slabs), CommError> {
         let open = self.guard.open.lock().clone();
         open.zip(self.slabs.as_ref()).ok_or_else(|| {
             CommError("internal: an operation before the communicator is open".into())
@@ -409,7 +409,7 @@ impl Worker {
         let ticket = send.ticket;
         let slab = send.slab;
         let pages = &send.pages[..];
-        let (open, slabs) = self.opened()?;
+        let (open, slabs) = self.open_communicator()?;
         let faults = &self.context.faults;
         faults.delay_page();
         let mut stale = self.context.pool.first_stale(pages);
@@ -461,7 +461,7 @@ impl Worker {
         let slab = receive.slab;
         let count = receive.count;
         let pages = &receive.pages[..];
-        let (open, slabs) = self.opened()?;
+        let (open, slabs) = self.open_communicator()?;
         open.recv(slab, count * self.context.pool.page_bytes())?;
         if self.context.faults.transport_broken() {
             return Err(CommError("fault injection".into()));
@@ -473,13 +473,13 @@ impl Worker {
                     ReasonCode::TransportBroken,
                     "the node is closing".to_owned(),
                 ))
-            } else if !claim.begin() {
+            } else if !claim.begin_writing() {
                 Ok(())
             } else {
                 match self.scatter(slabs, slab, pages) {
                     Ok(()) => Ok(()),
-                    Err(PullError::Failed(code, why)) => Err((code, why)),
-                    Err(PullError::Broken(why)) => return Err(CommError(why)),
+                    Err(PullError::Failed(code, reason)) => Err((code, reason)),
+                    Err(PullError::Broken(reason)) => return Err(CommError(reason)),
                     Err(PullError::Cancelled) => Ok(()),
                 }
             }

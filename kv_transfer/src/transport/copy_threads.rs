@@ -92,14 +92,14 @@ impl CopyThreads {
         Ok(Self { queue, threads })
     }
 
-    pub fn submit(&self, job: CopyJob) {
+    pub fn submit_job(&self, job: CopyJob) {
         self.queue.jobs.lock().0.push_back(job);
         self.queue.ready.notify_one();
     }
 
     /// Drop jobs that have not started and wait for the others. After this no thread writes the
     /// pool.
-    pub fn close(&mut self) {
+    pub fn stop_threads(&mut self) {
         {
             let mut jobs = self.queue.jobs.lock();
             jobs.0.clear();
@@ -114,12 +114,12 @@ impl CopyThreads {
 
 impl Drop for CopyThreads {
     fn drop(&mut self) {
-        self.close();
+        self.stop_threads();
     }
 }
 
 impl Queue {
-    fn next(&self) -> Option<CopyJob> {
+    fn next_job(&self) -> Option<CopyJob> {
         let mut jobs = self.jobs.lock();
         loop {
             if jobs.1 {
@@ -141,20 +141,20 @@ struct Worker {
 
 impl Worker {
     fn run(&self, queue: &Queue) {
-        while let Some(job) = queue.next() {
+        while let Some(job) = queue.next_job() {
             let (room, pull) = match &job {
                 CopyJob::Hash { room, .. } => (Some(*room), None),
                 CopyJob::Pull { pull, .. } => (None, Some(pull.id)),
                 CopyJob::Close(_) => (None, None),
             };
-            match catch_unwind(AssertUnwindSafe(|| self.work(job))) {
+            match catch_unwind(AssertUnwindSafe(|| self.run_job(job))) {
                 Ok(done) => (self.report)(done),
                 Err(panic) => {
-                    let what = panic_text(panic.as_ref());
+                    let message = panic_text(panic.as_ref());
                     if let Some(id) = pull {
                         let result = Err(PullError::Failed(
                             ReasonCode::TransportBroken,
-                            format!("internal: {what}"),
+                            format!("internal: {message}"),
                         ));
                         (self.report)(CopyReport::Pulled(PullEnd {
                             id,
@@ -162,13 +162,16 @@ impl Worker {
                             result,
                         }));
                     }
-                    (self.report)(CopyReport::Broken { what, room });
+                    (self.report)(CopyReport::Broken {
+                        what: message,
+                        room,
+                    });
                 }
             }
         }
     }
 
-    fn work(&self, job: CopyJob) -> CopyReport {
+    fn run_job(&self, job: CopyJob) -> CopyReport {
         match job {
             CopyJob::Hash { room, pages } => match self.digests_of(&pages) {
                 Ok(sums) => CopyReport::Hashed { room, sums },
@@ -183,7 +186,7 @@ impl Worker {
                     (Some(own), Some(theirs)) => {
                         self.pull_on_device(&pull, &from, own.as_ref(), theirs.as_ref(), &mut bytes)
                     }
-                    _ => self.pull(&pull, &from, &mut bytes),
+                    _ => self.pull_pages(&pull, &from, &mut bytes),
                 };
                 CopyReport::Pulled(PullEnd {
                     id: pull.id,
@@ -205,47 +208,50 @@ impl Worker {
     /// Checksums of the pages under these generations. If a page was reassigned meanwhile, its
     /// checksum is useless, and so is the generation: a pull finds it stale.
     fn digests_of(&self, pages: &[(u32, u32, u64)]) -> Result<Vec<(u32, PageDigest)>, DeviceError> {
-        let known: Vec<Option<u64>> = pages
+        let cached_sums: Vec<Option<u64>> = pages
             .iter()
             .map(|&(_, page, generation)| self.pool.sums().get(page, generation))
             .collect();
         let missing: Vec<u32> = pages
             .iter()
-            .zip(&known)
-            .filter(|(_, known)| known.is_none())
+            .zip(&cached_sums)
+            .filter(|(_, cached_sum)| cached_sum.is_none())
             .map(|(&(_, page, _), _)| page)
             .collect();
-        let mut taken = match self.pool.device() {
+        let mut computed_sums = match self.pool.device() {
             Some(device) if !missing.is_empty() => sums_of(device.as_ref(), &missing)?,
             Some(_) => Vec::new(),
-            None => missing.iter().map(|&page| self.hash(page)).collect(),
+            None => missing.iter().map(|&page| self.hash_page(page)).collect(),
         }
         .into_iter();
-        let digest = pages
-            .iter()
-            .zip(known)
-            .map(|(&(index, page, generation), known)| {
-                let sum = known.or_else(|| taken.next()).unwrap_or_default();
-                if known.is_none() && self.pool.generation(page) == generation {
-                    self.pool.sums().put(page, generation, sum);
-                }
-                let digest = PageDigest {
-                    page,
-                    generation,
-                    sum,
-                };
-                (index, digest)
-            });
+        let digest =
+            pages
+                .iter()
+                .zip(cached_sums)
+                .map(|(&(index, page, generation), cached_sum)| {
+                    let sum = cached_sum
+                        .or_else(|| computed_sums.next())
+                        .unwrap_or_default();
+                    if cached_sum.is_none() && self.pool.generation(page) == generation {
+                        self.pool.sums().put(page, generation, sum);
+                    }
+                    let digest = PageDigest {
+                        page,
+                        generation,
+                        sum,
+                    };
+                    (index, digest)
+                });
         Ok(digest.collect())
     }
 
-    fn hash(&self, page: u32) -> u64 {
+    fn hash_page(&self, page: u32) -> u64 {
         // SAFETY: page ids are checked when published; the range is inside our mapping, which
         // `self.pool` keeps alive.
-        unsafe { checksum_copy::hash(self.pool.page_ptr(page), self.pool.page_bytes()) }
+        unsafe { checksum_copy::hash_page(self.pool.page_ptr(page), self.pool.page_bytes()) }
     }
 
-    fn pull(&self, pull: &Pull, from: &RemotePool, bytes: &mut u64) -> Result<(), PullError> {
+    fn pull_pages(&self, pull: &Pull, from: &RemotePool, bytes: &mut u64) -> Result<(), PullError> {
         let page_bytes = self.pool.page_bytes();
         for page in &pull.pages {
             if pull.cancel.load(Ordering::Relaxed) {
@@ -256,7 +262,7 @@ impl Worker {
             }
             self.faults.delay_page();
             check_generation(page.src, from.generation(page.src.page))?;
-            from.prefault(page.src.page);
+            from.prefault_page(page.src.page);
             // SAFETY: src is inside the peer's read-only mapping (ids are checked when announced),
             // which `from` keeps alive; dst is a page of our pool that the engine granted to this
             // room and that no other thread uses until this pull has ended. The peer may rewrite
@@ -337,8 +343,8 @@ fn one_each(sums: Vec<u64>, pages: usize) -> Result<Vec<u64>, DeviceError> {
     if sums.len() == pages {
         return Ok(sums);
     }
-    let why = format!("{} checksums of {pages} pages", sums.len());
-    Err(DeviceError(why))
+    let reason = format!("{} checksums of {pages} pages", sums.len());
+    Err(DeviceError(reason))
 }
 
 /// Compare the pages on our device with their announced checksums.
@@ -413,22 +419,22 @@ pub(super) fn check_generation(src: PageDigest, now: u64) -> Result<(), PullErro
     if now == src.generation {
         return Ok(());
     }
-    let why = format!(
+    let reason = format!(
         "page {} of the prefill node was generation {}, is {now}: it was given to another request",
         src.page, src.generation
     );
-    Err(PullError::Failed(ReasonCode::StalePage, why))
+    Err(PullError::Failed(ReasonCode::StalePage, reason))
 }
 
 pub(super) fn check_sum(src: PageDigest, sum: u64) -> Result<(), PullError> {
     if sum == src.sum {
         return Ok(());
     }
-    let why = format!(
+    let reason = format!(
         "page {} of the prefill node arrived with checksum {sum:016x}, announced was {:016x}",
         src.page, src.sum
     );
-    Err(PullError::Failed(ReasonCode::Checksum, why))
+    Err(PullError::Failed(ReasonCode::Checksum, reason))
 }
 
 pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {

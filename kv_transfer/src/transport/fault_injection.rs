@@ -43,7 +43,7 @@ pub struct Hold {
 }
 
 impl Hold {
-    fn at(path: &Path) -> Self {
+    fn open_file(path: &Path) -> Self {
         let reached = path.with_extension("reached");
         if let Err(err) = std::fs::write(&reached, b"") {
             tracing::error!(%err, path = %reached.display(), "fault injection: cannot mark a hold as reached");
@@ -58,7 +58,7 @@ impl Hold {
         self.go.exists() || self.since.elapsed() > HOLD_LIMIT
     }
 
-    pub fn wait(self) {
+    pub fn wait_here(self) {
         while !self.is_over() {
             std::thread::sleep(HOLD_POLL);
         }
@@ -91,8 +91,8 @@ fn first() -> u64 {
 
 impl Rule {
     fn fires(&self) -> bool {
-        let seen = self.seen.fetch_add(1, Ordering::Relaxed) + 1;
-        seen == self.nth || (self.repeat && seen > self.nth)
+        let count = self.seen.fetch_add(1, Ordering::Relaxed) + 1;
+        count == self.nth || (self.repeat && count > self.nth)
     }
 }
 
@@ -103,7 +103,11 @@ pub struct Faults {
 }
 
 impl Faults {
-    fn find(&self, on: impl Fn(&str) -> bool, kind: impl Fn(&Fault) -> bool) -> Option<Fault> {
+    fn find_fault(
+        &self,
+        on: impl Fn(&str) -> bool,
+        kind: impl Fn(&Fault) -> bool,
+    ) -> Option<Fault> {
         self.rules
             .iter()
             .filter(|rule| on(&rule.on) && kind(&rule.fault))
@@ -112,23 +116,23 @@ impl Faults {
     }
 
     pub fn on_send(&self, name: &str) -> Option<Fault> {
-        self.find(|on| on == name || on == "*", |_| true)
+        self.find_fault(|on| on == name || on == "*", |_| true)
     }
 
     pub fn flip_page(&self) -> bool {
-        self.find(|on| on == "PAGE", |fault| *fault == Fault::Flip)
+        self.find_fault(|on| on == "PAGE", |fault| *fault == Fault::Flip)
             .is_some()
     }
 
     pub fn transport_broken(&self) -> bool {
-        self.find(|on| on == "PAGE", |fault| *fault == Fault::Break)
+        self.find_fault(|on| on == "PAGE", |fault| *fault == Fault::Break)
             .is_some()
     }
 
     /// Delay of a page: a slow link.
     pub fn page_delay(&self) -> Option<Duration> {
         let is_delay = |fault: &Fault| matches!(fault, Fault::DelayMs(_));
-        match self.find(|on| on == "PAGE", is_delay)? {
+        match self.find_fault(|on| on == "PAGE", is_delay)? {
             Fault::DelayMs(ms) => Some(Duration::from_millis(ms)),
             _ => None,
         }
@@ -144,14 +148,14 @@ impl Faults {
     /// Block the calling thread at the hold between the copy and the second generation check.
     pub fn wait_copied(&self) {
         if let Some(hold) = self.hold_copied() {
-            hold.wait();
+            hold.wait_here();
         }
     }
 
     /// Hold between the copy and the second generation check.
     pub fn hold_copied(&self) -> Option<Hold> {
-        match self.find(|on| on == "COPIED", |fault| matches!(fault, Fault::Hold(_)))? {
-            Fault::Hold(path) => Some(Hold::at(&path)),
+        match self.find_fault(|on| on == "COPIED", |fault| matches!(fault, Fault::Hold(_)))? {
+            Fault::Hold(path) => Some(Hold::open_file(&path)),
             _ => None,
         }
     }

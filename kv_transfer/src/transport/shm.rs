@@ -53,7 +53,7 @@ pub fn network_namespace() -> String {
 }
 
 /// An abstract socket; it vanishes with the process.
-pub fn listen(name: &str) -> io::Result<StdUnixListener> {
+pub fn bind_socket(name: &str) -> io::Result<StdUnixListener> {
     let listener = StdUnixListener::bind_addr(&SocketAddr::from_abstract_name(name)?)?;
     listener.set_nonblocking(true)?;
     Ok(listener)
@@ -63,7 +63,7 @@ pub fn listen(name: &str) -> io::Result<StdUnixListener> {
 /// bounded in time.
 ///
 /// `handle`: of the pages on a device. `accept_failed` is called for each failed accept.
-pub async fn serve(
+pub async fn serve_handles(
     listener: StdUnixListener,
     pool: Arc<KvPool>,
     token: [u8; TOKEN_BYTES],
@@ -169,7 +169,7 @@ fn send_fd(socket: BorrowedFd<'_>, fd: BorrowedFd<'_>) -> io::Result<()> {
 
 /// Fetch and map a peer's pool; `device` opens its pages, if they are on one. Blocks for at most a
 /// few `STEP`s, and as long as the device takes: call it off the control thread.
-pub fn fetch(
+pub fn fetch_pool(
     name: &str,
     token: &[u8],
     num_pages: usize,
@@ -196,7 +196,7 @@ pub fn fetch(
             RemoteData::Device(device.open(&handle, num_pages).map_err(io::Error::other)?)
         }
     };
-    RemotePool::map(fd, num_pages, page_bytes, data).map_err(io::Error::other)
+    RemotePool::map_pool(fd, num_pages, page_bytes, data).map_err(io::Error::other)
 }
 
 fn receive_fd(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
@@ -258,18 +258,18 @@ mod tests {
         let name = format!("baton-kv-test-{}", std::process::id());
         let token = [7; TOKEN_BYTES];
         let pool = Arc::new(KvPool::create(2, 4096).expect("memfd"));
-        let listener = listen(&name).expect("abstract socket");
+        let listener = bind_socket(&name).expect("abstract socket");
         let (failed, failures) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .enable_all()
                 .build()
                 .expect("runtime");
-            runtime.block_on(serve(listener, pool, token, vec![], move || {
+            runtime.block_on(serve_handles(listener, pool, token, vec![], move || {
                 let _ = failed.send(());
             }))
         });
-        fetch(&name, &token, 2, 4096, None).expect("the listener works");
+        fetch_pool(&name, &token, 2, 4096, None).expect("the listener works");
         let waiting = socket(AddressFamily::UNIX, SocketType::STREAM, None).expect("socket");
         let before = getrlimit(Resource::Nofile);
         let none = Rlimit {
@@ -286,6 +286,6 @@ mod tests {
         let mut waiting = StdUnixStream::from(waiting);
         io::Write::write_all(&mut waiting, &token).expect("sent");
         receive_fd(waiting.as_fd()).expect("the peer that waited is served");
-        fetch(&name, &token, 2, 4096, None).expect("the listener works again");
+        fetch_pool(&name, &token, 2, 4096, None).expect("the listener works again");
     }
 }

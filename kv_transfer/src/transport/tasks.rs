@@ -41,7 +41,7 @@ pub async fn accept_all<T: Future<Output = ()> + Send + 'static>(
                 }
             },
             Some(ended) = running.join_next_with_id() => {
-                tasks.ended(ended.map_or_else(|err| err.id(), |(id, ())| id));
+                tasks.remove_ended(ended.map_or_else(|err| err.id(), |(id, ())| id));
             }
         }
     }
@@ -82,7 +82,7 @@ impl<K: PartialEq> PeerTasks<K> {
     }
 
     /// Forgets a task that has ended.
-    pub fn ended(&mut self, id: Id) {
+    pub fn remove_ended(&mut self, id: Id) {
         self.tasks.retain(|(_, task)| task.id() != id);
     }
 }
@@ -116,7 +116,7 @@ mod tests {
         let left: Vec<_> = tasks.tasks.iter().map(|(peer, _)| *peer).collect();
         assert_eq!(left, ["b", "a", "c"]);
         let id = tasks.tasks[0].1.id();
-        tasks.ended(id);
+        tasks.remove_ended(id);
         assert!(!tasks.add("d", running.spawn(async {})));
     }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use kv_transfer::pool::device::{DeviceError, DevicePages, DeviceSlabs, PeerPages};
-use kv_transfer::pool::weighted;
+use kv_transfer::pool::weighted_sum;
 use parking_lot::Mutex;
 
 type Done = Result<(), DeviceError>;
@@ -89,7 +89,7 @@ impl DevicePages for Memory {
         self.may("sums")?;
         Ok(pages
             .iter()
-            .map(|&page| weighted(&self.read(page)))
+            .map(|&page| weighted_sum(&self.read(page)))
             .collect())
     }
 

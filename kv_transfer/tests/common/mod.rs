@@ -90,12 +90,16 @@ impl Rank {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             assert!(
-                self.node.wait(left),
+                self.node.wait_for_event(left),
                 "room {room} has no end after {TIMEOUT:?}: {} {}",
                 self.node.rooms_json(Some(room)),
                 self.node.stats_json()
             );
-            let ends = self.node.poll(100).into_iter().filter(NodeEvent::is_end);
+            let ends = self
+                .node
+                .poll_events(100)
+                .into_iter()
+                .filter(NodeEvent::is_end);
             self.heard.borrow_mut().extend(ends);
         }
     }
@@ -164,7 +168,7 @@ impl Rank {
             "{stats}"
         );
         assert!(
-            self.heard.borrow().is_empty() && self.node.poll(10).is_empty(),
+            self.heard.borrow().is_empty() && self.node.poll_events(10).is_empty(),
             "an end that the test did not expect"
         );
     }
@@ -199,7 +203,7 @@ impl Rank {
 
     /// Offer, write, publish in chunks and finish a prompt.
     pub fn prefill(&self, room: u64, pages: &[u32], chunk: usize) {
-        self.node.offer(room, 0, HASH, DEADLINE_MS).unwrap();
+        self.node.offer_room(room, 0, HASH, DEADLINE_MS).unwrap();
         self.publish(room, pages, chunk);
         self.finish(room, pages.len());
     }
@@ -208,14 +212,14 @@ impl Rank {
         self.write(pages, room);
         for (i, part) in pages.chunks(chunk).enumerate() {
             self.node
-                .publish(room, (i * chunk) as u32, &ids(part))
+                .publish_pages(room, (i * chunk) as u32, &ids(part))
                 .unwrap();
         }
     }
 
     pub fn finish(&self, room: u64, total: usize) {
         self.node
-            .finish(room, total as u32, 3, room.to_le_bytes().to_vec())
+            .finish_prompt(room, total as u32, 3, room.to_le_bytes().to_vec())
             .unwrap();
     }
 }
@@ -312,7 +316,7 @@ impl Pair {
     pub fn of(p: Rank, d: Rank) -> Self {
         let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
         p.node
-            .register("127.0.0.1", server.port(), TIMEOUT)
+            .register_rank("127.0.0.1", server.port(), TIMEOUT)
             .unwrap();
         Self { server, p, d }
     }
@@ -324,7 +328,7 @@ impl Pair {
     pub fn open_with(&self, room: u64, hash: &[u8], deadline_ms: u64) {
         self.d
             .node
-            .open(
+            .open_room(
                 room,
                 0,
                 "127.0.0.1",
@@ -337,7 +341,7 @@ impl Pair {
     }
 
     pub fn grant(&self, room: u64, pages: &[u32]) {
-        self.d.node.grant(room, 0, &ids(pages)).unwrap();
+        self.d.node.grant_pages(room, 0, &ids(pages)).unwrap();
     }
 
     /// Transfers one room from grant to commit.

@@ -17,7 +17,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use router_core::{
     Policy, PolicyEvent, PolicyInput, PolicyKind, PolicyParams, PromptBlocks, RequestView, Role,
-    SendTicket, WorkerFacts, WorkerId, WorkerView, build, decide_pair,
+    SendTicket, WorkerFacts, WorkerId, WorkerView, build_policy, decide_pair,
 };
 
 const SYSTEM_PROMPTS: u32 = 16;
@@ -78,7 +78,7 @@ impl Setting {
         params.cache_aware.max_tree_size = PROMPTS_PER_WORKER / 2 * bytes;
         params.cost.default_capacity_tokens = (PROMPTS_PER_WORKER / 2 * bytes / 4) as u64;
         let made = |role| {
-            let policy = build(kind, role, &params);
+            let policy = build_policy(kind, role, &params);
             for id in 0..workers {
                 policy.observe(&PolicyEvent::WorkerAdded {
                     worker: WorkerId(id),
@@ -115,7 +115,7 @@ impl Setting {
     fn view<'a>(&self, text: &'a str, blocks: &'a PromptBlocks) -> RequestView<'a> {
         RequestView {
             text,
-            prompt: blocks.prompt(),
+            prompt: blocks.prompt_view(),
             routing_key: None,
             now_ms: self.tickets,
         }
@@ -127,7 +127,7 @@ impl Setting {
             ticket: SendTicket(self.tickets),
             worker,
             request: &request,
-            tells_first_token: true,
+            reports_first_token: true,
         });
         self.chosen.push(worker);
         self.tickets += 1;

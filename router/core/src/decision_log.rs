@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::kv::{BlockChange, CacheUpdateRecord};
 use crate::pairing::fingerprint::WorkerFingerprint;
-use crate::prompt::{HashedPrompt, mix};
+use crate::prompt::{HashedPrompt, mix_hash};
 use crate::types::{
     EventRecord, PolicyEvent, RequestView, Role, RoutingRequest, SendTicket, WorkerChoice,
     WorkerFacts, WorkerId, WorkerView,
@@ -28,7 +28,7 @@ use crate::types::{
 
 /// Where lines go. Called with the order held: it must not wait.
 pub trait LogSink: Send + Sync {
-    fn put(&self, line: LogLine);
+    fn put_line(&self, line: LogLine);
 }
 
 /// The first line of a file.
@@ -137,7 +137,7 @@ pub struct ChangeRecord {
 }
 
 impl ChangeRecord {
-    pub(crate) fn of(changes: &[BlockChange]) -> Self {
+    pub(crate) fn from_changes(changes: &[BlockChange]) -> Self {
         let parts = changes.iter().map(|change| match change {
             BlockChange::Hold(hash) => (*hash, '+'),
             BlockChange::Drop(hash) => (*hash, '-'),
@@ -149,7 +149,7 @@ impl ChangeRecord {
         }
     }
 
-    pub fn changes(&self) -> Vec<BlockChange> {
+    pub fn block_changes(&self) -> Vec<BlockChange> {
         let parts = self.hashes.0.iter().zip(self.signs.bytes());
         parts
             .map(|(hash, sign)| BlockChange::new(*hash, sign == b'+'))
@@ -208,9 +208,9 @@ impl LogLine {
 }
 
 impl DecisionInput {
-    pub(crate) fn of(
+    pub(crate) fn from_request(
         role: Role,
-        sending: &RoutingRequest<'_>,
+        routing: &RoutingRequest<'_>,
         sides: &[(&[WorkerView], SendTicket)],
         secret: u64,
         reads_text: bool,
@@ -220,7 +220,7 @@ impl DecisionInput {
             prompt,
             routing_key,
             now_ms,
-        } = sending.request;
+        } = routing.request;
         let sides = sides.iter().map(|(ready, ticket)| DecisionSide {
             ticket: *ticket,
             ready: ready.iter().map(|w| (w.id.0, w.load, w.host)).collect(),
@@ -228,13 +228,13 @@ impl DecisionInput {
         Self {
             role,
             now_ms,
-            seed: sending.seed,
-            streams: sending.streams,
+            seed: routing.seed,
+            streams: routing.streams,
             prompt: prompt.with_hashes(HexHashes(prompt.hashes.to_vec())),
-            text: reads_text.then(|| pseudonymized(text, secret)),
+            text: reads_text.then(|| pseudonymize(text, secret)),
             key: routing_key.map(|key| match key {
                 "" => String::new(), // counts as none
-                key => format!("{:016x}", chained(key, secret).last().unwrap_or(0)),
+                key => format!("{:016x}", chain_hashes(key, secret).last().unwrap_or(0)),
             }),
             sides: sides.collect(),
             fingerprints: None,
@@ -244,7 +244,7 @@ impl DecisionInput {
 }
 
 impl DecisionSide {
-    pub fn views(&self) -> Vec<WorkerView> {
+    pub fn worker_views(&self) -> Vec<WorkerView> {
         let views = self.ready.iter().map(|&(id, load, host)| WorkerView {
             id: WorkerId(id),
             load,
@@ -256,9 +256,9 @@ impl DecisionSide {
 
 impl ObservedEvent {
     /// `None` for `Routed`, which is part of the decision.
-    pub(crate) fn of(event: &PolicyEvent<'_>, name: Option<&str>) -> Option<Self> {
+    pub(crate) fn from_event(event: &PolicyEvent<'_>, name: Option<&str>) -> Option<Self> {
         let name = || name.unwrap_or_default().to_owned();
-        event.map(
+        event.map_forms(
             |hashes| !hashes.is_empty(),
             |facts| NamedFacts {
                 name: name(),
@@ -268,8 +268,8 @@ impl ObservedEvent {
     }
 
     /// The event again; `hashes` are the prompt's of its ticket.
-    pub fn event<'a>(&self, hashes: &'a [u64]) -> Option<PolicyEvent<'a>> {
-        self.map(
+    pub fn policy_event<'a>(&self, hashes: &'a [u64]) -> Option<PolicyEvent<'a>> {
+        self.map_forms(
             |has_hashes| if *has_hashes { hashes } else { &[] },
             |named| named.facts,
         )
@@ -277,9 +277,9 @@ impl ObservedEvent {
 }
 
 /// For each character a number that depends on all before it and on the secret.
-fn chained(text: &str, secret: u64) -> impl Iterator<Item = u64> {
-    text.chars().scan(mix(secret, 0), |state, c| {
-        *state = mix(*state, u64::from(c));
+fn chain_hashes(text: &str, secret: u64) -> impl Iterator<Item = u64> {
+    text.chars().scan(mix_hash(secret, 0), |state, c| {
+        *state = mix_hash(*state, u64::from(c));
         Some(*state)
     })
 }
@@ -287,10 +287,10 @@ fn chained(text: &str, secret: u64) -> impl Iterator<Item = u64> {
 /// A text of as many characters, equal to another's as far as the originals are equal: one of 2^20
 /// characters each, so two prompts seem equal for one character more than they are once in a
 /// million times.
-fn pseudonymized(text: &str, secret: u64) -> String {
+fn pseudonymize(text: &str, secret: u64) -> String {
     const FIRST: u32 = 0x1_0000;
     let of = |hash: u64| char::from_u32(FIRST + (hash >> 44) as u32);
-    chained(text, secret).filter_map(of).collect()
+    chain_hashes(text, secret).filter_map(of).collect()
 }
 
 #[cfg(test)]
@@ -306,8 +306,8 @@ mod tests {
         ) {
             let shared = |a: &str, b: &str| a.chars().zip(b.chars()).take_while(|(a, b)| a == b).count();
             let [a, b] = tails.map(|tail| format!("{common}{tail}"));
-            let x = pseudonymized(&a, secret);
-            let y = pseudonymized(&b, secret);
+            let x = pseudonymize(&a, secret);
+            let y = pseudonymize(&b, secret);
             prop_assert_eq!(x.chars().count(), a.chars().count());
             prop_assert_eq!(shared(&x, &y), shared(&a, &b));
             prop_assert!(!a.chars().any(|c| x.contains(c)));
@@ -316,7 +316,7 @@ mod tests {
 
     #[test]
     fn another_run_says_other_things_of_the_same_text() {
-        assert_ne!(pseudonymized("the same", 7), pseudonymized("the same", 8));
+        assert_ne!(pseudonymize("the same", 7), pseudonymize("the same", 8));
     }
 
     #[test]

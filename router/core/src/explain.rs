@@ -130,7 +130,7 @@ pub struct CostTerms {
 
 impl Explanation {
     /// For a policy that looks at each candidate alone.
-    pub fn of(
+    pub fn for_candidates(
         policy: &'static str,
         basis: PolicyBasis,
         ready: &[WorkerView],

@@ -36,13 +36,13 @@ pub use pairing::local_prefill::{LocalPrefillReason, LocalPrefillRule, LocalView
 pub use pairing::verdicts::{PairVerdicts, WorkerPair};
 pub use policy::{
     AssignmentMode, CacheAwareParams, CostParams, ExplainedChoice, ManualParams, MissPolicy,
-    Policy, PolicyInput, PolicyKind, PolicyParams, PolicyStats, RankStats, UnknownName, build,
-    decide_pair,
+    Policy, PolicyInput, PolicyKind, PolicyParams, PolicyStats, RankStats, UnknownName,
+    build_policy, decide_pair,
 };
 pub use policy_set::replay::{DecisionCounts, DecisionReplay, PolicyEvaluation, ReplayReport};
 pub use policy_set::{PairConstraints, PolicySet, SplitMix64};
 pub use prompt::{
-    HashedPrompt, PromptBlocks, PromptView, SizeUnit, TextScope, TokenChain, namespace,
+    HashedPrompt, PromptBlocks, PromptView, SizeUnit, TextScope, TokenChain, cache_namespace,
     token_blocks,
 };
 pub use resilience::attempt_reason::{AttemptReason, ProtocolCode, RetryClass, StatusLabel};

@@ -111,11 +111,11 @@ impl PromptBlocks {
     /// before it.
     pub fn of_ids(ids: &[u64], block_tokens: usize, tokens: u32) -> Self {
         let mut state = SEED;
-        let named = ids.iter().map(|id| {
-            state = mix(state, *id);
+        let hashes = ids.iter().map(|id| {
+            state = mix_hash(state, *id);
             state
         });
-        let hashes = named.collect();
+        let hashes = hashes.collect();
         let block_units = block_tokens;
         let units = tokens as usize;
         let unit = SizeUnit::Tokens;
@@ -130,7 +130,7 @@ impl PromptBlocks {
         }
     }
 
-    pub fn prompt(&self) -> PromptView<'_> {
+    pub fn prompt_view(&self) -> PromptView<'_> {
         self.with_hashes(&self.hashes)
     }
 
@@ -163,13 +163,13 @@ impl TextScope {
 
     /// The scope with one more part; `name` keeps parts of equal value apart. Cost: one pass over
     /// `value`.
-    pub fn with(self, name: &str, value: &[u8]) -> Self {
+    pub fn with_part(self, name: &str, value: &[u8]) -> Self {
         let hash = |state: u64, bytes: &[u8]| {
-            let mut state = mix(state, bytes.len() as u64);
+            let mut state = mix_hash(state, bytes.len() as u64);
             for chunk in bytes.chunks(8) {
                 let mut word = [0; 8];
                 word[..chunk.len()].copy_from_slice(chunk);
-                state = mix(state, u64::from_le_bytes(word));
+                state = mix_hash(state, u64::from_le_bytes(word));
             }
             state
         };
@@ -179,14 +179,15 @@ impl TextScope {
 
 /// Blocks of `block_size` token ids, each hash covering `namespace` and everything before it.
 ///
-/// `namespace` says whose prompts may share a cache: see [`namespace`]. `block_size` 0 counts as 1.
+/// `namespace` says whose prompts may share a cache: see [`cache_namespace`]. `block_size` 0 counts
+/// as 1.
 pub fn token_blocks(ids: &[u32], block_size: usize, namespace: &str) -> PromptBlocks {
     let block_size = block_size.max(1);
     let mut chain = TokenChain::new(namespace);
     PromptBlocks {
         hashes: ids
             .chunks_exact(block_size)
-            .map(|block| chain.push(block))
+            .map(|block| chain.push_block(block))
             .collect(),
         unit: SizeUnit::Tokens,
         block_units: block_size,
@@ -198,7 +199,7 @@ pub fn token_blocks(ids: &[u32], block_size: usize, namespace: &str) -> PromptBl
 
 /// The namespace of a request with these fields, as our engine names it: empty when it has none of
 /// them.
-pub fn namespace(cache_salt: &str, extra_key: &str) -> String {
+pub fn cache_namespace(cache_salt: &str, extra_key: &str) -> String {
     match (cache_salt, extra_key) {
         ("", "") => String::new(),
         _ => format!("{cache_salt}\0{extra_key}"),
@@ -217,13 +218,13 @@ impl TokenChain {
     pub fn new(namespace: &str) -> Self {
         let mut state = SEED.rotate_left(17);
         for byte in namespace.bytes() {
-            state = fold(state ^ u64::from(byte), MULTIPLIERS[0]);
+            state = multiply_fold(state ^ u64::from(byte), MULTIPLIERS[0]);
         }
         Self(state)
     }
 
     /// Behind the block with this hash.
-    pub fn resume(hash: u64) -> Self {
+    pub fn from_hash(hash: u64) -> Self {
         Self(hash)
     }
 
@@ -233,12 +234,12 @@ impl TokenChain {
 
     /// Add a block; returns the hash of everything up to its end. Cost: a multiplication for two
     /// tokens.
-    pub fn push(&mut self, block: &[u32]) -> u64 {
+    pub fn push_block(&mut self, block: &[u32]) -> u64 {
         for pair in block.chunks(2) {
             let low = u64::from(pair[0]);
             // No id is this large, so that an odd end differs from every id.
             let high = pair.get(1).map_or(u64::MAX, |id| u64::from(*id));
-            self.0 = fold(self.0 ^ low, MULTIPLIERS[1] ^ high);
+            self.0 = multiply_fold(self.0 ^ low, MULTIPLIERS[1] ^ high);
         }
         self.0
     }
@@ -255,12 +256,12 @@ const MULTIPLIERS: [u64; 4] = [
 ];
 
 /// A state that depends on all that was mixed in before, in order.
-pub(crate) fn mix(state: u64, next: u64) -> u64 {
-    fold(state ^ next.wrapping_add(MULTIPLIERS[0]), MULTIPLIERS[1])
+pub(crate) fn mix_hash(state: u64, next: u64) -> u64 {
+    multiply_fold(state ^ next.wrapping_add(MULTIPLIERS[0]), MULTIPLIERS[1])
 }
 
 /// 64 × 64 → 128 bits, both halves folded together: one multiplication mixes sixteen bytes.
-fn fold(a: u64, b: u64) -> u64 {
+fn multiply_fold(a: u64, b: u64) -> u64 {
     let product = u128::from(a) * u128::from(b);
     (product as u64) ^ ((product >> 64) as u64)
 }
@@ -275,10 +276,10 @@ fn hash_block(state: u64, block: &[u8]) -> u64 {
             bytes.copy_from_slice(&words[8 * at..8 * at + 8]);
             u64::from_le_bytes(bytes)
         };
-        x = fold(word(0) ^ x, word(1) ^ MULTIPLIERS[1]);
-        y = fold(word(2) ^ y, word(3) ^ MULTIPLIERS[2]);
+        x = multiply_fold(word(0) ^ x, word(1) ^ MULTIPLIERS[1]);
+        y = multiply_fold(word(2) ^ y, word(3) ^ MULTIPLIERS[2]);
     }
-    fold(x ^ MULTIPLIERS[3], y ^ MULTIPLIERS[1])
+    multiply_fold(x ^ MULTIPLIERS[3], y ^ MULTIPLIERS[1])
 }
 
 #[cfg(test)]
@@ -324,12 +325,12 @@ mod tests {
             prop_assert_eq!(equal, same);
             prop_assert!(first.hashes.iter().skip(same).all(|hash| !second.hashes.contains(hash)));
             prop_assert_eq!(first.hashes.len(), a.len() / block_size);
-            prop_assert_eq!(first.prompt().tokens, Some(a.len() as u32));
+            prop_assert_eq!(first.prompt_view().tokens, Some(a.len() as u32));
             if !first.hashes.is_empty() {
                 let at = cut.index(first.hashes.len());
-                let mut chain = TokenChain::resume(first.hashes[at]);
+                let mut chain = TokenChain::from_hash(first.hashes[at]);
                 let rest = a[(at + 1) * block_size..].chunks_exact(block_size);
-                let rest: Vec<u64> = rest.map(|block| chain.push(block)).collect();
+                let rest: Vec<u64> = rest.map(|block| chain.push_block(block)).collect();
                 prop_assert_eq!(&rest[..], &first.hashes[at + 1..]);
             }
             let other = token_blocks(&a, block_size, "u");
@@ -350,17 +351,20 @@ mod tests {
             ("a\0", ""),
         ];
         for (salt, key) in names {
-            let name = namespace(salt, key);
+            let name = cache_namespace(salt, key);
             for ids in [&[0][..], &[0, 0], &[0, 0, 0], &[u32::MAX], &[0, u32::MAX]] {
                 assert!(
-                    seen.insert(TokenChain::new(&name).push(ids)),
+                    seen.insert(TokenChain::new(&name).push_block(ids)),
                     "{name:?} {ids:?}"
                 );
             }
         }
         let zeros = token_blocks(&[0; 40_000], 16, "");
         assert!(zeros.hashes.iter().all(|hash| seen.insert(*hash)));
-        assert_eq!(token_blocks(&[1, 2, 3], 0, "").prompt().hashes.len(), 3);
+        assert_eq!(
+            token_blocks(&[1, 2, 3], 0, "").prompt_view().hashes.len(),
+            3
+        );
     }
 
     /// The multiplier form has one known weakness: a word that cancels a constant makes a product
@@ -392,13 +396,16 @@ mod tests {
     #[test]
     fn rest_behind_the_last_block_counts_but_has_no_hash() {
         let blocks = PromptBlocks::of_text(&[b'x'; 700], Some(170));
-        let prompt = blocks.prompt();
+        let prompt = blocks.prompt_view();
         assert_eq!(
             (prompt.hashes.len(), prompt.units, prompt.tokens),
             (2, 700, Some(170))
         );
         assert_eq!(
-            PromptBlocks::of_text(b"short", None).prompt().hashes.len(),
+            PromptBlocks::of_text(b"short", None)
+                .prompt_view()
+                .hashes
+                .len(),
             0
         );
     }

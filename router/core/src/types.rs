@@ -234,14 +234,14 @@ pub type PolicyEvent<'a> = EventRecord<&'a RequestView<'a>, &'a [u64], WorkerFac
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum EventRecord<R, H, F> {
-    /// The request was sent to this worker. `tells_first_token`: a `FirstToken` will say when its
+    /// The request was sent to this worker. `reports_first_token`: a `FirstToken` will say when its
     /// prefill is over (the answer to a request that does not stream says it too late).
     #[serde(skip)]
     Routed {
         ticket: SendTicket,
         worker: WorkerId,
         request: R,
-        tells_first_token: bool,
+        reports_first_token: bool,
     },
     /// Prefill is over.
     FirstToken {
@@ -291,7 +291,7 @@ pub enum EventRecord<R, H, F> {
 impl<R, H, F> EventRecord<R, H, F> {
     /// The same event with hashes and facts in another form; `None` for `Routed`, which is recorded
     /// with the decision.
-    pub(crate) fn map<Q, G, K>(
+    pub(crate) fn map_forms<Q, G, K>(
         &self,
         hashes_form: impl FnOnce(&H) -> G,
         facts_form: impl FnOnce(&F) -> K,
@@ -384,7 +384,7 @@ pub struct RoutingRequest<'a> {
 
 impl RoutingRequest<'_> {
     /// A prefill worker's answer begins when the prompt is computed, streamed or not.
-    pub fn tells_first_token(&self, role: Role) -> bool {
+    pub fn reports_first_token(&self, role: Role) -> bool {
         self.streams || role == Role::Prefill
     }
 }

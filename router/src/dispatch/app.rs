@@ -65,12 +65,18 @@ impl AppState {
     pub fn new(
         config: RouterConfig,
         metrics: Arc<RouterMetrics>,
-        deciders: PolicySet,
+        policy_set: PolicySet,
         tls: Option<WorkerTls>,
         cut: watch::Receiver<bool>,
     ) -> Self {
         let config = Arc::new(config);
-        let fleet = WorkerFleet::new(config.clone(), metrics.clone(), deciders, tls, cut.clone());
+        let fleet = WorkerFleet::new(
+            config.clone(),
+            metrics.clone(),
+            policy_set,
+            tls,
+            cut.clone(),
+        );
         let feed = FeedHub::new(metrics.feed_clients.clone(), metrics.feed_snapshots.clone());
         let requests = Arc::new(RequestHistory::new(config.observe.request_history));
         let body_bytes = metrics.body_bytes.clone();

@@ -170,7 +170,7 @@ impl RequestContext {
         let mut poison = app.poison.lock();
         match worker_break {
             WorkerBreak::Alone => poison.add_break(hash, worker, now_ms()),
-            WorkerBreak::InCompany => poison.refuse(hash, now_ms()),
+            WorkerBreak::InCompany => poison.refuse_body(hash, now_ms()),
         }
     }
 

@@ -53,7 +53,7 @@ fn turn_limit(app: &AppState) -> usize {
 }
 
 fn wake_streams(app: &AppState, due: Vec<oneshot::Sender<()>>) {
-    let waiting = app.resume_pacer.lock().waiting();
+    let waiting = app.resume_pacer.lock().waiting_count();
     app.metrics.resumes_waiting.set(waiting as f64);
     for waker in due {
         let _ = waker.send(()); // its client left: dropping the turn passes it on

@@ -59,7 +59,7 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
                     count_refused_retry(app, GiveUpReason::BudgetUsed);
                     return Err(failure.into());
                 }
-                request.retries.pace();
+                request.retries.begin_pacing();
                 pause_before_retry(app, request, &failure, plan).await;
             }
             RetryVerdict::WaitForWorker => {
@@ -102,9 +102,11 @@ async fn attempt_in_turn(
 
 /// Attempt at one worker that does prefill and decode.
 async fn attempt_single(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {
-    let chosen = app
-        .fleet
-        .choose(Role::Regular, &request.wanted(), request.retries.excluded())?;
+    let chosen = app.fleet.choose(
+        Role::Regular,
+        &request.wanted(),
+        request.retries.excluded_workers(),
+    )?;
     let candidate = &chosen.candidate;
     request.record.worker = Some((candidate.name.clone(), chosen.why));
     let input_ids = forwarded_ids(app, request, candidate);

@@ -93,7 +93,7 @@ pub fn start(
 }
 
 impl LogSink for LogQueue {
-    fn put(&self, line: LogLine) {
+    fn put_line(&self, line: LogLine) {
         let bytes = line.bytes();
         let waiting = self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed);
         let is_sent = waiting + bytes <= MAX_BYTES
@@ -275,7 +275,7 @@ mod tests {
         };
         let counted = counts();
         let (queue, writer) = start(place(), vec!["--policy".into()], counted.clone()).unwrap();
-        (0..40).for_each(|n| queue.put(line(n)));
+        (0..40).for_each(|n| queue.put_line(line(n)));
         writer.stop();
         assert_eq!(counted.with_label_values(&["written"]).get(), 40);
         let mut next = 40;
@@ -310,7 +310,7 @@ mod tests {
             waiting_bytes: Arc::default(),
             counts: counted.clone(),
         };
-        (0..5).for_each(|n| queue.put(line(n)));
+        (0..5).for_each(|n| queue.put_line(line(n)));
         assert_eq!(counted.with_label_values(&["dropped"]).get(), 3);
         let two = 2 * line(0).bytes();
         assert_eq!(queue.waiting_bytes.load(Ordering::Relaxed), two);

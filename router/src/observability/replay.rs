@@ -210,7 +210,7 @@ fn read(file: &mut Opened, replay: &mut DecisionReplay) -> Result<FileEnd, Strin
         }
         let line: LogLine =
             serde_json::from_str(&text).map_err(|err| format!("{name}, line {number}: {err}"))?;
-        if !replay.line(&line) {
+        if !replay.replay_line(&line) {
             let n = line.n;
             return Err(format!(
                 "{name}, line {number}: number {n} came before; is a file given twice?"

@@ -36,7 +36,7 @@ pub fn condensed(prompt: &[u8]) -> Option<Vec<u8>> {
         text.extend_from_slice(&prompt[from..span.start]);
         let data = &prompt[span.clone()];
         let hash = PromptBlocks::of_text(data, None)
-            .prompt()
+            .prompt_view()
             .hashes
             .last()
             .copied();

@@ -284,7 +284,7 @@ impl ResumeBuffer {
 /// Code of an error after which another worker may resume the stream.
 fn resumable_error(error: &[u8]) -> Option<ProtocolCode> {
     let code = ProtocolCode::parse(&code_of(error)?)?;
-    matches!(code.class(), RetryClass::Broken | RetryClass::Leaving).then_some(code)
+    matches!(code.retry_class(), RetryClass::Broken | RetryClass::Leaving).then_some(code)
 }
 
 #[cfg(test)]

@@ -204,7 +204,7 @@ impl RunningServer {
         let metrics = Arc::new(RouterMetrics::new().map_err(|err| err.to_string())?);
         tls_files.show_expiries(&metrics);
         tls_reload::follow(tls_files, metrics.clone());
-        let (deciders, log) = deciders(&config, &metrics)?;
+        let (policy_set, log) = build_policy_set(&config, &metrics)?;
         let observe = &config.observe;
         let tracer = observe.enable_trace.then(|| {
             let endpoint = observe.otlp_traces_endpoint.clone();
@@ -218,7 +218,7 @@ impl RunningServer {
                 metrics.trace_spans.clone(),
             ))
         });
-        let mut app = AppState::new(config, metrics, deciders, to_workers, cut_seen);
+        let mut app = AppState::new(config, metrics, policy_set, to_workers, cut_seen);
         app.sinks.tracer = tracer;
         app.tokens = PromptTokenizer::load(&app.config.tokens, app.metrics.clone())?.map(Arc::new);
         let app = Arc::new(app);
@@ -318,14 +318,14 @@ fn share_descriptors(config: &mut RouterConfig) {
 }
 
 /// The policies, with the decision log if there is to be one.
-pub fn deciders(
+pub fn build_policy_set(
     config: &RouterConfig,
     metrics: &RouterMetrics,
 ) -> Result<(PolicySet, Option<decision_log::LogWriter>), String> {
-    let deciders = PolicySet::new(|role| config.policy_for(role), &config.policy_params());
+    let policy_set = PolicySet::new(|role| config.policy_for(role), &config.policy_params());
     let observe = &config.observe;
     let Some(path) = observe.decision_log.clone() else {
-        return Ok((deciders, None));
+        return Ok((policy_set, None));
     };
     let max_bytes = observe.decision_log_max_bytes;
     let max_files = observe.decision_log_files;
@@ -337,8 +337,8 @@ pub fn deciders(
     let flags = config.routing.resolved.clone();
     let counts = metrics.decision_log_lines.clone();
     let (queue, writer) = decision_log::start(place, flags, counts)?;
-    let deciders = deciders.with_journal(Box::new(queue), rand::rng().next_u64());
-    Ok((deciders, Some(writer)))
+    let policy_set = policy_set.with_journal(Box::new(queue), rand::rng().next_u64());
+    Ok((policy_set, Some(writer)))
 }
 
 /// Warns of what other machines may do without a key of their own.
@@ -402,7 +402,7 @@ fn evict_regularly(app: &Arc<AppState>) {
             let Some(app) = weak.upgrade() else { return };
             let since = Instant::now();
             // A walk over the tree: not on a thread that serves requests.
-            let evicting = move || app.fleet.deciders.evict(now_ms());
+            let evicting = move || app.fleet.policy_set.evict(now_ms());
             if let Ok(chars @ 1..) = tokio::task::spawn_blocking(evicting).await {
                 tracing::info!(chars, took = ?since.elapsed(), "evicted prompts");
             }

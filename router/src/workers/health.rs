@@ -235,17 +235,17 @@ impl Watch {
                 tracing::warn!(url = %worker.url(), reason, "cannot send a health probe");
                 None
             }
-            Probe::Good | Probe::Draining => counter.record(true),
+            Probe::Good | Probe::Draining => counter.record_probe(true),
             Probe::Bad(_)
             | Probe::Silent {
                 is_certain: false, ..
-            } => counter.record(false),
+            } => counter.record_probe(false),
             Probe::Refused(_)
             | Probe::Silent {
                 is_certain: true, ..
             } => {
                 // A certain failure counts as all that the verdict takes.
-                (0..failures).find_map(|_| counter.record(false))
+                (0..failures).find_map(|_| counter.record_probe(false))
             }
         };
         let is_hung = matches!(probe, Probe::Silent { .. });

@@ -61,7 +61,7 @@ impl Candidate {
 
     /// Strongest objection to sending it a request that failed at the workers in `tried`.
     pub(super) fn objection(&self, tried: &[WorkerId], now_ms: u64) -> WorkerObjection {
-        let is_open = |breaker: &Mutex<CircuitBreaker>| !breaker.lock().allows(now_ms);
+        let is_open = |breaker: &Mutex<CircuitBreaker>| !breaker.lock().allows_request(now_ms);
         if self.breaker.as_ref().is_some_and(is_open) {
             WorkerObjection::CircuitOpen
         } else if tried.contains(&self.id) {
@@ -112,7 +112,7 @@ impl Candidate {
     }
 
     /// A report that has just arrived: for the web page, and for its policy.
-    pub(super) fn take_report(&self, report: LoadReport, deciders: &PolicySet) {
+    pub(super) fn take_report(&self, report: LoadReport, policy_set: &PolicySet) {
         let now_ms = now_ms();
         self.activity.lock().reported(report, now_ms);
         let (
@@ -131,7 +131,7 @@ impl Candidate {
             age_ms,
             now_ms,
         };
-        deciders.observe(self.worker.role(), &event);
+        policy_set.observe(self.worker.role(), &event);
     }
 
     pub fn circuit(&self) -> BreakerState {
@@ -145,7 +145,7 @@ impl Candidate {
 /// circuit breaker and the policy.
 pub struct LoadGuard {
     pub candidate: Arc<Candidate>,
-    pub(super) deciders: Arc<PolicySet>,
+    pub(super) policy_set: Arc<PolicySet>,
     pub(super) outcome: RequestOutcome,
     pub(super) ticket: SendTicket,
     /// The prompt's hashes, if the policy reads them.
@@ -173,7 +173,7 @@ impl LoadGuard {
     }
 
     fn observe(&self, event: &PolicyEvent<'_>) {
-        self.deciders.observe(self.role(), event);
+        self.policy_set.observe(self.role(), event);
     }
 
     /// Prefill is over.
@@ -207,7 +207,7 @@ impl LoadGuard {
         let report = header.map(|header| header.report.filter(|_| !is_other));
         let fate = match report {
             Ok(Some(report)) if candidate.is_rank(report.rank) => {
-                candidate.take_report(report, &self.deciders);
+                candidate.take_report(report, &self.policy_set);
                 ReportStatus::Taken
             }
             Ok(_) => ReportStatus::Unused,
@@ -246,7 +246,7 @@ impl LoadGuard {
         if let Some(tokens) = self
             .blocks
             .as_ref()
-            .and_then(|blocks| blocks.prompt().tokens)
+            .and_then(|blocks| blocks.prompt_view().tokens)
         {
             let result = if tokens == usage.prompt_tokens {
                 "equal"
@@ -277,7 +277,7 @@ impl Drop for LoadGuard {
             hashes: self
                 .blocks
                 .as_ref()
-                .map_or(&[], |blocks| blocks.prompt().hashes),
+                .map_or(&[], |blocks| blocks.prompt_view().hashes),
             now_ms,
         });
     }

@@ -136,7 +136,7 @@ pub struct WorkerDescription {
 
 impl WorkerDescription {
     pub fn fingerprint(&self) -> WorkerFingerprint {
-        WorkerFingerprint::of(|aspect| self.aspect(aspect))
+        WorkerFingerprint::from_values(|aspect| self.aspect(aspect))
     }
 
     /// True if it takes requests that ask for `model`; one that names no model takes any.
@@ -338,7 +338,7 @@ impl Worker {
     /// The process that answers at its address has described itself.
     pub(super) fn process_described(&self, process: DescribedProcess) {
         let mut watch = self.incarnation.lock();
-        watch.described(process, now_ms());
+        watch.record_description(process, now_ms());
         self.is_replaced.store(false, Ordering::Relaxed);
     }
 

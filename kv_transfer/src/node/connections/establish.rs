@@ -23,7 +23,7 @@ use crate::protocol::{
 use crate::reason_code::ReasonCode;
 use crate::state_machine::ConnectionId;
 use crate::transport::shm;
-use crate::transport::tcp::tune;
+use crate::transport::tcp::set_stream_options;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// A peer that reads no byte for this long counts as dead (its heartbeats will be missing too).
@@ -55,52 +55,52 @@ impl From<ConnectionError> for ConnectFailure {
     }
 }
 
-fn silent(why: String) -> ConnectFailure {
+fn peer_silent(reason: String) -> ConnectFailure {
     ConnectFailure {
-        err: ConnectionError::new(ReasonCode::Unreachable, why),
+        err: ConnectionError::new(ReasonCode::Unreachable, reason),
         is_silent: true,
     }
 }
 
 /// Resolve, connect, exchange HELLO, and map the peer's pool if it is on this host. Every step is
 /// bounded to about a second.
-pub async fn establish(
+pub async fn establish_connection(
     bootstrap: &BootstrapClient,
     dp_rank: u32,
     identity: &Identity,
     mapped: Option<Transport>,
     device: Option<Arc<dyn DevicePages>>,
 ) -> Result<EstablishedConnection, ConnectFailure> {
-    let route = bootstrap.route(dp_rank).await;
+    let route = bootstrap.rank_route(dp_rank).await;
     let route = route.map_err(|err| unreachable(&err))?;
-    let mismatch = |why: String| ConnectionError::new(ReasonCode::LayoutMismatch, why);
+    let mismatch = |reason: String| ConnectionError::new(ReasonCode::LayoutMismatch, reason);
     if route.instance_id.is_empty() {
-        let why =
+        let reason =
             "the prefill rank is registered without instance_id: it does not speak this protocol";
-        return Err(mismatch(why.into()).into());
+        return Err(mismatch(reason.into()).into());
     }
     if route.proto_ver != 0 && route.proto_ver < MIN_VERSION {
-        let why = format!(
+        let reason = format!(
             "the prefill rank speaks protocol version {}, this node {MIN_VERSION} to {VERSION}",
             route.proto_ver
         );
-        return Err(mismatch(why).into());
+        return Err(mismatch(reason).into());
     }
-    let mut stream = connect(&route.rank_ip, route.rank_port, bootstrap.loopback_only).await?;
-    tune(&stream);
+    let mut stream = connect_tcp(&route.rank_ip, route.rank_port, bootstrap.loopback_only).await?;
+    set_stream_options(&stream);
     let addr = stream
         .peer_addr()
         .map_err(|err| ConnectionError::new(ReasonCode::Unreachable, err.to_string()))?;
     let opened = identity
-        .initiate(&mut stream, Channel::Control, Some(&route.instance_id))
+        .initiate_connection(&mut stream, Channel::Control, Some(&route.instance_id))
         .await?;
     let peer = &opened.peer;
     if SumKind::parse(&peer.sums).is_none() {
-        let why = format!(
+        let reason = format!(
             "the prefill rank takes {:?} checksums, which this node does not know: update it",
             peer.sums
         );
-        return Err(mismatch(why).into());
+        return Err(mismatch(reason).into());
     }
     let (remote, map_problem) = if let Some(via) = mapped
         && reaches_sockets_of(&identity.hello, peer)
@@ -109,7 +109,7 @@ pub async fn establish(
     {
         match map_peer(peer, device).await {
             Ok(remote) => (Some(Arc::new(remote)), None),
-            Err(why) => (None, Some(why)),
+            Err(reason) => (None, Some(reason)),
         }
     } else {
         (None, None)
@@ -123,20 +123,24 @@ pub async fn establish(
     })
 }
 
-async fn connect(host: &str, port: u16, loopback_only: bool) -> Result<TcpStream, ConnectFailure> {
+async fn connect_tcp(
+    host: &str,
+    port: u16,
+    loopback_only: bool,
+) -> Result<TcpStream, ConnectFailure> {
     let attempt = async {
         let addrs = resolve(host, port, loopback_only).await;
         let addrs = addrs.map_err(|err| unreachable(&err))?;
         let stream = TcpStream::connect(&addrs[..]).await;
-        stream.map_err(|err| silent(format!("{host}:{port}: {err}")))
+        stream.map_err(|err| peer_silent(format!("{host}:{port}: {err}")))
     };
-    let late = |_| {
-        Err(silent(format!(
+    let timeout_error = |_| {
+        Err(peer_silent(format!(
             "{host}:{port} did not accept within {CONNECT_TIMEOUT:?}"
         )))
     };
     let timeout = tokio::time::timeout(CONNECT_TIMEOUT, attempt);
-    timeout.await.unwrap_or_else(late)
+    timeout.await.unwrap_or_else(timeout_error)
 }
 
 /// True if this node can connect to the peer's abstract sockets. A peer of an older version names
@@ -173,7 +177,7 @@ async fn map_peer(
     let num_pages = peer.num_pages as usize;
     let page_bytes = peer.page_bytes as usize;
     let mapped = tokio::task::spawn_blocking(move || {
-        shm::fetch(&name, &token, num_pages, page_bytes, device.as_deref())
+        shm::fetch_pool(&name, &token, num_pages, page_bytes, device.as_deref())
     })
     .await;
     mapped
@@ -207,7 +211,7 @@ impl PeerInbox {
     }
 
     /// Waits for space. False: the node is closing.
-    async fn put(&self, peer: ConnectionId, msg: Msg, frame_bytes: usize) -> bool {
+    async fn put_message(&self, peer: ConnectionId, msg: Msg, frame_bytes: usize) -> bool {
         let Ok(space) = self
             .bytes
             .clone()
@@ -231,7 +235,7 @@ pub struct ConnectionTasks {
 
 impl ConnectionTasks {
     /// Stop both tasks: nothing more is sent or received.
-    pub fn cut(&self) {
+    pub fn abort_tasks(&self) {
         self.reader.abort();
         self.writer.abort();
     }
@@ -247,7 +251,7 @@ impl ConnectionTasks {
 /// `is_inbound`: the peer is a decode rank. Its frames are small, and nothing is read while more
 /// than `outbox_bytes` wait for it: only one side of a connection may apply back-pressure, or both
 /// could wait for each other.
-pub fn run(
+pub fn start_tasks(
     peer: ConnectionId,
     stream: TcpStream,
     (sealer, opener): (FrameSealer, FrameOpener),
@@ -258,13 +262,13 @@ pub fn run(
     let (outbox, inbox) = Outbox::new(outbox_bytes);
     let (read_half, write_half) = stream.into_split();
     let held_back_by = is_inbound.then(|| outbox.backlog.clone());
-    let reader = supervised(
+    let reader = spawn_supervised(
         peer,
         peer_inbox.clone(),
         read_loop(peer, read_half, opener, peer_inbox.clone(), held_back_by),
     );
     let written = outbox.backlog.clone();
-    let writer = supervised(
+    let writer = spawn_supervised(
         peer,
         peer_inbox,
         write_loop(write_half, sealer, inbox, written),
@@ -277,7 +281,7 @@ pub fn run(
 }
 
 /// Run a task and report its end, also if it panics.
-fn supervised(
+fn spawn_supervised(
     peer: ConnectionId,
     peer_inbox: PeerInbox,
     task: impl Future<Output = Result<(), ConnectionError>> + Send + 'static,
@@ -286,12 +290,12 @@ fn supervised(
     let handle = task.abort_handle();
     tokio::spawn(async move {
         let err = match task.await {
-            Ok(Ok(())) => ConnectionError::dead("closed by this node"),
+            Ok(Ok(())) => ConnectionError::peer_dead("closed by this node"),
             Ok(Err(err)) => err,
             Err(err) if err.is_panic() => {
-                ConnectionError::broken("internal: a connection's task panicked")
+                ConnectionError::transport_broken("internal: a connection's task panicked")
             }
-            Err(_) => return, // aborted by `cut` or `stop_reading`
+            Err(_) => return, // aborted by `abort_tasks` or `stop_reading`
         };
         let _ = peer_inbox
             .messages
@@ -318,8 +322,8 @@ async fn read_loop(
         }
         let frame = read_frame(&mut stream, max_frame).await?;
         let msg = opener.open(&frame)?;
-        if !peer_inbox.put(peer, msg, frame.len()).await {
-            return Err(ConnectionError::dead("this node is closing"));
+        if !peer_inbox.put_message(peer, msg, frame.len()).await {
+            return Err(ConnectionError::peer_dead("this node is closing"));
         }
     }
 }
@@ -338,11 +342,11 @@ async fn write_loop(
             *last ^= 1;
         }
         let stuck =
-            |_| ConnectionError::dead(format!("the peer took no byte for {WRITE_TIMEOUT:?}"));
+            |_| ConnectionError::peer_dead(format!("the peer took no byte for {WRITE_TIMEOUT:?}"));
         tokio::time::timeout(WRITE_TIMEOUT, stream.write_all(&frame))
             .await
             .map_err(stuck)??;
-        backlog.written(bytes);
+        backlog.subtract_written(bytes);
     }
     let _ = stream.shutdown().await; // the peer may have closed first
     Ok(())
@@ -386,8 +390,8 @@ mod tests {
     #[tokio::test]
     async fn inbox_is_bounded_in_bytes() {
         const PAYLOAD: usize = 1000;
-        let keys = || Handshake::new(None).establish(true, b"d", b"p");
-        let (mut sealer, _) = Handshake::new(None).establish(false, b"d", b"p");
+        let keys = || Handshake::new(None).derive_session(true, b"d", b"p");
+        let (mut sealer, _) = Handshake::new(None).derive_session(false, b"d", b"p");
         let (mut theirs, ours) = tokio::io::duplex(64 << 10);
         let (peer_inbox, mut inbox) = PeerInbox::new(100, 3 * (PAYLOAD + 200));
         let (_, opener) = keys();

@@ -46,7 +46,7 @@ impl Backlog {
     }
 
     /// Subtract a written frame.
-    pub fn written(&self, bytes: usize) {
+    pub fn subtract_written(&self, bytes: usize) {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
         if !self.is_full() {
             self.shrunk.notify_one();
@@ -119,7 +119,7 @@ mod tests {
         let reader = tokio::spawn(async move { backlog.below_limit().await });
         while let Ok(out) = inbox.try_recv() {
             tokio::task::yield_now().await;
-            outbox.backlog.written(out.bytes());
+            outbox.backlog.subtract_written(out.bytes());
         }
         reader.await.expect("it was freed");
         assert!(!outbox.backlog.is_full());

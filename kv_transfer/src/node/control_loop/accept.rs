@@ -25,19 +25,19 @@ pub async fn accept_loop(
     internal: mpsc::UnboundedSender<LoopMessage>,
 ) -> io::Error {
     let by_source = PeerTasks::new(HANDSHAKES_PER_SOURCE, HANDSHAKES);
-    let serve = |stream| handshake(stream, identity.clone(), internal.clone());
+    let serve = |stream| shake_hands(stream, identity.clone(), internal.clone());
     let evicted = || drop(internal.send(LoopMessage::HelloEvicted)); // an error: the node is closing
     accept_all(listener, by_source, serve, evicted).await
 }
 
-async fn handshake(
+async fn shake_hands(
     mut stream: TcpStream,
     identity: Arc<Identity>,
     internal: mpsc::UnboundedSender<LoopMessage>,
 ) {
-    tcp::tune(&stream);
+    tcp::set_stream_options(&stream);
     let from = stream.peer_addr().map(|addr| addr.ip().to_canonical()).ok();
-    let message = match identity.respond(&mut stream).await {
+    let message = match identity.accept_connection(&mut stream).await {
         Ok(opened) => LoopMessage::Accepted(stream, Box::new(opened)),
         Err(err) => LoopMessage::HelloRefused { from, err },
     };

@@ -24,7 +24,7 @@ use super::communicators::LoopContext;
 use super::config::NodeConfig;
 use super::connections::establish::PeerMessage;
 use super::connections::outbox::OutgoingMessage;
-use super::context::{LoopInboxes, LoopMessage, NodeContext, NodeTimer, SharedState, uuid};
+use super::context::{LoopInboxes, LoopMessage, NodeContext, NodeTimer, SharedState, random_uuid};
 use super::decode_side::DecodeSide;
 use super::prefill_side::PrefillSide;
 use super::records::room_history::RoomSide;
@@ -95,15 +95,15 @@ impl ControlLoop {
     }
 
     pub async fn run(mut self, listeners: Listeners, mut commands: mpsc::Receiver<EngineCommand>) {
-        self.listen(listeners);
+        self.start_listening(listeners);
         loop {
-            let now = self.ctx.now();
+            let now = self.ctx.now_ms();
             while let Some(timer) = self.ctx.timers.pop_due(now) {
                 self.on_timer(timer, now);
                 self.apply_deferred();
             }
-            let next = self.ctx.timers.next();
-            let wait = next.map_or(0, |due| due.saturating_sub(self.ctx.now()));
+            let next = self.ctx.timers.next_due();
+            let wait = next.map_or(0, |due| due.saturating_sub(self.ctx.now_ms()));
             let wait = Duration::from_millis(wait);
             tokio::select! {
                 command = commands.recv() => match command {
@@ -116,7 +116,7 @@ impl ControlLoop {
             }
             self.apply_deferred();
         }
-        self.unregister().await;
+        self.unregister_rank().await;
     }
 
     /// Handle the ends and losses that the last step left in the context, then report to the
@@ -124,14 +124,14 @@ impl ControlLoop {
     fn apply_deferred(&mut self) {
         loop {
             let pulled = mem::take(&mut self.ctx.pulled);
-            let lost = mem::take(&mut self.ctx.lost);
-            if pulled.is_empty() && lost.is_empty() {
+            let lost_connections = mem::take(&mut self.ctx.lost);
+            if pulled.is_empty() && lost_connections.is_empty() {
                 break;
             }
             for end in pulled {
                 self.decode.on_pulled(&mut self.ctx, end);
             }
-            for (peer, err) in lost {
+            for (peer, err) in lost_connections {
                 self.on_connection_lost(peer, &err);
             }
         }
@@ -139,7 +139,7 @@ impl ControlLoop {
         self.ctx.flush_events();
     }
 
-    fn listen(&self, listeners: Listeners) {
+    fn start_listening(&self, listeners: Listeners) {
         let identity = self.ctx.identity.clone();
         let internal = self.ctx.internal.clone();
         tokio::spawn(async move {
@@ -152,7 +152,9 @@ impl ControlLoop {
             let failed = internal.clone();
             let failed = move || drop(failed.send(LoopMessage::AcceptFailed));
             tokio::spawn(async move {
-                let err = shm::serve(local.listener, pool, local.token, local.handle, failed).await;
+                let err =
+                    shm::serve_handles(local.listener, pool, local.token, local.handle, failed)
+                        .await;
                 let _ = internal.send(LoopMessage::ListenerDead(format!("shm: {err}")));
             });
         }
@@ -169,18 +171,18 @@ impl ControlLoop {
     fn on_command(&mut self, command: EngineCommand) {
         let ctx = &mut self.ctx;
         match command {
-            EngineCommand::Offer(room, request) => self.prefill.offer(ctx, room, request),
-            EngineCommand::Open(room, request) => self.decode.open(ctx, room, request),
-            EngineCommand::Prefill(room, event) => self.prefill.step(ctx, room, event),
-            EngineCommand::Decode(room, event) => self.decode.step(ctx, room, event),
-            EngineCommand::Abort(room, code) => self.abort(room, code),
+            EngineCommand::Offer(room, request) => self.prefill.offer_room(ctx, room, request),
+            EngineCommand::Open(room, request) => self.decode.open_room(ctx, room, request),
+            EngineCommand::Prefill(room, event) => self.prefill.apply_event(ctx, room, event),
+            EngineCommand::Decode(room, event) => self.decode.apply_event(ctx, room, event),
+            EngineCommand::Abort(room, code) => self.abort_room(room, code),
             EngineCommand::Register {
                 host,
                 port,
                 timeout,
                 reply,
             } => {
-                self.register(host, port, timeout, reply);
+                self.register_rank(host, port, timeout, reply);
             }
             EngineCommand::Drain => self.prefill.is_draining = true,
             EngineCommand::Close => {}
@@ -189,21 +191,21 @@ impl ControlLoop {
         }
     }
 
-    fn abort(&mut self, room: u64, code: ReasonCode) {
-        let is_decoding = self.decode.has(room);
+    fn abort_room(&mut self, room: u64, code: ReasonCode) {
+        let is_decoding = self.decode.has_room(room);
         if is_decoding {
             self.decode
-                .step(&mut self.ctx, room, DecodeEvent::Abort(code));
+                .apply_event(&mut self.ctx, room, DecodeEvent::Abort(code));
         }
-        if !is_decoding || self.prefill.has(room) {
-            self.prefill.abort(&mut self.ctx, room, code);
+        if !is_decoding || self.prefill.has_room(room) {
+            self.prefill.abort_room(&mut self.ctx, room, code);
         }
     }
 
     fn on_internal(&mut self, message: LoopMessage) {
         let ctx = &mut self.ctx;
         match message {
-            LoopMessage::Accepted(stream, opened) => self.accepted(stream, *opened),
+            LoopMessage::Accepted(stream, opened) => self.on_accepted(stream, *opened),
             LoopMessage::HelloRefused { from, err } => self.on_refused_hello(from, &err),
             LoopMessage::HelloEvicted => ctx.shared.stats.lock().hellos_evicted += 1,
             LoopMessage::Connected(address, result) => {
@@ -223,28 +225,31 @@ impl ControlLoop {
             LoopMessage::Copied(CopyReport::Broken { what, room }) => {
                 ctx.shared.mark_unhealthy(what);
                 if let Some(room) = room {
-                    self.prefill.abort(ctx, room, ReasonCode::TransportBroken);
+                    self.prefill
+                        .abort_room(ctx, room, ReasonCode::TransportBroken);
                 }
             }
             LoopMessage::Comm(key, report) => ctx.on_comm_report(key, report),
             LoopMessage::Registered(known) => self.registered = Some(*known),
-            LoopMessage::DataThreadDead(why) => {
-                ctx.shared.mark_unhealthy(format!("data thread: {why}"));
+            LoopMessage::DataThreadDead(reason) => {
+                ctx.shared.mark_unhealthy(format!("data thread: {reason}"));
                 ctx.data.stop();
                 self.decode.on_data_thread_died(ctx);
             }
             LoopMessage::AcceptFailed => ctx.shared.stats.lock().accept_errors += 1,
-            LoopMessage::ListenerDead(why) => ctx.shared.mark_unhealthy(format!("listener: {why}")),
+            LoopMessage::ListenerDead(reason) => {
+                ctx.shared.mark_unhealthy(format!("listener: {reason}"))
+            }
         }
     }
 
     fn on_timer(&mut self, timer: NodeTimer, now: u64) {
         let ctx = &mut self.ctx;
         match timer {
-            NodeTimer::Prefill(room) => self.prefill.step(ctx, room, PrefillEvent::Tick),
-            NodeTimer::Decode(room) => self.decode.tick(ctx, room),
+            NodeTimer::Prefill(room) => self.prefill.apply_event(ctx, room, PrefillEvent::Tick),
+            NodeTimer::Decode(room) => self.decode.on_tick(ctx, room),
             NodeTimer::PendingOpens => self.prefill.expire_pending_opens(ctx, now),
-            NodeTimer::Heartbeat(peer) => self.heartbeat(peer, now),
+            NodeTimer::Heartbeat(peer) => self.send_heartbeat(peer, now),
             NodeTimer::Connect(address) => self.decode.retry_connection(ctx, &address),
             NodeTimer::Size(room) => self.decode.request_sizes(ctx, room),
             NodeTimer::Comm(key) => ctx.step_either(key, CommEvent::Tick),
@@ -253,7 +258,7 @@ impl ControlLoop {
 
     // ---- connections ----
 
-    fn accepted(&mut self, stream: TcpStream, opened: OpenedConnection) {
+    fn on_accepted(&mut self, stream: TcpStream, opened: OpenedConnection) {
         if opened.peer.channel == Channel::Data {
             let inc = &opened.peer.inc;
             let mut peers = self.ctx.connections.values();
@@ -262,7 +267,7 @@ impl ControlLoop {
                 return self.ctx.count_refused_hello(ReasonCode::TransportBroken);
             }
             match stream.into_std() {
-                Ok(stream) => self.ctx.data.serve(stream, opened),
+                Ok(stream) => self.ctx.data.serve_stream(stream, opened),
                 Err(err) => {
                     tracing::warn!(%err, "a data stream could not be handed to a data thread")
                 }
@@ -283,7 +288,7 @@ impl ControlLoop {
         match message {
             PeerMessage::Down(err) => self.on_connection_lost(peer, &err),
             PeerMessage::Msg(msg, _space) => {
-                let now = self.ctx.now();
+                let now = self.ctx.now_ms();
                 let Some(conn) = self.ctx.connections.get_mut(&peer) else {
                     return;
                 }; // read before the loss
@@ -299,7 +304,7 @@ impl ControlLoop {
             Msg::Open(open) => self.prefill.on_open(ctx, peer, open),
             Msg::Done { room, attempt, .. } => {
                 let event = PrefillEvent::Done { peer, attempt };
-                self.prefill.step(ctx, room, event);
+                self.prefill.apply_event(ctx, room, event);
             }
             Msg::Abort {
                 room,
@@ -312,7 +317,7 @@ impl ControlLoop {
                     attempt,
                     code,
                 };
-                self.decode.step(ctx, room, event);
+                self.decode.apply_event(ctx, room, event);
             }
             Msg::AbortAck { .. } => {} // aborts need no answer
             Msg::Heartbeat {
@@ -321,7 +326,7 @@ impl ControlLoop {
                 busy,
                 ..
             } => {
-                self.prefill.renew(ctx, peer, &rooms);
+                self.prefill.renew_leases(ctx, peer, &rooms);
                 self.watch_progress(peer, progress, busy);
             }
             Msg::Reject {
@@ -349,8 +354,8 @@ impl ControlLoop {
             | Msg::Data { .. }
             | Msg::DataEnd { .. }
             | Msg::Stale { .. } => {
-                let why = format!("{} on a control connection", msg.name());
-                self.on_connection_lost(peer, &ConnectionError::broken(why));
+                let reason = format!("{} on a control connection", msg.name());
+                self.on_connection_lost(peer, &ConnectionError::transport_broken(reason));
             }
         }
     }
@@ -361,15 +366,15 @@ impl ControlLoop {
         let Some(conn) = self.ctx.connections.remove(&peer) else {
             return;
         };
-        tracing::warn!(peer = %conn.peer.addr, incarnation = %conn.peer.inc, code = %err.code, why = %err.why, rooms = conn.rooms.len(), "link lost");
+        tracing::warn!(peer = %conn.peer.addr, incarnation = %conn.peer.inc, code = %err.code, why = %err.reason, rooms = conn.rooms.len(), "link lost");
         let is_bad = matches!(err.code, ReasonCode::Auth | ReasonCode::TransportBroken);
         if is_bad {
             // Send the reason after the queued frames. The peer may have closed already.
-            let msg = Msg::connection_refusal(err.code, &err.why);
+            let msg = Msg::connection_refusal(err.code, &err.reason);
             let _ = conn.tasks.outbox.put(OutgoingMessage { msg, flip: false });
             conn.tasks.stop_reading();
         } else {
-            conn.tasks.cut();
+            conn.tasks.abort_tasks();
         }
         {
             let mut stats = self.ctx.shared.stats.lock();
@@ -388,27 +393,29 @@ impl ControlLoop {
             match side {
                 RoomSide::Prefill => {
                     self.prefill
-                        .step(ctx, room, PrefillEvent::PeerGone { peer, code });
+                        .apply_event(ctx, room, PrefillEvent::PeerGone { peer, code });
                 }
                 RoomSide::Decode => self.decode.on_peer_gone(ctx, peer, room, code),
             }
         }
         // After the rooms: they end with the reason of the connection, not of its communicator.
-        self.ctx.end_comms_of(peer, &err.why);
+        self.ctx.end_comms_of(peer, &err.reason);
         if let Some(remote) = conn.remote.filter(|remote| remote.device().is_some()) {
-            self.ctx.copy_threads.submit(CopyJob::Close(remote));
+            self.ctx.copy_threads.submit_job(CopyJob::Close(remote));
         }
     }
 
     fn on_refused_hello(&mut self, from: Option<IpAddr>, err: &ConnectionError) {
         self.ctx.count_refused_hello(err.code);
-        let due = self.refused_hellos.record((from, err.code), self.ctx.now());
+        let due = self
+            .refused_hellos
+            .record((from, err.code), self.ctx.now_ms());
         if let Some(times) = due {
-            tracing::warn!(from = from.map(tracing::field::display), code = %err.code, why = %err.why, times, "a peer's HELLO was refused");
+            tracing::warn!(from = from.map(tracing::field::display), code = %err.code, why = %err.reason, times, "a peer's HELLO was refused");
         }
     }
 
-    fn heartbeat(&mut self, peer: ConnectionId, now: u64) {
+    fn send_heartbeat(&mut self, peer: ConnectionId, now: u64) {
         let every = self.ctx.config.heartbeat_ms;
         let Some(conn) = self.ctx.connections.get_mut(&peer) else {
             return;
@@ -422,8 +429,8 @@ impl ControlLoop {
         }
         let silent_ms = now.saturating_sub(conn.last_seen);
         if silent_ms >= MISSED_HEARTBEATS * every {
-            let why = format!("no message for {silent_ms} ms ({MISSED_HEARTBEATS} heartbeats)");
-            return self.on_connection_lost(peer, &ConnectionError::dead(why));
+            let reason = format!("no message for {silent_ms} ms ({MISSED_HEARTBEATS} heartbeats)");
+            return self.on_connection_lost(peer, &ConnectionError::peer_dead(reason));
         }
         conn.seq += 1;
         let rooms: Vec<u64> = conn.rooms.iter().map(|&(_, room)| room).collect();
@@ -450,14 +457,14 @@ impl ControlLoop {
                 progress,
                 busy,
             };
-            self.ctx.send(peer, beat);
+            self.ctx.send_to(peer, beat);
         }
     }
 
     /// D: fail the rooms of a prefill rank whose engine claims work and does none, although its
     /// transfer runtime lives.
     fn watch_progress(&mut self, peer: ConnectionId, progress: u64, busy: bool) {
-        let now = self.ctx.now();
+        let now = self.ctx.now_ms();
         let limit = self.ctx.config.stall_ms;
         let Some(conn) = self.ctx.connections.get_mut(&peer) else {
             return;
@@ -477,15 +484,16 @@ impl ControlLoop {
         let rooms: Vec<u64> = decoding.map(|&(_, room)| room).collect();
         tracing::warn!(peer = %conn.peer.addr, still_ms, rooms = rooms.len(), "the peer's engine stands still");
         for room in rooms {
-            let why = format!("the prefill rank's engine has made no progress for {still_ms} ms");
-            let event = DecodeEvent::PeerStalled { peer, why };
-            self.decode.step(&mut self.ctx, room, event);
+            let reason =
+                format!("the prefill rank's engine has made no progress for {still_ms} ms");
+            let event = DecodeEvent::PeerStalled { peer, reason };
+            self.decode.apply_event(&mut self.ctx, room, event);
         }
     }
 
     // ---- bootstrap ----
 
-    fn registration(&self) -> RankRegistration {
+    fn own_registration(&self) -> RankRegistration {
         let config = &self.ctx.config;
         let hello = &self.ctx.identity.hello;
         let host = config.advertise_host.as_ref().unwrap_or(&config.host);
@@ -507,7 +515,7 @@ impl ControlLoop {
             rank_ip: host,
             rank_port: self.port,
             instance_id: hello.inc.clone(),
-            owner: uuid(),
+            owner: random_uuid(),
             proto_ver: crate::protocol::VERSION,
             transports: hello.transports.clone(),
             layout_hash: hello.layout_hash.clone(),
@@ -516,7 +524,7 @@ impl ControlLoop {
         }
     }
 
-    fn register(
+    fn register_rank(
         &mut self,
         host: String,
         port: u16,
@@ -524,32 +532,36 @@ impl ControlLoop {
         reply: std::sync::mpsc::Sender<Result<(), String>>,
     ) {
         let client = self.ctx.bootstrap_client(host, port);
-        let registration = self.registration();
+        let registration = self.own_registration();
         let internal = self.ctx.internal.clone();
         tokio::spawn(async move {
             let answer = register_until(&client, &registration, timeout).await;
             let registered = answer.is_ok();
             let _ = reply.send(answer); // the caller gave up
-            let known = Box::new((client.clone(), registration.clone()));
-            if !registered || internal.send(LoopMessage::Registered(known)).is_err() {
+            let registered_as = Box::new((client.clone(), registration.clone()));
+            if !registered
+                || internal
+                    .send(LoopMessage::Registered(registered_as))
+                    .is_err()
+            {
                 return;
             }
-            let mut known = true;
+            let mut is_known = true;
             loop {
                 tokio::time::sleep(REGISTER_AGAIN).await;
-                let again = client.register(&registration).await;
-                if known && let Err(err) = &again {
+                let again = client.register_rank(&registration).await;
+                if is_known && let Err(err) = &again {
                     tracing::warn!(%err, "the bootstrap server lost this registration or is down; retrying");
                 }
-                known = again.is_ok();
+                is_known = again.is_ok();
             }
         });
     }
 
-    async fn unregister(&mut self) {
+    async fn unregister_rank(&mut self) {
         if let Some((client, registration)) = self.registered.take() {
-            let _ =
-                tokio::time::timeout(UNREGISTER_TIMEOUT, client.unregister(&registration)).await; // best effort
+            let _ = tokio::time::timeout(UNREGISTER_TIMEOUT, client.unregister_rank(&registration))
+                .await; // best effort
         }
     }
 }
@@ -562,7 +574,7 @@ async fn register_until(
     let deadline = tokio::time::Instant::now() + timeout;
     let mut pause = Duration::from_millis(50);
     loop {
-        let err = match client.register(registration).await {
+        let err = match client.register_rank(registration).await {
             Ok(()) => return Ok(()),
             Err(err) => err,
         };

@@ -74,7 +74,7 @@ pub(super) struct DecodeSide {
 }
 
 impl DecodeSide {
-    pub fn has(&self, room: u64) -> bool {
+    pub fn has_room(&self, room: u64) -> bool {
         self.rooms.contains_key(&room)
     }
 
@@ -87,7 +87,7 @@ impl DecodeSide {
         self.pulls.queued_pages(peer)
     }
 
-    pub fn open(&mut self, ctx: &mut LoopContext, room: u64, request: OpenRequest) {
+    pub fn open_room(&mut self, ctx: &mut LoopContext, room: u64, request: OpenRequest) {
         let OpenRequest {
             attempt,
             host,
@@ -107,11 +107,11 @@ impl DecodeSide {
             max_pages: ctx.pool.num_pages(),
             wait_ms: ctx.config.wait_ms,
         };
-        let now = ctx.now();
+        let now = ctx.now_ms();
         let note = format!("{host}:{port} rank {dp_rank}");
         let machine = DecodeRoom::new(attempt, 0, now, now.saturating_add(deadline_ms), limits);
         let record = ctx.record_of(RoomSide::Decode, room, attempt, machine.phase.name(), note);
-        ctx.record(record, false);
+        ctx.record_state(record, false);
         ctx.timers.set(&NodeTimer::Decode(room), machine.next_due());
         let rank = u32::try_from(dp_rank).ok();
         let unranked = rank.is_none().then(|| Unranked {
@@ -150,7 +150,7 @@ impl DecodeSide {
         }
     }
 
-    pub fn tick(&mut self, ctx: &mut LoopContext, room: u64) {
+    pub fn on_tick(&mut self, ctx: &mut LoopContext, room: u64) {
         let Some(entry) = self.rooms.get(&room) else {
             return;
         };
@@ -160,20 +160,21 @@ impl DecodeSide {
             let last = address.and_then(|address| self.ranks.last_error(address));
             let wait_ms = ctx.config.wait_ms;
             let last = last.unwrap_or(&entry.last_error);
-            let why = format!("the prefill rank was not reached within {wait_ms} ms; last: {last}");
+            let reason =
+                format!("the prefill rank was not reached within {wait_ms} ms; last: {last}");
             let code = ReasonCode::Unreachable;
-            DecodeEvent::Unreachable { code, why }
+            DecodeEvent::Unreachable { code, reason }
         } else {
             DecodeEvent::Tick
         };
-        self.step(ctx, room, event);
+        self.apply_event(ctx, room, event);
     }
 
     // ---- connections to prefill ranks ----
 
     /// Request the prefill node's dp size, which decides the rank of a room without one.
     pub fn request_sizes(&mut self, ctx: &mut LoopContext, room: u64) {
-        let now = ctx.now();
+        let now = ctx.now_ms();
         let entry = self.rooms.get_mut(&room);
         let Some(unranked) = entry.and_then(|entry| entry.unranked.as_mut()) else {
             return;
@@ -182,7 +183,7 @@ impl DecodeSide {
         let client = ctx.bootstrap_client(unranked.host.clone(), unranked.port);
         let internal = ctx.internal.clone();
         tokio::spawn(async move {
-            let sizes = client.sizes().await;
+            let sizes = client.topology_sizes().await;
             let size = sizes.map(|sizes| sizes.prefill_dp_size);
             let size = size.map_err(|err| unreachable(&err));
             let _ = internal.send(LoopMessage::Sizes { room, size }); // the node is closing
@@ -195,7 +196,7 @@ impl DecodeSide {
         room: u64,
         size: Result<u32, ConnectFailure>,
     ) {
-        let now = ctx.now();
+        let now = ctx.now_ms();
         let Some(entry) = self.rooms.get_mut(&room) else {
             return;
         };
@@ -219,10 +220,10 @@ impl DecodeSide {
                 let started = unranked.tried_at;
                 let give_up = unranked.outage.record_failure(is_silent, started, now);
                 if give_up || is_final(err.code) {
-                    let ConnectionError { code, why } = err;
-                    return self.step(ctx, room, DecodeEvent::Unreachable { code, why });
+                    let ConnectionError { code, reason } = err;
+                    return self.apply_event(ctx, room, DecodeEvent::Unreachable { code, reason });
                 }
-                entry.last_error = err.why;
+                entry.last_error = err.reason;
                 let retry_at = Some(now + unranked.pause_ms);
                 ctx.timers.set(&NodeTimer::Size(room), retry_at);
                 unranked.pause_ms = (unranked.pause_ms * 2).min(LAST_PAUSE_MS);
@@ -232,15 +233,15 @@ impl DecodeSide {
     }
 
     fn request_connection(&mut self, ctx: &mut LoopContext, room: u64, address: RankAddress) {
-        let answer = self.ranks.request(ctx, room, &address);
+        let answer = self.ranks.request_connection(ctx, room, &address);
         if let Some(entry) = self.rooms.get_mut(&room) {
             entry.address = Some(address);
         }
         match answer {
             RankAnswer::Connected(peer) => self.attach_to_peer(ctx, room, peer),
             RankAnswer::Waiting => {}
-            RankAnswer::Unreachable { code, why } => {
-                self.step(ctx, room, DecodeEvent::Unreachable { code, why });
+            RankAnswer::Unreachable { code, reason } => {
+                self.apply_event(ctx, room, DecodeEvent::Unreachable { code, reason });
             }
         }
     }
@@ -255,12 +256,17 @@ impl DecodeSide {
             Ok(established) => self.connection_up(ctx, address, established),
             Err(failure) => {
                 let failed = self.ranks.on_failure(ctx, address, failure);
-                let Some(UnreachableRooms { rooms, code, why }) = failed else {
+                let Some(UnreachableRooms {
+                    rooms,
+                    code,
+                    reason,
+                }) = failed
+                else {
                     return;
                 };
                 for room in rooms {
-                    let why = why.clone();
-                    self.step(ctx, room, DecodeEvent::Unreachable { code, why });
+                    let reason = reason.clone();
+                    self.apply_event(ctx, room, DecodeEvent::Unreachable { code, reason });
                 }
             }
         }
@@ -273,8 +279,8 @@ impl DecodeSide {
         established: EstablishedConnection,
     ) {
         let opened = &established.opened;
-        if let Some(why) = &established.map_problem {
-            tracing::warn!(peer = %opened.peer.addr, %why, "the peer is on this host, but its pool cannot be mapped: going without");
+        if let Some(reason) = &established.map_problem {
+            tracing::warn!(peer = %opened.peer.addr, why = %reason, "the peer is on this host, but its pool cannot be mapped: going without");
             ctx.shared.stats.lock().fallbacks += 1;
         }
         let mapped = established.remote.as_deref().map(mapped_by);
@@ -306,7 +312,7 @@ impl DecodeSide {
     }
 
     pub fn retry_connection(&mut self, ctx: &LoopContext, address: &RankAddress) {
-        self.ranks.retry(ctx, address);
+        self.ranks.retry_connection(ctx, address);
     }
 
     pub fn connection_down(&mut self, ctx: &LoopContext, address: &RankAddress) {
@@ -320,7 +326,7 @@ impl DecodeSide {
         if let Some(entry) = self.rooms.get_mut(&room) {
             entry.remote = conn.remote.clone();
             ctx.attach_room(peer, RoomSide::Decode, room);
-            self.step(ctx, room, DecodeEvent::Connected { peer });
+            self.apply_event(ctx, room, DecodeEvent::Connected { peer });
         }
     }
 
@@ -336,7 +342,7 @@ impl DecodeSide {
                 room,
                 attempt,
                 code,
-                message: why,
+                message: reason,
                 ..
             } => (
                 room,
@@ -344,7 +350,7 @@ impl DecodeSide {
                     peer,
                     attempt,
                     code,
-                    why,
+                    reason,
                 },
             ),
             Msg::Final {
@@ -355,7 +361,7 @@ impl DecodeSide {
                 root,
                 payload,
             } => {
-                self.note(ctx, room, attempt, format!("FINAL: {total_pages} pages"));
+                self.add_note(ctx, room, attempt, format!("FINAL: {total_pages} pages"));
                 let fin = FinalMessage {
                     total_pages,
                     last_page_tokens,
@@ -373,15 +379,15 @@ impl DecodeSide {
                 sums,
             } => {
                 let conn = ctx.connections.get(&peer);
-                let known = conn.map_or(0, |conn| conn.peer.num_pages);
-                if let Some(id) = ids.iter().find(|&&id| u64::from(id) >= known) {
-                    let why = format!("PROGRESS names page {id} of a pool of {known}");
-                    let err = ConnectionError::broken(why);
+                let pool_pages = conn.map_or(0, |conn| conn.peer.num_pages);
+                if let Some(id) = ids.iter().find(|&&id| u64::from(id) >= pool_pages) {
+                    let reason = format!("PROGRESS names page {id} of a pool of {pool_pages}");
+                    let err = ConnectionError::transport_broken(reason);
                     return ctx.mark_lost(peer, err);
                 }
                 let end = first_page as usize + ids.len();
                 let note = format!("PROGRESS: pages {first_page}..{end}");
-                self.note(ctx, room, attempt, note);
+                self.add_note(ctx, room, attempt, note);
                 let pages = ids.into_iter().zip(gens).zip(sums);
                 let pages = pages.map(|((page, generation), sum)| PageDigest {
                     page,
@@ -401,13 +407,13 @@ impl DecodeSide {
             }
             _ => return,
         };
-        self.step(ctx, room, event);
+        self.apply_event(ctx, room, event);
     }
 
-    fn note(&self, ctx: &LoopContext, room: u64, attempt: u32, what: String) {
+    fn add_note(&self, ctx: &LoopContext, room: u64, attempt: u32, what: String) {
         if let Some(entry) = self.rooms.get(&room) {
             let state = entry.room.phase.name();
-            ctx.note(ctx.record_of(RoomSide::Decode, room, attempt, state, what));
+            ctx.add_note(ctx.record_of(RoomSide::Decode, room, attempt, state, what));
         }
     }
 
@@ -423,7 +429,7 @@ impl DecodeSide {
             .get(&room)
             .and_then(|entry| entry.remote.as_ref());
         let readable = remote.is_some_and(|remote| remote.device().is_none());
-        self.step(
+        self.apply_event(
             ctx,
             room,
             DecodeEvent::PeerGone {
@@ -451,8 +457,8 @@ impl DecodeSide {
         if let Some(entry) = self.rooms.get_mut(&room) {
             entry.transport = job.via.as_str();
         }
-        if let Err(event) = self.pulls.submit(ctx, job) {
-            self.step(ctx, room, event);
+        if let Err(event) = self.pulls.submit_pull(ctx, job) {
+            self.apply_event(ctx, room, event);
         }
     }
 
@@ -465,7 +471,7 @@ impl DecodeSide {
             entry.bytes += bytes;
         }
         match after {
-            AfterPull::Step(event) => self.step(ctx, room, event),
+            AfterPull::Step(event) => self.apply_event(ctx, room, event),
             AfterPull::Resubmit(job) => self.submit_pull(ctx, job),
         }
     }
@@ -473,7 +479,7 @@ impl DecodeSide {
     /// Fail the rooms of all tcp pulls.
     pub fn on_data_thread_died(&mut self, ctx: &mut LoopContext) {
         for (room, event) in self.pulls.fail_tcp_pulls() {
-            self.step(ctx, room, event);
+            self.apply_event(ctx, room, event);
         }
     }
 
@@ -481,13 +487,13 @@ impl DecodeSide {
 
     /// The only place where a decode room changes. Calls and messages for a room that is over are
     /// ignored.
-    pub fn step(&mut self, ctx: &mut LoopContext, room: u64, event: DecodeEvent) {
-        let now = ctx.now();
+    pub fn apply_event(&mut self, ctx: &mut LoopContext, room: u64, event: DecodeEvent) {
+        let now = ctx.now_ms();
         let Some(entry) = self.rooms.get_mut(&room) else {
             return;
         };
         let before = entry.room.phase.name();
-        let actions = match entry.room.step(event, now) {
+        let actions = match entry.room.apply_event(event, now) {
             Ok(actions) => actions,
             Err(invalid) => return ctx.report_invalid_transition(RoomSide::Decode, room, &invalid),
         };
@@ -499,25 +505,31 @@ impl DecodeSide {
                 _ => String::new(),
             };
             let record = ctx.record_of(RoomSide::Decode, room, attempt, phase.name(), note);
-            ctx.record(record, phase.is_over());
+            ctx.record_state(record, phase.is_over());
         }
         ctx.timers
             .set(&NodeTimer::Decode(room), entry.room.next_due());
         for action in actions {
-            self.act(ctx, room, attempt, action);
+            self.perform_action(ctx, room, attempt, action);
         }
     }
 
-    fn act(&mut self, ctx: &mut LoopContext, room: u64, attempt: u32, action: DecodeAction) {
+    fn perform_action(
+        &mut self,
+        ctx: &mut LoopContext,
+        room: u64,
+        attempt: u32,
+        action: DecodeAction,
+    ) {
         match action {
             DecodeAction::Open { peer } => self.send_open(ctx, room, attempt, peer),
             DecodeAction::Pull { ticket, pages } => self.start_pull(ctx, room, ticket, pages),
-            DecodeAction::CancelPulls => self.pulls.cancel(ctx, room),
-            DecodeAction::Announced => ctx.push(NodeEvent::Announced { room }),
-            DecodeAction::Revoked => ctx.push(NodeEvent::Revoked { room }),
+            DecodeAction::CancelPulls => self.pulls.cancel_room(ctx, room),
+            DecodeAction::Announced => ctx.push_event(NodeEvent::Announced { room }),
+            DecodeAction::Revoked => ctx.push_event(NodeEvent::Revoked { room }),
             DecodeAction::Done { peer, root } => {
                 let bytes = self.rooms.get(&room).map_or(0, |entry| entry.bytes);
-                ctx.send(
+                ctx.send_to(
                     peer,
                     Msg::Done {
                         room,
@@ -528,7 +540,7 @@ impl DecodeSide {
                 );
             }
             DecodeAction::SendAbort { peer, code } => {
-                ctx.send(
+                ctx.send_to(
                     peer,
                     Msg::Abort {
                         room,
@@ -537,9 +549,9 @@ impl DecodeSide {
                     },
                 );
             }
-            DecodeAction::AckAbort { peer } => ctx.send(peer, Msg::AbortAck { room, attempt }),
-            DecodeAction::Commit(fin) => self.committed(ctx, room, fin),
-            DecodeAction::Fail { code, why } => {
+            DecodeAction::AckAbort { peer } => ctx.send_to(peer, Msg::AbortAck { room, attempt }),
+            DecodeAction::Commit(fin) => self.report_commit(ctx, room, fin),
+            DecodeAction::Fail { code, reason } => {
                 let Some(entry) = self.remove_room(ctx, room) else {
                     return;
                 };
@@ -547,17 +559,17 @@ impl DecodeSide {
                 if let (ReasonCode::Checksum, Some(address)) = (code, &entry.address) {
                     self.ranks.record_damaged_room(ctx, address, entry.opened);
                 }
-                self.warn_about_refusal(ctx, &entry, code, &why);
-                ctx.push(NodeEvent::Failed {
+                self.warn_about_refusal(ctx, &entry, code, &reason);
+                ctx.push_event(NodeEvent::Failed {
                     room,
                     code,
-                    message: why,
+                    message: reason,
                 });
             }
             DecodeAction::Aborted => {
                 if self.remove_room(ctx, room).is_some() {
                     ctx.shared.stats.lock().aborted += 1;
-                    ctx.push(NodeEvent::Aborted { room });
+                    ctx.push_event(NodeEvent::Aborted { room });
                 }
             }
         }
@@ -570,7 +582,7 @@ impl DecodeSide {
         ctx: &LoopContext,
         entry: &DecodeEntry,
         code: ReasonCode,
-        why: &str,
+        reason: &str,
     ) {
         if !is_final(code) && code != ReasonCode::Unreachable {
             return;
@@ -580,9 +592,11 @@ impl DecodeSide {
         let Some((host, port)) = by_address.or(by_server) else {
             return;
         };
-        let due = self.refusals.record((host.clone(), port, code), ctx.now());
+        let due = self
+            .refusals
+            .record((host.clone(), port, code), ctx.now_ms());
         if let Some(rooms) = due {
-            tracing::warn!(host, port, %code, why, rooms, "no KV pages from this prefill node");
+            tracing::warn!(host, port, %code, why = reason, rooms, "no KV pages from this prefill node");
         }
     }
 
@@ -598,13 +612,13 @@ impl DecodeSide {
             layout_hash: ctx.identity.hello.layout_hash.clone(),
             prompt_hash: entry.prompt_hash.clone(),
             start_page: entry.room.start_page,
-            deadline_ms: entry.room.deadline().saturating_sub(ctx.now()),
+            deadline_ms: entry.room.deadline().saturating_sub(ctx.now_ms()),
             prio: 0,
         });
-        ctx.send(peer, msg);
+        ctx.send_to(peer, msg);
     }
 
-    fn committed(&mut self, ctx: &mut LoopContext, room: u64, fin: FinalMessage) {
+    fn report_commit(&mut self, ctx: &mut LoopContext, room: u64, fin: FinalMessage) {
         let Some(entry) = self.remove_room(ctx, room) else {
             return;
         };
@@ -628,7 +642,7 @@ impl DecodeSide {
             all.pull_seconds.observe(stats.pull_seconds);
             all.room_seconds.observe(stats.room_seconds);
         }
-        ctx.push(NodeEvent::Committed {
+        ctx.push_event(NodeEvent::Committed {
             room,
             payload: fin.payload,
             total_pages: fin.total_pages,

@@ -48,7 +48,7 @@ impl PullJob {
             cancel: Arc::default(),
             started: Instant::now(),
         };
-        let mapped = job.mapped(ctx);
+        let mapped = job.mapped_transport(ctx);
         job.via = mapped
             .or_else(|| ctx.transport_for(peer))
             .unwrap_or(Transport::Tcp);
@@ -56,17 +56,17 @@ impl PullJob {
     }
 
     /// The transport that reads the peer's memory, if the room has it and it works.
-    fn mapped(&self, ctx: &LoopContext) -> Option<Transport> {
+    fn mapped_transport(&self, ctx: &LoopContext) -> Option<Transport> {
         let conn = ctx.connections.get(&self.peer);
         let remote = self.remote.as_deref().map(mapped_by);
         remote.filter(|_| conn.is_none_or(|conn| conn.mapped_works))
     }
 
-    pub fn failed(&self, why: impl Into<String>) -> DecodeEvent {
+    pub fn failure_event(&self, reason: impl Into<String>) -> DecodeEvent {
         DecodeEvent::PullFailed {
             ticket: self.ticket,
             code: ReasonCode::TransportBroken,
-            why: why.into(),
+            reason: reason.into(),
         }
     }
 }
@@ -98,7 +98,7 @@ impl PullJobs {
     }
 
     /// Submit a pull to its transport. `Err`: there is none, and the room gets this event.
-    pub fn submit(&mut self, ctx: &mut LoopContext, job: PullJob) -> Result<(), DecodeEvent> {
+    pub fn submit_pull(&mut self, ctx: &mut LoopContext, job: PullJob) -> Result<(), DecodeEvent> {
         let id = self.next_job;
         self.next_job += 1;
         let pull = Pull {
@@ -110,26 +110,26 @@ impl PullJobs {
         let via = job.via;
         if via.is_mapped() {
             let Some(from) = job.remote.clone() else {
-                return Err(job.failed("the peer's pool is not mapped"));
+                return Err(job.failure_event("the peer's pool is not mapped"));
             };
-            ctx.copy_threads.submit(CopyJob::Pull { pull, from });
-            self.add(id, job);
+            ctx.copy_threads.submit_job(CopyJob::Pull { pull, from });
+            self.add_job(id, job);
         } else if via.is_staged() {
-            self.add(id, job); // its end may come at once
+            self.add_job(id, job); // its end may come at once
             ctx.start_staged_pull(peer, pull);
         } else {
-            submit_to_tcp(ctx, peer, pull).map_err(|why| job.failed(why))?;
-            self.add(id, job);
+            submit_to_tcp(ctx, peer, pull).map_err(|reason| job.failure_event(reason))?;
+            self.add_job(id, job);
         }
         Ok(())
     }
 
-    fn add(&mut self, id: u64, job: PullJob) {
+    fn add_job(&mut self, id: u64, job: PullJob) {
         self.by_room.insert((job.room, id));
         self.jobs.insert(id, job);
     }
 
-    pub fn cancel(&mut self, ctx: &mut LoopContext, room: u64) {
+    pub fn cancel_room(&mut self, ctx: &mut LoopContext, room: u64) {
         let mut staged = Vec::new();
         for &(_, id) in self.by_room.range((room, 0)..=(room, u64::MAX)) {
             let Some(job) = self.jobs.get(&id) else {
@@ -142,7 +142,7 @@ impl PullJobs {
             if job.via == Transport::Tcp
                 && let Some(conn) = ctx.connections.get(&job.peer)
             {
-                conn.data.cancel(id);
+                conn.data.cancel_pull(id);
             }
         }
         for (peer, id) in staged {
@@ -169,35 +169,40 @@ impl PullJobs {
         let is_tcp = job.via == Transport::Tcp;
         let after = match end.result {
             Ok(()) => AfterPull::Step(DecodeEvent::Pulled { ticket }),
-            Err(PullError::Failed(ReasonCode::Checksum, why))
+            Err(PullError::Failed(ReasonCode::Checksum, reason))
                 if !is_tcp && has_tcp(ctx, job.peer) =>
             {
                 // Another path shows whether the transport or the prefill rank damaged the pages.
-                tracing::warn!(room, via = job.via.as_str(), %why, "damaged pages: pulled again by tcp");
-                resubmitted(job, Transport::Tcp)
+                tracing::warn!(room, via = job.via.as_str(), why = %reason, "damaged pages: pulled again by tcp");
+                resubmit_by(job, Transport::Tcp)
             }
-            Err(PullError::Failed(code, why)) => {
-                AfterPull::Step(DecodeEvent::PullFailed { ticket, code, why })
-            }
+            Err(PullError::Failed(code, reason)) => AfterPull::Step(DecodeEvent::PullFailed {
+                ticket,
+                code,
+                reason,
+            }),
             Err(PullError::Cancelled) => AfterPull::Step(DecodeEvent::PullStopped { ticket }),
-            Err(PullError::Broken(why)) if is_tcp => AfterPull::Step(job.failed(why)),
-            Err(PullError::Broken(why)) => fall_back(ctx, job, &why),
+            Err(PullError::Broken(reason)) if is_tcp => AfterPull::Step(job.failure_event(reason)),
+            Err(PullError::Broken(reason)) => fall_back(ctx, job, &reason),
         };
         Some((room, after))
     }
 
     /// Fail every tcp pull: the data threads have ended, and with them all writes to their pages.
     pub fn fail_tcp_pulls(&mut self) -> Vec<(u64, DecodeEvent)> {
-        let lost = self.jobs.extract_if(|_, job| job.via == Transport::Tcp);
-        let failed = lost.map(|(id, job)| {
+        let tcp_jobs = self.jobs.extract_if(|_, job| job.via == Transport::Tcp);
+        let failed = tcp_jobs.map(|(id, job)| {
             self.by_room.remove(&(job.room, id));
-            (job.room, job.failed("internal: the data threads are gone"))
+            (
+                job.room,
+                job.failure_event("internal: the data threads are gone"),
+            )
         });
         failed.collect()
     }
 }
 
-fn resubmitted(job: PullJob, via: Transport) -> AfterPull {
+fn resubmit_by(job: PullJob, via: Transport) -> AfterPull {
     if job.cancel.load(Ordering::Relaxed) {
         return AfterPull::Step(DecodeEvent::PullStopped { ticket: job.ticket });
     }
@@ -207,21 +212,21 @@ fn resubmitted(job: PullJob, via: Transport) -> AfterPull {
 /// Continue a pull whose transport stopped working by the next one. The peer's memory is not used
 /// until the connection is established again, its communicator not until the breaker allows it
 /// (`communicators`).
-fn fall_back(ctx: &mut LoopContext, job: PullJob, why: &str) -> AfterPull {
+fn fall_back(ctx: &mut LoopContext, job: PullJob, reason: &str) -> AfterPull {
     if job.via.is_mapped()
         && let Some(conn) = ctx.connections.get_mut(&job.peer)
         && conn.mapped_works
     {
         conn.mapped_works = false;
-        ctx.record_fallback(job.peer, job.via, why);
+        ctx.record_fallback(job.peer, job.via, reason);
     }
     let is_cancelled = job.cancel.load(Ordering::Relaxed);
     let via = match job.via {
         _ if is_cancelled => None,
         Transport::Shm | Transport::CudaIpc => ctx.transport_for(job.peer),
-        _ => job.mapped(ctx),
+        _ => job.mapped_transport(ctx),
     };
-    resubmitted(job, via.unwrap_or(Transport::Tcp))
+    resubmit_by(job, via.unwrap_or(Transport::Tcp))
 }
 
 /// The peer is connected, and both sides may use tcp.
@@ -246,7 +251,7 @@ fn submit_to_tcp(
         return Err("no other transport of the pair works, and one side has no tcp");
     }
     conn.data
-        .pull(&ctx.data, pull)
+        .start_pull(&ctx.data, pull)
         .then_some(())
         .ok_or("the data threads are gone")
 }

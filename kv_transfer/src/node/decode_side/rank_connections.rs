@@ -9,7 +9,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::mem;
 use std::time::Instant;
 
-use crate::node::connections::establish::{ConnectFailure, establish};
+use crate::node::connections::establish::{ConnectFailure, establish_connection};
 use crate::node::context::{LoopMessage, NodeContext, NodeTimer, RankAddress};
 use crate::protocol::handshake::ConnectionError;
 use crate::reason_code::ReasonCode;
@@ -99,9 +99,9 @@ impl Damage {
         }
         self.rooms += 1;
         self.last_at = Some(at);
-        let begins = self.rooms >= DAMAGED_ROOMS && self.quarantine.allows(now);
+        let begins = self.rooms >= DAMAGED_ROOMS && self.quarantine.allows_attempt(now);
         if begins {
-            self.quarantine.failed(now);
+            self.quarantine.record_failure(now);
         }
         begins
     }
@@ -126,14 +126,14 @@ struct RankConnection {
 pub enum RankAnswer {
     Connected(ConnectionId),
     Waiting,
-    Unreachable { code: ReasonCode, why: String },
+    Unreachable { code: ReasonCode, reason: String },
 }
 
 /// Rooms that fail because their prefill rank cannot be reached.
 pub struct UnreachableRooms {
     pub rooms: BTreeSet<u64>,
     pub code: ReasonCode,
-    pub why: String,
+    pub reason: String,
 }
 
 #[derive(Default)]
@@ -143,8 +143,13 @@ pub struct RankConnections {
 
 impl RankConnections {
     /// Find the connection for a room, or let the room wait for it.
-    pub fn request(&mut self, ctx: &NodeContext, room: u64, address: &RankAddress) -> RankAnswer {
-        let now = ctx.now();
+    pub fn request_connection(
+        &mut self,
+        ctx: &NodeContext,
+        room: u64,
+        address: &RankAddress,
+    ) -> RankAnswer {
+        let now = ctx.now_ms();
         let rank = self
             .ranks
             .entry(address.clone())
@@ -159,18 +164,18 @@ impl RankConnections {
                 damage: Damage::default(),
             });
         match rank.state {
-            RankState::Up(_) if !rank.damage.quarantine.allows(now) => {
+            RankState::Up(_) if !rank.damage.quarantine.allows_attempt(now) => {
                 let code = ReasonCode::Quarantined;
-                let why = QUARANTINED.into();
-                return RankAnswer::Unreachable { code, why };
+                let reason = QUARANTINED.into();
+                return RankAnswer::Unreachable { code, reason };
             }
             RankState::Up(peer) => return RankAnswer::Connected(peer),
             RankState::Broken { until } if now < until => {
                 let code = ReasonCode::Unreachable;
-                let why = rank.last_error.clone();
-                return RankAnswer::Unreachable { code, why };
+                let reason = rank.last_error.clone();
+                return RankAnswer::Unreachable { code, reason };
             }
-            RankState::Broken { .. } => connect(rank, ctx, address),
+            RankState::Broken { .. } => start_connecting(rank, ctx, address),
             RankState::Connecting | RankState::Pausing => {}
         }
         rank.waiting.insert(room);
@@ -206,9 +211,9 @@ impl RankConnections {
         let Some(rank) = rank.filter(is_up) else {
             return BTreeSet::new();
         };
-        let rest = rank.waiting.iter().nth(OPENS_AT_ONCE).copied();
-        let rest = rest.map(|first| rank.waiting.split_off(&first));
-        let rooms = mem::replace(&mut rank.waiting, rest.unwrap_or_default());
+        let first_left = rank.waiting.iter().nth(OPENS_AT_ONCE).copied();
+        let left_waiting = first_left.map(|first| rank.waiting.split_off(&first));
+        let rooms = mem::replace(&mut rank.waiting, left_waiting.unwrap_or_default());
         if !rank.waiting.is_empty() {
             let more = LoopMessage::OpenWaiting(address.clone(), peer);
             let _ = ctx.internal.send(more); // the node is closing
@@ -223,29 +228,37 @@ impl RankConnections {
         address: RankAddress,
         failure: ConnectFailure,
     ) -> Option<UnreachableRooms> {
-        let now = ctx.now();
+        let now = ctx.now_ms();
         let ConnectFailure { err, is_silent } = failure;
         let rank = self.ranks.get_mut(&address)?;
-        tracing::debug!(host = %address.host, port = address.port, rank = address.dp_rank, code = %err.code, why = %err.why, "no link to the prefill rank");
+        tracing::debug!(host = %address.host, port = address.port, rank = address.dp_rank, code = %err.code, why = %err.reason, "no link to the prefill rank");
         let give_up = rank.outage.record_failure(is_silent, rank.tried_at, now);
         if is_final(err.code) {
             let rooms = self.ranks.remove(&address)?.waiting;
-            let ConnectionError { code, why } = err;
-            return Some(UnreachableRooms { rooms, code, why });
+            let ConnectionError { code, reason } = err;
+            return Some(UnreachableRooms {
+                rooms,
+                code,
+                reason,
+            });
         }
-        rank.last_error = err.why;
+        rank.last_error = err.reason;
         if give_up || (is_silent && rank.breaks > 0) {
             let pause = (FIRST_BREAK_MS << rank.breaks.min(10)).min(LAST_BREAK_MS);
             rank.state = RankState::Broken { until: now + pause };
             rank.breaks += 1;
             rank.outage = Outage::default();
             let rooms = mem::take(&mut rank.waiting);
-            let why = rank.last_error.clone();
+            let reason = rank.last_error.clone();
             // Removed when no room has probed it for some time.
             let removal = now + pause + LAST_BREAK_MS;
             ctx.timers.set(&NodeTimer::Connect(address), Some(removal));
             let code = ReasonCode::Unreachable;
-            return Some(UnreachableRooms { rooms, code, why });
+            return Some(UnreachableRooms {
+                rooms,
+                code,
+                reason,
+            });
         }
         rank.state = RankState::Pausing;
         let pause = (FIRST_PAUSE_MS << rank.failures.min(10)).min(LAST_PAUSE_MS);
@@ -256,13 +269,13 @@ impl RankConnections {
     }
 
     /// The pause after a failed attempt is over, or a broken rank was not probed for some time.
-    pub fn retry(&mut self, ctx: &NodeContext, address: &RankAddress) {
+    pub fn retry_connection(&mut self, ctx: &NodeContext, address: &RankAddress) {
         let Some(rank) = self.ranks.get_mut(address) else {
             return;
         };
         match rank.state {
             RankState::Connecting | RankState::Up(_) => {} // a room's probe came first
-            RankState::Pausing if !rank.waiting.is_empty() => connect(rank, ctx, address),
+            RankState::Pausing if !rank.waiting.is_empty() => start_connecting(rank, ctx, address),
             RankState::Pausing | RankState::Broken { .. } => drop(self.ranks.remove(address)),
         }
     }
@@ -271,7 +284,7 @@ impl RankConnections {
     /// again.
     pub fn on_lost(&mut self, ctx: &NodeContext, address: &RankAddress) {
         match self.ranks.get_mut(address) {
-            Some(rank) if !rank.waiting.is_empty() => connect(rank, ctx, address),
+            Some(rank) if !rank.waiting.is_empty() => start_connecting(rank, ctx, address),
             _ => drop(self.ranks.remove(address)),
         }
     }
@@ -296,7 +309,10 @@ impl RankConnections {
         let Some(rank) = self.ranks.get_mut(address) else {
             return;
         };
-        if rank.damage.record_room(opened, Instant::now(), ctx.now()) {
+        if rank
+            .damage
+            .record_room(opened, Instant::now(), ctx.now_ms())
+        {
             ctx.shared.stats.lock().quarantines += 1;
             tracing::error!(host = %address.host, port = address.port, rank = address.dp_rank, rooms = rank.damage.rooms, "{QUARANTINED}");
         }
@@ -310,22 +326,23 @@ impl RankConnections {
 }
 
 /// Start an attempt; its result arrives as `LoopMessage::Connected`.
-fn connect(rank: &mut RankConnection, ctx: &NodeContext, address: &RankAddress) {
+fn start_connecting(rank: &mut RankConnection, ctx: &NodeContext, address: &RankAddress) {
     rank.state = RankState::Connecting;
-    rank.tried_at = ctx.now();
+    rank.tried_at = ctx.now_ms();
     let client = ctx.bootstrap_client(address.host.clone(), address.port);
     let identity = ctx.identity.clone();
     let internal = ctx.internal.clone();
-    let mapped = ctx.config.mapped();
+    let mapped = ctx.config.mapped_transport();
     let device = ctx.pool.device().cloned();
     let address = address.clone();
     tokio::spawn(async move {
         // In a task of its own, so that a panic becomes an answer too.
         let dp_rank = address.dp_rank;
-        let attempt = async move { establish(&client, dp_rank, &identity, mapped, device).await };
+        let attempt =
+            async move { establish_connection(&client, dp_rank, &identity, mapped, device).await };
         let result = tokio::spawn(attempt).await.unwrap_or_else(|err| {
-            let why = format!("internal: {err}");
-            Err(ConnectionError::broken(why).into())
+            let reason = format!("internal: {err}");
+            Err(ConnectionError::transport_broken(reason).into())
         });
         let _ = internal.send(LoopMessage::Connected(address, Box::new(result))); // the node is closing
     });
@@ -347,10 +364,10 @@ mod tests {
         assert!(!record_room(0, 1).0 && !record_room(2, 3).0);
         assert!(!record_room(2, 4).0, "it was open when the last one failed");
         let (begins, quarantine) = record_room(5, 6);
-        assert!(begins && !quarantine.allows(30_005) && quarantine.allows(30_006));
+        assert!(begins && !quarantine.allows_attempt(30_005) && quarantine.allows_attempt(30_006));
         assert!(!record_room(7, 8).0, "the quarantine has begun");
         let (begins, quarantine) = record_room(40_000, 40_000);
         assert!(begins, "the first room after it");
-        assert!(!quarantine.allows(99_999) && quarantine.allows(100_000));
+        assert!(!quarantine.allows_attempt(99_999) && quarantine.allows_attempt(100_000));
     }
 }

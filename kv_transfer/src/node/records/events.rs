@@ -91,7 +91,7 @@ struct Inner {
 }
 
 /// Bounded: each live room puts in one end, one `Announced` and an answer to each revocation, and
-/// `claim` limits live rooms plus undelivered events.
+/// `claim_room` limits live rooms plus undelivered events.
 pub struct EventQueue {
     inner: Mutex<Inner>,
     fd: OwnedFd,
@@ -112,7 +112,7 @@ impl EventQueue {
     }
 
     /// Reserve a room number and space for its events.
-    pub fn claim(&self, side: RoomSide, room: u64) -> Result<(), ClaimError> {
+    pub fn claim_room(&self, side: RoomSide, room: u64) -> Result<(), ClaimError> {
         let mut inner = self.inner.lock();
         let used = inner.live.len() + inner.queue.len();
         if inner.live.contains(&(side, room)) {
@@ -126,7 +126,7 @@ impl EventQueue {
     }
 
     /// Release a claim whose room was not started.
-    pub fn unclaim(&self, side: RoomSide, room: u64) {
+    pub fn release_claim(&self, side: RoomSide, room: u64) {
         self.inner.lock().live.remove(&(side, room));
     }
 
@@ -135,7 +135,7 @@ impl EventQueue {
     }
 
     /// Queue an event. False if its room was not live: a second end of the same room is dropped.
-    pub fn push(&self, event: NodeEvent) -> bool {
+    pub fn push_event(&self, event: NodeEvent) -> bool {
         let mut inner = self.inner.lock();
         let room = (event.side(), event.room());
         let is_live = if event.is_end() {
@@ -147,18 +147,18 @@ impl EventQueue {
             return false;
         }
         inner.queue.push_back(event);
-        self.wake();
+        self.wake_reader();
         true
     }
 
-    /// Make the descriptor readable until the next `poll`.
-    pub fn wake(&self) {
+    /// Make the descriptor readable until the next `take_events`.
+    pub fn wake_reader(&self) {
         // The counter cannot overflow: it is about the queue's length.
         let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
     }
 
     /// Up to `max` events; the eventfd stays readable as long as any are left.
-    pub fn poll(&self, max: usize) -> Vec<NodeEvent> {
+    pub fn take_events(&self, max: usize) -> Vec<NodeEvent> {
         let mut inner = self.inner.lock();
         let n = max.min(inner.queue.len());
         let events = inner.queue.drain(..n).collect();
@@ -169,7 +169,7 @@ impl EventQueue {
     }
 
     /// Wait until there is an event; false after `timeout`.
-    pub fn wait(&self, timeout: Duration) -> bool {
+    pub fn wait_for_event(&self, timeout: Duration) -> bool {
         let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
         let timeout = Timespec {
             tv_sec: timeout.as_secs() as i64,
@@ -186,44 +186,55 @@ mod tests {
     #[test]
     fn news_of_a_room_does_not_end_it() {
         let events = EventQueue::new(1).expect("eventfd");
-        assert!(!events.push(NodeEvent::Announced { room: 1 }), "unknown");
-        events.claim(RoomSide::Decode, 1).expect("room for one");
-        assert!(events.push(NodeEvent::Announced { room: 1 }));
-        assert!(events.push(NodeEvent::Revoked { room: 1 }));
-        assert!(events.push(NodeEvent::Aborted { room: 1 }));
-        assert!(!events.push(NodeEvent::Revoked { room: 1 }), "over");
-        assert_eq!(events.poll(9).len(), 3);
+        assert!(
+            !events.push_event(NodeEvent::Announced { room: 1 }),
+            "unknown"
+        );
+        events
+            .claim_room(RoomSide::Decode, 1)
+            .expect("room for one");
+        assert!(events.push_event(NodeEvent::Announced { room: 1 }));
+        assert!(events.push_event(NodeEvent::Revoked { room: 1 }));
+        assert!(events.push_event(NodeEvent::Aborted { room: 1 }));
+        assert!(!events.push_event(NodeEvent::Revoked { room: 1 }), "over");
+        assert_eq!(events.take_events(9).len(), 3);
     }
 
     #[test]
     fn eventfd_is_readable_exactly_while_events_wait() {
         let events = EventQueue::new(3).expect("eventfd");
-        let ready = || events.wait(Duration::ZERO);
+        let ready = || events.wait_for_event(Duration::ZERO);
         for room in 1..=3 {
             events
-                .claim(RoomSide::Decode, room)
+                .claim_room(RoomSide::Decode, room)
                 .expect("room for three");
         }
-        assert_eq!(events.claim(RoomSide::Decode, 1), Err(ClaimError::Live));
-        assert_eq!(events.claim(RoomSide::Decode, 4), Err(ClaimError::Full(3)));
+        assert_eq!(
+            events.claim_room(RoomSide::Decode, 1),
+            Err(ClaimError::Live)
+        );
+        assert_eq!(
+            events.claim_room(RoomSide::Decode, 4),
+            Err(ClaimError::Full(3))
+        );
         assert!(!ready());
-        assert!(events.push(NodeEvent::Aborted { room: 1 }));
+        assert!(events.push_event(NodeEvent::Aborted { room: 1 }));
         assert!(
-            !events.push(NodeEvent::Aborted { room: 1 }),
+            !events.push_event(NodeEvent::Aborted { room: 1 }),
             "one end per room"
         );
-        assert!(events.push(NodeEvent::Aborted { room: 2 }));
+        assert!(events.push_event(NodeEvent::Aborted { room: 2 }));
         assert_eq!(
-            events.claim(RoomSide::Decode, 4),
+            events.claim_room(RoomSide::Decode, 4),
             Err(ClaimError::Full(3)),
             "undelivered ends count"
         );
-        assert_eq!(events.poll(1).len(), 1);
+        assert_eq!(events.take_events(1).len(), 1);
         assert!(ready(), "one is left");
-        assert_eq!(events.poll(9), vec![NodeEvent::Aborted { room: 2 }]);
+        assert_eq!(events.take_events(9), vec![NodeEvent::Aborted { room: 2 }]);
         assert!(!ready());
         events
-            .claim(RoomSide::Decode, 1)
+            .claim_room(RoomSide::Decode, 1)
             .expect("the number may be used again");
     }
 }

@@ -45,7 +45,7 @@ pub struct RoomHistory {
 
 impl RoomHistory {
     /// Record that a room entered `record.state`; `over` removes it from the live rooms.
-    pub fn record(&mut self, record: RoomRecord, over: bool) {
+    pub fn record_state(&mut self, record: RoomRecord, over: bool) {
         let key = (record.side, record.room);
         if over {
             self.live.remove(&key);
@@ -59,11 +59,11 @@ impl RoomHistory {
             live.state = record.state;
             live.since_ms = record.at_ms;
         }
-        self.note(record);
+        self.add_note(record);
     }
 
     /// Add a note without a change of state.
-    pub fn note(&mut self, record: RoomRecord) {
+    pub fn add_note(&mut self, record: RoomRecord) {
         if self.ring.len() == RING {
             self.ring.pop_front();
         }
@@ -71,7 +71,7 @@ impl RoomHistory {
         self.ring.push_back(record);
     }
 
-    pub fn live(&self) -> usize {
+    pub fn live_count(&self) -> usize {
         self.live.len()
     }
 
@@ -84,7 +84,7 @@ impl RoomHistory {
     }
 
     /// Timeline of one room, or of all.
-    pub fn json(&self, room: Option<u64>, now_ms: u64) -> serde_json::Value {
+    pub fn timeline_json(&self, room: Option<u64>, now_ms: u64) -> serde_json::Value {
         let wanted = |r: u64| room.is_none_or(|only| only == r);
         let live: Vec<_> = self
             .live
@@ -117,14 +117,17 @@ mod tests {
             note: String::new(),
         };
         for room in 0..RING as u64 + 5 {
-            history.record(at(room, "WAITING"), false);
-            history.record(at(room, "ABORTED"), room != 7);
+            history.record_state(at(room, "WAITING"), false);
+            history.record_state(at(room, "ABORTED"), room != 7);
         }
-        assert_eq!((history.live(), history.live_by_state()["ABORTED"]), (1, 1));
-        let all = history.json(None, 9);
+        assert_eq!(
+            (history.live_count(), history.live_by_state()["ABORTED"]),
+            (1, 1)
+        );
+        let all = history.timeline_json(None, 9);
         assert_eq!(all["timeline"].as_array().map(Vec::len), Some(RING));
         assert_eq!(all["forgotten"], RING as u64 + 10);
-        let one = history.json(Some(RING as u64), 9);
+        let one = history.timeline_json(Some(RING as u64), 9);
         assert_eq!(one["timeline"].as_array().map(Vec::len), Some(2));
     }
 }

@@ -125,20 +125,20 @@ impl TransportBreaker {
     /// The other side had no place for a communicator; one may be free soon.
     const FULL_MS: u64 = 1000;
 
-    pub fn allows(&self, now: u64) -> bool {
+    pub fn allows_attempt(&self, now: u64) -> bool {
         now >= self.open_until
     }
 
-    pub fn failed(&mut self, now: u64) {
+    pub fn record_failure(&mut self, now: u64) {
         self.open_until = now + (Self::FIRST_MS << self.failures.min(Self::MOST_DOUBLINGS));
         self.failures += 1;
     }
 
-    pub fn full(&mut self, now: u64) {
+    pub fn record_full(&mut self, now: u64) {
         self.open_until = self.open_until.max(now + Self::FULL_MS);
     }
 
-    pub fn worked(&mut self) {
+    pub fn record_success(&mut self) {
         *self = Self::default();
     }
 }
@@ -207,7 +207,7 @@ impl CommLife {
     }
 
     /// Both ranks have joined.
-    fn opened(&mut self) {
+    fn mark_open(&mut self) {
         if self.phase == CommPhase::Opening {
             self.phase = CommPhase::Open;
             self.due = None;
@@ -215,14 +215,14 @@ impl CommLife {
     }
 
     /// Restart the deadline of slabs in use.
-    fn progress(&mut self, is_busy: bool, now: u64) {
+    fn record_progress(&mut self, is_busy: bool, now: u64) {
         if self.is_open() {
             self.due = is_busy.then_some(now + self.limits.op_ms);
         }
     }
 
     /// Begin the abort. False: it has begun before.
-    fn fail(&mut self, end: CommEnd, now: u64) -> bool {
+    fn end_with(&mut self, end: CommEnd, now: u64) -> bool {
         if !self.phase.is_usable() {
             return false;
         }
@@ -253,7 +253,7 @@ impl CommLife {
 
     /// An abort whose deadline has passed is leaked; `Err` is the phase in which another deadline
     /// passed.
-    fn tick(&mut self, now: u64) -> Result<Option<CommAction>, CommPhase> {
+    fn on_tick(&mut self, now: u64) -> Result<Option<CommAction>, CommPhase> {
         if self.due.is_none_or(|due| now < due) {
             return Ok(None);
         }

@@ -191,13 +191,13 @@ impl Relay {
     }
 
     fn receiver(&mut self, event: ReceiverEvent) {
-        let actions = self.receiver.step(event, self.now);
+        let actions = self.receiver.apply_event(event, self.now);
         self.act_d(actions);
     }
 
     fn sender(&mut self, event: SenderEvent) {
         if let Some(sender) = &mut self.sender {
-            let actions = sender.step(event, self.now);
+            let actions = sender.apply_event(event, self.now);
             self.act_p(actions);
         }
     }
@@ -800,10 +800,10 @@ fn send_out_of_order_ends_the_communicator_before_a_receive_is_posted() {
     };
     let (mut receiver, _) = SlabReceiver::new(LIMITS, 0);
     let pages = vec![page(0), page(1)];
-    receiver.step(ReceiverEvent::Pull { pull: 0, pages }, 0);
-    receiver.step(ReceiverEvent::Id(vec![1]), 0);
-    receiver.step(ReceiverEvent::Comm(CommEvent::Opened), 0);
-    let actions = receiver.step(ReceiverEvent::Announced { ticket: 1, seq: 1 }, 0);
+    receiver.apply_event(ReceiverEvent::Pull { pull: 0, pages }, 0);
+    receiver.apply_event(ReceiverEvent::Id(vec![1]), 0);
+    receiver.apply_event(ReceiverEvent::Comm(CommEvent::Opened), 0);
+    let actions = receiver.apply_event(ReceiverEvent::Announced { ticket: 1, seq: 1 }, 0);
     assert_eq!(receiver.life().phase(), CommPhase::Aborting);
     assert!(
         !actions
@@ -816,13 +816,16 @@ fn send_out_of_order_ends_the_communicator_before_a_receive_is_posted() {
 #[test]
 fn breaker_doubles_its_pause_and_forgets_after_success() {
     let mut breaker = TransportBreaker::default();
-    assert!(breaker.allows(0));
-    breaker.failed(1000);
-    assert!(!breaker.allows(30_999) && breaker.allows(31_000));
-    breaker.failed(31_000);
-    assert!(!breaker.allows(90_999) && breaker.allows(91_000));
-    breaker.full(0);
-    assert!(!breaker.allows(90_999), "a full peer shortens nothing");
-    breaker.worked();
-    assert!(breaker.allows(0));
+    assert!(breaker.allows_attempt(0));
+    breaker.record_failure(1000);
+    assert!(!breaker.allows_attempt(30_999) && breaker.allows_attempt(31_000));
+    breaker.record_failure(31_000);
+    assert!(!breaker.allows_attempt(90_999) && breaker.allows_attempt(91_000));
+    breaker.record_full(0);
+    assert!(
+        !breaker.allows_attempt(90_999),
+        "a full peer shortens nothing"
+    );
+    breaker.record_success();
+    assert!(breaker.allows_attempt(0));
 }

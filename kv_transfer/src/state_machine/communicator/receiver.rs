@@ -122,7 +122,7 @@ impl SlabReceiver {
         self.life.is_open() && self.pulls.is_empty() && self.chunks.is_empty()
     }
 
-    pub fn pulls(&self) -> usize {
+    pub fn pull_count(&self) -> usize {
         self.pulls.len()
     }
 
@@ -131,12 +131,12 @@ impl SlabReceiver {
         (self.free.len(), self.chunks.len())
     }
 
-    pub fn step(&mut self, event: ReceiverEvent, now: u64) -> Vec<ReceiverAction> {
+    pub fn apply_event(&mut self, event: ReceiverEvent, now: u64) -> Vec<ReceiverAction> {
         let mut out = Vec::new();
         match event {
             ReceiverEvent::Pull { pull, pages } => self.accept_pull(pull, &pages, &mut out),
             ReceiverEvent::Cancel { pull } => {
-                self.finish(pull, Err(PullError::Cancelled), &mut out)
+                self.finish_pull(pull, Err(PullError::Cancelled), &mut out)
             }
             ReceiverEvent::Id(id) if self.life.phase == CommPhase::Asking => {
                 self.life.phase = CommPhase::Opening;
@@ -159,10 +159,10 @@ impl SlabReceiver {
                     self.end_pull_if_quiet(pull, &mut out);
                 }
             }
-            ReceiverEvent::Comm(CommEvent::Opened) => self.life.opened(),
-            ReceiverEvent::Comm(CommEvent::End(end)) => self.fail(end, now, &mut out),
+            ReceiverEvent::Comm(CommEvent::Opened) => self.life.mark_open(),
+            ReceiverEvent::Comm(CommEvent::End(end)) => self.fail_all(end, now, &mut out),
             ReceiverEvent::Comm(CommEvent::ThreadEnded) => self.thread_ended(&mut out),
-            ReceiverEvent::Comm(CommEvent::Tick) => self.tick(now, &mut out),
+            ReceiverEvent::Comm(CommEvent::Tick) => self.on_tick(now, &mut out),
         }
         self.read_more(now, &mut out);
         out
@@ -177,11 +177,11 @@ impl SlabReceiver {
         let empty = state.chunks_left == 0;
         self.pulls.insert(pull, state);
         if !self.life.phase.is_usable() {
-            let why = "the communicator is ending".to_owned();
-            return self.finish(pull, Err(PullError::Broken(why)), out);
+            let reason = "the communicator is ending".to_owned();
+            return self.finish_pull(pull, Err(PullError::Broken(reason)), out);
         }
         if empty {
-            return self.finish(pull, Ok(()), out);
+            return self.finish_pull(pull, Ok(()), out);
         }
         for part in pages.chunks(self.life.limits.pages_per_slab) {
             self.todo.push_back((pull, part.to_vec()));
@@ -196,7 +196,7 @@ impl SlabReceiver {
             && let Some(slab) = self.free.pop()
         {
             if self.chunks.is_empty() {
-                self.life.progress(true, now);
+                self.life.record_progress(true, now);
             }
             let ticket = self.next_ticket;
             self.next_ticket += 1;
@@ -217,8 +217,8 @@ impl SlabReceiver {
         }
     }
 
-    fn progress(&mut self, now: u64) {
-        self.life.progress(!self.chunks.is_empty(), now);
+    fn record_progress(&mut self, now: u64) {
+        self.life.record_progress(!self.chunks.is_empty(), now);
     }
 
     fn on_slab_send(&mut self, ticket: Ticket, seq: u64, now: u64, out: &mut Vec<ReceiverAction>) {
@@ -239,10 +239,10 @@ impl SlabReceiver {
                 (chunk, vec![])
             }
             _ => {
-                let why = format!(
+                let reason = format!(
                     "SLAB_SEND {seq} for ticket {ticket} came out of order: {next_seq} is next"
                 );
-                return self.fail(CommEnd::Failed(why), now, out);
+                return self.fail_all(CommEnd::Failed(reason), now, out);
             }
         };
         out.push(ReceiverAction::Receive(SlabReceive {
@@ -252,7 +252,7 @@ impl SlabReceiver {
             pages,
         }));
         self.next_seq += 1;
-        self.progress(now);
+        self.record_progress(now);
     }
 
     fn on_stale(
@@ -273,15 +273,15 @@ impl SlabReceiver {
             )
         });
         if !is_asked {
-            let why = format!("SLAB_STALE for ticket {ticket}, which is not asked for");
-            return self.fail(CommEnd::Failed(why), now, out);
+            let reason = format!("SLAB_STALE for ticket {ticket}, which is not asked for");
+            return self.fail_all(CommEnd::Failed(reason), now, out);
         }
-        let why = match code {
+        let reason = match code {
             Some(_) => format!("the prefill node leases page {page} to this node no more"),
             None => format!("page {page} of the prefill node was given to another request"),
         };
         let code = code.unwrap_or(ReasonCode::StalePage);
-        self.free_slab(ticket, Err((code, why)), now, out);
+        self.free_slab(ticket, Err((code, reason)), now, out);
     }
 
     /// Free the slab of an answered ticket.
@@ -296,7 +296,7 @@ impl SlabReceiver {
             return;
         };
         self.free.push(chunk.slab);
-        self.progress(now);
+        self.record_progress(now);
         let counts = !matches!(chunk.usage, SlabUse::Dropped { .. });
         match (self.pulls.get_mut(&chunk.pull), verdict) {
             (Some(pull), Ok(())) if counts => {
@@ -306,8 +306,8 @@ impl SlabReceiver {
                     pull.ending.get_or_insert(Ok(()));
                 }
             }
-            (Some(_), Err((code, why))) => {
-                self.finish(chunk.pull, Err(PullError::Failed(code, why)), out);
+            (Some(_), Err((code, reason))) => {
+                self.finish_pull(chunk.pull, Err(PullError::Failed(code, reason)), out);
             }
             _ => {}
         }
@@ -315,7 +315,12 @@ impl SlabReceiver {
     }
 
     /// End a pull: request no more of its pages and drop those in flight.
-    fn finish(&mut self, pull: u64, result: Result<(), PullError>, out: &mut Vec<ReceiverAction>) {
+    fn finish_pull(
+        &mut self,
+        pull: u64,
+        result: Result<(), PullError>,
+        out: &mut Vec<ReceiverAction>,
+    ) {
         let Some(state) = self.pulls.get_mut(&pull) else {
             return;
         };
@@ -350,18 +355,18 @@ impl SlabReceiver {
         }
     }
 
-    fn fail(&mut self, end: CommEnd, now: u64, out: &mut Vec<ReceiverAction>) {
-        if !self.life.fail(end.clone(), now) {
+    fn fail_all(&mut self, end: CommEnd, now: u64, out: &mut Vec<ReceiverAction>) {
+        if !self.life.end_with(end.clone(), now) {
             return;
         }
         out.extend(self.life.end_notice().map(ReceiverAction::Comm));
-        let why = match end {
+        let reason = match end {
             CommEnd::Closed => "the communicator was closed".to_owned(),
-            CommEnd::Failed(why) | CommEnd::ByPeer(why) => why,
+            CommEnd::Failed(reason) | CommEnd::ByPeer(reason) => reason,
         };
         let pulls: Vec<u64> = self.pulls.keys().copied().collect();
         for pull in pulls {
-            self.finish(pull, Err(PullError::Broken(why.clone())), out);
+            self.finish_pull(pull, Err(PullError::Broken(reason.clone())), out);
         }
         // P will not answer any more: requested slabs need no receive.
         self.chunks.retain(|_, chunk| {
@@ -389,9 +394,9 @@ impl SlabReceiver {
         out.push(ReceiverAction::Comm(CommAction::Forget));
     }
 
-    fn tick(&mut self, now: u64, out: &mut Vec<ReceiverAction>) {
+    fn on_tick(&mut self, now: u64, out: &mut Vec<ReceiverAction>) {
         let SlabLimits { open_ms, op_ms, .. } = self.life.limits;
-        let why = match self.life.tick(now) {
+        let reason = match self.life.on_tick(now) {
             Ok(leak) => return out.extend(leak.map(ReceiverAction::Comm)),
             Err(CommPhase::Asking) => format!("no COMM_ID within {open_ms} ms"),
             Err(CommPhase::Opening) => format!("the communicator was not open within {open_ms} ms"),
@@ -402,6 +407,6 @@ impl SlabReceiver {
                 )
             }
         };
-        self.fail(CommEnd::Failed(why), now, out);
+        self.fail_all(CommEnd::Failed(reason), now, out);
     }
 }

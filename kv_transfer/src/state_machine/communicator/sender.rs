@@ -78,18 +78,18 @@ impl SlabSender {
         (self.free.len(), self.busy.len())
     }
 
-    pub fn step(&mut self, event: SenderEvent, now: u64) -> Vec<SenderAction> {
+    pub fn apply_event(&mut self, event: SenderEvent, now: u64) -> Vec<SenderAction> {
         let mut out = Vec::new();
         match event {
             SenderEvent::Id(id) if self.life.phase == CommPhase::Opening => {
                 out.push(SenderAction::SendId(id));
             }
             SenderEvent::Id(_) => {}
-            SenderEvent::Read { ticket, pages } => self.read(ticket, pages, now, &mut out),
+            SenderEvent::Read { ticket, pages } => self.start_read(ticket, pages, now, &mut out),
             SenderEvent::Gathered { ticket } if self.life.is_open() => {
                 let seq = self.next_seq;
                 self.next_seq += 1;
-                self.progress(now);
+                self.record_progress(now);
                 out.push(SenderAction::Announce { ticket, seq });
             }
             SenderEvent::Gathered { .. } => {}
@@ -100,8 +100,8 @@ impl SlabSender {
                 }
             }
             SenderEvent::Sent { ticket } => self.free_slab(ticket, now),
-            SenderEvent::Comm(CommEvent::Opened) => self.life.opened(),
-            SenderEvent::Comm(CommEvent::End(end)) => self.fail(end, now, &mut out),
+            SenderEvent::Comm(CommEvent::Opened) => self.life.mark_open(),
+            SenderEvent::Comm(CommEvent::End(end)) => self.fail_all(end, now, &mut out),
             SenderEvent::Comm(CommEvent::ThreadEnded) => {
                 if self.life.thread_ended() {
                     self.free
@@ -109,13 +109,13 @@ impl SlabSender {
                     out.push(SenderAction::Comm(CommAction::Forget));
                 }
             }
-            SenderEvent::Comm(CommEvent::Tick) => self.tick(now, &mut out),
+            SenderEvent::Comm(CommEvent::Tick) => self.on_tick(now, &mut out),
         }
         self.send_more(now, &mut out);
         out
     }
 
-    fn read(
+    fn start_read(
         &mut self,
         ticket: Ticket,
         pages: Vec<(u32, u64)>,
@@ -132,7 +132,7 @@ impl SlabSender {
             pages_per_slab,
             ..
         } = self.life.limits;
-        let why = if ticket != next {
+        let reason = if ticket != next {
             format!("SLAB_READ {ticket} came out of order: {next} is next")
         } else if n == 0 || n > pages_per_slab {
             format!("SLAB_READ for {n} pages: a slab holds 1 to {pages_per_slab}")
@@ -142,7 +142,7 @@ impl SlabSender {
             self.next_ticket += 1;
             return self.waiting.push_back((ticket, pages));
         };
-        self.fail(CommEnd::Failed(why), now, out);
+        self.fail_all(CommEnd::Failed(reason), now, out);
     }
 
     /// Submit requests to the thread, in order, while there are free slabs.
@@ -153,7 +153,7 @@ impl SlabSender {
             && let Some(slab) = self.free.pop()
         {
             if self.busy.is_empty() {
-                self.life.progress(true, now);
+                self.life.record_progress(true, now);
             }
             self.busy.insert(ticket, slab);
             out.push(SenderAction::Send(SlabSend {
@@ -167,25 +167,25 @@ impl SlabSender {
     fn free_slab(&mut self, ticket: Ticket, now: u64) {
         if let Some(slab) = self.busy.remove(&ticket) {
             self.free.push(slab);
-            self.progress(now);
+            self.record_progress(now);
         }
     }
 
-    fn progress(&mut self, now: u64) {
-        self.life.progress(!self.busy.is_empty(), now);
+    fn record_progress(&mut self, now: u64) {
+        self.life.record_progress(!self.busy.is_empty(), now);
     }
 
-    fn fail(&mut self, end: CommEnd, now: u64, out: &mut Vec<SenderAction>) {
-        if self.life.fail(end, now) {
+    fn fail_all(&mut self, end: CommEnd, now: u64, out: &mut Vec<SenderAction>) {
+        if self.life.end_with(end, now) {
             self.waiting.clear();
             let notice = self.life.end_notice().into_iter();
             out.extend(notice.chain([CommAction::Abort]).map(SenderAction::Comm));
         }
     }
 
-    fn tick(&mut self, now: u64, out: &mut Vec<SenderAction>) {
+    fn on_tick(&mut self, now: u64, out: &mut Vec<SenderAction>) {
         let SlabLimits { open_ms, op_ms, .. } = self.life.limits;
-        let why = match self.life.tick(now) {
+        let reason = match self.life.on_tick(now) {
             Ok(leak) => return out.extend(leak.map(SenderAction::Comm)),
             Err(CommPhase::Open) => {
                 format!(
@@ -195,6 +195,6 @@ impl SlabSender {
             }
             Err(_) => format!("the communicator was not open within {open_ms} ms"),
         };
-        self.fail(CommEnd::Failed(why), now, out);
+        self.fail_all(CommEnd::Failed(reason), now, out);
     }
 }

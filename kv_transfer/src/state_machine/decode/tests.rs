@@ -19,7 +19,7 @@ fn digest(page: u32) -> PageDigest {
 fn connected(start_page: u32) -> DecodeRoom {
     let mut room = DecodeRoom::new(1, start_page, 0, 1000, LIMITS);
     assert_eq!(
-        room.step(DecodeEvent::Connected { peer: P }, 0),
+        room.apply_event(DecodeEvent::Connected { peer: P }, 0),
         Ok(vec![DecodeAction::Open { peer: P }])
     );
     room
@@ -72,12 +72,14 @@ fn grant_first(pages: u32) -> DecodeEvent {
 fn waiting_for_an_engine_is_not_a_transfer_that_hangs() {
     let mut room = connected(0);
     assert_eq!(room.next_due(), Some(300), "P owes an answer to OPEN");
-    room.step(progress(0, 2), 200).expect("a legal event");
+    room.apply_event(progress(0, 2), 200)
+        .expect("a legal event");
     assert_eq!(room.next_due(), Some(1000), "this side owes pages");
-    assert_eq!(room.step(DecodeEvent::Tick, 999), Ok(vec![]));
-    room.step(grant_first(2), 600).expect("a legal event");
+    assert_eq!(room.apply_event(DecodeEvent::Tick, 999), Ok(vec![]));
+    room.apply_event(grant_first(2), 600)
+        .expect("a legal event");
     assert_eq!(room.next_due(), Some(900), "a pull is in flight");
-    room.step(DecodeEvent::Pulled { ticket: 0 }, 700)
+    room.apply_event(DecodeEvent::Pulled { ticket: 0 }, 700)
         .expect("a legal event");
     assert_eq!(
         room.next_due(),
@@ -85,7 +87,7 @@ fn waiting_for_an_engine_is_not_a_transfer_that_hangs() {
         "P's engine owes the rest of the prompt"
     );
     assert!(matches!(
-        room.step(DecodeEvent::Tick, 1000).as_deref(),
+        room.apply_event(DecodeEvent::Tick, 1000).as_deref(),
         Ok([
             DecodeAction::SendAbort { .. },
             DecodeAction::Fail {
@@ -99,10 +101,14 @@ fn waiting_for_an_engine_is_not_a_transfer_that_hangs() {
 #[test]
 fn pull_that_hangs_ends_the_room_before_its_deadline() {
     let mut room = connected(0);
-    room.step(progress(0, 2), 200).expect("a legal event");
-    room.step(grant_first(2), 210).expect("a legal event");
-    assert_eq!(room.step(DecodeEvent::Tick, 509), Ok(vec![]));
-    let actions = room.step(DecodeEvent::Tick, 510).expect("a legal event");
+    room.apply_event(progress(0, 2), 200)
+        .expect("a legal event");
+    room.apply_event(grant_first(2), 210)
+        .expect("a legal event");
+    assert_eq!(room.apply_event(DecodeEvent::Tick, 509), Ok(vec![]));
+    let actions = room
+        .apply_event(DecodeEvent::Tick, 510)
+        .expect("a legal event");
     assert!(
         matches!(
             actions[..],
@@ -116,7 +122,7 @@ fn pull_that_hangs_ends_the_room_before_its_deadline() {
 fn pages_are_pulled_as_they_are_announced_and_committed_at_the_end() {
     let mut room = connected(0);
     assert_eq!(
-        room.step(
+        room.apply_event(
             DecodeEvent::Grant {
                 start_page: 0,
                 pages: vec![50, 51, 52]
@@ -126,7 +132,7 @@ fn pages_are_pulled_as_they_are_announced_and_committed_at_the_end() {
         Ok(vec![]),
         "a grant before OPEN_OK"
     );
-    let actions = room.step(progress(0, 1), 0).expect("legal");
+    let actions = room.apply_event(progress(0, 1), 0).expect("legal");
     assert_eq!(
         actions,
         vec![DecodeAction::Pull {
@@ -138,7 +144,7 @@ fn pages_are_pulled_as_they_are_announced_and_committed_at_the_end() {
         }],
         "PROGRESS overtook OPEN_OK"
     );
-    room.step(
+    room.apply_event(
         DecodeEvent::Accepted {
             peer: P,
             attempt: 1,
@@ -147,13 +153,16 @@ fn pages_are_pulled_as_they_are_announced_and_committed_at_the_end() {
     )
     .expect("legal");
     assert_eq!(
-        pulls(&room.step(progress(1, 2), 0).expect("legal")),
+        pulls(&room.apply_event(progress(1, 2), 0).expect("legal")),
         vec![(1, 2)]
     );
-    assert_eq!(room.step(fin(0, 3), 0), Ok(vec![]));
-    assert_eq!(room.step(DecodeEvent::Pulled { ticket: 1 }, 0), Ok(vec![]));
+    assert_eq!(room.apply_event(fin(0, 3), 0), Ok(vec![]));
+    assert_eq!(
+        room.apply_event(DecodeEvent::Pulled { ticket: 1 }, 0),
+        Ok(vec![])
+    );
     let end = room
-        .step(DecodeEvent::Pulled { ticket: 0 }, 0)
+        .apply_event(DecodeEvent::Pulled { ticket: 0 }, 0)
         .expect("legal");
     assert!(
         matches!(
@@ -172,27 +181,27 @@ fn grant_can_be_revoked_until_the_peer_holds_pages_for_the_room() {
         pages: pages.to_vec(),
     };
     let mut room = connected(0);
-    room.step(grant(&[50, 51]), 0).expect("legal");
+    room.apply_event(grant(&[50, 51]), 0).expect("legal");
     assert_eq!(
-        room.step(DecodeEvent::Revoke, 0),
+        room.apply_event(DecodeEvent::Revoke, 0),
         Ok(vec![DecodeAction::Revoked])
     );
     assert!(
-        room.step(DecodeEvent::Revoke, 0).is_err(),
+        room.apply_event(DecodeEvent::Revoke, 0).is_err(),
         "nothing is granted"
     );
     assert_eq!(
-        room.step(progress(0, 1), 0),
+        room.apply_event(progress(0, 1), 0),
         Ok(vec![DecodeAction::Announced]),
         "the engine gets one event that P holds pages"
     );
-    assert_eq!(room.step(progress(1, 1), 0), Ok(vec![]));
+    assert_eq!(room.apply_event(progress(1, 1), 0), Ok(vec![]));
     assert_eq!(
-        pulls(&room.step(grant(&[60, 61]), 0).expect("legal")),
+        pulls(&room.apply_event(grant(&[60, 61]), 0).expect("legal")),
         vec![(0, 2)]
     );
     assert_eq!(
-        room.step(DecodeEvent::Revoke, 0),
+        room.apply_event(DecodeEvent::Revoke, 0),
         Ok(vec![DecodeAction::Announced]),
         "too late: the pages are being filled"
     );
@@ -202,7 +211,7 @@ fn grant_can_be_revoked_until_the_peer_holds_pages_for_the_room() {
 #[test]
 fn full_hit_commits_on_final_alone() {
     let mut room = connected(0);
-    room.step(
+    room.apply_event(
         DecodeEvent::Grant {
             start_page: 4,
             pages: vec![],
@@ -210,8 +219,12 @@ fn full_hit_commits_on_final_alone() {
         0,
     )
     .expect("legal");
-    assert_eq!(room.step(progress(0, 4), 0), Ok(vec![]), "nothing to pull");
-    let end = room.step(fin(0, 4), 0).expect("legal");
+    assert_eq!(
+        room.apply_event(progress(0, 4), 0),
+        Ok(vec![]),
+        "nothing to pull"
+    );
+    let end = room.apply_event(fin(0, 4), 0).expect("legal");
     assert!(
         matches!(
             end[..],
@@ -224,7 +237,7 @@ fn full_hit_commits_on_final_alone() {
 #[test]
 fn pages_before_start_page_are_not_pulled_and_pulls_are_windowed() {
     let mut room = connected(2);
-    room.step(
+    room.apply_event(
         DecodeEvent::Grant {
             start_page: 0,
             pages: (50..57).collect(),
@@ -232,7 +245,7 @@ fn pages_before_start_page_are_not_pulled_and_pulls_are_windowed() {
         0,
     )
     .expect("legal");
-    let actions = room.step(progress(0, 9), 0).expect("legal");
+    let actions = room.apply_event(progress(0, 9), 0).expect("legal");
     assert_eq!(
         pulls(&actions),
         vec![(0, 2), (1, 2)],
@@ -244,7 +257,7 @@ fn pages_before_start_page_are_not_pulled_and_pulls_are_windowed() {
     assert_eq!(
         pulls(
             &room
-                .step(DecodeEvent::Pulled { ticket: 0 }, 0)
+                .apply_event(DecodeEvent::Pulled { ticket: 0 }, 0)
                 .expect("legal")
         ),
         vec![(2, 2)]
@@ -254,7 +267,7 @@ fn pages_before_start_page_are_not_pulled_and_pulls_are_windowed() {
 #[test]
 fn end_is_reported_only_after_the_last_pull_stopped() {
     let mut room = connected(0);
-    room.step(
+    room.apply_event(
         DecodeEvent::Grant {
             start_page: 0,
             pages: vec![50, 51, 52, 53],
@@ -262,13 +275,13 @@ fn end_is_reported_only_after_the_last_pull_stopped() {
         0,
     )
     .expect("legal");
-    room.step(progress(0, 4), 0).expect("legal");
+    room.apply_event(progress(0, 4), 0).expect("legal");
     let actions = room
-        .step(
+        .apply_event(
             DecodeEvent::PullFailed {
                 ticket: 0,
                 code: ReasonCode::Checksum,
-                why: "x".into(),
+                reason: "x".into(),
             },
             0,
         )
@@ -284,23 +297,23 @@ fn end_is_reported_only_after_the_last_pull_stopped() {
         ]
     );
     assert_eq!(
-        room.step(DecodeEvent::Tick, 5000),
+        room.apply_event(DecodeEvent::Tick, 5000),
         Ok(vec![]),
         "no second end"
     );
     assert_eq!(
-        room.step(progress(4, 1), 0),
+        room.apply_event(progress(4, 1), 0),
         Ok(vec![]),
         "nothing new is started"
     );
     let end = room
-        .step(DecodeEvent::Pulled { ticket: 1 }, 0)
+        .apply_event(DecodeEvent::Pulled { ticket: 1 }, 0)
         .expect("legal");
     assert_eq!(
         end,
         vec![DecodeAction::Fail {
             code: ReasonCode::Checksum,
-            why: "x".into()
+            reason: "x".into()
         }]
     );
 }
@@ -308,7 +321,7 @@ fn end_is_reported_only_after_the_last_pull_stopped() {
 #[test]
 fn abort_replaces_a_failure_that_was_not_reported_yet() {
     let mut room = connected(0);
-    room.step(
+    room.apply_event(
         DecodeEvent::Grant {
             start_page: 0,
             pages: vec![50],
@@ -316,8 +329,8 @@ fn abort_replaces_a_failure_that_was_not_reported_yet() {
         0,
     )
     .expect("legal");
-    room.step(progress(0, 1), 0).expect("legal");
-    room.step(
+    room.apply_event(progress(0, 1), 0).expect("legal");
+    room.apply_event(
         DecodeEvent::PeerAbort {
             peer: P,
             attempt: 1,
@@ -327,11 +340,11 @@ fn abort_replaces_a_failure_that_was_not_reported_yet() {
     )
     .expect("legal");
     assert_eq!(
-        room.step(DecodeEvent::Abort(ReasonCode::ClientGone), 0),
+        room.apply_event(DecodeEvent::Abort(ReasonCode::ClientGone), 0),
         Ok(vec![])
     );
     assert_eq!(
-        room.step(DecodeEvent::PullStopped { ticket: 0 }, 0),
+        room.apply_event(DecodeEvent::PullStopped { ticket: 0 }, 0),
         Ok(vec![DecodeAction::Aborted])
     );
 }
@@ -345,13 +358,13 @@ fn dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
     };
     let ready = || {
         let mut room = connected(0);
-        room.step(progress(0, 2), 0).expect("legal");
+        room.apply_event(progress(0, 2), 0).expect("legal");
         room
     };
     let mut early = ready();
     assert!(
         matches!(
-            early.step(gone(true), 0).expect("legal")[..],
+            early.apply_event(gone(true), 0).expect("legal")[..],
             [DecodeAction::Fail {
                 code: ReasonCode::PeerDead,
                 ..
@@ -360,17 +373,17 @@ fn dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
         "FINAL is missing"
     );
     let mut tcp = ready();
-    tcp.step(fin(0, 2), 0).expect("legal");
+    tcp.apply_event(fin(0, 2), 0).expect("legal");
     assert!(matches!(
-        tcp.step(gone(false), 0).expect("legal")[..],
+        tcp.apply_event(gone(false), 0).expect("legal")[..],
         [DecodeAction::Fail { .. }]
     ));
     let mut shm = ready();
-    shm.step(fin(0, 2), 0).expect("legal");
-    assert_eq!(shm.step(gone(true), 0), Ok(vec![]));
+    shm.apply_event(fin(0, 2), 0).expect("legal");
+    assert_eq!(shm.apply_event(gone(true), 0), Ok(vec![]));
     assert_eq!(
         pulls(
-            &shm.step(
+            &shm.apply_event(
                 DecodeEvent::Grant {
                     start_page: 0,
                     pages: vec![50, 51]
@@ -383,7 +396,7 @@ fn dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
     );
     assert!(
         matches!(
-            shm.step(DecodeEvent::Pulled { ticket: 0 }, 0)
+            shm.apply_event(DecodeEvent::Pulled { ticket: 0 }, 0)
                 .expect("legal")[..],
             [DecodeAction::Commit(_)]
         ),
@@ -395,7 +408,7 @@ fn dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
 fn grant_of_the_wrong_size_never_commits() {
     for granted in [0usize, 1, 3] {
         let mut room = connected(0);
-        room.step(
+        room.apply_event(
             DecodeEvent::Grant {
                 start_page: 0,
                 pages: (0..granted as u32).collect(),
@@ -403,7 +416,7 @@ fn grant_of_the_wrong_size_never_commits() {
             0,
         )
         .expect("legal");
-        let actions = room.step(fin(0, 2), 0).expect("legal");
+        let actions = room.apply_event(fin(0, 2), 0).expect("legal");
         assert!(
             actions.iter().any(|a| matches!(
                 a,
@@ -420,7 +433,7 @@ fn grant_of_the_wrong_size_never_commits() {
 #[test]
 fn wrong_root_is_a_checksum_failure() {
     let mut room = connected(0);
-    room.step(
+    room.apply_event(
         DecodeEvent::Grant {
             start_page: 0,
             pages: vec![50],
@@ -428,7 +441,7 @@ fn wrong_root_is_a_checksum_failure() {
         0,
     )
     .expect("legal");
-    room.step(progress(0, 1), 0).expect("legal");
+    room.apply_event(progress(0, 1), 0).expect("legal");
     let lie = DecodeEvent::Final {
         peer: P,
         attempt: 1,
@@ -439,9 +452,9 @@ fn wrong_root_is_a_checksum_failure() {
             payload: vec![],
         },
     };
-    room.step(lie, 0).expect("legal");
+    room.apply_event(lie, 0).expect("legal");
     let end = room
-        .step(DecodeEvent::Pulled { ticket: 0 }, 0)
+        .apply_event(DecodeEvent::Pulled { ticket: 0 }, 0)
         .expect("legal");
     assert!(
         end.iter().any(|a| matches!(
@@ -468,7 +481,7 @@ fn messages_of_other_peers_and_attempts_are_ignored() {
             peer: P,
             attempt: 0,
             code: ReasonCode::DupRoom,
-            why: String::new(),
+            reason: String::new(),
         },
         DecodeEvent::PeerGone {
             peer: 99,
@@ -481,7 +494,7 @@ fn messages_of_other_peers_and_attempts_are_ignored() {
             code: ReasonCode::ClientGone,
         },
     ] {
-        assert_eq!(room.step(event, 0), Ok(vec![]));
+        assert_eq!(room.apply_event(event, 0), Ok(vec![]));
     }
     assert_eq!(room, before);
 }
@@ -489,11 +502,11 @@ fn messages_of_other_peers_and_attempts_are_ignored() {
 #[test]
 fn illegal_pairs_are_typed_errors_and_change_nothing() {
     let mut over = connected(0);
-    over.step(DecodeEvent::Abort(ReasonCode::ClientGone), 0)
+    over.apply_event(DecodeEvent::Abort(ReasonCode::ClientGone), 0)
         .expect("legal");
     let mut granted = connected(0);
     granted
-        .step(
+        .apply_event(
             DecodeEvent::Grant {
                 start_page: 0,
                 pages: vec![1],
@@ -530,10 +543,10 @@ fn illegal_pairs_are_typed_errors_and_change_nothing() {
             "has a peer",
         ),
     ];
-    for (mut room, event, why) in cases {
+    for (mut room, event, reason) in cases {
         let before = room.clone();
-        let err = room.step(event, 0).expect_err("illegal");
-        assert!(err.why.contains(why), "{err}");
+        let err = room.apply_event(event, 0).expect_err("illegal");
+        assert!(err.reason.contains(reason), "{err}");
         assert_eq!(room, before);
     }
 }
@@ -541,7 +554,7 @@ fn illegal_pairs_are_typed_errors_and_change_nothing() {
 #[test]
 fn peer_that_announces_without_end_is_cut_off() {
     let mut room = connected(0);
-    let actions = room.step(progress(90, 20), 0).expect("legal");
+    let actions = room.apply_event(progress(90, 20), 0).expect("legal");
     assert!(
         actions.iter().any(|a| matches!(
             a,

@@ -33,7 +33,7 @@ fn finish(total_pages: u32) -> PrefillEvent {
 
 /// `room` with pages 10.. published and hashed.
 fn with_pages(mut room: PrefillRoom, n: u32) -> PrefillRoom {
-    room.step(
+    room.apply_event(
         PrefillEvent::Publish {
             first: 0,
             pages: (0..n).map(|i| (10 + i, 2)).collect(),
@@ -41,7 +41,7 @@ fn with_pages(mut room: PrefillRoom, n: u32) -> PrefillRoom {
         0,
     )
     .expect("publish is legal");
-    room.step(
+    room.apply_event(
         PrefillEvent::Hashed((0..n).map(|i| (i, digest(10 + i))).collect()),
         0,
     )
@@ -52,9 +52,9 @@ fn with_pages(mut room: PrefillRoom, n: u32) -> PrefillRoom {
 #[test]
 fn room_without_a_reader_sends_nothing_until_open() {
     let mut room = with_pages(room(), 2);
-    assert_eq!(room.step(finish(2), 10), Ok(vec![]));
+    assert_eq!(room.apply_event(finish(2), 10), Ok(vec![]));
     assert_eq!(room.phase, PrefillPhase::Leased { until: 110 });
-    let actions = room.step(open(1), 20).expect("legal");
+    let actions = room.apply_event(open(1), 20).expect("legal");
     assert_eq!(actions[0], PrefillAction::Accept { peer: D });
     assert_eq!(
         actions[1],
@@ -68,7 +68,7 @@ fn room_without_a_reader_sends_nothing_until_open() {
         matches!(&actions[2], PrefillAction::Final { root, .. } if *root == root_of([digest(11).sum].into_iter()))
     );
     assert_eq!(
-        room.step(
+        room.apply_event(
             PrefillEvent::Done {
                 peer: D,
                 attempt: 1
@@ -83,8 +83,8 @@ fn room_without_a_reader_sends_nothing_until_open() {
 #[test]
 fn final_waits_for_the_last_checksum() {
     let mut room = room();
-    room.step(open(0), 0).expect("legal");
-    room.step(
+    room.apply_event(open(0), 0).expect("legal");
+    room.apply_event(
         PrefillEvent::Publish {
             first: 0,
             pages: vec![(10, 2)],
@@ -92,9 +92,9 @@ fn final_waits_for_the_last_checksum() {
         0,
     )
     .expect("legal");
-    assert_eq!(room.step(finish(1), 0), Ok(vec![]));
+    assert_eq!(room.apply_event(finish(1), 0), Ok(vec![]));
     assert_eq!(
-        room.step(
+        room.apply_event(
             PrefillEvent::Done {
                 peer: D,
                 attempt: 1
@@ -105,7 +105,7 @@ fn final_waits_for_the_last_checksum() {
         "DONE before FINAL means nothing"
     );
     let actions = room
-        .step(PrefillEvent::Hashed(vec![(0, digest(10))]), 0)
+        .apply_event(PrefillEvent::Hashed(vec![(0, digest(10))]), 0)
         .expect("legal");
     assert!(matches!(
         actions[..],
@@ -116,8 +116,8 @@ fn final_waits_for_the_last_checksum() {
 #[test]
 fn checksums_of_another_room_of_the_same_number_are_not_taken() {
     let mut room = room();
-    room.step(open(0), 0).expect("legal");
-    room.step(
+    room.apply_event(open(0), 0).expect("legal");
+    room.apply_event(
         PrefillEvent::Publish {
             first: 0,
             pages: vec![(10, 2)],
@@ -133,12 +133,12 @@ fn checksums_of_another_room_of_the_same_number_are_not_taken() {
         },
     ] {
         assert_eq!(
-            room.step(PrefillEvent::Hashed(vec![(0, foreign)]), 0),
+            room.apply_event(PrefillEvent::Hashed(vec![(0, foreign)]), 0),
             Ok(vec![])
         );
     }
     assert_eq!(
-        room.step(PrefillEvent::Hashed(vec![(0, digest(10))]), 0)
+        room.apply_event(PrefillEvent::Hashed(vec![(0, digest(10))]), 0)
             .map(|a| a.len()),
         Ok(1)
     );
@@ -158,7 +158,7 @@ fn wrong_prompt_and_a_wrong_attempt_are_rejected_and_another_reader_takes_over()
         start_page: 0,
     };
     assert_eq!(
-        code(room.step(wrong_prompt, 0).expect("legal")),
+        code(room.apply_event(wrong_prompt, 0).expect("legal")),
         ReasonCode::PromptMismatch
     );
     let wrong_attempt = PrefillEvent::Open {
@@ -168,12 +168,12 @@ fn wrong_prompt_and_a_wrong_attempt_are_rejected_and_another_reader_takes_over()
         start_page: 0,
     };
     assert_eq!(
-        code(room.step(wrong_attempt, 0).expect("legal")),
+        code(room.apply_event(wrong_attempt, 0).expect("legal")),
         ReasonCode::DupRoom
     );
-    room.step(open(0), 0).expect("legal");
+    room.apply_event(open(0), 0).expect("legal");
     assert_eq!(
-        room.step(open(0), 0).expect("legal")[0],
+        room.apply_event(open(0), 0).expect("legal")[0],
         PrefillAction::Accept { peer: D },
         "the same OPEN twice is answered twice"
     );
@@ -184,12 +184,12 @@ fn wrong_prompt_and_a_wrong_attempt_are_rejected_and_another_reader_takes_over()
         start_page: 0,
     };
     assert_eq!(
-        code(room.step(second(vec![9]), 0).expect("legal")),
+        code(room.apply_event(second(vec![9]), 0).expect("legal")),
         ReasonCode::PromptMismatch
     );
     assert_eq!(room.reader(), Some(D));
     assert_eq!(
-        room.step(second(vec![1, 2]), 0).expect("legal")[..3],
+        room.apply_event(second(vec![1, 2]), 0).expect("legal")[..3],
         [
             PrefillAction::SendAbort {
                 peer: D,
@@ -205,19 +205,19 @@ fn wrong_prompt_and_a_wrong_attempt_are_rejected_and_another_reader_takes_over()
 #[test]
 fn lease_is_renewed_by_its_reader_only_and_for_a_limited_time() {
     let mut room = with_pages(room(), 1);
-    room.step(finish(1), 0).expect("legal");
-    room.step(open(0), 0).expect("legal");
-    room.step(PrefillEvent::Renew { peer: 99 }, 50)
+    room.apply_event(finish(1), 0).expect("legal");
+    room.apply_event(open(0), 0).expect("legal");
+    room.apply_event(PrefillEvent::Renew { peer: 99 }, 50)
         .expect("legal");
     assert_eq!(room.next_due(), Some(100));
-    room.step(PrefillEvent::Renew { peer: D }, 50)
+    room.apply_event(PrefillEvent::Renew { peer: D }, 50)
         .expect("legal");
     assert_eq!(room.next_due(), Some(150));
-    room.step(PrefillEvent::Renew { peer: D }, 100_000)
+    room.apply_event(PrefillEvent::Renew { peer: D }, 100_000)
         .expect("legal");
     assert_eq!(room.next_due(), Some(1100), "deadline plus one lease");
-    assert_eq!(room.step(PrefillEvent::Tick, 1099), Ok(vec![]));
-    let end = room.step(PrefillEvent::Tick, 1100).expect("legal");
+    assert_eq!(room.apply_event(PrefillEvent::Tick, 1099), Ok(vec![]));
+    let end = room.apply_event(PrefillEvent::Tick, 1100).expect("legal");
     assert_eq!(
         end,
         vec![
@@ -234,8 +234,8 @@ fn lease_is_renewed_by_its_reader_only_and_for_a_limited_time() {
 #[test]
 fn only_the_reader_of_this_attempt_can_end_the_room_from_outside() {
     let mut room = with_pages(room(), 1);
-    room.step(open(0), 0).expect("legal");
-    room.step(finish(1), 0).expect("legal");
+    room.apply_event(open(0), 0).expect("legal");
+    room.apply_event(finish(1), 0).expect("legal");
     let before = room.clone();
     for event in [
         PrefillEvent::Done {
@@ -261,11 +261,11 @@ fn only_the_reader_of_this_attempt_can_end_the_room_from_outside() {
             code: ReasonCode::PeerDead,
         },
     ] {
-        assert_eq!(room.step(event, 0), Ok(vec![]));
+        assert_eq!(room.apply_event(event, 0), Ok(vec![]));
     }
     assert_eq!(room, before);
     assert_eq!(
-        room.step(
+        room.apply_event(
             PrefillEvent::Done {
                 peer: D,
                 attempt: 1
@@ -280,13 +280,13 @@ fn only_the_reader_of_this_attempt_can_end_the_room_from_outside() {
 fn another_reader_gets_the_pages_of_one_that_died_during_prefill() {
     const D2: ConnectionId = 8;
     let mut room = with_pages(room(), 1);
-    room.step(open(0), 0).expect("legal");
+    room.apply_event(open(0), 0).expect("legal");
     let gone = PrefillEvent::PeerGone {
         peer: D,
         code: ReasonCode::PeerDead,
     };
     assert_eq!(
-        room.step(gone, 1),
+        room.apply_event(gone, 1),
         Ok(vec![PrefillAction::ReaderLeft { peer: D }])
     );
     let again = |peer| PrefillEvent::Open {
@@ -295,7 +295,7 @@ fn another_reader_gets_the_pages_of_one_that_died_during_prefill() {
         prompt_hash: vec![1, 2],
         start_page: 0,
     };
-    let actions = room.step(again(D2), 2).expect("legal");
+    let actions = room.apply_event(again(D2), 2).expect("legal");
     assert_eq!(actions[0], PrefillAction::Accept { peer: D2 });
     assert!(matches!(
         actions[1],
@@ -306,8 +306,8 @@ fn another_reader_gets_the_pages_of_one_that_died_during_prefill() {
         peer: D,
         attempt: 1,
     };
-    assert_eq!(room.step(late, 3), Ok(vec![]));
-    let actions = room.step(finish(1), 4).expect("legal");
+    assert_eq!(room.apply_event(late, 3), Ok(vec![]));
+    let actions = room.apply_event(finish(1), 4).expect("legal");
     assert!(matches!(
         actions[..],
         [PrefillAction::Final { peer: D2, .. }]
@@ -318,15 +318,15 @@ fn another_reader_gets_the_pages_of_one_that_died_during_prefill() {
 fn lease_whose_reader_left_is_short_until_another_opens() {
     let mut room = PrefillRoom::new(1, vec![1, 2], 1_000_000, 60_000);
     room = with_pages(room, 1);
-    room.step(open(0), 0).expect("legal");
-    room.step(finish(1), 0).expect("legal");
+    room.apply_event(open(0), 0).expect("legal");
+    room.apply_event(finish(1), 0).expect("legal");
     let refused = PrefillEvent::PeerAbort {
         peer: D,
         attempt: 1,
         code: ReasonCode::NoCapacity,
     };
     assert_eq!(
-        room.step(refused, 100),
+        room.apply_event(refused, 100),
         Ok(vec![
             PrefillAction::AckAbort { peer: D },
             PrefillAction::ReaderLeft { peer: D }
@@ -336,12 +336,12 @@ fn lease_whose_reader_left_is_short_until_another_opens() {
     let until = 100 + REOPEN_MS;
     assert_eq!(room.next_due(), Some(until));
     assert_eq!(
-        expires.step(PrefillEvent::Tick, until),
+        expires.apply_event(PrefillEvent::Tick, until),
         Ok(vec![PrefillAction::Released(Some(
             ReasonCode::LeaseExpired
         ))])
     );
-    room.step(open(0), 200).expect("legal");
+    room.apply_event(open(0), 200).expect("legal");
     assert_eq!(room.next_due(), Some(60_200));
 }
 
@@ -370,8 +370,8 @@ fn every_way_to_end_releases_once() {
     ];
     for (event, code) in ends {
         let mut room = room();
-        room.step(open(0), 0).expect("legal");
-        let actions = room.step(event, 1).expect("legal");
+        room.apply_event(open(0), 0).expect("legal");
+        let actions = room.apply_event(event, 1).expect("legal");
         assert_eq!(
             actions
                 .iter()
@@ -391,7 +391,7 @@ fn every_way_to_end_releases_once() {
                 attempt: 1,
             },
         ] {
-            assert_eq!(room.step(late, 5000), Ok(vec![]));
+            assert_eq!(room.apply_event(late, 5000), Ok(vec![]));
         }
     }
 }
@@ -403,10 +403,10 @@ fn illegal_pairs_are_typed_errors_and_change_nothing() {
         pages: vec![(page, 2)],
     };
     let mut over = room();
-    over.step(PrefillEvent::Abort(ReasonCode::ClientGone), 0)
+    over.apply_event(PrefillEvent::Abort(ReasonCode::ClientGone), 0)
         .expect("legal");
     let mut leased = with_pages(room(), 1);
-    leased.step(finish(1), 0).expect("legal");
+    leased.apply_event(finish(1), 0).expect("legal");
     let cases = [
         (over.clone(), publish(10), "the room is over"),
         (over.clone(), finish(0), "the room is over"),
@@ -424,10 +424,10 @@ fn illegal_pairs_are_typed_errors_and_change_nothing() {
         ),
         (with_pages(room(), 1), finish(2), "2 pages in all"),
     ];
-    for (mut room, event, why) in cases {
+    for (mut room, event, reason) in cases {
         let before = room.clone();
-        let err = room.step(event, 0).expect_err("illegal");
-        assert!(err.why.contains(why), "{err}");
+        let err = room.apply_event(event, 0).expect_err("illegal");
+        assert!(err.reason.contains(reason), "{err}");
         assert_eq!(room, before);
     }
 }
@@ -436,7 +436,7 @@ fn illegal_pairs_are_typed_errors_and_change_nothing() {
 fn publishing_the_same_pages_again_is_harmless() {
     let mut room = with_pages(room(), 2);
     assert_eq!(
-        room.step(
+        room.apply_event(
             PrefillEvent::Publish {
                 first: 1,
                 pages: vec![(11, 2)]

@@ -13,8 +13,8 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::{
-    ClientCommand, DataContext, DividedPull, PullPart, STALL, check_len, pages_per_read, tune,
-    unless_blocked,
+    ClientCommand, DataContext, DividedPull, PullPart, STALL, check_len, pages_per_read,
+    set_stream_options, unless_blocked,
 };
 use crate::pool::SumKind;
 use crate::protocol::handshake::{ConnectionError, OpenedConnection};
@@ -35,7 +35,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 const VISIT_BYTES: usize = 4 << 20;
 const SCRATCH_BYTES: usize = 256 << 10;
 
-pub(super) async fn run(
+pub(super) async fn serve_pulls(
     context: DataContext,
     addr: SocketAddr,
     inc: String,
@@ -52,8 +52,8 @@ pub(super) async fn run(
         next_ticket: 0,
         out: Vec::new(),
     };
-    let served = match connect(&client.context, addr, &inc).await {
-        Ok((stream, opened)) => client.talk(stream, opened, &mut inbox).await,
+    let result = match connect_stream(&client.context, addr, &inc).await {
+        Ok((stream, opened)) => client.exchange_frames(stream, opened, &mut inbox).await,
         Err(err) => Err(err),
     };
     // No further pull can be submitted; those already in the channel are ended like the others.
@@ -63,7 +63,7 @@ pub(super) async fn run(
             client.jobs.insert(part.id, Job::new(&part));
         }
     }
-    let why = match served {
+    let reason = match result {
         Ok(()) => PullError::Cancelled,
         Err(err) => {
             tracing::warn!(%addr, %err, "the data stream to a prefill rank broke");
@@ -71,25 +71,25 @@ pub(super) async fn run(
         }
     };
     for id in client.jobs.keys().copied().collect::<Vec<_>>() {
-        client.end(id, Err(why.clone()));
+        client.end_part(id, Err(reason.clone()));
     }
 }
 
-async fn connect(
+async fn connect_stream(
     context: &DataContext,
     addr: SocketAddr,
     inc: &str,
 ) -> Result<(TcpStream, OpenedConnection), ConnectionError> {
-    let unreachable = |why: String| ConnectionError::new(ReasonCode::Unreachable, why);
-    let late = |_| unreachable(format!("no connection within {CONNECT_TIMEOUT:?}"));
+    let unreachable = |reason: String| ConnectionError::new(ReasonCode::Unreachable, reason);
+    let timeout_error = |_| unreachable(format!("no connection within {CONNECT_TIMEOUT:?}"));
     let connected = tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(addr)).await;
     let mut stream = connected
-        .map_err(late)?
+        .map_err(timeout_error)?
         .map_err(|err| unreachable(err.to_string()))?;
-    tune(&stream);
+    set_stream_options(&stream);
     let opened = context
         .identity
-        .initiate(&mut stream, Channel::Data, Some(inc))
+        .initiate_connection(&mut stream, Channel::Data, Some(inc))
         .await?;
     Ok((stream, opened))
 }
@@ -150,7 +150,7 @@ struct Client {
 
 impl Client {
     /// Serve pulls until the inbox closes; `Err`: why the stream broke.
-    async fn talk(
+    async fn exchange_frames(
         &mut self,
         stream: TcpStream,
         opened: OpenedConnection,
@@ -173,24 +173,24 @@ impl Client {
                         if self.waiting.is_empty() {
                             stalled_at = Instant::now() + STALL;
                         }
-                        self.take(&part);
+                        self.queue_part(&part);
                         Ok(false)
                     }
                     Some(ClientCommand::Cancel(id)) => {
                         self.todo.retain(|chunk| chunk.job != id);
-                        self.end(id, Err(PullError::Cancelled));
+                        self.end_part(id, Err(PullError::Cancelled));
                         Ok(false)
                     }
                     None => return Ok(()),
                 },
-                ready = stream.readable() => ready.map_err(broken).and_then(|()| self.read(&stream, &mut opener, &mut reading, &mut scratch)),
-                ready = stream.writable(), if !self.out.is_empty() => ready.map_err(broken).and_then(|()| self.write(&stream)).map(|()| false),
+                ready = stream.readable() => ready.map_err(broken_stream).and_then(|()| self.read_answers(&stream, &mut opener, &mut reading, &mut scratch)),
+                ready = stream.writable(), if !self.out.is_empty() => ready.map_err(broken_stream).and_then(|()| self.write_frames(&stream)).map(|()| false),
                 _ = beat.tick() => {
                     self.out.extend(sealer.seal(&stream_beat()));
                     Ok(false)
                 }
                 () = tokio::time::sleep_until(stalled_at), if !self.waiting.is_empty() => {
-                    Err(ConnectionError::broken(format!("no byte for {STALL:?}")))
+                    Err(ConnectionError::transport_broken(format!("no byte for {STALL:?}")))
                 }
             };
             if step? {
@@ -199,10 +199,10 @@ impl Client {
         }
     }
 
-    fn take(&mut self, part: &PullPart) {
+    fn queue_part(&mut self, part: &PullPart) {
         self.jobs.insert(part.id, Job::new(part));
         if part.pages.is_empty() {
-            return self.end(part.id, Ok(()));
+            return self.end_part(part.id, Ok(()));
         }
         for pages in part
             .pages
@@ -237,14 +237,14 @@ impl Client {
         }
     }
 
-    fn write(&mut self, stream: &TcpStream) -> Result<(), ConnectionError> {
-        let written = unless_blocked(stream.try_write(&self.out)).map_err(broken)?;
+    fn write_frames(&mut self, stream: &TcpStream) -> Result<(), ConnectionError> {
+        let written = unless_blocked(stream.try_write(&self.out)).map_err(broken_stream)?;
         self.out.drain(..written.unwrap_or(0));
         Ok(())
     }
 
     /// Read available bytes, up to `VISIT_BYTES`. True if any came.
-    fn read(
+    fn read_answers(
         &mut self,
         stream: &TcpStream,
         opener: &mut FrameOpener,
@@ -263,12 +263,16 @@ impl Client {
                 }
                 Reading::Pages { done } => self.read_pages(stream, *done, scratch),
             };
-            match unless_blocked(got).map_err(broken)? {
+            match unless_blocked(got).map_err(broken_stream)? {
                 None => break,
-                Some(0) => return Err(ConnectionError::dead("the peer closed the data stream")),
+                Some(0) => {
+                    return Err(ConnectionError::peer_dead(
+                        "the peer closed the data stream",
+                    ));
+                }
                 Some(n) => {
                     visited += n;
-                    self.advance(opener, reading, n)?;
+                    self.consume_bytes(opener, reading, n)?;
                 }
             }
         }
@@ -316,7 +320,7 @@ impl Client {
     }
 
     /// Process `n` more bytes.
-    fn advance(
+    fn consume_bytes(
         &mut self,
         opener: &mut FrameOpener,
         reading: &mut Reading,
@@ -376,7 +380,7 @@ impl Client {
     fn on_frame(&mut self, msg: Msg) -> Result<Reading, ConnectionError> {
         let page_bytes = self.context.pool.page_bytes();
         let Some(chunk) = self.waiting.front() else {
-            return Err(ConnectionError::broken(format!(
+            return Err(ConnectionError::transport_broken(format!(
                 "{} without a READ",
                 msg.name()
             )));
@@ -388,7 +392,7 @@ impl Client {
                 page_bytes: theirs,
             } if ticket == chunk.ticket => {
                 if pages as usize != chunk.pages.len() || theirs != page_bytes as u64 {
-                    return Err(ConnectionError::broken(format!(
+                    return Err(ConnectionError::transport_broken(format!(
                         "{pages} pages of {theirs} bytes came, {} of {page_bytes} were asked for",
                         chunk.pages.len()
                     )));
@@ -400,8 +404,8 @@ impl Client {
                 page,
                 code: Some(code),
             } if ticket == chunk.ticket => {
-                let why = format!("the prefill node leases page {page} to this node no more");
-                self.answered(Err(PullError::Failed(code, why)));
+                let reason = format!("the prefill node leases page {page} to this node no more");
+                self.finish_read(Err(PullError::Failed(code, reason)));
                 Ok(Reading::head())
             }
             Msg::Stale { ticket, page, .. }
@@ -409,8 +413,9 @@ impl Client {
                 ticket,
                 stale: Some(page),
             } if ticket == chunk.ticket => {
-                let why = format!("page {page} of the prefill node was given to another request");
-                self.answered(Err(PullError::Failed(ReasonCode::StalePage, why)));
+                let reason =
+                    format!("page {page} of the prefill node was given to another request");
+                self.finish_read(Err(PullError::Failed(ReasonCode::StalePage, reason)));
                 Ok(Reading::head())
             }
             Msg::DataEnd {
@@ -418,10 +423,10 @@ impl Client {
                 stale: None,
             } if ticket == chunk.ticket => {
                 let checked = self.check_oldest();
-                self.answered(checked);
+                self.finish_read(checked);
                 Ok(Reading::head())
             }
-            other => Err(ConnectionError::broken(format!(
+            other => Err(ConnectionError::transport_broken(format!(
                 "{} does not answer the oldest READ",
                 other.name()
             ))),
@@ -451,7 +456,7 @@ impl Client {
     }
 
     /// Remove the oldest READ; its pull ends with its last READ or with an error.
-    fn answered(&mut self, result: Result<(), PullError>) {
+    fn finish_read(&mut self, result: Result<(), PullError>) {
         let Some(chunk) = self.waiting.pop_front() else {
             return;
         };
@@ -461,17 +466,17 @@ impl Client {
         };
         if result.is_err() {
             self.todo.retain(|later| later.job != chunk.job);
-            return self.end(chunk.job, result);
+            return self.end_part(chunk.job, result);
         }
         job.pages_left -= chunk.pages.len();
         job.bytes += (chunk.pages.len() * self.context.pool.page_bytes()) as u64;
         if job.pages_left == 0 {
-            self.end(chunk.job, Ok(()));
+            self.end_part(chunk.job, Ok(()));
         }
     }
 
     /// End a part of a pull: none of its pages is written from now on.
-    fn end(&mut self, id: u64, result: Result<(), PullError>) {
+    fn end_part(&mut self, id: u64, result: Result<(), PullError>) {
         if let Some(job) = self.jobs.remove(&id)
             && let Some(end) = job.of.end_part(job.bytes, result)
         {
@@ -493,6 +498,6 @@ fn stream_beat() -> Msg {
     }
 }
 
-fn broken(err: io::Error) -> ConnectionError {
-    ConnectionError::broken(err.to_string())
+fn broken_stream(err: io::Error) -> ConnectionError {
+    ConnectionError::transport_broken(err.to_string())
 }

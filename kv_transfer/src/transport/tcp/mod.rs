@@ -131,7 +131,7 @@ impl DataStreams {
 
     /// Deal a pull out to the streams, in parts of a READ or more, one per stream at most; a stream
     /// that has ended is opened again. False when the data threads have stopped: there will be no `PullEnd`.
-    pub fn pull(&mut self, plane: &DataPlane, pull: Pull) -> bool {
+    pub fn start_pull(&mut self, plane: &DataPlane, pull: Pull) -> bool {
         let streams = plane.threads.len();
         if streams == 0 {
             return false;
@@ -158,33 +158,34 @@ impl DataStreams {
                 pages,
                 of: of.clone(),
             };
-            self.send(plane, self.next, ClientCommand::Pull(part));
+            self.send_command(plane, self.next, ClientCommand::Pull(part));
             self.next = (self.next + 1) % streams;
         }
         true
     }
 
-    fn send(&mut self, plane: &DataPlane, at: usize, command: ClientCommand) {
+    fn send_command(&mut self, plane: &DataPlane, at: usize, command: ClientCommand) {
         while self.streams.len() <= at {
-            self.streams.push(self.connect(plane, self.streams.len()));
+            self.streams
+                .push(self.connect_stream(plane, self.streams.len()));
         }
         if let Err(mpsc::error::SendError(command)) = self.streams[at].send(command) {
-            self.streams[at] = self.connect(plane, at);
+            self.streams[at] = self.connect_stream(plane, at);
             let _ = self.streams[at].send(command); // its thread is dead, which ends all tcp pulls
         }
     }
 
-    fn connect(&self, plane: &DataPlane, at: usize) -> mpsc::UnboundedSender<ClientCommand> {
+    fn connect_stream(&self, plane: &DataPlane, at: usize) -> mpsc::UnboundedSender<ClientCommand> {
         let (commands, inbox) = mpsc::unbounded_channel();
-        let at = at + usize::from(self.addr.port()); // the first streams of all peers are spread
-        plane.send(
-            at,
+        let thread_index = at + usize::from(self.addr.port()); // the first streams of all peers are spread
+        plane.send_command(
+            thread_index,
             Command::Connect(self.addr, self.incarnation.clone(), self.sums, inbox),
         );
         commands
     }
 
-    pub fn cancel(&self, id: u64) {
+    pub fn cancel_pull(&self, id: u64) {
         for stream in &self.streams {
             let _ = stream.send(ClientCommand::Cancel(id)); // an ended stream has ended its pulls
         }
@@ -224,9 +225,9 @@ impl DataPlane {
             let (commands, inbox) = mpsc::unbounded_channel();
             let context = context.clone();
             let dead = dead.clone();
-            let served = PeerTasks::new(STREAMS_PER_PEER, MAX_SERVED / threads);
+            let peer_tasks = PeerTasks::new(STREAMS_PER_PEER, MAX_SERVED / threads);
             let work = move || {
-                let run = || runtime.block_on(run(context, served, inbox));
+                let run = || runtime.block_on(run_thread(context, peer_tasks, inbox));
                 if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
                     dead(panic_text(panic.as_ref()));
                 }
@@ -240,12 +241,12 @@ impl DataPlane {
     }
 
     /// Answer the READs of a peer whose HELLO asked for a data stream.
-    pub fn serve(&mut self, stream: std::net::TcpStream, opened: OpenedConnection) {
+    pub fn serve_stream(&mut self, stream: std::net::TcpStream, opened: OpenedConnection) {
         self.served += 1;
-        self.send(self.served, Command::Serve(stream, Box::new(opened)));
+        self.send_command(self.served, Command::Serve(stream, Box::new(opened)));
     }
 
-    fn send(&self, at: usize, command: Command) {
+    fn send_command(&self, at: usize, command: Command) {
         if !self.threads.is_empty() {
             let (commands, _) = &self.threads[at % self.threads.len()];
             let _ = commands.send(command); // after a panic of the thread: the command's channel closes, which its owner notices
@@ -268,7 +269,7 @@ impl Drop for DataPlane {
     }
 }
 
-async fn run(
+async fn run_thread(
     context: DataContext,
     mut served: PeerTasks<String>,
     mut inbox: mpsc::UnboundedReceiver<Command>,
@@ -280,25 +281,25 @@ async fn run(
                 Some(Command::Serve(stream, opened)) => {
                     let inc = opened.peer.inc.clone();
                     let addr = opened.peer.addr.clone();
-                    let task = tasks.spawn(server::serve(context.clone(), stream, *opened));
+                    let task = tasks.spawn(server::serve_reads(context.clone(), stream, *opened));
                     if served.add(inc, task) {
                         tracing::warn!(peer = %addr, "too many data streams: the oldest one is closed");
                     }
                 }
-                Some(Command::Connect(addr, inc, sums, inbox)) => { tasks.spawn(client::run(context.clone(), addr, inc, sums, inbox)); }
+                Some(Command::Connect(addr, inc, sums, inbox)) => { tasks.spawn(client::serve_pulls(context.clone(), addr, inc, sums, inbox)); }
                 None => return, // the node is closing: dropping the tasks ends all streams
             },
             Some(ended) = tasks.join_next_with_id() => match ended {
-                Ok((id, ())) => served.ended(id),
+                Ok((id, ())) => served.remove_ended(id),
                 Err(err) if err.is_panic() => std::panic::resume_unwind(err.into_panic()),
-                Err(err) => served.ended(err.id()),
+                Err(err) => served.remove_ended(err.id()),
             },
         }
     }
 }
 
 /// TCP_NODELAY, and large buffers if the system grants them.
-pub fn tune(stream: &TcpStream) {
+pub fn set_stream_options(stream: &TcpStream) {
     let _ = stream.set_nodelay(true); // only slower without it
     // A data stream has no heartbeats of its server: keepalive detects a host that vanished.
     let _ = sockopt::set_socket_keepalive(stream, true)
@@ -363,7 +364,7 @@ mod tests {
             report: Arc::new(|_| panic!("asked to, by a test")),
         };
         let (died, deaths) = std::sync::mpsc::channel();
-        let dead = move |why| died.send(why).expect("the test waits for it");
+        let dead = move |reason| died.send(reason).expect("the test waits for it");
         let mut plane = DataPlane::start(&context, 2, dead).expect("threads");
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let refusing = listener.local_addr().expect("bound");
@@ -374,18 +375,18 @@ mod tests {
             pages: Vec::new(),
             cancel: Arc::default(),
         };
-        assert!(streams.pull(&plane, pull()));
-        let why = deaths
+        assert!(streams.start_pull(&plane, pull()));
+        let reason = deaths
             .recv_timeout(Duration::from_secs(30))
             .expect("its end is reported");
-        assert_eq!(why, "a thread panicked: asked to, by a test");
+        assert_eq!(reason, "a thread panicked: asked to, by a test");
         let alive = plane
             .threads
             .iter()
             .filter(|(commands, _)| !commands.is_closed());
         assert_eq!(alive.count(), 1, "the other thread still writes pages");
         plane.stop();
-        assert!(!streams.pull(&plane, pull()), "no thread is left");
+        assert!(!streams.start_pull(&plane, pull()), "no thread is left");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::sync::atomic::{Ordering, fence};
 use tokio::io::Interest;
 use tokio::net::TcpStream;
 
-use super::{DataContext, READ_BYTES, STALL, check_len, tune, unless_blocked};
+use super::{DataContext, READ_BYTES, STALL, check_len, set_stream_options, unless_blocked};
 use crate::pool::KvPool;
 use crate::protocol::handshake::{ConnectionError, OpenedConnection, read_small_frame};
 use crate::protocol::{FrameSealer, MAX_READ_FRAME_BYTES, Msg};
@@ -18,7 +18,7 @@ use crate::reason_code::ReasonCode;
 const MAX_READ_BYTES: usize = 4 * READ_BYTES;
 const MAX_IOVECS: usize = 64;
 
-pub(super) async fn serve(
+pub(super) async fn serve_reads(
     context: DataContext,
     stream: std::net::TcpStream,
     opened: OpenedConnection,
@@ -29,11 +29,11 @@ pub(super) async fn serve(
         mut opener,
     } = opened;
     // Closed when this returns: a peer that finds it closed finds its bad frame counted.
-    let mut stream =
-        TcpStream::from_std(stream).map_err(|err| ConnectionError::broken(err.to_string()));
-    let served = async {
+    let mut stream = TcpStream::from_std(stream)
+        .map_err(|err| ConnectionError::transport_broken(err.to_string()));
+    let serving = async {
         let stream = stream.as_mut().map_err(|err| err.clone())?;
-        tune(stream);
+        set_stream_options(stream);
         loop {
             let frame = read_small_frame(stream, MAX_READ_FRAME_BYTES, context.idle).await?;
             match opener.open(&frame)? {
@@ -43,16 +43,16 @@ pub(super) async fn serve(
                         tokio::time::sleep(delay).await; // a test's slow link
                     }
                     let pages: Vec<_> = ids.into_iter().zip(gens).collect();
-                    answer(&context, stream, &mut sealer, &peer.inc, ticket, &pages).await?;
+                    answer_read(&context, stream, &mut sealer, &peer.inc, ticket, &pages).await?;
                 }
                 other => {
-                    let why = format!("{} on a data stream", other.name());
-                    return Err::<(), _>(ConnectionError::broken(why));
+                    let reason = format!("{} on a data stream", other.name());
+                    return Err::<(), _>(ConnectionError::transport_broken(reason));
                 }
             }
         }
     };
-    if let Err(err) = served.await {
+    if let Err(err) = serving.await {
         let is_bad = matches!(err.code, ReasonCode::Auth | ReasonCode::TransportBroken);
         context
             .bad_frames
@@ -61,7 +61,7 @@ pub(super) async fn serve(
     }
 }
 
-async fn answer(
+async fn answer_read(
     context: &DataContext,
     stream: &TcpStream,
     sealer: &mut FrameSealer,
@@ -72,8 +72,8 @@ async fn answer(
     let pool = &context.pool;
     let bytes = pages.len() * pool.page_bytes();
     if pages.len() > 1 && bytes > MAX_READ_BYTES {
-        let why = format!("a READ of {bytes} bytes, the limit is {MAX_READ_BYTES}");
-        return Err(ConnectionError::broken(why));
+        let reason = format!("a READ of {bytes} bytes, the limit is {MAX_READ_BYTES}");
+        return Err(ConnectionError::transport_broken(reason));
     }
     let refused = context.announced.first_refused(inc, pages);
     if let Some(page) = refused.or_else(|| pool.first_stale(pages)) {
@@ -92,7 +92,7 @@ async fn answer(
         Some(device) => {
             let mut bytes = vec![0; bytes];
             let gathered = device.gather(&ids, &mut bytes);
-            gathered.map_err(|err| ConnectionError::broken(err.to_string()))?;
+            gathered.map_err(|err| ConnectionError::transport_broken(err.to_string()))?;
             Some(bytes)
         }
     };
@@ -128,10 +128,10 @@ async fn within_stall<T>(io: impl Future<Output = io::Result<T>>) -> io::Result<
 async fn write_pages(stream: &TcpStream, pool: &KvPool, ids: &[u32]) -> io::Result<()> {
     let page_bytes = pool.page_bytes();
     let total = ids.len() * page_bytes;
-    let mut sent = 0;
-    while sent < total {
+    let mut sent_bytes = 0;
+    while sent_bytes < total {
         let n = within_stall(stream.async_io(Interest::WRITABLE, || {
-            let mut iovecs = iovecs(ids.len(), page_bytes, sent, |i| pool.page_ptr(ids[i]));
+            let mut iovecs = iovecs(ids.len(), page_bytes, sent_bytes, |i| pool.page_ptr(ids[i]));
             // SAFETY: an all-zero msghdr is a valid one without address, vectors and control data.
             let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
             message.msg_iov = iovecs.as_mut_ptr();
@@ -142,7 +142,7 @@ async fn write_pages(stream: &TcpStream, pool: &KvPool, ids: &[u32]) -> io::Resu
             check_len(unsafe { libc::sendmsg(stream.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
         }))
         .await?;
-        sent += n;
+        sent_bytes += n;
     }
     Ok(())
 }

@@ -20,7 +20,7 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use router_core::{
     CacheAwareParams, CostParams, MissPolicy, PolicyKind, PolicyParams, PromptBlocks, QueueOrder,
-    Role, build,
+    Role, build_policy,
 };
 
 const BLOCK_TOKENS: usize = 512;
@@ -92,7 +92,7 @@ fn compare(config: &FleetConfig, arrivals: &[RequestArrival], load: f64, flags: 
         if !wanted.is_empty() && !wanted.split(',').any(|arm| arm == name) {
             continue;
         }
-        let policy = build(kind, Role::Prefill, &params);
+        let policy = build_policy(kind, Role::Prefill, &params);
         let config = FleetConfig {
             is_bound: name == "(one giant cache)",
             ..config.clone()

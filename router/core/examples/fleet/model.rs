@@ -235,7 +235,7 @@ impl Fleet<'_> {
         }
         let view = RequestView {
             text: &arrival.text,
-            prompt: arrival.blocks.prompt(),
+            prompt: arrival.blocks.prompt_view(),
             routing_key: None,
             now_ms: now_ms as u64,
         };
@@ -258,7 +258,7 @@ impl Fleet<'_> {
             ticket: SendTicket(request as u64),
             worker: choice.worker,
             request: &view,
-            tells_first_token: true,
+            reports_first_token: true,
         });
         let worker = choice.worker.0 as usize;
         self.loads[worker] += 1;
@@ -283,7 +283,7 @@ impl Fleet<'_> {
         let left_ms = match job.left_ms {
             Some(left_ms) => left_ms,
             None => {
-                let prompt = self.arrivals[job.request].blocks.prompt();
+                let prompt = self.arrivals[job.request].blocks.prompt_view();
                 let matched = self.caches[shared].matched(prompt.hashes) * prompt.block_units;
                 let served = &mut self.served[job.request];
                 served.tokens = prompt.units as f64;
@@ -313,7 +313,7 @@ impl Fleet<'_> {
         }
         let key = |job: &Job| {
             let left_ms = job.left_ms.unwrap_or_else(|| {
-                let prompt = self.arrivals[job.request].blocks.prompt();
+                let prompt = self.arrivals[job.request].blocks.prompt_view();
                 let matched = self.caches[shared].matched(prompt.hashes) * prompt.block_units;
                 let uncached = prompt.units.saturating_sub(matched);
                 self.config.fixed_ms + uncached as f64 / self.config.tokens_per_sec * 1e3
@@ -340,7 +340,7 @@ impl Fleet<'_> {
 
     fn first_token(&mut self, worker: usize, job: &Job, now_ms: f64) {
         let (arrival, shared) = (&self.arrivals[job.request], self.shared(worker));
-        let prompt = arrival.blocks.prompt();
+        let prompt = arrival.blocks.prompt_view();
         let capacity = self.config.capacity_tokens as usize
             * if self.config.is_bound {
                 self.config.workers
@@ -382,7 +382,7 @@ impl Fleet<'_> {
                 ticket: SendTicket(request as u64),
                 worker: WorkerId(worker as u64),
                 is_kept: true,
-                hashes: self.arrivals[request].blocks.prompt().hashes,
+                hashes: self.arrivals[request].blocks.prompt_view().hashes,
                 now_ms: now_ms as u64,
             });
         }
@@ -399,7 +399,7 @@ pub fn shared_cache_work_ms(config: &FleetConfig, arrivals: &[RequestArrival]) -
     let mut cache = BlockCache::default();
     let mut tokens = 0.0;
     for arrival in arrivals {
-        let prompt = arrival.blocks.prompt();
+        let prompt = arrival.blocks.prompt_view();
         let matched = cache.matched(prompt.hashes) * prompt.block_units;
         tokens += prompt.units.saturating_sub(matched) as f64;
         let capacity = config.capacity_tokens as usize * config.workers;
@@ -414,11 +414,11 @@ mod tests {
     use rand::rngs::StdRng;
 
     use super::*;
-    use router_core::policy::{PolicyKind, PolicyParams, build};
+    use router_core::policy::{PolicyKind, PolicyParams, build_policy};
     use router_core::types::Role;
 
     fn policy(kind: PolicyKind, role: Role) -> Box<dyn Policy> {
-        build(kind, role, &PolicyParams::default())
+        build_policy(kind, role, &PolicyParams::default())
     }
 
     fn arrival(at_ms: f64, ids: &[u64], answer_tokens: u32) -> RequestArrival {

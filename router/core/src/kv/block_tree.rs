@@ -62,7 +62,7 @@ struct Block {
     /// Stored less removed: vLLM may hold the same content twice. 0: a ghost.
     copies: u32,
     counts: bool,
-    rest: BlockRemainder,
+    remainder: BlockRemainder,
 }
 
 /// Rest of a block: what it completes, and what it leaves for the next one.
@@ -78,7 +78,7 @@ enum BlockRemainder {
 #[derive(Debug)]
 struct Other {
     /// Router blocks that end inside. Siblings which begin alike complete the same ones.
-    done: Box<[u64]>,
+    completed: Box<[u64]>,
     /// Own tokens behind the last end of a router block.
     tail: Box<[u32]>,
 }
@@ -113,7 +113,7 @@ impl EngineBlockTree {
     }
 
     /// Blocks known, ghosts included.
-    pub fn count(&self) -> usize {
+    pub fn block_count(&self) -> usize {
         self.by_hash.len()
     }
 
@@ -142,7 +142,7 @@ impl EngineBlockTree {
     /// Take in one batch. Appends to `changes` in the order they hold; returns whether the batch
     /// restarted the cache (`Cleared`), in which case `changes` has only what came after that. An
     /// error leaves the mirror unusable until it is cleared.
-    pub fn apply(
+    pub fn apply_events(
         &mut self,
         events: &[KvEvent],
         changes: &mut Vec<BlockChange>,
@@ -150,8 +150,8 @@ impl EngineBlockTree {
         let mut is_cleared = false;
         for event in events {
             match event {
-                KvEvent::Stored(stored) => self.store(stored)?,
-                KvEvent::Removed(hashes) => hashes.iter().for_each(|hash| self.remove(*hash)),
+                KvEvent::Stored(stored) => self.store_blocks(stored)?,
+                KvEvent::Removed(hashes) => hashes.iter().for_each(|hash| self.remove_block(*hash)),
                 KvEvent::Cleared => {
                     self.clear();
                     is_cleared = true;
@@ -160,17 +160,17 @@ impl EngineBlockTree {
         }
         let mut touched = std::mem::take(&mut self.touched);
         for &slot in &touched {
-            self.settle(slot, changes);
+            self.settle_counts(slot, changes);
         }
         for &slot in &touched {
-            self.release(slot);
+            self.release_slot(slot);
         }
         touched.clear();
         self.touched = touched;
         Ok(is_cleared)
     }
 
-    fn store(&mut self, stored: &StoredBlocks) -> Result<(), BrokenTree> {
+    fn store_blocks(&mut self, stored: &StoredBlocks) -> Result<(), BrokenTree> {
         let hashes = stored.hashes.len();
         let tokens = stored.tokens.len();
         let block_tokens = stored.block_tokens;
@@ -190,7 +190,7 @@ impl EngineBlockTree {
             match self.by_hash.get(&hash) {
                 Some(&slot) => {
                     parent = slot;
-                    chain = TokenChain::resume(self.blocks[slot as usize].chain);
+                    chain = TokenChain::from_hash(self.blocks[slot as usize].chain);
                     tail = self.tail_behind(slot);
                 }
                 None if self.is_partial => return Ok(()),
@@ -199,29 +199,30 @@ impl EngineBlockTree {
         }
         let pages = stored.tokens.chunks_exact(width);
         for (i, (&hash, page)) in stored.hashes.iter().zip(pages).enumerate() {
-            if let Some((_, salt)) = stored.salts.iter().find(|(at, _)| *at == i) {
-                chain.push(&[*salt as u32, (*salt >> 32) as u32]);
+            if let Some((_, salt)) = stored.salts.iter().find(|(index, _)| *index == i) {
+                chain.push_block(&[*salt as u32, (*salt >> 32) as u32]);
             }
             tail.extend_from_slice(page);
-            let mut done = Vec::new();
+            let mut completed = Vec::new();
             let whole = tail.len() / self.block_tokens * self.block_tokens;
             for block in tail[..whole].chunks_exact(self.block_tokens) {
-                done.push(chain.push(block));
+                completed.push(chain.push_block(block));
             }
             tail.drain(..whole);
             let own_tail = &tail[tail.len() - tail.len().min(width)..];
             parent = match self.by_hash.get(&hash) {
                 Some(&slot) => {
-                    let known = &mut self.blocks[slot as usize];
-                    if known.chain != chain.hash() || known.parent != parent {
+                    let block = &mut self.blocks[slot as usize];
+                    if block.chain != chain.hash() || block.parent != parent {
                         return Err(BrokenTree::NotAPrefixHash { hash });
                     }
-                    known.copies += 1;
+                    block.copies += 1;
                     slot
                 }
                 None => {
-                    let rest = BlockRemainder::new(&done, own_tail, width <= self.block_tokens);
-                    self.add(hash, chain.hash(), parent, rest)
+                    let remainder =
+                        BlockRemainder::new(&completed, own_tail, width <= self.block_tokens);
+                    self.add_block(hash, chain.hash(), parent, remainder)
                 }
             };
             self.touched.push(parent);
@@ -231,21 +232,21 @@ impl EngineBlockTree {
 
     /// The tokens between the last end of a router block and the end of this block.
     fn tail_behind(&self, slot: Slot) -> Vec<u32> {
-        let mut at = slot;
+        let mut current = slot;
         let mut reversed = Vec::new();
-        while at != NONE {
-            let block = &self.blocks[at as usize];
-            match &block.rest {
+        while current != NONE {
+            let block = &self.blocks[current as usize];
+            match &block.remainder {
                 BlockRemainder::Whole => break,
                 BlockRemainder::Token(token) => reversed.push(*token),
                 BlockRemainder::Other(other) => {
                     reversed.extend(other.tail.iter().rev());
-                    if !other.done.is_empty() {
+                    if !other.completed.is_empty() {
                         break;
                     }
                 }
             }
-            at = block.parent;
+            current = block.parent;
         }
         reversed.reverse();
         reversed
@@ -253,7 +254,7 @@ impl EngineBlockTree {
 
     /// Remove a block. An unknown one was evicted before it was announced here, or lies behind what
     /// was missed.
-    fn remove(&mut self, hash: EngineHash) {
+    fn remove_block(&mut self, hash: EngineHash) {
         if let Some(&slot) = self.by_hash.get(&hash) {
             let block = &mut self.blocks[slot as usize];
             block.copies = block.copies.saturating_sub(1);
@@ -262,7 +263,7 @@ impl EngineBlockTree {
     }
 
     /// Make `counts` true to the rule, here and behind.
-    fn settle(&mut self, slot: Slot, changes: &mut Vec<BlockChange>) {
+    fn settle_counts(&mut self, slot: Slot, changes: &mut Vec<BlockChange>) {
         let block = &self.blocks[slot as usize];
         let parent_counts = block.parent == NONE || self.blocks[block.parent as usize].counts;
         let counts = block.copies > 0 && parent_counts;
@@ -270,10 +271,10 @@ impl EngineBlockTree {
             return;
         }
         let mut stack = vec![slot];
-        while let Some(at) = stack.pop() {
-            self.blocks[at as usize].counts = counts;
-            self.tell(at, counts, changes);
-            let mut child = self.blocks[at as usize].first_child;
+        while let Some(current) = stack.pop() {
+            self.blocks[current as usize].counts = counts;
+            self.report_changes(current, counts, changes);
+            let mut child = self.blocks[current as usize].first_child;
             while child != NONE {
                 let behind = &self.blocks[child as usize];
                 if behind.counts != counts && (behind.copies > 0 || !counts) {
@@ -284,17 +285,17 @@ impl EngineBlockTree {
         }
     }
 
-    fn tell(&mut self, slot: Slot, counts: bool, changes: &mut Vec<BlockChange>) {
+    fn report_changes(&mut self, slot: Slot, counts: bool, changes: &mut Vec<BlockChange>) {
         let block = &self.blocks[slot as usize];
-        let done = match &block.rest {
+        let completed = match &block.remainder {
             BlockRemainder::Token(_) => return,
             BlockRemainder::Whole => {
                 changes.push(BlockChange::new(block.chain, counts));
                 return;
             }
-            BlockRemainder::Other(other) => &other.done,
+            BlockRemainder::Other(other) => &other.completed,
         };
-        for &hash in done {
+        for &hash in completed {
             let users = self.shared.entry(hash).or_default();
             let before = *users;
             *users = if counts { before + 1 } else { before - 1 };
@@ -308,8 +309,14 @@ impl EngineBlockTree {
         }
     }
 
-    fn add(&mut self, hash: EngineHash, chain: u64, parent: Slot, rest: BlockRemainder) -> Slot {
-        self.rest_bytes += rest.heap_bytes();
+    fn add_block(
+        &mut self,
+        hash: EngineHash,
+        chain: u64,
+        parent: Slot,
+        remainder: BlockRemainder,
+    ) -> Slot {
+        self.rest_bytes += remainder.heap_bytes();
         let first_child = match parent {
             NONE => NONE,
             _ => self.blocks[parent as usize].first_child,
@@ -323,7 +330,7 @@ impl EngineBlockTree {
             prev: NONE,
             copies: 1,
             counts: false,
-            rest,
+            remainder,
         };
         let slot = match self.free.pop() {
             Some(slot) => {
@@ -347,17 +354,17 @@ impl EngineBlockTree {
 
     /// Free a block without copies and children, and ghosts before it that are then without
     /// children.
-    fn release(&mut self, slot: Slot) {
-        let mut at = slot;
-        while at != NONE {
-            let block = &self.blocks[at as usize];
+    fn release_slot(&mut self, slot: Slot) {
+        let mut current = slot;
+        while current != NONE {
+            let block = &self.blocks[current as usize];
             if block.parent == FREE || block.copies > 0 || block.first_child != NONE {
                 return;
             }
             let parent = block.parent;
             let next = block.next;
             let prev = block.prev;
-            self.rest_bytes -= block.rest.heap_bytes();
+            self.rest_bytes -= block.remainder.heap_bytes();
             self.by_hash.remove(&block.hash);
             if next != NONE {
                 self.blocks[next as usize].prev = prev;
@@ -367,11 +374,11 @@ impl EngineBlockTree {
                 NONE => {}
                 _ => self.blocks[prev as usize].next = next,
             }
-            let block = &mut self.blocks[at as usize];
+            let block = &mut self.blocks[current as usize];
             block.parent = FREE;
-            block.rest = BlockRemainder::Whole;
-            self.free.push(at);
-            at = parent;
+            block.remainder = BlockRemainder::Whole;
+            self.free.push(current);
+            current = parent;
         }
     }
 }
@@ -394,12 +401,12 @@ impl BlockChange {
 impl BlockRemainder {
     /// `is_alone`: the block is no longer than a router block, so two that complete the same one
     /// are the same.
-    fn new(done: &[u64], tail: &[u32], is_alone: bool) -> Self {
-        match (done, tail) {
+    fn new(completed: &[u64], tail: &[u32], is_alone: bool) -> Self {
+        match (completed, tail) {
             ([_], []) if is_alone => BlockRemainder::Whole,
             ([], [token]) => BlockRemainder::Token(*token),
             _ => BlockRemainder::Other(Box::new(Other {
-                done: done.into(),
+                completed: completed.into(),
                 tail: tail.into(),
             })),
         }
@@ -409,7 +416,7 @@ impl BlockRemainder {
         match self {
             BlockRemainder::Whole | BlockRemainder::Token(_) => 0,
             BlockRemainder::Other(other) => {
-                size_of::<Other>() + size_of_val(&*other.done) + size_of_val(&*other.tail)
+                size_of::<Other>() + size_of_val(&*other.completed) + size_of_val(&*other.tail)
             }
         }
     }

@@ -14,7 +14,7 @@
 //!
 //! The hash map is cut into shards so that neither growing nor sweeping touches more than a small
 //! part of it at once. Memory, with what the mirrors behind the sets report, is bounded by
-//! `max_bytes`: news that do not fit are refused.
+//! `max_bytes`: updates that do not fit are refused.
 
 use std::collections::{BTreeMap, HashMap, hash_map::Entry};
 use std::hash::{BuildHasherDefault, Hasher};
@@ -22,11 +22,11 @@ use std::hash::{BuildHasherDefault, Hasher};
 use serde::Serialize;
 
 use super::block_tree::map_bytes;
-use super::{BlockChange, CacheUpdate, NewsError};
+use super::{BlockChange, CacheUpdate, CacheUpdateError};
 use crate::types::WorkerId;
 
 const SHARDS: usize = 64;
-/// Shards swept with each piece of news while dead sets are about.
+/// Shards swept with each update while dead sets are about.
 const SWEEP: usize = 2;
 const WORD: usize = 64;
 
@@ -60,7 +60,7 @@ enum Holders {
 
 impl Holders {
     fn has(&self, set: u32) -> bool {
-        self.word(set as usize / WORD) >> (set as usize % WORD) & 1 == 1
+        self.holder_word(set as usize / WORD) >> (set as usize % WORD) & 1 == 1
     }
 
     fn heap_bytes(&self) -> usize {
@@ -96,7 +96,7 @@ impl Holders {
         }
     }
 
-    fn word(&self, at: usize) -> u64 {
+    fn holder_word(&self, at: usize) -> u64 {
         match self {
             Holders::One(only) if *only as usize / WORD == at => 1 << (*only as usize % WORD),
             Holders::One(_) => 0,
@@ -186,7 +186,7 @@ impl KvIndex {
     }
 
     /// The rank's entry that answers, if there is one.
-    pub fn rank(&self, worker: WorkerId) -> Option<KvRank> {
+    pub fn rank_entry(&self, worker: WorkerId) -> Option<KvRank> {
         let &Rank {
             in_use,
             is_exact,
@@ -218,19 +218,23 @@ impl KvIndex {
 
     /// Blocks in memory, those of dead sets included.
     #[cfg(test)]
-    pub fn entries(&self) -> usize {
+    pub fn entry_count(&self) -> usize {
         self.shards.iter().map(Shard::len).sum()
     }
 
     /// Take in what a rank's replica tells.
-    pub fn reconcile(&mut self, worker: WorkerId, news: &CacheUpdate<'_>) -> Result<(), NewsError> {
-        self.sweep();
-        match *news {
+    pub fn apply_cache_update(
+        &mut self,
+        worker: WorkerId,
+        update: &CacheUpdate<'_>,
+    ) -> Result<(), CacheUpdateError> {
+        self.sweep_dead_sets();
+        match *update {
             CacheUpdate::Begin => {
-                let set = self.open();
+                let set = self.open_set();
                 let rank = self.ranks.entry(worker).or_default();
                 if let Some(before) = rank.loading.replace(set) {
-                    self.close(before);
+                    self.close_set(before);
                 }
             }
             CacheUpdate::Changed {
@@ -238,30 +242,39 @@ impl KvIndex {
                 page_tokens,
                 bytes,
             } => {
-                let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
+                let rank = self
+                    .ranks
+                    .get_mut(&worker)
+                    .ok_or(CacheUpdateError::Forgotten)?;
                 rank.page_tokens = page_tokens;
                 self.mirror_bytes = self.mirror_bytes - rank.mirror_bytes + bytes;
                 rank.mirror_bytes = bytes;
-                let set = rank.loading.or(rank.in_use).ok_or(NewsError::Forgotten)?;
+                let set = rank
+                    .loading
+                    .or(rank.in_use)
+                    .ok_or(CacheUpdateError::Forgotten)?;
                 for change in changes {
                     match *change {
-                        BlockChange::Hold(hash) => self.hold(set, hash),
+                        BlockChange::Hold(hash) => self.hold_block(set, hash),
                         BlockChange::Drop(hash) => self.drop_block(set, hash),
                     }
                 }
                 if self.bytes() > self.max_bytes {
-                    return Err(NewsError::Full {
+                    return Err(CacheUpdateError::Full {
                         max_bytes: self.max_bytes,
                     });
                 }
             }
             CacheUpdate::Serve { is_exact } => {
-                let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
+                let rank = self
+                    .ranks
+                    .get_mut(&worker)
+                    .ok_or(CacheUpdateError::Forgotten)?;
                 rank.is_exact = is_exact;
                 if let Some(new) = rank.loading.take()
                     && let Some(before) = rank.in_use.replace(new)
                 {
-                    self.close(before);
+                    self.close_set(before);
                 }
             }
             CacheUpdate::MarkInexact => {
@@ -269,19 +282,19 @@ impl KvIndex {
                     rank.is_exact = false;
                 }
             }
-            CacheUpdate::Forget => self.forget(worker),
+            CacheUpdate::Forget => self.forget_worker(worker),
         }
         Ok(())
     }
 
     /// The rank is gone. O(1); its memory follows.
-    pub fn forget(&mut self, worker: WorkerId) {
+    pub fn forget_worker(&mut self, worker: WorkerId) {
         if let Some(rank) = self.ranks.remove(&worker) {
             self.mirror_bytes -= rank.mirror_bytes;
             [rank.in_use, rank.loading]
                 .into_iter()
                 .flatten()
-                .for_each(|set| self.close(set));
+                .for_each(|set| self.close_set(set));
         }
     }
 
@@ -291,18 +304,18 @@ impl KvIndex {
     pub fn held_by(&mut self, path: &[u64], workers: &[WorkerId], held: &mut [usize]) -> usize {
         debug_assert!(workers.is_sorted() && workers.len() == held.len());
         held.fill(0);
-        let deepest = self.measure(path);
+        let deepest = self.measure_depths(path);
         if deepest > 0 {
-            for (worker, held) in workers.iter().zip(held) {
+            for (worker, depth) in workers.iter().zip(held) {
                 let set = self.ranks.get(worker).and_then(|rank| rank.in_use);
-                *held = set.map_or(0, |set| self.depths[set as usize]);
+                *depth = set.map_or(0, |set| self.depths[set as usize]);
             }
         }
         deepest
     }
 
     /// Fill `depths`: blocks of `path` held by each set in use.
-    fn measure(&mut self, path: &[u64]) -> usize {
+    fn measure_depths(&mut self, path: &[u64]) -> usize {
         let mut active = std::mem::take(&mut self.active);
         let mut depths = std::mem::take(&mut self.depths);
         depths.clear();
@@ -313,20 +326,20 @@ impl KvIndex {
             active[set as usize / WORD] |= 1 << (set as usize % WORD);
         }
         // All of `active` hold path[..at].
-        let mut at = 0;
+        let mut depth = 0;
         while active.iter().any(|word| *word != 0) {
-            at = self.common_end(path, at, &active);
-            let next = path.get(at).and_then(|hash| self.holders(*hash));
+            depth = self.common_end(path, depth, &active);
+            let next = path.get(depth).and_then(|hash| self.holders_of(*hash));
             for (word, bits) in active.iter_mut().enumerate() {
-                let stay = next.map_or(0, |holders| holders.word(word));
+                let stay = next.map_or(0, |holders| holders.holder_word(word));
                 let mut leaving = *bits & !stay;
                 *bits &= stay;
                 while leaving != 0 {
-                    depths[word * WORD + leaving.trailing_zeros() as usize] = at;
+                    depths[word * WORD + leaving.trailing_zeros() as usize] = depth;
                     leaving &= leaving - 1;
                 }
             }
-            at += 1;
+            depth += 1;
         }
         let deepest = depths.iter().copied().max().unwrap_or(0);
         self.active = active;
@@ -335,13 +348,14 @@ impl KvIndex {
     }
 
     /// The longest path[..end] that all of `active` hold; they hold path[..at].
-    fn common_end(&self, path: &[u64], at: usize, active: &[u64]) -> usize {
+    fn common_end(&self, path: &[u64], start: usize, active: &[u64]) -> usize {
         let all_hold = |end: usize| {
             let mut words = active.iter().enumerate();
-            let holders = self.holders(path[end - 1]);
-            holders.is_some_and(|held| words.all(|(at, word)| word & !held.word(at) == 0))
+            let holders = self.holders_of(path[end - 1]);
+            holders
+                .is_some_and(|holders| words.all(|(at, word)| word & !holders.holder_word(at) == 0))
         };
-        let mut low = at;
+        let mut low = start;
         let mut step = 1;
         while low + step <= path.len() && all_hold(low + step) {
             low += step;
@@ -359,7 +373,7 @@ impl KvIndex {
         low
     }
 
-    fn holders(&self, hash: u64) -> Option<&Holders> {
+    fn holders_of(&self, hash: u64) -> Option<&Holders> {
         self.shards[shard_of(hash)].get(&hash)
     }
 
@@ -372,7 +386,7 @@ impl KvIndex {
 
     // --- sets
 
-    fn open(&mut self) -> u32 {
+    fn open_set(&mut self) -> u32 {
         let set = self.free.pop().unwrap_or_else(|| {
             self.sets.push(Set::Free);
             (self.sets.len() - 1) as u32
@@ -381,7 +395,7 @@ impl KvIndex {
         set
     }
 
-    fn close(&mut self, set: u32) {
+    fn close_set(&mut self, set: u32) {
         if self.blocks_of(set) == 0 {
             self.sets[set as usize] = Set::Free;
             self.free.push(set);
@@ -391,7 +405,7 @@ impl KvIndex {
         }
     }
 
-    fn hold(&mut self, set: u32, hash: u64) {
+    fn hold_block(&mut self, set: u32, hash: u64) {
         let shard = &mut self.shards[shard_of(hash)];
         let is_new = match shard.entry(hash) {
             Entry::Vacant(place) => {
@@ -427,7 +441,7 @@ impl KvIndex {
     }
 
     /// Take dead sets out of the next few shards.
-    fn sweep(&mut self) {
+    fn sweep_dead_sets(&mut self) {
         for _ in 0..SWEEP {
             if self.dead == 0 {
                 return;

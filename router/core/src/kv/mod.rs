@@ -36,7 +36,8 @@ mod model_test;
 pub use block_tree::{BlockChange, BrokenTree, EngineBlockTree};
 pub use index::{KvIndex, KvRank};
 pub use replica::{
-    ApplyResult, CacheReplica, CacheUpdate, CacheUpdateRecord, NewsError, ReplicaError, UpdateSink,
+    ApplyResult, CacheReplica, CacheUpdate, CacheUpdateError, CacheUpdateRecord, ReplicaError,
+    UpdateSink,
 };
 
 /// An engine's name for a block, reduced to 64 bits where it is longer. It covers everything before

@@ -223,8 +223,8 @@ impl World {
         let events = self.engines[at].log[number].clone();
         let index = &mut self.index;
         self.replicas[at]
-            .batch(number as u64, &events, &mut |update| {
-                index.reconcile(worker, &update)
+            .apply_batch(number as u64, &events, &mut |update| {
+                index.apply_cache_update(worker, &update)
             })
             .expect("events of an engine that keeps the rules")
     }
@@ -235,8 +235,8 @@ impl World {
         let next = self.engines[at].log.len();
         let index = &mut self.index;
         self.replicas[at]
-            .snapshot(next as u64, &events, &mut |update| {
-                index.reconcile(worker, &update)
+            .apply_snapshot(next as u64, &events, &mut |update| {
+                index.apply_cache_update(worker, &update)
             })
             .expect("a snapshot");
     }
@@ -245,7 +245,7 @@ impl World {
         let worker = WorkerId(at as u64);
         let index = &mut self.index;
         self.replicas[at]
-            .forget(&mut |update| index.reconcile(worker, &update))
+            .forget_copy(&mut |update| index.apply_cache_update(worker, &update))
             .expect("forgetting");
     }
 
@@ -273,7 +273,7 @@ impl World {
         if way == Way::Lost {
             return;
         }
-        let expected = self.replicas[at].next();
+        let expected = self.replicas[at].next_batch();
         if let ApplyResult::Gap { first } = self.deliver(at, number) {
             assert_eq!(first, expected.unwrap_or(0));
             assert!(first < number as u64);
@@ -297,7 +297,7 @@ impl World {
                 let index = &mut self.index;
                 self.replicas[at]
                     .skip_to(number as u64, &mut |update| {
-                        index.reconcile(worker, &update)
+                        index.apply_cache_update(worker, &update)
                     })
                     .expect("skipping");
                 assert_eq!(self.deliver(at, number), ApplyResult::Applied);
@@ -317,10 +317,10 @@ impl World {
     fn check(&mut self, prompt: &[u32]) {
         let held = self.held_by(prompt);
         for (at, engine) in self.engines.iter().enumerate() {
-            let rank = self.index.rank(WorkerId(at as u64));
+            let rank = self.index.rank_entry(WorkerId(at as u64));
             let replica = &self.replicas[at];
             assert_eq!(rank.is_some_and(|rank| rank.is_exact), replica.is_exact());
-            if !replica.is_exact() || replica.next() != Some(engine.log.len() as u64) {
+            if !replica.is_exact() || replica.next_batch() != Some(engine.log.len() as u64) {
                 continue; // it does not know yet what it lost
             }
             let claimed = rank.map_or(0, |rank| rank.cached_tokens(held[at], BLOCK, usize::MAX));
@@ -345,7 +345,7 @@ fn chain(prompt: &[u32]) -> Vec<u64> {
     let mut chain = TokenChain::new("");
     prompt
         .chunks_exact(BLOCK)
-        .map(|block| chain.push(block))
+        .map(|block| chain.push_block(block))
         .collect()
 }
 
@@ -405,10 +405,10 @@ proptest! {
             world.forget(at);
         }
         for _ in 0..80 {
-            world.index.reconcile(WorkerId(9), &CacheUpdate::Begin).expect("room");
-            world.index.forget(WorkerId(9));
+            world.index.apply_cache_update(WorkerId(9), &CacheUpdate::Begin).expect("room");
+            world.index.forget_worker(WorkerId(9));
         }
-        prop_assert_eq!(world.index.entries(), 0);
+        prop_assert_eq!(world.index.entry_count(), 0);
         prop_assert!(world.held_by(&[0; 12]).iter().all(|held| *held == 0));
     }
 }

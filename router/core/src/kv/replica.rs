@@ -42,8 +42,8 @@ pub enum CacheUpdateRecord<C> {
 }
 
 impl<C> CacheUpdateRecord<C> {
-    /// The same news with its changes in another form.
-    pub fn map<'a, D>(&'a self, form: impl FnOnce(&'a C) -> D) -> CacheUpdateRecord<D> {
+    /// The same update with its changes in another form.
+    pub fn map_changes<'a, D>(&'a self, form: impl FnOnce(&'a C) -> D) -> CacheUpdateRecord<D> {
         match self {
             Self::Begin => CacheUpdateRecord::Begin,
             Self::Changed {
@@ -64,9 +64,9 @@ impl<C> CacheUpdateRecord<C> {
     }
 }
 
-/// Why news were not taken in. The sender restarts, now or later.
+/// Reason why an update was not applied. The sender restarts, now or later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum NewsError {
+pub enum CacheUpdateError {
     #[error("this rank's entry was forgotten")]
     Forgotten,
     #[error(
@@ -92,11 +92,11 @@ pub enum ReplicaError {
     #[error(transparent)]
     Broken(#[from] BrokenTree),
     #[error(transparent)]
-    Refused(#[from] NewsError),
+    Refused(#[from] CacheUpdateError),
 }
 
 /// Receiver of the changes, the index.
-pub type UpdateSink<'a> = &'a mut dyn FnMut(CacheUpdate<'_>) -> Result<(), NewsError>;
+pub type UpdateSink<'a> = &'a mut dyn FnMut(CacheUpdate<'_>) -> Result<(), CacheUpdateError>;
 
 /// See the module.
 #[derive(Debug, Default)]
@@ -120,7 +120,7 @@ impl CacheReplica {
     }
 
     /// Number of the next batch to be taken in.
-    pub fn next(&self) -> Option<u64> {
+    pub fn next_batch(&self) -> Option<u64> {
         self.next
     }
 
@@ -129,32 +129,32 @@ impl CacheReplica {
     }
 
     /// Blocks of the engine that are known.
-    pub fn blocks(&self) -> usize {
-        self.mirror.count()
+    pub fn block_count(&self) -> usize {
+        self.mirror.block_count()
     }
 
     /// Everything cached, which stands for the batches before `next`.
-    pub fn snapshot(
+    pub fn apply_snapshot(
         &mut self,
         next: u64,
         events: &[KvEvent],
-        tell: UpdateSink<'_>,
+        send_update: UpdateSink<'_>,
     ) -> Result<(), ReplicaError> {
         self.mirror.clear();
-        tell(CacheUpdate::Begin)?;
+        send_update(CacheUpdate::Begin)?;
         for event in events {
-            self.take_in(std::slice::from_ref(event), tell)?;
+            self.take_in(std::slice::from_ref(event), send_update)?;
         }
         self.next = Some(next);
-        self.serve(true, tell)
+        self.serve_copy(true, send_update)
     }
 
     /// A batch, in whatever order it came.
-    pub fn batch(
+    pub fn apply_batch(
         &mut self,
         number: u64,
         events: &[KvEvent],
-        tell: UpdateSink<'_>,
+        send_update: UpdateSink<'_>,
     ) -> Result<ApplyResult, ReplicaError> {
         // What was before `Cleared` does not matter, be it known or lost.
         let cleared = events.iter().rposition(|event| *event == KvEvent::Cleared);
@@ -170,41 +170,45 @@ impl CacheReplica {
         }
         let is_first = self.next.is_none();
         if is_first && !is_fresh_start {
-            tell(CacheUpdate::Begin)?; // batch 0 of an engine that does not announce that it begins empty
+            send_update(CacheUpdate::Begin)?; // batch 0 of an engine that does not announce that it begins empty
         }
-        self.take_in(events, tell)?;
+        self.take_in(events, send_update)?;
         self.next = Some(number + 1);
         if is_first || is_fresh_start {
-            self.serve(true, tell)?;
+            self.serve_copy(true, send_update)?;
         }
         Ok(ApplyResult::Applied)
     }
 
     /// Skip the batches before `number`, which are lost; the entry is a guess from then on.
-    pub fn skip_to(&mut self, number: u64, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
+    pub fn skip_to(
+        &mut self,
+        number: u64,
+        send_update: UpdateSink<'_>,
+    ) -> Result<(), ReplicaError> {
         if self.next.is_none() {
-            tell(CacheUpdate::Begin)?;
+            send_update(CacheUpdate::Begin)?;
         }
         self.mirror.is_partial = true;
         self.next = Some(number);
-        self.serve(false, tell)
+        self.serve_copy(false, send_update)
     }
 
     /// Nothing more is heard, or something was wrong: the copy is a guess, and the next snapshot
     /// replaces it.
-    pub fn mark_inexact(&mut self, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
+    pub fn mark_inexact(&mut self, send_update: UpdateSink<'_>) -> Result<(), ReplicaError> {
         if std::mem::replace(&mut self.is_exact, false) {
-            tell(CacheUpdate::MarkInexact)?;
+            send_update(CacheUpdate::MarkInexact)?;
         }
         Ok(())
     }
 
     /// All that was missed has come: what was doubted is exact again. False: it was not doubted, or
     /// is not complete.
-    pub fn resume(&mut self, tell: UpdateSink<'_>) -> Result<bool, ReplicaError> {
+    pub fn make_exact(&mut self, send_update: UpdateSink<'_>) -> Result<bool, ReplicaError> {
         let is_due = self.next.is_some() && !self.is_exact && !self.mirror.is_partial;
         if is_due {
-            self.serve(true, tell)?;
+            self.serve_copy(true, send_update)?;
         }
         Ok(is_due)
     }
@@ -217,31 +221,39 @@ impl CacheReplica {
     }
 
     /// The rank is another process now: numbers restart, and it holds nothing of what this knew.
-    pub fn forget(&mut self, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
+    pub fn forget_copy(&mut self, send_update: UpdateSink<'_>) -> Result<(), ReplicaError> {
         self.restart();
         if std::mem::replace(&mut self.is_serving, false) {
-            tell(CacheUpdate::Forget)?;
+            send_update(CacheUpdate::Forget)?;
         }
         Ok(())
     }
 
-    fn serve(&mut self, is_exact: bool, tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
+    fn serve_copy(
+        &mut self,
+        is_exact: bool,
+        send_update: UpdateSink<'_>,
+    ) -> Result<(), ReplicaError> {
         self.is_exact = is_exact;
         self.is_serving = true;
-        tell(CacheUpdate::Serve { is_exact })?;
+        send_update(CacheUpdate::Serve { is_exact })?;
         Ok(())
     }
 
     /// If the events restarted, what follows is passed on as a new copy.
-    fn take_in(&mut self, events: &[KvEvent], tell: UpdateSink<'_>) -> Result<(), ReplicaError> {
+    fn take_in(
+        &mut self,
+        events: &[KvEvent],
+        send_update: UpdateSink<'_>,
+    ) -> Result<(), ReplicaError> {
         self.changes.clear();
-        if self.mirror.apply(events, &mut self.changes)? {
-            tell(CacheUpdate::Begin)?;
+        if self.mirror.apply_events(events, &mut self.changes)? {
+            send_update(CacheUpdate::Begin)?;
         }
         let page_tokens = self.mirror.page_tokens();
         let bytes = self.mirror.bytes();
         for changes in self.changes.chunks(PIECE) {
-            tell(CacheUpdate::Changed {
+            send_update(CacheUpdate::Changed {
                 changes,
                 page_tokens,
                 bytes,

@@ -33,8 +33,8 @@ const DRAWS: usize = 64;
 
 /// The rooms in use by requests in flight: no two of them meet in the same one.
 ///
-/// Invariant: at most `limit` rooms are live; what [`LiveRooms::draw`] gave out is live until it is
-/// freed.
+/// Invariant: at most `limit` rooms are live; what [`LiveRooms::draw_rooms`] gave out is live until
+/// it is freed.
 #[derive(Debug)]
 pub struct LiveRooms {
     live: HashSet<u64>,
@@ -51,7 +51,7 @@ impl LiveRooms {
 
     /// Take `count` rooms that are not in use, drawn as by [`draw_room`]. `None`: there would be
     /// more than the limit, or the rank has no free room left; then nothing is taken.
-    pub fn draw(
+    pub fn draw_rooms(
         &mut self,
         count: usize,
         rng: &mut dyn RngCore,
@@ -66,7 +66,7 @@ impl LiveRooms {
                 .map(|_| draw_room(rng, prefill_dp))
                 .find(|room| self.live.insert(*room));
             let Some(room) = free else {
-                self.free(&rooms);
+                self.free_rooms(&rooms);
                 return None;
             };
             rooms.push(room);
@@ -74,14 +74,14 @@ impl LiveRooms {
         Some(rooms)
     }
 
-    pub fn free(&mut self, rooms: &[u64]) {
+    pub fn free_rooms(&mut self, rooms: &[u64]) {
         for room in rooms {
             self.live.remove(room);
         }
     }
 
     /// Rooms in use.
-    pub fn count(&self) -> usize {
+    pub fn live_count(&self) -> usize {
         self.live.len()
     }
 }
@@ -117,24 +117,24 @@ mod tests {
             let mut taken: Vec<Vec<u64>> = Vec::new();
             for (count, frees) in steps {
                 if frees && !taken.is_empty() {
-                    rooms.free(&taken.swap_remove(0));
+                    rooms.free_rooms(&taken.swap_remove(0));
                 }
                 // Eight rooms have this remainder.
                 let dp = Some((ROOMS / 8, 5));
-                let before = rooms.count();
-                match rooms.draw(count, &mut rng, dp) {
+                let before = rooms.live_count();
+                match rooms.draw_rooms(count, &mut rng, dp) {
                     Some(new) => taken.push(new),
                     None => {
-                        prop_assert_eq!(rooms.count(), before);
+                        prop_assert_eq!(rooms.live_count(), before);
                         prop_assert!(before + count > 7);
                     }
                 }
                 let mut all: Vec<u64> = taken.concat();
-                prop_assert_eq!(all.len(), rooms.count());
+                prop_assert_eq!(all.len(), rooms.live_count());
                 prop_assert!(all.len() <= 8);
                 all.sort_unstable();
                 all.dedup();
-                prop_assert_eq!(all.len(), rooms.count());
+                prop_assert_eq!(all.len(), rooms.live_count());
             }
         }
     }

@@ -21,16 +21,19 @@ pub struct WorkerFingerprint([u64; FINGERPRINT_FIELDS.len()]);
 
 impl WorkerFingerprint {
     /// `value_of` gives the value of each aspect.
-    pub fn of(value_of: impl Fn(&str) -> Option<String>) -> Self {
-        Self(FINGERPRINT_FIELDS.map(|aspect| value_of(aspect).map_or(0, |text| number(&text))))
+    pub fn from_values(value_of: impl Fn(&str) -> Option<String>) -> Self {
+        Self(FINGERPRINT_FIELDS.map(|aspect| value_of(aspect).map_or(0, |text| hash_value(&text))))
     }
 
     pub fn is_compatible(&self, other: &WorkerFingerprint) -> bool {
-        self.differs(other).next().is_none()
+        self.differing_fields(other).next().is_none()
     }
 
     /// Aspects that both tell and that are not equal.
-    pub fn differs(&self, other: &WorkerFingerprint) -> impl Iterator<Item = &'static str> + use<> {
+    pub fn differing_fields(
+        &self,
+        other: &WorkerFingerprint,
+    ) -> impl Iterator<Item = &'static str> + use<> {
         let pairs: [(u64, u64); FINGERPRINT_FIELDS.len()] =
             std::array::from_fn(|i| (self.0[i], other.0[i]));
         let all = FINGERPRINT_FIELDS.into_iter().zip(pairs);
@@ -39,7 +42,7 @@ impl WorkerFingerprint {
     }
 }
 
-fn number(text: &str) -> u64 {
+fn hash_value(text: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
     text.hash(&mut hasher);
     hasher.finish().max(1)
@@ -50,7 +53,7 @@ mod tests {
     use super::*;
 
     fn fingerprint(page_size: &str, dtype: &str) -> WorkerFingerprint {
-        WorkerFingerprint::of(|aspect| match aspect {
+        WorkerFingerprint::from_values(|aspect| match aspect {
             "page_size" if !page_size.is_empty() => Some(page_size.to_owned()),
             "dtype" if !dtype.is_empty() => Some(dtype.to_owned()),
             _ => None,
@@ -62,7 +65,7 @@ mod tests {
         let a = fingerprint("16", "bf16");
         let b = fingerprint("32", "bf16");
         let unreported = WorkerFingerprint::default();
-        assert_eq!(a.differs(&b).collect::<Vec<_>>(), ["page_size"]);
+        assert_eq!(a.differing_fields(&b).collect::<Vec<_>>(), ["page_size"]);
         assert!(
             a.is_compatible(&a) && a.is_compatible(&unreported) && unreported.is_compatible(&b)
         );

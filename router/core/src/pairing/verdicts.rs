@@ -43,14 +43,14 @@ impl PairVerdicts {
 
     /// The pair failed for a reason of its own. Returns the length of the exclusion that begins
     /// [ms]; `None` if one is under way, as for requests that were sent together.
-    pub fn failed(&mut self, pair: WorkerPair, reason: String, now_ms: u64) -> Option<u64> {
-        let known = self.0.get(&pair);
-        let in_row = known.map_or(0, |verdict| verdict.in_row);
-        let is_trial = known.is_some_and(|verdict| verdict.until_ms <= now_ms + TRIAL_MS);
-        if known.is_some() && !is_trial {
+    pub fn record_failure(&mut self, pair: WorkerPair, reason: String, now_ms: u64) -> Option<u64> {
+        let previous = self.0.get(&pair);
+        let in_row = previous.map_or(0, |verdict| verdict.in_row);
+        let is_trial = previous.is_some_and(|verdict| verdict.until_ms <= now_ms + TRIAL_MS);
+        if previous.is_some() && !is_trial {
             return None;
         }
-        if known.is_none() && self.0.len() >= MAX_VERDICTS {
+        if previous.is_none() && self.0.len() >= MAX_VERDICTS {
             return None;
         }
         let length_ms = (FIRST_MS << in_row.min(16)).min(LONGEST_MS);
@@ -64,13 +64,13 @@ impl PairVerdicts {
     }
 
     /// Reason for which no request is sent to the pair now.
-    pub fn exclusion(&self, pair: WorkerPair, now_ms: u64) -> Option<&str> {
+    pub fn exclusion_reason(&self, pair: WorkerPair, now_ms: u64) -> Option<&str> {
         let verdict = self.0.get(&pair)?;
         (now_ms < verdict.until_ms).then_some(verdict.reason.as_str())
     }
 
     /// Pairs that no request is sent to now.
-    pub fn excluded(&self, now_ms: u64) -> impl Iterator<Item = WorkerPair> {
+    pub fn excluded_pairs(&self, now_ms: u64) -> impl Iterator<Item = WorkerPair> {
         let active = self
             .0
             .iter()
@@ -79,19 +79,19 @@ impl PairVerdicts {
     }
 
     /// A request is sent to the pair: if its exclusion is over, other requests wait for the result.
-    pub fn sent(&mut self, pair: WorkerPair, now_ms: u64) {
+    pub fn begin_trial(&mut self, pair: WorkerPair, now_ms: u64) {
         if let Some(verdict) = self.0.get_mut(&pair) {
             verdict.until_ms = verdict.until_ms.max(now_ms + TRIAL_MS);
         }
     }
 
     /// The pair works.
-    pub fn worked(&mut self, pair: WorkerPair) {
+    pub fn record_success(&mut self, pair: WorkerPair) {
         self.0.remove(&pair);
     }
 
     /// A worker restarted, changed or left.
-    pub fn forget(&mut self, worker: u64) {
+    pub fn forget_worker(&mut self, worker: u64) {
         self.0.retain(|(p, d), _| *p != worker && *d != worker);
     }
 }
@@ -108,23 +108,23 @@ mod tests {
         let mut now_ms = 0;
         for length_ms in [30_000, 60_000, 120_000, 240_000, 480_000, 480_000] {
             assert_eq!(
-                verdicts.failed(PAIR, "keys".into(), now_ms),
+                verdicts.record_failure(PAIR, "keys".into(), now_ms),
                 Some(length_ms)
             );
             assert_eq!(
-                verdicts.failed(PAIR, "keys".into(), now_ms),
+                verdicts.record_failure(PAIR, "keys".into(), now_ms),
                 None,
                 "sent together"
             );
             assert_eq!(
-                verdicts.exclusion(PAIR, now_ms + length_ms - 1),
+                verdicts.exclusion_reason(PAIR, now_ms + length_ms - 1),
                 Some("keys")
             );
             now_ms += length_ms;
-            assert_eq!(verdicts.exclusion(PAIR, now_ms), None);
-            verdicts.sent(PAIR, now_ms);
+            assert_eq!(verdicts.exclusion_reason(PAIR, now_ms), None);
+            verdicts.begin_trial(PAIR, now_ms);
             assert_eq!(
-                verdicts.exclusion(PAIR, now_ms + 1),
+                verdicts.exclusion_reason(PAIR, now_ms + 1),
                 Some("keys"),
                 "one trial"
             );
@@ -135,27 +135,35 @@ mod tests {
     #[test]
     fn trial_without_a_result_ends_by_time() {
         let mut verdicts = PairVerdicts::default();
-        verdicts.failed(PAIR, "keys".into(), 0);
-        verdicts.sent(PAIR, FIRST_MS);
-        assert!(verdicts.exclusion(PAIR, FIRST_MS + TRIAL_MS - 1).is_some());
-        assert!(verdicts.exclusion(PAIR, FIRST_MS + TRIAL_MS).is_none());
+        verdicts.record_failure(PAIR, "keys".into(), 0);
+        verdicts.begin_trial(PAIR, FIRST_MS);
+        assert!(
+            verdicts
+                .exclusion_reason(PAIR, FIRST_MS + TRIAL_MS - 1)
+                .is_some()
+        );
+        assert!(
+            verdicts
+                .exclusion_reason(PAIR, FIRST_MS + TRIAL_MS)
+                .is_none()
+        );
     }
 
     #[test]
     fn success_and_restart_end_the_verdict() {
         let mut verdicts = PairVerdicts::default();
         for pair in [(1, 2), (1, 3), (4, 2)] {
-            verdicts.failed(pair, "keys".into(), 0);
+            verdicts.record_failure(pair, "keys".into(), 0);
         }
-        verdicts.worked((1, 2));
-        assert!(verdicts.exclusion((1, 2), 0).is_none());
-        assert!(verdicts.exclusion((1, 3), 0).is_some());
-        let mut excluded: Vec<WorkerPair> = verdicts.excluded(0).collect();
+        verdicts.record_success((1, 2));
+        assert!(verdicts.exclusion_reason((1, 2), 0).is_none());
+        assert!(verdicts.exclusion_reason((1, 3), 0).is_some());
+        let mut excluded: Vec<WorkerPair> = verdicts.excluded_pairs(0).collect();
         excluded.sort_unstable();
         assert_eq!(excluded, [(1, 3), (4, 2)]);
-        assert_eq!(verdicts.excluded(FIRST_MS).count(), 0);
-        verdicts.forget(3);
-        verdicts.forget(4);
+        assert_eq!(verdicts.excluded_pairs(FIRST_MS).count(), 0);
+        verdicts.forget_worker(3);
+        verdicts.forget_worker(4);
         assert!(verdicts.is_empty());
     }
 
@@ -163,10 +171,14 @@ mod tests {
     fn verdicts_are_bounded() {
         let mut verdicts = PairVerdicts::default();
         for worker in 0..MAX_VERDICTS as u64 {
-            assert!(verdicts.failed((worker, 0), String::new(), 0).is_some());
+            assert!(
+                verdicts
+                    .record_failure((worker, 0), String::new(), 0)
+                    .is_some()
+            );
         }
         assert_eq!(
-            verdicts.failed((MAX_VERDICTS as u64, 0), String::new(), 0),
+            verdicts.record_failure((MAX_VERDICTS as u64, 0), String::new(), 0),
             None
         );
     }

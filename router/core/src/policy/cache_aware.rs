@@ -104,7 +104,7 @@ impl CacheAware {
         let text = input.request.text;
         let ready = input.ready;
         let rng = &mut *input.rng;
-        let tree = self.read();
+        let tree = self.read_tree();
         let matched = tree.longest_match(text, ready);
         let total_chars = text.chars().count();
         // An empty text divides to NaN, which is above nothing.
@@ -133,9 +133,9 @@ impl CacheAware {
         }
     }
 
-    fn read(&self) -> RwLockReadGuard<'_, PrefixTree<str>> {
+    fn read_tree(&self) -> RwLockReadGuard<'_, PrefixTree<str>> {
         if self.tree.is_poisoned() {
-            drop(self.write()); // resets it
+            drop(self.write_tree()); // resets it
         }
         self.tree.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -143,13 +143,13 @@ impl CacheAware {
     /// A panic while the tree was written may have left it half changed. It is only a hint about
     /// caches, so it restarts empty with the same workers rather than taking every later request
     /// down.
-    fn write(&self) -> RwLockWriteGuard<'_, PrefixTree<str>> {
+    fn write_tree(&self) -> RwLockWriteGuard<'_, PrefixTree<str>> {
         self.tree.write().unwrap_or_else(|poisoned| {
             let mut tree = poisoned.into_inner();
             let workers = tree.units_by_worker();
             *tree = PrefixTree::new(self.params.max_bytes);
             for (worker, _) in workers {
-                tree.add(worker, self.params.max_tree_size);
+                tree.add_worker(worker, self.params.max_tree_size);
             }
             self.tree.clear_poison();
             tree
@@ -183,20 +183,22 @@ impl Policy for CacheAware {
         let ready = input.ready;
         let mut ids: Vec<WorkerId> = ready.iter().map(|worker| worker.id).collect();
         ids.sort_unstable();
-        let mut held = vec![0; ids.len()];
-        let tree = self.read();
-        tree.held_by(text, &ids, &mut held);
+        let mut matched_units = vec![0; ids.len()];
+        let tree = self.read_tree();
+        tree.held_by(text, &ids, &mut matched_units);
         let basis = PolicyBasis::Prefix {
             total_chars: text.chars().count(),
-            matched_chars: held.iter().copied().max().unwrap_or(0),
+            matched_chars: matched_units.iter().copied().max().unwrap_or(0),
             cache_threshold: self.params.cache_threshold,
             is_unbalanced: self.is_unbalanced(ready),
         };
         let terms = |worker: &WorkerView| PolicyTerms::Prefix {
-            matched_chars: ids.binary_search(&worker.id).map_or(0, |at| held[at]),
+            matched_chars: ids
+                .binary_search(&worker.id)
+                .map_or(0, |index| matched_units[index]),
             tree_chars: tree.units_of(worker.id),
         };
-        Explanation::of(self.name(), basis, ready, terms)
+        Explanation::for_candidates(self.name(), basis, ready, terms)
     }
 
     fn observe(&self, event: &PolicyEvent<'_>) {
@@ -204,15 +206,16 @@ impl Policy for CacheAware {
             PolicyEvent::Routed {
                 worker, request, ..
             } => {
-                if !self.read().touch(worker, request.text) {
-                    self.write().insert(worker, request.text);
+                if !self.read_tree().touch_path(worker, request.text) {
+                    self.write_tree().insert(worker, request.text);
                 }
             }
             PolicyEvent::WorkerAdded { worker, .. } => {
-                self.write().add(worker, self.params.max_tree_size);
+                self.write_tree()
+                    .add_worker(worker, self.params.max_tree_size);
             }
             PolicyEvent::WorkerGone { worker } => {
-                while self.write().retire(worker, RETIRE_BATCH) {}
+                while self.write_tree().retire_worker(worker, RETIRE_BATCH) {}
             }
             // As in SGLang, a prompt counts as cached from when it is sent, whatever its outcome.
             PolicyEvent::FirstToken { .. }
@@ -223,11 +226,11 @@ impl Policy for CacheAware {
     }
 
     fn evict(&self, _now_ms: u64) -> usize {
-        self.write().evict()
+        self.write_tree().evict()
     }
 
     fn stats(&self, _now_ms: u64) -> PolicyStats {
-        let tree = self.read();
+        let tree = self.read_tree();
         let chars = tree.units_by_worker();
         let index_bytes = tree.bytes();
         let evicted_total = tree.evicted_units_total();
@@ -536,7 +539,7 @@ mod tests {
         routed(&policy, 0, "abc");
         let stats = policy.stats(0);
         assert_eq!(
-            (policy.read().nodes_and_label_bytes().0, stats.chars),
+            (policy.read_tree().nodes_and_label_bytes().0, stats.chars),
             (0, vec![(WorkerId(1), 0)])
         );
     }
@@ -569,7 +572,7 @@ mod tests {
                 worker: WorkerId(id),
             })
         });
-        assert_eq!(policy.read().nodes_and_label_bytes(), (0, 0));
+        assert_eq!(policy.read_tree().nodes_and_label_bytes(), (0, 0));
     }
 
     #[test]

@@ -99,16 +99,16 @@ impl ManualPolicy {
 
     /// Each change is complete in itself: what a panic left is at worst one key with a place in no
     /// list.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock_state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn assign(&self, ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<WorkerId> {
+    fn assign_worker(&self, ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<WorkerId> {
         match self.params.assignment_mode {
-            AssignmentMode::Random => random(ready, rng),
+            AssignmentMode::Random => random_worker(ready, rng),
             AssignmentMode::MinLoad => least_loaded(ready.iter().copied(), rng).map(|w| w.id),
             AssignmentMode::MinGroup => {
-                let state = self.lock();
+                let state = self.lock_state();
                 let keys = |id: WorkerId| state.groups.get(&id).copied().unwrap_or(0);
                 min_by_key_random_tie(ready.iter().map(|worker| worker.id), keys, rng)
             }
@@ -116,9 +116,9 @@ impl ManualPolicy {
     }
 }
 
-fn random(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<WorkerId> {
-    let at = (!ready.is_empty()).then(|| rng.random_range(0..ready.len()))?;
-    Some(ready[at].id)
+fn random_worker(ready: &[WorkerView], rng: &mut dyn RngCore) -> Option<WorkerId> {
+    let index = (!ready.is_empty()).then(|| rng.random_range(0..ready.len()))?;
+    Some(ready[index].id)
 }
 
 /// Hash of the request's key; an empty one counts as none.
@@ -133,7 +133,7 @@ fn key_of(request: &RequestView<'_>) -> Option<u128> {
 }
 
 impl State {
-    fn seen(&mut self, key: u128, worker: WorkerId, now_ms: u64, max_keys: usize) {
+    fn record_use(&mut self, key: u128, worker: WorkerId, now_ms: u64, max_keys: usize) {
         if !self.groups.contains_key(&worker) {
             return;
         }
@@ -141,7 +141,7 @@ impl State {
             let Some((_, oldest)) = self.idle.pop_first() else {
                 break;
             };
-            self.forget(oldest);
+            self.forget_key(oldest);
         }
         self.turn += 1;
         let entry = self.keys.entry(key).or_default();
@@ -162,7 +162,7 @@ impl State {
         }
     }
 
-    fn forget(&mut self, key: u128) {
+    fn forget_key(&mut self, key: u128) {
         let Some(entry) = self.keys.remove(&key) else {
             return;
         };
@@ -183,8 +183,8 @@ impl Policy for ManualPolicy {
 
     fn choose(&self, input: &mut PolicyInput<'_>) -> Option<WorkerChoice> {
         let is_ready = |id: &&WorkerId| input.ready.iter().any(|worker| worker.id == **id);
-        let known = |key: u128| {
-            self.lock()
+        let ready_holder = |key: u128| {
+            self.lock_state()
                 .keys
                 .get(&key)?
                 .workers
@@ -195,31 +195,34 @@ impl Policy for ManualPolicy {
         let (worker, why) = if let [only] = input.ready {
             (only.id, SelectionReason::Only)
         } else if let Some(key) = key_of(input.request) {
-            match known(key) {
+            match ready_holder(key) {
                 Some(worker) => (worker, SelectionReason::Sticky),
                 None => (
-                    self.assign(input.ready, input.rng)?,
+                    self.assign_worker(input.ready, input.rng)?,
                     SelectionReason::NewKey,
                 ),
             }
         } else {
-            (random(input.ready, input.rng)?, SelectionReason::NoKey)
+            (
+                random_worker(input.ready, input.rng)?,
+                SelectionReason::NoKey,
+            )
         };
         Some(WorkerChoice { worker, why })
     }
 
     fn explain(&self, input: &PolicyInput<'_>) -> Explanation {
         let key = key_of(input.request);
-        let state = self.lock();
-        let known = key.and_then(|key| state.keys.get(&key));
+        let state = self.lock_state();
+        let key_entry = key.and_then(|key| state.keys.get(&key));
         let terms = |worker: &WorkerView| PolicyTerms::Key {
             keys: state.groups.get(&worker.id).copied().unwrap_or(0),
-            holds_key: known.is_some_and(|entry| entry.workers.contains(&worker.id)),
+            holds_key: key_entry.is_some_and(|entry| entry.workers.contains(&worker.id)),
         };
         let basis = PolicyBasis::Key {
             has_key: key.is_some(),
         };
-        Explanation::of(self.name(), basis, input.ready, terms)
+        Explanation::for_candidates(self.name(), basis, input.ready, terms)
     }
 
     fn observe(&self, event: &PolicyEvent<'_>) {
@@ -228,15 +231,15 @@ impl Policy for ManualPolicy {
                 worker, request, ..
             } => {
                 if let Some(key) = key_of(request) {
-                    self.lock()
-                        .seen(key, worker, request.now_ms, self.params.max_keys);
+                    self.lock_state()
+                        .record_use(key, worker, request.now_ms, self.params.max_keys);
                 }
             }
             PolicyEvent::WorkerAdded { worker, .. } => {
-                self.lock().groups.entry(worker).or_default();
+                self.lock_state().groups.entry(worker).or_default();
             }
             PolicyEvent::WorkerGone { worker } => {
-                self.lock().groups.remove(&worker);
+                self.lock_state().groups.remove(&worker);
             }
             PolicyEvent::FirstToken { .. }
             | PolicyEvent::Usage { .. }
@@ -246,21 +249,21 @@ impl Policy for ManualPolicy {
     }
 
     fn evict(&self, now_ms: u64) -> usize {
-        let mut state = self.lock();
+        let mut state = self.lock_state();
         let mut forgotten = 0;
         while let Some((_, &key)) = state.idle.first_key_value() {
             let seen_ms = state.keys.get(&key).map_or(0, |entry| entry.seen_ms);
             if now_ms.saturating_sub(seen_ms) / 1000 < self.params.max_idle_secs {
                 break;
             }
-            state.forget(key);
+            state.forget_key(key);
             forgotten += 1;
         }
         forgotten
     }
 
     fn stats(&self, _now_ms: u64) -> PolicyStats {
-        let state = self.lock();
+        let state = self.lock_state();
         let keys = state.keys.len();
         let evicted_total = state.evicted_total;
         PolicyStats {
@@ -476,7 +479,7 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(policy.stats(0).keys, model.len());
-                let state = policy.lock();
+                let state = policy.lock_state();
                 for (worker, keys) in &state.groups {
                     let held = model.iter().filter(|(_, workers, _)| workers.contains(&worker.0)).count();
                     prop_assert_eq!(*keys, held);

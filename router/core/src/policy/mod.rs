@@ -81,7 +81,7 @@ pub trait Policy: Send + Sync {
     /// Explanation of the choice that was just made of `input`.
     fn explain(&self, input: &PolicyInput<'_>) -> Explanation {
         let terms = |_: &WorkerView| PolicyTerms::Load {};
-        Explanation::of(self.name(), PolicyBasis::Nothing, input.ready, terms)
+        Explanation::for_candidates(self.name(), PolicyBasis::Nothing, input.ready, terms)
     }
 
     /// [`Policy::choose`], telling what was weighed if that is asked for. With the same input and
@@ -181,13 +181,13 @@ pub fn decide_pair(
         let p = decide(prefill, ready[0], rng)?;
         return Some([p, decide(decode, ready[1], rng)?]);
     };
-    let with_partner = passing(ready[0], |p| {
+    let with_partner = filter_views(ready[0], |p| {
         ready[1].iter().any(|d| is_compatible(p, d.id))
     });
     let p = decide(prefill, &with_partner, rng)?;
     // The decode workers that it fits, and the prefill workers that fit all of these.
-    let partners = passing(ready[1], |d| is_compatible(p.0.worker, d));
-    let alike = passing(&with_partner, |p| {
+    let partners = filter_views(ready[1], |d| is_compatible(p.0.worker, d));
+    let alike = filter_views(&with_partner, |p| {
         partners.iter().all(|d| is_compatible(p, d.id))
     });
     if let Some((both, other)) = costs {
@@ -196,7 +196,7 @@ pub fn decide_pair(
     Some([p, decide(decode, &partners, rng)?])
 }
 
-fn passing(views: &[WorkerView], passes: impl Fn(WorkerId) -> bool) -> Vec<WorkerView> {
+fn filter_views(views: &[WorkerView], passes: impl Fn(WorkerId) -> bool) -> Vec<WorkerView> {
     views
         .iter()
         .copied()
@@ -229,7 +229,7 @@ macro_rules! named_choice {
             type Err = $crate::policy::UnknownName;
 
             fn from_str(name: &str) -> Result<Self, Self::Err> {
-                $crate::policy::UnknownName::find($what, name)
+                $crate::policy::UnknownName::find_by_name($what, name)
             }
         }
     };
@@ -247,20 +247,20 @@ pub struct UnknownName {
 
 impl UnknownName {
     /// The variant with this name.
-    pub(crate) fn find<T>(what: &'static str, name: &str) -> Result<T, UnknownName>
+    pub(crate) fn find_by_name<T>(what: &'static str, name: &str) -> Result<T, UnknownName>
     where
         T: Copy + VariantArray + Into<&'static str>,
     {
-        let mut found = T::VARIANTS
+        let mut variants = T::VARIANTS
             .iter()
             .copied()
             .filter(|item| (*item).into() == name);
-        found.next().ok_or_else(|| {
-            let known: Vec<&str> = T::VARIANTS.iter().map(|item| (*item).into()).collect();
+        variants.next().ok_or_else(|| {
+            let names: Vec<&str> = T::VARIANTS.iter().map(|item| (*item).into()).collect();
             UnknownName {
                 what,
                 name: name.to_owned(),
-                known: known.join(", "),
+                known: names.join(", "),
             }
         })
     }
@@ -275,7 +275,7 @@ pub struct PolicyParams {
 }
 
 /// Make the policy `kind` for the workers of `role`.
-pub fn build(kind: PolicyKind, role: Role, params: &PolicyParams) -> Box<dyn Policy> {
+pub fn build_policy(kind: PolicyKind, role: Role, params: &PolicyParams) -> Box<dyn Policy> {
     match kind {
         PolicyKind::Random => Box::new(RandomPolicy),
         PolicyKind::RoundRobin => Box::new(RoundRobin::default()),
@@ -300,7 +300,7 @@ mod tests {
     fn names_are_parsed_and_a_wrong_one_is_answered_with_the_list() {
         for &kind in PolicyKind::ALL {
             assert_eq!(kind.to_string().parse(), Ok(kind));
-            let policy = build(kind, Role::Regular, &PolicyParams::default());
+            let policy = build_policy(kind, Role::Regular, &PolicyParams::default());
             assert_eq!(policy.name(), kind.into_str());
         }
         for &miss in MissPolicy::ALL {
@@ -318,7 +318,7 @@ mod tests {
         let ask = |policy: &dyn Policy, sender: &TestSender, ids: std::ops::Range<u64>| {
             let blocks = super::testing::blocks("bb");
             let request = RequestView {
-                prompt: blocks.prompt(),
+                prompt: blocks.prompt_view(),
                 now_ms: sender.now_ms,
                 ..RequestView::default()
             };
@@ -326,7 +326,7 @@ mod tests {
             policy.best_ttft(&request, &ready)
         };
         for role in ROLES {
-            let policy = build(PolicyKind::Cost, role, &PolicyParams::default());
+            let policy = build_policy(PolicyKind::Cost, role, &PolicyParams::default());
             let mut sender = TestSender::default();
             for id in 0..2 {
                 let worker = WorkerId(id);
@@ -347,7 +347,7 @@ mod tests {
             assert!(busy.queue_ms > 100.0 && busy.prefill_ms > 0.0, "{busy:?}");
             assert_eq!((either.queue_ms, either.prefill_ms), (0.0, busy.prefill_ms));
         }
-        let other = build(
+        let other = build_policy(
             PolicyKind::RoundRobin,
             Role::Regular,
             &PolicyParams::default(),
@@ -374,7 +374,7 @@ mod tests {
             seed in any::<u64>(),
         ) {
             let params = PolicyParams::default();
-            let policies = (build(prefill, Role::Prefill, &params), build(decode, Role::Decode, &params));
+            let policies = (build_policy(prefill, Role::Prefill, &params), build_policy(decode, Role::Decode, &params));
             for id in 0..p {
                 policies.0.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
             }
@@ -410,7 +410,7 @@ mod tests {
         ) {
             let mut params = PolicyParams::default();
             params.cache_aware.max_tree_size = 12;
-            let policy = build(kind, role, &params);
+            let policy = build_policy(kind, role, &params);
             for id in 0..5 {
                 policy.observe(&PolicyEvent::WorkerAdded { worker: WorkerId(id), facts: WorkerFacts::default() });
             }
@@ -434,7 +434,7 @@ mod tests {
                 candidates.iter().map(|(&id, &load)| WorkerView { id: WorkerId(id), load, host: 0 }).collect();
             let choice = sender.choose(&*policy, &text, &ready, &mut rng(seed));
             let blocks = blocks(&text);
-            let request = RequestView { text: &text, prompt: blocks.prompt(), now_ms: sender.now_ms, ..RequestView::default() };
+            let request = RequestView { text: &text, prompt: blocks.prompt_view(), now_ms: sender.now_ms, ..RequestView::default() };
             let mut input = PolicyInput { request: &request, ready: &ready, rng: &mut rng(seed), explains: true };
             let explained = policy.decide(&mut input);
             prop_assert_eq!(explained.as_ref().map(|(same, _)| *same), choice);

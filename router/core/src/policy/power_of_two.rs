@@ -38,7 +38,8 @@ impl Policy for PowerOfTwo {
         let terms = |of: &WorkerView| PolicyTerms::Drawn {
             is_drawn: drawn.contains(&of.id),
         };
-        let explain = || Explanation::of(self.name(), PolicyBasis::Nothing, input.ready, terms);
+        let explain =
+            || Explanation::for_candidates(self.name(), PolicyBasis::Nothing, input.ready, terms);
         Some((WorkerChoice { worker, why }, input.explains.then(explain)))
     }
 }

@@ -59,7 +59,7 @@ impl TestSender {
         let blocks = blocks(text);
         let request = RequestView {
             text,
-            prompt: blocks.prompt(),
+            prompt: blocks.prompt_view(),
             now_ms: self.now_ms,
             ..RequestView::default()
         };
@@ -80,11 +80,11 @@ impl TestSender {
             worker: WorkerId(worker),
             request: &RequestView {
                 text,
-                prompt: blocks.prompt(),
+                prompt: blocks.prompt_view(),
                 now_ms: self.now_ms,
                 ..RequestView::default()
             },
-            tells_first_token: true,
+            reports_first_token: true,
         });
         ticket
     }
@@ -111,7 +111,7 @@ impl TestSender {
             ticket,
             worker: WorkerId(worker),
             is_kept: ok,
-            hashes: blocks(text).prompt().hashes,
+            hashes: blocks(text).prompt_view().hashes,
             now_ms: self.now_ms,
         });
     }
@@ -141,7 +141,7 @@ impl TestSender {
             ticket: SendTicket(self.tickets),
             worker: choice.worker,
             request: &request,
-            tells_first_token: true,
+            reports_first_token: true,
         });
         choice
     }

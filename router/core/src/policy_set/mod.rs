@@ -15,10 +15,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rand::RngCore;
 
 use crate::decision_log::{ChangeRecord, DecisionInput, LogEntry, LogLine, LogSink, ObservedEvent};
-use crate::kv::{CacheUpdate, NewsError};
+use crate::kv::{CacheUpdate, CacheUpdateError};
 use crate::pairing::fingerprint::WorkerFingerprint;
 use crate::policy::{
-    ExplainedChoice, IsCompatible, Policy, PolicyInput, PolicyKind, PolicyParams, build,
+    ExplainedChoice, IsCompatible, Policy, PolicyInput, PolicyKind, PolicyParams, build_policy,
     decide_pair,
 };
 use crate::types::{
@@ -43,7 +43,7 @@ struct Journal {
 
 impl PolicySet {
     pub fn new(kind: impl Fn(Role) -> PolicyKind, params: &PolicyParams) -> Self {
-        let policies = Role::ALL.map(|role| Arc::from(build(kind(role), role, params)));
+        let policies = Role::ALL.map(|role| Arc::from(build_policy(kind(role), role, params)));
         Self {
             policies,
             journal: None,
@@ -66,7 +66,7 @@ impl PolicySet {
 
     /// Answers whether anything reads the text, and the block hashes, of prompts sent to these
     /// roles. A journal holds hashes.
-    pub fn needs(&self, roles: &[Role]) -> (bool, bool) {
+    pub fn prompt_needs(&self, roles: &[Role]) -> (bool, bool) {
         let policies = || roles.iter().map(|role| self.policy(*role));
         let needs_blocks = self.journal.is_some() || policies().any(Policy::needs_blocks);
         (policies().any(Policy::needs_text), needs_blocks)
@@ -76,20 +76,20 @@ impl PolicySet {
     pub fn decide(
         &self,
         role: Role,
-        sending: &RoutingRequest<'_>,
+        routing: &RoutingRequest<'_>,
         ready: &[WorkerView],
         ticket: SendTicket,
     ) -> Option<ExplainedChoice> {
-        let asked = self.asked(role, sending, [(ready, ticket)]);
+        let input = self.decision_input(role, routing, [(ready, ticket)]);
         let decide = || {
-            let decided = self.dry_run(role, sending, ready)?;
-            self.sent(role, sending, decided.0, ticket);
+            let decided = self.select_worker(role, routing, ready)?;
+            self.observe_routed(role, routing, decided.0, ticket);
             Some(decided)
         };
-        self.journaled(decide, |decided| {
+        self.run_journaled(decide, |decided| {
             let choices = vec![decided.as_ref().map(|(choice, _)| *choice)];
             Some(LogEntry::Decided {
-                asked: asked?,
+                asked: input?,
                 choices,
             })
         })
@@ -98,45 +98,45 @@ impl PolicySet {
     /// A prefill and a decode worker; together where the policies can.
     pub fn decide_pair(
         &self,
-        sending: &RoutingRequest<'_>,
+        routing: &RoutingRequest<'_>,
         ready: [&[WorkerView]; 2],
         constraints: Option<&PairConstraints>,
         tickets: [SendTicket; 2],
     ) -> Option<[ExplainedChoice; 2]> {
         let sides = [(ready[0], tickets[0]), (ready[1], tickets[1])];
-        let asked =
-            self.asked(Role::Prefill, sending, sides)
-                .map(|asked| match constraints.cloned() {
-                    None => asked,
+        let input =
+            self.decision_input(Role::Prefill, routing, sides)
+                .map(|input| match constraints.cloned() {
+                    None => input,
                     Some(constraints) => DecisionInput {
                         fingerprints: Some(constraints.fingerprints),
                         excluded_pairs: constraints.excluded,
-                        ..asked
+                        ..input
                     },
                 });
         let decide = || {
-            let pair = self.dry_run_pair(sending, ready, constraints)?;
-            self.sent(Role::Prefill, sending, pair[0].0, tickets[0]);
-            self.sent(Role::Decode, sending, pair[1].0, tickets[1]);
+            let pair = self.select_pair(routing, ready, constraints)?;
+            self.observe_routed(Role::Prefill, routing, pair[0].0, tickets[0]);
+            self.observe_routed(Role::Decode, routing, pair[1].0, tickets[1]);
             Some(pair)
         };
-        self.journaled(decide, |decided| {
+        self.run_journaled(decide, |decided| {
             let choices = match decided {
                 Some(pair) => pair.iter().map(|(choice, _)| Some(*choice)).collect(),
                 None => vec![None, None],
             };
             Some(LogEntry::Decided {
-                asked: asked?,
+                asked: input?,
                 choices,
             })
         })
     }
 
     /// Decide without effect: nothing is sent, learned or written down.
-    pub fn dry_run(
+    pub fn select_worker(
         &self,
         role: Role,
-        sending: &RoutingRequest<'_>,
+        routing: &RoutingRequest<'_>,
         ready: &[WorkerView],
     ) -> Option<ExplainedChoice> {
         let RoutingRequest {
@@ -144,7 +144,7 @@ impl PolicySet {
             seed,
             explains,
             ..
-        } = sending;
+        } = routing;
         let explains = *explains;
         let rng = &mut SplitMix64(*seed);
         self.policy(role).decide(&mut PolicyInput {
@@ -156,30 +156,30 @@ impl PolicySet {
     }
 
     /// The same for a pair.
-    pub fn dry_run_pair(
+    pub fn select_pair(
         &self,
-        sending: &RoutingRequest<'_>,
+        routing: &RoutingRequest<'_>,
         ready: [&[WorkerView]; 2],
         constraints: Option<&PairConstraints>,
     ) -> Option<[ExplainedChoice; 2]> {
         let [p, d] = [Role::Prefill, Role::Decode].map(|role| self.policy(role));
-        let is_compatible = constraints.map(|constraints| constraints.test(ready));
-        let rng = &mut SplitMix64(sending.seed);
+        let is_compatible = constraints.map(|constraints| constraints.compatibility_test(ready));
+        let rng = &mut SplitMix64(routing.seed);
         let is_compatible = is_compatible.as_deref();
         decide_pair(
             p,
             d,
-            &sending.request,
+            &routing.request,
             ready,
             is_compatible,
             rng,
-            sending.explains,
+            routing.explains,
         )
     }
 
     /// A candidate is there; `name` is for readers of the log.
-    pub fn added(&self, role: Role, worker: WorkerId, facts: WorkerFacts, name: &str) {
-        self.tell(
+    pub fn add_worker(&self, role: Role, worker: WorkerId, facts: WorkerFacts, name: &str) {
+        self.observe_named(
             role,
             &PolicyEvent::WorkerAdded { worker, facts },
             Some(name),
@@ -189,30 +189,37 @@ impl PolicySet {
     /// Tell the role's policy what happened. Not for `Routed`, which [`PolicySet::decide`] tells
     /// itself.
     pub fn observe(&self, role: Role, event: &PolicyEvent<'_>) {
-        self.tell(role, event, None);
+        self.observe_named(role, event, None);
     }
 
     /// A worker's replica tells what the worker has cached; only `cost` listens.
-    pub fn reconcile(
+    pub fn apply_cache_update(
         &self,
         role: Role,
         worker: WorkerId,
-        news: &CacheUpdate<'_>,
-    ) -> Result<(), NewsError> {
-        let cost = self.policy(role).as_cost().ok_or(NewsError::Forgotten)?;
-        self.journaled(
-            || cost.reconcile(worker, news),
+        update: &CacheUpdate<'_>,
+    ) -> Result<(), CacheUpdateError> {
+        let cost = self
+            .policy(role)
+            .as_cost()
+            .ok_or(CacheUpdateError::Forgotten)?;
+        self.run_journaled(
+            || cost.apply_cache_update(worker, update),
             |_| {
-                let news = news.map(|changes| ChangeRecord::of(changes));
-                Some(LogEntry::Cached { role, worker, news })
+                let update = update.map_changes(|changes| ChangeRecord::from_changes(changes));
+                Some(LogEntry::Cached {
+                    role,
+                    worker,
+                    news: update,
+                })
             },
         )
     }
 
-    fn tell(&self, role: Role, event: &PolicyEvent<'_>, name: Option<&str>) {
+    fn observe_named(&self, role: Role, event: &PolicyEvent<'_>, name: Option<&str>) {
         let observe = || self.policy(role).observe(event);
-        self.journaled(observe, |()| {
-            let observed = ObservedEvent::of(event, name)?;
+        self.run_journaled(observe, |()| {
+            let observed = ObservedEvent::from_event(event, name)?;
             Some(LogEntry::Observed { role, observed })
         });
     }
@@ -221,39 +228,41 @@ impl PolicySet {
     pub fn evict(&self, now_ms: u64) -> usize {
         let evict = |role: Role| {
             let evict = || self.policy(role).evict(now_ms);
-            self.journaled(evict, |_| Some(LogEntry::Evict { role, now_ms }))
+            self.run_journaled(evict, |_| Some(LogEntry::Evict { role, now_ms }))
         };
         Role::ALL.into_iter().map(evict).sum()
     }
 
-    fn sent(
+    fn observe_routed(
         &self,
         role: Role,
-        sending: &RoutingRequest<'_>,
+        routing: &RoutingRequest<'_>,
         choice: WorkerChoice,
         ticket: SendTicket,
     ) {
         self.policy(role).observe(&PolicyEvent::Routed {
             ticket,
             worker: choice.worker,
-            request: &sending.request,
-            tells_first_token: sending.tells_first_token(role),
+            request: &routing.request,
+            reports_first_token: routing.reports_first_token(role),
         });
     }
 
-    fn asked<const N: usize>(
+    fn decision_input<const N: usize>(
         &self,
         role: Role,
-        sending: &RoutingRequest<'_>,
+        routing: &RoutingRequest<'_>,
         sides: [(&[WorkerView], SendTicket); N],
     ) -> Option<DecisionInput> {
         let secret = self.journal.as_ref()?.secret;
         let reads_text = Role::ALL.iter().any(|role| self.policy(*role).needs_text());
-        Some(DecisionInput::of(role, sending, &sides, secret, reads_text))
+        Some(DecisionInput::from_request(
+            role, routing, &sides, secret, reads_text,
+        ))
     }
 
     /// Do one thing, and with a journal write the entry about it down in the same turn.
-    fn journaled<T>(
+    fn run_journaled<T>(
         &self,
         act: impl FnOnce() -> T,
         entry: impl FnOnce(&T) -> Option<LogEntry>,
@@ -262,12 +271,12 @@ impl PolicySet {
             return act();
         };
         let mut turn = journal.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let done = act();
-        if let Some(entry) = entry(&done) {
-            journal.sink.put(LogLine { n: *turn, entry });
+        let result = act();
+        if let Some(entry) = entry(&result) {
+            journal.sink.put_line(LogLine { n: *turn, entry });
             *turn += 1;
         }
-        done
+        result
     }
 }
 
@@ -284,10 +293,11 @@ pub struct PairConstraints {
 
 impl PairConstraints {
     /// Test of which of the candidates in `ready` can be paired.
-    pub fn test<'a>(&'a self, ready: [&'a [WorkerView]; 2]) -> Box<IsCompatible<'a>> {
+    pub fn compatibility_test<'a>(&'a self, ready: [&'a [WorkerView]; 2]) -> Box<IsCompatible<'a>> {
         let fingerprint = move |side: usize, id: WorkerId| {
-            let at = ready[side].iter().position(|worker| worker.id == id);
-            at.and_then(|at| self.fingerprints[side].get(at))
+            let index = ready[side].iter().position(|worker| worker.id == id);
+            index
+                .and_then(|index| self.fingerprints[side].get(index))
                 .copied()
                 .unwrap_or_default()
         };

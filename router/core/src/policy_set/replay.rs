@@ -20,7 +20,7 @@ use crate::decision_log::{
     ChangeRecord, DecisionInput, DecisionSide, LogEntry, LogLine, ObservedEvent,
 };
 use crate::explain::{Explanation, PolicyTerms};
-use crate::kv::NewsError;
+use crate::kv::CacheUpdateError;
 use crate::policy::{PolicyKind, PolicyParams};
 use crate::policy_set::{PairConstraints, PolicySet};
 use crate::types::{
@@ -108,7 +108,7 @@ impl DecisionReplay {
 
     /// Lines come in the order of their numbers; false: this one is older than one that came
     /// before.
-    pub fn line(&mut self, line: &LogLine) -> bool {
+    pub fn replay_line(&mut self, line: &LogLine) -> bool {
         if line.n < self.next {
             return false;
         }
@@ -116,14 +116,15 @@ impl DecisionReplay {
         self.report.lines += 1;
         self.next = line.n + 1;
         match &line.entry {
-            LogEntry::Decided { asked, choices } => self.decided(line.n, asked, choices),
-            LogEntry::Observed { role, observed } => self.observe(*role, observed),
+            LogEntry::Decided { asked, choices } => self.replay_decision(line.n, asked, choices),
+            LogEntry::Observed { role, observed } => self.replay_event(*role, observed),
             LogEntry::Cached { role, worker, news } => {
-                let news = news.map(ChangeRecord::changes);
+                let changes = news.map_changes(ChangeRecord::block_changes);
                 for policies in [&self.policies, &self.evaluators] {
                     // The recorded run took or refused this update; the replay does the same.
-                    let news = news.map(Vec::as_slice);
-                    let _: Result<(), NewsError> = policies.reconcile(*role, *worker, &news);
+                    let update = changes.map_changes(Vec::as_slice);
+                    let _: Result<(), CacheUpdateError> =
+                        policies.apply_cache_update(*role, *worker, &update);
                 }
             }
             LogEntry::Evict { role, now_ms } => {
@@ -137,58 +138,61 @@ impl DecisionReplay {
         &self.report
     }
 
-    fn decided(&mut self, n: u64, asked: &DecisionInput, choices: &[Option<WorkerChoice>]) {
-        let made_up = (asked.text.is_none()).then(|| text_of(asked));
+    fn replay_decision(&mut self, n: u64, input: &DecisionInput, choices: &[Option<WorkerChoice>]) {
+        let made_up = (input.text.is_none()).then(|| text_of(input));
         let request = RequestView {
-            text: asked.text.as_deref().or(made_up.as_deref()).unwrap_or(""),
-            prompt: asked.prompt.with_hashes(&asked.prompt.hashes.0),
-            routing_key: asked.key.as_deref(),
-            now_ms: asked.now_ms,
+            text: input.text.as_deref().or(made_up.as_deref()).unwrap_or(""),
+            prompt: input.prompt.with_hashes(&input.prompt.hashes.0),
+            routing_key: input.key.as_deref(),
+            now_ms: input.now_ms,
         };
-        let seed = asked.seed;
-        let streams = asked.streams;
-        let sending = RoutingRequest {
+        let seed = input.seed;
+        let streams = input.streams;
+        let routing = RoutingRequest {
             request,
             seed,
             explains: true,
             streams,
         };
-        let views: Vec<Vec<WorkerView>> = asked.sides.iter().map(DecisionSide::views).collect();
-        let constraints = asked
+        let views: Vec<Vec<WorkerView>> =
+            input.sides.iter().map(DecisionSide::worker_views).collect();
+        let constraints = input
             .fingerprints
             .clone()
             .map(|fingerprints| PairConstraints {
                 fingerprints,
-                excluded: asked.excluded_pairs.clone(),
+                excluded: input.excluded_pairs.clone(),
             });
-        let dry_run = |policies: &PolicySet, sending: &RoutingRequest<'_>| match views.as_slice() {
-            [ready] => vec![policies.dry_run(asked.role, sending, ready)],
-            [p, d] => match policies.dry_run_pair(sending, [p, d], constraints.as_ref()) {
-                Some(pair) => pair.map(Some).into(),
-                None => vec![None, None],
-            },
-            _ => Vec::new(), // no decision has no or three sides
-        };
-        let again = dry_run(&self.policies, &sending).into_iter();
-        let evaluated = dry_run(&self.evaluators, &RoutingRequest { seed: 0, ..sending });
-        for (at, (again, evaluated)) in again.zip(evaluated).enumerate() {
-            let role = if at == 0 { asked.role } else { Role::Decode };
+        let select_again =
+            |policies: &PolicySet, routing: &RoutingRequest<'_>| match views.as_slice() {
+                [ready] => vec![policies.select_worker(input.role, routing, ready)],
+                [p, d] => match policies.select_pair(routing, [p, d], constraints.as_ref()) {
+                    Some(pair) => pair.map(Some).into(),
+                    None => vec![None, None],
+                },
+                _ => Vec::new(), // no decision has no or three sides
+            };
+        let again = select_again(&self.policies, &routing).into_iter();
+        let evaluated = select_again(&self.evaluators, &RoutingRequest { seed: 0, ..routing });
+        for (side, (again, evaluated)) in again.zip(evaluated).enumerate() {
+            let role = if side == 0 { input.role } else { Role::Decode };
             let again = again.map(|(choice, _)| choice);
-            let recorded = choices.get(at).copied().flatten();
+            let recorded = choices.get(side).copied().flatten();
             let decisions = self.report.roles.entry(role.into_str()).or_default();
             decisions.recorded_policy = self.recorded[role.index()];
             decisions.policy = self.policies.policy(role).name();
             decisions.compare(n, recorded, again);
             if let Some((_, Some(explanation))) = evaluated {
-                decisions.recorded.judge(&explanation, recorded);
-                decisions.again.judge(&explanation, again);
+                decisions.recorded.add_prediction(&explanation, recorded);
+                decisions.again.add_prediction(&explanation, again);
             }
             if let Some(choice) = recorded {
-                let ticket = asked.sides[at].ticket;
-                self.policies.sent(role, &sending, choice, ticket);
-                self.evaluators.sent(role, &sending, choice, ticket);
-                let hashes = asked.prompt.hashes.0.clone();
-                let sent_ms = asked.now_ms;
+                let ticket = input.sides[side].ticket;
+                self.policies.observe_routed(role, &routing, choice, ticket);
+                self.evaluators
+                    .observe_routed(role, &routing, choice, ticket);
+                let hashes = input.prompt.hashes.0.clone();
+                let sent_ms = input.now_ms;
                 self.in_flight.insert(
                     ticket,
                     InFlight {
@@ -201,25 +205,25 @@ impl DecisionReplay {
         }
     }
 
-    fn observe(&mut self, role: Role, observed: &ObservedEvent) {
-        let sent = match observed {
+    fn replay_event(&mut self, role: Role, observed: &ObservedEvent) {
+        let in_flight = match observed {
             ObservedEvent::FirstToken { ticket, .. }
             | ObservedEvent::Usage { ticket, .. }
             | ObservedEvent::Finished { ticket, .. } => self.in_flight.get(ticket),
             _ => None,
         };
-        let known: &[u64] = sent.map_or(&[], |sent| &sent.hashes);
-        let Some(mut event) = observed.event(known) else {
+        let sent_hashes: &[u64] = in_flight.map_or(&[], |sent| &sent.hashes);
+        let Some(mut event) = observed.policy_event(sent_hashes) else {
             return;
         };
         self.policies.observe(role, &event);
         if let PolicyEvent::Finished { hashes, .. } = &mut event {
-            *hashes = known; // the evaluators read them whether or not the recorded policy did
+            *hashes = sent_hashes; // the evaluators read them whether or not the recorded policy did
         }
         self.evaluators.observe(role, &event);
-        if let Some(sent) = sent {
+        if let Some(sent) = in_flight {
             let decisions = self.report.roles.entry(sent.role.into_str()).or_default();
-            decisions.observed.observe(observed, sent);
+            decisions.observed.add_observation(observed, sent);
         }
         if let ObservedEvent::Finished { ticket, .. } = observed {
             self.in_flight.remove(ticket);
@@ -229,9 +233,9 @@ impl DecisionReplay {
 
 /// For a policy that reads text, of a log that holds none: four characters a block, equal as far as
 /// the blocks are. The rest behind the last whole block is missing.
-fn text_of(asked: &DecisionInput) -> String {
+fn text_of(input: &DecisionInput) -> String {
     let part = |hash: u64, at: u32| (hash >> (16 * at)) as u32 & 0xffff;
-    let hashes = asked.prompt.hashes.0.iter();
+    let hashes = input.prompt.hashes.0.iter();
     let chars = hashes.flat_map(|hash| (0..4).map(|at| char::from_u32(0x1_0000 + part(*hash, at))));
     chars.flatten().collect()
 }
@@ -257,22 +261,22 @@ impl DecisionCounts {
             .get_or_insert(DecisionDifference { n, recorded, again });
     }
 
-    fn total(&self) -> u64 {
+    fn total_decisions(&self) -> u64 {
         self.same + self.other_worker + self.other_reason
     }
 
-    fn write(&self, f: &mut fmt::Formatter<'_>, role: &str) -> fmt::Result {
-        let total = self.total();
+    fn write_table(&self, f: &mut fmt::Formatter<'_>, role: &str) -> fmt::Result {
+        let total = self.total_decisions();
         let percent = |part: u64| 100.0 * part as f64 / total.max(1) as f64;
         let recorded = self.recorded_policy;
         let again = self.policy;
         writeln!(f, "\n{role}: {recorded} recorded, {again} again")?;
-        for (what, count) in [
+        for (label, count) in [
             ("same decision", self.same),
             ("other worker", self.other_worker),
             ("same worker, other reason", self.other_reason),
         ] {
-            writeln!(f, "  {what:<26} {count:>9}  {:>6.2} %", percent(count))?;
+            writeln!(f, "  {label:<26} {count:>9}  {:>6.2} %", percent(count))?;
         }
         writeln!(
             f,
@@ -314,7 +318,7 @@ impl DecisionCounts {
 }
 
 impl PolicyEvaluation {
-    fn judge(&mut self, explanation: &Explanation, choice: Option<WorkerChoice>) {
+    fn add_prediction(&mut self, explanation: &Explanation, choice: Option<WorkerChoice>) {
         let worker: Option<WorkerId> = choice.map(|choice| choice.worker);
         let chosen = explanation.candidates.iter().find(|c| Some(c.id) == worker);
         if let Some(PolicyTerms::Cost(terms)) = chosen.map(|chosen| chosen.terms) {
@@ -325,7 +329,7 @@ impl PolicyEvaluation {
         }
     }
 
-    fn observe(&mut self, observed: &ObservedEvent, sent: &InFlight) {
+    fn add_observation(&mut self, observed: &ObservedEvent, sent: &InFlight) {
         match observed {
             ObservedEvent::FirstToken { now_ms, .. } => {
                 self.times += 1;
@@ -370,7 +374,7 @@ impl fmt::Display for ReplayReport {
             )?;
         }
         for (role, decisions) in &self.roles {
-            decisions.write(f, role)?;
+            decisions.write_table(f, role)?;
         }
         Ok(())
     }
@@ -394,7 +398,7 @@ mod tests {
     struct Written(Arc<Mutex<Vec<String>>>);
 
     impl LogSink for Written {
-        fn put(&self, line: LogLine) {
+        fn put_line(&self, line: LogLine) {
             let text = serde_json::to_string(&line).expect("plain data");
             self.0.lock().expect("no panic").push(text);
         }
@@ -408,7 +412,7 @@ mod tests {
 
     /// Small model of a router: sends requests and advances those that were sent.
     struct Router {
-        deciders: PolicySet,
+        policy_set: PolicySet,
         written: Written,
         tickets: u64,
         now_ms: u64,
@@ -419,13 +423,13 @@ mod tests {
     impl Router {
         fn new(kind: PolicyKind) -> Self {
             let written = Written::default();
-            let deciders = PolicySet::new(|_| kind, &PolicyParams::default())
+            let policy_set = PolicySet::new(|_| kind, &PolicyParams::default())
                 .with_journal(Box::new(written.clone()), 99);
             for (role, id) in Role::ALL
                 .into_iter()
                 .flat_map(|role| (0..4).map(move |id| (role, id)))
             {
-                deciders.added(
+                policy_set.add_worker(
                     role,
                     WorkerId(id),
                     WorkerFacts::default(),
@@ -433,7 +437,7 @@ mod tests {
                 );
             }
             Self {
-                deciders,
+                policy_set,
                 written,
                 tickets: 0,
                 now_ms: 0,
@@ -445,11 +449,11 @@ mod tests {
             let blocks = blocks(text);
             let request = RequestView {
                 text,
-                prompt: blocks.prompt(),
+                prompt: blocks.prompt_view(),
                 routing_key: text.get(..1),
                 now_ms: self.now_ms,
             };
-            let sending = RoutingRequest {
+            let routing = RoutingRequest {
                 request,
                 seed,
                 explains: seed.is_multiple_of(3),
@@ -465,7 +469,7 @@ mod tests {
             let d = SendTicket(self.tickets);
             if is_pair {
                 let fingerprint = |size: u32| {
-                    WorkerFingerprint::of(|aspect| {
+                    WorkerFingerprint::from_values(|aspect| {
                         (aspect == "page_size").then(|| size.to_string())
                     })
                 };
@@ -477,14 +481,17 @@ mod tests {
                     excluded,
                 };
                 let constraints = seed.is_multiple_of(5).then_some(&constraints);
-                let pair =
-                    self.deciders
-                        .decide_pair(&sending, [&ready, &ready[1..]], constraints, [p, d]);
+                let pair = self.policy_set.decide_pair(
+                    &routing,
+                    [&ready, &ready[1..]],
+                    constraints,
+                    [p, d],
+                );
                 let [(first, _), (second, _)] = pair.expect("candidates");
                 sent(Role::Prefill, p, first);
                 sent(Role::Decode, d, second);
             } else {
-                let chosen = self.deciders.decide(Role::Regular, &sending, &ready, p);
+                let chosen = self.policy_set.decide(Role::Regular, &routing, &ready, p);
                 sent(Role::Regular, p, chosen.expect("candidates").0);
             }
         }
@@ -525,9 +532,9 @@ mod tests {
                 _ => {
                     self.in_flight.remove(0);
                     let blocks = blocks(&text);
-                    let hashes = blocks.prompt().hashes;
+                    let hashes = blocks.prompt_view().hashes;
                     let is_kept = what % 2 == 1;
-                    self.deciders.observe(
+                    self.policy_set.observe(
                         role,
                         &PolicyEvent::Finished {
                             ticket,
@@ -540,14 +547,14 @@ mod tests {
                     return;
                 }
             };
-            self.deciders.observe(role, &event);
+            self.policy_set.observe(role, &event);
         }
 
         /// A worker announces its cache, exactly or not.
         fn announces(&mut self, text: &str, seed: u64) {
             let blocks = blocks(text);
             let hold = blocks
-                .prompt()
+                .prompt_view()
                 .hashes
                 .iter()
                 .map(|hash| BlockChange::Hold(*hash));
@@ -560,25 +567,26 @@ mod tests {
             let serve = CacheUpdate::Serve {
                 is_exact: seed.is_multiple_of(2),
             };
-            for news in [CacheUpdate::Begin, changed, serve] {
+            for update in [CacheUpdate::Begin, changed, serve] {
                 let worker = WorkerId(seed % 4);
-                let _: Result<(), NewsError> =
-                    self.deciders.reconcile(Role::Regular, worker, &news);
+                let _: Result<(), CacheUpdateError> =
+                    self.policy_set
+                        .apply_cache_update(Role::Regular, worker, &update);
             }
         }
 
         fn comes_back(&mut self, worker: u64) {
             for role in Role::ALL {
-                self.deciders.observe(
+                self.policy_set.observe(
                     role,
                     &PolicyEvent::WorkerGone {
                         worker: WorkerId(worker),
                     },
                 );
-                self.deciders
-                    .added(role, WorkerId(worker), WorkerFacts::default(), "back");
+                self.policy_set
+                    .add_worker(role, WorkerId(worker), WorkerFacts::default(), "back");
             }
-            self.deciders.evict(self.now_ms);
+            self.policy_set.evict(self.now_ms);
         }
     }
 
@@ -586,7 +594,7 @@ mod tests {
         let mut replay = DecisionReplay::new(|_| recorded, |_| kind, &PolicyParams::default());
         for line in lines {
             let line: LogLine = serde_json::from_str(line).expect("its own lines");
-            assert!(replay.line(&line));
+            assert!(replay.replay_line(&line));
         }
         replay.report().clone()
     }
@@ -613,7 +621,7 @@ mod tests {
             let report = replayed(&router.written.lines(), kind, kind);
             prop_assert!(report.is_same(), "{}", report);
             prop_assert_eq!(report.missing, 0);
-            let sent: u64 = report.roles.values().map(DecisionCounts::total).sum();
+            let sent: u64 = report.roles.values().map(DecisionCounts::total_decisions).sum();
             prop_assert_eq!(sent > 0, ops.iter().any(|(what, ..)| *what > 5));
         }
     }
@@ -638,7 +646,7 @@ mod tests {
         let lines = conversations();
         let report = replayed(&lines, PolicyKind::RoundRobin, PolicyKind::Cost);
         let regular = &report.roles["regular"];
-        assert_eq!(regular.total(), 57);
+        assert_eq!(regular.total_decisions(), 57);
         assert!(!report.is_same() && regular.other_worker > 10, "{report}");
         let was = regular.recorded.hit_rate();
         let is = regular.again.hit_rate();
@@ -671,8 +679,8 @@ mod tests {
             .iter()
             .map(|l| serde_json::from_str(l).expect("a line"))
             .collect();
-        assert!(replay.line(&parsed[0]) && replay.line(&parsed[5]));
-        assert!(!replay.line(&parsed[3]));
+        assert!(replay.replay_line(&parsed[0]) && replay.replay_line(&parsed[5]));
+        assert!(!replay.replay_line(&parsed[3]));
         assert_eq!((replay.report().missing, replay.report().lines), (4, 2));
     }
 

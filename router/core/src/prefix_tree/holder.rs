@@ -38,6 +38,6 @@ impl Holder {
 }
 
 /// Index of a worker in the list, or where it would be inserted.
-pub(super) fn position(holders: &[Holder], worker: WorkerId) -> Result<usize, usize> {
+pub(super) fn find_holder(holders: &[Holder], worker: WorkerId) -> Result<usize, usize> {
     holders.binary_search_by_key(&worker, |holder| holder.worker)
 }

@@ -5,7 +5,7 @@
 //!
 //! 1. A worker was sent it: it becomes holder of the whole path from the root
 //!    ([`PrefixTree::insert`]), splitting a node where paths part. If it holds the path already,
-//!    only the stamps move, under a read lock ([`PrefixTree::touch`]).
+//!    only the stamps move, under a read lock ([`PrefixTree::touch_path`]).
 //! 2. A request looks for the longest prefix held by a candidate ([`PrefixTree::longest_match`]),
 //!    or for what each candidate holds ([`PrefixTree::held_by`]). That changes nothing.
 //! 3. A worker above its limit of units forgets: least recently sent first, from the end of a path
@@ -13,9 +13,9 @@
 //!    longest ago. This happens at each insert, so memory is bounded at every moment, not from pass
 //!    to pass.
 //! 4. The request failed: what it alone had claimed is taken back ([`PrefixTree::retract`]).
-//! 5. A worker is gone: it forgets everything ([`PrefixTree::retire`]). A node without holders is
-//!    freed, and a node whose only child has the same holders and stamps is joined with it, so
-//!    inner nodes do not pile up.
+//! 5. A worker is gone: it forgets everything ([`PrefixTree::retire_worker`]). A node without
+//!    holders is freed, and a node whose only child has the same holders and stamps is joined with
+//!    it, so inner nodes do not pile up.
 //!
 //! ```text
 //!   root ─ "You are a helpful assistant. " {1,2,3} ─┬─ "Translate …" {1}
@@ -46,7 +46,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::types::{WorkerId, WorkerView};
 
-use holder::{Holder, NOT_QUEUED, position};
+use holder::{Holder, NOT_QUEUED, find_holder};
 pub use segment::TreeSegment;
 
 /// Index into the arena. 32 bits: 2^32 nodes would need half a terabyte.
@@ -110,7 +110,7 @@ pub struct PrefixMatch<'t> {
 impl PrefixMatch<'_> {
     /// True if `worker` holds the whole match.
     pub fn is_held_by(&self, worker: WorkerId) -> bool {
-        position(self.holders, worker).is_ok()
+        find_holder(self.holders, worker).is_ok()
     }
 }
 
@@ -135,14 +135,14 @@ where
 
     /// From now on `worker` may hold up to `limit` units. One that does already gets the new limit
     /// at its next insert.
-    pub fn add(&mut self, worker: WorkerId, limit: usize) {
+    pub fn add_worker(&mut self, worker: WorkerId, limit: usize) {
         self.tenants.entry(worker).or_default().limit = limit;
     }
 
     /// Forget at most `max_nodes` nodes of a worker that is gone; returns whether there is more to
     /// forget. From the first call on its inserts are ignored. Called in a loop so that the lock is
     /// free in between.
-    pub fn retire(&mut self, worker: WorkerId, max_nodes: usize) -> bool {
+    pub fn retire_worker(&mut self, worker: WorkerId, max_nodes: usize) -> bool {
         let Some(tenant) = self.tenants.get_mut(&worker) else {
             return false;
         };
@@ -151,7 +151,7 @@ where
             let Some((_, leaf)) = self.oldest_leaf(worker) else {
                 break;
             };
-            self.release(leaf, worker);
+            self.release_leaf(leaf, worker);
         }
         if self.oldest_leaf(worker).is_some() {
             return true;
@@ -167,18 +167,18 @@ where
 
     /// The nodes along `path`, each with the units matched up to its end, or to where the path
     /// leaves it.
-    fn walk<'t>(&'t self, path: &'t S) -> impl Iterator<Item = PrefixMatch<'t>> {
+    fn walk_matches<'t>(&'t self, path: &'t S) -> impl Iterator<Item = PrefixMatch<'t>> {
         let mut next = self.node(ROOT).child_for(path);
-        let mut rest = path;
+        let mut suffix = path;
         let mut units = 0;
         std::iter::from_fn(move || {
             let node = self.node(next?);
-            let common = node.label.common(rest);
-            let (matched, behind) = rest.split_at(common);
+            let common = node.label.common_length(suffix);
+            let (matched, behind) = suffix.split_at(common);
             if common == node.label.len() {
                 units += node.units;
                 next = node.child_for(behind);
-                rest = behind;
+                suffix = behind;
             } else {
                 units += matched.units();
                 next = None;
@@ -190,11 +190,11 @@ where
 
     /// The longest prefix of `path` that at least one of `ready` holds.
     pub fn longest_match<'t>(&'t self, path: &'t S, ready: &[WorkerView]) -> PrefixMatch<'t> {
-        let mut path: Vec<PrefixMatch<'_>> = self.walk(path).collect();
+        let mut path: Vec<PrefixMatch<'_>> = self.walk_matches(path).collect();
         // Holders only get fewer along the path.
-        let held =
+        let held_steps =
             path.partition_point(|step| ready.iter().any(|worker| step.is_held_by(worker.id)));
-        path.truncate(held);
+        path.truncate(held_steps);
         path.pop().unwrap_or(PrefixMatch {
             units: 0,
             holders: &[],
@@ -208,18 +208,19 @@ where
         held.fill(0);
         let mut deepest = 0;
         let mut note = |step: PrefixMatch<'_>| {
-            let mut at = 0;
+            let mut next_worker = 0;
             for holder in step.holders {
-                at += workers[at..].partition_point(|worker| *worker < holder.worker);
-                match workers.get(at) {
-                    Some(worker) if *worker == holder.worker => held[at] = step.units,
+                next_worker +=
+                    workers[next_worker..].partition_point(|worker| *worker < holder.worker);
+                match workers.get(next_worker) {
+                    Some(worker) if *worker == holder.worker => held[next_worker] = step.units,
                     Some(_) => {}
                     None => break,
                 }
             }
         };
         let mut last: Option<PrefixMatch<'_>> = None;
-        for step in self.walk(path) {
+        for step in self.walk_matches(path) {
             deepest = step.units;
             // Holders only get fewer along the path: as many are the same ones, and only the last
             // step of them counts.
@@ -236,23 +237,25 @@ where
 
     /// If `worker` holds exactly this path as the end of a node, renew it and return true; else an
     /// insert is needed.
-    pub fn touch(&self, worker: WorkerId, path: &S) -> bool {
+    pub fn touch_path(&self, worker: WorkerId, path: &S) -> bool {
         let mut id = ROOT;
-        let mut rest = path;
-        while !rest.is_empty() {
-            let Some(next) = self.descend(id, rest) else {
+        let mut suffix = path;
+        while !suffix.is_empty() {
+            let Some(next) = self.descend_to_child(id, suffix) else {
                 return false;
             };
-            (id, rest) = next;
+            (id, suffix) = next;
         }
-        if id != ROOT && position(&self.node(id).holders, worker).is_err() {
+        if id != ROOT && find_holder(&self.node(id).holders, worker).is_err() {
             return false;
         }
         let stamp = self.next_stamp();
         while id != ROOT {
             let node = self.node(id);
-            if let Ok(at) = position(&node.holders, worker) {
-                node.holders[at].stamp.fetch_max(stamp, Ordering::Relaxed);
+            if let Ok(index) = find_holder(&node.holders, worker) {
+                node.holders[index]
+                    .stamp
+                    .fetch_max(stamp, Ordering::Relaxed);
             }
             id = node.parent;
         }
@@ -269,30 +272,30 @@ where
             return AccessStamp(stamp);
         }
         self.make_room();
-        let mut at = ROOT;
-        let mut rest = path;
-        while !rest.is_empty() {
-            let child = match self.node(at).child_for(rest) {
-                None => self.add_child(at, rest),
+        let mut parent = ROOT;
+        let mut suffix = path;
+        while !suffix.is_empty() {
+            let child = match self.node(parent).child_for(suffix) {
+                None => self.add_child(parent, suffix),
                 Some(child) => {
                     let label = &self.node(child).label;
-                    let common = label.common(rest);
+                    let common = label.common_length(suffix);
                     let len = label.len();
                     if common < len {
-                        self.split(child, common)
+                        self.split_node(child, common)
                     } else {
                         child
                     }
                 }
             };
-            self.hold(child, worker, stamp);
-            rest = rest.split_at(self.node(child).label.len()).1;
-            at = child;
+            self.add_holder(child, worker, stamp);
+            suffix = suffix.split_at(self.node(child).label.len()).1;
+            parent = child;
         }
-        if at != ROOT && self.holder_mut(at, worker).below == 0 {
-            self.queue(at, worker);
+        if parent != ROOT && self.holder_mut(parent, worker).below == 0 {
+            self.queue_leaf(parent, worker);
         }
-        self.shrink(worker);
+        self.shrink_worker(worker);
         while self.bytes() > self.max_bytes && self.forget_oldest() {}
         AccessStamp(stamp)
     }
@@ -301,43 +304,43 @@ where
     /// unless something sent since passes through it.
     pub fn retract(&mut self, worker: WorkerId, path: &S, stamp: AccessStamp, keep: usize) {
         let mut id = ROOT;
-        let mut rest = path;
+        let mut suffix = path;
         let mut units = 0;
-        while let Some((child, behind)) = self.descend(id, rest)
-            && position(&self.node(child).holders, worker).is_ok()
+        while let Some((child, behind)) = self.descend_to_child(id, suffix)
+            && find_holder(&self.node(child).holders, worker).is_ok()
         {
             id = child;
-            rest = behind;
-            units = units + self.node(child).units;
+            suffix = behind;
+            units += self.node(child).units;
         }
         while id != ROOT && units > keep {
             let node = self.node(id);
-            let Ok(at) = position(&node.holders, worker) else {
+            let Ok(index) = find_holder(&node.holders, worker) else {
                 break; // merged: its other holders continue from there
             };
-            if node.holders[at].below > 0 || node.holders[at].stamp() != stamp.0 {
+            if node.holders[index].below > 0 || node.holders[index].stamp() != stamp.0 {
                 break;
             }
             let parent = node.parent;
             let above = units - node.units;
             if above < keep {
-                self.split(id, node.label.position_of_unit(keep - above));
-                self.release(id, worker);
+                self.split_node(id, node.label.position_of_unit(keep - above));
+                self.release_leaf(id, worker);
                 break;
             }
-            self.release(id, worker);
+            self.release_leaf(id, worker);
             id = parent;
             units = above;
         }
     }
 
     /// `worker` forgets what it was last sent before the insert `lasting`; `None`: all of it.
-    pub fn expire(&mut self, worker: WorkerId, lasting: Option<AccessStamp>) {
+    pub fn expire_older(&mut self, worker: WorkerId, lasting: Option<AccessStamp>) {
         let limit = lasting.map_or(u64::MAX, |stamp| stamp.0);
         while let Some((stamp, leaf)) = self.oldest_leaf(worker)
             && stamp < limit
         {
-            self.release(leaf, worker);
+            self.release_leaf(leaf, worker);
         }
     }
 
@@ -355,7 +358,10 @@ where
     /// 0 unless an insert was cut short or a limit has become smaller.
     pub fn evict(&mut self) -> usize {
         let workers: Vec<WorkerId> = self.tenants.keys().copied().collect();
-        workers.into_iter().map(|worker| self.shrink(worker)).sum()
+        workers
+            .into_iter()
+            .map(|worker| self.shrink_worker(worker))
+            .sum()
     }
 
     /// Units each worker holds, ordered by id; a prefix shared by two workers counts for both.
@@ -384,7 +390,7 @@ where
     // --- forgetting
 
     /// Drop what `worker` holds above its limit, oldest first; returns the units dropped.
-    fn shrink(&mut self, worker: WorkerId) -> usize {
+    fn shrink_worker(&mut self, worker: WorkerId) -> usize {
         let mut dropped = 0;
         loop {
             let limit = self.tenants.get(&worker).map_or(0, |tenant| tenant.limit);
@@ -397,11 +403,11 @@ where
             };
             let units = self.node(leaf).units;
             if excess < units {
-                let kept = self.node(leaf).label.position_of_unit(units - excess);
-                self.split(leaf, kept); // `leaf` is now the end only
+                let cut = self.node(leaf).label.position_of_unit(units - excess);
+                self.split_node(leaf, cut); // `leaf` is now the end only
             }
             dropped += self.node(leaf).units;
-            self.release(leaf, worker);
+            self.release_leaf(leaf, worker);
         }
         self.evicted_units_total += dropped as u64;
         dropped
@@ -418,10 +424,10 @@ where
             return false;
         };
         if self.holder_mut(leaf, worker).stamp() != key {
-            self.queue(leaf, worker); // touched since it was queued
+            self.queue_leaf(leaf, worker); // touched since it was queued
         } else {
             self.evicted_units_total += self.node(leaf).units as u64;
-            self.release(leaf, worker);
+            self.release_leaf(leaf, worker);
         }
         true
     }
@@ -450,18 +456,18 @@ where
             if self.holder_mut(leaf, worker).stamp() == key {
                 return Some((key, leaf));
             }
-            self.queue(leaf, worker); // touched since it was queued
+            self.queue_leaf(leaf, worker); // touched since it was queued
         }
     }
 
     /// `worker` forgets `leaf`, one of its leaves. The parent may become its leaf; nodes are freed
     /// and joined as due.
-    fn release(&mut self, leaf: NodeId, worker: WorkerId) {
+    fn release_leaf(&mut self, leaf: NodeId, worker: WorkerId) {
         let node = &mut self.nodes[leaf as usize];
         let parent = node.parent;
         let units = node.units;
-        if let Ok(at) = position(&node.holders, worker) {
-            let holder = node.holders.remove(at);
+        if let Ok(index) = find_holder(&node.holders, worker) {
+            let holder = node.holders.remove(index);
             debug_assert_eq!(holder.below, 0, "only ends of paths are forgotten");
             let tenant = self.tenant_mut(worker);
             tenant.leaves.remove(&holder.queued);
@@ -471,11 +477,11 @@ where
             let holder = self.holder_mut(parent, worker);
             holder.below -= 1;
             if holder.below == 0 {
-                self.queue(parent, worker);
+                self.queue_leaf(parent, worker);
             }
         }
         if self.node(leaf).holders.is_empty() {
-            self.unlink(leaf);
+            self.unlink_node(leaf);
             self.join_with_only_child(parent);
         } else {
             self.join_with_only_child(leaf);
@@ -483,14 +489,14 @@ where
     }
 
     /// Free a node without holders; it has no children then.
-    fn unlink(&mut self, id: NodeId) {
-        let node = self.take(id);
+    fn unlink_node(&mut self, id: NodeId) {
+        let node = self.take_node(id);
         debug_assert!(
             node.children.is_empty(),
             "a child's holders hold its parent"
         );
         self.label_bytes -= size_of_val(&*node.label);
-        if let Some(first) = node.label.first() {
+        if let Some(first) = node.label.first_key() {
             let siblings = &mut self.nodes[node.parent as usize].children;
             siblings.remove(&first);
             self.inner -= usize::from(siblings.is_empty());
@@ -498,7 +504,7 @@ where
     }
 
     /// Empty a slot for reuse.
-    fn take(&mut self, id: NodeId) -> Node<S> {
+    fn take_node(&mut self, id: NodeId) -> Node<S> {
         self.free.push(id);
         let empty = Node::new(Box::default(), ROOT);
         let node = std::mem::replace(&mut self.nodes[id as usize], empty);
@@ -522,13 +528,13 @@ where
         {
             return;
         }
-        let upper = self.take(id);
+        let upper = self.take_node(id);
         self.inner -= 1;
         let lower = &mut self.nodes[child as usize];
-        lower.label = upper.label.joined(&lower.label);
+        lower.label = upper.label.join_segments(&lower.label);
         lower.units += upper.units;
         lower.parent = upper.parent;
-        self.link(upper.parent, child);
+        self.link_child(upper.parent, child);
     }
 
     // --- growing
@@ -536,14 +542,14 @@ where
     /// A new node under `parent`, without holders yet.
     fn add_child(&mut self, parent: NodeId, label: &S) -> NodeId {
         self.label_bytes += size_of_val(label);
-        let id = self.place(Node::new(label.into(), parent));
-        self.link(parent, id);
+        let id = self.place_node(Node::new(label.into(), parent));
+        self.link_child(parent, id);
         id
     }
 
     /// Cut a node in two at position `at`. Returns the new upper half; `id` stays the lower one, so
     /// that queued leaves and children keep their place.
-    fn split(&mut self, id: NodeId, at: usize) -> NodeId {
+    fn split_node(&mut self, id: NodeId, at: usize) -> NodeId {
         let lower = &mut self.nodes[id as usize];
         let (head, tail) = lower.label.split_at(at);
         let head = Box::from(head);
@@ -555,30 +561,30 @@ where
         lower.units -= upper.units;
         self.holder_slots += upper.holders.capacity();
         let parent = upper.parent;
-        let upper = self.place(upper);
+        let upper = self.place_node(upper);
         self.nodes[id as usize].parent = upper;
-        self.link(parent, upper);
-        self.link(upper, id);
+        self.link_child(parent, upper);
+        self.link_child(upper, id);
         upper
     }
 
     /// `worker` holds the node, as of `stamp`. It holds the parent already.
-    fn hold(&mut self, id: NodeId, worker: WorkerId, stamp: u64) {
+    fn add_holder(&mut self, id: NodeId, worker: WorkerId, stamp: u64) {
         let node = &mut self.nodes[id as usize];
         let parent = node.parent;
         let units = node.units;
-        match position(&node.holders, worker) {
-            Ok(at) => *node.holders[at].stamp.get_mut() = stamp,
-            Err(at) => {
+        match find_holder(&node.holders, worker) {
+            Ok(index) => *node.holders[index].stamp.get_mut() = stamp,
+            Err(index) => {
                 let before = node.holders.capacity();
                 if node.holders.len() == before {
                     node.holders.reserve_exact((before / 2).max(1)); // most nodes have one holder
                 }
                 self.holder_slots += node.holders.capacity() - before;
-                node.holders.insert(at, Holder::new(worker, stamp, 0));
+                node.holders.insert(index, Holder::new(worker, stamp, 0));
                 self.tenant_mut(worker).units += units;
                 if parent != ROOT {
-                    self.dequeue(parent, worker);
+                    self.dequeue_leaf(parent, worker);
                     self.holder_mut(parent, worker).below += 1;
                 }
             }
@@ -586,8 +592,8 @@ where
     }
 
     /// Put a leaf of `worker` at the place its stamp gives it.
-    fn queue(&mut self, leaf: NodeId, worker: WorkerId) {
-        self.dequeue(leaf, worker);
+    fn queue_leaf(&mut self, leaf: NodeId, worker: WorkerId) {
+        self.dequeue_leaf(leaf, worker);
         let holder = self.holder_mut(leaf, worker);
         let stamp = holder.stamp();
         holder.queued = stamp;
@@ -598,7 +604,7 @@ where
         );
     }
 
-    fn dequeue(&mut self, leaf: NodeId, worker: WorkerId) {
+    fn dequeue_leaf(&mut self, leaf: NodeId, worker: WorkerId) {
         let queued = std::mem::replace(&mut self.holder_mut(leaf, worker).queued, NOT_QUEUED);
         if queued != NOT_QUEUED {
             self.tenant_mut(worker).leaves.remove(&queued);
@@ -611,7 +617,7 @@ where
         self.stamp.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    fn place(&mut self, node: Node<S>) -> NodeId {
+    fn place_node(&mut self, node: Node<S>) -> NodeId {
         if let Some(id) = self.free.pop() {
             self.nodes[id as usize] = node;
             return id;
@@ -623,8 +629,8 @@ where
         (self.nodes.len() - 1) as NodeId
     }
 
-    fn link(&mut self, parent: NodeId, child: NodeId) {
-        if let Some(first) = self.node(child).label.first() {
+    fn link_child(&mut self, parent: NodeId, child: NodeId) {
+        if let Some(first) = self.node(child).label.first_key() {
             let children = &mut self.nodes[parent as usize].children;
             self.inner += usize::from(children.is_empty());
             children.insert(first, child);
@@ -636,16 +642,16 @@ where
     }
 
     /// The child whose whole label `path` begins with, and the rest of the path.
-    fn descend<'p>(&self, id: NodeId, path: &'p S) -> Option<(NodeId, &'p S)> {
+    fn descend_to_child<'p>(&self, id: NodeId, path: &'p S) -> Option<(NodeId, &'p S)> {
         let child = self.node(id).child_for(path)?;
         let label = &self.node(child).label;
-        (label.common(path) == label.len()).then(|| (child, path.split_at(label.len()).1))
+        (label.common_length(path) == label.len()).then(|| (child, path.split_at(label.len()).1))
     }
 
     fn holder_mut(&mut self, id: NodeId, worker: WorkerId) -> &mut Holder {
         let holders = &mut self.nodes[id as usize].holders;
-        let at = position(holders, worker).expect("callers name a node the worker holds");
-        &mut holders[at]
+        let index = find_holder(holders, worker).expect("callers name a node the worker holds");
+        &mut holders[index]
     }
 
     fn tenant_mut(&mut self, worker: WorkerId) -> &mut Tenant {
@@ -668,7 +674,7 @@ impl<S: TreeSegment + ?Sized> Node<S> {
     }
 
     fn child_for(&self, rest: &S) -> Option<NodeId> {
-        self.children.get(&rest.first()?).copied()
+        self.children.get(&rest.first_key()?).copied()
     }
 }
 

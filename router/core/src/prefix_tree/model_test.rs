@@ -190,7 +190,7 @@ where
     while let Some((id, above)) = todo.pop() {
         for &child in tree.node(id).children.values() {
             let node = tree.node(child);
-            if position(&node.holders, WorkerId(worker)).is_ok() {
+            if find_holder(&node.holders, WorkerId(worker)).is_ok() {
                 let whole = format!("{above}{}", node.label.read());
                 found.extend(
                     prefixes(&whole)
@@ -222,7 +222,7 @@ where
         inner += usize::from(!node.children.is_empty());
         for (&first, &child) in &node.children {
             assert_eq!(tree.node(child).parent, id);
-            assert_eq!(tree.node(child).label.first(), Some(first));
+            assert_eq!(tree.node(child).label.first_key(), Some(first));
             todo.push(child);
         }
         if id == ROOT {
@@ -236,7 +236,7 @@ where
         slots += node.holders.capacity();
         for holder in &node.holders {
             let goes_on =
-                |child: &&NodeId| position(&tree.node(**child).holders, holder.worker).is_ok();
+                |child: &&NodeId| find_holder(&tree.node(**child).holders, holder.worker).is_ok();
             let below = node.children.values().filter(goes_on).count();
             assert_eq!(holder.below as usize, below);
             assert_eq!(holder.queued == NOT_QUEUED, below > 0);
@@ -250,7 +250,7 @@ where
             }
             if node.parent != ROOT {
                 let above = &tree.node(node.parent).holders;
-                let at = position(above, holder.worker).expect("a holder holds the parent too");
+                let at = find_holder(above, holder.worker).expect("a holder holds the parent too");
                 assert!(above[at].stamp() >= holder.stamp());
             }
         }
@@ -278,7 +278,7 @@ where
 {
     match op {
         Op::Add(worker) => {
-            tree.add(WorkerId(*worker), model.limit);
+            tree.add_worker(WorkerId(*worker), model.limit);
             model.held.entry(*worker).or_default();
         }
         Op::Insert { worker, text } => {
@@ -286,7 +286,7 @@ where
             model.send(*worker, text);
         }
         Op::Send { worker, text } => {
-            if !tree.touch(WorkerId(*worker), &S::spell(text)) {
+            if !tree.touch_path(WorkerId(*worker), &S::spell(text)) {
                 tree.insert(WorkerId(*worker), &S::spell(text));
             }
             model.send(*worker, text);
@@ -328,7 +328,7 @@ where
         }
         Op::Evict => assert_eq!(tree.evict(), 0, "inserts keep the limit"),
         Op::Retire { worker, batch } => {
-            while tree.retire(WorkerId(*worker), *batch) {
+            while tree.retire_worker(WorkerId(*worker), *batch) {
                 check(tree);
                 tree.insert(WorkerId(*worker), &S::spell("ab")); // too late, ignored
             }
@@ -386,7 +386,7 @@ proptest! {
         texts in proptest::collection::vec((0..WORKERS, "[abé]{0,3}[ab]{0,40}"), 1..150),
     ) {
         let mut tree = PrefixTree::<str>::new(max_bytes);
-        (0..WORKERS).for_each(|worker| tree.add(WorkerId(worker), usize::MAX));
+        (0..WORKERS).for_each(|worker| tree.add_worker(WorkerId(worker), usize::MAX));
         for (worker, text) in &texts {
             tree.insert(WorkerId(*worker), text);
             prop_assert!(tree.bytes() <= max_bytes, "{} of {max_bytes}", tree.bytes());
@@ -406,15 +406,15 @@ proptest! {
         let b = format!("{same}{b}");
         let by_chars: usize =
             a.chars().zip(b.chars()).take_while(|(x, y)| x == y).map(|(c, _)| c.len_utf8()).sum();
-        prop_assert_eq!(a.common(&b), by_chars);
+        prop_assert_eq!(a.common_length(&b), by_chars);
         let units: usize = a.chars().zip(b.chars()).take_while(|(x, y)| x == y).count();
-        prop_assert_eq!(<[u64]>::spell(&a).common(&<[u64]>::spell(&b)), units);
+        prop_assert_eq!(<[u64]>::spell(&a).common_length(&<[u64]>::spell(&b)), units);
     }
 }
 
 fn tree_of(limit: usize, workers: u64) -> PrefixTree<str> {
     let mut tree = PrefixTree::new(usize::MAX);
-    (0..workers).for_each(|worker| tree.add(WorkerId(worker), limit));
+    (0..workers).for_each(|worker| tree.add_worker(WorkerId(worker), limit));
     tree
 }
 
@@ -424,7 +424,7 @@ fn oldest_text_is_forgotten_first_from_its_end() {
     tree.insert(WorkerId(0), "aaaa");
     tree.insert(WorkerId(0), "bbbb");
     tree.insert(WorkerId(0), "cccc");
-    assert!(tree.touch(WorkerId(0), "aaaa"));
+    assert!(tree.touch_path(WorkerId(0), "aaaa"));
     tree.insert(WorkerId(0), "dddddd");
     let matched = |text| tree.longest_match(text, &views(&[0])).units;
     assert_eq!(
@@ -453,7 +453,7 @@ fn split_is_undone_when_the_branch_is_gone() {
         tree.insert(WorkerId(1), text);
     }
     tree.insert(WorkerId(0), "system prompt, question one");
-    while tree.retire(WorkerId(1), 1) {}
+    while tree.retire_worker(WorkerId(1), 1) {}
     assert_eq!(tree.nodes_and_label_bytes(), (1, 27));
 }
 
@@ -483,7 +483,7 @@ fn depth_costs_no_stack() {
         ),
         (depth, depth)
     );
-    while tree.retire(WorkerId(0), 100) {}
+    while tree.retire_worker(WorkerId(0), 100) {}
     assert_eq!(tree.nodes_and_label_bytes().0, 0);
 }
 

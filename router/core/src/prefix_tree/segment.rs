@@ -10,7 +10,7 @@ pub trait TreeSegment: Debug + Send + Sync {
     type First: Debug + Copy + Ord + Send + Sync;
 
     /// `None` if it is empty.
-    fn first(&self) -> Option<Self::First>;
+    fn first_key(&self) -> Option<Self::First>;
     /// Position of its end.
     fn len(&self) -> usize;
     fn is_empty(&self) -> bool {
@@ -21,18 +21,18 @@ pub trait TreeSegment: Debug + Send + Sync {
         self.len()
     }
     /// Position where it stops being equal to `other`.
-    fn common(&self, other: &Self) -> usize;
+    fn common_length(&self, other: &Self) -> usize;
     fn split_at(&self, position: usize) -> (&Self, &Self);
     /// Where unit number `at` begins; the end if there are no more.
     fn position_of_unit(&self, at: usize) -> usize;
-    fn joined(&self, behind: &Self) -> Box<Self>;
+    fn join_segments(&self, behind: &Self) -> Box<Self>;
 }
 
 /// Positions are bytes, units are characters.
 impl TreeSegment for str {
     type First = char;
 
-    fn first(&self) -> Option<char> {
+    fn first_key(&self) -> Option<char> {
         self.chars().next()
     }
 
@@ -44,7 +44,7 @@ impl TreeSegment for str {
         self.chars().count()
     }
 
-    fn common(&self, other: &str) -> usize {
+    fn common_length(&self, other: &str) -> usize {
         let mut common = common_items(self.as_bytes(), other.as_bytes());
         // The bytes before are equal, so a boundary in one is a boundary in the other.
         while !self.is_char_boundary(common) {
@@ -62,7 +62,7 @@ impl TreeSegment for str {
         starts.nth(at).map_or(str::len(self), |(byte, _)| byte)
     }
 
-    fn joined(&self, behind: &str) -> Box<str> {
+    fn join_segments(&self, behind: &str) -> Box<str> {
         [self, behind].concat().into_boxed_str()
     }
 }
@@ -71,7 +71,7 @@ impl TreeSegment for str {
 impl TreeSegment for [u64] {
     type First = u64;
 
-    fn first(&self) -> Option<u64> {
+    fn first_key(&self) -> Option<u64> {
         <[u64]>::first(self).copied()
     }
 
@@ -79,7 +79,7 @@ impl TreeSegment for [u64] {
         <[u64]>::len(self)
     }
 
-    fn common(&self, other: &[u64]) -> usize {
+    fn common_length(&self, other: &[u64]) -> usize {
         common_items(self, other)
     }
 
@@ -91,7 +91,7 @@ impl TreeSegment for [u64] {
         at.min(<[u64]>::len(self))
     }
 
-    fn joined(&self, behind: &[u64]) -> Box<[u64]> {
+    fn join_segments(&self, behind: &[u64]) -> Box<[u64]> {
         [self, behind].concat().into_boxed_slice()
     }
 }

@@ -114,7 +114,7 @@ impl ProtocolCode {
         code.parse().ok()
     }
 
-    pub fn class(self) -> RetryClass {
+    pub fn retry_class(self) -> RetryClass {
         use ProtocolCode::*;
         match self {
             InvalidValue
@@ -181,7 +181,7 @@ pub enum StatusLabel {
 }
 
 impl StatusLabel {
-    pub fn of(status: u16) -> StatusLabel {
+    pub fn from_status(status: u16) -> StatusLabel {
         match status {
             408 => StatusLabel::RequestTimeout,
             429 => StatusLabel::TooManyRequests,
@@ -328,7 +328,7 @@ mod tests {
             assert_eq!(parsed.into_str(), code);
             // What the sender can change is never tried again.
             if (400..500).contains(&status) && parsed != ProtocolCode::DuplicateRoom {
-                assert_eq!(parsed.class(), RetryClass::Refused, "{code}");
+                assert_eq!(parsed.retry_class(), RetryClass::Refused, "{code}");
             }
         }
         assert_eq!(ProtocolCode::parse("no_such_code"), None);
@@ -382,7 +382,11 @@ mod tests {
             (503, "status_503"),
             (504, "status_504"),
         ] {
-            assert_eq!(StatusLabel::of(status).into_str(), label, "{status}");
+            assert_eq!(
+                StatusLabel::from_status(status).into_str(),
+                label,
+                "{status}"
+            );
         }
     }
 

@@ -110,7 +110,7 @@ impl CircuitBreaker {
 
     /// True if the worker is a candidate. Changes nothing; a request that is then sent is announced
     /// by [`Self::on_sent`].
-    pub fn allows(&self, now_ms: u64) -> bool {
+    pub fn allows_request(&self, now_ms: u64) -> bool {
         match self.state(now_ms) {
             BreakerState::Closed => true,
             BreakerState::Open => false,
@@ -348,15 +348,15 @@ mod tests {
         let mut breaker = small();
         run(&mut breaker, &[(1, Failure); 3]);
         assert_eq!(
-            [1, 100, 101].map(|now_ms| breaker.allows(now_ms)),
+            [1, 100, 101].map(|now_ms| breaker.allows_request(now_ms)),
             [false, false, true]
         );
         breaker.on_sent(101);
-        assert!(breaker.allows(101));
+        assert!(breaker.allows_request(101));
         breaker.on_sent(102);
-        assert!(!breaker.allows(102), "two trials are in flight");
+        assert!(!breaker.allows_request(102), "two trials are in flight");
         breaker.on_result(Unknown, 110);
-        assert!(breaker.allows(110), "one ended");
+        assert!(breaker.allows_request(110), "one ended");
     }
 
     #[test]
@@ -366,7 +366,7 @@ mod tests {
         breaker.on_sent(101);
         breaker.on_sent(101);
         assert_eq!(
-            [101, 200, 201].map(|now_ms| breaker.allows(now_ms)),
+            [101, 200, 201].map(|now_ms| breaker.allows_request(now_ms)),
             [false, false, true]
         );
     }

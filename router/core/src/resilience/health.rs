@@ -27,7 +27,7 @@ impl HealthCounter {
     }
 
     /// A probe ended. Returns the verdict if it turned: true, it is healthy now.
-    pub fn record(&mut self, probe_ok: bool) -> Option<bool> {
+    pub fn record_probe(&mut self, probe_ok: bool) -> Option<bool> {
         if probe_ok == self.is_healthy {
             self.against = 0;
             return None;
@@ -57,7 +57,7 @@ mod tests {
             is_healthy,
             ..HealthCounter::new(3, 2)
         };
-        let verdict = |probe: char| match counter.record(probe == '+') {
+        let verdict = |probe: char| match counter.record_probe(probe == '+') {
             Some(true) => 'H',
             Some(false) => 'U',
             None => '.',
@@ -85,9 +85,9 @@ mod tests {
     fn threshold_of_one_or_zero_turns_at_once() {
         for threshold in [0, 1] {
             let mut counter = HealthCounter::new(threshold, threshold);
-            assert_eq!(counter.record(false), Some(false));
+            assert_eq!(counter.record_probe(false), Some(false));
             assert!(!counter.is_healthy());
-            assert_eq!(counter.record(true), Some(true));
+            assert_eq!(counter.record_probe(true), Some(true));
         }
     }
 }

@@ -64,7 +64,7 @@ impl IncarnationWatch {
     }
 
     /// A process has described itself.
-    pub fn described(&mut self, process: DescribedProcess, now_ms: u64) {
+    pub fn record_description(&mut self, process: DescribedProcess, now_ms: u64) {
         self.process = process;
         self.trust = DescriptionTrust::Valid;
         self.described_ms = now_ms;
@@ -83,7 +83,7 @@ impl IncarnationWatch {
         match (sign, &self.process) {
             (ProcessSign::Contradicted, _) => DescriptionTrust::Missing,
             (ProcessSign::Stated(_), DescribedProcess::Unread) => self.trust,
-            (ProcessSign::Stated(id), DescribedProcess::Named(known)) if id == known => {
+            (ProcessSign::Stated(id), DescribedProcess::Named(own_id)) if id == own_id => {
                 DescriptionTrust::Valid
             }
             (ProcessSign::Stated(_), _) => DescriptionTrust::Missing,
@@ -120,7 +120,7 @@ mod tests {
 
     fn described(process: DescribedProcess) -> IncarnationWatch {
         let mut watch = IncarnationWatch::default();
-        watch.described(process, 0);
+        watch.record_description(process, 0);
         watch
     }
 
@@ -159,7 +159,7 @@ mod tests {
         watch.observe(ProcessSign::Stated("b"));
         watch.observe(ProcessSign::Stated("a"));
         assert_eq!(watch.trust(), DescriptionTrust::Missing, "a late answer");
-        watch.described(named("b"), 5);
+        watch.record_description(named("b"), 5);
         assert_eq!(
             watch.observe(ProcessSign::Stated("b")),
             DescriptionTrust::Valid
@@ -170,7 +170,7 @@ mod tests {
     fn description_without_an_id_becomes_due_by_age() {
         let mut foreign = described(DescribedProcess::Unnamed);
         assert!(!foreign.is_due(MAX_AGE_MS - 1) && foreign.is_due(MAX_AGE_MS));
-        foreign.described(DescribedProcess::Unnamed, MAX_AGE_MS);
+        foreign.record_description(DescribedProcess::Unnamed, MAX_AGE_MS);
         assert!(!foreign.is_due(MAX_AGE_MS));
         foreign.observe(ProcessSign::Broken);
         assert!(foreign.is_due(MAX_AGE_MS));

@@ -40,7 +40,7 @@ pub struct RequestBreaks {
 
 impl RequestBreaks {
     /// Count a break. True: the request is not to be tried again.
-    pub fn add(&mut self, worker_break: WorkerBreak) -> bool {
+    pub fn add_break(&mut self, worker_break: WorkerBreak) -> bool {
         match worker_break {
             WorkerBreak::Alone => self.alone += 1,
             WorkerBreak::InCompany => self.in_company += 1,
@@ -67,7 +67,7 @@ pub struct PoisonList {
 impl PoisonList {
     /// A request with this body broke a worker that had no other.
     pub fn add_break(&mut self, body: u64, worker: WorkerId, now_ms: u64) {
-        let Some(suspect) = self.suspect(body, now_ms) else {
+        let Some(suspect) = self.suspect_entry(body, now_ms) else {
             return;
         };
         if !suspect.workers.contains(&worker) {
@@ -77,8 +77,8 @@ impl PoisonList {
     }
 
     /// A request with this body broke as many workers as one may.
-    pub fn refuse(&mut self, body: u64, now_ms: u64) {
-        if let Some(suspect) = self.suspect(body, now_ms) {
+    pub fn refuse_body(&mut self, body: u64, now_ms: u64) {
+        if let Some(suspect) = self.suspect_entry(body, now_ms) {
             suspect.is_refused = true;
         }
     }
@@ -94,7 +94,7 @@ impl PoisonList {
     }
 
     /// `None`: the list is full.
-    fn suspect(&mut self, body: u64, now_ms: u64) -> Option<&mut SuspectBody> {
+    fn suspect_entry(&mut self, body: u64, now_ms: u64) -> Option<&mut SuspectBody> {
         self.bodies.retain(|_, suspect| now_ms < suspect.until_ms);
         if self.bodies.len() >= MAX_BODIES && !self.bodies.contains_key(&body) {
             return None;
@@ -123,7 +123,7 @@ mod tests {
             let mut seen = RequestBreaks::default();
             let last = breaks
                 .iter()
-                .map(|worker_break| seen.add(*worker_break))
+                .map(|worker_break| seen.add_break(*worker_break))
                 .last();
             assert_eq!(last, Some(is_over), "{breaks:?}");
         }
@@ -138,7 +138,7 @@ mod tests {
         list.add_break(7, WorkerId(2), 3_000);
         assert!(list.is_refused(7, 62_999) && !list.is_refused(8, 3_000));
         assert!(!list.is_refused(7, 63_000));
-        list.refuse(9, 70_000);
+        list.refuse_body(9, 70_000);
         assert!(list.is_refused(9, 70_000));
         assert_eq!(list.bodies.len(), 1, "the first is forgotten");
     }
@@ -146,7 +146,7 @@ mod tests {
     #[test]
     fn list_is_bounded() {
         let mut list = PoisonList::default();
-        (0..2_000).for_each(|body| list.refuse(body, 0));
+        (0..2_000).for_each(|body| list.refuse_body(body, 0));
         assert_eq!(list.bodies.len(), MAX_BODIES);
         assert!(list.is_refused(5, 1));
     }

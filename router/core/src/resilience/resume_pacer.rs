@@ -37,7 +37,7 @@ impl<W> ResumePacer<W> {
         let ticket = PacerTicket(self.next);
         self.next += 1;
         self.waiting.push_back((ticket, waker));
-        (ticket, self.start(limit))
+        (ticket, self.start_waiting(limit))
     }
 
     /// Give a place back, whether it waits or has its turn. Returns the waiters whose turn it is
@@ -49,16 +49,16 @@ impl<W> ResumePacer<W> {
             }
             Err(_) => self.running = self.running.saturating_sub(1),
         }
-        self.start(limit)
+        self.start_waiting(limit)
     }
 
-    pub fn waiting(&self) -> usize {
+    pub fn waiting_count(&self) -> usize {
         self.waiting.len()
     }
 
     /// At least one turn is always free for the first: without ready workers the attempt itself
     /// finds that out.
-    fn start(&mut self, limit: usize) -> Vec<W> {
+    fn start_waiting(&mut self, limit: usize) -> Vec<W> {
         let count = limit
             .max(1)
             .saturating_sub(self.running)
@@ -133,7 +133,7 @@ mod tests {
                 }
                 prop_assert!(started.len() <= most);
                 prop_assert!(waiting.is_empty() || started.len() >= limit.max(1));
-                prop_assert_eq!(pacer.waiting(), waiting.len());
+                prop_assert_eq!(pacer.waiting_count(), waiting.len());
             }
         }
     }

@@ -45,7 +45,7 @@ pub struct FailedAttempts {
 impl FailedAttempts {
     /// Count an attempt that failed `held_ms` after it was sent; `lost_worker`: because a worker
     /// went away.
-    pub fn add(&mut self, held_ms: u64, lost_worker: bool) {
+    pub fn add_attempt(&mut self, held_ms: u64, lost_worker: bool) {
         if lost_worker && held_ms >= HELD_MS {
             self.losses += 1;
         } else {
@@ -125,24 +125,24 @@ impl RetryBudget {
 
     /// A request came in.
     pub fn on_request(&mut self, now_ms: u64) {
-        self.advance(now_ms).requests += 1;
+        self.advance_window(now_ms).requests += 1;
     }
 
     /// Take a retry out of the budget. False: the budget is used up.
     pub fn try_retry(&mut self, now_ms: u64) -> bool {
-        self.advance(now_ms);
+        self.advance_window(now_ms);
         let requests: u64 = self.slices.iter().map(|slice| slice.requests).sum();
         let retries: u64 = self.slices.iter().map(|slice| slice.retries).sum();
         let allowed = f64::from(self.floor) + self.ratio * requests as f64;
         let is_granted = (retries + 1) as f64 <= allowed;
         if is_granted {
-            self.advance(now_ms).retries += 1;
+            self.advance_window(now_ms).retries += 1;
         }
         is_granted
     }
 
     /// Forget slices that have left the window; returns the present one.
-    fn advance(&mut self, now_ms: u64) -> &mut BudgetSlice {
+    fn advance_window(&mut self, now_ms: u64) -> &mut BudgetSlice {
         let slice_ms = (self.window_ms / SLICES as u64).max(1);
         let now = now_ms / slice_ms;
         let expired = now.saturating_sub(self.newest).min(SLICES as u64);
@@ -208,7 +208,7 @@ mod tests {
             (HELD_MS, false, 4),
         ] {
             let mut failed = FailedAttempts::default();
-            (0..4).for_each(|_| failed.add(held_ms, lost_worker));
+            (0..4).for_each(|_| failed.add_attempt(held_ms, lost_worker));
             assert_eq!(failed.count(), counts, "{held_ms} {lost_worker}");
         }
     }

@@ -4,7 +4,8 @@
 //! 1. An overloaded worker (429, 503) is passed over for as long as it asks (`Retry-After`), else
 //!    for 1 s, 2 s, 4 s …
 //! 2. A worker that denies requests (401, 403, 404, 405) which the others of its role do not deny
-//!    is passed over likewise, and the request gets a second opinion: see [`WorkerPenalty::judge`].
+//!    is passed over likewise, and the request gets a second opinion: see
+//!    [`WorkerPenalty::judge_denial`].
 //! 3. Passed over is no candidate for any policy while another is ([`least_objection`]). Every
 //!    penalty ends by time, and the first answer afterwards that is no refusal ends the doubling.
 //!
@@ -64,7 +65,7 @@ impl WorkerPenalty {
     }
 
     /// The worker has too much to do, or is leaving.
-    pub fn overloaded(&mut self, retry_after_ms: Option<u64>, now_ms: u64) {
+    pub fn record_overload(&mut self, retry_after_ms: Option<u64>, now_ms: u64) {
         if let Some(asked_ms) = retry_after_ms {
             let until_ms = now_ms + asked_ms.min(MAX_PENALTY_MS);
             self.until_ms = self.until_ms.max(until_ms);
@@ -74,8 +75,8 @@ impl WorkerPenalty {
     }
 
     /// The worker answered, other than by a refusal.
-    pub fn answered(&mut self, now_ms: u64) {
-        self.count(0.0, now_ms);
+    pub fn record_answer(&mut self, now_ms: u64) {
+        self.count_answer(0.0, now_ms);
         if self.left_ms(now_ms) == 0 {
             self.in_row = 0;
         }
@@ -85,8 +86,8 @@ impl WorkerPenalty {
     /// other workers of the role. Returns whether another worker's opinion may differ: not when all
     /// deny alike, since then the request is at fault. A worker that denies most requests, and more
     /// than the others, is passed over.
-    pub fn judge(&mut self, others: DenialShare, now_ms: u64) -> bool {
-        self.count(1.0, now_ms);
+    pub fn judge_denial(&mut self, others: DenialShare, now_ms: u64) -> bool {
+        self.count_answer(1.0, now_ms);
         let is_own = self.share.ratio() > EXCESS * others.ratio();
         if is_own && self.share.ratio() > 0.5 {
             self.penalize(now_ms);
@@ -95,7 +96,7 @@ impl WorkerPenalty {
     }
 
     /// Denials among its recent answers.
-    pub fn share(&self, now_ms: u64) -> DenialShare {
+    pub fn denial_share(&self, now_ms: u64) -> DenialShare {
         let age_ms = now_ms.saturating_sub(self.share_at_ms) as f64;
         let keep = (-age_ms / MEMORY_MS).exp();
         DenialShare {
@@ -104,9 +105,9 @@ impl WorkerPenalty {
         }
     }
 
-    fn count(&mut self, denied: f64, now_ms: u64) {
+    fn count_answer(&mut self, denied: f64, now_ms: u64) {
         let keep = 1.0 - 1.0 / MEMORY;
-        let share = self.share(now_ms);
+        let share = self.denial_share(now_ms);
         self.share = DenialShare {
             denied: share.denied * keep + denied,
             answered: share.answered * keep + 1.0,
@@ -152,15 +153,15 @@ mod tests {
     use super::*;
     use crate::policy::testing::{rng, views};
     use crate::types::{PolicyEvent, RequestView, Role, SendTicket, WorkerFacts, WorkerId};
-    use crate::{PolicyInput, PolicyKind, PolicyParams, build};
+    use crate::{PolicyInput, PolicyKind, PolicyParams, build_policy};
 
     #[test]
     fn penalties_double_up_to_the_limit_and_an_answer_ends_the_row() {
         let mut penalty = WorkerPenalty::default();
         let mut now_ms = 0;
         let mut next = |penalty: &mut WorkerPenalty| {
-            penalty.overloaded(None, now_ms);
-            penalty.overloaded(None, now_ms); // in flight together
+            penalty.record_overload(None, now_ms);
+            penalty.record_overload(None, now_ms); // in flight together
             let left_ms = penalty.left_ms(now_ms);
             now_ms += left_ms;
             assert_eq!(penalty.left_ms(now_ms), 0, "it ends by time");
@@ -169,7 +170,7 @@ mod tests {
         let row: Vec<u64> = (0..7).map(|_| next(&mut penalty).0).collect();
         assert_eq!(row, [1_000, 2_000, 4_000, 8_000, 16_000, 30_000, 30_000]);
         let (_, now_ms) = next(&mut penalty);
-        penalty.answered(now_ms);
+        penalty.record_answer(now_ms);
         assert_eq!(next(&mut penalty).0, 1_000);
     }
 
@@ -177,7 +178,7 @@ mod tests {
     fn worker_is_passed_over_for_as_long_as_it_asks_within_the_limit() {
         let left_ms = |asked_ms| {
             let mut penalty = WorkerPenalty::default();
-            penalty.overloaded(Some(asked_ms), 5_000);
+            penalty.record_overload(Some(asked_ms), 5_000);
             penalty.left_ms(5_000)
         };
         assert_eq!(
@@ -190,21 +191,23 @@ mod tests {
     fn denials_that_all_give_are_the_request_and_earn_no_second_opinion() {
         let mut fleet = vec![WorkerPenalty::default(); 3];
         for now_ms in 0..60 {
-            fleet.iter_mut().for_each(|worker| worker.answered(now_ms));
+            fleet
+                .iter_mut()
+                .for_each(|worker| worker.record_answer(now_ms));
         }
         let mut opinions = 0;
         for turn in 0..60 {
             let others = |fleet: &[WorkerPenalty], at: usize| {
                 let others = fleet.iter().enumerate().filter(|(other, _)| *other != at);
-                others.map(|(_, worker)| worker.share(100)).sum()
+                others.map(|(_, worker)| worker.denial_share(100)).sum()
             };
             let first = turn % 3;
             let other_shares = others(&fleet, first);
-            if fleet[first].judge(other_shares, 100) {
+            if fleet[first].judge_denial(other_shares, 100) {
                 opinions += 1;
                 let second = (first + 1) % 3;
                 let other_shares = others(&fleet, second);
-                fleet[second].judge(other_shares, 100);
+                fleet[second].judge_denial(other_shares, 100);
             }
         }
         assert!(opinions <= 2, "{opinions}");
@@ -228,7 +231,7 @@ mod tests {
     /// Requests every 20 ms for a minute, to a worker that answers in 300 ms and one that refuses
     /// at once.
     fn refusals_met(kind: PolicyKind, role: Role, is_denial: bool) -> usize {
-        let policy = build(kind, role, &PolicyParams::default());
+        let policy = build_policy(kind, role, &PolicyParams::default());
         let mut rng = rng(7);
         let mut fleet = vec![WorkerPenalty::default(); 2];
         for id in 0..2 {
@@ -252,7 +255,7 @@ mod tests {
             };
             while let Some(at) = running.iter().position(|(end_ms, _)| *end_ms <= now_ms) {
                 finished(running.remove(at).1, 1, true);
-                fleet[1].answered(now_ms);
+                fleet[1].record_answer(now_ms);
             }
             let ready = views(&[0, running.len()]);
             let evaluated = ready.iter().map(|view| {
@@ -282,7 +285,7 @@ mod tests {
                 ticket,
                 worker,
                 request: &request,
-                tells_first_token: false,
+                reports_first_token: false,
             });
             if worker == WorkerId(1) {
                 running.push((now_ms + 300, ticket));
@@ -291,10 +294,13 @@ mod tests {
             met += 1;
             finished(ticket, 0, false);
             if is_denial {
-                let others = fleet[1].share(now_ms);
-                assert!(fleet[0].judge(others, now_ms), "a second opinion helps");
+                let others = fleet[1].denial_share(now_ms);
+                assert!(
+                    fleet[0].judge_denial(others, now_ms),
+                    "a second opinion helps"
+                );
             } else {
-                fleet[0].overloaded(None, now_ms);
+                fleet[0].record_overload(None, now_ms);
             }
         }
         met

@@ -163,9 +163,9 @@ impl AttemptError {
             body,
         };
         match code.as_deref().and_then(ProtocolCode::parse) {
-            Some(code) => Self::new(leg, AttemptReason::Code(code), code.class(), reply),
+            Some(code) => Self::new(leg, AttemptReason::Code(code), code.retry_class(), reply),
             None => {
-                let label = StatusLabel::of(status.as_u16());
+                let label = StatusLabel::from_status(status.as_u16());
                 let class = RetryClass::of_status(status.as_u16());
                 Self::new(leg, AttemptReason::Status(label), class, reply)
             }
@@ -246,7 +246,7 @@ fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
 
 /// Metric label of a status: closed set.
 pub fn status_label(status: StatusCode) -> &'static str {
-    StatusLabel::of(status.as_u16()).into_str()
+    StatusLabel::from_status(status.as_u16()).into_str()
 }
 
 /// The leg's worker failed. `problem`: a predicate that clients see; `detail`: for logs.
@@ -367,13 +367,13 @@ impl UpstreamAttempt {
         let worker = &self.guard.candidate.worker;
         let penalty = &self.guard.candidate.penalty;
         let Err(failure) = result else {
-            penalty.lock().answered(now_ms());
+            penalty.lock().record_answer(now_ms());
             return;
         };
         if failure.is_overload() {
             penalty
                 .lock()
-                .overloaded(failure.retry_after_ms(), now_ms());
+                .record_overload(failure.retry_after_ms(), now_ms());
         }
         if failure.reason.is_break() {
             failure.worker_break = Some(worker.note_break(now_ms()));

@@ -214,7 +214,7 @@ fn choose_second_reader(
     request: &RequestContext,
     prefill: PendingPrefill,
 ) -> Result<Option<(PendingPrefill, LoadGuard)>, RouteError> {
-    let excluded = request.retries.excluded();
+    let excluded = request.retries.excluded_workers();
     let decode = app
         .fleet
         .choose(Role::Decode, &request.wanted(), excluded)?;
@@ -268,7 +268,7 @@ enum Placement {
 
 fn choose_placement(app: &AppState, request: &RequestContext) -> Result<Placement, RouteError> {
     let wanted = request.wanted();
-    let excluded = request.retries.excluded();
+    let excluded = request.retries.excluded_workers();
     let (prefill, decode) = match app.fleet.choose_pair(&wanted, excluded) {
         Ok((prefill, decode)) => (Ok(prefill), decode),
         Err(

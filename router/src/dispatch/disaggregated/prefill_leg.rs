@@ -37,8 +37,10 @@ impl RoomLease {
             .rank
             .map(|rank| (u64::from(prefill.description.dp_size()), u64::from(rank)));
         let mut live = app.rooms.lock();
-        let rooms = live.draw(count, &mut rand::rng(), dp);
-        let rooms = rooms.ok_or_else(|| RouteError::TooManyRooms { live: live.count() })?;
+        let rooms = live.draw_rooms(count, &mut rand::rng(), dp);
+        let rooms = rooms.ok_or_else(|| RouteError::TooManyRooms {
+            live: live.live_count(),
+        })?;
         Ok(Self {
             rooms,
             live: app.rooms.clone(),
@@ -48,7 +50,7 @@ impl RoomLease {
 
 impl Drop for RoomLease {
     fn drop(&mut self) {
-        self.live.lock().free(&self.rooms);
+        self.live.lock().free_rooms(&self.rooms);
     }
 }
 

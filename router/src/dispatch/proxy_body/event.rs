@@ -72,7 +72,7 @@ impl StreamFailure {
     pub fn blames_worker(&self) -> bool {
         match self {
             StreamFailure::Router(err) => *err != RouteError::Draining,
-            StreamFailure::Worker(broken) => broken.code.class().blames_worker(),
+            StreamFailure::Worker(broken) => broken.code.retry_class().blames_worker(),
         }
     }
 

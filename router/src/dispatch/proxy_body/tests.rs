@@ -54,9 +54,9 @@ impl Scene {
         });
         let config = RouterConfig::parse(&["baton-router".to_owned()]).unwrap();
         let metrics = Arc::new(RouterMetrics::new().unwrap());
-        let (deciders, _) = crate::server::deciders(&config, &metrics).unwrap();
+        let (policy_set, _) = crate::server::build_policy_set(&config, &metrics).unwrap();
         let (cut, cut_seen) = watch::channel(false);
-        let app = AppState::new(config, metrics, deciders, None, cut_seen);
+        let app = AppState::new(config, metrics, policy_set, None, cut_seen);
         let spec = WorkerSpec::new(&url, Role::Regular, None).unwrap();
         let worker = app.fleet.add(spec).unwrap();
         app.fleet.set_state(&worker, WorkerState::Ready, None);

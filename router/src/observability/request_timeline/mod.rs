@@ -212,7 +212,7 @@ impl RequestTimeline {
             units,
             tokens,
             ..
-        } = blocks.prompt();
+        } = blocks.prompt_view();
         self.records.lock().prompt = Some(PromptSize {
             units,
             tokens,

@@ -15,7 +15,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use bytes::Bytes;
-use router_core::{PromptBlocks, TextScope, namespace, token_blocks};
+use router_core::{PromptBlocks, TextScope, cache_namespace, token_blocks};
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
@@ -193,7 +193,7 @@ impl BodyIndex {
     fn scope_of(&self, body: &[u8]) -> TextScope {
         let parts = SCOPE.iter().zip(&self.scope);
         parts.fold(TextScope::NONE, |scope, (name, span)| match span {
-            Some(span) => scope.with(name, &body[span.clone()]),
+            Some(span) => scope.with_part(name, &body[span.clone()]),
             None => scope,
         })
     }
@@ -384,7 +384,7 @@ impl<'a> TopLevelFields<'a> {
         Ok(BodyIndex {
             api,
             ids: ids.map(|value| self.span(value)),
-            namespace: namespace(&salt.unwrap_or_default(), &key.unwrap_or_default()),
+            namespace: cache_namespace(&salt.unwrap_or_default(), &key.unwrap_or_default()),
             stream: self.stream,
             batch: (prompts.is_some() || n > 1).then_some(items),
             prompt: prompt.map(|value| self.span(value)),

@@ -109,7 +109,7 @@ fn token_ids_are_read_where_the_client_sent_them() {
     }
     assert_eq!(read(ApiKind::Chat, r#"{"messages":[1,2]}"#), None);
     let scan = BodyIndex::of(b"{}", ApiKind::Chat).unwrap();
-    assert_eq!(scan.text_blocks(b"{}").prompt().units, 0);
+    assert_eq!(scan.text_blocks(b"{}").prompt_view().units, 0);
 }
 
 #[test]
@@ -127,7 +127,10 @@ fn prompts_with_another_salt_share_no_block() {
         &blocks(r#"{"extra_key":"a"}"#),
         &blocks(r#"{"cache_salt":"b"}"#),
     ] {
-        assert_ne!(salted.prompt().hashes[0], other.prompt().hashes[0]);
+        assert_ne!(
+            salted.prompt_view().hashes[0],
+            other.prompt_view().hashes[0]
+        );
     }
 }
 
@@ -256,7 +259,7 @@ fn members_that_change_the_kv_keep_equal_texts_apart() {
         let text = "x".repeat(600);
         let body = format!("{{\"messages\":[{{\"content\":\"{text}\"}}]{members}}}");
         let scan = BodyIndex::of(body.as_bytes(), ApiKind::Chat).unwrap();
-        let hash = scan.text_blocks(body.as_bytes()).prompt().hashes[0];
+        let hash = scan.text_blocks(body.as_bytes()).prompt_view().hashes[0];
         (hash, scan.routing_text(body.as_bytes()).chars().next())
     };
     let plain = first("");

@@ -149,7 +149,7 @@ async fn take_in(
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     let head = RequestHead::new(Method::POST, Uri::from_static(api.path()), headers);
-    let (needs_text, needs_blocks) = app.fleet.deciders.needs(app.fleet.serving_roles());
+    let (needs_text, needs_blocks) = app.fleet.policy_set.prompt_needs(app.fleet.serving_roles());
     let prompt = prompt_of(app, &scan, &body, needs_blocks).await?;
     timeline.mark(RequestStage::Tokenized);
     if let Some(blocks) = &prompt.blocks {
@@ -472,8 +472,8 @@ mod tests {
     fn app() -> AppState {
         let config = RouterConfig::parse(&["baton-router".to_owned()]).unwrap();
         let metrics = Arc::new(RouterMetrics::new().unwrap());
-        let (deciders, _) = crate::server::deciders(&config, &metrics).unwrap();
-        AppState::new(config, metrics, deciders, None, watch::channel(false).1)
+        let (policy_set, _) = crate::server::build_policy_set(&config, &metrics).unwrap();
+        AppState::new(config, metrics, policy_set, None, watch::channel(false).1)
     }
 
     #[tokio::test]
@@ -507,7 +507,7 @@ mod tests {
                     reading.await.unwrap()
                 }
             };
-            assert_eq!(prompt.blocks.unwrap().prompt().unit, unit);
+            assert_eq!(prompt.blocks.unwrap().prompt_view().unit, unit);
         }
     }
 }

@@ -351,11 +351,11 @@ mod tests {
             let config = RouterConfig::parse(&argv).unwrap();
             let (_cut, seen) = watch::channel(false);
             let metrics = Arc::new(crate::observability::metrics::RouterMetrics::new().unwrap());
-            let (deciders, _) = crate::server::deciders(&config, &metrics).unwrap();
+            let (policy_set, _) = crate::server::build_policy_set(&config, &metrics).unwrap();
             let fleet = Arc::new(WorkerFleet::new(
                 Arc::new(config),
                 metrics,
-                deciders,
+                policy_set,
                 None,
                 seen,
             ));

@@ -35,11 +35,11 @@ impl WorkerFleet {
     ) -> Result<LoadGuard, RouteError> {
         let chosen = {
             let _lock = self.table(role).decision_lock.lock();
-            let sending = wanted.sending(now_ms());
-            let side = self.side(role, wanted, avoid, sending.request.now_ms);
+            let routing = wanted.routing_request(now_ms());
+            let side = self.side(role, wanted, avoid, routing.request.now_ms);
             let ticket = self.ticket();
-            let decided = self.deciders.decide(role, &sending, &side.views, ticket);
-            decided.and_then(|decided| self.take(&side.list, decided, ticket, wanted, &sending))
+            let decided = self.policy_set.decide(role, &routing, &side.views, ticket);
+            decided.and_then(|decided| self.take(&side.list, decided, ticket, wanted, &routing))
         };
         // Counted without the role's turn: remove() takes the worker list first and the turn
         // second.
@@ -55,20 +55,20 @@ impl WorkerFleet {
         let roles = [Role::Prefill, Role::Decode];
         let (pair, has_candidates) = {
             let _locks = roles.map(|role| self.table(role).decision_lock.lock());
-            let sending = wanted.sending(now_ms());
-            let now_ms = sending.request.now_ms;
+            let routing = wanted.routing_request(now_ms());
+            let now_ms = routing.request.now_ms;
             let [p, d] = &self.pairable_sides(wanted, avoid, now_ms);
             let tickets = [self.ticket(), self.ticket()];
             let constraints = self.constraints([p, d], now_ms);
             let ready = [&*p.views, &d.views];
-            let decided = self
-                .deciders
-                .decide_pair(&sending, ready, constraints.as_ref(), tickets);
+            let decided =
+                self.policy_set
+                    .decide_pair(&routing, ready, constraints.as_ref(), tickets);
             let pair = decided.and_then(|[p_choice, d_choice]| {
-                let p = self.take(&p.list, p_choice, tickets[0], wanted, &sending)?;
+                let p = self.take(&p.list, p_choice, tickets[0], wanted, &routing)?;
                 Some((
                     p,
-                    self.take(&d.list, d_choice, tickets[1], wanted, &sending)?,
+                    self.take(&d.list, d_choice, tickets[1], wanted, &routing)?,
                 ))
             });
             if let Some((p, d)) = &pair {
@@ -83,7 +83,7 @@ impl WorkerFleet {
         let mut verdicts = self.verdicts.lock();
         if !verdicts.is_empty() {
             let [p, d] = [prefill, decode].map(|guard| guard.candidate.worker.id);
-            verdicts.sent((p, d), now_ms);
+            verdicts.begin_trial((p, d), now_ms);
         }
     }
 
@@ -91,7 +91,7 @@ impl WorkerFleet {
     pub fn least_ttft(&self, role: Role, wanted: &SelectionRequest<'_>) -> Option<TtftEstimate> {
         let now_ms = now_ms();
         let side = self.side(role, wanted, &[], now_ms);
-        self.deciders
+        self.policy_set
             .policy(role)
             .best_ttft(&wanted.view(now_ms), &side.views)
     }
@@ -107,11 +107,11 @@ impl WorkerFleet {
             .iter()
             .map(|role| self.table(*role).decision_lock.lock())
             .collect();
-        let sending = RoutingRequest {
+        let routing = RoutingRequest {
             explains: true,
-            ..wanted.sending(now_ms())
+            ..wanted.routing_request(now_ms())
         };
-        let now_ms = sending.request.now_ms;
+        let now_ms = routing.request.now_ms;
         let sides: Vec<Side> = match roles {
             [Role::Prefill, Role::Decode] => self.pairable_sides(wanted, &[], now_ms).into(),
             _ => {
@@ -121,14 +121,15 @@ impl WorkerFleet {
                 sides.collect()
             }
         };
-        let decide =
-            |(role, side): (&Role, &Side)| self.deciders.dry_run(*role, &sending, &side.views);
+        let decide = |(role, side): (&Role, &Side)| {
+            self.policy_set.select_worker(*role, &routing, &side.views)
+        };
         let decided: Option<Vec<_>> = match sides.as_slice() {
             [p, d] => {
                 let constraints = self.constraints([p, d], now_ms);
                 let ready = [&*p.views, &d.views];
-                self.deciders
-                    .dry_run_pair(&sending, ready, constraints.as_ref())
+                self.policy_set
+                    .select_pair(&routing, ready, constraints.as_ref())
                     .map(Vec::from)
             }
             _ => roles.iter().zip(&sides).map(decide).collect(),
@@ -192,7 +193,7 @@ impl WorkerFleet {
         let Some(constraints) = self.constraints([p, d], now_ms) else {
             return true;
         };
-        let is_possible = constraints.test([&p.views, &d.views]);
+        let is_possible = constraints.compatibility_test([&p.views, &d.views]);
         let has_partner = |p: &WorkerView| d.views.iter().any(|d| is_possible(p.id, d.id));
         p.views.iter().any(has_partner)
     }
@@ -209,7 +210,7 @@ impl WorkerFleet {
         });
         let [p_list, d_list] = &candidates;
         let mut excluded = Vec::new();
-        for (p_worker, d_worker) in verdicts.excluded(now_ms) {
+        for (p_worker, d_worker) in verdicts.excluded_pairs(now_ms) {
             for p in p_list.iter().filter(|c| c.worker.id == p_worker) {
                 let partners = d_list.iter().filter(|c| c.worker.id == d_worker);
                 excluded.extend(partners.map(|d| [p.id, d.id]));
@@ -263,18 +264,18 @@ impl WorkerFleet {
         (choice, explanation): ExplainedChoice,
         ticket: SendTicket,
         wanted: &SelectionRequest<'_>,
-        sending: &RoutingRequest<'_>,
+        routing: &RoutingRequest<'_>,
     ) -> Option<LoadGuard> {
         let candidate = candidates.iter().find(|c| c.id == choice.worker)?.clone();
         let role = candidate.worker.role();
-        let sent_ms = sending.request.now_ms;
+        let sent_ms = routing.request.now_ms;
         candidate.load.fetch_add(1, Ordering::Relaxed);
         if let Some(breaker) = &candidate.breaker {
             breaker.lock().on_sent(sent_ms);
         }
         let labels = [
             role.into_str(),
-            self.deciders.policy(role).name(),
+            self.policy_set.policy(role).name(),
             choice.why.into_str(),
         ];
         self.metrics.decisions.with_label_values(&labels).inc();
@@ -282,18 +283,18 @@ impl WorkerFleet {
             let explanation = explanation.and_then(|full| named(&full, candidates));
             timeline.leg(role, &candidate.name, choice.why, explanation)
         });
-        let (_, reads_blocks) = self.deciders.needs(&[role]);
+        let (_, reads_blocks) = self.policy_set.prompt_needs(&[role]);
         let blocks = wanted.blocks.clone().filter(|_| reads_blocks);
         Some(LoadGuard {
             candidate,
-            deciders: self.deciders.clone(),
+            policy_set: self.policy_set.clone(),
             outcome: RequestOutcome::Unknown,
             ticket,
             counts: wanted.counts && blocks.is_some(),
             blocks,
             why: choice.why,
             sent_ms,
-            is_first_token_known: !sending.tells_first_token(role),
+            is_first_token_known: !routing.reports_first_token(role),
             timeline: timeline.unwrap_or_default(),
             metrics: self.metrics.clone(),
         })

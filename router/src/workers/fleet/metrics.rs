@@ -55,7 +55,7 @@ pub fn update(metrics: &RouterMetrics, fleet: &WorkerFleet) {
         })
         .collect();
     for role in Role::ALL {
-        let stats = fleet.deciders.policy(role).stats(now_ms());
+        let stats = fleet.policy_set.policy(role).stats(now_ms());
         let role = role.into_str();
         for (family, value) in [
             (&metrics.tree_bytes, stats.index_bytes as f64),

@@ -94,7 +94,7 @@ impl RoleTable {
 
 pub struct WorkerFleet {
     workers: RwLock<Vec<Arc<Worker>>>,
-    pub deciders: Arc<PolicySet>,
+    pub policy_set: Arc<PolicySet>,
     /// By [`Role::index`].
     tables: [RoleTable; 3],
     /// True if every prefill worker can hand its pages to every decode worker; set under
@@ -128,7 +128,7 @@ impl WorkerFleet {
     pub fn new(
         config: Arc<RouterConfig>,
         metrics: Arc<RouterMetrics>,
-        deciders: PolicySet,
+        policy_set: PolicySet,
         tls: Option<WorkerTls>,
         cut: watch::Receiver<bool>,
     ) -> Self {
@@ -137,7 +137,7 @@ impl WorkerFleet {
             events: FleetEvents::default(),
             next_ticket: AtomicU64::new(1),
             workers: RwLock::default(),
-            deciders: Arc::new(deciders),
+            policy_set: Arc::new(policy_set),
             tables: Default::default(),
             all_fit: AtomicBool::new(true),
             has_served: AtomicBool::new(false),
@@ -470,11 +470,11 @@ impl WorkerFleet {
             .partition(|c| c.worker.id == worker.id);
         if !gone.is_empty() {
             // Another process may answer now, with other keys.
-            self.verdicts.lock().forget(worker.id);
+            self.verdicts.lock().forget_worker(worker.id);
         }
         for candidate in gone {
             candidate.feed.stop();
-            self.deciders.observe(
+            self.policy_set.observe(
                 role,
                 &PolicyEvent::WorkerGone {
                     worker: candidate.id,
@@ -482,8 +482,8 @@ impl WorkerFleet {
             );
         }
         for candidate in &new {
-            self.deciders
-                .added(role, candidate.id, candidate.facts(), &candidate.name);
+            self.policy_set
+                .add_worker(role, candidate.id, candidate.facts(), &candidate.name);
         }
         list.extend(new);
         // By address, so that round robin's order does not depend on who became ready first.
@@ -503,7 +503,7 @@ impl WorkerFleet {
             };
             let Some(report) = report else { continue };
             match candidates.iter().find(|candidate| candidate.rank == rank) {
-                Some(candidate) => candidate.take_report(report, &self.deciders),
+                Some(candidate) => candidate.take_report(report, &self.policy_set),
                 None => worker.activity_of(rank).lock().reported(report, now_ms()),
             }
             is_used = true;
@@ -519,9 +519,10 @@ impl WorkerFleet {
             for candidate in table.candidates.read().iter() {
                 let worker = candidate.id;
                 let facts = candidate.facts();
-                self.deciders
+                self.policy_set
                     .observe(role, &PolicyEvent::WorkerGone { worker });
-                self.deciders.added(role, worker, facts, &candidate.name);
+                self.policy_set
+                    .add_worker(role, worker, facts, &candidate.name);
             }
         }
     }
@@ -555,9 +556,9 @@ impl WorkerFleet {
         let candidates = self.table(role).list();
         let now_ms = now_ms();
         let others = candidates.iter().filter(|c| c.id != id);
-        let others = others.map(|c| c.penalty.lock().share(now_ms)).sum();
+        let others = others.map(|c| c.penalty.lock().denial_share(now_ms)).sum();
         let denier = candidates.iter().find(|c| c.id == id);
-        denier.is_some_and(|c| c.penalty.lock().judge(others, now_ms))
+        denier.is_some_and(|c| c.penalty.lock().judge_denial(others, now_ms))
     }
 
     /// Candidates of this role whose circuit is open.

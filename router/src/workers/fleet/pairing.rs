@@ -60,7 +60,7 @@ impl WorkerFleet {
         partners.any(|other| {
             let pair = pair_of(worker, other);
             fingerprint.is_compatible(&other.description().fingerprint())
-                && verdicts.exclusion(pair, now_ms).is_none()
+                && verdicts.exclusion_reason(pair, now_ms).is_none()
         })
     }
 
@@ -100,14 +100,17 @@ impl WorkerFleet {
         if fitting.peek().is_some() {
             return self.exclusion_from_all(worker, fitting);
         }
-        let nearest = others.min_by_key(|w| fingerprint.differs(&fingerprint_of(w)).count())?;
+        let nearest =
+            others.min_by_key(|w| fingerprint.differing_fields(&fingerprint_of(w)).count())?;
         let there = nearest.description();
-        let differences = fingerprint.differs(&there.fingerprint()).map(|aspect| {
-            let value = |of: &WorkerDescription| of.aspect(aspect).unwrap_or_default();
-            let here = value(&description);
-            let there = value(&there);
-            format!("its {aspect} is {here}, there it is {there}")
-        });
+        let differences = fingerprint
+            .differing_fields(&there.fingerprint())
+            .map(|aspect| {
+                let value = |of: &WorkerDescription| of.aspect(aspect).unwrap_or_default();
+                let here = value(&description);
+                let there = value(&there);
+                format!("its {aspect} is {here}, there it is {there}")
+            });
         let differences: Vec<_> = differences.collect();
         Some(format!(
             "no {other_role} worker fits it; nearest is {}: {}",
@@ -127,7 +130,7 @@ impl WorkerFleet {
         let now_ms = now_ms();
         let mut first = None;
         for other in others {
-            let reason = verdicts.exclusion(pair_of(worker, other), now_ms)?;
+            let reason = verdicts.exclusion_reason(pair_of(worker, other), now_ms)?;
             first.get_or_insert_with(|| {
                 format!("it cannot be paired with {}: {reason}", other.url())
             });
@@ -143,7 +146,7 @@ impl WorkerFleet {
         let fits = |p: &Candidate, d: &Candidate| {
             let pair = (p.worker.id, d.worker.id);
             p.fingerprint.is_compatible(&d.fingerprint)
-                && verdicts.exclusion(pair, now_ms).is_none()
+                && verdicts.exclusion_reason(pair, now_ms).is_none()
         };
         p_list.iter().any(|p| d_list.iter().any(|d| fits(p, d)))
     }
@@ -151,7 +154,10 @@ impl WorkerFleet {
     /// A decode worker reports that it can never work with this prefill worker.
     pub fn exclude_pair(&self, prefill: &Worker, decode: &Worker, reason: String) {
         let pair = (prefill.id, decode.id);
-        let begun = self.verdicts.lock().failed(pair, reason.clone(), now_ms());
+        let begun = self
+            .verdicts
+            .lock()
+            .record_failure(pair, reason.clone(), now_ms());
         if let Some(excluded_ms) = begun {
             let prefill = prefill.url();
             let decode = decode.url();
@@ -163,7 +169,7 @@ impl WorkerFleet {
     pub fn confirm_pair(&self, pair: WorkerPair) {
         let mut verdicts = self.verdicts.lock();
         if !verdicts.is_empty() {
-            verdicts.worked(pair);
+            verdicts.record_success(pair);
         }
     }
 
@@ -171,6 +177,10 @@ impl WorkerFleet {
     pub fn can_pair(&self, prefill: &Candidate, decode: &Candidate) -> bool {
         let pair = (prefill.worker.id, decode.worker.id);
         prefill.fingerprint.is_compatible(&decode.fingerprint)
-            && self.verdicts.lock().exclusion(pair, now_ms()).is_none()
+            && self
+                .verdicts
+                .lock()
+                .exclusion_reason(pair, now_ms())
+                .is_none()
     }
 }

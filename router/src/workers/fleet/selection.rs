@@ -29,7 +29,7 @@ pub struct SelectionRequest<'a> {
 }
 
 impl SelectionRequest<'_> {
-    pub(super) fn sending(&self, now_ms: u64) -> RoutingRequest<'_> {
+    pub(super) fn routing_request(&self, now_ms: u64) -> RoutingRequest<'_> {
         RoutingRequest {
             request: self.view(now_ms),
             // 53 bits: what every reader of JSON keeps exactly.
@@ -43,7 +43,7 @@ impl SelectionRequest<'_> {
         let prompt = self
             .blocks
             .as_deref()
-            .map(PromptBlocks::prompt)
+            .map(PromptBlocks::prompt_view)
             .unwrap_or_default();
         RequestView {
             text: &self.text,

@@ -7,8 +7,8 @@
 use std::fmt;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher, Hash};
 
+use router_core::cache_namespace;
 use router_core::kv::{EngineHash, KvEvent, StoredBlocks};
-use router_core::namespace;
 use serde::Deserialize;
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -207,8 +207,8 @@ impl Fields {
 /// give both places.
 fn name_of(keys: Vec<Part>) -> String {
     match keys.as_slice() {
-        [Part::Text(salt)] => namespace(salt, ""),
-        [Part::Text(salt), Part::Text(key)] => namespace(salt, key),
+        [Part::Text(salt)] => cache_namespace(salt, ""),
+        [Part::Text(salt), Part::Text(key)] => cache_namespace(salt, key),
         _ => format!("\u{1}{:016x}", hash_of(&keys)),
     }
 }

@@ -48,7 +48,7 @@ const GOOD_STREAM: Duration = Duration::from_secs(10);
 
 /// Say once what will not happen.
 pub fn announce(fleet: &WorkerFleet) {
-    let policy = |role| fleet.deciders.policy(role);
+    let policy = |role| fleet.policy_set.policy(role);
     let uses = Role::ALL
         .into_iter()
         .any(|role| policy(role).as_cost().is_some());
@@ -79,7 +79,7 @@ pub fn start(fleet: &WorkerFleet, worker: &Worker) {
 }
 
 fn source_of(fleet: &WorkerFleet, candidate: &Candidate) -> Result<EventSource, String> {
-    let policy = fleet.deciders.policy(candidate.worker.role());
+    let policy = fleet.policy_set.policy(candidate.worker.role());
     if policy.as_cost().is_none() {
         return Err(format!("policy {} does not read them", policy.name()));
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use router_core::kv::{
-    ApplyResult, CacheReplica, CacheUpdate, KvEvent, NewsError, ReplicaError, UpdateSink,
+    ApplyResult, CacheReplica, CacheUpdate, CacheUpdateError, KvEvent, ReplicaError, UpdateSink,
 };
 use router_core::{PolicySet, Role, WorkerId};
 
@@ -44,8 +44,12 @@ impl SubscriptionEnd {
             SubscriptionEnd::Silent { .. } => "silent",
             SubscriptionEnd::Malformed(_) | SubscriptionEnd::Zmtp(_) => "malformed",
             SubscriptionEnd::Replica(ReplicaError::Broken(_)) => "contradiction",
-            SubscriptionEnd::Replica(ReplicaError::Refused(NewsError::Full { .. })) => "full",
-            SubscriptionEnd::Replica(ReplicaError::Refused(NewsError::Forgotten)) => "forgotten",
+            SubscriptionEnd::Replica(ReplicaError::Refused(CacheUpdateError::Full { .. })) => {
+                "full"
+            }
+            SubscriptionEnd::Replica(ReplicaError::Refused(CacheUpdateError::Forgotten)) => {
+                "forgotten"
+            }
         }
     }
 
@@ -62,7 +66,7 @@ pub struct EventReader {
     pub name: String,
     role: Role,
     id: WorkerId,
-    deciders: Arc<PolicySet>,
+    policy_set: Arc<PolicySet>,
     metrics: Arc<RouterMetrics>,
     status: Arc<Mutex<SubscriptionStatus>>,
     replica: CacheReplica,
@@ -74,7 +78,7 @@ impl EventReader {
             name: candidate.name.clone(),
             role: candidate.worker.role(),
             id: candidate.id,
-            deciders: fleet.deciders.clone(),
+            policy_set: fleet.policy_set.clone(),
             metrics: fleet.metrics.clone(),
             status: candidate.feed.status.clone(),
             replica: CacheReplica::new(fleet.config.tokens.block_size),
@@ -86,16 +90,17 @@ impl EventReader {
         &mut self,
         act: impl FnOnce(&mut CacheReplica, UpdateSink<'_>) -> Result<T, ReplicaError>,
     ) -> Result<T, SubscriptionEnd> {
-        let deciders = &self.deciders;
+        let policy_set = &self.policy_set;
         let role = self.role;
         let id = self.id;
-        let mut tell = |news: CacheUpdate<'_>| deciders.reconcile(role, id, &news);
-        Ok(act(&mut self.replica, &mut tell)?)
+        let mut send_update =
+            |update: CacheUpdate<'_>| policy_set.apply_cache_update(role, id, &update);
+        Ok(act(&mut self.replica, &mut send_update)?)
     }
 
     /// Everything the rank has.
     pub fn snapshot(&mut self, next: u64, events: &[KvEvent]) -> Result<(), SubscriptionEnd> {
-        self.with(|replica, tell| replica.snapshot(next, events, tell))?;
+        self.with(|replica, send_update| replica.apply_snapshot(next, events, send_update))?;
         self.resynced("snapshot");
         Ok(())
     }
@@ -108,7 +113,8 @@ impl EventReader {
         ts: Option<f64>,
     ) -> Result<ApplyResult, SubscriptionEnd> {
         let was_exact = self.replica.is_exact();
-        let took = self.with(|replica, tell| replica.batch(number, events, tell))?;
+        let took =
+            self.with(|replica, send_update| replica.apply_batch(number, events, send_update))?;
         let result = match took {
             ApplyResult::Applied => "applied",
             ApplyResult::Old => "known",
@@ -140,7 +146,7 @@ impl EventReader {
 
     /// Skip the batches before `number`, which cannot be had.
     pub fn skip_to(&mut self, number: u64) -> Result<(), SubscriptionEnd> {
-        self.with(|replica, tell| replica.skip_to(number, tell))?;
+        self.with(|replica, send_update| replica.skip_to(number, send_update))?;
         self.metrics
             .kv_resyncs
             .with_label_values(&[self.role.into_str(), "skipped"])
@@ -153,7 +159,7 @@ impl EventReader {
 
     /// The batches that were missed came after all, or none was.
     pub fn resume(&mut self) -> Result<(), SubscriptionEnd> {
-        if self.with(CacheReplica::resume)? {
+        if self.with(CacheReplica::make_exact)? {
             self.resynced("replay");
         }
         Ok(())
@@ -169,7 +175,7 @@ impl EventReader {
             .kv_resyncs
             .with_label_values(&[self.role.into_str(), how])
             .inc();
-        tracing::info!(worker = %self.name, how, blocks = self.replica.blocks(), "its cache is known exactly");
+        tracing::info!(worker = %self.name, how, blocks = self.replica.block_count(), "its cache is known exactly");
         self.show(|status| {
             status.resyncs += 1;
             status.reason = None;
@@ -194,7 +200,7 @@ impl EventReader {
         let outcome = match end {
             SubscriptionEnd::Replica(_) => {
                 tracing::warn!(worker = %self.name, why = %end, "its cache is not known");
-                self.with(CacheReplica::forget)
+                self.with(CacheReplica::forget_copy)
             }
             _ => self.mark_inexact(&end.to_string()),
         };
@@ -206,12 +212,12 @@ impl EventReader {
     fn show(&self, change: impl FnOnce(&mut SubscriptionStatus)) {
         let mut status = self.status.lock();
         change(&mut status);
-        status.state = match (self.replica.next(), self.replica.is_exact()) {
+        status.state = match (self.replica.next_batch(), self.replica.is_exact()) {
             (_, true) => SyncState::Exact,
             (None, false) => SyncState::Connecting,
             (Some(_), false) => SyncState::Doubtful,
         };
-        status.blocks = self.replica.blocks();
-        status.next_seq = self.replica.next();
+        status.blocks = self.replica.block_count();
+        status.next_seq = self.replica.next_batch();
     }
 }

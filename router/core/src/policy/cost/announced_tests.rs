@@ -9,7 +9,7 @@ use crate::types::SendTicket;
 
 /// `ids` as they would be cached: a snapshot, or what a batch adds.
 fn announced(ids: &[u32], page: usize, parent: usize) -> KvEvent {
-    let name = |end: usize| TokenChain::new("engine").push(&ids[..end]);
+    let name = |end: usize| TokenChain::new("engine").push_block(&ids[..end]);
     KvEvent::Stored(StoredBlocks {
         hashes: (parent / page + 1..=ids.len() / page)
             .map(|i| name(i * page))
@@ -38,11 +38,12 @@ impl Announcing {
         }
     }
 
-    fn tell(&mut self, number: u64, events: &[KvEvent]) -> ApplyResult {
+    fn announce(&mut self, number: u64, events: &[KvEvent]) -> ApplyResult {
         let policy = &self.policy;
-        let tell = &mut |update: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &update);
+        let send_update =
+            &mut |update: CacheUpdate<'_>| policy.apply_cache_update(WorkerId(0), &update);
         self.replica
-            .batch(number, events, tell)
+            .apply_batch(number, events, send_update)
             .expect("good events")
     }
 
@@ -50,13 +51,13 @@ impl Announcing {
     fn expected(&self, ids: &[u32]) -> u32 {
         let blocks = token_blocks(ids, Self::PAGE, "");
         let request = RequestView {
-            prompt: blocks.prompt(),
+            prompt: blocks.prompt_view(),
             now_ms: self.sender.now_ms,
             ..RequestView::default()
         };
         let ready = views(&[0, 0]);
-        let mut state = self.policy.lock();
-        let (options, _) = state.estimate(&request, &ready);
+        let mut state = self.policy.lock_state();
+        let (options, _) = state.estimate_costs(&request, &ready);
         options[0].terms.cached_tokens as u32
     }
 
@@ -64,7 +65,7 @@ impl Announcing {
         self.sender.tickets += 1;
         let blocks = token_blocks(ids, Self::PAGE, "");
         let request = RequestView {
-            prompt: blocks.prompt(),
+            prompt: blocks.prompt_view(),
             now_ms: self.sender.now_ms,
             ..RequestView::default()
         };
@@ -73,7 +74,7 @@ impl Announcing {
             ticket,
             worker: WorkerId(0),
             request: &request,
-            tells_first_token: true,
+            reports_first_token: true,
         });
         ticket
     }
@@ -84,7 +85,7 @@ impl Announcing {
             ticket,
             worker: WorkerId(0),
             is_kept,
-            hashes: blocks.prompt().hashes,
+            hashes: blocks.prompt_view().hashes,
             now_ms: self.sender.now_ms,
         });
     }
@@ -94,7 +95,7 @@ impl Announcing {
 fn announced_prefixes_are_exact_and_bookings_fill_the_time_until_then() {
     let mut world = Announcing::new();
     let ids: Vec<u32> = (0..21).collect();
-    assert_eq!(world.tell(0, &[KvEvent::Cleared]), ApplyResult::Applied);
+    assert_eq!(world.announce(0, &[KvEvent::Cleared]), ApplyResult::Applied);
     assert_eq!(world.expected(&ids), 0);
     let ticket = world.routed(&ids);
     assert_eq!(world.expected(&ids), 20, "it is about to be computed");
@@ -106,7 +107,7 @@ fn announced_prefixes_are_exact_and_bookings_fill_the_time_until_then() {
     world.finished(ticket, &ids, true);
     // It is announced in part; the booking lasts a little, and then only what is stored counts.
     assert_eq!(
-        world.tell(1, &[announced(&ids[..12], 4, 0)]),
+        world.announce(1, &[announced(&ids[..12], 4, 0)]),
         ApplyResult::Applied
     );
     assert_eq!(world.expected(&ids), 20);
@@ -117,7 +118,7 @@ fn announced_prefixes_are_exact_and_bookings_fill_the_time_until_then() {
         unreachable!("it is made so")
     };
     assert_eq!(
-        world.tell(2, &[KvEvent::Removed(last.hashes)]),
+        world.announce(2, &[KvEvent::Removed(last.hashes)]),
         ApplyResult::Applied
     );
     assert_eq!(world.expected(&ids), 8);
@@ -127,7 +128,7 @@ fn announced_prefixes_are_exact_and_bookings_fill_the_time_until_then() {
 fn failed_request_leaves_no_booking_and_a_silent_one_not_for_long() {
     let mut world = Announcing::new();
     let ids: Vec<u32> = (0..21).collect();
-    world.tell(0, &[KvEvent::Cleared]);
+    world.announce(0, &[KvEvent::Cleared]);
     let ticket = world.routed(&ids);
     world.finished(ticket, &ids, false);
     assert_eq!(world.expected(&ids), 0);
@@ -141,16 +142,17 @@ fn failed_request_leaves_no_booking_and_a_silent_one_not_for_long() {
 fn missed_batch_halves_what_is_believed_until_a_snapshot() {
     let mut world = Announcing::new();
     let ids: Vec<u32> = (0..33).collect();
-    world.tell(0, &[KvEvent::Cleared, announced(&ids, 4, 0)]);
+    world.announce(0, &[KvEvent::Cleared, announced(&ids, 4, 0)]);
     assert_eq!(world.expected(&ids), 32);
-    assert_eq!(world.tell(2, &[]), ApplyResult::Gap { first: 1 });
+    assert_eq!(world.announce(2, &[]), ApplyResult::Gap { first: 1 });
     let policy = &world.policy;
-    let tell = &mut |update: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &update);
-    world.replica.mark_inexact(tell).expect("taken in");
+    let send_update =
+        &mut |update: CacheUpdate<'_>| policy.apply_cache_update(WorkerId(0), &update);
+    world.replica.mark_inexact(send_update).expect("taken in");
     assert_eq!(world.expected(&ids), 16);
     world
         .replica
-        .snapshot(3, &[announced(&ids[..8], 4, 0)], tell)
+        .apply_snapshot(3, &[announced(&ids[..8], 4, 0)], send_update)
         .expect("a snapshot");
     assert_eq!(world.expected(&ids), 8);
     // The worker leaves: nothing of it stays, and its replica has to restart.
@@ -158,8 +160,13 @@ fn missed_batch_halves_what_is_believed_until_a_snapshot() {
         worker: WorkerId(0),
     });
     assert_eq!(world.expected(&ids), 0);
-    let refused = world.replica.batch(3, &[announced(&ids[..12], 4, 8)], tell);
-    assert_eq!(refused, Err(ReplicaError::Refused(NewsError::Forgotten)));
+    let refused = world
+        .replica
+        .apply_batch(3, &[announced(&ids[..12], 4, 8)], send_update);
+    assert_eq!(
+        refused,
+        Err(ReplicaError::Refused(CacheUpdateError::Forgotten))
+    );
 }
 
 #[test]
@@ -172,16 +179,22 @@ fn announcements_beyond_the_memory_are_refused_and_texts_are_remembered_as_befor
         policy: cost(Role::Prefill, 2, params),
         ..Announcing::new()
     };
-    world.tell(0, &[KvEvent::Cleared]);
+    world.announce(0, &[KvEvent::Cleared]);
     let ids: Vec<u32> = (0..20_000).collect();
     let policy = &world.policy;
-    let tell = &mut |update: CacheUpdate<'_>| policy.reconcile(WorkerId(0), &update);
-    let refused = world.replica.batch(1, &[announced(&ids, 4, 0)], tell);
+    let send_update =
+        &mut |update: CacheUpdate<'_>| policy.apply_cache_update(WorkerId(0), &update);
+    let refused = world
+        .replica
+        .apply_batch(1, &[announced(&ids, 4, 0)], send_update);
     assert!(
-        matches!(refused, Err(ReplicaError::Refused(NewsError::Full { .. }))),
+        matches!(
+            refused,
+            Err(ReplicaError::Refused(CacheUpdateError::Full { .. }))
+        ),
         "{refused:?}"
     );
-    world.replica.forget(tell).expect("taken in");
+    world.replica.forget_copy(send_update).expect("taken in");
     TestSender::default().routed(&world.policy, 0, "abcd");
     let why = chosen(&world.policy, "abcd", &views(&[0, 0]), &mut rng(1)).why;
     assert!(matches!(why, SelectionReason::BestHolder(_)), "{why:?}");

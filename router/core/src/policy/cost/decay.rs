@@ -8,12 +8,12 @@ pub(super) struct DecayingSum {
 }
 
 impl DecayingSum {
-    pub(super) fn at(self, now_ms: f64, tau_ms: f64) -> f64 {
+    pub(super) fn value_at(self, now_ms: f64, tau_ms: f64) -> f64 {
         self.sum * ((self.at_ms - now_ms) / tau_ms).exp()
     }
 
     pub(super) fn add(&mut self, more: f64, now_ms: f64, tau_ms: f64) {
-        let sum = self.at(now_ms, tau_ms) + more;
+        let sum = self.value_at(now_ms, tau_ms) + more;
         *self = Self { sum, at_ms: now_ms };
     }
 }

@@ -19,7 +19,7 @@ pub(super) struct ScoredChoice {
 impl CostState {
     /// Explanation of `picked` among `options`, estimated for `req`, of which a worker holds
     /// `deepest` blocks.
-    pub(super) fn explain(
+    pub(super) fn explain_choice(
         &self,
         req: &RequestView<'_>,
         options: &[CandidateCost],
@@ -41,7 +41,7 @@ impl CostState {
                 prompt_tokens: tokens,
                 tokens_per_block,
                 known_blocks: deepest,
-                price: self.price(req, deepest),
+                price: self.recompute_price(req, deepest),
                 rule: picked.rule,
                 equals: picked.equals,
                 hysteresis_ms: picked.hysteresis_ms,

@@ -74,7 +74,7 @@ use self::state::{CandidateCost, CostState, PromptSize};
 use super::tie_break::draw_two;
 use super::{ExplainedChoice, Policy, PolicyInput, PolicyStats, RankStats};
 use crate::explain::DecisionRule;
-use crate::kv::{CacheUpdate, NewsError};
+use crate::kv::{CacheUpdate, CacheUpdateError};
 use crate::types::{
     PolicyEvent, PrefillForecast, RequestView, Role, SelectionReason, TtftEstimate, WorkerChoice,
     WorkerFacts, WorkerId, WorkerView,
@@ -121,10 +121,10 @@ impl CostPolicy {
         rng: &mut dyn RngCore,
         explains: bool,
     ) -> Option<[ExplainedChoice; 2]> {
-        let mut ours = self.lock();
-        let mut theirs = decode.lock();
-        let (mut p, deepest) = ours.estimate(req, prefill_ready);
-        let (mut d, known) = theirs.estimate(req, decode_ready);
+        let mut ours = self.lock_state();
+        let mut theirs = decode.lock_state();
+        let (mut p, deepest) = ours.estimate_costs(req, prefill_ready);
+        let (mut d, decode_deepest) = theirs.estimate_costs(req, decode_ready);
         if p.len() * d.len() > MAX_PAIRS {
             keep_cheapest(&mut p);
             keep_cheapest(&mut d);
@@ -141,18 +141,21 @@ impl CostPolicy {
             i.add_partner(partner_ms, crossing_ms);
         }
         let is_stale = ours.is_stale(req.now_ms as f64);
-        let first = ours.pick(&p, deepest, size, is_stale, rng);
+        let first = ours.pick_candidate(&p, deepest, size, is_stale, rng);
         let pair = first.and_then(|first| {
             for j in &mut d {
                 let pull = theirs.exposed_pull(&first.best, j, size);
                 j.add_partner(pull.ms, pull.crossing_ms);
             }
-            let second = theirs.pick(&d, usize::MAX, size, false, rng)?;
-            let why = explains.then(|| {
-                let prefill = ours.explain(req, &p, deepest, &first);
-                [prefill, theirs.explain(req, &d, known, &second)]
+            let second = theirs.pick_candidate(&d, usize::MAX, size, false, rng)?;
+            let explanations = explains.then(|| {
+                let prefill = ours.explain_choice(req, &p, deepest, &first);
+                [
+                    prefill,
+                    theirs.explain_choice(req, &d, decode_deepest, &second),
+                ]
             });
-            let [p, d] = why.map_or([None, None], |why| why.map(Some));
+            let [p, d] = explanations.map_or([None, None], |why| why.map(Some));
             Some([(first.choice, p), (second.choice, d)])
         });
         ours.scratch.options = p;
@@ -161,13 +164,17 @@ impl CostPolicy {
     }
 
     /// A worker's replica tells what the worker has cached ([`crate::kv`]).
-    pub fn reconcile(&self, worker: WorkerId, news: &CacheUpdate<'_>) -> Result<(), NewsError> {
-        self.lock().reconcile(worker, news)
+    pub fn apply_cache_update(
+        &self,
+        worker: WorkerId,
+        update: &CacheUpdate<'_>,
+    ) -> Result<(), CacheUpdateError> {
+        self.lock_state().apply_cache_update(worker, update)
     }
 
     /// A panic inside may have left the state half changed. It only predicts, so it restarts with
     /// the same workers rather than taking every later request down.
-    fn lock(&self) -> MutexGuard<'_, CostState> {
+    fn lock_state(&self) -> MutexGuard<'_, CostState> {
         self.state.lock().unwrap_or_else(|poisoned| {
             let mut state = poisoned.into_inner();
             let workers: Vec<(WorkerId, WorkerFacts)> = state
@@ -178,7 +185,7 @@ impl CostPolicy {
             *state = CostState::new(state.model.clone());
             workers
                 .into_iter()
-                .for_each(|(id, facts)| state.add(id, facts));
+                .for_each(|(id, facts)| state.add_worker(id, facts));
             self.state.clear_poison();
             state
         })
@@ -213,7 +220,7 @@ impl CostState {
     /// The cheapest, with the rules for ties, hysteresis and stale reports. `deepest`: blocks of
     /// the prompt that anybody holds; above any number for decode workers, which have no holder to
     /// stay with.
-    fn pick(
+    fn pick_candidate(
         &self,
         options: &[CandidateCost],
         deepest: usize,
@@ -247,34 +254,34 @@ impl CostState {
                 hysteresis_ms: None,
             };
         if is_stale && options.len() > 2 {
-            let best = sampled(options, rng)?;
+            let best = sample_cheapest(options, rng)?;
             return Some(picked(
                 (best, 1),
                 DecisionRule::Sampled,
                 SelectionReason::Sampled,
             ));
         }
-        let cheapest = cheapest(options, |_| true, rng)?;
-        let most = options
+        let cheapest = find_cheapest(options, |_| true, rng)?;
+        let most_held = options
             .iter()
             .map(|option| option.terms.held_blocks)
             .max()
             .unwrap_or(0);
-        if most == 0 || deepest == 0 {
+        if most_held == 0 || deepest == 0 {
             return Some(picked(
                 cheapest,
                 DecisionRule::LeastCost,
                 SelectionReason::NoPrefix,
             ));
         }
-        if cheapest.0.terms.held_blocks == most {
+        if cheapest.0.terms.held_blocks == most_held {
             return Some(picked(
                 cheapest,
                 DecisionRule::LeastCost,
                 SelectionReason::BestHolder,
             ));
         }
-        let holder = self::cheapest(options, |option| option.terms.held_blocks == most, rng)?;
+        let holder = find_cheapest(options, |option| option.terms.held_blocks == most_held, rng)?;
         let params = &self.model.params;
         let holder_ms = holder.0.terms.cost_ms;
         let margin = (params.hysteresis_fraction * holder_ms).max(params.hysteresis_ms);
@@ -296,7 +303,7 @@ impl CostState {
 
 /// The option with the least cost among those that pass, and of how many equal ones; see the module
 /// for ties.
-fn cheapest(
+fn find_cheapest(
     options: &[CandidateCost],
     passes: impl Fn(&CandidateCost) -> bool,
     rng: &mut dyn RngCore,
@@ -314,16 +321,16 @@ fn cheapest(
     let first = tied().min_by(|a, b| rank(a, b))?;
     // Those that are equal in everything: one of them, each with the same chance.
     let equals = || tied().filter(|option| rank(option, first).is_eq());
-    let many = equals().count();
-    let at = match many {
+    let tie_count = equals().count();
+    let index = match tie_count {
         1 => 0,
-        _ => rng.random_range(0..many),
+        _ => rng.random_range(0..tie_count),
     };
-    equals().nth(at).map(|option| (*option, many))
+    equals().nth(index).map(|option| (*option, tie_count))
 }
 
 /// The cheaper of two drawn from the cheapest few.
-fn sampled(options: &[CandidateCost], rng: &mut dyn RngCore) -> Option<CandidateCost> {
+fn sample_cheapest(options: &[CandidateCost], rng: &mut dyn RngCore) -> Option<CandidateCost> {
     let cost_ms = |option: CandidateCost| option.terms.cost_ms;
     let mut top: [Option<CandidateCost>; STALE_TOP] = [None; STALE_TOP];
     for option in options {
@@ -365,8 +372,8 @@ impl Policy for CostPolicy {
 
     fn decide(&self, input: &mut PolicyInput<'_>) -> Option<ExplainedChoice> {
         let req = input.request;
-        let mut state = self.lock();
-        let (mut options, deepest) = state.estimate(req, input.ready);
+        let mut state = self.lock_state();
+        let (mut options, deepest) = state.estimate_costs(req, input.ready);
         let size = state.size_of(&req.prompt);
         if state.model.role == Role::Decode {
             // Where the pages come from is not known here: as if from another machine, hidden by no
@@ -378,9 +385,9 @@ impl Policy for CostPolicy {
         }
         let is_stale = state.is_stale(req.now_ms as f64);
         let decided = state
-            .pick(&options, deepest, size, is_stale, input.rng)
+            .pick_candidate(&options, deepest, size, is_stale, input.rng)
             .map(|picked| {
-                let explain = || state.explain(req, &options, deepest, &picked);
+                let explain = || state.explain_choice(req, &options, deepest, &picked);
                 (picked.choice, input.explains.then(explain))
             });
         state.scratch.options = options;
@@ -388,11 +395,11 @@ impl Policy for CostPolicy {
     }
 
     fn best_ttft(&self, req: &RequestView<'_>, ready: &[WorkerView]) -> Option<TtftEstimate> {
-        let mut state = self.lock();
+        let mut state = self.lock_state();
         if state.model.role == Role::Decode {
             return None; // it computes no prompts
         }
-        let (options, _) = state.estimate(req, ready);
+        let (options, _) = state.estimate_costs(req, ready);
         let sum_ms = |option: &CandidateCost| option.terms.backlog_ms + option.terms.prefill_ms;
         let best = options
             .iter()
@@ -406,31 +413,31 @@ impl Policy for CostPolicy {
     }
 
     fn observe(&self, event: &PolicyEvent<'_>) {
-        let mut state = self.lock();
+        let mut state = self.lock_state();
         match *event {
             PolicyEvent::Routed {
                 ticket,
                 worker,
                 request,
-                tells_first_token,
-            } => state.routed(ticket, worker, request, tells_first_token),
+                reports_first_token,
+            } => state.on_routed(ticket, worker, request, reports_first_token),
             PolicyEvent::FirstToken {
                 ticket,
                 worker,
                 now_ms,
-            } => state.first_token(ticket, worker, now_ms as f64),
+            } => state.on_first_token(ticket, worker, now_ms as f64),
             PolicyEvent::Usage {
                 ticket,
                 worker,
                 usage,
-            } => state.usage(ticket, worker, usage),
+            } => state.on_usage(ticket, worker, usage),
             PolicyEvent::Finished {
                 ticket,
                 worker,
                 is_kept,
                 hashes,
                 now_ms,
-            } => state.finished(ticket, worker, is_kept, hashes, now_ms as f64),
+            } => state.on_finished(ticket, worker, is_kept, hashes, now_ms as f64),
             PolicyEvent::Reported {
                 worker,
                 queued_tokens,
@@ -443,34 +450,34 @@ impl Policy for CostPolicy {
                     running,
                     age_ms,
                 };
-                state.reported(worker, report, now_ms as f64);
+                state.on_report(worker, report, now_ms as f64);
             }
-            PolicyEvent::WorkerAdded { worker, facts } => state.add(worker, facts),
+            PolicyEvent::WorkerAdded { worker, facts } => state.add_worker(worker, facts),
             PolicyEvent::WorkerGone { worker } => {
                 state.ranks.remove(&worker);
-                state.holdings.gone(worker);
+                state.locations.remove_worker(worker);
             }
         }
     }
 
     fn stats(&self, now_ms: u64) -> PolicyStats {
-        let state = self.lock();
+        let state = self.lock_state();
         let ranks = state.ranks.iter().map(|(&worker, rank)| RankStats {
             worker,
-            index_blocks: state.holdings.size_of(worker),
-            announced: state.holdings.announced(worker),
+            index_blocks: state.locations.size_of(worker),
+            announced: state.locations.announced_rank(worker),
             backlog_ms: rank.queued_ms(now_ms as f64),
             confidence: rank.confidence,
             ms_per_kilotoken: rank
-                .speed(state.speed, now_ms as f64)
-                .ms(PrefillWork::of(1e3, 0.0)),
+                .prefill_speed(state.speed, now_ms as f64)
+                .duration_ms(PrefillWork::of_prompt(1e3, 0.0)),
         });
         PolicyStats {
             ranks: ranks.collect(),
             tokens_per_unit: state.counted.0 / state.counted.1,
             utilization: state.utilization(now_ms as f64),
-            index_bytes: state.holdings.bytes(),
-            evicted_total: state.holdings.evicted_total(),
+            index_bytes: state.locations.bytes(),
+            evicted_total: state.locations.evicted_total(),
             ..PolicyStats::default()
         }
     }

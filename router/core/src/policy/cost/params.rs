@@ -78,7 +78,7 @@ impl CostModel {
 
     /// Cost of running there, beside `load` requests, for a request that will take `tokens` of KV.
     pub fn decode_ms(&self, rank: &RankEstimate, load: usize, tokens: f64, now_ms: f64) -> f64 {
-        let tokens = rank.kv_tokens + rank.others(now_ms).kv_tokens + tokens;
+        let tokens = rank.kv_tokens + rank.others_load(now_ms).kv_tokens + tokens;
         let used = (tokens / self.capacity_tokens(rank)).min(KV_FULL);
         self.params.request_ms * load as f64 + self.params.kv_ms * used / (1.0 - used)
     }

@@ -17,16 +17,16 @@ pub struct PrefixPopularity(HashMap<u64, DecayingSum>);
 
 impl PrefixPopularity {
     /// Decayed arrivals at this prefix.
-    pub fn of(&self, hash: u64, now_ms: f64) -> f64 {
+    pub fn arrivals_of(&self, hash: u64, now_ms: f64) -> f64 {
         self.0
             .get(&hash)
-            .map_or(0.0, |arrivals| arrivals.at(now_ms, DECAY_MS))
+            .map_or(0.0, |arrivals| arrivals.value_at(now_ms, DECAY_MS))
     }
 
-    pub fn arrived(&mut self, hash: u64, now_ms: f64) {
+    pub fn record_arrival(&mut self, hash: u64, now_ms: f64) {
         if self.0.len() >= MAX_PREFIXES && !self.0.contains_key(&hash) {
             self.0
-                .retain(|_, arrivals| arrivals.at(now_ms, DECAY_MS) > COLD);
+                .retain(|_, arrivals| arrivals.value_at(now_ms, DECAY_MS) > COLD);
             if self.0.len() >= MAX_PREFIXES {
                 self.0.clear(); // sixteen thousand warm prefixes: none of them is hot
             }
@@ -41,23 +41,29 @@ mod tests {
 
     #[test]
     fn arrivals_add_up_and_fade() {
-        let mut heat = PrefixPopularity::default();
-        assert_eq!(heat.of(1, 0.0), 0.0);
-        (0..3).for_each(|_| heat.arrived(1, 0.0));
-        assert_eq!(heat.of(1, 0.0), 3.0);
-        let later = heat.of(1, 10_000.0);
+        let mut popularity = PrefixPopularity::default();
+        assert_eq!(popularity.arrivals_of(1, 0.0), 0.0);
+        (0..3).for_each(|_| popularity.record_arrival(1, 0.0));
+        assert_eq!(popularity.arrivals_of(1, 0.0), 3.0);
+        let later = popularity.arrivals_of(1, 10_000.0);
         assert!((later - 3.0 / std::f64::consts::E).abs() < 1e-9, "{later}");
-        assert_eq!(heat.of(2, 0.0), 0.0);
+        assert_eq!(popularity.arrivals_of(2, 0.0), 0.0);
     }
 
     #[test]
     fn map_is_bounded_and_hot_prefixes_outlive_cold_ones() {
-        let mut heat = PrefixPopularity::default();
-        (0..MAX_PREFIXES as u64 - 1).for_each(|hash| heat.arrived(hash, 0.0));
-        (0..100).for_each(|_| heat.arrived(u64::MAX, 30_000.0));
-        heat.arrived(u64::MAX - 1, 30_000.0);
-        assert_eq!((heat.0.len(), heat.of(u64::MAX, 30_000.0)), (2, 100.0));
-        (0..3 * MAX_PREFIXES as u64).for_each(|hash| heat.arrived(hash, 30_000.0));
-        assert!(heat.0.len() <= MAX_PREFIXES);
+        let mut popularity = PrefixPopularity::default();
+        (0..MAX_PREFIXES as u64 - 1).for_each(|hash| popularity.record_arrival(hash, 0.0));
+        (0..100).for_each(|_| popularity.record_arrival(u64::MAX, 30_000.0));
+        popularity.record_arrival(u64::MAX - 1, 30_000.0);
+        assert_eq!(
+            (
+                popularity.0.len(),
+                popularity.arrivals_of(u64::MAX, 30_000.0)
+            ),
+            (2, 100.0)
+        );
+        (0..3 * MAX_PREFIXES as u64).for_each(|hash| popularity.record_arrival(hash, 30_000.0));
+        assert!(popularity.0.len() <= MAX_PREFIXES);
     }
 }

@@ -12,7 +12,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::kv::{CacheUpdate, KvIndex, KvRank, NewsError};
+use crate::kv::{CacheUpdate, CacheUpdateError, KvIndex, KvRank};
 use crate::prefix_tree::{AccessStamp, PrefixTree};
 use crate::prompt::PromptView;
 use crate::types::WorkerId;
@@ -79,7 +79,7 @@ pub(super) struct PrefixLocations {
     in_flight_ends: BTreeMap<WorkerId, BTreeMap<AccessStamp, f64>>,
     max_bytes: usize,
     /// Buffer of `held_by`.
-    found: Vec<usize>,
+    depths: Vec<usize>,
 }
 
 impl PrefixLocations {
@@ -90,36 +90,40 @@ impl PrefixLocations {
             in_flight: PrefixTree::new(max_bytes / 8),
             in_flight_ends: BTreeMap::new(),
             max_bytes,
-            found: Vec::new(),
+            depths: Vec::new(),
         }
     }
 
-    pub fn add(&mut self, worker: WorkerId) {
-        self.remembered.add(worker, usize::MAX);
-        self.in_flight.add(worker, usize::MAX);
+    pub fn add_worker(&mut self, worker: WorkerId) {
+        self.remembered.add_worker(worker, usize::MAX);
+        self.in_flight.add_worker(worker, usize::MAX);
     }
 
-    pub fn gone(&mut self, worker: WorkerId) {
-        self.announced.forget(worker);
+    pub fn remove_worker(&mut self, worker: WorkerId) {
+        self.announced.forget_worker(worker);
         self.in_flight_ends.remove(&worker);
         for tree in [&mut self.remembered, &mut self.in_flight] {
-            while tree.retire(worker, usize::MAX) {}
+            while tree.retire_worker(worker, usize::MAX) {}
         }
     }
 
-    /// Take the news of a rank's replica.
-    pub fn reconcile(&mut self, worker: WorkerId, news: &CacheUpdate<'_>) -> Result<(), NewsError> {
-        let taken = self.announced.reconcile(worker, news);
+    /// Apply an update of a rank's replica.
+    pub fn apply_cache_update(
+        &mut self,
+        worker: WorkerId,
+        update: &CacheUpdate<'_>,
+    ) -> Result<(), CacheUpdateError> {
+        let result = self.announced.apply_cache_update(worker, update);
         // What is announced goes before what is remembered, up to its share.
         let left = self.max_bytes - self.max_bytes / 8;
         let left = left.saturating_sub(self.announced.bytes());
         self.remembered.limit_bytes(left.max(self.max_bytes / 4));
-        taken
+        result
     }
 
     /// The rank's announced entry, if it has one.
-    pub fn announced(&self, worker: WorkerId) -> Option<KvRank> {
-        self.announced.rank(worker)
+    pub fn announced_rank(&self, worker: WorkerId) -> Option<KvRank> {
+        self.announced.rank_entry(worker)
     }
 
     /// Write into `held` what each of `workers` (sorted) holds of the prompt; returns how many
@@ -131,22 +135,22 @@ impl PrefixLocations {
         held: &mut Vec<HeldPrefix>,
         now_ms: f64,
     ) -> usize {
-        self.expire(now_ms);
-        let found = &mut self.found;
-        found.clear();
-        found.resize(workers.len(), 0);
-        let mut deepest = self.remembered.held_by(prompt.hashes, workers, found);
+        self.expire_bookings(now_ms);
+        let depths = &mut self.depths;
+        depths.clear();
+        depths.resize(workers.len(), 0);
+        let mut deepest = self.remembered.held_by(prompt.hashes, workers, depths);
         held.clear();
-        held.extend(found.iter().map(|&blocks| HeldPrefix {
+        held.extend(depths.iter().map(|&blocks| HeldPrefix {
             blocks,
             source: Source::Remembered,
         }));
         if self.announced.is_idle() || !prompt.is_of_tokens() {
             return deepest;
         }
-        deepest = deepest.max(self.announced.held_by(prompt.hashes, workers, found));
-        for ((worker, held), &announced) in workers.iter().zip(held.iter_mut()).zip(&*found) {
-            match self.announced.rank(*worker) {
+        deepest = deepest.max(self.announced.held_by(prompt.hashes, workers, depths));
+        for ((worker, held), &announced) in workers.iter().zip(held.iter_mut()).zip(&*depths) {
+            match self.announced.rank_entry(*worker) {
                 Some(rank) if rank.is_exact => {
                     *held = HeldPrefix {
                         blocks: announced,
@@ -164,8 +168,8 @@ impl PrefixLocations {
             }
         }
         if !self.in_flight_ends.is_empty() {
-            deepest = deepest.max(self.in_flight.held_by(prompt.hashes, workers, found));
-            for (held, &in_flight) in held.iter_mut().zip(&*found) {
+            deepest = deepest.max(self.in_flight.held_by(prompt.hashes, workers, depths));
+            for (held, &in_flight) in held.iter_mut().zip(&*depths) {
                 held.blocks = held.blocks.max(in_flight);
             }
         }
@@ -174,23 +178,23 @@ impl PrefixLocations {
 
     /// Blocks in the rank's entry.
     pub fn size_of(&self, worker: WorkerId) -> usize {
-        match self.announced.rank(worker) {
+        match self.announced.rank_entry(worker) {
             Some(rank) if rank.is_exact => rank.blocks,
             _ => self.remembered.units_of(worker),
         }
     }
 
     /// The prompt was sent there. `most`: blocks its cache has room for, if that is known.
-    pub fn sent(
+    pub fn record_sent(
         &mut self,
         worker: WorkerId,
         prompt: &PromptView<'_>,
-        most: Option<usize>,
+        max_blocks: Option<usize>,
         now_ms: f64,
     ) -> InsertionReceipt {
         let is_exact = self
             .announced
-            .rank(worker)
+            .rank_entry(worker)
             .is_some_and(|rank| rank.is_exact);
         if is_exact && prompt.is_of_tokens() {
             let stamp = self.in_flight.insert(worker, prompt.hashes);
@@ -200,15 +204,15 @@ impl PrefixLocations {
                 .insert(stamp, now_ms + IN_FLIGHT_MS);
             return InsertionReceipt::Booked(stamp);
         }
-        if let Some(most) = most {
-            self.remembered.add(worker, most);
+        if let Some(most) = max_blocks {
+            self.remembered.add_worker(worker, most);
         }
         InsertionReceipt::Remembered(self.remembered.insert(worker, prompt.hashes))
     }
 
     /// Note that it was prefilled: the rank announces what it stored.
-    pub fn prefilled(&mut self, worker: WorkerId, note: InsertionReceipt, now_ms: f64) {
-        if let InsertionReceipt::Booked(stamp) = note
+    pub fn record_prefilled(&mut self, worker: WorkerId, receipt: InsertionReceipt, now_ms: f64) {
+        if let InsertionReceipt::Booked(stamp) = receipt
             && let Some(in_flight_ends) = self.in_flight_ends.get_mut(&worker)
             && let Some(end_ms) = in_flight_ends.get_mut(&stamp)
         {
@@ -218,14 +222,14 @@ impl PrefixLocations {
 
     /// Note that it failed before it was prefilled: take back what it alone claimed beyond the
     /// first `keep` blocks.
-    pub fn failed(
+    pub fn retract_failed(
         &mut self,
         worker: WorkerId,
         hashes: &[u64],
-        note: InsertionReceipt,
+        receipt: InsertionReceipt,
         keep: usize,
     ) {
-        match note {
+        match receipt {
             InsertionReceipt::Remembered(stamp) => {
                 self.remembered.retract(worker, hashes, stamp, keep)
             }
@@ -239,7 +243,7 @@ impl PrefixLocations {
     }
 
     /// Drop the bookings that are over.
-    fn expire(&mut self, now_ms: f64) {
+    fn expire_bookings(&mut self, now_ms: f64) {
         let in_flight = &mut self.in_flight;
         self.in_flight_ends.retain(|worker, in_flight_ends| {
             let before = in_flight_ends.len();
@@ -249,7 +253,7 @@ impl PrefixLocations {
                 first.remove();
             }
             if in_flight_ends.len() < before || in_flight_ends.is_empty() {
-                in_flight.expire(
+                in_flight.expire_older(
                     *worker,
                     in_flight_ends.first_key_value().map(|(stamp, _)| *stamp),
                 );

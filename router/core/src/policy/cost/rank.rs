@@ -3,15 +3,16 @@
 //!
 //! The life of a prompt here:
 //!
-//! 1. sent: it joins the queue with its predicted time ([`RankEstimate::sent`]);
+//! 1. sent: it joins the queue with its predicted time ([`RankEstimate::queue_prompt`]);
 //! 2. its first token is seen: it leaves; the time since the engine turned to it is an observation
-//!    of speed ([`RankEstimate::first_token`]). Prompts whose first tokens come together were
-//!    computed together and are observed together. An engine that takes the shortest first works at
-//!    several in turns: there a whole busy period is one observation;
+//!    of speed ([`RankEstimate::observe_first_token`]). Prompts whose first tokens come together
+//!    were computed together and are observed together. An engine that takes the shortest first
+//!    works at several in turns: there a whole busy period is one observation;
 //! 3. a request that does not stream shows no first token: its prompt leaves when the predicted
 //!    time is over. Its end is an observation of prefill and output together, where no stream took
-//!    part ([`RankEstimate::answered`]);
-//! 4. it fails or its client leaves: it leaves without an observation ([`RankEstimate::ended`]).
+//!    part ([`RankEstimate::observe_answer`]);
+//! 4. it fails or its client leaves: it leaves without an observation
+//! ([`RankEstimate::end_request`]).
 //!
 //! The prompts run one after the other, as far as this knows; the head of the queue began when the
 //! one before left.
@@ -60,7 +61,7 @@ pub struct PendingPrompt {
     pub predicted_ms: f64,
     pub sent_ms: f64,
     /// True if a first token will be reported.
-    pub tells: bool,
+    pub reports_first_token: bool,
 }
 
 #[derive(Debug, Default)]
@@ -138,8 +139,8 @@ impl RankEstimate {
     }
 
     /// Prefill speed, given the fleet's.
-    pub fn speed(&self, fleet: PrefillSpeed, now_ms: f64) -> PrefillSpeed {
-        self.pace.of(fleet, now_ms)
+    pub fn prefill_speed(&self, fleet: PrefillSpeed, now_ms: f64) -> PrefillSpeed {
+        self.pace.worker_speed(fleet, now_ms)
     }
 
     /// The worker had `queued_tokens` to compute at `at_ms`; what this router did not send is
@@ -147,7 +148,7 @@ impl RankEstimate {
     /// others' too, but then it has run off ([`RankEstimate::others_ms`]). An older report than the
     /// one known says nothing. A number that no worker can mean is no report: a worker that reports
     /// nonsense is not passed over for it.
-    pub fn reported(
+    pub fn apply_report(
         &mut self,
         report: WorkerReport,
         capacity_tokens: f64,
@@ -155,21 +156,21 @@ impl RankEstimate {
         now_ms: f64,
     ) {
         let at_ms = now_ms - report.age_ms as f64;
-        if self.report.is_some_and(|known| known.at_ms > at_ms) {
+        if self.report.is_some_and(|newest| newest.at_ms > at_ms) {
             return;
         }
-        self.settle(now_ms);
+        self.settle_silent_prompts(now_ms);
         let requests = report.running.map_or(0, |running| running.requests);
         if report.queued_tokens > MOST_QUEUED_TOKENS || requests > MOST_REQUESTS {
             self.report = None;
             return;
         }
-        let sent = self.queue.iter().filter(|pending| pending.sent_ms <= at_ms);
-        let own: f64 = sent.map(|pending| pending.uncached).sum();
+        let sent_prompts = self.queue.iter().filter(|pending| pending.sent_ms <= at_ms);
+        let own: f64 = sent_prompts.map(|pending| pending.uncached).sum();
         let others = (report.queued_tokens as f64 - own).max(0.0);
-        let speed = self.speed(fleet, now_ms);
-        let others_ms =
-            speed.ms(PrefillWork::of(others, 0.0)) - speed.ms(PrefillWork::of(0.0, 0.0));
+        let speed = self.prefill_speed(fleet, now_ms);
+        let others_ms = speed.duration_ms(PrefillWork::of_prompt(others, 0.0))
+            - speed.duration_ms(PrefillWork::of_prompt(0.0, 0.0));
         let others = report.running.map(|running| {
             let used = running.pages_used as f64 / running.pages.max(1) as f64;
             self.not_booked(requests as usize, used.min(1.0) * capacity_tokens, at_ms)
@@ -194,7 +195,7 @@ impl RankEstimate {
     }
 
     /// A request of this router will take `kv_tokens` here until it ends.
-    pub fn book(&mut self, ticket: SendTicket, kv_tokens: f64, sent_ms: f64) {
+    pub fn book_kv(&mut self, ticket: SendTicket, kv_tokens: f64, sent_ms: f64) {
         self.in_flight
             .insert(ticket, InFlightWork { kv_tokens, sent_ms });
         self.kv_tokens += kv_tokens;
@@ -207,25 +208,25 @@ impl RankEstimate {
     }
 
     /// Load of other routers beside this router's bookings, by the last report.
-    pub fn others(&self, now_ms: f64) -> OthersLoad {
+    pub fn others_load(&self, now_ms: f64) -> OthersLoad {
         self.current_report(now_ms)
             .map(|report| report.others)
             .unwrap_or_default()
     }
 
-    pub fn sent(&mut self, pending: PendingPrompt) {
-        self.settle(pending.sent_ms);
+    pub fn queue_prompt(&mut self, pending: PendingPrompt) {
+        self.settle_silent_prompts(pending.sent_ms);
         if self.queue.is_empty() {
             self.since_ms = pending.sent_ms;
             self.is_disturbed = false;
         }
         self.queued_ms += pending.predicted_ms;
-        self.silent += usize::from(!pending.tells);
+        self.silent += usize::from(!pending.reports_first_token);
         self.queue.push_back(pending);
     }
 
     /// The worker counted the prompt: what is known better replaces what was predicted.
-    pub fn counted(&mut self, ticket: SendTicket, uncached: f64, cached: f64) {
+    pub fn correct_tokens(&mut self, ticket: SendTicket, uncached: f64, cached: f64) {
         if let Some(pending) = self.queue.iter_mut().find(|p| p.ticket == ticket) {
             pending.uncached = uncached;
             pending.cached = cached;
@@ -233,32 +234,41 @@ impl RankEstimate {
     }
 
     /// Returns what was observed: work and its time.
-    pub fn first_token(&mut self, ticket: SendTicket, now_ms: f64) -> Option<(PrefillWork, f64)> {
-        let observed = self.observed(ticket, now_ms)?;
+    pub fn observe_first_token(
+        &mut self,
+        ticket: SendTicket,
+        now_ms: f64,
+    ) -> Option<(PrefillWork, f64)> {
+        let observed = self.take_measured_work(ticket, now_ms)?;
         std::mem::replace(&mut self.is_warm, true).then_some(observed)
     }
 
-    fn observed(&mut self, ticket: SendTicket, now_ms: f64) -> Option<(PrefillWork, f64)> {
-        self.settle(now_ms);
-        let pending = self.remove(ticket)?;
+    fn take_measured_work(
+        &mut self,
+        ticket: SendTicket,
+        now_ms: f64,
+    ) -> Option<(PrefillWork, f64)> {
+        self.settle_silent_prompts(now_ms);
+        let pending = self.remove_prompt(ticket)?;
         let took_ms = (now_ms - self.since_ms).max(0.0);
         self.since_ms = now_ms;
-        if self.silent > 0 || std::mem::take(&mut self.is_disturbed) || !pending.tells {
+        if self.silent > 0 || std::mem::take(&mut self.is_disturbed) || !pending.reports_first_token
+        {
             self.together = None;
             return None;
         }
-        let work = PrefillWork::of(pending.uncached, pending.cached);
+        let work = PrefillWork::of_prompt(pending.uncached, pending.cached);
         match self.facts.order {
             QueueOrder::Arrival if took_ms >= ONE_STEP_MS => self
                 .together
                 .replace((work, took_ms, 1))
                 .map(|(work, ms, _)| (work, ms)),
             QueueOrder::Arrival => {
-                gather(&mut self.together, work, took_ms);
+                gather_work(&mut self.together, work, took_ms);
                 None
             }
             QueueOrder::ShortestFirst => {
-                let prompts = gather(&mut self.together, work, took_ms);
+                let prompts = gather_work(&mut self.together, work, took_ms);
                 let is_over = self.queue.is_empty() || prompts >= BUSY_PERIOD;
                 self.together
                     .take_if(|_| is_over)
@@ -279,7 +289,7 @@ impl RankEstimate {
 
     /// An answer that does not stream ended: all of `work`, its output included, since the one
     /// before ended.
-    pub fn answered(
+    pub fn observe_answer(
         &mut self,
         work: PrefillWork,
         sent_ms: f64,
@@ -292,7 +302,7 @@ impl RankEstimate {
         }
         let took_ms = (now_ms - begin_ms).max(0.0);
         if took_ms < ONE_STEP_MS {
-            gather(&mut self.answers, work, took_ms);
+            gather_work(&mut self.answers, work, took_ms);
             return None;
         }
         let (work, ms, _) = self.answers.replace((work, took_ms, 1))?;
@@ -300,29 +310,29 @@ impl RankEstimate {
     }
 
     /// The request is over, seen or not. Returns whether its first token had not been seen.
-    pub fn ended(&mut self, ticket: SendTicket, now_ms: f64) -> bool {
+    pub fn end_request(&mut self, ticket: SendTicket, now_ms: f64) -> bool {
         if let Some(work) = self.in_flight.remove(&ticket) {
             self.kv_tokens -= work.kv_tokens;
         }
         if self.in_flight.is_empty() {
             self.kv_tokens = 0.0; // no rounding piles up
         }
-        self.settle(now_ms);
+        self.settle_silent_prompts(now_ms);
         let is_head = self.queue.front().is_some_and(|head| head.ticket == ticket);
-        let Some(pending) = self.remove(ticket) else {
+        let Some(pending) = self.remove_prompt(ticket) else {
             return false;
         };
         if is_head {
             self.since_ms = now_ms;
         }
         self.is_disturbed = true;
-        pending.tells
+        pending.reports_first_token
     }
 
-    fn remove(&mut self, ticket: SendTicket) -> Option<PendingPrompt> {
-        let at = self.queue.iter().position(|p| p.ticket == ticket)?;
-        let pending = self.queue.remove(at)?;
-        self.silent -= usize::from(!pending.tells);
+    fn remove_prompt(&mut self, ticket: SendTicket) -> Option<PendingPrompt> {
+        let index = self.queue.iter().position(|p| p.ticket == ticket)?;
+        let pending = self.queue.remove(index)?;
+        self.silent -= usize::from(!pending.reports_first_token);
         self.queued_ms -= pending.predicted_ms;
         if self.queue.is_empty() {
             self.queued_ms = 0.0; // no rounding piles up
@@ -331,14 +341,14 @@ impl RankEstimate {
     }
 
     /// Silent prompts at the head whose predicted time is over leave.
-    fn settle(&mut self, now_ms: f64) {
+    fn settle_silent_prompts(&mut self, now_ms: f64) {
         while let Some(head) = self.queue.front() {
             let end = self.since_ms + head.predicted_ms;
-            if head.tells || end > now_ms {
+            if head.reports_first_token || end > now_ms {
                 break;
             }
             let ticket = head.ticket;
-            self.remove(ticket);
+            self.remove_prompt(ticket);
             self.since_ms = end;
             self.is_disturbed = true;
         }
@@ -368,7 +378,7 @@ impl RankEstimate {
         for head in &self.queue {
             let ran = (now_ms - start).clamp(0.0, head.predicted_ms);
             left -= ran;
-            if head.tells || ran < head.predicted_ms {
+            if head.reports_first_token || ran < head.predicted_ms {
                 break;
             }
             start += head.predicted_ms;
@@ -380,8 +390,8 @@ impl RankEstimate {
     fn before_ms(&self, own_ms: f64, now_ms: f64) -> f64 {
         let ran = (now_ms - self.since_ms).max(0.0);
         let mut before = 0.0;
-        for (at, pending) in self.queue.iter().enumerate() {
-            let ran = if at == 0 { ran } else { 0.0 };
+        for (index, pending) in self.queue.iter().enumerate() {
+            let ran = if index == 0 { ran } else { 0.0 };
             let remaining = (pending.predicted_ms - ran).max(0.0);
             if remaining - AGING * (now_ms - pending.sent_ms) <= own_ms {
                 before += remaining;
@@ -398,10 +408,10 @@ impl RankEstimate {
 }
 
 /// Returns how many prompts are gathered now.
-fn gather(together: &mut Option<GatheredWork>, work: PrefillWork, took_ms: f64) -> usize {
-    let so_far = together.get_or_insert_default();
-    *so_far = (so_far.0.and(work), so_far.1 + took_ms, so_far.2 + 1);
-    so_far.2
+fn gather_work(together: &mut Option<GatheredWork>, work: PrefillWork, took_ms: f64) -> usize {
+    let sum = together.get_or_insert_default();
+    *sum = (sum.0.plus(work), sum.1 + took_ms, sum.2 + 1);
+    sum.2
 }
 
 #[cfg(test)]
@@ -415,7 +425,7 @@ mod tests {
             cached: 0.0,
             predicted_ms,
             sent_ms,
-            tells,
+            reports_first_token: tells,
         }
     }
 
@@ -436,8 +446,9 @@ mod tests {
         let seen: Vec<bool> = (1..=4)
             .map(|ticket| {
                 let at_ms = 100.0 * ticket as f64;
-                rank.sent(pending(ticket, 10.0, at_ms, true));
-                rank.first_token(SendTicket(ticket), at_ms + 10.0).is_some()
+                rank.queue_prompt(pending(ticket, 10.0, at_ms, true));
+                rank.observe_first_token(SendTicket(ticket), at_ms + 10.0)
+                    .is_some()
             })
             .collect();
         assert_eq!(seen, [false, false, true, true]); // each is seen with the next
@@ -446,49 +457,55 @@ mod tests {
     #[test]
     fn backlog_is_what_was_sent_less_what_has_run_until_the_first_token_says() {
         let mut rank = rank(QueueOrder::Arrival);
-        rank.sent(pending(1, 100.0, 1_000.0, true));
-        rank.sent(pending(2, 50.0, 1_010.0, true));
+        rank.queue_prompt(pending(1, 100.0, 1_000.0, true));
+        rank.queue_prompt(pending(2, 50.0, 1_010.0, true));
         assert_eq!(rank.backlog_ms(0.0, 1_030.0), 120.0);
         // Slower than predicted: its own time is used up, the other's is not.
         assert_eq!(rank.backlog_ms(0.0, 1_500.0), 50.0);
-        assert!(rank.first_token(SendTicket(1), 1_500.0).is_none());
+        assert!(rank.observe_first_token(SendTicket(1), 1_500.0).is_none());
         assert_eq!(rank.backlog_ms(0.0, 1_520.0), 30.0);
-        rank.first_token(SendTicket(2), 1_540.0);
+        rank.observe_first_token(SendTicket(2), 1_540.0);
         assert_eq!(rank.backlog_ms(0.0, 1_540.0), 0.0);
     }
 
     #[test]
     fn request_without_a_first_token_leaves_when_its_time_is_over() {
         let mut rank = rank(QueueOrder::Arrival);
-        rank.sent(pending(1, 100.0, 0.0, false));
-        rank.sent(pending(2, 100.0, 0.0, true));
+        rank.queue_prompt(pending(1, 100.0, 0.0, false));
+        rank.queue_prompt(pending(2, 100.0, 0.0, true));
         assert_eq!(rank.backlog_ms(0.0, 130.0), 70.0);
         // Whatever silent prompts did to the interval teaches nothing.
-        assert!(rank.first_token(SendTicket(2), 200.0).is_none());
-        rank.sent(pending(3, 10.0, 300.0, true));
-        rank.first_token(SendTicket(3), 330.0);
-        rank.sent(pending(4, 10.0, 400.0, true));
+        assert!(rank.observe_first_token(SendTicket(2), 200.0).is_none());
+        rank.queue_prompt(pending(3, 10.0, 300.0, true));
+        rank.observe_first_token(SendTicket(3), 330.0);
+        rank.queue_prompt(pending(4, 10.0, 400.0, true));
         assert_eq!(
-            rank.first_token(SendTicket(4), 430.0),
-            Some((PrefillWork::of(100.0, 0.0), 30.0))
+            rank.observe_first_token(SendTicket(4), 430.0),
+            Some((PrefillWork::of_prompt(100.0, 0.0), 30.0))
         );
-        assert!(!rank.ended(SendTicket(1), 500.0) && !rank.ended(SendTicket(4), 500.0));
+        assert!(!rank.end_request(SendTicket(1), 500.0) && !rank.end_request(SendTicket(4), 500.0));
     }
 
     #[test]
     fn prompts_of_one_step_are_observed_together_and_failed_ones_not_at_all() {
         let mut rank = rank(QueueOrder::Arrival);
         for ticket in 1..=3 {
-            rank.sent(pending(ticket, 10.0, 0.0, true));
+            rank.queue_prompt(pending(ticket, 10.0, 0.0, true));
         }
-        assert!(rank.first_token(SendTicket(2), 60.0).is_none());
-        assert!(rank.first_token(SendTicket(1), 60.0).is_none());
-        let two = PrefillWork::of(100.0, 0.0).and(PrefillWork::of(100.0, 0.0));
-        assert_eq!(rank.first_token(SendTicket(3), 80.0), Some((two, 60.0)));
-        rank.sent(pending(4, 10.0, 100.0, true));
-        rank.sent(pending(5, 10.0, 100.0, true));
-        assert!(rank.ended(SendTicket(4), 130.0), "no first token was seen");
-        assert!(rank.first_token(SendTicket(5), 140.0).is_none());
+        assert!(rank.observe_first_token(SendTicket(2), 60.0).is_none());
+        assert!(rank.observe_first_token(SendTicket(1), 60.0).is_none());
+        let two = PrefillWork::of_prompt(100.0, 0.0).plus(PrefillWork::of_prompt(100.0, 0.0));
+        assert_eq!(
+            rank.observe_first_token(SendTicket(3), 80.0),
+            Some((two, 60.0))
+        );
+        rank.queue_prompt(pending(4, 10.0, 100.0, true));
+        rank.queue_prompt(pending(5, 10.0, 100.0, true));
+        assert!(
+            rank.end_request(SendTicket(4), 130.0),
+            "no first token was seen"
+        );
+        assert!(rank.observe_first_token(SendTicket(5), 140.0).is_none());
         assert_eq!(rank.backlog_ms(0.0, 140.0), 0.0);
     }
 
@@ -497,16 +514,16 @@ mod tests {
         let mut fifo = rank(QueueOrder::Arrival);
         let mut srpt = rank(QueueOrder::ShortestFirst);
         for rank in [&mut fifo, &mut srpt] {
-            rank.sent(pending(1, 10_000.0, 0.0, true));
-            rank.sent(pending(2, 20.0, 0.0, true));
+            rank.queue_prompt(pending(1, 10_000.0, 0.0, true));
+            rank.queue_prompt(pending(2, 20.0, 0.0, true));
         }
         assert_eq!(fifo.backlog_ms(50.0, 0.0), 10_020.0);
         assert_eq!(srpt.backlog_ms(50.0, 0.0), 0.25 * 10_020.0 + 0.75 * 20.0);
         assert_eq!(srpt.backlog_ms(20_000.0, 0.0), 10_020.0);
         // A prompt of 1000 ms that waited 19 s has the key of one of 50 ms.
         let mut srpt = rank(QueueOrder::ShortestFirst);
-        srpt.sent(pending(1, 10.0, 0.0, true));
-        srpt.sent(pending(2, 1_000.0, 0.0, true));
+        srpt.queue_prompt(pending(1, 10.0, 0.0, true));
+        srpt.queue_prompt(pending(2, 1_000.0, 0.0, true));
         assert_eq!(srpt.backlog_ms(49.0, 19_000.0), 0.25 * 1_000.0);
         assert_eq!(srpt.backlog_ms(51.0, 19_000.0), 1_000.0);
     }
@@ -514,18 +531,21 @@ mod tests {
     #[test]
     fn busy_period_of_a_shortest_first_engine_is_one_observation() {
         let mut rank = rank(QueueOrder::ShortestFirst);
-        rank.sent(pending(1, 100.0, 0.0, true));
-        rank.sent(pending(2, 10.0, 50.0, true)); // overtakes the first
-        assert!(rank.first_token(SendTicket(2), 70.0).is_none());
-        let both = PrefillWork::of(100.0, 0.0).and(PrefillWork::of(1_000.0, 0.0));
-        assert_eq!(rank.first_token(SendTicket(1), 120.0), Some((both, 120.0)));
+        rank.queue_prompt(pending(1, 100.0, 0.0, true));
+        rank.queue_prompt(pending(2, 10.0, 50.0, true)); // overtakes the first
+        assert!(rank.observe_first_token(SendTicket(2), 70.0).is_none());
+        let both = PrefillWork::of_prompt(100.0, 0.0).plus(PrefillWork::of_prompt(1_000.0, 0.0));
+        assert_eq!(
+            rank.observe_first_token(SendTicket(1), 120.0),
+            Some((both, 120.0))
+        );
         for ticket in 10..10 + BUSY_PERIOD as u64 {
-            rank.sent(pending(ticket, 10.0, 200.0, true));
+            rank.queue_prompt(pending(ticket, 10.0, 200.0, true));
         }
-        rank.sent(pending(99, 10.0, 200.0, true));
+        rank.queue_prompt(pending(99, 10.0, 200.0, true));
         let seen: Vec<bool> = (10..10 + BUSY_PERIOD as u64)
             .map(|ticket| {
-                rank.first_token(SendTicket(ticket), 200.0 + ticket as f64)
+                rank.observe_first_token(SendTicket(ticket), 200.0 + ticket as f64)
                     .is_some()
             })
             .collect();
@@ -552,7 +572,7 @@ mod tests {
                 queued_tokens,
                 ..WorkerReport::default()
             };
-            rank.reported(report, 1e6, PrefillSpeed::default(), now_ms);
+            rank.apply_report(report, 1e6, PrefillSpeed::default(), now_ms);
             rank.backlog_ms(0.0, now_ms)
         };
         assert_eq!(backlog_ms(&mut rank, 10_000, 1_000.0), 1_000.0);

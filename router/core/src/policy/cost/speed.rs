@@ -22,7 +22,7 @@
 pub struct PrefillWork([f64; 4]);
 
 impl PrefillWork {
-    pub fn of(uncached: f64, cached: f64) -> Self {
+    pub fn of_prompt(uncached: f64, cached: f64) -> Self {
         let attention = uncached * (cached + uncached / 2.0);
         PrefillWork([1.0, uncached / 1e3, attention / 1e8, 0.0])
     }
@@ -33,7 +33,7 @@ impl PrefillWork {
         PrefillWork([fixed, linear, attention, tokens / 1e2])
     }
 
-    pub fn and(self, other: PrefillWork) -> PrefillWork {
+    pub fn plus(self, other: PrefillWork) -> PrefillWork {
         PrefillWork([0, 1, 2, 3].map(|i| self.0[i] + other.0[i]))
     }
 }
@@ -50,11 +50,11 @@ impl Default for PrefillSpeed {
 }
 
 impl PrefillSpeed {
-    pub fn ms(&self, work: PrefillWork) -> f64 {
-        dot(self.0, work.0)
+    pub fn duration_ms(&self, work: PrefillWork) -> f64 {
+        dot_product(self.0, work.0)
     }
 
-    fn times(self, factor: f64) -> Self {
+    fn scaled_by(self, factor: f64) -> Self {
         PrefillSpeed(self.0.map(|value| value * factor))
     }
 }
@@ -80,7 +80,7 @@ impl ObservedPace {
     /// A belief fades with this time constant [ms].
     const FADES_MS: f64 = 60_000.0;
 
-    pub fn observe(&mut self, predicted_ms: f64, took_ms: f64, now_ms: f64) {
+    pub fn observe_duration(&mut self, predicted_ms: f64, took_ms: f64, now_ms: f64) {
         let ratio = took_ms / predicted_ms.max(1e-3);
         let keep = 1.0 - 1.0 / Self::MEMORY;
         self.ratios = self.ratios * keep + ratio.clamp(1.0 / Self::MOST, Self::MOST);
@@ -88,7 +88,7 @@ impl ObservedPace {
         self.at_ms = now_ms;
     }
 
-    fn factor(&self, now_ms: f64) -> f64 {
+    fn slowdown_factor(&self, now_ms: f64) -> f64 {
         let believed = (self.ratios + Self::PRIOR_SAMPLES) / (self.seen + Self::PRIOR_SAMPLES);
         let beyond_noise = match believed {
             slower if slower > Self::NOISE => slower / Self::NOISE,
@@ -100,11 +100,11 @@ impl ObservedPace {
     }
 
     /// The worker's T, given the fleet's.
-    pub fn of(&self, fleet: PrefillSpeed, now_ms: f64) -> PrefillSpeed {
+    pub fn worker_speed(&self, fleet: PrefillSpeed, now_ms: f64) -> PrefillSpeed {
         if self.seen == 0.0 {
             fleet
         } else {
-            fleet.times(self.factor(now_ms))
+            fleet.scaled_by(self.slowdown_factor(now_ms))
         }
     }
 }
@@ -127,17 +127,17 @@ pub struct SpeedFit {
 
 impl SpeedFit {
     /// `work` took `ms`.
-    pub fn observe(&mut self, work: PrefillWork, ms: f64) {
+    pub fn observe_duration(&mut self, work: PrefillWork, ms: f64) {
         let keep = 1.0 - 1.0 / MEMORY;
         self.xx
             .as_flattened_mut()
             .iter_mut()
             .for_each(|sum| *sum *= keep);
         self.xy.iter_mut().for_each(|sum| *sum *= keep);
-        self.add(work, ms, weight(work));
+        self.add_sample(work, ms, sample_weight(work));
     }
 
-    fn add(&mut self, PrefillWork(x): PrefillWork, ms: f64, weight: f64) {
+    fn add_sample(&mut self, PrefillWork(x): PrefillWork, ms: f64, weight: f64) {
         for (i, row) in self.xx.iter_mut().enumerate() {
             row.iter_mut()
                 .zip(x)
@@ -147,28 +147,32 @@ impl SpeedFit {
     }
 
     /// The coefficients that fit best, given what to believe where nothing was seen.
-    pub fn solve(&self, prior: PrefillSpeed) -> PrefillSpeed {
+    pub fn fit_speed(&self, prior: PrefillSpeed) -> PrefillSpeed {
         // The prior's shape at the observations' scale; one hundredth of an observation holds it
         // where there are none.
-        let own = |row: [f64; 4]| dot(row, prior.0);
+        let own = |row: [f64; 4]| dot_product(row, prior.0);
         let hold = 0.01 * prior.0[0].max(1.0).powi(2);
         let scale = (own(self.xy) + hold) / (own(self.xx.map(own)) + hold);
         let scaled = prior.0.map(|value| value * scale);
         let mut all = self.clone();
-        let prompts = PRIOR_AT.map(|tokens| PrefillWork::of(tokens, 0.0));
+        let prompts = PRIOR_AT.map(|tokens| PrefillWork::of_prompt(tokens, 0.0));
         let output = PrefillWork::default().with_output(PRIOR_OUTPUT);
         for work in prompts.into_iter().chain([output]) {
-            all.add(work, dot(scaled, work.0), PRIOR_WEIGHT * weight(work));
+            all.add_sample(
+                work,
+                dot_product(scaled, work.0),
+                PRIOR_WEIGHT * sample_weight(work),
+            );
         }
         PrefillSpeed(solve_non_negative(all.xx, all.xy).unwrap_or(scaled))
     }
 }
 
-fn weight(work: PrefillWork) -> f64 {
+fn sample_weight(work: PrefillWork) -> f64 {
     1.0 / (work.0[0] + work.0[1] + 10.0 * work.0[3]).powi(2)
 }
 
-fn dot(a: [f64; 4], b: [f64; 4]) -> f64 {
+fn dot_product(a: [f64; 4], b: [f64; 4]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
@@ -177,48 +181,48 @@ fn dot(a: [f64; 4], b: [f64; 4]) -> f64 {
 fn solve_non_negative(xx: [[f64; 4]; 4], xy: [f64; 4]) -> Option<[f64; 4]> {
     let mut is_free = [true; 4];
     loop {
-        let found = solve(xx, xy, is_free)?;
-        let least = (0..4).min_by(|&i, &j| found[i].total_cmp(&found[j]))?;
-        if found[least] >= 0.0 {
-            return Some(found);
+        let coefficients = solve_free(xx, xy, is_free)?;
+        let least = (0..4).min_by(|&i, &j| coefficients[i].total_cmp(&coefficients[j]))?;
+        if coefficients[least] >= 0.0 {
+            return Some(coefficients);
         }
         is_free[least] = false;
     }
 }
 
 /// Coefficients that are not free are zero. `None` when the equations do not determine the others.
-fn solve(mut xx: [[f64; 4]; 4], mut xy: [f64; 4], is_free: [bool; 4]) -> Option<[f64; 4]> {
-    for at in 0..4 {
-        if !is_free[at] {
-            xx[at] = [0.0; 4];
-            xx.iter_mut().for_each(|row| row[at] = 0.0);
-            xx[at][at] = 1.0;
-            xy[at] = 0.0;
+fn solve_free(mut xx: [[f64; 4]; 4], mut xy: [f64; 4], is_free: [bool; 4]) -> Option<[f64; 4]> {
+    for column in 0..4 {
+        if !is_free[column] {
+            xx[column] = [0.0; 4];
+            xx.iter_mut().for_each(|row| row[column] = 0.0);
+            xx[column][column] = 1.0;
+            xy[column] = 0.0;
         }
     }
-    for at in 0..4 {
-        let pivot = xx[at][at];
+    for column in 0..4 {
+        let pivot = xx[column][column];
         if pivot.abs() < 1e-12 {
             return None;
         }
-        for below in at + 1..4 {
-            let factor = xx[below][at] / pivot;
-            let above = xx[at];
-            xx[below]
+        for lower in column + 1..4 {
+            let factor = xx[lower][column] / pivot;
+            let above = xx[column];
+            xx[lower]
                 .iter_mut()
                 .zip(above)
                 .for_each(|(value, above)| *value -= factor * above);
-            xy[below] -= factor * xy[at];
+            xy[lower] -= factor * xy[column];
         }
     }
-    let mut found = [0.0; 4];
-    for at in (0..4).rev() {
-        let known: f64 = (at + 1..4)
-            .map(|column| xx[at][column] * found[column])
+    let mut coefficients = [0.0; 4];
+    for row in (0..4).rev() {
+        let known_terms: f64 = (row + 1..4)
+            .map(|column| xx[row][column] * coefficients[column])
             .sum();
-        found[at] = (xy[at] - known) / xx[at][at];
+        coefficients[row] = (xy[row] - known_terms) / xx[row][row];
     }
-    Some(found)
+    Some(coefficients)
 }
 
 #[cfg(test)]
@@ -236,10 +240,10 @@ mod tests {
     fn fitted(truth: PrefillSpeed, prompts: &[(f64, f64)]) -> PrefillSpeed {
         let mut fit = SpeedFit::default();
         for &(uncached, cached) in prompts {
-            let work = PrefillWork::of(uncached, cached);
-            fit.observe(work, truth.ms(work));
+            let work = PrefillWork::of_prompt(uncached, cached);
+            fit.observe_duration(work, truth.duration_ms(work));
         }
-        fit.solve(PrefillSpeed::default())
+        fit.fit_speed(PrefillSpeed::default())
     }
 
     proptest! {
@@ -254,9 +258,9 @@ mod tests {
                 (1..=50).map(|i| (f64::from(i * i) * 10.0, f64::from(i % 5) * 2_000.0)).collect();
             let speed = fitted(truth, &prompts);
             for &(uncached, cached) in &prompts {
-                let work = PrefillWork::of(uncached, cached);
-                let learned = speed.ms(work);
-                let is = truth.ms(work);
+                let work = PrefillWork::of_prompt(uncached, cached);
+                let learned = speed.duration_ms(work);
+                let is = truth.duration_ms(work);
                 prop_assert!((learned - is).abs() <= 0.1 * is + 1.0, "{learned} for {is} at {uncached}+{cached}");
             }
         }
@@ -265,11 +269,11 @@ mod tests {
         #[test]
         fn predictions_stay_sane(seen in proptest::collection::vec((0.0f64..2e5, 0.0f64..2e5, 0.0f64..1e5), 0..40)) {
             let mut fit = SpeedFit::default();
-            seen.iter().for_each(|&(u, h, ms)| fit.observe(PrefillWork::of(u, h), ms));
-            let speed = fit.solve(PrefillSpeed::default());
+            seen.iter().for_each(|&(u, h, ms)| fit.observe_duration(PrefillWork::of_prompt(u, h), ms));
+            let speed = fit.fit_speed(PrefillSpeed::default());
             let mut last = 0.0;
             for tokens in [0.0, 1.0, 100.0, 1e4, 1e6] {
-                let ms = speed.ms(PrefillWork::of(tokens, 0.0));
+                let ms = speed.duration_ms(PrefillWork::of_prompt(tokens, 0.0));
                 prop_assert!(ms.is_finite() && ms >= last, "{ms} after {last}");
                 last = ms;
             }
@@ -279,18 +283,21 @@ mod tests {
     #[test]
     fn without_observations_the_prior_speaks_and_one_size_scales_it() {
         let near = |a: f64, b: f64| (a - b).abs() <= 0.05 * b;
-        let speed = SpeedFit::default().solve(PrefillSpeed::default());
+        let speed = SpeedFit::default().fit_speed(PrefillSpeed::default());
         assert!(
-            near(speed.ms(PrefillWork::of(10_000.0, 0.0)), 1_005.0),
+            near(
+                speed.duration_ms(PrefillWork::of_prompt(10_000.0, 0.0)),
+                1_005.0
+            ),
             "{speed:?}"
         );
         // Ten times as fast at one size: believed at that size, and at others too.
         let speed = fitted(PrefillSpeed::new(0.5, 10.0, 0.0), &[(500.0, 0.0); 30]);
         assert!(
-            near(speed.ms(PrefillWork::of(500.0, 0.0)), 5.5),
+            near(speed.duration_ms(PrefillWork::of_prompt(500.0, 0.0)), 5.5),
             "{speed:?}"
         );
-        let far = speed.ms(PrefillWork::of(20_000.0, 0.0));
+        let far = speed.duration_ms(PrefillWork::of_prompt(20_000.0, 0.0));
         assert!((100.0..400.0).contains(&far), "{far}");
     }
 
@@ -298,25 +305,25 @@ mod tests {
     fn worker_is_believed_slow_or_fast_only_for_good_reason_and_not_for_ever() {
         let paced = |ratio: f64, times: usize| {
             let mut pace = ObservedPace::default();
-            (0..times).for_each(|_| pace.observe(10.0, 10.0 * ratio, 0.0));
+            (0..times).for_each(|_| pace.observe_duration(10.0, 10.0 * ratio, 0.0));
             pace
         };
         assert_eq!(
-            ObservedPace::default().of(PrefillSpeed::default(), 0.0),
+            ObservedPace::default().worker_speed(PrefillSpeed::default(), 0.0),
             PrefillSpeed::default()
         );
         for ratio in [0.85, 1.0, 1.2] {
-            assert_eq!(paced(ratio, 100).factor(0.0), 1.0);
+            assert_eq!(paced(ratio, 100).slowdown_factor(0.0), 1.0);
         }
-        assert!(paced(1_000.0, 1).factor(0.0) < 1.8);
+        assert!(paced(1_000.0, 1).slowdown_factor(0.0) < 1.8);
         let slow = paced(4.0, 200);
         assert!(
-            (2.8..3.2).contains(&slow.factor(0.0)),
+            (2.8..3.2).contains(&slow.slowdown_factor(0.0)),
             "{}",
-            slow.factor(0.0)
+            slow.slowdown_factor(0.0)
         );
-        assert!(slow.factor(600_000.0) < 1.001);
-        let fast = paced(0.25, 200).factor(0.0);
+        assert!(slow.slowdown_factor(600_000.0) < 1.001);
+        let fast = paced(0.25, 200).slowdown_factor(0.0);
         assert!((0.3..0.45).contains(&fast), "{fast}");
     }
 
@@ -326,12 +333,12 @@ mod tests {
         let truth = PrefillSpeed::new(2.0, 50.0, 0.0);
         let mut fit = SpeedFit::default();
         for i in 1..60 {
-            let a = PrefillWork::of(f64::from(i) * 40.0, 0.0);
-            let b = PrefillWork::of(f64::from(i % 7) * 300.0, 0.0);
-            fit.observe(a.and(b), truth.ms(a) + truth.ms(b));
+            let a = PrefillWork::of_prompt(f64::from(i) * 40.0, 0.0);
+            let b = PrefillWork::of_prompt(f64::from(i % 7) * 300.0, 0.0);
+            fit.observe_duration(a.plus(b), truth.duration_ms(a) + truth.duration_ms(b));
         }
-        let speed = fit.solve(PrefillSpeed::default());
-        let ms = speed.ms(PrefillWork::of(1_000.0, 0.0));
+        let speed = fit.fit_speed(PrefillSpeed::default());
+        let ms = speed.duration_ms(PrefillWork::of_prompt(1_000.0, 0.0));
         assert!((ms - 52.0).abs() < 3.0, "{ms}");
     }
 
@@ -343,13 +350,13 @@ mod tests {
             (PrefillSpeed::new(1.0, 80.0, 0.0), 500),
         ] {
             for i in 0..times {
-                let work = PrefillWork::of(f64::from(i % 20) * 100.0, 0.0);
-                fit.observe(work, truth.ms(work));
+                let work = PrefillWork::of_prompt(f64::from(i % 20) * 100.0, 0.0);
+                fit.observe_duration(work, truth.duration_ms(work));
             }
         }
         let ms = fit
-            .solve(PrefillSpeed::default())
-            .ms(PrefillWork::of(1_000.0, 0.0));
+            .fit_speed(PrefillSpeed::default())
+            .duration_ms(PrefillWork::of_prompt(1_000.0, 0.0));
         assert!((70.0..85.0).contains(&ms), "{ms}");
     }
 }

@@ -10,7 +10,7 @@ use super::prefix_locations::{HeldPrefix, InsertionReceipt, PrefixLocations};
 use super::rank::{PendingPrompt, RankEstimate, WorkerReport};
 use super::speed::{PrefillSpeed, PrefillWork, SpeedFit};
 use crate::explain::{CostTerms, RecomputePrice};
-use crate::kv::{CacheUpdate, NewsError};
+use crate::kv::{CacheUpdate, CacheUpdateError};
 use crate::prompt::{PromptView, SizeUnit};
 use crate::types::{RequestView, Role, SendTicket, TokenUsage, WorkerFacts, WorkerId, WorkerView};
 
@@ -20,10 +20,10 @@ const CONFIDENCE_STEP: f64 = 0.1;
 #[derive(Debug)]
 pub(super) struct CostState {
     pub(super) model: CostModel,
-    pub(super) holdings: PrefixLocations,
+    pub(super) locations: PrefixLocations,
     pub(super) ranks: BTreeMap<WorkerId, RankEstimate>,
     pub(super) tickets: HashMap<SendTicket, SentRequest>,
-    heat: PrefixPopularity,
+    popularity: PrefixPopularity,
     fleet: SpeedFit,
     pub(super) speed: PrefillSpeed,
     /// Predicted work dispatched to all.
@@ -48,7 +48,7 @@ pub(super) struct ScratchBuffers {
 /// Note about a request when it was sent.
 #[derive(Debug)]
 pub(super) struct SentRequest {
-    note: InsertionReceipt,
+    receipt: InsertionReceipt,
     /// Blocks the worker held before.
     held: usize,
     /// Units of a text whose tokens were estimated by them.
@@ -60,7 +60,7 @@ pub(super) struct SentRequest {
     /// Tokens that were expected to be cached; 0 without an index.
     cached: f64,
     /// The time of its first token will be reported.
-    tells: bool,
+    reports_first_token: bool,
     /// Work of an answer that does not stream, once the worker has counted it.
     answer: Option<PrefillWork>,
 }
@@ -95,11 +95,11 @@ pub(super) struct PromptSize {
 impl CostState {
     pub fn new(model: CostModel) -> Self {
         Self {
-            holdings: PrefixLocations::new(model.params.max_bytes),
+            locations: PrefixLocations::new(model.params.max_bytes),
             model,
             ranks: BTreeMap::new(),
             tickets: HashMap::new(),
-            heat: PrefixPopularity::default(),
+            popularity: PrefixPopularity::default(),
             fleet: SpeedFit::default(),
             speed: PrefillSpeed::default(),
             work: DecayingSum::default(),
@@ -111,8 +111,8 @@ impl CostState {
         }
     }
 
-    pub fn add(&mut self, worker: WorkerId, facts: WorkerFacts) {
-        self.holdings.add(worker);
+    pub fn add_worker(&mut self, worker: WorkerId, facts: WorkerFacts) {
+        self.locations.add_worker(worker);
         self.ranks.insert(worker, RankEstimate::new(facts));
     }
 
@@ -131,7 +131,7 @@ impl CostState {
 
     /// Candidates with their costs, in no order, and how many blocks of the prompt any worker
     /// holds. The list is the scratch's: give it back.
-    pub fn estimate(
+    pub fn estimate_costs(
         &mut self,
         req: &RequestView<'_>,
         ready: &[WorkerView],
@@ -146,29 +146,30 @@ impl CostState {
         ids.clear();
         ids.extend(ready.iter().map(|worker| worker.id));
         ids.sort_unstable();
-        let deepest = self.holdings.held_by(&req.prompt, &ids, &mut held, now_ms);
+        let deepest = self.locations.held_by(&req.prompt, &ids, &mut held, now_ms);
         options.clear();
         let unknown_rank = RankEstimate::new(WorkerFacts::default());
         for worker in ready {
             let rank = self.ranks.get(&worker.id).unwrap_or(&unknown_rank);
-            let held = ids.binary_search(&worker.id).map(|at| held[at]);
-            let held = held
+            let entry = ids.binary_search(&worker.id).map(|index| held[index]);
+            let prefix = entry
                 .ok()
                 .filter(|_| !rank.facts.is_cacheless)
                 .unwrap_or_default();
-            let cached = held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
-            let load = worker.load + rank.others(now_ms).requests;
+            let cached = prefix.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
+            let load = worker.load + rank.others_load(now_ms).requests;
             let mut terms = CostTerms {
-                held_blocks: held.blocks,
+                held_blocks: prefix.blocks,
                 cached_tokens: cached,
                 uncached_tokens: size.tokens - cached,
-                index_blocks: self.holdings.size_of(worker.id),
-                recent_ms: rank.work.at(now_ms, self.model.tau_ms()),
+                index_blocks: self.locations.size_of(worker.id),
+                recent_ms: rank.work.value_at(now_ms, self.model.tau_ms()),
                 ..CostTerms::default()
             };
             if self.model.role != Role::Decode {
-                let speed = rank.speed(self.speed, now_ms);
-                terms.prefill_ms = speed.ms(PrefillWork::of(terms.uncached_tokens, cached));
+                let speed = rank.prefill_speed(self.speed, now_ms);
+                terms.prefill_ms =
+                    speed.duration_ms(PrefillWork::of_prompt(terms.uncached_tokens, cached));
                 terms.backlog_ms = rank.backlog_ms(terms.prefill_ms, now_ms);
             }
             if self.model.role != Role::Prefill {
@@ -188,11 +189,12 @@ impl CostState {
             });
         }
         if self.model.role != Role::Decode {
-            let price = self.price(req, deepest).price;
-            let least = options.iter().map(|option| option.terms.prefill_ms);
-            let least = least.fold(f64::INFINITY, f64::min);
+            let price = self.recompute_price(req, deepest).price;
+            let prefill_times = options.iter().map(|option| option.terms.prefill_ms);
+            let least_ms = prefill_times.fold(f64::INFINITY, f64::min);
             for CandidateCost { terms, .. } in &mut options {
-                terms.cost_ms += terms.backlog_ms + least + price * (terms.prefill_ms - least);
+                terms.cost_ms +=
+                    terms.backlog_ms + least_ms + price * (terms.prefill_ms - least_ms);
             }
         }
         self.scratch.ids = ids;
@@ -201,7 +203,7 @@ impl CostState {
     }
 
     /// Price of a millisecond of computing again, with its factors.
-    pub fn price(&self, req: &RequestView<'_>, deepest: usize) -> RecomputePrice {
+    pub fn recompute_price(&self, req: &RequestView<'_>, deepest: usize) -> RecomputePrice {
         let now_ms = req.now_ms as f64;
         let utilization = self.utilization(now_ms);
         let beta_max = self.model.params.beta_max;
@@ -211,8 +213,10 @@ impl CostState {
         } else {
             beta_max
         };
-        let shared = deepest.checked_sub(1).map(|at| req.prompt.hashes[at]);
-        let heat = shared.map_or(0.0, |hash| self.heat.of(hash, now_ms));
+        let shared = deepest
+            .checked_sub(1)
+            .map(|last_block| req.prompt.hashes[last_block]);
+        let heat = shared.map_or(0.0, |hash| self.popularity.arrivals_of(hash, now_ms));
         RecomputePrice {
             utilization,
             beta,
@@ -224,7 +228,7 @@ impl CostState {
     /// Prefill work dispatched per worker and second, 1 = as much as they can do.
     pub fn utilization(&self, now_ms: f64) -> f64 {
         let tau_ms = self.model.tau_ms();
-        self.work.at(now_ms, tau_ms) / (tau_ms * self.ranks.len().max(1) as f64)
+        self.work.value_at(now_ms, tau_ms) / (tau_ms * self.ranks.len().max(1) as f64)
     }
 
     /// True if workers report their queues, and the reports are old; never for decode workers.
@@ -235,12 +239,12 @@ impl CostState {
         self.model.role != Role::Decode && newest().is_some_and(|at_ms| now_ms - at_ms > limit_ms)
     }
 
-    pub fn routed(
+    pub fn on_routed(
         &mut self,
         ticket: SendTicket,
         worker: WorkerId,
         req: &RequestView<'_>,
-        tells: bool,
+        reports_first_token: bool,
     ) {
         if !self.ranks.contains_key(&worker) {
             return;
@@ -248,60 +252,63 @@ impl CostState {
         let now_ms = req.now_ms as f64;
         let prompt = &req.prompt;
         if let (SizeUnit::Bytes, Some(tokens)) = (prompt.unit, prompt.tokens) {
-            self.count(f64::from(tokens), prompt.units as f64);
+            self.count_tokens(f64::from(tokens), prompt.units as f64);
         }
         let size = self.size_of(prompt);
         let mut list = std::mem::take(&mut self.scratch.held);
-        let deepest = self.holdings.held_by(prompt, &[worker], &mut list, now_ms);
-        let held = list.first().copied().unwrap_or_default();
+        let deepest = self.locations.held_by(prompt, &[worker], &mut list, now_ms);
+        let prefix = list.first().copied().unwrap_or_default();
         self.scratch.held = list;
-        if let Some(at) = deepest.checked_sub(1) {
-            self.heat.arrived(prompt.hashes[at], now_ms);
+        if let Some(last_block) = deepest.checked_sub(1) {
+            self.popularity
+                .record_arrival(prompt.hashes[last_block], now_ms);
         }
         let kv_tokens = size.tokens + self.answer_tokens;
         let speed = self.speed;
         let Some(rank) = self.ranks.get_mut(&worker) else {
             return;
         };
-        let cached = held.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
+        let cached = prefix.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
         let uncached = size.tokens - cached;
         if self.model.role != Role::Prefill {
-            rank.book(ticket, kv_tokens, now_ms);
+            rank.book_kv(ticket, kv_tokens, now_ms);
         }
         if self.model.role != Role::Decode {
             let predicted_ms = rank
-                .speed(speed, now_ms)
-                .ms(PrefillWork::of(uncached, cached));
+                .prefill_speed(speed, now_ms)
+                .duration_ms(PrefillWork::of_prompt(uncached, cached));
             let sent_ms = now_ms;
-            rank.sent(PendingPrompt {
+            rank.queue_prompt(PendingPrompt {
                 ticket,
                 uncached,
                 cached,
                 predicted_ms,
                 sent_ms,
-                tells,
+                reports_first_token,
             });
-            if tells {
+            if reports_first_token {
                 rank.stream_began(now_ms);
             }
             rank.work.add(predicted_ms, now_ms, self.model.tau_ms());
             self.work.add(predicted_ms, now_ms, self.model.tau_ms());
         }
         let capacity_tokens = self.model.capacity_tokens(rank);
-        let most = self.blocks_of(capacity_tokens, size);
-        let expected = held.cached_tokens(size.tokens, size.tokens_per_block, 1.0);
-        let sent = SentRequest {
-            note: self.holdings.sent(worker, prompt, most, now_ms),
-            held: held.blocks,
+        let max_blocks = self.blocks_of(capacity_tokens, size);
+        let expected = prefix.cached_tokens(size.tokens, size.tokens_per_block, 1.0);
+        let sent_request = SentRequest {
+            receipt: self
+                .locations
+                .record_sent(worker, prompt, max_blocks, now_ms),
+            held: prefix.blocks,
             estimated_units: (prompt.tokens.is_none() && !prompt.has_media).then_some(prompt.units),
             expected_cached: (expected > 0.0).then_some(expected),
             is_first_token_seen: false,
             sent_ms: now_ms,
             cached,
-            tells,
+            reports_first_token,
             answer: None,
         };
-        self.tickets.insert(ticket, sent);
+        self.tickets.insert(ticket, sent_request);
     }
 
     /// Blocks in a cache of so many tokens. One limit for blocks of text and of token ids: by their
@@ -319,7 +326,7 @@ impl CostState {
     }
 
     /// A text of so many bytes has so many tokens.
-    fn count(&mut self, tokens: f64, units: f64) {
+    fn count_tokens(&mut self, tokens: f64, units: f64) {
         if units > 0.0 {
             const KEEP: f64 = 0.99;
             self.counted = (
@@ -329,42 +336,51 @@ impl CostState {
         }
     }
 
-    pub fn first_token(&mut self, ticket: SendTicket, worker: WorkerId, now_ms: f64) {
+    pub fn on_first_token(&mut self, ticket: SendTicket, worker: WorkerId, now_ms: f64) {
         if let Some(sent) = self.tickets.get_mut(&ticket) {
             sent.is_first_token_seen = true;
-            self.holdings.prefilled(worker, sent.note, now_ms);
+            self.locations
+                .record_prefilled(worker, sent.receipt, now_ms);
         }
         let Some(rank) = self.ranks.get_mut(&worker) else {
             return;
         };
-        let learned = rank.first_token(ticket, now_ms);
-        self.learn(worker, learned, now_ms);
+        let measurement = rank.observe_first_token(ticket, now_ms);
+        self.learn_speed(worker, measurement, now_ms);
     }
 
-    fn learn(&mut self, worker: WorkerId, learned: Option<(PrefillWork, f64)>, now_ms: f64) {
-        if let (Some((work, took_ms)), Some(rank)) = (learned, self.ranks.get_mut(&worker)) {
-            self.fleet.observe(work, took_ms);
-            self.speed = self.fleet.solve(PrefillSpeed::default());
-            rank.pace.observe(self.speed.ms(work), took_ms, now_ms);
+    fn learn_speed(
+        &mut self,
+        worker: WorkerId,
+        measurement: Option<(PrefillWork, f64)>,
+        now_ms: f64,
+    ) {
+        if let (Some((work, took_ms)), Some(rank)) = (measurement, self.ranks.get_mut(&worker)) {
+            self.fleet.observe_duration(work, took_ms);
+            self.speed = self.fleet.fit_speed(PrefillSpeed::default());
+            rank.pace
+                .observe_duration(self.speed.duration_ms(work), took_ms, now_ms);
         }
     }
 
-    pub fn usage(&mut self, ticket: SendTicket, worker: WorkerId, usage: TokenUsage) {
+    pub fn on_usage(&mut self, ticket: SendTicket, worker: WorkerId, usage: TokenUsage) {
         let role = self.model.role;
         let Some(sent) = self.tickets.get_mut(&ticket) else {
             return;
         };
-        if let (Role::Regular, false, Some(output)) = (role, sent.tells, usage.completion_tokens) {
+        if let (Role::Regular, false, Some(output)) =
+            (role, sent.reports_first_token, usage.completion_tokens)
+        {
             let tokens = f64::from(usage.prompt_tokens);
             let cached = usage.cached_tokens.map_or(sent.cached, f64::from);
-            let work = PrefillWork::of((tokens - cached).max(0.0), cached.min(tokens));
+            let work = PrefillWork::of_prompt((tokens - cached).max(0.0), cached.min(tokens));
             sent.answer = Some(work.with_output(f64::from(output)));
         }
         let estimated_units = sent.estimated_units;
         let expected = sent.expected_cached;
         let prompt_tokens = f64::from(usage.prompt_tokens);
         if let Some(units) = estimated_units.filter(|_| usage.prompt_tokens > 0) {
-            self.count(prompt_tokens, units as f64);
+            self.count_tokens(prompt_tokens, units as f64);
         }
         if let Some(tokens) = usage.completion_tokens.filter(|_| role != Role::Prefill) {
             self.answer_tokens += 0.02 * (f64::from(tokens) - self.answer_tokens);
@@ -376,14 +392,14 @@ impl CostState {
             return; // what it reports is its prefill worker's
         }
         let cached = f64::from(cached.min(usage.prompt_tokens));
-        rank.counted(ticket, prompt_tokens - cached, cached);
+        rank.correct_tokens(ticket, prompt_tokens - cached, cached);
         if let Some(expected) = expected {
-            let found = (cached / expected).min(1.0);
-            rank.confidence += CONFIDENCE_STEP * (found - rank.confidence);
+            let found_share = (cached / expected).min(1.0);
+            rank.confidence += CONFIDENCE_STEP * (found_share - rank.confidence);
         }
     }
 
-    pub fn finished(
+    pub fn on_finished(
         &mut self,
         ticket: SendTicket,
         worker: WorkerId,
@@ -395,30 +411,40 @@ impl CostState {
             return;
         };
         if let Some(rank) = self.ranks.get_mut(&worker) {
-            rank.ended(ticket, now_ms);
-            if sent.tells {
+            rank.end_request(ticket, now_ms);
+            if sent.reports_first_token {
                 rank.stream_ended(now_ms);
             }
             let answer = sent.answer.filter(|_| is_kept);
-            let learned = answer.and_then(|work| rank.answered(work, sent.sent_ms, now_ms));
-            self.learn(worker, learned, now_ms);
+            let measurement =
+                answer.and_then(|work| rank.observe_answer(work, sent.sent_ms, now_ms));
+            self.learn_speed(worker, measurement, now_ms);
         }
         if !is_kept && !sent.is_first_token_seen {
-            self.holdings.failed(worker, hashes, sent.note, sent.held);
+            self.locations
+                .retract_failed(worker, hashes, sent.receipt, sent.held);
         } else {
-            self.holdings.prefilled(worker, sent.note, now_ms);
+            self.locations
+                .record_prefilled(worker, sent.receipt, now_ms);
         }
     }
 
-    pub fn reconcile(&mut self, worker: WorkerId, news: &CacheUpdate<'_>) -> Result<(), NewsError> {
-        let rank = self.ranks.get_mut(&worker).ok_or(NewsError::Forgotten)?;
-        if *news == (CacheUpdate::Serve { is_exact: true }) {
+    pub fn apply_cache_update(
+        &mut self,
+        worker: WorkerId,
+        update: &CacheUpdate<'_>,
+    ) -> Result<(), CacheUpdateError> {
+        let rank = self
+            .ranks
+            .get_mut(&worker)
+            .ok_or(CacheUpdateError::Forgotten)?;
+        if *update == (CacheUpdate::Serve { is_exact: true }) {
             rank.confidence = 1.0; // what was learned of guesses does not hold for it
         }
-        self.holdings.reconcile(worker, news)
+        self.locations.apply_cache_update(worker, update)
     }
 
-    pub fn reported(&mut self, worker: WorkerId, mut report: WorkerReport, now_ms: f64) {
+    pub fn on_report(&mut self, worker: WorkerId, mut report: WorkerReport, now_ms: f64) {
         let speed = self.speed;
         let Some(rank) = self.ranks.get_mut(&worker) else {
             return;
@@ -433,6 +459,6 @@ impl CostState {
         if report.queued_tokens == 0 && report.running.is_none_or(|running| running.requests == 0) {
             report.age_ms = 0;
         }
-        rank.reported(report, self.model.capacity_tokens(rank), speed, now_ms);
+        rank.apply_report(report, self.model.capacity_tokens(rank), speed, now_ms);
     }
 }

@@ -81,7 +81,7 @@ fn prompt_in_flight_counts_as_cached_and_a_failed_one_does_not() {
     sender.finished(&policy, ticket, 1, "abcdefgh", false);
     let next = chosen_at(&sender, &policy, "abcdefghij", &ready, &mut rng(1));
     assert!(matches!(next.why, SelectionReason::NoPrefix(_)), "{next:?}");
-    assert_eq!(policy.lock().tickets.len(), 0);
+    assert_eq!(policy.lock_state().tickets.len(), 0);
 }
 
 #[test]
@@ -91,10 +91,10 @@ fn prefix_that_a_failed_request_shared_with_others_stays() {
     let first = sender.routed(&policy, 0, "abcd");
     let second = sender.routed(&policy, 0, "abxy");
     sender.finished(&policy, first, 0, "abcd", false);
-    assert_eq!(policy.lock().holdings.size_of(WorkerId(0)), 4); // a b x y
+    assert_eq!(policy.lock_state().locations.size_of(WorkerId(0)), 4); // a b x y
     sender.first_token(&policy, second, 0);
     sender.finished(&policy, second, 0, "abxy", false); // the client left while it streamed
-    assert_eq!(policy.lock().holdings.size_of(WorkerId(0)), 4);
+    assert_eq!(policy.lock_state().locations.size_of(WorkerId(0)), 4);
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn beta_makes_a_busy_fleet_keep_prefixes_together() {
                 let ticket = sender.routed(&policy, 1, &"z".repeat(100)); // 1 s each
                 sender.first_token(&policy, ticket, 1);
                 sender.finished(&policy, ticket, 1, "", true);
-                policy.lock().work.sum += 1_000.0;
+                policy.lock_state().work.sum += 1_000.0;
             }
         }
         sender.routed(&policy, 0, &"q".repeat(40));
@@ -364,7 +364,7 @@ fn bookings_newer_than_a_report_add_to_it_and_older_ones_are_part_of_it() {
     let mut sender = TestSender::default();
     let mut workers = DecodeWorkers([(3, 500), (0, 0)]);
     let others = |now_ms: u64| {
-        let others = policy.lock().ranks[&WorkerId(0)].others(now_ms as f64);
+        let others = policy.lock_state().ranks[&WorkerId(0)].others_load(now_ms as f64);
         (others.requests, others.kv_tokens)
     };
     let capacity = CostParams::default().default_capacity_tokens as f64;
@@ -375,9 +375,9 @@ fn bookings_newer_than_a_report_add_to_it_and_older_ones_are_part_of_it() {
     let new = sender.routed(&policy, 0, "new");
     workers.report(&policy, 1_000, 3_000); // made between the two
     assert_eq!(others(3_000), (2, capacity / 2.0 - own));
-    assert_eq!(policy.lock().ranks[&WorkerId(0)].kv_tokens, 2.0 * own);
+    assert_eq!(policy.lock_state().ranks[&WorkerId(0)].kv_tokens, 2.0 * own);
     sender.finished(&policy, new, 0, "new", true);
-    assert_eq!(policy.lock().ranks[&WorkerId(0)].kv_tokens, own);
+    assert_eq!(policy.lock_state().ranks[&WorkerId(0)].kv_tokens, own);
     // An older report changes nothing, an impossible one is none, and each is forgotten.
     workers.0[0].0 = 9;
     workers.report(&policy, 2_000, 3_000);
@@ -436,7 +436,7 @@ fn text_is_counted_as_reported() {
     for ticket in 0..300 {
         let blocks = crate::PromptBlocks::of_text(text.as_bytes(), None);
         let request = RequestView {
-            prompt: blocks.prompt(),
+            prompt: blocks.prompt_view(),
             ..RequestView::default()
         };
         let ready = &views(&[0]);
@@ -453,9 +453,9 @@ fn text_is_counted_as_reported() {
             ticket,
             worker,
             request: &request,
-            tells_first_token: true,
+            reports_first_token: true,
         });
-        last = policy.lock().size_of(&request.prompt).tokens;
+        last = policy.lock_state().size_of(&request.prompt).tokens;
         let usage = TokenUsage {
             prompt_tokens: 2_000,
             ..TokenUsage::default()
@@ -474,7 +474,7 @@ fn text_is_counted_as_reported() {
         });
     }
     assert!((last - 2_000.0).abs() < 5.0, "{last}");
-    assert_eq!(policy.lock().ranks[&WorkerId(0)].kv_tokens, 0.0);
+    assert_eq!(policy.lock_state().ranks[&WorkerId(0)].kv_tokens, 0.0);
 }
 
 #[test]
@@ -588,7 +588,7 @@ fn pairs_meet_on_one_machine_when_the_transfer_is_not_hidden() {
     }
     let blocks = blocks(&long);
     let request = RequestView {
-        prompt: blocks.prompt(),
+        prompt: blocks.prompt_view(),
         ..RequestView::default()
     };
     let mut seen = BTreeSet::new();
@@ -632,7 +632,7 @@ fn pairs_stay_in_one_domain_while_the_price_is_not_higher() {
     sender.first_token(&p, ticket, 0);
     let blocks = blocks(&long);
     let request = RequestView {
-        prompt: blocks.prompt(),
+        prompt: blocks.prompt_view(),
         ..RequestView::default()
     };
     let at = |id, host, load| WorkerView {
@@ -704,17 +704,17 @@ proptest! {
             .map(|id| WorkerView { id: WorkerId(id), load: loads[id as usize], host: hosts[4 + id as usize] })
             .collect();
         let blocks = blocks(&text);
-        let request = RequestView { prompt: blocks.prompt(), ..RequestView::default() };
+        let request = RequestView { prompt: blocks.prompt_view(), ..RequestView::default() };
         let (a, b) = pair_of(&p, &d, &request, [&p_ready, &d_ready], 1).expect("a pair");
-        let (is, _) = p.lock().estimate(&request, &p_ready);
-        let (ds, _) = d.lock().estimate(&request, &d_ready);
+        let (is, _) = p.lock_state().estimate_costs(&request, &p_ready);
+        let (ds, _) = d.lock_state().estimate_costs(&request, &d_ready);
         let total = |i: &CandidateCost, j: &CandidateCost| {
             let token_ms = match (i.host == j.host, i.domain == j.domain) {
                 (true, _) => eager.pull_near_ms,
                 (false, true) => eager.pull_far_ms,
                 (false, false) => eager.pull_crossing_ms,
             };
-            let pull = (blocks.prompt().units as f64 - j.terms.cached_tokens) * token_ms;
+            let pull = (blocks.prompt_view().units as f64 - j.terms.cached_tokens) * token_ms;
             i.terms.cost_ms + j.terms.cost_ms + (pull - i.terms.prefill_ms).max(0.0)
         };
         let of = |i: WorkerId, j: WorkerId| {
@@ -744,7 +744,7 @@ proptest! {
         let mut since = [0.0f64; 4];
         let mut work = 0.0f64;
         let mut work_at = 0.0f64;
-        let mut heat: Vec<(String, f64, f64)> = Vec::new();
+        let mut arrivals: Vec<(String, f64, f64)> = Vec::new();
         for (worker, text, is_done, wait) in &history {
             sender.now_ms += wait;
             let now = sender.now_ms as f64;
@@ -755,14 +755,14 @@ proptest! {
             work = work * ((work_at - now) / 30_000.0).exp() + predicted;
             work_at = now;
             if shared > 0 {
-                heat.push((text[..shared].to_owned(), 1.0, now));
+                arrivals.push((text[..shared].to_owned(), 1.0, now));
             }
             sender.tickets += 1;
             let blocks = blocks(text);
-            let request = RequestView { prompt: blocks.prompt(), now_ms: sender.now_ms, ..RequestView::default() };
+            let request = RequestView { prompt: blocks.prompt_view(), now_ms: sender.now_ms, ..RequestView::default() };
             let ticket = SendTicket(sender.tickets);
             policy.observe(&PolicyEvent::Routed {
-                ticket, worker: WorkerId(*worker), request: &request, tells_first_token: !is_done,
+                ticket, worker: WorkerId(*worker), request: &request, reports_first_token: !is_done,
             });
             texts[w].push(text.clone());
             if queues[w].is_empty() {
@@ -787,7 +787,7 @@ proptest! {
         let rho = work * ((work_at - now) / 30_000.0).exp() / 120_000.0;
         let beta = if rho < 8.0 / 9.0 { rho / (1.0 - rho) } else { 8.0 };
         let prefix = &text[..deepest];
-        let hot: f64 = heat.iter()
+        let hot: f64 = arrivals.iter()
             .filter(|(at, _, _)| deepest > 0 && at == prefix)
             .map(|(_, count, at)| count * ((at - now) / 10_000.0).exp())
             .sum();
@@ -874,7 +874,7 @@ fn terms_of_an_explanation_add_up_to_the_cost_that_decided() {
     }
     let blocks = blocks("abcdefgh");
     let request = RequestView {
-        prompt: blocks.prompt(),
+        prompt: blocks.prompt_view(),
         ..RequestView::default()
     };
     let p_ready = views(&[0, 4, 0]);
@@ -925,14 +925,14 @@ fn prompts_with_images_teach_nothing_about_text() {
         let ticket = SendTicket(ticket);
         let worker = WorkerId(0);
         let request = RequestView {
-            prompt: text.prompt(),
+            prompt: text.prompt_view(),
             ..RequestView::default()
         };
         policy.observe(&PolicyEvent::Routed {
             ticket,
             worker,
             request: &request,
-            tells_first_token: false,
+            reports_first_token: false,
         });
         let usage = TokenUsage {
             prompt_tokens: 100,
@@ -962,13 +962,13 @@ fn learned_from_answers(took_ms: impl Fn(f64, f64) -> f64) -> f64 {
             ticket,
             worker,
             request: &RequestView {
-                prompt: blocks.prompt(),
+                prompt: blocks.prompt_view(),
                 now_ms,
                 ..RequestView::default()
             },
-            tells_first_token: false,
+            reports_first_token: false,
         });
-        let tokens = blocks.prompt().units as u32;
+        let tokens = blocks.prompt_view().units as u32;
         now_ms += took_ms(f64::from(tokens), f64::from(output)) as u64;
         let usage = TokenUsage {
             prompt_tokens: tokens,
@@ -1019,10 +1019,12 @@ fn worker_without_a_prefix_cache_is_believed_to_hold_nothing() {
     }
     let blocks = blocks(&text);
     let request = RequestView {
-        prompt: blocks.prompt(),
+        prompt: blocks.prompt_view(),
         ..RequestView::default()
     };
-    let (options, _) = policy.lock().estimate(&request, &views(&[0, 0]));
+    let (options, _) = policy
+        .lock_state()
+        .estimate_costs(&request, &views(&[0, 0]));
     let cached: Vec<f64> = options
         .iter()
         .map(|option| option.terms.cached_tokens)

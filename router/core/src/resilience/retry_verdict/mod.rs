@@ -125,7 +125,8 @@ pub enum GiveUpReason {
 pub enum RetryVerdict {
     Retry(RetryPlan),
     /// The budget is used up, and the worker was lost: attempt again in turn with the interrupted
-    /// streams if the request gets a place in the queue ([`RetryHistory::pace`]), else give up.
+    /// streams if the request gets a place in the queue ([`RetryHistory::begin_pacing`]), else give
+    /// up.
     RetryInTurn(RetryPlan),
     /// Attempt again after a change of the fleet; give up when the time for that is over.
     WaitForWorker,
@@ -183,7 +184,7 @@ pub struct RetryHistory {
 
 impl RetryHistory {
     /// Workers that the next attempt avoids while there are others.
-    pub fn excluded(&self) -> &[WorkerId] {
+    pub fn excluded_workers(&self) -> &[WorkerId] {
         &self.excluded
     }
 
@@ -205,7 +206,7 @@ impl RetryHistory {
     }
 
     /// From here on attempts wait for their turn; the request has a place in the queue.
-    pub fn pace(&mut self) {
+    pub fn begin_pacing(&mut self) {
         if self.pacing == RequestPacing::Budgeted {
             self.pacing = RequestPacing::InTurn;
         }
@@ -230,7 +231,7 @@ impl RetryHistory {
         let is_first_opinion = self.second_opinion == SecondOpinion::NotAsked;
         let may_help = self.may_help(failure);
         self.failed
-            .add(failure.held_ms, failure.reason.is_pair_loss());
+            .add_attempt(failure.held_ms, failure.reason.is_pair_loss());
         let is_poison = self.add_break(failure.worker_break);
 
         let give_up = |reason| RetryVerdict::GiveUp {
@@ -288,7 +289,8 @@ impl RetryHistory {
         } else if self.add_break(loss.worker_break) {
             return ResumeVerdict::GiveUp(GiveUpReason::PoisonRequest);
         }
-        self.failed.add(loss.held_ms, loss.reason.is_pair_loss());
+        self.failed
+            .add_attempt(loss.held_ms, loss.reason.is_pair_loss());
         self.excluded.push(loss.worker);
         self.second_opinion = SecondOpinion::NotAsked;
         self.pacing = RequestPacing::Resuming;
@@ -339,7 +341,7 @@ impl RetryHistory {
 
     /// True if the request is not to be attempted again.
     fn add_break(&mut self, worker_break: Option<WorkerBreak>) -> bool {
-        worker_break.is_some_and(|worker_break| self.breaks.add(worker_break))
+        worker_break.is_some_and(|worker_break| self.breaks.add_break(worker_break))
     }
 
     fn plan_attempt(

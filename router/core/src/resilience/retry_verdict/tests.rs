@@ -21,11 +21,11 @@ fn every_reason() -> Vec<(AttemptReason, RetryClass)> {
         (AttemptReason::Restarted, RetryClass::Leaving),
     ];
     let codes = ProtocolCode::VARIANTS.iter();
-    reasons.extend(codes.map(|code| (AttemptReason::Code(*code), code.class())));
+    reasons.extend(codes.map(|code| (AttemptReason::Code(*code), code.retry_class())));
     let statuses = [200, 400, 403, 404, 408, 418, 429, 500, 501, 502, 503, 504];
     reasons.extend(statuses.map(|status| {
         (
-            AttemptReason::Status(StatusLabel::of(status)),
+            AttemptReason::Status(StatusLabel::from_status(status)),
             RetryClass::of_status(status),
         )
     }));
@@ -50,7 +50,7 @@ fn failure(reason: AttemptReason, class: RetryClass) -> FailedAttempt {
 }
 
 fn code(code: ProtocolCode) -> FailedAttempt {
-    failure(AttemptReason::Code(code), code.class())
+    failure(AttemptReason::Code(code), code.retry_class())
 }
 
 fn loss(reason: AttemptReason) -> LostAnswer {
@@ -188,7 +188,7 @@ fn paced_request_needs_no_budget() {
         scene.decide(&mut history, &broken),
         RetryVerdict::RetryInTurn(_)
     ));
-    history.pace();
+    history.begin_pacing();
     assert!(history.is_paced() && !history.is_resuming());
     assert!(is_retry(scene.decide(&mut history, &broken)));
 }
@@ -222,7 +222,7 @@ fn stale_attempt_goes_to_the_same_workers_at_once_and_costs_no_budget() {
         backoff_ms: 0,
     };
     assert_eq!(verdict, RetryVerdict::Retry(expected));
-    assert!(history.excluded().is_empty());
+    assert!(history.excluded_workers().is_empty());
 }
 
 #[test]
@@ -236,7 +236,7 @@ fn worker_that_failed_is_excluded_and_without_another_there_is_a_pause() {
             panic!("attempt {attempt}");
         };
         assert!(plan.backoff_ms >= 40, "attempt {attempt}: {plan:?}");
-        assert_eq!(history.excluded().len(), attempt);
+        assert_eq!(history.excluded_workers().len(), attempt);
     }
     assert_eq!(
         scene.decide(&mut history, &alone),
@@ -348,7 +348,7 @@ fn only_a_resuming_request_waits_for_workers_that_may_not_return() {
     ];
     let new = RetryHistory::default();
     let mut in_turn = RetryHistory::default();
-    in_turn.pace();
+    in_turn.begin_pacing();
     let mut resuming = RetryHistory::default();
     resuming.decide_resume(&loss(AttemptReason::Reset), &RetryConfig::default());
     for (refusal, before, after) in refusals {
@@ -364,8 +364,8 @@ fn lost_answer_is_resumed_without_budget_and_in_turn() {
     let verdict = history.decide_resume(&loss(AttemptReason::Reset), &RetryConfig::default());
     assert_eq!(verdict, ResumeVerdict::Resume);
     assert!(history.is_paced() && history.is_resuming());
-    assert_eq!(history.excluded(), [WorkerId(1)]);
-    history.pace();
+    assert_eq!(history.excluded_workers(), [WorkerId(1)]);
+    history.begin_pacing();
     assert!(history.is_resuming(), "the answer stays accepted");
     let broken = failure(AttemptReason::Reset, RetryClass::Broken);
     assert!(is_retry(
@@ -414,7 +414,7 @@ fn progress_forgives_failures_breaks_and_workers() {
             history.decide_resume(&with_progress, &config),
             ResumeVerdict::Resume
         );
-        assert_eq!(history.excluded(), [WorkerId(worker)]);
+        assert_eq!(history.excluded_workers(), [WorkerId(worker)]);
     }
     assert_eq!(
         history.decide_resume(&broken, &config),
@@ -680,11 +680,11 @@ proptest! {
         for happening in happenings {
             match happening {
                 Happening::Paced => {
-                    history.pace();
+                    history.begin_pacing();
                     model.happenings.push(happening);
                 }
                 Happening::Failed(failure) => {
-                    let excluded = history.excluded().to_vec();
+                    let excluded = history.excluded_workers().to_vec();
                     let is_first = !model.has_second_opinion();
                     let verdict = scene.decide(&mut history, &failure);
                     let expected =
@@ -694,7 +694,7 @@ proptest! {
                         RetryVerdict::Retry(plan) | RetryVerdict::RetryInTurn(plan) => {
                             let is_other = plan.target == RetryTarget::OtherWorkers;
                             prop_assert_eq!(is_other, !failure.is_stale);
-                            let added = history.excluded().len() - excluded.len();
+                            let added = history.excluded_workers().len() - excluded.len();
                             prop_assert_eq!(added, usize::from(is_other));
                             prop_assert!(plan.backoff_ms <= scene.config.max_backoff_ms);
                             let has_pause = plan.backoff_ms > 0;
@@ -704,12 +704,12 @@ proptest! {
                             prop_assert_eq!(has_pause, needs_pause);
                         }
                         RetryVerdict::WaitForWorker => {
-                            prop_assert_eq!(history.excluded(), &excluded[..]);
+                            prop_assert_eq!(history.excluded_workers(), &excluded[..]);
                         }
                         RetryVerdict::GiveUp { blames_worker, .. } => {
                             let is_unexplained = failure.class == RetryClass::Unexplained;
                             prop_assert_eq!(blames_worker, is_unexplained && is_first);
-                            prop_assert_eq!(history.excluded(), &excluded[..]);
+                            prop_assert_eq!(history.excluded_workers(), &excluded[..]);
                         }
                     }
                 }
@@ -718,8 +718,8 @@ proptest! {
                     let resumes = model.decide_resume(lost, &scene.config);
                     prop_assert_eq!(verdict == ResumeVerdict::Resume, resumes, "{:?}", lost);
                     if resumes {
-                        prop_assert!(history.excluded().contains(&lost.worker));
-                        prop_assert!(!lost.has_progress || history.excluded().len() == 1);
+                        prop_assert!(history.excluded_workers().contains(&lost.worker));
+                        prop_assert!(!lost.has_progress || history.excluded_workers().len() == 1);
                     } else {
                         // A stream that is given up gets no further attempt.
                         break;
