@@ -37,6 +37,7 @@ MAX_ENTRIES = 12
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 MAX_ONE_WORD_PERCENT = 30
+MAX_ONE_WORD_FUNCTIONS_PERCENT = 40
 MAX_DOC_COLUMNS = 100
 MAX_TUPLE_ASSIGNMENTS_PER_KLOC = 1
 
@@ -206,6 +207,21 @@ def one_word_types() -> Offenses:
             yield package, 100 * len(short) // len(names)
 
 
+def one_word_functions() -> Offenses:
+    """Packages where too large a share [%] of the functions and methods has a name of one word."""
+    for package, paths in packages().items():
+        words = [name for path in paths for name, _ in functions(path) if not name.startswith("__")]
+        percent = one_word_percent(words)
+        if len(words) > 3 and percent > MAX_ONE_WORD_FUNCTIONS_PERCENT:
+            yield package, percent
+
+
+def one_word_percent(names: Sequence[str]) -> int:
+    """Share of names without an underscore inside [%], rounded; 0 of none."""
+    one_word = sum("_" not in name.strip("_") for name in names)
+    return round(100 * one_word / max(len(names), 1))
+
+
 def types_of_one_name() -> Offenses:
     """Public types of one package that share a name, and how many do."""
     for package, paths in packages().items():
@@ -344,6 +360,11 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
     "one-word-types": (
         one_word_types,
         f"at most {MAX_ONE_WORD_PERCENT} % of a package's public types have one word",
+    ),
+    "one-word-functions": (
+        one_word_functions,
+        f"at most {MAX_ONE_WORD_FUNCTIONS_PERCENT} % of a package's functions and methods have one word: "
+        "a function is a verb with its object",
     ),
     "same-name-types": (types_of_one_name, "two public types of a package never share a name"),
     "tuple-assignment": (

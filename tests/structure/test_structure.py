@@ -15,6 +15,7 @@ from tests.structure.rules import (
     RULES_FILE,
     articles_before_tests,
     offenses,
+    one_word_percent,
     spoken_files,
     upward_imports_of_a_package,
     uses_of_word,
@@ -225,3 +226,8 @@ def test_percentiles_are_values_of_the_list() -> None:
 
 def test_figures_name_every_crate() -> None:
     assert {"router/src", "kv_transfer/src", "engine/baton/sched"} <= set(table().split())
+
+
+def test_names_of_one_word_are_counted() -> None:
+    assert one_word_percent(["run", "_take", "select_worker", "_release_pages"]) == 50
+    assert one_word_percent([]) == 0

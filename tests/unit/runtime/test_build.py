@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 before = len(os.listdir("/proc/self/task"))
 device = device_thread()
 weight, x = torch.randn(2048, 2048), torch.randn(1, 2048)
-device.submit(lambda: [torch.nn.functional.linear(x, weight) for _ in range(20)]).get()
+device.submit_job(lambda: [torch.nn.functional.linear(x, weight) for _ in range(20)]).get()
 print(len(os.listdir("/proc/self/task")) - before)
 """
 
