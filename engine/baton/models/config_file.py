@@ -56,13 +56,13 @@ class ModelConfig:
         return value
 
     def read_number(self, field: str, default: float) -> float:
-        found = self.read_checked(
+        value = self.read_checked(
             field,
             default,
             "a positive number",
             lambda v: type(v) in (int, float) and 0 < v < math.inf,
         )
-        return float(found)
+        return float(value)
 
     def read_index(self, field: str, default: int | None = None) -> int | None:
         """A layer number or token id, or None when absent."""

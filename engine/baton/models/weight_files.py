@@ -98,7 +98,7 @@ def read_tensor_entries(file: Path) -> dict[str, TensorEntry]:
     try:
         header = safetensors_header(file)
         data_begin = 8 + len(header)
-        found = {
+        entries = {
             name: _tensor_entry(file, entry, data_begin)
             for name, entry in json.loads(header).items()
             if name != "__metadata__"
@@ -107,13 +107,13 @@ def read_tensor_entries(file: Path) -> dict[str, TensorEntry]:
         raise ConfigError(
             f"{file}: no readable header ({err!r}); the file is damaged, download it again"
         ) from err
-    stated = max((entry.end for entry in found.values()), default=data_begin)
+    stated = max((entry.end for entry in entries.values()), default=data_begin)
     size = file.stat().st_size
     if size != stated:
         raise ConfigError(
             f"{file}: has {size} bytes, its header says {stated}; the file is damaged, download it again"
         )
-    return found
+    return entries
 
 
 def _tensor_entry(file: Path, entry: dict[str, Any], data_begin: int) -> TensorEntry:

@@ -47,7 +47,7 @@ class TimedRequest:
 def timed_requests(trace: Sequence[TraceRequest], factor: float) -> list[TimedRequest]:
     """Arrivals `factor` times as far apart as recorded."""
     timed = zip(arrival_times(trace), trace, find_parents(trace), strict=True)
-    return [TimedRequest(at * factor, request, parent) for at, request, parent in timed]
+    return [TimedRequest(arrival * factor, request, parent) for arrival, request, parent in timed]
 
 
 def find_parents(trace: Sequence[TraceRequest]) -> list[int | None]:

@@ -269,8 +269,8 @@ async def _run_replay(options: argparse.Namespace) -> int:
         len(trace) / options.rate / recorded if options.rate and recorded else 1 / options.speed
     )
     work = replay.timed_requests(trace, factor)
-    held = "; turns wait for the answer before" if options.hold_turns else ""
-    print(f"{options.trace}: {len(work)} requests in {work[-1].at:.1f} s{held}", flush=True)
+    turns_note = "; turns wait for the answer before" if options.hold_turns else ""
+    print(f"{options.trace}: {len(work)} requests in {work[-1].at:.1f} s{turns_note}", flush=True)
     results = []
     async with _make_session(options.timeout_secs) as session:
         for url in (url.rstrip("/") for url in options.url):
