@@ -40,7 +40,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that says it has a GPU."""
     monkeypatch.setattr(device, "no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(device.flashinfer_loader, "obstacle", lambda: None)
+    monkeypatch.setattr(device.flashinfer_loader, "find_obstacle", lambda: None)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_gpu_without_flashinfer_is_refused_unless_the_reference_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        device.flashinfer_loader, "obstacle", lambda: "it cannot be imported; install it"
+        device.flashinfer_loader, "find_obstacle", lambda: "it cannot be imported; install it"
     )
     with pytest.raises(
         ConfigError,

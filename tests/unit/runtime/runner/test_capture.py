@@ -285,7 +285,7 @@ def test_failure_while_recording_leaves_an_engine_that_runs_eagerly(
         def record(self, work: Any) -> Any:
             raise RuntimeError("fast_decode_plan() got an unexpected keyword argument")
 
-    memory: Any = SimpleNamespace(held=lambda: 0)
+    memory: Any = SimpleNamespace(reserved_bytes=lambda: 0)
     monkeypatch.setattr(build, "CudaRecorder", Refuses)
     build._record_graphs(
         runner, config.build_config({"device": "cuda"}), torch.device("cpu"), 64, memory
