@@ -120,7 +120,7 @@ def test_row_with_nan_ends_its_request_as_on_the_cpu(
         and token not in tokens[:k]
         and all(token not in x for x in (*prompts(), *want[:i], *want[i + 1 :]))
     )
-    embed = Decoder._embed
+    embed = Decoder._embed_tokens
     monkeypatch.setattr(
         Decoder,
         "_embed",
