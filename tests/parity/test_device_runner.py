@@ -123,7 +123,7 @@ def test_row_with_nan_ends_its_request_as_on_the_cpu(
     embed = Decoder._embed_tokens
     monkeypatch.setattr(
         Decoder,
-        "_embed",
+        "_embed_tokens",
         lambda self, ids: embed(self, ids).masked_fill((ids == poison)[:, None], torch.nan),
     )
     host.sched.flush_cache()
