@@ -290,9 +290,9 @@ def test_front_imports_no_torch() -> None:
 def test_without_the_native_extension_a_prefill_node_says_what_to_do(path: str) -> None:
     script = (
         "import sys; sys.modules['baton._native'] = None\n"
-        "from baton.config import parse; from baton.server.launch.engine import run_engine\n"
+        "from baton.config import parse_config; from baton.server.launch.engine import run_engine\n"
         "flags = ['--port', '0', '--disaggregation-mode', 'prefill', '--load-format', 'dummy']\n"
-        f"sys.exit(run_engine(parse(['--model-path', {path!r}, *flags])))"
+        f"sys.exit(run_engine(parse_config(['--model-path', {path!r}, *flags])))"
     )
     env = {**os.environ, "PYTHONPATH": str(REPO / "engine")}
     done = subprocess.run(

@@ -132,10 +132,10 @@ def test_every_capture_size_computes_the_same_as_the_eager_step(demo: str) -> No
         size = graphs.size_for(step, indices)
         assert size is not None
         with torch.inference_mode():
-            graphs.load(size, step, indices)
-            replayed, best, _ = graphs.replay(size, len(step.slots))
+            graphs.load_step(size, step, indices)
+            replayed, best, _ = graphs.replay_step(size, len(step.slots))
             replayed, best = replayed.clone(), best.clone()
-            eager = runner._model.forward(runner._batch(step, indices), runner._attn)
+            eager = runner._model.forward(runner._make_batch(step, indices), runner._attn)
         assert torch.isfinite(replayed).all()
         assert torch.equal(replayed.argmax(-1), best)
         spread = eager.std()

@@ -455,7 +455,7 @@ def test_coarser_tokens_scale_every_budget_counted_in_tokens() -> None:
         "--chunked-prefill-size",
         "208",
     ]
-    scaled = command.parse_flags(flags).limits("fcfs")
+    scaled = command.parse_flags(flags).make_limits("fcfs")
     assert (scaled.num_pages, scaled.page_size) == (1_000_000 // 8 // 16, 16)
     assert (scaled.step_tokens, scaled.max_queued_tokens) == (16, 1000)
     assert (

@@ -26,7 +26,7 @@ def make_engine(
 ) -> EngineLoop:
     return runtime.load_rank(
         build_config({"model_path": str(path), **FLAGS, **flags}), str(path)
-    ).engine(trace=trace)
+    ).make_engine_loop(trace=trace)
 
 
 def answer(

@@ -116,7 +116,7 @@ def test_dialog_keeps_the_conversation_and_runs_commands(monkeypatch: pytest.Mon
     server = ScriptedServer(HELLO, HELLO, HELLO)
     with server.listen() as url:
         talking, out, notes = session(url)
-        assert talking.talk() == 0
+        assert talking.run_dialog() == 0
     sent = [[turn["content"] for turn in body["messages"]] for body in server.bodies]
     assert sent == [["one"], ["one", "Hello", "two"], ["short", "three"]]
     assert out.getvalue() == "HelloHelloHello"
@@ -133,7 +133,7 @@ def test_end_of_input_ends_the_dialog_and_ctrl_c_does_not(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("builtins.input", press)
     talking, _, notes = session("http://127.0.0.1:1")
-    assert talking.talk() == 0
+    assert talking.run_dialog() == 0
     assert "Ctrl-D or /exit ends" in notes.getvalue()
 
 
@@ -150,7 +150,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came() -> None:
         notes = io.StringIO()
         client = ChatServer(url, None, HttpClient())
         talking = ChatSession(client, "m", ChatConfig(), InterruptedOutput(), notes)
-        answer = talking.ask("hi")
+        answer = talking.ask_model("hi")
     assert answer.text == "Hel"
     assert [turn["content"] for turn in talking.conversation.turns] == ["hi", "Hel"]
     assert "[stopped]" in notes.getvalue()
@@ -162,7 +162,7 @@ def test_error_event_ends_the_answer_with_its_message() -> None:
     with server.listen() as url:
         talking, out, _ = session(url)
         with pytest.raises(AnswerFailed, match="the answer broke off: the worker is gone"):
-            talking.ask("hi")
+            talking.ask_model("hi")
     assert out.getvalue() == "Hel"
 
 
@@ -191,7 +191,7 @@ def test_wrong_flags_are_refused(
 
 def test_summary_has_the_rate_of_the_later_tokens() -> None:
     answer = ChatAnswer(began=10.0, first_at=10.5, last_at=12.5, tokens=11, finish_reason="length")
-    assert answer.summary() == (
+    assert answer.summary_line() == (
         "TTFT 500 ms, 11 tokens, 5.0 tokens/s, cut at the longest answer (--max-tokens)"
     )
-    assert ChatAnswer().summary() == "no text"
+    assert ChatAnswer().summary_line() == "no text"

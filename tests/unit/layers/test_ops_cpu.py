@@ -74,7 +74,7 @@ def test_number_of_threads_does_not_change_a_bit(dtype: torch.dtype) -> None:
 def test_packed_rows_are_the_original_ones(dtype: torch.dtype) -> None:
     weight = noise(130, 77, dtype=dtype)
     ids = torch.tensor([129, 0, 64, 0])
-    assert torch.equal(ops_cpu.PackedWeight(weight).rows(ids), weight[ids])
+    assert torch.equal(ops_cpu.PackedWeight(weight).gather_rows(ids), weight[ids])
 
 
 @pytest.mark.usefixtures("torch_ops")

@@ -281,7 +281,7 @@ def test_ninja_beside_the_interpreter_is_found(
 
 
 def test_absent_library_is_one_sentence() -> None:
-    code = "from baton.layers import flashinfer_loader as f; print(f.obstacle())"
+    code = "from baton.layers import flashinfer_loader as f; print(f.find_obstacle())"
     said = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout

@@ -209,10 +209,10 @@ def test_step_on_cuda_mixes_no_devices(tmp_path: Path) -> None:
         launched = run.execute(plan_of(3))
         assert launched.drawn is not None
         assert launched.drawn.tokens.shape == (2,)
-        step = run._step(plan_of(3))
-        indices = run._indices(step)
+        step = run._make_step(plan_of(3))
+        indices = run._make_indices(step)
         assert indices is not None
-        forward_all(model, run._batch(step, indices), check)
+        forward_all(model, run._make_batch(step, indices), check)
     assert check.seen == {
         ("token_ids", "cuda"), ("positions", "cuda"), ("slot_mapping", "cuda"), ("sample_index", "cuda"),
         ("qo_indptr", "cpu"), ("kv_lens", "cpu"), ("page_indptr", "cpu"), ("page_indices", "cpu"),

@@ -54,14 +54,14 @@ BAD = [
 @pytest.mark.parametrize("request_", BAD, ids=str)
 def test_value_that_model_cannot_compute_is_refused(request_: ValidatedRequest) -> None:
     with pytest.raises(BadRequest) as caught:
-        LIMITS.check(request_)
+        LIMITS.check_request(request_)
     assert caught.value.code == "invalid_value"
 
 
 def test_prompt_and_answer_longer_than_model_are_refused() -> None:
-    LIMITS.check(changed([5] * 508))
+    LIMITS.check_request(changed([5] * 508))
     with pytest.raises(PromptTooLong, match="513 tokens together, this model takes 512"):
-        LIMITS.check(changed([5] * 509))
+        LIMITS.check_request(changed([5] * 509))
 
 
 def test_values_at_the_bounds_are_accepted() -> None:
@@ -70,7 +70,7 @@ def test_values_at_the_bounds_are_accepted() -> None:
         changed(repetition_penalty=1e-300, presence_penalty=-2.0),
         changed(stop_token_ids=(VOCAB + 5,), logit_bias=((0, -100.0),), resumed=2),
     ):
-        LIMITS.check(request)
+        LIMITS.check_request(request)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Kernels of our own, in Triton, which comes with torch's CUDA builds: `draw` for the sampler, `heads` for a layer.
 
-Triton compiles a kernel at its first launch, and the launcher with a C compiler: `obstacle` does both at start.
+Triton compiles a kernel at its first launch, and the launcher with a C compiler: `find_obstacle` does both at start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from baton.layers.model_spec import ModelSpec
 
 usable = True
-"""False once `obstacle` has found one: the sampler then draws on the host, which waits for the device."""
+"""False once `find_obstacle` has found one: the sampler then draws on the host, which waits for the device."""
 REMEDY = "install triton and a C compiler (gcc, or what CC names) with Python's headers"
 
 

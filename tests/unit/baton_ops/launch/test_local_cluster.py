@@ -70,7 +70,7 @@ def started(router: StubRouter, port: int | None) -> LocalCluster:
     cluster.plan = SimpleNamespace(up=SimpleNamespace(port=port), start_timeout_secs=1.0)  # type: ignore[assignment]
     cluster.router = router  # type: ignore[assignment]
     cluster.host, cluster.port = "127.0.0.1", port or 1
-    cluster._say = lambda _: None  # type: ignore[method-assign]
+    cluster._print_line = lambda _: None  # type: ignore[method-assign]
     asyncio.run(cluster._start_router_first())
     return cluster
 

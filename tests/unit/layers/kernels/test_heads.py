@@ -42,7 +42,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from baton.layers.kernels.draw import WARPS, _draw
+from baton.layers.kernels.draw import WARPS, _draw_token
 from baton.layers.kernels.heads import HEADS, _store_heads
 
 def compiled(kernel, constants, warps, **types):
@@ -52,7 +52,7 @@ def compiled(kernel, constants, warps, **types):
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     print(kernel.__name__, len(made.asm["cubin"]) > 0)
 
-compiled(_draw, {"BLOCK": 1024}, WARPS, logits="*fp32", rows="*i64", columns="*fp64", tokens="*i64")
+compiled(_draw_token, {"BLOCK": 1024}, WARPS, logits="*fp32", rows="*i64", columns="*fp64", tokens="*i64")
 names = ("heads", "q_norm", "k_norm", "keys", "values")
 others = dict(eps="fp32", positions="*i64", slots="*i64", cos="*fp32", sin="*fp32")
 sizes = dict(Q_HEADS=16, KV_HEADS=8, HALF=64, BLOCK=64, HEADS=HEADS, HAS_NORM=True)
@@ -63,7 +63,7 @@ compiled(_store_heads, sizes, 4, **dict.fromkeys(names, "*bf16"), **others)
 @needs_triton
 def test_kernels_compile_for_a_gpu_of_compute_capability_9() -> None:
     """To machine code, which needs no GPU; the interpreter takes what the compiler does not."""
-    assert output("-c", COMPILE).split() == ["_draw", "True", "_store_heads", "True"]
+    assert output("-c", COMPILE).split() == ["_draw_token", "True", "_store_heads", "True"]
 
 
 @pytest.fixture

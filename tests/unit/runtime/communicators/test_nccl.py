@@ -122,7 +122,7 @@ def test_abort_happens_once_and_ends_every_poll() -> None:
 
     def poll() -> None:
         try:
-            handle.wait("ncclRecv", 20, lambda: handle.state("ncclRecv") != nccl.SUCCESS)
+            handle.wait_until("ncclRecv", 20, lambda: handle.state("ncclRecv") != nccl.SUCCESS)
         except RuntimeError as err:
             failed.append(err)
 

@@ -136,7 +136,7 @@ def test_warmup_steps_are_steps_a_scheduler_could_plan(at: WarmupLimits) -> None
             assert (row.n == 1) or i >= plan.num_decode
             assert len(row.tokens) == row.n >= 1
             assert row.start + row.n <= max(at.context, at.page_size)
-            assert len(row.pages) == at.pages(row.start + row.n)
+            assert len(row.pages) == at.pages_for(row.start + row.n)
 
 
 @given(limits())
@@ -221,16 +221,16 @@ class Counted:
         self.now = 2 * GIB
         self.steps = 0
 
-    def free(self) -> tuple[int, int]:
+    def free_bytes(self) -> tuple[int, int]:
         return self.left, self.total
 
-    def held(self) -> int:
+    def reserved_bytes(self) -> int:
         return self.now
 
     def reset_peak(self) -> None:
         self.steps += 1
 
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         return self.now + self.steps * GIB // 4
 
 

@@ -35,7 +35,7 @@ def _one_thread() -> None:
 def draw(logits: Tensor, rows: list[SampleRow]) -> StepResult:
     made = SamplingLaunch(rows, logits.shape[1], torch.from_numpy)
     with torch.inference_mode():
-        return made.read(made.run(logits))
+        return made.read_result(made.queue_draw(logits))
 
 
 def same(logits: Tensor, rows: list[SampleRow]) -> None:
@@ -140,7 +140,7 @@ class TestIndependent:
         want = sample(logits.clone(), [r]).tokens
         for token in (5, 5, 5):
             r.append(token)
-        assert made.read(made.run(logits.clone())).tokens == want
+        assert made.read_result(made.queue_draw(logits.clone())).tokens == want
 
 
 def test_nothing_is_read_from_the_device_and_no_devices_are_mixed(monkeypatch):
@@ -162,7 +162,7 @@ def test_nothing_is_read_from_the_device_and_no_devices_are_mixed(monkeypatch):
             600,
             lambda x: torch.empty(x.shape, dtype=torch.from_numpy(x).dtype, device="cuda"),
         )
-        drawn = made.run(torch.empty(len(rows), 600, device="cuda"))
+        drawn = made.queue_draw(torch.empty(len(rows), 600, device="cuda"))
         parts = (drawn.tokens, drawn.chosen, drawn.top_ids, drawn.top_logprobs)
         assert all(x is not None and x.device.type == "cuda" for x in parts)
         assert launches == [sum(not r.is_greedy for r in rows)], (

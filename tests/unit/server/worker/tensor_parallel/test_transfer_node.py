@@ -266,7 +266,7 @@ class InlineExecutors:
     """Followers (server.worker.tensor_parallel.channel) that execute_call at once."""
 
     def __init__(self, groups: list[channel.TpGroup], nodes: list[FakeNode]) -> None:
-        self.group, *self.groups = groups
+        self.team, *self.groups = groups
         self.nodes = nodes
         self.reports: list[channel.TransferEvents] = []
 
