@@ -29,7 +29,7 @@ def timing() -> dict[str, int]:
 
 
 def router_limits() -> dict[str, str]:
-    """What clients may take of the memory of a router, of config.env: environment variables of the router."""
+    """Variables of config.env that limit the memory that a router uses for its clients."""
     return {
         name: value
         for name, value in env_file("kubernetes/base/config.env").items()

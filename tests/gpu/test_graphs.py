@@ -276,7 +276,8 @@ def test_steps_with_prompts_run_eagerly_between_recorded_ones(demo: str) -> None
     assert runner._graphs is not None
     modes: list[ForwardMode] = []
     replayed: list[int] = []
-    execute, replay = runner.execute, runner._graphs.replay_step
+    execute = runner.execute
+    replay = runner._graphs.replay_step
     runner.execute = lambda plan: (modes.append(plan.mode), execute(plan))[1]  # type: ignore[method-assign]
     runner._graphs.replay_step = lambda size, *a: (replayed.append(size), replay(size, *a))[1]  # type: ignore[method-assign]
     answers(engine, 10, temperature=0.0)

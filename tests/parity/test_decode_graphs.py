@@ -114,7 +114,8 @@ def test_every_capture_size_and_beyond(
     made = device.runner
     assert made is not None
     assert made._graphs is not None
-    replay, execute = made._graphs.replay_step, made._upload_step
+    replay = made._graphs.replay_step
+    execute = made._upload_step
 
     def noted(size, n):  # type: ignore[no-untyped-def]
         sizes.add(size)

@@ -201,8 +201,9 @@ def test_executor_rank_with_a_different_step_ends_the_group(
     executors: ExecutorProcesses,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One page of one slot differs in one message: the executor rank refuses before it computes, and all ranks end."""
-    encode, sent = step_inputs.encode_step, []
+    """The executor rank refuses a message that differs in one page, before it computes; all ranks end."""
+    encode = step_inputs.encode_step
+    sent = []
 
     def altered(step: step_inputs.StepInputs, check: int) -> bytes:
         sent.append(step)

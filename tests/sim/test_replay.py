@@ -83,7 +83,8 @@ class Storm:
         self.handles = 0
 
     def request(self) -> ValidatedRequest:
-        rng, handle = self.rng, self.handles
+        rng = self.rng
+        handle = self.handles
         self.handles += 1
         prompt = array("i", [rng.randrange(3) for _ in range(rng.randint(1, 30))])
         meet = Rendezvous("p", 1, handle) if self.role != "null" and rng.random() < 0.9 else None

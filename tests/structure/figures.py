@@ -41,7 +41,7 @@ one word     functions whose name has one word [%]; names like __init__ are left
 
 
 def table() -> str:
-    """One line per package and crate, and one for the engine as a whole."""
+    """Table of the figures: a line per package and crate, and a line for the engine as a whole."""
     named = {name: paths for name, paths in packages().items() if _is_more_than_a_version(paths)}
     engine = [path for paths in named.values() for path in paths if path.endswith(".py")]
     rows = [(name, *_row(paths)) for name, paths in [*named.items(), ("all Python", engine)]]

@@ -101,7 +101,7 @@ def rust_comments(path: str) -> Iterator[str]:
 
 @functools.cache
 def prose(path: str) -> str:
-    """What a file says to its readers: a page's text, or the docstrings and comments of a source file."""
+    """Prose of a file: the text of a page, or the docstrings and comments of a source file."""
     if path.endswith(".md"):
         return page_prose(path)
     if path.endswith(".rs"):
@@ -176,7 +176,7 @@ def files_of_classes() -> dict[str, list[str]]:
 
 
 def is_python_path(dotted: str) -> bool | None:
-    """Whether `pkg.module.name` or `Class.name` resolves; None if its start is neither."""
+    """True if `pkg.module.name` or `Class.name` resolves; None if it begins with neither a package nor a class."""
     parts = dotted.split(".")
     endings = modules_by_ending()
     if parts[:2] == ["baton", "_native"]:

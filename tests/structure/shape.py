@@ -158,7 +158,7 @@ def packed_statements(path: str) -> int:
 
 
 def _is_ellipsis(statement: ast.stmt) -> bool:
-    """Whether a statement is the `...` of a method that a protocol only declares."""
+    """True for the `...` of a method that a protocol only declares."""
     return isinstance(statement, ast.Expr) and ast.unparse(statement) == "..."
 
 

@@ -147,7 +147,8 @@ class StreamLoad:
             endpoints[:] = await asyncio.to_thread(self.cluster.endpoints, "router")
             refreshing = asyncio.create_task(refresh())
         else:
-            endpoints, refreshing = self.routers, None
+            endpoints = self.routers
+            refreshing = None
         # No connection is kept: each stream is balanced by itself.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=STREAM_SECS, limits=limits) as client:

@@ -217,7 +217,8 @@ class ScenarioRun:
             self.transfer.tick()
 
     def submit(self) -> None:
-        rng, handle = self.rng, len(self.expected)
+        rng = self.rng
+        handle = len(self.expected)
         prompt = random_prompt(rng, self.shared_prefixes, LONGEST_PROMPT)
         plain = request(
             handle, prompt, rng.randint(1, LONGEST_ANSWER), ignore_eos=rng.random() < 0.7,

@@ -47,7 +47,8 @@ class Runtime:
         return call
 
     def poll(self, _max: int) -> list[NodeEvent]:
-        events, self.events = self.events, []
+        events = self.events
+        self.events = []
         return events
 
 

@@ -57,7 +57,7 @@ class StepTimeFit:
             self.b = (self._vy * self._uu - self._uy * self._uv) / det
             if self.a >= 0 and self.b >= 0:
                 return
-        # One of the two explains nothing, or both explain the same: keep the one that fits better
+        # One of the two terms has no influence, or both have the same one: keep the one that fits better
         # alone.
         alone_a = self._uy / self._uu if self._uu else 0.0
         alone_b = self._vy / self._vv if self._vv else 0.0

@@ -326,7 +326,7 @@ mod tests {
             let parsed = ProtocolCode::parse(code);
             let parsed = parsed.unwrap_or_else(|| panic!("{code} is not in the enum"));
             assert_eq!(parsed.into_str(), code);
-            // What the sender can change is never tried again.
+            // Errors that the sender of the request can mend are never retried.
             if (400..500).contains(&status) && parsed != ProtocolCode::DuplicateRoom {
                 assert_eq!(parsed.retry_class(), RetryClass::Refused, "{code}");
             }

@@ -443,7 +443,7 @@ struct NaiveModel {
 }
 
 impl NaiveModel {
-    /// What happened since the client last got a token, the loss that followed it included.
+    /// Events since the client last got a token, including the loss that followed it.
     fn since_progress(&self) -> &[Happening] {
         let last_progress = self
             .happenings
@@ -452,7 +452,7 @@ impl NaiveModel {
         &self.happenings[last_progress.unwrap_or(0)..]
     }
 
-    /// What happened since the last series of attempts began.
+    /// Events since the last series of attempts began.
     fn series(&self) -> &[Happening] {
         let last_loss = self
             .happenings

@@ -49,7 +49,8 @@ def committed(payload: bytes = b"") -> RoomCommitted:
 
 
 class Rank:
-    """One decode rank's runtime, by the contract of baton._native.TransferNode. Calls and events travel late."""
+    """Stand-in for the runtime of one decode rank, with the calls of baton._native.TransferNode; calls and events are
+    delivered later."""
 
     def __init__(self) -> None:
         self.calls: deque[TransferCall] = deque()
@@ -258,7 +259,8 @@ class FakeNode:
         return call
 
     def poll(self, _max: int) -> list[NodeEvent]:
-        events, self.events = self.events, []
+        events = self.events
+        self.events = []
         return events
 
 
@@ -279,7 +281,8 @@ class InlineExecutors:
                 self.reports.append(decoded)
 
     def heard(self) -> list[channel.TransferEvents]:
-        reports, self.reports = self.reports, []
+        reports = self.reports
+        self.reports = []
         return reports
 
 
