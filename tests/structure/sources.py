@@ -19,6 +19,7 @@ CRATES = {
     "kv_transfer": "kv_transfer/src",
     "kernels": "engine/kernels/src",
     "native": "engine/native/src",
+    "text": "engine/text/src",
 }
 Graph = dict[str, set[str]]
 

@@ -1,0 +1,1 @@
+//! How each HTTP API says it.

@@ -1,0 +1,5 @@
+//! Text to token ids and back.
+
+mod decode;
+
+pub use decode::TokenDecoder;
