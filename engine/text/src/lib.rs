@@ -5,10 +5,12 @@
 //! * [`tokenizer`]: text to token ids and back;
 //! * [`stream`]: tokens to text while they arrive, and stop strings in it;
 //! * [`dialect`]: one file per API: how an event, an end, an error, usage and a resume comment are
-//!   written and recognised.
+//!   written and recognised;
+//! * [`answers`]: the running answers of a front: messages of ranks in, HTTP chunks out.
 //!
 //! Deterministic: no I/O, no clock, no threads of its own. Files come as bytes, times as arguments.
 
+pub mod answers;
 pub mod dialect;
 pub mod stream;
 pub mod template;
