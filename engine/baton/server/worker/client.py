@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from baton._native import AnswerCounts, AnswerTable, FailedItem, FedBatch, FirstToken
+from baton._native import AnswerCounts, AnswerTable, FailedAnswer, FedBatch, FirstToken
 from baton.errors import (
     EngineDead,
     EngineError,
@@ -312,12 +312,12 @@ class RankSet:
         rank = self.ranks[fed.dp_rank]
         if fed.has_output:
             rank.nonfinite = 0
-        for item in fed.failed:
-            error = _error(item)
+        for failed in fed.failed:
+            error = _error(failed)
             if isinstance(error, NonfiniteLogits):
                 rank.nonfinite += 1
                 rank.nonfinite_at = now
-            if (sink := sinks.get(item.answer)) is not None:  # not closed by an item before it
+            if (sink := sinks.get(failed.answer)) is not None:  # not closed by an item before it
                 sink.fail(error)
 
     def died(self, dp_rank: int, why: str) -> None:
@@ -361,9 +361,9 @@ class RankSet:
             socket.close(linger=0)
 
 
-def _error(item: FailedItem) -> EngineError:
+def _error(failed: FailedAnswer) -> EngineError:
     """The rank's code and message as the exception that carries them to the client."""
-    code, text = item.error or ("aborted", "the request was aborted")
+    code, text = failed.error or ("aborted", "the request was aborted")
     cls = by_code(code)
-    retry_after_secs = 1 if item.retry_after_secs is None else item.retry_after_secs
+    retry_after_secs = 1 if failed.retry_after_secs is None else failed.retry_after_secs
     return cls(text, retry_after_secs=retry_after_secs if cls.status in (429, 503) else None)

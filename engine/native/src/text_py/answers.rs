@@ -23,7 +23,7 @@ struct PyFedBatch {
     first_tokens: Vec<Py<PyFirstToken>>,
     ended: Vec<u64>,
     stopped: Vec<u64>,
-    failed: Vec<Py<PyFailedItem>>,
+    failed: Vec<Py<PyFailedAnswer>>,
     metered: Vec<(u64, u32)>,
     finished: Vec<u64>,
     has_output: bool,
@@ -37,11 +37,10 @@ struct PyFirstToken {
     stages: Option<Py<PyBytes>>,
 }
 
-/// An item that its rank ended without an answer; `error` None: aborted.
-#[pyclass(name = "FailedItem", frozen, get_all, module = "baton._native")]
-struct PyFailedItem {
+/// Answer that ends with an error; `error` None: an item was aborted.
+#[pyclass(name = "FailedAnswer", frozen, get_all, module = "baton._native")]
+struct PyFailedAnswer {
     answer: u64,
-    handle: u64,
     error: Option<(String, String)>,
     retry_after_secs: Option<u64>,
 }
@@ -133,9 +132,8 @@ fn to_python(py: Python<'_>, fed: FedBatch) -> PyResult<PyFedBatch> {
     let failed = fed.failed.into_iter().map(|item| {
         Py::new(
             py,
-            PyFailedItem {
+            PyFailedAnswer {
                 answer: item.answer,
-                handle: item.handle,
                 error: item.error,
                 retry_after_secs: item.retry_after_secs,
             },
@@ -176,7 +174,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<PyAnswerTable>()?;
     m.add_class::<PyFedBatch>()?;
     m.add_class::<PyFirstToken>()?;
-    m.add_class::<PyFailedItem>()?;
+    m.add_class::<PyFailedAnswer>()?;
     m.add_class::<PyAnswerCounts>()?;
     m.add_function(wrap_pyfunction!(broken_stream_end_py, m)?)?;
     m.add_function(wrap_pyfunction!(plain_id, m)?)?;

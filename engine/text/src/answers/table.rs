@@ -46,11 +46,10 @@ pub struct FirstToken {
     pub stages: Option<FirstTokenStages>,
 }
 
-/// An item that its rank ended without an answer.
+/// Answer that ends with an error: a rank ended an item without output, or it could not be written.
 #[derive(Debug, PartialEq, Eq)]
-pub struct FailedItem {
+pub struct FailedAnswer {
     pub answer: u64,
-    pub handle: u64,
     /// None: aborted.
     pub error: Option<(String, String)>,
     pub retry_after_secs: Option<u64>,
@@ -67,7 +66,7 @@ pub struct FedBatch {
     pub ended: Vec<u64>,
     /// Handles of items that a stop string has ended: their rank does not know.
     pub stopped: Vec<u64>,
-    pub failed: Vec<FailedItem>,
+    pub failed: Vec<FailedAnswer>,
     /// Tokens of answers that are metered, by answer.
     pub metered: Vec<(u64, u32)>,
     /// Answers whose last bytes are among `chunks`.
@@ -122,50 +121,41 @@ impl AnswerTable {
             ..FedBatch::default()
         };
         for row in batch.rows {
-            let handle = row.handle;
-            self.guard(handle, &mut fed, |table, fed| table.take_row(row, now, fed));
+            // An answer that was closed while the message was on its way has no items here.
+            if let Some(&(id, place)) = self.items.get(&row.handle) {
+                self.guard(id, &mut fed, |table, fed| {
+                    table.take_row(id, place, row, now, fed)
+                });
+            }
         }
         for id in std::mem::take(&mut self.touched) {
-            let handle = self.answers.get(&id).map(|answer| answer.choices[0].handle);
-            let handle = handle.unwrap_or_default();
-            self.guard(handle, &mut fed, |table, fed| {
-                table.give_output(id, now, fed)
-            });
+            self.guard(id, &mut fed, |table, fed| table.give_output(id, now, fed));
         }
         Ok(Some(fed))
     }
 
-    /// Does a part of the work that concerns the answer of `handle`. A panic, of a decoder for
-    /// example, ends this answer and no other.
+    /// Does a part of the work that concerns one answer. A panic, of a decoder for example, ends
+    /// this answer and no other.
     fn guard(
         &mut self,
-        handle: u64,
+        answer: u64,
         fed: &mut FedBatch,
         work: impl FnOnce(&mut Self, &mut FedBatch),
     ) {
         // What the panicking code has left half done belongs to the answer that ends with it.
-        let outcome = catch_unwind(AssertUnwindSafe(|| work(self, fed)));
-        if outcome.is_ok() {
+        if catch_unwind(AssertUnwindSafe(|| work(self, fed))).is_ok() {
             return;
         }
-        let Some((id, _)) = self.items.remove(&handle) else {
-            return;
-        };
-        self.touched.retain(|touched| *touched != id);
-        fed.stopped.push(handle);
-        fed.failed.push(FailedItem {
-            answer: id,
-            handle,
+        self.items.retain(|_, (of, _)| *of != answer);
+        self.touched.retain(|touched| *touched != answer);
+        fed.failed.push(FailedAnswer {
+            answer,
             error: Some(("internal_error".to_owned(), PANICKED.to_owned())),
             retry_after_secs: None,
         });
     }
 
-    fn take_row(&mut self, row: TokenRow<'_>, now: f64, fed: &mut FedBatch) {
-        // An answer that was closed while the message was on its way has no items here.
-        let Some(&(id, place)) = self.items.get(&row.handle) else {
-            return;
-        };
+    fn take_row(&mut self, id: u64, place: usize, row: TokenRow<'_>, now: f64, fed: &mut FedBatch) {
         let Some(answer) = self.answers.get_mut(&id) else {
             return;
         };
@@ -178,9 +168,8 @@ impl AnswerTable {
                 Some(RankFinish::Error) => Some(NO_REASON),
                 _ => None,
             });
-            fed.failed.push(FailedItem {
+            fed.failed.push(FailedAnswer {
                 answer: id,
-                handle: row.handle,
                 error: error.map(|(code, text)| (code.into_owned(), text.into_owned())),
                 retry_after_secs: row.retry_after_secs,
             });

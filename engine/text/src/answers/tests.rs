@@ -204,7 +204,6 @@ fn panic_of_a_decoder_ends_its_answer_only() {
     );
     assert_eq!(fed.failed[0].answer, broken);
     assert_eq!(fed.failed[0].error.as_ref().unwrap().0, "internal_error");
-    assert_eq!(fed.stopped, [1], "its rank works on");
     assert_eq!(events_of(&text_of(&fed)).len(), 2);
 }
 
@@ -317,7 +316,8 @@ proptest! {
         let after = text_of(&feed(&mut resumed, &[row(1, &tokens[cut..], Some(finish))], 0.0));
         let both = joined_text(format, &before) + &joined_text(format, &after);
         prop_assert_eq!(&both, expected_text.as_str().unwrap());
-        prop_assert_eq!(&events_of(&after).last().unwrap()["usage"]["completion_tokens"], &whole["usage"]["completion_tokens"]);
+        let usage = events_of(&after).last().unwrap()["usage"].clone();
+        prop_assert_eq!(&usage["completion_tokens"], &whole["usage"]["completion_tokens"]);
     }
 
     /// The comments tell every token whose event is out, in order, but those of the last write.

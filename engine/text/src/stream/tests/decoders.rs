@@ -333,9 +333,14 @@ fn tokenizer_file(model: Value, decoder: Value, special_tokens: &[&str]) -> Valu
             })
         })
         .collect();
+    let pre_tokenizer = if decoder["type"] == "ByteLevel" {
+        decoder.clone()
+    } else {
+        Value::Null
+    };
     json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
-        "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+        "normalizer": null, "pre_tokenizer": pre_tokenizer, "post_processor": null,
         "decoder": decoder, "model": model,
     })
 }

@@ -1,4 +1,4 @@
-//! What a stream must give, without its state: all ids decoded at once, stop strings found by a
+//! Naive model of a stream, without state: all ids decoded at once, stop strings found by a
 //! reader of one character after the other.
 
 use crate::stream::{TextRules, TextStream};

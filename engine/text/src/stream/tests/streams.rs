@@ -54,7 +54,8 @@ fn bytewise_final_texts(decoder: &ByteTokens, rules: &TextRules, ids: &[u32]) ->
 }
 
 /// The same for decoders that need context, of answers in which U+FFFD is no more than the
-/// beginning of a character: the answer behind the prompt, without U+FFFD at its end.
+/// beginning of a character: the answer behind the prompt, without U+FFFD at its end. Where a
+/// decoder gives up a run of bytes that lacks its last ones, the text stays as it was.
 fn window_final_texts(
     decoder: &dyn TokenDecoder,
     rules: &TextRules,
@@ -62,15 +63,22 @@ fn window_final_texts(
     ids: &[u32],
 ) -> Vec<String> {
     let before = decoder.decode(prompt, rules.skip_special_tokens);
-    let decode_answer = |len: usize| {
+    let mut texts = vec![String::new()];
+    for len in 1..=ids.len() {
         let both = [prompt, &ids[..len]].concat();
-        let text = decoder.decode(&both, rules.skip_special_tokens);
-        text.strip_prefix(&before).unwrap().to_owned()
-    };
-    let mut texts: Vec<String> = (0..=ids.len())
-        .map(|len| decode_answer(len).trim_end_matches('\u{fffd}').to_owned())
-        .collect();
-    texts.push(decode_answer(ids.len()));
+        let whole = decoder.decode(&both, rules.skip_special_tokens);
+        let answer = whole.strip_prefix(&before);
+        let final_text = answer.map(|text| text.trim_end_matches('\u{fffd}').to_owned());
+        let last = &texts[len - 1];
+        texts.push(
+            final_text
+                .filter(|text| text.starts_with(last))
+                .unwrap_or_else(|| last.clone()),
+        );
+    }
+    let both = [prompt, ids].concat();
+    let whole = decoder.decode(&both, rules.skip_special_tokens);
+    texts.push(whole.strip_prefix(&before).unwrap().to_owned());
     texts
 }
 
@@ -151,7 +159,7 @@ proptest! {
 
     #[test]
     fn wrong_bytes_leave_characters_before_them(
-        ids in vec(prop_oneof![spaced_ids(3), vec(12..SPACED_IDS, 1..6)], 0..12),
+        ids in vec(prop_oneof![spaced_ids(3), vec(visible_byte_id(), 1..6)], 0..12),
         sizes in group_sizes(),
     ) {
         let rules = TextRules { skip_special_tokens: true, ..TextRules::default() };
@@ -159,6 +167,14 @@ proptest! {
         let (answer, _) = stream_answer(&SpacedTokens, &rules, &[], &ids, &sizes);
         prop_assert_eq!(answer.text, spaced_text_by_character(&ids));
     }
+}
+
+/// Byte tokens but the space: the first of an answer is not shown, so it may be given up with the
+/// run.
+fn visible_byte_id() -> impl Strategy<Value = u32> {
+    any::<u8>()
+        .prop_filter("a space", |&byte| byte != b' ')
+        .prop_map(byte_id)
 }
 
 /// Text of an answer in which a run of byte tokens ends with every complete character: the
@@ -293,10 +309,9 @@ fn resumed_stream_continues_at_every_token() {
         second.feed(&decoder, &ids[..cut], &mut repeated);
         prop_assert_eq!(&repeated, &text);
         let fed = second.feed(&decoder, &ids[cut..], &mut text);
-        let matched_stop = match fed.matched_stop {
-            Some(stop) => Some(stop),
-            None => second.finish(&decoder, &mut text),
-        };
+        let matched_stop = fed
+            .matched_stop
+            .or_else(|| second.finish(&decoder, &mut text));
         let counted = cut + fed.counted;
         prop_assert_eq!(ReadAnswer { text, counted, matched_stop }, whole);
     });
