@@ -1,11 +1,14 @@
-//! Chat messages to the text of a prompt, with the checkpoint's own Jinja template.
+//! A compiled chat template, and the text that it makes of messages.
 //!
-//! Trimming, helpers and variables are those of transformers' `apply_chat_template` and so of our
-//! engines; golden files rendered by transformers hold both to it. The template is data from the
-//! internet: it gets no loader, and a render ends when its fuel does.
+//! Trimming, helpers and variables are those of transformers' `apply_chat_template`; golden files
+//! rendered by transformers hold it to them. The template is data from the internet: it gets no
+//! loader, and a render ends when its fuel does.
 
 use std::collections::BTreeMap;
+use std::error::Error as _;
 
+use jiff::Zoned;
+use jiff::fmt::strtime::BrokenDownTime;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::ValueKind;
 use minijinja::{
@@ -13,9 +16,12 @@ use minijinja::{
 };
 use minijinja_contrib::pycompat;
 
-use super::messages::TemplateCaps;
+use super::caps::TemplateCaps;
+use super::continued_message::{cut_at_mark, mark_end};
+use super::messages::normalize_messages;
+use super::probe::probe_template;
 use super::python_text::{python_str, tojson};
-use super::template_probe::probe_template;
+use crate::refusal::{RefusalCode, TextRefusal};
 
 const NAME: &str = "chat";
 /// Instructions of one render: a conversation of 10 000 messages takes a few hundred thousand.
@@ -23,61 +29,157 @@ const FUEL: u64 = 20_000_000;
 /// Instructions of one probe of a template: a conversation of three messages takes a few hundred.
 const PROBE_FUEL: u64 = 500_000;
 
+/// Tells the time for `strftime_now`.
+pub type LocalTime = fn() -> Zoned;
+
+/// A compiled template, or the reason why there is none: completions still work, so that the error
+/// belongs to chat requests.
 pub struct ChatTemplate {
-    env: Environment<'static>,
+    compiled: Result<Environment<'static>, String>,
     special_tokens: BTreeMap<String, String>,
-    /// Form in which the template takes messages.
-    pub caps: TemplateCaps,
+    caps: TemplateCaps,
+}
+
+/// Options of one render.
+#[derive(Debug, Default, Clone)]
+pub struct RenderOptions {
+    pub add_generation_prompt: bool,
+    pub continue_final_message: bool,
+    /// More variables: `chat_template_kwargs`, tools, documents. They go before the special tokens
+    /// of the same name.
+    pub variables: Vec<(String, Value)>,
 }
 
 impl ChatTemplate {
-    /// `special_tokens`: bos_token, eos_token and so on, which templates read as variables. Cost:
-    /// renders some twenty short conversations.
-    pub fn compile(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self, Error> {
-        let mut env = Environment::new();
-        let mut syntax = SyntaxConfig::builder();
-        env.set_syntax(syntax.trim_blocks(true).lstrip_blocks(true).build()?);
-        env.set_auto_escape_callback(|_| AutoEscape::None);
-        env.set_unknown_method_callback(pycompat::unknown_method_callback);
-        env.set_fuel(Some(PROBE_FUEL));
-        env.add_function("raise_exception", |text: String| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, text))
+    /// Compile `source`; `None`: the checkpoint has no template. `special_tokens`: bos_token,
+    /// eos_token and so on, which templates read as variables. Cost: renders some twenty short
+    /// conversations.
+    pub fn new(
+        source: Option<&str>,
+        special_tokens: BTreeMap<String, String>,
+        local_time: LocalTime,
+    ) -> Self {
+        let missing = || "the model has no chat template".to_owned();
+        let compiled = source.ok_or_else(missing).and_then(|source| {
+            compile(source, local_time)
+                .map_err(|err| format!("the model's chat template does not compile ({err})"))
         });
-        env.add_function("strftime_now", strftime_now);
-        env.add_filter("tojson", tojson);
-        env.add_filter("string", |value: &Value| python_str(value));
-        env.set_formatter(print_value);
-        env.add_template_owned(NAME, without_generation_tags(source))?;
         let mut template = Self {
-            env,
+            compiled,
             special_tokens,
             caps: TemplateCaps::default(),
         };
-        template.caps = probe_template(&|messages| template.render_probe(messages));
-        template.env.set_fuel(Some(FUEL));
-        Ok(template)
+        if template.defect().is_none() {
+            template.caps = probe_template(&|messages| template.render_probe(messages));
+        }
+        if let Ok(environment) = &mut template.compiled {
+            environment.set_fuel(Some(FUEL));
+        }
+        template
     }
 
-    /// Text of a conversation without tools or options; `None`: the template fails on it.
+    /// Why no conversation can be rendered; `None`: it can.
+    pub fn defect(&self) -> Option<&str> {
+        self.compiled.as_ref().err().map(String::as_str)
+    }
+
+    /// Form in which the template takes messages.
+    pub fn caps(&self) -> &TemplateCaps {
+        &self.caps
+    }
+
+    /// The `messages` of a body, checked, in the form that the template takes.
+    pub fn normalize(&self, messages: &Value) -> Result<Vec<Value>, TextRefusal> {
+        normalize_messages(messages, &self.caps)
+    }
+
+    /// Text of a conversation without options; `None`: the template fails on it.
     fn render_probe(&self, messages: Vec<Value>) -> Option<String> {
-        let variables = [
-            ("tools", Value::from(())),
-            ("documents", Value::from(())),
-            ("messages", Value::from(messages)),
-            ("add_generation_prompt", Value::from(false)),
-        ];
-        let variables = variables.map(|(name, value)| (name.to_owned(), value));
-        self.render(variables.to_vec()).ok()
+        self.render(messages, RenderOptions::default()).ok()
     }
 
-    /// `variables` go before the special tokens of the same name.
-    pub fn render(&self, variables: Vec<(String, Value)>) -> Result<String, Error> {
+    /// Text of normalized messages. The template's own message is in the refusal.
+    pub fn render(
+        &self,
+        mut messages: Vec<Value>,
+        options: RenderOptions,
+    ) -> Result<String, TextRefusal> {
+        let environment = self
+            .compiled
+            .as_ref()
+            .map_err(|defect| no_template(defect))?;
+        if options.continue_final_message {
+            mark_end(&mut messages)?;
+        }
+        let absent = ["tools", "documents"].map(|name| (name.to_owned(), Value::from(())));
         let special = self.special_tokens.iter();
         let special = special.map(|(name, text)| (name.clone(), Value::from(text.as_str())));
-        self.env
-            .get_template(NAME)?
-            .render(Value::from_pairs(special.chain(variables)))
+        let given = [
+            ("messages", Value::from(messages)),
+            (
+                "add_generation_prompt",
+                Value::from(options.add_generation_prompt),
+            ),
+        ];
+        let given = given.map(|(name, value)| (name.to_owned(), value));
+        let variables = absent
+            .into_iter()
+            .chain(special)
+            .chain(options.variables)
+            .chain(given);
+        let text = environment
+            .get_template(NAME)
+            .and_then(|template| template.render(Value::from_pairs(variables)))
+            .map_err(|err| failed_render(&err))?;
+        if options.continue_final_message {
+            return cut_at_mark(&text);
+        }
+        Ok(text)
     }
+}
+
+fn no_template(defect: &str) -> TextRefusal {
+    let message =
+        format!("{defect}; use /v1/completions, or start the engine with --chat-template FILE");
+    TextRefusal::new(RefusalCode::UnsupportedParameter, message, "messages")
+}
+
+fn failed_render(err: &Error) -> TextRefusal {
+    let raised = err.source().and_then(|source| source.downcast_ref());
+    let message = match raised {
+        Some(RaisedByTemplate(text)) => format!("the chat template refuses these messages: {text}"),
+        None => format!("the chat template fails on these messages: {err}"),
+    };
+    TextRefusal::invalid("messages", message)
+}
+
+/// Text that a template gave to `raise_exception`.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct RaisedByTemplate(String);
+
+fn raise_exception(text: String) -> Result<Value, Error> {
+    let err = Error::new(ErrorKind::InvalidOperation, text.clone());
+    Err(err.with_source(RaisedByTemplate(text)))
+}
+
+/// An environment with the template, and with fuel for probes.
+fn compile(source: &str, local_time: LocalTime) -> Result<Environment<'static>, Error> {
+    let mut environment = Environment::new();
+    let mut syntax = SyntaxConfig::builder();
+    environment.set_syntax(syntax.trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_unknown_method_callback(pycompat::unknown_method_callback);
+    environment.set_fuel(Some(PROBE_FUEL));
+    environment.add_function("raise_exception", raise_exception);
+    environment.add_function("strftime_now", move |format: String| {
+        strftime(&format, &local_time())
+    });
+    environment.add_filter("tojson", tojson);
+    environment.add_filter("string", |value: &Value| python_str(value));
+    environment.set_formatter(print_value);
+    environment.add_template_owned(NAME, without_generation_tags(source))?;
+    Ok(environment)
 }
 
 /// Print the value of `{{ … }}` as Python does.
@@ -114,13 +216,11 @@ fn without_generation_tags(source: &str) -> String {
     out + rest
 }
 
-fn strftime_now(format: String) -> Result<Value, Error> {
-    let text = jiff::fmt::strtime::BrokenDownTime::from(&jiff::Zoned::now()).to_string(&format);
+fn strftime(format: &str, time: &Zoned) -> Result<Value, Error> {
+    let text = BrokenDownTime::from(time).to_string(format);
     text.map(Value::from).map_err(|err| {
-        Error::new(
-            ErrorKind::InvalidOperation,
-            format!("strftime_now({format:?}): {err}"),
-        )
+        let text = format!("strftime_now({format:?}): {err}");
+        Error::new(ErrorKind::InvalidOperation, text)
     })
 }
 
@@ -129,12 +229,20 @@ fn strftime_now(format: String) -> Result<Value, Error> {
 mod tests {
     use super::*;
 
+    /// Half past noon of the second day of an era.
+    fn noon() -> Zoned {
+        "1970-01-02T12:30[UTC]".parse().unwrap()
+    }
+
     fn render(source: &str, value: &str) -> Result<String, String> {
-        let template =
-            ChatTemplate::compile(source, BTreeMap::new()).map_err(|err| err.to_string())?;
+        let template = ChatTemplate::new(Some(source), BTreeMap::new(), noon);
         let value: Value = serde_json::from_str(value).unwrap();
-        let rendered = template.render(vec![("x".to_owned(), value)]);
-        rendered.map_err(|err| err.to_string())
+        let options = RenderOptions {
+            variables: vec![("x".to_owned(), value)],
+            ..RenderOptions::default()
+        };
+        let rendered = template.render(Vec::new(), options);
+        rendered.map_err(|refusal| refusal.message)
     }
 
     /// Output of Python's json.dumps for the same values.
@@ -173,18 +281,44 @@ mod tests {
         let endless = "{% for a in range(100000) %}{% for b in range(100000) %}{{ b }}{% endfor %}{% endfor %}";
         assert!(render(endless, "1").unwrap_err().contains("fuel"));
         assert!(render("{% include 'other' %}", "1").is_err());
+    }
+
+    #[test]
+    fn strftime_now_is_the_callers_time() {
+        let text = render("{{ strftime_now('%d %b %Y|%Y-%m-%d|%-d, %B %H:%M') }}", "1").unwrap();
+        assert_eq!(text, "02 Jan 1970|1970-01-02|2, January 12:30");
+    }
+
+    #[test]
+    fn missing_and_broken_templates_are_refused_with_the_remedy() {
+        let none = ChatTemplate::new(None, BTreeMap::new(), noon);
+        let refusal = none
+            .render(Vec::new(), RenderOptions::default())
+            .unwrap_err();
+        let remedy = "use /v1/completions, or start the engine with --chat-template FILE";
+        assert_eq!(
+            refusal.message,
+            format!("the model has no chat template; {remedy}")
+        );
+        assert_eq!(refusal.code, RefusalCode::UnsupportedParameter);
+        let broken = render("{% for %}", "1").unwrap_err();
         assert!(
-            render("{{ raise_exception('roles must alternate') }}", "1")
-                .unwrap_err()
-                .contains("roles must alternate")
+            broken.starts_with("the model's chat template does not compile (")
+                && broken.ends_with(remedy),
+            "{broken}"
         );
     }
 
     #[test]
-    fn strftime_now_is_todays_date() {
-        let text = render("{{ strftime_now('%d %b %Y|%Y-%m-%d') }}", "1").unwrap();
-        let (long, short) = text.split_once('|').unwrap();
-        assert_eq!((long.len(), short.len()), (11, 10));
-        assert!(long.ends_with(&short[..4]), "{text}");
+    fn refusal_of_a_template_is_its_own_sentence() {
+        assert_eq!(
+            render("{{ raise_exception('roles must alternate') }}", "1").unwrap_err(),
+            "the chat template refuses these messages: roles must alternate"
+        );
+        let failed = render("{{ x.y.z }}", "{}").unwrap_err();
+        assert!(
+            failed.starts_with("the chat template fails on these messages: undefined value"),
+            "{failed}"
+        );
     }
 }

@@ -1,7 +1,4 @@
-//! Text to token ids, with the checkpoint's tokenizer.json and the tokens that its other files add,
-//! as the `tokenizers` wheel does it for the engines.
-//!
-//! Two caches, named as in SGLang's router:
+//! Ids of texts, remembered in two caches, named as in SGLang's router:
 //!
 //! * L0 remembers whole texts;
 //! * L1 remembers *segments*: a text is cut behind its special tokens (`<|im_end|>`), where
@@ -16,31 +13,47 @@ use std::sync::Arc;
 
 use aho_corasick::{AhoCorasick, MatchKind};
 use parking_lot::Mutex;
-use prometheus::IntCounterVec;
 use tokenizers::{AddedToken, Tokenizer};
 
-use super::added_tokens::AddedTokenPlan;
+use super::TextTokenizer;
 use super::cache::TextCache;
-use crate::config::TokenizerFlags;
+use super::hf::HfTokenizer;
 
 /// Segments are joined until they are this long: a shorter one is encoded as fast as it is found
 /// [bytes].
 const MIN_SEGMENT: usize = 64;
-/// Characters of which a normalizer makes one, at most: NFC composes up to four (as in the
-/// engines).
-const NORMALIZER_SHRINKS: usize = 4;
 /// Segments remembered at most; their bytes are what usually limits them.
 const MAX_SEGMENTS: usize = 1 << 20;
 
+/// What the caches may hold.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct CacheLimits {
+    /// Most texts, and their memory [bytes]; `None`: whole texts are not remembered.
+    pub whole: Option<(usize, usize)>,
+    /// Memory of segments [bytes]; `None`: they are not remembered.
+    pub segment_bytes: Option<usize>,
+}
+
+/// Look-ups in one cache.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct LookupCounts {
+    pub hits: u64,
+    pub misses: u64,
+}
+
+/// Look-ups in both caches.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct CacheLookups {
+    pub whole: LookupCounts,
+    pub segments: LookupCounts,
+}
+
+/// A tokenizer that remembers the ids of texts.
 pub struct PromptEncoder {
-    hf: Tokenizer,
-    /// A text has at least as many tokens as this goes into its length [characters].
-    pub max_chars_per_token: usize,
+    tokenizer: HfTokenizer,
     /// By whether special tokens were added, which gives other ids.
     whole: Option<[Mutex<TextCache>; 2]>,
     segments: Option<Segments>,
-    /// Labels cache, result.
-    lookups: IntCounterVec,
 }
 
 /// Finds where a text may be cut, and remembers the pieces.
@@ -53,53 +66,26 @@ struct Segments {
 }
 
 impl PromptEncoder {
-    pub fn new(
-        json: &[u8],
-        added_tokens: &AddedTokenPlan,
-        config: &TokenizerFlags,
-        lookups: IntCounterVec,
-    ) -> Result<Self, String> {
-        let json = std::str::from_utf8(json).map_err(|err| err.to_string())?;
-        // (Its `from_bytes` is generic, and would be compiled in this crate a second time.)
-        let mut hf: Tokenizer = json
-            .parse()
-            .map_err(|err: tokenizers::Error| err.to_string())?;
-        hf.add_tokens(added_tokens.tokens.iter().cloned())
-            .map_err(|err| err.to_string())?;
-        hf.set_encode_special_tokens(added_tokens.split_special_tokens);
-        // A checkpoint may come with them switched on; the prompt is the whole text and only it.
-        hf.with_truncation(None).map_err(|err| err.to_string())?;
-        hf.with_padding(None);
-        let whole = config.tokenizer_cache_enable_l0.then(|| {
+    pub fn new(tokenizer: HfTokenizer, limits: CacheLimits) -> Result<Self, String> {
+        let whole = limits.whole.map(|(entries, bytes)| {
             // Half for each kind: chat prompts bring their special tokens, completions get them
             // added.
-            let bytes = config.tokenizer_cache_l0_max_memory / 2;
-            let entries = config.tokenizer_cache_l0_max_entries.div_ceil(2);
-            [(); 2].map(|()| Mutex::new(TextCache::new(bytes, entries)))
+            [(); 2].map(|()| Mutex::new(TextCache::new(bytes / 2, entries.div_ceil(2))))
         });
-        let longest = hf
-            .get_vocab(true)
-            .keys()
-            .map(|token| token.chars().count())
-            .max();
-        let shrinks = hf.get_normalizer().map_or(1, |_| NORMALIZER_SHRINKS);
-        let segments = if config.tokenizer_cache_enable_l1 {
-            Segments::of(&hf, config.tokenizer_cache_l1_max_memory)?
-        } else {
-            None
+        let segments = match limits.segment_bytes {
+            Some(bytes) => Segments::of(tokenizer.library(), bytes)?,
+            None => None,
         };
-        let max_chars_per_token = longest.unwrap_or(1) * shrinks;
         Ok(Self {
-            hf,
-            max_chars_per_token,
+            tokenizer,
             whole,
             segments,
-            lookups,
         })
     }
 
-    pub fn vocab_size(&self) -> usize {
-        self.hf.get_vocab_size(true)
+    /// The tokenizer without the caches.
+    pub fn tokenizer(&self) -> &HfTokenizer {
+        &self.tokenizer
     }
 
     /// Bytes in the L0 and the L1 cache.
@@ -114,58 +100,64 @@ impl PromptEncoder {
         ]
     }
 
-    /// Cost: about 1 µs for four characters that no cache knows.
-    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Arc<[u32]>, String> {
-        let encode = || self.encode_pieces(text, add_special_tokens);
+    /// Ids of a text; look-ups are added to `lookups`. Cost: about 1 µs for four characters that no
+    /// cache knows.
+    pub fn encode(
+        &self,
+        text: &str,
+        add_special_tokens: bool,
+        lookups: &mut CacheLookups,
+    ) -> Result<Arc<[u32]>, String> {
         let Some(both) = &self.whole else {
-            return encode();
+            return self.encode_segments(text, add_special_tokens, &mut lookups.segments);
         };
-        self.cached("l0", &both[usize::from(add_special_tokens)], text, encode)
+        let counts = &mut lookups.segments;
+        let encode = || self.encode_segments(text, add_special_tokens, counts);
+        let cache = &both[usize::from(add_special_tokens)];
+        cached(cache, text, &mut lookups.whole, encode)
     }
 
-    fn encode_pieces(&self, text: &str, add_special_tokens: bool) -> Result<Arc<[u32]>, String> {
+    fn encode_segments(
+        &self,
+        text: &str,
+        add_special_tokens: bool,
+        counts: &mut LookupCounts,
+    ) -> Result<Arc<[u32]>, String> {
         // What is added around a text would be added around every piece.
         let Some(segments) = self.segments.as_ref().filter(|_| !add_special_tokens) else {
-            return self.encode_plain(text, add_special_tokens);
+            return self.tokenizer.encode(text, add_special_tokens);
         };
         let mut ids = Vec::with_capacity(text.len() / 3);
         let mut from = 0;
         for end in segments.ends_in(text) {
             let piece = &text[from..end];
             from = end;
-            let encode = || self.encode_plain(piece, false);
-            ids.extend_from_slice(&self.cached("l1", &segments.cache, piece, encode)?);
+            let encode = || self.tokenizer.encode(piece, false);
+            ids.extend_from_slice(&cached(&segments.cache, piece, counts, encode)?);
         }
         if from < text.len() {
-            ids.extend_from_slice(&self.encode_plain(&text[from..], false)?);
+            ids.extend_from_slice(&self.tokenizer.encode(&text[from..], false)?);
         }
         Ok(ids.into())
     }
+}
 
-    fn encode_plain(&self, text: &str, add_special_tokens: bool) -> Result<Arc<[u32]>, String> {
-        let encoding = self.hf.encode_fast(text, add_special_tokens);
-        let encoding = encoding.map_err(|err| err.to_string())?;
-        Ok(Arc::from(encoding.get_ids()))
+/// The ids of `text` from `cache`, or else from `encode`, for the next time.
+fn cached(
+    cache: &Mutex<TextCache>,
+    text: &str,
+    counts: &mut LookupCounts,
+    encode: impl FnOnce() -> Result<Arc<[u32]>, String>,
+) -> Result<Arc<[u32]>, String> {
+    let known = cache.lock().get(text);
+    if let Some(ids) = known {
+        counts.hits += 1;
+        return Ok(ids);
     }
-
-    /// The ids of `text` from the cache `name`, or else from `encode`, for the next time.
-    fn cached(
-        &self,
-        name: &str,
-        cache: &Mutex<TextCache>,
-        text: &str,
-        encode: impl FnOnce() -> Result<Arc<[u32]>, String>,
-    ) -> Result<Arc<[u32]>, String> {
-        let known = cache.lock().get(text);
-        let result = if known.is_some() { "hit" } else { "miss" };
-        self.lookups.with_label_values(&[name, result]).inc();
-        if let Some(ids) = known {
-            return Ok(ids);
-        }
-        let ids = encode()?;
-        cache.lock().put(text, &ids);
-        Ok(ids)
-    }
+    counts.misses += 1;
+    let ids = encode()?;
+    cache.lock().put(text, &ids);
+    Ok(ids)
 }
 
 impl Segments {
@@ -208,5 +200,100 @@ impl Segments {
                 last
             })
         })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::golden::{MODELS, load, read};
+    use super::*;
+
+    const SEGMENTS: CacheLimits = CacheLimits {
+        whole: None,
+        segment_bytes: Some(1 << 20),
+    };
+
+    fn encoder(tokenizer: HfTokenizer, limits: CacheLimits) -> PromptEncoder {
+        PromptEncoder::new(tokenizer, limits).unwrap()
+    }
+
+    #[test]
+    fn split_special_tokens_are_text_with_and_without_caches() {
+        let text = format!("<|im_start|>{}<|im_end|>", "word ".repeat(40)).repeat(3);
+        let ids = |is_split: bool, limits: CacheLimits| {
+            let mut files = read("chatml");
+            files.added_tokens.split_special_tokens = is_split;
+            let tokenizer = files.load_tokenizer().unwrap();
+            let made =
+                encoder(tokenizer, limits).encode(&text, false, &mut CacheLookups::default());
+            made.unwrap()
+        };
+        let split = ids(true, CacheLimits::default());
+        assert_eq!(ids(true, SEGMENTS), split);
+        assert!(ids(false, SEGMENTS).len() < split.len());
+    }
+
+    #[test]
+    fn lookups_are_counted_by_cache() {
+        let limits = CacheLimits {
+            whole: Some((10, 1 << 20)),
+            segment_bytes: Some(1 << 20),
+        };
+        let encoder = encoder(load("chatml"), limits);
+        let turn = format!("<|im_start|>{}<|im_end|>", "word ".repeat(40));
+        let mut lookups = CacheLookups::default();
+        encoder
+            .encode(&turn.repeat(2), false, &mut lookups)
+            .unwrap();
+        encoder
+            .encode(&turn.repeat(2), false, &mut lookups)
+            .unwrap();
+        assert_eq!(lookups.whole, LookupCounts { hits: 1, misses: 1 });
+        assert_eq!(lookups.segments, LookupCounts { hits: 1, misses: 1 });
+        encoder.encode(&turn, true, &mut lookups).unwrap();
+        assert_eq!(lookups.whole, LookupCounts { hits: 1, misses: 2 });
+        assert_eq!(lookups.segments, LookupCounts { hits: 1, misses: 1 });
+        assert!(
+            encoder
+                .cache_bytes()
+                .iter()
+                .all(|bytes| *bytes > turn.len())
+        );
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+        /// Cutting at special tokens changes nothing, whatever stands around them.
+        #[test]
+        fn text_in_segments_has_the_ids_of_the_whole(
+            pieces in proptest::collection::vec(
+                prop_oneof![
+                    Just("<|im_start|>"), Just("<|im_end|>"), Just("<think>"), Just("</think>"), Just("<|eot_id|>"),
+                    Just("</s>"), Just("[INST]"), Just("<eos>"), Just("<start_of_turn>"), Just("<|eos|>"), Just("<|assistant|>"),
+                    Just("user\n"), Just("  "), Just("\n\n"), Just("e\u{301}"), Just("\u{301}"), Just("x"), Just("<|im"),
+                    Just("The relay runner hands the baton over; it must not be dropped. Isn't that what we call it? "),
+                ],
+                0..40,
+            ),
+        ) {
+            thread_local! {
+                static PAIRS: Vec<(HfTokenizer, PromptEncoder)> = MODELS
+                    .map(|name| (load(name), encoder(load(name), SEGMENTS)))
+                    .into();
+            }
+            let text = pieces.concat();
+            let counts = &mut CacheLookups::default();
+            PAIRS.with(|pairs| {
+                for (plain, cut) in pairs {
+                    let ids = plain.encode(&text, false).unwrap();
+                    prop_assert_eq!(&cut.encode(&text, false, counts).unwrap(), &ids);
+                    prop_assert_eq!(&cut.encode(&text, false, counts).unwrap(), &ids);
+                }
+                Ok(())
+            })?;
+        }
     }
 }

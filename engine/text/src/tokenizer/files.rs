@@ -1,78 +1,93 @@
 //! Tokenizer files of a Hugging Face directory: tokenizer.json, the chat template, the tokens that
 //! other files add.
 //!
-//! Read once, at the start, in the order of our engines (engine/baton/server/text/model_info.py);
-//! every problem names the flag or the file and what to do. The fingerprint tells whether a worker
-//! tokenizes the same way: engines report theirs in /get_server_info (`tokenizer_fingerprint`).
+//! Read once, at the start; every problem names the flag or the file and what to do. The fingerprint
+//! tells whether two nodes tokenize the same way: engines report theirs in /get_server_info
+//! (`tokenizer_fingerprint`).
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
+use super::HfTokenizer;
 use super::added_tokens::{
     AddedTokenPlan, Members, TokenizerMembers, TokenizerSettings, plan_added_tokens,
 };
-use super::messages::TemplateCaps;
-use crate::config::TokenizerFlags;
+use crate::template::TemplateCaps;
 
+/// Reads a file: `std::fs::read`.
+pub type FileReader<'a> = &'a dyn Fn(&Path) -> io::Result<Vec<u8>>;
+
+/// What the files of a directory say about its tokenizer and its chat template.
 #[derive(Debug)]
 pub struct TokenizerFiles {
-    pub tokenizer_json: Vec<u8>,
+    dir: PathBuf,
+    /// `None`: there is no such file.
+    pub tokenizer_json: Option<Vec<u8>>,
     pub chat_template: Option<String>,
     pub added_tokens: AddedTokenPlan,
 }
 
 impl TokenizerFiles {
-    /// `Ok(None)`: no flag names a directory, so the router counts characters.
-    pub fn read(config: &TokenizerFlags) -> Result<Option<Self>, String> {
-        let (flag, given) = match (&config.tokenizer_path, &config.model_path) {
-            (Some(path), _) => ("--tokenizer-path", path),
-            (None, Some(path)) => ("--model-path", path),
-            (None, None) => return Ok(None),
-        };
-        let dir = PathBuf::from(given);
-        if !dir.is_dir() {
-            return Err(format!(
-                "{flag} {given}: not a directory here; give the model's files (tokenizer.json is enough), or drop the flag: \
-                 the router then counts characters"
-            ));
-        }
+    /// `chat_template`: file of --chat-template. `Err`: a sentence that names the file.
+    pub fn read(
+        read: FileReader<'_>,
+        dir: &Path,
+        chat_template: Option<&Path>,
+    ) -> Result<Self, String> {
         let json = dir.join("tokenizer.json");
-        let tokenizer_json = std::fs::read(&json).map_err(|err| {
-            format!(
-                "{flag} {given}: {} cannot be read ({err}); convert the tokenizer with transformers, or drop the flag",
-                json.display()
-            )
-        })?;
-        let tokenizer: TokenizerMembers = serde_json::from_slice(&tokenizer_json)
-            .map_err(|err| format!("{} cannot be read: {err}", json.display()))?;
+        let tokenizer_json = read_optional(read, &json)?;
+        let tokenizer = match &tokenizer_json {
+            Some(bytes) => serde_json::from_slice(bytes)
+                .map_err(|err| format!("{} cannot be read: {err}", json.display()))?,
+            None => TokenizerMembers::default(),
+        };
         let settings = TokenizerSettings {
             tokenizer,
-            config: read_object(&dir.join("tokenizer_config.json"))?,
-            special_tokens_map: read_object(&dir.join("special_tokens_map.json"))?,
-            added_tokens: read_object(&dir.join("added_tokens.json"))?,
+            config: read_object(read, &dir.join("tokenizer_config.json"))?,
+            special_tokens_map: read_object(read, &dir.join("special_tokens_map.json"))?,
+            added_tokens: read_object(read, &dir.join("added_tokens.json"))?,
         };
-        let added_tokens =
-            plan_added_tokens(&settings).map_err(|err| format!("{flag} {given}: {err}"))?;
-        let chat_template = chat_template(config, &dir, &settings.config)?;
-        Ok(Some(Self {
+        let added_tokens = plan_added_tokens(&settings)?;
+        let chat_template = match chat_template {
+            Some(given) => Some(read_template(read, given)?),
+            None => own_template(read, dir, &settings.config)?,
+        };
+        Ok(Self {
+            dir: dir.to_owned(),
             tokenizer_json,
-            added_tokens,
             chat_template,
-        }))
+            added_tokens,
+        })
+    }
+
+    /// The tokenizer of these files. `Err`: a sentence that names the file.
+    pub fn load_tokenizer(&self) -> Result<HfTokenizer, String> {
+        let shown = self.dir.display();
+        let Some(json) = &self.tokenizer_json else {
+            return Err(format!(
+                "{shown} has no tokenizer.json; convert the tokenizer with transformers or use --tokenizer-path"
+            ));
+        };
+        HfTokenizer::load(json, &self.added_tokens)
+            .map_err(|err| format!("{shown}/tokenizer.json cannot be read: {err}"))
     }
 
     /// SHA-256 over all that decides which ids a request gets. Each part is preceded by its length
-    /// (8 bytes, little-endian); an absent template has no part. `caps`: how messages are
-    /// normalized for the template.
-    pub fn fingerprint(&self, caps: Option<TemplateCaps>) -> String {
+    /// (8 bytes, little-endian); an absent template has no part. Empty without a tokenizer.json.
+    /// `caps`: how messages are normalized for the template.
+    pub fn fingerprint(&self, caps: &TemplateCaps) -> String {
+        let Some(tokenizer_json) = &self.tokenizer_json else {
+            return String::new();
+        };
         let mut hash = Sha256::new();
         let mut part = |bytes: &[u8]| {
             hash.update((bytes.len() as u64).to_le_bytes());
             hash.update(bytes);
         };
-        part(&self.tokenizer_json);
+        part(tokenizer_json);
         for (name, text) in &self.added_tokens.special_tokens {
             part(name.as_bytes());
             part(text.as_bytes());
@@ -82,7 +97,7 @@ impl TokenizerFiles {
         }
         if let Some(template) = &self.chat_template {
             part(template.as_bytes());
-            part(caps.unwrap_or_default().canonical().as_bytes());
+            part(caps.canonical().as_bytes());
         }
         hash.finalize()
             .iter()
@@ -91,14 +106,21 @@ impl TokenizerFiles {
     }
 }
 
+/// `None`: there is no such file.
+fn read_optional(read: FileReader<'_>, path: &Path) -> Result<Option<Vec<u8>>, String> {
+    match read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(err) if err.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(err) => Err(format!("{} cannot be read: {err}", path.display())),
+    }
+}
+
 /// A file that is not there is an empty object.
-fn read_object(path: &Path) -> Result<Members, String> {
-    let shown = path.display();
-    let bytes = match std::fs::read(path) {
-        Ok(bytes) => bytes,
-        Err(err) if err.kind() == std::io::ErrorKind::NotFound => return Ok(Members::new()),
-        Err(err) => return Err(format!("{shown} cannot be read: {err}")),
+fn read_object(read: FileReader<'_>, path: &Path) -> Result<Members, String> {
+    let Some(bytes) = read_optional(read, path)? else {
+        return Ok(Members::new());
     };
+    let shown = path.display();
     serde_json::from_slice(&bytes)
         .map_err(|err| format!("{shown} cannot be read as a JSON object: {err}"))
 }
@@ -110,27 +132,29 @@ fn member(members: &Members, name: &str) -> Result<Option<Value>, String> {
         .map_err(|err| format!("{name} cannot be read: {err}"))
 }
 
-/// --chat-template, else chat_template.jinja, chat_template.json, tokenizer_config.json (a string,
-/// or a list with names).
-fn chat_template(
-    config: &TokenizerFlags,
+/// The template of --chat-template.
+fn read_template(read: FileReader<'_>, given: &Path) -> Result<String, String> {
+    let shown = given.display();
+    let remedy = "give a file with a Jinja template";
+    let bytes = read(given).map_err(|err| format!("--chat-template {shown}: {err}; {remedy}"))?;
+    String::from_utf8(bytes).map_err(|err| format!("--chat-template {shown}: {err}; {remedy}"))
+}
+
+/// The template of chat_template.jinja, else of chat_template.json, else of tokenizer_config.json (a
+/// string, or a list with names).
+fn own_template(
+    read: FileReader<'_>,
     dir: &Path,
     settings: &Members,
 ) -> Result<Option<String>, String> {
-    if let Some(given) = &config.chat_template {
-        let text = std::fs::read_to_string(given);
-        return text.map(Some).map_err(|err| {
-            format!("--chat-template {given}: {err}; give a file with a Jinja template, as to the engines")
-        });
-    }
     let jinja = dir.join("chat_template.jinja");
-    if jinja.is_file() {
-        let text = std::fs::read_to_string(&jinja);
+    if let Some(bytes) = read_optional(read, &jinja)? {
+        let text = String::from_utf8(bytes);
         return text
             .map(Some)
-            .map_err(|err| format!("{}: {err}", jinja.display()));
+            .map_err(|err| format!("{} cannot be read: {err}", jinja.display()));
     }
-    let own = read_object(&dir.join("chat_template.json"))?;
+    let own = read_object(read, &dir.join("chat_template.json"))?;
     let value = match member(&own, "chat_template")? {
         None => member(settings, "chat_template")?,
         found => found,
