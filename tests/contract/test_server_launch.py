@@ -287,11 +287,11 @@ def test_front_imports_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_without_the_native_extension_a_prefill_node_says_what_to_do(path: str) -> None:
+def test_without_the_native_extension_an_engine_says_what_to_do(path: str) -> None:
     script = (
         "import sys; sys.modules['baton._native'] = None\n"
         "from baton.config import parse_config; from baton.server.launch.engine import run_engine\n"
-        "flags = ['--port', '0', '--disaggregation-mode', 'prefill', '--load-format', 'dummy']\n"
+        "flags = ['--port', '0', '--load-format', 'dummy']\n"
         f"sys.exit(run_engine(parse_config(['--model-path', {path!r}, *flags])))"
     )
     env = {**os.environ, "PYTHONPATH": str(REPO / "engine")}
@@ -304,7 +304,7 @@ def test_without_the_native_extension_a_prefill_node_says_what_to_do(path: str) 
         check=False,
     )
     assert done.returncode == 2
-    assert "--disaggregation-mode prefill needs the native extension" in done.stderr
+    assert "an engine needs the native extension" in done.stderr
 
 
 def test_prefill_node_runs_the_bootstrap_server(path: str) -> None:

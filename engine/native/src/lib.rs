@@ -13,6 +13,7 @@ mod device_py;
 mod kernels_py;
 mod logs_py;
 mod router_py;
+mod text_py;
 mod trace_py;
 mod transfer_py;
 
@@ -22,6 +23,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     kernels_py::register(m)?;
     logs_py::register(m)?;
     router_py::register(m)?;
+    text_py::register(m)?;
     trace_py::register(m)?;
     transfer_py::register(m)?;
     Ok(())

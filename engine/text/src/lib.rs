@@ -3,7 +3,9 @@
 //!
 //! * [`template`]: chat messages to the text of a prompt;
 //! * [`tokenizer`]: text to token ids and back;
+//! * [`prompt`]: a request's prompt as token ids, no longer than the context;
 //! * [`stream`]: tokens to text while they arrive, and stop strings in it;
+//! * [`refusal`]: why a request's text is refused;
 //! * [`dialect`]: one file per API: how an event, an end, an error, usage and a resume comment are
 //!   written and recognised;
 //! * [`answers`]: the running answers of a front: messages of ranks in, HTTP chunks out.
@@ -12,6 +14,8 @@
 
 pub mod answers;
 pub mod dialect;
+pub mod prompt;
+pub mod refusal;
 pub mod stream;
 pub mod template;
 pub mod tokenizer;

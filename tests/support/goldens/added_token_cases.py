@@ -1,18 +1,19 @@
-"""Golden cases of the tokens that a directory's files add to tokenizer.json, for engine and router alike.
+"""Golden cases of the tokens that a directory's files add to tokenizer.json.
 
-`python -m tests.support.goldens.added_token_cases` writes `tests/contract/golden/tokens/added_tokens.json`. A Python
-test holds it to what AutoTokenizer makes of the same files, a Rust test (router/src/request/tokenize/added_tokens.rs)
-to what the router plans.
+`python -m tests.support.goldens.added_token_cases` writes `tests/contract/golden/tokens/added_tokens.json`, with the
+plans of `engine/text`. A Python test holds them to what AutoTokenizer makes of the same files, a Rust test
+(engine/text/src/tokenizer/added_tokens.rs) keeps them.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from baton.errors import ConfigError
-from baton.server.text.added_tokens import AddedTokenPlan, TokenizerFiles, plan_added_tokens
+from baton._native import TokenizerFiles
+
 from tests.support.models.checkpoints import BOS, EOS
 
 CASES = Path(__file__).parents[3] / "tests/contract/golden/tokens/added_tokens.json"
@@ -26,7 +27,7 @@ OWN = [
 KNOWN_MARK = {"added_tokens": [*OWN, {"id": 258, "content": MARK, **PLAIN, "special": False}]}
 
 Files = dict[str, Any]
-"""Members of TokenizerFiles that a case has; tokenizer.json's default to OWN."""
+"""Objects of the files that a case has; tokenizer.json's default to OWN."""
 
 VARIANTS: dict[str, Files] = {
     "tokenizer.json alone": {},
@@ -116,31 +117,27 @@ VARIANTS: dict[str, Files] = {
 }  # fmt: skip
 
 
-def files_of(variant: Files) -> TokenizerFiles:
-    return TokenizerFiles(**{"tokenizer": {"added_tokens": OWN}, **variant})
-
-
-def plan_as_json(plan: AddedTokenPlan) -> dict[str, Any]:
+def plan_as_json(plan: TokenizerFiles) -> dict[str, Any]:
     return {
-        "tokens": [[token.content, token.flags] for token in plan.tokens],
+        "tokens": [list(token) for token in plan.added_tokens],
         "special_tokens": plan.special_tokens,
         "split_special_tokens": plan.split_special_tokens,
-        "fingerprint_parts": [part.decode() for part in plan.fingerprint_parts],
+        "fingerprint_parts": [part.decode() for part in plan.added_token_parts],
     }
 
 
 def case_of(variant: Files) -> dict[str, Any]:
-    files = files_of(variant)
-    given = {
-        "tokenizer": files.tokenizer,
-        "config": files.config,
-        "special_tokens_map": files.special_tokens_map,
-        "added_tokens": files.added_tokens,
-    }
-    try:
-        return given | {"plan": plan_as_json(plan_added_tokens(files)), "error": None}
-    except ConfigError as err:
-        return given | {"plan": None, "error": err.message}
+    files: Files = {"tokenizer": {"added_tokens": OWN}, "config": {}, "special_tokens_map": {}}
+    files |= {"added_tokens": {}, **variant}
+    names = {"tokenizer": "tokenizer.json", "config": "tokenizer_config.json"}
+    with TemporaryDirectory() as folder:
+        for name, value in files.items():
+            file = Path(folder) / names.get(name, f"{name}.json")
+            file.write_text(json.dumps(value))
+        try:
+            return files | {"plan": plan_as_json(TokenizerFiles(folder)), "error": None}
+        except ValueError as err:
+            return files | {"plan": None, "error": str(err)}
 
 
 def cases() -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Golden file of message normalization: what a client sends, what the template is given, and the prompt.
 
 `python -m tests.support.goldens.message_goldens` writes `tests/contract/golden/messages/cases.json`; a Python test
-holds the engine to it (tests/unit/server/text/test_messages.py), a Rust test the router
-(router/src/request/tokenize/messages.rs).
+holds the engine to it (tests/unit/server/text/test_messages.py), a Rust test the text layer
+(engine/text/src/template/messages.rs).
 
 Capabilities and normalized messages are written here by hand. The prompt is what transformers' renderer makes
 of the normalized messages. The templates are written for these tests, one for each way in which the templates of

@@ -20,7 +20,7 @@ from typing import Any
 from baton.config import build_config
 from baton.server.text import model_info
 from baton.server.text.chat_template import ChatTemplate
-from baton.server.text.messages import TemplateCaps, normalize_messages
+from tests.support.goldens.rendering import normalize
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "tests/contract/golden/tokens"
@@ -157,7 +157,7 @@ def body_of(name: str, conversation: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rendered(tokenizer: Any, caps: TemplateCaps, body: dict[str, Any]) -> str | None:
+def rendered(tokenizer: Any, template: ChatTemplate, body: dict[str, Any]) -> str | None:
     """The prompt's text; None: the template refuses. Normalization has goldens of its own (message_goldens.py)."""
     import jinja2
 
@@ -168,7 +168,7 @@ def rendered(tokenizer: Any, caps: TemplateCaps, body: dict[str, Any]) -> str | 
     try:
         return str(
             tokenizer.apply_chat_template(
-                normalize_messages(body["messages"], caps),
+                normalize(template, body["messages"]),
                 tools=body.get("tools"),
                 add_generation_prompt=body.get("add_generation_prompt", not continues),
                 continue_final_message=continues,
@@ -183,7 +183,7 @@ def rendered(tokenizer: Any, caps: TemplateCaps, body: dict[str, Any]) -> str | 
 def model_cases(name: str) -> dict[str, Any]:
     facts = facts_of(name)
     tokenizer = tokenizer_of(facts)
-    caps = ChatTemplate(facts.chat_template, facts.special_tokens).caps
+    template = ChatTemplate(facts.chat_template, facts.special_tokens)
 
     def ids(text: str, special: bool) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
@@ -191,7 +191,7 @@ def model_cases(name: str) -> dict[str, Any]:
     chats = []
     for conversation in CONVERSATIONS:
         body = body_of(name, conversation)
-        text = rendered(tokenizer, caps, body)
+        text = rendered(tokenizer, template, body)
         special = body.get("add_special_tokens", False)
         chats.append(
             {"body": body, "text": text, "ids": None if text is None else ids(text, special)}

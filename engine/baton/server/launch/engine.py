@@ -42,7 +42,7 @@ from baton.server import logs
 from baton.server.http.app import HttpServer
 from baton.server.launch.process_group import ProcessGroup, describe_exit, first_of
 from baton.server.text import model_info
-from baton.server.text.four_byte_tokenizer import FourByteTokenizer
+from baton.server.text.native import native_extension
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker import transfer_setup
 from baton.server.worker.client import SEND_QUEUE, RankClient, RankSet
@@ -123,7 +123,7 @@ class _Launcher:
         started = time.monotonic()
         facts = model_info.load(self._config)
         tokenizer = (
-            FourByteTokenizer()
+            Tokenizer.four_byte()
             if uses_four_bytes(self._config)
             else Tokenizer(facts.tokenizer_path)
         )
@@ -205,14 +205,9 @@ class _Launcher:
         config = self._config
         if config.disaggregation_mode != "prefill":
             return None
-        try:
-            from baton._native import BootstrapServer
-        except ImportError as err:
-            why = f"needs the native extension ({err}); build it with maturin"
-            raise ConfigError(f"--disaggregation-mode prefill {why}") from err
         port = config.disaggregation_bootstrap_port
         try:
-            server = BootstrapServer(
+            server = native_extension().BootstrapServer(
                 config.bootstrap_listen_host, port, config.cluster_key, config.second_cluster_key
             )
         except OSError as err:

@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from baton.server.text.added_tokens import plan_added_tokens, read_tokenizer_files
 from baton.server.text.model_info import ModelFacts
+from baton.server.text.native import load_or_refuse, native_extension
 
 LAYOUT_FIELDS = ("order", "layers", "kv_heads", "head_dim", "tp_size")
 """As far as a layout has them: `tp_size` is reported where pages are divided among several processes."""
@@ -36,7 +36,7 @@ def tokenizer_hash(path: Path) -> str:
     """Hash of the files that decide which text is which ids, as far as the directory has them, and of the tokens
     that its other files add to tokenizer.json."""
     files = [path / name for name in TOKENIZER_FILES]
-    added_tokens = plan_added_tokens(read_tokenizer_files(path))
+    added_token_parts = load_or_refuse(native_extension().TokenizerFiles, path).added_token_parts
     return _short(
         *(
             part
@@ -44,7 +44,7 @@ def tokenizer_hash(path: Path) -> str:
             if file.is_file()
             for part in (file.name.encode(), file.read_bytes())
         ),
-        *added_tokens.fingerprint_parts,
+        *added_token_parts,
     )
 
 
@@ -53,9 +53,7 @@ def fingerprint(facts: ModelFacts, tokenizer: str, layout: Mapping[str, object])
     return {
         "model": str(layout["model_hash"]),
         "tokenizer": tokenizer,
-        "chat_template": _short(
-            (facts.chat_template or "").encode(), facts.template_caps.canonical().encode()
-        ),
+        "chat_template": _short((facts.chat_template or "").encode(), facts.template_caps.encode()),
         "page_size": str(layout["page_size"]),
         "dtype": str(layout["dtype"]),
         "kv_layout": _short(

@@ -11,11 +11,11 @@ Input is checked here and nowhere behind: the scheduler trusts what it gets.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from msgspec import Struct
+import msgspec
 
 from baton.config import EngineConfig
 from baton.errors import (
@@ -42,14 +42,12 @@ from baton.server.request.schema import (
 from baton.server.request.tenancy import Tenancy
 from baton.server.request.text_rules import TextRules
 from baton.server.request.token_ids import ModelVocabulary, refuse_other_tokenizer, rows_of_ids
-from baton.server.text.chat_template import ChatTemplate
-from baton.server.text.messages import count_chars
+from baton.server.text.chat_template import ChatTemplate, RenderOptions
 from baton.server.text.model_info import ModelFacts
-from baton.server.text.tokenizer import Tokenizer, TooManyTokens
+from baton.server.text.native import native_extension
+from baton.server.text.tokenizer import PromptRules, Tokenizer
 
 T = TypeVar("T")
-CHARS_PER_MESSAGE = 8
-"""Reading a message takes 2 us, as long as tokenizing so many characters."""
 NESTED = "sampling_params."
 """Prefix of the sampling fields in errors of /generate."""
 COMPLETION_MAX_TOKENS = 16
@@ -154,8 +152,7 @@ class RequestValidator:
         """
         if len(body) <= self.context_length:
             return
-        from baton._native import oversized_body  # launch reports a missing extension in a sentence
-
+        oversized_body = native_extension().oversized_body
         try:
             refusal = oversized_body(path, body, self.context_length, self.max_prompt_chars)
         except ValueError as err:
@@ -173,7 +170,6 @@ class RequestValidator:
         ignored = self._ignored(
             body, unsupported_fields.CHAT, schema.ChatCompletionRequest, SamplingFields
         )
-        messages = await self._messages(request.messages)
         template_kwargs = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
             template_kwargs.setdefault("reasoning_effort", request.reasoning_effort)
@@ -188,18 +184,15 @@ class RequestValidator:
         max_tokens = _max_tokens(
             1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens
         )
+        prompts: Sequence[Sequence[int]] | None
         prompts = self._tokenized(request, 1, "messages", many=False)
         if prompts is None:
-            ids = await self._rendered(
-                messages,
-                lambda text: self._encode_prompt(
-                    text, request.add_special_tokens or False, "messages"
-                ),
-                add_generation_prompt=generation_prompt,
-                continue_final_message=continue_final,
-                kwargs=template_kwargs,
-            )
-            prompts = [ids]
+            options = RenderOptions(generation_prompt, continue_final, template_kwargs)
+            rules = self._rules(request.add_special_tokens or False)
+            prompts = [await self._chat_ids(request.messages, options, rules)]
+            self.vocabulary.check_encoded(prompts[0], "messages")
+        else:
+            await self._check_messages(request.messages)
         return self._accept(prompts, common, max_tokens, None, "messages")
 
     async def completion(self, body: dict[str, Any]) -> AcceptedRequest:
@@ -225,6 +218,7 @@ class RequestValidator:
             max_completion_tokens=request.max_completion_tokens,
         )
         raw = _prompt_list("prompt", request.prompt)
+        prompts: Sequence[Sequence[int]] | None
         prompts = self._tokenized(request, len(raw), "prompt", many=_is_batch(request.prompt))
         prompts = prompts or await self._prompts(
             raw, "prompt", _or(request.add_special_tokens, True)
@@ -273,6 +267,7 @@ class RequestValidator:
             NESTED + field: getattr(sampling, field) for field in ("max_new_tokens", "max_tokens")
         }
         max_tokens = _max_tokens(1, **limits)
+        prompts: Sequence[Sequence[int]] | None
         prompts = (
             self._tokenized(request, len(raw), name, many=is_batch) if name != "input_ids" else None
         )
@@ -287,16 +282,10 @@ class RequestValidator:
         request = fields.read(schema.TokenizeRequest, body)
         self._check_model(request.model)
         special = _or(request.add_special_tokens, request.messages is None)
-
-        def encode(text: str) -> list[int]:
-            return self._tokenizer.encode(text, add_special_tokens=special)
-
+        rules = self._rules(special, is_bounded=False)
         if request.messages is not None:
-            messages = await self._messages(request.messages)
-            generation_prompt = request.add_generation_prompt
-            return await self._rendered(
-                messages, encode, add_generation_prompt=_or(generation_prompt, True)
-            )
+            options = RenderOptions(_or(request.add_generation_prompt, True))
+            return (await self._chat_ids(request.messages, options, rules)).tolist()
         prompt = _required(*first(request, "prompt", "text"))
         texts = [prompt] if isinstance(prompt, str) else prompt
         if (
@@ -305,8 +294,8 @@ class RequestValidator:
             or len(texts) > MAX_ITEMS
         ):
             raise bad("prompt", f"must be a string or an array of at most {MAX_ITEMS} strings")
-        ids = await self._encode(texts, encode, "prompt")
-        return ids[0] if isinstance(prompt, str) else ids
+        rows = [ids.tolist() for ids in await self._encode(texts, rules, "prompt")]
+        return rows[0] if isinstance(prompt, str) else rows
 
     async def detokenize(self, body: dict[str, Any]) -> str | list[str]:
         request = fields.read(schema.DetokenizeRequest, body)
@@ -332,40 +321,32 @@ class RequestValidator:
             raise self._too_long(f"has {len(ids)}", sent or param)
         self.vocabulary.check_ids(ids, param)
 
-    async def _messages(self, given: Any) -> list[dict[str, Any]]:
-        """Messages in the template's form. Many are read in a thread: 100,000 take 0.2 s."""
-        size = CHARS_PER_MESSAGE * len(given) if type(given) is list else 0
-        return await self._tokenizer.offload(size, lambda: self._template.normalize(given))
+    def _rules(self, special: bool, *, is_bounded: bool = True) -> PromptRules:
+        return PromptRules(
+            add_special_tokens=special, context_length=self.context_length, is_bounded=is_bounded
+        )
 
-    async def _rendered(
-        self, messages: list[dict[str, Any]], encode: Callable[[str], list[int]], **options: Any
-    ) -> list[int]:
-        """Token ids of the text that the chat template makes of messages."""
+    async def _chat_ids(self, given: Any, options: RenderOptions, rules: PromptRules) -> array[int]:
+        """Token ids of the text that the chat template makes of the `messages` field."""
+        messages = msgspec.json.encode(given)
+        return await self._tokenizer.offload(
+            len(messages),
+            lambda: self._template.encode(self._tokenizer, messages, options, rules),
+        )
 
-        def tokens() -> list[int]:
-            text = self._template.render(messages, **options)
-            self._refuse_too_long([text], "messages")
-            return encode(text)
-
-        return await self._tokenizer.offload(count_chars(messages), tokens)
-
-    def _encode_prompt(self, text: str, special: bool, param: str) -> list[int]:
-        try:
-            ids = self._tokenizer.encode(
-                text, add_special_tokens=special, max_tokens=self.context_length
-            )
-        except TooManyTokens as err:
-            raise self._too_long(f"has {err.count}", param) from err
-        self.vocabulary.check_encoded(ids, param)
-        return ids
+    async def _check_messages(self, given: Any) -> None:
+        """Raise BadRequest for a `messages` field that cannot be rendered."""
+        messages = msgspec.json.encode(given)
+        await self._tokenizer.offload(len(messages), lambda: self._template.normalize(messages))
 
     async def _encode(
-        self, texts: list[str], encode: Callable[[str], list[int]], param: str
-    ) -> list[list[int]]:
+        self, texts: Sequence[str], rules: PromptRules, param: str
+    ) -> list[array[int]]:
         """Token ids of texts, encoded in a thread if they are long."""
         self._refuse_too_long(texts, param)
         return await self._tokenizer.offload(
-            sum(map(len, texts)), lambda: [encode(text) for text in texts]
+            sum(map(len, texts)),
+            lambda: [self._tokenizer.encode_prompt(text, rules, param=param) for text in texts],
         )
 
     async def _decode(self, rows: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
@@ -408,7 +389,7 @@ class RequestValidator:
                 raise bad("input_ids", "is empty; give at least one token")
         return rows
 
-    async def _prompts(self, raw: list[Any], param: str, special: bool) -> list[list[int]]:
+    async def _prompts(self, raw: list[Any], param: str, special: bool) -> Sequence[Sequence[int]]:
         """Token ids of each prompt; texts are encoded, ids are checked."""
         if len(raw) > MAX_ITEMS:
             raise BadRequest(
@@ -417,9 +398,10 @@ class RequestValidator:
         if raw and isinstance(raw[0], str):
             if not all(isinstance(t, str) for t in raw):
                 raise BadRequest(f"{param} must not mix texts and token ids", param=param)
-            return await self._encode(
-                raw, lambda text: self._encode_prompt(text, special, param), param
-            )
+            rows = await self._encode(raw, self._rules(special), param)
+            for ids in rows:
+                self.vocabulary.check_encoded(ids, param)
+            return rows
         for ids in raw:
             self._check_prompt_ids(ids, param)
         return raw
@@ -492,7 +474,7 @@ class RequestValidator:
         self,
         body: dict[str, Any],
         refused: Mapping[str, tuple[Any, ...]],
-        *schemas: type[Struct],
+        *schemas: type[msgspec.Struct],
         prefix: str = "",
     ) -> list[str]:
         """Fields of `body` that none of the schemas and tables knows. Raises UnsupportedParameter for a refused one."""

@@ -1,18 +1,16 @@
 """Facts of a model directory for the front, read from its JSON files alone (no torch, no transformers).
 
 1. `resolve(path)` turns `--model-path` into a directory ('demo' is the model inside the package);
-2. `load(config)` reads config.json, generation_config.json, tokenizer_config.json and the chat template into a
-   frozen `ModelFacts`.
+2. `load(config)` reads config.json, generation_config.json, the tokenizer's files and the chat template into a frozen
+   `ModelFacts`.
 
 Every problem is a ConfigError that names the file and what to do, because it is the first thing a new user meets.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,7 @@ from baton.config.simulated import CONTEXT_LENGTH, VOCAB_SIZE
 from baton.errors import ConfigError, ModelNotFound
 from baton.models.config_file import read_generation_config, read_model_config
 from baton.models.spec_reader import read_eos_token_ids, read_max_context
-from baton.server.text.added_tokens import (
-    AddedTokenPlan,
-    plan_added_tokens,
-    read_object,
-    read_tokenizer_files,
-)
-from baton.server.text.chat_template import ChatTemplate
-from baton.server.text.messages import TemplateCaps
+from baton.server.text.native import load_or_refuse, native_extension
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """Owner and name of a model on the Hugging Face hub."""
@@ -48,8 +39,8 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     """config.json, generation_config.json and the tokenizer's eos_token together, as both peers do."""
     chat_template: str | None
-    template_caps: TemplateCaps = field(default_factory=TemplateCaps)
-    """Form in which the template takes messages."""
+    template_caps: str = ""
+    """Form in which the template takes messages: `name=value` of each capability."""
     special_tokens: dict[str, str] = field(default_factory=dict)
     """bos_token, eos_token, pad_token …: chat templates read them as variables."""
     vocab_size: int = VOCAB_SIZE
@@ -57,7 +48,7 @@ class ModelFacts:
     generation_config: dict[str, Any] = field(default_factory=dict)
     """generation_config.json as it is; `request.sampling` checks and uses its defaults."""
     tokenizer_fingerprint: str = ""
-    """Equal where tokenizer.json, template and special tokens are (`_fingerprint`); empty with --simulate's own."""
+    """Equal where tokenizer.json, template, special and added tokens are; empty with --simulate's own."""
     model_type: str = ""
     architectures: tuple[str, ...] = ()
 
@@ -115,8 +106,7 @@ def load(config: EngineConfig) -> ModelFacts:
     )
     model = read_model_config(path)
     generation = read_generation_config(path)
-    tokenizer = read_tokenizer_files(tokenizer_path)
-    added_tokens = plan_added_tokens(tokenizer)
+    files = _tokenizer_files(config, tokenizer_path)
     if config.simulate is not None:  # there is no model: only its tokenizer, template and name
         limit = CONTEXT_LENGTH
         vocab_size = VOCAB_SIZE
@@ -128,8 +118,6 @@ def load(config: EngineConfig) -> ModelFacts:
             f"--context-length {config.context_length}: the model's limit is {limit} tokens"
         )
     four_bytes = uses_four_bytes(config)
-    chat_template = _chat_template(config, tokenizer_path, tokenizer.config)
-    template_caps = ChatTemplate(chat_template, added_tokens.special_tokens).caps
     return ModelFacts(
         path=path,
         tokenizer_path=tokenizer_path,
@@ -137,12 +125,10 @@ def load(config: EngineConfig) -> ModelFacts:
         or (config.model_path if "snapshots" in path.parts[-2:-1] else path.name),
         context_length=config.context_length or limit,
         eos_token_ids=read_eos_token_ids(model.text_part(), generation),
-        chat_template=chat_template,
-        template_caps=template_caps,
-        special_tokens=added_tokens.special_tokens,
-        tokenizer_fingerprint=""
-        if four_bytes
-        else _fingerprint(tokenizer_path, chat_template, template_caps, added_tokens),
+        chat_template=files.chat_template,
+        template_caps=files.template.caps,
+        special_tokens=files.special_tokens,
+        tokenizer_fingerprint="" if four_bytes else files.fingerprint(),
         vocab_size=vocab_size,
         generation_config=generation.values,
         model_type=str(model.get("model_type", "")),
@@ -150,47 +136,8 @@ def load(config: EngineConfig) -> ModelFacts:
     )
 
 
-def _fingerprint(
-    path: Path,
-    chat_template: str | None,
-    caps: TemplateCaps,
-    added_tokens: AddedTokenPlan,
-) -> str:
-    """SHA-256 over all that decides the ids of a prompt, as the router computes it (request/tokenize/files.rs).
-
-    Parts, each preceded by its length: tokenizer.json, names and texts of the special tokens by name, the tokens that
-    other files add, the template if there is one and how messages are normalized for it. Empty without a
-    tokenizer.json: loading the tokenizer says so.
-    """
-    try:
-        parts = [(path / "tokenizer.json").read_bytes()]
-    except OSError:
-        return ""
-    for name, text in sorted(added_tokens.special_tokens.items()):
-        parts += [name.encode(), text.encode()]
-    parts += added_tokens.fingerprint_parts
-    if chat_template is not None:
-        parts += [chat_template.encode(), caps.canonical().encode()]
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
-
-
-def _chat_template(config: EngineConfig, path: Path, tokenizer: Mapping[str, Any]) -> str | None:
-    """--chat-template, else chat_template.jinja, chat_template.json, tokenizer_config.json (a string or a list)."""
-    if config.chat_template:
-        try:
-            return Path(config.chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as err:
-            raise ConfigError(f"--chat-template {config.chat_template}: {err}") from err
-    jinja = path / "chat_template.jinja"
-    if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
-    value = read_object(path / "chat_template.json").get(
-        "chat_template", tokenizer.get("chat_template")
-    )
-    if isinstance(value, list):
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+def _tokenizer_files(config: EngineConfig, folder: Path) -> Any:
+    """`baton._native.TokenizerFiles` of the tokenizer's folder. Raises ConfigError."""
+    template = config.chat_template
+    file = Path(template).expanduser() if template else None
+    return load_or_refuse(native_extension().TokenizerFiles, folder, file)

@@ -1,16 +1,16 @@
 //! The running answers of a front: `AnswerTable`.
 
-use std::sync::Arc;
-
 use baton_text::answers::{AnswerSpec, AnswerTable, FedBatch, broken_stream_end};
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
+use super::tokenizer::PyTokenizer;
+
 /// Answers in progress. Its methods are for one thread.
 #[pyclass(name = "AnswerTable", frozen, module = "baton._native")]
-struct PyAnswerTable {
+pub struct PyAnswerTable {
     table: Mutex<AnswerTable>,
 }
 
@@ -57,8 +57,8 @@ struct PyAnswerCounts {
 impl PyAnswerTable {
     /// `gap_bounds`: upper bounds of the buckets of `gaps` [seconds].
     #[new]
-    fn new(tokenizer: &super::PyTokenizer, gap_bounds: Vec<f64>) -> Self {
-        let table = AnswerTable::new(Arc::clone(&tokenizer.decoder), gap_bounds);
+    fn new(tokenizer: &PyTokenizer, gap_bounds: Vec<f64>) -> Self {
+        let table = AnswerTable::new(tokenizer.0.clone(), gap_bounds);
         Self {
             table: Mutex::new(table),
         }

@@ -7,36 +7,31 @@
 //!    tokenizing threads, or gives up;
 //! 2. [`prompt`] makes of the body what our engines make of it: the rendered template, or the texts
 //!    as they are;
-//! 3. [`encoder`] turns text into ids, of which it remembers many ([`cache`]);
+//! 3. the layer that engines use too ([`baton_text`]) turns text into ids, of which it remembers
+//!    many;
 //! 4. the ids become block hashes for the policies and, with --forward-input-ids, a member of the
-//!    body for workers whose fingerprint ([`files`]) says that they would have come to the same
-//!    ids.
+//!    body for workers whose fingerprint says that they would have come to the same ids.
 //!
 //! Whatever goes wrong is a counted [`TokenizeFallback`] to the text's bytes: it is the engine that
 //! refuses requests. Off the async threads: encoding takes 1 ms for about a thousand tokens.
 
-mod added_tokens;
-mod cache;
-mod encoder;
-mod files;
-mod messages;
 mod prompt;
-mod python_text;
-mod template;
-mod template_probe;
 
 use std::num::NonZeroUsize;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_text::template::ChatTemplate;
+use baton_text::tokenizer::{
+    CacheLimits, CacheLookups, LookupCounts, PromptEncoder, TextTokenizer, TokenizerFiles,
+};
 use bytes::Bytes;
+use jiff::Zoned;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
 
-use self::encoder::PromptEncoder;
-use self::files::TokenizerFiles;
 pub use self::prompt::TokenizeFallback;
-use self::template::ChatTemplate;
 use crate::config::TokenizerFlags;
 use crate::observability::metrics::RouterMetrics;
 use crate::request::body::ApiKind;
@@ -55,7 +50,7 @@ const MAX_WAIT: Duration = Duration::from_secs(1);
 /// See the module.
 pub struct PromptTokenizer {
     encoder: PromptEncoder,
-    template: Option<ChatTemplate>,
+    template: ChatTemplate,
     /// As in our engines' /get_server_info.
     pub fingerprint: String,
     places: Arc<Semaphore>,
@@ -102,31 +97,23 @@ impl PromptTokenizer {
         config: &TokenizerFlags,
         metrics: Arc<RouterMetrics>,
     ) -> Result<Option<Self>, String> {
-        let Some(files) = TokenizerFiles::read(config)? else {
+        let Some(files) = read_files(config)? else {
             return Ok(None);
         };
         let begun = Instant::now();
-        let lookups = metrics.tokenizer_lookups.clone();
-        let encoder =
-            PromptEncoder::new(&files.tokenizer_json, &files.added_tokens, config, lookups);
-        let encoder = encoder.map_err(|err| {
-            format!("tokenizer.json cannot be used: {err}; drop --model-path and --tokenizer-path")
-        })?;
+        let encoder = files
+            .load_tokenizer()
+            .and_then(|tokenizer| PromptEncoder::new(tokenizer, cache_limits(config)))
+            .map_err(|err| format!("{err}; or drop --model-path and --tokenizer-path"))?;
+        let special_tokens = files.added_tokens.special_tokens.clone();
         let source = files.chat_template.as_deref();
-        let template = source.and_then(|source| {
-            let made = ChatTemplate::compile(source, files.added_tokens.special_tokens.clone());
-            let warn = |err| tracing::warn!(%err, "the chat template cannot be used; chat prompts are counted in characters");
-            made.map_err(warn).ok()
-        });
-        let caps = template.as_ref().map(|template| template.caps);
-        let fingerprint = files.fingerprint(caps);
-        if source.is_none() {
-            tracing::warn!(
-                "the model has no chat template; chat prompts are counted in characters"
-            );
+        let template = ChatTemplate::new(source, special_tokens, Zoned::now);
+        let fingerprint = files.fingerprint(template.caps());
+        if let Some(defect) = template.defect() {
+            tracing::warn!("{defect}; chat prompts are counted in characters");
         }
         tracing::info!(
-            vocabulary = encoder.vocab_size(),
+            vocabulary = encoder.tokenizer().vocab_size(),
             fingerprint = &fingerprint[..12],
             took_ms = begun.elapsed().as_millis() as u64,
             "prompts are counted in tokens"
@@ -207,33 +194,81 @@ impl PromptTokenizer {
         body: &[u8],
         context_tokens: Option<u64>,
     ) -> Result<PromptIds, TokenizeFallback> {
-        let given = prompt::texts_of(body, api, self.template.as_ref())?;
+        let given = prompt::texts_of(body, api, &self.template)?;
         if let Some(tokens) = context_tokens {
             let most = usize::try_from(tokens).unwrap_or(usize::MAX);
-            let most = most.saturating_mul(self.encoder.max_chars_per_token);
+            let most = most.saturating_mul(self.encoder.tokenizer().max_chars_per_token());
             if given.texts.iter().any(|text| text.chars().count() > most) {
                 return Err(TokenizeFallback::TooLong);
             }
         }
+        let mut lookups = CacheLookups::default();
         let encode = |text: &String| {
             self.encoder
-                .encode(text, given.add_special_tokens)
+                .encode(text, given.add_special_tokens, &mut lookups)
                 .map_err(|err| {
                     tracing::debug!(err, "the tokenizer fails on a prompt");
                     TokenizeFallback::Failed
                 })
         };
-        let prompts = given.texts.iter().map(encode).collect::<Result<_, _>>()?;
-        for (cache, bytes) in ["l0", "l1"].into_iter().zip(self.encoder.cache_bytes()) {
+        let prompts = given.texts.iter().map(encode).collect::<Result<_, _>>();
+        self.report_caches(lookups);
+        let prompts = prompts?;
+        Ok(PromptIds {
+            prompts,
+            is_list: given.is_list,
+        })
+    }
+
+    fn report_caches(&self, lookups: CacheLookups) {
+        let caches = [("l0", lookups.whole), ("l1", lookups.segments)];
+        for ((cache, counts), bytes) in caches.into_iter().zip(self.encoder.cache_bytes()) {
+            let LookupCounts { hits, misses } = counts;
+            let looked_up = |result| {
+                self.metrics
+                    .tokenizer_lookups
+                    .with_label_values(&[cache, result])
+            };
+            looked_up("hit").inc_by(hits);
+            looked_up("miss").inc_by(misses);
             self.metrics
                 .tokenizer_cache_bytes
                 .with_label_values(&[cache])
                 .set(bytes as f64);
         }
-        Ok(PromptIds {
-            prompts,
-            is_list: given.is_list,
-        })
+    }
+}
+
+/// Files of the tokenizer that the flags name; `Ok(None)`: they name none, so the router counts
+/// characters.
+fn read_files(config: &TokenizerFlags) -> Result<Option<TokenizerFiles>, String> {
+    let (flag, given) = match (&config.tokenizer_path, &config.model_path) {
+        (Some(path), _) => ("--tokenizer-path", path),
+        (None, Some(path)) => ("--model-path", path),
+        (None, None) => return Ok(None),
+    };
+    let dir = Path::new(given);
+    if !dir.is_dir() {
+        return Err(format!(
+            "{flag} {given}: not a directory here; give the model's files (tokenizer.json is enough), or drop the flag: \
+             the router then counts characters"
+        ));
+    }
+    let read = |path: &Path| std::fs::read(path);
+    let chat_template = config.chat_template.as_deref().map(Path::new);
+    TokenizerFiles::read(&read, dir, chat_template)
+        .map(Some)
+        .map_err(|err| format!("{flag} {given}: {err}"))
+}
+
+fn cache_limits(config: &TokenizerFlags) -> CacheLimits {
+    let entries = config.tokenizer_cache_l0_max_entries;
+    let bytes = config.tokenizer_cache_l0_max_memory;
+    CacheLimits {
+        whole: config.tokenizer_cache_enable_l0.then_some((entries, bytes)),
+        segment_bytes: config
+            .tokenizer_cache_enable_l1
+            .then_some(config.tokenizer_cache_l1_max_memory),
     }
 }
 

@@ -4,12 +4,10 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use proptest::prelude::*;
 use serde::Deserialize;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-use super::added_tokens::AddedTokenPlan;
 use super::*;
 use crate::config::RouterConfig;
 
@@ -73,11 +71,8 @@ fn rendered_text_is_transformers() {
     for (name, model) in models() {
         let tokens = load(&name, NO_CACHE);
         for case in &model.chats {
-            let made = prompt::texts_of(
-                case.body.get().as_bytes(),
-                ApiKind::Chat,
-                tokens.template.as_ref(),
-            );
+            let made =
+                prompt::texts_of(case.body.get().as_bytes(), ApiKind::Chat, &tokens.template);
             let expected = match &case.text {
                 Some(text) => Ok(vec![text.clone()]),
                 None => Err(TokenizeFallback::Template),
@@ -147,28 +142,6 @@ fn fingerprints_are_the_engines() {
 }
 
 #[test]
-fn split_special_tokens_are_text_with_and_without_caches() {
-    let file = root().join("tests/contract/golden/tokens/chatml/tokenizer.json");
-    let json = std::fs::read(file).unwrap();
-    let text = format!("<|im_start|>{}<|im_end|>", "word ".repeat(40)).repeat(3);
-    let ids = |split_special_tokens, flags: &[&str]| {
-        let plan = AddedTokenPlan {
-            split_special_tokens,
-            ..AddedTokenPlan::default()
-        };
-        let argv = ["baton-router"].iter().chain(flags);
-        let argv: Vec<String> = argv.map(|&word| word.to_owned()).collect();
-        let config = RouterConfig::parse(&argv).unwrap().tokens;
-        let lookups = RouterMetrics::new().unwrap().tokenizer_lookups;
-        let encoder = PromptEncoder::new(&json, &plan, &config, lookups).unwrap();
-        encoder.encode(&text, false).unwrap()
-    };
-    let split = ids(true, NO_CACHE);
-    assert_eq!(ids(true, &[]), split);
-    assert!(ids(false, &[]).len() < split.len());
-}
-
-#[test]
 fn second_turn_is_mostly_found_in_the_cache() {
     let tokens = load("chatml", &[]);
     let long = "word ".repeat(100);
@@ -196,38 +169,6 @@ fn second_turn_is_mostly_found_in_the_cache() {
     assert_eq!((count("hit"), count("miss")), (6, 8));
     let [whole, segments] = tokens.encoder.cache_bytes();
     assert!(whole == 0 && segments > 8 * long.len());
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
-    /// Cutting at special tokens changes nothing, whatever stands around them.
-    #[test]
-    fn text_in_segments_has_the_ids_of_the_whole(
-        pieces in proptest::collection::vec(
-            prop_oneof![
-                Just("<|im_start|>"), Just("<|im_end|>"), Just("<think>"), Just("</think>"), Just("<|eot_id|>"),
-                Just("</s>"), Just("[INST]"), Just("<eos>"), Just("<start_of_turn>"), Just("<|eos|>"), Just("<|assistant|>"),
-                Just("user\n"), Just("  "), Just("\n\n"), Just("e\u{301}"), Just("\u{301}"), Just("x"), Just("<|im"),
-                Just("The relay runner hands the baton over; it must not be dropped. Isn't that what we call it? "),
-            ],
-            0..40,
-        ),
-    ) {
-        thread_local! {
-            static PAIRS: Vec<(Arc<PromptTokenizer>, Arc<PromptTokenizer>)> = ["chatml", "llama3", "mistral", "gemma", "demo"]
-                .map(|name| (load(name, NO_CACHE), load(name, &[])))
-                .to_vec();
-        }
-        let text = pieces.concat();
-        PAIRS.with(|pairs| {
-            for (plain, cut) in pairs {
-                let ids = plain.encoder.encode(&text, false).unwrap();
-                prop_assert_eq!(&cut.encoder.encode(&text, false).unwrap(), &ids);
-                prop_assert_eq!(&cut.encoder.encode(&text, false).unwrap(), &ids);
-            }
-            Ok(())
-        })?;
-    }
 }
 
 #[test]
@@ -343,7 +284,7 @@ async fn reading_is_bounded_and_counted() {
 #[test]
 fn text_that_no_context_can_hold_is_not_tokenized() {
     let tokens = load("demo", &[]);
-    let most = tokens.encoder.max_chars_per_token * 100;
+    let most = tokens.encoder.tokenizer().max_chars_per_token() * 100;
     for (chars, is_read) in [(most, true), (most + 1, false)] {
         let body = json(&serde_json::json!({"prompt": "x".repeat(chars)}));
         let made = tokens.ids_of(ApiKind::Completions, &body, Some(100));
@@ -425,5 +366,5 @@ fn missing_tokenizer_files_end_the_start_with_the_remedy() {
     );
     let empty = env!("CARGO_MANIFEST_DIR");
     let empty = load(&["--tokenizer-path", empty]).unwrap_err();
-    assert!(empty.contains("tokenizer.json cannot be read"), "{empty}");
+    assert!(empty.contains("has no tokenizer.json"), "{empty}");
 }

@@ -15,7 +15,7 @@ from baton.runtime.simulated.device import SimRunner, answer_tokens
 from baton.runtime.simulated.engine import PacedTransfer
 from baton.sched.types.plan import AdmittedSeq, Row, StepPlan, StopReason
 from baton.sched.types.request import SamplingParams
-from baton.server.text.four_byte_tokenizer import FourByteTokenizer
+from baton.server.text.tokenizer import Tokenizer
 
 
 def plan(step: int, *rows: Row, admitted: tuple[AdmittedSeq, ...] = ()) -> StepPlan:
@@ -89,16 +89,16 @@ def test_answers_depend_on_the_position_and_logprobs_come_when_asked_for() -> No
     result = runner.execute(plan(0, *rows, admitted=(asks, silent)))
     assert list(result.tokens) == [answer[3], answer[3]]
     assert list(result.logprobs) == [0]
-    assert FourByteTokenizer().decode(result.tokens).split() == ["in", "in"]
+    assert Tokenizer.four_byte().decode(result.tokens).split() == ["in", "in"]
 
 
 @pytest.mark.parametrize("text", ["", "a", "four", "many more of them", "zwölf Wörter, 日本"])
 def test_four_bytes_are_a_token(text: str) -> None:
-    ids = FourByteTokenizer().encode(text)
+    ids = Tokenizer.four_byte().encode(text)
     assert len(ids) == -(-len(text.encode()) // 4)
-    assert all(0 <= i < FourByteTokenizer().vocab_size for i in ids)
+    assert all(0 <= i < Tokenizer.four_byte().vocab_size for i in ids)
     if text.isascii():
-        assert FourByteTokenizer().decode(ids) == text
+        assert Tokenizer.four_byte().decode(ids) == text
 
 
 class Wire:

@@ -20,7 +20,6 @@ from baton.errors import BadRequest, ConfigError
 from baton.server.request.token_ids import SHOWN_TOKENS, ModelVocabulary
 from baton.server.request.validation import AcceptedRequest, RequestValidator
 from baton.server.text import model_info
-from baton.server.text.four_byte_tokenizer import FourByteTokenizer
 from baton.server.text.tokenizer import Tokenizer
 from tests.support.models import tiny_model
 
@@ -218,7 +217,7 @@ def test_size_of_vocabulary_is_checked_at_start(base: Path, tmp_path: Path, size
 
 def test_simulated_engine_takes_every_id(base: Path) -> None:
     config = build_config({"model_path": str(base), "simulate": "reference"})
-    vocabulary = ModelVocabulary(model_info.load(config).vocab_size, FourByteTokenizer())
+    vocabulary = ModelVocabulary(model_info.load(config).vocab_size, Tokenizer.four_byte())
     assert vocabulary.warning() is None
     vocabulary.check_ids([2**31 - 1], "prompt")
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import threading
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,11 @@ def tokenize(v: RequestValidator, **body: Any) -> Any:
     ],
 )
 def test_text_too_long_for_any_tokens_is_refused_untokenized(
-    make: Make, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, form: Any, field: str
+    make: Make, tokenizer: Tokenizer, form: Any, field: str
 ) -> None:
     chars = CONTEXT * tokenizer.max_chars_per_token + 1
     text = "x" * chars
     body = {field: [{"role": "user", "content": text}] if field == "messages" else text}
-    monkeypatch.setattr(tokenizer, "encode", None)
     with pytest.raises(PromptTooLong) as caught:
         form(make(), **body)
     assert caught.value.param == field
@@ -122,13 +122,13 @@ def test_conversation_of_many_messages_is_read_beside_the_event_loop(
 ) -> None:
     threads = []
 
-    normalize = ChatTemplate.normalize
+    encode = ChatTemplate.encode
 
-    def recorded(template: ChatTemplate, messages: Any) -> list[dict[str, Any]]:
+    def recorded(template: ChatTemplate, *args: Any) -> array[int]:
         threads.append(threading.current_thread() is threading.main_thread())
-        return normalize(template, messages)
+        return encode(template, *args)
 
-    monkeypatch.setattr(ChatTemplate, "normalize", recorded)
+    monkeypatch.setattr(ChatTemplate, "encode", recorded)
     for count in (1, 2000):
         with contextlib.suppress(PromptTooLong):
             form(make(), messages=[{"role": "user", "content": "x"}] * count)
@@ -138,13 +138,14 @@ def test_conversation_of_many_messages_is_read_beside_the_event_loop(
 def test_prompts_behind_one_that_is_too_long_are_not_tokenized(
     make: Make, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, seen = tokenizer.encode, []
+    encode = tokenizer.encode_prompt
+    seen = []
 
-    def recorded(text: str, **options: Any) -> list[int]:
+    def recorded(text: str, *args: Any, **options: Any) -> array[int]:
         seen.append(text)
-        return encode(text, **options)
+        return encode(text, *args, **options)
 
-    monkeypatch.setattr(tokenizer, "encode", recorded)
+    monkeypatch.setattr(tokenizer, "encode_prompt", recorded)
     long = "x " * (CONTEXT + 1)
     with pytest.raises(PromptTooLong, match=r"the prompt has \d+;"):
         completion(make(), prompt=["a", long, "b"])

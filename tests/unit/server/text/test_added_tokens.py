@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from baton._native import TokenizerFiles
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as HFTokenizer
 
 from baton.config import build_config
 from baton.errors import ConfigError
@@ -17,6 +20,7 @@ from tests.support.goldens import added_token_cases
 from tests.support.models import checkpoints
 
 GOLDEN = json.loads(added_token_cases.CASES.read_text())
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 TEXT = "x<|im_end|> a<tool> b <image><video>[PAD] <|eos|>y <a><b><c>"
 
 
@@ -39,6 +43,16 @@ def write_files(folder: Path, case: dict[str, Any]) -> None:
             (folder / f"{name}.json").write_text(json.dumps(case[name]))
 
 
+def planned_tokenizer(folder: Path) -> HFTokenizer:
+    """tokenizer.json in the tokenizers wheel, with the tokens of the plan."""
+    plan = TokenizerFiles(folder)
+    tokenizer = HFTokenizer.from_file(str(folder / "tokenizer.json"))
+    for content, digits in plan.added_tokens:
+        flags = {flag: digit == "1" for flag, digit in zip(FLAGS, digits, strict=True)}
+        tokenizer.add_tokens([AddedToken(content, **flags)])
+    return tokenizer
+
+
 def test_golden_cases_are_what_the_engine_plans() -> None:
     assert json.loads(json.dumps(added_token_cases.cases())) == GOLDEN, (
         "run python -m tests.support.goldens.added_token_cases"
@@ -53,8 +67,8 @@ def test_tokenizer_has_the_tokens_of_auto_tokenizer(folder: Path, name: str) -> 
     write_files(folder, case)
     theirs = AutoTokenizer.from_pretrained(folder)
     ours = Tokenizer(folder)
-    added = ours._hf.get_added_tokens_decoder()
-    assert {i: str(token.__getstate__()) for i, token in added.items()} == {
+    planned = planned_tokenizer(folder).get_added_tokens_decoder()
+    assert {i: str(token.__getstate__()) for i, token in planned.items()} == {
         i: str(token.__getstate__()) for i, token in theirs.added_tokens_decoder.items()
     }
     ids = theirs(TEXT).input_ids

@@ -12,6 +12,7 @@ from baton.errors import BadRequest, UnsupportedParameter
 from baton.server.text import model_info
 from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.tokenizer import Tokenizer
+from tests.support.goldens.rendering import render
 from tests.support.models import tiny_model
 
 # Shapes of the templates of common families, written for this test.
@@ -107,7 +108,7 @@ def test_same_text_and_tokens_as_transformers(
     expected = theirs.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=generation_prompt, **options
     )
-    text = ours.render(messages, add_generation_prompt=generation_prompt, kwargs=options)
+    text = render(ours, messages, add_generation_prompt=generation_prompt, kwargs=options)
     assert text == expected
     ids = theirs.apply_chat_template(
         messages, add_generation_prompt=generation_prompt, return_dict=False, **options
@@ -121,9 +122,8 @@ def test_continued_messages_as_transformers(
 ) -> None:
     theirs, ours, _ = pair
     expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-    assert (
-        ours.render(messages, add_generation_prompt=False, continue_final_message=True) == expected
-    )
+    text = render(ours, messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == expected
 
 
 def test_plain_text_gets_the_same_special_tokens_as_transformers(
@@ -135,12 +135,12 @@ def test_plain_text_gets_the_same_special_tokens_as_transformers(
 
 def test_refusing_template_gives_its_message() -> None:
     with pytest.raises(BadRequest, match="unknown role judge"):
-        ChatTemplate(LLAMA3_LIKE, {"bos_token": "<s>"}).render([{"role": "judge", "content": "x"}])
+        render(ChatTemplate(LLAMA3_LIKE, {"bos_token": "<s>"}), [{"role": "judge", "content": "x"}])
 
 
 def test_without_a_template_chat_is_refused_with_advice() -> None:
     with pytest.raises(UnsupportedParameter, match="no chat template; use /v1/completions"):
-        ChatTemplate(None, {}).render([{"role": "user", "content": "x"}])
+        render(ChatTemplate(None, {}), [{"role": "user", "content": "x"}])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_without_a_template_chat_is_refused_with_advice() -> None:
 )
 def test_broken_or_hostile_templates_are_a_400(source: str) -> None:
     with pytest.raises(BadRequest):
-        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+        render(ChatTemplate(source, {}), [{"role": "user", "content": "x"}])
 
 
 def test_template_sources_in_order_of_preference(tmp_path: Path) -> None:

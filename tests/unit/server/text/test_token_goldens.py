@@ -1,4 +1,4 @@
-"""The router's golden cases are what transformers makes of the same requests, and what the engine makes of them."""
+"""Golden cases are what transformers makes of the same requests, and what the engine makes of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from baton.errors import BadRequest
 from baton.server.text.chat_template import ChatTemplate
-from baton.server.text.messages import normalize_messages
 from baton.server.text.tokenizer import Tokenizer
 from tests.support.goldens import token_goldens
+from tests.support.goldens.rendering import render
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,9 @@ def test_cases_are_the_engines(golden: dict[str, Any], name: str) -> None:
             kwargs.setdefault("reasoning_effort", body["reasoning_effort"])
         continues = body.get("continue_final_message", False)
         try:
-            text = template.render(
-                normalize_messages(body["messages"], template.caps),
+            text = render(
+                template,
+                body["messages"],
                 add_generation_prompt=body.get("add_generation_prompt", not continues),
                 continue_final_message=continues,
                 kwargs=kwargs,

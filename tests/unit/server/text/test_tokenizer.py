@@ -1,10 +1,11 @@
-"""The tokenizer's calls: on which thread they run, how many wait, and that they equal the wheel's plain ones."""
+"""The tokenizer's calls: on which thread they run, how many wait, and that they equal the tokenizers wheel's."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 
 from baton.errors import QueueFull
-from baton.server.text import tokenizer as module
-from baton.server.text.tokenizer import INLINE_CHARS, MAX_WAITING, WORKERS, Tokenizer
+from baton.server.text.tokenizer import (
+    INLINE_CHARS,
+    MAX_WAITING,
+    WORKERS,
+    PromptRules,
+    Tokenizer,
+)
 from tests.support.goldens import token_goldens
 
 FOLDERS = [token_goldens.DEMO, *(token_goldens.FOLDER / style for style in token_goldens.STYLES)]
@@ -28,7 +34,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Tokenizer, HFTokenizer]:
 
 @given(texts=st.lists(st.text(max_size=60), max_size=4), special=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_batch_calls_equal_plain_ones(
+def test_ids_and_texts_are_the_wheels(
     pair: tuple[Tokenizer, HFTokenizer], texts: list[str], special: bool
 ) -> None:
     ours, plain = pair
@@ -48,27 +54,36 @@ def test_no_token_stands_for_more_characters_than_the_bound(
     assert len(ours.encode(text, add_special_tokens=False)) * ours.max_chars_per_token >= len(text)
 
 
-class BatchOnly:
-    """Has the calls that release the GIL and no others; remembers the threads they ran on."""
-
-    def __init__(self, hf: Any) -> None:
-        self._hf = hf
-        self.threads: list[str] = []
-
-    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
-        self.threads.append(threading.current_thread().name)
-        return self._hf.encode_batch_fast(texts, **options)
+@pytest.fixture
+def no_forced_switches() -> Iterator[None]:
+    """A thread keeps the GIL until it releases it."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    yield
+    sys.setswitchinterval(usual)
 
 
-def test_long_texts_are_encoded_on_the_pool_by_a_call_that_releases_the_gil(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("no_forced_switches")
+def test_long_texts_are_encoded_on_the_pool_without_the_gil() -> None:
     tokenizer = Tokenizer(token_goldens.DEMO)
-    watched = BatchOnly(tokenizer._hf)
-    monkeypatch.setattr(tokenizer, "_hf", watched)
-    text = "router " * INLINE_CHARS
-    asyncio.run(tokenizer.offload(len(text), lambda: tokenizer.encode(text)))
-    assert [name.startswith("tokenize") for name in watched.threads] == [True]
+    turns = 0
+
+    def encode() -> tuple[str, int]:
+        before = turns
+        tokenizer.encode_prompt("router " * 100_000, PromptRules(), param="prompt")
+        return threading.current_thread().name, turns - before
+
+    async def turn_the_loop() -> tuple[str, int]:
+        nonlocal turns
+        work = asyncio.ensure_future(tokenizer.offload(INLINE_CHARS + 1, encode))
+        while not work.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return await work
+
+    thread, turns_meanwhile = asyncio.run(turn_the_loop())
+    assert thread.startswith("tokenize")
+    assert turns_meanwhile > 0
     tokenizer.close()
 
 
@@ -92,7 +107,3 @@ def test_texts_that_wait_for_a_thread_are_bounded() -> None:
 
     asyncio.run(fill())
     tokenizer.close()
-
-
-def test_wheel_may_not_start_threads_of_its_own() -> None:
-    assert module.os.environ["TOKENIZERS_PARALLELISM"] == "false"

@@ -3,19 +3,19 @@
 //!
 //! Clients write one wire format, templates expect several: content as a text, as a list of parts,
 //! or either; the arguments of tool calls as an object or as JSON text; system messages anywhere or
-//! only in front. [`TemplateCaps`] says what one template takes ([`super::template_probe`] finds
-//! out), [`normalize_messages`] rewrites messages accordingly.
-//!
-//! Deterministic, no I/O. Our engines normalize in the same way
-//! (engine/baton/server/text/messages.py); cases that both must satisfy are in
-//! tests/contract/golden/messages/cases.json.
+//! only in front. [`TemplateCaps`] says what one template takes ([`super::probe`] finds out),
+//! [`normalize_messages`] rewrites messages accordingly. Cases written by hand, with prompts
+//! rendered by transformers, are in tests/contract/golden/messages/cases.json.
 
 use std::collections::HashMap;
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-use super::python_text::json_text;
+use super::caps::{ArgumentsFormat, ContentFormat, EmptyContent, TemplateCaps};
+use super::json_value::{members_of, read_json};
+use super::python_text::{json_text, python_str, string_repr};
+use crate::refusal::{RefusalCode, TextRefusal};
 
 /// Nesting of tool-call arguments that templates get: below the depth at which JSON readers and
 /// printers give up.
@@ -25,131 +25,57 @@ const MAX_ARGUMENTS_DEPTH: usize = 100;
 const REASONING_NAMES: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 /// Between the texts of merged system messages.
 const SYSTEM_SEPARATOR: &str = "\n\n";
-/// From here on neighboring integers are one float: serde_json reads integers beyond 64 bits as
-/// floats, the engines read them exactly.
-const INEXACT_INTEGER: f64 = 9.2e18;
+/// Characters of a part's type that a refusal shows.
+const SHOWN_CHARS: usize = 50;
+const PART_EXAMPLE: &str = "must hold parts like {'type': 'text', 'text': …}";
 
-/// Form in which a template takes the content of messages of one role.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
-#[strum(serialize_all = "snake_case", const_into_str)]
-#[cfg_attr(test, derive(serde::Deserialize), serde(rename_all = "snake_case"))]
-pub enum ContentFormat {
-    /// A string; of a list it would print the syntax.
-    Text,
-    /// A list of parts; it would lose a string.
-    Parts,
-    /// A list of one part; it would lose the others.
-    OnePart,
-    /// A string or a list of parts.
-    Both,
-    /// Neither form reaches the prompt.
-    Dropped,
-    /// The template refuses messages of this role.
-    Refused,
-}
-
-impl ContentFormat {
-    pub fn is_rendered(self) -> bool {
-        !matches!(self, Self::Dropped | Self::Refused)
-    }
-}
-
-/// Form in which a template takes the arguments of tool calls.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
-#[strum(serialize_all = "snake_case", const_into_str)]
-#[cfg_attr(test, derive(serde::Deserialize), serde(rename_all = "snake_case"))]
-pub enum ArgumentsFormat {
-    Object,
-    JsonText,
-}
-
-/// Content of an assistant message that has tool calls and no text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
-#[strum(serialize_all = "snake_case", const_into_str)]
-#[cfg_attr(test, derive(serde::Deserialize), serde(rename_all = "snake_case"))]
-pub enum EmptyContent {
-    Text,
-    Null,
-}
-
-/// Capabilities of a chat template.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[cfg_attr(test, derive(serde::Deserialize))]
-pub struct TemplateCaps {
-    pub system: ContentFormat,
-    pub developer: ContentFormat,
-    /// Also used for roles without a field of their own.
-    pub user: ContentFormat,
-    pub assistant: ContentFormat,
-    pub tool: ContentFormat,
-    pub arguments: ArgumentsFormat,
-    pub empty_content: EmptyContent,
-    /// System messages behind the first message reach the prompt.
-    pub inline_system: bool,
-}
-
-/// Capabilities of a template that could not be probed.
-impl Default for TemplateCaps {
-    fn default() -> Self {
-        Self {
-            system: ContentFormat::Text,
-            developer: ContentFormat::Text,
-            user: ContentFormat::Text,
-            assistant: ContentFormat::Text,
-            tool: ContentFormat::Text,
-            arguments: ArgumentsFormat::Object,
-            empty_content: EmptyContent::Text,
-            inline_system: true,
-        }
-    }
-}
-
-impl TemplateCaps {
-    pub fn content_format(&self, role: &str) -> ContentFormat {
-        match role {
-            "system" => self.system,
-            "developer" => self.developer,
-            "assistant" => self.assistant,
-            "tool" => self.tool,
-            _ => self.user,
-        }
-    }
-
-    /// `name=value` of each field, the same text in engine and router: part of the tokenizer's
-    /// fingerprint.
-    pub fn canonical(&self) -> String {
-        format!(
-            "system={} developer={} user={} assistant={} tool={} arguments={} empty_content={} inline_system={}",
-            self.system.into_str(),
-            self.developer.into_str(),
-            self.user.into_str(),
-            self.assistant.into_str(),
-            self.tool.into_str(),
-            self.arguments.into_str(),
-            self.empty_content.into_str(),
-            self.inline_system
-        )
-    }
-}
-
-/// The `messages` of a body in the form that the template takes.
+/// The `messages` of a body, checked, in the form that the template takes.
 ///
-/// `None`: an engine refuses these messages (malformed, other content than text, text that the
-/// template drops), or they hold numbers that are not read exactly here.
-pub fn normalize_messages(value: &Value, caps: &TemplateCaps) -> Option<Vec<Value>> {
+/// Refused are messages that are malformed, hold other content than text, or whose text the
+/// template drops.
+pub fn normalize_messages(value: &Value, caps: &TemplateCaps) -> Result<Vec<Value>, TextRefusal> {
+    if value.is_none() || value.is_undefined() {
+        let message = "messages is required".to_owned();
+        return Err(TextRefusal::new(
+            RefusalCode::MissingField,
+            message,
+            "messages",
+        ));
+    }
     let is_list = value.kind() == ValueKind::Seq && value.len() != Some(0);
-    let given = value.try_iter().ok().filter(|_| is_list)?;
+    let given = value.try_iter().ok().filter(|_| is_list);
+    let given = given.ok_or_else(|| invalid("messages".to_owned(), "must be a non-empty array"))?;
     let mut messages: Vec<ChatMessage> = given
-        .map(|message| ChatMessage::read(&message))
-        .collect::<Option<_>>()?;
+        .enumerate()
+        .map(|(index, message)| ChatMessage::read(&message, &place_of(index)))
+        .collect::<Result<_, _>>()?;
     add_tool_names(&mut messages);
-    for message in &mut messages {
-        message.fit(caps)?;
+    for (index, message) in messages.iter_mut().enumerate() {
+        message.fit(caps, &place_of(index))?;
     }
     if !caps.inline_system {
         messages = merge_system_messages(messages, caps.system);
     }
-    Some(messages.into_iter().map(ChatMessage::into_value).collect())
+    Ok(messages.into_iter().map(ChatMessage::into_value).collect())
+}
+
+fn place_of(index: usize) -> String {
+    format!("messages[{index}]")
+}
+
+/// `param` with a problem that a client can mend.
+fn invalid(param: String, problem: &str) -> TextRefusal {
+    let message = format!("{param} {problem}");
+    TextRefusal::invalid(param, message)
+}
+
+fn missing(param: String, problem: &str) -> TextRefusal {
+    let message = format!("{param} {problem}");
+    TextRefusal::new(RefusalCode::MissingField, message, param)
+}
+
+fn unsupported(param: String, message: String) -> TextRefusal {
+    TextRefusal::new(RefusalCode::UnsupportedParameter, message, param)
 }
 
 /// A string or a list of text parts.
@@ -165,18 +91,18 @@ impl MessageContent {
         Self::Text(Value::from(text))
     }
 
-    /// `value`: the member `content`, if the message has one.
-    fn read(value: Option<&Value>, role: &str) -> Option<Self> {
-        let Some(value) = value.filter(|value| !value.is_none()) else {
-            return (role == "assistant").then_some(Self::Null);
-        };
-        match value.kind() {
-            ValueKind::String => Some(Self::Text(value.clone())),
-            ValueKind::Seq => {
-                let parts = value.try_iter().ok()?.map(|part| read_part(&part));
-                parts.collect::<Option<_>>().map(Self::Parts)
+    /// `value`: the member `content`, if the message has one. `place`: the message's.
+    fn read(value: Option<&Value>, role: &str, place: &str) -> Result<Self, TextRefusal> {
+        let param = format!("{place}.content");
+        let value = value.filter(|value| !value.is_none());
+        match value {
+            None if role == "assistant" => Ok(Self::Null),
+            Some(text) if text.kind() == ValueKind::String => Ok(Self::Text(text.clone())),
+            Some(parts) if parts.kind() == ValueKind::Seq => {
+                let parts = items_of(parts).map(|part| read_part(&part, &param));
+                parts.collect::<Result<_, _>>().map(Self::Parts)
             }
-            _ => None,
+            _ => Err(missing(param, "must be a string or an array of text parts")),
         }
     }
 
@@ -234,18 +160,27 @@ pub fn object<const N: usize>(members: [(&str, Value); N]) -> Value {
     Value::from_pairs(members)
 }
 
-fn read_part(part: &Value) -> Option<Value> {
-    let mut members = JsonObject::read(part)?;
-    let kind = members.get("type").cloned();
-    let is_text = kind.is_none_or(|kind| kind.as_str() == Some("text"));
-    let has_text = members
-        .get("text")
-        .is_some_and(|text| text.as_str().is_some());
-    if !is_text || !has_text {
-        return None;
+/// Items of a list; none of anything else.
+fn items_of(list: &Value) -> impl Iterator<Item = Value> {
+    list.try_iter().into_iter().flatten()
+}
+
+/// `param`: the content's.
+fn read_part(part: &Value, param: &str) -> Result<Value, TextRefusal> {
+    let no_text = || invalid(param.to_owned(), PART_EXAMPLE);
+    let mut members = JsonObject::read(part).ok_or_else(no_text)?;
+    members.set_default("type", Value::from("text"));
+    let kind = members.get("type").map(python_str).unwrap_or_default();
+    if kind != "text" {
+        let shown: String = kind.chars().take(SHOWN_CHARS).collect();
+        let shown = string_repr(&shown);
+        let message = format!("{param} has a part of type {shown}; only text is supported");
+        return Err(unsupported(param.to_owned(), message));
     }
-    members.set("type", Value::from("text"));
-    Some(members.into_value())
+    if members.text("text").is_none() {
+        return Err(no_text());
+    }
+    Ok(members.into_value())
 }
 
 fn member(of: &Value, name: &str) -> Value {
@@ -254,20 +189,17 @@ fn member(of: &Value, name: &str) -> Value {
 
 /// Members of an object in their order, without those that are null.
 #[derive(Debug, Clone)]
-struct JsonObject(Vec<(String, Value)>);
+pub struct JsonObject(Vec<(String, Value)>);
 
 impl JsonObject {
     /// `None`: the value is no object.
-    fn read(value: &Value) -> Option<Self> {
+    pub fn read(value: &Value) -> Option<Self> {
         Self::read_keeping(value, None)
     }
 
     /// `kept` keeps its place even if it is null.
     fn read_keeping(value: &Value, kept: Option<&str>) -> Option<Self> {
-        let is_map = value.kind() == ValueKind::Map;
-        let keys = value.try_iter().ok().filter(|_| is_map)?;
-        let members = keys.map(|key| Some((key.as_str()?.to_owned(), value.get_item(&key).ok()?)));
-        let mut members: Vec<(String, Value)> = members.collect::<Option<_>>()?;
+        let mut members = members_of(value)?;
         members.retain(|(name, value)| !value.is_none() || kept == Some(name));
         Some(Self(members))
     }
@@ -277,12 +209,13 @@ impl JsonObject {
         found.map(|(_, value)| value)
     }
 
-    fn text(&self, name: &str) -> Option<&str> {
+    /// A member that is a string.
+    pub fn text(&self, name: &str) -> Option<&str> {
         self.get(name).and_then(Value::as_str)
     }
 
     /// Replace a member in its place, or append it.
-    fn set(&mut self, name: &str, value: Value) {
+    pub fn set(&mut self, name: &str, value: Value) {
         match self.0.iter_mut().find(|(key, _)| key == name) {
             Some((_, old)) => *old = value,
             None => self.0.push((name.to_owned(), value)),
@@ -300,7 +233,7 @@ impl JsonObject {
         Some(self.0.remove(at).1)
     }
 
-    fn into_value(self) -> Value {
+    pub fn into_value(self) -> Value {
         Value::from_pairs(self.0)
     }
 }
@@ -312,6 +245,7 @@ struct ToolCall {
 }
 
 impl ToolCall {
+    /// `None`: the value is no object.
     fn read(value: &Value) -> Option<Self> {
         let members = JsonObject::read(value)?;
         let function = members.get("function").and_then(JsonObject::read);
@@ -322,11 +256,10 @@ impl ToolCall {
         self.function.as_ref().unwrap_or(&self.members)
     }
 
-    fn fit(&mut self, format: ArgumentsFormat) -> Option<()> {
-        let arguments = fitted_arguments(self.function().get("arguments"), format)?;
+    fn fit(&mut self, format: ArgumentsFormat) {
+        let arguments = fitted_arguments(self.function().get("arguments"), format);
         let function = self.function.as_mut().unwrap_or(&mut self.members);
         function.set("arguments", arguments);
-        Some(())
     }
 
     fn into_value(mut self) -> Value {
@@ -346,25 +279,22 @@ struct ChatMessage {
 }
 
 impl ChatMessage {
-    /// `None`: an engine refuses this message.
-    fn read(value: &Value) -> Option<Self> {
+    /// `place`: as refusals name the message.
+    fn read(value: &Value, place: &str) -> Result<Self, TextRefusal> {
         // Null stands for a content that is filled in.
-        let mut members = JsonObject::read_keeping(value, Some("content"))?;
-        let mut role = members.text("role")?.to_owned();
-        if role == "function" {
-            role = "tool".to_owned();
-        } else if role == "tool" {
-            members.text("tool_call_id")?;
-        }
-        let tool_calls = read_calls(&mut members)?;
+        let members = JsonObject::read_keeping(value, Some("content"));
+        let mut members = members
+            .ok_or_else(|| invalid(place.to_owned(), "must be an object with role and content"))?;
+        let role = read_role(&members, place)?;
+        let tool_calls = read_calls(&mut members, place)?;
         let reasoning = REASONING_NAMES.iter().find_map(|name| members.get(name));
         if let Some(reasoning) = reasoning.cloned() {
             for name in REASONING_NAMES {
                 members.set_default(name, reasoning.clone());
             }
         }
-        let content = MessageContent::read(members.get("content"), &role)?;
-        Some(Self {
+        let content = MessageContent::read(members.get("content"), &role, place)?;
+        Ok(Self {
             role,
             members,
             content,
@@ -372,22 +302,18 @@ impl ChatMessage {
         })
     }
 
-    /// Put role, arguments and content into the template's form. `None`: the template drops the
-    /// text, or a number is not read exactly here.
-    fn fit(&mut self, caps: &TemplateCaps) -> Option<()> {
+    /// Put role, arguments and content into the template's form.
+    fn fit(&mut self, caps: &TemplateCaps, place: &str) -> Result<(), TextRefusal> {
         if self.role == "developer" && !caps.developer.is_rendered() {
             self.role = "system".to_owned();
         }
         for call in &mut self.tool_calls {
-            call.fit(caps.arguments)?;
+            call.fit(caps.arguments);
         }
         let content = std::mem::replace(&mut self.content, MessageContent::Null);
         let format = caps.content_format(&self.role);
         if format == ContentFormat::Dropped {
-            let text = content.clone().into_text();
-            if text.as_str().is_some_and(|text| !text.trim().is_empty()) {
-                return None;
-            }
+            self.refuse_dropped_text(&content, place)?;
         }
         let is_null = content.is_empty()
             && !self.tool_calls.is_empty()
@@ -397,7 +323,24 @@ impl ChatMessage {
         } else {
             content.fit(format)
         };
-        Some(())
+        Ok(())
+    }
+
+    fn refuse_dropped_text(
+        &self,
+        content: &MessageContent,
+        place: &str,
+    ) -> Result<(), TextRefusal> {
+        let text = content.clone().into_text();
+        if text.as_str().is_none_or(|text| text.trim().is_empty()) {
+            return Ok(());
+        }
+        let role = &self.role;
+        let message = format!(
+            "the model's chat template drops the content of {role} messages; leave them out, or start the engine \
+             with a --chat-template FILE that writes them"
+        );
+        Err(unsupported(format!("{place}.content"), message))
     }
 
     fn into_value(self) -> Value {
@@ -418,16 +361,36 @@ impl ChatMessage {
     }
 }
 
+/// Role of a message; `function` is the older name of `tool`.
+fn read_role(members: &JsonObject, place: &str) -> Result<String, TextRefusal> {
+    let role = members
+        .text("role")
+        .ok_or_else(|| missing(format!("{place}.role"), "is required and must be a string"))?;
+    if role == "function" {
+        return Ok("tool".to_owned());
+    }
+    if role == "tool" && members.text("tool_call_id").is_none() {
+        let param = format!("{place}.tool_call_id");
+        return Err(missing(
+            param,
+            "is required: the id of the call that was answered",
+        ));
+    }
+    Ok(role.to_owned())
+}
+
 /// Calls of a message, those under the older name `function_call` too.
-fn read_calls(members: &mut JsonObject) -> Option<Vec<ToolCall>> {
+fn read_calls(members: &mut JsonObject, place: &str) -> Result<Vec<ToolCall>, TextRefusal> {
+    let param = || format!("{place}.tool_calls");
     let function_call = members.remove("function_call");
-    let calls = match members.get("tool_calls") {
+    let calls: Vec<ToolCall> = match members.get("tool_calls") {
         None => Vec::new(),
         Some(calls) if calls.kind() == ValueKind::Seq => {
-            let calls = calls.try_iter().ok()?.map(|call| ToolCall::read(&call));
-            calls.collect::<Option<_>>()?
+            let calls = items_of(calls).map(|call| ToolCall::read(&call));
+            let calls: Option<_> = calls.collect();
+            calls.ok_or_else(|| invalid(param(), "must hold objects with id, type and function"))?
         }
-        Some(_) => return None,
+        Some(_) => return Err(invalid(param(), "must be an array")),
     };
     let predecessor = function_call.as_ref().and_then(JsonObject::read);
     match predecessor {
@@ -436,12 +399,12 @@ fn read_calls(members: &mut JsonObject) -> Option<Vec<ToolCall>> {
                 ("type".to_owned(), Value::from("function")),
                 ("function".to_owned(), Value::from(())),
             ];
-            Some(vec![ToolCall {
+            Ok(vec![ToolCall {
                 members: JsonObject(members),
                 function: Some(function),
             }])
         }
-        _ => Some(calls),
+        _ => Ok(calls),
     }
 }
 
@@ -467,8 +430,8 @@ fn add_tool_names(messages: &mut [ChatMessage]) {
 }
 
 /// Arguments of one call. On the wire they are JSON text; an empty one, and null, are an empty
-/// object. `None`: a number is not read exactly here.
-fn fitted_arguments(given: Option<&Value>, format: ArgumentsFormat) -> Option<Value> {
+/// object.
+fn fitted_arguments(given: Option<&Value>, format: ArgumentsFormat) -> Value {
     let is_json_space = |c| matches!(c, ' ' | '\t' | '\r' | '\n');
     let given = given.filter(|value| {
         let text = value.as_str().map(|text| text.trim_matches(is_json_space));
@@ -480,28 +443,24 @@ fn fitted_arguments(given: Option<&Value>, format: ArgumentsFormat) -> Option<Va
     }
 }
 
-fn arguments_text(given: Option<&Value>) -> Option<Value> {
+fn arguments_text(given: Option<&Value>) -> Value {
     match given {
-        None => Some(Value::from("{}")),
-        Some(text) if text.as_str().is_some() => Some(text.clone()),
-        Some(value) if holds_inexact_number(value) => None,
-        Some(value) => json_text(value).ok().map(Value::from),
+        Some(text) if text.as_str().is_some() => text.clone(),
+        Some(value) => json_text(value).map_or_else(|_| Value::from("{}"), Value::from),
+        None => Value::from("{}"),
     }
 }
 
 /// Malformed arguments are an empty object: one such call must not end the conversation (matches
 /// vLLM).
-fn arguments_object(given: Option<&Value>) -> Option<Value> {
+fn arguments_object(given: Option<&Value>) -> Value {
     let parsed = given.and_then(|value| match value.as_str() {
-        Some(text) => serde_json::from_str::<Value>(text).ok(),
+        Some(text) => read_json(text).ok(),
         None => Some(value.clone()),
     });
-    let is_object = |value: &Value| value.kind() == ValueKind::Map;
-    match parsed.filter(is_object) {
-        Some(object) if holds_inexact_number(&object) => None,
-        Some(object) if !is_deeper(&object, MAX_ARGUMENTS_DEPTH) => Some(object),
-        _ => Some(object([])),
-    }
+    let is_fit =
+        |value: &Value| value.kind() == ValueKind::Map && !is_deeper(value, MAX_ARGUMENTS_DEPTH);
+    parsed.filter(is_fit).unwrap_or_else(|| object([]))
 }
 
 /// Values of an object or a list; none of anything else.
@@ -527,16 +486,6 @@ fn is_deeper(value: &Value, depth: usize) -> bool {
             .any(|child| is_deeper(child, depth - 1))
 }
 
-/// An integer beyond 64 bits, or -0, which the engines read as integers.
-fn holds_inexact_number(value: &Value) -> bool {
-    if value.kind() == ValueKind::Number && !value.is_integer() {
-        let number = f64::try_from(value.clone()).unwrap_or(f64::INFINITY);
-        let is_negative_zero = number == 0.0 && number.is_sign_negative();
-        return is_negative_zero || number.abs() >= INEXACT_INTEGER;
-    }
-    children(value).iter().any(holds_inexact_number)
-}
-
 /// Move the texts of all system messages into one message in front.
 fn merge_system_messages(messages: Vec<ChatMessage>, format: ContentFormat) -> Vec<ChatMessage> {
     let is_system = |message: &ChatMessage| message.role == "system";
@@ -557,14 +506,12 @@ fn merge_system_messages(messages: Vec<ChatMessage>, format: ContentFormat) -> V
 mod tests {
     use std::collections::BTreeMap;
 
+    use jiff::Zoned;
     use serde::Deserialize;
     use serde_json::value::RawValue;
 
+    use super::super::chat_template::{ChatTemplate, RenderOptions};
     use super::*;
-    use crate::request::body::ApiKind;
-    use crate::request::tokenize::TokenizeFallback;
-    use crate::request::tokenize::prompt::texts_of;
-    use crate::request::tokenize::template::ChatTemplate;
 
     /// Written by tests/support/goldens/message_goldens.py.
     #[derive(Deserialize)]
@@ -580,36 +527,41 @@ mod tests {
         /// As it is written: the order of members reaches the template.
         normalized: Option<Box<RawValue>>,
         text: Option<String>,
+        /// Member that the refusal names.
+        refused: Option<String>,
         #[serde(default)]
         continues: bool,
     }
 
     fn families() -> BTreeMap<String, TemplateFamily> {
-        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
         let file = root.join("tests/contract/golden/messages/cases.json");
         serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap()
     }
 
     fn compile(source: &str) -> ChatTemplate {
         let special = BTreeMap::from([("eos_token".to_owned(), "</s>".to_owned())]);
-        ChatTemplate::compile(source, special).unwrap()
+        ChatTemplate::new(Some(source), special, Zoned::default)
     }
 
     #[test]
     fn probed_capabilities_are_the_templates() {
         for (name, family) in families() {
-            assert_eq!(compile(&family.template).caps, family.caps, "{name}");
+            assert_eq!(*compile(&family.template).caps(), family.caps, "{name}");
         }
     }
 
     #[test]
-    fn normalized_messages_are_the_engines() {
+    fn normalized_messages_are_golden() {
         for (name, family) in families() {
             for case in &family.cases {
-                let given: Value = serde_json::from_str(case.messages.get()).unwrap();
+                let given = read_json(case.messages.get()).unwrap();
                 let normalized = normalize_messages(&given, &family.caps);
-                let normalized = normalized.map(|made| json_text(&Value::from(made)).unwrap());
+                let normalized = normalized
+                    .map(|made| json_text(&Value::from(made)).unwrap())
+                    .map_err(|refusal| refusal.param);
                 let expected = case.normalized.as_ref().map(|value| value.get().to_owned());
+                let expected = expected.ok_or_else(|| case.refused.clone().unwrap());
                 assert_eq!(normalized, expected, "{name}: {}", case.messages);
             }
         }
@@ -620,35 +572,87 @@ mod tests {
         for (name, family) in families() {
             let template = compile(&family.template);
             for case in family.cases {
-                let messages = &case.messages;
-                let continues = case.continues;
-                let body =
-                    format!(r#"{{"messages":{messages},"continue_final_message":{continues}}}"#);
-                let made = texts_of(body.as_bytes(), ApiKind::Chat, Some(&template));
-                let made = made.map(|made| made.texts.concat());
-                let expected = case.text.ok_or(TokenizeFallback::Unread);
-                assert_eq!(made, expected, "{name}: {}", case.messages);
+                let given = read_json(case.messages.get()).unwrap();
+                let Ok(messages) = template.normalize(&given) else {
+                    assert_eq!(case.text, None, "{name}: {}", case.messages);
+                    continue;
+                };
+                let options = RenderOptions {
+                    add_generation_prompt: !case.continues,
+                    continue_final_message: case.continues,
+                    ..RenderOptions::default()
+                };
+                let text = template.render(messages, options).ok();
+                assert_eq!(text, case.text, "{name}: {}", case.messages);
             }
         }
     }
 
+    fn refusal_of(messages: &str) -> TextRefusal {
+        let given = read_json(messages).unwrap();
+        normalize_messages(&given, &TemplateCaps::default()).unwrap_err()
+    }
+
     #[test]
-    fn numbers_that_are_not_read_exactly_are_left_to_the_engines() {
-        let caps = TemplateCaps::default();
-        for (number, is_read) in [
-            ("18446744073709551615", true),
-            ("18446744073709551616", false),
-            ("-9223372036854775809", false),
-            ("-0", false),
-            ("1.5e3", true),
+    fn refusals_name_the_member_and_the_remedy() {
+        for (messages, message) in [
+            ("null", "messages is required"),
+            ("[]", "messages must be a non-empty array"),
+            ("{}", "messages must be a non-empty array"),
+            ("[1]", "messages[0] must be an object with role and content"),
+            (
+                r#"[{"content": ""}]"#,
+                "messages[0].role is required and must be a string",
+            ),
+            (
+                r#"[{"role": "user"}]"#,
+                "messages[0].content must be a string or an array of text parts",
+            ),
+            (
+                r#"[{"role": "user", "content": [{"type": "it's"}]}]"#,
+                r#"messages[0].content has a part of type "it's"; only text is supported"#,
+            ),
+            (
+                r#"[{"role": "user", "content": [{"type": 7}]}]"#,
+                "messages[0].content has a part of type '7'; only text is supported",
+            ),
+            (
+                r#"[{"role": "user", "content": [{"type": "text"}]}]"#,
+                "messages[0].content must hold parts like {'type': 'text', 'text': …}",
+            ),
+            (
+                r#"[{"role": "tool", "content": ""}]"#,
+                "messages[0].tool_call_id is required: the id of the call that was answered",
+            ),
+            (
+                r#"[{"role": "assistant", "tool_calls": {}}]"#,
+                "messages[0].tool_calls must be an array",
+            ),
+            (
+                r#"[{"role": "assistant", "tool_calls": [1]}]"#,
+                "messages[0].tool_calls must hold objects with id, type and function",
+            ),
         ] {
-            let message = serde_json::json!([{
-                "role": "assistant",
-                "tool_calls": [{"function": {"arguments": format!("{{\"a\": [{number}]}}")}}],
-            }]);
-            let message: Value = serde_json::from_str(&message.to_string()).unwrap();
-            let normalized = normalize_messages(&message, &caps);
-            assert_eq!(normalized.is_some(), is_read, "{number}");
+            assert_eq!(refusal_of(messages).message, message);
+        }
+        assert_eq!(refusal_of("null").code, RefusalCode::MissingField);
+        assert_eq!(refusal_of("[]").code, RefusalCode::InvalidValue);
+    }
+
+    #[test]
+    fn arguments_keep_the_digits_of_long_integers() {
+        for number in [
+            "18446744073709551616",
+            "-9223372036854775809",
+            "1234567890123456789012345678901234567890",
+        ] {
+            let json = format!(
+                r#"[{{"role": "assistant", "tool_calls": [{{"function": {{"arguments": "{{\"a\": [{number}]}}"}}}}]}}]"#
+            );
+            let given = read_json(&json).unwrap();
+            let normalized = normalize_messages(&given, &TemplateCaps::default()).unwrap();
+            let text = json_text(&Value::from(normalized)).unwrap();
+            assert!(text.contains(&format!(r#"{{"a": [{number}]}}"#)), "{text}");
         }
     }
 }

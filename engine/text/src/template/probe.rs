@@ -4,15 +4,11 @@
 //! Each probe puts words into one place of a conversation and looks whether they reach the prompt.
 //! The order of the probes matters: later ones write the content of their other messages as the
 //! earlier ones found. Rendering twenty conversations takes less than a millisecond.
-//!
-//! Deterministic, no I/O. Our engines probe in the same way
-//! (engine/baton/server/text/template_probe.py).
 
 use minijinja::Value;
 
-use super::messages::{
-    ArgumentsFormat, ContentFormat, EmptyContent, MessageContent, TemplateCaps, object,
-};
+use super::caps::{ArgumentsFormat, ContentFormat, EmptyContent, TemplateCaps};
+use super::messages::{MessageContent, object};
 
 /// Text of a conversation; `None`: the template raises an error.
 type Render<'a> = &'a dyn Fn(Vec<Value>) -> Option<String>;

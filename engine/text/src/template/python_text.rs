@@ -4,8 +4,7 @@
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
-/// Deepest nesting of what `tojson` prints, as deep as JSON is read.
-const MAX_DEPTH: usize = 128;
+use super::json_value::{LongInteger, MAX_DEPTH};
 
 /// Python's `str(value)`. Strings are themselves.
 pub fn python_str(value: &Value) -> String {
@@ -56,7 +55,7 @@ fn float_repr(value: f64) -> String {
 }
 
 /// Python's `repr` of a string: in single quotes, unless it holds only such ones itself.
-fn string_repr(text: &str) -> String {
+pub fn string_repr(text: &str) -> String {
     let quote = if text.contains('\'') && !text.contains('"') {
         '"'
     } else {
@@ -182,6 +181,9 @@ impl JsonWriter {
                     writer.out += &writer.key;
                     writer.value(&value.get_item(key)?, depth + 1)
                 })?;
+            }
+            ValueKind::Plain if value.downcast_object_ref::<LongInteger>().is_some() => {
+                self.out += &value.to_string();
             }
             other => return Err(unfit(&format!("cannot print {other}"))),
         }

@@ -1,0 +1,94 @@
+//! Files of a tokenizer's directory.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use baton_text::template::ChatTemplate;
+use baton_text::tokenizer::TokenizerFiles;
+use jiff::Zoned;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use super::template::PyChatTemplate;
+use super::tokenizer::PyTokenizer;
+
+/// What the files of a directory say about its tokenizer and its chat template.
+#[pyclass(frozen, name = "TokenizerFiles", module = "baton._native")]
+pub struct PyTokenizerFiles {
+    files: TokenizerFiles,
+    template: Arc<ChatTemplate>,
+}
+
+#[pymethods]
+impl PyTokenizerFiles {
+    /// Read `dir`. `chat_template`: file of --chat-template. Raises ValueError with a sentence that
+    /// names the file.
+    #[new]
+    #[pyo3(signature = (dir, chat_template=None))]
+    fn new(py: Python<'_>, dir: PathBuf, chat_template: Option<PathBuf>) -> PyResult<Self> {
+        py.detach(|| {
+            let read = |path: &Path| std::fs::read(path);
+            let files = TokenizerFiles::read(&read, &dir, chat_template.as_deref())?;
+            let source = files.chat_template.as_deref();
+            let special_tokens = files.added_tokens.special_tokens.clone();
+            let template = ChatTemplate::new(source, special_tokens, Zoned::now);
+            Ok(Self {
+                files,
+                template: Arc::new(template),
+            })
+        })
+        .map_err(PyValueError::new_err::<String>)
+    }
+
+    /// Source of the chat template; None: the checkpoint has none.
+    #[getter]
+    fn chat_template(&self) -> Option<&str> {
+        self.files.chat_template.as_deref()
+    }
+
+    /// The compiled template.
+    #[getter]
+    fn template(&self) -> PyChatTemplate {
+        PyChatTemplate(self.template.clone())
+    }
+
+    /// By name, as chat templates read them.
+    #[getter]
+    fn special_tokens(&self) -> BTreeMap<String, String> {
+        self.files.added_tokens.special_tokens.clone()
+    }
+
+    /// Tokens that the other files add to tokenizer.json, and their flags (single_word, lstrip,
+    /// rstrip, normalized, special), 1 for those that are set.
+    #[getter]
+    fn added_tokens(&self) -> Vec<(String, String)> {
+        self.files.added_tokens.contents_and_flags()
+    }
+
+    /// Special tokens in a text are encoded like any other characters.
+    #[getter]
+    fn split_special_tokens(&self) -> bool {
+        self.files.added_tokens.split_special_tokens
+    }
+
+    /// Parts of a tokenizer's fingerprint; none where tokenizer.json says it all.
+    #[getter]
+    fn added_token_parts<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
+        let parts = self.files.added_tokens.fingerprint_parts();
+        parts.iter().map(|part| PyBytes::new(py, part)).collect()
+    }
+
+    /// SHA-256 over all that decides the ids of a prompt; empty without a tokenizer.json.
+    fn fingerprint(&self, py: Python<'_>) -> String {
+        py.detach(|| self.files.fingerprint(self.template.caps()))
+    }
+
+    /// Load the tokenizer. Raises ValueError with a sentence that names the file.
+    fn load_tokenizer(&self, py: Python<'_>) -> PyResult<PyTokenizer> {
+        let loaded = py.detach(|| self.files.load_tokenizer());
+        let tokenizer = loaded.map_err(PyValueError::new_err)?;
+        Ok(PyTokenizer(Arc::new(tokenizer)))
+    }
+}

@@ -1,0 +1,48 @@
+//! Python face of the text layer (`baton_text`): chat templates and tokenizers. Every function that
+//! works on a text releases the GIL.
+//!
+//! * `answers`: the running answers of a front, [`answers::PyAnswerTable`];
+//! * `files`: what the files of a directory say about tokenizer and template;
+//! * `template`: [`template::PyChatTemplate`];
+//! * `tokenizer`: [`tokenizer::PyTokenizer`].
+
+mod answers;
+mod files;
+mod template;
+mod tokenizer;
+
+use baton_text::refusal::TextRefusal as Refusal;
+use pyo3::create_exception;
+use pyo3::exceptions::PyException;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+create_exception!(
+    baton._native,
+    TextRefusal,
+    PyException,
+    "Why a request's text is refused: code, message and the body's member."
+);
+
+fn refused(refusal: Refusal) -> PyErr {
+    let code: &str = refusal.code.into_str();
+    TextRefusal::new_err((code, refusal.message, refusal.param))
+}
+
+/// Ids as Python's `array("i", …)` takes them.
+fn id_bytes<'py>(py: Python<'py>, ids: &[u32]) -> PyResult<Bound<'py, PyBytes>> {
+    PyBytes::new_with(py, size_of_val(ids), |out| {
+        for (place, id) in out.chunks_exact_mut(size_of::<u32>()).zip(ids) {
+            place.copy_from_slice(&id.to_ne_bytes());
+        }
+        Ok(())
+    })
+}
+
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add("TextRefusal", m.py().get_type::<TextRefusal>())?;
+    m.add_class::<files::PyTokenizerFiles>()?;
+    m.add_class::<template::PyChatTemplate>()?;
+    m.add_class::<tokenizer::PyTokenizer>()?;
+    answers::register(m)
+}
