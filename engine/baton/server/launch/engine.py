@@ -162,9 +162,7 @@ class _Launcher:
 
     # ---- parts of the start ------------------------------------------------------------------------------------
 
-    def _open_sockets(
-        self, folder: Path, tokenizer: Tokenizer
-    ) -> tuple[zmq.Context[Any], RankSet]:
+    def _open_sockets(self, folder: Path, tokenizer: Tokenizer) -> tuple[zmq.Context[Any], RankSet]:
         """PUSH to each rank and a shared PULL from all, as ipc sockets in a directory only this user can enter."""
         context: zmq.Context[Any] = zmq.Context()
         pull = context.socket(zmq.PULL)

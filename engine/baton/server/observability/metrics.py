@@ -308,7 +308,10 @@ class _GapCollector(Collector):
 
     def __init__(self, spec: Spec, model: str) -> None:
         self.spec = spec
-        self.counts: Callable[[], tuple[list[int], float]] = lambda: ([0] * (len(GAP_BUCKETS) + 1), 0.0)
+        self.counts: Callable[[], tuple[list[int], float]] = lambda: (
+            [0] * (len(GAP_BUCKETS) + 1),
+            0.0,
+        )
         """Observations by bucket of GAP_BUCKETS, and their sum [seconds]."""
         self._model = model
 

@@ -1,6 +1,6 @@
-"""How the text layer is to give an answer: what `baton._native.AnswerTable.open` takes (engine/text/src/answers/spec.rs).
+"""How the text layer is to give an answer, as `baton._native.AnswerTable.open` takes it.
 
-The field names are those of the Rust struct; it is encoded as MessagePack.
+The field names are those of the Rust struct (engine/text/src/answers/spec.rs); it is encoded as MessagePack.
 """
 
 from __future__ import annotations

@@ -306,9 +306,7 @@ class RankSet:
                 sinks[answer].on_chunk(chunk, now)
             except Exception:  # one request's trouble must not cost the other rows of the batch
                 log.exception("answer %d: its output could not be written", answer)
-                sinks[answer].fail(
-                    EngineError("internal error; the engine's log has the details")
-                )
+                sinks[answer].fail(EngineError("internal error; the engine's log has the details"))
         rank = self.ranks[fed.dp_rank]
         if fed.has_output:
             rank.nonfinite = 0
