@@ -4,5 +4,6 @@
 
 mod decoders;
 mod model;
+mod stop_strings;
 mod streams;
 mod text_offsets;
