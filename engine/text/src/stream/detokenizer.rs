@@ -116,7 +116,8 @@ impl WindowDetokenizer {
 
     fn feed(&mut self, decoder: &dyn TokenDecoder, id: u32, out: &mut String) {
         // The decoder leaves it out anyway; here it would count as a held token or as context.
-        if self.skip_special_tokens && decoder.is_special(id) {
+        let is_skipped = self.skip_special_tokens && decoder.is_special(id);
+        if is_skipped || decoder.token_bytes(id).is_empty() {
             return;
         }
         self.ids.push(id);

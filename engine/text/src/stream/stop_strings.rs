@@ -124,11 +124,8 @@ impl StopAutomaton {
         automaton
     }
 
-    /// Returns true if the stop string ends with this byte.
+    /// Returns true if the stop string ends with this byte; the text ends there, too.
     fn read_byte(&mut self, byte: u8) -> bool {
-        if self.matched_len == self.stop.len() {
-            self.matched_len = self.shorter_len[self.matched_len];
-        }
         while self.stop[self.matched_len] != byte {
             if self.matched_len == 0 {
                 return false;

@@ -202,13 +202,12 @@ impl TokenDecoder for LoadedTokenizer {
     }
 
     fn token_bytes(&self, id: u32) -> Cow<'_, [u8]> {
-        assert!(
-            self.is_bytewise,
-            "only byte-level tokens are asked for their bytes"
-        );
         let Some(token) = self.tokenizer.id_to_token(id) else {
             return Cow::Borrowed(&[]);
         };
+        if !self.is_bytewise {
+            return Cow::Owned(token.into_bytes());
+        }
         let letters = token.chars();
         Cow::Owned(letters.map(|letter| self.byte_of[&letter]).collect())
     }

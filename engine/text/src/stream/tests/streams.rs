@@ -158,6 +158,18 @@ proptest! {
     }
 
     #[test]
+    fn ids_without_text_within_character_change_nothing(
+        ids in interrupted_characters(),
+        sizes in group_sizes(),
+    ) {
+        let rules = TextRules { skip_special_tokens: true, ..TextRules::default() };
+        let (answer, pieces) = stream_answer(&SpacedTokens, &rules, &[], &ids, &sizes);
+        prop_assert_eq!(answer.text, SpacedTokens.decode(&ids, true));
+        let is_garbage_shown = pieces.concat().contains(char::REPLACEMENT_CHARACTER);
+        prop_assert!(!is_garbage_shown);
+    }
+
+    #[test]
     fn wrong_bytes_leave_characters_before_them(
         ids in vec(prop_oneof![spaced_ids(3), vec(visible_byte_id(), 1..6)], 0..12),
         sizes in group_sizes(),
@@ -167,6 +179,22 @@ proptest! {
         let (answer, _) = stream_answer(&SpacedTokens, &rules, &[], &ids, &sizes);
         prop_assert_eq!(answer.text, spaced_text_by_character(&ids));
     }
+}
+
+/// Characters as byte tokens, each followed by ids that have no text.
+fn interrupted_characters() -> impl Strategy<Value = Vec<u32>> {
+    let silent_ids = vec(
+        prop_oneof![0..2u32, Just(SPACED_IDS), Just(SPACED_IDS + 7)],
+        0..8,
+    );
+    let characters = vec("[é世界😀ß]", 0..8);
+    (characters, vec(silent_ids, 32)).prop_map(|(characters, silent)| {
+        let text = characters.concat();
+        let parts = text.bytes().zip(silent);
+        parts
+            .flat_map(|(byte, ids)| std::iter::once(byte_id(byte)).chain(ids))
+            .collect()
+    })
 }
 
 /// Byte tokens but the space: the first of an answer is not shown, so it may be given up with the
