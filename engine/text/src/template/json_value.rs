@@ -259,7 +259,7 @@ mod tests {
             prop_oneof![
                 proptest::collection::vec(inner.clone(), 0..6).prop_map(serde_json::Value::from),
                 proptest::collection::btree_map(any::<String>(), inner, 0..6)
-                    .prop_map(|members| serde_json::Value::from_iter(members)),
+                    .prop_map(serde_json::Value::from_iter),
             ]
         })
     }
