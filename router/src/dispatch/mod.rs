@@ -48,7 +48,8 @@ use crate::dispatch::retry::send_with_retries;
 use crate::dispatch::types::AttemptFailure;
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
-use crate::response::keepalive::{sse_headers, with_keepalive};
+use crate::response::keepalive::with_keepalive;
+use crate::response::stream_headers::sse_headers;
 use crate::transport::headers::end_to_end;
 
 /// Answer a generation request. Dropping the future drops everything the request holds.

@@ -8,6 +8,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_text::dialect::body::ManagedField;
 use router_core::{
     AttemptReason, FailedAttempt, GiveUpReason, ProtocolCode, RetryClass, RetryLimits, RetryPlan,
     RetryVerdict, Role, SelectionRefusal,
@@ -22,7 +23,6 @@ use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
 use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait};
 use crate::dispatch::types::{AttemptFailure, AttemptResult, build_leg, forwarded_ids};
 use crate::error::RouteError;
-use crate::request::body::ManagedField;
 
 /// Send the request until an answer opens, or no other attempt is to be made.
 pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {

@@ -27,6 +27,7 @@ pub(crate) mod vllm;
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_text::dialect::body::ManagedField;
 use router_core::{AttemptReason, LocalPrefillReason, LocalView, ProtocolCode, Role};
 use tokio::time::timeout;
 
@@ -43,7 +44,6 @@ use crate::dispatch::logprobs::merge_input_logprobs;
 use crate::dispatch::types::{AttemptFailure, AttemptResult, build_leg, forwarded_ids};
 use crate::error::RouteError;
 use crate::observability::fleet_feed::pair_traffic::PairId;
-use crate::request::body::ManagedField;
 use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::{Candidate, LoadGuard};
 use crate::workers::worker::Worker;

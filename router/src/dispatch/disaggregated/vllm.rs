@@ -11,6 +11,7 @@
 
 use std::sync::Arc;
 
+use baton_text::dialect::body::ManagedField;
 use http::{HeaderName, HeaderValue};
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -19,7 +20,6 @@ use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::UpstreamAttempt;
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::types::{AttemptFailure, AttemptResult, build_leg, observe_overhead};
-use crate::request::body::ManagedField;
 use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::LoadGuard;
 

@@ -5,6 +5,8 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use std::vec;
 
+use baton_text::dialect::answer_end::StreamEnd;
+use baton_text::dialect::sse::EventSplitter;
 use bytes::Bytes;
 use router_core::{AttemptReason, RequestOutcome};
 use tokio::sync::OwnedSemaphorePermit;
@@ -19,7 +21,6 @@ use crate::dispatch::proxy_body::event::{BodyEvent, StreamFailure, TruncatedResp
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::response::failover::NotResumable;
-use crate::response::sse::{EventSplitter, StreamEnd};
 use crate::transport::upstream::{ResponseBody, with_source};
 use crate::workers::load_guard::LoadGuard;
 use crate::workers::worker::WorkerState;

@@ -557,11 +557,11 @@ fn merge_system_messages(messages: Vec<ChatMessage>, format: ContentFormat) -> V
 mod tests {
     use std::collections::BTreeMap;
 
+    use baton_text::dialect::Dialect;
     use serde::Deserialize;
     use serde_json::value::RawValue;
 
     use super::*;
-    use crate::request::body::ApiKind;
     use crate::request::tokenize::TokenizeFallback;
     use crate::request::tokenize::prompt::texts_of;
     use crate::request::tokenize::template::ChatTemplate;
@@ -624,7 +624,7 @@ mod tests {
                 let continues = case.continues;
                 let body =
                     format!(r#"{{"messages":{messages},"continue_final_message":{continues}}}"#);
-                let made = texts_of(body.as_bytes(), ApiKind::Chat, Some(&template));
+                let made = texts_of(body.as_bytes(), Dialect::Chat, Some(&template));
                 let made = made.map(|made| made.texts.concat());
                 let expected = case.text.ok_or(TokenizeFallback::Unread);
                 assert_eq!(made, expected, "{name}: {}", case.messages);

@@ -29,6 +29,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_text::dialect::Dialect;
 use bytes::Bytes;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout};
@@ -39,7 +40,6 @@ pub use self::prompt::TokenizeFallback;
 use self::template::ChatTemplate;
 use crate::config::TokenizerFlags;
 use crate::observability::metrics::RouterMetrics;
-use crate::request::body::ApiKind;
 
 /// Longest prompt that is tokenized, as it stands in the body: about 250 000 tokens of English,
 /// half a second [bytes].
@@ -149,7 +149,7 @@ impl PromptTokenizer {
     /// thread.
     pub async fn read(
         self: &Arc<Self>,
-        api: ApiKind,
+        api: Dialect,
         body: &Bytes,
         prompt_bytes: usize,
         context_tokens: impl FnOnce() -> Option<u64>,
@@ -203,7 +203,7 @@ impl PromptTokenizer {
 
     fn ids_of(
         &self,
-        api: ApiKind,
+        api: Dialect,
         body: &[u8],
         context_tokens: Option<u64>,
     ) -> Result<PromptIds, TokenizeFallback> {

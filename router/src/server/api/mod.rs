@@ -24,6 +24,7 @@ use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, any, get, post};
+use baton_text::dialect::Dialect;
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 
 use self::auth::AccessLevel;
@@ -32,7 +33,6 @@ use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::status_label;
 use crate::error::{ErrorCode, RouteError};
 use crate::observability::access_log::class;
-use crate::request::body::ApiKind;
 use crate::server::http_util::{REQUEST_ID, is_generation, new_request_id};
 use crate::server::ui;
 
@@ -42,7 +42,7 @@ type Route = (&'static str, AccessLevel, MethodRouter<Arc<AppState>>);
 fn routes() -> Vec<Route> {
     use AccessLevel::{Client, Control, Open};
     let flush = post(proxy::flush_cache).get(proxy::flush_cache);
-    let generate = post(handler(ApiKind::Generate)).put(handler(ApiKind::Generate));
+    let generate = post(handler(Dialect::Generate)).put(handler(Dialect::Generate));
     let worker = get(admin::show_worker).delete(admin::remove_worker);
     let drain = get(draining::show_drain).post(draining::drain_worker);
     let mut routes: Vec<Route> = Vec::new();
@@ -50,16 +50,16 @@ fn routes() -> Vec<Route> {
         routes.extend(paths.iter().map(|path| (*path, level, methods.clone())));
     };
     add(
-        &[ApiKind::Chat.path()],
+        &[Dialect::Chat.path()],
         Client,
-        post(handler(ApiKind::Chat)),
+        post(handler(Dialect::Chat)),
     );
     add(
-        &[ApiKind::Completions.path()],
+        &[Dialect::Completions.path()],
         Client,
-        post(handler(ApiKind::Completions)),
+        post(handler(Dialect::Completions)),
     );
-    add(&[ApiKind::Generate.path()], Client, generate);
+    add(&[Dialect::Generate.path()], Client, generate);
     let tokens = ["/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"];
     add(&tokens, Client, post(proxy::forward));
     add(&["/v1/models"], Client, get(proxy::models));
@@ -270,10 +270,10 @@ fn request_id(app: &AppState, request: &Request) -> HeaderValue {
     let given = names
         .filter_map(|name| request.headers().get(name))
         .find(|value| !value.is_empty() && value.len() <= 256);
-    let api = || ApiKind::of_path(request.uri().path());
+    let dialect = || Dialect::of_path(request.uri().path());
     given
         .cloned()
-        .unwrap_or_else(|| new_request_id(api().map_or("req-", ApiKind::id_prefix)))
+        .unwrap_or_else(|| new_request_id(dialect().map_or("req-", Dialect::id_prefix)))
 }
 
 fn allowed_origin(app: &AppState, headers: &HeaderMap) -> Option<HeaderValue> {
