@@ -178,6 +178,18 @@ SECOND_FLOOR = {
         "health",
         "discovery",
     ),
+    "router/src/dispatch": (
+        "app",
+        "context",
+        "attempt",
+        "prefill_leg",
+        "attempt_result",
+        "leg_setup",
+        "disaggregated",
+        "resume_pacing",
+        "retry",
+        "proxy_body",
+    ),
     "router/src/server": (
         "http_util",
         "header_timeout",

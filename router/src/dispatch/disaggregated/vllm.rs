@@ -18,8 +18,9 @@ use serde_json::value::RawValue;
 
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::UpstreamAttempt;
+use crate::dispatch::attempt_result::{AttemptFailure, AttemptResult};
 use crate::dispatch::context::RequestContext;
-use crate::dispatch::types::{AttemptFailure, AttemptResult, build_leg, observe_overhead};
+use crate::dispatch::leg_setup::{build_leg, observe_overhead};
 use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::LoadGuard;
 

@@ -15,7 +15,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{UpstreamResponse, silent_error, upstream_error};
 use crate::dispatch::context::RequestContext;
-use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
+use crate::dispatch::prefill_leg::PrefillAttempt;
 use crate::dispatch::proxy_body::client_answer::ClientAnswer;
 use crate::dispatch::proxy_body::event::{BodyEvent, StreamFailure, TruncatedResponse, WorkerLoss};
 use crate::error::RouteError;

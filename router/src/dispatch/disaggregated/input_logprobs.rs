@@ -10,7 +10,7 @@ use baton_text::dialect::input_logprobs::{merge_first_event, merge_whole};
 use tokio::time::timeout;
 
 use crate::dispatch::attempt::UpstreamResponse;
-use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
+use crate::dispatch::prefill_leg::PrefillAttempt;
 
 /// The decode leg has begun, so the prefill leg's answer is complete or on its way: a stream waits
 /// this long for it.
