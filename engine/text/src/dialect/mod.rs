@@ -46,7 +46,7 @@ pub struct DialectFields {
 /// Form of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PromptKind {
-    /// One conversation, which a chat template makes a text of.
+    /// A conversation, which a chat template makes a text of.
     Messages,
     /// A text or the token ids of one, or a list of either.
     Texts,
