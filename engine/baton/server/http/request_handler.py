@@ -150,10 +150,10 @@ class RequestHandler:
                 response, outcome = await self._stream(request, generation, headers)
                 status = 200
                 return response
-            body = await self._whole(generation)
+            whole = await self._whole(generation)
             status = 200
             outcome = "ok"
-            return json_body_response(body, headers=headers | self._router_headers(generation))
+            return json_body_response(whole, headers=headers | self._router_headers(generation))
         except EngineError as err:
             status = err.status
             outcome = err.code

@@ -184,7 +184,7 @@ class RankSet:
 
     def open_answer(self, spec: bytes, sink: AnswerSink) -> int:
         """Begin an answer (answer_spec.AnswerSpec) of items that were just submitted; returns its id."""
-        answer = self.answers.open(spec)
+        answer: int = self.answers.open(spec)
         self._sinks[answer] = sink
         return answer
 
@@ -285,7 +285,7 @@ class RankSet:
             self.on_kv_events(message)
         elif isinstance(message, messages.TimelinesMessage):
             self.on_timelines(message)
-        else:
+        elif isinstance(message, messages.FatalMessage):
             self.died(message.dp_rank, message.message)
 
     def _take_tokens(self, fed: FedBatch, now: float) -> None:

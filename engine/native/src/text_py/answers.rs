@@ -1,6 +1,8 @@
 //! The running answers of a front: `AnswerTable`.
 
-use baton_text::answers::{AnswerSpec, AnswerTable, FedBatch, broken_stream_end};
+use baton_text::answers::{AnswerSpec, AnswerTable, FedBatch};
+use baton_text::dialect::Dialect;
+use baton_text::dialect::sse::error_end;
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -153,15 +155,15 @@ fn to_python(py: Python<'_>, fed: FedBatch) -> PyResult<PyFedBatch> {
 }
 
 /// End of a stream that broke: the error's event and `[DONE]`. `body`: `{"error":{…}}`.
-#[pyfunction(name = "broken_stream_end")]
-fn broken_stream_end_py<'py>(py: Python<'py>, body: &[u8]) -> Bound<'py, PyBytes> {
-    PyBytes::new(py, &broken_stream_end(body))
+#[pyfunction]
+fn broken_stream_end<'py>(py: Python<'py>, body: &[u8]) -> Bound<'py, PyBytes> {
+    PyBytes::new(py, &error_end(body))
 }
 
 /// A request's id without the prefix of an API.
 #[pyfunction]
 fn plain_id(request_id: &str) -> &str {
-    baton_text::dialect::plain_id(request_id)
+    Dialect::without_prefix(request_id)
 }
 
 /// Ids that name the same request: this one first, then those with another prefix or none.
@@ -176,7 +178,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<PyFirstToken>()?;
     m.add_class::<PyFailedAnswer>()?;
     m.add_class::<PyAnswerCounts>()?;
-    m.add_function(wrap_pyfunction!(broken_stream_end_py, m)?)?;
+    m.add_function(wrap_pyfunction!(broken_stream_end, m)?)?;
     m.add_function(wrap_pyfunction!(plain_id, m)?)?;
     m.add_function(wrap_pyfunction!(id_spellings, m)?)
 }

@@ -3,17 +3,15 @@
 use std::sync::Arc;
 
 use super::choice::RunningChoice;
-use super::spec::{AnswerFormat, AnswerSpec};
-use crate::dialect::response_id;
+use super::spec::AnswerSpec;
+use crate::dialect::sse::DONE_EVENT;
 use crate::dialect::write::{
     AnswerHead, AnswerWriter, ChatWriter, ChoiceOutput, CompletionWriter, Delta, GenerateWriter,
     ResumeComments, UsageCounts, WriteContext,
 };
+use crate::dialect::{Dialect, response_id};
 use crate::stream::{TextOffsets, TextRules};
 use crate::tokenizer::TokenDecoder;
-
-/// End of every stream.
-pub const DONE: &[u8] = b"data: [DONE]\n\n";
 
 /// See the module.
 pub struct RunningAnswer {
@@ -46,7 +44,7 @@ impl RunningAnswer {
             min_tokens: spec.min_tokens,
         });
         let head = AnswerHead {
-            id: response_id(spec.format.id_prefix(), spec.rid, &spec.request_id),
+            id: response_id(spec.format, spec.rid, &spec.request_id),
             model: spec.model,
             created: spec.created,
             includes_usage: spec.includes_usage,
@@ -58,9 +56,9 @@ impl RunningAnswer {
             arrived: spec.arrived,
         };
         let writer: Box<dyn AnswerWriter> = match spec.format {
-            AnswerFormat::Chat => Box::new(ChatWriter::new(head)),
-            AnswerFormat::Completions => Box::new(CompletionWriter::new(head)),
-            AnswerFormat::Generate => Box::new(GenerateWriter::new(head, spec.choices.len())),
+            Dialect::Chat => Box::new(ChatWriter::new(head)),
+            Dialect::Completions => Box::new(CompletionWriter::new(head)),
+            Dialect::Generate => Box::new(GenerateWriter::new(head, spec.choices.len())),
         };
         let mut choices = Vec::with_capacity(spec.choices.len());
         let mut outputs = Vec::with_capacity(spec.choices.len());
@@ -170,7 +168,7 @@ impl RunningAnswer {
         }
         if is_done {
             self.writer.write_end(&context, out);
-            out.extend_from_slice(DONE);
+            out.extend_from_slice(DONE_EVENT);
             self.is_finished = true;
         } else if let (Some(comments), Some(at)) = (&mut self.comments, last_event) {
             comments.write_before(at, out);

@@ -22,5 +22,5 @@ mod tests;
 
 pub use gap_histogram::GapHistogram;
 pub use spec::{AnswerSpec, ChoiceSpec};
-pub use table::{AnswerCounts, AnswerTable, FailedAnswer, FedBatch, FirstToken, broken_stream_end};
+pub use table::{AnswerCounts, AnswerTable, FailedAnswer, FedBatch, FirstToken};
 pub use token_batch::{BatchError, FirstTokenStages, PulledPages};

@@ -3,30 +3,13 @@
 
 use serde::Deserialize;
 
-/// API in which an answer is written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum AnswerFormat {
-    Chat,
-    Completions,
-    Generate,
-}
-
-impl AnswerFormat {
-    /// Of response ids.
-    pub fn id_prefix(self) -> &'static str {
-        match self {
-            AnswerFormat::Chat => "chatcmpl-",
-            AnswerFormat::Completions => "cmpl-",
-            AnswerFormat::Generate => "",
-        }
-    }
-}
+use crate::dialect::Dialect;
 
 /// One request's answer: the choices of all its prompts.
 #[derive(Debug, Deserialize)]
 pub struct AnswerSpec {
-    pub format: AnswerFormat,
+    /// API in which it is written.
+    pub format: Dialect,
     /// The client's id of the request, if it states one: that of the response.
     pub rid: Option<String>,
     /// Id of the HTTP request.

@@ -5,11 +5,11 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use super::answer::{DONE, RunningAnswer};
+use super::answer::RunningAnswer;
 use super::gap_histogram::GapHistogram;
 use super::spec::AnswerSpec;
 use super::token_batch::{BatchError, FirstTokenStages, RankFinish, TokenBatch, TokenRow};
-use crate::dialect::write::{UsageCounts, write_error_event};
+use crate::dialect::write::UsageCounts;
 use crate::tokenizer::TokenDecoder;
 
 /// Code and message of an item that its rank ended without saying why.
@@ -242,12 +242,4 @@ impl AnswerTable {
         answer.write_output(&*self.decoder, now, &mut chunk);
         (chunk, answer.is_finished)
     }
-}
-
-/// End of a stream that broke: the error and `[DONE]`. `body`: `{"error":{…}}`.
-pub fn broken_stream_end(body: &[u8]) -> Vec<u8> {
-    let mut out = Vec::with_capacity(body.len() + 32);
-    write_error_event(body, &mut out);
-    out.extend_from_slice(DONE);
-    out
 }

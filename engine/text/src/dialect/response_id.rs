@@ -1,11 +1,15 @@
 //! Ids of responses. A request has one id on all hops; each API puts its own prefix in front.
 
-/// Prefixes of response ids: of chats, completions, and the router's ids for /generate.
-const ID_PREFIXES: [&str; 3] = ["chatcmpl-", "cmpl-", "gnt-"];
+use super::Dialect;
 
-/// The response's id: a client's own id of its request as it is, else the request's id with `prefix`
-/// in front, so that logs of all hops meet (matches vLLM). The router's ids have it already.
-pub fn response_id(prefix: &str, rid: Option<String>, request_id: &str) -> String {
+/// The response's id: a client's own id of its request as it is, else the request's id with the
+/// prefix of OpenAI's API in front, so that logs of all hops meet (matches vLLM). The router's ids
+/// have it already.
+pub fn response_id(dialect: Dialect, rid: Option<String>, request_id: &str) -> String {
+    let prefix = match dialect {
+        Dialect::Chat | Dialect::Completions => dialect.id_prefix(),
+        Dialect::Generate => "",
+    };
     match rid {
         Some(rid) => rid,
         None if request_id.starts_with(prefix) => request_id.to_owned(),
@@ -13,16 +17,10 @@ pub fn response_id(prefix: &str, rid: Option<String>, request_id: &str) -> Strin
     }
 }
 
-/// A request's id without an API's prefix: `x-request-id: ID` is answered with `"id": "chatcmpl-ID"`.
-pub fn plain_id(request_id: &str) -> &str {
-    let plain = |prefix: &&str| request_id.strip_prefix(prefix);
-    ID_PREFIXES.iter().find_map(plain).unwrap_or(request_id)
-}
-
 /// Ids that name the same request: this one first, then those with another prefix or none.
 pub fn id_spellings(request_id: &str) -> Vec<String> {
-    let plain = plain_id(request_id);
-    let prefixed = ID_PREFIXES.iter().map(|prefix| format!("{prefix}{plain}"));
+    let plain = Dialect::without_prefix(request_id);
+    let prefixed = Dialect::ALL.map(|dialect| format!("{}{plain}", dialect.id_prefix()));
     let mut spellings = vec![request_id.to_owned()];
     for other in std::iter::once(plain.to_owned()).chain(prefixed) {
         if !spellings.contains(&other) {
@@ -38,10 +36,13 @@ mod tests {
 
     #[test]
     fn prefix_is_added_once() {
-        assert_eq!(response_id("cmpl-", None, "7"), "cmpl-7");
-        assert_eq!(response_id("cmpl-", None, "cmpl-7"), "cmpl-7");
-        assert_eq!(response_id("cmpl-", Some("mine".to_owned()), "7"), "mine");
-        assert_eq!(response_id("", None, "7"), "7");
+        assert_eq!(response_id(Dialect::Completions, None, "7"), "cmpl-7");
+        assert_eq!(response_id(Dialect::Completions, None, "cmpl-7"), "cmpl-7");
+        assert_eq!(
+            response_id(Dialect::Completions, Some("mine".to_owned()), "7"),
+            "mine"
+        );
+        assert_eq!(response_id(Dialect::Generate, None, "7"), "7");
     }
 
     #[test]

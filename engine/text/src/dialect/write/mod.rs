@@ -20,7 +20,6 @@ pub use chat::ChatWriter;
 pub use completions::CompletionWriter;
 pub use generate::GenerateWriter;
 pub use logprobs::TokenLogprobs;
-pub use openai::write_error_event;
 pub use resume_comment::ResumeComments;
 
 use crate::stream::TextOffsets;

@@ -165,10 +165,3 @@ fn push_usage(out: &mut Vec<u8>, usage: UsageCounts) {
     push_number(out, usage.cached_tokens);
     out.extend_from_slice(b"}}");
 }
-
-/// Appends the event of an error. `body`: `{"error":{…}}`.
-pub fn write_error_event(body: &[u8], out: &mut Vec<u8>) {
-    out.extend_from_slice(b"data: ");
-    out.extend_from_slice(body);
-    out.extend_from_slice(b"\n\n");
-}

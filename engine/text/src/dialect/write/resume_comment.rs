@@ -4,6 +4,7 @@
 //! with the event; the first comment also tells the seed and the time of the answer.
 
 use super::json::{push_ids, push_number};
+use crate::dialect::resume::COMMENT;
 
 /// Writes the comments of one stream.
 #[derive(Debug)]
@@ -30,7 +31,8 @@ impl ResumeComments {
     /// Puts a comment into `out` at `last_event`, where the last event begins.
     pub fn write_before(&mut self, last_event: usize, out: &mut Vec<u8>) {
         let event = out.split_off(last_event);
-        out.extend_from_slice(b": baton {\"ids\":");
+        out.extend_from_slice(COMMENT);
+        out.extend_from_slice(b"{\"ids\":");
         push_ids(out, &self.ids);
         self.ids.clear();
         if let Some((seed, created)) = self.untold.take() {
