@@ -40,6 +40,7 @@ def start_logs(level: str, log_format: str, process: str = "") -> None:
     handler.setFormatter(JsonLine(process) if log_format == "json" else TextLine(process))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
+    _skip_unused_facts()
     if log_format == "json":
         sys.excepthook = _log_uncaught
         threading.excepthook = _log_uncaught_in_thread
@@ -48,6 +49,16 @@ def start_logs(level: str, log_format: str, process: str = "") -> None:
     except ImportError:  # then there are no native threads; what needs the extension reports it
         return
     start_native_logs(level, log_format, process)
+
+
+def _skip_unused_facts() -> None:
+    """Spare what records gather and no line shows: a third of a line's cost (logging's documentation, Optimization)."""
+    logging._srcfile = None  # type: ignore[attr-defined]
+    logging.logThreads = False
+    logging.logProcesses = False
+    logging.logMultiprocessing = False
+    if sys.version_info >= (3, 12):
+        logging.logAsyncioTasks = False
 
 
 def fields(**values: object) -> dict[str, Any]:
@@ -158,7 +169,7 @@ def _text_line(
 
 def _rfc3339(unix_secs: float) -> str:
     moment = datetime.fromtimestamp(unix_secs, timezone.utc)
-    return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return moment.isoformat(timespec="microseconds").removesuffix("+00:00") + "Z"
 
 
 def _compact_json(event: Mapping[str, object]) -> str:

@@ -116,7 +116,7 @@ class RequestHandler:
         cut = asyncio.get_running_loop().call_later(
             limit + SLOW_CLIENT_SECS, _cut_connection, request
         )
-        self.metrics.in_flight.labels(endpoint).inc()
+        self.metrics.of_endpoint(endpoint).in_flight.inc()
         ticket = object()
         self.arrivals[ticket] = arrived
         self.is_idle.clear()
@@ -172,7 +172,7 @@ class RequestHandler:
             del self.arrivals[ticket]
             if not self.arrivals:
                 self.is_idle.set()
-            self.metrics.in_flight.labels(endpoint).dec()
+            self.metrics.of_endpoint(endpoint).in_flight.dec()
             self.metrics.requests.labels(endpoint, outcome).inc()
             if generation is not None:
                 generation.close()
@@ -194,6 +194,12 @@ class RequestHandler:
         except RateLimited:
             self.metrics.rate_limited.inc()
             raise
+        if (priority, priority_class, tenant) == (
+            accepted.priority,
+            accepted.priority_class,
+            accepted.tenant,
+        ):
+            return accepted
         return replace(accepted, priority=priority, priority_class=priority_class, tenant=tenant)
 
     def _spend(self, tenant: str, tokens: int) -> None:
@@ -260,7 +266,7 @@ class RequestHandler:
         m.cached_tokens.inc(g.cached_tokens)
         m.completion_tokens.inc(g.completion_tokens)
         if outcome == "ok":
-            m.e2e.labels(m.model_name, endpoint).observe(e2e)
+            m.of_endpoint(endpoint).e2e.observe(e2e)
             m.prompt_length.observe(g.prompt_tokens)
             m.completion_length.observe(g.completion_tokens)
         ttft = None if g.first_token_at is None else g.first_token_at - arrived

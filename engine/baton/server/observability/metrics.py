@@ -322,6 +322,15 @@ class _GapCollector(Collector):
         yield family
 
 
+@dataclass(frozen=True, slots=True)
+class EndpointMetrics:
+    """Series of one endpoint."""
+
+    in_flight: prometheus.Gauge
+    ttft: prometheus.Histogram
+    e2e: prometheus.Histogram
+
+
 class EngineMetrics:
     """The front's metrics, one instance per process (own registry: tests start several)."""
 
@@ -337,6 +346,7 @@ class EngineMetrics:
         prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that is not read
         self.registry = prometheus.CollectorRegistry()
         self.model_name = model
+        self._of_endpoint: dict[str, EndpointMetrics] = {}
         self.table: dict[Spec, Collector] = {}
         """Metrics of the front."""
         self._add_request_metrics()
@@ -349,6 +359,18 @@ class EngineMetrics:
         self.registry.register(
             metric_aliases.CompatCollector(compat_names, model, page_size, PREFIX, self._native)
         )
+
+    def of_endpoint(self, endpoint: str) -> EndpointMetrics:
+        """The series of an endpoint, looked up once."""
+        known = self._of_endpoint.get(endpoint)
+        if known is None:
+            known = EndpointMetrics(
+                in_flight=self.in_flight.labels(endpoint),
+                ttft=self.ttft.labels(self.model_name, endpoint),
+                e2e=self.e2e.labels(self.model_name, endpoint),
+            )
+            self._of_endpoint[endpoint] = known
+        return known
 
     def _add_request_metrics(self) -> None:
         self.requests = self._add_counter(

@@ -61,8 +61,10 @@ def read_params(
 
     def choose(name: str, neutral: Any) -> Any:
         """The request's value, else the checkpoint's, else the one that changes nothing."""
-        values = (getattr(stated, name), getattr(defaults, name), neutral)
-        return next(value for value in values if value is not None)
+        value = getattr(stated, name)
+        if value is None:
+            value = getattr(defaults, name)
+        return neutral if value is None else value
 
     stop_ids = vocabulary.read_ids(prefix + "stop_token_ids", stated.stop_token_ids, MAX_STOP_IDS)
     if not stated.ignore_eos:

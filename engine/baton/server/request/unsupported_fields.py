@@ -35,13 +35,13 @@ GENERATE: dict[str, tuple[Any, ...]] = SHARED | {
     "return_prompt_logprobs": (False,),
 }  # fmt: skip
 # Names without effect on the answer of this engine.
-IGNORED = (
+IGNORED = frozenset((
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
     "custom_labels", "no_logs", "log_metrics", "session_id", "background",
     "vllm_xargs", "return_text_in_logprobs", "prompt_cache_retention", "verbosity",
     # Of models with a reasoning parser; sglang-router sends its default, true, with every chat request.
     "separate_reasoning", "stream_reasoning",
-)  # fmt: skip
+))  # fmt: skip
 
 
 def refuse(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:

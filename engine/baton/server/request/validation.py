@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,6 +57,7 @@ GENERATE_MAX_TOKENS = 128
 """SGLang's default for /generate."""
 DEADLINE_HEADER = "x-deadline-remaining-ms"
 TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+DEADLINE_HEADERS = (DEADLINE_HEADER, *TTFT_HEADERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ class RequestValidator:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(facts.chat_template, facts.special_tokens)
         self.tenancy = Tenancy(config)
+        self._unused_fields = frozenset(self.tenancy.unused_fields)
         self.model_names = sorted({facts.name, config.model_path, str(facts.path), "default"})
         self.context_length = facts.context_length
         self.fingerprint: Mapping[str, str] = {}
@@ -479,15 +482,11 @@ class RequestValidator:
     ) -> list[str]:
         """Fields of `body` that none of the schemas and tables knows. Raises UnsupportedParameter for a refused one."""
         unsupported_fields.refuse(body, refused, prefix)
-        known = {name for cls in schemas for name in cls.__struct_fields__} - {
-            *self.tenancy.unused_fields
-        }
-        ignored = (
-            n
-            for n in body
-            if n not in known and n not in refused and n not in unsupported_fields.IGNORED
-        )
-        return [prefix + name for name in ignored]
+        unknown = body.keys() - _field_names(*schemas) - refused.keys() - unsupported_fields.IGNORED
+        unused = body.keys() & self._unused_fields
+        if not unknown and not unused:
+            return []
+        return [prefix + name for name in body if name in unknown or name in unused]
 
     def _accept(
         self,
@@ -553,6 +552,11 @@ class _Common:
     seed: int | None
 
 
+@lru_cache
+def _field_names(*schemas: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(name for schema in schemas for name in schema.__struct_fields__)
+
+
 def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
@@ -592,6 +596,8 @@ def with_deadline_headers(accepted: AcceptedRequest, headers: Mapping[str, str])
 
     The smaller of field and header counts. Raises BadRequest for a header that is not a number of milliseconds.
     """
+    if not any(name in headers for name in DEADLINE_HEADERS):
+        return accepted
     ttft = [accepted.ttft_deadline_secs, *(_header_secs(headers, name) for name in TTFT_HEADERS)]
     total = [accepted.deadline_secs, _header_secs(headers, DEADLINE_HEADER)]
     return replace(accepted, ttft_deadline_secs=_least(ttft), deadline_secs=_least(total))

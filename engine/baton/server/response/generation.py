@@ -196,7 +196,7 @@ class Generation:
             self.first_token_at = now
         if first.choice == 0 and first.stages is not None:
             self.stages = decode_stages(first.stages)
-        self.metrics.ttft.labels(self.metrics.model_name, self.endpoint).observe(now - self.arrived)
+        self.metrics.of_endpoint(self.endpoint).ttft.observe(now - self.arrived)
 
     def on_metered(self, tokens: int) -> None:
         if self.on_generated is not None:
