@@ -48,7 +48,7 @@ from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
 from baton.server.request.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.request.text_rules import TextRules
 from baton.server.request.validation import AcceptedRequest, PromptItem, RequestValidator
-from baton.server.response.answer_spec import AnswerFormat
+from baton.server.response.answer_spec import Dialect
 from baton.server.response.generation import Generation
 from baton.server.response.kv_event_stream import KvStreams
 from baton.server.text.model_info import ModelFacts
@@ -169,16 +169,16 @@ class HttpServer:
     # ---- generation --------------------------------------------------------------------------------------------
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self.answering.answer(request, "chat", self.validator.chat, AnswerFormat.CHAT)
+        return await self.answering.answer(request, "chat", self.validator.chat, Dialect.CHAT)
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         return await self.answering.answer(
-            request, "completions", self.validator.completion, AnswerFormat.COMPLETIONS
+            request, "completions", self.validator.completion, Dialect.COMPLETIONS
         )
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         return await self.answering.answer(
-            request, "generate", self.validator.generate, AnswerFormat.GENERATE
+            request, "generate", self.validator.generate, Dialect.GENERATE
         )
 
     def _refuse_if_not_accepting(self) -> None:
@@ -339,7 +339,7 @@ class HttpServer:
             rid=rid,
             request_id=rid,
             accepted=AcceptedRequest(rid=None, items=items, n=1, text=TextRules()),
-            format=AnswerFormat.GENERATE,
+            dialect=Dialect.GENERATE,
             ranks=self.ranks,
             metrics=EngineMetrics(),
             endpoint="health",

@@ -30,7 +30,7 @@ from baton.server.observability import load_report
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.request.resume import EMIT_HEADER
 from baton.server.request.validation import AcceptedRequest, RequestValidator, with_deadline_headers
-from baton.server.response.answer_spec import AnswerFormat
+from baton.server.response.answer_spec import Dialect
 from baton.server.response.generation import ClientConnection, Generation
 from baton.server.text.native import native_extension
 from baton.server.worker.client import RankSet
@@ -104,7 +104,7 @@ class RequestHandler:
         return equal or [live for live in self._live if plain_id(live.rid) == plain]
 
     async def answer(
-        self, request: web.Request, endpoint: str, validate: Validate, format: AnswerFormat
+        self, request: web.Request, endpoint: str, validate: Validate, dialect: Dialect
     ) -> web.StreamResponse:
         """The whole life of one request. Raises EngineError when no byte of the answer was sent."""
         arrived = time.monotonic()
@@ -134,7 +134,7 @@ class RequestHandler:
                 rid=accepted.rid or request_id,
                 request_id=request_id,
                 accepted=accepted,
-                format=format,
+                dialect=dialect,
                 ranks=self.ranks,
                 metrics=self.metrics,
                 endpoint=endpoint,
@@ -142,7 +142,7 @@ class RequestHandler:
                 timeout_secs=limit,
                 on_generated=partial(self._spend, accepted.tenant) if counts_tokens else None,
                 parent=parent,
-                tells_tokens=EMIT_HEADER in request.headers and _has_one_stream(accepted),
+                reports_tokens=EMIT_HEADER in request.headers and _has_one_stream(accepted),
             )
             self._live.add(generation)
             generation.start()

@@ -11,8 +11,8 @@ from enum import Enum
 import msgspec
 
 
-class AnswerFormat(Enum):
-    """API in which an answer is written."""
+class Dialect(Enum):
+    """API in which an answer is written: `Dialect` of engine/text/src/dialect/mod.rs."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -38,7 +38,7 @@ class ChoiceSpec(msgspec.Struct):
 class AnswerSpec(msgspec.Struct):
     """One request's answer: the choices of all its prompts."""
 
-    format: AnswerFormat
+    dialect: Dialect
     rid: str | None
     """The client's id of the request, if it states one: that of the response."""
     request_id: str
@@ -59,7 +59,7 @@ class AnswerSpec(msgspec.Struct):
     skip_special_tokens: bool
     min_tokens: int
     comment_seed: int | None
-    """The stream tells its tokens in comments, with this seed (docs/protocol.md §2)."""
+    """The stream reports its tokens in comments, with this seed (docs/protocol.md §2)."""
     is_metered: bool
     """The front wants to know how many tokens each batch brings."""
     is_empty: bool

@@ -28,7 +28,7 @@ from baton.sched.types.request_timeline import FirstTokenStages
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.spans import ParentSpan
 from baton.server.request.validation import AcceptedRequest, PromptItem
-from baton.server.response.answer_spec import AnswerFormat, AnswerSpec, ChoiceSpec, encode_spec
+from baton.server.response.answer_spec import AnswerSpec, ChoiceSpec, Dialect, encode_spec
 from baton.server.worker.client import RankClient, RankSet
 
 if TYPE_CHECKING:  # launch reports a missing extension in a sentence
@@ -72,7 +72,7 @@ class Generation:
     rid: str
     request_id: str
     accepted: AcceptedRequest
-    format: AnswerFormat
+    dialect: Dialect
     ranks: RankSet
     metrics: EngineMetrics
     endpoint: str
@@ -82,7 +82,7 @@ class Generation:
     """Called with the number of tokens as they come."""
     parent: ParentSpan | None = None
     """Parent of the ranks' spans."""
-    tells_tokens: bool = False
+    reports_tokens: bool = False
     """Its stream has the comments with which a router can resume it."""
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class Generation:
         rules = accepted.text
         resume = accepted.resume
         return AnswerSpec(
-            format=self.format,
+            dialect=self.dialect,
             rid=accepted.rid,
             request_id=self.request_id,
             model=self.metrics.model_name,
@@ -168,7 +168,7 @@ class Generation:
             include_stop=rules.include_stop,
             skip_special_tokens=rules.skip_special_tokens,
             min_tokens=rules.min_tokens,
-            comment_seed=self.items[0].item.params.seed if self.tells_tokens else None,
+            comment_seed=self.items[0].item.params.seed if self.reports_tokens else None,
             is_metered=self.on_generated is not None,
             is_empty=accepted.max_tokens_zero,
             resumed_ids=() if resume is None else resume.ids,

@@ -44,7 +44,7 @@ impl RunningAnswer {
             min_tokens: spec.min_tokens,
         });
         let head = AnswerHead {
-            id: response_id(spec.format, spec.rid, &spec.request_id),
+            id: response_id(spec.dialect, spec.rid, &spec.request_id),
             model: spec.model,
             created: spec.created,
             includes_usage: spec.includes_usage,
@@ -55,7 +55,7 @@ impl RunningAnswer {
             skips_special_tokens: spec.skip_special_tokens,
             arrived: spec.arrived,
         };
-        let writer: Box<dyn AnswerWriter> = match spec.format {
+        let writer: Box<dyn AnswerWriter> = match spec.dialect {
             Dialect::Chat => Box::new(ChatWriter::new(head)),
             Dialect::Completions => Box::new(CompletionWriter::new(head)),
             Dialect::Generate => Box::new(GenerateWriter::new(head, spec.choices.len())),

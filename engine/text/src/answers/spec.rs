@@ -9,7 +9,7 @@ use crate::dialect::Dialect;
 #[derive(Debug, Deserialize)]
 pub struct AnswerSpec {
     /// API in which it is written.
-    pub format: Dialect,
+    pub dialect: Dialect,
     /// The client's id of the request, if it states one: that of the response.
     pub rid: Option<String>,
     /// Id of the HTTP request.
@@ -30,7 +30,7 @@ pub struct AnswerSpec {
     pub include_stop: bool,
     pub skip_special_tokens: bool,
     pub min_tokens: u32,
-    /// The stream tells its tokens in comments, with this seed.
+    /// The stream reports its tokens in comments, with this seed.
     pub comment_seed: Option<u64>,
     /// The front wants to know how many tokens each batch brings.
     pub is_metered: bool,

@@ -66,7 +66,7 @@ fn row(handle: u64, tokens: &[u32], finish: Option<u8>) -> Row {
     Row(handle, tokens.to_vec(), finish, 3, None, None, None, None)
 }
 
-fn spec(format: &str, handles: &[u64], more: Value) -> AnswerSpec {
+fn spec(dialect: &str, handles: &[u64], more: Value) -> AnswerSpec {
     let choice = |handle: &u64| {
         json!({
             "handle": handle, "counts_prompt": *handle == handles[0], "prompt_tokens": 5,
@@ -74,7 +74,7 @@ fn spec(format: &str, handles: &[u64], more: Value) -> AnswerSpec {
         })
     };
     let mut spec = json!({
-        "format": format, "rid": null, "request_id": "7", "model": "m", "created": 9, "arrived": 1.0,
+        "dialect": dialect, "rid": null, "request_id": "7", "model": "m", "created": 9, "arrived": 1.0,
         "is_stream": true, "includes_usage": true, "has_continuous_usage": false,
         "returns_token_ids": false, "logprobs": -1, "is_batch": false, "stops": [],
         "include_stop": false, "skip_special_tokens": true, "min_tokens": 0, "comment_seed": null,
@@ -171,7 +171,7 @@ fn messages_of_other_types_are_passed_over_and_malformed_ones_are_errors() {
 }
 
 #[test]
-fn item_that_fails_is_told_behind_what_came_before() {
+fn failed_item_is_reported_behind_earlier_output() {
     let mut table = table();
     let id = table.open(spec("completions", &[1, 2], json!({"is_metered": true})));
     let mut failed = row(2, &[], Some(4));
@@ -208,7 +208,7 @@ fn panic_of_a_decoder_ends_its_answer_only() {
 }
 
 #[test]
-fn stop_string_ends_a_choice_and_tells_the_rank() {
+fn stop_string_ends_choice_and_stops_its_item() {
     let mut table = table();
     table.open(spec(
         "generate",
@@ -261,7 +261,7 @@ proptest! {
     #[test]
     fn stream_whole_and_resumed_answers_agree(
         (bursts, stops) in script(),
-        format in proptest::sample::select(vec!["chat", "completions"]),
+        dialect in proptest::sample::select(vec!["chat", "completions"]),
         held in proptest::collection::vec(any::<bool>(), 6),
         stop_strings in proptest::sample::subsequence(vec!["ere", "é ", "the the"], 0..2),
         cut in 0usize..16,
@@ -275,14 +275,14 @@ proptest! {
         let mut whole_table = table();
         let mut whole_spec = rules.clone();
         whole_spec["is_stream"] = json!(false);
-        whole_table.open(spec(format, &[1], whole_spec));
+        whole_table.open(spec(dialect, &[1], whole_spec));
         let fed = feed(&mut whole_table, &[row(1, &tokens, Some(finish))], 0.0);
         let whole: Value = serde_json::from_str(&text_of(&fed)).unwrap();
         let expected = &whole["choices"][0];
-        let expected_text = if format == "chat" { &expected["message"]["content"] } else { &expected["text"] };
+        let expected_text = if dialect == "chat" { &expected["message"]["content"] } else { &expected["text"] };
 
         let mut streamed = table();
-        let id = streamed.open(spec(format, &[1], rules.clone()));
+        let id = streamed.open(spec(dialect, &[1], rules.clone()));
         let mut stream = String::new();
         for (step, burst) in bursts.iter().enumerate() {
             if held[step] {
@@ -296,7 +296,7 @@ proptest! {
         stream += std::str::from_utf8(&streamed.release(id, 0.0).0).unwrap();
         let last: &[u32] = if stops { &[END] } else { &[] };
         stream += &text_of(&feed(&mut streamed, &[row(1, last, Some(finish))], 0.0));
-        prop_assert_eq!(&joined_text(format, &stream), expected_text.as_str().unwrap());
+        prop_assert_eq!(&joined_text(dialect, &stream), expected_text.as_str().unwrap());
         let events = events_of(&stream);
         prop_assert_eq!(&events.last().unwrap()["usage"], &whole["usage"]);
         let finish_event = &events[events.len() - 2]["choices"][0];
@@ -307,25 +307,25 @@ proptest! {
         let count = whole["usage"]["completion_tokens"].as_u64().unwrap() as usize;
         let cut = cut % count;
         let mut begun = table();
-        begun.open(spec(format, &[1], rules.clone()));
+        begun.open(spec(dialect, &[1], rules.clone()));
         let before = text_of(&feed(&mut begun, &[row(1, &tokens[..cut], None)], 0.0));
         let mut resumed = table();
         let mut more = rules.clone();
         more["resumed_ids"] = json!(tokens[..cut]);
-        resumed.open(spec(format, &[1], more));
+        resumed.open(spec(dialect, &[1], more));
         let after = text_of(&feed(&mut resumed, &[row(1, &tokens[cut..], Some(finish))], 0.0));
-        let both = joined_text(format, &before) + &joined_text(format, &after);
+        let both = joined_text(dialect, &before) + &joined_text(dialect, &after);
         prop_assert_eq!(&both, expected_text.as_str().unwrap());
         let usage = events_of(&after).last().unwrap()["usage"].clone();
         prop_assert_eq!(&usage["completion_tokens"], &whole["usage"]["completion_tokens"]);
     }
 
-    /// The comments tell every token whose event is out, in order, but those of the last write.
+    /// Comments report every token whose event is out, in order.
     #[test]
-    fn comments_tell_the_tokens_before_them((bursts, _) in script()) {
+    fn comments_report_every_token((bursts, _) in script()) {
         let mut streamed = table();
         streamed.open(spec("chat", &[1], json!({"comment_seed": 4})));
-        let mut told = Vec::new();
+        let mut reported = Vec::new();
         for (step, burst) in bursts.iter().enumerate() {
             let text = text_of(&feed(&mut streamed, &[row(1, burst, None)], 0.0));
             let comments: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix(": baton ")).collect();
@@ -333,16 +333,16 @@ proptest! {
             let comment: Value = serde_json::from_str(comments[0]).unwrap();
             prop_assert_eq!(comment.get("seed").is_some(), step == 0);
             let ids = comment["ids"].as_array().unwrap();
-            told.extend(ids.iter().map(|id| id.as_u64().unwrap() as u32));
+            reported.extend(ids.iter().map(|id| id.as_u64().unwrap() as u32));
         }
-        prop_assert_eq!(told, bursts.concat());
+        prop_assert_eq!(reported, bursts.concat());
     }
 }
 
-fn joined_text(format: &str, stream: &str) -> String {
+fn joined_text(dialect: &str, stream: &str) -> String {
     let choices = events_of(stream).into_iter().filter_map(|event| {
         let choice = event["choices"].get(0)?.clone();
-        let text = if format == "chat" {
+        let text = if dialect == "chat" {
             &choice["delta"]["content"]
         } else {
             &choice["text"]

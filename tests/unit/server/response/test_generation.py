@@ -24,7 +24,7 @@ from baton.sched.types.request import FinishReason, SamplingParams, ValidatedReq
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.request.text_rules import TextRules
 from baton.server.request.validation import AcceptedRequest, PromptItem
-from baton.server.response.answer_spec import AnswerFormat
+from baton.server.response.answer_spec import Dialect
 from baton.server.response.generation import ClientConnection, Generation
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import AnswerSink, RankClient, RankSet
@@ -91,14 +91,14 @@ def begin(
     accepted: AcceptedRequest,
     tokenizer: Tokenizer,
     timeout_secs: float = 60.0,
-    format: AnswerFormat = AnswerFormat.CHAT,
+    dialect: Dialect = Dialect.CHAT,
 ) -> tuple[Generation, StubRanks]:
     ranks = StubRanks(AnswerTable(tokenizer.native, GAP_BUCKETS))
     g = Generation(
         rid="r",
         request_id="r",
         accepted=accepted,
-        format=format,
+        dialect=dialect,
         ranks=ranks,
         metrics=METRICS,
         endpoint="test",
@@ -150,7 +150,7 @@ def send(
 
 def play(
     tokenizer: Tokenizer,
-    format: AnswerFormat,
+    dialect: Dialect,
     given: list[Script],
     rules: TextRules,
     logprobs: int,
@@ -161,7 +161,7 @@ def play(
 
     async def run() -> tuple[Any, StubRanks]:
         accepted = accept(len(given), rules, logprobs, stream=stream)
-        g, ranks = begin(accepted, tokenizer, format=format)
+        g, ranks = begin(accepted, tokenizer, dialect=dialect)
         out = b""
         queues = {i + 1: rows(s) for i, s in enumerate(given)}
         step = 0
@@ -195,7 +195,7 @@ def play(
     min_tokens=st.integers(0, 3),
     logprobs=st.sampled_from([-1, 0, 2]),
     takes=st.lists(st.booleans(), min_size=1, max_size=5),
-    form=st.sampled_from([AnswerFormat.CHAT, AnswerFormat.COMPLETIONS]),
+    form=st.sampled_from([Dialect.CHAT, Dialect.COMPLETIONS]),
 )
 @settings(max_examples=200, deadline=None)
 def test_stream_and_whole_answer_agree(
@@ -210,7 +210,7 @@ def test_stream_and_whole_answer_agree(
     assert last["usage"] == whole["usage"]
     for choice in whole["choices"]:
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
-        if form is AnswerFormat.CHAT:
+        if form is Dialect.CHAT:
             assert mine[0]["delta"] == {"role": "assistant", "content": ""}
             text, expected = (
                 "".join(c["delta"].get("content", "") for c in mine),
@@ -239,7 +239,7 @@ def _logprobs(form: Any, choices: list[Any]) -> list[Any]:
         given = choice["logprobs"]
         if given is None:
             continue
-        if form is AnswerFormat.CHAT:
+        if form is Dialect.CHAT:
             out += given["content"]
         else:
             top = given["top_logprobs"] or [None] * len(given["tokens"])
@@ -273,9 +273,7 @@ def test_offset_of_a_token_is_the_place_of_its_character(
         starts.append(at)
         at += len(tokenizer.token_bytes(token))
     script = Script([[i] for i in ids], FinishReason.LENGTH, True)
-    events, _ = play(
-        tokenizer, AnswerFormat.COMPLETIONS, [script], TextRules(), 0, takes, stream=True
-    )
+    events, _ = play(tokenizer, Dialect.COMPLETIONS, [script], TextRules(), 0, takes, stream=True)
     choices = [event["choices"][0] for event in events if event["choices"]]
     assert "".join(choice["text"] for choice in choices) == text
     offsets = [at for c in choices if c["logprobs"] for at in c["logprobs"]["text_offset"]]
@@ -294,8 +292,8 @@ def _is_boundary(raw: bytes, at: int) -> bool:
 def test_native_stream_ends_with_the_whole_answer(
     tokenizer: Tokenizer, given: list[Script], takes: list[bool]
 ) -> None:
-    whole, _ = play(tokenizer, AnswerFormat.GENERATE, given, TextRules(), 1, [False], stream=False)
-    events, _ = play(tokenizer, AnswerFormat.GENERATE, given, TextRules(), 1, takes, stream=True)
+    whole, _ = play(tokenizer, Dialect.GENERATE, given, TextRules(), 1, [False], stream=False)
+    events, _ = play(tokenizer, Dialect.GENERATE, given, TextRules(), 1, takes, stream=True)
     whole = whole if isinstance(whole, list) else [whole]
     for answer in [*whole, *events]:
         del answer["meta_info"]["e2e_latency"]
@@ -310,7 +308,7 @@ def test_error_comes_after_what_was_there_and_stops_the_other_items(
     tokenizer: Tokenizer,
 ) -> None:
     async def run() -> None:
-        g, ranks = begin(accept(2, TextRules(), -1), tokenizer, format=AnswerFormat.COMPLETIONS)
+        g, ranks = begin(accept(2, TextRules(), -1), tokenizer, dialect=Dialect.COMPLETIONS)
         error = ("kv_transfer_failed", "PEER_DEAD")
         row = EmittedTokens(1, (260,), None, 1)
         ranks.feed([row, EmittedTokens(2, (), FinishReason.ERROR, 0, error=error)])
@@ -444,7 +442,7 @@ def test_echo_alone_asks_no_rank(tmp_path: Path) -> None:
     )
 
     async def run() -> Any:
-        g, ranks = begin(accepted, tokenizer, format=AnswerFormat.COMPLETIONS)
+        g, ranks = begin(accepted, tokenizer, dialect=Dialect.COMPLETIONS)
         body = await g.next() or b""
         assert g.finished
         assert ranks.submitted == []

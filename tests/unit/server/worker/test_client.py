@@ -21,9 +21,9 @@ from baton.sched.types.request import FinishReason, SamplingParams, ValidatedReq
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
 from baton.server.http.lifecycle import NodeState, ServerLifecycle
 from baton.server.response.answer_spec import (
-    AnswerFormat,
     AnswerSpec,
     ChoiceSpec,
+    Dialect,
     encode_spec,
 )
 from baton.server.response.generation import decode_stages
@@ -131,7 +131,7 @@ class Stage:
 def answer_spec(handle: int, prompt_tokens: int) -> AnswerSpec:
     """A stream of /generate."""
     return AnswerSpec(
-        format=AnswerFormat.GENERATE,
+        dialect=Dialect.GENERATE,
         rid=None,
         request_id="r",
         model="m",

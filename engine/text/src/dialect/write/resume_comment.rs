@@ -1,7 +1,7 @@
 //! Comments with which a router can resume a stream on another engine (docs/protocol.md §2).
 //!
 //! In front of the last event of each write stands `: baton {"ids":[…]}`, the tokens that are out
-//! with the event; the first comment also tells the seed and the time of the answer.
+//! with the event; the first comment also reports the seed and the time of the answer.
 
 use super::json::{push_ids, push_number};
 use crate::dialect::resume::COMMENT;
@@ -9,16 +9,16 @@ use crate::dialect::resume::COMMENT;
 /// Writes the comments of one stream.
 #[derive(Debug)]
 pub struct ResumeComments {
-    /// Seed and Unix seconds, until a comment told them.
-    untold: Option<(u64, u64)>,
-    /// Tokens that no comment told.
+    /// Seed and Unix seconds, until a comment reports them.
+    unreported: Option<(u64, u64)>,
+    /// Tokens that no comment has reported.
     ids: Vec<u32>,
 }
 
 impl ResumeComments {
     pub fn new(seed: u64, created: u64) -> Self {
         Self {
-            untold: Some((seed, created)),
+            unreported: Some((seed, created)),
             ids: Vec::new(),
         }
     }
@@ -35,7 +35,7 @@ impl ResumeComments {
         out.extend_from_slice(b"{\"ids\":");
         push_ids(out, &self.ids);
         self.ids.clear();
-        if let Some((seed, created)) = self.untold.take() {
+        if let Some((seed, created)) = self.unreported.take() {
             out.extend_from_slice(b",\"seed\":");
             push_number(out, seed);
             out.extend_from_slice(b",\"created\":");
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_stand_before_the_last_event_and_seed_is_told_once() {
+    fn tokens_stand_before_the_last_event_and_seed_is_reported_once() {
         let mut comments = ResumeComments::new(7, 9);
         let mut out = b"data: {\"a\":1}\n\ndata: {\"b\":1}\n\n".to_vec();
         comments.add(&[5, 6]);
