@@ -30,7 +30,22 @@ SCRIPTS = [
     (0x2190, 0x2800), (0x3040, 0x3100), (0x4E00, 0x9FFF), (0xAC00, 0xD7A4), (0xE000, 0xE010), (0xFE00, 0xFFFE),
     (0x1F300, 0x1FAFF), (0x0, 0x110000),
 ]  # fmt: skip
-PIECES = [" ", "  ", "\n", "\n\n", "\t", "\r\n", "'s", "'LL", "1234567890", "0.5", "e\u0301", "\u200d", "...", "\x00"]
+PIECES = [
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\t",
+    "\r\n",
+    "'s",
+    "'LL",
+    "1234567890",
+    "0.5",
+    "e\u0301",
+    "\u200d",
+    "...",
+    "\x00",
+]
 
 CONVERSATIONS: list[dict[str, Any]] = [
     *token_goldens.CONVERSATIONS,

@@ -1,7 +1,7 @@
 //! Python face of the text layer (`baton_text`): chat templates and tokenizers. Every function that
 //! works on a text releases the GIL.
 //!
-//! * `files`: what the files of a directory say about tokenizer and template;
+//! * `files`: the files of a tokenizer's directory;
 //! * `template`: [`template::PyChatTemplate`];
 //! * `tokenizer`: [`tokenizer::PyTokenizer`].
 
@@ -19,7 +19,7 @@ create_exception!(
     baton._native,
     TextRefusal,
     PyException,
-    "Why a request's text is refused: code, message and the body's member."
+    "Refusal of a request's text: code, message and the body's member."
 );
 
 fn refused(refusal: Refusal) -> PyErr {
