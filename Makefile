@@ -32,6 +32,7 @@ bench: setup ## ratios of interleaved arms, the quick ones; the long ones and al
 	cargo bench --locked --quiet -p baton-kv-transfer --bench transfer
 	$(py)python -m tests.perf.bench_kernels
 	$(py)python -W ignore -m tests.perf.bench_sched
+	$(py)python -m tests.perf.bench_front --rounds 1
 	$(py)python -m tests.perf.bench_hot --rounds 1 --concurrency 48
 	$(py)python -m tests.perf.bench_routing --limit 600 --arms cost,cache_aware,round_robin
 	cargo bench --locked --quiet -p baton-router --bench cpu_per_request

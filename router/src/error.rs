@@ -6,6 +6,8 @@
 //! [`RouteError::client_message`], which names no worker.
 
 use axum::response::{IntoResponse, Response};
+use baton_text::dialect::body::BodyError;
+use baton_text::dialect::prompt_limit::OversizedBody;
 use bytes::Bytes;
 use http::{HeaderValue, StatusCode, header};
 use router_core::Role;
@@ -174,18 +176,8 @@ pub enum RouteError {
         "model {model:?} is not served here: no {role} worker that is registered serves it; GET /v1/models lists what is"
     )]
     ModelNotFound { model: String, role: Role },
-    #[error(
-        "this model's maximum context length is {limit_tokens} tokens here, but the prompt {size}; shorten it, or start the engine with a larger --context-length or --max-total-tokens"
-    )]
-    PromptTooLong {
-        param: &'static str,
-        size: String,
-        limit_tokens: u64,
-    },
-    #[error(
-        "the members beside the prompt have {bytes} bytes, at most {limit_bytes} are accepted; shorten them"
-    )]
-    RestTooLarge { bytes: u64, limit_bytes: u64 },
+    #[error(transparent)]
+    Oversized(#[from] OversizedBody),
     #[error("{detail}")]
     Unasked { detail: String },
     #[error("internal error: {detail}; please report it")]
@@ -209,7 +201,9 @@ impl RouteError {
             InvalidValue { .. } => ("invalid_value", 400),
             MissingField { .. } => ("missing_field", 400),
             MalformedHead { .. } => ("malformed_head", 400),
-            PromptTooLong { .. } | BodyBeyondPrompt { .. } => ("context_length_exceeded", 400),
+            Oversized(OversizedBody::Prompt { .. }) | BodyBeyondPrompt { .. } => {
+                ("context_length_exceeded", 400)
+            }
             InvalidApiKey | InvalidControlKey => ("invalid_api_key", 401),
             Forbidden { .. } => ("forbidden", 403),
             NotFound { .. }
@@ -221,9 +215,9 @@ impl RouteError {
             MethodNotAllowed { .. } => ("method_not_allowed", 405),
             BodySilent { .. } | BodySlow { .. } => ("request_timeout", 408),
             DuplicateWorker { .. } => ("duplicate_worker", 409),
-            PayloadTooLarge { .. } | BodyBeyondEngines { .. } | RestTooLarge { .. } => {
-                ("payload_too_large", 413)
-            }
+            PayloadTooLarge { .. }
+            | BodyBeyondEngines { .. }
+            | Oversized(OversizedBody::Rest { .. }) => ("payload_too_large", 413),
             TargetTooLong { .. } => ("target_too_long", 414),
             UnsupportedMediaType { .. } => ("unsupported_media_type", 415),
             PoisonRequest => ("poison_request", 422),
@@ -269,9 +263,10 @@ impl RouteError {
     /// Member or query parameter that the error is about.
     pub fn param(&self) -> Option<&'static str> {
         match self {
-            RouteError::InvalidValue { param, .. }
-            | RouteError::MissingField { param, .. }
-            | RouteError::PromptTooLong { param, .. } => Some(param),
+            RouteError::InvalidValue { param, .. } | RouteError::MissingField { param, .. } => {
+                Some(param)
+            }
+            RouteError::Oversized(oversized) => oversized.param(),
             RouteError::ModelNotFound { .. } => Some("model"),
             _ => None,
         }
@@ -316,6 +311,17 @@ impl RouteError {
             self.param(),
             self.code(),
         )
+    }
+}
+
+impl From<BodyError> for RouteError {
+    fn from(err: BodyError) -> Self {
+        match err {
+            BodyError::InvalidJson { detail } => RouteError::InvalidJson { detail },
+            BodyError::InvalidValue { param, problem } => {
+                RouteError::InvalidValue { param, problem }
+            }
+        }
     }
 }
 
@@ -399,6 +405,42 @@ mod tests {
             assert!(!body.contains("10.1.2.3"), "{body}");
             assert!(body.contains("a decode worker "), "{body}");
             assert!(body.contains("; send the request again"), "{body}");
+        }
+    }
+
+    #[test]
+    fn refusals_of_the_text_layer_keep_their_code_and_message() {
+        let param = "prompt";
+        let oversized = [
+            OversizedBody::Prompt {
+                param,
+                size: "has 9".into(),
+                limit_tokens: 8,
+            },
+            OversizedBody::Rest {
+                bytes: 9,
+                limit_bytes: 8,
+            },
+        ];
+        for refusal in oversized {
+            let err = RouteError::from(refusal.clone());
+            assert_eq!(err.code(), refusal.code());
+            assert_eq!(err.to_string(), refusal.to_string());
+        }
+        let invalid = [
+            BodyError::InvalidJson {
+                detail: "of it".into(),
+            },
+            BodyError::InvalidValue {
+                param,
+                problem: "is odd".into(),
+            },
+        ];
+        for refusal in invalid {
+            assert_eq!(
+                RouteError::from(refusal.clone()).to_string(),
+                refusal.to_string()
+            );
         }
     }
 

@@ -29,6 +29,5 @@ pub use error::RouteError;
 pub use observability::engine_logs;
 pub use observability::metrics::metrics_markdown;
 pub use observability::otlp as trace;
-pub use request::prompt_limit::{MAX_ENGINE_BODY_BYTES, PromptLimit, oversized_body};
 pub use server::api::route_access;
 pub use server::{RunningServer, run};

@@ -29,6 +29,7 @@ from tests.structure.sources import (
     python_files,
     python_imports,
     python_modules,
+    rust_code,
     rust_imports,
     text,
 )
@@ -89,6 +90,14 @@ OUTSIDE = (
 """Names on the wire and in old files, which other versions still read or write."""
 RULES_FILE = "tests/structure/rules.py"
 """The list of words itself."""
+
+DIALECT_WORDS = (
+    "[DONE]", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", ": baton ", "baton_resume",
+    "x-baton-emit-tokens", "chatcmpl-", "cmpl-", "gnt-", "meta_info", "input_token_logprobs", "choices", "/generate",
+    "/v1/chat/completions", "/v1/completions",
+)  # fmt: skip
+"""Parts of what an API says, which only the text layer writes and reads: engine/text/src/dialect."""
+STRING_LITERAL = re.compile(r'r#"(.*?)"#|"((?:[^"\\]|\\.)*)"', re.DOTALL)
 
 BARE = re.compile(r"(Of|What|Who|Whose|Whoever|Whether|It|Its|Nobody|One)\b")
 
@@ -316,6 +325,21 @@ def missing_files() -> Offenses:
                 yield f"{path}:{name}", 1
 
 
+def dialect_words() -> Offenses:
+    """Parts of what an API says in string literals of the router, per file and word."""
+    for path in product_rust(CRATES["router"]):
+        literals = "\n".join(
+            raw or plain for raw, plain in STRING_LITERAL.findall(uncommented(rust_code(path)))
+        )
+        for word in DIALECT_WORDS:
+            if count := len(re.findall(rf"(?<![\w.-]){re.escape(word)}(?!\w)", literals)):
+                yield f"{path}:{word}", count
+
+
+def uncommented(code: str) -> str:
+    return re.sub(r"^\s*//.*", "", code, flags=re.MULTILINE)
+
+
 def long_doc_lines() -> Offenses:
     """Lines of prose that are too long, per page. Tables, headings and code cannot be wrapped."""
     for path in [*files("docs", ".md"), *files("deploy", ".md"), "README.md", "CONTRIBUTING.md"]:
@@ -383,6 +407,10 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
     "test-article": (
         articles_before_tests,
         "the name of a test says condition and result, without an article in front",
+    ),
+    "dialect-word": (
+        dialect_words,
+        "the router asks baton_text's dialect for what an API says: move the words there",
     ),
     "missing-file": (missing_files, "a comment names only files that exist"),
 }

@@ -14,6 +14,7 @@ from tests.structure.rules import (
     RULES,
     RULES_FILE,
     articles_before_tests,
+    dialect_words,
     offenses,
     one_word_percent,
     spoken_files,
@@ -116,6 +117,30 @@ def test_articles_in_front_of_test_names_are_found(monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.setattr(rules, "text", sources.__getitem__)
     assert list(articles_before_tests()) == [("tests/test_x.py", 1), ("x.rs", 1)]
+
+
+def test_words_of_an_api_are_found_in_string_literals(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert not list(dialect_words())
+    source = r"""
+// "[DONE]" in a comment
+const END: &[u8] = b"data: [DONE]\n\n";
+const USAGE: &str = "\"prompt_tokens\":1";
+const RAW: &str = r#"{"choices":[]}"#;
+const METRIC: &str = "baton_counted_prompt_tokens_total";
+#[cfg(test)]
+mod tests {
+    const STREAM: &str = "data: {\"finish_reason\":null}";
+}
+"""
+    path = written(tmp_path / "a.rs", source)
+    monkeypatch.setattr(rules, "product_rust", lambda folder: [path])
+    assert list(dialect_words()) == [
+        (f"{path}:[DONE]", 1),
+        (f"{path}:prompt_tokens", 1),
+        (f"{path}:choices", 1),
+    ]
 
 
 def test_cycles_are_found_and_chains_are_not() -> None:

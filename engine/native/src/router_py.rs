@@ -1,7 +1,7 @@
 //! Python face of the router: `baton router …` passes argv through, so no flag is written twice,
 //! and engines refuse the same prompts.
 
-use baton_router::{MAX_ENGINE_BODY_BYTES, PromptLimit};
+use baton_text::dialect::prompt_limit::{self, MAX_ENGINE_BODY_BYTES, PromptLimit};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -24,7 +24,7 @@ fn oversized_body(
     let Some(limit) = PromptLimit::of(Some(max_tokens), Some(max_chars)) else {
         return Ok(None);
     };
-    let found = py.detach(|| baton_router::oversized_body(path, body, limit));
+    let found = py.detach(|| prompt_limit::oversized_body(path, body, limit));
     let found = found.map_err(|err| PyValueError::new_err(err.to_string()))?;
     Ok(found.map(|err| (err.code(), err.to_string(), err.param())))
 }

@@ -8,6 +8,10 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_text::dialect::body::{
+    BodyIndex, DEADLINE, ManagedField, RequestDeadlines, TTFT_DEADLINE,
+};
+use baton_text::dialect::resume;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use router_core::{PromptBlocks, RetryHistory, WorkerBreak, WorkerFingerprint, WorkerId};
@@ -19,8 +23,7 @@ use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::request::admission::QueuePlace;
-use crate::request::body::{BodyIndex, ManagedField, RequestDeadlines};
-use crate::response::failover;
+use crate::request::routing_prompt::routing_text;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::RequestHead;
 use crate::workers::fleet::selection::SelectionRequest;
@@ -92,7 +95,7 @@ impl RequestContext {
     pub fn wanted(&self) -> SelectionRequest<'_> {
         SelectionRequest {
             text: if self.needs_text {
-                self.scan.routing_text(&self.body)
+                routing_text(&self.scan, &self.body)
             } else {
                 Cow::default()
             },
@@ -120,7 +123,9 @@ impl RequestContext {
             return if is_unchanged {
                 BodySegments::from(self.body.clone())
             } else {
-                self.scan.splice(&self.body, replaced, ids, fields)
+                self.scan
+                    .splice(&self.body, replaced, ids, fields)
+                    .collect()
             };
         }
         let replaced = [replaced, &[ManagedField::Deadlines, ManagedField::Resume]].concat();
@@ -129,7 +134,9 @@ impl RequestContext {
         } else {
             format!("{fields},{}", self.body_overrides)
         };
-        self.scan.splice(&self.body, &replaced, ids, &members)
+        self.scan
+            .splice(&self.body, &replaced, ids, &members)
+            .collect()
     }
 
     /// True if another worker could resume the answer that `candidate` gives.
@@ -141,7 +148,7 @@ impl RequestContext {
             && scan.batch.is_none()
             && !scan.wants_input_logprobs
             && !scan.has(ManagedField::Resume)
-            && candidate.description.has_feature(failover::FEATURE)
+            && candidate.description.has_feature(resume::FEATURE)
     }
 
     /// True if the request may wait: a resuming stream always, another while there is a place in
@@ -245,8 +252,8 @@ impl RequestContext {
         let has_first_token = resume_field.is_some();
 
         let in_body = remaining(self.scan.deadlines, waited_ms, has_first_token);
-        let ttft_field = in_body.ttft.map(|ms| format!("\"ttft_deadline_ms\":{ms}"));
-        let whole_field = in_body.whole.map(|ms| format!("\"deadline_ms\":{ms}"));
+        let ttft_field = in_body.ttft.map(|ms| format!("\"{TTFT_DEADLINE}\":{ms}"));
+        let whole_field = in_body.whole.map(|ms| format!("\"{DEADLINE}\":{ms}"));
         let fields = [resume_field, ttft_field, whole_field];
         self.body_overrides = fields.into_iter().flatten().collect::<Vec<_>>().join(",");
 

@@ -16,20 +16,22 @@
 pub(crate) mod app;
 /// Attempt at a single worker.
 pub(crate) mod attempt;
+/// Outcomes of attempts.
+mod attempt_result;
 /// A generation request and its attempts.
 pub(crate) mod context;
 /// Attempt at a pair of prefill and decode worker.
-pub(crate) mod disaggregated;
-/// Input logprobs of a pair's answer.
-mod logprobs;
+mod disaggregated;
+/// Leg to a chosen worker, before it is sent.
+mod leg_setup;
+/// Prefill leg of a pair and its rooms.
+mod prefill_leg;
 /// Body of the answer, resumed by another worker when one dies.
 mod proxy_body;
 /// Turns of streams that resume after a worker died.
 mod resume_pacing;
 /// Attempts until an answer opens.
 mod retry;
-/// Outcomes of attempts.
-mod types;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,14 +43,15 @@ use http::{HeaderMap, HeaderValue, StatusCode, header};
 use crate::clock::now_ms;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{AttemptError, ErrorReply, UpstreamResponse};
+use crate::dispatch::attempt_result::AttemptFailure;
 use crate::dispatch::context::RequestContext;
-use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
+use crate::dispatch::prefill_leg::PrefillAttempt;
 use crate::dispatch::proxy_body::ProxyBody;
 use crate::dispatch::retry::send_with_retries;
-use crate::dispatch::types::AttemptFailure;
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
-use crate::response::keepalive::{sse_headers, with_keepalive};
+use crate::response::keepalive::with_keepalive;
+use crate::response::stream_headers::sse_headers;
 use crate::transport::headers::end_to_end;
 
 /// Answer a generation request. Dropping the future drops everything the request holds.

@@ -8,6 +8,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_text::dialect::body::ManagedField;
 use router_core::{
     AttemptReason, FailedAttempt, GiveUpReason, ProtocolCode, RetryClass, RetryLimits, RetryPlan,
     RetryVerdict, Role, SelectionRefusal,
@@ -17,12 +18,12 @@ use tokio::time::{Instant, sleep};
 use crate::clock::now_ms;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::AttemptError;
+use crate::dispatch::attempt_result::{AttemptFailure, AttemptResult};
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
+use crate::dispatch::leg_setup::{build_leg, forwarded_ids};
 use crate::dispatch::resume_pacing::{ResumeTurn, WorkerWait};
-use crate::dispatch::types::{AttemptFailure, AttemptResult, build_leg, forwarded_ids};
 use crate::error::RouteError;
-use crate::request::body::ManagedField;
 
 /// Send the request until an answer opens, or no other attempt is to be made.
 pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext) -> AttemptResult {

@@ -19,19 +19,16 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
+use baton_text::dialect::resume::{CommentError, EMIT_TOKENS_HEADER, ResumeComment, ResumeRequest};
+use baton_text::dialect::sse::{MAX_EVENT, error_code, error_event, event_len, is_done};
 use bytes::Bytes;
 use http::HeaderName;
 use router_core::{ProtocolCode, RetryClass};
-use serde::Deserialize;
 
 use crate::request::body_memory::{MemoryBudget, MemoryShare};
-use crate::response::sse::{MAX_EVENT, code_of, error_event, event_len};
 
 /// Asks a worker for the comments.
-pub const HEADER: HeaderName = HeaderName::from_static("x-baton-emit-tokens");
-/// Feature of workers that understand the header, and `baton_resume`.
-pub const FEATURE: &str = "resume";
-const COMMENT: &[u8] = b": baton ";
+pub const HEADER: HeaderName = HeaderName::from_static(EMIT_TOKENS_HEADER);
 /// Longest answer that is remembered [tokens].
 const MAX_TOKENS: usize = 1 << 18;
 /// Most of a stream that waits for its tokens [bytes].
@@ -51,13 +48,6 @@ pub enum NotResumable {
     /// Another process answers than the one that was chosen, so that it is not known which workers
     /// could resume the answer.
     UnknownWorker,
-}
-
-#[derive(Deserialize)]
-struct Comment {
-    ids: Vec<u32>,
-    seed: Option<u64>,
-    created: Option<u64>,
 }
 
 /// The worker's own last event is an error that another worker may mend.
@@ -129,19 +119,14 @@ impl ResumeBuffer {
         out: &mut VecDeque<Bytes>,
     ) -> Result<(), BrokenStream> {
         let event = &text[at.clone()];
-        if event.starts_with(COMMENT) {
-            let end = event
-                .iter()
-                .position(|b| *b == b'\n')
-                .unwrap_or(event.len() - 1)
-                + 1;
+        if let Some(comment) = ResumeComment::leading(event) {
             if self.lost.is_none()
-                && let Err(lost) = self.comment(&event[COMMENT.len()..end])
+                && let Err(lost) = self.read_comment(comment)
             {
                 self.disable(lost);
             }
             self.release(out);
-            out.push_back(text.slice(at.start + end..at.end));
+            out.push_back(text.slice(at.start + comment.len..at.end));
             self.passed = self.ids.len();
             return Ok(());
         }
@@ -159,7 +144,7 @@ impl ResumeBuffer {
                 event: text.slice(at),
             });
         }
-        let is_last = error.is_some() || event.starts_with(b"data: [DONE]");
+        let is_last = error.is_some() || is_done(event);
         self.waiting_len += event.len();
         self.waiting.push(text.slice(at));
         if is_last {
@@ -168,45 +153,17 @@ impl ResumeBuffer {
         Ok(())
     }
 
-    /// The usual form without a general parser: it comes with nearly every event.
-    fn comment(&mut self, json: &[u8]) -> Result<(), NotResumable> {
-        let before = self.ids.len();
-        if !self.parse_ids_fast(json)? {
-            self.ids.truncate(before);
-            let comment: Comment =
-                serde_json::from_slice(json).map_err(|_| NotResumable::Malformed)?;
-            for id in comment.ids {
-                self.push(id)?;
-            }
-            self.seed = self.seed.or(comment.seed);
-            self.created = self.created.or(comment.created);
-        }
+    fn read_comment(&mut self, comment: ResumeComment<'_>) -> Result<(), NotResumable> {
+        let identity = comment.read(|id| self.push(id)).map_err(|err| match err {
+            CommentError::Malformed => NotResumable::Malformed,
+            CommentError::Refused(reason) => reason,
+        })?;
+        self.seed = self.seed.or(identity.seed);
+        self.created = self.created.or(identity.created);
         match self.seed.and(self.created) {
             Some(_) => Ok(()),
             None => Err(NotResumable::Malformed),
         }
-    }
-
-    /// `{"ids":[1,2]}`; false: something else.
-    fn parse_ids_fast(&mut self, json: &[u8]) -> Result<bool, NotResumable> {
-        let list = json.trim_ascii_end().strip_prefix(b"{\"ids\":[");
-        let Some(list) = list.and_then(|rest| rest.strip_suffix(b"]}")) else {
-            return Ok(false);
-        };
-        for number in list.split(|b| *b == b',') {
-            let mut id: u32 = 0;
-            if number.is_empty() || number.len() > 9 {
-                return Ok(false);
-            }
-            for digit in number {
-                if !digit.is_ascii_digit() {
-                    return Ok(false);
-                }
-                id = id * 10 + u32::from(digit - b'0');
-            }
-            self.push(id)?;
-        }
-        Ok(true)
     }
 
     fn push(&mut self, id: u32) -> Result<(), NotResumable> {
@@ -257,16 +214,13 @@ impl ResumeBuffer {
         let (Some(seed), Some(created), true) = (self.seed, self.created, self.passed > 0) else {
             return String::new();
         };
-        let ids: Vec<String> = self.ids[..self.passed].iter().map(u32::to_string).collect();
-        let ids = ids.join(",");
-        let fingerprint = if fingerprint.is_empty() {
-            String::new()
-        } else {
-            format!(",\"fingerprint\":{}", serde_json::json!(fingerprint))
+        let request = ResumeRequest {
+            ids: &self.ids[..self.passed],
+            seed,
+            created,
+            fingerprint,
         };
-        format!(
-            "\"baton_resume\":{{\"ids\":[{ids}],\"seed\":{seed},\"created\":{created}{fingerprint}}}"
-        )
+        request.to_member()
     }
 
     /// Forget tokens and events that the client does not have: the next worker sends them again.
@@ -283,17 +237,17 @@ impl ResumeBuffer {
 
 /// Code of an error after which another worker may resume the stream.
 fn resumable_error(error: &[u8]) -> Option<ProtocolCode> {
-    let code = ProtocolCode::parse(&code_of(error)?)?;
+    let code = ProtocolCode::parse(&error_code(error)?)?;
     matches!(code.retry_class(), RetryClass::Broken | RetryClass::Leaving).then_some(code)
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use baton_text::dialect::sse::EventSplitter;
     use proptest::prelude::*;
 
     use super::*;
-    use crate::response::sse::EventSplitter;
 
     /// The role and the first text come in one write, the last write has no comment.
     const STREAM: &str = ": waiting\n\n\

@@ -13,12 +13,13 @@ use std::time::Duration;
 
 use axum::body::{Body as AxumBody, to_bytes};
 use axum::response::Response;
+use baton_text::dialect::sse::single_event_stream;
 use bytes::Bytes;
 use futures_util::{StreamExt, TryFutureExt, stream};
-use http::{HeaderValue, StatusCode, header};
+use http::StatusCode;
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
-use crate::response::sse::is_sse;
+use crate::response::stream_headers::{is_sse, sse_headers};
 
 const COMMENT: &[u8] = b": keep-alive\n\n";
 
@@ -75,33 +76,11 @@ pub async fn with_keepalive(mut answering: Answering, every: Duration) -> Respon
     response
 }
 
-/// Headers of every stream: proxies must not keep or hold it back.
-pub fn sse_headers(headers: &mut http::HeaderMap) {
-    headers
-        .entry(header::CONTENT_TYPE)
-        .or_insert(HeaderValue::from_static("text/event-stream"));
-    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-    headers
-        .entry(header::CACHE_CONTROL)
-        .or_insert(HeaderValue::from_static("no-cache"));
-}
-
 /// Stream of an answer: a JSON body, most likely an error, becomes one event.
 fn stream_of(answer: Response) -> AxumBody {
     if answer.status() == StatusCode::OK && is_sse(answer.headers()) {
         return answer.into_body();
     }
     let json = to_bytes(answer.into_body(), usize::MAX);
-    AxumBody::from_stream(stream::once(json.map_ok(|json| event_of(&json))))
-}
-
-/// A JSON body as one event; its line ends, which JSON allows between values only, would end the
-/// event's line.
-fn event_of(json: &[u8]) -> Bytes {
-    let line = json.iter().map(|b| match b {
-        b'\n' | b'\r' => b' ',
-        other => *other,
-    });
-    let end = b"\n\ndata: [DONE]\n\n".iter().copied();
-    b"data: ".iter().copied().chain(line).chain(end).collect()
+    AxumBody::from_stream(stream::once(json.map_ok(|json| single_event_stream(&json))))
 }

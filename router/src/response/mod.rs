@@ -4,7 +4,5 @@
 pub(crate) mod failover;
 /// Comments that keep a stream open before its first event.
 pub(crate) mod keepalive;
-/// Server-sent events.
-pub(crate) mod sse;
-/// Token usage reported by workers.
-pub(crate) mod usage;
+/// Headers of streams.
+pub(crate) mod stream_headers;

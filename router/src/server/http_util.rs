@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use axum::extract::{FromRequestParts, Path, Request, State};
 use axum::response::{IntoResponse, Response};
+use baton_text::dialect::Dialect;
 use http::request::Parts;
 use http::{HeaderName, HeaderValue, Method, StatusCode, header};
 use rand::Rng;
@@ -12,7 +13,6 @@ use serde_json::Value;
 
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
-use crate::request::body::ApiKind;
 
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -30,7 +30,7 @@ pub fn answer(status: StatusCode, body: &Value) -> Response {
 
 pub fn is_generation(request: &Request) -> bool {
     let is_post = matches!(*request.method(), Method::POST | Method::PUT);
-    is_post && ApiKind::of_path(request.uri().path()).is_some()
+    is_post && Dialect::of_path(request.uri().path()).is_some()
 }
 
 /// Argument and result of most handlers.

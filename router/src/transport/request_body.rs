@@ -33,6 +33,14 @@ impl From<Bytes> for BodySegments {
     }
 }
 
+impl FromIterator<Bytes> for BodySegments {
+    fn from_iter<T: IntoIterator<Item = Bytes>>(pieces: T) -> Self {
+        let mut parts = BodySegments::default();
+        pieces.into_iter().for_each(|piece| parts.push(piece));
+        parts
+    }
+}
+
 impl Body for BodySegments {
     type Data = Bytes;
     type Error = std::convert::Infallible;

@@ -22,6 +22,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use baton_text::dialect::sse::error_code;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
 use router_core::{DescribedProcess, DescriptionTrust, HealthCounter, ProcessSign, Role};
 use serde::Deserialize;
@@ -30,7 +31,6 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::config::WorkerSpec;
 use crate::error::RouteError;
-use crate::response::sse::code_of;
 use crate::transport::upstream::{RequestHead, SendError};
 use crate::workers::fleet::WorkerFleet;
 use crate::workers::fleet::startup_gate::PendingProbe;
@@ -346,7 +346,7 @@ async fn probe(
         Err(_) => Probe::Bad(format!("{path} gave no answer, but requests got some")),
         Ok(Err(GetError::Send(SendError::Refused(cause)))) => Probe::Refused(cause),
         Ok(Err(GetError::Status { status: 503, body }))
-            if code_of(&body).as_deref() == Some("draining") =>
+            if error_code(&body).as_deref() == Some("draining") =>
         {
             Probe::Draining
         }

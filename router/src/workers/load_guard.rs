@@ -3,12 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use baton_text::dialect::answer_end::read_usage;
+use baton_text::dialect::resume;
 use bytes::Bytes;
 use http::HeaderValue;
 use parking_lot::Mutex;
 use router_core::{
     BreakerState, CircuitBreaker, DescriptionTrust, PolicyEvent, PolicySet, ProcessSign,
-    PromptBlocks, RequestOutcome, Role, SelectionReason, SendTicket, WorkerFacts,
+    PromptBlocks, RequestOutcome, Role, SelectionReason, SendTicket, TokenUsage, WorkerFacts,
     WorkerFingerprint, WorkerId, WorkerObjection, WorkerPenalty, WorkerView,
 };
 
@@ -17,8 +19,6 @@ use super::worker::{Worker, WorkerDescription};
 use crate::clock::now_ms;
 use crate::observability::metrics::RouterMetrics;
 use crate::observability::request_timeline::AttemptRecorder;
-use crate::response::failover;
-use crate::response::usage::usage_in;
 use crate::workers::kv_event_status::EventSubscription;
 use crate::workers::load_report::{self, LoadReport, ReportStatus};
 
@@ -85,7 +85,7 @@ impl Candidate {
     /// True if it could resume an answer of a worker of this make; always true where there is none.
     pub(super) fn can_resume(&self, of: Option<WorkerFingerprint>) -> bool {
         let fits = |of: WorkerFingerprint| of.is_compatible(&self.fingerprint);
-        of.is_none_or(|of| fits(of) && self.description.has_feature(failover::FEATURE))
+        of.is_none_or(|of| fits(of) && self.description.has_feature(resume::FEATURE))
     }
 
     /// Facts for policies.
@@ -227,8 +227,13 @@ impl LoadGuard {
         if !std::mem::take(&mut self.counts) {
             return;
         }
-        let Some(usage) = usage_in(pieces) else {
+        let Some(counts) = read_usage(pieces) else {
             return;
+        };
+        let usage = TokenUsage {
+            prompt_tokens: counts.prompt_tokens,
+            cached_tokens: counts.cached_tokens,
+            completion_tokens: counts.completion_tokens,
         };
         self.timeline.usage(usage);
         let ticket = self.ticket;

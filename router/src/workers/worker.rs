@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use baton_text::dialect::prompt_limit::PromptLimit;
 use parking_lot::Mutex;
 use router_core::{
     DescribedProcess, DescriptionTrust, IncarnationWatch, ProcessSign, QueueOrder, Role,
@@ -17,7 +18,6 @@ use tokio::time::sleep;
 
 use crate::clock::now_ms;
 use crate::config::{BootstrapPort, MAX_DP_SIZE, WorkerSpec, WorkerUrl};
-use crate::request::prompt_limit::PromptLimit;
 use crate::transport::upstream::ConnectionPool;
 use crate::workers::activity::WorkerActivity;
 use crate::workers::kv_event_status::{RankState, lenient};

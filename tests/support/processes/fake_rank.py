@@ -140,7 +140,7 @@ class FakeRank:
             found = TokenLogprobs(-0.5, list(range(3, 3 + k)), [-1.0] * k)
             rows = [EmittedTokens(job.handle, (token,), None, cached, found) for token in part]
             rows[0], rows[-1] = rows[0]._replace(stages=stages), rows[-1]._replace(finish=finish)
-        await self.send(TokenBatch(rows))
+        await self.send(TokenBatch(self.order.dp_rank, rows))
 
     def looked(self) -> bool:
         """True if the ledger shows a lease this time."""

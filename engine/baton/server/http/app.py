@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from baton import DISTRIBUTION, errors
+from baton._native import id_spellings
 from baton.config import SECRETS, EngineConfig, kv_events
 from baton.sched.metrics import step_log
 from baton.sched.setup.from_config import resolve_policy
@@ -46,12 +47,11 @@ from baton.server.observability import diagnosis, load_report
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
 from baton.server.request.schema import INT64_MAX, MAX_ITEMS, AbortRequest
+from baton.server.request.text_rules import TextRules
 from baton.server.request.validation import AcceptedRequest, PromptItem, RequestValidator
+from baton.server.response.answer_spec import AnswerFormat
 from baton.server.response.generation import Generation
 from baton.server.response.kv_event_stream import KvStreams
-from baton.server.response.openai import ChatFormat, CompletionFormat, spellings
-from baton.server.response.sglang_format import GenerateFormat
-from baton.server.text.detokenizer import TextRules
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankClient, RankSet
@@ -119,8 +119,8 @@ class HttpServer:
         """Id of this process. Facts that a router has read belong to it, not to the address."""
         self.tracer = tracer.start(config)
         self.answering = RequestHandler(
-            ranks, tokenizer, self.metrics, facts.name, config.request_timeout_secs, self._refuse_if_not_accepting,
-            self.validator, self.tracer, self.incarnation,
+            ranks, self.metrics, config.request_timeout_secs, self._refuse_if_not_accepting, self.validator,
+            self.tracer, self.incarnation,
         )  # fmt: skip
         self.lifecycle.answers = self.answering
         if self.tracer is not None:
@@ -129,6 +129,7 @@ class HttpServer:
             ranks, kv_events.parse_events_config(config.kv_events_config).enable_kv_cache_events
         )
         ranks.on_stats = self._on_stats
+        self.metrics.gaps.counts = ranks.answers.gaps
 
     def _on_stats(self, rank: RankClient) -> None:
         self.metrics.report(rank.stats)
@@ -168,16 +169,16 @@ class HttpServer:
     # ---- generation --------------------------------------------------------------------------------------------
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self.answering.answer(request, "chat", self.validator.chat, ChatFormat)
+        return await self.answering.answer(request, "chat", self.validator.chat, AnswerFormat.CHAT)
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         return await self.answering.answer(
-            request, "completions", self.validator.completion, CompletionFormat
+            request, "completions", self.validator.completion, AnswerFormat.COMPLETIONS
         )
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         return await self.answering.answer(
-            request, "generate", self.validator.generate, GenerateFormat
+            request, "generate", self.validator.generate, AnswerFormat.GENERATE
         )
 
     def _refuse_if_not_accepting(self) -> None:
@@ -333,10 +334,18 @@ class HttpServer:
             PromptItem(r.dp_rank, 0, array("i", [token]), params, None, r.dp_rank)
             for r in self.ranks.ranks
         )
+        rid = "health-" + new_id()
         probe = Generation(
-            "health-" + new_id(), AcceptedRequest(rid=None, items=items, n=1, text=TextRules()), self.ranks,
-            self.tokenizer, EngineMetrics(), "health", time.monotonic(), HEALTH_GENERATE_SECS,
-        )  # fmt: skip
+            rid=rid,
+            request_id=rid,
+            accepted=AcceptedRequest(rid=None, items=items, n=1, text=TextRules()),
+            format=AnswerFormat.GENERATE,
+            ranks=self.ranks,
+            metrics=EngineMetrics(),
+            endpoint="health",
+            arrived=time.monotonic(),
+            timeout_secs=HEALTH_GENERATE_SECS,
+        )
         try:
             probe.start()
             while not probe.finished:
@@ -427,7 +436,7 @@ class HttpServer:
         )
         if any(r.ready for r in self.ranks.ranks):
             count += await self._abort_in_ranks(rid, rooms=list(rooms), everything=everything)
-            for other in [] if count or rid is None else spellings(rid)[1:]:
+            for other in [] if count or rid is None else id_spellings(rid)[1:]:
                 count += await self._abort_in_ranks(other)
         return json_response({"success": True, "aborted": count})
 
@@ -458,9 +467,9 @@ class HttpServer:
         rid = request.match_info["rid"]
         handles: dict[int, list[int]] = {}
         for generation in self.answering.live(rid):
-            for track in generation.tracks:
-                if track.rank is not None and not track.done:
-                    handles.setdefault(track.rank.dp_rank, []).append(track.handle)
+            for running in generation.items:
+                if running.rank is not None and self.ranks.runs(running.handle):
+                    handles.setdefault(running.rank.dp_rank, []).append(running.handle)
         if not handles:
             raise _no_such_request(rid)
         return rid, handles

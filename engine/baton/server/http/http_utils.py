@@ -16,7 +16,8 @@ import msgspec
 from aiohttp import web
 
 from baton.errors import EngineError, InvalidJson, PayloadTooLarge, UnsupportedMediaType
-from baton.server.response.openai import encode_json
+
+encode_json = msgspec.json.Encoder().encode
 
 MAX_BODY_BYTES = 32 * 2**20
 """A 128k-token prompt as JSON numbers is about 1 MiB; this leaves room for batches of them."""
@@ -47,9 +48,14 @@ def error_response(err: EngineError, more: dict[str, Any] | None = None) -> web.
 def json_response(
     value: Any, status: int = 200, headers: dict[str, str] | None = None
 ) -> web.Response:
-    return web.Response(
-        body=encode_json(value), status=status, headers=headers, content_type="application/json"
-    )
+    return json_body_response(encode_json(value), status, headers)
+
+
+def json_body_response(
+    body: bytes, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    """`body`: JSON."""
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
 async def read_object(request: web.Request, check: Check | None = None) -> dict[str, Any]:

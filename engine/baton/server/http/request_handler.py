@@ -20,19 +20,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
+from baton._native import broken_stream_end, plain_id
 from baton.errors import Aborted, Draining, EngineError, RateLimited
-from baton.server.http.http_utils import REQUEST_ID, json_response, read_object
+from baton.server.http.http_utils import REQUEST_ID, encode_json, json_body_response, read_object
 from baton.server.http.tracer import SpanTracer
 from baton.server.logs import fields
 from baton.server.observability import load_report
 from baton.server.observability.metrics import EngineMetrics
-from baton.server.request.resume import EMIT_HEADER, ResumeCommentWriter
+from baton.server.request.resume import EMIT_HEADER
 from baton.server.request.validation import AcceptedRequest, RequestValidator, with_deadline_headers
-from baton.server.response.generation import Generation
-from baton.server.response.openai import ResponseFormat, plain_id, sse
-from baton.server.text.tokenizer import Tokenizer
+from baton.server.response.answer_spec import AnswerFormat
+from baton.server.response.generation import ClientConnection, Generation
 from baton.server.worker.client import RankSet
 
 log = logging.getLogger("baton.front")
@@ -41,7 +41,7 @@ KEEPALIVE_SECS = 15.0
 """Idle proxies cut connections after 30 to 60 s (nginx, cloud load balancers)."""
 SLOW_CLIENT_SECS = 60.0
 """After the request's own timeout the client has this long to read the answer; then its connection is cut."""
-DONE = b"data: [DONE]\n\n"
+KEEPALIVE = b": waiting\n\n"
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -58,9 +58,7 @@ class RequestHandler:
     """The live requests of this process, and how they are answered."""
 
     ranks: RankSet
-    tokenizer: Tokenizer
     metrics: EngineMetrics
-    model_name: str
     timeout_secs: float
     admit: Callable[[], None]
     """Raises when the node does not take requests now (loading, draining, dead)."""
@@ -105,7 +103,7 @@ class RequestHandler:
         return equal or [live for live in self._live if plain_id(live.rid) == plain]
 
     async def answer(
-        self, request: web.Request, endpoint: str, validate: Validate, format: type[ResponseFormat]
+        self, request: web.Request, endpoint: str, validate: Validate, format: AnswerFormat
     ) -> web.StreamResponse:
         """The whole life of one request. Raises EngineError when no byte of the answer was sent."""
         arrived = time.monotonic()
@@ -130,34 +128,32 @@ class RequestHandler:
             if accepted.ignored:
                 self.metrics.ignored.inc(len(accepted.ignored))
             request_id = request[REQUEST_ID]
-            rid = accepted.rid or request_id
-            spend = partial(self._spend, accepted.tenant)
+            counts_tokens = self.validator.tenancy.limits_rates
             generation = Generation(
-                rid,
-                accepted,
-                self.ranks,
-                self.tokenizer,
-                self.metrics,
-                endpoint,
-                arrived,
-                limit,
-                spend,
-                parent,
+                rid=accepted.rid or request_id,
+                request_id=request_id,
+                accepted=accepted,
+                format=format,
+                ranks=self.ranks,
+                metrics=self.metrics,
+                endpoint=endpoint,
+                arrived=arrived,
+                timeout_secs=limit,
+                on_generated=partial(self._spend, accepted.tenant) if counts_tokens else None,
+                parent=parent,
+                tells_tokens=EMIT_HEADER in request.headers and _has_one_stream(accepted),
             )
             self._live.add(generation)
             generation.start()
-            shape = format(generation, request_id, self.model_name)
             headers = _ignored_header(accepted)
             if accepted.stream:
-                response, outcome = await self._stream(request, generation, shape, headers)
+                response, outcome = await self._stream(request, generation, headers)
                 status = 200
                 return response
-            while not generation.finished:
-                for delta in await generation.next() or ():
-                    shape.take(delta)
+            whole = await self._whole(generation)
             status = 200
             outcome = "ok"
-            return json_response(shape.whole(), headers=headers | self._router_headers(generation))
+            return json_body_response(whole, headers=headers | self._router_headers(generation))
         except EngineError as err:
             status = err.status
             outcome = err.code
@@ -202,20 +198,18 @@ class RequestHandler:
     def _spend(self, tenant: str, tokens: int) -> None:
         self.validator.tenancy.spend(tenant, tokens, time.monotonic())
 
+    async def _whole(self, generation: Generation) -> bytes:
+        """The body of an answer that is no stream."""
+        body = b""
+        while not generation.finished:
+            body += await generation.next() or b""
+        return body
+
     async def _stream(
-        self,
-        request: web.Request,
-        generation: Generation,
-        shape: ResponseFormat,
-        headers: dict[str, str],
+        self, request: web.Request, generation: Generation, headers: dict[str, str]
     ) -> tuple[web.StreamResponse, str]:
         """Send events until the end; returns the outcome's code. Errors before the first byte are raised."""
         response = web.StreamResponse(headers={**SSE_HEADERS, **headers})
-        comments = None
-        if EMIT_HEADER in request.headers and len(generation.tracks) == 1:
-            comments = ResumeCommentWriter(
-                generation.tracks[0].item.params.seed, generation.created
-            )
 
         async def send(data: bytes) -> None:
             if not response.prepared:
@@ -226,18 +220,14 @@ class RequestHandler:
         outcome = "ok"
         try:
             while not generation.finished:
-                deltas = await generation.next(KEEPALIVE_SECS)
-                if deltas is None:
+                data = await generation.next(KEEPALIVE_SECS)
+                if data is None:
                     self.metrics.keepalives.inc()
-                    await send(b": waiting\n\n")
-                    continue
-                data = b"".join(shape.event(d) for d in deltas)
-                if comments is not None and not generation.finished:
-                    data = comments.annotate(data, deltas[0].tokens)  # one choice: one delta
-                if generation.finished:
-                    data += shape.end() + DONE
+                    data = KEEPALIVE
                 if data:
                     await send(data)
+                if not generation.finished:
+                    generation.write_directly(_connection_of(request))
         except Exception as err:
             if not response.prepared or isinstance(err, ConnectionError):
                 raise
@@ -245,20 +235,21 @@ class RequestHandler:
                 log.exception("rid=%s failed in mid-stream", generation.rid)
                 err = EngineError("internal error; the engine's log has the details")
             outcome = err.code
-            await send(sse(err.body()) + DONE)
+            generation.close()
+            await send(broken_stream_end(encode_json(err.body())))
         await response.write_eof()
         return response, outcome
 
     def _router_headers(self, generation: Generation) -> dict[str, str]:
         """For routers: load of the rank that answers (the first item's) at this moment, way to its first token."""
-        first = generation.tracks[0]
+        first = generation.items[0]
         if first.rank is None:
             load = load_report.incarnation(self.incarnation)
         else:
             load = load_report.header(first.rank, self.incarnation)
         headers = {load_report.LOAD_HEADER: load}
-        if first.stages is not None:
-            headers[load_report.STAGES_HEADER] = load_report.stages_header(first.stages)
+        if generation.stages is not None:
+            headers[load_report.STAGES_HEADER] = load_report.stages_header(generation.stages)
         return headers
 
     def _account(self, g: Generation, endpoint: str, outcome: str, arrived: float) -> None:
@@ -272,8 +263,8 @@ class RequestHandler:
             m.prompt_length.observe(g.prompt_tokens)
             m.completion_length.observe(g.completion_tokens)
         ttft = None if g.first_token_at is None else g.first_token_at - arrived
-        after_first = max(g.completion_tokens - len(g.tracks), 0)
-        first = g.tracks[0]
+        after_first = max(g.completion_tokens - len(g.items), 0)
+        first = g.items[0]
         tpot = None if ttft is None or not after_first else (e2e - ttft) / after_first
         log.info(
             "request",
@@ -283,7 +274,7 @@ class RequestHandler:
                 outcome=outcome,
                 rank=None if first.rank is None else first.rank.dp_rank,
                 room=None if first.item.rendezvous is None else first.item.rendezvous.room,
-                items=len(g.tracks),
+                items=len(g.items),
                 prompt_tokens=g.prompt_tokens,
                 cached_tokens=g.cached_tokens,
                 completion_tokens=g.completion_tokens,
@@ -292,6 +283,20 @@ class RequestHandler:
                 e2e_ms=round(e2e * 1e3, 1),
             ),
         )
+
+
+def _has_one_stream(accepted: AcceptedRequest) -> bool:
+    return accepted.stream and len(accepted.items) == 1
+
+
+def _connection_of(request: web.Request) -> ClientConnection:
+    """Where the events of a stream go once the response's head is out. Raises ConnectionError."""
+    transport = request.transport
+    if transport is None:
+        raise ConnectionResetError("the client has closed the connection")
+    _, high_water = transport.get_write_buffer_limits()
+    is_chunked = request.version >= HttpVersion11
+    return ClientConnection(transport, request.writer.drain, high_water, is_chunked)
 
 
 def _ignored_header(accepted: AcceptedRequest) -> dict[str, str]:

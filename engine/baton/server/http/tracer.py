@@ -79,12 +79,12 @@ class SpanTracer:
         """A request has ended."""
         more: list[tuple[str, str | int]] = []
         if generation is not None:
-            first = generation.tracks[0]
+            first = generation.items[0]
             more += [
                 ("gen_ai.usage.input_tokens", generation.prompt_tokens),
                 ("gen_ai.usage.output_tokens", generation.completion_tokens),
                 ("baton.cached_tokens", generation.cached_tokens),
-                ("baton.items", len(generation.tracks)),
+                ("baton.items", len(generation.items)),
             ]
             if first.rank is not None:
                 more.append(("baton.dp_rank", first.rank.dp_rank))

@@ -33,9 +33,11 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 import baton
+from baton._native import AnswerTable
 from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, parse_config, uses_four_bytes
 from baton.errors import ConfigError, EngineError, counted
 from baton.models import checkpoint
+from baton.sched.metrics.histogram import GAP_BUCKETS
 from baton.server import logs
 from baton.server.http.app import HttpServer
 from baton.server.launch.process_group import ProcessGroup, describe_exit, first_of
@@ -129,7 +131,7 @@ class _Launcher:
             stack.callback(tokenizer.close)
             folder = Path(tempfile.mkdtemp(prefix="baton-"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            context, ranks = self._open_sockets(folder)
+            context, ranks = self._open_sockets(folder, tokenizer)
             stack.callback(context.destroy, 0)
             stack.callback(ranks.close)
             front = HttpServer(self._config, facts, tokenizer, ranks)
@@ -160,7 +162,7 @@ class _Launcher:
 
     # ---- parts of the start ------------------------------------------------------------------------------------
 
-    def _open_sockets(self, folder: Path) -> tuple[zmq.Context[Any], RankSet]:
+    def _open_sockets(self, folder: Path, tokenizer: Tokenizer) -> tuple[zmq.Context[Any], RankSet]:
         """PUSH to each rank and a shared PULL from all, as ipc sockets in a directory only this user can enter."""
         context: zmq.Context[Any] = zmq.Context()
         pull = context.socket(zmq.PULL)
@@ -171,7 +173,8 @@ class _Launcher:
             push.set_hwm(SEND_QUEUE)
             push.bind(f"ipc://{folder}/rank{rank}")
         limit = self._config.max_running_requests + self._config.max_queued_requests
-        return context, RankSet(pull, pushes, limit, self._config.tp_size)
+        answers = AnswerTable(tokenizer.native, GAP_BUCKETS)
+        return context, RankSet(pull, pushes, limit, answers, self._config.tp_size)
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, front: HttpServer) -> str:
         app = front.application()

@@ -13,7 +13,7 @@ import itertools
 import math
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -303,6 +303,25 @@ def _cumulated(kept: Histogram) -> list[tuple[str, float]]:
     )
 
 
+class _GapCollector(Collector):
+    """Renders the gaps between tokens, which the text layer counts."""
+
+    def __init__(self, spec: Spec, model: str) -> None:
+        self.spec = spec
+        self.counts: Callable[[], tuple[list[int], float]] = lambda: (
+            [0] * (len(GAP_BUCKETS) + 1),
+            0.0,
+        )
+        """Observations by bucket of GAP_BUCKETS, and their sum [seconds]."""
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        counts, total = self.counts()
+        family = HistogramMetricFamily(PREFIX + self.spec.name, self.spec.help, labels=[MODEL])
+        family.add_metric([self._model], _cumulated(Histogram(GAP_BUCKETS, counts, total)), total)
+        yield family
+
+
 class EngineMetrics:
     """The front's metrics, one instance per process (own registry: tests start several)."""
 
@@ -318,8 +337,8 @@ class EngineMetrics:
         prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that is not read
         self.registry = prometheus.CollectorRegistry()
         self.model_name = model
-        self.table: dict[Spec, MetricWrapperBase] = {}
-        """Metrics that the front writes."""
+        self.table: dict[Spec, Collector] = {}
+        """Metrics of the front."""
         counter = partial(self._add, prometheus.Counter)
         gauge = partial(self._add, prometheus.Gauge)
         histogram = partial(self._add, prometheus.Histogram)
@@ -337,9 +356,7 @@ class EngineMetrics:
             (MODEL, "endpoint"),
             buckets=STAGE_BUCKETS,
         )
-        self.itl = histogram(
-            "itl_seconds", "mean gap between tokens of one delivery", (MODEL,), buckets=GAP_BUCKETS
-        ).labels(model)
+        self.gaps = self._add_gaps(model)
         self.e2e = histogram(
             "e2e_seconds",
             "arrival of the request to the end of its answer",
@@ -393,6 +410,14 @@ class EngineMetrics:
         self.registry.register(
             metric_aliases.CompatCollector(compat_names, model, page_size, PREFIX, self._native)
         )
+
+    def _add_gaps(self, model: str) -> _GapCollector:
+        gaps = _GapCollector(
+            _histogram("itl_seconds", "mean gap between tokens of one delivery", (MODEL,)), model
+        )
+        self.registry.register(gaps)
+        self.table[gaps.spec] = gaps
+        return gaps
 
     def _add_build_info(self, version: str, mode: str) -> None:
         labels = ("version", "python", "mode", "model")

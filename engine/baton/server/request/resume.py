@@ -14,9 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 from baton.errors import FingerprintMismatch
 from baton.server import fields
@@ -24,7 +21,6 @@ from baton.server.request.schema import RequestFields, ResumeFields
 from baton.server.request.token_ids import ModelVocabulary
 
 EMIT_HEADER = "x-baton-emit-tokens"
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +59,3 @@ def _refuse_other_fingerprint(stated: Mapping[str, str], own: Mapping[str, str])
                 f"engine's is {own[aspect]}; send the request without baton_resume",
                 param="baton_resume",
             )
-
-
-class ResumeCommentWriter:
-    """Writes the comments of one stream."""
-
-    def __init__(self, seed: int, created: int) -> None:
-        self._first: dict[str, Any] = {"seed": seed, "created": created}
-        self._ids: list[int] = []
-
-    def annotate(self, data: bytes, ids: list[int]) -> bytes:
-        """`data` (events) with a comment that has these tokens in front of its last event.
-
-        Empty data leaves the tokens for later.
-        """
-        self._ids += ids
-        if not data:
-            return data
-        at = data.rfind(b"\n\ndata: ", 0, -2)
-        at = 0 if at < 0 else at + 2
-        comment = b": baton " + _encode({"ids": self._ids, **self._first}) + b"\n"
-        self._ids = []
-        self._first = {}
-        return data[:at] + comment + data[at:]

@@ -36,6 +36,11 @@ class Tenancy:
         self._rates = None if rules is None else RateLimits(rules, config.max_idle_tenants)
 
     @property
+    def limits_rates(self) -> bool:
+        """Generated tokens are counted by tenant."""
+        return self._rates is not None
+
+    @property
     def unused_fields(self) -> tuple[str, ...]:
         """Fields of a request that have no effect with these flags."""
         unused = () if self._rules.classes.classes else ("priority_class",)

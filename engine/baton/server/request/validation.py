@@ -40,9 +40,9 @@ from baton.server.request.schema import (
     SamplingFields,
 )
 from baton.server.request.tenancy import Tenancy
+from baton.server.request.text_rules import TextRules
 from baton.server.request.token_ids import ModelVocabulary, refuse_other_tokenizer, rows_of_ids
 from baton.server.text.chat_template import ChatTemplate, RenderOptions
-from baton.server.text.detokenizer import TextRules
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.native import native_extension
 from baton.server.text.tokenizer import PromptRules, Tokenizer

@@ -1,14 +1,14 @@
-"""Running request in the front: its items on the ranks, their text, and what the response builder takes next.
+"""Running request in the front: its items on the ranks, and the bytes that it owes its client.
 
-1. `Generation.start` submits every item (all or none);
-2. rows arrive in the event loop: tokens become text and stop strings are looked for at once, so that the rank stops
-   working even while the client reads slowly; results pile up per item as one `TextDelta`;
-3. the HTTP handler takes deltas with `next()`; what piled up since the last take is one delta (one SSE event);
+1. `Generation.start` submits every item (all or none) and opens an answer in the text layer;
+2. the layer makes bytes of what the ranks send, in the event loop, so that a rank stops at a stop string even while the
+   client reads slowly; they wait here until the HTTP handler takes them with `next()`;
+3. once the head of a stream is out, the handler lets them go to the connection directly (`write_directly`); while the
+   connection's buffer is full, output gathers in the layer;
 4. `close()` aborts what still runs. It is called in a `finally`: a disconnect, an error and a normal end all free the
    rank.
 
-Invariants: an item yields at most one delta with a finish reason; after an error the other items are aborted and
-`next` raises.
+Invariants: after an error the other items are aborted and `next` raises, once what came before has been taken.
 """
 
 from __future__ import annotations
@@ -16,278 +16,287 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
+import msgspec
+
+from baton._native import AnswerCounts, FirstToken
 from baton.errors import EngineError, RequestTimeout
-from baton.sched.types.events import EmittedTokens
-from baton.sched.types.request import FinishReason, ValidatedRequest
+from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.spans import ParentSpan
 from baton.server.request.validation import AcceptedRequest, PromptItem
-from baton.server.text.detokenizer import Detokenizer, StopMatcher
-from baton.server.text.tokenizer import Tokenizer
+from baton.server.response.answer_spec import AnswerFormat, AnswerSpec, ChoiceSpec, encode_spec
 from baton.server.worker.client import RankClient, RankSet
 
 DEADLINE_GRACE_SECS = 5.0
 """The rank ends a request at its deadline; the front waits this much longer before it does it itself."""
+MAX_CONTEXT_TOKENS = 64
+"""Longest end of a prompt that the text layer looks at to continue its text."""
+
+decode_stages = msgspec.msgpack.Decoder(FirstTokenStages).decode
 
 
 @dataclass(slots=True)
-class TokenLogprobs:
-    """Logprobs of consecutive tokens, row by row."""
+class RunningItem:
+    """An item and where it runs."""
 
-    ids: list[int] = field(default_factory=list)
-    chosen: list[float] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
-
-    def extend(self, other: TokenLogprobs) -> None:
-        self.ids += other.ids
-        self.chosen += other.chosen
-        self.top += other.top
+    index: int
+    item: PromptItem
+    handle: int = 0
+    rank: RankClient | None = None
 
 
-@dataclass(slots=True)
-class TextDelta:
-    """Output of one item since the last take."""
+@dataclass(frozen=True, slots=True)
+class ClientConnection:
+    """Connection to which the events of a stream are written."""
 
-    item: ChoiceState
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: TokenLogprobs | None = None
-    finish: str | None = None
-
-
-class ChoiceState:
-    """Progress of one item. Implements worker.client.EventSink."""
-
-    __slots__ = (
-        "_detok", "_matcher", "_min_tokens", "_owner", "_skip_stop_token", "cached_tokens", "completion_tokens",
-        "delta", "done", "finish", "handle", "index", "item", "last_token_at", "matched_stop", "rank", "resumed_text",
-        "seen", "stages",
-    )  # fmt: skip
-
-    def __init__(self, owner: Generation, index: int, item: PromptItem) -> None:
-        rules = owner.accepted.text
-        tokenizer = owner.tokenizer
-        skip = rules.skip_special_tokens
-        self._owner = owner
-        self._detok = Detokenizer(
-            lambda ids: tokenizer.decode(ids, skip_special_tokens=skip),
-            item.prompt[: item.asked_tokens] if rules.continues_prompt else (),
-        )
-        self._matcher = (
-            StopMatcher(rules.stops, include=rules.include_stop) if rules.stops else None
-        )
-        self._min_tokens = rules.min_tokens
-        self._skip_stop_token = not rules.include_stop
-        self.index = index
-        self.item = item
-        self.handle = 0
-        self.rank: RankClient | None = None
-        self.delta: TextDelta | None = None
-        self.done = False
-        self.finish: str | None = None
-        self.matched_stop: str | int | None = None
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-        self.last_token_at = 0.0
-        self.stages: FirstTokenStages | None = None
-        self.seen = False
-        """For response builders: an event of this item was already sent."""
-        self.resumed_text = ""
-        """Text the client has seen of it, from another engine."""
-        if resume := owner.accepted.resume:
-            self.resumed_text = self._text(list(resume.ids), None)[0]
-            self.completion_tokens = len(resume.ids)
-            self.seen = True
-
-    def on_tokens(self, row: EmittedTokens) -> None:
-        if self.done:
-            return
-        self.stages = row.stages or self.stages
-        self.cached_tokens = min(row.cached_tokens, self.item.asked_tokens)
-        text, ids, finish_name = self._text(list(row.tokens), row.finish)
-        if ids:
-            self._owner.note_tokens(self, len(ids))
-        self.completion_tokens += len(ids)
-        delta = self._pending_delta()
-        delta.text += text
-        delta.tokens += ids
-        if (found := row.logprobs) is not None and self.item.params.logprobs >= 0:
-            if delta.logprobs is None:
-                delta.logprobs = TokenLogprobs()
-            if ids:
-                top = list(zip(found.top_ids, found.top_logprobs, strict=True))[
-                    : self.item.params.logprobs
-                ]
-                delta.logprobs.extend(TokenLogprobs(ids, [found.chosen], [top]))
-        if finish_name is not None:
-            delta.finish = self.finish = finish_name
-            self.done = True
-            if row.finish is None:  # a stop string: the rank does not know it yet
-                self._owner.ranks.abort([self.handle])
-        self._owner.wake()
-
-    def on_error(self, error: EngineError) -> None:
-        if not self.done:
-            self.done = True
-            self._owner.fail(error)
-
-    def end_empty(self) -> None:
-        """Nothing was to be generated."""
-        self.done = True
-        self.finish = "length"
-        self._pending_delta().finish = "length"
-
-    def _pending_delta(self) -> TextDelta:
-        if self.delta is None:
-            self.delta = TextDelta(self)
-        return self.delta
-
-    def _text(
-        self, ids: list[int], finish: FinishReason | None
-    ) -> tuple[str, list[int], str | None]:
-        """New text, the tokens that count (those up to a stop string), and the finish reason if there is one now."""
-        shown = ids
-        if finish is FinishReason.STOP and ids and ids[-1] in self.item.params.stop_token_ids:
-            self.matched_stop = ids[-1]
-            if self._skip_stop_token:
-                shown = ids[:-1]  # the token that stopped it counts, its text does not show
-        name = None if finish is None else ("length" if finish is FinishReason.LENGTH else "stop")
-        if self._matcher is None:
-            text = self._detok.feed(shown) if shown else ""
-            return (text + self._detok.flush() if finish is not None else text), ids, name
-        pieces = []
-        for used, token in enumerate(
-            shown, 1
-        ):  # one by one, so that the count ends at the stop string
-            search = self.completion_tokens + used > self._min_tokens
-            pieces.append(self._matcher.feed(self._detok.feed((token,)), search=search))
-            if self._matcher.matched is not None:
-                self.matched_stop = self._matcher.matched
-                return "".join(pieces), ids[:used], "stop"
-        if finish is not None:
-            pieces.append(self._matcher.feed(self._detok.flush()))
-            if self._matcher.matched is not None:
-                self.matched_stop = self._matcher.matched
-                name = "stop"
-            pieces.append(self._matcher.flush())
-        return "".join(pieces), ids, name
+    transport: asyncio.WriteTransport
+    drain: Callable[[], Awaitable[None]]
+    """Returns when the transport has room again."""
+    high_water: int
+    """Bytes in the transport's buffer above which a client counts as slow."""
+    is_chunked: bool
+    """Events need the framing of HTTP/1.1's chunked coding."""
 
 
 @dataclass(eq=False)
 class Generation:
-    """All items of one accepted request."""
+    """All items of one accepted request. Implements worker.client.AnswerSink."""
 
     rid: str
+    request_id: str
     accepted: AcceptedRequest
+    format: AnswerFormat
     ranks: RankSet
-    tokenizer: Tokenizer
     metrics: EngineMetrics
     endpoint: str
     arrived: float
     timeout_secs: float
-    on_generated: Callable[[int], None] = lambda count: None
+    on_generated: Callable[[int], None] | None = None
     """Called with the number of tokens as they come."""
     parent: ParentSpan | None = None
     """Parent of the ranks' spans."""
+    tells_tokens: bool = False
+    """Its stream has the comments with which a router can resume it."""
 
     def __post_init__(self) -> None:
         self.submitted_at: float | None = None
         self.first_token_at: float | None = None
+        self.stages: FirstTokenStages | None = None
+        """The way of the first item to its first token."""
         self.created = (
             int(time.time()) if self.accepted.resume is None else self.accepted.resume.created
         )
         """Unix seconds: what its events say."""
+        self.items = [RunningItem(i, item) for i, item in enumerate(self.accepted.items)]
+        self.counts: AnswerCounts | None = None
+        """What it counted, once it is closed."""
+        self._answer: int | None = None
+        """Id in the text layer, while it is open."""
         self._deadline = self.arrived + self.timeout_secs
         self._error: EngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.tracks = [ChoiceState(self, i, item) for i, item in enumerate(self.accepted.items)]
+        self._chunks: list[bytes] = []
+        self._has_all = False
+        self._connection: ClientConnection | None = None
+        """Where chunks go directly."""
+        self._is_held = False
+        self._last_output_at = self.arrived
 
     def start(self) -> None:
         """Submit every item. Raises QueueFull, NotReady, EngineDead; then nothing runs."""
-        if self.accepted.max_tokens_zero:
-            for track in self.tracks:
-                track.end_empty()
-            return
-        many = len(self.tracks) > 1
-        self.submitted_at = now = time.monotonic()
-        trace = b"" if self.parent is None else self.parent.packed(now)
-        ttft_secs = self.accepted.ttft_deadline_secs
+        self.submitted_at = time.monotonic()
         try:
-            for track in self.tracks:
-                item = track.item
-                rank = self.ranks.choose(item.dp_rank)
-                request = ValidatedRequest(
-                    handle=0,
-                    rid=f"{self.rid}-{track.index}" if many else self.rid,
-                    prompt=item.prompt,
-                    params=item.params,
-                    priority=self.accepted.priority,
-                    priority_class=self.accepted.priority_class,
-                    tenant=self.accepted.tenant,
-                    namespace=self.accepted.namespace,
-                    rendezvous=item.rendezvous,
-                    arrival=self.arrived,
-                    trace=trace,
-                    deadline=self._deadline,
-                    ttft_deadline=None if ttft_secs is None else self.arrived + ttft_secs,
-                )
-                track.rank = rank
-                track.handle = self.ranks.submit(rank, request, track)
+            if not self.accepted.max_tokens_zero:
+                self._submit_items(self.submitted_at)
+            self._answer = self.ranks.open_answer(encode_spec(self._spec()), self)
         except EngineError:
             self.close()
             raise
+        if self.accepted.max_tokens_zero:
+            self._release()
+
+    def _submit_items(self, now: float) -> None:
+        many = len(self.items) > 1
+        trace = b"" if self.parent is None else self.parent.packed(now)
+        ttft_secs = self.accepted.ttft_deadline_secs
+        for running in self.items:
+            item = running.item
+            rank = self.ranks.choose(item.dp_rank)
+            request = ValidatedRequest(
+                handle=0,
+                rid=f"{self.rid}-{running.index}" if many else self.rid,
+                prompt=item.prompt,
+                params=item.params,
+                priority=self.accepted.priority,
+                priority_class=self.accepted.priority_class,
+                tenant=self.accepted.tenant,
+                namespace=self.accepted.namespace,
+                rendezvous=item.rendezvous,
+                arrival=self.arrived,
+                trace=trace,
+                deadline=self._deadline,
+                ttft_deadline=None if ttft_secs is None else self.arrived + ttft_secs,
+            )
+            running.rank = rank
+            running.handle = self.ranks.submit(rank, request, self)
+
+    def _spec(self) -> AnswerSpec:
+        accepted = self.accepted
+        rules = accepted.text
+        resume = accepted.resume
+        return AnswerSpec(
+            format=self.format,
+            rid=accepted.rid,
+            request_id=self.request_id,
+            model=self.metrics.model_name,
+            created=self.created,
+            arrived=self.arrived,
+            is_stream=accepted.stream,
+            includes_usage=accepted.include_usage,
+            has_continuous_usage=accepted.continuous_usage,
+            returns_token_ids=accepted.return_token_ids,
+            logprobs=accepted.logprobs,
+            is_batch=accepted.is_batch,
+            stops=rules.stops,
+            include_stop=rules.include_stop,
+            skip_special_tokens=rules.skip_special_tokens,
+            min_tokens=rules.min_tokens,
+            comment_seed=self.items[0].item.params.seed if self.tells_tokens else None,
+            is_metered=self.on_generated is not None,
+            is_empty=accepted.max_tokens_zero,
+            resumed_ids=() if resume is None else resume.ids,
+            choices=[self._choice_spec(running) for running in self.items],
+        )
+
+    def _choice_spec(self, running: RunningItem) -> ChoiceSpec:
+        item = running.item
+        accepted = self.accepted
+        left_context = item.prompt[: item.asked_tokens][-MAX_CONTEXT_TOKENS:]
+        return ChoiceSpec(
+            handle=running.handle,
+            counts_prompt=item.choice == 0,
+            prompt_tokens=item.asked_tokens,
+            left_context=left_context.tolist() if accepted.text.continues_prompt else (),
+            stop_token_ids=item.params.stop_token_ids,
+            echo=accepted.echo[item.prompt_index] if accepted.echo else "",
+        )
+
+    # ---- from the ranks and the text layer ---------------------------------------------------------------------
+
+    def on_first_token(self, first: FirstToken, now: float) -> None:
+        """A choice has its first tokens."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+        if first.choice == 0 and first.stages is not None:
+            self.stages = decode_stages(first.stages)
+        self.metrics.ttft.labels(self.metrics.model_name, self.endpoint).observe(now - self.arrived)
+
+    def on_metered(self, tokens: int) -> None:
+        if self.on_generated is not None:
+            self.on_generated(tokens)
+
+    def on_chunk(self, chunk: bytes, now: float) -> None:
+        """Bytes for the client."""
+        self._last_output_at = now
+        if self._connection is None:
+            self._chunks.append(chunk)
+            self.wake()
+            return
+        transport = self._connection.transport
+        if transport.is_closing():
+            return  # the handler is cancelled in a moment
+        transport.write(chunk)
+        if transport.get_write_buffer_size() > self._connection.high_water:
+            self._hold()
+
+    def on_finish(self) -> None:
+        """The next chunk is the last."""
+        self._has_all = True
+        self.wake()
+
+    def fail(self, error: EngineError) -> None:
+        """End it with an error, as when one item failed; the other items stop."""
+        if self._error is None:
+            self._error = error
+            self._close_answer()
+            self.wake()
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def fail(self, error: EngineError) -> None:
-        """Fail the request because one item failed; the other items stop."""
-        if self._error is None:
-            self._error = error
-            self.close()
-            self.wake()
+    # ---- to the client -----------------------------------------------------------------------------------------
 
-    def note_tokens(self, track: ChoiceState, count: int) -> None:
-        now = time.monotonic()
-        self.on_generated(count)
-        if self.first_token_at is None:
-            self.first_token_at = now
-        if track.last_token_at:
-            self.metrics.itl.observe((now - track.last_token_at) / count)
-        else:
-            self.metrics.ttft.labels(self.metrics.model_name, self.endpoint).observe(
-                now - self.arrived
-            )
-        track.last_token_at = now
-
-    async def next(self, timeout_secs: float | None = None) -> list[TextDelta] | None:
-        """Wait for output and return all of it, in item order. None: `timeout_secs` passed. [] never: see `finished`.
+    async def next(self, timeout_secs: float | None = None) -> bytes | None:
+        """Wait for output and return all of it, or b"" at the end. None: nothing came for `timeout_secs`.
 
         Raises the request's error once what came before it has been taken.
         """
         limit = self._deadline + DEADLINE_GRACE_SECS
-        wait_until = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
+        idle_secs = math.inf if timeout_secs is None else timeout_secs
+        self._last_output_at = time.monotonic()
         while True:
-            deltas = [d for t in self.tracks if (d := t.delta) is not None]
-            if deltas:
-                for track in self.tracks:
-                    track.delta = None
-                return deltas
+            if self._chunks:
+                chunks = b"".join(self._chunks)
+                self._chunks.clear()
+                return chunks
             if self._error is not None:
                 raise self._error
+            if self._is_held:
+                await self._wait_for_reader()
+                continue
+            if self._has_all:
+                return b""
             now = time.monotonic()
             if now >= limit:
                 raise RequestTimeout(
                     f"no end after {self.timeout_secs:g} s; the engine hangs or is overloaded"
                 )
+            wait_until = self._last_output_at + idle_secs
             if now >= wait_until:
                 return None
             await self._woken_within(min(limit, wait_until) - now)
+
+    @property
+    def finished(self) -> bool:
+        """It ended well and everything was taken."""
+        return self._error is None and self._has_all and not self._chunks and not self._is_held
+
+    def write_directly(self, connection: ClientConnection) -> None:
+        """Let chunks go to the connection, unless some wait here. The head of the response must be out."""
+        if self._connection is not None or self._chunks or self._answer is None:
+            return
+        self._connection = connection
+        if connection.is_chunked:
+            self.ranks.answers.begin_framing(self._answer)
+
+    def _hold(self) -> None:
+        """The client reads slowly."""
+        if self._answer is not None:
+            self._is_held = True
+            self.ranks.answers.hold(self._answer)
+            self.wake()
+
+    async def _wait_for_reader(self) -> None:
+        assert self._connection is not None
+        await self._connection.drain()
+        self._is_held = False
+        self._release()
+
+    def _release(self) -> None:
+        """Take what the text layer holds."""
+        if self._answer is None:
+            return
+        now = time.monotonic()
+        chunk, is_last = self.ranks.answers.release(self._answer, now)
+        if is_last:
+            self._has_all = True
+        if chunk:
+            self.on_chunk(chunk, now)
 
     async def _woken_within(self, secs: float) -> None:
         """Sleep until `wake` or for `secs`. Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation."""
@@ -300,28 +309,28 @@ class Generation:
             timer.cancel()
             self._waiter = None
 
-    @property
-    def finished(self) -> bool:
-        """Every item ended well and everything was taken."""
-        return self._error is None and all(t.done and t.delta is None for t in self.tracks)
-
     def close(self) -> None:
         """Abort what still runs. Idempotent."""
-        self.ranks.abort([t.handle for t in self.tracks if t.handle and not t.done])
-        for track in self.tracks:
-            track.done = True
+        self._connection = None
+        self._close_answer()
 
-    # ---- numbers for usage and the log -------------------------------------------------------------------------
+    def _close_answer(self) -> None:
+        self.ranks.abort([running.handle for running in self.items if running.handle])
+        if self._answer is not None:
+            self.counts = self.ranks.close_answer(self._answer)
+            self._answer = None
+
+    # ---- numbers for the log, once it is closed ------------------------------------------------------------------
 
     @property
     def prompt_tokens(self) -> int:
         """Each prompt once, however many choices it has."""
-        return sum(t.item.asked_tokens for t in self.tracks if t.item.choice == 0)
+        return 0 if self.counts is None else self.counts.prompt_tokens
 
     @property
     def cached_tokens(self) -> int:
-        return sum(t.cached_tokens for t in self.tracks if t.item.choice == 0)
+        return 0 if self.counts is None else self.counts.cached_tokens
 
     @property
     def completion_tokens(self) -> int:
-        return sum(t.completion_tokens for t in self.tracks)
+        return 0 if self.counts is None else self.counts.completion_tokens

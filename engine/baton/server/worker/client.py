@@ -1,7 +1,9 @@
 """The front's end of the ZMQ sockets: sends to the scheduler processes, hands their messages to the waiting calls.
 
-1. `submit` sends one item to one rank and remembers its sink under a fresh handle;
-2. every TokenBatch row is given to the sink of its handle, in the event loop, in the order it was sent;
+1. `submit` sends one item to one rank and remembers its sink under a fresh handle; `open_answer` tells the text layer
+   what to make of the rows of a request's items;
+2. every message with tokens goes to the text layer as it came; what the layer makes of it is given to the sinks, in the
+   event loop, in the order it was sent;
 3. a row with a finish, an `abort`, or the rank's death removes the handle; exactly one of them happens.
 
 Invariants: a handle is never reused; rows of unknown handles (just aborted) are dropped; what is in flight is bounded
@@ -21,6 +23,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from baton._native import AnswerCounts, AnswerTable, FailedAnswer, FedBatch, FirstToken
 from baton.errors import (
     EngineDead,
     EngineError,
@@ -30,8 +33,7 @@ from baton.errors import (
     RequestTimeout,
     by_code,
 )
-from baton.sched.types.events import EmittedTokens
-from baton.sched.types.request import FinishReason, ValidatedRequest
+from baton.sched.types.request import ValidatedRequest
 from baton.server.worker import messages
 from baton.server.worker.control import ControlOperation, operation_name
 
@@ -43,11 +45,14 @@ SEND_QUEUE = 100_000
 """Messages a rank may be behind by (its submits are bounded by `limit`); more means it hangs."""
 
 
-class EventSink(Protocol):
-    """Receives one item's rows."""
+class AnswerSink(Protocol):
+    """Receives what becomes of one request."""
 
-    def on_tokens(self, row: EmittedTokens) -> None: ...
-    def on_error(self, error: EngineError) -> None: ...
+    def on_first_token(self, first: FirstToken, now: float) -> None: ...
+    def on_metered(self, tokens: int) -> None: ...
+    def on_chunk(self, chunk: bytes, now: float) -> None: ...
+    def on_finish(self) -> None: ...
+    def fail(self, error: EngineError) -> None: ...
 
 
 @dataclass(slots=True)
@@ -66,7 +71,7 @@ class RankClient:
     stats: messages.StatsMessage = field(init=False)
     """Last report, made at `reported_at` (monotonic seconds); empty before the first and after its death."""
     reported_at: float = 0.0
-    items: dict[int, tuple[EventSink, int]] = field(default_factory=dict)
+    items: dict[int, tuple[AnswerSink, int]] = field(default_factory=dict)
     """Sink and weight of each item in flight, by handle."""
     nonfinite: int = 0
     """Answers in a row that ended because the model computed NaN or infinity."""
@@ -92,8 +97,13 @@ class RankSet:
         pull: zmq.Socket[bytes],
         pushes: Sequence[zmq.Socket[bytes]],
         limit: int,
+        answers: AnswerTable,
         tp_size: int = 1,
     ) -> None:
+        self.answers = answers
+        """The text layer's view of what runs."""
+        self._sinks: dict[int, AnswerSink] = {}
+        """By id of an open answer."""
         self._pull = pull
         self._limit = limit
         self.ranks = [RankClient(i, socket, tp_size=tp_size) for i, socket in enumerate(pushes)]
@@ -156,7 +166,7 @@ class RankSet:
             raise NotReady(f"rank {rank.dp_rank} is still loading the model", retry_after_secs=2)
         return rank
 
-    def submit(self, rank: RankClient, request: ValidatedRequest, sink: EventSink) -> int:
+    def submit(self, rank: RankClient, request: ValidatedRequest, sink: AnswerSink) -> int:
         """Send one item; returns its handle. Raises QueueFull."""
         if len(rank.items) >= self._limit:
             raise QueueFull(
@@ -171,6 +181,21 @@ class RankSet:
         rank.tokens_in_flight += weight
         self._of_handle[handle] = rank
         return handle
+
+    def open_answer(self, spec: bytes, sink: AnswerSink) -> int:
+        """Begin an answer (answer_spec.AnswerSpec) of items that were just submitted; returns its id."""
+        answer: int = self.answers.open(spec)
+        self._sinks[answer] = sink
+        return answer
+
+    def close_answer(self, answer: int) -> AnswerCounts | None:
+        """Forget an answer; returns what it counted."""
+        self._sinks.pop(answer, None)
+        return self.answers.close(answer)
+
+    def runs(self, handle: int) -> bool:
+        """Tell whether a rank works on the item."""
+        return handle in self._of_handle
 
     def abort(self, handles: Sequence[int]) -> None:
         """Forget these items and tell their ranks. Unknown handles (already finished) are ignored."""
@@ -227,18 +252,19 @@ class RankSet:
                 raw = self._pull.recv(zmq.DONTWAIT)
             except zmq.Again:
                 return
+            now = time.monotonic()
             try:
-                message = messages.to_front_decoder.decode(raw)
-            except msgspec.DecodeError:
+                fed = self.answers.feed(raw, now)
+                if fed is None:
+                    self._dispatch(messages.to_front_decoder.decode(raw))
+                else:
+                    self._take_tokens(fed, now)
+            except (ValueError, msgspec.DecodeError):
                 log.exception("a rank sent a message that cannot be decoded (%d bytes)", len(raw))
-                continue
-            self._dispatch(message)
         self._loop.call_soon(self._readable)
 
     def _dispatch(self, message: messages.ToFront) -> None:
-        if isinstance(message, messages.TokenBatch):
-            self._tokens(message)
-        elif isinstance(message, messages.StatsMessage):
+        if isinstance(message, messages.StatsMessage):
             rank = self.ranks[message.dp_rank]
             rank.stats, rank.reported_at = message, time.monotonic()
             self.on_stats(rank)
@@ -259,31 +285,38 @@ class RankSet:
             self.on_kv_events(message)
         elif isinstance(message, messages.TimelinesMessage):
             self.on_timelines(message)
-        else:
+        elif isinstance(message, messages.FatalMessage):
             self.died(message.dp_rank, message.message)
 
-    def _tokens(self, batch: messages.TokenBatch) -> None:
-        for row in batch.rows:
-            handle = row.handle
-            rank = self._of_handle.get(handle)
-            if rank is None:
-                continue  # aborted while this batch was on its way
-            sink, _ = rank.items[handle]
-            if row.finish is not None:
-                self._forget(handle)
+    def _take_tokens(self, fed: FedBatch, now: float) -> None:
+        """Hand on what the text layer made of a step's tokens."""
+        for handle in fed.ended:
+            self._forget(handle)
+        if fed.stopped:
+            self.abort(fed.stopped)
+        sinks = self._sinks
+        for first in fed.first_tokens:
+            sinks[first.answer].on_first_token(first, now)
+        for answer, tokens in fed.metered:
+            sinks[answer].on_metered(tokens)
+        for answer in fed.finished:
+            sinks[answer].on_finish()
+        for answer, chunk in fed.chunks:
             try:
-                if row.finish in (FinishReason.ERROR, FinishReason.ABORT):
-                    error = _error(row)
-                    if isinstance(error, NonfiniteLogits):
-                        rank.nonfinite, rank.nonfinite_at = rank.nonfinite + 1, time.monotonic()
-                    sink.on_error(error)
-                else:
-                    rank.nonfinite = 0
-                    sink.on_tokens(row)
+                sinks[answer].on_chunk(chunk, now)
             except Exception:  # one request's trouble must not cost the other rows of the batch
-                log.exception("handle %d: its tokens could not be processed", handle)
-                self.abort([handle])
-                sink.on_error(EngineError("internal error; the engine's log has the details"))
+                log.exception("answer %d: its output could not be written", answer)
+                sinks[answer].fail(EngineError("internal error; the engine's log has the details"))
+        rank = self.ranks[fed.dp_rank]
+        if fed.has_output:
+            rank.nonfinite = 0
+        for failed in fed.failed:
+            error = _error(failed)
+            if isinstance(error, NonfiniteLogits):
+                rank.nonfinite += 1
+                rank.nonfinite_at = now
+            if (sink := sinks.get(failed.answer)) is not None:  # not closed by an item before it
+                sink.fail(error)
 
     def died(self, dp_rank: int, why: str) -> None:
         """The rank's process is gone: everything it worked on fails now. Idempotent.
@@ -301,7 +334,7 @@ class RankSet:
         self.on_stats(rank)
         for handle, (sink, _) in list(rank.items.items()):
             self._forget(handle)
-            sink.on_error(
+            sink.fail(
                 EngineDead(
                     f"rank {dp_rank} of this engine died while it worked on this request ({why})"
                 )
@@ -326,12 +359,9 @@ class RankSet:
             socket.close(linger=0)
 
 
-def _error(row: EmittedTokens) -> EngineError:
+def _error(failed: FailedAnswer) -> EngineError:
     """The rank's code and message as the exception that carries them to the client."""
-    default = ("aborted", "the request was aborted")
-    if row.finish is FinishReason.ERROR:
-        default = ("internal_error", "the rank gave no reason")
-    code, text = row.error or default
+    code, text = failed.error or ("aborted", "the request was aborted")
     cls = by_code(code)
-    retry_after_secs = 1 if row.retry_after_secs is None else row.retry_after_secs
+    retry_after_secs = 1 if failed.retry_after_secs is None else failed.retry_after_secs
     return cls(text, retry_after_secs=retry_after_secs if cls.status in (429, 503) else None)

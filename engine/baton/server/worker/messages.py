@@ -41,12 +41,6 @@ class ControlMessage(msgspec.Struct, tag="control"):
 ToRank = SubmitMessage | AbortMessage | ControlMessage
 
 
-class TokenBatch(msgspec.Struct, tag="tokens"):
-    """Output of one step. A handle may have several rows, in order."""
-
-    rows: list[EmittedTokens]
-
-
 class ReplyMessage(msgspec.Struct, tag="reply"):
     id: int
     ok: bool
@@ -57,6 +51,15 @@ class FromRank(msgspec.Struct):
     """A message in the name of a whole rank."""
 
     dp_rank: int
+
+
+class TokenBatch(FromRank, tag="tokens"):
+    """Output of one step. A handle may have several rows, in order.
+
+    The front does not decode it: engine/text/src/answers/token_batch.rs does, which knows the fields in this order.
+    """
+
+    rows: list[EmittedTokens]
 
 
 class LoadingMessage(FromRank, tag="loading"):

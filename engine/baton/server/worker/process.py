@@ -256,7 +256,7 @@ class RankProcess:
             self._ingest(wait=not busy)
             outputs, busy = self.engine.step(time.monotonic())
             if outputs := self._stream.take(outputs):
-                self._send(messages.TokenBatch(outputs))
+                self._send(messages.TokenBatch(self.dp_rank, outputs))
             if timelines := self.engine.take_timelines():
                 self._send(messages.TimelinesMessage(self.dp_rank, timelines))
             if self._kv is not None:
@@ -319,7 +319,7 @@ class RankProcess:
             refused = EmittedTokens(
                 request.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later
             )
-            self._send(messages.TokenBatch([refused]))
+            self._send(messages.TokenBatch(self.dp_rank, [refused]))
 
     def _control(self, message: messages.ControlMessage) -> messages.ReplyMessage:
         try:

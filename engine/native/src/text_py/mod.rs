@@ -1,10 +1,12 @@
 //! Python face of the text layer (`baton_text`): chat templates and tokenizers. Every function that
 //! works on a text releases the GIL.
 //!
+//! * `answers`: the running answers of a front, [`answers::PyAnswerTable`];
 //! * `files`: the files of a tokenizer's directory;
 //! * `template`: [`template::PyChatTemplate`];
 //! * `tokenizer`: [`tokenizer::PyTokenizer`].
 
+mod answers;
 mod files;
 mod template;
 mod tokenizer;
@@ -41,5 +43,6 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("TextRefusal", m.py().get_type::<TextRefusal>())?;
     m.add_class::<files::PyTokenizerFiles>()?;
     m.add_class::<template::PyChatTemplate>()?;
-    m.add_class::<tokenizer::PyTokenizer>()
+    m.add_class::<tokenizer::PyTokenizer>()?;
+    answers::register(m)
 }

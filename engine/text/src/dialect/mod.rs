@@ -1,1 +1,151 @@
-//! How each HTTP API says it.
+//! HTTP APIs that generate text, and how each of them says things.
+//!
+//! * [`body`]: fields of a request body that routing needs, and the body with other fields in it;
+//! * [`prompt_limit`]: the longest prompt that an engine takes, measured in the body's JSON;
+//! * [`sse`]: events of a stream, errors among them, and the event that ends it;
+//! * [`answer_end`]: how far an answer got, and the usage in its last pieces;
+//! * [`resume`]: comments with the tokens of a stream, and the field that asks for its rest;
+//! * [`input_logprobs`]: answers to /generate that two workers give together;
+//! * [`write`](mod@write): answers as bytes.
+//!
+//! An API is a variant of [`Dialect`] with its [`DialectFields`].
+
+pub mod answer_end;
+pub mod body;
+pub mod input_logprobs;
+pub mod prompt_limit;
+mod response_id;
+pub mod resume;
+pub mod sse;
+pub mod write;
+
+pub use response_id::{id_spellings, response_id};
+use serde::Deserialize;
+
+/// An API that generates text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Dialect {
+    /// OpenAI's chat completions.
+    Chat,
+    /// OpenAI's completions.
+    Completions,
+    /// SGLang's native API.
+    Generate,
+}
+
+/// Differences between the requests of the APIs.
+#[derive(Debug)]
+pub struct DialectFields {
+    pub path: &'static str,
+    /// Prefix of the ids of answers, and of request ids that the router draws.
+    pub id_prefix: &'static str,
+    /// Fields that may hold the prompt. Of several that are present, the first one counts.
+    pub prompt: &'static [&'static str],
+    pub prompt_kind: PromptKind,
+    pub answer_count: AnswerCountPlace,
+    /// True if a request names its model.
+    pub names_model: bool,
+    /// True if the answer may hold the logprobs of the prompt.
+    pub returns_input_logprobs: bool,
+}
+
+/// Form of a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PromptKind {
+    /// A conversation, which a chat template makes a text of.
+    Messages,
+    /// A text or the token ids of one, or a list of either.
+    Texts,
+}
+
+/// Place of the field `n`, the answers per prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AnswerCountPlace {
+    Body,
+    /// In the object `sampling_params`.
+    SamplingParams,
+}
+
+const CHAT: DialectFields = DialectFields {
+    path: "/v1/chat/completions",
+    id_prefix: "chatcmpl-",
+    prompt: &["messages"],
+    prompt_kind: PromptKind::Messages,
+    answer_count: AnswerCountPlace::Body,
+    names_model: true,
+    returns_input_logprobs: false,
+};
+
+const COMPLETIONS: DialectFields = DialectFields {
+    path: "/v1/completions",
+    id_prefix: "cmpl-",
+    prompt: &["prompt"],
+    prompt_kind: PromptKind::Texts,
+    answer_count: AnswerCountPlace::Body,
+    names_model: true,
+    returns_input_logprobs: false,
+};
+
+const GENERATE: DialectFields = DialectFields {
+    path: "/generate",
+    id_prefix: "gnt-",
+    prompt: &["text", "input_ids"],
+    prompt_kind: PromptKind::Texts,
+    answer_count: AnswerCountPlace::SamplingParams,
+    names_model: false,
+    returns_input_logprobs: true,
+};
+
+impl Dialect {
+    pub const ALL: [Self; 3] = [Self::Chat, Self::Completions, Self::Generate];
+
+    pub const fn fields(self) -> &'static DialectFields {
+        match self {
+            Dialect::Chat => &CHAT,
+            Dialect::Completions => &COMPLETIONS,
+            Dialect::Generate => &GENERATE,
+        }
+    }
+
+    /// API of a path that takes generation requests.
+    #[inline]
+    pub fn of_path(path: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|dialect| dialect.path() == path)
+    }
+
+    #[inline]
+    pub const fn path(self) -> &'static str {
+        self.fields().path
+    }
+
+    #[inline]
+    pub const fn id_prefix(self) -> &'static str {
+        self.fields().id_prefix
+    }
+
+    /// Returns `id` without the prefix of an API: engines answer `x-request-id: ID` with the body's
+    /// `"id": "chatcmpl-ID"`, and both name the same request.
+    pub fn without_prefix(id: &str) -> &str {
+        Self::ALL
+            .into_iter()
+            .find_map(|dialect| id.strip_prefix(dialect.id_prefix()))
+            .unwrap_or(id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_and_prefixes_lead_to_one_dialect() {
+        for dialect in Dialect::ALL {
+            assert_eq!(Dialect::of_path(dialect.path()), Some(dialect));
+            let id = format!("{}abc", dialect.id_prefix());
+            assert_eq!(Dialect::without_prefix(&id), "abc");
+        }
+        assert_eq!(Dialect::of_path("/v1/embeddings"), None);
+        assert_eq!(Dialect::without_prefix("abc"), "abc");
+    }
+}

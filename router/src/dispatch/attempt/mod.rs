@@ -7,6 +7,10 @@
 
 use std::time::Duration;
 
+use baton_text::dialect::sse::{
+    EventSplitter, comments_len, error_code, error_event, error_message, from_error,
+    single_event_stream,
+};
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
 use router_core::{
@@ -18,9 +22,7 @@ use tokio::time::timeout;
 use crate::clock::now_ms;
 use crate::error::{RouteError, error_body};
 use crate::observability::engine_stages::{self, EngineStages};
-use crate::response::sse::{
-    EventSplitter, code_of, comments_len, error_event, from_error, is_sse, message_of,
-};
+use crate::response::stream_headers::is_sse;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::{RequestHead, ResponseBody, SendError, with_source};
 use crate::workers::load_guard::LoadGuard;
@@ -104,7 +106,7 @@ impl AttemptError {
             return None;
         };
         let json = error_event(body).unwrap_or(body);
-        message_of(json)
+        error_message(json)
     }
 
     fn new(leg: &LoadGuard, reason: AttemptReason, class: RetryClass, reply: ErrorReply) -> Self {
@@ -459,7 +461,7 @@ impl UpstreamAttempt {
     ) -> Result<AttemptError, AttemptError> {
         let text = self.collect(Bytes::new(), &mut body).await?;
         let text = text.unwrap_or_else(|| error_too_long(status));
-        let code = code_of(&text);
+        let code = error_code(&text);
         Ok(AttemptError::answer(
             &self.guard,
             code,
@@ -546,7 +548,7 @@ impl UpstreamAttempt {
         remaining: Option<ResponseBody>,
     ) -> AttemptError {
         let first = Bytes::from([run, &events.take_part()].concat());
-        let code = error_event(&first).and_then(code_of);
+        let code = error_event(&first).and_then(error_code);
         let collected = match remaining {
             Some(mut body) => self.collect(first.clone(), &mut body).await,
             None => Ok(Some(first.clone())),
@@ -556,7 +558,7 @@ impl UpstreamAttempt {
             // The event, without what follows it.
             Ok(None) => {
                 let json = error_event(&first).unwrap_or_default();
-                Bytes::from([b"data: ", json, b"\n\ndata: [DONE]\n\n"].concat())
+                single_event_stream(json)
             }
             Err(failure) => return failure,
         };

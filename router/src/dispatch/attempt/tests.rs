@@ -3,7 +3,7 @@ use super::*;
 #[test]
 fn codes_are_read_from_the_nested_object_only() {
     assert_eq!(
-        code_of(br#"{"error":{"message":"m","code":"queue_full"}}"#).as_deref(),
+        error_code(br#"{"error":{"message":"m","code":"queue_full"}}"#).as_deref(),
         Some("queue_full")
     );
     for body in [
@@ -12,7 +12,7 @@ fn codes_are_read_from_the_nested_object_only() {
         br#"{"error":"x"}"#,
         br#"{"error":{"code":500}}"#,
     ] {
-        assert_eq!(code_of(body), None);
+        assert_eq!(error_code(body), None);
     }
 }
 

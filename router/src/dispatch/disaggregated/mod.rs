@@ -10,23 +10,22 @@
 //!    (`reopen`), the prefill is kept, and the next attempt sends the same rooms to another D. Else
 //!    the prefill leg is dropped, too;
 //! 5. no D will pull the pages that P has computed (the client left, D refused for good): P frees
-//!    them (prefill_release.rs).
+//!    them (page_release.rs).
 //!
 //! Or D computes the prompt itself (router-core's `local_prefill`): then it gets the client's body
 //! as it is.
 
+/// Input logprobs of a pair's answer.
+mod input_logprobs;
 /// Members that are added to a pair's bodies.
 mod pair_fields;
-/// Prefill leg and its rooms.
-pub(crate) mod prefill_leg;
-/// Release of prefilled pages that no decode worker will pull.
-mod prefill_release;
 /// vLLM's protocol between prefill and decode.
-pub(crate) mod vllm;
+pub(super) mod vllm;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_text::dialect::body::ManagedField;
 use router_core::{AttemptReason, LocalPrefillReason, LocalView, ProtocolCode, Role};
 use tokio::time::timeout;
 
@@ -34,16 +33,16 @@ use crate::clock::now_ms;
 use crate::config::PdProtocol;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{AttemptError, ErrorReply, PAIR_INCOMPATIBLE, UpstreamResponse};
+use crate::dispatch::attempt_result::{AttemptFailure, AttemptResult};
 use crate::dispatch::context::RequestContext;
+use crate::dispatch::disaggregated::input_logprobs::merge_input_logprobs;
 use crate::dispatch::disaggregated::pair_fields::{
     BootstrapFields, LegFields, RankFields, to_json_members,
 };
-use crate::dispatch::disaggregated::prefill_leg::{PrefillAttempt, RoomLease};
-use crate::dispatch::logprobs::merge_input_logprobs;
-use crate::dispatch::types::{AttemptFailure, AttemptResult, build_leg, forwarded_ids};
+use crate::dispatch::leg_setup::{build_leg, forwarded_ids};
+use crate::dispatch::prefill_leg::{PrefillAttempt, RoomLease};
 use crate::error::RouteError;
 use crate::observability::fleet_feed::pair_traffic::PairId;
-use crate::request::body::ManagedField;
 use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::{Candidate, LoadGuard};
 use crate::workers::worker::Worker;

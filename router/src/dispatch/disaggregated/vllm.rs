@@ -11,15 +11,16 @@
 
 use std::sync::Arc;
 
+use baton_text::dialect::body::ManagedField;
 use http::{HeaderName, HeaderValue};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::UpstreamAttempt;
+use crate::dispatch::attempt_result::{AttemptFailure, AttemptResult};
 use crate::dispatch::context::RequestContext;
-use crate::dispatch::types::{AttemptFailure, AttemptResult, build_leg, observe_overhead};
-use crate::request::body::ManagedField;
+use crate::dispatch::leg_setup::{build_leg, observe_overhead};
 use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::LoadGuard;
 

@@ -6,15 +6,14 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use baton_text::dialect::answer_end::{StreamEnd, StreamTail};
+use baton_text::dialect::sse::{DONE_AFTER_BREAK, error_epilogue};
 use bytes::Bytes;
 use http::StatusCode;
 
 use crate::error::RouteError;
 use crate::request::body_memory::MemoryBudget;
 use crate::response::failover::{BrokenStream, NotResumable, ResumeBuffer};
-use crate::response::sse::{StreamEnd, StreamTail, error_epilogue};
-
-const DONE: &[u8] = b"\ndata: [DONE]\n\n";
 
 pub struct ClientAnswer {
     pub status: StatusCode,
@@ -127,12 +126,12 @@ impl ClientAnswer {
 
     /// Queue the end of a stream that its worker did not send.
     pub fn push_done(&mut self) {
-        self.queued.push_back(Bytes::from_static(DONE));
+        self.queued.push_back(Bytes::from_static(DONE_AFTER_BREAK));
     }
 
     /// End the stream with an error of the router.
     pub fn push_error(&mut self, err: &RouteError) {
-        self.queued.push_back(error_epilogue(err));
+        self.queued.push_back(error_epilogue(&err.body()));
     }
 
     /// End the stream with the error event that its worker sent.

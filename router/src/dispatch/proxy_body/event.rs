@@ -3,10 +3,10 @@
 use router_core::AttemptReason;
 
 use crate::dispatch::attempt::UpstreamResponse;
+use crate::dispatch::attempt_result::AttemptFailure;
 use crate::dispatch::context::RequestContext;
-use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
+use crate::dispatch::prefill_leg::PrefillAttempt;
 use crate::dispatch::proxy_body::client_answer::ClientAnswer;
-use crate::dispatch::types::AttemptFailure;
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::response::failover::{BrokenStream, NotResumable};

@@ -42,7 +42,7 @@ use self::relay::{EndedAnswer, Relay, RelayedRequest};
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::UpstreamResponse;
 use crate::dispatch::context::RequestContext;
-use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
+use crate::dispatch::prefill_leg::PrefillAttempt;
 use crate::error::RouteError;
 use crate::response::failover::NotResumable;
 

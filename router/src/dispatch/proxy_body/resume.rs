@@ -10,6 +10,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::clock::{ms_since, now_ms};
 use crate::dispatch::app::AppState;
+use crate::dispatch::attempt_result::{AttemptFailure, AttemptResult};
 use crate::dispatch::context::{RequestContext, ResumePoint};
 use crate::dispatch::proxy_body::client_answer::ClientAnswer;
 use crate::dispatch::proxy_body::event::{
@@ -17,7 +18,6 @@ use crate::dispatch::proxy_body::event::{
 };
 use crate::dispatch::proxy_body::relay::{EndedAnswer, Relay, RelayedLeg, RelayedRequest};
 use crate::dispatch::retry::{count_refused_retry, send_with_retries};
-use crate::dispatch::types::{AttemptFailure, AttemptResult};
 use crate::error::RouteError;
 use crate::observability::metrics::RouterMetrics;
 use crate::response::failover::{NotResumable, ResumeBuffer};

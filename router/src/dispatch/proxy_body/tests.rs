@@ -1,5 +1,7 @@
 //! Phases of a body, with a worker that sends one event and then nothing.
 
+use baton_text::dialect::Dialect;
+use baton_text::dialect::body::BodyIndex;
 use http::{HeaderMap, Method, Request, Uri};
 use router_core::{AttemptReason, RetryHistory, Role};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -15,7 +17,6 @@ use crate::dispatch::attempt::{UpstreamAttempt, upstream_error};
 use crate::dispatch::context::{KnownPrompt, read_header_deadlines};
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::metrics::RouterMetrics;
-use crate::request::body::{ApiKind, BodyIndex};
 use crate::response::failover::BrokenStream;
 use crate::transport::request_body::BodySegments;
 use crate::transport::upstream::RequestHead;
@@ -71,7 +72,7 @@ impl Scene {
         let body = Bytes::from_static(BODY);
         Box::new(RequestContext {
             head: RequestHead::new(Method::POST, Uri::from_static("/"), HeaderMap::new()),
-            scan: Arc::new(BodyIndex::of(&body, ApiKind::Chat).unwrap()),
+            scan: Arc::new(BodyIndex::of(&body, Dialect::Chat).unwrap()),
             body,
             routing_key: None,
             prompt: KnownPrompt::default(),

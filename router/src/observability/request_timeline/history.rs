@@ -211,11 +211,11 @@ impl Shelf {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use baton_text::dialect::Dialect;
     use router_core::{Role, SelectionReason};
     use serde_json::value::RawValue;
 
     use super::*;
-    use crate::request::body::ApiKind;
 
     #[test]
     fn running_and_ended_requests_are_found_and_the_oldest_forgotten() {
@@ -224,14 +224,14 @@ mod tests {
             .map(|rid| requests.begin("/x", rid, None))
             .into();
         assert_eq!(
-            requests.find("a", ApiKind::without_prefix).unwrap()["state"],
+            requests.find("a", Dialect::without_prefix).unwrap()["state"],
             "waiting"
         );
         for timeline in &timelines {
             requests.end(timeline, 200, "ok");
         }
-        assert!(requests.find("a", ApiKind::without_prefix).is_none());
-        let found = requests.find("c", ApiKind::without_prefix).unwrap();
+        assert!(requests.find("a", Dialect::without_prefix).is_none());
+        let found = requests.find("c", Dialect::without_prefix).unwrap();
         assert_eq!(
             (&found["state"], &found["outcome"]),
             (&"ended".into(), &"ok".into())
@@ -320,7 +320,7 @@ mod tests {
         let timeline = requests.begin("/x", "a", None);
         requests.end(&timeline, 200, "ok");
         assert_eq!(requests.totals().ended, 1);
-        assert!(requests.find("a", ApiKind::without_prefix).is_none());
+        assert!(requests.find("a", Dialect::without_prefix).is_none());
         assert!(requests.shelf.lock().running.is_empty());
     }
 }

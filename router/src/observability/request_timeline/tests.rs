@@ -1,10 +1,10 @@
 //! Tests of the timeline.
 
+use baton_text::dialect::Dialect;
 use router_core::{AttemptReason, PrefillForecast};
 
 use super::history::RequestHistory;
 use super::*;
-use crate::request::body::ApiKind;
 
 #[test]
 fn id_of_the_answer_finds_the_request() {
@@ -24,7 +24,7 @@ fn id_of_the_answer_finds_the_request() {
         ("order", None),
     ] {
         let id = requests
-            .find(asked, ApiKind::without_prefix)
+            .find(asked, Dialect::without_prefix)
             .map(|timeline| timeline["id"].clone());
         assert_eq!(id, found.map(Into::into), "{asked}");
     }
@@ -67,7 +67,7 @@ fn timeline_lists_attempts_in_order_with_prediction_and_observation() {
     });
     leg.ended(RequestOutcome::Success);
     requests.end(&timeline, 200, "ok");
-    let recorded = requests.find("r", ApiKind::without_prefix).unwrap();
+    let recorded = requests.find("r", Dialect::without_prefix).unwrap();
     assert_eq!(recorded["legs"][0]["cached_tokens"], 64);
     assert_eq!(recorded["legs"][0]["outcome"], "failed");
     assert_eq!(recorded["legs"][1]["attempt"], 2);
@@ -87,7 +87,7 @@ fn stream_without_its_worker_waits_for_another() {
         let [recent] = &requests.recent(1)[..] else {
             panic!("one request");
         };
-        let found = requests.find("r", ApiKind::without_prefix).unwrap();
+        let found = requests.find("r", Dialect::without_prefix).unwrap();
         assert_eq!(recent["state"], found["state"]);
         assert_eq!(recent["waits_for"], found["waits_for"]);
         ["state", "waits_for", "worker"].map(|name| recent[name].clone())
@@ -122,7 +122,7 @@ fn wait_for_the_first_worker_is_no_part_of_the_decision() {
     let worker_wait = worker_wait.unwrap();
     let decide = decide.unwrap();
     assert!(worker_wait >= 0.02, "{worker_wait}");
-    let stages = &requests.find("r", ApiKind::without_prefix).unwrap()["timeline"];
+    let stages = &requests.find("r", Dialect::without_prefix).unwrap()["timeline"];
     let chosen = timeline.records.lock().legs[0].chosen_ms / 1e3;
     let ready = stages["worker_ready_ms"].as_f64().unwrap() / 1e3;
     assert!((decide - (chosen - ready)).abs() < 1e-4, "{decide}");

@@ -22,6 +22,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_text::dialect::Dialect;
 use baton_text::template::ChatTemplate;
 use baton_text::tokenizer::{
     CacheLimits, CacheLookups, LookupCounts, PromptEncoder, TextTokenizer, TokenizerFiles,
@@ -34,7 +35,6 @@ use tokio::time::{Instant, timeout};
 pub use self::prompt::TokenizeFallback;
 use crate::config::TokenizerFlags;
 use crate::observability::metrics::RouterMetrics;
-use crate::request::body::ApiKind;
 
 /// Longest prompt that is tokenized, as it stands in the body: about 250 000 tokens of English,
 /// half a second [bytes].
@@ -136,7 +136,7 @@ impl PromptTokenizer {
     /// thread.
     pub async fn read(
         self: &Arc<Self>,
-        api: ApiKind,
+        api: Dialect,
         body: &Bytes,
         prompt_bytes: usize,
         context_tokens: impl FnOnce() -> Option<u64>,
@@ -190,7 +190,7 @@ impl PromptTokenizer {
 
     fn ids_of(
         &self,
-        api: ApiKind,
+        api: Dialect,
         body: &[u8],
         context_tokens: Option<u64>,
     ) -> Result<PromptIds, TokenizeFallback> {

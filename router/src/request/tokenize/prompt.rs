@@ -4,13 +4,12 @@
 //! Nothing is refused here. What an engine would refuse, or would read in its own way, is a
 //! [`TokenizeFallback`]: the router goes by the text's bytes then, and the engine decides.
 
+use baton_text::dialect::Dialect;
 use baton_text::template::{ChatTemplate, RenderOptions, members_of, read_json};
 use minijinja::Value;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
-
-use crate::request::body::ApiKind;
 
 /// Why a prompt was not tokenized. The name is a metric label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
@@ -93,11 +92,11 @@ impl OneOrMany {
 /// The texts of a body whose prompt is no list of ids.
 pub fn texts_of(
     body: &[u8],
-    api: ApiKind,
+    api: Dialect,
     template: &ChatTemplate,
 ) -> Result<PromptTexts, TokenizeFallback> {
     match api {
-        ApiKind::Chat => {
+        Dialect::Chat => {
             let chat: Chat = read(body)?;
             Ok(PromptTexts {
                 add_special_tokens: chat.add_special_tokens.unwrap_or(false),
@@ -105,13 +104,13 @@ pub fn texts_of(
                 is_list: false,
             })
         }
-        ApiKind::Completions => {
+        Dialect::Completions => {
             let completion: Completion = read(body)?;
             Ok(completion
                 .prompt
                 .into_texts(completion.add_special_tokens.unwrap_or(true)))
         }
-        ApiKind::Generate => {
+        Dialect::Generate => {
             let generate: Generate = read(body)?;
             Ok(generate
                 .text

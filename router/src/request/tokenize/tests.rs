@@ -72,7 +72,7 @@ fn rendered_text_is_transformers() {
         let tokens = load(&name, NO_CACHE);
         for case in &model.chats {
             let made =
-                prompt::texts_of(case.body.get().as_bytes(), ApiKind::Chat, &tokens.template);
+                prompt::texts_of(case.body.get().as_bytes(), Dialect::Chat, &tokens.template);
             let expected = match &case.text {
                 Some(text) => Ok(vec![text.clone()]),
                 None => Err(TokenizeFallback::Template),
@@ -96,7 +96,7 @@ fn ids_are_transformers_with_and_without_caches() {
             for _ in 0..2 {
                 for case in model.chats.iter().filter(|case| case.text.is_some()) {
                     let made = tokens
-                        .ids_of(ApiKind::Chat, case.body.get().as_bytes(), None)
+                        .ids_of(Dialect::Chat, case.body.get().as_bytes(), None)
                         .unwrap();
                     assert_eq!(
                         Some(made.joined()),
@@ -111,18 +111,18 @@ fn ids_are_transformers_with_and_without_caches() {
                         |api, body: &Value| tokens.ids_of(api, &json(body), None).unwrap().joined();
                     let completion = serde_json::json!({"prompt": text});
                     assert_eq!(
-                        ids(ApiKind::Completions, &completion),
+                        ids(Dialect::Completions, &completion),
                         case.ids,
                         "{name} {text:?}"
                     );
                     let bare = serde_json::json!({"prompt": text, "add_special_tokens": false});
                     assert_eq!(
-                        ids(ApiKind::Completions, &bare),
+                        ids(Dialect::Completions, &bare),
                         case.bare_ids,
                         "{name} {text:?}"
                     );
                     assert_eq!(
-                        ids(ApiKind::Generate, &serde_json::json!({"text": text})),
+                        ids(Dialect::Generate, &serde_json::json!({"text": text})),
                         case.ids
                     );
                 }
@@ -160,11 +160,11 @@ fn second_turn_is_mostly_found_in_the_cache() {
             .get()
     };
     tokens
-        .ids_of(ApiKind::Chat, &json(&messages(5)), None)
+        .ids_of(Dialect::Chat, &json(&messages(5)), None)
         .unwrap();
     assert_eq!((count("hit"), count("miss")), (0, 6)); // the template's own system prompt is the sixth
     tokens
-        .ids_of(ApiKind::Chat, &json(&messages(7)), None)
+        .ids_of(Dialect::Chat, &json(&messages(7)), None)
         .unwrap();
     assert_eq!((count("hit"), count("miss")), (6, 8));
     let [whole, segments] = tokens.encoder.cache_bytes();
@@ -176,47 +176,47 @@ fn unreadable_messages_fall_back_with_the_reason() {
     let tokens = load("chatml", &[]);
     for (api, body, why) in [
         (
-            ApiKind::Chat,
+            Dialect::Chat,
             r#"{"messages":[]}"#,
             TokenizeFallback::Unread,
         ),
         (
-            ApiKind::Chat,
+            Dialect::Chat,
             r#"{"messages":"Hi"}"#,
             TokenizeFallback::Unread,
         ),
         (
-            ApiKind::Chat,
+            Dialect::Chat,
             r#"{"messages":[{"content":"x"}]}"#,
             TokenizeFallback::Unread,
         ),
         (
-            ApiKind::Chat,
+            Dialect::Chat,
             r#"{"messages":[{"role":"user"}]}"#,
             TokenizeFallback::Unread,
         ),
         (
-            ApiKind::Chat,
+            Dialect::Chat,
             r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{}}]}]}"#,
             TokenizeFallback::Unread,
         ),
         (
-            ApiKind::Chat,
+            Dialect::Chat,
             r#"{"messages":[{"role":"user","content":"x"}],"chat_template":"{{ x }}"}"#,
             TokenizeFallback::Unread,
         ),
         (
-            ApiKind::Completions,
+            Dialect::Completions,
             r#"{"prompt":[1,2]}"#,
             TokenizeFallback::Unread,
         ),
         (
-            ApiKind::Completions,
+            Dialect::Completions,
             r#"{"prompt":["a",1]}"#,
             TokenizeFallback::Unread,
         ),
         (
-            ApiKind::Generate,
+            Dialect::Generate,
             r#"{"input_ids":7}"#,
             TokenizeFallback::Unread,
         ),
@@ -229,7 +229,7 @@ fn unreadable_messages_fall_back_with_the_reason() {
     }
     let refuses = r#"{"messages":[{"role":"user","content":"x"},{"role":"user","content":"y"}]}"#;
     assert_eq!(
-        load("mistral", &[]).ids_of(ApiKind::Chat, refuses.as_bytes(), None),
+        load("mistral", &[]).ids_of(Dialect::Chat, refuses.as_bytes(), None),
         Err(TokenizeFallback::Template)
     );
 }
@@ -239,7 +239,7 @@ async fn reading_is_bounded_and_counted() {
     let tokens = load("demo", &[]);
     let body = Bytes::from_static(br#"{"prompt":"Hi there"}"#);
     let made = tokens
-        .read(ApiKind::Completions, &body, 10, || None)
+        .read(Dialect::Completions, &body, 10, || None)
         .await
         .unwrap();
     assert_eq!(
@@ -251,7 +251,7 @@ async fn reading_is_bounded_and_counted() {
         .replace(' ', "")
     );
     let too_long = tokens
-        .read(ApiKind::Completions, &body, MAX_BYTES + 1, || None)
+        .read(Dialect::Completions, &body, MAX_BYTES + 1, || None)
         .await;
     assert_eq!(too_long, Err(TokenizeFallback::TooLong));
     // As many wait as may.
@@ -261,7 +261,7 @@ async fn reading_is_bounded_and_counted() {
         .await
         .unwrap();
     assert_eq!(
-        tokens.read(ApiKind::Completions, &body, 10, || None).await,
+        tokens.read(Dialect::Completions, &body, 10, || None).await,
         Err(TokenizeFallback::Busy)
     );
     drop(waiting);
@@ -287,7 +287,7 @@ fn text_that_no_context_can_hold_is_not_tokenized() {
     let most = tokens.encoder.tokenizer().max_chars_per_token() * 100;
     for (chars, is_read) in [(most, true), (most + 1, false)] {
         let body = json(&serde_json::json!({"prompt": "x".repeat(chars)}));
-        let made = tokens.ids_of(ApiKind::Completions, &body, Some(100));
+        let made = tokens.ids_of(Dialect::Completions, &body, Some(100));
         assert_eq!(made.err(), (!is_read).then_some(TokenizeFallback::TooLong));
     }
 }
@@ -298,7 +298,7 @@ async fn context_length_is_asked_for_where_a_prompt_is_long() {
     let body = json(&serde_json::json!({"prompt": "x".repeat(UNCHECKED_BYTES + 1)}));
     for (bytes, read) in [(UNCHECKED_BYTES, true), (UNCHECKED_BYTES + 1, false)] {
         let made = tokens
-            .read(ApiKind::Completions, &body, bytes, || Some(100))
+            .read(Dialect::Completions, &body, bytes, || Some(100))
             .await;
         assert_eq!(made.is_ok(), read);
     }
@@ -311,7 +311,7 @@ async fn place_that_does_not_come_free_is_not_waited_for_long() {
     let _held = tokens.places.clone().acquire_many_owned(all).await.unwrap();
     let body = Bytes::from_static(br#"{"prompt":"Hi"}"#);
     assert_eq!(
-        tokens.read(ApiKind::Completions, &body, 4, || None).await,
+        tokens.read(Dialect::Completions, &body, 4, || None).await,
         Err(TokenizeFallback::Busy)
     );
     assert_eq!(tokens.waiting.available_permits(), MAX_WAITING);
@@ -322,7 +322,7 @@ fn batch_has_a_list_for_each_prompt() {
     let tokens = load("demo", &[]);
     let made = tokens
         .ids_of(
-            ApiKind::Completions,
+            Dialect::Completions,
             br#"{"prompt":["a","b"],"add_special_tokens":false}"#,
             None,
         )
@@ -336,7 +336,7 @@ fn batch_has_a_list_for_each_prompt() {
     );
     let one = tokens
         .ids_of(
-            ApiKind::Completions,
+            Dialect::Completions,
             br#"{"prompt":["a"],"add_special_tokens":false}"#,
             None,
         )

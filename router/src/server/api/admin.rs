@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use axum::extract::{FromRequestParts, Query, Request, State};
 use axum::response::{IntoResponse, Response};
+use baton_text::dialect::Dialect;
 use bytes::Bytes;
 use http::request::Parts;
 use http::{HeaderValue, Method, StatusCode, header};
@@ -17,7 +18,6 @@ use crate::config::{WorkerSpec, WorkerUrl};
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::metrics::RouterMetrics;
-use crate::request::body::ApiKind;
 use crate::server::http_util::{HandlerResult, MAX_ADMIN_BODY, PathText, SharedApp, answer};
 use crate::workers::fleet::metrics as gauges;
 use crate::workers::health;
@@ -37,7 +37,12 @@ pub async fn index() -> Response {
         "name": "baton-router",
         "version": VERSION,
         "ui": "/ui/",
-        "api": ["/v1/chat/completions", "/v1/completions", "/v1/models", "/generate"],
+        "api": [
+            Dialect::Chat.path(),
+            Dialect::Completions.path(),
+            "/v1/models",
+            Dialect::Generate.path(),
+        ],
         "health": ["/livez", "/readyz"],
         "metrics": "/metrics",
         "workers": "/workers",
@@ -204,7 +209,7 @@ pub async fn show_worker(State(app): SharedApp, PathText(id): PathText) -> Handl
 
 /// The timeline of a recent request, by the id it came or was answered with.
 pub async fn show_request(State(app): SharedApp, PathText(id): PathText) -> HandlerResult {
-    let timeline = app.sinks.requests.find(&id, ApiKind::without_prefix);
+    let timeline = app.sinks.requests.find(&id, Dialect::without_prefix);
     let timeline = timeline.ok_or(RouteError::UnknownTimeline { id })?;
     Ok(answer(StatusCode::OK, &timeline))
 }

@@ -8,6 +8,9 @@ use std::time::Duration;
 
 use axum::extract::{Request, State};
 use axum::response::Response;
+use baton_text::dialect::Dialect;
+use baton_text::dialect::body::BodyIndex;
+use baton_text::dialect::prompt_limit::{MAX_ENGINE_BODY_BYTES, REST_BYTES, oversized};
 use bytes::{Bytes, BytesMut};
 use http::header::{
     ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT, HOST,
@@ -27,8 +30,7 @@ use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::explain::{self, ExplainMode};
 use crate::observability::request_timeline::{RequestStage, RequestTimeline};
-use crate::request::body::{ApiKind, BodyIndex};
-use crate::request::prompt_limit::{MAX_ENGINE_BODY_BYTES, REST_BYTES, oversized};
+use crate::request::routing_prompt::{text_blocks, token_blocks};
 use crate::response::failover;
 use crate::server::http_util::{REQUEST_ID, answer};
 use crate::transport::headers::remove_hop_by_hop;
@@ -66,25 +68,25 @@ const ROUTING_KEY: HeaderName = HeaderName::from_static("x-smg-routing-key");
 pub type Serving = Pin<Box<dyn Future<Output = Response> + Send>>;
 
 /// Handler of an API's requests.
-pub fn handler(api: ApiKind) -> impl Fn(State<Arc<AppState>>, Request) -> Serving + Clone {
-    move |State(app), request| Box::pin(serve(app, api, request))
+pub fn handler(dialect: Dialect) -> impl Fn(State<Arc<AppState>>, Request) -> Serving + Clone {
+    move |State(app), request| Box::pin(serve(app, dialect, request))
 }
 
-async fn serve(app: Arc<AppState>, api: ApiKind, request: Request) -> Response {
+async fn serve(app: Arc<AppState>, dialect: Dialect, request: Request) -> Response {
     let method = if request.method() == Method::PUT {
         "PUT"
     } else {
         "POST"
     };
     let rid = text_header(request.headers(), REQUEST_ID).unwrap_or_default();
-    let record = AccessLogEntry::new(&app.sinks, api.path(), method, &request, rid);
+    let record = AccessLogEntry::new(&app.sinks, dialect.path(), method, &request, rid);
     let asks = match ExplainMode::of(request.headers()) {
         Ok(asks) => asks,
         Err(err) => return dispatch::refuse(record, err),
     };
     let timeline = record.timeline.clone();
     let explains = asks == ExplainMode::Explain;
-    let inbound = match take_in(&app, api, request, &timeline, explains).await {
+    let inbound = match take_in(&app, dialect, request, &timeline, explains).await {
         Ok(with_record) => with_record(record),
         Err(err) => return dispatch::refuse(record, err),
     };
@@ -124,7 +126,7 @@ fn dry_run(app: &AppState, mut inbound: Box<RequestContext>) -> Response {
 /// other: it may cost as much of the tokenizer.
 async fn take_in(
     app: &AppState,
-    api: ApiKind,
+    dialect: Dialect,
     request: Request,
     timeline: &RequestTimeline,
     explains: bool,
@@ -133,7 +135,7 @@ async fn take_in(
     let routing_key = text_header(&parts.headers, ROUTING_KEY);
     check_media_type(&parts.headers)?;
     app.admission.check_queue()?;
-    let limit = body_limit(app, api, &parts.headers);
+    let limit = body_limit(app, dialect, &parts.headers);
     let body = read_at_most(app, body, &parts.headers, limit).await?;
     timeline.mark(RequestStage::Read);
     timeline.body(body.len());
@@ -142,13 +144,13 @@ async fn take_in(
     timeline.mark(RequestStage::Admitted);
     let ready_at = Instant::now();
     let queued = ready_at - read_at;
-    let scan = scanned(app, &body, api).await?;
+    let scan = scanned(app, &body, dialect).await?;
     timeline.mark(RequestStage::Parsed);
     refuse_oversized(app, &scan, &body).await?;
     let mut headers = forwarded(parts.headers);
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    let head = RequestHead::new(Method::POST, Uri::from_static(api.path()), headers);
+    let head = RequestHead::new(Method::POST, Uri::from_static(dialect.path()), headers);
     let (needs_text, needs_blocks) = app.fleet.policy_set.prompt_needs(app.fleet.serving_roles());
     let prompt = prompt_of(app, &scan, &body, needs_blocks).await?;
     timeline.mark(RequestStage::Tokenized);
@@ -202,9 +204,13 @@ fn shed(app: &AppState, request: &RequestContext) -> Result<(), RouteError> {
     })
 }
 
-async fn scanned(app: &AppState, body: &Bytes, api: ApiKind) -> Result<Arc<BodyIndex>, RouteError> {
+async fn scanned(
+    app: &AppState,
+    body: &Bytes,
+    dialect: Dialect,
+) -> Result<Arc<BodyIndex>, RouteError> {
     let bytes = body.clone();
-    let scanning = move || BodyIndex::of(&bytes, api);
+    let scanning = move || BodyIndex::of(&bytes, dialect);
     let scan = app.body_threads.run(body.len(), scanning).await??;
     Ok(Arc::new(scan))
 }
@@ -228,7 +234,7 @@ async fn refuse_oversized(
     app.body_threads
         .run(body.len(), measuring)
         .await?
-        .map_or(Ok(()), Err)
+        .map_or(Ok(()), |oversized| Err(oversized.into()))
 }
 
 /// In tokens where the client sent ids or the router has a tokenizer that can read the request,
@@ -252,7 +258,7 @@ async fn prompt_of(
     let longest = || app.fleet.context_tokens();
     if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
         && let Ok(made) = tokens
-            .read(scan.api, body, scan.prompt_len(), longest)
+            .read(scan.dialect, body, scan.prompt_len(), longest)
             .await
     {
         return Ok(KnownPrompt {
@@ -265,7 +271,7 @@ async fn prompt_of(
     }
     let its = scan.clone();
     let bytes = body.clone();
-    let hashing = move || its.text_blocks(&bytes);
+    let hashing = move || text_blocks(&its, &bytes);
     let blocks = app.body_threads.run(scan.prompt_len(), hashing).await?;
     Ok(KnownPrompt {
         blocks: Some(Arc::new(blocks)),
@@ -275,7 +281,7 @@ async fn prompt_of(
 
 /// Facts of a prompt in token ids.
 fn known_ids(scan: &BodyIndex, ids: &[u32], block_size: usize, needs_blocks: bool) -> KnownPrompt {
-    let blocks = needs_blocks.then(|| Arc::new(scan.token_blocks(ids, block_size)));
+    let blocks = needs_blocks.then(|| Arc::new(token_blocks(scan, ids, block_size)));
     KnownPrompt {
         blocks,
         tokens: u32::try_from(ids.len()).ok(),
@@ -355,7 +361,7 @@ impl BodyLimit {
 
 /// Limit of a generation request: --max-payload-size, or what the longest prompt of all workers
 /// needs, so that a body far above that is refused before it is read.
-fn body_limit(app: &AppState, api: ApiKind, headers: &HeaderMap) -> BodyLimit {
+fn body_limit(app: &AppState, dialect: Dialect, headers: &HeaderMap) -> BodyLimit {
     let own = BodyLimit::new(app.config.limits.max_payload_size);
     // No limit that follows from a prompt is below this: asking all workers would be for nothing.
     let is_small = |bytes| bytes as u64 <= REST_BYTES;
@@ -365,7 +371,7 @@ fn body_limit(app: &AppState, api: ApiKind, headers: &HeaderMap) -> BodyLimit {
     // Which model it is for is known when it was read.
     let limit = app.fleet.prompt_limit(app.fleet.serving_roles(), None);
     let Some(limit) = limit else { return own };
-    let longest = limit.body_bytes(api);
+    let longest = limit.body_bytes(dialect);
     let bytes = usize::try_from(longest).unwrap_or(usize::MAX);
     if bytes >= own.bytes {
         return own;
@@ -488,10 +494,10 @@ mod tests {
             (ids(1 << 19), SizeUnit::Tokens, false),
         ];
         for (body, unit, is_inline) in cases {
-            let api = ApiKind::Completions;
-            let scan = Arc::new(BodyIndex::of(&body, api).unwrap());
+            let dialect = Dialect::Completions;
+            let scan = Arc::new(BodyIndex::of(&body, dialect).unwrap());
             let occupied = occupy(&app.body_threads);
-            let mut scanning = Box::pin(scanned(&app, &body, api));
+            let mut scanning = Box::pin(scanned(&app, &body, dialect));
             let mut reading = Box::pin(prompt_of(&app, &scan, &body, true));
             let early_scan = (&mut scanning).now_or_never();
             let early_prompt = (&mut reading).now_or_never();

@@ -24,6 +24,7 @@ use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, any, get, post};
+use baton_text::dialect::Dialect;
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 
 use self::auth::AccessLevel;
@@ -32,95 +33,99 @@ use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::status_label;
 use crate::error::{ErrorCode, RouteError};
 use crate::observability::access_log::class;
-use crate::request::body::ApiKind;
 use crate::server::http_util::{REQUEST_ID, is_generation, new_request_id};
 use crate::server::ui;
 
 /// Path, the key it needs, and what answers it.
 type Route = (&'static str, AccessLevel, MethodRouter<Arc<AppState>>);
 
+/// Routes that need the same key.
+struct RouteGroup {
+    level: AccessLevel,
+    routes: Vec<Route>,
+}
+
+impl RouteGroup {
+    fn new(level: AccessLevel) -> Self {
+        Self {
+            level,
+            routes: Vec::new(),
+        }
+    }
+
+    fn add(&mut self, paths: &[&'static str], methods: MethodRouter<Arc<AppState>>) {
+        let routes = paths
+            .iter()
+            .map(|path| (*path, self.level, methods.clone()));
+        self.routes.extend(routes);
+    }
+}
+
 fn routes() -> Vec<Route> {
-    use AccessLevel::{Client, Control, Open};
-    let flush = post(proxy::flush_cache).get(proxy::flush_cache);
-    let generate = post(handler(ApiKind::Generate)).put(handler(ApiKind::Generate));
-    let worker = get(admin::show_worker).delete(admin::remove_worker);
-    let drain = get(draining::show_drain).post(draining::drain_worker);
-    let mut routes: Vec<Route> = Vec::new();
-    let mut add = |paths: &[&'static str], level, methods: MethodRouter<Arc<AppState>>| {
-        routes.extend(paths.iter().map(|path| (*path, level, methods.clone())));
-    };
-    add(
-        &[ApiKind::Chat.path()],
-        Client,
-        post(handler(ApiKind::Chat)),
-    );
-    add(
-        &[ApiKind::Completions.path()],
-        Client,
-        post(handler(ApiKind::Completions)),
-    );
-    add(&[ApiKind::Generate.path()], Client, generate);
+    let groups = [client_routes(), open_routes(), control_routes()];
+    groups.into_iter().flat_map(|group| group.routes).collect()
+}
+
+/// Routes of applications.
+fn client_routes() -> RouteGroup {
+    let mut group = RouteGroup::new(AccessLevel::Client);
+    for dialect in [Dialect::Chat, Dialect::Completions] {
+        group.add(&[dialect.path()], post(handler(dialect)));
+    }
+    let generate = handler(Dialect::Generate);
+    let path = Dialect::Generate.path();
+    group.add(&[path], post(generate.clone()).put(generate));
     let tokens = ["/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"];
-    add(&tokens, Client, post(proxy::forward));
-    add(&["/v1/models"], Client, get(proxy::models));
-    add(&["/v1/models/{id}"], Client, get(proxy::model));
-    add(
-        &["/get_model_info", "/model_info"],
-        Client,
-        get(proxy::forward),
-    );
-    add(
-        &["/get_server_info", "/server_info"],
-        Client,
-        get(proxy::forward),
-    );
-    add(
-        &["/health", "/ping", "/livez", "/liveness"],
-        Open,
-        get(admin::live),
-    );
-    add(&["/readyz", "/readiness"], Open, get(admin::ready));
-    add(&["/metrics"], Open, get(admin::metrics));
-    add(&["/"], Open, get(admin::index));
-    add(&["/version"], Open, get(admin::version));
-    add(&["/ui"], Open, get(ui::to_folder));
-    add(&["/ui/"], Open, get(ui::index));
-    add(&["/ui/{file}"], Open, get(ui::file));
-    add(&["/ui/feed"], Control, get(ui::feed));
-    add(&["/health_generate"], Control, get(admin::health_generate));
-    add(
-        &["/workers"],
-        Control,
-        get(admin::list_workers).post(admin::add_worker),
-    );
-    add(&["/workers/{id}"], Control, worker);
-    add(&["/workers/{id}/drain"], Control, drain);
-    add(
-        &["/workers/{id}/undrain"],
-        Control,
-        post(draining::undrain_worker),
-    );
-    add(&["/add_worker"], Control, post(admin::legacy_add));
-    add(&["/remove_worker"], Control, post(admin::legacy_remove));
-    add(&["/list_workers"], Control, get(admin::legacy_list));
-    add(&["/flush_cache"], Control, flush);
-    add(&["/get_loads"], Control, get(admin::loads));
-    add(&["/engine_metrics"], Control, get(proxy::engine_metrics));
-    add(
-        &["/abort_request", "/start_profile", "/stop_profile"],
-        Control,
-        post(proxy::fan_out),
-    );
-    add(&["/v1/requests/{id}"], Control, get(admin::show_request));
+    group.add(&tokens, post(proxy::forward));
+    group.add(&["/v1/models"], get(proxy::models));
+    group.add(&["/v1/models/{id}"], get(proxy::model));
+    group.add(&["/get_model_info", "/model_info"], get(proxy::forward));
+    group.add(&["/get_server_info", "/server_info"], get(proxy::forward));
+    group.add(&proxy::PROXIED_PATHS, post(proxy::forward_work));
+    group
+}
+
+/// Routes of probes and of the web page.
+fn open_routes() -> RouteGroup {
+    let mut group = RouteGroup::new(AccessLevel::Open);
+    let live = ["/health", "/ping", "/livez", "/liveness"];
+    group.add(&live, get(admin::live));
+    group.add(&["/readyz", "/readiness"], get(admin::ready));
+    group.add(&["/metrics"], get(admin::metrics));
+    group.add(&["/"], get(admin::index));
+    group.add(&["/version"], get(admin::version));
+    group.add(&["/ui"], get(ui::to_folder));
+    group.add(&["/ui/"], get(ui::index));
+    group.add(&["/ui/{file}"], get(ui::file));
+    group
+}
+
+/// Routes of operators.
+fn control_routes() -> RouteGroup {
+    let mut group = RouteGroup::new(AccessLevel::Control);
+    group.add(&["/ui/feed"], get(ui::feed));
+    group.add(&["/health_generate"], get(admin::health_generate));
+    let workers = get(admin::list_workers).post(admin::add_worker);
+    group.add(&["/workers"], workers);
+    let worker = get(admin::show_worker).delete(admin::remove_worker);
+    group.add(&["/workers/{id}"], worker);
+    let drain = get(draining::show_drain).post(draining::drain_worker);
+    group.add(&["/workers/{id}/drain"], drain);
+    group.add(&["/workers/{id}/undrain"], post(draining::undrain_worker));
+    group.add(&["/add_worker"], post(admin::legacy_add));
+    group.add(&["/remove_worker"], post(admin::legacy_remove));
+    group.add(&["/list_workers"], get(admin::legacy_list));
+    let flush = post(proxy::flush_cache).get(proxy::flush_cache);
+    group.add(&["/flush_cache"], flush);
+    group.add(&["/get_loads"], get(admin::loads));
+    group.add(&["/engine_metrics"], get(proxy::engine_metrics));
+    let all_workers = ["/abort_request", "/start_profile", "/stop_profile"];
+    group.add(&all_workers, post(proxy::fan_out));
+    group.add(&["/v1/requests/{id}"], get(admin::show_request));
     let verbs = ["/v1/requests/{id}/suspend", "/v1/requests/{id}/resume"];
-    add(&verbs, Control, post(proxy::about_request));
-    add(
-        &["/v1/requests/{id}/{*rest}"],
-        Control,
-        any(no_request_path),
-    );
-    add(&proxy::PROXIED_PATHS, Client, post(proxy::forward_work));
-    routes
+    group.add(&verbs, post(proxy::about_request));
+    group.add(&["/v1/requests/{id}/{*rest}"], any(no_request_path));
+    group
 }
 
 /// Every path of the router with the key it needs: open, client or control.
@@ -270,10 +275,10 @@ fn request_id(app: &AppState, request: &Request) -> HeaderValue {
     let given = names
         .filter_map(|name| request.headers().get(name))
         .find(|value| !value.is_empty() && value.len() <= 256);
-    let api = || ApiKind::of_path(request.uri().path());
+    let dialect = || Dialect::of_path(request.uri().path());
     given
         .cloned()
-        .unwrap_or_else(|| new_request_id(api().map_or("req-", ApiKind::id_prefix)))
+        .unwrap_or_else(|| new_request_id(dialect().map_or("req-", Dialect::id_prefix)))
 }
 
 fn allowed_origin(app: &AppState, headers: &HeaderMap) -> Option<HeaderValue> {

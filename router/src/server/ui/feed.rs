@@ -11,7 +11,7 @@ use super::snapshot::FleetSnapshot;
 use crate::dispatch::app::AppState;
 use crate::error::RouteError;
 use crate::observability::fleet_feed::hub::events;
-use crate::response::keepalive::sse_headers;
+use crate::response::stream_headers::sse_headers;
 
 pub async fn feed(State(app): State<Arc<AppState>>) -> Result<Response, RouteError> {
     if app.is_draining() {

@@ -38,6 +38,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use baton_text::dialect::prompt_limit::PromptLimit;
 use http::{HeaderMap, HeaderValue, Method, Uri, header};
 use parking_lot::{Mutex, RwLock};
 use router_core::{
@@ -52,7 +53,6 @@ use crate::config::{RouterConfig, WorkerSpec};
 use crate::error::RouteError;
 use crate::observability::fleet_feed::events::FleetEvents;
 use crate::observability::metrics::RouterMetrics;
-use crate::request::prompt_limit::PromptLimit;
 use crate::transport::tls_reload::WorkerTls;
 use crate::transport::upstream::{ConnectionPool, RequestHead};
 use crate::workers::kv_event_status::EventSubscription;

@@ -6,25 +6,29 @@ import asyncio
 import json
 import time
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from baton._native import AnswerTable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import EngineError, KvTransferFailed, RequestTimeout
+from baton.sched.metrics.histogram import GAP_BUCKETS
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.plan import TokenLogprobs
-from baton.sched.types.request import FinishReason, SamplingParams
+from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from baton.server.observability.metrics import EngineMetrics
+from baton.server.request.text_rules import TextRules
 from baton.server.request.validation import AcceptedRequest, PromptItem
-from baton.server.response.generation import Generation
-from baton.server.response.openai import ChatFormat, CompletionFormat, token_key
-from baton.server.response.sglang_format import GenerateFormat
-from baton.server.text.detokenizer import TextRules
+from baton.server.response.answer_spec import AnswerFormat
+from baton.server.response.generation import ClientConnection, Generation
 from baton.server.text.tokenizer import Tokenizer
+from baton.server.worker.client import AnswerSink, RankClient, RankSet
+from baton.server.worker.messages import TokenBatch, encoder
 from tests.support.models import tiny_model
 
 METRICS = EngineMetrics()
@@ -32,23 +36,35 @@ EOS = 1
 PAD = 2
 
 
-@dataclass
-class StubRanks:
-    """Takes submits and aborts; the test plays the rank through `sinks`."""
+class StubRanks(RankSet):
+    """Takes submits; the test plays the rank with `send`. Only the text layer is real."""
 
-    sinks: dict[int, Any] = field(default_factory=dict)
-    aborted: list[int] = field(default_factory=list)
+    def __init__(self, answers: AnswerTable) -> None:
+        self.answers = answers
+        self.ranks = [RankClient(0, None)]  # type: ignore[arg-type]
+        self._sinks = {}
+        self._of_handle = {}
+        self.submitted: list[int] = []
+        self.aborted: list[int] = []
 
-    def choose(self, wanted: int | None) -> None:
-        return None
+    def choose(self, wanted: int | None) -> RankClient:
+        return self.ranks[0]
 
-    def submit(self, rank: None, message: Any, sink: Any) -> int:
-        handle = len(self.sinks) + 1
-        self.sinks[handle] = sink
+    def submit(self, rank: RankClient, request: ValidatedRequest, sink: AnswerSink) -> int:
+        handle = len(self.submitted) + 1
+        self.submitted.append(handle)
+        self._of_handle[handle] = rank
+        rank.items[handle] = (sink, 0)
         return handle
 
-    def abort(self, handles: list[int]) -> None:
-        self.aborted += handles
+    def abort(self, handles: Sequence[int]) -> None:
+        self.aborted += [handle for handle in handles if self._forget(handle) is not None]
+
+    def feed(self, rows: list[EmittedTokens]) -> None:
+        now = time.monotonic()
+        fed = self.answers.feed(encoder.encode(TokenBatch(0, rows)), now)
+        assert fed is not None
+        self._take_tokens(fed, now)
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +72,39 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(tiny_model.make(tmp_path_factory.mktemp("model")))
 
 
-def accept(n: int, rules: TextRules, logprobs: int) -> AcceptedRequest:
+def accept(n: int, rules: TextRules, logprobs: int, *, stream: bool = True) -> AcceptedRequest:
     params = SamplingParams(max_new_tokens=64, stop_token_ids=(EOS,), logprobs=logprobs)
     items = tuple(PromptItem(0, i, array("i", [5, 6]), params) for i in range(n))
     return AcceptedRequest(
-        rid="r", items=items, n=n, text=rules, include_usage=True, logprobs=logprobs
+        rid="r",
+        items=items,
+        n=n,
+        text=rules,
+        stream=stream,
+        include_usage=True,
+        logprobs=logprobs,
+        is_batch=n > 1,
     )
 
 
 def begin(
-    accepted: AcceptedRequest, tokenizer: Tokenizer, timeout_secs: float = 60.0
+    accepted: AcceptedRequest,
+    tokenizer: Tokenizer,
+    timeout_secs: float = 60.0,
+    format: AnswerFormat = AnswerFormat.CHAT,
 ) -> tuple[Generation, StubRanks]:
-    ranks: Any = StubRanks()
-    g = Generation("r", accepted, ranks, tokenizer, METRICS, "test", time.monotonic(), timeout_secs)
+    ranks = StubRanks(AnswerTable(tokenizer.native, GAP_BUCKETS))
+    g = Generation(
+        rid="r",
+        request_id="r",
+        accepted=accepted,
+        format=format,
+        ranks=ranks,
+        metrics=METRICS,
+        endpoint="test",
+        arrived=time.monotonic(),
+        timeout_secs=timeout_secs,
+    )
     g.start()
     return g, ranks
 
@@ -103,42 +139,30 @@ def rows(script: Script) -> list[tuple[list[int], FinishReason | None]]:
 def send(
     ranks: StubRanks, handle: int, tokens: list[int], finish: FinishReason | None, logprobs: int
 ) -> None:
-    sink = ranks.sinks[handle]
-    if logprobs >= 0:  # a row each
-        found = TokenLogprobs(-0.5, [3] * logprobs, [-1.0] * logprobs)
-        for token in tokens[:-1]:
-            sink.on_tokens(EmittedTokens(handle, (token,), None, 1, found))
-        sink.on_tokens(
-            EmittedTokens(handle, tuple(tokens[-1:]), finish, 1, found if tokens else None)
-        )
-    else:
-        sink.on_tokens(EmittedTokens(handle, tuple(tokens), finish, 1))
+    if logprobs < 0:
+        ranks.feed([EmittedTokens(handle, tuple(tokens), finish, 1)])
+        return
+    found = TokenLogprobs(-0.5, [3] * logprobs, [-1.0] * logprobs)
+    rows = [EmittedTokens(handle, (token,), None, 1, found) for token in tokens[:-1]]
+    last = EmittedTokens(handle, tuple(tokens[-1:]), finish, 1, found if tokens else None)
+    ranks.feed([*rows, last])  # a row for each token
 
 
 def play(
     tokenizer: Tokenizer,
-    form: Any,
+    format: AnswerFormat,
     given: list[Script],
     rules: TextRules,
     logprobs: int,
     takes: list[bool],
     stream: bool,
 ) -> tuple[Any, StubRanks]:
-    """Run the scripts side by side; `takes` says after which rows the handler takes deltas."""
+    """Run the scripts side by side; `takes` says after which rows the handler takes bytes."""
 
     async def run() -> tuple[Any, StubRanks]:
-        g, ranks = begin(accept(len(given), rules, logprobs), tokenizer)
-        shape = form(g, "id", "m")
+        accepted = accept(len(given), rules, logprobs, stream=stream)
+        g, ranks = begin(accepted, tokenizer, format=format)
         out = b""
-
-        async def take() -> None:
-            nonlocal out
-            for delta in await g.next(0.001) or ():
-                if stream:
-                    out += shape.event(delta)
-                else:
-                    shape.take(delta)
-
         queues = {i + 1: rows(s) for i, s in enumerate(given)}
         step = 0
         while any(queues.values()):
@@ -149,16 +173,15 @@ def play(
                     queue.clear()
                 step += 1
                 if takes[step % len(takes)] and not g.finished:
-                    await take()
+                    out += await g.next(0.001) or b""
         while not g.finished:
-            await take()
+            out += await g.next(0.001) or b""
+        g.close()
         if not stream:
-            return shape.whole(), ranks
-        events = [
-            json.loads(e.removeprefix("data: "))
-            for e in (out + shape.end()).decode().split("\n\n")[:-1]
-        ]
-        return events, ranks
+            return json.loads(out), ranks
+        *events, done, end = out.decode().split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events], ranks
 
     return asyncio.run(run())
 
@@ -172,7 +195,7 @@ def play(
     min_tokens=st.integers(0, 3),
     logprobs=st.sampled_from([-1, 0, 2]),
     takes=st.lists(st.booleans(), min_size=1, max_size=5),
-    form=st.sampled_from([ChatFormat, CompletionFormat]),
+    form=st.sampled_from([AnswerFormat.CHAT, AnswerFormat.COMPLETIONS]),
 )
 @settings(max_examples=200, deadline=None)
 def test_stream_and_whole_answer_agree(
@@ -187,7 +210,7 @@ def test_stream_and_whole_answer_agree(
     assert last["usage"] == whole["usage"]
     for choice in whole["choices"]:
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
-        if form is ChatFormat:
+        if form is AnswerFormat.CHAT:
             assert mine[0]["delta"] == {"role": "assistant", "content": ""}
             text, expected = (
                 "".join(c["delta"].get("content", "") for c in mine),
@@ -203,10 +226,10 @@ def test_stream_and_whole_answer_agree(
             assert _logprobs(form, mine) == _logprobs(form, [choice])
         stopped = any(s in text for s in stops) and not include and min_tokens == 0
         assert not stopped, "a stop string is in the text"
-    handles = [h for h in ranks.sinks if h not in ranks.aborted]
+    handles = [h for h in ranks.submitted if h not in ranks.aborted]
     matched_early = [c["index"] + 1 for c in whole["choices"] if isinstance(c["matched_stop"], str)]
     assert set(ranks.aborted) <= set(matched_early)
-    assert set(handles) | set(ranks.aborted) == set(ranks.sinks)
+    assert set(handles) | set(ranks.aborted) == set(ranks.submitted)
 
 
 def _logprobs(form: Any, choices: list[Any]) -> list[Any]:
@@ -216,7 +239,7 @@ def _logprobs(form: Any, choices: list[Any]) -> list[Any]:
         given = choice["logprobs"]
         if given is None:
             continue
-        if form is ChatFormat:
+        if form is AnswerFormat.CHAT:
             out += given["content"]
         else:
             top = given["top_logprobs"] or [None] * len(given["tokens"])
@@ -250,7 +273,9 @@ def test_offset_of_a_token_is_the_place_of_its_character(
         starts.append(at)
         at += len(tokenizer.token_bytes(token))
     script = Script([[i] for i in ids], FinishReason.LENGTH, True)
-    events, _ = play(tokenizer, CompletionFormat, [script], TextRules(), 0, takes, stream=True)
+    events, _ = play(
+        tokenizer, AnswerFormat.COMPLETIONS, [script], TextRules(), 0, takes, stream=True
+    )
     choices = [event["choices"][0] for event in events if event["choices"]]
     assert "".join(choice["text"] for choice in choices) == text
     offsets = [at for c in choices if c["logprobs"] for at in c["logprobs"]["text_offset"]]
@@ -261,13 +286,6 @@ def _is_boundary(raw: bytes, at: int) -> bool:
     return at == len(raw) or raw[at] & 0xC0 != 0x80
 
 
-def test_alternatives_that_are_parts_of_characters_have_keys_of_their_own() -> None:
-    raw = "😀".encode()
-    assert token_key(raw[:2]) == r"bytes:\xf0\x9f"
-    assert len({token_key(bytes([byte])) for byte in range(256)}) == 256
-    assert token_key(raw) == "😀"
-
-
 @given(
     given=st.lists(scripts, min_size=1, max_size=2),
     takes=st.lists(st.booleans(), min_size=1, max_size=3),
@@ -276,8 +294,8 @@ def test_alternatives_that_are_parts_of_characters_have_keys_of_their_own() -> N
 def test_native_stream_ends_with_the_whole_answer(
     tokenizer: Tokenizer, given: list[Script], takes: list[bool]
 ) -> None:
-    whole, _ = play(tokenizer, GenerateFormat, given, TextRules(), 1, [False], stream=False)
-    events, _ = play(tokenizer, GenerateFormat, given, TextRules(), 1, takes, stream=True)
+    whole, _ = play(tokenizer, AnswerFormat.GENERATE, given, TextRules(), 1, [False], stream=False)
+    events, _ = play(tokenizer, AnswerFormat.GENERATE, given, TextRules(), 1, takes, stream=True)
     whole = whole if isinstance(whole, list) else [whole]
     for answer in [*whole, *events]:
         del answer["meta_info"]["e2e_latency"]
@@ -292,11 +310,12 @@ def test_error_comes_after_what_was_there_and_stops_the_other_items(
     tokenizer: Tokenizer,
 ) -> None:
     async def run() -> None:
-        g, ranks = begin(accept(2, TextRules(), -1), tokenizer)
-        send(ranks, 1, [260], None, -1)
-        ranks.sinks[2].on_error(KvTransferFailed("PEER_DEAD"))
+        g, ranks = begin(accept(2, TextRules(), -1), tokenizer, format=AnswerFormat.COMPLETIONS)
+        error = ("kv_transfer_failed", "PEER_DEAD")
+        row = EmittedTokens(1, (260,), None, 1)
+        ranks.feed([row, EmittedTokens(2, (), FinishReason.ERROR, 0, error=error)])
         assert ranks.aborted == [1], "the failed item has no handle any more"
-        assert [d.tokens for d in await g.next() or ()] == [[260]]
+        assert (await g.next() or b"").count(b"data: ") == 1
         with pytest.raises(KvTransferFailed):
             await g.next()
         assert not g.finished
@@ -325,19 +344,95 @@ def test_silent_rank_is_given_up_after_the_deadline(
 def test_tokens_after_a_stop_string_do_not_count(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         ids = tokenizer.encode("the relay race hands", add_special_tokens=False)
-        g, ranks = begin(accept(1, TextRules(("race",)), -1), tokenizer)
+        accepted = accept(1, TextRules(("race",)), -1, stream=False)
+        g, ranks = begin(accepted, tokenizer)
         send(ranks, 1, ids, None, -1)
-        (delta,) = await g.next() or ()
-        assert (delta.text, delta.finish, g.tracks[0].matched_stop) == (
+        (choice,) = json.loads(await g.next() or b"")["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"], choice["matched_stop"]) == (
             "the relay ",
             "stop",
             "race",
         )
+        g.close()
         upto = next(i for i in range(len(ids)) if "race" in tokenizer.decode(ids[:i]))
-        assert g.completion_tokens == len(delta.tokens) == upto
+        assert g.completion_tokens == upto
         assert ranks.aborted == [1]
 
     asyncio.run(run())
+
+
+class SlowConnection(asyncio.WriteTransport):
+    """Takes bytes; its buffer is as full as the test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.buffered = 0
+        self.has_room = asyncio.Event()
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return self.buffered
+
+    async def drain(self) -> None:
+        await self.has_room.wait()
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_output_gathers_while_the_client_reads_slowly(
+    tokenizer: Tokenizer, is_chunked: bool
+) -> None:
+    async def run() -> None:
+        g, ranks = begin(accept(1, TextRules(), -1), tokenizer)
+        connection = SlowConnection()
+        send(ranks, 1, [260], None, -1)
+        g.write_directly(ClientConnection(connection, connection.drain, 100, is_chunked))
+        assert connection.written == b"", "what waits goes first"
+        before = await g.next() or b""
+        g.write_directly(ClientConnection(connection, connection.drain, 100, is_chunked))
+        send(ranks, 1, [261], None, -1)
+        connection.buffered = 101
+        send(ranks, 1, [262], None, -1)
+        reader = asyncio.create_task(g.next(60))
+        await asyncio.sleep(0)
+        written = connection.written
+        for token in (263, 264):
+            send(ranks, 1, [token], None, -1)
+        send(ranks, 1, [EOS], FinishReason.STOP, -1)
+        assert connection.written == written, "output goes to a connection without room"
+        assert not g.finished
+        connection.buffered = 0
+        connection.has_room.set()
+        assert await reader == b""
+        assert g.finished
+        stream = before + _without_framing(connection.written, is_chunked)
+        events = [json.loads(line[6:]) for line in stream.splitlines()[:-2] if line]
+        deltas = [e["choices"][0]["delta"] for e in events if e["choices"]]
+        text = "".join(delta.get("content", "") for delta in deltas)
+        assert text == tokenizer.decode([260, 261, 262, 263, 264])
+        assert len(events) == 6, "role, three as they came, the rest at once, usage"
+        assert stream.endswith(b"data: [DONE]\n\n")
+
+    asyncio.run(run())
+
+
+def _without_framing(data: bytes, is_chunked: bool) -> bytes:
+    """The bodies of HTTP/1.1 chunks (RFC 9112 §7.1)."""
+    if not is_chunked:
+        return data
+    body = b""
+    while data:
+        size, _, rest = data.partition(b"\r\n")
+        length = int(size, 16)
+        body += rest[:length]
+        assert rest[length : length + 2] == b"\r\n"
+        data = rest[length + 2 :]
+    return body
 
 
 def test_echo_alone_asks_no_rank(tmp_path: Path) -> None:
@@ -349,13 +444,11 @@ def test_echo_alone_asks_no_rank(tmp_path: Path) -> None:
     )
 
     async def run() -> Any:
-        g, ranks = begin(accepted, tokenizer)
-        shape = CompletionFormat(g, "id", "m")
-        while not g.finished:
-            for delta in await g.next() or ():
-                shape.take(delta)
-        assert ranks.sinks == {}
-        return shape.whole()
+        g, ranks = begin(accepted, tokenizer, format=AnswerFormat.COMPLETIONS)
+        body = await g.next() or b""
+        assert g.finished
+        assert ranks.submitted == []
+        return json.loads(body)
 
     whole = asyncio.run(run())
     assert whole["choices"][0] | {"logprobs": None} == {

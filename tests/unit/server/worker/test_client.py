@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -13,11 +14,20 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from baton._native import AnswerTable, FirstToken
 from baton.errors import EngineDead, EngineError, QueueFull, RequestTimeout
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
 from baton.server.http.lifecycle import NodeState, ServerLifecycle
+from baton.server.response.answer_spec import (
+    AnswerFormat,
+    AnswerSpec,
+    ChoiceSpec,
+    encode_spec,
+)
+from baton.server.response.generation import decode_stages
+from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankSet
 from baton.server.worker.control import (
     AbortByRoom,
@@ -53,20 +63,39 @@ DEADLINE_SECS = 30.0
 class Recorder:
     """A sink that keeps what it gets."""
 
-    rows: list[tuple[list[int], int, FinishReason | None]] = field(default_factory=list)
+    chunks: list[bytes] = field(default_factory=list)
     errors: list[EngineError] = field(default_factory=list)
-    stages: list[FirstTokenStages] = field(default_factory=list)
+    stages: list[bytes | None] = field(default_factory=list)
+    is_finished: bool = False
     breaks: bool = False
+    answer: int = 0
 
-    def on_tokens(self, row: EmittedTokens) -> None:
+    def on_first_token(self, first: FirstToken, now: float) -> None:
+        self.stages.append(first.stages)
+
+    def on_metered(self, tokens: int) -> None:
+        raise AssertionError("no answer here is metered")
+
+    def on_chunk(self, chunk: bytes, now: float) -> None:
         if self.breaks:
-            raise ValueError("this request's text is broken")
-        if row.stages is not None:
-            self.stages.append(row.stages)
-        self.rows.append((list(row.tokens), row.cached_tokens, row.finish))
+            raise ValueError("this request's connection is broken")
+        self.chunks.append(chunk)
 
-    def on_error(self, error: EngineError) -> None:
+    def on_finish(self) -> None:
+        self.is_finished = True
+
+    def fail(self, error: EngineError) -> None:
         self.errors.append(error)
+
+    @property
+    def answers(self) -> list[tuple[list[int], int, Any]]:
+        """Ids so far, cached tokens and finish reason of each event."""
+        events = b"".join(self.chunks).removesuffix(b"data: [DONE]\n\n").split(b"\n\n")[:-1]
+        answers = [json.loads(event.removeprefix(b"data: ")) for event in events]
+        return [
+            (a["output_ids"], a["meta_info"]["cached_tokens"], a["meta_info"]["finish_reason"])
+            for a in answers
+        ]
 
 
 @dataclass
@@ -94,7 +123,36 @@ class Stage:
         request = ValidatedRequest(
             0, "r", array("i", range(prompt)), SamplingParams(max_new_tokens=4)
         )
-        return self.ranks.submit(self.ranks.choose(rank), request, sink)
+        handle = self.ranks.submit(self.ranks.choose(rank), request, sink)
+        sink.answer = self.ranks.open_answer(encode_spec(answer_spec(handle, prompt)), sink)
+        return handle
+
+
+def answer_spec(handle: int, prompt_tokens: int) -> AnswerSpec:
+    """A stream of /generate."""
+    return AnswerSpec(
+        format=AnswerFormat.GENERATE,
+        rid=None,
+        request_id="r",
+        model="m",
+        created=0,
+        arrived=0.0,
+        is_stream=True,
+        includes_usage=False,
+        has_continuous_usage=False,
+        returns_token_ids=False,
+        logprobs=-1,
+        is_batch=False,
+        stops=(),
+        include_stop=False,
+        skip_special_tokens=True,
+        min_tokens=0,
+        comment_seed=None,
+        is_metered=False,
+        is_empty=False,
+        resumed_ids=(),
+        choices=[ChoiceSpec(handle, True, prompt_tokens, (), (), "")],
+    )
 
 
 async def until(fact: Callable[[], bool]) -> None:
@@ -113,7 +171,7 @@ def batch(rows: list[tuple[int, list[int], int]], **more: dict[int, Any]) -> Tok
     for name, values in more.items():
         for row, value in values.items():
             made[row] = made[row]._replace(**{name: value})
-    return TokenBatch(made)
+    return TokenBatch(0, made)
 
 
 def play(
@@ -136,7 +194,8 @@ def play(
             push_to_rank
         ) in pushes:  # a rank is connected long before it is ready: it loads the model in between
             assert await asyncio.to_thread(push_to_rank.poll, 1000 * DEADLINE_SECS, zmq.POLLOUT)
-        ranks = RankSet(pull, pushes, limit)
+        answers = AnswerTable(Tokenizer.four_byte().native, [0.5])
+        ranks = RankSet(pull, pushes, limit, answers)
         try:
             await scene(Stage(ranks, push, pulls))
         finally:
@@ -159,9 +218,13 @@ def test_rows_reach_their_sinks_and_a_finish_ends_them(tmp_path: Path) -> None:
         stages = FirstTokenStages(0.5, PulledPages("tcp", 1, 64, 0.1, 0.2))
         await stage.say(batch(rows, stages={0: stages, 3: stages}))
         await until(lambda: stage.ranks.in_flight == 0)
-        assert (a.stages, b.stages) == ([stages], [])
-        assert a.rows == [([5, 6], 2, None), ([7], 2, FinishReason.LENGTH)]
-        assert b.rows == [([], 2, None), ([8], 2, FinishReason.STOP)]
+        assert b.stages == [None]
+        assert [decode_stages(packed) for packed in a.stages if packed] == [stages]
+        length = {"type": "length", "length": 3}
+        assert a.answers == [([5, 6, 7], 2, length)], "the rows of a step make one event"
+        assert b.answers == [([8], 2, {"type": "stop", "matched": None})]
+        assert a.is_finished
+        assert b.is_finished
         assert all(r.tokens_in_flight == 0 for r in stage.ranks.ranks)
 
     play(tmp_path, scene)
@@ -219,10 +282,8 @@ def test_broken_sink_does_not_cost_the_other_rows(tmp_path: Path) -> None:
         broken, fine = Recorder(breaks=True), Recorder()
         rows = [(stage.submit(broken, 0), [1], 0), (stage.submit(fine, 0), [2], 0)]
         await stage.say(batch(rows))
-        await until(lambda: bool(fine.rows))
+        await until(lambda: bool(fine.chunks))
         assert broken.errors[0].code == "internal_error"
-        heard = [await stage.hear() for _ in range(3)]
-        assert heard[-1] == AbortMessage([rows[0][0]])
 
     play(tmp_path, scene)
 
@@ -234,14 +295,16 @@ def test_aborted_handles_get_no_more_events(tmp_path: Path) -> None:
         handle, second = stage.submit(sink, 0), stage.submit(other, 0)
         stage.ranks.abort([handle, 12345])
         stage.ranks.abort([handle])
+        assert stage.ranks.close_answer(sink.answer) is not None
+        assert stage.ranks.close_answer(sink.answer) is None
         await stage.hear()
         await stage.hear()
         heard = await stage.hear()
         assert isinstance(heard, AbortMessage)
         assert heard.handles == [handle]
         await stage.say(batch([(handle, [1], 2), (second, [1], 2)]))
-        await until(lambda: bool(other.rows))
-        assert sink.rows == []
+        await until(lambda: bool(other.chunks))
+        assert sink.chunks == []
 
     play(tmp_path, scene)
 

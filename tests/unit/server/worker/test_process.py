@@ -36,7 +36,7 @@ def test_token_batch_round_trips() -> None:
             9, (), FinishReason.ERROR, 0, error=("timeout", "too late"), retry_after_secs=4
         ),
     ]
-    batch = to_front_decoder.decode(encoder.encode(TokenBatch(outputs)))
+    batch = to_front_decoder.decode(encoder.encode(TokenBatch(0, outputs)))
     assert isinstance(batch, TokenBatch)
     assert batch.rows == outputs
     assert batch.rows[1].finish is FinishReason.ERROR

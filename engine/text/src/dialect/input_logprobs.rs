@@ -1,59 +1,20 @@
-//! Input logprobs of a pair's answer: the prefill leg has them, and the client gets the decode leg's
-//! answer.
+//! Input logprobs of an answer to /generate that two workers give together: the prefill worker has
+//! them, and the client gets the decode worker's answer.
 //!
-//! `/generate` with `return_logprob` only. A whole answer is merged item by item. In a stream, the
-//! prefill leg's logprobs go in front of those in the first event; streams of several answers pass
-//! as they are. Memory: the prefill leg's answer (`attempt` bounds it) and one event. Text that is
-//! no JSON, or JSON of another form, passes as it is.
-
-use std::time::Duration;
+//! A whole answer is merged item by item. In a stream, the prefill worker's logprobs go in front of
+//! those in the first event; streams of several answers pass as they are. Text that is no JSON, or
+//! JSON of another form, is not merged.
 
 use bytes::Bytes;
 use serde_json::Value;
-use tokio::time::timeout;
 
-use crate::dispatch::attempt::UpstreamResponse;
-use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
-use crate::response::sse::comments_len;
+use crate::dialect::sse::{comments_len, line_data};
 
 const FIELD: &str = "input_token_logprobs";
-/// The decode leg has begun, so the prefill leg's answer is complete or on its way: a stream waits
-/// this long for it.
-const STREAM_WAIT: Duration = Duration::from_secs(2);
+const META: &str = "meta_info";
 
-/// Merge the prefill leg's input logprobs into `opened`, if they come within `limit`.
-pub async fn merge_input_logprobs(
-    mut opened: UpstreamResponse,
-    prefill: &mut PrefillAttempt,
-    limit: Duration,
-) -> UpstreamResponse {
-    let wait = if opened.is_sse {
-        limit.min(STREAM_WAIT)
-    } else {
-        limit
-    };
-    if prefill.response.is_none() {
-        let _ = timeout(wait, prefill.ended()).await; // `response` is there if it ended well
-    }
-    let Some(response) = prefill.response.as_ref().map(|response| response.concat()) else {
-        tracing::debug!("the prefill leg sent no input logprobs");
-        return opened;
-    };
-    let pieces = &mut opened.answer.pieces;
-    if !opened.is_sse {
-        if let Some(whole) = merge_whole(&response, &pieces.concat()) {
-            *pieces = vec![whole];
-        }
-    } else if let Some(merged) = pieces
-        .first()
-        .and_then(|run| merge_first_event(&response, run))
-    {
-        pieces[0] = merged;
-    }
-    opened
-}
-
-fn merge_whole(from: &[u8], to: &[u8]) -> Option<Bytes> {
+/// The answer `to` with the logprobs of `from`; `None`: they cannot be merged.
+pub fn merge_whole(from: &[u8], to: &[u8]) -> Option<Bytes> {
     let from: Value = serde_json::from_slice(from).ok()?;
     let mut to: Value = serde_json::from_slice(to).ok()?;
     match (&from, &mut to) {
@@ -65,15 +26,16 @@ fn merge_whole(from: &[u8], to: &[u8]) -> Option<Bytes> {
     Some(Bytes::from(to.to_string()))
 }
 
-/// `run` of whole events with the logprobs in its first one.
-fn merge_first_event(response: &[u8], run: &[u8]) -> Option<Bytes> {
+/// `run` of whole events with the logprobs of `from`, which is a whole answer or a stream, in its
+/// first event; `None`: they cannot be merged.
+pub fn merge_first_event(from: &[u8], run: &[u8]) -> Option<Bytes> {
     let start = comments_len(run);
     let end = start + run[start..].iter().position(|b| *b == b'\n')?;
-    let mut event: Value = serde_json::from_slice(run[start..end].strip_prefix(b"data:")?).ok()?;
+    let mut event: Value = serde_json::from_slice(line_data(&run[start..end])?).ok()?;
     if event.get("index").is_some() {
         return None;
     }
-    merge(&logprobs_of(response)?, &mut event);
+    merge(&logprobs_of(from)?, &mut event);
     let event = event.to_string();
     Some(
         [&run[..start], b"data: ", event.as_bytes(), &run[end..]]
@@ -82,7 +44,7 @@ fn merge_first_event(response: &[u8], run: &[u8]) -> Option<Bytes> {
     )
 }
 
-/// The prefill leg's answer: one JSON, or the last event of a stream, which has the text of all
+/// The prefill worker's answer: one JSON, or the last event of a stream, which has the text of all
 /// events before it.
 fn logprobs_of(response: &[u8]) -> Option<Value> {
     if let Ok(whole) = serde_json::from_slice(response) {
@@ -90,16 +52,16 @@ fn logprobs_of(response: &[u8]) -> Option<Value> {
     }
     let lines = response.split(|b| *b == b'\n').rev();
     lines
-        .filter_map(|line| serde_json::from_slice::<Value>(line.strip_prefix(b"data:")?).ok())
-        .find(|event| event["meta_info"][FIELD].is_array())
+        .filter_map(|line| serde_json::from_slice::<Value>(line_data(line)?).ok())
+        .find(|event| event[META][FIELD].is_array())
 }
 
 /// Put the logprobs of `from` in front of those of `to`.
 fn merge(from: &Value, to: &mut Value) {
-    let Some(meta) = to.get_mut("meta_info").and_then(Value::as_object_mut) else {
+    let Some(meta) = to.get_mut(META).and_then(Value::as_object_mut) else {
         return;
     };
-    let first = from["meta_info"][FIELD].as_array();
+    let first = from[META][FIELD].as_array();
     let second = meta.get(FIELD).and_then(Value::as_array);
     let logprobs: Vec<Value> = [first, second]
         .into_iter()

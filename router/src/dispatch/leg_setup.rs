@@ -1,31 +1,16 @@
-//! Outcomes of attempts, and the leg that every attempt begins with.
+//! Leg to a chosen worker, as every attempt sets it up: headers, body, and the prompt's token ids.
 
 use bytes::Bytes;
 use http::HeaderValue;
 use router_core::Role;
 
 use crate::dispatch::app::AppState;
-use crate::dispatch::attempt::{AttemptError, UpstreamAttempt, UpstreamResponse};
+use crate::dispatch::attempt::UpstreamAttempt;
 use crate::dispatch::context::RequestContext;
-use crate::dispatch::disaggregated::prefill_leg::PrefillAttempt;
-use crate::error::RouteError;
 use crate::observability::otlp::TRACEPARENT;
 use crate::response::failover;
 use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::{Candidate, LoadGuard};
-
-/// Failure of one attempt, or of the last one of all.
-#[derive(Debug, thiserror::Error)]
-#[error(transparent)]
-pub enum AttemptFailure {
-    /// No worker could be chosen, or the request's time is over.
-    Refused(#[from] RouteError),
-    /// The attempt failed at a worker.
-    Failed(#[from] AttemptError),
-}
-
-/// An answer that is committed to, with the prefill leg of a pair.
-pub type AttemptResult = Result<(UpstreamResponse, Option<PrefillAttempt>), AttemptFailure>;
 
 /// The prompt's token ids as a member of the body, if this worker would compute the same ids.
 pub fn forwarded_ids<'a>(

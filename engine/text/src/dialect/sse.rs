@@ -1,24 +1,18 @@
-//! Streams of server-sent events, from a worker's pieces to what the client gets.
-//!
-//! 1. [`EventSplitter`] cuts what arrives into runs of whole events, so that a break never leaves
-//!    half an event with the client. Nearly every piece is such a run and passes as it is;
-//! 2. a leg looks for an error in the first run, or in all of them ([`from_error`]);
-//! 3. failover.rs takes the comments for the router out;
-//! 4. [`StreamTail`] remembers the last few pieces (they are reference counted, not copied) and
-//!    looks at them when the stream ends, to know whether it had been finished. Nothing is parsed
-//!    while it runs.
-
-use std::collections::VecDeque;
+//! Server-sent events: runs of whole events, errors among them, and the event that ends a stream.
 
 use bytes::Bytes;
-use http::{HeaderMap, header};
-use memchr::{memchr, memmem, memrchr_iter};
+use memchr::{memchr, memrchr_iter};
 use serde::Deserialize;
 
-use crate::error::RouteError;
+/// [`DONE_EVENT`] behind the line end of an event that broke off.
+pub const DONE_AFTER_BREAK: &[u8] = b"\ndata: [DONE]\n\n";
+/// Event that ends every stream.
+pub const DONE_EVENT: &[u8] = DONE_AFTER_BREAK.split_at(1).1;
+/// Line of [`DONE_EVENT`].
+const DONE_LINE: &[u8] = DONE_EVENT.split_at(DONE_EVENT.len() - 2).0;
+/// Data of [`DONE_EVENT`].
+const DONE: &[u8] = DONE_LINE.split_at(b"data: ".len()).1;
 
-/// Pieces remembered: the one with finish_reason, a usage event and [DONE] may come apart.
-const REMEMBERED: usize = 4;
 /// An event longer than this passes in parts [bytes].
 pub const MAX_EVENT: usize = 8 << 20;
 
@@ -32,6 +26,7 @@ pub struct EventSplitter {
 impl EventSplitter {
     /// Take a piece; returns the events that are whole with it. An event longer than `MAX_EVENT`
     /// comes in parts.
+    #[inline]
     pub fn push(&mut self, piece: Bytes) -> Option<Bytes> {
         if self.part.is_empty() {
             let end = run_len(&piece, 0);
@@ -79,6 +74,7 @@ fn run_len(text: &[u8], seen: usize) -> usize {
 }
 
 /// Length of the first event with its blank line, if it is whole.
+#[inline]
 pub fn event_len(text: &[u8]) -> Option<usize> {
     let mut at = 0;
     loop {
@@ -91,6 +87,7 @@ pub fn event_len(text: &[u8]) -> Option<usize> {
 }
 
 /// Length of the comments and blank lines in front.
+#[inline]
 pub fn comments_len(text: &[u8]) -> usize {
     let mut at = 0;
     while text[at..]
@@ -103,6 +100,7 @@ pub fn comments_len(text: &[u8]) -> usize {
 }
 
 /// The run from its first error event on.
+#[inline]
 pub fn from_error(run: &Bytes) -> Option<Bytes> {
     let mut at = 0;
     loop {
@@ -114,87 +112,55 @@ pub fn from_error(run: &Bytes) -> Option<Bytes> {
     }
 }
 
-/// How far a stream had got when it ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum StreamEnd {
-    /// `[DONE]` went out.
-    Done,
-    /// The finish_reason went out: the answer is whole.
-    Finished,
-    Open,
-}
-
-#[derive(Debug, Default)]
-pub struct StreamTail {
-    /// Last pieces that went out.
-    pub recent: VecDeque<Bytes>,
-    /// Several answers in one stream: one finish_reason says nothing about the others.
-    many: bool,
-}
-
-impl StreamTail {
-    pub fn new(many: bool) -> Self {
-        Self {
-            many,
-            ..Self::default()
-        }
-    }
-
-    /// Put pieces into `out`, for the client.
-    pub fn pass(&mut self, pieces: impl IntoIterator<Item = Bytes>, out: &mut VecDeque<Bytes>) {
-        for piece in pieces {
-            if self.recent.len() == REMEMBERED {
-                self.recent.pop_front();
-            }
-            self.recent.push_back(piece.clone());
-            out.push_back(piece);
-        }
-    }
-
-    /// How far the stream got, from the end of what went out.
-    pub fn ending(&self) -> StreamEnd {
-        let tail: Vec<u8> = self.recent.iter().flatten().copied().collect();
-        let mut lines = tail.split(|b| *b == b'\n').rev();
-        if lines.any(|line| data_of(line) == Some(b"[DONE]")) {
-            return StreamEnd::Done;
-        }
-        if !self.many && has_finish_reason(&tail) {
-            return StreamEnd::Finished;
-        }
-        StreamEnd::Open
-    }
-
-    /// True if the worker itself ended the stream with an error event.
-    pub fn has_error(&self) -> bool {
-        let mut lines = self
-            .recent
-            .iter()
-            .flat_map(|piece| piece.split(|b| *b == b'\n'));
-        lines.any(|line| data_of(line).is_some_and(|data| data.starts_with(b"{\"error\"")))
-    }
-}
-
-fn data_of(line: &[u8]) -> Option<&[u8]> {
+/// Data of a line, if it is a line of data.
+#[inline]
+pub fn line_data(line: &[u8]) -> Option<&[u8]> {
     line.strip_prefix(b"data:").map(<[u8]>::trim_ascii)
 }
 
-/// A finish_reason that is not null: text in OpenAI's events, an object in /generate's.
-fn has_finish_reason(tail: &[u8]) -> bool {
-    const NAME: &[u8] = b"\"finish_reason\"";
-    memmem::find_iter(tail, NAME).any(|at| {
-        let value = tail[at + NAME.len()..].trim_ascii_start();
-        let value = value.strip_prefix(b":").unwrap_or(value).trim_ascii_start();
-        value.starts_with(b"\"") || value.starts_with(b"{")
-    })
+/// True if `line` is that of the event that ends every stream.
+#[inline]
+pub fn is_done_line(line: &[u8]) -> bool {
+    line_data(line) == Some(DONE)
 }
 
-/// End of a stream that broke: the error and `[DONE]`.
-pub fn error_epilogue(err: &RouteError) -> Bytes {
-    Bytes::from([b"\ndata: ", &err.body()[..], b"\n\ndata: [DONE]\n\n"].concat())
+/// True if `event` ends the stream.
+#[inline]
+pub fn is_done(event: &[u8]) -> bool {
+    event.starts_with(DONE_LINE)
+}
+
+/// True if the data of an event is an error.
+#[inline]
+pub fn is_error(data: &[u8]) -> bool {
+    data.starts_with(b"{\"error\"")
+}
+
+/// End of a stream that broke: the event of an error and that of the end. `error`: its JSON, in one
+/// line.
+pub fn error_epilogue(error: &[u8]) -> Bytes {
+    Bytes::from([b"\n", &error_end(error)[..]].concat())
+}
+
+/// The same behind a whole event.
+pub fn error_end(error: &[u8]) -> Vec<u8> {
+    [b"data: ", error, b"\n\n", DONE_EVENT].concat()
+}
+
+/// A stream of one event. Line ends in `json`, which JSON allows between values only, would end the
+/// event's line and become spaces.
+pub fn single_event_stream(json: &[u8]) -> Bytes {
+    let line = json.iter().map(|b| match b {
+        b'\n' | b'\r' => b' ',
+        other => *other,
+    });
+    let start = b"data: ".iter().copied();
+    let end = b"\n\n".iter().chain(DONE_EVENT).copied();
+    start.chain(line).chain(end).collect()
 }
 
 /// `code` of `{"error":{"code":…}}`, if the body is that and the code is text.
-pub fn code_of(body: &[u8]) -> Option<String> {
+pub fn error_code(body: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
     struct Envelope {
         error: Inner,
@@ -207,24 +173,20 @@ pub fn code_of(body: &[u8]) -> Option<String> {
 }
 
 /// `message` of `{"error":{"message":…}}`, if the body is that and the message is text.
-pub fn message_of(body: &[u8]) -> Option<String> {
+pub fn error_message(body: &[u8]) -> Option<String> {
     let body: serde_json::Value = serde_json::from_slice(body).ok()?;
     body["error"]["message"].as_str().map(str::to_owned)
 }
 
 /// The JSON of an SSE error event, if `piece` begins with one.
+#[inline]
 pub fn error_event(piece: &[u8]) -> Option<&[u8]> {
     let piece = piece.strip_prefix(b"event: error\n").unwrap_or(piece);
     let data = piece.strip_prefix(b"data:")?.trim_ascii_start();
-    if !data.starts_with(b"{\"error\"") {
+    if !is_error(data) {
         return None;
     }
     data.split(|b| *b == b'\n').next()
-}
-
-pub fn is_sse(headers: &HeaderMap) -> bool {
-    let kind = headers.get(header::CONTENT_TYPE);
-    kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
 }
 
 #[cfg(test)]
@@ -233,19 +195,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-
-    fn passed(pieces: &[&str], many: bool) -> (String, StreamEnd) {
-        let mut events = EventSplitter::default();
-        let mut tail = StreamTail::new(many);
-        let mut out = VecDeque::new();
-        for piece in pieces {
-            if let Some(run) = events.push(Bytes::copy_from_slice(piece.as_bytes())) {
-                tail.pass([run], &mut out);
-            }
-        }
-        let text: Vec<u8> = out.into_iter().flatten().collect();
-        (String::from_utf8(text).unwrap(), tail.ending())
-    }
 
     fn pushed(events: &mut EventSplitter, piece: &str) -> String {
         let run = events.push(Bytes::copy_from_slice(piece.as_bytes()));
@@ -295,7 +244,7 @@ mod tests {
     fn error_events_are_recognized_at_the_front() {
         let event = b"data: {\"error\":{\"code\":\"draining\"}}\n\ndata: [DONE]\n\n";
         assert_eq!(
-            code_of(error_event(event).unwrap()).as_deref(),
+            error_code(error_event(event).unwrap()).as_deref(),
             Some("draining")
         );
         assert!(error_event(b"event: error\ndata: {\"error\": {}}\n\n").is_some());
@@ -322,7 +271,7 @@ mod tests {
                     let found = runs.iter().flatten().find_map(from_error).unwrap();
                     assert!(text[before.len()..].starts_with(&found), "{cut}");
                     assert_eq!(
-                        error_event(&found).and_then(code_of).as_deref(),
+                        error_event(&found).and_then(error_code).as_deref(),
                         Some("draining")
                     );
                 }
@@ -351,34 +300,26 @@ mod tests {
     }
 
     #[test]
-    fn endings_are_distinguished() {
-        let open = "data: {\"choices\":[{\"finish_reason\":null}]}\n\n";
-        let finished = "data: {\"choices\":[{\"finish_reason\": \"stop\"}]}\n\n";
-        let usage = "data: {\"choices\":[],\"usage\":{}}\n\n";
-        assert_eq!(passed(&[open], false).1, StreamEnd::Open);
-        assert_eq!(passed(&[open, finished], false).1, StreamEnd::Finished);
-        assert_eq!(passed(&[finished, usage], false).1, StreamEnd::Finished);
-        assert_eq!(passed(&[finished], true).1, StreamEnd::Open);
-        assert_eq!(
-            passed(&[finished, usage, "data: [DO", "NE]\n\n"], true).1,
-            StreamEnd::Done
-        );
-        assert_eq!(
-            passed(&["data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"length\"}}}\n\n"], false).1,
-            StreamEnd::Finished
-        );
-        // the model may write the word itself
-        assert_eq!(
-            passed(&["data: {\"text\":\"data: [DONE]\"}\n\n"], false).1,
-            StreamEnd::Open
-        );
-    }
-
-    #[test]
     fn epilogue_is_one_error_event_and_the_end() {
-        let added = error_epilogue(&RouteError::Draining);
+        let added = error_epilogue(b"{\"error\":{\"code\":\"draining\"}}");
         let added = std::str::from_utf8(&added).unwrap();
         assert_eq!(added.matches("data: {\"error\"").count(), 1);
         assert!(added.ends_with("\n\ndata: [DONE]\n\n"));
+    }
+
+    #[test]
+    fn end_of_a_stream_is_recognized_by_its_event_alone() {
+        assert!(is_done(DONE_EVENT) && is_done_line(DONE_LINE));
+        assert!(is_done_line(b"data:[DONE]\r"));
+        for other in ["data: {\"text\":\"[DONE]\"}\n\n", ": [DONE]\n\n", "[DONE]"] {
+            assert!(!is_done(other.as_bytes()), "{other}");
+            assert!(!is_done_line(other.trim_end().as_bytes()), "{other}");
+        }
+    }
+
+    #[test]
+    fn body_in_several_lines_is_one_event() {
+        let stream = single_event_stream(b"{\n \"a\": 1\r\n}");
+        assert_eq!(&stream[..], b"data: {  \"a\": 1  }\n\ndata: [DONE]\n\n");
     }
 }

@@ -15,23 +15,16 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use bytes::Bytes;
-use router_core::{PromptBlocks, TextScope, cache_namespace, token_blocks};
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-use crate::error::RouteError;
-use crate::request::media;
-use crate::transport::request_body::BodySegments;
+use crate::dialect::{AnswerCountPlace, Dialect, PromptKind, resume};
 
 /// Most answers one request may ask for (prompts × n): the rooms of a request are one array.
 const MAX_ITEMS: usize = 4096;
 
-/// Longest beginning of a prompt that policies compare as text: a million tokens at the usual
-/// ratio. They compare it on the event loop's thread, under the lock of their role [bytes].
-const MAX_ROUTING_TEXT: usize = 4 << 20;
-
-/// Members beside the prompt's text that change its KV, or say who may share it.
+/// Fields beside the prompt's text that change its KV, or say who may share it.
 const SCOPE: [&str; 6] = [
     "model",
     "lora_path",
@@ -41,53 +34,30 @@ const SCOPE: [&str; 6] = [
     "chat_template_kwargs",
 ];
 
-/// The three endpoints that generate. They differ in where the prompt is and in the id they give.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum ApiKind {
-    Chat,
-    Completions,
-    Generate,
-}
+/// Most fields of one API that may hold the prompt.
+const MAX_PROMPT_FIELDS: usize = 2;
 
-impl ApiKind {
-    /// API of a path that takes generation requests.
-    pub fn of_path(path: &str) -> Option<Self> {
-        [Self::Chat, Self::Completions, Self::Generate]
-            .into_iter()
-            .find(|api| api.path() == path)
-    }
+/// Deadline for the first token [ms].
+pub const TTFT_DEADLINE: &str = "ttft_deadline_ms";
+/// Deadline for the whole answer [ms].
+pub const DEADLINE: &str = "deadline_ms";
 
-    pub fn path(self) -> &'static str {
-        match self {
-            ApiKind::Chat => "/v1/chat/completions",
-            ApiKind::Completions => "/v1/completions",
-            ApiKind::Generate => "/generate",
-        }
-    }
-
-    /// Prefix of request ids the router makes up.
-    pub fn id_prefix(self) -> &'static str {
-        match self {
-            ApiKind::Chat => "chatcmpl-",
-            ApiKind::Completions => "cmpl-",
-            ApiKind::Generate => "gnt-",
-        }
-    }
-
-    /// Returns `id` without the prefix of an API: engines answer `x-request-id: ID` with the body's
-    /// `"id": "chatcmpl-ID"`, and both name the same request.
-    pub fn without_prefix(id: &str) -> &str {
-        [Self::Chat, Self::Completions, Self::Generate]
-            .into_iter()
-            .find_map(|api| id.strip_prefix(api.id_prefix()))
-            .unwrap_or(id)
-    }
+/// Reason why a body cannot be routed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BodyError {
+    #[error("the body is not a JSON object: {detail}")]
+    InvalidJson { detail: String },
+    #[error("{param} {problem}")]
+    InvalidValue {
+        param: &'static str,
+        problem: String,
+    },
 }
 
 /// Index of a body: what routing needs to know of it.
 #[derive(Debug, Clone)]
 pub struct BodyIndex {
-    pub api: ApiKind,
+    pub dialect: Dialect,
     pub stream: bool,
     /// `Some(len)`: the request is a batch, PD fields are arrays of this length. `None`: one item,
     /// scalars.
@@ -101,8 +71,10 @@ pub struct BodyIndex {
     /// Where the prompt lies as token ids, if the client sent it as such: one list, or one per
     /// prompt.
     ids: Option<Range<usize>>,
-    /// Namespace whose prompts may share a cache with this one, as our engines name it.
-    pub namespace: String,
+    /// Salt of the cache that the prompt may share.
+    pub cache_salt: Option<String>,
+    /// Key of the cache that the prompt may share.
+    pub extra_key: Option<String>,
     /// Where the members named in `SCOPE` lie.
     scope: [Option<Range<usize>>; SCOPE.len()],
     /// The model asked for; `None`: any, and /generate, which has no such member.
@@ -130,72 +102,62 @@ pub struct RequestDeadlines {
     pub whole: Option<u64>,
 }
 
-/// Groups of members that the router sets; when it does, a client's are left out. Parsed from the
-/// name of a member.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::EnumString)]
+/// Groups of members that the router sets; when it does, a client's are left out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ManagedField {
-    #[strum(serialize = "bootstrap_host", serialize = "bootstrap_port")]
-    #[strum(serialize = "bootstrap_room")]
     Bootstrap,
-    #[strum(
-        serialize = "data_parallel_rank",
-        serialize = "data_parallel_rank_decode"
-    )]
-    #[strum(serialize = "routed_dp_rank", serialize = "disagg_prefill_dp_rank")]
     Rank,
     /// How much of an answer, and in which form: a vLLM prefill worker is asked for one token.
-    #[strum(
-        serialize = "stream",
-        serialize = "stream_options",
-        serialize = "max_tokens"
-    )]
-    #[strum(serialize = "max_completion_tokens", serialize = "min_tokens")]
     Output,
     /// vLLM's counterpart of `Bootstrap`.
-    #[strum(serialize = "kv_transfer_params")]
     KvParams,
     /// The client's deadlines: another attempt is sent what is left of them.
-    #[strum(serialize = "ttft_deadline_ms", serialize = "deadline_ms")]
     Deadlines,
-    /// The beginning of an answer (failover.rs).
-    #[strum(serialize = "baton_resume")]
+    /// The beginning of an answer ([`resume`]).
     Resume,
+}
+
+impl ManagedField {
+    /// Group of a member, if the router sets it.
+    fn of_name(name: &str) -> Option<Self> {
+        match name {
+            "bootstrap_host" | "bootstrap_port" | "bootstrap_room" => Some(Self::Bootstrap),
+            "data_parallel_rank"
+            | "data_parallel_rank_decode"
+            | "routed_dp_rank"
+            | "disagg_prefill_dp_rank" => Some(Self::Rank),
+            "stream" | "stream_options" | "max_tokens" | "max_completion_tokens" | "min_tokens" => {
+                Some(Self::Output)
+            }
+            "kv_transfer_params" => Some(Self::KvParams),
+            TTFT_DEADLINE | DEADLINE => Some(Self::Deadlines),
+            resume::FIELD => Some(Self::Resume),
+            _ => None,
+        }
+    }
 }
 
 impl BodyIndex {
     /// Read the top level of `body`. Cost: one pass over the bytes, no copy of any value.
-    pub fn of(body: &[u8], api: ApiKind) -> Result<BodyIndex, RouteError> {
+    pub fn of(body: &[u8], dialect: Dialect) -> Result<BodyIndex, BodyError> {
         let last_end = body.iter().position(|b| *b == b'{').map_or(0, |at| at + 1);
-        let mut members = TopLevelFields {
-            body,
-            last_end,
-            ..TopLevelFields::default()
-        };
+        let mut members = TopLevelFields::new(body, dialect, last_end);
         let mut json = serde_json::Deserializer::from_slice(body);
         // Nothing but whitespace may follow the object.
         let read = json.deserialize_map(&mut members).and_then(|()| json.end());
-        read.map_err(|err| RouteError::InvalidJson {
+        read.map_err(|err| BodyError::InvalidJson {
             detail: err.to_string(),
         })?;
-        members.finish(api)
+        members.finish()
     }
 
-    /// The beginning of the prompt's JSON, at most `MAX_ROUTING_TEXT` of it, behind a character
-    /// that stands for what else it belongs to. Cost: a copy, if there is such.
-    pub fn routing_text<'a>(&self, body: &'a [u8]) -> Cow<'a, str> {
-        let prompt = beginning(self.prompt(body), MAX_ROUTING_TEXT);
-        match self.scope_of(body).marker() {
-            Some(marker) => Cow::Owned(format!("{marker}{prompt}")),
-            None => Cow::Borrowed(prompt),
-        }
-    }
-
-    fn scope_of(&self, body: &[u8]) -> TextScope {
-        let parts = SCOPE.iter().zip(&self.scope);
-        parts.fold(TextScope::NONE, |scope, (name, span)| match span {
-            Some(span) => scope.with_part(name, &body[span.clone()]),
-            None => scope,
-        })
+    /// Name and JSON of the members that change the prompt's KV, or say who may share it.
+    pub fn scope_parts<'a>(
+        &self,
+        body: &'a [u8],
+    ) -> impl Iterator<Item = (&'static str, &'a [u8])> {
+        let parts = SCOPE.into_iter().zip(&self.scope);
+        parts.filter_map(|(name, span)| Some((name, &body[span.clone()?])))
     }
 
     /// True if the client sent a member of this group.
@@ -228,71 +190,55 @@ impl BodyIndex {
         one.or_else(|| Some(serde_json::from_slice::<Vec<Vec<u32>>>(list).ok()?.concat()))
     }
 
-    /// Hashes of the prompt's text, in which images and the like have a constant size (media.rs).
-    /// Cost: one pass over it.
-    pub fn text_blocks(&self, body: &[u8]) -> PromptBlocks {
-        let prompt = self.prompt(body);
-        let scope = self.scope_of(body);
-        match media::condensed(prompt) {
-            Some(text) => PromptBlocks::of_text_in(scope, &text, None).with_media(),
-            None => PromptBlocks::of_text_in(scope, prompt, None),
-        }
-    }
-
-    /// Hashes of its token ids.
-    pub fn token_blocks(&self, ids: &[u32], block_size: usize) -> PromptBlocks {
-        token_blocks(ids, block_size, &self.namespace)
-    }
-
-    /// The client's bytes without its own fields of the groups in `replaced`, then `added`
-    /// (`,"name":value`; only to a body with members that stay) and `fields` (`"name":value,…`, no
-    /// braces), then `}`.
+    /// Pieces of the body that a worker gets: the client's bytes without its own fields of the
+    /// groups in `replaced`, then `added` (`,"name":value`; only to a body with members that stay)
+    /// and `fields` (`"name":value,…`, no braces), then `}`. Pieces may be empty.
     pub fn splice(
         &self,
         body: &Bytes,
         replaced: &[ManagedField],
         added: Option<&Bytes>,
         fields: &str,
-    ) -> BodySegments {
+    ) -> impl Iterator<Item = Bytes> {
         let out = self
             .ours
             .iter()
             .filter(|(group, _)| replaced.contains(group));
         let out: Vec<_> = out.map(|(_, span)| span.clone()).collect();
         let has_members = self.count > out.len();
-        let mut parts = BodySegments::default();
-        let mut from = 0;
-        for span in spans_with_commas(body, out) {
-            parts.push(body.slice(from..span.start.max(from)));
-            from = span.end;
-        }
-        parts.push(body.slice(from..self.close));
-        parts.push(added.cloned().unwrap_or_default());
         let mut tail = String::with_capacity(fields.len() + 2);
         if has_members && !fields.is_empty() {
             tail.push(',');
         }
         tail.push_str(fields);
         tail.push('}');
-        parts.push(Bytes::from(tail));
-        parts
+        let spans = spans_with_commas(body, out);
+        let last_end = spans.last().map_or(0, |span| span.end);
+        let mut from = 0;
+        let kept = spans.into_iter().map(move |span| {
+            let piece = body.slice(from..span.start.max(from));
+            from = span.end;
+            piece
+        });
+        let rest = body.slice(last_end..self.close);
+        let added = added.cloned().unwrap_or_default();
+        kept.chain([rest, added, Bytes::from(tail)])
     }
 }
 
 /// Visitor over the top-level members. Of duplicate names the last one counts, as in most JSON
 /// readers.
-#[derive(Default)]
 struct TopLevelFields<'a> {
     body: &'a [u8],
+    dialect: Dialect,
     count: usize,
     ours: Vec<(ManagedField, Range<usize>)>,
     /// End of the member before the present one, or just behind `{`.
     last_end: usize,
     stream: bool,
     n: Option<&'a RawValue>,
-    messages: Option<&'a RawValue>,
-    prompt: Option<&'a RawValue>,
-    text: Option<&'a RawValue>,
+    /// Values of the fields that may hold the prompt, in the order of [`Dialect::fields`].
+    prompts: [Option<&'a RawValue>; MAX_PROMPT_FIELDS],
     input_ids: Option<&'a RawValue>,
     sampling_params: Option<&'a RawValue>,
     tenant: Option<&'a RawValue>,
@@ -306,6 +252,26 @@ struct TopLevelFields<'a> {
 struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
 
 impl<'a> TopLevelFields<'a> {
+    /// `start`: where the first member may begin.
+    fn new(body: &'a [u8], dialect: Dialect, start: usize) -> Self {
+        Self {
+            body,
+            dialect,
+            count: 0,
+            ours: Vec::new(),
+            last_end: start,
+            stream: false,
+            n: None,
+            prompts: [None; MAX_PROMPT_FIELDS],
+            input_ids: None,
+            sampling_params: None,
+            tenant: None,
+            return_logprob: false,
+            deadlines: RequestDeadlines::default(),
+            scope: [const { None }; SCOPE.len()],
+        }
+    }
+
     /// Where `value` lies in the body.
     fn span(&self, value: &RawValue) -> Range<usize> {
         let start = value.get().as_ptr() as usize - self.body.as_ptr() as usize;
@@ -314,7 +280,7 @@ impl<'a> TopLevelFields<'a> {
 
     fn member(&mut self, name: &str, value: &'a RawValue) {
         let end = self.span(value).end;
-        if let Ok(group) = name.parse() {
+        if let Some(group) = ManagedField::of_name(name) {
             self.ours.push((group, self.last_end..end));
         }
         self.last_end = end;
@@ -322,93 +288,91 @@ impl<'a> TopLevelFields<'a> {
         if let Some(at) = SCOPE.iter().position(|scope| *scope == name) {
             self.scope[at] = (value.get() != "null").then(|| self.span(value));
         }
+        let mut prompts = self.prompts.iter_mut().zip(self.dialect.fields().prompt);
+        if let Some((prompt, _)) = prompts.find(|(_, field)| **field == name) {
+            *prompt = Some(value);
+        }
         match name {
             "stream" => self.stream = value.get() == "true",
             "n" => self.n = Some(value),
-            "messages" => self.messages = Some(value),
-            "prompt" => self.prompt = Some(value),
-            "text" => self.text = Some(value),
             "input_ids" => self.input_ids = Some(value),
             "sampling_params" => self.sampling_params = Some(value),
             "tenant" => self.tenant = Some(value),
             "return_logprob" => self.return_logprob = value.get() == "true",
-            "ttft_deadline_ms" => self.deadlines.ttft = ms_of(value),
-            "deadline_ms" => self.deadlines.whole = ms_of(value),
+            TTFT_DEADLINE => self.deadlines.ttft = ms_of(value),
+            DEADLINE => self.deadlines.whole = ms_of(value),
             _ => {}
         }
     }
 
-    fn finish(self, api: ApiKind) -> Result<BodyIndex, RouteError> {
+    /// The prompt and the name of its field, which is the last one where there is none.
+    fn prompt(&self) -> (Option<&'a RawValue>, &'static str) {
+        let names = self.dialect.fields().prompt;
+        let mut given = self.prompts.iter().zip(names);
+        match given.find(|(value, _)| value.is_some()) {
+            Some((value, name)) => (*value, name),
+            None => (None, names.last().copied().unwrap_or_default()),
+        }
+    }
+
+    fn finish(self) -> Result<BodyIndex, BodyError> {
+        let fields = self.dialect.fields();
         let close =
             self.body
                 .iter()
                 .rposition(|b| *b == b'}')
-                .ok_or_else(|| RouteError::Internal {
-                    detail: "a JSON object without a closing brace".into(),
+                .ok_or_else(|| BodyError::InvalidJson {
+                    detail: "it has no closing brace".into(),
                 })?;
-        let (prompt, prompt_param) = match api {
-            ApiKind::Chat => (self.messages, "messages"),
-            ApiKind::Completions => (self.prompt, "prompt"),
-            ApiKind::Generate if self.text.is_some() => (self.text, "text"),
-            ApiKind::Generate => (self.input_ids, "input_ids"),
-        };
-        let n = match api {
-            ApiKind::Generate => self.sampling_params.and_then(n_of_sampling_params),
-            _ => self.n,
+        let (prompt, prompt_param) = self.prompt();
+        let n = match fields.answer_count {
+            AnswerCountPlace::Body => self.n,
+            AnswerCountPlace::SamplingParams => self.sampling_params.and_then(n_of_sampling_params),
         };
         let n = n.map_or(1, n_of);
-        let prompts = prompt.filter(|_| api != ApiKind::Chat).and_then(batch_len);
+        let texts = prompt.filter(|_| fields.prompt_kind == PromptKind::Texts);
+        let prompts = texts.and_then(batch_len);
         let items = prompts.unwrap_or(1).saturating_mul(n);
         if items > MAX_ITEMS {
             let problem = format!("asks for {items} answers, at most {MAX_ITEMS} are possible");
-            return Err(RouteError::InvalidValue {
+            return Err(BodyError::InvalidValue {
                 param: "n",
                 problem,
             });
         }
         // Beside a text, ids are the same prompt tokenized (docs/protocol.md).
-        let ids = self.input_ids.or(prompt.filter(|_| api != ApiKind::Chat));
+        let ids = self.input_ids.or(texts);
         let ids = ids.filter(|value| holds_ids(value.get()));
         // In the order of `SCOPE`. What is no string is left to the engine's validation.
         let [model, _, cache_salt, extra_key, ..] = &self.scope;
         let text = |span: &Option<Range<usize>>| -> Option<String> {
             serde_json::from_slice(&self.body[span.clone()?]).ok()
         };
-        let model = if api == ApiKind::Generate {
-            None
-        } else {
+        let model = if fields.names_model {
             text(model)
+        } else {
+            None
         };
-        let salt = text(cache_salt);
-        let key = text(extra_key);
         Ok(BodyIndex {
-            api,
+            dialect: self.dialect,
             ids: ids.map(|value| self.span(value)),
-            namespace: cache_namespace(&salt.unwrap_or_default(), &key.unwrap_or_default()),
+            cache_salt: text(cache_salt),
+            extra_key: text(extra_key),
             stream: self.stream,
             batch: (prompts.is_some() || n > 1).then_some(items),
             prompt: prompt.map(|value| self.span(value)),
             prompt_param,
-            wants_input_logprobs: api == ApiKind::Generate && self.return_logprob,
+            wants_input_logprobs: fields.returns_input_logprobs && self.return_logprob,
             deadlines: self.deadlines,
-            scope: self.scope,
             model,
             tenant: self
                 .tenant
                 .and_then(|name| serde_json::from_str(name.get()).ok()),
+            scope: self.scope,
             ours: self.ours,
             close,
             count: self.count,
         })
-    }
-}
-
-/// At most `most` bytes of a text, cut between two characters.
-fn beginning(text: &[u8], most: usize) -> &str {
-    let cut = &text[..text.len().min(most)];
-    match std::str::from_utf8(cut) {
-        Ok(text) => text,
-        Err(err) => std::str::from_utf8(&cut[..err.valid_up_to()]).unwrap_or_default(),
     }
 }
 

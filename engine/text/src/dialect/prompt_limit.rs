@@ -11,8 +11,8 @@ use memchr::memchr;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
-use crate::error::RouteError;
-use crate::request::body::{ApiKind, BodyIndex};
+use crate::dialect::body::{BodyError, BodyIndex};
+use crate::dialect::{Dialect, PromptKind};
 
 /// Most bytes of JSON for one character: an escaped surrogate pair, `\ud83d\ude00`.
 const JSON_BYTES_PER_CHAR: u64 = 12;
@@ -28,6 +28,42 @@ const JSON_BYTES_PER_ID: u64 = 12;
 
 /// Longest body that our engines read, whatever is in it: several prompts, or one (docs/protocol.md).
 pub const MAX_ENGINE_BODY_BYTES: u64 = 32 << 20;
+
+/// Refusal of a body that no engine takes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum OversizedBody {
+    #[error(
+        "this model's maximum context length is {limit_tokens} tokens here, but the prompt {size}; shorten it, or start the engine with a larger --context-length or --max-total-tokens"
+    )]
+    Prompt {
+        param: &'static str,
+        /// Size of the prompt, as a predicate.
+        size: String,
+        limit_tokens: u64,
+    },
+    #[error(
+        "the members beside the prompt have {bytes} bytes, at most {limit_bytes} are accepted; shorten them"
+    )]
+    Rest { bytes: u64, limit_bytes: u64 },
+}
+
+impl OversizedBody {
+    /// Stable code of the error (docs/protocol.md).
+    pub fn code(&self) -> &'static str {
+        match self {
+            OversizedBody::Prompt { .. } => "context_length_exceeded",
+            OversizedBody::Rest { .. } => "payload_too_large",
+        }
+    }
+
+    /// Member that is too long; `None`: all members together.
+    pub fn param(&self) -> Option<&'static str> {
+        match self {
+            OversizedBody::Prompt { param, .. } => Some(param),
+            OversizedBody::Rest { .. } => None,
+        }
+    }
+}
 
 /// Longest prompt of one answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,11 +98,11 @@ impl PromptLimit {
         }
     }
 
-    /// Longest body in which a request of `api` with such a prompt may come: all its characters
-    /// escaped, its token ids beside it, and the largest rest. Requests of the other APIs may hold
-    /// several prompts, so that only an engine's own limit bounds them.
-    pub fn body_bytes(self, api: ApiKind) -> u64 {
-        if api != ApiKind::Chat {
+    /// Longest body in which a request of `dialect` with such a prompt may come: all its characters
+    /// escaped, its token ids beside it, and the largest rest. Requests with texts may hold several
+    /// prompts, so that only an engine's own limit bounds them.
+    pub fn body_bytes(self, dialect: Dialect) -> u64 {
+        if dialect.fields().prompt_kind == PromptKind::Texts {
             return MAX_ENGINE_BODY_BYTES;
         }
         let messages = self.chars.saturating_mul(JSON_BYTES_PER_CHAR);
@@ -87,22 +123,22 @@ impl PromptLimit {
 
 /// Refusal of a `body` whose prompt, or whose members beside it, exceed `limit`. Cost: one pass over
 /// the prompt's JSON where that is longer than the limit; else nothing.
-pub fn oversized(scan: &BodyIndex, body: &[u8], limit: PromptLimit) -> Option<RouteError> {
+pub fn oversized(scan: &BodyIndex, body: &[u8], limit: PromptLimit) -> Option<OversizedBody> {
     let prompt = scan.prompt(body);
     let ids = scan.ids_json(body);
-    let is_chat = scan.api == ApiKind::Chat;
-    let size = is_chat
-        .then(|| size_of_messages(prompt, limit))
-        .flatten()
-        .or_else(|| match ids {
-            Some(ids) => size_of_ids(ids, limit),
-            None if is_chat => None,
-            None => size_of_text(prompt, limit),
-        });
+    let kind = scan.dialect.fields().prompt_kind;
+    let size = match (kind, ids) {
+        (PromptKind::Messages, None) => size_of_messages(prompt, limit),
+        (PromptKind::Messages, Some(ids)) => {
+            size_of_messages(prompt, limit).or_else(|| size_of_ids(ids, limit))
+        }
+        (PromptKind::Texts, Some(ids)) => size_of_ids(ids, limit),
+        (PromptKind::Texts, None) => size_of_text(prompt, limit),
+    };
     if let Some(size) = size {
         let param = scan.prompt_param;
         let limit_tokens = limit.tokens.get();
-        return Some(RouteError::PromptTooLong {
+        return Some(OversizedBody::Prompt {
             param,
             size,
             limit_tokens,
@@ -112,7 +148,7 @@ pub fn oversized(scan: &BodyIndex, body: &[u8], limit: PromptLimit) -> Option<Ro
     let prompt_bytes = prompt.len() + beside.map_or(0, <[u8]>::len);
     let bytes = body.len().saturating_sub(prompt_bytes) as u64;
     let limit_bytes = limit.rest_bytes();
-    (bytes > limit_bytes).then_some(RouteError::RestTooLarge { bytes, limit_bytes })
+    (bytes > limit_bytes).then_some(OversizedBody::Rest { bytes, limit_bytes })
 }
 
 /// The same for a body that was not scanned yet. Errors say why it is no JSON object.
@@ -120,14 +156,15 @@ pub fn oversized_body(
     path: &str,
     body: &[u8],
     limit: PromptLimit,
-) -> Result<Option<RouteError>, RouteError> {
-    let Some(api) = ApiKind::of_path(path) else {
+) -> Result<Option<OversizedBody>, BodyError> {
+    let Some(dialect) = Dialect::of_path(path) else {
         return Ok(None);
     };
-    match BodyIndex::of(body, api) {
+    match BodyIndex::of(body, dialect) {
         Ok(scan) => Ok(oversized(&scan, body, limit)),
-        Err(err @ RouteError::InvalidJson { .. }) => Err(err),
-        Err(_) => Ok(None), // a value that the engine refuses in its own words
+        Err(err @ BodyError::InvalidJson { .. }) => Err(err),
+        // The engine refuses it in its own words.
+        Err(BodyError::InvalidValue { .. }) => Ok(None),
     }
 }
 
@@ -222,14 +259,11 @@ mod tests {
         chars: 40,
     };
 
-    fn find(api: ApiKind, body: &str) -> Option<(&'static str, String)> {
+    fn find(api: Dialect, body: &str) -> Option<(&'static str, String)> {
         let found = oversized_body(api.path(), body.as_bytes(), LIMIT).unwrap();
         found.map(|refusal| match refusal {
-            RouteError::PromptTooLong { param, size, .. } => (param, size),
-            RouteError::RestTooLarge { bytes, limit_bytes } => {
-                ("", format!("{bytes} of {limit_bytes}"))
-            }
-            other => panic!("{other}"),
+            OversizedBody::Prompt { param, size, .. } => (param, size),
+            OversizedBody::Rest { bytes, limit_bytes } => ("", format!("{bytes} of {limit_bytes}")),
         })
     }
 
@@ -240,8 +274,8 @@ mod tests {
             for (count, is_refused) in [(40, false), (41, true)] {
                 let text = format!("\"{}\"", character.repeat(count));
                 for (api, member) in [
-                    (ApiKind::Completions, "prompt"),
-                    (ApiKind::Generate, "text"),
+                    (Dialect::Completions, "prompt"),
+                    (Dialect::Generate, "text"),
                 ] {
                     let expected = is_refused.then(|| too_long(member)).flatten();
                     let body = format!("{{\"{member}\": {text}}}");
@@ -252,7 +286,7 @@ mod tests {
             }
         }
         let many = json!({"prompt": vec!["a".repeat(40); 9]}).to_string();
-        assert_eq!(find(ApiKind::Completions, &many), None);
+        assert_eq!(find(Dialect::Completions, &many), None);
     }
 
     #[test]
@@ -264,13 +298,13 @@ mod tests {
             let expected = |param| is_refused.then(|| too_long(param)).flatten();
             for ids in [ids.to_owned(), format!("[[1, 2], {ids}]")] {
                 let body = format!("{{\"prompt\": {ids}}}");
-                assert_eq!(find(ApiKind::Completions, &body), expected("prompt"));
+                assert_eq!(find(Dialect::Completions, &body), expected("prompt"));
                 let body = format!("{{\"input_ids\": {ids}}}");
-                assert_eq!(find(ApiKind::Generate, &body), expected("input_ids"));
+                assert_eq!(find(Dialect::Generate, &body), expected("input_ids"));
                 let body = format!("{{\"text\": \"{}\", \"input_ids\": {ids}}}", "x".repeat(99));
-                assert_eq!(find(ApiKind::Generate, &body), expected("text"));
+                assert_eq!(find(Dialect::Generate, &body), expected("text"));
                 let body = format!("{{\"messages\": [], \"input_ids\": {ids}}}");
-                assert_eq!(find(ApiKind::Chat, &body), expected("messages"));
+                assert_eq!(find(Dialect::Chat, &body), expected("messages"));
             }
         }
     }
@@ -281,10 +315,10 @@ mod tests {
             format!("{{\"messages\": [{{\"role\":\"user\",\"content\":\"{content}\"}}]}}")
         };
         assert_eq!(
-            find(ApiKind::Chat, &body(&"\\ud83d\\ude00".repeat(36))),
+            find(Dialect::Chat, &body(&"\\ud83d\\ude00".repeat(36))),
             None
         );
-        let long = find(ApiKind::Chat, &body(&"x".repeat(480)));
+        let long = find(Dialect::Chat, &body(&"x".repeat(480)));
         let size = "has 510 bytes of messages, at most 480 are accepted";
         assert_eq!(long, Some(("messages", size.to_owned())));
     }
@@ -299,10 +333,10 @@ mod tests {
             format!("{{\"prompt\": [[1], \"{long}\"]}}"),
             format!("{{\"prompt\": \"a\", \"n\": 99999999, \"user\": \"{long}\"}}"),
         ] {
-            assert_eq!(find(ApiKind::Completions, &body), None, "{body}");
+            assert_eq!(find(Dialect::Completions, &body), None, "{body}");
         }
         let broken = oversized_body("/generate", b"{\"text\": ", LIMIT);
-        assert_eq!(broken.unwrap_err().code(), "invalid_json");
+        assert!(matches!(broken, Err(BodyError::InvalidJson { .. })));
         assert_eq!(oversized_body("/tokenize", b"{", LIMIT), Ok(None));
     }
 
@@ -316,17 +350,17 @@ mod tests {
             let tools = "x".repeat(most - overhead + excess);
             let body = format!(r#"{{"messages":{messages},"tools":"{tools}","input_ids":{ids}}}"#);
             let expected = is_refused.then(|| ("", format!("{} of {most}", most + 1)));
-            assert_eq!(find(ApiKind::Chat, &body), expected);
+            assert_eq!(find(Dialect::Chat, &body), expected);
         }
         let texts = json!({"prompt": vec!["x".repeat(40); 1 + most / 40]}).to_string();
         assert_eq!(
-            find(ApiKind::Completions, &texts),
+            find(Dialect::Completions, &texts),
             None,
             "many prompts are no excess"
         );
         let ids = json!({"prompt": vec![vec![1; 4]; 1 + most / 8]}).to_string();
         assert_eq!(
-            find(ApiKind::Completions, &ids),
+            find(Dialect::Completions, &ids),
             None,
             "many prompts are no excess"
         );
@@ -351,7 +385,7 @@ mod tests {
 
     #[test]
     fn longest_body_holds_the_longest_request() {
-        let most = LIMIT.body_bytes(ApiKind::Chat) as usize;
+        let most = LIMIT.body_bytes(Dialect::Chat) as usize;
         let messages = format!(
             r#"[{{"role":"user","content":"{}"}}]"#,
             "\\ud83d\\ude00".repeat(36)
@@ -360,10 +394,10 @@ mod tests {
         let overhead = r#"{"messages":,"tools":"","input_ids":}"#.len();
         let tools = "x".repeat(LIMIT.rest_bytes() as usize - overhead);
         let body = format!(r#"{{"messages":{messages},"tools":"{tools}","input_ids":{ids}}}"#);
-        assert_eq!(find(ApiKind::Chat, &body), None);
+        assert_eq!(find(Dialect::Chat, &body), None);
         assert!(body.len() <= most, "{} of {most}", body.len());
         let long = PromptLimit::of(Some(1 << 20), Some(1 << 30)).unwrap();
-        for (limit, api) in [(long, ApiKind::Chat), (LIMIT, ApiKind::Completions)] {
+        for (limit, api) in [(long, Dialect::Chat), (LIMIT, Dialect::Completions)] {
             assert_eq!(limit.body_bytes(api), MAX_ENGINE_BODY_BYTES);
         }
     }

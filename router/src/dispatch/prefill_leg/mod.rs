@@ -1,5 +1,8 @@
 //! Prefill leg of a pair: read to its end in a task of its own, while the decode leg answers.
 
+/// Release of prefilled pages that no decode worker will pull.
+mod page_release;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +14,7 @@ use tokio::time::timeout;
 
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::AttemptError;
-use crate::dispatch::disaggregated::prefill_release::release_pages;
+use crate::dispatch::prefill_leg::page_release::release_pages;
 use crate::error::RouteError;
 use crate::workers::load_guard::Candidate;
 

@@ -1,0 +1,72 @@
+"""How the text layer is to give an answer, as `baton._native.AnswerTable.open` takes it.
+
+The field names are those of the Rust struct (engine/text/src/answers/spec.rs); it is encoded as MessagePack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import msgspec
+
+
+class AnswerFormat(Enum):
+    """API in which an answer is written."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    GENERATE = "generate"
+
+
+class ChoiceSpec(msgspec.Struct):
+    """One choice: the output of one item on a rank."""
+
+    handle: int
+    """By which the rank's rows name it."""
+    counts_prompt: bool
+    """First choice of its prompt: the one that usage counts the prompt by."""
+    prompt_tokens: int
+    """Length of the client's prompt."""
+    left_context: Sequence[int]
+    """Tokens that the text continues; empty for an answer that is a text of its own."""
+    stop_token_ids: tuple[int, ...]
+    echo: str
+    """Text of the prompt, in front of the answer."""
+
+
+class AnswerSpec(msgspec.Struct):
+    """One request's answer: the choices of all its prompts."""
+
+    format: AnswerFormat
+    rid: str | None
+    """The client's id of the request, if it states one: that of the response."""
+    request_id: str
+    model: str
+    created: int
+    """Unix seconds."""
+    arrived: float
+    """Monotonic seconds."""
+    is_stream: bool
+    includes_usage: bool
+    has_continuous_usage: bool
+    returns_token_ids: bool
+    logprobs: int
+    """Alternatives per position; -1: no logprobs."""
+    is_batch: bool
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    min_tokens: int
+    comment_seed: int | None
+    """The stream tells its tokens in comments, with this seed (docs/protocol.md §2)."""
+    is_metered: bool
+    """The front wants to know how many tokens each batch brings."""
+    is_empty: bool
+    """Nothing is generated: the answer ends at once."""
+    resumed_ids: tuple[int, ...]
+    """Tokens that the client has from another engine."""
+    choices: list[ChoiceSpec]
+
+
+encode_spec = msgspec.msgpack.Encoder().encode

@@ -1,0 +1,138 @@
+//! A running choice: rows of its item become text and counts.
+
+use std::sync::Arc;
+
+use super::token_batch::{RankFinish, TokenRow};
+use crate::dialect::write::{ChoiceOutput, FinishReason, MatchedStop};
+use crate::stream::{TextRules, TextStream};
+use crate::tokenizer::TokenDecoder;
+
+/// Progress of a choice beside its output.
+pub struct RunningChoice {
+    pub handle: u64,
+    pub counts_prompt: bool,
+    pub is_done: bool,
+    /// The output has a delta that no event has.
+    pub has_delta: bool,
+    rules: Arc<TextRules>,
+    text: TextStream,
+    stop_token_ids: Vec<u32>,
+    last_token_at: Option<f64>,
+}
+
+/// What a row has brought.
+#[derive(Debug, Default, PartialEq)]
+pub struct RowEffect {
+    /// Tokens that count: those up to a stop string.
+    pub tokens: usize,
+    /// These are the first ones of the choice.
+    pub is_first: bool,
+    /// Mean time per token since the tokens before [seconds].
+    pub gap: Option<f64>,
+    /// A stop string ended the choice, of which its rank does not know.
+    pub is_stopped_by_text: bool,
+}
+
+impl RunningChoice {
+    /// `left_context`: tokens that the text continues.
+    pub fn new(
+        handle: u64,
+        counts_prompt: bool,
+        rules: Arc<TextRules>,
+        decoder: &dyn TokenDecoder,
+        left_context: &[u32],
+        stop_token_ids: Vec<u32>,
+    ) -> Self {
+        Self {
+            handle,
+            counts_prompt,
+            is_done: false,
+            has_delta: false,
+            text: TextStream::new(rules.clone(), decoder, left_context),
+            rules,
+            stop_token_ids,
+            last_token_at: None,
+        }
+    }
+
+    /// Text of tokens that the client has already.
+    pub fn resume(&mut self, ids: &[u32], decoder: &dyn TokenDecoder) -> String {
+        let mut text = String::new();
+        self.text.feed(decoder, ids, &mut text);
+        text
+    }
+
+    /// Takes a row of a choice that runs.
+    pub fn take_row(
+        &mut self,
+        row: &TokenRow<'_>,
+        output: &mut ChoiceOutput,
+        max_logprobs: i32,
+        decoder: &dyn TokenDecoder,
+        now: f64,
+    ) -> RowEffect {
+        output.cached_tokens = row.cached_tokens.min(output.prompt_tokens);
+        self.has_delta = true;
+        let mut ids = &row.tokens[..];
+        let mut finish = match row.finish {
+            Some(RankFinish::Length) => Some(FinishReason::Length),
+            Some(_) => Some(FinishReason::Stop),
+            None => None,
+        };
+        let mut shown = ids;
+        if row.finish == Some(RankFinish::Stop)
+            && let Some((last, before)) = ids.split_last()
+            && self.stop_token_ids.contains(last)
+        {
+            output.matched_stop = Some(MatchedStop::Token(*last));
+            if !self.rules.include_stop {
+                shown = before; // the token that stopped it counts, its text does not show
+            }
+        }
+        let text = &mut output.delta.text;
+        let fed = self.text.feed(decoder, shown, text);
+        let mut matched_stop = fed.matched_stop;
+        if matched_stop.is_some() {
+            ids = &ids[..fed.counted];
+        } else if finish.is_some() {
+            matched_stop = self.text.finish(decoder, text);
+        }
+        if let Some(stop) = matched_stop {
+            output.matched_stop = Some(MatchedStop::Text(self.rules.stops[stop].clone()));
+            finish = Some(FinishReason::Stop);
+        }
+        output.completion_tokens += ids.len() as u64;
+        output.delta.tokens.extend_from_slice(ids);
+        output.delta.finish = finish;
+        if let Some(found) = &row.logprobs
+            && max_logprobs >= 0
+        {
+            let rows = output.delta.logprobs.get_or_insert_default();
+            if let Some(id) = ids.first() {
+                let top = found.top_ids.iter().copied();
+                let top = top.zip(found.top_logprobs.iter().copied());
+                rows.push(*id, found.chosen, top.take(max_logprobs as usize).collect());
+            }
+        }
+        self.is_done = finish.is_some();
+        let mut effect = RowEffect {
+            tokens: ids.len(),
+            is_stopped_by_text: self.is_done && row.finish.is_none(),
+            ..RowEffect::default()
+        };
+        if !ids.is_empty() {
+            match self.last_token_at.replace(now) {
+                Some(last) => effect.gap = Some((now - last) / ids.len() as f64),
+                None => effect.is_first = true,
+            }
+        }
+        effect
+    }
+
+    /// Nothing was to be generated.
+    pub fn end_empty(&mut self, output: &mut ChoiceOutput) {
+        self.is_done = true;
+        self.has_delta = true;
+        output.delta.finish = Some(FinishReason::Length);
+    }
+}

@@ -1,0 +1,245 @@
+//! All running answers of a front, found by the handles of their items.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use super::answer::RunningAnswer;
+use super::gap_histogram::GapHistogram;
+use super::spec::AnswerSpec;
+use super::token_batch::{BatchError, FirstTokenStages, RankFinish, TokenBatch, TokenRow};
+use crate::dialect::write::UsageCounts;
+use crate::tokenizer::TokenDecoder;
+
+/// Code and message of an item that its rank ended without saying why.
+const NO_REASON: (Cow<'static, str>, Cow<'static, str>) = (
+    Cow::Borrowed("internal_error"),
+    Cow::Borrowed("the rank gave no reason"),
+);
+
+/// Message of an answer that this layer could not write.
+const PANICKED: &str = "internal error; the engine's log has the details";
+
+/// Token counts of an answer.
+pub type AnswerCounts = UsageCounts;
+
+/// See the module.
+pub struct AnswerTable {
+    decoder: Arc<dyn TokenDecoder>,
+    answers: HashMap<u64, RunningAnswer>,
+    /// Answer and place of its choice, by handle of an item that runs.
+    items: HashMap<u64, (u64, usize)>,
+    next_id: u64,
+    pub gaps: GapHistogram,
+    /// Answers with output from the batch that is being read.
+    touched: Vec<u64>,
+}
+
+/// First tokens of a choice.
+#[derive(Debug, PartialEq)]
+pub struct FirstToken {
+    pub answer: u64,
+    /// Place of the choice.
+    pub choice: usize,
+    /// The rank's, where it tells them.
+    pub stages: Option<FirstTokenStages>,
+}
+
+/// Answer that ends with an error: a rank ended an item without output, or it could not be written.
+#[derive(Debug, PartialEq, Eq)]
+pub struct FailedAnswer {
+    pub answer: u64,
+    /// None: aborted.
+    pub error: Option<(String, String)>,
+    pub retry_after_secs: Option<u64>,
+}
+
+/// What a rank's message means to the front.
+#[derive(Debug, Default)]
+pub struct FedBatch {
+    pub dp_rank: u32,
+    /// Bytes for clients by answer, each answer at most once.
+    pub chunks: Vec<(u64, Vec<u8>)>,
+    pub first_tokens: Vec<FirstToken>,
+    /// Handles of items that their rank has ended, well or not.
+    pub ended: Vec<u64>,
+    /// Handles of items that a stop string has ended: their rank does not know.
+    pub stopped: Vec<u64>,
+    pub failed: Vec<FailedAnswer>,
+    /// Tokens of answers that are metered, by answer.
+    pub metered: Vec<(u64, u32)>,
+    /// Answers whose last bytes are among `chunks`.
+    pub finished: Vec<u64>,
+    /// Some row was no failure.
+    pub has_output: bool,
+}
+
+impl AnswerTable {
+    /// `gap_bounds`: buckets of [`AnswerTable::gaps`].
+    pub fn new(decoder: Arc<dyn TokenDecoder>, gap_bounds: Vec<f64>) -> Self {
+        Self {
+            decoder,
+            answers: HashMap::new(),
+            items: HashMap::new(),
+            next_id: 1,
+            gaps: GapHistogram::new(gap_bounds),
+            touched: Vec::new(),
+        }
+    }
+
+    /// Returns the new answer's id.
+    pub fn open(&mut self, spec: AnswerSpec) -> u64 {
+        let id = self.next_id;
+        self.next_id += 1;
+        let answer = RunningAnswer::new(spec, &*self.decoder);
+        for (place, choice) in answer.choices.iter().enumerate() {
+            if !choice.is_done {
+                self.items.insert(choice.handle, (id, place));
+            }
+        }
+        self.answers.insert(id, answer);
+        id
+    }
+
+    /// Forgets an answer. `None`: there is none.
+    pub fn close(&mut self, id: u64) -> Option<AnswerCounts> {
+        let answer = self.answers.remove(&id)?;
+        for choice in &answer.choices {
+            self.items.remove(&choice.handle);
+        }
+        Some(answer.counts())
+    }
+
+    /// Takes a rank's message. `Ok(None)`: it has no tokens. `now`: the time [seconds].
+    pub fn feed(&mut self, message: &[u8], now: f64) -> Result<Option<FedBatch>, BatchError> {
+        let Some(batch) = TokenBatch::decode(message)? else {
+            return Ok(None);
+        };
+        let mut fed = FedBatch {
+            dp_rank: batch.dp_rank,
+            ..FedBatch::default()
+        };
+        for row in batch.rows {
+            // An answer that was closed while the message was on its way has no items here.
+            if let Some(&(id, place)) = self.items.get(&row.handle) {
+                self.guard(id, &mut fed, |table, fed| {
+                    table.take_row(id, place, row, now, fed)
+                });
+            }
+        }
+        for id in std::mem::take(&mut self.touched) {
+            self.guard(id, &mut fed, |table, fed| table.give_output(id, now, fed));
+        }
+        Ok(Some(fed))
+    }
+
+    /// Does a part of the work that concerns one answer. A panic, of a decoder for example, ends
+    /// this answer and no other.
+    fn guard(
+        &mut self,
+        answer: u64,
+        fed: &mut FedBatch,
+        work: impl FnOnce(&mut Self, &mut FedBatch),
+    ) {
+        // What the panicking code has left half done belongs to the answer that ends with it.
+        if catch_unwind(AssertUnwindSafe(|| work(self, fed))).is_ok() {
+            return;
+        }
+        self.items.retain(|_, (of, _)| *of != answer);
+        self.touched.retain(|touched| *touched != answer);
+        fed.failed.push(FailedAnswer {
+            answer,
+            error: Some(("internal_error".to_owned(), PANICKED.to_owned())),
+            retry_after_secs: None,
+        });
+    }
+
+    fn take_row(&mut self, id: u64, place: usize, row: TokenRow<'_>, now: f64, fed: &mut FedBatch) {
+        let Some(answer) = self.answers.get_mut(&id) else {
+            return;
+        };
+        if row.finish.is_some() {
+            fed.ended.push(row.handle);
+            self.items.remove(&row.handle);
+        }
+        if matches!(row.finish, Some(RankFinish::Abort | RankFinish::Error)) {
+            let error = row.error.or(match row.finish {
+                Some(RankFinish::Error) => Some(NO_REASON),
+                _ => None,
+            });
+            fed.failed.push(FailedAnswer {
+                answer: id,
+                error: error.map(|(code, text)| (code.into_owned(), text.into_owned())),
+                retry_after_secs: row.retry_after_secs,
+            });
+            return;
+        }
+        fed.has_output = true;
+        let choice = &mut answer.choices[place];
+        let output = &mut answer.outputs[place];
+        let effect = choice.take_row(&row, output, answer.max_logprobs, &*self.decoder, now);
+        if effect.is_stopped_by_text {
+            fed.stopped.push(row.handle);
+            self.items.remove(&row.handle);
+        }
+        if effect.is_first {
+            fed.first_tokens.push(FirstToken {
+                answer: id,
+                choice: place,
+                stages: row.stages,
+            });
+        }
+        if let Some(gap) = effect.gap {
+            self.gaps.observe(gap);
+        }
+        answer.fresh_tokens += effect.tokens as u32;
+        if !std::mem::replace(&mut answer.is_touched, true) {
+            self.touched.push(id);
+        }
+    }
+
+    fn give_output(&mut self, id: u64, now: f64, fed: &mut FedBatch) {
+        let Some(answer) = self.answers.get_mut(&id) else {
+            return;
+        };
+        answer.is_touched = false;
+        let tokens = std::mem::take(&mut answer.fresh_tokens);
+        if answer.is_metered && tokens > 0 {
+            fed.metered.push((id, tokens));
+        }
+        let mut chunk = Vec::with_capacity(512);
+        answer.write_output(&*self.decoder, now, &mut chunk);
+        if answer.is_finished {
+            fed.finished.push(id);
+        }
+        if !chunk.is_empty() {
+            fed.chunks.push((id, chunk));
+        }
+    }
+
+    /// From here on chunks have HTTP/1.1's framing: the head of the response is out.
+    pub fn begin_framing(&mut self, id: u64) {
+        if let Some(answer) = self.answers.get_mut(&id) {
+            answer.is_framed = true;
+        }
+    }
+
+    /// Output gathers until `release`.
+    pub fn hold(&mut self, id: u64) {
+        if let Some(answer) = self.answers.get_mut(&id) {
+            answer.is_held = true;
+        }
+    }
+
+    /// Output that has gathered; whether it is the last; empty if there is none.
+    pub fn release(&mut self, id: u64, now: f64) -> (Vec<u8>, bool) {
+        let mut chunk = Vec::new();
+        let Some(answer) = self.answers.get_mut(&id) else {
+            return (chunk, false);
+        };
+        answer.is_held = false;
+        answer.write_output(&*self.decoder, now, &mut chunk);
+        (chunk, answer.is_finished)
+    }
+}

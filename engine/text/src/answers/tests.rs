@@ -1,0 +1,353 @@
+//! Scripts of ranks, and what clients get of them.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::{AnswerSpec, AnswerTable, FedBatch};
+use crate::tokenizer::TokenDecoder;
+
+const WORDS: [&str; 8] = ["", "<end>", "the", " relay", " ", "\"a\n", "é", "😀"];
+const END: u32 = 1;
+const PANICS: u32 = 99;
+
+/// Token i is `WORDS[i]`; 0 has no text, 1 is special.
+struct WordDecoder;
+
+impl TokenDecoder for WordDecoder {
+    fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> String {
+        let shown = ids
+            .iter()
+            .filter(|id| !(skip_special_tokens && self.is_special(**id)));
+        shown
+            .map(|id| String::from_utf8_lossy(&self.token_bytes(*id)).into_owned())
+            .collect()
+    }
+
+    fn token_bytes(&self, id: u32) -> Cow<'_, [u8]> {
+        assert_ne!(id, PANICS, "a decoder that panics");
+        let word = WORDS.get(id as usize).copied().unwrap_or_default();
+        Cow::Borrowed(word.as_bytes())
+    }
+
+    fn is_special(&self, id: u32) -> bool {
+        id == END
+    }
+
+    fn is_bytewise(&self) -> bool {
+        true
+    }
+}
+
+/// A row as ranks encode it.
+#[derive(Clone, Serialize)]
+struct Row(
+    u64,
+    Vec<u32>,
+    Option<u8>,
+    u64,
+    Option<()>,
+    Option<(String, String)>,
+    Option<u64>,
+    Option<()>,
+);
+
+#[derive(Serialize)]
+struct Message {
+    r#type: &'static str,
+    dp_rank: u32,
+    rows: Vec<Row>,
+}
+
+fn row(handle: u64, tokens: &[u32], finish: Option<u8>) -> Row {
+    Row(handle, tokens.to_vec(), finish, 3, None, None, None, None)
+}
+
+fn spec(format: &str, handles: &[u64], more: Value) -> AnswerSpec {
+    let choice = |handle: &u64| {
+        json!({
+            "handle": handle, "counts_prompt": *handle == handles[0], "prompt_tokens": 5,
+            "left_context": [], "stop_token_ids": [END], "echo": "",
+        })
+    };
+    let mut spec = json!({
+        "format": format, "rid": null, "request_id": "7", "model": "m", "created": 9, "arrived": 1.0,
+        "is_stream": true, "includes_usage": true, "has_continuous_usage": false,
+        "returns_token_ids": false, "logprobs": -1, "is_batch": false, "stops": [],
+        "include_stop": false, "skip_special_tokens": true, "min_tokens": 0, "comment_seed": null,
+        "is_metered": false, "is_empty": false, "resumed_ids": [],
+        "choices": handles.iter().map(choice).collect::<Vec<_>>(),
+    });
+    for (name, value) in more.as_object().unwrap() {
+        spec[name] = value.clone();
+    }
+    serde_json::from_value(spec).unwrap()
+}
+
+fn table() -> AnswerTable {
+    AnswerTable::new(Arc::new(WordDecoder), vec![0.5, 1.0])
+}
+
+fn feed(table: &mut AnswerTable, rows: &[Row], now: f64) -> FedBatch {
+    let message = Message {
+        r#type: "tokens",
+        dp_rank: 0,
+        rows: rows.to_vec(),
+    };
+    let packed = rmp_serde::to_vec_named(&message).unwrap();
+    table.feed(&packed, now).unwrap().unwrap()
+}
+
+fn text_of(fed: &FedBatch) -> String {
+    let chunks = fed.chunks.iter().flat_map(|(_, chunk)| chunk.clone());
+    String::from_utf8(chunks.collect()).unwrap()
+}
+
+/// The data of a stream's events.
+fn events_of(stream: &str) -> Vec<Value> {
+    let data = stream.split("\n\n").filter_map(|event| {
+        let data = event.lines().find_map(|line| line.strip_prefix("data: "))?;
+        (data != "[DONE]").then(|| serde_json::from_str(data).unwrap())
+    });
+    data.collect()
+}
+
+#[test]
+fn chat_stream_has_a_role_texts_a_finish_usage_and_done() {
+    let mut table = table();
+    let id = table.open(spec("chat", &[1], json!({})));
+    let first = feed(&mut table, &[row(1, &[2], None)], 1.0);
+    assert_eq!(
+        text_of(&first),
+        "data: {\"id\":\"chatcmpl-7\",\"object\":\"chat.completion.chunk\",\"created\":9,\"model\":\"m\",\
+         \"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"logprobs\":null,\
+         \"finish_reason\":null}],\"usage\":null}\n\n\
+         data: {\"id\":\"chatcmpl-7\",\"object\":\"chat.completion.chunk\",\"created\":9,\"model\":\"m\",\
+         \"choices\":[{\"index\":0,\"delta\":{\"content\":\"the\"},\"logprobs\":null,\
+         \"finish_reason\":null}],\"usage\":null}\n\n"
+    );
+    assert_eq!(first.first_tokens.len(), 1);
+    table.begin_framing(id);
+    let second = feed(&mut table, &[row(1, &[5], None)], 1.7);
+    let (size, rest) = text_of(&second)
+        .split_once("\r\n")
+        .map(|(a, b)| (a.to_owned(), b.to_owned()))
+        .unwrap();
+    assert_eq!(usize::from_str_radix(&size, 16).unwrap(), rest.len() - 2);
+    assert!(rest.contains("{\"content\":\"\\\"a\\n\"}"), "{rest}");
+    let last = feed(&mut table, &[row(1, &[END], Some(1))], 1.8);
+    let text = text_of(&last);
+    assert!(
+        text.contains(
+            "\"delta\":{},\"logprobs\":null,\"finish_reason\":\"stop\",\"matched_stop\":1}"
+        ),
+        "{text}"
+    );
+    assert!(text.ends_with("data: [DONE]\n\n\r\n"), "{text}");
+    assert_eq!(events_of(&text)[1]["usage"]["completion_tokens"], 3);
+    assert_eq!((last.finished, last.ended), (vec![id], vec![1]));
+    assert_eq!(table.gaps.counts, [1, 1, 0]);
+    let counts = table.close(id).unwrap();
+    assert_eq!(
+        (
+            counts.prompt_tokens,
+            counts.cached_tokens,
+            counts.completion_tokens
+        ),
+        (5, 3, 3)
+    );
+    assert!(table.close(id).is_none());
+}
+
+#[test]
+fn messages_of_other_types_are_passed_over_and_malformed_ones_are_errors() {
+    let mut table = table();
+    assert!(table.feed(b"\x82\xa4type\xa5stats", 0.0).unwrap().is_none());
+    assert!(table.feed(b"", 0.0).unwrap().is_none());
+    assert!(table.feed(b"\x83\xa4type\xa6tokens\xa4rows", 0.0).is_err());
+}
+
+#[test]
+fn item_that_fails_is_told_behind_what_came_before() {
+    let mut table = table();
+    let id = table.open(spec("completions", &[1, 2], json!({"is_metered": true})));
+    let mut failed = row(2, &[], Some(4));
+    failed.5 = Some(("queue_full".to_owned(), "full".to_owned()));
+    failed.6 = Some(17);
+    let fed = feed(
+        &mut table,
+        &[row(1, &[2], None), failed, row(77, &[2], None)],
+        0.0,
+    );
+    assert_eq!(events_of(&text_of(&fed))[0]["choices"][0]["text"], "the");
+    assert_eq!(fed.failed[0].error.as_ref().unwrap().0, "queue_full");
+    assert_eq!(fed.failed[0].retry_after_secs, Some(17));
+    assert_eq!((fed.failed[0].answer, fed.ended), (id, vec![2]));
+    assert_eq!(fed.metered, [(id, 1)]);
+    let fed = feed(&mut table, &[row(1, &[], Some(3))], 0.0);
+    assert_eq!(fed.failed[0].error, None, "aborted");
+    assert!(!fed.has_output);
+}
+
+#[test]
+fn panic_of_a_decoder_ends_its_answer_only() {
+    let mut table = table();
+    let broken = table.open(spec("chat", &[1], json!({})));
+    table.open(spec("chat", &[2], json!({})));
+    let fed = feed(
+        &mut table,
+        &[row(1, &[PANICS], None), row(2, &[2], None)],
+        0.0,
+    );
+    assert_eq!(fed.failed[0].answer, broken);
+    assert_eq!(fed.failed[0].error.as_ref().unwrap().0, "internal_error");
+    assert_eq!(events_of(&text_of(&fed)).len(), 2);
+}
+
+#[test]
+fn stop_string_ends_a_choice_and_tells_the_rank() {
+    let mut table = table();
+    table.open(spec(
+        "generate",
+        &[1],
+        json!({"stops": [" re"], "is_stream": false}),
+    ));
+    let fed = feed(
+        &mut table,
+        &[row(1, &[2, 3, 2], None), row(1, &[2], None)],
+        0.0,
+    );
+    assert_eq!(fed.stopped, [1]);
+    let answer: Value = serde_json::from_str(&text_of(&fed)).unwrap();
+    assert_eq!(answer["text"], "the");
+    assert_eq!(answer["output_ids"], json!([2, 3]));
+    assert_eq!(
+        answer["meta_info"]["finish_reason"],
+        json!({"type": "stop", "matched": " re"})
+    );
+}
+
+#[test]
+fn answer_without_anything_to_generate_is_released_at_once() {
+    let mut table = table();
+    let mut echo = spec(
+        "completions",
+        &[0],
+        json!({"is_empty": true, "is_stream": false}),
+    );
+    echo.choices[0].echo = "x".to_owned();
+    let id = table.open(echo);
+    let (body, is_last) = table.release(id, 0.0);
+    let answer: Value = serde_json::from_slice(&body).unwrap();
+    assert_eq!(answer["choices"][0]["text"], "x");
+    assert_eq!(answer["choices"][0]["finish_reason"], "length");
+    assert!(is_last);
+}
+
+/// Output of one rank for one item: bursts of tokens, and whether it ends with a stop token.
+fn script() -> impl Strategy<Value = (Vec<Vec<u32>>, bool)> {
+    (
+        proptest::collection::vec(proptest::collection::vec(2..WORDS.len() as u32, 1..4), 1..6),
+        any::<bool>(),
+    )
+}
+
+proptest! {
+    /// A stream, wherever its client was slow, a whole answer, and a stream that was resumed behind
+    /// any of its tokens say the same.
+    #[test]
+    fn stream_whole_and_resumed_answers_agree(
+        (bursts, stops) in script(),
+        format in proptest::sample::select(vec!["chat", "completions"]),
+        held in proptest::collection::vec(any::<bool>(), 6),
+        stop_strings in proptest::sample::subsequence(vec!["ere", "é ", "the the"], 0..2),
+        cut in 0usize..16,
+    ) {
+        let mut tokens: Vec<u32> = bursts.concat();
+        let finish = if stops { 1 } else { 2 };
+        if stops {
+            tokens.push(END);
+        }
+        let rules = json!({"stops": stop_strings, "comment_seed": 4});
+        let mut whole_table = table();
+        let mut whole_spec = rules.clone();
+        whole_spec["is_stream"] = json!(false);
+        whole_table.open(spec(format, &[1], whole_spec));
+        let fed = feed(&mut whole_table, &[row(1, &tokens, Some(finish))], 0.0);
+        let whole: Value = serde_json::from_str(&text_of(&fed)).unwrap();
+        let expected = &whole["choices"][0];
+        let expected_text = if format == "chat" { &expected["message"]["content"] } else { &expected["text"] };
+
+        let mut streamed = table();
+        let id = streamed.open(spec(format, &[1], rules.clone()));
+        let mut stream = String::new();
+        for (step, burst) in bursts.iter().enumerate() {
+            if held[step] {
+                streamed.hold(id);
+            }
+            stream += &text_of(&feed(&mut streamed, &[row(1, burst, None)], 0.0));
+            if held[step] && step % 2 == 1 {
+                stream += std::str::from_utf8(&streamed.release(id, 0.0).0).unwrap();
+            }
+        }
+        stream += std::str::from_utf8(&streamed.release(id, 0.0).0).unwrap();
+        let last: &[u32] = if stops { &[END] } else { &[] };
+        stream += &text_of(&feed(&mut streamed, &[row(1, last, Some(finish))], 0.0));
+        prop_assert_eq!(&joined_text(format, &stream), expected_text.as_str().unwrap());
+        let events = events_of(&stream);
+        prop_assert_eq!(&events.last().unwrap()["usage"], &whole["usage"]);
+        let finish_event = &events[events.len() - 2]["choices"][0];
+        prop_assert_eq!(&finish_event["finish_reason"], &expected["finish_reason"]);
+        prop_assert_eq!(&finish_event["matched_stop"], &expected["matched_stop"]);
+
+        // Another engine goes on behind the first `cut` tokens, of a client that has their events.
+        let count = whole["usage"]["completion_tokens"].as_u64().unwrap() as usize;
+        let cut = cut % count;
+        let mut begun = table();
+        begun.open(spec(format, &[1], rules.clone()));
+        let before = text_of(&feed(&mut begun, &[row(1, &tokens[..cut], None)], 0.0));
+        let mut resumed = table();
+        let mut more = rules.clone();
+        more["resumed_ids"] = json!(tokens[..cut]);
+        resumed.open(spec(format, &[1], more));
+        let after = text_of(&feed(&mut resumed, &[row(1, &tokens[cut..], Some(finish))], 0.0));
+        let both = joined_text(format, &before) + &joined_text(format, &after);
+        prop_assert_eq!(&both, expected_text.as_str().unwrap());
+        let usage = events_of(&after).last().unwrap()["usage"].clone();
+        prop_assert_eq!(&usage["completion_tokens"], &whole["usage"]["completion_tokens"]);
+    }
+
+    /// The comments tell every token whose event is out, in order, but those of the last write.
+    #[test]
+    fn comments_tell_the_tokens_before_them((bursts, _) in script()) {
+        let mut streamed = table();
+        streamed.open(spec("chat", &[1], json!({"comment_seed": 4})));
+        let mut told = Vec::new();
+        for (step, burst) in bursts.iter().enumerate() {
+            let text = text_of(&feed(&mut streamed, &[row(1, burst, None)], 0.0));
+            let comments: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix(": baton ")).collect();
+            prop_assert_eq!(comments.len(), 1);
+            let comment: Value = serde_json::from_str(comments[0]).unwrap();
+            prop_assert_eq!(comment.get("seed").is_some(), step == 0);
+            let ids = comment["ids"].as_array().unwrap();
+            told.extend(ids.iter().map(|id| id.as_u64().unwrap() as u32));
+        }
+        prop_assert_eq!(told, bursts.concat());
+    }
+}
+
+fn joined_text(format: &str, stream: &str) -> String {
+    let choices = events_of(stream).into_iter().filter_map(|event| {
+        let choice = event["choices"].get(0)?.clone();
+        let text = if format == "chat" {
+            &choice["delta"]["content"]
+        } else {
+            &choice["text"]
+        };
+        text.as_str().map(str::to_owned)
+    });
+    choices.collect()
+}

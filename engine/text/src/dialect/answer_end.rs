@@ -1,0 +1,225 @@
+//! End of an answer: how far it got, and the usage that its worker counted.
+//!
+//! Nothing is parsed while an answer passes. [`StreamTail`] remembers the last few pieces (they are
+//! reference counted, not copied), and they are looked at when the answer ends. Engines write
+//! `"prompt_tokens":12` and the like near the end: in OpenAI's `usage`, or in /generate's
+//! `meta_info`. The names are looked for as bytes, last one first. Text that the model wrote cannot
+//! be mistaken for them: inside a JSON string the quotes are escaped.
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+use memchr::memmem;
+
+use crate::dialect::sse::{is_done_line, is_error, line_data};
+
+/// Pieces remembered: the one with finish_reason, a usage event and [DONE] may come apart.
+const REMEMBERED: usize = 4;
+/// How much of an answer's end is looked at [bytes]: a usage object is about 200, an event of
+/// /generate about 400 and its text.
+const LOOKED_AT: usize = 4096;
+
+/// How far a stream had got when it ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StreamEnd {
+    /// `[DONE]` went out.
+    Done,
+    /// The finish_reason went out: the answer is whole.
+    Finished,
+    Open,
+}
+
+/// Last pieces of a stream.
+#[derive(Debug, Default)]
+pub struct StreamTail {
+    /// Last pieces that went out.
+    pub recent: VecDeque<Bytes>,
+    /// Several answers in one stream: one finish_reason says nothing about the others.
+    many: bool,
+}
+
+impl StreamTail {
+    pub fn new(many: bool) -> Self {
+        Self {
+            many,
+            ..Self::default()
+        }
+    }
+
+    /// Put pieces into `out`, for the client.
+    pub fn pass(&mut self, pieces: impl IntoIterator<Item = Bytes>, out: &mut VecDeque<Bytes>) {
+        for piece in pieces {
+            if self.recent.len() == REMEMBERED {
+                self.recent.pop_front();
+            }
+            self.recent.push_back(piece.clone());
+            out.push_back(piece);
+        }
+    }
+
+    /// How far the stream got, from the end of what went out.
+    pub fn ending(&self) -> StreamEnd {
+        let tail: Vec<u8> = self.recent.iter().flatten().copied().collect();
+        let mut lines = tail.split(|b| *b == b'\n').rev();
+        if lines.any(is_done_line) {
+            return StreamEnd::Done;
+        }
+        if !self.many && has_finish_reason(&tail) {
+            return StreamEnd::Finished;
+        }
+        StreamEnd::Open
+    }
+
+    /// True if the worker itself ended the stream with an error event.
+    pub fn has_error(&self) -> bool {
+        let mut lines = self
+            .recent
+            .iter()
+            .flat_map(|piece| piece.split(|b| *b == b'\n'));
+        lines.any(|line| line_data(line).is_some_and(is_error))
+    }
+}
+
+/// A finish_reason that is not null: text in OpenAI's events, an object in /generate's.
+fn has_finish_reason(tail: &[u8]) -> bool {
+    const NAME: &[u8] = b"\"finish_reason\"";
+    memmem::find_iter(tail, NAME).any(|at| {
+        let value = tail[at + NAME.len()..].trim_ascii_start();
+        let value = value.strip_prefix(b":").unwrap_or(value).trim_ascii_start();
+        value.starts_with(b"\"") || value.starts_with(b"{")
+    })
+}
+
+/// Tokens that a worker counted. Those that it did not state are `None`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct UsageCounts {
+    pub prompt_tokens: u32,
+    pub cached_tokens: Option<u32>,
+    pub completion_tokens: Option<u32>,
+}
+
+/// The usage in the last pieces of an answer, if any. Cost: one copy and a few scans of at most
+/// `LOOKED_AT` bytes.
+pub fn read_usage<'a>(pieces: impl DoubleEndedIterator<Item = &'a Bytes>) -> Option<UsageCounts> {
+    let mut last = Vec::new();
+    let mut len = 0;
+    for piece in pieces.rev() {
+        let part = &piece[piece.len().saturating_sub(LOOKED_AT - len)..];
+        len += part.len();
+        last.push(part);
+        if len >= LOOKED_AT {
+            break;
+        }
+    }
+    let tail: Vec<u8> = last.into_iter().rev().flatten().copied().collect();
+    Some(UsageCounts {
+        prompt_tokens: number(&tail, b"\"prompt_tokens\":")?,
+        cached_tokens: number(&tail, b"\"cached_tokens\":"),
+        completion_tokens: number(&tail, b"\"completion_tokens\":"),
+    })
+}
+
+/// The number behind the last `name` in `text`; `None` too if it is no whole number.
+fn number(text: &[u8], name: &[u8]) -> Option<u32> {
+    let at = (0..=text.len().checked_sub(name.len())?)
+        .rev()
+        .find(|at| text[*at] == b'"' && text[*at..].starts_with(name))?;
+    let value = text[at + name.len()..].trim_ascii_start();
+    let digits = value.iter().take_while(|b| b.is_ascii_digit()).count();
+    std::str::from_utf8(&value[..digits]).ok()?.parse().ok()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::dialect::sse::EventSplitter;
+
+    fn passed(pieces: &[&str], many: bool) -> (String, StreamEnd) {
+        let mut events = EventSplitter::default();
+        let mut tail = StreamTail::new(many);
+        let mut out = VecDeque::new();
+        for piece in pieces {
+            if let Some(run) = events.push(Bytes::copy_from_slice(piece.as_bytes())) {
+                tail.pass([run], &mut out);
+            }
+        }
+        let text: Vec<u8> = out.into_iter().flatten().collect();
+        (String::from_utf8(text).unwrap(), tail.ending())
+    }
+
+    fn usage_of(pieces: &[&str]) -> Option<UsageCounts> {
+        let pieces: Vec<Bytes> = pieces
+            .iter()
+            .map(|piece| Bytes::copy_from_slice(piece.as_bytes()))
+            .collect();
+        read_usage(pieces.iter())
+    }
+
+    #[test]
+    fn both_dialects_are_read() {
+        let openai = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\": 70,\"completion_tokens\":5,\"total_tokens\":75,\
+            \"prompt_tokens_details\":{\"cached_tokens\":64}}}\n\ndata: [DONE]\n\n";
+        let usage = UsageCounts {
+            prompt_tokens: 70,
+            cached_tokens: Some(64),
+            completion_tokens: Some(5),
+        };
+        assert_eq!(usage_of(&[openai]), Some(usage));
+        let (a, b) = openai.split_at(60); // a name cut in two
+        assert_eq!(usage_of(&["data: {}\n\n", a, b]), Some(usage));
+        let native = "{\"text\":\"x\",\"meta_info\":{\"prompt_tokens\":9,\"completion_tokens\":1,\"cached_tokens\":0}}";
+        let usage = usage_of(&[native]);
+        assert_eq!(
+            usage.map(|u| (u.prompt_tokens, u.cached_tokens)),
+            Some((9, Some(0)))
+        );
+        assert_eq!(
+            usage_of(&["{\"usage\":{\"prompt_tokens\":9}}"]).map(|u| u.cached_tokens),
+            Some(None)
+        );
+    }
+
+    #[test]
+    fn text_of_the_model_and_odd_values_are_not_taken_for_counts() {
+        assert_eq!(
+            usage_of(&["{\"content\":\"\\\"prompt_tokens\\\":5\"}"]),
+            None
+        );
+        assert_eq!(usage_of(&["{\"usage\":{\"prompt_tokens\":null}}"]), None);
+        assert_eq!(
+            usage_of(&["{\"usage\":{\"prompt_tokens\":99999999999}}"]),
+            None
+        );
+        assert_eq!(usage_of(&[""]), None);
+        // The last one counts, and only the end is looked at.
+        let far = format!("{{\"prompt_tokens\":1}}{}", " ".repeat(LOOKED_AT));
+        assert_eq!(usage_of(&[&far]), None);
+        let two = "{\"prompt_tokens\":1}{\"prompt_tokens\":2}";
+        assert_eq!(usage_of(&[two]).map(|u| u.prompt_tokens), Some(2));
+    }
+
+    #[test]
+    fn endings_are_distinguished() {
+        let open = "data: {\"choices\":[{\"finish_reason\":null}]}\n\n";
+        let finished = "data: {\"choices\":[{\"finish_reason\": \"stop\"}]}\n\n";
+        let usage = "data: {\"choices\":[],\"usage\":{}}\n\n";
+        assert_eq!(passed(&[open], false).1, StreamEnd::Open);
+        assert_eq!(passed(&[open, finished], false).1, StreamEnd::Finished);
+        assert_eq!(passed(&[finished, usage], false).1, StreamEnd::Finished);
+        assert_eq!(passed(&[finished], true).1, StreamEnd::Open);
+        assert_eq!(
+            passed(&[finished, usage, "data: [DO", "NE]\n\n"], true).1,
+            StreamEnd::Done
+        );
+        assert_eq!(
+            passed(&["data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"length\"}}}\n\n"], false).1,
+            StreamEnd::Finished
+        );
+        // the model may write the word itself
+        assert_eq!(
+            passed(&["data: {\"text\":\"data: [DONE]\"}\n\n"], false).1,
+            StreamEnd::Open
+        );
+    }
+}

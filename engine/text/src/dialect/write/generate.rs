@@ -1,0 +1,134 @@
+//! /generate in SGLang's native form (matches SGLang 0.5.7): a stream's event carries the text so
+//! far.
+
+use super::json::{push_array, push_float, push_ids, push_number, push_text};
+use super::logprobs::{push_chosen_triples, push_triples};
+use super::openai::push_stop;
+use super::{AnswerHead, AnswerWriter, ChoiceOutput, FinishReason, WriteContext};
+use crate::tokenizer::TokenDecoder;
+
+pub struct GenerateWriter {
+    head: AnswerHead,
+    has_many: bool,
+}
+
+impl GenerateWriter {
+    pub fn new(head: AnswerHead, choices: usize) -> Self {
+        Self {
+            head,
+            has_many: choices > 1,
+        }
+    }
+
+    /// The object of a choice without its closing brace.
+    fn push_item(&self, choice: &ChoiceOutput, context: &WriteContext<'_>, out: &mut Vec<u8>) {
+        let whole = &choice.so_far;
+        out.extend_from_slice(b"{\"text\":");
+        push_text(out, &whole.text);
+        out.extend_from_slice(b",\"output_ids\":");
+        push_ids(out, &whole.tokens);
+        out.extend_from_slice(b",\"meta_info\":{\"id\":");
+        if self.has_many {
+            push_text(out, &format!("{}-{}", self.head.id, choice.index));
+        } else {
+            push_text(out, &self.head.id);
+        }
+        out.extend_from_slice(b",\"finish_reason\":");
+        push_finish(out, choice);
+        out.extend_from_slice(b",\"prompt_tokens\":");
+        push_number(out, choice.prompt_tokens);
+        out.extend_from_slice(b",\"completion_tokens\":");
+        push_number(out, choice.completion_tokens);
+        out.extend_from_slice(b",\"cached_tokens\":");
+        push_number(out, choice.cached_tokens);
+        out.extend_from_slice(b",\"e2e_latency\":");
+        push_float(out, ((context.now - self.head.arrived) * 1e6).round() / 1e6);
+        if self.head.logprobs >= 0 {
+            self.push_logprobs(choice, context, out);
+        }
+        out.push(b'}');
+    }
+
+    fn push_logprobs(&self, choice: &ChoiceOutput, context: &WriteContext<'_>, out: &mut Vec<u8>) {
+        let none = Default::default();
+        let rows = choice.so_far.logprobs.as_ref().unwrap_or(&none);
+        out.extend_from_slice(b",\"input_token_logprobs\":[],\"output_token_logprobs\":");
+        push_chosen_triples(out, rows, context.decoder);
+        if self.head.logprobs > 0 {
+            out.extend_from_slice(b",\"output_top_logprobs\":");
+            push_array(out, &rows.top, |out, top| {
+                push_triples(out, top.iter().copied(), context.decoder);
+            });
+        }
+    }
+}
+
+fn push_finish(out: &mut Vec<u8>, choice: &ChoiceOutput) {
+    match choice.so_far.finish {
+        None => out.extend_from_slice(b"null"),
+        Some(FinishReason::Length) => {
+            out.extend_from_slice(b"{\"type\":\"length\",\"length\":");
+            push_number(out, choice.completion_tokens);
+            out.push(b'}');
+        }
+        Some(FinishReason::Stop) => {
+            out.extend_from_slice(b"{\"type\":\"stop\",\"matched\":");
+            push_stop(out, choice.matched_stop.as_ref());
+            out.push(b'}');
+        }
+    }
+}
+
+impl AnswerWriter for GenerateWriter {
+    fn write_event(
+        &self,
+        choice: &mut ChoiceOutput,
+        context: &WriteContext<'_>,
+        out: &mut Vec<u8>,
+    ) -> Option<usize> {
+        let delta = &choice.delta;
+        let is_shown = !delta.text.is_empty() || delta.finish.is_some() || !delta.tokens.is_empty();
+        choice.keep_delta();
+        if !is_shown {
+            return None;
+        }
+        let begin = out.len();
+        out.extend_from_slice(b"data: ");
+        self.push_item(choice, context, out);
+        if self.head.is_batch {
+            out.extend_from_slice(b",\"index\":");
+            push_number(out, choice.index as u64);
+        }
+        out.extend_from_slice(b"}\n\n");
+        Some(begin)
+    }
+
+    fn write_end(&self, _: &WriteContext<'_>, _: &mut Vec<u8>) {}
+
+    fn write_whole(
+        &self,
+        choices: &mut [ChoiceOutput],
+        context: &WriteContext<'_>,
+        out: &mut Vec<u8>,
+    ) {
+        let push_object = |out: &mut Vec<u8>, choice: &ChoiceOutput| {
+            self.push_item(choice, context, out);
+            out.push(b'}');
+        };
+        if self.head.is_batch {
+            push_array(out, choices.iter(), push_object);
+        } else if let Some(choice) = choices.first() {
+            push_object(out, choice);
+        }
+    }
+
+    fn keeps_output(&self) -> bool {
+        true
+    }
+
+    fn resume(&self, choice: &mut ChoiceOutput, ids: &[u32], text: &str, _: &dyn TokenDecoder) {
+        choice.is_begun = true;
+        choice.so_far.text.push_str(text);
+        choice.so_far.tokens.extend_from_slice(ids);
+    }
+}

@@ -1,0 +1,167 @@
+//! What chat and completion answers have in common.
+
+use super::json::{push_ids, push_number, push_text};
+use super::{AnswerHead, ChoiceOutput, Delta, MatchedStop, UsageCounts, WriteContext};
+
+/// Parts of every event and answer, made once.
+#[derive(Debug)]
+pub struct OpenAiHead {
+    pub head: AnswerHead,
+    /// Event up to the index of its choice.
+    event_begin: Vec<u8>,
+    /// Event without choices, up to its usage.
+    last_event_begin: Vec<u8>,
+    /// Whole answer up to its choices.
+    whole_begin: Vec<u8>,
+}
+
+impl OpenAiHead {
+    pub fn new(head: AnswerHead, event_object: &str, whole_object: &str) -> Self {
+        let event_head = members_before_choices(&head, event_object);
+        Self {
+            event_begin: [b"data: ", &event_head[..], b"[{\"index\":"].concat(),
+            last_event_begin: [b"data: ", &event_head[..], b"[],\"usage\":"].concat(),
+            whole_begin: members_before_choices(&head, whole_object),
+            head,
+        }
+    }
+
+    /// True if the delta has something for the client.
+    pub fn is_shown(&self, delta: &Delta) -> bool {
+        !delta.text.is_empty()
+            || delta.finish.is_some()
+            || delta.logprobs.is_some()
+            || (self.head.returns_token_ids && !delta.tokens.is_empty())
+    }
+
+    /// Begins an event: what follows is the member that holds the text.
+    pub fn begin_event(&self, index: usize, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.event_begin);
+        push_number(out, index as u64);
+        out.push(b',');
+    }
+
+    /// Ends an event that has something of the delta: finish reason, ids, usage. What stands before
+    /// is the value of `logprobs`.
+    pub fn end_event(&self, choice: &ChoiceOutput, context: &WriteContext<'_>, out: &mut Vec<u8>) {
+        let delta = &choice.delta;
+        push_finish_reason(out, delta);
+        if self.head.returns_token_ids {
+            out.extend_from_slice(b",\"token_ids\":");
+            push_ids(out, &delta.tokens);
+        }
+        if delta.finish.is_some() {
+            push_matched_stop(out, choice.matched_stop.as_ref());
+        }
+        self.close_event(context, out);
+    }
+
+    /// Ends an event with nothing of a delta.
+    pub fn close_event(&self, context: &WriteContext<'_>, out: &mut Vec<u8>) {
+        out.extend_from_slice(b"}]");
+        if self.head.has_continuous_usage {
+            out.extend_from_slice(b",\"usage\":");
+            push_usage(out, context.usage);
+        } else if self.head.includes_usage {
+            out.extend_from_slice(b",\"usage\":null");
+        }
+        out.extend_from_slice(b"}\n\n");
+    }
+
+    /// The event with the usage of the whole answer, if it was asked for.
+    pub fn write_end(&self, context: &WriteContext<'_>, out: &mut Vec<u8>) {
+        if self.head.includes_usage {
+            out.extend_from_slice(&self.last_event_begin);
+            push_usage(out, context.usage);
+            out.extend_from_slice(b"}\n\n");
+        }
+    }
+
+    /// A whole answer. `write_message` writes the member of a choice that holds its text, and
+    /// `write_logprobs` the value of `logprobs` where they were asked for.
+    pub fn write_whole(
+        &self,
+        choices: &mut [ChoiceOutput],
+        context: &WriteContext<'_>,
+        out: &mut Vec<u8>,
+        write_message: impl Fn(&ChoiceOutput, &mut Vec<u8>),
+        write_logprobs: impl Fn(&mut ChoiceOutput, &mut Vec<u8>),
+    ) {
+        out.extend_from_slice(&self.whole_begin);
+        out.push(b'[');
+        for (place, choice) in choices.iter_mut().enumerate() {
+            if place > 0 {
+                out.push(b',');
+            }
+            out.extend_from_slice(b"{\"index\":");
+            push_number(out, choice.index as u64);
+            out.push(b',');
+            write_message(choice, out);
+            out.extend_from_slice(b",\"logprobs\":");
+            if self.head.logprobs >= 0 {
+                choice.so_far.logprobs.get_or_insert_default();
+                write_logprobs(choice, out);
+            } else {
+                out.extend_from_slice(b"null");
+            }
+            push_finish_reason(out, &choice.so_far);
+            push_matched_stop(out, choice.matched_stop.as_ref());
+            if self.head.returns_token_ids {
+                out.extend_from_slice(b",\"token_ids\":");
+                push_ids(out, &choice.so_far.tokens);
+            }
+            out.push(b'}');
+        }
+        out.extend_from_slice(b"],\"usage\":");
+        push_usage(out, context.usage);
+        out.push(b'}');
+    }
+}
+
+/// `{"id":…,"object":…,"created":…,"model":…,"choices":`
+fn members_before_choices(head: &AnswerHead, object: &str) -> Vec<u8> {
+    let mut out = b"{\"id\":".to_vec();
+    push_text(&mut out, &head.id);
+    out.extend_from_slice(b",\"object\":");
+    push_text(&mut out, object);
+    out.extend_from_slice(b",\"created\":");
+    push_number(&mut out, head.created);
+    out.extend_from_slice(b",\"model\":");
+    push_text(&mut out, &head.model);
+    out.extend_from_slice(b",\"choices\":");
+    out
+}
+
+fn push_finish_reason(out: &mut Vec<u8>, delta: &Delta) {
+    out.extend_from_slice(b",\"finish_reason\":");
+    match delta.finish {
+        Some(reason) => push_text(out, reason.name()),
+        None => out.extend_from_slice(b"null"),
+    }
+}
+
+fn push_matched_stop(out: &mut Vec<u8>, matched: Option<&MatchedStop>) {
+    out.extend_from_slice(b",\"matched_stop\":");
+    push_stop(out, matched);
+}
+
+/// The stop token's id, the stop string, or null.
+pub fn push_stop(out: &mut Vec<u8>, matched: Option<&MatchedStop>) {
+    match matched {
+        Some(MatchedStop::Token(id)) => push_number(out, u64::from(*id)),
+        Some(MatchedStop::Text(text)) => push_text(out, text),
+        None => out.extend_from_slice(b"null"),
+    }
+}
+
+fn push_usage(out: &mut Vec<u8>, usage: UsageCounts) {
+    out.extend_from_slice(b"{\"prompt_tokens\":");
+    push_number(out, usage.prompt_tokens);
+    out.extend_from_slice(b",\"completion_tokens\":");
+    push_number(out, usage.completion_tokens);
+    out.extend_from_slice(b",\"total_tokens\":");
+    push_number(out, usage.prompt_tokens + usage.completion_tokens);
+    out.extend_from_slice(b",\"prompt_tokens_details\":{\"cached_tokens\":");
+    push_number(out, usage.cached_tokens);
+    out.extend_from_slice(b"}}");
+}
