@@ -13,12 +13,12 @@ pub enum RefusalCode {
     InternalError,
 }
 
-/// Why a request's text is refused.
+/// Refusal of a request's text, for its client.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct TextRefusal {
     pub code: RefusalCode,
-    /// What happened, and what to do.
+    /// Sentence for the client: the problem, and the remedy.
     pub message: String,
     /// Member of the body that is at fault.
     pub param: String,

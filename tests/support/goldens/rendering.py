@@ -18,9 +18,9 @@ def render(
     kwargs: dict[str, Any] | None = None,
 ) -> str:
     options = RenderOptions(add_generation_prompt, continue_final_message, kwargs or {})
-    return template.render(msgspec.json.encode(messages), options)
+    return template.render_messages(msgspec.json.encode(messages), options)
 
 
 def normalize(template: ChatTemplate, messages: Any) -> Any:
     """Messages in the form that the template takes."""
-    return msgspec.json.decode(template.normalize(msgspec.json.encode(messages)))
+    return msgspec.json.decode(template.normalize_messages(msgspec.json.encode(messages)))

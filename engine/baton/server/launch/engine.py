@@ -134,7 +134,7 @@ class _Launcher:
             stack.callback(context.destroy, 0)
             stack.callback(ranks.close)
             front = HttpServer(self._config, facts, tokenizer, ranks)
-            if (warning := front.validator.vocabulary.warning()) is not None:
+            for warning in front.validator.warnings:
                 log.warning("%s: %s", facts.tokenizer_path, warning)
             if front.tracer is not None:
                 stack.push_async_callback(front.tracer.flush)

@@ -143,6 +143,12 @@ class RequestValidator:
         self._defaults = read_defaults(facts)
 
     @property
+    def warnings(self) -> list[str]:
+        """Sentences for the log about the model's directory."""
+        found = (self.vocabulary.warning(), self._template.warning)
+        return [warning for warning in found if warning is not None]
+
+    @property
     def max_prompt_chars(self) -> int:
         """Longest text of a prompt, whatever its tokens. Routers read it in /get_server_info."""
         return self.context_length * self._tokenizer.max_chars_per_token
@@ -170,39 +176,39 @@ class RequestValidator:
         request = fields.read(schema.ChatCompletionRequest, body)
         sampling = fields.read(SamplingFields, body)
         self._check_model(request.model)
-        ignored = self._ignored(
+        ignored = self._ignored_fields(
             body, unsupported_fields.CHAT, schema.ChatCompletionRequest, SamplingFields
         )
         template_kwargs = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
             template_kwargs.setdefault("reasoning_effort", request.reasoning_effort)
         continue_final = request.continue_final_message or False
-        generation_prompt = _or(request.add_generation_prompt, not continue_final)
+        generation_prompt = _value_or(request.add_generation_prompt, not continue_final)
         if continue_final and generation_prompt:
             raise bad("continue_final_message", "and add_generation_prompt exclude each other")
         if request.top_logprobs and not request.logprobs:
             raise bad("top_logprobs", "needs logprobs: true")
         logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-        common = self._common(request, sampling, logprobs, ignored)
+        common = self._common_fields(request, sampling, logprobs, ignored)
         max_tokens = _max_tokens(
             1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens
         )
         prompts: Sequence[Sequence[int]] | None
-        prompts = self._tokenized(request, 1, "messages", many=False)
+        prompts = self._forwarded_ids(request, 1, "messages", many=False)
         if prompts is None:
             options = RenderOptions(generation_prompt, continue_final, template_kwargs)
-            rules = self._rules(request.add_special_tokens or False)
+            rules = self._prompt_rules(request.add_special_tokens or False)
             prompts = [await self._chat_ids(request.messages, options, rules)]
             self.vocabulary.check_encoded(prompts[0], "messages")
         else:
             await self._check_messages(request.messages)
-        return self._accept(prompts, common, max_tokens, None, "messages")
+        return self._accept_items(prompts, common, max_tokens, None, "messages")
 
     async def completion(self, body: dict[str, Any]) -> AcceptedRequest:
         request = fields.read(schema.CompletionRequest, body)
         sampling = fields.read(SamplingFields, body)
         self._check_model(request.model)
-        ignored = self._ignored(
+        ignored = self._ignored_fields(
             body, unsupported_fields.COMPLETION, schema.CompletionRequest, SamplingFields
         )
         if request.best_of not in (None, sampling.n or 1):
@@ -214,7 +220,7 @@ class RequestValidator:
             raise UnsupportedParameter(
                 "echo together with logprobs is not supported by this version", param="logprobs"
             )
-        common = self._common(request, sampling, _or(request.logprobs, -1), ignored)
+        common = self._common_fields(request, sampling, _value_or(request.logprobs, -1), ignored)
         max_tokens = _max_tokens(
             0 if echo else 1,
             max_tokens=sampling.max_tokens,
@@ -222,11 +228,11 @@ class RequestValidator:
         )
         raw = _prompt_list("prompt", request.prompt)
         prompts: Sequence[Sequence[int]] | None
-        prompts = self._tokenized(request, len(raw), "prompt", many=_is_batch(request.prompt))
-        prompts = prompts or await self._prompts(
-            raw, "prompt", _or(request.add_special_tokens, True)
+        prompts = self._forwarded_ids(request, len(raw), "prompt", many=_is_batch(request.prompt))
+        prompts = prompts or await self._prompt_ids(
+            raw, "prompt", _value_or(request.add_special_tokens, True)
         )
-        accepted = self._accept(prompts, common, max_tokens, COMPLETION_MAX_TOKENS, "prompt")
+        accepted = self._accept_items(prompts, common, max_tokens, COMPLETION_MAX_TOKENS, "prompt")
         if echo:
             texts = (
                 raw
@@ -238,12 +244,12 @@ class RequestValidator:
 
     async def generate(self, body: dict[str, Any]) -> AcceptedRequest:
         request = fields.read(schema.GenerateRequest, body)
-        ignored = self._ignored(body, unsupported_fields.GENERATE, schema.GenerateRequest)
+        ignored = self._ignored_fields(body, unsupported_fields.GENERATE, schema.GenerateRequest)
         if (
             request.model != "unknown"
         ):  # smg 1.13 adds this one: the native body has no such field in SGLang
             self._check_model(request.model)
-        nested = _or(request.sampling_params, {})
+        nested = _value_or(request.sampling_params, {})
         if type(nested) is list:
             raise UnsupportedParameter(
                 "sampling_params must be one object for all prompts", param="sampling_params"
@@ -251,7 +257,7 @@ class RequestValidator:
         if type(nested) is not dict:
             raise bad("sampling_params", "must be an object")
         sampling = fields.read(schema.GenerateSampling, nested, NESTED)
-        ignored += self._ignored(
+        ignored += self._ignored_fields(
             nested, unsupported_fields.SHARED, schema.GenerateSampling, prefix=NESTED
         )
         name, value = first(request, "text", "prompt", "input_ids")
@@ -265,31 +271,33 @@ class RequestValidator:
                 "logprobs of the prompt are not supported by this version",
                 param="logprob_start_len",
             )
-        common = self._common(request, sampling, logprobs, ignored, NESTED)
+        common = self._common_fields(request, sampling, logprobs, ignored, NESTED)
         limits = {
             NESTED + field: getattr(sampling, field) for field in ("max_new_tokens", "max_tokens")
         }
         max_tokens = _max_tokens(1, **limits)
         prompts: Sequence[Sequence[int]] | None
         prompts = (
-            self._tokenized(request, len(raw), name, many=is_batch) if name != "input_ids" else None
+            self._forwarded_ids(request, len(raw), name, many=is_batch)
+            if name != "input_ids"
+            else None
         )
         if name == "input_ids":
             refuse_other_tokenizer(request.tokenizer_fingerprint, self._facts.tokenizer_fingerprint)
-        prompts = prompts or await self._prompts(raw, name, True)
-        accepted = self._accept(prompts, common, max_tokens, GENERATE_MAX_TOKENS, name)
+        prompts = prompts or await self._prompt_ids(raw, name, True)
+        accepted = self._accept_items(prompts, common, max_tokens, GENERATE_MAX_TOKENS, name)
         return replace(accepted, is_batch=is_batch or accepted.n > 1)
 
     async def tokenize(self, body: dict[str, Any]) -> list[int] | list[list[int]]:
         """/tokenize: `prompt` (string or array of strings) or `messages`."""
         request = fields.read(schema.TokenizeRequest, body)
         self._check_model(request.model)
-        special = _or(request.add_special_tokens, request.messages is None)
-        rules = self._rules(special, is_bounded=False)
+        special = _value_or(request.add_special_tokens, request.messages is None)
+        rules = self._prompt_rules(special, is_bounded=False)
         if request.messages is not None:
-            options = RenderOptions(_or(request.add_generation_prompt, True))
+            options = RenderOptions(_value_or(request.add_generation_prompt, True))
             return (await self._chat_ids(request.messages, options, rules)).tolist()
-        prompt = _required(*first(request, "prompt", "text"))
+        prompt = _require_value(*first(request, "prompt", "text"))
         texts = [prompt] if isinstance(prompt, str) else prompt
         if (
             type(texts) is not list
@@ -297,20 +305,20 @@ class RequestValidator:
             or len(texts) > MAX_ITEMS
         ):
             raise bad("prompt", f"must be a string or an array of at most {MAX_ITEMS} strings")
-        rows = [ids.tolist() for ids in await self._encode(texts, rules, "prompt")]
+        rows = [ids.tolist() for ids in await self._encode_texts(texts, rules, "prompt")]
         return rows[0] if isinstance(prompt, str) else rows
 
     async def detokenize(self, body: dict[str, Any]) -> str | list[str]:
         request = fields.read(schema.DetokenizeRequest, body)
         self._check_model(request.model)
-        value = _required(*first(request, "tokens", "input_ids"))
+        value = _require_value(*first(request, "tokens", "input_ids"))
         if type(value) is not list:
             raise bad("tokens", "must be an array of token ids")
         nested = bool(value) and type(value[0]) is list
         rows = value if nested else [value]
         for row in rows:
             self.vocabulary.check_decodable(row, "tokens")
-        texts = await self._decode(rows, _or(request.skip_special_tokens, True))
+        texts = await self._decode(rows, _value_or(request.skip_special_tokens, True))
         return texts if nested else texts[0]
 
     # ---- parts -------------------------------------------------------------------------------------------------
@@ -324,7 +332,7 @@ class RequestValidator:
             raise self._too_long(f"has {len(ids)}", sent or param)
         self.vocabulary.check_ids(ids, param)
 
-    def _rules(self, special: bool, *, is_bounded: bool = True) -> PromptRules:
+    def _prompt_rules(self, special: bool, *, is_bounded: bool = True) -> PromptRules:
         return PromptRules(
             add_special_tokens=special, context_length=self.context_length, is_bounded=is_bounded
         )
@@ -334,15 +342,17 @@ class RequestValidator:
         messages = msgspec.json.encode(given)
         return await self._tokenizer.offload(
             len(messages),
-            lambda: self._template.encode(self._tokenizer, messages, options, rules),
+            lambda: self._template.encode_messages(self._tokenizer, messages, options, rules),
         )
 
     async def _check_messages(self, given: Any) -> None:
         """Raise BadRequest for a `messages` field that cannot be rendered."""
         messages = msgspec.json.encode(given)
-        await self._tokenizer.offload(len(messages), lambda: self._template.normalize(messages))
+        await self._tokenizer.offload(
+            len(messages), lambda: self._template.normalize_messages(messages)
+        )
 
-    async def _encode(
+    async def _encode_texts(
         self, texts: Sequence[str], rules: PromptRules, param: str
     ) -> list[array[int]]:
         """Token ids of texts, encoded in a thread if they are long."""
@@ -373,7 +383,7 @@ class RequestValidator:
             param=param,
         )
 
-    def _tokenized(
+    def _forwarded_ids(
         self, request: RequestFields, count: int, param: str, *, many: bool
     ) -> list[list[int]] | None:
         """`input_ids` beside messages or texts: one list of ids, or one for each prompt where the body holds `many`.
@@ -392,7 +402,9 @@ class RequestValidator:
                 raise bad("input_ids", "is empty; give at least one token")
         return rows
 
-    async def _prompts(self, raw: list[Any], param: str, special: bool) -> Sequence[Sequence[int]]:
+    async def _prompt_ids(
+        self, raw: list[Any], param: str, special: bool
+    ) -> Sequence[Sequence[int]]:
         """Token ids of each prompt; texts are encoded, ids are checked."""
         if len(raw) > MAX_ITEMS:
             raise BadRequest(
@@ -401,7 +413,7 @@ class RequestValidator:
         if raw and isinstance(raw[0], str):
             if not all(isinstance(t, str) for t in raw):
                 raise BadRequest(f"{param} must not mix texts and token ids", param=param)
-            rows = await self._encode(raw, self._rules(special), param)
+            rows = await self._encode_texts(raw, self._prompt_rules(special), param)
             for ids in rows:
                 self.vocabulary.check_encoded(ids, param)
             return rows
@@ -409,7 +421,7 @@ class RequestValidator:
             self._check_prompt_ids(ids, param)
         return raw
 
-    def _common(
+    def _common_fields(
         self,
         request: RequestFields,
         s: SamplingFields,
@@ -429,13 +441,13 @@ class RequestValidator:
         keys = (request.cache_salt, request.extra_key)
         priority_class, tenant = self.tenancy.read(request)
         accepted = AcceptedRequest(
-            rid=_rid(first(request, "rid", "request_id")[1]),
+            rid=_read_rid(first(request, "rid", "request_id")[1]),
             items=(),
             n=s.n or 1,
             text=TextRules(
                 stops=(s.stop,) if isinstance(s.stop, str) else tuple(s.stop or ()),
                 include_stop=bool(s.include_stop_str_in_output or s.no_stop_trim),
-                skip_special_tokens=_or(s.skip_special_tokens, True),
+                skip_special_tokens=_value_or(s.skip_special_tokens, True),
                 min_tokens=min_tokens or 0,
                 continues_prompt=request.continues_prompt,
             ),
@@ -444,11 +456,11 @@ class RequestValidator:
             continuous_usage=options.continuous_usage_stats or False,
             logprobs=logprobs,
             return_token_ids=request.return_token_ids or False,
-            priority=self._priority(request.priority),
+            priority=self._read_priority(request.priority),
             priority_class=priority_class,
             tenant=tenant,
-            ttft_deadline_secs=_secs(request.ttft_deadline_ms),
-            deadline_secs=_secs(request.deadline_ms),
+            ttft_deadline_secs=_to_secs(request.ttft_deadline_ms),
+            deadline_secs=_to_secs(request.deadline_ms),
             namespace="\0".join(k or "" for k in keys).encode() if any(keys) else b"",
             ignored=(
                 *(f"stream_options.{n}" for n in given_options if n not in known_options),
@@ -459,7 +471,7 @@ class RequestValidator:
             request, accepted, params, prefix + min_name, first(s, "seed", "sampling_seed")[1]
         )
 
-    def _priority(self, value: int | None) -> int | None:
+    def _read_priority(self, value: int | None) -> int | None:
         config = self._config
         if (
             value is not None
@@ -473,7 +485,7 @@ class RequestValidator:
             )
         return value
 
-    def _ignored(
+    def _ignored_fields(
         self,
         body: dict[str, Any],
         refused: Mapping[str, tuple[Any, ...]],
@@ -488,7 +500,7 @@ class RequestValidator:
             return []
         return [prefix + name for name in body if name in unknown or name in unused]
 
-    def _accept(
+    def _accept_items(
         self,
         prompts: Sequence[Sequence[int]],
         common: _Common,
@@ -521,7 +533,7 @@ class RequestValidator:
                 items.append(PromptItem(i, choice, prompt, params, where.rendezvous, where.dp_rank))
         resume = read_resume(request, self.context_length, self.vocabulary, self.fingerprint)
         if resume is not None:
-            items = [_resumed(items, request.stream or False, resume)]
+            items = [_resumed_item(items, request.stream or False, resume)]
         return replace(common.accepted, items=tuple(items), resume=resume)
 
     def _max_new_tokens(
@@ -557,11 +569,11 @@ def _field_names(*schemas: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(name for schema in schemas for name in schema.__struct_fields__)
 
 
-def _or(value: T | None, default: T) -> T:
+def _value_or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _required(name: str, value: Any) -> Any:
+def _require_value(name: str, value: Any) -> Any:
     if value is None:
         raise MissingField(f"{name} is required", param=name)
     return value
@@ -575,7 +587,7 @@ def _max_tokens(least: int, **given: int | None) -> int | None:
     return next((value for value in given.values() if value is not None), None)
 
 
-def _rid(value: Any) -> str | None:
+def _read_rid(value: Any) -> str | None:
     if type(value) is list and len(value) == 1:
         value = value[0]
     if type(value) is list:
@@ -587,7 +599,7 @@ def _rid(value: Any) -> str | None:
     return value
 
 
-def _secs(milliseconds: int | None) -> float | None:
+def _to_secs(milliseconds: int | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 
 
@@ -600,7 +612,7 @@ def with_deadline_headers(accepted: AcceptedRequest, headers: Mapping[str, str])
         return accepted
     ttft = [accepted.ttft_deadline_secs, *(_header_secs(headers, name) for name in TTFT_HEADERS)]
     total = [accepted.deadline_secs, _header_secs(headers, DEADLINE_HEADER)]
-    return replace(accepted, ttft_deadline_secs=_least(ttft), deadline_secs=_least(total))
+    return replace(accepted, ttft_deadline_secs=_least_of(ttft), deadline_secs=_least_of(total))
 
 
 def _header_secs(headers: Mapping[str, str], name: str) -> float | None:
@@ -615,7 +627,7 @@ def _header_secs(headers: Mapping[str, str], name: str) -> float | None:
     return int(text) / 1000
 
 
-def _least(values: Iterable[float | None]) -> float | None:
+def _least_of(values: Iterable[float | None]) -> float | None:
     return min((v for v in values if v is not None), default=None)
 
 
@@ -624,7 +636,7 @@ def _is_batch(value: Any) -> bool:
     return type(value) is list and len(value) > 0 and type(value[0]) is not int
 
 
-def _resumed(items: list[PromptItem], stream: bool, resume: ResumeState) -> PromptItem:
+def _resumed_item(items: list[PromptItem], stream: bool, resume: ResumeState) -> PromptItem:
     """The one item of a request, behind the tokens it has already."""
     if len(items) != 1 or not stream:
         raise bad("baton_resume", "goes with one streamed answer")
@@ -645,7 +657,7 @@ def _resumed(items: list[PromptItem], stream: bool, resume: ResumeState) -> Prom
 
 def _prompt_list(name: str, value: Any) -> list[Any]:
     """The four forms of a prompt as a list of texts or of id lists."""
-    value = _required(name, value)
+    value = _require_value(name, value)
     if type(value) is str or (type(value) is list and value and type(value[0]) is int):
         value = [value]
     if type(value) is not list or not all(type(v) in (str, list) for v in value):

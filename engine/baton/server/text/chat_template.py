@@ -24,7 +24,7 @@ class RenderOptions:
     """`chat_template_kwargs` and the like."""
 
     @property
-    def flags(self) -> dict[str, bool]:
+    def native_flags(self) -> dict[str, bool]:
         return {
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
@@ -38,20 +38,23 @@ class ChatTemplate:
         self._native = native_extension().ChatTemplate(source, dict(special_tokens))
         self.caps: str = self._native.caps
         """Form in which the template takes messages: `name=value` of each capability."""
+        defect: str | None = None if source is None else self._native.defect
+        self.warning: str | None = defect or self._native.warning
+        """Sentence for the log about a template that cannot be used; None: there is none, or it renders messages."""
 
-    def normalize(self, messages: bytes) -> bytes:
+    def normalize_messages(self, messages: bytes) -> bytes:
         """JSON of a body's `messages`, checked, in the form that the template takes. Raises BadRequest."""
         normalized: bytes = call_or_refuse(self._native.normalize, messages)
         return normalized
 
-    def render(self, messages: bytes, options: RenderOptions) -> str:
+    def render_messages(self, messages: bytes, options: RenderOptions) -> str:
         """Text of a body's `messages`, given as JSON. Raises BadRequest, with the template's own message if it refuses
         them."""
         variables = msgspec.json.encode(options.variables)
-        text: str = call_or_refuse(self._native.render, messages, variables, **options.flags)
+        text: str = call_or_refuse(self._native.render, messages, variables, **options.native_flags)
         return text
 
-    def encode(
+    def encode_messages(
         self, tokenizer: Tokenizer, messages: bytes, options: RenderOptions, rules: PromptRules
     ) -> array[int]:
         """Ids of the text of `messages`, given as JSON. Raises BadRequest, and PromptTooLong by the rules."""
@@ -61,7 +64,7 @@ class ChatTemplate:
             tokenizer.native,
             messages,
             variables,
-            **options.flags,
-            **rules.arguments,
+            **options.native_flags,
+            **rules.native_arguments,
         )
         return array("i", ids)

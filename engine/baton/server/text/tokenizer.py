@@ -39,7 +39,7 @@ class PromptRules:
     """More tokens than that are refused too."""
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def native_arguments(self) -> dict[str, Any]:
         return {
             "add_special_tokens": self.add_special_tokens,
             "context_length": self.context_length,
@@ -81,7 +81,7 @@ class Tokenizer:
 
     def encode_prompt(self, text: str, rules: PromptRules, *, param: str) -> array[int]:
         """Raises PromptTooLong, which names `param`, by the rules."""
-        ids = call_or_refuse(self.native.encode, text, param=param, **rules.arguments)
+        ids = call_or_refuse(self.native.encode, text, param=param, **rules.native_arguments)
         return array("i", ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

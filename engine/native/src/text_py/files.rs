@@ -14,7 +14,7 @@ use pyo3::types::PyBytes;
 use super::template::PyChatTemplate;
 use super::tokenizer::PyTokenizer;
 
-/// What the files of a directory say about its tokenizer and its chat template.
+/// Contents of a directory's files, as far as tokenizer and chat template need them.
 #[pyclass(frozen, name = "TokenizerFiles", module = "baton._native")]
 pub struct PyTokenizerFiles {
     files: TokenizerFiles,

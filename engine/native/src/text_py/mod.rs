@@ -2,7 +2,7 @@
 //! works on a text releases the GIL.
 //!
 //! * `answers`: the running answers of a front, [`answers::PyAnswerTable`];
-//! * `files`: what the files of a directory say about tokenizer and template;
+//! * `files`: the files of a tokenizer's directory;
 //! * `template`: [`template::PyChatTemplate`];
 //! * `tokenizer`: [`tokenizer::PyTokenizer`].
 
@@ -21,7 +21,7 @@ create_exception!(
     baton._native,
     TextRefusal,
     PyException,
-    "Why a request's text is refused: code, message and the body's member."
+    "Refusal of a request's text: code, message and the body's member."
 );
 
 fn refused(refusal: Refusal) -> PyErr {

@@ -36,10 +36,16 @@ impl PyChatTemplate {
         self.0.caps().canonical()
     }
 
-    /// Why no conversation can be rendered; None: it can.
+    /// Reason why no conversation can be rendered; None: it can.
     #[getter]
     fn defect(&self) -> Option<&str> {
         self.0.defect()
+    }
+
+    /// Reason why the template fails on a plain conversation, with the line; None: it does not.
+    #[getter]
+    fn warning(&self) -> Option<&str> {
+        self.0.warning()
     }
 
     /// JSON of a body's `messages`, checked, in the form that the template takes. Raises

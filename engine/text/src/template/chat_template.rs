@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::error::Error as _;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use jiff::Zoned;
 use jiff::fmt::strtime::BrokenDownTime;
@@ -14,13 +15,13 @@ use minijinja::value::ValueKind;
 use minijinja::{
     AutoEscape, Environment, Error, ErrorKind, Output, State, Value, escape_formatter,
 };
-use minijinja_contrib::pycompat;
 
 use super::caps::TemplateCaps;
 use super::continued_message::{cut_at_mark, mark_end};
-use super::messages::normalize_messages;
+use super::messages::{MessageContent, normalize_messages, object};
 use super::probe::probe_template;
-use super::python_text::{python_str, tojson};
+use super::python_builtins::add_python_builtins;
+use super::python_text::python_str;
 use crate::refusal::{RefusalCode, TextRefusal};
 
 const NAME: &str = "chat";
@@ -28,6 +29,9 @@ const NAME: &str = "chat";
 const FUEL: u64 = 20_000_000;
 /// Instructions of one probe of a template: a conversation of three messages takes a few hundred.
 const PROBE_FUEL: u64 = 500_000;
+
+/// Begin of a refusal by a template that uses what is missing here, or meets an unexpected shape.
+const FAILS: &str = "the chat template fails on these messages";
 
 /// Tells the time for `strftime_now`.
 pub type LocalTime = fn() -> Zoned;
@@ -38,6 +42,7 @@ pub struct ChatTemplate {
     compiled: Result<Environment<'static>, String>,
     special_tokens: BTreeMap<String, String>,
     caps: TemplateCaps,
+    warning: Option<String>,
 }
 
 /// Options of one render.
@@ -61,16 +66,18 @@ impl ChatTemplate {
     ) -> Self {
         let missing = || "the model has no chat template".to_owned();
         let compiled = source.ok_or_else(missing).and_then(|source| {
-            compile(source, local_time)
+            compile_template(source, local_time)
                 .map_err(|err| format!("the model's chat template does not compile ({err})"))
         });
         let mut template = Self {
             compiled,
             special_tokens,
             caps: TemplateCaps::default(),
+            warning: None,
         };
         if template.defect().is_none() {
             template.caps = probe_template(&|messages| template.render_probe(messages));
+            template.warning = template.plain_failure();
         }
         if let Ok(environment) = &mut template.compiled {
             environment.set_fuel(Some(FUEL));
@@ -78,9 +85,15 @@ impl ChatTemplate {
         template
     }
 
-    /// Why no conversation can be rendered; `None`: it can.
+    /// Reason why no conversation can be rendered; `None`: it can.
     pub fn defect(&self) -> Option<&str> {
         self.compiled.as_ref().err().map(String::as_str)
+    }
+
+    /// Reason why the template fails on a plain conversation, with the line: it uses what is missing here.
+    /// `None`: it renders one, refuses it in its own words, or there is no template.
+    pub fn warning(&self) -> Option<&str> {
+        self.warning.as_deref()
     }
 
     /// Form in which the template takes messages.
@@ -96,6 +109,17 @@ impl ChatTemplate {
     /// Text of a conversation without options; `None`: the template fails on it.
     fn render_probe(&self, messages: Vec<Value>) -> Option<String> {
         self.render(messages, RenderOptions::default()).ok()
+    }
+
+    fn plain_failure(&self) -> Option<String> {
+        let words = MessageContent::from_text("Hi");
+        let content = words.fit(self.caps.user).into_value();
+        let message = object([("role", Value::from("user")), ("content", content)]);
+        let refusal = self.render(vec![message], RenderOptions::default()).err()?;
+        let problem = refusal.message.strip_prefix(FAILS)?;
+        Some(format!(
+            "the chat template fails on a plain conversation{problem}"
+        ))
     }
 
     /// Text of normalized messages. The template's own message is in the refusal.
@@ -127,15 +151,24 @@ impl ChatTemplate {
             .chain(special)
             .chain(options.variables)
             .chain(given);
-        let text = environment
-            .get_template(NAME)
-            .and_then(|template| template.render(Value::from_pairs(variables)))
-            .map_err(|err| failed_render(&err))?;
+        let variables = Value::from_pairs(variables);
+        let text = render_guarded(environment, variables).map_err(|err| failed_render(&err))?;
         if options.continue_final_message {
             return cut_at_mark(&text);
         }
         Ok(text)
     }
+}
+
+/// A template may meet an assertion of the library (minijinja 3.0 on `""[::-1]`), which ends this
+/// render and nothing more.
+fn render_guarded(environment: &Environment<'_>, variables: Value) -> Result<String, Error> {
+    let template = environment.get_template(NAME)?;
+    let render = AssertUnwindSafe(|| template.render(variables));
+    catch_unwind(render).unwrap_or_else(|_| {
+        let problem = "the template engine meets a defect of its own";
+        Err(Error::new(ErrorKind::InvalidOperation, problem))
+    })
 }
 
 fn no_template(defect: &str) -> TextRefusal {
@@ -148,7 +181,7 @@ fn failed_render(err: &Error) -> TextRefusal {
     let raised = err.source().and_then(|source| source.downcast_ref());
     let message = match raised {
         Some(RaisedByTemplate(text)) => format!("the chat template refuses these messages: {text}"),
-        None => format!("the chat template fails on these messages: {err}"),
+        None => format!("{FAILS}: {err}"),
     };
     TextRefusal::invalid("messages", message)
 }
@@ -164,19 +197,17 @@ fn raise_exception(text: String) -> Result<Value, Error> {
 }
 
 /// An environment with the template, and with fuel for probes.
-fn compile(source: &str, local_time: LocalTime) -> Result<Environment<'static>, Error> {
+fn compile_template(source: &str, local_time: LocalTime) -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     let mut syntax = SyntaxConfig::builder();
     environment.set_syntax(syntax.trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
-    environment.set_unknown_method_callback(pycompat::unknown_method_callback);
+    add_python_builtins(&mut environment);
     environment.set_fuel(Some(PROBE_FUEL));
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", move |format: String| {
-        strftime(&format, &local_time())
+        format_time(&format, &local_time())
     });
-    environment.add_filter("tojson", tojson);
-    environment.add_filter("string", |value: &Value| python_str(value));
     environment.set_formatter(print_value);
     environment.add_template_owned(NAME, without_generation_tags(source))?;
     Ok(environment)
@@ -216,7 +247,7 @@ fn without_generation_tags(source: &str) -> String {
     out + rest
 }
 
-fn strftime(format: &str, time: &Zoned) -> Result<Value, Error> {
+fn format_time(format: &str, time: &Zoned) -> Result<Value, Error> {
     let text = BrokenDownTime::from(time).to_string(format);
     text.map(Value::from).map_err(|err| {
         let text = format!("strftime_now({format:?}): {err}");
@@ -281,6 +312,32 @@ mod tests {
         let endless = "{% for a in range(100000) %}{% for b in range(100000) %}{{ b }}{% endfor %}{% endfor %}";
         assert!(render(endless, "1").unwrap_err().contains("fuel"));
         assert!(render("{% include 'other' %}", "1").is_err());
+    }
+
+    #[test]
+    fn assertion_of_the_template_engine_ends_the_render() {
+        let failed = render("{{ ''[::-1] }}", "1").unwrap_err();
+        assert!(failed.contains("a defect of its own"), "{failed}");
+    }
+
+    #[test]
+    fn template_that_fails_on_a_plain_conversation_is_reported_with_its_line() {
+        let warning = |source| {
+            ChatTemplate::new(Some(source), BTreeMap::new(), noon)
+                .warning()
+                .map(str::to_owned)
+        };
+        assert_eq!(warning("{{ messages[0].content }}"), None);
+        assert_eq!(
+            warning("{{ raise_exception('two messages, please') }}"),
+            None
+        );
+        let found = warning("first\n{{ messages.swap() }}").unwrap();
+        assert!(
+            found.starts_with("the chat template fails on a plain conversation: unknown method")
+                && found.contains("chat:2"),
+            "{found}"
+        );
     }
 
     #[test]

@@ -16,10 +16,10 @@ pub const MAX_DEPTH: usize = 256;
 /// Read a JSON text. `Err`: what is wrong with it, and where.
 pub fn read_json(text: &str) -> Result<Value, String> {
     let mut reader = JsonReader { text, at: 0 };
-    let value = reader.value(0)?;
+    let value = reader.read_value(0)?;
     reader.skip_space();
     if reader.at < text.len() {
-        return Err(reader.fault("is followed by other text"));
+        return Err(reader.describe_fault("is followed by other text"));
     }
     Ok(value)
 }
@@ -52,92 +52,92 @@ struct JsonReader<'a> {
 }
 
 impl<'a> JsonReader<'a> {
-    fn fault(&self, what: &str) -> String {
+    fn describe_fault(&self, what: &str) -> String {
         format!("JSON {what} (byte {})", self.at)
     }
 
-    fn peek(&self) -> Option<u8> {
+    fn next_byte(&self) -> Option<u8> {
         self.text.as_bytes().get(self.at).copied()
     }
 
     fn skip_space(&mut self) {
-        while matches!(self.peek(), Some(b' ' | b'\t' | b'\r' | b'\n')) {
+        while matches!(self.next_byte(), Some(b' ' | b'\t' | b'\r' | b'\n')) {
             self.at += 1;
         }
     }
 
     /// The next byte that is no space, if it is `wanted`, is passed over.
-    fn skip(&mut self, wanted: u8) -> bool {
+    fn skip_byte(&mut self, wanted: u8) -> bool {
         self.skip_space();
-        let is_there = self.peek() == Some(wanted);
+        let is_there = self.next_byte() == Some(wanted);
         self.at += usize::from(is_there);
         is_there
     }
 
-    fn value(&mut self, depth: usize) -> Result<Value, String> {
+    fn read_value(&mut self, depth: usize) -> Result<Value, String> {
         if depth > MAX_DEPTH {
-            return Err(self.fault(&format!("is nested more than {MAX_DEPTH} deep")));
+            return Err(self.describe_fault(&format!("is nested more than {MAX_DEPTH} deep")));
         }
         self.skip_space();
-        match self.peek() {
-            Some(b'{') => self.object(depth),
-            Some(b'[') => self.array(depth),
-            Some(b'"') => self.string().map(Value::from),
-            Some(b'-' | b'0'..=b'9') => self.number(),
-            _ => self.word(),
+        match self.next_byte() {
+            Some(b'{') => self.read_object(depth),
+            Some(b'[') => self.read_array(depth),
+            Some(b'"') => self.read_string().map(Value::from),
+            Some(b'-' | b'0'..=b'9') => self.read_number(),
+            _ => self.read_word(),
         }
     }
 
-    fn object(&mut self, depth: usize) -> Result<Value, String> {
+    fn read_object(&mut self, depth: usize) -> Result<Value, String> {
         self.at += 1;
         let mut members = Vec::new();
-        if self.skip(b'}') {
+        if self.skip_byte(b'}') {
             return Ok(Value::from_pairs(members));
         }
         loop {
             self.skip_space();
-            if self.peek() != Some(b'"') {
-                return Err(self.fault("lacks the name of a member"));
+            if self.next_byte() != Some(b'"') {
+                return Err(self.describe_fault("lacks the name of a member"));
             }
-            let name = self.string()?;
-            if !self.skip(b':') {
-                return Err(self.fault("lacks a colon"));
+            let name = self.read_string()?;
+            if !self.skip_byte(b':') {
+                return Err(self.describe_fault("lacks a colon"));
             }
-            members.push((name, self.value(depth + 1)?));
-            if self.skip(b'}') {
+            members.push((name, self.read_value(depth + 1)?));
+            if self.skip_byte(b'}') {
                 return Ok(Value::from_pairs(members));
             }
-            if !self.skip(b',') {
-                return Err(self.fault("lacks a comma or the end of an object"));
+            if !self.skip_byte(b',') {
+                return Err(self.describe_fault("lacks a comma or the end of an object"));
             }
         }
     }
 
-    fn array(&mut self, depth: usize) -> Result<Value, String> {
+    fn read_array(&mut self, depth: usize) -> Result<Value, String> {
         self.at += 1;
         let mut items = Vec::new();
-        if self.skip(b']') {
+        if self.skip_byte(b']') {
             return Ok(Value::from(items));
         }
         loop {
-            items.push(self.value(depth + 1)?);
-            if self.skip(b']') {
+            items.push(self.read_value(depth + 1)?);
+            if self.skip_byte(b']') {
                 return Ok(Value::from(items));
             }
-            if !self.skip(b',') {
-                return Err(self.fault("lacks a comma or the end of an array"));
+            if !self.skip_byte(b',') {
+                return Err(self.describe_fault("lacks a comma or the end of an array"));
             }
         }
     }
 
     /// A string, of which serde_json reads the escapes.
-    fn string(&mut self) -> Result<String, String> {
+    fn read_string(&mut self) -> Result<String, String> {
         let rest = &self.text.as_bytes()[self.at + 1..];
         let mut end = 0;
         loop {
             let found = memchr::memchr2(b'"', b'\\', &rest[end..]);
             let Some(found) = found else {
-                return Err(self.fault("ends within a string"));
+                return Err(self.describe_fault("ends within a string"));
             };
             end += found;
             if rest[end] == b'"' {
@@ -146,18 +146,19 @@ impl<'a> JsonReader<'a> {
             end = (end + 2).min(rest.len()); // the escaped character may be a quote
         }
         let quoted = &self.text[self.at..self.at + end + 2];
-        let text = serde_json::from_str(quoted).map_err(|_| self.fault("has a malformed string"));
+        let text =
+            serde_json::from_str(quoted).map_err(|_| self.describe_fault("has a malformed string"));
         self.at += end + 2;
         text
     }
 
-    fn number(&mut self) -> Result<Value, String> {
+    fn read_number(&mut self) -> Result<Value, String> {
         let rest = &self.text[self.at..];
         let is_part = |c: char| matches!(c, '0'..='9' | '-' | '+' | '.' | 'e' | 'E');
         let end = rest.find(|c| !is_part(c)).unwrap_or(rest.len());
         let digits = &rest[..end];
-        let number: serde_json::Number =
-            serde_json::from_str(digits).map_err(|_| self.fault("has a malformed number"))?;
+        let number: serde_json::Number = serde_json::from_str(digits)
+            .map_err(|_| self.describe_fault("has a malformed number"))?;
         self.at += end;
         if digits.contains(['.', 'e', 'E']) {
             return Ok(Value::from(number.as_f64().unwrap_or(f64::INFINITY)));
@@ -171,7 +172,7 @@ impl<'a> JsonReader<'a> {
         })
     }
 
-    fn word(&mut self) -> Result<Value, String> {
+    fn read_word(&mut self) -> Result<Value, String> {
         let words = [
             ("true", Value::from(true)),
             ("false", Value::from(false)),
@@ -183,7 +184,7 @@ impl<'a> JsonReader<'a> {
                 return Ok(value);
             }
         }
-        Err(self.fault("lacks a value"))
+        Err(self.describe_fault("lacks a value"))
     }
 }
 

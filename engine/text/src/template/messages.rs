@@ -44,7 +44,8 @@ pub fn normalize_messages(value: &Value, caps: &TemplateCaps) -> Result<Vec<Valu
     }
     let is_list = value.kind() == ValueKind::Seq && value.len() != Some(0);
     let given = value.try_iter().ok().filter(|_| is_list);
-    let given = given.ok_or_else(|| invalid("messages".to_owned(), "must be a non-empty array"))?;
+    let given =
+        given.ok_or_else(|| invalid_field("messages".to_owned(), "must be a non-empty array"))?;
     let mut messages: Vec<ChatMessage> = given
         .enumerate()
         .map(|(index, message)| ChatMessage::read(&message, &place_of(index)))
@@ -64,17 +65,17 @@ fn place_of(index: usize) -> String {
 }
 
 /// `param` with a problem that a client can mend.
-fn invalid(param: String, problem: &str) -> TextRefusal {
+fn invalid_field(param: String, problem: &str) -> TextRefusal {
     let message = format!("{param} {problem}");
     TextRefusal::invalid(param, message)
 }
 
-fn missing(param: String, problem: &str) -> TextRefusal {
+fn missing_field(param: String, problem: &str) -> TextRefusal {
     let message = format!("{param} {problem}");
     TextRefusal::new(RefusalCode::MissingField, message, param)
 }
 
-fn unsupported(param: String, message: String) -> TextRefusal {
+fn unsupported_field(param: String, message: String) -> TextRefusal {
     TextRefusal::new(RefusalCode::UnsupportedParameter, message, param)
 }
 
@@ -102,7 +103,10 @@ impl MessageContent {
                 let parts = items_of(parts).map(|part| read_part(&part, &param));
                 parts.collect::<Result<_, _>>().map(Self::Parts)
             }
-            _ => Err(missing(param, "must be a string or an array of text parts")),
+            _ => Err(missing_field(
+                param,
+                "must be a string or an array of text parts",
+            )),
         }
     }
 
@@ -167,7 +171,7 @@ fn items_of(list: &Value) -> impl Iterator<Item = Value> {
 
 /// `param`: the content's.
 fn read_part(part: &Value, param: &str) -> Result<Value, TextRefusal> {
-    let no_text = || invalid(param.to_owned(), PART_EXAMPLE);
+    let no_text = || invalid_field(param.to_owned(), PART_EXAMPLE);
     let mut members = JsonObject::read(part).ok_or_else(no_text)?;
     members.set_default("type", Value::from("text"));
     let kind = members.get("type").map(python_str).unwrap_or_default();
@@ -175,7 +179,7 @@ fn read_part(part: &Value, param: &str) -> Result<Value, TextRefusal> {
         let shown: String = kind.chars().take(SHOWN_CHARS).collect();
         let shown = string_repr(&shown);
         let message = format!("{param} has a part of type {shown}; only text is supported");
-        return Err(unsupported(param.to_owned(), message));
+        return Err(unsupported_field(param.to_owned(), message));
     }
     if members.text("text").is_none() {
         return Err(no_text());
@@ -283,8 +287,9 @@ impl ChatMessage {
     fn read(value: &Value, place: &str) -> Result<Self, TextRefusal> {
         // Null stands for a content that is filled in.
         let members = JsonObject::read_keeping(value, Some("content"));
-        let mut members = members
-            .ok_or_else(|| invalid(place.to_owned(), "must be an object with role and content"))?;
+        let mut members = members.ok_or_else(|| {
+            invalid_field(place.to_owned(), "must be an object with role and content")
+        })?;
         let role = read_role(&members, place)?;
         let tool_calls = read_calls(&mut members, place)?;
         let reasoning = REASONING_NAMES.iter().find_map(|name| members.get(name));
@@ -340,7 +345,7 @@ impl ChatMessage {
             "the model's chat template drops the content of {role} messages; leave them out, or start the engine \
              with a --chat-template FILE that writes them"
         );
-        Err(unsupported(format!("{place}.content"), message))
+        Err(unsupported_field(format!("{place}.content"), message))
     }
 
     fn into_value(self) -> Value {
@@ -363,15 +368,15 @@ impl ChatMessage {
 
 /// Role of a message; `function` is the older name of `tool`.
 fn read_role(members: &JsonObject, place: &str) -> Result<String, TextRefusal> {
-    let role = members
-        .text("role")
-        .ok_or_else(|| missing(format!("{place}.role"), "is required and must be a string"))?;
+    let role = members.text("role").ok_or_else(|| {
+        missing_field(format!("{place}.role"), "is required and must be a string")
+    })?;
     if role == "function" {
         return Ok("tool".to_owned());
     }
     if role == "tool" && members.text("tool_call_id").is_none() {
         let param = format!("{place}.tool_call_id");
-        return Err(missing(
+        return Err(missing_field(
             param,
             "is required: the id of the call that was answered",
         ));
@@ -388,9 +393,11 @@ fn read_calls(members: &mut JsonObject, place: &str) -> Result<Vec<ToolCall>, Te
         Some(calls) if calls.kind() == ValueKind::Seq => {
             let calls = items_of(calls).map(|call| ToolCall::read(&call));
             let calls: Option<_> = calls.collect();
-            calls.ok_or_else(|| invalid(param(), "must hold objects with id, type and function"))?
+            calls.ok_or_else(|| {
+                invalid_field(param(), "must hold objects with id, type and function")
+            })?
         }
-        Some(_) => return Err(invalid(param(), "must be an array")),
+        Some(_) => return Err(invalid_field(param(), "must be an array")),
     };
     let predecessor = function_call.as_ref().and_then(JsonObject::read);
     match predecessor {

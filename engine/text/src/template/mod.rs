@@ -10,7 +10,8 @@
 //! * `messages`: the wire format, and what templates expect instead;
 //! * `caps`, `probe`: the capabilities of a template and how they are found;
 //! * `continued_message`: where the text of a message to be continued ends;
-//! * `json_value`, `python_text`: values as Python reads and prints them.
+//! * `json_value`, `python_text`: values as Python reads and prints them;
+//! * `python_builtins`: tests, filters and methods as Jinja and Python have them.
 
 mod caps;
 mod chat_template;
@@ -18,6 +19,7 @@ mod continued_message;
 mod json_value;
 mod messages;
 mod probe;
+mod python_builtins;
 mod python_text;
 
 pub use caps::{ArgumentsFormat, ContentFormat, EmptyContent, TemplateCaps};

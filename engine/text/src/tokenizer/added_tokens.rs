@@ -464,21 +464,21 @@ fn decoder_tokens(decoder: &Value) -> Result<Vec<NumberedToken>, String> {
     Ok(found)
 }
 
-/// Tokens of `tokens` that a tokenizer with its `own` does not have.
+/// Those of `tokens` that a tokenizer with its `own` lacks or has with other flags.
 fn changes(tokens: impl Iterator<Item = LibraryToken>, own: &[NumberedToken]) -> Vec<LibraryToken> {
     let mut present: HashMap<String, LibraryToken> = own
         .iter()
         .map(|(_, token)| (token.content.clone(), token.resolved()))
         .collect();
-    let mut missing = Vec::new();
+    let mut changed = Vec::new();
     for token in tokens {
         if token.content.is_empty() || present.get(&token.content) == Some(&token) {
             continue;
         }
         present.insert(token.content.clone(), token.clone());
-        missing.push(token);
+        changed.push(token);
     }
-    missing
+    changed
 }
 
 fn library_token(token: &FileToken, is_named: bool) -> LibraryToken {

@@ -20,7 +20,7 @@ use crate::template::TemplateCaps;
 /// Reads a file: `std::fs::read`.
 pub type FileReader<'a> = &'a dyn Fn(&Path) -> io::Result<Vec<u8>>;
 
-/// What the files of a directory say about its tokenizer and its chat template.
+/// Contents of a directory's files, as far as tokenizer and chat template need them.
 #[derive(Debug)]
 pub struct TokenizerFiles {
     dir: PathBuf,

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use tokenizers::Tokenizer;
@@ -61,7 +62,9 @@ impl HfTokenizer {
 impl TextTokenizer for HfTokenizer {
     /// Cost: about 1 µs for four characters.
     fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Arc<[u32]>, String> {
-        let encoding = self.library.encode_fast(text, add_special_tokens);
+        let encode = AssertUnwindSafe(|| self.library.encode_fast(text, add_special_tokens));
+        // An assertion of the library must end one request, not a process.
+        let encoding = catch_unwind(encode).map_err(|_| "the library panicked".to_owned())?;
         let encoding = encoding.map_err(|err| err.to_string())?;
         Ok(Arc::from(encoding.get_ids()))
     }

@@ -109,8 +109,8 @@ impl PromptTokenizer {
         let source = files.chat_template.as_deref();
         let template = ChatTemplate::new(source, special_tokens, Zoned::now);
         let fingerprint = files.fingerprint(template.caps());
-        if let Some(defect) = template.defect() {
-            tracing::warn!("{defect}; chat prompts are counted in characters");
+        if let Some(problem) = template.defect().or(template.warning()) {
+            tracing::warn!("{problem}; chat prompts are counted in characters");
         }
         tracing::info!(
             vocabulary = encoder.tokenizer().vocab_size(),

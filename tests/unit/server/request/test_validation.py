@@ -122,13 +122,13 @@ def test_conversation_of_many_messages_is_read_beside_the_event_loop(
 ) -> None:
     threads = []
 
-    encode = ChatTemplate.encode
+    encode = ChatTemplate.encode_messages
 
     def recorded(template: ChatTemplate, *args: Any) -> array[int]:
         threads.append(threading.current_thread() is threading.main_thread())
         return encode(template, *args)
 
-    monkeypatch.setattr(ChatTemplate, "encode", recorded)
+    monkeypatch.setattr(ChatTemplate, "encode_messages", recorded)
     for count in (1, 2000):
         with contextlib.suppress(PromptTooLong):
             form(make(), messages=[{"role": "user", "content": "x"}] * count)

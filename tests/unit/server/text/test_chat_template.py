@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,27 @@ def test_without_a_template_chat_is_refused_with_advice() -> None:
 def test_broken_or_hostile_templates_are_a_400(source: str) -> None:
     with pytest.raises(BadRequest):
         render(ChatTemplate(source, {}), [{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("source", "warning"),
+    [
+        (None, None),
+        ("{{ messages[0].content }}", None),
+        ("{{ raise_exception('two messages are needed') }}", None),
+        ("a\n{{ messages.swap() }}", r"fails on a plain conversation: unknown method: .*chat:2"),
+        ("a\n{% for %}", r"does not compile \(.*chat:2"),
+    ],
+)
+def test_template_that_cannot_be_used_is_reported_with_its_line(
+    source: str | None, warning: str | None
+) -> None:
+    found = ChatTemplate(source, {}).warning
+    if warning is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(warning, found)
 
 
 def test_template_sources_in_order_of_preference(tmp_path: Path) -> None:
