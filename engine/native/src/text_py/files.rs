@@ -14,7 +14,7 @@ use pyo3::types::PyBytes;
 use super::template::PyChatTemplate;
 use super::tokenizer::PyTokenizer;
 
-/// What the files of a directory say about its tokenizer and its chat template.
+/// Tokenizer and chat template, as the files of a directory define them.
 #[pyclass(frozen, name = "TokenizerFiles", module = "baton._native")]
 pub struct PyTokenizerFiles {
     files: TokenizerFiles,

@@ -25,7 +25,7 @@ const MIN_SEGMENT: usize = 64;
 /// Segments remembered at most; their bytes are what usually limits them.
 const MAX_SEGMENTS: usize = 1 << 20;
 
-/// What the caches may hold.
+/// Limits of the caches.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct CacheLimits {
     /// Most texts, and their memory [bytes]; `None`: whole texts are not remembered.

@@ -20,7 +20,7 @@ use crate::template::TemplateCaps;
 /// Reads a file: `std::fs::read`.
 pub type FileReader<'a> = &'a dyn Fn(&Path) -> io::Result<Vec<u8>>;
 
-/// What the files of a directory say about its tokenizer and its chat template.
+/// Tokenizer and chat template, as the files of a directory define them.
 #[derive(Debug)]
 pub struct TokenizerFiles {
     dir: PathBuf,
