@@ -134,9 +134,11 @@ def base_image(tools: Tools) -> str:
         merged = (
             f"--hook-dir={hooks}/usr/share/mmdebstrap/hooks/merged-usr"  # else usrmerge brings perl
         )
-        partial = archive.with_suffix(".partial.tar")
-        run("mmdebstrap", "--variant=minbase", merged, *exclude, SUITE, partial, env=tools.env)
-        partial.rename(archive)
+        # Two runs may make it at the same time: the directory is shared by all checkouts.
+        with tempfile.TemporaryDirectory(dir=cache_directory()) as folder:
+            partial = Path(folder) / archive.name
+            run("mmdebstrap", "--variant=minbase", merged, *exclude, SUITE, partial, env=tools.env)
+            partial.rename(archive)
     image_of(tools, name, archive, "add")
     return name
 

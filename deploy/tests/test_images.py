@@ -131,7 +131,7 @@ def bundle(tools: Tools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack(tools, name, tmp_path_factory.mktemp("image"))
 
 
-built = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.xdist_group("images")]
+built = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def bytes_of(folder: Path) -> int:

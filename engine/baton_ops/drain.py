@@ -34,8 +34,8 @@ from typing import Any
 
 from baton.config.flags import FlagParser, add_flags, exit_with_mistakes, flags_table, opt
 from baton.errors import counted
-from baton_ops.clients.flags import API_KEY_ENV
-from baton_ops.clients.http_client import NO_HTTP
+from baton_ops.clients.flags import API_KEY_ENV, make_client
+from baton_ops.clients.http_client import NO_HTTP, connection_remedy
 from baton_ops.clients.kubectl import Kubectl, KubectlError
 
 PROG = "baton drain"
@@ -71,6 +71,9 @@ class DrainConfig:
     status: bool = opt(False, "show what is left, change nothing")
     json: bool = opt(False, "print one JSON object per look instead of text")
     key: str | None = opt(None, "key of engines, or of the router's control plane", env=API_KEY_ENV)
+    ca_cert: str | None = opt(
+        None, "PEM file of an authority to trust besides the system's, for https addresses"
+    )
     router: str | None = opt(
         None, "URL of a router that passes orders for pods on, instead of kubectl exec"
     )
@@ -139,6 +142,7 @@ class UrlPlace:
     name: str
     url: str
     key: str | None
+    opener: urllib.request.OpenerDirector
 
     def ask(self, verb: str) -> DrainReport:
         answer = self._send_request(
@@ -174,21 +178,23 @@ class UrlPlace:
         url = f"{self.url.rstrip('/')}/{path}"
         request = urllib.request.Request(url, method=method, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=ASK_SECS) as answer:
+            with self.opener.open(request, timeout=ASK_SECS) as answer:
                 report = json.load(answer)
         except urllib.error.HTTPError as err:
             raise self._make_refusal(err, method, path) from err
         except urllib.error.URLError as err:
             if isinstance(err.reason, ConnectionRefusedError):
                 raise Gone(f"{url}: nothing listens there ({err.reason})") from err
-            raise DrainFailed(f"{url} cannot be asked: {err.reason}") from err
+            remedy = connection_remedy(self.url, str(err.reason).lower())
+            advice = f"; {remedy}" if remedy else ""
+            raise DrainFailed(f"{url} cannot be asked: {err.reason}{advice}") from err
         except (
             OSError,
             ValueError,
         ) as err:  # cut or silent connections, and answers that are no JSON
             raise DrainFailed(f"{url} gave no answer that can be read: {err}") from err
         except http.client.HTTPException as err:
-            remedy = f"if it wants TLS, give https://{self.url.partition('://')[2]}"
+            remedy = connection_remedy(self.url, NO_HTTP)
             raise DrainFailed(f"{url}: {NO_HTTP}; {remedy}") from err
         if not isinstance(report, dict):
             raise DrainFailed(f"{url} answered {report!r}; is it an engine or a router of Baton?")
@@ -258,6 +264,7 @@ Place = UrlPlace | PodPlace
 def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
     """Raises DrainFailed for pods that cannot be found."""
     kubectl = Kubectl(config.kubectl, config.namespace, EXEC_SECS)
+    opener = make_client(PROG, config.ca_cert).opener
     places: dict[str, Place] = {}
     for target in targets:
         kind, _, name = target.partition("/")
@@ -268,9 +275,9 @@ def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
                 "pods", "-l", config.selector, "--field-selector", f"spec.nodeName={name}"
             )
         else:
-            places[target] = UrlPlace(target, target.rstrip("/"), config.key)
+            places[target] = UrlPlace(target, target.rstrip("/"), config.key, opener)
             continue
-        engines = [place for pod in pods for place in _find_engines(pod, config, kubectl)]
+        engines = [place for pod in pods for place in _find_engines(pod, config, kubectl, opener)]
         if not engines:
             raise DrainFailed(
                 f"{target}: no running pod of {len(pods)} has an engine (a container port named http…)"
@@ -279,7 +286,12 @@ def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
     return list(places.values())
 
 
-def _find_engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) -> Iterator[Place]:
+def _find_engines(
+    pod: dict[str, Any],
+    config: DrainConfig,
+    kubectl: Kubectl,
+    opener: urllib.request.OpenerDirector,
+) -> Iterator[Place]:
     """Engines of a pod: containers with a port whose name begins with http.
 
     A pod that ends has none.
@@ -303,7 +315,7 @@ def _find_engines(pod: dict[str, Any], config: DrainConfig, kubectl: Kubectl) ->
             yield PodPlace(name, meta["name"], container, url, kubectl)
         else:
             worker = f"{config.router.rstrip('/')}/workers/{urllib.parse.quote(url, safe='')}"
-            yield UrlPlace(name, worker, config.key)
+            yield UrlPlace(name, worker, config.key, opener)
 
 
 # ---- the command ---------------------------------------------------------------------------------

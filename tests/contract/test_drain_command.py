@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -212,6 +215,51 @@ def test_key_and_unreachable_targets(path: str) -> None:
     gone = baton_drain(url)
     assert (gone.returncode, gone.stdout) == (1, "")
     assert "nothing listens there" in gone.stderr
+
+
+class DrainedNode(http.server.BaseHTTPRequestHandler):
+    """Answers every request as an idle engine that drains."""
+
+    def do_POST(self) -> None:
+        body = json.dumps({"state": "draining", "is_drained": True, "left": {}}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: the test reads the command's output."""
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_node_behind_tls_is_drained_with_the_authority_of_its_certificate(tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    certificate = tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-subj", "/CN=node", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), DrainedNode) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"https://127.0.0.1:{server.server_address[1]}"
+        unknown = baton_drain(url)
+        known = baton_drain(url, "--ca-cert", str(certificate))
+        server.shutdown()
+    assert unknown.returncode == 1
+    assert "give the authority of its certificate with --ca-cert FILE" in unknown.stderr
+    assert (known.returncode, known.stderr) == (0, "")
+    assert f"{url}  draining  nothing left" in known.stdout
+
+
+def test_certificate_file_that_cannot_be_read_is_a_wrong_flag() -> None:
+    ended = baton_drain("https://127.0.0.1:1", "--ca-cert", "/no-such-file")
+    assert ended.returncode == 2
+    assert "--ca-cert /no-such-file: No such file or directory" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from baton.server.text.detokenizer import REPLACEMENT, Detokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from baton.config import build_config
 from baton.errors import ConfigError
 from baton.models.spec_reader import read_spec
 from baton.server.text import model_info
-from baton.server.text.detokenizer import REPLACEMENT, Detokenizer
 from baton.server.text.tokenizer import Tokenizer
 from tests.support.models.checkpoint_variants import RULES, write_variant
 from tests.support.models.checkpoints import reference_greedy

@@ -359,3 +359,17 @@ def test_preemption_without_a_cache_does_not_make_the_important_wait_longer() ->
     median, preemptions = median_wait_of_the_important(10)
     assert none == 0 < preemptions
     assert median <= without
+
+
+def test_request_short_of_pages_beside_its_own_prefix_preempts() -> None:
+    """Evicting its cached prefix would free enough pages, and would leave it more to compute."""
+    node = Node(Limits(100, 4, 8, 100, 256, priority=PRIORITY), depth=1)
+    node.sched.add(asked(0, [2] * 200, 1, 0))
+    node.run()
+    node.sched.add(asked(1, [1] * 8, 100, 0))
+    node.step()
+    node.sched.add(asked(2, [2] * 392, 4, 9))
+    node.step()
+    assert set(node.sched._state.running) == {2}
+    node.run()
+    assert node.sched._state.memory.hit_tokens["device"] == 200

@@ -320,6 +320,23 @@ def test_request_that_waits_for_all_pages_is_not_passed_for_ever() -> None:
     assert len(node.outputs) >= 5, "others passed it at first"
 
 
+def test_request_whose_own_prefix_is_the_evictable_part_is_not_passed_for_ever() -> None:
+    """Its cached prefix is no room for it: it reserves pages although evicting the prefix would free enough."""
+    node = Node(Limits(100, 4, 32, 1000, 64), depth=1)
+    node.sched.add(request(0, [2] * 200, 1))
+    node.run()
+    node.sched.add(request(1, [1] * 8, 40, ignore_eos=True))
+    node.step()
+    node.sched.add(request(2, [2] * 396, 4, ignore_eos=True))
+    handle = 2
+    while not node.outputs.get(2):
+        if node.steps % 25 == 0:
+            handle += 1
+            node.sched.add(request(handle, [1] * 8, 40, ignore_eos=True))
+        node.step()
+        assert node.steps < 400, "the large request starves"
+
+
 @pytest.mark.parametrize("share", ["none", "tenants"])
 def test_reserved_request_does_not_start_behind_max_partial_prefills_either(share: str) -> None:
     """Pages become free while request 2, which precedes it, is computed in part."""

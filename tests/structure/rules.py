@@ -78,6 +78,7 @@ A space also stands for the `_` of an identifier; CamelCase is read as snake_cas
 """
 OUTSIDE = (
     "PARKED",
+    'tag = "news"',
     '"told"',
     "`told`",
     "utilisation_ratio",

@@ -409,6 +409,16 @@ class RadixCache:
             node = node.parent
         return count
 
+    def unlocked_pages(self, probe: PrefixProbe) -> int:
+        """Pages of a probe's prefix that nothing locks: locking it would leave so many fewer
+        evictable. O(depth).
+        """
+        node = probe.node
+        while node.parent is not None and not node.locks:
+            node = node.parent
+        locked_pages = sum(len(ancestor.pages) for ancestor in node.path())
+        return max(probe.num_tokens // self.page_size - locked_pages, 0)
+
     def branch_pages(self, node: RadixNode) -> int:
         """Pages that `evict_branch` would free."""
         pages = 0

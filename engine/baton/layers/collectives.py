@@ -57,9 +57,9 @@ class TpContext:
     meeting_point: Path
     """See `init_group`."""
     broadcast: Callable[[bytes], None] | None = None
-    """The first rank's way to tell all others a step (Runner)."""
+    """Sends a step to all other ranks; set on the first rank."""
     receive: Callable[[], bytes] | None = None
-    """Another rank's way to wait for the next one."""
+    """Waits for the next step; set on the other ranks."""
 
 
 class ProcessGroup(Collectives):

@@ -70,7 +70,7 @@ class HttpClient:
         if ca_file is not None:
             context.load_verify_locations(ca_file)
         handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
-        self._opener = urllib.request.build_opener(*handlers)
+        self.opener = urllib.request.build_opener(*handlers)
 
     def get(self, url: str, key: str | None = None) -> HttpAnswer:
         return self._send_request(urllib.request.Request(url), key)
@@ -107,7 +107,7 @@ class HttpClient:
             headers["content-type"] = "application/json"
         request = urllib.request.Request(url, data, headers)
         try:
-            with self._opener.open(request, timeout=timeout_secs) as response:
+            with self.opener.open(request, timeout=timeout_secs) as response:
                 for line in response:
                     yield line.decode(errors="replace").rstrip("\r\n")
         except urllib.error.HTTPError as err:
@@ -125,7 +125,7 @@ class HttpClient:
             request.add_header("authorization", f"Bearer {key}")
         began = time.time()
         try:
-            with self._opener.open(request, timeout=timeout_secs) as response:
+            with self.opener.open(request, timeout=timeout_secs) as response:
                 text = response.read().decode(errors="replace")
                 return HttpAnswer(
                     response.status, text, "", _clock_offset(response.headers.get("date"), began)

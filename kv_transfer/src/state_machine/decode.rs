@@ -377,17 +377,17 @@ impl DecodeRoom {
                 first_page, pages, ..
             } => {
                 self.mark_accepted();
-                let is_first_news = self.grant.is_none() && !self.is_announced();
+                let is_first_report = self.grant.is_none() && !self.is_announced();
                 if let Err(reason) = self.record_announced(first_page, &pages) {
                     return Ok(self.fail_room(ReasonCode::TransportBroken, reason));
                 }
-                return Ok(self.advance_with(is_first_news, now));
+                return Ok(self.advance_with(is_first_report, now));
             }
             DecodeEvent::Final { fin, .. } => {
                 self.mark_accepted();
-                let is_first_news = self.grant.is_none() && !self.is_announced();
+                let is_first_report = self.grant.is_none() && !self.is_announced();
                 self.fin.get_or_insert(fin);
-                return Ok(self.advance_with(is_first_news, now));
+                return Ok(self.advance_with(is_first_report, now));
             }
             DecodeEvent::Unreachable { code, reason }
             | DecodeEvent::Rejected { code, reason, .. } => {
@@ -527,8 +527,8 @@ impl DecodeRoom {
         actions
     }
 
-    fn advance_with(&mut self, is_first_news: bool, now: u64) -> Vec<DecodeAction> {
-        let mut actions = if is_first_news {
+    fn advance_with(&mut self, is_first_report: bool, now: u64) -> Vec<DecodeAction> {
+        let mut actions = if is_first_report {
             vec![DecodeAction::Announced]
         } else {
             vec![]

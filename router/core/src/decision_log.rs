@@ -76,7 +76,7 @@ pub enum LogEntry {
         role: Role,
         worker: WorkerId,
         #[serde(flatten)]
-        news: CacheUpdateRecord<ChangeRecord>,
+        update: CacheUpdateRecord<ChangeRecord>,
     },
     /// Caches of prefix trees were trimmed to their limits.
     Evict { role: Role, now_ms: u64 },
@@ -198,7 +198,7 @@ impl LogLine {
                 8 * asked.prompt.hashes.0.len() + 24 * ready + text
             }
             LogEntry::Cached {
-                news: CacheUpdateRecord::Changed { changes, .. },
+                update: CacheUpdateRecord::Changed { changes, .. },
                 ..
             } => 9 * changes.signs.len(),
             LogEntry::Observed { .. } | LogEntry::Cached { .. } | LogEntry::Evict { .. } => 0,

@@ -579,9 +579,9 @@ fn enter(fleet: &WorkerFleet, worker: &Arc<Worker>, described: Option<WorkerDesc
     let state = objection.map_or(WorkerState::Ready, |reason| WorkerState::Rejected {
         reason,
     });
-    let is_news = fleet.set_state(worker, state, Some(description));
+    let is_changed = fleet.set_state(worker, state, Some(description));
     worker.process_described(process);
-    if is_news && let Some(why) = fleet.incompatibility(worker) {
+    if is_changed && let Some(why) = fleet.incompatibility(worker) {
         tracing::warn!(url = %worker.url(), role = %worker.role(), why, "worker cannot be paired");
         fleet.probe_partners(worker);
     }

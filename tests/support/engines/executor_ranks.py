@@ -3,7 +3,7 @@
     with executors.engine(path, tp_size=2) as engine: answer(engine, prompts, greedy(8))
 
 An executor rank (`python -m tests.support.engines.executor_ranks`) executes steps as the real process does
-(server.worker.tensor_parallel.process.run_worker), engine after engine.
+(server.worker.tensor_parallel.process.run_executor), engine after engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.layers import collectives
 from baton.runtime.build import LoadedModel
 from baton.runtime.engine_loop import EngineLoop
 from baton.server.worker.tensor_parallel import channel
-from baton.server.worker.tensor_parallel.process import run_leader, run_worker
+from baton.server.worker.tensor_parallel.process import load_first_rank, run_executor
 from tests.support.engines.engine_run import FLAGS
 from tests.support.processes.front import REPO
 
@@ -74,7 +74,7 @@ class ExecutorProcesses:
             context: zmq.Context[Any] = zmq.Context()
             try:
                 group = channel.TpGroup(0, tp_size, Path(folder), 0)
-                loaded, orders = run_leader(config, group, context, show_nothing)
+                loaded, orders = load_first_rank(config, group, context, show_nothing)
                 touch(loaded)
                 engine = loaded.make_engine_loop()
                 try:
@@ -102,7 +102,7 @@ def main() -> None:
         config = EngineConfig(**job["config"])
         try:
             group = channel.TpGroup(job["tp_rank"], config.tp_size, Path(job["folder"]), 0)
-            run_worker(config, group, context, None, show_nothing)
+            run_executor(config, group, context, None, show_nothing)
             ending = "stopped"
         except Exception as err:  # noqa: BLE001 - the test asks for it
             collectives.leave_group()

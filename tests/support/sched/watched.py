@@ -487,6 +487,10 @@ class WatchedScheduler(Scheduler):
             f"request {head.handle} needed {need} of {available} pages and was not admitted, "
             f"{limits.step_tokens - used} tokens of budget were left: {plan and plan.stopped_by}"
         )
+        self.checked["pages kept for a refused request"] += 1
+        assert self._planner.reservation.current is not None, (
+            f"request {head.handle} lacks pages and none are kept for it: others may pass it for ever"
+        )
 
     def _rest(self, one: Seq, ratio: float) -> int:
         left = one.max_new_tokens - (len(one.tokens) - one.prompt_len) - one.inflight

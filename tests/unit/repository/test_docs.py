@@ -186,7 +186,9 @@ def test_engine_flags_in_the_docs_exist() -> None:
         "--quick",
         "--cpu",
         "--into",
-    }  # tests/perf/bench_gpu.py, tests/gpu
+        "--baseline",
+        "--pace",
+    }  # tests/perf/bench_gpu.py, tests/perf/bench_front, tests/gpu
     lines = re.findall(r"^([a-z0-9 -]+): ", refused, re.MULTILINE)
     known |= {f"--{name}" for line in lines for name in line.split()} | {
         "--vllm-pd-disaggregation"

@@ -30,19 +30,23 @@ from baton.cache.kv_events import KvEventLog
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import TOKEN_BYTES, PrefixMatch, RadixCache, RadixNode
 from baton.sched.memory.demand import KnownAnswer, NewTokenRatio, peak_growth
-from baton.sched.policies.base import cached_tokens
+from baton.sched.policies.base import cached_tokens, refresh_probe
 from baton.sched.setup.limits import Limits
 from baton.sched.types.sequence import Seq, SeqState
 
 HIT_SOURCES = ("device", "in_flight", "host", "decode_tree", "rematch")
 """Where the pages came from that a sequence did not compute:
 
-device       this node's tree, computed earlier (admission, or between two chunks of a prompt)
-in_flight    this node's tree, scheduled by a step that had not committed yet: prompts that arrive
-together host         the host tier: evicted from this node's tree, and copied back decode_tree  D:
-its own tree, so that P does not send them rematch      found again by a request that had released
-its pages (retraction, preemption, suspension): no saving over
-             a run without them, and counted in no request's cached_tokens
+| source | pages of |
+|---|---|
+| `device` | this node's tree, computed earlier (admission, or between two chunks of a prompt) |
+| `in_flight` | this node's tree, scheduled by a step that had not committed yet |
+| `host` | the host tier: evicted from this node's tree, and copied back |
+| `decode_tree` | D: its own tree, so that P does not send them |
+| `rematch` | found again by a request that had released its pages |
+
+`in_flight` is of prompts that arrive together. `rematch` (after a retraction, preemption or suspension)
+saves nothing over a run without them, and is counted in no request's cached_tokens.
 """
 
 COPY_RATE_SMOOTHING = 0.1
@@ -109,6 +113,14 @@ class KvManager:
     def cached_pages(self, seq: Seq) -> int:
         """Pages of a waiting sequence that the tree holds now."""
         return cached_tokens(seq, self.cache) // self.page_size
+
+    def available_to(self, seq: Seq) -> int:
+        """Pages that an allocation for a waiting sequence can get: it is going to share its cached
+        prefix, and evicting that makes no room for it.
+        """
+        if seq.pages:
+            return self.available
+        return self.available - self.cache.unlocked_pages(refresh_probe(seq, self.cache))
 
     def answer_tokens(self, seq: Seq) -> int:
         """Tokens that the rest of the answer is expected to have; exactly those that ignore_eos

@@ -15,8 +15,12 @@ class AdmissionEstimate:
         self._state = state
         self._growth = growth
 
-    def pages_for(self, seq: Seq, cached_pages: int) -> int:
-        """Pages that should be available before a waiting sequence is admitted."""
+    def pages_for(self, seq: Seq, *, cached_pages: int, available: int) -> int:
+        """Pages that should be available before a waiting sequence is admitted.
+
+        Args:
+            available: free or evictable pages beside its cached prefix.
+        """
         state = self._state
         memory = state.memory
         work = memory.pages(len(seq.tokens)) - cached_pages
@@ -25,7 +29,7 @@ class AdmissionEstimate:
         answer_pages = memory.pages(memory.answer_tokens(seq))
         need = work + answer_pages + memory.watermark
         growth = self._growth.pages()
-        is_decided_by_growth = need + growth > memory.available >= need
+        is_decided_by_growth = need + growth > available >= need
         if is_decided_by_growth and any(s.has_fixed_length for s in state.running.values()):
             peak = memory.peak_growth(list(self._growth.growing()))
             growth = min(growth, peak)

@@ -43,8 +43,10 @@ class PreemptionPlanner:
         waiting = (seq for seq in state.waiting.in_order() if not seq.inflight_steps)
         preemptors = state.sharing.preview_order(waiting, MAX_PREEMPTORS)
         for slots, seq in enumerate(preemptors, start=1):
-            need = self._estimate.pages_for(seq, memory.cached_pages(seq))
-            short = need - memory.available
+            available = memory.available_to(seq)
+            cached_pages = memory.cached_pages(seq)
+            need = self._estimate.pages_for(seq, cached_pages=cached_pages, available=available)
+            short = need - available
             if state.slots and short <= 0:
                 return
             lead = rule.base(seq) - least_priority

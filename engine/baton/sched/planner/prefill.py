@@ -193,10 +193,12 @@ class PrefillPlanner:
             return NO_SLOT_LEFT
         match = memory.match_prefix(seq, len(seq.tokens) - 1)
         num_cached = max(len(match.pages), len(seq.pages))
-        need = self._estimate.pages_for(seq, num_cached)
-        if need > memory.available or not self._reservation.may_pass(seq):
+        available = memory.available  # without the prefix, which is locked
+        need = self._estimate.pages_for(seq, cached_pages=num_cached, available=available)
+        lacks_pages = need > available
+        if lacks_pages or not self._reservation.may_pass(seq):
             memory.cache.unlock(match.node)
-            return self._refuse_candidate(seq, need)
+            return self._refuse_candidate(seq) if lacks_pages else REFUSED
         self._reservation.on_admitted(seq)
         state.dequeue(seq)
         state.start_running(seq)
@@ -210,15 +212,9 @@ class PrefillPlanner:
         seq.computed = seq.published * memory.page_size
         return None
 
-    def _refuse_candidate(self, seq: Seq, need: int) -> CandidateRefused:
-        """Refuse a request that needs more pages than there are, or would pass a reservation.
-
-        Pages are kept for it only if they are missing now that its cached prefix is unlocked, and
-        evictable with it.
-        """
+    def _refuse_candidate(self, seq: Seq) -> CandidateRefused:
+        """Refuse a request that lacks pages, and keep pages for it from now on."""
         memory = self._state.memory
-        if need <= memory.available:
-            return REFUSED
         has_reservation = self._reservation.reserve_pages(seq)
         least_need = memory.watermark + self._growth.pages()
         is_full = memory.available <= least_need

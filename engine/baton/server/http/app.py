@@ -22,7 +22,6 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from baton import DISTRIBUTION, errors
-from baton._native import id_spellings
 from baton.config import SECRETS, EngineConfig, kv_events
 from baton.sched.metrics import step_log
 from baton.sched.setup.from_config import resolve_policy
@@ -53,6 +52,7 @@ from baton.server.response.answer_spec import AnswerFormat
 from baton.server.response.generation import Generation
 from baton.server.response.kv_event_stream import KvStreams
 from baton.server.text.model_info import ModelFacts
+from baton.server.text.native import native_extension
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankClient, RankSet
 from baton.server.worker.control import (
@@ -436,7 +436,7 @@ class HttpServer:
         )
         if any(r.ready for r in self.ranks.ranks):
             count += await self._abort_in_ranks(rid, rooms=list(rooms), everything=everything)
-            for other in [] if count or rid is None else id_spellings(rid)[1:]:
+            for other in [] if count or rid is None else native_extension().id_spellings(rid)[1:]:
                 count += await self._abort_in_ranks(other)
         return json_response({"success": True, "aborted": count})
 

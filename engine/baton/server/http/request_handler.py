@@ -22,7 +22,6 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from baton._native import broken_stream_end, plain_id
 from baton.errors import Aborted, Draining, EngineError, RateLimited
 from baton.server.http.http_utils import REQUEST_ID, encode_json, json_body_response, read_object
 from baton.server.http.tracer import SpanTracer
@@ -33,6 +32,7 @@ from baton.server.request.resume import EMIT_HEADER
 from baton.server.request.validation import AcceptedRequest, RequestValidator, with_deadline_headers
 from baton.server.response.answer_spec import AnswerFormat
 from baton.server.response.generation import ClientConnection, Generation
+from baton.server.text.native import native_extension
 from baton.server.worker.client import RankSet
 
 log = logging.getLogger("baton.front")
@@ -99,6 +99,7 @@ class RequestHandler:
     def live(self, rid: str) -> list[Generation]:
         """The requests that are being worked on with this rid, or else with this id but for the prefix of an API."""
         equal = [generation for generation in self._live if generation.rid == rid]
+        plain_id = native_extension().plain_id
         plain = plain_id(rid)
         return equal or [live for live in self._live if plain_id(live.rid) == plain]
 
@@ -236,7 +237,7 @@ class RequestHandler:
                 err = EngineError("internal error; the engine's log has the details")
             outcome = err.code
             generation.close()
-            await send(broken_stream_end(encode_json(err.body())))
+            await send(native_extension().broken_stream_end(encode_json(err.body())))
         await response.write_eof()
         return response, outcome
 

@@ -33,7 +33,6 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 import baton
-from baton._native import AnswerTable
 from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, parse_config, uses_four_bytes
 from baton.errors import ConfigError, EngineError, counted
 from baton.models import checkpoint
@@ -173,7 +172,7 @@ class _Launcher:
             push.set_hwm(SEND_QUEUE)
             push.bind(f"ipc://{folder}/rank{rank}")
         limit = self._config.max_running_requests + self._config.max_queued_requests
-        answers = AnswerTable(tokenizer.native, GAP_BUCKETS)
+        answers = native_extension().AnswerTable(tokenizer.native, GAP_BUCKETS)
         return context, RankSet(pull, pushes, limit, answers, self._config.tp_size)
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, front: HttpServer) -> str:

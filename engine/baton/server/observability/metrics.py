@@ -13,7 +13,7 @@ import itertools
 import math
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -339,77 +339,84 @@ class EngineMetrics:
         self.model_name = model
         self.table: dict[Spec, Collector] = {}
         """Metrics of the front."""
-        counter = partial(self._add, prometheus.Counter)
-        gauge = partial(self._add, prometheus.Gauge)
-        histogram = partial(self._add, prometheus.Histogram)
-        self.requests = counter(
-            "http_requests",
-            "requests answered, by endpoint and outcome ('ok' or an error code)",
-            ("endpoint", "code"),
-        )
-        self.in_flight = gauge(
-            "requests_in_flight", "requests this process is working on", ("endpoint",)
-        )
-        self.ttft = histogram(
-            "ttft_seconds",
-            "arrival of the request to its first token",
-            (MODEL, "endpoint"),
-            buckets=STAGE_BUCKETS,
-        )
-        self.gaps = self._add_gaps(model)
-        self.e2e = histogram(
-            "e2e_seconds",
-            "arrival of the request to the end of its answer",
-            (MODEL, "endpoint"),
-            buckets=STAGE_BUCKETS,
-        )
-        self.prompt_tokens = counter("prompt_tokens", "prompt tokens of answered requests")
-        self.cached_tokens = counter(
-            "cached_prompt_tokens", "of these, tokens that prefill did not compute for the request"
-        )
-        self.completion_tokens = counter(
-            "completion_tokens", "tokens generated for answered requests"
-        )
-        self.prompt_length = histogram(
-            "request_prompt_tokens", "prompt length of a request", buckets=TOKEN_BUCKETS
-        )
-        self.completion_length = histogram(
-            "request_completion_tokens", "answer length of a request", buckets=TOKEN_BUCKETS
-        )
-        self.disconnects = counter(
-            "client_disconnects", "requests whose client left before the answer's end", ("phase",)
-        )
-        self.keepalives = counter("keepalives", "SSE comments sent while a request waited")
-        self.ignored = counter("ignored_parameters", "unknown request fields that had no effect")
-        self.rate_limited = counter(
-            "tenant_rate_limited",
-            "requests refused with 429: their tenant's tokens_per_minute are used up",
-        )
-        self.trace_spans = counter(
-            "trace_spans",
-            "spans of --enable-trace: exported, dropped (the queue was full) or failed (the collector)",
-            ("result",),
-        )
-        self.ready = gauge("ready", "1 when a request sent now would be accepted")
-        self.state = gauge(
-            "state",
-            "1 for the state in force: starting, loading, ready, draining or dead",
-            ("state",),
-        )
-        self.load_progress = gauge(
-            "load_progress_ratio", "share of the model's weights that are in memory, 0 to 1"
-        )
-        self.ranks_alive = gauge("ranks_alive", "DP ranks of this engine that live")
+        self._add_request_metrics()
+        self._add_state_metrics()
         self._add_build_info(version, mode)
-        self.kv_routes_refused = counter("kv_routes_refused", ROUTES_REFUSED_HELP, ("code",))
-        for code in ROUTE_REFUSALS:
-            self.kv_routes_refused.labels(code)
+        self._add_route_refusals()
         prometheus.ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
         self._ranks = _RankCollector(model)
         self.registry.register(self._ranks)
         self.registry.register(
             metric_aliases.CompatCollector(compat_names, model, page_size, PREFIX, self._native)
         )
+
+    def _add_request_metrics(self) -> None:
+        self.requests = self._add_counter(
+            "http_requests",
+            "requests answered, by endpoint and outcome ('ok' or an error code)",
+            ("endpoint", "code"),
+        )
+        self.in_flight = self._add_gauge(
+            "requests_in_flight", "requests this process is working on", ("endpoint",)
+        )
+        self.ttft = self._add_histogram(
+            "ttft_seconds",
+            "arrival of the request to its first token",
+            (MODEL, "endpoint"),
+            buckets=STAGE_BUCKETS,
+        )
+        self.gaps = self._add_gaps(self.model_name)
+        self.e2e = self._add_histogram(
+            "e2e_seconds",
+            "arrival of the request to the end of its answer",
+            (MODEL, "endpoint"),
+            buckets=STAGE_BUCKETS,
+        )
+        self.prompt_tokens = self._add_counter(
+            "prompt_tokens", "prompt tokens of answered requests"
+        )
+        self.cached_tokens = self._add_counter(
+            "cached_prompt_tokens", "of these, tokens that prefill did not compute for the request"
+        )
+        self.completion_tokens = self._add_counter(
+            "completion_tokens", "tokens generated for answered requests"
+        )
+        self.prompt_length = self._add_histogram(
+            "request_prompt_tokens", "prompt length of a request", buckets=TOKEN_BUCKETS
+        )
+        self.completion_length = self._add_histogram(
+            "request_completion_tokens", "answer length of a request", buckets=TOKEN_BUCKETS
+        )
+        self.disconnects = self._add_counter(
+            "client_disconnects", "requests whose client left before the answer's end", ("phase",)
+        )
+        self.keepalives = self._add_counter(
+            "keepalives", "SSE comments sent while a request waited"
+        )
+        self.ignored = self._add_counter(
+            "ignored_parameters", "unknown request fields that had no effect"
+        )
+        self.rate_limited = self._add_counter(
+            "tenant_rate_limited",
+            "requests refused with 429: their tenant's tokens_per_minute are used up",
+        )
+        self.trace_spans = self._add_counter(
+            "trace_spans",
+            "spans of --enable-trace: exported, dropped (the queue was full) or failed (the collector)",
+            ("result",),
+        )
+
+    def _add_state_metrics(self) -> None:
+        self.ready = self._add_gauge("ready", "1 when a request sent now would be accepted")
+        self.state = self._add_gauge(
+            "state",
+            "1 for the state in force: starting, loading, ready, draining or dead",
+            ("state",),
+        )
+        self.load_progress = self._add_gauge(
+            "load_progress_ratio", "share of the model's weights that are in memory, 0 to 1"
+        )
+        self.ranks_alive = self._add_gauge("ranks_alive", "DP ranks of this engine that live")
 
     def _add_gaps(self, model: str) -> _GapCollector:
         gaps = _GapCollector(
@@ -423,6 +430,26 @@ class EngineMetrics:
         labels = ("version", "python", "mode", "model")
         build = self._add(prometheus.Gauge, "build_info", "version and mode, value 1", labels)
         build.labels(version, platform.python_version(), mode, self.model_name).set(1)
+
+    def _add_route_refusals(self) -> None:
+        self.kv_routes_refused = self._add_counter(
+            "kv_routes_refused", ROUTES_REFUSED_HELP, ("code",)
+        )
+        for code in ROUTE_REFUSALS:
+            self.kv_routes_refused.labels(code)
+
+    def _add_counter(
+        self, name: str, help: str, labels: tuple[str, ...] = ()
+    ) -> prometheus.Counter:
+        return self._add(prometheus.Counter, name, help, labels)
+
+    def _add_gauge(self, name: str, help: str, labels: tuple[str, ...] = ()) -> prometheus.Gauge:
+        return self._add(prometheus.Gauge, name, help, labels)
+
+    def _add_histogram(
+        self, name: str, help: str, labels: tuple[str, ...] = (), *, buckets: Sequence[float]
+    ) -> prometheus.Histogram:
+        return self._add(prometheus.Histogram, name, help, labels, buckets=buckets)
 
     def _add(
         self, kind: type[M], name: str, help: str, labels: tuple[str, ...] = (), **more: Any

@@ -1,6 +1,6 @@
 """How the text layer is to give an answer, as `baton._native.AnswerTable.open` takes it.
 
-The field names are those of the Rust struct (engine/text/src/answers/spec.rs); it is encoded as MessagePack.
+The field names are those of the Rust struct (engine/text/src/answers/spec.rs); it is encoded as msgpack.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton._native import AnswerCounts, FirstToken
 from baton.errors import EngineError, RequestTimeout
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages
@@ -30,6 +30,9 @@ from baton.server.observability.spans import ParentSpan
 from baton.server.request.validation import AcceptedRequest, PromptItem
 from baton.server.response.answer_spec import AnswerFormat, AnswerSpec, ChoiceSpec, encode_spec
 from baton.server.worker.client import RankClient, RankSet
+
+if TYPE_CHECKING:  # launch reports a missing extension in a sentence
+    from baton._native import AnswerCounts, FirstToken
 
 DEADLINE_GRACE_SECS = 5.0
 """The rank ends a request at its deadline; the front waits this much longer before it does it itself."""

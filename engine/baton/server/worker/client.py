@@ -18,12 +18,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import zmq
 
-from baton._native import AnswerCounts, AnswerTable, FailedAnswer, FedBatch, FirstToken
 from baton.errors import (
     EngineDead,
     EngineError,
@@ -36,6 +35,9 @@ from baton.errors import (
 from baton.sched.types.request import ValidatedRequest
 from baton.server.worker import messages
 from baton.server.worker.control import ControlOperation, operation_name
+
+if TYPE_CHECKING:  # launch reports a missing extension in a sentence
+    from baton._native import AnswerCounts, AnswerTable, FailedAnswer, FedBatch, FirstToken
 
 log = logging.getLogger("baton.front")
 

@@ -60,7 +60,7 @@ from baton.server.worker.kv_events.publisher import KvPublisher
 from baton.server.worker.log_file import LOG_BYTES, TRACE_BYTES, LogFile, path_of_rank
 from baton.server.worker.rank_config import BootstrapAddress, RankConfig, decode_line
 from baton.server.worker.tensor_parallel import channel
-from baton.server.worker.tensor_parallel.process import run_leader, run_worker
+from baton.server.worker.tensor_parallel.process import load_first_rank, run_executor
 from baton.server.worker.tensor_parallel.transfer_node import TpTransferNode
 
 if TYPE_CHECKING:
@@ -90,24 +90,24 @@ def main() -> int:
     rank_config = decode_line(line)
     config = rank_config.config
     dp_rank = rank_config.dp_rank
-    team = None
+    tp_group = None
     if config.tp_size > 1:
         folder = Path(rank_config.folder)
-        team = channel.TpGroup(rank_config.tp_rank, config.tp_size, folder, dp_rank)
-    name = f"rank{dp_rank}" + (f".{team.tp_rank}" if team else "")
+        tp_group = channel.TpGroup(rank_config.tp_rank, config.tp_size, folder, dp_rank)
+    name = f"rank{dp_rank}" + (f".{tp_group.tp_rank}" if tp_group else "")
     logs.start_logs(config.log_level, config.log_format, name)
     context: zmq.Context[Any] = zmq.Context()
     pull = context.socket(zmq.PULL)
     push = context.socket(zmq.PUSH)
-    if team is None or team.tp_rank == 0:
+    if tp_group is None or tp_group.tp_rank == 0:
         pull.connect(rank_config.to_rank)
     push.connect(rank_config.to_front)
     try:
-        if team is not None and team.tp_rank:
-            report = LoadReports(push, dp_rank, team.tp_rank)
-            run_worker(config, team, context, rank_config.bootstrap, report)
+        if tp_group is not None and tp_group.tp_rank:
+            report = LoadReports(push, dp_rank, tp_group.tp_rank)
+            run_executor(config, tp_group, context, rank_config.bootstrap, report)
         else:
-            rank = RankProcess(rank_config, pull, push, team)
+            rank = RankProcess(rank_config, pull, push, tp_group)
             gc.collect()
             gc.freeze()  # modules and the model: a full collection within the loop would walk them for tens of ms
             rank.run()
@@ -155,7 +155,7 @@ class RankProcess:
     rank_config: RankConfig
     pull: zmq.Socket[bytes]
     push: zmq.Socket[bytes]
-    team: channel.TpGroup | None = None
+    tp_group: channel.TpGroup | None = None
 
     def __post_init__(self) -> None:
         config = self.rank_config.config
@@ -167,15 +167,17 @@ class RankProcess:
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._followers: channel.TpWorkers | None = None
+        self._executors: channel.TpExecutors | None = None
         loaded: LoadedModel | SimLoaded
         pids = [os.getpid()]
         report = LoadReports(self.push, self.dp_rank, 0)
-        if self.team is None:
+        if self.tp_group is None:
             loaded = _load(config, report)
         else:
-            loaded, self._followers = run_leader(config, self.team, self.pull.context, report)
-            pids += self._followers.pids
+            loaded, self._executors = load_first_rank(
+                config, self.tp_group, self.pull.context, report
+            )
+            pids += self._executors.pids
         self._info = {**loaded.info, "pids": pids}
         self._node: TransferRuntime | None = None
         driver = None
@@ -193,8 +195,8 @@ class RankProcess:
         self._poller.register(woken, zmq.POLLIN)
         if self._node is not None:
             self._poller.register(self._node.event_fd, zmq.POLLIN)
-        if self._followers is not None:
-            self._poller.register(self._followers.reports, zmq.POLLIN)
+        if self._executors is not None:
+            self._poller.register(self._executors.reports, zmq.POLLIN)
         self._kv = self._announce_cache()
         self._next_stats = 0.0
         self._last_stats: tuple[float, float] | None = None
@@ -233,9 +235,9 @@ class RankProcess:
         c = self.config
         own = transfer_setup.start(c, loaded.native_pool, loaded.layout, self.dp_rank, 0, bootstrap)
         runtime: TransferRuntime = own
-        if self._followers is not None:
+        if self._executors is not None:
             late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
-            runtime = TpTransferNode(own, self._followers, late_secs)
+            runtime = TpTransferNode(own, self._executors, late_secs)
         self._node = runtime
         if c.disaggregation_mode == "decode":
             return DecodeTransferDriver(runtime, c.request_timeout_secs, loaded.vocab_size)
@@ -270,9 +272,9 @@ class RankProcess:
         log.info("rank %d stops", self.dp_rank)
         if self._node is not None:
             self._node.close()
-        if self._followers is not None:
+        if self._executors is not None:
             self.engine.close()  # after the step that runs: the others are in it too
-            self._followers.stop()
+            self._executors.stop()
         for file in (self._decision_log, self._trace):
             if file is not None:
                 file.close()
@@ -413,8 +415,8 @@ class RankProcess:
                 counters[f'log_lines_dropped_total{{log="{name}"}}'] = file.dropped
         if self._kv is not None:
             counters["kv_event_batches_total"] = self._kv.batches
-        if self._followers is not None:
-            counters.update(self._followers.counters())
+        if self._executors is not None:
+            counters.update(self._executors.counters())
         reason = engine.not_accepting_reason
         if self._node is not None:
             if reason is not None and not self._has_dumped_rooms:

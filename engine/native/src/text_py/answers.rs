@@ -31,7 +31,7 @@ struct PyFedBatch {
     has_output: bool,
 }
 
-/// First tokens of a choice. `stages`: FirstTokenStages as MessagePack, where the rank tells them.
+/// First tokens of a choice. `stages`: FirstTokenStages as msgpack, where the rank tells them.
 #[pyclass(name = "FirstToken", frozen, get_all, module = "baton._native")]
 struct PyFirstToken {
     answer: u64,
@@ -66,7 +66,7 @@ impl PyAnswerTable {
         }
     }
 
-    /// Begin an answer: its id. `spec`: AnswerSpec as MessagePack. Raises ValueError.
+    /// Begin an answer: its id. `spec`: AnswerSpec as msgpack. Raises ValueError.
     fn open(&self, py: Python<'_>, spec: &[u8]) -> PyResult<u64> {
         let opened = py.detach(|| {
             let spec: AnswerSpec = rmp_serde::from_slice(spec)?;

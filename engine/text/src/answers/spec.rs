@@ -1,5 +1,5 @@
 //! How an answer is to be given, as the front states it (`AnswerSpec` of
-//! engine/baton/server/response/answer_spec.py, as MessagePack).
+//! engine/baton/server/response/answer_spec.py, as msgpack).
 
 use serde::Deserialize;
 

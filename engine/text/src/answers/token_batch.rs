@@ -1,4 +1,4 @@
-//! Message of a rank with the tokens of one step: MessagePack, as engine/baton/server/worker/messages.py
+//! Message of a rank with the tokens of one step: msgpack, as engine/baton/server/worker/messages.py
 //! (`TokenBatch`) encodes it.
 
 use std::borrow::Cow;

@@ -14,12 +14,12 @@ pub mod answer_end;
 pub mod body;
 pub mod input_logprobs;
 pub mod prompt_limit;
-mod response_id;
+mod response_ids;
 pub mod resume;
 pub mod sse;
 pub mod write;
 
-pub use response_id::{id_spellings, response_id};
+pub use response_ids::{id_spellings, response_id};
 use serde::Deserialize;
 
 /// An API that generates text.

@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn news_of_a_room_does_not_end_it() {
+    fn report_on_a_room_does_not_end_it() {
         let events = EventQueue::new(1).expect("eventfd");
         assert!(
             !events.push_event(NodeEvent::Announced { room: 1 }),

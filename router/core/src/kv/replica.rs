@@ -14,10 +14,10 @@ use super::{BlockChange, BrokenTree, EngineBlockTree, KvEvent};
 /// Most changes passed on at once: the index is locked meanwhile.
 const PIECE: usize = 1024;
 
-/// News of a replica for the index.
+/// Update of the index from a replica.
 pub type CacheUpdate<'a> = CacheUpdateRecord<&'a [BlockChange]>;
 
-/// News of a replica, with its changes in one form or another.
+/// Update of the index from a replica, with its changes in one form or another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "news", rename_all = "snake_case")]
 pub enum CacheUpdateRecord<C> {

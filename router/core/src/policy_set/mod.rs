@@ -210,7 +210,7 @@ impl PolicySet {
                 Some(LogEntry::Cached {
                     role,
                     worker,
-                    news: update,
+                    update,
                 })
             },
         )

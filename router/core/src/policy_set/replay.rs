@@ -118,8 +118,12 @@ impl DecisionReplay {
         match &line.entry {
             LogEntry::Decided { asked, choices } => self.replay_decision(line.n, asked, choices),
             LogEntry::Observed { role, observed } => self.replay_event(*role, observed),
-            LogEntry::Cached { role, worker, news } => {
-                let changes = news.map_changes(ChangeRecord::block_changes);
+            LogEntry::Cached {
+                role,
+                worker,
+                update,
+            } => {
+                let changes = update.map_changes(ChangeRecord::block_changes);
                 for policies in [&self.policies, &self.evaluators] {
                     // The recorded run took or refused this update; the replay does the same.
                     let update = changes.map_changes(Vec::as_slice);

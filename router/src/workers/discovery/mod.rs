@@ -73,7 +73,7 @@ pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
     Ok(())
 }
 
-/// Time at which a source gave data last, also shown as a gauge. A source without news is alive as
+/// Time at which a source gave data last, also shown as a gauge. A source without changes is alive as
 /// long as this advances.
 #[derive(Clone)]
 struct AnswerTime {
@@ -193,7 +193,7 @@ impl DiscoveryFeed {
         for url in found.deleted.intersection(&self.kept.clone()) {
             self.drop_own(&fleet, url);
         }
-        self.let_go(&fleet);
+        self.drop_unneeded(&fleet);
         self.show(&fleet);
     }
 
@@ -249,7 +249,7 @@ impl DiscoveryFeed {
         };
         self.fresh.clear();
         if !self.kept.is_empty() {
-            self.let_go(&fleet);
+            self.drop_unneeded(&fleet);
             self.show(&fleet);
         }
         true
@@ -273,8 +273,8 @@ impl DiscoveryFeed {
         }
     }
 
-    /// Drain those of `kept` that are not needed.
-    fn let_go(&mut self, fleet: &Arc<WorkerFleet>) {
+    /// Drain the kept workers that are not needed any more.
+    fn drop_unneeded(&mut self, fleet: &Arc<WorkerFleet>) {
         let workers = fleet.workers();
         let kept = self.kept.iter().filter_map(|url| self.own.get(url));
         let kept: BTreeSet<u64> = kept.map(|worker| worker.id).collect();

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
-
 from baton._native import AnswerTable, FirstToken
+
 from baton.errors import EngineDead, EngineError, QueueFull, RequestTimeout
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest

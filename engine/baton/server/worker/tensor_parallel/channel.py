@@ -1,17 +1,18 @@
-"""The processes of a DP rank that compute together (--tp-size): the first one plans, the others do what it tells.
+"""The processes of a DP rank that compute together (--tp-size): TP rank 0 plans and broadcasts, the others execute.
 
-1. The front starts all of them alike; those with a `tp_rank` above 0 call `process.run_worker` instead of
+1. The front starts all of them alike; those with a `tp_rank` above 0 call `process.run_executor` instead of
    running a scheduler.
-2. They meet (layers.collectives.init_group), each loads its share of the model, and followers report that they did.
-3. Per step the first rank sends one message (runtime.runner.step_inputs) to each follower, then computes its own
-   part; they meet again in the model's collectives. Between steps a follower sleeps on its socket: no process waits
+2. They meet (layers.collectives.init_group), each loads its share of the model, and the executors (ranks 1 and up)
+   report that they did.
+3. Per step the first rank sends one message (runtime.runner.step_inputs) to each executor, then computes its own
+   part; they meet again in the model's collectives. Between steps an executor sleeps on its socket: no process waits
    in a collective for work to come.
-4. On P and D nodes every rank has a transfer runtime for its heads of each page, and followers do with theirs what the
-   first rank does with its own (server.worker.tensor_parallel.transfer_node), in one order with the steps; what they
-   hear, they report.
-5. An empty message ends a follower. Signals do not: a group ends together, and the front kills what is left of one.
+4. On P and D nodes every rank has a transfer runtime for its heads of each page, and executors do with theirs what the
+   first rank does with its own (server.worker.tensor_parallel.transfer_node), in one order with the steps, and report
+   the events of their runtimes.
+5. An empty message ends an executor. Signals do not: a group ends together, and the front kills what is left of one.
 
-Channel: one PUSH socket per follower, bound by the first rank in the engine's private directory (ADR 0009).
+Channel: one PUSH socket per executor, bound by the first rank in the engine's private directory (ADR 0009).
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("baton.tp")
 
 QUEUE = 1024
-"""Messages a follower may be behind by: calls about many requests come while it computes a step."""
+"""Messages an executor may be behind by: calls about many requests come while it computes a step."""
 EVENTS_AT_ONCE = 256
 ALIVE_EVERY_MS = 1000
 
 
 class OrderKind(Enum):
-    """First byte of a message to a follower; the empty message is STOP."""
+    """First byte of a message to an executor; the empty message is STOP."""
 
     STEP = b"s"
     CALL = b"n"
@@ -52,8 +53,8 @@ class OrderKind(Enum):
     STOP = b""
 
 
-class FollowerStuck(Exception):
-    """A follower lives and does nothing any more."""
+class ExecutorStuck(Exception):
+    """A live executor takes no more messages, or ends no more rooms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +71,21 @@ class TpGroup:
         return self.folder / f"meet{self.dp_rank}"
 
     def address(self, tp_rank: int) -> str:
-        """Where the socket of this rank listens: followers' orders, or at 0 their reports."""
+        """Where the socket of this rank listens: executors' orders, or at 0 their reports."""
         return f"ipc://{self.folder}/tp{self.dp_rank}.{tp_rank}"
 
 
 class TransferEvents(msgspec.Struct, tag="events"):
-    """Events of a follower's transfer runtime, as `poll` gives them; those of committed rooms without P's payload."""
+    """Events of an executor's transfer runtime, as `poll` gives them; those of committed rooms without P's payload."""
 
     tp_rank: int
     events: Sequence[NodeEvent]
     failure: str | None = None
-    """Why the follower's transfer runtime does not work any more."""
+    """Why the executor's transfer runtime does not work any more."""
 
 
-class Report(msgspec.Struct, tag="loaded"):
-    """A follower has its share of the model in memory. Pools must be equal: page ids mean the same everywhere."""
+class LoadedReport(msgspec.Struct, tag="loaded"):
+    """An executor has its share of the model in memory. Pools must be equal: page ids mean the same everywhere."""
 
     tp_rank: int
     pid: int
@@ -93,30 +94,30 @@ class Report(msgspec.Struct, tag="loaded"):
 
 
 encode_report = msgspec.msgpack.Encoder().encode
-report_decoder: msgspec.msgpack.Decoder[Report | TransferEvents] = msgspec.msgpack.Decoder(
-    Report | TransferEvents
+report_decoder: msgspec.msgpack.Decoder[LoadedReport | TransferEvents] = msgspec.msgpack.Decoder(
+    LoadedReport | TransferEvents
 )
 
 
-class TpWorkers:
-    """The first rank's side. Any thread may tell; the rest is one thread's."""
+class TpExecutors:
+    """The first rank's side. Any thread may send; all other methods belong to one thread."""
 
-    def __init__(self, context: zmq.Context[Any], team: TpGroup, timeout_secs: float) -> None:
-        self.team = team
+    def __init__(self, context: zmq.Context[Any], group: TpGroup, timeout_secs: float) -> None:
+        self.group = group
         self.pids: list[int] = []
         """Process ids in the order of TP ranks, from rank 1 on; known after `await_loaded`."""
         self._timeout_secs = timeout_secs
-        self._group: ProcessGroup | None = None
+        self._process_group: ProcessGroup | None = None
         self._lock = threading.Lock()
         """Guards the order sockets: steps come from the device thread, calls of transfer runtimes from the other."""
         self.reports = context.socket(zmq.PULL)
-        """Readable while `heard` has something."""
-        self.reports.bind(team.address(0))
-        self._orders = [context.socket(zmq.PUSH) for _ in range(1, team.tp_size)]
+        """Readable while `take_reports` has something."""
+        self.reports.bind(group.address(0))
+        self._orders = [context.socket(zmq.PUSH) for _ in range(1, group.tp_size)]
         for tp_rank, socket in enumerate(self._orders, 1):
             socket.set_hwm(QUEUE)
             socket.setsockopt(zmq.SNDTIMEO, int(timeout_secs * 1000))
-            socket.bind(team.address(tp_rank))
+            socket.bind(group.address(tp_rank))
 
     def await_loaded(self, own: LoadedModel) -> None:
         """Wait until all have loaded. No deadline: the front ends us when one of them dies.
@@ -126,7 +127,7 @@ class TpWorkers:
         reports = {}
         for _ in self._orders:
             report = report_decoder.decode(self.reports.recv())
-            assert isinstance(report, Report), "nothing happens before all have loaded"
+            assert isinstance(report, LoadedReport), "nothing happens before all have loaded"
             if (report.num_pages, report.host_pages) != (own.kv.num_pages, own.host_pages):
                 raise ValueError(
                     f"tensor-parallel rank {report.tp_rank} has {report.num_pages} pages and {report.host_pages} on "
@@ -134,24 +135,24 @@ class TpWorkers:
                 )
             reports[report.tp_rank] = report
         self.pids = [reports[tp_rank].pid for tp_rank in sorted(reports)]
-        self._group = own.group
+        self._process_group = own.group
 
     def send_step(self, order: bytes) -> None:
         self._broadcast(OrderKind.STEP, order)
 
     def send_call(self, call: TransferCall) -> None:
-        """Have all followers make this call on their transfer runtime."""
+        """Have all executors make this call on their transfer runtime."""
         self._broadcast(OrderKind.CALL, encode_call(call))
 
-    def heard(self) -> list[TransferEvents]:
-        """Reports of followers since the last call."""
+    def take_reports(self) -> list[TransferEvents]:
+        """Reports of executors since the last call."""
         found: list[TransferEvents] = []
         while True:
             try:
                 report = report_decoder.decode(self.reports.recv(zmq.DONTWAIT))
             except zmq.Again:
                 return found
-            assert isinstance(report, TransferEvents), "a follower loads once"
+            assert isinstance(report, TransferEvents), "an executor loads once"
             found.append(report)
 
     def stop(self) -> None:
@@ -165,22 +166,22 @@ class TpWorkers:
         collectives.leave_group()
 
     def _broadcast(self, kind: OrderKind, body: bytes) -> None:
-        """Raises FollowerStuck when a follower has not taken `QUEUE` messages in --dist-timeout."""
+        """Raises ExecutorStuck when an executor has not taken `QUEUE` messages in --dist-timeout."""
         message = kind.value + body
         with self._lock:
             for tp_rank, socket in enumerate(self._orders, 1):
                 try:
                     socket.send(message)
                 except zmq.Again:
-                    raise FollowerStuck(
+                    raise ExecutorStuck(
                         f"tensor-parallel rank {tp_rank} is {QUEUE} messages behind and took none for "
                         f"--dist-timeout {self._timeout_secs:g} s"
                     ) from None
 
     def counters(self) -> dict[str, float]:
         """For messages.StatsMessage: what the collectives of the first rank's process cost."""
-        assert self._group is not None, "await_loaded comes first"
+        assert self._process_group is not None, "await_loaded comes first"
         return {
-            "tp_collectives_total": self._group.calls,
-            "tp_collective_seconds_total": self._group.seconds,
+            "tp_collectives_total": self._process_group.calls,
+            "tp_collective_seconds_total": self._process_group.seconds,
         }

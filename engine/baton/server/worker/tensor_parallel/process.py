@@ -1,4 +1,4 @@
-"""Processes of a tensor-parallel group: `run_leader` in the first rank, `run_worker` in the others.
+"""Processes of a tensor-parallel group: `load_first_rank` in the first rank, `run_executor` in the others.
 
 Their life cycle is in channel.py.
 """
@@ -25,8 +25,8 @@ from baton.server.worker.tensor_parallel import channel, transfer_node
 from baton.server.worker.tensor_parallel.calls import call_decoder
 from baton.server.worker.tensor_parallel.channel import (
     OrderKind,
+    TpExecutors,
     TpGroup,
-    TpWorkers,
     TransferEvents,
     encode_report,
 )
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
 log = logging.getLogger("baton.tp")
 
 
-def run_leader(
+def load_first_rank(
     config: EngineConfig,
-    team: TpGroup,
+    group: TpGroup,
     context: zmq.Context[Any],
     on_progress: Callable[[int, int], None],
-) -> tuple[LoadedModel, TpWorkers]:
+) -> tuple[LoadedModel, TpExecutors]:
     """Load the first rank's share, and wait until the others have theirs. Raises what engine.load raises."""
     from baton.layers.collectives import TpContext
     from baton.layers.shard import Shard
     from baton.runtime import build  # torch: seconds, and half a gigabyte
 
-    followers = TpWorkers(context, team, config.dist_timeout)
-    place = TpContext(Shard(0, team.tp_size), team.meeting_point, followers.send_step)
+    executors = TpExecutors(context, group, config.dist_timeout)
+    place = TpContext(Shard(0, group.tp_size), group.meeting_point, executors.send_step)
     loaded = build.load_rank(config, str(model_info.resolve(config.model_path)), place, on_progress)
-    followers.await_loaded(loaded)
-    return loaded, followers
+    executors.await_loaded(loaded)
+    return loaded, executors
 
 
-def run_worker(
+def run_executor(
     config: EngineConfig,
-    team: TpGroup,
+    group: TpGroup,
     context: zmq.Context[Any],
     bootstrap: BootstrapAddress | None,
     on_progress: Callable[[int, int], None],
@@ -72,30 +72,30 @@ def run_worker(
     )  # a service manager signals every process; the first rank decides
     orders = context.socket(zmq.PULL)
     reports = context.socket(zmq.PUSH)
-    orders.connect(team.address(team.tp_rank))
-    reports.connect(team.address(0))
-    shard = Shard(team.tp_rank, team.tp_size)
-    place = collectives.TpContext(shard, team.meeting_point, receive=lambda: orders.recv()[1:])
+    orders.connect(group.address(group.tp_rank))
+    reports.connect(group.address(0))
+    shard = Shard(group.tp_rank, group.tp_size)
+    place = collectives.TpContext(shard, group.meeting_point, receive=lambda: orders.recv()[1:])
     loaded = build.load_rank(config, str(model_info.resolve(config.model_path)), place, on_progress)
     node = None
     if config.disaggregation_mode != "null":
         node = transfer_setup.start(
-            config, loaded.native_pool, loaded.layout, team.dp_rank, team.tp_rank, bootstrap
+            config, loaded.native_pool, loaded.layout, group.dp_rank, group.tp_rank, bootstrap
         )
     reports.send(
         encode_report(
-            channel.Report(team.tp_rank, os.getpid(), loaded.kv.num_pages, loaded.host_pages)
+            channel.LoadedReport(group.tp_rank, os.getpid(), loaded.kv.num_pages, loaded.host_pages)
         )
     )
-    _execute(team, loaded, node, orders, reports)
-    log.info("rank %d of %d stops", team.tp_rank, team.tp_size)
+    _execute(group, loaded, node, orders, reports)
+    log.info("rank %d of %d stops", group.tp_rank, group.tp_size)
     if node is not None:
         node.close()
     collectives.leave_group()
 
 
 def _execute(
-    team: TpGroup,
+    group: TpGroup,
     loaded: LoadedModel,
     node: NativeTransferNode | None,
     orders: zmq.Socket[bytes],
@@ -113,13 +113,13 @@ def _execute(
         poller.poll(timeout_ms)
         while node is not None and (events := node.poll(channel.EVENTS_AT_ONCE)):
             reported = [_without_payload(event) for event in events]
-            reports.send(encode_report(TransferEvents(team.tp_rank, reported)))
+            reports.send(encode_report(TransferEvents(group.tp_rank, reported)))
         if node is not None and is_healthy and not node.is_healthy:
             is_healthy = False
             reports.send(
                 encode_report(
                     TransferEvents(
-                        team.tp_rank, [], json.loads(node.stats_json())["unhealthy_reason"]
+                        group.tp_rank, [], json.loads(node.stats_json())["unhealthy_reason"]
                     )
                 )
             )
@@ -135,9 +135,9 @@ def _execute(
                 loaded.runner.execute_remote(body)
             case OrderKind.CALL:
                 assert node is not None, "calls of a transfer runtime reach ranks of P and D only"
-                refused = transfer_node.execute_call(node, team, call_decoder.decode(body))
+                refused = transfer_node.execute_call(node, group, call_decoder.decode(body))
                 if refused is not None:
-                    reports.send(encode_report(TransferEvents(team.tp_rank, [refused])))
+                    reports.send(encode_report(TransferEvents(group.tp_rank, [refused])))
 
 
 def _without_payload(event: NodeEvent) -> NodeEvent:

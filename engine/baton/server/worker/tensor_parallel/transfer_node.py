@@ -1,7 +1,7 @@
 """The transfer runtimes of all tensor-parallel ranks as one: what the first rank's driver (baton.disagg) drives.
 
-A call is made on the first rank's runtime and sent to the followers, which make it on theirs, in one order with the
-steps: a follower publishes pages after the step that computed them, whenever that ends. Events are merged:
+A call is made on the first rank's runtime and sent to the executors, which make it on theirs, in one order with the
+steps: an executor publishes pages after the step that computed them, whenever that ends. Events are merged:
 
     end of a room   sent when every rank's is over. All committed: committed; else the first failure. When one rank's
                     room fails, the others' are aborted: either all heads of a page are there, or none is used.
@@ -50,9 +50,9 @@ from baton.server.worker.tensor_parallel.calls import (
     RoomCall,
     TransferCall,
 )
-from baton.server.worker.tensor_parallel.channel import FollowerStuck, TpGroup, TpWorkers
+from baton.server.worker.tensor_parallel.channel import ExecutorStuck, TpExecutors, TpGroup
 
-log = logging.getLogger("baton.team_node")
+log = logging.getLogger("baton.tp_transfer")
 
 
 class RevocationAnswer(Enum):
@@ -107,13 +107,13 @@ class EventMerger:
             known.is_aborted = True
 
     def check_none_is_late(self, now: float, limit_secs: float) -> None:
-        """Raises FollowerStuck when a room's first end was longer ago than this, and its last has not come."""
+        """Raises ExecutorStuck when a room's first end was longer ago than this, and its last has not come."""
         if not self._ending or now - self._ending[number := next(iter(self._ending))] <= limit_secs:
             return
         over = self._rooms[number].ends
-        raise FollowerStuck(
+        raise ExecutorStuck(
             f"room {number} is over on tensor-parallel ranks {sorted(over)}, and for {limit_secs:g} s "
-            f"nothing was heard of it from {[rank for rank in range(self._size) if rank not in over]}"
+            f"no report of it came from {[rank for rank in range(self._size) if rank not in over]}"
         )
 
     def take(self, tp_rank: int, events: Iterable[NodeEvent], now: float) -> list[NodeEvent]:
@@ -220,14 +220,14 @@ def _end_of_all(ends: Sequence[RoomEnd]) -> RoomEnd:
 class TpTransferNode:
     """TransferNode for baton.disagg, and what the rank process asks of one beside that."""
 
-    def __init__(self, node: TransferRuntime, followers: TpWorkers, late_secs: float) -> None:
+    def __init__(self, node: TransferRuntime, executors: TpExecutors, late_secs: float) -> None:
         """`late_secs`: more than the ranks' ends of a room can be apart while all of them work."""
         self._node = node
-        self._followers = followers
+        self._executors = executors
         self._late_secs = late_secs
         self._failure: str | None = None
-        """Why a follower's runtime does not work any more."""
-        self._merger = EventMerger(followers.team.tp_size, self._call_everywhere)
+        """Why an executor's runtime does not work any more."""
+        self._merger = EventMerger(executors.group.tp_size, self._call_everywhere)
 
     def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None:
         self._begin(OfferCall(room, attempt, prompt_hash, deadline_ms))
@@ -270,34 +270,34 @@ class TpTransferNode:
         self._call_everywhere(DrainCall())
 
     def _begin(self, call: OfferCall | OpenCall) -> None:
-        """Raises what the first rank's runtime raises, ValueError while a follower's room of this number lives."""
+        """Raises what the first rank's runtime raises, ValueError while an executor's room of this number lives."""
         if call.room in self._merger:
             raise ValueError(f"room {call.room} is live on another tensor-parallel rank")
-        make_call(self._node, self._followers.team, call)
+        make_call(self._node, self._executors.group, call)
         self._merger.begin(call.room)
-        self._followers.send_call(call)
+        self._executors.send_call(call)
 
     def _call_everywhere(self, call: TransferCall) -> None:
-        make_call(self._node, self._followers.team, call)
-        self._followers.send_call(call)
+        make_call(self._node, self._executors.group, call)
+        self._executors.send_call(call)
 
     def poll(self, max: int) -> Sequence[NodeEvent]:
         now = time.monotonic()
         merged = self._merger.take(0, self._node.poll(max), now)
-        for heard in self._followers.heard():
-            merged += self._merger.take(heard.tp_rank, heard.events, now)
-            if heard.failure is not None:
-                self._failure = f"tensor-parallel rank {heard.tp_rank}: {heard.failure}"
+        for report in self._executors.take_reports():
+            merged += self._merger.take(report.tp_rank, report.events, now)
+            if report.failure is not None:
+                self._failure = f"tensor-parallel rank {report.tp_rank}: {report.failure}"
         self._merger.check_none_is_late(now, self._late_secs)
         return merged
 
     def close(self) -> None:
-        """The followers close theirs when they stop."""
+        """The executors close theirs when they stop."""
         self._node.close()
 
     @property
     def event_fd(self) -> int:
-        """Event descriptor of this process; `TpWorkers.reports` is readable when the others have something."""
+        """Event descriptor of this process; `TpExecutors.reports` is readable when the others have something."""
         return self._node.event_fd
 
     def rooms_json(self, room: int | None = None) -> str:
@@ -312,7 +312,7 @@ class TpTransferNode:
         return json.dumps({**json.loads(text), "healthy": False, "unhealthy_reason": self._failure})
 
 
-def make_call(node: TransferRuntime, team: TpGroup, call: TransferCall) -> None:
+def make_call(node: TransferRuntime, group: TpGroup, call: TransferCall) -> None:
     """Make a call of `TpTransferNode` on one rank's own runtime. Raises what the runtime raises."""
     match call:
         case OfferCall():
@@ -320,7 +320,7 @@ def make_call(node: TransferRuntime, team: TpGroup, call: TransferCall) -> None:
         case OpenCall():
             # P's processes are registered like DP ranks (server.worker.transfer_setup), and a divided P has one DP
             # rank.
-            peer = max(call.prefill_dp_rank, 0) * team.tp_size + team.tp_rank
+            peer = max(call.prefill_dp_rank, 0) * group.tp_size + group.tp_rank
             node.open(
                 call.room,
                 call.attempt,
@@ -337,7 +337,7 @@ def make_call(node: TransferRuntime, team: TpGroup, call: TransferCall) -> None:
         case GrantCall():
             node.grant(call.room, call.start_page, call.dst_pages)
         case GrantAgainCall():
-            if team.tp_rank in call.tp_ranks:
+            if group.tp_rank in call.tp_ranks:
                 node.grant(call.room, call.start_page, call.dst_pages)
         case RevokeCall():
             node.revoke(call.room)
@@ -347,13 +347,13 @@ def make_call(node: TransferRuntime, team: TpGroup, call: TransferCall) -> None:
             node.drain()
 
 
-def execute_call(node: TransferRuntime, team: TpGroup, call: TransferCall) -> RoomEnd | None:
-    """As `make_call`, on a follower, where a call that fails ends its room only.
+def execute_call(node: TransferRuntime, group: TpGroup, call: TransferCall) -> RoomEnd | None:
+    """As `make_call`, on an executor, where a call that fails ends its room only.
 
     Returns the end of a room that its runtime does not take. A live room is aborted; its runtime reports its end.
     """
     try:
-        make_call(node, team, call)
+        make_call(node, group, call)
     except (ValueError, RuntimeError) as err:
         room = call.room if isinstance(call, RoomCall) else None
         log.error("%s of room %s: %s", call.__struct_config__.tag, room, err)

@@ -33,7 +33,7 @@ from baton.server.worker.tensor_parallel.calls import (
     call_decoder,
     encode_call,
 )
-from baton.server.worker.tensor_parallel.channel import FollowerStuck
+from baton.server.worker.tensor_parallel.channel import ExecutorStuck
 from baton.server.worker.tensor_parallel.transfer_node import (
     EventMerger,
     TpTransferNode,
@@ -265,10 +265,10 @@ class FakeNode:
 
 
 class InlineExecutors:
-    """Followers (server.worker.tensor_parallel.channel) that execute_call at once."""
+    """Executors (server.worker.tensor_parallel.channel) that execute_call at once."""
 
     def __init__(self, groups: list[channel.TpGroup], nodes: list[FakeNode]) -> None:
-        self.team, *self.groups = groups
+        self.group, *self.groups = groups
         self.nodes = nodes
         self.reports: list[channel.TransferEvents] = []
 
@@ -280,7 +280,7 @@ class InlineExecutors:
                 assert isinstance(decoded, channel.TransferEvents)
                 self.reports.append(decoded)
 
-    def heard(self) -> list[channel.TransferEvents]:
+    def take_reports(self) -> list[channel.TransferEvents]:
         reports = self.reports
         self.reports = []
         return reports
@@ -288,8 +288,8 @@ class InlineExecutors:
 
 def tp_node_of(nodes: list[FakeNode]) -> tuple[TpTransferNode, InlineExecutors]:
     groups = [channel.TpGroup(rank, len(nodes), Path("/nowhere"), 1) for rank in range(len(nodes))]
-    followers = InlineExecutors(groups, nodes[1:])
-    return TpTransferNode(nodes[0], followers, late_secs=60.0), followers
+    executors = InlineExecutors(groups, nodes[1:])
+    return TpTransferNode(nodes[0], executors, late_secs=60.0), executors
 
 
 def test_each_process_of_d_reads_from_the_one_of_p_with_its_heads() -> None:
@@ -321,7 +321,7 @@ def test_each_call_reaches_all_ranks_with_its_arguments() -> None:
     assert [node.calls for node in nodes] == [expected, expected]
 
 
-def test_reports_of_followers_round_trip_with_every_kind_of_event() -> None:
+def test_reports_of_executors_round_trip_with_every_kind_of_event() -> None:
     events: list[NodeEvent] = [
         RoomAnnounced(ROOM),
         GrantRevoked(ROOM),
@@ -342,7 +342,7 @@ def test_room_that_the_first_rank_refuses_reaches_no_other() -> None:
     assert nodes[1].calls == []
 
 
-def test_room_that_a_follower_refuses_fails_everywhere() -> None:
+def test_room_that_an_executor_refuses_fails_everywhere() -> None:
     nodes = [FakeNode(), FakeNode({ROOM})]
     tp_node, _ = tp_node_of(nodes)
     tp_node.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
@@ -352,7 +352,7 @@ def test_room_that_a_follower_refuses_fails_everywhere() -> None:
     assert tp_node.poll(10) == [RoomFailed(ROOM, "DUP_ROOM", "room is in use", True)]
 
 
-def test_follower_without_capacity_fails_the_room_and_lives() -> None:
+def test_executor_without_capacity_fails_the_room_and_lives() -> None:
     class Full(FakeNode):
         def open(self, *_: Any) -> None:
             raise RuntimeError("4 rooms are live")
@@ -364,7 +364,7 @@ def test_follower_without_capacity_fails_the_room_and_lives() -> None:
     assert tp_node.poll(10) == [RoomFailed(ROOM, "NO_CAPACITY", "4 rooms are live", True)]
 
 
-def test_call_that_a_follower_refuses_aborts_the_room() -> None:
+def test_call_that_an_executor_refuses_aborts_the_room() -> None:
     class Broken(FakeNode):
         def grant(self, *_: Any) -> None:
             raise ValueError("5 pages are not int32")
@@ -376,20 +376,20 @@ def test_call_that_a_follower_refuses_aborts_the_room() -> None:
     assert nodes[1].calls[-1] == ("abort", ROOM, "TRANSPORT_BROKEN")
 
 
-def test_runtime_that_failed_on_a_follower_shows_in_the_health_of_all() -> None:
+def test_runtime_that_failed_on_an_executor_shows_in_the_health_of_all() -> None:
     class Healthy(FakeNode):
         def stats_json(self) -> str:
             return '{"healthy": true, "unhealthy_reason": null}'
 
-    tp_node, followers = tp_node_of([Healthy(), FakeNode()])
+    tp_node, executors = tp_node_of([Healthy(), FakeNode()])
     assert json.loads(tp_node.stats_json())["healthy"]
-    followers.reports.append(channel.TransferEvents(1, [], "data thread: gone"))
+    executors.reports.append(channel.TransferEvents(1, [], "data thread: gone"))
     assert tp_node.poll(10) == []
     health = {"healthy": False, "unhealthy_reason": "tensor-parallel rank 1: data thread: gone"}
     assert json.loads(tp_node.stats_json()) == health
 
 
-def test_room_that_lives_on_a_follower_is_not_begun_again() -> None:
+def test_room_that_lives_on_an_executor_is_not_begun_again() -> None:
     nodes = [FakeNode(), FakeNode()]
     tp_node, _ = tp_node_of(nodes)
     tp_node.offer(ROOM, 0, b"hash", 1000)
@@ -407,7 +407,7 @@ def test_rank_that_never_ends_a_room_is_noticed() -> None:
     merger.take(2, [committed()], 50.0)
     merger.check_none_is_late(70.0, 60.0)
     with pytest.raises(
-        FollowerStuck, match=r"room 7 is over on tensor-parallel ranks \[0, 2\].*60 s.*from \[1\]"
+        ExecutorStuck, match=r"room 7 is over on tensor-parallel ranks \[0, 2\].*60 s.*from \[1\]"
     ):
         merger.check_none_is_late(70.1, 60.0)
     assert merger.take(1, [committed()], 71.0)
