@@ -60,8 +60,22 @@ def read_words(tokenizer: Path, count: int) -> str:
     return " ".join(random.Random(1).choices(words, k=count))
 
 
+CELLS = ("tokens", "requests", "prompts", "bodies")
+
+
+def cell_names(text: str) -> tuple[str, ...]:
+    """Value of --cells. Raises ArgumentTypeError for a name that there is not."""
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in CELLS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"there is no cell {unknown[0]!r}; there are {', '.join(CELLS)}"
+        )
+    return names
+
+
 def make_cells(options: argparse.Namespace, tokenizer: Path) -> Iterator[Cell]:
-    names = options.cells.split(",")
+    names = options.cells
     words = read_words(tokenizer, PROMPT_TOKENS)
     if "tokens" in names:
         for streams in map(int, options.streams.split(",")):
@@ -158,7 +172,7 @@ async def measure(options: argparse.Namespace, scratch: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time of an engine's front")
-    parser.add_argument("--cells", default="tokens,requests,prompts,bodies")
+    parser.add_argument("--cells", type=cell_names, default=CELLS, help=f"of {','.join(CELLS)}")
     parser.add_argument("--tokenizers", default="demo,large", help="of demo and large")
     parser.add_argument("--streams", default="32,256")
     parser.add_argument(

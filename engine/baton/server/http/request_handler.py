@@ -16,10 +16,11 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import HttpVersion11, web
 
 from baton.errors import Aborted, Draining, EngineError, RateLimited
@@ -200,7 +201,9 @@ class RequestHandler:
             accepted.tenant,
         ):
             return accepted
-        return replace(accepted, priority=priority, priority_class=priority_class, tenant=tenant)
+        return msgspec.structs.replace(
+            accepted, priority=priority, priority_class=priority_class, tenant=tenant
+        )
 
     def _spend(self, tenant: str, tokens: int) -> None:
         self.validator.tenancy.spend(tenant, tokens, time.monotonic())
