@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from baton.models import spec_reader
+from baton.server.response.answer_spec import Dialect
+from tests.structure.rules import product_files
+from tests.structure.sources import rust_code, text
 from tests.support.models import checkpoints
 from tests.support.models.model_loop import ModelLoop
 from tests.support.models.whole_model import load_model
@@ -148,11 +151,47 @@ def test_its_places_exist_and_hold_the_names_it_gives_them() -> None:
         "engine/baton/sched/types/request.py": ["SamplingParams"],
         "engine/baton/runtime/sampling/sampler.py": ["LogitEdits", "draw_columns", "kept_ids"],
         "engine/baton/runtime/memory/warmup.py": ["SAMPLINGS"],
+        "engine/text/src/dialect/mod.rs": ["Dialect", "DialectFields"],
+        "engine/text/src/dialect/write/mod.rs": ["AnswerWriter"],
+        "engine/baton/server/request/validation.py": ["AcceptedRequest"],
     }.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         for name in names:
             assert f"`{name}`" in PAGE, name
             assert re.search(rf"\b{name}\b", text), f"{path} has no {name}"
+
+
+DIALECTS = re.findall(
+    r"^    (\w+),$",
+    (ROOT / "engine/text/src/dialect/mod.rs")
+    .read_text(encoding="utf-8")
+    .split("pub enum Dialect {\n")[1]
+    .split("\n}\n")[0],
+    re.MULTILINE,
+)
+
+
+def test_dialects_are_named_in_the_files_of_the_endpoint_example_alone() -> None:
+    """Each dialect of today, followed through the steps: a file that names one is on the page."""
+    assert [dialect.value for dialect in Dialect] == [name.lower() for name in DIALECTS]
+    any_dialect = re.compile(rf"\bDialect(?:::({'|'.join(DIALECTS)})|\.[A-Z]+)\b")
+    naming = {
+        path
+        for path in product_files()
+        if any_dialect.search(rust_code(path) if path.endswith(".rs") else text(path))
+    }
+    page = example("an endpoint")
+    assert naming
+    assert {path for path in naming if f"`{path}" not in page} == set()
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize(
+    "path", re.findall(r"`((?:engine|router)/\S+):\w+`", example("an endpoint"))
+)
+def test_each_dialect_has_its_line_in_the_endpoint_example_functions(path: str, name: str) -> None:
+    member = f"Dialect.{name.upper()}" if path.endswith(".py") else f"Dialect::{name}"
+    assert member in (ROOT / path).read_text(encoding="utf-8")
 
 
 def test_its_make_targets_exist() -> None:

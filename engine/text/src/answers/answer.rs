@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use super::choice::RunningChoice;
 use super::spec::AnswerSpec;
+use crate::dialect::response_id;
 use crate::dialect::sse::DONE_EVENT;
 use crate::dialect::write::{
-    AnswerCounts, AnswerHead, AnswerWriter, ChatWriter, ChoiceOutput, CompletionWriter, Delta,
-    GenerateWriter, ResumeComments, WriteContext,
+    AnswerCounts, AnswerHead, AnswerWriter, ChoiceOutput, Delta, ResumeComments, WriteContext,
+    new_writer,
 };
-use crate::dialect::{Dialect, response_id};
 use crate::stream::{TextOffsets, TextRules};
 use crate::tokenizer::TokenDecoder;
 
@@ -55,11 +55,7 @@ impl RunningAnswer {
             skips_special_tokens: spec.skip_special_tokens,
             arrived: spec.arrived,
         };
-        let writer: Box<dyn AnswerWriter> = match spec.dialect {
-            Dialect::Chat => Box::new(ChatWriter::new(head)),
-            Dialect::Completions => Box::new(CompletionWriter::new(head)),
-            Dialect::Generate => Box::new(GenerateWriter::new(head, spec.choices.len())),
-        };
+        let writer = new_writer(spec.dialect, head, spec.choices.len());
         let mut choices = Vec::with_capacity(spec.choices.len());
         let mut outputs = Vec::with_capacity(spec.choices.len());
         for (index, choice) in spec.choices.into_iter().enumerate() {

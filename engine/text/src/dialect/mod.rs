@@ -8,7 +8,7 @@
 //! * [`input_logprobs`]: answers to /generate that two workers give together;
 //! * [`write`](mod@write): answers as bytes.
 //!
-//! An API is a variant of [`Dialect`] with its [`DialectFields`].
+//! An API is a variant of [`Dialect`] with its [`DialectFields`] and a writer of its answers.
 
 pub mod answer_end;
 pub mod body;
@@ -40,6 +40,8 @@ pub struct DialectFields {
     pub path: &'static str,
     /// Prefix of the ids of answers, and of request ids that the router draws.
     pub id_prefix: &'static str,
+    /// True if an engine puts the prefix in front of a request's id to make its response's id.
+    pub prefixes_response_ids: bool,
     /// Fields that may hold the prompt. Of several that are present, the first one counts.
     pub prompt: &'static [&'static str],
     pub prompt_kind: PromptKind,
@@ -70,6 +72,7 @@ pub enum AnswerCountPlace {
 const CHAT: DialectFields = DialectFields {
     path: "/v1/chat/completions",
     id_prefix: "chatcmpl-",
+    prefixes_response_ids: true,
     prompt: &["messages"],
     prompt_kind: PromptKind::Messages,
     answer_count: AnswerCountPlace::Body,
@@ -80,6 +83,7 @@ const CHAT: DialectFields = DialectFields {
 const COMPLETIONS: DialectFields = DialectFields {
     path: "/v1/completions",
     id_prefix: "cmpl-",
+    prefixes_response_ids: true,
     prompt: &["prompt"],
     prompt_kind: PromptKind::Texts,
     answer_count: AnswerCountPlace::Body,
@@ -90,6 +94,7 @@ const COMPLETIONS: DialectFields = DialectFields {
 const GENERATE: DialectFields = DialectFields {
     path: "/generate",
     id_prefix: "gnt-",
+    prefixes_response_ids: false,
     prompt: &["text", "input_ids"],
     prompt_kind: PromptKind::Texts,
     answer_count: AnswerCountPlace::SamplingParams,

@@ -6,9 +6,10 @@ use super::Dialect;
 /// prefix of OpenAI's API in front, so that logs of all hops meet (matches vLLM). The router's ids
 /// have it already.
 pub fn response_id(dialect: Dialect, rid: Option<String>, request_id: &str) -> String {
-    let prefix = match dialect {
-        Dialect::Chat | Dialect::Completions => dialect.id_prefix(),
-        Dialect::Generate => "",
+    let prefix = if dialect.fields().prefixes_response_ids {
+        dialect.id_prefix()
+    } else {
+        ""
     };
     match rid {
         Some(rid) => rid,

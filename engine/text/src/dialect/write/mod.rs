@@ -16,12 +16,13 @@ mod logprobs;
 mod openai;
 mod resume_comment;
 
-pub use chat::ChatWriter;
-pub use completions::CompletionWriter;
-pub use generate::GenerateWriter;
+use chat::ChatWriter;
+use completions::CompletionWriter;
+use generate::GenerateWriter;
 pub use logprobs::TokenLogprobs;
 pub use resume_comment::ResumeComments;
 
+use super::Dialect;
 use crate::stream::TextOffsets;
 use crate::tokenizer::TokenDecoder;
 
@@ -148,6 +149,15 @@ pub struct WriteContext<'a> {
     pub usage: AnswerCounts,
     /// On the clock of [`AnswerHead::arrived`] [seconds].
     pub now: f64,
+}
+
+/// The writer of an API's answers. `choices`: how many the answer has.
+pub fn new_writer(dialect: Dialect, head: AnswerHead, choices: usize) -> Box<dyn AnswerWriter> {
+    match dialect {
+        Dialect::Chat => Box::new(ChatWriter::new(head)),
+        Dialect::Completions => Box::new(CompletionWriter::new(head)),
+        Dialect::Generate => Box::new(GenerateWriter::new(head, choices)),
+    }
 }
 
 /// Writes an answer as one API has it.
