@@ -200,12 +200,14 @@ SECOND_FLOOR = {
     ),
     "engine/text/src/dialect": (
         "mod",
+        "response_ids",
         "resume",
         "body",
         "prompt_limit",
         "sse",
         "answer_end",
         "input_logprobs",
+        "write",
     ),
     "kv_transfer/src": (
         "reason_code",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """What the text layer does with an answer's tokens."""
+    """Rules by which the text layer makes text of an answer's tokens."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False

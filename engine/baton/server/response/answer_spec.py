@@ -20,7 +20,7 @@ class Dialect(Enum):
 
 
 class ChoiceSpec(msgspec.Struct):
-    """One choice: the output of one item on a rank."""
+    """Choice: the output of one item on a rank."""
 
     handle: int
     """By which the rank's rows name it."""
@@ -36,7 +36,7 @@ class ChoiceSpec(msgspec.Struct):
 
 
 class AnswerSpec(msgspec.Struct):
-    """One request's answer: the choices of all its prompts."""
+    """Answer to a request: the choices of all its prompts."""
 
     dialect: Dialect
     rid: str | None

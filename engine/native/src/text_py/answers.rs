@@ -16,7 +16,7 @@ pub struct PyAnswerTable {
     table: Mutex<AnswerTable>,
 }
 
-/// What a rank's message means to the front; see baton_text::answers::FedBatch.
+/// Consequences of a rank's message for the front; see baton_text::answers::FedBatch.
 #[pyclass(name = "FedBatch", frozen, get_all, module = "baton._native")]
 struct PyFedBatch {
     dp_rank: u32,

@@ -27,9 +27,9 @@ pub struct RunningAnswer {
     pub is_framed: bool,
     /// The client reads slowly: output waits.
     pub is_held: bool,
-    /// Its last bytes were given out.
+    /// True once the last bytes were given out.
     pub is_finished: bool,
-    /// It has output from the batch that is being read.
+    /// True if there is output from the batch that is being read.
     pub is_touched: bool,
     /// Tokens from that batch.
     pub fresh_tokens: u32,

@@ -20,7 +20,7 @@ pub struct RunningChoice {
     last_token_at: Option<f64>,
 }
 
-/// What a row has brought.
+/// Output that a row has brought.
 #[derive(Debug, Default, PartialEq)]
 pub struct RowEffect {
     /// Tokens that count: those up to a stop string.

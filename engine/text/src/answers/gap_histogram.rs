@@ -5,7 +5,7 @@
 pub struct GapHistogram {
     bounds: Vec<f64>,
     pub counts: Vec<u64>,
-    /// Of all gaps [seconds].
+    /// Sum of all gaps [seconds].
     pub sum: f64,
 }
 

@@ -5,7 +5,7 @@ use serde::Deserialize;
 
 use crate::dialect::Dialect;
 
-/// One request's answer: the choices of all its prompts.
+/// Answer to a request: the choices of all its prompts.
 #[derive(Debug, Deserialize)]
 pub struct AnswerSpec {
     /// API in which it is written.
@@ -41,7 +41,7 @@ pub struct AnswerSpec {
     pub choices: Vec<ChoiceSpec>,
 }
 
-/// One choice: the output of one item on a rank.
+/// Choice: the output of one item on a rank.
 #[derive(Debug, Deserialize)]
 pub struct ChoiceSpec {
     /// By which rows name it.

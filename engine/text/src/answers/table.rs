@@ -55,7 +55,7 @@ pub struct FailedAnswer {
     pub retry_after_secs: Option<u64>,
 }
 
-/// What a rank's message means to the front.
+/// Consequences of a rank's message for the front.
 #[derive(Debug, Default)]
 pub struct FedBatch {
     pub dp_rank: u32,

@@ -25,7 +25,7 @@ pub use resume_comment::ResumeComments;
 use crate::stream::TextOffsets;
 use crate::tokenizer::TokenDecoder;
 
-/// What holds for the whole answer.
+/// Facts of the whole answer.
 #[derive(Debug, Clone, Default)]
 pub struct AnswerHead {
     /// Id of the response, with the API's prefix.
@@ -142,7 +142,7 @@ pub struct UsageCounts {
     pub completion_tokens: u64,
 }
 
-/// What a writer looks up while it writes.
+/// State that a writer looks up while it writes.
 pub struct WriteContext<'a> {
     pub decoder: &'a dyn TokenDecoder,
     pub usage: UsageCounts,

@@ -1,4 +1,4 @@
-//! What chat and completion answers have in common.
+//! Parts that chat and completion answers have in common.
 
 use super::json::{push_ids, push_number, push_text};
 use super::{AnswerHead, ChoiceOutput, Delta, MatchedStop, UsageCounts, WriteContext};
