@@ -18,7 +18,7 @@ pub enum RefusalCode {
 #[error("{message}")]
 pub struct TextRefusal {
     pub code: RefusalCode,
-    /// Sentence for the client: the problem, and the remedy.
+    /// Sentence that says what happened and what to do.
     pub message: String,
     /// Member of the body that is at fault.
     pub param: String,

@@ -237,13 +237,13 @@ impl RunningServer {
         app.admission.keep_filling(&app.config.limits);
         let metrics = metrics_listener.map(|(listener, addr)| {
             let (open, closed) = oneshot::channel();
-            let terms = terms(&app, metrics_router(app.clone()), None);
+            let terms = connection_config(&app, metrics_router(app.clone()), None);
             tokio::spawn(accept(listener, terms, closed));
             (addr, open)
         });
         let (metrics_addr, _metrics_open) = metrics.unzip();
         let (close, closed) = oneshot::channel();
-        let terms = terms(&app, router(app.clone()), tls);
+        let terms = connection_config(&app, router(app.clone()), tls);
         let accepting = tokio::spawn(accept(listener, terms, closed));
         tracing::info!(%addr, pd = app.fleet.is_pd(), "listening on {scheme}://{addr}");
         if let Some(text) = exposure_warning(&app.config.listen, addr) {
@@ -380,7 +380,7 @@ async fn bind(host: &str, port: u16, flag: &str) -> Result<(TcpListener, SocketA
     })
 }
 
-fn terms(app: &AppState, routes: Router, tls: Option<ClientTls>) -> ConnectionConfig {
+fn connection_config(app: &AppState, routes: Router, tls: Option<ClientTls>) -> ConnectionConfig {
     let limits = app.config.limits.clone();
     let metrics = app.metrics.clone();
     ConnectionConfig {

@@ -1,4 +1,4 @@
-"""How the text layer is to give an answer, as `baton._native.AnswerTable.open` takes it.
+"""Rules by which the text layer writes an answer, as `baton._native.AnswerTable.open` takes them.
 
 The field names are those of the Rust struct (engine/text/src/answers/spec.rs); it is encoded as msgpack.
 """
@@ -20,10 +20,10 @@ class Dialect(Enum):
 
 
 class ChoiceSpec(msgspec.Struct):
-    """Choice: the output of one item on a rank."""
+    """Choice of an answer: the output of one item on a rank."""
 
     handle: int
-    """By which the rank's rows name it."""
+    """Number by which the rank's rows name the item."""
     counts_prompt: bool
     """First choice of its prompt: the one that usage counts the prompt by."""
     prompt_tokens: int
@@ -61,7 +61,7 @@ class AnswerSpec(msgspec.Struct):
     comment_seed: int | None
     """The stream reports its tokens in comments, with this seed (docs/protocol.md §2)."""
     is_metered: bool
-    """The front wants to know how many tokens each batch brings."""
+    """The front counts the tokens of each batch, for a rate limit."""
     is_empty: bool
     """Nothing is generated: the answer ends at once."""
     resumed_ids: tuple[int, ...]

@@ -83,7 +83,7 @@ class Generation:
     parent: ParentSpan | None = None
     """Parent of the ranks' spans."""
     reports_tokens: bool = False
-    """True if the stream has the comments with which a router can resume it."""
+    """The stream has comments with which a router can resume it."""
 
     def __post_init__(self) -> None:
         self.submitted_at: float | None = None
@@ -96,7 +96,7 @@ class Generation:
         """Unix seconds: what its events say."""
         self.items = [RunningItem(i, item) for i, item in enumerate(self.accepted.items)]
         self.counts: AnswerCounts | None = None
-        """Token counts, once the generation is closed."""
+        """Token counts, once the answer is closed."""
         self._answer: int | None = None
         """Id in the text layer, while it is open."""
         self._deadline = self.arrived + self.timeout_secs
@@ -266,7 +266,7 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """True if the generation ended well and everything was taken."""
+        """True once the answer ended without an error and all of its output was taken."""
         return self._error is None and self._has_all and not self._chunks and not self._is_held
 
     def write_directly(self, connection: ClientConnection) -> None:

@@ -16,7 +16,7 @@ pub struct PyAnswerTable {
     table: Mutex<AnswerTable>,
 }
 
-/// Consequences of a rank's message for the front; see baton_text::answers::FedBatch.
+/// Effects of a rank's message on the front; see baton_text::answers::FedBatch.
 #[pyclass(name = "FedBatch", frozen, get_all, module = "baton._native")]
 struct PyFedBatch {
     dp_rank: u32,
@@ -31,7 +31,7 @@ struct PyFedBatch {
     has_output: bool,
 }
 
-/// First tokens of a choice. `stages`: FirstTokenStages as msgpack, where the rank tells them.
+/// First tokens of a choice. `stages`: FirstTokenStages as msgpack, where the rank measured them.
 #[pyclass(name = "FirstToken", frozen, get_all, module = "baton._native")]
 struct PyFirstToken {
     answer: u64,

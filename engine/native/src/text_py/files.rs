@@ -14,7 +14,7 @@ use pyo3::types::PyBytes;
 use super::template::PyChatTemplate;
 use super::tokenizer::PyTokenizer;
 
-/// Contents of a directory's files, as far as tokenizer and chat template need them.
+/// Tokenizer and chat template, as the files of a directory define them.
 #[pyclass(frozen, name = "TokenizerFiles", module = "baton._native")]
 pub struct PyTokenizerFiles {
     files: TokenizerFiles,

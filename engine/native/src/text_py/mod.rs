@@ -2,7 +2,7 @@
 //! works on a text releases the GIL.
 //!
 //! * `answers`: the running answers of a front, [`answers::PyAnswerTable`];
-//! * `files`: the files of a tokenizer's directory;
+//! * `files`: tokenizer and template, as the files of a directory define them;
 //! * `template`: [`template::PyChatTemplate`];
 //! * `tokenizer`: [`tokenizer::PyTokenizer`].
 

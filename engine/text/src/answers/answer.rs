@@ -6,8 +6,8 @@ use super::choice::RunningChoice;
 use super::spec::AnswerSpec;
 use crate::dialect::sse::DONE_EVENT;
 use crate::dialect::write::{
-    AnswerHead, AnswerWriter, ChatWriter, ChoiceOutput, CompletionWriter, Delta, GenerateWriter,
-    ResumeComments, UsageCounts, WriteContext,
+    AnswerCounts, AnswerHead, AnswerWriter, ChatWriter, ChoiceOutput, CompletionWriter, Delta,
+    GenerateWriter, ResumeComments, WriteContext,
 };
 use crate::dialect::{Dialect, response_id};
 use crate::stream::{TextOffsets, TextRules};
@@ -27,9 +27,9 @@ pub struct RunningAnswer {
     pub is_framed: bool,
     /// The client reads slowly: output waits.
     pub is_held: bool,
-    /// True once the last bytes were given out.
+    /// Set once the last bytes of the answer are in a chunk.
     pub is_finished: bool,
-    /// True if there is output from the batch that is being read.
+    /// Set while the answer has output from the batch that is being read.
     pub is_touched: bool,
     /// Tokens from that batch.
     pub fresh_tokens: u32,
@@ -112,8 +112,8 @@ impl RunningAnswer {
         }
     }
 
-    pub fn counts(&self) -> UsageCounts {
-        let mut usage = UsageCounts::default();
+    pub fn counts(&self) -> AnswerCounts {
+        let mut usage = AnswerCounts::default();
         for (choice, output) in self.choices.iter().zip(&self.outputs) {
             usage.completion_tokens += output.completion_tokens;
             if choice.counts_prompt {

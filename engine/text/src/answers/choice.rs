@@ -20,7 +20,7 @@ pub struct RunningChoice {
     last_token_at: Option<f64>,
 }
 
-/// Output that a row has brought.
+/// Effects of a row on its choice.
 #[derive(Debug, Default, PartialEq)]
 pub struct RowEffect {
     /// Tokens that count: those up to a stop string.

@@ -20,7 +20,8 @@ mod token_batch;
 #[allow(clippy::unwrap_used)]
 mod tests;
 
+pub use crate::dialect::write::AnswerCounts;
 pub use gap_histogram::GapHistogram;
 pub use spec::{AnswerSpec, ChoiceSpec};
-pub use table::{AnswerCounts, AnswerTable, FailedAnswer, FedBatch, FirstToken};
+pub use table::{AnswerTable, FailedAnswer, FedBatch, FirstToken};
 pub use token_batch::{BatchError, FirstTokenStages, PulledPages};

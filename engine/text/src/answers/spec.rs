@@ -32,7 +32,7 @@ pub struct AnswerSpec {
     pub min_tokens: u32,
     /// The stream reports its tokens in comments, with this seed.
     pub comment_seed: Option<u64>,
-    /// The front wants to know how many tokens each batch brings.
+    /// The front counts the tokens of each batch, for a rate limit.
     pub is_metered: bool,
     /// Nothing is generated: the answer ends at once.
     pub is_empty: bool,
@@ -41,10 +41,10 @@ pub struct AnswerSpec {
     pub choices: Vec<ChoiceSpec>,
 }
 
-/// Choice: the output of one item on a rank.
+/// Choice of an answer: the output of one item on a rank.
 #[derive(Debug, Deserialize)]
 pub struct ChoiceSpec {
-    /// By which rows name it.
+    /// Number by which rows name the item.
     pub handle: u64,
     /// First choice of its prompt: the one that usage counts the prompt by.
     pub counts_prompt: bool,

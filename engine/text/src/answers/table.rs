@@ -9,7 +9,7 @@ use super::answer::RunningAnswer;
 use super::gap_histogram::GapHistogram;
 use super::spec::AnswerSpec;
 use super::token_batch::{BatchError, FirstTokenStages, RankFinish, TokenBatch, TokenRow};
-use crate::dialect::write::UsageCounts;
+use crate::dialect::write::AnswerCounts;
 use crate::tokenizer::TokenDecoder;
 
 /// Code and message of an item that its rank ended without saying why.
@@ -20,9 +20,6 @@ const NO_REASON: (Cow<'static, str>, Cow<'static, str>) = (
 
 /// Message of an answer that this layer could not write.
 const PANICKED: &str = "internal error; the engine's log has the details";
-
-/// Token counts of an answer.
-pub type AnswerCounts = UsageCounts;
 
 /// See the module.
 pub struct AnswerTable {
@@ -42,7 +39,7 @@ pub struct FirstToken {
     pub answer: u64,
     /// Place of the choice.
     pub choice: usize,
-    /// The rank's, where it tells them.
+    /// Stages that the rank measured, if its row has them.
     pub stages: Option<FirstTokenStages>,
 }
 
@@ -55,7 +52,7 @@ pub struct FailedAnswer {
     pub retry_after_secs: Option<u64>,
 }
 
-/// Consequences of a rank's message for the front.
+/// Effects of a rank's message on the front.
 #[derive(Debug, Default)]
 pub struct FedBatch {
     pub dp_rank: u32,

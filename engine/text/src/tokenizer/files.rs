@@ -20,7 +20,7 @@ use crate::template::TemplateCaps;
 /// Reads a file: `std::fs::read`.
 pub type FileReader<'a> = &'a dyn Fn(&Path) -> io::Result<Vec<u8>>;
 
-/// Contents of a directory's files, as far as tokenizer and chat template need them.
+/// Tokenizer and chat template, as the files of a directory define them.
 #[derive(Debug)]
 pub struct TokenizerFiles {
     dir: PathBuf,

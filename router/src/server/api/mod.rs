@@ -61,7 +61,7 @@ impl RouteGroup {
     }
 }
 
-fn routes() -> Vec<Route> {
+fn all_routes() -> Vec<Route> {
     let groups = [client_routes(), open_routes(), control_routes()];
     groups.into_iter().flat_map(|group| group.routes).collect()
 }
@@ -130,7 +130,7 @@ fn control_routes() -> RouteGroup {
 
 /// Every path of the router with the key it needs: open, client or control.
 pub fn route_access() -> Vec<(&'static str, &'static str)> {
-    routes()
+    all_routes()
         .into_iter()
         .map(|(path, level, _)| (path, level.into_str()))
         .collect()
@@ -144,7 +144,7 @@ struct EdgeState {
 }
 
 pub fn router(app: Arc<AppState>) -> Router {
-    let routes = routes();
+    let routes = all_routes();
     let levels = routes.iter().map(|(path, level, _)| (*path, *level));
     let state = EdgeState {
         app: app.clone(),

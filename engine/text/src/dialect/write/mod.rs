@@ -25,7 +25,7 @@ pub use resume_comment::ResumeComments;
 use crate::stream::TextOffsets;
 use crate::tokenizer::TokenDecoder;
 
-/// Facts of the whole answer.
+/// Facts that hold for the whole answer.
 #[derive(Debug, Clone, Default)]
 pub struct AnswerHead {
     /// Id of the response, with the API's prefix.
@@ -136,16 +136,16 @@ impl ChoiceOutput {
 
 /// Token counts of an answer: each prompt once, however many choices it has.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct UsageCounts {
+pub struct AnswerCounts {
     pub prompt_tokens: u64,
     pub cached_tokens: u64,
     pub completion_tokens: u64,
 }
 
-/// State that a writer looks up while it writes.
+/// Facts that a writer looks up while it writes.
 pub struct WriteContext<'a> {
     pub decoder: &'a dyn TokenDecoder,
-    pub usage: UsageCounts,
+    pub usage: AnswerCounts,
     /// On the clock of [`AnswerHead::arrived`] [seconds].
     pub now: f64,
 }

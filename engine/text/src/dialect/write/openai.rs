@@ -1,7 +1,7 @@
-//! Parts that chat and completion answers have in common.
+//! Parts that chat and completion answers share.
 
 use super::json::{push_ids, push_number, push_text};
-use super::{AnswerHead, ChoiceOutput, Delta, MatchedStop, UsageCounts, WriteContext};
+use super::{AnswerCounts, AnswerHead, ChoiceOutput, Delta, MatchedStop, WriteContext};
 
 /// Parts of every event and answer, made once.
 #[derive(Debug)]
@@ -154,7 +154,7 @@ pub fn push_stop(out: &mut Vec<u8>, matched: Option<&MatchedStop>) {
     }
 }
 
-fn push_usage(out: &mut Vec<u8>, usage: UsageCounts) {
+fn push_usage(out: &mut Vec<u8>, usage: AnswerCounts) {
     out.extend_from_slice(b"{\"prompt_tokens\":");
     push_number(out, usage.prompt_tokens);
     out.extend_from_slice(b",\"completion_tokens\":");
