@@ -211,6 +211,7 @@ SECOND_FLOOR = {
         "caps",
         "json_value",
         "python_text",
+        "python_builtins",
         "messages",
         "probe",
         "continued_message",

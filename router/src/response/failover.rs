@@ -97,22 +97,22 @@ impl ResumeBuffer {
     }
 
     /// Take a run of whole events; what is for the client comes to `out`.
-    pub fn pass(&mut self, run: Bytes, out: &mut VecDeque<Bytes>) -> Result<(), BrokenStream> {
+    pub fn pass_run(&mut self, run: Bytes, out: &mut VecDeque<Bytes>) -> Result<(), BrokenStream> {
         let mut from = 0;
         while let Some(len) = event_len(&run[from..]) {
-            self.event(&run, from..from + len, out)?;
+            self.pass_event(&run, from..from + len, out)?;
             from += len;
         }
         if from < run.len() || self.waiting_len > MAX_WAITING {
             self.disable(NotResumable::TooLong);
-            self.release(out);
+            self.release_waiting(out);
             out.extend((from < run.len()).then(|| run.slice(from..))); // a part of an event that is too long
         }
         Ok(())
     }
 
     /// Find an event with the empty line behind it, where it lies in `text`.
-    fn event(
+    fn pass_event(
         &mut self,
         text: &Bytes,
         at: Range<usize>,
@@ -125,7 +125,7 @@ impl ResumeBuffer {
             {
                 self.disable(lost);
             }
-            self.release(out);
+            self.release_waiting(out);
             out.push_back(text.slice(at.start + comment.len..at.end));
             self.passed = self.ids.len();
             return Ok(());
@@ -148,16 +148,18 @@ impl ResumeBuffer {
         self.waiting_len += event.len();
         self.waiting.push(text.slice(at));
         if is_last {
-            self.release(out);
+            self.release_waiting(out);
         }
         Ok(())
     }
 
     fn read_comment(&mut self, comment: ResumeComment<'_>) -> Result<(), NotResumable> {
-        let identity = comment.read(|id| self.push(id)).map_err(|err| match err {
-            CommentError::Malformed => NotResumable::Malformed,
-            CommentError::Refused(reason) => reason,
-        })?;
+        let identity = comment
+            .read(|id| self.push_id(id))
+            .map_err(|err| match err {
+                CommentError::Malformed => NotResumable::Malformed,
+                CommentError::Refused(reason) => reason,
+            })?;
         self.seed = self.seed.or(identity.seed);
         self.created = self.created.or(identity.created);
         match self.seed.and(self.created) {
@@ -166,7 +168,7 @@ impl ResumeBuffer {
         }
     }
 
-    fn push(&mut self, id: u32) -> Result<(), NotResumable> {
+    fn push_id(&mut self, id: u32) -> Result<(), NotResumable> {
         if self.ids.len() == self.ids.capacity() {
             if self.ids.len() >= MAX_TOKENS {
                 return Err(NotResumable::TooLong);
@@ -188,7 +190,7 @@ impl ResumeBuffer {
     }
 
     /// Pass the waiting events to the client.
-    pub fn release(&mut self, out: &mut VecDeque<Bytes>) {
+    pub fn release_waiting(&mut self, out: &mut VecDeque<Bytes>) {
         self.has_ids = true;
         self.waiting_len = 0;
         out.extend(self.waiting.drain(..));
@@ -224,7 +226,7 @@ impl ResumeBuffer {
     }
 
     /// Forget tokens and events that the client does not have: the next worker sends them again.
-    pub fn cut(&mut self) {
+    pub fn forget_unpassed(&mut self) {
         self.ids.truncate(self.passed);
         self.waiting.clear();
         self.waiting_len = 0;
@@ -270,7 +272,7 @@ mod tests {
     ) -> Result<String, BrokenStream> {
         let mut out = VecDeque::new();
         if let Some(run) = events.push(Bytes::copy_from_slice(text.as_bytes())) {
-            buffer.pass(run, &mut out)?;
+            buffer.pass_run(run, &mut out)?;
         }
         Ok(String::from_utf8(out.into_iter().flatten().collect()).unwrap())
     }
@@ -324,7 +326,7 @@ mod tests {
         let mut buffer = buffer();
         let cut = STREAM.find("data: {\"b\"").unwrap() + 8;
         pass(&mut buffer, &STREAM[..cut]).unwrap();
-        buffer.cut();
+        buffer.forget_unpassed();
         assert_eq!(
             buffer.to_json_field(&BTreeMap::new()),
             "\"baton_resume\":{\"ids\":[5,6],\"seed\":7,\"created\":9}"
@@ -351,7 +353,7 @@ mod tests {
         assert_eq!(pass(&mut buffer, &STREAM[..cut]).unwrap(), ": waiting\n\n");
         assert!(buffer.can_resume());
         assert_eq!(buffer.to_json_field(&BTreeMap::new()), "");
-        buffer.cut();
+        buffer.forget_unpassed();
         pass(&mut buffer, STREAM).unwrap();
         assert!(
             buffer

@@ -90,9 +90,9 @@ fn has_finish_reason(tail: &[u8]) -> bool {
     })
 }
 
-/// Tokens that a worker counted. Those that it did not state are `None`.
+/// Token counts that a worker reports. Those that it did not state are `None`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct UsageCounts {
+pub struct ReportedUsage {
     pub prompt_tokens: u32,
     pub cached_tokens: Option<u32>,
     pub completion_tokens: Option<u32>,
@@ -100,7 +100,7 @@ pub struct UsageCounts {
 
 /// The usage in the last pieces of an answer, if any. Cost: one copy and a few scans of at most
 /// `LOOKED_AT` bytes.
-pub fn read_usage<'a>(pieces: impl DoubleEndedIterator<Item = &'a Bytes>) -> Option<UsageCounts> {
+pub fn read_usage<'a>(pieces: impl DoubleEndedIterator<Item = &'a Bytes>) -> Option<ReportedUsage> {
     let mut last = Vec::new();
     let mut len = 0;
     for piece in pieces.rev() {
@@ -112,7 +112,7 @@ pub fn read_usage<'a>(pieces: impl DoubleEndedIterator<Item = &'a Bytes>) -> Opt
         }
     }
     let tail: Vec<u8> = last.into_iter().rev().flatten().copied().collect();
-    Some(UsageCounts {
+    Some(ReportedUsage {
         prompt_tokens: number(&tail, b"\"prompt_tokens\":")?,
         cached_tokens: number(&tail, b"\"cached_tokens\":"),
         completion_tokens: number(&tail, b"\"completion_tokens\":"),
@@ -148,7 +148,7 @@ mod tests {
         (String::from_utf8(text).unwrap(), tail.ending())
     }
 
-    fn usage_of(pieces: &[&str]) -> Option<UsageCounts> {
+    fn usage_of(pieces: &[&str]) -> Option<ReportedUsage> {
         let pieces: Vec<Bytes> = pieces
             .iter()
             .map(|piece| Bytes::copy_from_slice(piece.as_bytes()))
@@ -160,7 +160,7 @@ mod tests {
     fn both_dialects_are_read() {
         let openai = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\": 70,\"completion_tokens\":5,\"total_tokens\":75,\
             \"prompt_tokens_details\":{\"cached_tokens\":64}}}\n\ndata: [DONE]\n\n";
-        let usage = UsageCounts {
+        let usage = ReportedUsage {
             prompt_tokens: 70,
             cached_tokens: Some(64),
             completion_tokens: Some(5),

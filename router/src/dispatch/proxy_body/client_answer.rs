@@ -112,7 +112,7 @@ impl ClientAnswer {
                 buffer,
                 passed,
             } => {
-                let result = buffer.pass(piece, passed);
+                let result = buffer.pass_run(piece, passed);
                 tail.pass(passed.drain(..), &mut self.queued);
                 result
             }
@@ -148,7 +148,7 @@ impl ClientAnswer {
             passed,
         } = &mut self.form
         {
-            buffer.release(passed);
+            buffer.release_waiting(passed);
             tail.pass(passed.drain(..), &mut self.queued);
         }
     }
@@ -257,7 +257,7 @@ mod tests {
             assert!(answer.is_open(), "{cut}");
             let buffer = answer.resumable().unwrap();
             let tokens = buffer.tokens();
-            buffer.cut();
+            buffer.forget_unpassed();
             // The second worker sends the events whose tokens the client lacks.
             let rest = match tokens {
                 0 => 0,

@@ -131,7 +131,7 @@ impl ResumeAttempt {
         buffer: &mut ResumeBuffer,
     ) -> Self {
         leg.attribute_loss(&loss, &request.record);
-        buffer.cut();
+        buffer.forget_unpassed();
         let candidate = &leg.guard.candidate;
         let role = candidate.worker.role();
         let tokens = buffer.tokens();
