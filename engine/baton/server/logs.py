@@ -53,7 +53,7 @@ def start_logs(level: str, log_format: str, process: str = "") -> None:
 
 def _skip_unused_facts() -> None:
     """Spare what records gather and no line shows: a third of a line's cost (logging's documentation, Optimization)."""
-    logging._srcfile = None  # type: ignore[attr-defined]
+    logging._srcfile = None
     logging.logThreads = False
     logging.logProcesses = False
     logging.logMultiprocessing = False

@@ -1,8 +1,5 @@
-//! Python face of the router: `baton router …` passes argv through, so no flag is written twice,
-//! and engines refuse the same prompts.
+//! Python face of the router: `baton router …` passes argv through, so no flag is written twice.
 
-use baton_text::dialect::prompt_limit::{self, MAX_ENGINE_BODY_BYTES, PromptLimit};
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 /// Run the router with `argv` (program name first) until it stops; returns the exit code.
@@ -11,26 +8,6 @@ fn router_main(py: Python<'_>, argv: Vec<String>) -> i32 {
     py.detach(|| baton_router::run(argv))
 }
 
-/// Refusal of a JSON `body` that exceeds the limits, as code, message and member; None: it does
-/// not. Raises ValueError for a body that is no JSON object. Releases the GIL.
-#[pyfunction]
-fn oversized_body(
-    py: Python<'_>,
-    path: &str,
-    body: &[u8],
-    max_tokens: u64,
-    max_chars: u64,
-) -> PyResult<Option<(&'static str, String, Option<&'static str>)>> {
-    let Some(limit) = PromptLimit::of(Some(max_tokens), Some(max_chars)) else {
-        return Ok(None);
-    };
-    let found = py.detach(|| prompt_limit::oversized_body(path, body, limit));
-    let found = found.map_err(|err| PyValueError::new_err(err.to_string()))?;
-    Ok(found.map(|err| (err.code(), err.to_string(), err.param())))
-}
-
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add("MAX_ENGINE_BODY_BYTES", MAX_ENGINE_BODY_BYTES)?;
-    m.add_function(wrap_pyfunction!(router_main, m)?)?;
-    m.add_function(wrap_pyfunction!(oversized_body, m)?)
+    m.add_function(wrap_pyfunction!(router_main, m)?)
 }

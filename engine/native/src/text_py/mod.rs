@@ -3,11 +3,13 @@
 //!
 //! * `answers`: the running answers of a front, [`answers::PyAnswerTable`];
 //! * `files`: tokenizer and template, as the files of a directory define them;
+//! * `prompt_limit`: sizes of bodies that are refused before they are parsed;
 //! * `template`: [`template::PyChatTemplate`];
 //! * `tokenizer`: [`tokenizer::PyTokenizer`].
 
 mod answers;
 mod files;
+mod prompt_limit;
 mod template;
 mod tokenizer;
 
@@ -44,5 +46,6 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<files::PyTokenizerFiles>()?;
     m.add_class::<template::PyChatTemplate>()?;
     m.add_class::<tokenizer::PyTokenizer>()?;
-    answers::register(m)
+    answers::register(m)?;
+    prompt_limit::register(m)
 }
