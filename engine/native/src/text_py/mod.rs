@@ -47,5 +47,5 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<template::PyChatTemplate>()?;
     m.add_class::<tokenizer::PyTokenizer>()?;
     answers::register(m)?;
-    prompt_limit::register(m)
+    prompt_limit::register_limits(m)
 }

@@ -22,7 +22,7 @@ fn oversized_body(
     Ok(found.map(|err| (err.code(), err.to_string(), err.param())))
 }
 
-pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+pub fn register_limits(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("MAX_ENGINE_BODY_BYTES", MAX_ENGINE_BODY_BYTES)?;
     m.add_function(wrap_pyfunction!(oversized_body, m)?)
 }
