@@ -213,8 +213,9 @@ def open_paths(role: str) -> set[str]:
     if role != "router":
         return set(app.OPEN_PATHS)
     source = (ROOT / "router" / "src" / "server" / "api" / "mod.rs").read_text()
-    rows = re.findall(r"&\[([^]]+)\],\s*Open,\s*get\(", source)
-    return {path for row in rows for path in re.findall(r'"(/\w+)"', row)}
+    _, _, behind = source.partition("fn open_routes()")
+    function, _, _ = behind.partition("\n}\n")
+    return set(re.findall(r'"(/\w+)"', function))
 
 
 def check_probes(objects: Sequence[Object]) -> Problems:

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
 import yaml
 from prometheus_client.utils import floatToGoString
 
 from baton.sched.metrics.collector import SchedStats
-from baton.sched.metrics.histogram import STAGE_BUCKETS, Histogram
+from baton.sched.metrics.histogram import GAP_BUCKETS, STAGE_BUCKETS, Histogram
 from baton.server.observability import metrics
 from baton.server.worker.messages import StatsMessage
 from deploy.monitoring.generate import (
@@ -184,12 +185,13 @@ def test_unknown_names_are_found(expression: str, wrong: list[str]) -> None:
 
 def bucket_bounds(name: str) -> set[str]:
     """Values of the label `le` of a histogram, as /metrics has them."""
-    table = metrics.EngineMetrics().table.items()
+    front = metrics.EngineMetrics()
     bounds = {
         metrics.exported_name(spec): made._upper_bounds
-        for spec, made in table
-        if spec.kind == "histogram"
+        for spec, made in front.table.items()
+        if isinstance(made, prometheus_client.Histogram)
     }
+    bounds[metrics.exported_name(front.gaps.spec)] = GAP_BUCKETS
     kept = SchedStats(1.0, lambda _: "")
     for by_label in (kept.waiting_time, kept.pull_durations):
         by_label["any"].observe(0.0)

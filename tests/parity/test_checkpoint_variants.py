@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from baton.server.text.detokenizer import REPLACEMENT, Detokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from baton.config import build_config
@@ -20,8 +19,10 @@ from baton.server.text.tokenizer import Tokenizer
 from tests.support.models.checkpoint_variants import RULES, write_variant
 from tests.support.models.checkpoints import reference_greedy
 from tests.support.models.model_loop import ModelLoop
+from tests.support.models.streamed_text import stream_text
 from tests.support.models.whole_model import load_model
 
+REPLACEMENT = "\ufffd"
 FAST = 40
 ALL = 200
 STEPS = 6
@@ -84,8 +85,7 @@ def compare(seed: int, folder: Path) -> str:
         (answer,) = loop.greedy([ids], STEPS, 5)
         assert answer == reference_greedy(model, ids, STEPS), f"{name}: tokens behind {text!r}"
         spoken = rng.choices(words, k=STEPS)
-        detok = Detokenizer(tokenizer.decode, ids)
-        streamed = "".join(detok.feed([i]) for i in spoken) + detok.flush()
+        streamed = stream_text(tokenizer, ids, spoken)
         before = reference.decode(ids, skip_special_tokens=True)
         whole = reference.decode([*ids, *spoken], skip_special_tokens=True)
         assert before + streamed == whole, f"{name}: text of {spoken} behind {text!r}"

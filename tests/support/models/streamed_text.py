@@ -1,0 +1,70 @@
+"""Text of tokens as a client gets it: through the running answers of the text layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from baton._native import AnswerTable
+
+from baton.sched.types.events import EmittedTokens
+from baton.sched.types.request import FinishReason
+from baton.server.response.answer_spec import AnswerSpec, ChoiceSpec, Dialect, encode_spec
+from baton.server.text.tokenizer import Tokenizer
+from baton.server.worker.messages import TokenBatch, encoder
+
+HANDLE = 1
+
+
+def stream_text(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """Text of a completion that continues `prompt`, whose tokens come one by one."""
+    answers = AnswerTable(tokenizer.native, [1.0])
+    answers.open(encode_spec(completion_spec(prompt)))
+    text = ""
+    for place, token in enumerate(ids, 1):
+        finish = FinishReason.LENGTH if place == len(ids) else None
+        row = EmittedTokens(HANDLE, (token,), finish, 0)
+        fed = answers.feed(encoder.encode(TokenBatch(0, [row])), 0.0)
+        assert fed is not None
+        for _, chunk in fed.chunks:
+            text += "".join(map(text_of_event, chunk.decode().split("\n\n")))
+    return text
+
+
+def text_of_event(event: str) -> str:
+    data = event.removeprefix("data: ")
+    return "" if data in ("", "[DONE]") else str(json.loads(data)["choices"][0]["text"])
+
+
+def completion_spec(prompt: Sequence[int]) -> AnswerSpec:
+    choice = ChoiceSpec(
+        handle=HANDLE,
+        counts_prompt=True,
+        prompt_tokens=len(prompt),
+        left_context=prompt,
+        stop_token_ids=(),
+        echo="",
+    )
+    return AnswerSpec(
+        dialect=Dialect.COMPLETIONS,
+        rid=None,
+        request_id="r",
+        model="m",
+        created=0,
+        arrived=0.0,
+        is_stream=True,
+        includes_usage=False,
+        has_continuous_usage=False,
+        returns_token_ids=False,
+        logprobs=-1,
+        is_batch=False,
+        stops=(),
+        include_stop=False,
+        skip_special_tokens=True,
+        min_tokens=0,
+        comment_seed=None,
+        is_metered=False,
+        is_empty=False,
+        resumed_ids=(),
+        choices=[choice],
+    )
