@@ -352,10 +352,9 @@ pub(crate) mod tests {
             thread::park_timeout(Duration::from_millis(50));
             let before = cpu_ticks();
             thread::park_timeout(Duration::from_millis(500));
-            assert!(
-                cpu_ticks() - before <= 1,
-                "three spinning workers would have used up to 150 ticks"
-            );
+            // Spinning, they would use up to 150, and 20 on a core that is shared with many others.
+            let used = cpu_ticks() - before;
+            assert!(used <= 10, "idle workers used {used} ticks of 10 ms");
         });
     }
 }
