@@ -321,7 +321,7 @@ def test_request_that_waits_for_all_pages_is_not_passed_for_ever() -> None:
 
 
 def test_request_whose_own_prefix_is_the_evictable_part_is_not_passed_for_ever() -> None:
-    """Its cached prefix is no room for it: it reserves pages although evicting the prefix would free enough."""
+    """A request reserves pages even where evicting its own cached prefix would free enough."""
     node = Node(Limits(100, 4, 32, 1000, 64), depth=1)
     node.sched.add(request(0, [2] * 200, 1))
     node.run()

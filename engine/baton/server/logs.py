@@ -40,7 +40,6 @@ def start_logs(level: str, log_format: str, process: str = "") -> None:
     handler.setFormatter(JsonLine(process) if log_format == "json" else TextLine(process))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
-    _skip_unused_facts()
     if log_format == "json":
         sys.excepthook = _log_uncaught
         threading.excepthook = _log_uncaught_in_thread
@@ -49,16 +48,6 @@ def start_logs(level: str, log_format: str, process: str = "") -> None:
     except ImportError:  # then there are no native threads; what needs the extension reports it
         return
     start_native_logs(level, log_format, process)
-
-
-def _skip_unused_facts() -> None:
-    """Spare what records gather and no line shows: a third of a line's cost (logging's documentation, Optimization)."""
-    logging._srcfile = None
-    logging.logThreads = False
-    logging.logProcesses = False
-    logging.logMultiprocessing = False
-    if sys.version_info >= (3, 12):
-        logging.logAsyncioTasks = False
 
 
 def fields(**values: object) -> dict[str, Any]:

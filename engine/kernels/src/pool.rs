@@ -350,11 +350,17 @@ pub(crate) mod tests {
         with_threads(4, || {
             for_each(8, &|_| {});
             thread::park_timeout(Duration::from_millis(50));
-            let before = cpu_ticks();
-            thread::park_timeout(Duration::from_millis(500));
-            // Spinning, they would use up to 150, and 20 on a core that is shared with many others.
-            let used = cpu_ticks() - before;
-            assert!(used <= 10, "idle workers used {used} ticks of 10 ms");
+            // Waking costs a tick now and then, above all on a busy machine; spinning costs them in
+            // every window.
+            let is_idle = (0..20).any(|_| {
+                let before = cpu_ticks();
+                thread::park_timeout(Duration::from_millis(500));
+                cpu_ticks() - before <= 1
+            });
+            assert!(
+                is_idle,
+                "three spinning workers would have used up to 150 ticks"
+            );
         });
     }
 }

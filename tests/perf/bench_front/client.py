@@ -52,7 +52,7 @@ def chat_request(content: str, max_tokens: int) -> bytes:
 
 @dataclass(eq=False)
 class Connection:
-    """One kept-alive connection and the answer that arrives on it."""
+    """Keep-alive connection and its current answer."""
 
     sock: socket.socket
     events: int = 0

@@ -32,7 +32,7 @@ class SourceTree:
 class RunningEngine:
     tree: SourceTree
     pid: int
-    """Of the front."""
+    """Process id of the front."""
     host: str
     port: int
 
@@ -70,7 +70,7 @@ def device(step_ms: float) -> str:
 async def start_engines(
     trees: list[SourceTree], *, tokenizer: Path, step_ms: float, log_dir: Path
 ) -> AsyncIterator[list[RunningEngine]]:
-    """One engine per tree, at the same time; one that is not measured waits and costs nothing."""
+    """Run one engine per tree side by side; the one that is not measured is idle."""
     flags = [
         "--simulate", device(step_ms), "--tokenizer-path", str(tokenizer), "--port", "0",
         "--served-model-name", "bench", "--context-length", str(CONTEXT_LENGTH), "--max-queued-requests", "1024",

@@ -19,7 +19,15 @@ HANDLE = 1
 def stream_text(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
     """Text of a completion that continues `prompt`, whose tokens come one by one."""
     answers = AnswerTable(tokenizer.native, [1.0])
-    answers.open(encode_spec(completion_spec(prompt)))
+    choice = ChoiceSpec(
+        handle=HANDLE,
+        counts_prompt=True,
+        prompt_tokens=len(prompt),
+        left_context=prompt,
+        stop_token_ids=(),
+        echo="",
+    )
+    answers.open(encode_spec(stream_spec(Dialect.COMPLETIONS, choice)))
     text = ""
     for place, token in enumerate(ids, 1):
         finish = FinishReason.LENGTH if place == len(ids) else None
@@ -36,17 +44,10 @@ def text_of_event(event: str) -> str:
     return "" if data in ("", "[DONE]") else str(json.loads(data)["choices"][0]["text"])
 
 
-def completion_spec(prompt: Sequence[int]) -> AnswerSpec:
-    choice = ChoiceSpec(
-        handle=HANDLE,
-        counts_prompt=True,
-        prompt_tokens=len(prompt),
-        left_context=prompt,
-        stop_token_ids=(),
-        echo="",
-    )
+def stream_spec(dialect: Dialect, choice: ChoiceSpec) -> AnswerSpec:
+    """A stream of one choice without any option."""
     return AnswerSpec(
-        dialect=Dialect.COMPLETIONS,
+        dialect=dialect,
         rid=None,
         request_id="r",
         model="m",

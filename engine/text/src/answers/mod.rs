@@ -23,5 +23,5 @@ mod tests;
 pub use crate::dialect::write::AnswerCounts;
 pub use gap_histogram::GapHistogram;
 pub use spec::{AnswerSpec, ChoiceSpec};
-pub use table::{AnswerTable, FailedAnswer, FedBatch, FirstToken};
+pub use table::{AnswerPanic, AnswerTable, FailedAnswer, FedBatch, FirstToken};
 pub use token_batch::{BatchError, FirstTokenStages, PulledPages};

@@ -21,6 +21,11 @@ const NO_REASON: (Cow<'static, str>, Cow<'static, str>) = (
 /// Message of an answer that this layer could not write.
 const PANICKED: &str = "internal error; the engine's log has the details";
 
+/// An answer could not be written because the code for it panicked. Standard error has the place.
+#[derive(Debug, thiserror::Error)]
+#[error("the text layer panicked while it wrote an answer")]
+pub struct AnswerPanic;
+
 /// See the module.
 pub struct AnswerTable {
     decoder: Arc<dyn TokenDecoder>,
@@ -86,17 +91,19 @@ impl AnswerTable {
     }
 
     /// Returns the new answer's id.
-    pub fn open(&mut self, spec: AnswerSpec) -> u64 {
+    pub fn open(&mut self, spec: AnswerSpec) -> Result<u64, AnswerPanic> {
+        let decoder = &*self.decoder;
+        let answer = catch_unwind(AssertUnwindSafe(|| RunningAnswer::new(spec, decoder)));
+        let answer = answer.map_err(|_| AnswerPanic)?;
         let id = self.next_id;
         self.next_id += 1;
-        let answer = RunningAnswer::new(spec, &*self.decoder);
         for (place, choice) in answer.choices.iter().enumerate() {
             if !choice.is_done {
                 self.items.insert(choice.handle, (id, place));
             }
         }
         self.answers.insert(id, answer);
-        id
+        Ok(id)
     }
 
     /// Forgets an answer. `None`: there is none.
@@ -139,7 +146,7 @@ impl AnswerTable {
         fed: &mut FedBatch,
         work: impl FnOnce(&mut Self, &mut FedBatch),
     ) {
-        // What the panicking code has left half done belongs to the answer that ends with it.
+        // State that the panic left inconsistent is this answer's own, and the answer is removed.
         if catch_unwind(AssertUnwindSafe(|| work(self, fed))).is_ok() {
             return;
         }
@@ -230,13 +237,15 @@ impl AnswerTable {
     }
 
     /// Output that has gathered; whether it is the last; empty if there is none.
-    pub fn release(&mut self, id: u64, now: f64) -> (Vec<u8>, bool) {
+    pub fn release(&mut self, id: u64, now: f64) -> Result<(Vec<u8>, bool), AnswerPanic> {
         let mut chunk = Vec::new();
         let Some(answer) = self.answers.get_mut(&id) else {
-            return (chunk, false);
+            return Ok((chunk, false));
         };
         answer.is_held = false;
-        answer.write_output(&*self.decoder, now, &mut chunk);
-        (chunk, answer.is_finished)
+        let decoder = &*self.decoder;
+        let work = AssertUnwindSafe(|| answer.write_output(decoder, now, &mut chunk));
+        catch_unwind(work).map_err(|_| AnswerPanic)?;
+        Ok((chunk, answer.is_finished))
     }
 }

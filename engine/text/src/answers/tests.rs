@@ -118,7 +118,7 @@ fn events_of(stream: &str) -> Vec<Value> {
 #[test]
 fn chat_stream_has_a_role_texts_a_finish_usage_and_done() {
     let mut table = table();
-    let id = table.open(spec("chat", &[1], json!({})));
+    let id = table.open(spec("chat", &[1], json!({}))).unwrap();
     let first = feed(&mut table, &[row(1, &[2], None)], 1.0);
     assert_eq!(
         text_of(&first),
@@ -173,7 +173,9 @@ fn messages_of_other_types_are_passed_over_and_malformed_ones_are_errors() {
 #[test]
 fn failed_item_is_reported_behind_earlier_output() {
     let mut table = table();
-    let id = table.open(spec("completions", &[1, 2], json!({"is_metered": true})));
+    let id = table
+        .open(spec("completions", &[1, 2], json!({"is_metered": true})))
+        .unwrap();
     let mut failed = row(2, &[], Some(4));
     failed.5 = Some(("queue_full".to_owned(), "full".to_owned()));
     failed.6 = Some(17);
@@ -195,8 +197,8 @@ fn failed_item_is_reported_behind_earlier_output() {
 #[test]
 fn panic_of_a_decoder_ends_its_answer_only() {
     let mut table = table();
-    let broken = table.open(spec("chat", &[1], json!({})));
-    table.open(spec("chat", &[2], json!({})));
+    let broken = table.open(spec("chat", &[1], json!({}))).unwrap();
+    table.open(spec("chat", &[2], json!({}))).unwrap();
     let fed = feed(
         &mut table,
         &[row(1, &[PANICS], None), row(2, &[2], None)],
@@ -208,13 +210,25 @@ fn panic_of_a_decoder_ends_its_answer_only() {
 }
 
 #[test]
+fn panic_of_a_decoder_at_the_start_is_an_error() {
+    let mut table = table();
+    let resumed = spec("completions", &[1], json!({"resumed_ids": [PANICS]}));
+    assert!(table.open(resumed).is_err());
+    let next = table.open(spec("completions", &[1], json!({}))).unwrap();
+    let fed = feed(&mut table, &[row(1, &[2], None)], 0.0);
+    assert_eq!(fed.chunks[0].0, next);
+}
+
+#[test]
 fn stop_string_ends_choice_and_stops_its_item() {
     let mut table = table();
-    table.open(spec(
-        "generate",
-        &[1],
-        json!({"stops": [" re"], "is_stream": false}),
-    ));
+    table
+        .open(spec(
+            "generate",
+            &[1],
+            json!({"stops": [" re"], "is_stream": false}),
+        ))
+        .unwrap();
     let fed = feed(
         &mut table,
         &[row(1, &[2, 3, 2], None), row(1, &[2], None)],
@@ -239,8 +253,8 @@ fn answer_without_anything_to_generate_is_released_at_once() {
         json!({"is_empty": true, "is_stream": false}),
     );
     echo.choices[0].echo = "x".to_owned();
-    let id = table.open(echo);
-    let (body, is_last) = table.release(id, 0.0);
+    let id = table.open(echo).unwrap();
+    let (body, is_last) = table.release(id, 0.0).unwrap();
     let answer: Value = serde_json::from_slice(&body).unwrap();
     assert_eq!(answer["choices"][0]["text"], "x");
     assert_eq!(answer["choices"][0]["finish_reason"], "length");
@@ -275,14 +289,14 @@ proptest! {
         let mut whole_table = table();
         let mut whole_spec = rules.clone();
         whole_spec["is_stream"] = json!(false);
-        whole_table.open(spec(dialect, &[1], whole_spec));
+        whole_table.open(spec(dialect, &[1], whole_spec)).unwrap();
         let fed = feed(&mut whole_table, &[row(1, &tokens, Some(finish))], 0.0);
         let whole: Value = serde_json::from_str(&text_of(&fed)).unwrap();
         let expected = &whole["choices"][0];
         let expected_text = if dialect == "chat" { &expected["message"]["content"] } else { &expected["text"] };
 
         let mut streamed = table();
-        let id = streamed.open(spec(dialect, &[1], rules.clone()));
+        let id = streamed.open(spec(dialect, &[1], rules.clone())).unwrap();
         let mut stream = String::new();
         for (step, burst) in bursts.iter().enumerate() {
             if held[step] {
@@ -290,10 +304,10 @@ proptest! {
             }
             stream += &text_of(&feed(&mut streamed, &[row(1, burst, None)], 0.0));
             if held[step] && step % 2 == 1 {
-                stream += std::str::from_utf8(&streamed.release(id, 0.0).0).unwrap();
+                stream += std::str::from_utf8(&streamed.release(id, 0.0).unwrap().0).unwrap();
             }
         }
-        stream += std::str::from_utf8(&streamed.release(id, 0.0).0).unwrap();
+        stream += std::str::from_utf8(&streamed.release(id, 0.0).unwrap().0).unwrap();
         let last: &[u32] = if stops { &[END] } else { &[] };
         stream += &text_of(&feed(&mut streamed, &[row(1, last, Some(finish))], 0.0));
         prop_assert_eq!(&joined_text(dialect, &stream), expected_text.as_str().unwrap());
@@ -307,12 +321,12 @@ proptest! {
         let count = whole["usage"]["completion_tokens"].as_u64().unwrap() as usize;
         let cut = cut % count;
         let mut begun = table();
-        begun.open(spec(dialect, &[1], rules.clone()));
+        begun.open(spec(dialect, &[1], rules.clone())).unwrap();
         let before = text_of(&feed(&mut begun, &[row(1, &tokens[..cut], None)], 0.0));
         let mut resumed = table();
         let mut more = rules.clone();
         more["resumed_ids"] = json!(tokens[..cut]);
-        resumed.open(spec(dialect, &[1], more));
+        resumed.open(spec(dialect, &[1], more)).unwrap();
         let after = text_of(&feed(&mut resumed, &[row(1, &tokens[cut..], Some(finish))], 0.0));
         let both = joined_text(dialect, &before) + &joined_text(dialect, &after);
         prop_assert_eq!(&both, expected_text.as_str().unwrap());
@@ -324,7 +338,7 @@ proptest! {
     #[test]
     fn comments_report_every_token((bursts, _) in script()) {
         let mut streamed = table();
-        streamed.open(spec("chat", &[1], json!({"comment_seed": 4})));
+        streamed.open(spec("chat", &[1], json!({"comment_seed": 4}))).unwrap();
         let mut reported = Vec::new();
         for (step, burst) in bursts.iter().enumerate() {
             let text = text_of(&feed(&mut streamed, &[row(1, burst, None)], 0.0));

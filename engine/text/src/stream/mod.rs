@@ -20,7 +20,7 @@
 //! that was appended is never taken back; text and counts do not depend on how the ids are grouped
 //! into calls.
 //!
-//! One exemption from the first invariant: decoders of byte-fallback tokens (`<0x0A>`) make one
+//! Exemption from the first invariant: decoders of byte-fallback tokens (`<0x0A>`) write one
 //! U+FFFD of every byte in a run of byte tokens if the run as a whole is no UTF-8, also of
 //! characters that were complete, and shown, before the first wrong byte arrived. Here those
 //! characters stay, and the bytes after them are decoded as a run of their own.

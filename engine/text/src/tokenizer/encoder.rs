@@ -123,7 +123,7 @@ impl PromptEncoder {
         add_special_tokens: bool,
         counts: &mut LookupCounts,
     ) -> Result<Arc<[u32]>, String> {
-        // What is added around a text would be added around every piece.
+        // Special tokens that are added around a text would be added around every piece.
         let Some(segments) = self.segments.as_ref().filter(|_| !add_special_tokens) else {
             return self.tokenizer.encode(text, add_special_tokens);
         };

@@ -1,6 +1,6 @@
 //! Tokenizer of simulated engines: four bytes of text are one token, whose id they are.
 //!
-//! It costs next to nothing, lengths are exact (prompts of the benchmarks come in words of four
+//! Encoding copies bytes, lengths are exact (prompts of the benchmarks come in words of four
 //! characters), and equal prefixes of text are equal prefixes of tokens. Text beyond ASCII can be
 //! encoded, not decoded: the top bit of an id is lost.
 

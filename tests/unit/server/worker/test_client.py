@@ -20,12 +20,7 @@ from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
 from baton.server.http.lifecycle import NodeState, ServerLifecycle
-from baton.server.response.answer_spec import (
-    AnswerSpec,
-    ChoiceSpec,
-    Dialect,
-    encode_spec,
-)
+from baton.server.response.answer_spec import ChoiceSpec, Dialect, encode_spec
 from baton.server.response.generation import decode_stages
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankSet
@@ -55,6 +50,7 @@ from baton.server.worker.messages import (
     encoder,
     to_rank_decoder,
 )
+from tests.support.models.streamed_text import stream_spec
 
 DEADLINE_SECS = 30.0
 
@@ -124,35 +120,17 @@ class Stage:
             0, "r", array("i", range(prompt)), SamplingParams(max_new_tokens=4)
         )
         handle = self.ranks.submit(self.ranks.choose(rank), request, sink)
-        sink.answer = self.ranks.open_answer(encode_spec(answer_spec(handle, prompt)), sink)
+        choice = ChoiceSpec(
+            handle=handle,
+            counts_prompt=True,
+            prompt_tokens=prompt,
+            left_context=(),
+            stop_token_ids=(),
+            echo="",
+        )
+        spec = encode_spec(stream_spec(Dialect.GENERATE, choice))
+        sink.answer = self.ranks.open_answer(spec, sink)
         return handle
-
-
-def answer_spec(handle: int, prompt_tokens: int) -> AnswerSpec:
-    """A stream of /generate."""
-    return AnswerSpec(
-        dialect=Dialect.GENERATE,
-        rid=None,
-        request_id="r",
-        model="m",
-        created=0,
-        arrived=0.0,
-        is_stream=True,
-        includes_usage=False,
-        has_continuous_usage=False,
-        returns_token_ids=False,
-        logprobs=-1,
-        is_batch=False,
-        stops=(),
-        include_stop=False,
-        skip_special_tokens=True,
-        min_tokens=0,
-        comment_seed=None,
-        is_metered=False,
-        is_empty=False,
-        resumed_ids=(),
-        choices=[ChoiceSpec(handle, True, prompt_tokens, (), (), "")],
-    )
 
 
 async def until(fact: Callable[[], bool]) -> None:
