@@ -1,7 +1,7 @@
 //! A loaded tokenizer.json with the tokens that the files beside it add.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -13,6 +13,9 @@ use super::{TextTokenizer, TokenDecoder};
 
 /// Characters of which a normalizer makes one, at most: NFC composes up to four.
 const NORMALIZER_SHRINKS: usize = 4;
+
+/// Largest id of a token. Tables have an entry for each id; the largest vocabularies have 2^18.
+const MAX_TOKEN_ID: u32 = (1 << 24) - 1;
 
 /// See the module. Thread-safe.
 pub struct HfTokenizer {
@@ -41,7 +44,7 @@ impl HfTokenizer {
             .map_err(|err| err.to_string())?;
         library.with_padding(None);
         let vocabulary = library.get_vocab(true);
-        let vocab_size = vocabulary.values().max().map_or(0, |id| id + 1);
+        let vocab_size = check_ids(&vocabulary)?;
         let longest = vocabulary.keys().map(|token| token.chars().count()).max();
         let shrinks = library.get_normalizer().map_or(1, |_| NORMALIZER_SHRINKS);
         let table = TokenTable::of(&library, vocab_size);
@@ -57,6 +60,20 @@ impl HfTokenizer {
     pub(super) fn library(&self) -> &Tokenizer {
         &self.library
     }
+}
+
+/// One more than the largest id. `Err`: it is too large.
+fn check_ids(vocabulary: &HashMap<String, u32>) -> Result<u32, String> {
+    let last = vocabulary.iter().max_by_key(|(_, id)| **id);
+    let Some((token, id)) = last else {
+        return Ok(0);
+    };
+    if *id > MAX_TOKEN_ID {
+        return Err(format!(
+            "the token {token:?} has the id {id}; the largest that is taken is {MAX_TOKEN_ID}"
+        ));
+    }
+    Ok(id + 1)
 }
 
 impl TextTokenizer for HfTokenizer {
@@ -180,6 +197,17 @@ mod tests {
         let lowercase = byte_level(&added_token(3, "<A>", true), r#"{"type": "Lowercase"}"#);
         assert_eq!(lowercase.decode(&[3], true), "<a>");
         assert!(!lowercase.is_bytewise());
+    }
+
+    #[test]
+    fn id_for_which_a_table_would_be_huge_is_refused() {
+        for id in [1_000_000_000, u32::MAX] {
+            let json = r#"{"model": {"type": "WordLevel", "vocab": {"a": ID}, "unk_token": "a"}}"#;
+            let json = json.replace("ID", &id.to_string());
+            let loaded = HfTokenizer::load(json.as_bytes(), &AddedTokenPlan::default());
+            let expected = format!(r#"the token "a" has the id {id}; the largest"#);
+            assert!(loaded.err().unwrap().starts_with(&expected));
+        }
     }
 
     #[test]
