@@ -27,9 +27,13 @@
 
 mod detokenizer;
 mod incremental_utf8;
+pub mod markers;
+pub mod parts;
+pub mod reasoning;
 mod stop_strings;
 mod text_offsets;
 mod text_stream;
+pub mod tools;
 
 #[cfg(test)]
 mod tests;
