@@ -5,6 +5,7 @@
 #[strum(serialize_all = "snake_case", const_into_str)]
 pub enum RefusalCode {
     InvalidValue,
+    InvalidJson,
     MissingField,
     UnsupportedParameter,
     /// More prompt than the context holds.

@@ -48,6 +48,7 @@ PLAIN_CAPS = {
     "arguments": "object",
     "empty_content": "text",
     "inline_system": True,
+    "renders_tools": False,
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from baton.server.text.chat_template import ChatTemplate, RenderOptions
+from baton.server.text.chat_template import ChatTemplate
 
 
 def render(
@@ -17,10 +17,16 @@ def render(
     continue_final_message: bool = False,
     kwargs: dict[str, Any] | None = None,
 ) -> str:
-    options = RenderOptions(add_generation_prompt, continue_final_message, kwargs or {})
-    return template.render_messages(msgspec.json.encode(messages), options)
+    chat = {
+        "messages": messages,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "chat_template_kwargs": kwargs,
+    }
+    return template.render_chat(msgspec.json.encode(chat))
 
 
 def normalize(template: ChatTemplate, messages: Any) -> Any:
     """Messages in the form that the template takes."""
-    return msgspec.json.decode(template.normalize_messages(msgspec.json.encode(messages)))
+    chat = msgspec.json.encode({"messages": messages})
+    return msgspec.json.decode(template.normalize_messages(chat))

@@ -158,13 +158,18 @@ def body_of(name: str, conversation: dict[str, Any]) -> dict[str, Any]:
 
 
 def rendered(tokenizer: Any, template: ChatTemplate, body: dict[str, Any]) -> str | None:
-    """The prompt's text; None: the template refuses. Normalization has goldens of its own (message_goldens.py)."""
+    """The prompt's text; None: the template refuses, or drops the tools. Normalization has goldens of its own
+    (message_goldens.py)."""
     import jinja2
 
+    if body.get("tools") and "renders_tools=true" not in template.caps:
+        return None
     continues = body.get("continue_final_message", False)
     kwargs = dict(body.get("chat_template_kwargs", {}))
     if "reasoning_effort" in body:
         kwargs.setdefault("reasoning_effort", body["reasoning_effort"])
+        for switch in ("enable_thinking", "thinking"):
+            kwargs.setdefault(switch, body["reasoning_effort"] != "none")
     try:
         return str(
             tokenizer.apply_chat_template(

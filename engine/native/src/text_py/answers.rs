@@ -8,6 +8,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
+use super::format::PyAnswerFormat;
 use super::tokenizer::PyTokenizer;
 
 /// Answers in progress. Its methods are for one thread.
@@ -59,8 +60,8 @@ struct PyAnswerCounts {
 impl PyAnswerTable {
     /// `gap_bounds`: upper bounds of the buckets of `gaps` [seconds].
     #[new]
-    fn new(tokenizer: &PyTokenizer, gap_bounds: Vec<f64>) -> Self {
-        let table = AnswerTable::new(tokenizer.0.clone(), gap_bounds);
+    fn new(tokenizer: &PyTokenizer, format: &PyAnswerFormat, gap_bounds: Vec<f64>) -> Self {
+        let table = AnswerTable::new(tokenizer.0.clone(), format.0.clone(), gap_bounds);
         Self {
             table: Mutex::new(table),
         }
@@ -101,6 +102,19 @@ impl PyAnswerTable {
     /// Let the output of an answer gather until `release`.
     fn hold(&self, answer: u64) {
         self.table.lock().hold(answer);
+    }
+
+    /// End of a stream that breaks off, `[DONE]` included, without the framing of HTTP/1.1; None:
+    /// there is no such answer. `error`: `{"error":{…}}`. Raises ValueError.
+    fn write_failure<'py>(
+        &self,
+        py: Python<'py>,
+        answer: u64,
+        error: &[u8],
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let end = self.table.lock().write_failure(answer, error);
+        let end = end.map_err(|err| PyValueError::new_err(err.to_string()))?;
+        Ok(end.map(|end| PyBytes::new(py, &end)))
     }
 
     /// Output that has gathered, and whether the answer ends with it. Raises ValueError.

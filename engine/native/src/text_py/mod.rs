@@ -2,13 +2,17 @@
 //! works on a text releases the GIL.
 //!
 //! * `answers`: the running answers of a front, [`answers::PyAnswerTable`];
+//! * `dialects`: requests of /v1/responses and /v1/messages as chat requests;
 //! * `files`: tokenizer and template, as the files of a directory define them;
+//! * `format`: how a model writes reasoning and tool calls, [`format::PyAnswerFormat`];
 //! * `prompt_limit`: sizes of bodies that are refused before they are parsed;
 //! * `template`: [`template::PyChatTemplate`];
 //! * `tokenizer`: [`tokenizer::PyTokenizer`].
 
 mod answers;
+mod dialects;
 mod files;
+mod format;
 mod prompt_limit;
 mod template;
 mod tokenizer;
@@ -44,8 +48,10 @@ fn id_bytes<'py>(py: Python<'py>, ids: &[u32]) -> PyResult<Bound<'py, PyBytes>> 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("TextRefusal", m.py().get_type::<TextRefusal>())?;
     m.add_class::<files::PyTokenizerFiles>()?;
+    m.add_class::<format::PyAnswerFormat>()?;
     m.add_class::<template::PyChatTemplate>()?;
     m.add_class::<tokenizer::PyTokenizer>()?;
     answers::register(m)?;
+    dialects::register(m)?;
     prompt_limit::register_limits(m)
 }

@@ -3,11 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use baton_text::prompt::{PromptRules, encode_chat, render_chat};
+use baton_text::prompt::{ChatPrompt, ContextLimit, encode_chat};
 use baton_text::refusal::TextRefusal;
-use baton_text::template::{ChatTemplate, RenderOptions, json_text, members_of, read_json};
+use baton_text::template::{ChatTemplate, json_text};
 use jiff::Zoned;
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -48,93 +47,49 @@ impl PyChatTemplate {
         self.0.warning()
     }
 
-    /// JSON of a body's `messages`, checked, in the form that the template takes. Raises
+    /// JSON of the `messages` of a chat body, in the form that the template takes. Raises
     /// TextRefusal.
-    fn normalize<'py>(&self, py: Python<'py>, messages: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
-        let messages = json_of(messages)?;
+    fn normalize<'py>(&self, py: Python<'py>, chat: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
         let normalized = py.detach(|| {
-            let messages = read_json(messages).map_err(unreadable)?;
-            let messages = self.0.normalize(&messages)?;
-            json_text(&messages.into()).map_err(|err| unreadable(err.to_string()))
+            let messages = ChatPrompt::read(chat)?.normalize(&self.0)?;
+            json_text(&messages.into())
+                .map_err(|err| TextRefusal::invalid("messages", err.to_string()))
         });
         Ok(PyBytes::new(py, normalized.map_err(refused)?.as_bytes()))
     }
 
-    /// Text of a body's `messages`, with the JSON object `variables`. Raises TextRefusal.
-    #[pyo3(signature = (messages, variables, *, add_generation_prompt, continue_final_message))]
-    fn render(
-        &self,
-        py: Python<'_>,
-        messages: &[u8],
-        variables: &[u8],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-    ) -> PyResult<String> {
-        let messages = json_of(messages)?;
-        let variables = json_of(variables)?;
-        py.detach(|| {
-            let options = RenderOptions {
-                add_generation_prompt,
-                continue_final_message,
-                variables: read_variables(variables)?,
-            };
-            render_chat(&self.0, messages, options)
-        })
-        .map_err(refused)
+    /// Refuse a chat body that `render` would refuse, but for the template's own refusals. Raises
+    /// TextRefusal.
+    fn check(&self, py: Python<'_>, chat: &[u8]) -> PyResult<()> {
+        py.detach(|| ChatPrompt::read(chat)?.check(&self.0))
+            .map_err(refused)
+    }
+
+    /// Text of a chat body's prompt. Raises TextRefusal.
+    fn render(&self, py: Python<'_>, chat: &[u8]) -> PyResult<String> {
+        py.detach(|| ChatPrompt::read(chat)?.render(&self.0))
+            .map_err(refused)
     }
 
     /// Ids of the text that `render` makes, as Python's `array("i", …)` takes them. Raises
     /// TextRefusal. `is_bounded`: more ids than `context_length` are refused too.
-    #[pyo3(signature = (
-        tokenizer, messages, variables, *, add_generation_prompt, continue_final_message, add_special_tokens,
-        context_length, is_bounded
-    ))]
-    #[allow(clippy::too_many_arguments)] // keywords in Python
+    #[pyo3(signature = (tokenizer, chat, *, context_length, is_bounded))]
     fn encode<'py>(
         &self,
         py: Python<'py>,
         tokenizer: &PyTokenizer,
-        messages: &[u8],
-        variables: &[u8],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        add_special_tokens: bool,
+        chat: &[u8],
         context_length: usize,
         is_bounded: bool,
     ) -> PyResult<Bound<'py, PyBytes>> {
-        let messages = json_of(messages)?;
-        let variables = json_of(variables)?;
-        let rules = PromptRules {
-            add_special_tokens,
+        let limit = ContextLimit {
             context_length,
             is_bounded,
-            param: "messages",
         };
         let ids = py.detach(|| {
-            let options = RenderOptions {
-                add_generation_prompt,
-                continue_final_message,
-                variables: read_variables(variables)?,
-            };
-            encode_chat(&self.0, &*tokenizer.0, messages, options, rules)
+            let chat = ChatPrompt::read(chat)?;
+            encode_chat(&self.0, &*tokenizer.0, &chat, limit)
         });
         id_bytes(py, &ids.map_err(refused)?)
     }
-}
-
-fn json_of(bytes: &[u8]) -> PyResult<&str> {
-    std::str::from_utf8(bytes).map_err(|err| PyValueError::new_err(err.to_string()))
-}
-
-fn unreadable(err: String) -> TextRefusal {
-    TextRefusal::invalid("messages", format!("messages cannot be read: {err}"))
-}
-
-fn read_variables(json: &str) -> Result<Vec<(String, minijinja::Value)>, TextRefusal> {
-    let refusal = |problem: &str| {
-        let param = "chat_template_kwargs";
-        TextRefusal::invalid(param, format!("{param} {problem}"))
-    };
-    let value = read_json(json).map_err(|err| refusal(&format!("cannot be read: {err}")))?;
-    members_of(&value).ok_or_else(|| refusal("must be an object"))
 }

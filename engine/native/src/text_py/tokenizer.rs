@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use baton_text::prompt::{PromptRules, encode_text};
+use baton_text::prompt::{ContextLimit, PromptRules, encode_text};
 use baton_text::tokenizer::{FourByteTokenizer, TextTokenizer};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -54,8 +54,10 @@ impl PyTokenizer {
     ) -> PyResult<Bound<'py, PyBytes>> {
         let rules = PromptRules {
             add_special_tokens,
-            context_length,
-            is_bounded,
+            limit: ContextLimit {
+                context_length,
+                is_bounded,
+            },
             param,
         };
         let ids = py.detach(|| encode_text(&*self.0, text, rules));

@@ -2,19 +2,24 @@
 
 use std::sync::Arc;
 
-use super::choice::RunningChoice;
-use super::spec::AnswerSpec;
+use super::choice::{ChoiceReading, RunningChoice};
+use super::spec::{AnswerSpec, ReadingSpec};
 use crate::dialect::response_id;
 use crate::dialect::sse::DONE_EVENT;
 use crate::dialect::write::{
-    AnswerCounts, AnswerHead, AnswerWriter, ChoiceOutput, Delta, ResumeComments, WriteContext,
-    new_writer,
+    AnswerCounts, AnswerHead, AnswerWriter, CallIdForm, ChoiceOutput, Delta, ReasoningNames,
+    ResumeComments, ResumedOutput, WriteContext, new_writer,
 };
+use crate::stream::answer::{AnswerFormat, ReaderOptions};
+use crate::stream::tools::{ToolFamily, ToolSignature};
 use crate::stream::{TextOffsets, TextRules};
 use crate::tokenizer::TokenDecoder;
 
 /// See the module.
 pub struct RunningAnswer {
+    head: AnswerHead,
+    /// Usage counts the tokens of the reasoning.
+    reads_reasoning: bool,
     writer: Box<dyn AnswerWriter>,
     pub choices: Vec<RunningChoice>,
     /// Output of each of them.
@@ -36,26 +41,21 @@ pub struct RunningAnswer {
 }
 
 impl RunningAnswer {
-    pub fn new(spec: AnswerSpec, decoder: &dyn TokenDecoder) -> Self {
+    pub fn new(mut spec: AnswerSpec, decoder: &dyn TokenDecoder, format: &AnswerFormat) -> Self {
         let rules = Arc::new(TextRules {
-            stops: spec.stops,
+            stops: std::mem::take(&mut spec.stops),
             include_stop: spec.include_stop,
             skip_special_tokens: spec.skip_special_tokens,
             min_tokens: spec.min_tokens,
         });
-        let head = AnswerHead {
-            id: response_id(spec.dialect, spec.rid, &spec.request_id),
-            model: spec.model,
-            created: spec.created,
-            includes_usage: spec.includes_usage,
-            has_continuous_usage: spec.has_continuous_usage,
-            returns_token_ids: spec.returns_token_ids,
-            logprobs: spec.logprobs,
-            is_batch: spec.is_batch,
-            skips_special_tokens: spec.skip_special_tokens,
-            arrived: spec.arrived,
-        };
-        let writer = new_writer(spec.dialect, head, spec.choices.len());
+        let reads_parts = spec.dialect.fields().reads_parts;
+        let reading = spec
+            .reading
+            .take()
+            .or_else(|| reads_parts.then(ReadingSpec::default))
+            .map(|reading| SharedReading::new(reading, format));
+        let head = new_head(&mut spec, reading.as_ref());
+        let mut writer = new_writer(spec.dialect, head.clone(), spec.choices.len());
         let mut choices = Vec::with_capacity(spec.choices.len());
         let mut outputs = Vec::with_capacity(spec.choices.len());
         for (index, choice) in spec.choices.into_iter().enumerate() {
@@ -65,24 +65,24 @@ impl RunningAnswer {
                 rules.clone(),
                 decoder,
                 &choice.left_context,
+                ChoiceReading {
+                    format,
+                    options: reading
+                        .as_ref()
+                        .map(|r| r.options(&choice.prompt_end, decoder)),
+                    includes_reasoning: reading.as_ref().is_some_and(|r| r.includes),
+                },
                 choice.stop_token_ids,
             );
-            let mut output = ChoiceOutput {
-                index,
-                prompt_tokens: choice.prompt_tokens,
-                cached_tokens: 0,
-                completion_tokens: 0,
-                matched_stop: None,
-                is_begun: false,
-                offsets: TextOffsets::new(choice.echo.chars().count()),
-                echo: choice.echo,
-                delta: Delta::default(),
-                so_far: Delta::default(),
-            };
+            let mut output = new_output(index, choice.prompt_tokens, choice.echo);
+            output.has_parts = reading.is_some();
             if !spec.resumed_ids.is_empty() {
-                let text = running.resume(&spec.resumed_ids, decoder);
+                let resumed = ResumedOutput {
+                    output: running.resume(&spec.resumed_ids, decoder),
+                    events: spec.resumed_events,
+                };
                 output.completion_tokens = spec.resumed_ids.len() as u64;
-                writer.resume(&mut output, &spec.resumed_ids, &text, decoder);
+                writer.resume(&mut output, &resumed, decoder);
             }
             if spec.is_empty {
                 running.end_empty(&mut output);
@@ -91,6 +91,8 @@ impl RunningAnswer {
             outputs.push(output);
         }
         Self {
+            head,
+            reads_reasoning: reading.is_some() && format.reasoning().is_some(),
             writer,
             choices,
             outputs,
@@ -112,6 +114,11 @@ impl RunningAnswer {
         let mut usage = AnswerCounts::default();
         for (choice, output) in self.choices.iter().zip(&self.outputs) {
             usage.completion_tokens += output.completion_tokens;
+            if self.reads_reasoning
+                && let Some(tokens) = choice.reasoning_tokens()
+            {
+                *usage.reasoning_tokens.get_or_insert_default() += tokens;
+            }
             if choice.counts_prompt {
                 usage.prompt_tokens += output.prompt_tokens;
                 usage.cached_tokens += output.cached_tokens;
@@ -138,7 +145,7 @@ impl RunningAnswer {
         if !self.is_stream {
             for (choice, output) in self.choices.iter_mut().zip(&mut self.outputs) {
                 if std::mem::take(&mut choice.has_delta) {
-                    output.keep_delta();
+                    self.writer.gather(output, &context);
                 }
             }
             if is_done {
@@ -151,6 +158,10 @@ impl RunningAnswer {
         let mut last_event = None;
         for (choice, output) in self.choices.iter_mut().zip(&mut self.outputs) {
             if !std::mem::take(&mut choice.has_delta) {
+                continue;
+            }
+            if output.has_parts && !output.is_ready(&self.head) {
+                choice.has_delta = true; // its tokens count as sent once their parts are
                 continue;
             }
             if let Some(comments) = &mut self.comments {
@@ -167,10 +178,106 @@ impl RunningAnswer {
             out.extend_from_slice(DONE_EVENT);
             self.is_finished = true;
         } else if let (Some(comments), Some(at)) = (&mut self.comments, last_event) {
-            comments.write_before(at, out);
+            comments.write_before(at, self.writer.event_count(), out);
         }
         if self.is_framed && out.len() > begin {
             frame_chunk(begin, out);
+        }
+    }
+}
+
+impl RunningAnswer {
+    /// The end of a stream that breaks off, without the framing of a chunk. `error`: its JSON.
+    pub fn write_failure(&mut self, error: &[u8]) -> Vec<u8> {
+        let mut out = Vec::new();
+        self.writer.write_failure(error, &mut out);
+        out
+    }
+}
+
+/// Facts of the answer for its writer, moved out of the front's statement.
+fn new_head(spec: &mut AnswerSpec, reading: Option<&SharedReading<'_>>) -> AnswerHead {
+    AnswerHead {
+        id: response_id(spec.dialect, spec.rid.take(), &spec.request_id),
+        model: std::mem::take(&mut spec.model),
+        created: spec.created,
+        includes_usage: spec.includes_usage,
+        has_continuous_usage: spec.has_continuous_usage,
+        returns_token_ids: spec.returns_token_ids,
+        logprobs: spec.logprobs,
+        is_batch: spec.is_batch,
+        skips_special_tokens: spec.skip_special_tokens,
+        reasoning_names: reading.map_or_else(Default::default, |r| r.names),
+        gathers_reasoning: reading.is_some_and(|r| r.gathers),
+        call_ids: reading
+            .as_ref()
+            .map_or_else(Default::default, |r| r.call_ids),
+        arrived: spec.arrived,
+        is_limited_by_context: spec.is_limited_by_context,
+        facts: std::mem::take(&mut spec.facts),
+    }
+}
+
+/// Output of a choice that has none yet.
+fn new_output(index: usize, prompt_tokens: u64, echo: String) -> ChoiceOutput {
+    ChoiceOutput {
+        index,
+        prompt_tokens,
+        cached_tokens: 0,
+        completion_tokens: 0,
+        reasoning_tokens: 0,
+        has_parts: false,
+        begun_calls: 0,
+        matched_stop: None,
+        is_begun: false,
+        offsets: TextOffsets::new(echo.chars().count()),
+        echo,
+        delta: Delta::default(),
+        so_far: Delta::default(),
+    }
+}
+
+/// Reading rules of the choices of an answer, made once.
+struct SharedReading<'a> {
+    format: &'a AnswerFormat,
+    tools: Arc<[ToolSignature]>,
+    parallel_tool_calls: bool,
+    separate_reasoning: bool,
+    names: ReasoningNames,
+    gathers: bool,
+    includes: bool,
+    call_ids: CallIdForm,
+}
+
+impl<'a> SharedReading<'a> {
+    fn new(spec: ReadingSpec, format: &'a AnswerFormat) -> Self {
+        // The front wrote them a moment ago.
+        let tools: Vec<ToolSignature> = serde_json::from_str(&spec.tools).unwrap_or_default();
+        let call_ids = match format.tools() {
+            Some(ToolFamily::Mistral | ToolFamily::MistralV13) => CallIdForm::NineLetters,
+            Some(ToolFamily::KimiK2) => CallIdForm::Numbered {
+                before: spec.calls_before,
+            },
+            _ => CallIdForm::Usual,
+        };
+        Self {
+            format,
+            tools: tools.into(),
+            parallel_tool_calls: spec.parallel_tool_calls,
+            separate_reasoning: spec.separate_reasoning,
+            names: spec.reasoning_field,
+            gathers: !spec.stream_reasoning,
+            includes: spec.include_reasoning,
+            call_ids,
+        }
+    }
+
+    fn options(&self, prompt_end: &[u32], decoder: &dyn TokenDecoder) -> ReaderOptions {
+        ReaderOptions {
+            tools: self.tools.clone(),
+            start: self.format.reasoning_start(prompt_end, decoder),
+            separate_reasoning: self.separate_reasoning,
+            parallel_tool_calls: self.parallel_tool_calls,
         }
     }
 }

@@ -3,9 +3,71 @@
 use std::sync::Arc;
 
 use super::token_batch::{RankFinish, TokenRow};
-use crate::dialect::write::{ChoiceOutput, FinishReason, MatchedStop};
-use crate::stream::{TextRules, TextStream};
+use crate::dialect::write::{ChoiceOutput, Delta, FinishReason, MatchedStop};
+use crate::stream::answer::{AnswerFormat, AnswerReader, ReaderOptions};
+use crate::stream::{FedTokens, TextRules, TextStream};
 use crate::tokenizer::TokenDecoder;
+
+/// Text of a choice on its way to its output.
+enum ChoiceText {
+    /// A single text.
+    Plain(TextStream),
+    /// Reasoning, content and tool calls.
+    Parts {
+        reader: Box<AnswerReader>,
+        includes_reasoning: bool,
+    },
+}
+
+impl ChoiceText {
+    fn feed(&mut self, decoder: &dyn TokenDecoder, ids: &[u32], delta: &mut Delta) -> FedTokens {
+        match self {
+            Self::Plain(text) => text.feed(decoder, ids, &mut delta.text),
+            Self::Parts {
+                reader,
+                includes_reasoning,
+            } => {
+                let fed = reader.feed(decoder, ids, &mut delta.parts);
+                if !*includes_reasoning {
+                    delta.parts.remove_reasoning();
+                }
+                fed
+            }
+        }
+    }
+
+    /// Returns the stop string that the flushed text completed.
+    fn finish(&mut self, decoder: &dyn TokenDecoder, delta: &mut Delta) -> Option<usize> {
+        match self {
+            Self::Plain(text) => text.finish(decoder, &mut delta.text),
+            Self::Parts {
+                reader,
+                includes_reasoning,
+            } => {
+                let matched_stop = reader.finish(decoder, &mut delta.parts);
+                if !*includes_reasoning {
+                    delta.parts.remove_reasoning();
+                }
+                matched_stop
+            }
+        }
+    }
+
+    fn has_calls(&self) -> bool {
+        match self {
+            Self::Plain(_) => false,
+            Self::Parts { reader, .. } => reader.completed_calls() > 0,
+        }
+    }
+}
+
+/// Rules for reading the text of a choice.
+pub struct ChoiceReading<'a> {
+    pub format: &'a AnswerFormat,
+    /// `None`: the answer is one text.
+    pub options: Option<ReaderOptions>,
+    pub includes_reasoning: bool,
+}
 
 /// Progress of a choice beside its output.
 pub struct RunningChoice {
@@ -15,7 +77,7 @@ pub struct RunningChoice {
     /// The output has a delta that no event has.
     pub has_delta: bool,
     rules: Arc<TextRules>,
-    text: TextStream,
+    text: ChoiceText,
     stop_token_ids: Vec<u32>,
     last_token_at: Option<f64>,
 }
@@ -41,25 +103,49 @@ impl RunningChoice {
         rules: Arc<TextRules>,
         decoder: &dyn TokenDecoder,
         left_context: &[u32],
+        reading: ChoiceReading<'_>,
         stop_token_ids: Vec<u32>,
     ) -> Self {
+        let text = match reading.options {
+            None => ChoiceText::Plain(TextStream::new(rules.clone(), decoder, left_context)),
+            Some(options) => {
+                let format = reading.format;
+                let reader =
+                    AnswerReader::new(format, options, rules.clone(), decoder, left_context);
+                ChoiceText::Parts {
+                    reader: Box::new(reader),
+                    includes_reasoning: reading.includes_reasoning,
+                }
+            }
+        };
         Self {
             handle,
             counts_prompt,
             is_done: false,
             has_delta: false,
-            text: TextStream::new(rules.clone(), decoder, left_context),
+            text,
             rules,
             stop_token_ids,
             last_token_at: None,
         }
     }
 
-    /// Text of tokens that the client has already.
-    pub fn resume(&mut self, ids: &[u32], decoder: &dyn TokenDecoder) -> String {
-        let mut text = String::new();
-        self.text.feed(decoder, ids, &mut text);
-        text
+    /// Output of tokens that the client has already.
+    pub fn resume(&mut self, ids: &[u32], decoder: &dyn TokenDecoder) -> Delta {
+        let mut delta = Delta {
+            tokens: ids.to_vec(),
+            ..Delta::default()
+        };
+        self.text.feed(decoder, ids, &mut delta);
+        delta
+    }
+
+    /// Tokens of the reasoning; `None`: the text is not read for it.
+    pub fn reasoning_tokens(&self) -> Option<u64> {
+        match &self.text {
+            ChoiceText::Plain(_) => None,
+            ChoiceText::Parts { reader, .. } => Some(reader.reasoning_tokens()),
+        }
     }
 
     /// Takes a row of a choice that runs.
@@ -89,18 +175,22 @@ impl RunningChoice {
                 shown = before; // the token that stopped it counts, its text does not show
             }
         }
-        let text = &mut output.delta.text;
-        let fed = self.text.feed(decoder, shown, text);
+        let fed = self.text.feed(decoder, shown, &mut output.delta);
         let mut matched_stop = fed.matched_stop;
-        if matched_stop.is_some() {
+        if fed.ends_here {
             ids = &ids[..fed.counted];
+            finish = Some(FinishReason::Stop);
         } else if finish.is_some() {
-            matched_stop = self.text.finish(decoder, text);
+            matched_stop = self.text.finish(decoder, &mut output.delta);
         }
         if let Some(stop) = matched_stop {
             output.matched_stop = Some(MatchedStop::Text(self.rules.stops[stop].clone()));
             finish = Some(FinishReason::Stop);
         }
+        if finish == Some(FinishReason::Stop) && self.text.has_calls() {
+            finish = Some(FinishReason::ToolCalls);
+        }
+        output.reasoning_tokens = self.reasoning_tokens().unwrap_or_default();
         output.completion_tokens += ids.len() as u64;
         output.delta.tokens.extend_from_slice(ids);
         output.delta.finish = finish;

@@ -10,6 +10,7 @@ use super::gap_histogram::GapHistogram;
 use super::spec::AnswerSpec;
 use super::token_batch::{BatchError, FirstTokenStages, RankFinish, TokenBatch, TokenRow};
 use crate::dialect::write::AnswerCounts;
+use crate::stream::answer::AnswerFormat;
 use crate::tokenizer::TokenDecoder;
 
 /// Code and message of an item that its rank ended without saying why.
@@ -29,6 +30,7 @@ pub struct AnswerPanic;
 /// See the module.
 pub struct AnswerTable {
     decoder: Arc<dyn TokenDecoder>,
+    format: Arc<AnswerFormat>,
     answers: HashMap<u64, RunningAnswer>,
     /// Answer and place of its choice, by handle of an item that runs.
     items: HashMap<u64, (u64, usize)>,
@@ -79,9 +81,14 @@ pub struct FedBatch {
 
 impl AnswerTable {
     /// `gap_bounds`: buckets of [`AnswerTable::gaps`].
-    pub fn new(decoder: Arc<dyn TokenDecoder>, gap_bounds: Vec<f64>) -> Self {
+    pub fn new(
+        decoder: Arc<dyn TokenDecoder>,
+        format: Arc<AnswerFormat>,
+        gap_bounds: Vec<f64>,
+    ) -> Self {
         Self {
             decoder,
+            format,
             answers: HashMap::new(),
             items: HashMap::new(),
             next_id: 1,
@@ -93,7 +100,10 @@ impl AnswerTable {
     /// Returns the new answer's id.
     pub fn open(&mut self, spec: AnswerSpec) -> Result<u64, AnswerPanic> {
         let decoder = &*self.decoder;
-        let answer = catch_unwind(AssertUnwindSafe(|| RunningAnswer::new(spec, decoder)));
+        let format = &*self.format;
+        let answer = catch_unwind(AssertUnwindSafe(|| {
+            RunningAnswer::new(spec, decoder, format)
+        }));
         let answer = answer.map_err(|_| AnswerPanic)?;
         let id = self.next_id;
         self.next_id += 1;
@@ -234,6 +244,16 @@ impl AnswerTable {
         if let Some(answer) = self.answers.get_mut(&id) {
             answer.is_held = true;
         }
+    }
+
+    /// The end of a stream that breaks off with an error, in its API's form; `None`: there is no such
+    /// answer. `error`: the error's JSON. The answer is to be closed then.
+    pub fn write_failure(&mut self, id: u64, error: &[u8]) -> Result<Option<Vec<u8>>, AnswerPanic> {
+        let Some(answer) = self.answers.get_mut(&id) else {
+            return Ok(None);
+        };
+        let work = AssertUnwindSafe(|| answer.write_failure(error));
+        catch_unwind(work).map(Some).map_err(|_| AnswerPanic)
     }
 
     /// Output that has gathered; whether it is the last; empty if there is none.

@@ -8,7 +8,8 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::{AnswerSpec, AnswerTable, FedBatch};
-use crate::tokenizer::TokenDecoder;
+use crate::stream::answer::AnswerFormat;
+use crate::tokenizer::{FourByteTokenizer, TokenDecoder};
 
 const WORDS: [&str; 8] = ["", "<end>", "the", " relay", " ", "\"a\n", "é", "😀"];
 const END: u32 = 1;
@@ -70,7 +71,7 @@ fn spec(dialect: &str, handles: &[u64], more: Value) -> AnswerSpec {
     let choice = |handle: &u64| {
         json!({
             "handle": handle, "counts_prompt": *handle == handles[0], "prompt_tokens": 5,
-            "left_context": [], "stop_token_ids": [END], "echo": "",
+            "left_context": [], "prompt_end": [], "stop_token_ids": [END], "echo": "",
         })
     };
     let mut spec = json!({
@@ -78,7 +79,7 @@ fn spec(dialect: &str, handles: &[u64], more: Value) -> AnswerSpec {
         "is_stream": true, "includes_usage": true, "has_continuous_usage": false,
         "returns_token_ids": false, "logprobs": -1, "is_batch": false, "stops": [],
         "include_stop": false, "skip_special_tokens": true, "min_tokens": 0, "comment_seed": null,
-        "is_metered": false, "is_empty": false, "resumed_ids": [],
+        "is_metered": false, "is_empty": false, "resumed_ids": [], "reading": null,
         "choices": handles.iter().map(choice).collect::<Vec<_>>(),
     });
     for (name, value) in more.as_object().unwrap() {
@@ -88,7 +89,8 @@ fn spec(dialect: &str, handles: &[u64], more: Value) -> AnswerSpec {
 }
 
 fn table() -> AnswerTable {
-    AnswerTable::new(Arc::new(WordDecoder), vec![0.5, 1.0])
+    let format = AnswerFormat::new(None, None, &FourByteTokenizer);
+    AnswerTable::new(Arc::new(WordDecoder), Arc::new(format), vec![0.5, 1.0])
 }
 
 fn feed(table: &mut AnswerTable, rows: &[Row], now: f64) -> FedBatch {
@@ -350,6 +352,109 @@ proptest! {
             reported.extend(ids.iter().map(|id| id.as_u64().unwrap() as u32));
         }
         prop_assert_eq!(reported, bursts.concat());
+    }
+}
+
+/// Data of a stream's events without the comments of routers.
+fn without_comments(stream: &str) -> String {
+    let lines = stream.split_inclusive('\n');
+    lines.filter(|line| !line.starts_with(": baton")).collect()
+}
+
+/// JSON of the last comment; null without one.
+fn last_comment(stream: &str) -> Value {
+    let mut comments = stream
+        .lines()
+        .rev()
+        .filter_map(|line| line.strip_prefix(": baton "));
+    let last = comments.next();
+    last.map_or(Value::Null, |comment| {
+        serde_json::from_str(comment).unwrap()
+    })
+}
+
+proptest! {
+    /// An engine that goes on behind any write sends the bytes that the first one would have sent.
+    #[test]
+    fn resumed_stream_has_the_bytes_of_the_first_engine(
+        (bursts, stops) in script(),
+        dialect in proptest::sample::select(vec!["responses", "messages"]),
+        stop_strings in proptest::sample::subsequence(vec!["ere", "é ", "the the"], 0..2),
+        cut in 0usize..8,
+    ) {
+        let rules = json!({"stops": stop_strings, "comment_seed": 4});
+        let finish = if stops { 1 } else { 2 };
+        let last: &[u32] = if stops { &[END] } else { &[] };
+        let mut first = table();
+        first.open(spec(dialect, &[1], rules.clone())).unwrap();
+        let mut writes = Vec::new();
+        for burst in &bursts {
+            writes.push(text_of(&feed(&mut first, &[row(1, burst, None)], 0.0)));
+        }
+        writes.push(text_of(&feed(&mut first, &[row(1, last, Some(finish))], 0.0)));
+        let whole = without_comments(&writes.concat());
+        prop_assert!(whole.ends_with("data: [DONE]\n\n"));
+        let shown: String = events_of(&whole)
+            .iter()
+            .filter_map(|event| {
+                let delta = &event["delta"];
+                delta.as_str().or(delta["text"].as_str()).map(str::to_owned)
+            })
+            .collect();
+        prop_assert!(!shown.is_empty() || !stop_strings.is_empty());
+
+        let cut = cut % bursts.len();
+        let before = writes[..=cut].concat();
+        prop_assume!(!before.contains("[DONE]"));
+        let mut reported = Vec::new();
+        for line in before.lines().filter_map(|line| line.strip_prefix(": baton ")) {
+            let comment: Value = serde_json::from_str(line).unwrap();
+            let ids = comment["ids"].as_array().unwrap();
+            reported.extend(ids.iter().map(|id| id.as_u64().unwrap() as u32));
+        }
+        let mut tokens = bursts.concat();
+        tokens.extend_from_slice(last);
+        let mut second = table();
+        let mut more = rules;
+        more["resumed_ids"] = json!(reported);
+        more["resumed_events"] = last_comment(&before)["events"].clone();
+        second.open(spec(dialect, &[1], more)).unwrap();
+        let mut after = String::new();
+        let mut behind = &tokens[reported.len()..];
+        let mut rest = bursts[cut + 1..].iter().map(Vec::len).sum::<usize>() + last.len();
+        prop_assert!(rest <= behind.len());
+        // Tokens without an event are sent again with the next ones.
+        let (unreported, remaining) = behind.split_at(behind.len() - rest);
+        behind = remaining;
+        let mut carried = unreported.to_vec();
+        for burst in &bursts[cut + 1..] {
+            carried.extend_from_slice(burst);
+            rest -= burst.len();
+            after += &text_of(&feed(&mut second, &[row(1, &carried, None)], 0.0));
+            carried.clear();
+            behind = &behind[burst.len()..];
+        }
+        carried.extend_from_slice(behind);
+        prop_assert_eq!(rest, last.len());
+        after += &text_of(&feed(&mut second, &[row(1, &carried, Some(finish))], 0.0));
+        prop_assert_eq!(without_comments(&before) + &without_comments(&after), whole);
+    }
+}
+
+#[test]
+fn broken_stream_ends_in_the_form_of_its_api() {
+    let error =
+        br#"{"error":{"message":"m","type":"server_error","param":null,"code":"engine_dead"}}"#;
+    for (dialect, name) in [("responses", "response.failed"), ("messages", "error")] {
+        let mut table = table();
+        let id = table.open(spec(dialect, &[1], json!({}))).unwrap();
+        let begin = text_of(&feed(&mut table, &[row(1, &[2], None)], 0.0));
+        let end = table.write_failure(id, error).unwrap().unwrap();
+        let stream = begin + std::str::from_utf8(&end).unwrap();
+        assert_eq!(events_of(&stream).last().unwrap()["type"], name);
+        assert!(stream.ends_with("data: [DONE]\n\n"));
+        table.close(id);
+        assert!(table.write_failure(id, error).unwrap().is_none());
     }
 }
 

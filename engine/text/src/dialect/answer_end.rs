@@ -64,10 +64,18 @@ impl StreamTail {
         if lines.any(is_done_line) {
             return StreamEnd::Done;
         }
-        if !self.many && has_finish_reason(&tail) {
+        let is_whole =
+            has_finish_reason(&tail) || tail.split(|b| *b == b'\n').any(is_last_event_name);
+        if !self.many && is_whole {
             return StreamEnd::Finished;
         }
         StreamEnd::Open
+    }
+
+    /// Events that went out, where they are numbered.
+    pub fn event_count(&self) -> u64 {
+        let tail: Vec<u8> = self.recent.iter().flatten().copied().collect();
+        number(&tail, b"\"sequence_number\":").map_or(0, |last| u64::from(last) + 1)
     }
 
     /// True if the worker itself ended the stream with an error event.
@@ -88,6 +96,14 @@ fn has_finish_reason(tail: &[u8]) -> bool {
         let value = value.strip_prefix(b":").unwrap_or(value).trim_ascii_start();
         value.starts_with(b"\"") || value.starts_with(b"{")
     })
+}
+
+/// Name of the last event of a response or a message.
+fn is_last_event_name(line: &[u8]) -> bool {
+    matches!(
+        line,
+        b"event: response.completed" | b"event: response.incomplete" | b"event: message_stop"
+    )
 }
 
 /// Token counts that a worker reports. Those that it did not state are `None`.
@@ -112,10 +128,31 @@ pub fn read_usage<'a>(pieces: impl DoubleEndedIterator<Item = &'a Bytes>) -> Opt
         }
     }
     let tail: Vec<u8> = last.into_iter().rev().flatten().copied().collect();
+    let Some(prompt_tokens) = number(&tail, b"\"prompt_tokens\":") else {
+        return read_input_usage(&tail);
+    };
     Some(ReportedUsage {
-        prompt_tokens: number(&tail, b"\"prompt_tokens\":")?,
+        prompt_tokens,
         cached_tokens: number(&tail, b"\"cached_tokens\":"),
         completion_tokens: number(&tail, b"\"completion_tokens\":"),
+    })
+}
+
+/// Usage of a response or a message. The input tokens of a message are those that were not cached.
+fn read_input_usage(tail: &[u8]) -> Option<ReportedUsage> {
+    let input_tokens = number(tail, b"\"input_tokens\":")?;
+    let completion_tokens = number(tail, b"\"output_tokens\":");
+    let Some(read_tokens) = number(tail, b"\"cache_read_input_tokens\":") else {
+        return Some(ReportedUsage {
+            prompt_tokens: input_tokens,
+            cached_tokens: number(tail, b"\"cached_tokens\":"),
+            completion_tokens,
+        });
+    };
+    Some(ReportedUsage {
+        prompt_tokens: input_tokens.saturating_add(read_tokens),
+        cached_tokens: Some(read_tokens),
+        completion_tokens,
     })
 }
 
@@ -181,6 +218,37 @@ mod tests {
     }
 
     #[test]
+    fn usage_of_responses_and_messages_is_read() {
+        let usage = ReportedUsage {
+            prompt_tokens: 70,
+            cached_tokens: Some(64),
+            completion_tokens: Some(5),
+        };
+        let response = "event: response.completed\ndata: {\"response\":{\"usage\":{\"input_tokens\":70,\
+            \"input_tokens_details\":{\"cached_tokens\":64,\"cache_write_tokens\":0},\"output_tokens\":5,\
+            \"output_tokens_details\":{\"reasoning_tokens\":2},\"total_tokens\":75}}}\n\ndata: [DONE]\n\n";
+        assert_eq!(usage_of(&[response]), Some(usage));
+        let message = "event: message_delta\ndata: {\"type\":\"message_delta\",\"usage\":{\"input_tokens\":6,\
+            \"cache_creation_input_tokens\":0,\"cache_read_input_tokens\":64,\"output_tokens\":5}}\n\n\
+            event: message_stop\ndata: {\"type\":\"message_stop\"}\n\ndata: [DONE]\n\n";
+        assert_eq!(usage_of(&[message]), Some(usage));
+    }
+
+    #[test]
+    fn last_events_of_responses_and_messages_end_the_answer() {
+        for (name, end) in [
+            ("response.completed", StreamEnd::Finished),
+            ("response.incomplete", StreamEnd::Finished),
+            ("message_stop", StreamEnd::Finished),
+            ("message_delta", StreamEnd::Open),
+            ("response.output_item.done", StreamEnd::Open),
+        ] {
+            let event = format!("event: {name}\ndata: {{\"x\":\"event: message_stop\"}}\n\n");
+            assert_eq!(passed(&[&event], false).1, end, "{name}");
+        }
+    }
+
+    #[test]
     fn text_of_the_model_and_odd_values_are_not_taken_for_counts() {
         assert_eq!(
             usage_of(&["{\"content\":\"\\\"prompt_tokens\\\":5\"}"]),
@@ -204,6 +272,14 @@ mod tests {
         let open = "data: {\"choices\":[{\"finish_reason\":null}]}\n\n";
         let finished = "data: {\"choices\":[{\"finish_reason\": \"stop\"}]}\n\n";
         let usage = "data: {\"choices\":[],\"usage\":{}}\n\n";
+        let mut numbered = StreamTail::new(false);
+        assert_eq!(numbered.event_count(), 0);
+        let events = "data: {\"sequence_number\":6}\n\ndata: {\"sequence_number\":7,\"x\":1}\n\n";
+        numbered.pass(
+            [Bytes::from_static(events.as_bytes())],
+            &mut VecDeque::new(),
+        );
+        assert_eq!(numbered.event_count(), 8);
         assert_eq!(passed(&[open], false).1, StreamEnd::Open);
         assert_eq!(passed(&[open, finished], false).1, StreamEnd::Finished);
         assert_eq!(passed(&[finished, usage], false).1, StreamEnd::Finished);

@@ -6,6 +6,7 @@
 //! * [`answer_end`]: how far an answer got, and the usage in its last pieces;
 //! * [`resume`]: comments with the tokens of a stream, and the field that asks for its rest;
 //! * [`input_logprobs`]: answers to /generate that two workers give together;
+//! * [`translate`]: requests of other APIs as chat requests;
 //! * [`write`](mod@write): answers as bytes.
 //!
 //! An API is a variant of [`Dialect`] with its [`DialectFields`] and a writer of its answers.
@@ -17,9 +18,13 @@ pub mod prompt_limit;
 mod response_ids;
 pub mod resume;
 pub mod sse;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;
+pub mod translate;
 pub mod write;
 
-pub use response_ids::{id_spellings, response_id};
+pub use response_ids::{derived_id, id_spellings, response_id};
 use serde::Deserialize;
 
 /// An API that generates text.
@@ -32,6 +37,10 @@ pub enum Dialect {
     Completions,
     /// SGLang's native API.
     Generate,
+    /// OpenAI's responses.
+    Responses,
+    /// Anthropic's messages.
+    Messages,
 }
 
 /// Differences between the requests of the APIs.
@@ -50,6 +59,12 @@ pub struct DialectFields {
     pub names_model: bool,
     /// True if the answer may hold the logprobs of the prompt.
     pub returns_input_logprobs: bool,
+    /// True if writers see every answer as parts: reasoning, content and calls.
+    pub reads_parts: bool,
+    /// True if events, errors among them, have names.
+    pub has_named_events: bool,
+    /// True if errors have the form of Anthropic's API.
+    pub has_anthropic_errors: bool,
 }
 
 /// Form of a prompt.
@@ -67,6 +82,8 @@ pub enum AnswerCountPlace {
     Body,
     /// In the object `sampling_params`.
     SamplingParams,
+    /// Every request has one answer.
+    Nowhere,
 }
 
 const CHAT: DialectFields = DialectFields {
@@ -78,6 +95,9 @@ const CHAT: DialectFields = DialectFields {
     answer_count: AnswerCountPlace::Body,
     names_model: true,
     returns_input_logprobs: false,
+    reads_parts: false,
+    has_named_events: false,
+    has_anthropic_errors: false,
 };
 
 const COMPLETIONS: DialectFields = DialectFields {
@@ -89,6 +109,9 @@ const COMPLETIONS: DialectFields = DialectFields {
     answer_count: AnswerCountPlace::Body,
     names_model: true,
     returns_input_logprobs: false,
+    reads_parts: false,
+    has_named_events: false,
+    has_anthropic_errors: false,
 };
 
 const GENERATE: DialectFields = DialectFields {
@@ -100,16 +123,55 @@ const GENERATE: DialectFields = DialectFields {
     answer_count: AnswerCountPlace::SamplingParams,
     names_model: false,
     returns_input_logprobs: true,
+    reads_parts: false,
+    has_named_events: false,
+    has_anthropic_errors: false,
+};
+
+const RESPONSES: DialectFields = DialectFields {
+    path: "/v1/responses",
+    id_prefix: "resp_",
+    prefixes_response_ids: true,
+    prompt: &["input"],
+    prompt_kind: PromptKind::Messages,
+    answer_count: AnswerCountPlace::Nowhere,
+    names_model: true,
+    returns_input_logprobs: false,
+    reads_parts: true,
+    has_named_events: true,
+    has_anthropic_errors: false,
+};
+
+const MESSAGES: DialectFields = DialectFields {
+    path: "/v1/messages",
+    id_prefix: "msg_",
+    prefixes_response_ids: true,
+    prompt: &["messages"],
+    prompt_kind: PromptKind::Messages,
+    answer_count: AnswerCountPlace::Nowhere,
+    names_model: true,
+    returns_input_logprobs: false,
+    reads_parts: true,
+    has_named_events: true,
+    has_anthropic_errors: true,
 };
 
 impl Dialect {
-    pub const ALL: [Self; 3] = [Self::Chat, Self::Completions, Self::Generate];
+    pub const ALL: [Self; 5] = [
+        Self::Chat,
+        Self::Completions,
+        Self::Generate,
+        Self::Responses,
+        Self::Messages,
+    ];
 
     pub const fn fields(self) -> &'static DialectFields {
         match self {
             Dialect::Chat => &CHAT,
             Dialect::Completions => &COMPLETIONS,
             Dialect::Generate => &GENERATE,
+            Dialect::Responses => &RESPONSES,
+            Dialect::Messages => &MESSAGES,
         }
     }
 
@@ -140,7 +202,7 @@ impl Dialect {
 }
 
 #[cfg(test)]
-mod tests {
+mod path_tests {
     use super::*;
 
     #[test]

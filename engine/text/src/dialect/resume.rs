@@ -37,6 +37,8 @@ pub struct ResumeComment<'a> {
 pub struct AnswerIdentity {
     pub seed: Option<u64>,
     pub created: Option<u64>,
+    /// Events so far, where they are numbered.
+    pub events: Option<u64>,
 }
 
 /// Reason why a comment was not read to its end.
@@ -53,6 +55,7 @@ struct CommentJson {
     ids: Vec<u32>,
     seed: Option<u64>,
     created: Option<u64>,
+    events: Option<u64>,
 }
 
 impl<'a> ResumeComment<'a> {
@@ -93,6 +96,7 @@ impl<'a> ResumeComment<'a> {
         Ok(AnswerIdentity {
             seed: comment.seed,
             created: comment.created,
+            events: comment.events,
         })
     }
 
@@ -128,6 +132,8 @@ pub struct ResumeRequest<'a> {
     pub ids: &'a [u32],
     pub seed: u64,
     pub created: u64,
+    /// Events that the client has, where they are numbered.
+    pub events: Option<u64>,
     /// Fingerprint of the worker that gave the tokens. May be empty.
     pub fingerprint: &'a BTreeMap<String, String>,
 }
@@ -139,13 +145,17 @@ impl ResumeRequest<'_> {
         let created = self.created;
         let ids: Vec<String> = self.ids.iter().map(u32::to_string).collect();
         let ids = ids.join(",");
+        let events = match self.events {
+            Some(events) => format!(",\"events\":{events}"),
+            None => String::new(),
+        };
         let fingerprint = if self.fingerprint.is_empty() {
             String::new()
         } else {
             format!(",\"fingerprint\":{}", serde_json::json!(self.fingerprint))
         };
         format!(
-            "\"{FIELD}\":{{\"ids\":[{ids}],\"seed\":{seed},\"created\":{created}{fingerprint}}}"
+            "\"{FIELD}\":{{\"ids\":[{ids}],\"seed\":{seed},\"created\":{created}{events}{fingerprint}}}"
         )
     }
 }
@@ -182,6 +192,7 @@ mod tests {
         let identity = AnswerIdentity {
             seed: value["seed"].as_u64(),
             created: value["created"].as_u64(),
+            events: value["events"].as_u64(),
         };
         Some((ids.collect::<Option<_>>()?, identity))
     }
@@ -259,6 +270,7 @@ mod tests {
                 ids: &[5, 6],
                 seed: 7,
                 created: 9,
+                events: fingerprint.get("model").map(|_| 12),
                 fingerprint,
             };
             request.to_member()
@@ -270,7 +282,7 @@ mod tests {
         fingerprint.insert("model".to_owned(), "f00".to_owned());
         assert_eq!(
             to_member(&fingerprint),
-            r#""baton_resume":{"ids":[5,6],"seed":7,"created":9,"fingerprint":{"model":"f00"}}"#
+            r#""baton_resume":{"ids":[5,6],"seed":7,"created":9,"events":12,"fingerprint":{"model":"f00"}}"#
         );
     }
 }

@@ -3,6 +3,7 @@
 use bytes::Bytes;
 use memchr::{memchr, memrchr_iter};
 use serde::Deserialize;
+use serde_json::Value;
 
 /// [`DONE_EVENT`] behind the line end of an event that broke off.
 pub const DONE_AFTER_BREAK: &[u8] = b"\ndata: [DONE]\n\n";
@@ -130,10 +131,17 @@ pub fn is_done(event: &[u8]) -> bool {
     event.starts_with(DONE_LINE)
 }
 
+/// Begins of the data of an error: that of OpenAI's older APIs, Anthropic's, and that of a response.
+const ERROR_BEGINS: [&[u8]; 3] = [
+    b"{\"error\"",
+    b"{\"type\":\"error\"",
+    b"{\"type\":\"response.failed\"",
+];
+
 /// True if the data of an event is an error.
 #[inline]
 pub fn is_error(data: &[u8]) -> bool {
-    data.starts_with(b"{\"error\"")
+    ERROR_BEGINS.iter().any(|begin| data.starts_with(begin))
 }
 
 /// End of a stream that broke: the event of an error and that of the end. `error`: its JSON, in one
@@ -159,30 +167,61 @@ pub fn single_event_stream(json: &[u8]) -> Bytes {
     start.chain(line).chain(end).collect()
 }
 
-/// `code` of `{"error":{"code":…}}`, if the body is that and the code is text.
-pub fn error_code(body: &[u8]) -> Option<String> {
-    #[derive(Deserialize)]
-    struct Envelope {
-        error: Inner,
-    }
-    #[derive(Deserialize)]
-    struct Inner {
-        code: Option<String>,
-    }
-    serde_json::from_slice::<Envelope>(body).ok()?.error.code
+/// Errors by the names of their members. Those of other servers have values of any type.
+#[derive(Deserialize)]
+struct ErrorEnvelope {
+    error: Option<ErrorMembers>,
+    response: Option<FailedResponse>,
 }
 
-/// `message` of `{"error":{"message":…}}`, if the body is that and the message is text.
+#[derive(Deserialize)]
+struct FailedResponse {
+    error: ErrorMembers,
+}
+
+#[derive(Deserialize)]
+struct ErrorMembers {
+    #[serde(default)]
+    code: Value,
+    #[serde(default)]
+    r#type: Value,
+    #[serde(default)]
+    message: Value,
+}
+
+/// Our code of an error, if the body is one and the code is text: `error.code`, or the type of the
+/// error of a response, whose code is one of OpenAI's.
+pub fn error_code(body: &[u8]) -> Option<String> {
+    let envelope: ErrorEnvelope = serde_json::from_slice(body).ok()?;
+    let code = match envelope.response {
+        Some(response) => response.error.r#type,
+        None => envelope.error?.code,
+    };
+    code.as_str().map(str::to_owned)
+}
+
+/// Message of an error, if the body is one and the message is text.
 pub fn error_message(body: &[u8]) -> Option<String> {
-    let body: serde_json::Value = serde_json::from_slice(body).ok()?;
-    body["error"]["message"].as_str().map(str::to_owned)
+    let envelope: ErrorEnvelope = serde_json::from_slice(body).ok()?;
+    let response = envelope.response.map(|response| response.error);
+    let message = response.or(envelope.error)?.message;
+    message.as_str().map(str::to_owned)
+}
+
+/// An event without the line of its name.
+fn without_name(event: &[u8]) -> &[u8] {
+    if !event.starts_with(b"event:") {
+        return event;
+    }
+    memchr(b'\n', event).map_or(event, |end| &event[end + 1..])
 }
 
 /// The JSON of an SSE error event, if `piece` begins with one.
 #[inline]
 pub fn error_event(piece: &[u8]) -> Option<&[u8]> {
-    let piece = piece.strip_prefix(b"event: error\n").unwrap_or(piece);
-    let data = piece.strip_prefix(b"data:")?.trim_ascii_start();
+    let data = without_name(piece)
+        .strip_prefix(b"data:")?
+        .trim_ascii_start();
     if !is_error(data) {
         return None;
     }
@@ -248,6 +287,14 @@ mod tests {
             Some("draining")
         );
         assert!(error_event(b"event: error\ndata: {\"error\": {}}\n\n").is_some());
+        let message: &[u8] = b"event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"api_error\",\"code\":\"draining\",\"message\":\"m\"}}\n\n";
+        let response: &[u8] = b"event: response.failed\ndata: {\"type\":\"response.failed\",\"response\":{\"error\":{\"code\":\"server_error\",\"type\":\"draining\",\"message\":\"m\"}}}\n\n";
+        for event in [message, response] {
+            let json = error_event(event).unwrap();
+            assert_eq!(error_code(json).as_deref(), Some("draining"));
+            assert_eq!(error_message(json).as_deref(), Some("m"));
+        }
+        assert!(error_event(b"event: ping\ndata: {\"type\":\"ping\"}\n\n").is_none());
         assert!(error_event(b"data: {\"choices\":[\"error\"]}\n\n").is_none());
         assert!(error_event(b": keep-alive\n\n").is_none());
     }

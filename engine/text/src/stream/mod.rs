@@ -1,10 +1,12 @@
-//! Tokens to text while they arrive, and stop strings in that text.
+//! Tokens to text while they arrive, stop strings in that text, and the parts of an answer.
 //!
 //! * [`text_stream`]: text of one choice of an answer; the other modules are its parts;
 //! * [`detokenizer`]: tokens to the text that is final;
 //! * [`stop_strings`]: the first stop string in that text;
 //! * [`incremental_utf8`]: characters from bytes that arrive in parts;
-//! * [`text_offsets`]: places of tokens in the text, for logprobs.
+//! * [`text_offsets`]: places of tokens in the text, for logprobs;
+//! * [`answer`]: reasoning, content and tool calls of one choice; `markers`, `parts`, `reasoning`
+//!   and `tools` are its parts.
 //!
 //! Life of a choice's text:
 //! 1. [`TextStream::new`] takes the prompt's ids if the answer continues the prompt's text. Such an
@@ -25,6 +27,7 @@
 //! characters that were complete, and shown, before the first wrong byte arrived. Here those
 //! characters stay, and the bytes after them are decoded as a run of their own.
 
+pub mod answer;
 mod detokenizer;
 mod incremental_utf8;
 pub mod markers;

@@ -28,6 +28,17 @@ impl AnswerParts {
         self.0.iter()
     }
 
+    /// Calls that begin here.
+    pub fn begun_calls(&self) -> usize {
+        let is_begin = |part: &&AnswerPart| matches!(part, AnswerPart::CallBegin(_));
+        self.0.iter().filter(is_begin).count()
+    }
+
+    pub fn remove_reasoning(&mut self) {
+        self.0
+            .retain(|part| !matches!(part, AnswerPart::Reasoning(_)));
+    }
+
     pub fn clear(&mut self) {
         self.0.clear();
     }
@@ -64,15 +75,19 @@ impl AnswerParts {
         self.0.push(AnswerPart::CallEnd);
     }
 
+    pub fn push(&mut self, part: &AnswerPart) {
+        match part {
+            AnswerPart::Reasoning(text) => self.push_reasoning(text),
+            AnswerPart::Content(text) => self.push_content(text),
+            AnswerPart::Arguments(text) => self.push_arguments(text),
+            AnswerPart::CallBegin(name) => self.begin_call(name),
+            AnswerPart::CallEnd => self.end_call(),
+        }
+    }
+
     pub fn extend(&mut self, other: &AnswerParts) {
         for part in &other.0 {
-            match part {
-                AnswerPart::Reasoning(text) => self.push_reasoning(text),
-                AnswerPart::Content(text) => self.push_content(text),
-                AnswerPart::Arguments(text) => self.push_arguments(text),
-                AnswerPart::CallBegin(name) => self.begin_call(name),
-                AnswerPart::CallEnd => self.end_call(),
-            }
+            self.push(part);
         }
     }
 

@@ -81,6 +81,20 @@ impl StopMatcher {
         self.held.clear();
     }
 
+    /// Forgets the text so far: the next text begins a new one.
+    pub(super) fn restart(&mut self) {
+        self.held.clear();
+        self.matched = None;
+        for automaton in &mut self.automata {
+            automaton.matched_len = 0;
+        }
+    }
+
+    /// True if text is held back.
+    pub(super) fn holds_text(&self) -> bool {
+        !self.held.is_empty()
+    }
+
     /// Index and length of the longest stop string that ends with this byte.
     fn read_byte(&mut self, byte: u8) -> Option<(usize, usize)> {
         let mut longest: Option<(usize, usize)> = None;

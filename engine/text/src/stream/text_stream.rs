@@ -18,13 +18,15 @@ pub struct TextRules {
     pub min_tokens: u32,
 }
 
-/// Outcome of [`TextStream::feed`].
+/// Outcome of [`TextStream::feed`] and of `AnswerReader::feed`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FedTokens {
     /// Tokens that count: those up to the end of a stop string.
     pub counted: usize,
     /// Index in [`TextRules::stops`] of the one that is complete.
     pub matched_stop: Option<usize>,
+    /// Nothing behind these tokens is shown: a stop string or the only call is complete.
+    pub ends_here: bool,
 }
 
 /// Text of one choice, as its tokens arrive. Deterministic, no I/O.
@@ -69,6 +71,7 @@ impl TextStream {
             return FedTokens {
                 counted: ids.len(),
                 matched_stop: None,
+                ends_here: false,
             };
         };
         for (index, &id) in ids.iter().enumerate() {
@@ -76,6 +79,7 @@ impl TextStream {
                 return FedTokens {
                     counted: index,
                     matched_stop: stop_matcher.matched(),
+                    ends_here: true,
                 };
             }
             self.fed_tokens += 1;
@@ -90,6 +94,7 @@ impl TextStream {
         FedTokens {
             counted: ids.len(),
             matched_stop: stop_matcher.matched(),
+            ends_here: stop_matcher.matched().is_some(),
         }
     }
 

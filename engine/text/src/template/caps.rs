@@ -57,6 +57,8 @@ pub struct TemplateCaps {
     pub empty_content: EmptyContent,
     /// System messages behind the first message reach the prompt.
     pub inline_system: bool,
+    /// Tools reach the prompt.
+    pub renders_tools: bool,
 }
 
 /// Capabilities of a template that could not be probed.
@@ -71,6 +73,7 @@ impl Default for TemplateCaps {
             arguments: ArgumentsFormat::Object,
             empty_content: EmptyContent::Text,
             inline_system: true,
+            renders_tools: false,
         }
     }
 }
@@ -89,7 +92,8 @@ impl TemplateCaps {
     /// `name=value` of each field: part of the tokenizer's fingerprint.
     pub fn canonical(&self) -> String {
         format!(
-            "system={} developer={} user={} assistant={} tool={} arguments={} empty_content={} inline_system={}",
+            "system={} developer={} user={} assistant={} tool={} arguments={} empty_content={} inline_system={} \
+             renders_tools={}",
             self.system.into_str(),
             self.developer.into_str(),
             self.user.into_str(),
@@ -97,7 +101,8 @@ impl TemplateCaps {
             self.tool.into_str(),
             self.arguments.into_str(),
             self.empty_content.into_str(),
-            self.inline_system
+            self.inline_system,
+            self.renders_tools
         )
     }
 }

@@ -76,7 +76,8 @@ impl ChatTemplate {
             warning: None,
         };
         if template.defect().is_none() {
-            template.caps = probe_template(&|messages| template.render_probe(messages));
+            template.caps =
+                probe_template(&|messages, tools| template.render_probe(messages, tools));
             template.warning = template.plain_failure();
         }
         if let Ok(environment) = &mut template.compiled {
@@ -106,9 +107,14 @@ impl ChatTemplate {
         normalize_messages(messages, &self.caps)
     }
 
-    /// Text of a conversation without options; `None`: the template fails on it.
-    fn render_probe(&self, messages: Vec<Value>) -> Option<String> {
-        self.render(messages, RenderOptions::default()).ok()
+    /// Text of a conversation without other options than tools; `None`: the template fails on it.
+    fn render_probe(&self, messages: Vec<Value>, tools: Option<Value>) -> Option<String> {
+        let tools = tools.map(|tools| ("tools".to_owned(), tools));
+        let options = RenderOptions {
+            variables: tools.into_iter().collect(),
+            ..RenderOptions::default()
+        };
+        self.render(messages, options).ok()
     }
 
     fn plain_failure(&self) -> Option<String> {

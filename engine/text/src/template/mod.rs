@@ -25,4 +25,5 @@ mod python_text;
 pub use caps::{ArgumentsFormat, ContentFormat, EmptyContent, TemplateCaps};
 pub use chat_template::{ChatTemplate, LocalTime, RenderOptions};
 pub use json_value::{members_of, read_json};
+pub use messages::object;
 pub use python_text::json_text;

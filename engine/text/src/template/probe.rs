@@ -10,7 +10,9 @@ use minijinja::Value;
 use super::caps::{ArgumentsFormat, ContentFormat, EmptyContent, TemplateCaps};
 use super::messages::{MessageContent, object};
 
-/// Text of a conversation; `None`: the template raises an error.
+/// Text of a conversation with these tools; `None`: the template raises an error.
+type RenderWithTools<'a> = &'a dyn Fn(Vec<Value>, Option<Value>) -> Option<String>;
+/// Text of a conversation without tools; `None`: the template raises an error.
 type Render<'a> = &'a dyn Fn(Vec<Value>) -> Option<String>;
 
 const WORD: &str = "batonprobea";
@@ -30,7 +32,8 @@ const CALL_ID: &str = "probe0id9";
 const NEUTRAL_TEXT: &str = "ok";
 
 /// Find out what a template takes. Equal templates give equal capabilities.
-pub fn probe_template(render: Render<'_>) -> TemplateCaps {
+pub fn probe_template(render_with_tools: RenderWithTools<'_>) -> TemplateCaps {
+    let render: Render<'_> = &|messages| render_with_tools(messages, None);
     let mut caps = TemplateCaps::default();
     caps.user = content_format(render, &caps, "user");
     caps.assistant = content_format(render, &caps, "assistant");
@@ -39,6 +42,7 @@ pub fn probe_template(render: Render<'_>) -> TemplateCaps {
     caps = with_call_format(render, caps);
     caps.tool = content_format(render, &caps, "tool");
     caps.inline_system = is_inline_system_rendered(render, &caps);
+    caps.renders_tools = are_tools_rendered(render_with_tools, &caps);
     caps
 }
 
@@ -100,6 +104,24 @@ fn conversation_with(caps: &TemplateCaps, role: &str, content: Value) -> Vec<Val
         "tool" => vec![user, calling_message(caps), tool_message(content)],
         _ => vec![message(role, content)],
     }
+}
+
+fn are_tools_rendered(render: RenderWithTools<'_>, caps: &TemplateCaps) -> bool {
+    let argument = object([("type", Value::from("string"))]);
+    let parameters = object([
+        ("type", Value::from("object")),
+        ("properties", object([("probe", argument)])),
+        ("required", Value::from(vec!["probe"])),
+    ]);
+    let function = object([
+        ("name", Value::from(WORD)),
+        ("description", Value::from(NEUTRAL_TEXT)),
+        ("parameters", parameters),
+    ]);
+    let tool = object([("type", Value::from("function")), ("function", function)]);
+    let conversation = vec![neutral_message(caps, "user")];
+    let text = render(conversation, Some(Value::from(vec![tool])));
+    text.is_some_and(|text| text.contains(WORD))
 }
 
 fn calling_message(caps: &TemplateCaps) -> Value {

@@ -54,6 +54,11 @@ impl TextTokenizer for FourByteTokenizer {
         }
     }
 
+    /// None: every token is four bytes of text, whatever these are.
+    fn added_id_of(&self, _token: &str) -> Option<u32> {
+        None
+    }
+
     /// None: every id is four bytes of text.
     fn tokens_from(&self, _first_id: u32) -> Vec<(u32, String)> {
         Vec::new()

@@ -62,7 +62,7 @@ impl HfTokenizer {
     }
 }
 
-/// One more than the largest id. `Err`: it is too large.
+/// Largest id plus one. `Err`: it is too large.
 fn check_ids(vocabulary: &HashMap<String, u32>) -> Result<u32, String> {
     let last = vocabulary.iter().max_by_key(|(_, id)| **id);
     let Some((token, id)) = last else {
@@ -96,6 +96,11 @@ impl TextTokenizer for HfTokenizer {
 
     fn id_of(&self, token: &str) -> Option<u32> {
         self.library.token_to_id(token)
+    }
+
+    fn added_id_of(&self, token: &str) -> Option<u32> {
+        let added = self.library.get_added_vocabulary().get_vocab();
+        added.get(token).copied()
     }
 
     fn tokens_from(&self, first_id: u32) -> Vec<(u32, String)> {
@@ -217,6 +222,9 @@ mod tests {
         assert_eq!(tokenizer.max_chars_per_token(), "<tool>".len());
         assert_eq!(tokenizer.id_of("<tool>"), Some(3));
         assert_eq!(tokenizer.id_of("none"), None);
+        assert_eq!(tokenizer.added_id_of("<tool>"), Some(3));
+        assert_eq!(tokenizer.id_of("Ġa"), Some(2));
+        assert_eq!(tokenizer.added_id_of("Ġa"), None);
         assert_eq!(tokenizer.tokens_from(3), [(3, "<tool>".to_owned())]);
         assert_eq!(tokenizer.tokens_from(4), []);
         let composing = byte_level("", r#"{"type": "NFC"}"#);

@@ -22,7 +22,7 @@ mod files;
 mod four_byte;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod golden;
+pub mod golden;
 mod hf;
 mod token_table;
 
@@ -49,6 +49,9 @@ pub trait TextTokenizer: TokenDecoder {
 
     /// Id of a token by its name in the vocabulary.
     fn id_of(&self, token: &str) -> Option<u32>;
+
+    /// Id of an added token by its text: the text is this token wherever it stands in a prompt.
+    fn added_id_of(&self, token: &str) -> Option<u32>;
 
     /// Ids from `first_id` on that have a token, with its name. Ascending.
     fn tokens_from(&self, first_id: u32) -> Vec<(u32, String)>;

@@ -25,13 +25,15 @@ use crate::dialect::{AnswerCountPlace, Dialect, PromptKind, resume};
 const MAX_ITEMS: usize = 4096;
 
 /// Fields beside the prompt's text that change its KV, or say who may share it.
-const SCOPE: [&str; 6] = [
+const SCOPE: [&str; 8] = [
     "model",
     "lora_path",
     "cache_salt",
     "extra_key",
     "tools",
     "chat_template_kwargs",
+    "instructions",
+    "system",
 ];
 
 /// Most fields of one API that may hold the prompt.
@@ -328,6 +330,7 @@ impl<'a> TopLevelFields<'a> {
         let n = match fields.answer_count {
             AnswerCountPlace::Body => self.n,
             AnswerCountPlace::SamplingParams => self.sampling_params.and_then(n_of_sampling_params),
+            AnswerCountPlace::Nowhere => None,
         };
         let n = n.map_or(1, n_of);
         let texts = prompt.filter(|_| fields.prompt_kind == PromptKind::Texts);

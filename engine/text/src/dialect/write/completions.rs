@@ -3,7 +3,7 @@
 use super::json::push_text;
 use super::logprobs::{place_token, push_completion_logprobs};
 use super::openai::OpenAiHead;
-use super::{AnswerHead, AnswerWriter, ChoiceOutput, Delta, WriteContext};
+use super::{AnswerHead, AnswerWriter, ChoiceOutput, Delta, ResumedOutput, WriteContext};
 use crate::stream::TextOffsets;
 use crate::tokenizer::TokenDecoder;
 
@@ -38,7 +38,7 @@ impl CompletionWriter {
 
 impl AnswerWriter for CompletionWriter {
     fn write_event(
-        &self,
+        &mut self,
         choice: &mut ChoiceOutput,
         context: &WriteContext<'_>,
         out: &mut Vec<u8>,
@@ -62,12 +62,12 @@ impl AnswerWriter for CompletionWriter {
         Some(begin)
     }
 
-    fn write_end(&self, context: &WriteContext<'_>, out: &mut Vec<u8>) {
+    fn write_end(&mut self, context: &WriteContext<'_>, out: &mut Vec<u8>) {
         self.0.write_end(context, out);
     }
 
     fn write_whole(
-        &self,
+        &mut self,
         choices: &mut [ChoiceOutput],
         context: &WriteContext<'_>,
         out: &mut Vec<u8>,
@@ -83,9 +83,14 @@ impl AnswerWriter for CompletionWriter {
             .write_whole(choices, context, out, write_message, write_logprobs);
     }
 
-    fn resume(&self, choice: &mut ChoiceOutput, ids: &[u32], _: &str, decoder: &dyn TokenDecoder) {
+    fn resume(
+        &mut self,
+        choice: &mut ChoiceOutput,
+        resumed: &ResumedOutput,
+        decoder: &dyn TokenDecoder,
+    ) {
         choice.is_begun = true;
-        for id in ids {
+        for id in &resumed.output.tokens {
             place_token(
                 &mut choice.offsets,
                 *id,

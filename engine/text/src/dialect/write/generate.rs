@@ -4,7 +4,7 @@
 use super::json::{push_array, push_float, push_ids, push_number, push_text};
 use super::logprobs::{push_chosen_triples, push_triples};
 use super::openai::push_stop;
-use super::{AnswerHead, AnswerWriter, ChoiceOutput, FinishReason, WriteContext};
+use super::{AnswerHead, AnswerWriter, ChoiceOutput, FinishReason, ResumedOutput, WriteContext};
 use crate::tokenizer::TokenDecoder;
 
 pub struct GenerateWriter {
@@ -71,7 +71,7 @@ fn push_finish(out: &mut Vec<u8>, choice: &ChoiceOutput) {
             push_number(out, choice.completion_tokens);
             out.push(b'}');
         }
-        Some(FinishReason::Stop) => {
+        Some(FinishReason::Stop | FinishReason::ToolCalls) => {
             out.extend_from_slice(b"{\"type\":\"stop\",\"matched\":");
             push_stop(out, choice.matched_stop.as_ref());
             out.push(b'}');
@@ -81,7 +81,7 @@ fn push_finish(out: &mut Vec<u8>, choice: &ChoiceOutput) {
 
 impl AnswerWriter for GenerateWriter {
     fn write_event(
-        &self,
+        &mut self,
         choice: &mut ChoiceOutput,
         context: &WriteContext<'_>,
         out: &mut Vec<u8>,
@@ -103,10 +103,10 @@ impl AnswerWriter for GenerateWriter {
         Some(begin)
     }
 
-    fn write_end(&self, _: &WriteContext<'_>, _: &mut Vec<u8>) {}
+    fn write_end(&mut self, _: &WriteContext<'_>, _: &mut Vec<u8>) {}
 
     fn write_whole(
-        &self,
+        &mut self,
         choices: &mut [ChoiceOutput],
         context: &WriteContext<'_>,
         out: &mut Vec<u8>,
@@ -126,9 +126,8 @@ impl AnswerWriter for GenerateWriter {
         true
     }
 
-    fn resume(&self, choice: &mut ChoiceOutput, ids: &[u32], text: &str, _: &dyn TokenDecoder) {
+    fn resume(&mut self, choice: &mut ChoiceOutput, resumed: &ResumedOutput, _: &dyn TokenDecoder) {
         choice.is_begun = true;
-        choice.so_far.text.push_str(text);
-        choice.so_far.tokens.extend_from_slice(ids);
+        resumed.output.append_to(&mut choice.so_far);
     }
 }

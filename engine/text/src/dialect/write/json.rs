@@ -47,6 +47,14 @@ pub fn push_text(out: &mut Vec<u8>, text: &str) {
     out.push(b'"');
 }
 
+/// Appends a member of an object, with a comma in front.
+pub fn push_text_member(out: &mut Vec<u8>, name: &str, text: &str) {
+    out.extend_from_slice(b",\"");
+    out.extend_from_slice(name.as_bytes());
+    out.extend_from_slice(b"\":");
+    push_text(out, text);
+}
+
 /// Appends a whole number.
 pub fn push_number(out: &mut Vec<u8>, value: u64) {
     let mut digits = [0; 20];
@@ -76,16 +84,25 @@ pub fn push_float(out: &mut Vec<u8>, value: f64) {
 pub fn push_array<T>(
     out: &mut Vec<u8>,
     items: impl IntoIterator<Item = T>,
-    mut push_item: impl FnMut(&mut Vec<u8>, T),
+    push_item: impl FnMut(&mut Vec<u8>, T),
 ) {
     out.push(b'[');
+    push_joined(out, items, push_item);
+    out.push(b']');
+}
+
+/// Appends one element per item, with commas between them.
+pub fn push_joined<T>(
+    out: &mut Vec<u8>,
+    items: impl IntoIterator<Item = T>,
+    mut push_item: impl FnMut(&mut Vec<u8>, T),
+) {
     for (place, item) in items.into_iter().enumerate() {
         if place > 0 {
             out.push(b',');
         }
         push_item(out, item);
     }
-    out.push(b']');
 }
 
 /// Appends an array of token ids.

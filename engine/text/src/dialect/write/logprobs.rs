@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::json::{push_array, push_float, push_number, push_text};
+use super::json::{push_array, push_float, push_joined, push_number, push_text};
 use crate::stream::TextOffsets;
 use crate::tokenizer::TokenDecoder;
 
@@ -25,6 +25,10 @@ impl TokenLogprobs {
         self.top.push(top);
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
     pub fn extend(&mut self, other: &TokenLogprobs) {
         self.ids.extend_from_slice(&other.ids);
         self.chosen.extend_from_slice(&other.chosen);
@@ -39,7 +43,14 @@ impl TokenLogprobs {
 /// Chat: one object per token.
 pub fn push_chat_logprobs(out: &mut Vec<u8>, rows: &TokenLogprobs, decoder: &dyn TokenDecoder) {
     out.extend_from_slice(b"{\"content\":");
-    push_array(
+    out.push(b'[');
+    push_chat_entries(out, rows, decoder);
+    out.extend_from_slice(b"]}");
+}
+
+/// The objects of chat's logprobs, joined by commas.
+pub fn push_chat_entries(out: &mut Vec<u8>, rows: &TokenLogprobs, decoder: &dyn TokenDecoder) {
+    push_joined(
         out,
         rows.rows().zip(&rows.top),
         |out, ((id, chosen), top)| {
@@ -52,7 +63,6 @@ pub fn push_chat_logprobs(out: &mut Vec<u8>, rows: &TokenLogprobs, decoder: &dyn
             out.push(b'}');
         },
     );
-    out.push(b'}');
 }
 
 /// The object of a token, without its closing brace.

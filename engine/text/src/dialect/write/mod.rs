@@ -3,27 +3,40 @@
 //! 1. The tokens of a choice become text; text, tokens and logprobs gather in its [`Delta`];
 //! 2. [`AnswerWriter::write_event`] makes the stream's events of a delta, [`AnswerWriter::write_end`]
 //!    what follows the last one;
-//! 3. an answer that is no stream gathers in `so_far` and is written by
-//!    [`AnswerWriter::write_whole`].
+//! 3. the deltas of an answer that is no stream go to [`AnswerWriter::gather`], and
+//!    [`AnswerWriter::write_whole`] writes it.
 //!
 //! docs/protocol.md §6 has the rules of the streams.
 
+mod call_ids;
 mod chat;
 mod completions;
+mod failure;
 mod generate;
 mod json;
 mod logprobs;
+mod messages;
 mod openai;
+mod responses;
 mod resume_comment;
 
+pub use call_ids::CallIdForm;
 use chat::ChatWriter;
 use completions::CompletionWriter;
+pub use failure::{InterruptedStream, anthropic_error_body};
 use generate::GenerateWriter;
 pub use logprobs::TokenLogprobs;
+use messages::MessagesWriter;
+use responses::ResponsesWriter;
 pub use resume_comment::ResumeComments;
 
+use serde::Deserialize;
+
 use super::Dialect;
+use super::sse::error_end;
+use super::translate::RequestFacts;
 use crate::stream::TextOffsets;
+use crate::stream::parts::{AnswerPart, AnswerParts};
 use crate::tokenizer::TokenDecoder;
 
 /// Facts that hold for the whole answer.
@@ -47,8 +60,39 @@ pub struct AnswerHead {
     pub is_batch: bool,
     /// Special tokens have no text.
     pub skips_special_tokens: bool,
+    /// Members that hold the reasoning.
+    pub reasoning_names: ReasoningNames,
+    /// Reasoning is sent once it is complete.
+    pub gathers_reasoning: bool,
+    pub call_ids: CallIdForm,
     /// When the request came, on the clock of [`WriteContext::now`] [seconds].
     pub arrived: f64,
+    /// The context ends where the answer's limit is, before the limit that the client set.
+    pub is_limited_by_context: bool,
+    /// /v1/responses and /v1/messages: facts of the client's request.
+    pub facts: RequestFacts,
+}
+
+/// Members of a chat answer that hold its reasoning.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReasoningNames {
+    /// `reasoning_content` (SGLang).
+    #[default]
+    ReasoningContent,
+    /// `reasoning` (vLLM).
+    Reasoning,
+    Both,
+}
+
+impl ReasoningNames {
+    pub fn members(self) -> &'static [&'static str] {
+        match self {
+            ReasoningNames::ReasoningContent => &["reasoning_content"],
+            ReasoningNames::Reasoning => &["reasoning"],
+            ReasoningNames::Both => &["reasoning_content", "reasoning"],
+        }
+    }
 }
 
 /// Why a choice ended.
@@ -56,6 +100,8 @@ pub struct AnswerHead {
 pub enum FinishReason {
     Stop,
     Length,
+    /// The answer has complete calls of tools.
+    ToolCalls,
 }
 
 impl FinishReason {
@@ -63,6 +109,7 @@ impl FinishReason {
         match self {
             FinishReason::Stop => "stop",
             FinishReason::Length => "length",
+            FinishReason::ToolCalls => "tool_calls",
         }
     }
 }
@@ -77,7 +124,10 @@ pub enum MatchedStop {
 /// Output of a choice.
 #[derive(Debug, Clone, Default)]
 pub struct Delta {
+    /// Text of an answer that is not read for its parts.
     pub text: String,
+    /// Parts of an answer that is.
+    pub parts: AnswerParts,
     pub tokens: Vec<u32>,
     pub logprobs: Option<TokenLogprobs>,
     pub finish: Option<FinishReason>,
@@ -86,6 +136,7 @@ pub struct Delta {
 impl Delta {
     fn append_to(&self, whole: &mut Delta) {
         whole.text.push_str(&self.text);
+        whole.parts.extend(&self.parts);
         whole.tokens.extend_from_slice(&self.tokens);
         if let Some(rows) = &self.logprobs {
             whole.logprobs.get_or_insert_default().extend(rows);
@@ -95,6 +146,7 @@ impl Delta {
 
     fn clear(&mut self) {
         self.text.clear();
+        self.parts.clear();
         self.tokens.clear();
         self.logprobs = None;
         self.finish = None;
@@ -109,6 +161,11 @@ pub struct ChoiceOutput {
     pub prompt_tokens: u64,
     pub cached_tokens: u64,
     pub completion_tokens: u64,
+    pub reasoning_tokens: u64,
+    /// The answer is read for its parts.
+    pub has_parts: bool,
+    /// Tool calls in events so far.
+    pub begun_calls: usize,
     pub matched_stop: Option<MatchedStop>,
     /// An event of this choice was sent.
     pub is_begun: bool,
@@ -123,6 +180,18 @@ pub struct ChoiceOutput {
 }
 
 impl ChoiceOutput {
+    /// The delta has parts for the client, or the end.
+    pub fn is_ready(&self, head: &AnswerHead) -> bool {
+        let delta = &self.delta;
+        let shows = |part: &AnswerPart| !matches!(part, AnswerPart::Reasoning(_));
+        delta.finish.is_some()
+            || if head.gathers_reasoning {
+                delta.parts.iter().any(shows)
+            } else {
+                !delta.parts.is_empty()
+            }
+    }
+
     /// `delta` is part of `so_far` from now on.
     pub fn keep_delta(&mut self) {
         self.delta.append_to(&mut self.so_far);
@@ -135,12 +204,23 @@ impl ChoiceOutput {
     }
 }
 
+/// Output that a client has from another engine.
+#[derive(Debug, Clone, Default)]
+pub struct ResumedOutput {
+    /// Text, parts and tokens.
+    pub output: Delta,
+    /// Events in which the output came, where they are numbered.
+    pub events: Option<u64>,
+}
+
 /// Token counts of an answer: each prompt once, however many choices it has.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AnswerCounts {
     pub prompt_tokens: u64,
     pub cached_tokens: u64,
     pub completion_tokens: u64,
+    /// Tokens of the reasoning, up to its end marker; `None`: the model does not reason.
+    pub reasoning_tokens: Option<u64>,
 }
 
 /// Facts that a writer looks up while it writes.
@@ -157,27 +237,30 @@ pub fn new_writer(dialect: Dialect, head: AnswerHead, choices: usize) -> Box<dyn
         Dialect::Chat => Box::new(ChatWriter::new(head)),
         Dialect::Completions => Box::new(CompletionWriter::new(head)),
         Dialect::Generate => Box::new(GenerateWriter::new(head, choices)),
+        Dialect::Responses => Box::new(ResponsesWriter::new(head)),
+        Dialect::Messages => Box::new(MessagesWriter::new(head)),
     }
 }
 
 /// Writes an answer as one API has it.
 pub trait AnswerWriter: Send {
     /// Appends the events of the choice's delta to `out`; none where there is nothing to show yet.
-    /// Returns the place in `out` at which the last of them begins.
+    /// Returns the place in `out` at which the last of them begins. A delta with parts is called
+    /// for once it [`is_ready`](ChoiceOutput::is_ready).
     fn write_event(
-        &self,
+        &mut self,
         choice: &mut ChoiceOutput,
         context: &WriteContext<'_>,
         out: &mut Vec<u8>,
     ) -> Option<usize>;
 
     /// Appends the events that stand between the last delta and `[DONE]`.
-    fn write_end(&self, context: &WriteContext<'_>, out: &mut Vec<u8>);
+    fn write_end(&mut self, context: &WriteContext<'_>, out: &mut Vec<u8>);
 
-    /// Appends the answer of a request without `stream`. `choices`: all of them, with their whole
-    /// output in `so_far`.
+    /// Appends the answer of a request without `stream`. `choices`: all of them; their deltas were
+    /// gathered.
     fn write_whole(
-        &self,
+        &mut self,
         choices: &mut [ChoiceOutput],
         context: &WriteContext<'_>,
         out: &mut Vec<u8>,
@@ -188,12 +271,30 @@ pub trait AnswerWriter: Send {
         false
     }
 
-    /// Tokens that the client has already, from another engine.
+    /// Takes output that the client has already, from another engine.
     fn resume(
-        &self,
+        &mut self,
         choice: &mut ChoiceOutput,
-        ids: &[u32],
-        text: &str,
+        resumed: &ResumedOutput,
         decoder: &dyn TokenDecoder,
     );
+
+    /// Appends the end of a stream that breaks off, `[DONE]` included. `error`: its JSON
+    /// (docs/protocol.md §5), in one line.
+    fn write_failure(&mut self, error: &[u8], out: &mut Vec<u8>) {
+        out.extend_from_slice(&error_end(error));
+    }
+
+    /// Takes the choice's delta of an answer that is no stream.
+    fn gather(&mut self, choice: &mut ChoiceOutput, _context: &WriteContext<'_>) {
+        choice.keep_delta();
+    }
+
+    /// Events so far, where they are numbered.
+    fn event_count(&self) -> Option<u64> {
+        None
+    }
+
+    /// Continues the numbers behind so many events.
+    fn set_event_count(&mut self, _events: u64) {}
 }

@@ -163,5 +163,9 @@ fn push_usage(out: &mut Vec<u8>, usage: AnswerCounts) {
     push_number(out, usage.prompt_tokens + usage.completion_tokens);
     out.extend_from_slice(b",\"prompt_tokens_details\":{\"cached_tokens\":");
     push_number(out, usage.cached_tokens);
+    if let Some(reasoning_tokens) = usage.reasoning_tokens {
+        out.extend_from_slice(b"},\"completion_tokens_details\":{\"reasoning_tokens\":");
+        push_number(out, reasoning_tokens);
+    }
     out.extend_from_slice(b"}}");
 }

@@ -1,17 +1,13 @@
 //! Reasoning in front of an answer.
+//!
+//! * [`family`]: the markers between which a model reasons;
+//! * [`start`]: whether an answer begins within its reasoning, from the ids of its prompt;
+//! * [`reader`]: the reasoning of an answer, as it arrives.
 
-/// Markers between which a model reasons. The names are values of `--reasoning-parser`.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, strum::EnumString, strum::IntoStaticStr, strum::EnumIter,
-)]
-#[strum(serialize_all = "snake_case")]
-pub enum ReasoningFamily {
-    /// `<think>` and `</think>`.
-    ThinkTags,
-    /// `[THINK]` and `[/THINK]`.
-    Mistral,
-    /// "Here is my thought process:" and "Here is my response:".
-    Granite,
-    /// Channels of gpt-oss, which the reader of its calls reads.
-    GptOss,
-}
+mod family;
+mod reader;
+mod start;
+
+pub use family::ReasoningFamily;
+pub use reader::ReasoningReader;
+pub use start::{BlockText, ReasoningStart, find_start};

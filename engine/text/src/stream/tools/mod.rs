@@ -1,50 +1,22 @@
 //! Tool calls in an answer: one reader per format in which models write them.
+//!
+//! * [`reader`]: the interface of the readers, and the names of the formats;
+//! * [`scan`]: parts that several readers share;
+//! * [`json`]: formats in which calls are JSON objects;
+//! * [`headers`]: formats in which a call is a header between markers and a JSON object;
+//! * [`xml`]: formats in which a call is a row of tags;
+//! * [`pythonic`]: calls as Python writes them;
+//! * [`gpt_oss`]: calls as messages to tools;
+//! * [`new_reader`]: the reader of each format.
 
-use super::markers::Lexeme;
-use super::parts::AnswerParts;
+mod gpt_oss;
+mod headers;
+mod json;
+mod new_reader;
+mod pythonic;
+mod reader;
+mod scan;
+mod xml;
 
-/// Format in which a model writes tool calls. The names are values of `--tool-parser`.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, strum::EnumString, strum::IntoStaticStr, strum::EnumIter,
-)]
-#[strum(serialize_all = "snake_case")]
-pub enum ToolFamily {
-    Hermes,
-    Qwen3Coder,
-    Llama3,
-    Pythonic,
-    /// Mistral up to tokenizer version 7: a list of objects.
-    Mistral,
-    /// Mistral from tokenizer version 11 on: a name and an object behind each marker.
-    MistralV13,
-    DeepseekV3,
-    DeepseekV31,
-    DeepseekV32,
-    GptOss,
-    Glm45,
-    Glm47,
-    KimiK2,
-    Granite,
-    Phi4,
-    Json,
-}
-
-/// A tool that the client offers.
-#[derive(Debug, Clone, PartialEq, serde::Deserialize)]
-pub struct ToolSignature {
-    pub name: String,
-    /// JSON Schema of its arguments, members in the client's order.
-    pub parameters: serde_json::Value,
-}
-
-/// Reads the calls in the text behind the reasoning. Deterministic: the joined parts depend on the
-/// joined lexemes alone.
-pub trait ToolReader: Send {
-    /// Texts of the markers that [`Lexeme::Marker`] counts by.
-    fn markers(&self) -> &'static [&'static str];
-
-    fn read(&mut self, lexeme: Lexeme<'_>, out: &mut AnswerParts);
-
-    /// The answer has ended: appends what was held back.
-    fn finish(&mut self, out: &mut AnswerParts);
-}
+pub use new_reader::new_tool_reader;
+pub use reader::{ToolFamily, ToolReader, ToolSignature};

@@ -1,23 +1,35 @@
 //! A request's prompt as token ids, no longer than the context.
+//!
+//! * [`chat`]: the members of a chat body that decide its prompt.
+
+mod chat;
 
 use std::sync::Arc;
 
+pub use chat::{ChatPrompt, REASONING_EFFORTS};
+
 use crate::refusal::{RefusalCode, TextRefusal};
-use crate::template::{ChatTemplate, RenderOptions, read_json};
+use crate::template::ChatTemplate;
 use crate::tokenizer::TextTokenizer;
 
 /// Member of the body with a conversation.
 const MESSAGES: &str = "messages";
 
-/// How a text becomes a prompt.
+/// Longest prompt.
 #[derive(Debug, Clone, Copy)]
-pub struct PromptRules<'a> {
-    pub add_special_tokens: bool,
-    /// Longest prompt [tokens].
+pub struct ContextLimit {
+    /// Tokens that fit.
     pub context_length: usize,
     /// Refuse prompts of more tokens. Otherwise only texts are refused that have more, whatever
     /// their tokens.
     pub is_bounded: bool,
+}
+
+/// How a text becomes a prompt.
+#[derive(Debug, Clone, Copy)]
+pub struct PromptRules<'a> {
+    pub add_special_tokens: bool,
+    pub limit: ContextLimit,
     /// Member of the body that refusals name.
     pub param: &'a str,
 }
@@ -34,34 +46,26 @@ pub fn encode_text(
         let message = format!("the tokenizer fails on this text: {err}");
         TextRefusal::new(RefusalCode::InternalError, message, rules.param)
     })?;
-    if rules.is_bounded && ids.len() > rules.context_length {
+    if rules.limit.is_bounded && ids.len() > rules.limit.context_length {
         return Err(too_long(&format!("has {}", ids.len()), rules));
     }
     Ok(ids)
 }
 
-/// Ids of the text that `template` makes of a body's `messages`, a JSON text.
+/// Ids of the text that `template` makes of a chat.
 pub fn encode_chat(
     template: &ChatTemplate,
     tokenizer: &dyn TextTokenizer,
-    messages: &str,
-    options: RenderOptions,
-    rules: PromptRules<'_>,
+    chat: &ChatPrompt<'_>,
+    limit: ContextLimit,
 ) -> Result<Arc<[u32]>, TextRefusal> {
-    let text = render_chat(template, messages, options)?;
+    let text = chat.render(template)?;
+    let rules = PromptRules {
+        add_special_tokens: chat.add_special_tokens(),
+        limit,
+        param: MESSAGES,
+    };
     encode_text(tokenizer, &text, rules)
-}
-
-/// The text that `template` makes of a body's `messages`, a JSON text.
-pub fn render_chat(
-    template: &ChatTemplate,
-    messages: &str,
-    options: RenderOptions,
-) -> Result<String, TextRefusal> {
-    let messages = read_json(messages).map_err(|err| {
-        TextRefusal::invalid(MESSAGES, format!("{MESSAGES} cannot be read: {err}"))
-    })?;
-    template.render(template.normalize(&messages)?, options)
 }
 
 fn refuse_long_text(
@@ -70,7 +74,7 @@ fn refuse_long_text(
     rules: PromptRules<'_>,
 ) -> Result<(), TextRefusal> {
     let chars_per_token = tokenizer.max_chars_per_token();
-    let most = rules.context_length.saturating_mul(chars_per_token);
+    let most = rules.limit.context_length.saturating_mul(chars_per_token);
     if text.len() <= most {
         return Ok(());
     }
@@ -84,7 +88,7 @@ fn refuse_long_text(
 }
 
 fn too_long(size: &str, rules: PromptRules<'_>) -> TextRefusal {
-    let limit = rules.context_length;
+    let limit = rules.limit.context_length;
     // OpenAI's words first: litellm's fallbacks (seen in 1.106) know the error by them, not by its
     // code.
     let message = format!(
@@ -107,8 +111,10 @@ mod tests {
     fn rules(context_length: usize) -> PromptRules<'static> {
         PromptRules {
             add_special_tokens: false,
-            context_length,
-            is_bounded: true,
+            limit: ContextLimit {
+                context_length,
+                is_bounded: true,
+            },
             param: "prompt",
         }
     }
@@ -131,10 +137,8 @@ mod tests {
         // Eight characters, three tokens.
         let refused = encode("1234567ü", 2).unwrap_err();
         assert!(refused.contains("but the prompt has 3;"), "{refused}");
-        let unbounded = PromptRules {
-            is_bounded: false,
-            ..rules(2)
-        };
+        let mut unbounded = rules(2);
+        unbounded.limit.is_bounded = false;
         let ids = encode_text(&FourByteTokenizer, "1234567ü", unbounded);
         assert_eq!(ids.unwrap().len(), 3);
     }
@@ -143,26 +147,16 @@ mod tests {
     fn chat_is_rendered_and_encoded() {
         let source = "{% for message in messages %}{{ message.content }}{% endfor %}{{ tail }}";
         let template = ChatTemplate::new(Some(source), BTreeMap::new(), Zoned::default);
-        let options = RenderOptions {
-            variables: vec![("tail".to_owned(), "!".into())],
-            ..RenderOptions::default()
-        };
         let encode = |messages: &str| {
-            encode_chat(
-                &template,
-                &FourByteTokenizer,
-                messages,
-                options.clone(),
-                rules(4),
-            )
+            let body =
+                format!(r#"{{"messages": {messages}, "chat_template_kwargs": {{"tail": "!"}}}}"#);
+            let chat = ChatPrompt::read(body.as_bytes())?;
+            encode_chat(&template, &FourByteTokenizer, &chat, rules(4).limit)
         };
         let ids = encode(r#"[{"role": "user", "content": [{"text": "word"}]}]"#).unwrap();
         assert_eq!(*ids, *FourByteTokenizer.encode("word!", false).unwrap());
         let refused = encode("[{]").unwrap_err();
-        assert_eq!(
-            (refused.code, refused.param.as_str()),
-            (RefusalCode::InvalidValue, "messages")
-        );
+        assert_eq!(refused.code, RefusalCode::InvalidValue);
         let refused = encode("[]").unwrap_err();
         assert_eq!(refused.message, "messages must be a non-empty array");
     }

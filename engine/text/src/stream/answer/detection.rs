@@ -1,0 +1,346 @@
+//! The format of a checkpoint, from its template and vocabulary.
+
+use strum::IntoEnumIterator;
+
+use super::format::AnswerFormat;
+use crate::stream::reasoning::ReasoningFamily;
+use crate::stream::tools::ToolFamily;
+use crate::tokenizer::TextTokenizer;
+
+/// Values of `--tool-parser` and `--reasoning-parser`: the name of a format, `auto` or `none`.
+#[derive(Debug, Clone, Copy)]
+pub struct ParserChoice<'a> {
+    pub tool_parser: &'a str,
+    pub reasoning_parser: &'a str,
+}
+
+/// Finds the format of a model's answers. `template`: its chat template. `Err`: what to choose
+/// instead.
+pub fn detect_format(
+    choice: ParserChoice<'_>,
+    template: Option<&str>,
+    tokenizer: &dyn TextTokenizer,
+) -> Result<AnswerFormat, String> {
+    let tools = match choice.tool_parser {
+        "auto" => template.and_then(|template| detect_tools(template, tokenizer)),
+        name => read_name("--tool-parser", name, &TOOL_ALIASES)?,
+    };
+    let reasoning = match choice.reasoning_parser {
+        "auto" => template.and_then(detect_reasoning),
+        name => read_name("--reasoning-parser", name, &REASONING_ALIASES)?,
+    };
+    Ok(AnswerFormat::new(tools, reasoning, tokenizer))
+}
+
+/// Names that vLLM and SGLang have for formats of tool calls.
+const TOOL_ALIASES: [(&str, ToolFamily); 14] = [
+    ("qwen", ToolFamily::Hermes),
+    ("qwen25", ToolFamily::Hermes),
+    ("qwen3_xml", ToolFamily::Qwen3Coder),
+    ("llama3_json", ToolFamily::Llama3),
+    ("llama4_pythonic", ToolFamily::Pythonic),
+    ("olmo3", ToolFamily::Pythonic),
+    ("deepseekv3", ToolFamily::DeepseekV3),
+    ("deepseekv31", ToolFamily::DeepseekV31),
+    ("deepseekv32", ToolFamily::DeepseekV32),
+    ("gpt-oss", ToolFamily::GptOss),
+    ("openai", ToolFamily::GptOss),
+    ("glm", ToolFamily::Glm45),
+    ("kimi", ToolFamily::KimiK2),
+    ("phi4_mini_json", ToolFamily::Phi4),
+];
+
+/// Names that vLLM and SGLang have for formats of reasoning.
+const REASONING_ALIASES: [(&str, ReasoningFamily); 11] = [
+    ("qwen3", ReasoningFamily::ThinkTags),
+    ("deepseek_r1", ReasoningFamily::ThinkTags),
+    ("deepseek-r1", ReasoningFamily::ThinkTags),
+    ("deepseek_v3", ReasoningFamily::ThinkTags),
+    ("deepseek-v3", ReasoningFamily::ThinkTags),
+    ("glm45", ReasoningFamily::ThinkTags),
+    ("kimi", ReasoningFamily::ThinkTags),
+    ("kimi_k2", ReasoningFamily::ThinkTags),
+    ("minimax", ReasoningFamily::ThinkTags),
+    ("gpt-oss", ReasoningFamily::GptOss),
+    ("openai_gptoss", ReasoningFamily::GptOss),
+];
+
+fn read_name<F>(flag: &str, name: &str, aliases: &[(&str, F)]) -> Result<Option<F>, String>
+where
+    F: Copy + std::str::FromStr + IntoEnumIterator + Into<&'static str>,
+{
+    if name == "none" {
+        return Ok(None);
+    }
+    let alias = aliases.iter().find(|(alias, _)| *alias == name);
+    if let Some((_, family)) = alias {
+        return Ok(Some(*family));
+    }
+    name.parse().map(Some).map_err(|_| {
+        let names: Vec<&str> = F::iter().map(Into::into).collect();
+        format!(
+            "{flag} {name} does not exist; choose auto, none or one of {}",
+            names.join(", ")
+        )
+    })
+}
+
+/// First match, as in SGLang's detection by templates.
+fn detect_tools(template: &str, tokenizer: &dyn TextTokenizer) -> Option<ToolFamily> {
+    let has = |text: &str| template.contains(text);
+    let is_token = |text: &str| tokenizer.added_id_of(text).is_some();
+    // The template of Phi-4-mini has the tag of its tools only, its vocabulary those of calls.
+    let has_phi4_tags = has("<|tool_call|>") && has("<|/tool_call|>")
+        || has("<|tool|>") && is_token("<|/tool_call|>");
+    // Granite 4 closes the tag.
+    let is_granite =
+        has("<|tool_call|>") || has("<tool_call>") && has("Granite") && !has("</tool_call>");
+    let family = if has("<|channel|>") {
+        ToolFamily::GptOss
+    } else if is_token("<|tool_calls_section_begin|>") {
+        ToolFamily::KimiK2
+    } else if has("｜DSML｜") {
+        ToolFamily::DeepseekV32
+    } else if has("<｜tool▁calls▁begin｜>") {
+        detect_deepseek(template)
+    } else if has("[TOOL_CALLS]") && is_token("[ARGS]") {
+        ToolFamily::MistralV13
+    } else if has("[TOOL_CALLS]") {
+        ToolFamily::Mistral
+    } else if has("<arg_key>") {
+        detect_glm(template)
+    } else if has("<tool_call>") && has("<function=") && has("<parameter=") {
+        ToolFamily::Qwen3Coder
+    } else if has_phi4_tags || has("functools[") {
+        ToolFamily::Phi4
+    } else if is_granite {
+        ToolFamily::Granite
+    } else if has("<tool_call>") {
+        ToolFamily::Hermes
+    } else if has("<|python_start|>") {
+        ToolFamily::Pythonic
+    } else if has("<|python_tag|>") || has("\"parameters\":") {
+        ToolFamily::Llama3
+    } else {
+        return None;
+    };
+    Some(family)
+}
+
+/// V3 writes the kind of a tool behind the begin marker, V3.1 its name.
+fn detect_deepseek(template: &str) -> ToolFamily {
+    let mut calls = template.split("<｜tool▁call▁begin｜>").skip(1);
+    let writes_kind = calls.any(|call| {
+        let head = call.split("<｜tool▁sep｜>").next().unwrap_or_default();
+        !head.contains("name")
+    });
+    if writes_kind {
+        ToolFamily::DeepseekV3
+    } else {
+        ToolFamily::DeepseekV31
+    }
+}
+
+/// GLM-4.5 writes newlines between the tags, GLM-4.7 none.
+fn detect_glm(template: &str) -> ToolFamily {
+    if template.contains("</arg_key><arg_value>") {
+        ToolFamily::Glm47
+    } else {
+        ToolFamily::Glm45
+    }
+}
+
+fn detect_reasoning(template: &str) -> Option<ReasoningFamily> {
+    let has = |text: &str| template.contains(text);
+    if has("<|channel|>") {
+        Some(ReasoningFamily::GptOss)
+    } else if has("[THINK]") {
+        Some(ReasoningFamily::Mistral)
+    } else if has("Here is my thought process:") {
+        Some(ReasoningFamily::Granite)
+    } else if has("<think>") || has("</think>") {
+        Some(ReasoningFamily::ThinkTags)
+    } else {
+        None
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::stream::tests::PieceTokens;
+
+    /// Lines of templates that decide, and the added tokens of their vocabularies.
+    const TOOL_TEMPLATES: [(&str, &[&str], Option<ToolFamily>); 20] = [
+        (
+            "{%- if tools %}<tool_call>\\n{\"name\": …}\\n</tool_call>",
+            &[],
+            Some(ToolFamily::Hermes),
+        ),
+        (
+            "{{ \"<tool_call>\\n<function=example>\\n<parameter=a>\\n</tool_call>\" }}",
+            &[],
+            Some(ToolFamily::Qwen3Coder),
+        ),
+        ("<seed:tool_call>\\n<function=f>\\n<parameter=a>", &[], None),
+        (
+            "{{ \"<|python_tag|>\" + tool_call.name }}",
+            &[],
+            Some(ToolFamily::Llama3),
+        ),
+        (
+            "respond with {\"name\": name, \"parameters\": dict}",
+            &[],
+            Some(ToolFamily::Llama3),
+        ),
+        (
+            "<|python_start|>[func(a=1)]<|python_end|>",
+            &[],
+            Some(ToolFamily::Pythonic),
+        ),
+        (
+            "{{ '[TOOL_CALLS][' }}",
+            &["[TOOL_CALLS]"],
+            Some(ToolFamily::Mistral),
+        ),
+        (
+            "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}",
+            &["[TOOL_CALLS]", "[ARGS]"],
+            Some(ToolFamily::MistralV13),
+        ),
+        (
+            "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name']",
+            &[],
+            Some(ToolFamily::DeepseekV3),
+        ),
+        (
+            "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>' + tool.function.name",
+            &[],
+            Some(ToolFamily::DeepseekV3),
+        ),
+        (
+            "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>'",
+            &[],
+            Some(ToolFamily::DeepseekV31),
+        ),
+        (
+            "<｜DSML｜function_calls>",
+            &[],
+            Some(ToolFamily::DeepseekV32),
+        ),
+        (
+            "<|start|>assistant<|channel|>analysis",
+            &[],
+            Some(ToolFamily::GptOss),
+        ),
+        (
+            "<tool_call>{function-name}\n<arg_key>{k}</arg_key>\n<arg_value>",
+            &[],
+            Some(ToolFamily::Glm45),
+        ),
+        (
+            "<tool_call>{function-name}<arg_key>{k}</arg_key><arg_value>",
+            &[],
+            Some(ToolFamily::Glm47),
+        ),
+        (
+            "<|im_assistant|>assistant<|im_middle|>",
+            &["<|tool_calls_section_begin|>"],
+            Some(ToolFamily::KimiK2),
+        ),
+        (
+            "respond with <|tool_call|> and a list",
+            &["<|tool_call|>"],
+            Some(ToolFamily::Granite),
+        ),
+        (
+            "You are Granite. Respond with <tool_call> and a list",
+            &[],
+            Some(ToolFamily::Granite),
+        ),
+        (
+            "'<|tool|>' + tools + '<|/tool|>'",
+            &["<|/tool_call|>"],
+            Some(ToolFamily::Phi4),
+        ),
+        ("{{ messages[0].content }}", &["<tool_call>"], None),
+    ];
+
+    #[test]
+    fn tool_format_follows_from_template_and_vocabulary() {
+        for (template, added, expected) in TOOL_TEMPLATES {
+            let tokens = PieceTokens::new(added, true);
+            assert_eq!(detect_tools(template, &tokens), expected, "{template}");
+        }
+    }
+
+    #[test]
+    fn reasoning_format_follows_from_template() {
+        for (template, expected) in [
+            (
+                "{% if '</think>' in content %}",
+                Some(ReasoningFamily::ThinkTags),
+            ),
+            ("<|channel|>analysis <think>", Some(ReasoningFamily::GptOss)),
+            (
+                "draft in [THINK] and [/THINK]",
+                Some(ReasoningFamily::Mistral),
+            ),
+            (
+                "after 'Here is my thought process:'",
+                Some(ReasoningFamily::Granite),
+            ),
+            ("{{ content }}", None),
+        ] {
+            assert_eq!(detect_reasoning(template), expected, "{template}");
+        }
+    }
+
+    fn detect(tool_parser: &str, reasoning_parser: &str) -> Result<String, String> {
+        let choice = ParserChoice {
+            tool_parser,
+            reasoning_parser,
+        };
+        let template = "<think> <tool_call> </tool_call>";
+        let format = detect_format(choice, Some(template), &PieceTokens::default())?;
+        Ok(format.canonical())
+    }
+
+    #[test]
+    fn names_override_what_is_detected() {
+        let canonical = |tools: &str, reasoning: &str| {
+            Ok(format!("tool_parser={tools},reasoning_parser={reasoning}"))
+        };
+        assert_eq!(detect("auto", "auto"), canonical("hermes", "think_tags"));
+        assert_eq!(detect("none", "none"), canonical("none", "none"));
+        assert_eq!(detect("json", "mistral"), canonical("json", "mistral"));
+        assert_eq!(
+            detect("qwen25", "deepseek-r1"),
+            canonical("hermes", "think_tags")
+        );
+        let choice = ParserChoice {
+            tool_parser: "auto",
+            reasoning_parser: "auto",
+        };
+        let without_template = detect_format(choice, None, &PieceTokens::default()).unwrap();
+        assert_eq!(Ok(without_template.canonical()), canonical("none", "none"));
+    }
+
+    #[test]
+    fn unknown_name_is_refused_with_the_list() {
+        let message = detect("hermess", "auto").unwrap_err();
+        assert_eq!(
+            message,
+            "--tool-parser hermess does not exist; choose auto, none or one of hermes, qwen3_coder, \
+             llama3, pythonic, mistral, mistral_v13, deepseek_v3, deepseek_v31, deepseek_v32, \
+             gpt_oss, glm45, glm47, kimi_k2, granite, phi4, json"
+        );
+        let message = detect("auto", "think").unwrap_err();
+        assert_eq!(
+            message,
+            "--reasoning-parser think does not exist; choose auto, none or one of think_tags, \
+             mistral, granite, gpt_oss"
+        );
+    }
+}

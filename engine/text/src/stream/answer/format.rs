@@ -1,0 +1,111 @@
+//! How a model writes reasoning and tool calls.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::stream::markers::{MarkerRole, MarkerTable};
+use crate::stream::reasoning::{ReasoningFamily, ReasoningStart, find_start};
+use crate::stream::tools::{ToolFamily, new_tool_reader};
+use crate::tokenizer::{TextTokenizer, TokenDecoder};
+
+/// How a model writes reasoning and tool calls. Made once per model.
+#[derive(Debug, Clone)]
+pub struct AnswerFormat {
+    tools: Option<ToolFamily>,
+    reasoning: Option<ReasoningFamily>,
+    /// Markers of the reasoning, then those of the calls.
+    table: Arc<MarkerTable>,
+    reasoning_markers: usize,
+}
+
+impl AnswerFormat {
+    pub fn new(
+        tools: Option<ToolFamily>,
+        reasoning: Option<ReasoningFamily>,
+        tokenizer: &dyn TextTokenizer,
+    ) -> Self {
+        let mut markers = Vec::new();
+        if let Some(family) = reasoning {
+            markers.extend_from_slice(family.markers());
+        }
+        let reasoning_markers = markers.len();
+        if let Some(family) = tools.or(channel_tools(reasoning)) {
+            let reader = new_tool_reader(family, Arc::new([]));
+            let texts = reader.markers().iter().copied();
+            let roles =
+                std::iter::once(begin_role(family)).chain(std::iter::repeat(MarkerRole::Call));
+            markers.extend(texts.zip(roles));
+        }
+        Self {
+            tools,
+            reasoning,
+            table: Arc::new(MarkerTable::new(&markers, tokenizer)),
+            reasoning_markers,
+        }
+    }
+
+    pub fn tools(&self) -> Option<ToolFamily> {
+        self.tools
+    }
+
+    pub fn reasoning(&self) -> Option<ReasoningFamily> {
+        self.reasoning
+    }
+
+    pub fn table(&self) -> &Arc<MarkerTable> {
+        &self.table
+    }
+
+    /// Format for fingerprints: equal formats read equal answers alike.
+    pub fn canonical(&self) -> String {
+        let tools: &str = self.tools.map_or("none", Into::into);
+        let reasoning: &str = self.reasoning.map_or("none", Into::into);
+        format!("tool_parser={tools},reasoning_parser={reasoning}")
+    }
+
+    /// State in which the answer to a prompt begins; `None`: the model's reasoning is not read.
+    pub fn reasoning_start(
+        &self,
+        prompt: &[u32],
+        decoder: &dyn TokenDecoder,
+    ) -> Option<ReasoningStart> {
+        if self.reasoning_markers == 0 {
+            return None;
+        }
+        Some(find_start(prompt, &self.table, decoder))
+    }
+
+    /// Family whose reader reads the calls. Channels are always read: they hold the content, too.
+    pub(super) fn reader_family(&self, has_tools: bool) -> Option<ToolFamily> {
+        let channels = self.tools.filter(|family| *family == ToolFamily::GptOss);
+        let channels = channels.or(channel_tools(self.reasoning));
+        channels.or(self.tools.filter(|_| has_tools))
+    }
+
+    pub(super) fn reasoning_markers(&self) -> Range<usize> {
+        0..self.reasoning_markers
+    }
+
+    pub(super) fn call_markers(&self) -> Range<usize> {
+        self.reasoning_markers..self.table.markers().len()
+    }
+}
+
+/// Channels of gpt-oss are read by the reader of its calls.
+fn channel_tools(reasoning: Option<ReasoningFamily>) -> Option<ToolFamily> {
+    let is_channels = reasoning == Some(ReasoningFamily::GptOss);
+    is_channels.then_some(ToolFamily::GptOss)
+}
+
+/// Role of a family's first marker. Models of some families forget the end of their reasoning in
+/// front of a call (Qwen3.5; vLLM and SGLang read such answers alike).
+fn begin_role(family: ToolFamily) -> MarkerRole {
+    match family {
+        ToolFamily::Hermes
+        | ToolFamily::Qwen3Coder
+        | ToolFamily::Glm45
+        | ToolFamily::Glm47
+        | ToolFamily::KimiK2 => MarkerRole::CallBegin,
+        _ => MarkerRole::Call,
+    }
+}

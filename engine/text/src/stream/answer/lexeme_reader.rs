@@ -1,0 +1,168 @@
+//! Reasoning, content and calls, from text and markers.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::format::AnswerFormat;
+use crate::stream::markers::{Lexeme, MarkerLexer, MarkerTable};
+use crate::stream::parts::{AnswerPart, AnswerParts};
+use crate::stream::reasoning::{ReasoningReader, ReasoningStart};
+use crate::stream::tools::{ToolReader, ToolSignature, new_tool_reader};
+use crate::tokenizer::TokenDecoder;
+
+/// Divides an answer's lexemes into parts: the reasoning, and the content and calls behind it.
+pub struct LexemeReader {
+    table: Arc<MarkerTable>,
+    reasoning: Option<ReasoningReader>,
+    calls: Option<CallReader>,
+    /// Reasoning that the reader of calls reads stays in the content.
+    joins_reasoning: bool,
+}
+
+impl LexemeReader {
+    pub fn new(
+        format: &AnswerFormat,
+        tools: Arc<[ToolSignature]>,
+        start: Option<ReasoningStart>,
+        separate_reasoning: bool,
+    ) -> Self {
+        let calls = format
+            .reader_family(!tools.is_empty())
+            .map(|family| CallReader {
+                reader: new_tool_reader(family, tools),
+                markers: format.call_markers(),
+            });
+        Self {
+            table: format.table().clone(),
+            reasoning: start.map(|start| ReasoningReader::new(start, separate_reasoning)),
+            calls,
+            joins_reasoning: !separate_reasoning,
+        }
+    }
+
+    /// Markers of the table that are looked for.
+    pub fn active_markers(&self, format: &AnswerFormat) -> Range<usize> {
+        let reasoning = format.reasoning_markers();
+        let calls = format.call_markers();
+        let start = if self.reasoning.is_some() {
+            reasoning.start
+        } else {
+            reasoning.end
+        };
+        let end = if self.calls.is_some() {
+            calls.end
+        } else {
+            calls.start
+        };
+        start..end
+    }
+
+    /// True if calls are read.
+    pub fn reads_calls(&self) -> bool {
+        self.calls.is_some()
+    }
+
+    /// Reads a token. Returns true if it is reasoning: it is in front of the end of the reasoning, or
+    /// has its end marker.
+    pub fn read_token(
+        &mut self,
+        lexer: &mut MarkerLexer,
+        decoder: &dyn TokenDecoder,
+        id: u32,
+        out: &mut AnswerParts,
+    ) -> bool {
+        let was_channel = self.is_in_reasoning_channel();
+        lexer.feed(decoder, id, &mut |lexeme| self.read(lexeme, out));
+        let is_block = self.reasoning.as_mut().is_some_and(|reasoning| {
+            let is_end = reasoning.take_block_end();
+            is_end || reasoning.is_inside()
+        });
+        is_block || was_channel || self.is_in_reasoning_channel()
+    }
+
+    fn is_in_reasoning_channel(&self) -> bool {
+        let calls = self.calls.as_ref();
+        calls.is_some_and(|calls| calls.reader.is_reasoning())
+    }
+
+    fn read(&mut self, lexeme: Lexeme<'_>, out: &mut AnswerParts) {
+        let table = &self.table;
+        let calls = &mut self.calls;
+        match &mut self.reasoning {
+            Some(reasoning) => {
+                let mut pass = |lexeme: Lexeme<'_>, out: &mut AnswerParts| {
+                    read_behind_reasoning(calls, table, lexeme, out);
+                };
+                reasoning.read(lexeme, table, out, &mut pass);
+            }
+            None => read_behind_reasoning(calls, table, lexeme, out),
+        }
+        self.join_reasoning(out);
+    }
+
+    /// The answer has ended: appends what was held back.
+    pub fn finish(
+        &mut self,
+        lexer: &mut MarkerLexer,
+        decoder: &dyn TokenDecoder,
+        out: &mut AnswerParts,
+    ) {
+        lexer.finish(decoder, &mut |lexeme| self.read(lexeme, out));
+        let table = &self.table;
+        let calls = &mut self.calls;
+        if let Some(reasoning) = &mut self.reasoning {
+            let mut pass = |lexeme: Lexeme<'_>, out: &mut AnswerParts| {
+                read_behind_reasoning(calls, table, lexeme, out);
+            };
+            reasoning.finish(out, &mut pass);
+        }
+        if let Some(calls) = calls {
+            calls.reader.finish(out);
+        }
+        self.join_reasoning(out);
+    }
+
+    fn join_reasoning(&self, out: &mut AnswerParts) {
+        let has_reasoning = |part: &AnswerPart| matches!(part, AnswerPart::Reasoning(_));
+        if !self.joins_reasoning || !out.iter().any(has_reasoning) {
+            return;
+        }
+        let mut joined = AnswerParts::default();
+        for part in out.iter() {
+            match part {
+                AnswerPart::Reasoning(text) => joined.push_content(text),
+                _ => joined.push(part),
+            }
+        }
+        *out = joined;
+    }
+}
+
+/// Reader of calls, and the places of its markers in the table.
+struct CallReader {
+    reader: Box<dyn ToolReader>,
+    markers: Range<usize>,
+}
+
+fn read_behind_reasoning(
+    calls: &mut Option<CallReader>,
+    table: &MarkerTable,
+    lexeme: Lexeme<'_>,
+    out: &mut AnswerParts,
+) {
+    let Some(calls) = calls else {
+        out.push_content(match lexeme {
+            Lexeme::Text(text) => text,
+            Lexeme::Marker(index) => table.text_of(index),
+        });
+        return;
+    };
+    let lexeme = match lexeme {
+        Lexeme::Marker(index) if calls.markers.contains(&index) => {
+            Lexeme::Marker(index - calls.markers.start)
+        }
+        Lexeme::Marker(index) => Lexeme::Text(table.text_of(index)),
+        text => text,
+    };
+    calls.reader.read(lexeme, out);
+}

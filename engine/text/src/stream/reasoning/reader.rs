@@ -1,0 +1,257 @@
+//! The reasoning of an answer, as it arrives.
+
+use super::start::{BlockText, ReasoningStart};
+use crate::stream::markers::{Lexeme, MarkerRole, MarkerTable};
+use crate::stream::parts::AnswerParts;
+
+/// Reader of what is behind the reasoning.
+pub type PassLexeme<'a> = dyn FnMut(Lexeme<'_>, &mut AnswerParts) + 'a;
+
+/// Reads the reasoning of an answer and passes what is behind it on. Deterministic: the joined
+/// parts depend on the joined lexemes alone.
+///
+/// ```text
+/// Undecided → Inside → Behind → Content
+///     └──────────────────────────┘
+/// ```
+///
+/// * `Undecided`: white space is held back; a begin marker begins the reasoning, anything else is
+///   content.
+/// * `Inside`: ends with an end marker. Models that forget it begin a call on a line of its own: a
+///   begin marker of a call that is a token ends the reasoning there.
+/// * `Behind`: newlines are held back; a begin marker begins a second block.
+/// * `Content`: markers of reasoning are text.
+///
+/// Separated from the content, the reasoning has no markers, no newline in front of it and none
+/// behind it; nor does the content have newlines in front of it.
+#[derive(Debug)]
+pub struct ReasoningReader {
+    state: ReasoningState,
+    is_separate: bool,
+    /// White space that is shown only if text follows.
+    held: String,
+    /// An end marker was read since [`ReasoningReader::take_block_end`].
+    has_block_end: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ReasoningState {
+    Undecided,
+    Inside {
+        block: BlockText,
+        /// The next newline is the one in front of the reasoning.
+        drops_newline: bool,
+    },
+    Behind,
+    Content,
+}
+
+const BLOCK_BEGIN: ReasoningState = ReasoningState::Inside {
+    block: BlockText::Empty,
+    drops_newline: true,
+};
+
+impl ReasoningReader {
+    /// `is_separate`: false leaves the reasoning and its markers in the content, as generated.
+    pub fn new(start: ReasoningStart, is_separate: bool) -> Self {
+        let state = match start {
+            ReasoningStart::Undecided => ReasoningState::Undecided,
+            ReasoningStart::Inside(block) => ReasoningState::Inside {
+                block,
+                drops_newline: block == BlockText::Empty,
+            },
+            ReasoningStart::Behind => ReasoningState::Behind,
+            ReasoningStart::Content => ReasoningState::Content,
+        };
+        Self {
+            state,
+            is_separate,
+            held: String::new(),
+            has_block_end: false,
+        }
+    }
+
+    /// True within a block of reasoning.
+    pub fn is_inside(&self) -> bool {
+        matches!(self.state, ReasoningState::Inside { .. })
+    }
+
+    /// True if an end marker of a block was read since the last call.
+    pub fn take_block_end(&mut self) -> bool {
+        std::mem::take(&mut self.has_block_end)
+    }
+
+    pub fn read(
+        &mut self,
+        lexeme: Lexeme<'_>,
+        table: &MarkerTable,
+        out: &mut AnswerParts,
+        pass: &mut PassLexeme<'_>,
+    ) {
+        match lexeme {
+            Lexeme::Text(text) => self.read_text(text, out, pass),
+            Lexeme::Marker(index) => {
+                let text = table.text_of(index);
+                match table.role_of(index) {
+                    MarkerRole::ReasoningBegin => self.read_begin(text, out, pass),
+                    MarkerRole::ReasoningEnd => self.read_end(text, out, pass),
+                    MarkerRole::CallBegin => {
+                        let ends_reasoning = table.is_token(index);
+                        self.read_call_marker(lexeme, text, ends_reasoning, out, pass);
+                    }
+                    MarkerRole::Call => self.read_call_marker(lexeme, text, false, out, pass),
+                }
+            }
+        }
+    }
+
+    /// The answer has ended: appends what was held back.
+    pub fn finish(&mut self, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+        match self.state {
+            ReasoningState::Undecided => self.pass_held(out, pass),
+            ReasoningState::Inside { .. } => self.push_held_reasoning(out),
+            ReasoningState::Behind | ReasoningState::Content => {}
+        }
+    }
+
+    fn read_text(&mut self, text: &str, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+        match self.state {
+            ReasoningState::Undecided => {
+                let rest = text.trim_start();
+                self.held.push_str(&text[..text.len() - rest.len()]);
+                if !rest.is_empty() {
+                    self.begin_content(out, pass);
+                    pass(Lexeme::Text(rest), out);
+                }
+            }
+            ReasoningState::Inside { .. } => self.read_reasoning(text, out),
+            ReasoningState::Behind => {
+                let rest = text.trim_start_matches(['\n', '\r']);
+                let newlines = &text[..text.len() - rest.len()];
+                if self.is_separate {
+                    self.held.push_str(newlines);
+                } else {
+                    out.push_content(newlines);
+                }
+                if !rest.is_empty() {
+                    self.held.clear();
+                    self.state = ReasoningState::Content;
+                    pass(Lexeme::Text(rest), out);
+                }
+            }
+            ReasoningState::Content => pass(Lexeme::Text(text), out),
+        }
+    }
+
+    /// Reads text of a block.
+    fn read_reasoning(&mut self, text: &str, out: &mut AnswerParts) {
+        let ReasoningState::Inside {
+            block,
+            drops_newline,
+        } = &mut self.state
+        else {
+            return;
+        };
+        *block = block.followed_by(text);
+        if !self.is_separate {
+            out.push_content(text);
+            return;
+        }
+        let mut shown = text;
+        if *drops_newline {
+            *drops_newline = false;
+            shown = shown.strip_prefix('\n').unwrap_or(shown);
+        }
+        let body = shown.trim_end_matches('\n');
+        if !body.is_empty() {
+            self.push_held_reasoning(out);
+            out.push_reasoning(body);
+        }
+        self.held.push_str(&shown[body.len()..]);
+    }
+
+    fn read_begin(&mut self, text: &str, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+        match self.state {
+            ReasoningState::Undecided => {
+                if !self.is_separate {
+                    self.pass_held(out, pass);
+                }
+                self.begin_block(text, out);
+            }
+            ReasoningState::Behind => {
+                self.push_held_reasoning(out);
+                self.begin_block(text, out);
+            }
+            // The prompt has the marker, and the model repeats it.
+            ReasoningState::Inside {
+                block: BlockText::Empty,
+                ..
+            } => self.begin_block(text, out),
+            ReasoningState::Inside { .. } => self.read_reasoning(text, out),
+            ReasoningState::Content => pass(Lexeme::Text(text), out),
+        }
+    }
+
+    fn begin_block(&mut self, marker: &str, out: &mut AnswerParts) {
+        self.state = BLOCK_BEGIN;
+        self.held.clear();
+        if !self.is_separate {
+            out.push_content(marker);
+        }
+    }
+
+    fn read_end(&mut self, text: &str, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+        if self.is_inside() {
+            self.held.clear();
+            self.has_block_end = true;
+            self.state = ReasoningState::Behind;
+            if !self.is_separate {
+                out.push_content(text);
+            }
+            return;
+        }
+        self.begin_content(out, pass);
+        pass(Lexeme::Text(text), out);
+    }
+
+    fn read_call_marker(
+        &mut self,
+        marker: Lexeme<'_>,
+        text: &str,
+        ends_reasoning: bool,
+        out: &mut AnswerParts,
+        pass: &mut PassLexeme<'_>,
+    ) {
+        if let ReasoningState::Inside { block, .. } = self.state {
+            let is_at_line_start = block != BlockText::PartialLine;
+            if !ends_reasoning || !is_at_line_start {
+                self.read_reasoning(text, out);
+                return;
+            }
+            self.held.clear();
+        }
+        self.begin_content(out, pass);
+        pass(marker, out);
+    }
+
+    /// Ends the reasoning. White space in front of a content without reasoning is its beginning.
+    fn begin_content(&mut self, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+        if self.state == ReasoningState::Undecided {
+            self.pass_held(out, pass);
+        }
+        self.held.clear();
+        self.state = ReasoningState::Content;
+    }
+
+    fn pass_held(&mut self, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+        if !self.held.is_empty() {
+            pass(Lexeme::Text(&self.held), out);
+            self.held.clear();
+        }
+    }
+
+    fn push_held_reasoning(&mut self, out: &mut AnswerParts) {
+        out.push_reasoning(&self.held);
+        self.held.clear();
+    }
+}

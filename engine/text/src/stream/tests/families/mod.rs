@@ -1,0 +1,11 @@
+//! Readers of tool calls against fixtures, against themselves on text that is cut otherwise, and
+//! against writers of the formats.
+
+mod cutting;
+mod feeding;
+mod fixtures;
+mod harmony;
+mod peers;
+mod promptness;
+mod round_trips;
+mod writers;

@@ -1,0 +1,252 @@
+//! Reader of the formats in which calls are JSON objects.
+
+use std::sync::Arc;
+
+use super::call_object::{CallObject, MAX_HELD_BYTES, ObjectEnd};
+use super::scanner::ValueScanner;
+use crate::stream::markers::Lexeme;
+use crate::stream::parts::AnswerParts;
+use crate::stream::tools::{ToolReader, ToolSignature};
+
+/// Places of calls in one format.
+#[derive(Debug)]
+pub struct CallPlaces {
+    pub markers: &'static [&'static str],
+    /// Markers in front of calls: the first ones.
+    pub begin_markers: usize,
+    /// Index of the marker behind calls.
+    pub end_marker: Option<usize>,
+    /// The answer's first text may be a call, without a marker.
+    pub at_start: bool,
+    /// Calls may be the elements of a list.
+    pub in_lists: bool,
+    /// Characters beside white space between calls that follow each other without a list. `None`:
+    /// no call follows another one so.
+    pub separators: Option<&'static str>,
+}
+
+/// Reads calls that are JSON objects. Deterministic.
+///
+/// ```text
+/// Start/Content → Opening → (Element →) Object → Behind → Object …
+///                     │                    │         └→ Content
+///                     └────────────────────┴→ Content
+/// ```
+pub struct JsonCallReader {
+    places: &'static CallPlaces,
+    tools: Arc<[ToolSignature]>,
+    state: ReaderState,
+    /// Text since the last marker, call or content, of which nothing is shown yet.
+    held: String,
+    /// A marker is in front of the calls.
+    is_marked: bool,
+    is_in_list: bool,
+    /// A call has begun since the last marker, or since the answer's start.
+    has_call: bool,
+}
+
+#[derive(Debug)]
+enum ReaderState {
+    /// Nothing but white space so far.
+    Start,
+    Content,
+    /// Behind a begin marker.
+    Opening,
+    /// In a list, in front of an element.
+    Element,
+    Object(CallObject),
+    /// Behind an object.
+    Behind,
+    /// Behind a list.
+    BehindList,
+    /// In an object that is content because its tool is unknown. Others may follow.
+    UnknownTool(ValueScanner),
+}
+
+impl JsonCallReader {
+    pub fn new(places: &'static CallPlaces, tools: Arc<[ToolSignature]>) -> Self {
+        let state = if places.at_start {
+            ReaderState::Start
+        } else {
+            ReaderState::Content
+        };
+        Self {
+            places,
+            tools,
+            state,
+            held: String::new(),
+            is_marked: false,
+            is_in_list: false,
+            has_call: false,
+        }
+    }
+
+    fn read_text(&mut self, text: &str, out: &mut AnswerParts) {
+        let mut rest = text;
+        while !rest.is_empty() {
+            let len = self.read_some(rest, out);
+            rest = &rest[len..];
+        }
+    }
+
+    /// Reads a beginning of a text. Returns its length.
+    fn read_some(&mut self, text: &str, out: &mut AnswerParts) -> usize {
+        match &mut self.state {
+            ReaderState::Content => {
+                out.push_content(text);
+                text.len()
+            }
+            ReaderState::Object(object) => {
+                let (len, end) = object.read(text, &self.tools, out);
+                self.has_call |= object.is_certain();
+                if let Some(end) = end {
+                    self.leave_object(end);
+                }
+                len
+            }
+            ReaderState::UnknownTool(scanner) => {
+                let (len, is_complete) = scanner.read_run(text);
+                out.push_content(&text[..len]);
+                if is_complete {
+                    self.state = ReaderState::Behind;
+                }
+                len
+            }
+            _ => self.read_between(text, out),
+        }
+    }
+
+    /// Reads white space, or one character, in front of a call or behind it.
+    fn read_between(&mut self, text: &str, out: &mut AnswerParts) -> usize {
+        let space_len = text.len() - text.trim_start().len();
+        if space_len > 0 {
+            self.hold(&text[..space_len], out);
+            return space_len;
+        }
+        let Some(character) = text.chars().next() else {
+            return 0;
+        };
+        self.hold(&text[..character.len_utf8()], out);
+        self.state = match (&self.state, character) {
+            (ReaderState::Start | ReaderState::Opening | ReaderState::Element, '{') => {
+                self.begin_object()
+            }
+            (ReaderState::Start | ReaderState::Opening, '[') if self.places.in_lists => {
+                self.is_in_list = true;
+                ReaderState::Element
+            }
+            (ReaderState::Element | ReaderState::Behind, ']')
+                if self.is_in_list && self.has_call =>
+            {
+                self.held.clear();
+                self.is_in_list = false;
+                ReaderState::BehindList
+            }
+            (ReaderState::Behind, ',') if self.is_in_list => ReaderState::Element,
+            (ReaderState::Behind, '{') if self.may_follow() => self.begin_object(),
+            (ReaderState::Behind, _) if self.is_separator(character) => ReaderState::Behind,
+            _ => {
+                self.show_held(out);
+                ReaderState::Content
+            }
+        };
+        character.len_utf8()
+    }
+
+    fn begin_object(&mut self) -> ReaderState {
+        let held = std::mem::take(&mut self.held);
+        ReaderState::Object(CallObject::new(held, self.is_marked))
+    }
+
+    fn may_follow(&self) -> bool {
+        !self.is_in_list && self.places.separators.is_some()
+    }
+
+    fn is_separator(&self, character: char) -> bool {
+        let separators = self.places.separators.unwrap_or_default();
+        !self.is_in_list && separators.contains(character)
+    }
+
+    fn leave_object(&mut self, end: ObjectEnd) {
+        self.state = match end {
+            ObjectEnd::Closed => ReaderState::Behind,
+            ObjectEnd::UnknownTool if self.is_in_list || !self.is_marked => {
+                ReaderState::UnknownTool(ValueScanner::inside_brackets())
+            }
+            ObjectEnd::Broken | ObjectEnd::NotCall | ObjectEnd::UnknownTool => ReaderState::Content,
+        };
+    }
+
+    /// Keeps text until it is clear whether it is content. Longer text is content.
+    fn hold(&mut self, text: &str, out: &mut AnswerParts) {
+        self.held.push_str(text);
+        if self.held.len() > MAX_HELD_BYTES {
+            self.show_held(out);
+        }
+    }
+
+    fn show_held(&mut self, out: &mut AnswerParts) {
+        out.push_content(&self.held);
+        self.held.clear();
+    }
+
+    fn read_marker(&mut self, index: usize, out: &mut AnswerParts) {
+        let text = self.places.markers[index];
+        let is_data = match &self.state {
+            ReaderState::Object(object) => object.is_in_value_string(),
+            ReaderState::UnknownTool(scanner) => scanner.is_in_string(),
+            _ => false,
+        };
+        if is_data {
+            self.read_text(text, out);
+            return;
+        }
+        if let ReaderState::Object(object) = &mut self.state {
+            object.finish(false, out);
+        }
+        if index < self.places.begin_markers {
+            self.leave_calls(out);
+            self.held.push_str(text);
+            self.state = ReaderState::Opening;
+            self.is_marked = true;
+            return;
+        }
+        let is_expected = self.has_call && self.is_marked;
+        self.leave_calls(out);
+        if !is_expected || Some(index) != self.places.end_marker {
+            out.push_content(text);
+        }
+    }
+
+    /// The calls behind a marker have ended. Separators behind a call are no content.
+    fn leave_calls(&mut self, out: &mut AnswerParts) {
+        if self.has_call {
+            self.held.clear();
+        }
+        self.show_held(out);
+        self.state = ReaderState::Content;
+        self.is_marked = false;
+        self.is_in_list = false;
+        self.has_call = false;
+    }
+}
+
+impl ToolReader for JsonCallReader {
+    fn markers(&self) -> &'static [&'static str] {
+        self.places.markers
+    }
+
+    fn read(&mut self, lexeme: Lexeme<'_>, out: &mut AnswerParts) {
+        match lexeme {
+            Lexeme::Text(text) => self.read_text(text, out),
+            Lexeme::Marker(index) => self.read_marker(index, out),
+        }
+    }
+
+    fn finish(&mut self, out: &mut AnswerParts) {
+        if let ReaderState::Object(object) = &mut self.state {
+            object.finish(true, out);
+        }
+        self.leave_calls(out);
+    }
+}

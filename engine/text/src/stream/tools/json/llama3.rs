@@ -1,0 +1,16 @@
+//! Llama 3.1 to 3.3: the answer is a call, or several; `<|python_tag|>` may be in front.
+//!
+//! ```text
+//! {"name": "f", "parameters": {"a": "x"}}; {"name": "g", "parameters": {}}
+//! ```
+
+use super::call_reader::CallPlaces;
+
+pub static LLAMA3: CallPlaces = CallPlaces {
+    markers: &["<|python_tag|>"],
+    begin_markers: 1,
+    end_marker: None,
+    at_start: true,
+    in_lists: false,
+    separators: Some(";"),
+};

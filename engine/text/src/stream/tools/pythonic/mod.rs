@@ -1,0 +1,11 @@
+//! Calls written as Python calls: Llama 3.2 and 4, OLMo 3.
+//!
+//! * [`expression_scanner`]: the end of an argument in a growing text;
+//! * [`call_arguments`]: arguments to JSON;
+//! * [`call_list`]: what begins a call, and what stands between calls;
+//! * [`pythonic_reader`]: the reader.
+
+pub mod call_arguments;
+pub mod call_list;
+pub mod expression_scanner;
+pub mod pythonic_reader;
