@@ -16,10 +16,11 @@ import torch
 from baton.models.decoder import Decoder
 from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.runner.step_inputs import decode_step
-from baton.sched.types.request import SamplingParams, ValidatedRequest
+from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from tests.parity.conftest import Reference
 from tests.support.devices.device_engine import Device
 from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.grammars.engines import follow_grammars, make_store, request, run_to_end
 from tests.support.models.checkpoints import VOCAB
 
 STEPS = 20
@@ -85,6 +86,33 @@ def test_tokens_of_the_cpu(
     for engine in (host, late):
         engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
         engine.close()
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_answers_that_follow_grammars_are_those_of_the_cpu(
+    reference: Callable[[str], Reference], device: Device, flags: dict[str, object]
+) -> None:
+    """Beside free rows; the draw of a step waits for the tokens before it, its model does not."""
+    path = reference("llama").path
+    store = make_store(path)
+    grammar = "start: /[a-z]{2,12}(-[0-9]{1,5}){0,3}/"
+    params = [
+        SamplingParams(max_new_tokens=30, temperature=temperature, seed=seed, grammar=text)
+        for seed, (temperature, text) in enumerate(
+            ((0.0, grammar), (1.0, grammar), (1.0, ""), (0.0, ""), (1.3, grammar))
+        )
+    ]
+    asked = [prompts()[i] for i in range(len(params))]
+    results = []
+    for engine in (make_engine(path, **flags), device.late(path, **flags)):
+        follow_grammars(engine, store)
+        requests = [request(prompt, each) for prompt, each in zip(asked, params, strict=True)]
+        results.append(run_to_end(engine, requests))
+        engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
+        engine.close()
+    assert results[0] == results[1]
+    stops = {i for i, answer in enumerate(results[0]) if answer.finish is FinishReason.STOP}
+    assert stops >= {0, 1, 4}
 
 
 def test_rows_with_penalties_beside_rows_without(

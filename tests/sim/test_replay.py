@@ -18,7 +18,7 @@ from baton.sched.recording import RecordingScheduler, from_plain, plan_bytes, to
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup import from_config
 from baton.sched.types.events import AbortTransfer, GrantPages, PrefillDone
-from baton.sched.types.plan import StepPlan, StepResult, TokenLogprobs
+from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from baton_ops.sim import main as sim
 
@@ -129,7 +129,11 @@ class Storm:
         if self.granted and rng.random() < 0.6:
             room = self.granted.pop()
             if rng.random() < 0.8:
-                self.sched.transfer_committed(room, rng.randrange(3), 1, TokenLogprobs(-1.0))
+                ends = rng.random() < 0.1
+                first = rng.randrange(3)
+                self.sched.transfer_committed(
+                    room, first, 1, TokenLogprobs(-1.0), completes_grammar=ends
+                )
             else:
                 self.sched.transfer_failed(room, KvTransferFailed("broken"))
         if self.closing and rng.random() < 0.6:
@@ -169,11 +173,13 @@ class Storm:
             self.flight.append(plan)
         while self.flight and (plan is None or len(self.flight) > 1 or rng.random() < 0.5):
             oldest = self.flight.pop(0)
-            sched.commit(
-                oldest,
-                StepResult([rng.randrange(3) for row in oldest.rows if row.sample]),
-                self.now,
-            )
+            sampled = [row for row in oldest.rows if row.sample]
+            complete = [i for i in range(len(sampled)) if rng.random() < 0.05]
+            tokens = [
+                rng.randrange(3) if rng.random() < 0.98 else GRAMMAR_FAILED_TOKEN for _ in sampled
+            ]
+            result = StepResult(tokens, completed=frozenset(complete))
+            sched.commit(oldest, result, self.now)
             sched.observe(oldest, rng.random(), rng.random() / 2)
         self.absorb()
 

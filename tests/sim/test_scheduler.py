@@ -18,7 +18,7 @@ from baton.sched.planner.prompt_budget import PromptBudget
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup.limits import Limits
-from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
+from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import Seq, partial_of
 from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
@@ -100,6 +100,38 @@ def test_row_without_a_token_ends_its_request_alone(
     assert len(node.outputs[1]) == 3
     for handle in (0, 2):
         assert node.outputs[handle] == reference(array("i", [handle] * 4), 8, True)
+    node.sched.ledger().check_idle(64)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_token_that_completes_its_grammar_ends_its_request(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Request 1 is complete with its third token, request 2's grammar fails there."""
+    node = Node(Limits(64, 1, 4, 100, 32), depth=depth)
+    for handle in range(3):
+        node.sched.add(request(handle, [handle] * 4, 8, ignore_eos=True))
+    plain = node.device.execute
+
+    def constrained(plan: StepPlan) -> StepResult:
+        sampling = [row for row in plan.rows if row.sample]
+        tokens = list(plain(plan).tokens)
+        late = [row.start >= 5 for row in sampling]
+        failed = [row.handle == 2 and is_late for row, is_late in zip(sampling, late, strict=True)]
+        completed = [i for i, row in enumerate(sampling) if row.handle == 1 and late[i]]
+        return StepResult(
+            [GRAMMAR_FAILED_TOKEN if f else t for f, t in zip(failed, tokens, strict=True)],
+            completed=frozenset(completed),
+        )
+
+    monkeypatch.setattr(node.device, "execute", constrained)
+    node.run()
+    assert node.finished[1] is FinishReason.STOP
+    assert node.outputs[1] == reference(array("i", [1] * 4), 8, True)[:3]
+    assert node.finished[2] is FinishReason.ERROR
+    assert node.errors[2][0] == "grammar_failed"
+    assert len(node.outputs[2]) == 2
+    assert node.outputs[0] == reference(array("i", [0] * 4), 8, True)
     node.sched.ledger().check_idle(64)
 
 

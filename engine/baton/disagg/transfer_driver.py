@@ -74,6 +74,15 @@ _ERROR_OF_REASON: dict[str, type[errors.EngineError]] = {
 }
 
 
+_REASON_OF_REFUSAL: dict[type[errors.EngineError], str] = {
+    errors.PromptTooLong: "PROMPT_TOO_LONG",
+    errors.Aborted: "CLIENT_GONE",
+    errors.RequestTimeout: "DEADLINE",
+    errors.DeadlineMissed: "DEADLINE",
+}
+"""Reason code for the peer of a request that was not queued; others: NO_CAPACITY."""
+
+
 class TransferDriver(Protocol):
     """Part of an engine that takes requests' KV pages to another node or gets them from there."""
 
@@ -119,6 +128,8 @@ class FirstToken(msgspec.Struct, array_like=True):
     logprob: float | None = None
     top_ids: tuple[TokenId, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    completes_grammar: bool = False
+    """The answer ends with this token."""
 
     def logprobs(self) -> TokenLogprobs | None:
         return (
@@ -238,9 +249,8 @@ class PrefillTransferDriver(RoomCalls):
 
     def refuse(self, req: ValidatedRequest, error: errors.EngineError) -> None:
         """The scheduler did not take a request that `accept` had offered."""
-        self._abort(
-            req, "PROMPT_TOO_LONG" if isinstance(error, errors.PromptTooLong) else "NO_CAPACITY"
-        )
+        code = _REASON_OF_REFUSAL.get(type(error), "NO_CAPACITY")
+        self._abort(req, code)
 
     def apply_event(self, event: events.Event, sched: Scheduler) -> None:
         if isinstance(event, events.PagesFinal):
@@ -267,6 +277,7 @@ class PrefillTransferDriver(RoomCalls):
 
 def _payload_of(event: events.PrefillDone) -> bytes:
     first = FirstToken(event.token, event.cached_tokens)
+    first.completes_grammar = event.completes_grammar
     if (lp := event.logprobs) is not None:
         first.logprob = lp.chosen
         first.top_ids = tuple(lp.top_ids)
@@ -336,5 +347,10 @@ class DecodeTransferDriver(RoomCalls):
             sched.transfer_failed(room, error_of("TRANSPORT_BROKEN", str(err), retryable=True))
             return
         sched.transfer_committed(
-            room, first.token, first.cached_tokens, first.logprobs(), event.pulled
+            room,
+            first.token,
+            first.cached_tokens,
+            first.logprobs(),
+            event.pulled,
+            first.completes_grammar,
         )

@@ -28,6 +28,7 @@ from baton.models.load import OnProgress, load_weights
 from baton.models.spec_reader import read_spec
 from baton.runtime import device
 from baton.runtime.engine_loop import DeviceThread, EngineLoop, PoolSizes, make_engine
+from baton.runtime.grammar.waiting import GrammarQueue
 from baton.runtime.memory.device_memory import GIB, DeviceMemory
 from baton.runtime.memory.profile import check_weights, no_room, profile_memory
 from baton.runtime.model_limits import ModelLimits
@@ -60,13 +61,29 @@ class LoadedModel:
     """The tensor-parallel ranks that compute together; None: this process alone."""
 
     def make_engine_loop(
-        self, driver: TransferDriver | None = None, trace: Callable[[str], None] | None = None
+        self,
+        driver: TransferDriver | None = None,
+        trace: Callable[[str], None] | None = None,
+        grammars: GrammarQueue | None = None,
     ) -> EngineLoop:
-        """`trace` gets every input of the scheduler as a line (sched.recording)."""
+        """`trace` gets every input of the scheduler as a line (sched.recording).
+
+        Args:
+            grammars: None: requests with a grammar are refused.
+        """
+        if grammars is not None:
+            self.runner.grammars = grammars.store
         sizes = PoolSizes(self.kv.num_pages, self.host_pages, self.kv.page_bytes)
         limits = ModelLimits(self.vocab_size, self.max_context)
         return make_engine(
-            self.config, sizes, self.runner, driver, trace, device_thread(), model_limits=limits
+            self.config,
+            sizes,
+            self.runner,
+            driver,
+            trace,
+            device_thread(),
+            model_limits=limits,
+            grammars=grammars,
         )
 
     @property

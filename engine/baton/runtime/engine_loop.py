@@ -31,13 +31,14 @@ from baton.cache.pages import PageError
 from baton.config import EngineConfig
 from baton.errors import Aborted, EngineDead, EngineError
 from baton.runtime import priority_hook
+from baton.runtime.grammar.waiting import GrammarQueue
 from baton.runtime.priority_hook import PriorityHook
 from baton.sched import recording
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup import from_config
 from baton.sched.types.events import EmittedTokens, Event, OrderReviewed
-from baton.sched.types.plan import INVALID_TOKEN, StepPlan, StepResult
-from baton.sched.types.request import ValidatedRequest
+from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, INVALID_TOKEN, StepPlan, StepResult
+from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import RequestTimeline
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class EngineLoop:
     limits: ModelLimits | None = None
     """Checked for every request; None where no model computes (--simulate)."""
     hook: PriorityHook | None = None
+    grammars: GrammarQueue = field(default_factory=lambda: GrammarQueue(None))
     device: JobThread = field(default_factory=DeviceThread)
     clock: Callable[[], float] = time.monotonic
     page_bytes: int = 0
@@ -158,6 +160,7 @@ class EngineLoop:
             "prompt_tokens_computed_total": 0,
             "generated_tokens_total": 0,
             "nonfinite_logits_total": 0,
+            "grammar_failures_total": 0,
             **{f'kv_host_copies_total{{direction="{to}"}}': 0 for to in ("out", "in")},
             **{f'kv_host_copy_bytes_total{{direction="{to}"}}': 0 for to in ("out", "in")},
             "kv_host_copy_seconds_total": 0,
@@ -178,13 +181,52 @@ class EngineLoop:
                 )
             if self.limits is not None:
                 self.limits.check_request(req)
+            if self.grammars.holds(req):
+                return
             self.sched.add(req)
         except EngineError as err:
             if driver is not None:
                 driver.refuse(req, err)
             raise
+        self._watch_priority(req)
+
+    def _watch_priority(self, req: ValidatedRequest) -> None:
         if self.hook is not None:
             self.hook.watch_request(req.handle, req.arrival)
+
+    def _queue_settled(self, now: float) -> None:
+        """Queue the requests whose grammar is there; those that cannot have it end with an error."""
+        for req, error in self.grammars.take_settled(now):
+            if error is not None:
+                self._refuse_waiting(req, error)
+                continue
+            try:
+                self.sched.add(req)
+            except EngineError as err:
+                self._refuse_waiting(req, err)
+                continue
+            self._watch_priority(req)
+        store = self.grammars.store
+        if store is not None:
+            store.release_ended(self.is_alive)
+
+    def _refuse_waiting(self, req: ValidatedRequest, error: EngineError) -> None:
+        """End a request that the scheduler does not have."""
+        if req.rendezvous is not None and self.driver is not None:
+            self.driver.refuse(req, error)
+        self._outputs.append(refused_output(req.handle, error))
+
+    def is_alive(self, handle: int) -> bool:
+        """True if the request is not answered yet."""
+        return handle in self.grammars or self.sched.is_alive(handle)
+
+    def abort(self, handle: int) -> None:
+        """Stop a request and free what it holds; unknown handles are ignored. No output follows."""
+        waiting = self.grammars.remove(handle)
+        if waiting is None:
+            self.sched.abort(handle)
+        elif waiting.rendezvous is not None and self.driver is not None:
+            self.driver.refuse(waiting, Aborted("the client is gone"))
 
     def abort_where(self, rooms: Collection[int], rid: str | None, *, all_leases: bool) -> int:
         """POST /abort_request: end what has one of these bootstrap rooms, and prompts leased to D by rid or altogether.
@@ -195,11 +237,19 @@ class EngineLoop:
         handles = set(self.sched.in_rooms(rooms))
         if rid is not None or all_leases:
             handles.update(self.sched.leased(rid))
+        error = Aborted("the request was aborted with /abort_request")
         for handle in handles:
-            self.sched.fail(
-                handle, Aborted("the request was aborted with /abort_request"), "CLIENT_GONE"
-            )
-        return len(handles)
+            self.sched.fail(handle, error, "CLIENT_GONE")
+        waiting = self.grammars.find_in_rooms(rooms)
+        self._end_waiting(waiting, error)
+        return len(handles) + len(waiting)
+
+    def _end_waiting(self, handles: Collection[int], error: EngineError) -> None:
+        """End requests that wait for their grammar."""
+        for handle in handles:
+            req = self.grammars.remove(handle)
+            if req is not None:
+                self._refuse_waiting(req, error)
 
     # ------------------------------------------------------------------ the loop
 
@@ -208,6 +258,7 @@ class EngineLoop:
         self.set_time(now)
         if self.driver is not None:
             self.driver.poll(self.sched)
+        self._queue_settled(now)
         self.sched.expire(now)
         if self.hook is not None:
             self.hook.run_due(self.sched, now)
@@ -256,8 +307,10 @@ class EngineLoop:
             flight.plan.num_tokens - flight.plan.num_decode
         )
         invalid = sum(token == INVALID_TOKEN for token in result.tokens)
-        self.counters["generated_tokens_total"] += len(result.tokens) - invalid
+        failed = sum(token == GRAMMAR_FAILED_TOKEN for token in result.tokens)
+        self.counters["generated_tokens_total"] += len(result.tokens) - invalid - failed
         self.counters["nonfinite_logits_total"] += invalid
+        self.counters["grammar_failures_total"] += failed
 
     def _carry_out(self) -> None:
         while (
@@ -283,6 +336,25 @@ class EngineLoop:
         self.device.close()
 
     # ------------------------------------------------------------------ views
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request is known here."""
+        return self.sched.is_idle and self.grammars.count == 0
+
+    def next_deadline(self) -> float | None:
+        """When the first request ends for want of time."""
+        deadlines = (self.sched.next_deadline(), self.grammars.next_deadline())
+        return min((time for time in deadlines if time is not None), default=None)
+
+    def request_counts(self) -> dict[str, int]:
+        """Requests by state."""
+        return {**self.sched.counts(), "grammar": self.grammars.count}
+
+    def oldest_arrival(self) -> float | None:
+        """When the oldest request that is not over arrived; None: there is none."""
+        arrivals = (self.sched.oldest_arrival(), self.grammars.oldest_arrival())
+        return min((time for time in arrivals if time is not None), default=None)
 
     def page_gauges(self) -> dict[str, float]:
         """Where the pages are. Empty when the ledger does not balance: then the engine takes no more requests."""
@@ -323,12 +395,27 @@ class EngineLoop:
                 self.sched.fail(handle, error, "NO_CAPACITY")
             except PageError as err:
                 log.error("pages of request %d are not freed: %s", handle, err)
+        self._end_waiting(self.grammars.handles(), error)
 
     def gauges(self) -> dict[str, float]:
         """Gauges for messages.StatsMessage. Checks the page ledger on the way."""
         pages = self.page_gauges()
         is_healthy = self.not_accepting_reason is None
-        return {**pages, **self.sched.gauges(), "page_ledger_healthy": float(is_healthy)}
+        waiting = {'requests{state="grammar"}': float(self.grammars.count)}
+        health = {"page_ledger_healthy": float(is_healthy)}
+        return {**pages, **self.sched.gauges(), **waiting, **health}
+
+
+def refused_output(handle: int, error: EngineError) -> EmittedTokens:
+    """Output of a request that ends before the scheduler has it."""
+    return EmittedTokens(
+        handle,
+        (),
+        FinishReason.ERROR,
+        0,
+        error=(error.code, error.message),
+        retry_after_secs=error.retry_after_secs,
+    )
 
 
 class PoolSizes(NamedTuple):
@@ -345,6 +432,7 @@ def make_engine(
     trace: Callable[[str], None] | None,
     device: DeviceThread | None = None,
     model_limits: ModelLimits | None = None,
+    grammars: GrammarQueue | None = None,
 ) -> EngineLoop:
     """A scheduler for `runner` as the flags say. `trace` gets each of its inputs as a line (sched.recording)."""
     limits = from_config.limits(config, *sizes)
@@ -358,9 +446,11 @@ def make_engine(
         adjust = priority_hook.load_function(config.priority_adjustment_function)
         hook = PriorityHook(adjust, config.priority_adjust_interval_ms / 1000)
     overlap = not config.disable_overlap_schedule
+    if grammars is None:
+        grammars = GrammarQueue(None)
     device = device or DeviceThread()
     page_bytes = sizes.page_bytes
     return EngineLoop(
         scheduler, runner, driver, overlap=overlap, limits=model_limits, hook=hook, device=device,
-        page_bytes=page_bytes,
+        page_bytes=page_bytes, grammars=grammars,
     )  # fmt: skip

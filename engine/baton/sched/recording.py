@@ -171,7 +171,10 @@ def _plain_argument(value: Any) -> Any:
     if isinstance(value, StepPlan):
         return value.step
     if isinstance(value, StepResult):
-        return list(value.tokens)
+        tokens = list(value.tokens)
+        if not value.completed:
+            return tokens
+        return {"tokens": tokens, "completed": sorted(value.completed)}
     if dataclasses.is_dataclass(value) and type(value).__name__ not in _CLASSES:
         return None  # log-probabilities
     return to_plain(value)
@@ -291,10 +294,17 @@ def _make_scheduler(line: str) -> Scheduler:
         ) from err
 
 
+def _step_result(recorded: list[int] | dict[str, list[int]]) -> StepResult:
+    """A result as `_plain_argument` writes it: its tokens, and those that complete a grammar."""
+    if isinstance(recorded, list):
+        return StepResult(recorded)
+    return StepResult(recorded["tokens"], completed=frozenset(recorded["completed"]))
+
+
 def _repeat_call(sched: Scheduler, name: str, args: list[Any], flight: dict[int, StepPlan]) -> Any:
     if name == "commit":
-        step, tokens, now = args
-        return sched.commit(flight[step], StepResult(tokens), now)
+        step, result, now = args
+        return sched.commit(flight[step], _step_result(result), now)
     if name == "observe":
         step, seconds, copy_seconds = args
         return sched.observe(flight.pop(step), seconds, copy_seconds)

@@ -35,7 +35,7 @@ from baton.sched.types.events import (
     PrefillDone,
     new_token,
 )
-from baton.sched.types.plan import INVALID_TOKEN, ForwardMode, StepPlan, StepResult, TokenLogprobs
+from baton.sched.types.plan import ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import PulledPages
 from baton.sched.types.sequence import Seq, SeqState
@@ -317,8 +317,13 @@ class Scheduler:
         cached_tokens: int,
         logprobs: TokenLogprobs | None,
         pulled: PulledPages | None = None,
+        completes_grammar: bool = False,
     ) -> None:
-        """D: every prompt page has arrived and was verified; `token` is the first one, drawn by P."""
+        """D: every prompt page has arrived and was verified; `token` is the first one, drawn by P.
+
+        Args:
+            completes_grammar: P's matcher allows no further token; the answer ends here.
+        """
         state = self._state
         seq = state.rooms.get(room)
         if seq is None or seq.state is not SeqState.TRANSFER:
@@ -333,7 +338,7 @@ class Scheduler:
         seq.computed = seq.committed = seq.prompt_len
         state.memory.publish(seq)
         state.stats.on_pulled(seq, pulled)
-        self._take_token(seq, token, logprobs)
+        self._take_token(seq, token, logprobs, completes_grammar)
 
     def transfer_failed(self, room: int, error: errors.EngineError) -> None:
         """D: the room is over and nothing writes to its pages any more."""
@@ -452,6 +457,7 @@ class Scheduler:
         retained = state.retained
         tokens = result.tokens
         logprobs = result.logprobs
+        completed = result.completed
         for handle, _, start, n, sample, _, _, _ in plan.rows:
             if sample:
                 sampled += 1
@@ -470,15 +476,18 @@ class Scheduler:
                     computed_tokens = seq.prompt_len - max(seq.cached_tokens, 0)
                     state.times.on_prompt_computed(computed_tokens, state.now)
                 if seq.state in TAKES_TOKENS:
-                    self._take_token(seq, tokens[sampled], logprobs.get(sampled))
+                    completes = sampled in completed
+                    self._take_token(seq, tokens[sampled], logprobs.get(sampled), completes)
         state.stats.on_step(plan, state.now)
         state.release_grants()
         state.settle()
 
-    def _take_token(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _take_token(
+        self, seq: Seq, token: int, logprobs: TokenLogprobs | None, completes_grammar: bool
+    ) -> None:
         state = self._state
-        if token == INVALID_TOKEN:
-            self._fail_nonfinite(seq)
+        if token < 0:
+            state.fail_without_token(seq, token)
             return
         tokens = seq.tokens
         tokens.append(token)
@@ -489,7 +498,9 @@ class Scheduler:
         state.sharing.charge_generated(seq)
         params = seq.req.params
         finish: FinishReason | None = None
-        if token in params.stop_token_ids and generated >= params.min_new_tokens:
+        if completes_grammar or (
+            token in params.stop_token_ids and generated >= params.min_new_tokens
+        ):
             finish = FinishReason.STOP
         elif generated >= seq.max_new_tokens:
             finish = FinishReason.LENGTH
@@ -511,20 +522,10 @@ class Scheduler:
         if finish is None:
             return
         if seq.is_lease and not seq.is_released:
-            self._lease_pages(seq, token, logprobs)
+            self._lease_pages(seq, token, logprobs, completes_grammar)
         else:
             seq.finish = finish
             state.end_request(seq, "")
-
-    def _fail_nonfinite(self, seq: Seq) -> None:
-        state = self._state
-        error = errors.NonfiniteLogits(
-            f"the model computed NaN or infinity after {len(seq.tokens)} tokens; "
-            "send the request again, and check the checkpoint and --dtype when it happens to all"
-        )
-        state.memory.publish(seq)  # what the same step computed leaves the tree with the rest
-        state.memory.quarantine(seq)
-        state.end_with_error(seq, error, "CLIENT_GONE")
 
     def _announce_pages(self, seq: Seq) -> None:
         """P: prompt pages that the committed steps made final, the last partial one with the end of
@@ -539,7 +540,9 @@ class Scheduler:
             seq.announced_pages = final_pages
             self._state.outbox.append(PagesFinal(seq.req, first, seq.pages[first:final_pages]))
 
-    def _lease_pages(self, seq: Seq, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _lease_pages(
+        self, seq: Seq, token: int, logprobs: TokenLogprobs | None, completes_grammar: bool
+    ) -> None:
         state = self._state
         num_pages = state.memory.pages(seq.prompt_len)
         state.start_lease(seq)
@@ -552,6 +555,7 @@ class Scheduler:
             token=token,
             cached_tokens=max(seq.cached_tokens, 0),
             logprobs=logprobs,
+            completes_grammar=completes_grammar,
         )
         state.outbox.append(prefill_done)
 

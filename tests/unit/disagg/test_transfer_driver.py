@@ -17,11 +17,18 @@ from baton.disagg.events import (
     RoomReleased,
     read_event,
 )
-from baton.disagg.transfer_driver import DecodeTransferDriver, PrefillTransferDriver, error_of
+from baton.disagg.transfer_driver import (
+    DecodeTransferDriver,
+    PrefillTransferDriver,
+    _payload_of,
+    error_of,
+    read_first_token,
+)
 from baton.errors import PromptTooLong, QueueFull
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup.limits import Limits
-from baton.sched.types.events import EmittedTokens
+from baton.sched.types.events import EmittedTokens, PrefillDone
+from baton.sched.types.request import FinishReason
 from baton.sched.types.request_timeline import PulledPages
 from tests.support.sched.sched_sim import Node, request
 
@@ -138,6 +145,39 @@ def test_first_token_that_cannot_be_used_fails_its_room_only(payload: bytes, why
     assert errors(driver, "payload") == 1
     sched.abort(2)
     sched.ledger().check_idle(32)
+
+
+@pytest.mark.parametrize("completes", [True, False, None])
+def test_first_token_that_completes_its_grammar_ends_the_answer(completes: bool | None) -> None:
+    """None: a node of an earlier version, which does not say it."""
+    node = Runtime()
+    sched, driver = granted(node)
+    fields = [42, 0, None, [], []]
+    payload = msgspec.msgpack.encode(fields if completes is None else [*fields, completes])
+    node.events = [RoomCommitted(101, payload, 3, 4, PULLED)]
+    driver.poll(sched)
+    (first,) = carry_out(sched, driver)
+    assert list(first.tokens) == [42]
+    assert first.finish is (FinishReason.STOP if completes else None)
+    if not completes:
+        sched.abort(1)
+    assert sched.is_idle
+    sched.ledger().check_idle(32)
+
+
+def test_prefill_node_says_that_its_token_completes_the_grammar() -> None:
+    for completes in (True, False):
+        done = PrefillDone(
+            req=request(1, [1, 2, 3], 3, room=101),
+            total_pages=1,
+            last_page_tokens=3,
+            token=7,
+            cached_tokens=0,
+            logprobs=None,
+            completes_grammar=completes,
+        )
+        first = read_first_token(_payload_of(done), VOCAB)
+        assert (first.token, first.completes_grammar) == (7, completes)
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,19 @@ the host, a mark is set, and collecting the result waits for that mark.
 
 A step of decode rows only is replayed from a recording where there is one (`graphs`).
 
-The host needs to know the tokens of earlier steps, and waits for them, in two cases: a row with penalties is drawn
-(they count its tokens), or other tensor-parallel ranks receive the step.
+The host needs to know the tokens of earlier steps, and waits for them, in three cases: a row with penalties is drawn
+(they count its tokens), a row whose answer follows a grammar is drawn (they decide what it allows next), or other
+tensor-parallel ranks receive the step. In the first two the step's model is queued before the host waits, so that the
+device computes meanwhile; only the draw is delayed.
 
 Nothing here knows CUDA: `stream` does.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +57,10 @@ class InFlight:
     """None: no row samples."""
     drawn: SamplingResult | None = None
     """On the host; to be read after `ended`."""
+    result: StepResult | None = None
+    """Set once it has been read."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """The thread that launches may read the result, too, and it must be read once."""
 
     def wait(self) -> tuple[StepResult, float]:
         return self.wait_for_result(), self.ended.seconds_since(self.began)
@@ -61,11 +68,12 @@ class InFlight:
     def wait_for_result(self) -> StepResult:
         """Waits for the step. From any thread."""
         self.ended.wait()
-        return (
-            StepResult(())
-            if self.draw is None or self.drawn is None
-            else self.draw.read_result(self.drawn)
-        )
+        if self.draw is None or self.drawn is None:
+            return StepResult(())
+        with self.lock:
+            if self.result is None:
+                self.result = self.draw.read_result(self.drawn)
+            return self.result
 
 
 class DeviceRunner(ModelRunner):
@@ -151,7 +159,7 @@ class DeviceRunner(ModelRunner):
         """The draw, in the token table by now, and what it drew, on the host later."""
         if any(row.needs_tokens for row in rows):
             self._read_tokens()
-        draw = SamplingLaunch(rows, self.vocab_size, self._stream.put)
+        draw = SamplingLaunch(rows, self.vocab_size, self._stream.put, self._mask_filler)
         drawn = draw.queue_draw(logits, greedy)
         if drawn.tokens is not greedy:
             self._table.write_tokens(slots, drawn.tokens)

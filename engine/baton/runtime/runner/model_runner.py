@@ -31,6 +31,8 @@ from torch import Tensor
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.kv_pool import KvTensors, copy_pages
 from baton.models.decoder import Decoder
+from baton.runtime.grammar.store import GrammarStore
+from baton.runtime.grammar.token_masks import MaskFiller
 from baton.runtime.runner.step_inputs import (
     Growth,
     StepIndices,
@@ -79,6 +81,8 @@ class ModelRunner:
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
         self._native_pool = kv.native if announces_writes else None
         self._broadcast = broadcast
+        self.grammars: GrammarStore | None = None
+        """Where sequences whose answers follow a grammar get its matcher."""
         self._check = 0
         """Checksum of the last step, with `broadcast` or `execute_remote`."""
 
@@ -91,7 +95,7 @@ class ModelRunner:
         sampling = [row for row in plan.rows if row.sample]
         logits = self._model.forward(self._make_batch(step, indices), self._attn)
         sample_rows = [self._sample_row(row) for row in sampling]
-        result = sample_tokens(logits, sample_rows)
+        result = sample_tokens(logits, sample_rows, self._mask_filler)
         for row, sample_row, token in zip(sampling, sample_rows, result.tokens, strict=True):
             token = max(
                 token, 0
@@ -126,7 +130,12 @@ class ModelRunner:
     def _begin_step(self, plan: StepPlan) -> tuple[StepInputs, StepIndices | None]:
         """All that comes before the device has work: what the plan says, sent to the other ranks."""
         for adm in plan.admitted:
-            self._sample_rows[adm.slot] = SampleRow(adm.params, adm.prompt_tokens, adm.history)
+            grammar = None
+            if adm.params.grammar:
+                assert self.grammars is not None, "the engine loop refuses grammars without a store"
+                grammar = self.grammars.start_sequence(adm)
+            row = SampleRow(adm.params, adm.prompt_tokens, adm.history, grammar)
+            self._sample_rows[adm.slot] = row
         step = self._make_step(plan)
         self._begin_write(step)
         indices = self._make_indices(step)
@@ -148,6 +157,10 @@ class ModelRunner:
         for run in step.copies:
             copy_pages(self._kv.data, self._host, run)
         return time.monotonic() - started if self._kv.data.device.type == "cpu" else 0.0
+
+    @property
+    def _mask_filler(self) -> MaskFiller | None:
+        return None if self.grammars is None else self.grammars.filler
 
     def _sample_row(self, row: Row) -> SampleRow:
         sample_row = self._sample_rows[row.slot]

@@ -3,7 +3,8 @@
 For each row of a step: (1) logprobs are taken from the raw logits, as OpenAI and vLLM do; (2) rows with logit_bias,
 penalties or min_new_tokens get their logits edited; (3) greedy rows take the largest logit, the lowest id among equals;
 (4) the others draw: temperature, then top_k, top_p, min_p in transformers' order, then one number u decides among the
-tokens that are kept, in order of id (the inverse of their distribution function):
+tokens that are kept, in order of id (the inverse of their distribution function). Where an answer follows a grammar,
+(3) and (4) see only the tokens that the grammar allows (`grammar_masks`):
 
     tokens kept, by id   |--- id 3 ---|----- id 7 -----|- id 12 -|
                          0              u * kept mass            kept mass
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.layers.kernels.draw_columns import DrawColumns
+from baton.runtime.grammar.sequence_grammar import SequenceGrammar
 from baton.sched.types.hashing import uniform
 from baton.sched.types.plan import INVALID_TOKEN
 from baton.sched.types.request import SamplingParams
@@ -58,19 +60,31 @@ class SampleRow:
     """
 
     __slots__ = (
-        "_counts", "_ids", "_index", "is_always_plain", "is_greedy", "needs_tokens", "params", "position",
-        "prompt_tokens",
+        "_counts", "_ids", "_index", "grammar", "has_penalties", "is_always_plain", "is_greedy", "needs_tokens",
+        "params", "position", "prompt_tokens",
     )  # fmt: skip
 
-    def __init__(self, params: SamplingParams, prompt_tokens: int, history: Sequence[int]) -> None:
-        """`history`: all tokens so far, of which the first `prompt_tokens` are the prompt."""
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_tokens: int,
+        history: Sequence[int],
+        grammar: SequenceGrammar | None = None,
+    ) -> None:
+        """
+        Args:
+            history: all tokens so far, of which the first `prompt_tokens` are the prompt.
+            grammar: behind the output in `history`; None: the answer is free.
+        """
         self.params = params
+        self.grammar = grammar
         self.prompt_tokens = prompt_tokens
         self.position = prompt_tokens
         self.is_greedy = params.temperature < GREEDY_BELOW or params.top_k == 1
-        self.needs_tokens = bool(
+        self.has_penalties = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         )
+        self.needs_tokens = self.has_penalties or grammar is not None
         """True if draws depend on the tokens drawn before; other rows need not know which they were."""
         self.is_always_plain = self.is_plain
         """`is_plain` now and later: nothing else about this row will matter."""
@@ -79,7 +93,7 @@ class SampleRow:
         """Distinct tokens of prompt and output, in order of appearance, while the row has penalties."""
         self._counts = array("q")
         """How often each occurs in the output; 0 for tokens of the prompt alone."""
-        if self.needs_tokens:
+        if self.has_penalties:
             drawn_here = prompt_tokens - params.resumed
             for i, token in enumerate(history[:prompt_tokens]):
                 self._count_token(token, int(i >= drawn_here))
@@ -87,27 +101,30 @@ class SampleRow:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Record the token that now stands at `position`."""
+        """Record the token that now stands at `position`. The grammar learns it where the result is read."""
         self.position += 1
-        if self.needs_tokens:
+        if self.has_penalties:
             self._count_token(token, 1)
 
     @property
     def is_plain(self) -> bool:
         """Greedy with untouched logits and no logprobs: argmax says all."""
-        return self.is_greedy and self.params.logprobs < 0 and not self.is_edited
+        is_free = self.grammar is None
+        return is_free and self.is_greedy and self.params.logprobs < 0 and not self.is_edited
 
     @property
     def is_edited(self) -> bool:
-        return self.needs_tokens or bool(self.params.logit_bias) or self.must_continue
+        return self.has_penalties or bool(self.params.logit_bias) or self.must_continue
 
     @property
     def must_continue(self) -> bool:
-        """True while the answer may not stop yet (min_new_tokens)."""
+        """True while the answer may not stop yet (min_new_tokens). Where there is a grammar it decides."""
+        if self.grammar is not None:
+            return False
         return self.position - self.prompt_tokens < self.params.min_new_tokens
 
     def token_counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct tokens so far and how often each was drawn, int64 both; only with `needs_tokens`."""
+        """Distinct tokens so far and how often each was drawn, int64 both; only with penalties."""
         return np.array(self._ids), np.array(self._counts)
 
     def _count_token(self, token: int, times: int) -> None:
@@ -138,7 +155,7 @@ class LogitEdits:
         for i, row in rows:
             p = row.params
             self._biased += [(i, token, amount) for token, amount in p.logit_bias if token < vocab]
-            if row.needs_tokens:
+            if row.has_penalties:
                 ids, counts = row.token_counts()
                 self._seen.append(np.stack((np.full(len(ids), i), ids)))
                 penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)

@@ -1,9 +1,10 @@
 """The sampler's definition (`runtime.sampling.sampler`) without a look at the logits from the host.
 
-1. `SamplingLaunch(rows, vocab, put)` writes down what the rows ask for, from parameters and positions alone;
+1. `SamplingLaunch(rows, vocab, put)` writes down what the rows ask for, from parameters and positions alone, and the
+tokens that their grammars allow, for which the results of all earlier steps must have been read;
 2. `queue_draw(logits)` queues the work, the draw in one launch (`kernels.draw`), and returns tensors on
 the logits' device;
-3. `read_result` turns their host copies into a result later.
+3. `read_result` turns their host copies into a result later, and the grammars take over the tokens.
 
 A row's token is the same in any batch, and but for the rounding of sums on any device; INVALID_TOKEN where its largest
 logit is NaN or infinite. `sampler.draw_tokens` draws from logits on the host (`sample_tokens` does all
@@ -12,15 +13,19 @@ three), and where there is no Triton.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.layers import kernels
+from baton.layers.kernels.draw_columns import DrawColumns
+from baton.runtime.grammar.token_masks import MaskFiller
 from baton.runtime.sampling import sampler
+from baton.runtime.sampling.grammar_masks import AllowedTokens, GrammarMasks
 from baton.runtime.sampling.sampler import LogitEdits, Put, SampleRow, draw_columns
 from baton.sched.types.plan import INVALID_TOKEN, StepResult, TokenLogprobs
 
@@ -41,8 +46,18 @@ class SamplingResult(NamedTuple):
 class SamplingLaunch:
     """Draw of one token for each of S rows. The rows are read when it is made: they may advance before `run`."""
 
-    def __init__(self, rows: Sequence[SampleRow], vocab: int, put: Put) -> None:
-        """`put` must not wait for the device."""
+    def __init__(
+        self,
+        rows: Sequence[SampleRow],
+        vocab: int,
+        put: Put,
+        filler: MaskFiller | None = None,
+    ) -> None:
+        """
+        Args:
+            put: must not wait for the device.
+            filler: needed where a row has a grammar.
+        """
         self._put = put
         self._vocab = vocab
         special = [(i, row) for i, row in enumerate(rows) if not row.is_plain]
@@ -53,8 +68,13 @@ class SamplingLaunch:
         ]
         edited = [(i, row) for i, row in special if row.is_edited]
         self._edits = LogitEdits(edited, vocab) if edited else None
-        self._drawn = [i for i, row in special if not row.is_greedy]
-        self._columns = [draw_columns(rows[i], vocab) for i in self._drawn]
+        drawn = [(i, row) for i, row in special if not row.is_greedy]
+        self._drawn = {i: draw_columns(row, vocab) for i, row in drawn}
+        grammars = [(i, row.grammar) for i, row in special if row.grammar is not None]
+        self._masks: GrammarMasks | None = None
+        if grammars:
+            assert filler is not None, "rows with grammars come from an engine that has a filler"
+            self._masks = GrammarMasks(grammars, filler)
 
     def queue_draw(self, logits: Tensor, greedy: Tensor | None = None) -> SamplingResult:
         """Queue the draw. Waits for nothing.
@@ -72,32 +92,52 @@ class SamplingLaunch:
             raw = logits[rows_with_logprobs].log_softmax(-1)
         if self._edits is not None:
             self._edits.apply(logits, self._put)
+        few = [] if self._masks is None else self._restrict_logits(self._masks, logits)
+        if self._edits is not None or self._masks is not None:
             tokens = torch.where(best < 0, best, greedy_tokens(logits))
         else:
             tokens = best.clone()
-        if self._drawn:
-            self._draw_into(tokens, logits)
+        drawn = self._drawn
+        for row, ids in few:
+            if best[row] >= 0:
+                tokens[row] = choose_among(logits[row], ids, drawn.get(row))
+        if few:
+            drawn = {row: drawn[row] for row in drawn.keys() - {row for row, _ in few}}
+        if drawn:
+            self._draw_into(tokens, logits, drawn)
         if raw is None or rows_with_logprobs is None:
             return SamplingResult(tokens)
         chosen = raw.gather(1, tokens[rows_with_logprobs].clamp_min(0)[:, None])[:, 0]
         top = raw.topk(min(max(k for _, k in self._logprobs), self._vocab))
         return SamplingResult(tokens, chosen, top.indices, top.values)
 
-    def _draw_into(self, tokens: Tensor, logits: Tensor) -> None:
-        rows = self._put(np.array(self._drawn))
+    def _restrict_logits(self, masks: GrammarMasks, logits: Tensor) -> list[AllowedTokens]:
+        """Apply the masks; returns the rows where the choice among few tokens takes the place of a mask."""
+        if logits.device.type != "cpu":
+            masks.apply(logits, self._put)
+            return []
+        few, others = masks.split_by_size()
+        masks.apply(logits, self._put, others)
+        return few
+
+    def _draw_into(self, tokens: Tensor, logits: Tensor, drawn: Mapping[int, DrawColumns]) -> None:
+        """Draw the tokens of these rows."""
+        rows = self._put(np.array(list(drawn)))
+        columns = list(drawn.values())
         if logits.is_cuda and kernels.usable:
-            launch_draw(logits, rows, self._put(np.array(self._columns).T.copy()), tokens)
+            launch_draw(logits, rows, self._put(np.array(columns).T.copy()), tokens)
         else:
             is_bad = tokens[rows] < 0
             some = logits[rows].masked_fill_(is_bad[:, None], 0.0).cpu()
-            drawn = torch.tensor(sampler.draw_tokens(some, self._columns)).to(tokens.device)
-            tokens[rows] = drawn.masked_fill_(is_bad, INVALID_TOKEN)
+            chosen = torch.tensor(sampler.draw_tokens(some, columns)).to(tokens.device)
+            tokens[rows] = chosen.masked_fill_(is_bad, INVALID_TOKEN)
 
     def read_result(self, drawn: SamplingResult) -> StepResult:
-        """The result, of copies on the host."""
+        """The result, of copies on the host. To be called once: the grammars of the rows take over their tokens."""
         tokens = drawn.tokens.tolist()
+        completed = frozenset[int]() if self._masks is None else self._masks.advance(tokens)
         if drawn.chosen is None or drawn.top_ids is None or drawn.top_logprobs is None:
-            return StepResult(tokens)
+            return StepResult(tokens, completed=completed)
         chosen = drawn.chosen.tolist()
         ids = drawn.top_ids.tolist()
         values = drawn.top_logprobs.tolist()
@@ -105,18 +145,23 @@ class SamplingLaunch:
         return StepResult(
             tokens,
             {i: TokenLogprobs(chosen[n], ids[n][:k], values[n][:k]) for n, i, k in requested},
+            completed,
         )
 
 
 @torch.inference_mode()
-def sample_tokens(logits: Tensor, rows: Sequence[SampleRow]) -> StepResult:
-    """Choose one token per row, of logits on the host. The rows are not advanced: call `append` with what you keep.
+def sample_tokens(
+    logits: Tensor, rows: Sequence[SampleRow], filler: MaskFiller | None = None
+) -> StepResult:
+    """Choose one token per row, of logits on the host. The rows are not advanced, only their grammars: call `append`
+    with what you keep.
 
     Args:
         logits: float32 [S, vocab]; overwritten where rows edit theirs.
         rows: S rows, in the order of logits.
+        filler: needed where a row has a grammar.
     """
-    sampling = SamplingLaunch(rows, logits.shape[1], torch.from_numpy)
+    sampling = SamplingLaunch(rows, logits.shape[1], torch.from_numpy, filler)
     return sampling.read_result(sampling.queue_draw(logits))
 
 
@@ -124,6 +169,19 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     """Ids of the largest logits, the lowest among equals: int64 [S]; INVALID_TOKEN where that logit is not finite."""
     largest, ids = logits.max(-1)  # a NaN counts as the largest
     return ids.masked_fill_((largest - largest) != 0, INVALID_TOKEN)
+
+
+def choose_among(logits: Tensor, ids: NDArray[np.int64], columns: DrawColumns | None) -> int:
+    """Choose one of these ids, ascending, by one row's logits [vocab]; INVALID_TOKEN where no choice is defined.
+
+    Args:
+        columns: of the draw; None: the largest logit.
+    """
+    values = logits[torch.from_numpy(ids)][None]
+    index = int(greedy_tokens(values)[0])
+    if index >= 0 and columns is not None:
+        (index,) = sampler.draw_tokens(values, [columns])
+    return int(ids[index]) if index >= 0 else INVALID_TOKEN
 
 
 def launch_draw(logits: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:

@@ -23,6 +23,7 @@ from baton.disagg.events import NodeEvent
 from baton.disagg.transfer_driver import TransferDriver, TransferNode
 from baton.errors import ConfigError
 from baton.runtime.engine_loop import EngineLoop, PoolSizes, make_engine
+from baton.runtime.grammar.waiting import GrammarQueue
 from baton.runtime.simulated.device import SimRunner, answer_tokens
 
 log = logging.getLogger("baton.sim")
@@ -41,12 +42,22 @@ class SimLoaded:
     vocab_size: ClassVar[int] = VOCAB_SIZE
 
     def make_engine_loop(
-        self, driver: TransferDriver | None = None, trace: Callable[[str], None] | None = None
+        self,
+        driver: TransferDriver | None = None,
+        trace: Callable[[str], None] | None = None,
+        grammars: GrammarQueue | None = None,
     ) -> EngineLoop:
+        """`grammars`: not used, simulated answers follow none."""
+        refusing = GrammarQueue(None, "a simulated engine has no model that could follow a grammar")
         announced = self.native_pool if self.config.disaggregation_mode == "prefill" else None
         runner = SimRunner(self.simulated, answer_tokens(self.config), announced)
         return make_engine(
-            self.config, PoolSizes(self.num_pages, 0, PAGE_BYTES), runner, driver, trace
+            self.config,
+            PoolSizes(self.num_pages, 0, PAGE_BYTES),
+            runner,
+            driver,
+            trace,
+            grammars=refusing,
         )
 
     def pace_transfer(self, node: TransferNode) -> TransferNode:

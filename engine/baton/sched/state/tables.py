@@ -24,7 +24,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from baton.errors import DeadlineMissed, EngineError
+from baton.errors import (
+    DeadlineMissed,
+    EngineError,
+    GrammarFailed,
+    NonfiniteLogits,
+    counted,
+)
 from baton.sched.fairness.fair_queue import FairQueue
 from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.memory.kv_manager import KvManager
@@ -36,6 +42,7 @@ from baton.sched.queue.priority_buckets import class_of
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.setup.limits import Limits
 from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, GrantPages, RevokeGrant
+from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, INVALID_TOKEN
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import Seq, SeqState
 
@@ -389,6 +396,26 @@ class SchedulerState:
             retry_after_secs=error.retry_after_secs,
         )
         self.outbox.append(emitted)
+
+    def fail_without_token(self, seq: Seq, token: int) -> None:
+        """End a request for which a step chose no token; `token` stands for the reason."""
+        if token == GRAMMAR_FAILED_TOKEN:
+            answered = len(seq.tokens) - seq.prompt_len
+            failed = GrammarFailed(
+                f"after {counted(answered, 'token')} the answer's grammar allows no token of this model, "
+                "or its matcher has reached a limit; "
+                "simplify the schema or grammar, or send the request without it"
+            )
+            self.end_with_error(seq, failed, "CLIENT_GONE")
+            return
+        assert token == INVALID_TOKEN, f"no step chooses {token}"
+        error = NonfiniteLogits(
+            f"the model computed NaN or infinity after {len(seq.tokens)} tokens; "
+            "send the request again, and check the checkpoint and --dtype when it happens to all"
+        )
+        self.memory.publish(seq)  # what the same step computed leaves the tree with the rest
+        self.memory.quarantine(seq)
+        self.end_with_error(seq, error, "CLIENT_GONE")
 
     def miss_deadline(self, seq: Seq) -> None:
         """End a request whose first token did not come, or cannot come, in the time that its client

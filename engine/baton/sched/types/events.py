@@ -78,6 +78,8 @@ class PrefillDone(TransferEvent):
     token: int
     cached_tokens: int
     logprobs: TokenLogprobs | None
+    completes_grammar: bool = False
+    """The answer is the first token alone: its grammar allows no other."""
 
 
 @dataclass(frozen=True, slots=True)

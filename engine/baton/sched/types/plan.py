@@ -24,6 +24,12 @@ INVALID_TOKEN = -2
 No input to a later step.
 """
 
+GRAMMAR_FAILED_TOKEN = -3
+"""In StepResult.tokens: the grammar of the row allows no token, or its matcher has failed.
+
+No input to a later step.
+"""
+
 
 class ForwardMode(enum.Enum):
     """Which phases a step holds; an IDLE step has no rows and is executed for its copies."""
@@ -133,5 +139,7 @@ class StepResult:
 
     tokens: Sequence[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    completed: frozenset[int] = frozenset()
+    """Indices into `tokens` of those that complete the grammar of their answer."""
     copy_seconds: float = 0.0
     """How long the plan's copies took; 0 when it is not known."""

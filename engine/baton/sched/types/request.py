@@ -45,6 +45,8 @@ class SamplingParams:
     """-1: none; 0: the chosen token's logprob; k > 0: also the k most likely tokens at each
     position.
     """
+    grammar: str = ""
+    """Text of the grammar that the answer follows, as llguidance reads it; "": the answer is free."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,9 @@ class Seq:
     max_total_tokens: int = field(init=False)
     """Prompt and the longest allowed answer."""
     has_fixed_length: bool = field(init=False)
-    """The answer has exactly as many tokens as it may (ignore_eos), and is generated here."""
+    """The answer has exactly as many tokens as it may (ignore_eos, no grammar), and is generated
+    here.
+    """
     is_lease: bool = False
     """The request ends here with a lease on its pages: a prompt prefilled for a D node."""
     state: SeqState = SeqState.WAITING
@@ -145,7 +147,8 @@ class Seq:
         self.handle = self.req.handle
         self.prompt_len = len(self.req.prompt)
         self.max_total_tokens = self.prompt_len + self.max_new_tokens
-        self.has_fixed_length = self.req.params.ignore_eos and not self.is_lease
+        params = self.req.params
+        self.has_fixed_length = params.ignore_eos and not params.grammar and not self.is_lease
 
     @property
     def key(self) -> bytes:

@@ -39,8 +39,13 @@ from baton.disagg.transfer_driver import (
     TransferNode,
 )
 from baton.errors import ConfigError, EngineError, WrongState
+from baton.runtime.engine_loop import refused_output
+from baton.runtime.grammar.store import GrammarStore
+from baton.runtime.grammar.token_masks import MaskFiller
+from baton.runtime.grammar.token_trie import GrammarUnavailable, TokenizerSource, build_trie
+from baton.runtime.grammar.waiting import GrammarQueue
 from baton.sched.types.events import EmittedTokens
-from baton.sched.types.request import FinishReason, ValidatedRequest
+from baton.sched.types.request import ValidatedRequest
 from baton.server import logs
 from baton.server.text import model_info
 from baton.server.worker import messages, transfer_setup
@@ -73,6 +78,8 @@ STATS_EVERY_SECS = 1.0
 QUIET_STATS_SECS = 5.0
 """Further wait of an idle rank with a transfer runtime, whose counters peers and strangers move."""
 LOADING_EVERY_SECS = 0.25
+MOST_MASK_THREADS = 8
+"""256 rows of 60 us take 2 ms then, less than a decode step."""
 INGEST_BURST = 256
 """Messages taken per turn: a flood of requests must not keep running ones from their next token."""
 
@@ -187,12 +194,17 @@ class RankProcess:
             "decision_log", lambda made: json.dumps(made._asdict()), LOG_BYTES
         )
         self._trace = self._log_file("scheduler_trace", str, TRACE_BYTES, must_be_whole=True)
-        self.engine = loaded.make_engine_loop(driver, self._trace.put if self._trace else None)
+        grammars = make_grammar_queue(self.rank_config, loaded.vocab_size)
+        self._info = {**self._info, "grammar": grammars.store is not None}
+        trace = self._trace.put if self._trace else None
+        self.engine = loaded.make_engine_loop(driver, trace, grammars)
         if self._decision_log:
             self.engine.sched.decisions.sink = self._decision_log.put
         self._poller = zmq.Poller()
         self._poller.register(self.pull, zmq.POLLIN)
         self._poller.register(woken, zmq.POLLIN)
+        if grammars.store is not None:
+            self._poller.register(grammars.store.event_fd, zmq.POLLIN)
         if self._node is not None:
             self._poller.register(self._node.event_fd, zmq.POLLIN)
         if self._executors is not None:
@@ -282,12 +294,12 @@ class RankProcess:
     def _wait_ms(self) -> int | None:
         """How long to sleep without messages: until the next deadline or report; None when nothing can change."""
         now = time.monotonic()
-        if self.engine.sched.is_idle:
+        if self.engine.is_idle:
             due = next_idle_report(
                 self._next_stats, is_at_rest=self._reported_rest, has_peers=self._node is not None
             )
         else:
-            deadline = self.engine.sched.next_deadline()
+            deadline = self.engine.next_deadline()
             due = min(now + STATS_EVERY_SECS, math.inf if deadline is None else deadline)
         return None if due is None else max(int((due - now) * 1000) + 1, 1)
 
@@ -307,7 +319,7 @@ class RankProcess:
                 self._submit(message.request)
             elif isinstance(message, messages.AbortMessage):
                 for handle in message.handles:
-                    self.engine.sched.abort(handle)
+                    self.engine.abort(handle)
                     self._stream.forget(handle)
             else:
                 self._send(self._control(message))
@@ -316,11 +328,7 @@ class RankProcess:
         try:
             self.engine.submit(request)
         except EngineError as err:
-            given = (err.code, err.message)
-            later = err.retry_after_secs
-            refused = EmittedTokens(
-                request.handle, (), FinishReason.ERROR, 0, error=given, retry_after_secs=later
-            )
+            refused = refused_output(request.handle, err)
             self._send(messages.TokenBatch(self.dp_rank, [refused]))
 
     def _control(self, message: messages.ControlMessage) -> messages.ReplyMessage:
@@ -363,7 +371,7 @@ class RankProcess:
         """Pages, requests, and the transfers of this room or of all."""
         books: dict[str, Any] = {
             "pages": self.engine.page_gauges(),
-            "requests": self.engine.sched.counts(),
+            "requests": self.engine.request_counts(),
         }
         if self._node is not None:
             books["rooms"] = json.loads(self._node.rooms_json(room))
@@ -372,13 +380,12 @@ class RankProcess:
 
     def _remaining_work(self) -> dict[str, Any]:
         """Work that must end before this process can stop without a loss."""
-        sched = self.engine.sched
         rooms = 0
         if self._node is not None:
             rooms = json.loads(self._node.stats_json())["detail"]["rooms_live"]
-        oldest = sched.oldest_arrival()
+        oldest = self.engine.oldest_arrival()
         age = None if oldest is None else time.monotonic() - oldest
-        return {"requests": sched.counts(), "rooms": rooms, "oldest_secs": age}
+        return {"requests": self.engine.request_counts(), "rooms": rooms, "oldest_secs": age}
 
     # ------------------------------------------------------------------ reports
 
@@ -409,6 +416,7 @@ class RankProcess:
             **sched.sharing.counters(),
             **sched.decisions.counters(),
             "priority_hook_errors_total": 0 if engine.hook is None else engine.hook.errors,
+            **engine.grammars.counters(),
         }
         for name, file in (("decisions", self._decision_log), ("trace", self._trace)):
             if file is not None:
@@ -426,10 +434,39 @@ class RankProcess:
             reason = reason or failed
         if self.config.disaggregation_mode == "prefill":
             gauges["kv_oldest_lease_seconds"] = sched.stats.oldest_lease_seconds(now)
-        histograms = sched.stats.histograms()
+        histograms = {**sched.stats.histograms(), **engine.grammars.histograms()}
         self._send(
             messages.StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), reason)
         )
+
+
+def make_grammar_queue(rank_config: RankConfig, vocab_size: int) -> GrammarQueue:
+    """The trie of the tokenizer, and what waits for grammars made with it."""
+    config = rank_config.config
+    aborts = config.deadline_miss_action == "abort"
+    if config.grammar == "off":
+        return GrammarQueue(None, "this engine was started with --grammar off")
+    files = rank_config.grammar
+    if files is None:
+        return GrammarQueue(None, "this engine's model has no tokenizer.json, which grammars need")
+    source = TokenizerSource(
+        Path(files.tokenizer_json).read_text(encoding="utf-8"),
+        files.added_tokens,
+        files.eos_token_ids,
+    )
+    try:
+        trie = build_trie(source, vocab_size)
+    except GrammarUnavailable as err:
+        log.warning("structured output is refused: %s", err)
+        return GrammarQueue(None, f"this engine cannot follow a grammar: {err}")
+    filler = MaskFiller(trie.vocab_size, vocab_size, mask_threads(config))
+    return GrammarQueue(GrammarStore(trie, filler), aborts_missed_deadlines=aborts)
+
+
+def mask_threads(config: EngineConfig) -> int:
+    """Threads that fill the masks of one step: this machine's cores shared among the engine's ranks."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(MOST_MASK_THREADS, cores // config.dp_size))
 
 
 def flatten_transfer_stats(

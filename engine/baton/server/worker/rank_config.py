@@ -14,6 +14,16 @@ class BootstrapAddress(msgspec.Struct, frozen=True):
     port: int
 
 
+class GrammarFiles(msgspec.Struct, frozen=True):
+    """Facts of the model's directory that a rank needs to follow grammars."""
+
+    tokenizer_json: str
+    """Path of the file."""
+    added_tokens: list[tuple[int, str, bool]]
+    """Tokens that other files add: id, content, and True for special ones."""
+    eos_token_ids: list[int]
+
+
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     dp_rank: int
@@ -26,6 +36,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the socket for messages to the front."""
     bootstrap: BootstrapAddress | None = None
     """On P nodes."""
+    grammar: GrammarFiles | None = None
+    """None: requests with a grammar are refused."""
 
 
 def encode_line(config: RankConfig) -> bytes:

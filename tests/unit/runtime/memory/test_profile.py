@@ -177,6 +177,7 @@ def parameters_read_by_the_sampler() -> set[str]:
 
 NO_WAY_OF_SAMPLING = {
     "resumed",  # where the answer begins: which tokens count as drawn
+    "grammar",  # its masks are applied by torch's own kernels, which are compiled already
 }
 
 

@@ -1,0 +1,99 @@
+"""The matcher of one sequence: which tokens may come next, and whether the answer is complete.
+
+1. the runner makes one when a sequence gets a slot, from the compiled grammar and the output tokens
+   so far: a matcher's state depends on nothing else, so that a preempted, resumed or transferred
+   sequence goes on where it was;
+2. its mask is filled (`token_masks`) before each draw, `advance` with the token that was drawn;
+3. when no token but the end of the answer can follow, the answer is complete and ends at once.
+
+Invariant: a matcher has consumed all output tokens of its sequence, in order, and no
+end-of-sequence token. An error of the matcher is final and ends the answer with `grammar_failed`:
+llguidance answers a mask of the end tokens then, which would look like success.
+
+Not thread-safe: a step's masks are filled after the results of all earlier steps have been read.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+log = logging.getLogger("baton.grammar")
+
+
+class GrammarState(enum.Enum):
+    """Progress of an answer in its grammar."""
+
+    OPEN = "open"
+    """Further tokens are possible."""
+    COMPLETE = "complete"
+    """Nothing but the end of the answer can follow, or the end has been drawn."""
+    FAILED = "failed"
+
+
+class SequenceGrammar:
+    def __init__(
+        self, matcher: LLMatcher | None, eos_token_ids: frozenset[int], output: Iterable[int] = ()
+    ) -> None:
+        """`matcher`: at the beginning of the grammar, used by nothing else; None: the request has
+        ended.
+        """
+        self._eos_token_ids = eos_token_ids
+        self.state = GrammarState.OPEN
+        self.matcher = matcher
+        if matcher is None:
+            self.state = GrammarState.FAILED
+        for token in output:
+            self.advance(token)
+
+    def advance(self, token: int) -> GrammarState:
+        """Take over the token that the sequence has now; returns the state behind it."""
+        if self.state is not GrammarState.OPEN or self.matcher is None:
+            return self.state
+        if token in self._eos_token_ids and self.matcher.is_accepting():
+            self.state = GrammarState.COMPLETE
+        elif not self.matcher.consume_token(token):
+            self._fail(f"token {token}: {_first_line(self.matcher.get_error())}")
+        elif self.matcher.is_stopped():
+            self._stop()
+        return self.state
+
+    @property
+    def fillable_matcher(self) -> LLMatcher | None:
+        """The matcher that fills the next mask; None after a failure."""
+        return None if self.state is GrammarState.FAILED else self.matcher
+
+    def check_mask(self, mask: NDArray[np.int32]) -> bool:
+        """Check the mask that the matcher has just filled in; False: the sequence cannot go on."""
+        if self.matcher is None or self.state is GrammarState.FAILED:
+            return False
+        if self.matcher.is_error():
+            self._fail(_first_line(self.matcher.get_error()))
+            return False
+        if not mask.any():
+            self._fail("no token of the vocabulary is allowed")
+            return False
+        return True
+
+    def _stop(self) -> None:
+        """The matcher takes no further token: because the grammar is complete, or because of an
+        error.
+        """
+        if self.matcher is not None and self.matcher.is_error():
+            self._fail(_first_line(self.matcher.get_error()))
+        else:
+            self.state = GrammarState.COMPLETE
+
+    def _fail(self, reason: str) -> None:
+        self.state = GrammarState.FAILED
+        log.warning("an answer ends, its grammar cannot be followed further: %s", reason)
+
+
+def _first_line(message: str) -> str:
+    """The message without the schema and the answer, which llguidance appends."""
+    return message.partition("\n")[0][:300]

@@ -1,0 +1,265 @@
+"""Compiled grammars, and the thread that compiles them.
+
+1. `request` asks for the grammar of a request; one that is not compiled yet is compiled on a thread
+   of its own, because it takes 1 ms for most schemas and seconds for some;
+2. `take_outcomes` returns what that thread has done: the request may run, or why it cannot;
+3. `start_sequence` copies the grammar for a sequence that gets a slot, on the thread that runs the
+   model.
+
+A request's grammar is kept until the request has ended (`release_ended`), and the latest ones
+longer, for later requests with the same text (`KEPT_GRAMMARS`).
+
+Bounds: `MAX_WAITING_TEXTS` grammars wait to be compiled. A request whose grammar is not compiled
+`COMPILE_LIMIT_SECS` after its turn came is refused; llguidance's own limits end a compilation after
+some 2.5 s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from baton.errors import BadRequest, EngineError, GrammarFailed, QueueFull
+from baton.runtime.grammar.limits import COMPILE_LIMIT_SECS
+from baton.runtime.grammar.sequence_grammar import SequenceGrammar
+from baton.runtime.grammar.token_masks import MaskFiller
+from baton.sched.metrics.histogram import Histogram, exponential
+from baton.sched.types.plan import AdmittedSeq
+
+KEPT_GRAMMARS = 256
+"""Some 100 kB each."""
+MAX_WAITING_TEXTS = 256
+SECONDS_BUCKETS = exponential(0.0001, 4.0, 10.0)
+MESSAGE_CHARS = 300
+"""Longest part of llguidance's message that a client gets."""
+
+
+def hash_text(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+class CompiledGrammar:
+    """A matcher at the beginning of its grammar, to be copied for each sequence."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._lock = threading.Lock()
+        """llguidance refuses a matcher that another thread uses."""
+
+    def copy_matcher(self) -> LLMatcher:
+        with self._lock:
+            return self._matcher.deep_copy()
+
+    def count_accepted(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, the first of an answer, the grammar accepts."""
+        with self._lock:
+            return self._matcher.validate_tokens(list(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarJob:
+    """A request whose grammar is needed."""
+
+    handle: int
+    text: str
+    key: bytes
+    resumed: tuple[int, ...]
+    """The beginning of the answer, which another engine has drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarOutcome:
+    """The end of a job: with an error the request cannot run."""
+
+    handle: int
+    error: EngineError | None
+
+
+@dataclass(frozen=True, slots=True)
+class _FinishedJob:
+    job: GrammarJob
+    result: CompiledGrammar | EngineError
+    seconds: float | None
+    """How long the compilation took; None: the grammar was there."""
+
+
+class GrammarStore:
+    """All methods but `start_sequence` are called from one thread."""
+
+    def __init__(
+        self, trie: LLTokenizer, filler: MaskFiller, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.filler = filler
+        self._trie = trie
+        self._eos_token_ids = frozenset(trie.eos_tokens)
+        self._clock = clock
+        self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._kept_lock = threading.Lock()
+        self._pinned: dict[int, CompiledGrammar] = {}
+        """By handle of the request."""
+        self._sweep_size = KEPT_GRAMMARS
+        """Number of pinned grammars at which those of ended requests are looked for."""
+        self._waiting_texts = Counter[bytes]()
+        self._jobs: queue.SimpleQueue[GrammarJob] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[_FinishedJob] = queue.SimpleQueue()
+        self._unread_events = 0
+        """Jobs whose event has not been read from `event_fd`."""
+        self._current: tuple[int, float] | None = None
+        """Handle of the job that the thread works on, and since when."""
+        self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable when jobs have ended."""
+        self.compile_seconds = Histogram(SECONDS_BUCKETS)
+        self.counters = dict.fromkeys(("grammar_cache_hits_total", "grammar_errors_total"), 0.0)
+        threading.Thread(target=self._run_jobs, name="grammar", daemon=True).start()
+
+    # ------------------------------------------------------------------ the engine loop's thread
+
+    def request(self, handle: int, text: str, resumed: Sequence[int] = ()) -> bool:
+        """Ask for a request's grammar. True: it is there; False: `take_outcomes` returns it later.
+
+        Raises QueueFull.
+        """
+        key = hash_text(text)
+        compiled = self._find_kept(key)
+        if compiled is not None and not resumed:
+            self.counters["grammar_cache_hits_total"] += 1
+            self._pinned[handle] = compiled
+            return True
+        if key not in self._waiting_texts and len(self._waiting_texts) >= MAX_WAITING_TEXTS:
+            raise QueueFull(
+                f"{MAX_WAITING_TEXTS} grammars wait to be compiled; retry after 2 s",
+                retry_after_secs=2,
+            )
+        self._waiting_texts[key] += 1
+        self._unread_events += 1
+        self._jobs.put(GrammarJob(handle, text, key, tuple(resumed)))
+        return False
+
+    def take_outcomes(self) -> list[GrammarOutcome]:
+        """Jobs that have ended since the last call, in order."""
+        if self._unread_events:
+            self._unread_events -= self._read_events()
+        outcomes = []
+        while not self._finished.empty():
+            finished = self._finished.get()
+            self._forget_waiting(finished.job.key)
+            if finished.seconds is None:
+                self.counters["grammar_cache_hits_total"] += 1
+            else:
+                self.compile_seconds.observe(finished.seconds)
+            handle = finished.job.handle
+            if isinstance(finished.result, EngineError):
+                self.counters["grammar_errors_total"] += 1
+                outcomes.append(GrammarOutcome(handle, finished.result))
+            else:
+                self._pinned[handle] = finished.result
+                outcomes.append(GrammarOutcome(handle, None))
+        return outcomes
+
+    def _read_events(self) -> int:
+        """Number of jobs that have ended since the last call."""
+        try:
+            return os.eventfd_read(self.event_fd)
+        except BlockingIOError:
+            return 0
+
+    def overdue_job(self) -> int | None:
+        """Handle of a request whose grammar takes too long to compile."""
+        current = self._current
+        if current is None or self._clock() - current[1] < COMPILE_LIMIT_SECS:
+            return None
+        return current[0]
+
+    def release_ended(self, is_alive: Callable[[int], bool]) -> None:
+        """Release the grammars of requests that have ended. Amortized O(1) per request."""
+        if len(self._pinned) < self._sweep_size:
+            return
+        for handle in [handle for handle in self._pinned if not is_alive(handle)]:
+            del self._pinned[handle]
+        self._sweep_size = max(KEPT_GRAMMARS, 2 * len(self._pinned))
+
+    def _find_kept(self, key: bytes) -> CompiledGrammar | None:
+        with self._kept_lock:
+            compiled = self._kept.get(key)
+            if compiled is not None:
+                self._kept.move_to_end(key)
+            return compiled
+
+    def _forget_waiting(self, key: bytes) -> None:
+        self._waiting_texts[key] -= 1
+        if not self._waiting_texts[key]:
+            del self._waiting_texts[key]
+
+    # ------------------------------------------------------------------ the thread of the model
+
+    def start_sequence(self, admitted: AdmittedSeq) -> SequenceGrammar | None:
+        """The matcher of a sequence behind its output so far; None: its answer is free."""
+        params = admitted.params
+        if not params.grammar:
+            return None
+        compiled = self._pinned.get(admitted.handle)
+        output = admitted.history[admitted.prompt_tokens - params.resumed :]
+        # Without a pin the request has ended since the step was planned, and nothing reads its
+        # token.
+        matcher = None if compiled is None else compiled.copy_matcher()
+        return SequenceGrammar(matcher, self._eos_token_ids, output)
+
+    # ------------------------------------------------------------------ the compiling thread
+
+    def _run_jobs(self) -> None:
+        while True:
+            job = self._jobs.get()
+            self._current = (job.handle, self._clock())
+            self._finished.put(self._run_job(job))
+            self._current = None
+            os.eventfd_write(self.event_fd, 1)
+
+    def _run_job(self, job: GrammarJob) -> _FinishedJob:
+        seconds = None
+        compiled = self._find_kept(job.key)
+        if compiled is None:
+            started = self._clock()
+            result = self._compile(job.text)
+            seconds = self._clock() - started
+            if isinstance(result, EngineError):
+                return _FinishedJob(job, result, seconds)
+            compiled = result
+            self._keep(job.key, compiled)
+        accepted = compiled.count_accepted(job.resumed)
+        if accepted < len(job.resumed):
+            refusal = BadRequest(
+                f"baton_resume.ids: the answer's grammar refuses token {accepted + 1} of them; "
+                "send the request without baton_resume",
+                param="baton_resume.ids",
+            )
+            return _FinishedJob(job, refusal, seconds)
+        return _FinishedJob(job, compiled, seconds)
+
+    def _compile(self, text: str) -> CompiledGrammar | EngineError:
+        """Compile a grammar and fill its first mask, which takes longer than later ones."""
+        try:
+            limits = LLParserLimits(verbose_errors=False)
+            matcher = LLMatcher(self._trie, text, log_level=0, limits=limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()
+            if matcher.is_error():
+                reason = matcher.get_error().partition("\n")[0][:MESSAGE_CHARS]
+                return BadRequest(f"the grammar cannot be compiled: {reason}")
+            return CompiledGrammar(matcher)
+        except Exception as err:  # noqa: BLE001 - of the library; it ends the requests with this grammar
+            reason = str(err).partition("\n")[0][:MESSAGE_CHARS]
+            return GrammarFailed(f"the grammar was not compiled: {type(err).__name__}: {reason}")
+
+    def _keep(self, key: bytes, compiled: CompiledGrammar) -> None:
+        with self._kept_lock:
+            self._kept[key] = compiled
+            if len(self._kept) > KEPT_GRAMMARS:
+                self._kept.popitem(last=False)

@@ -1,0 +1,11 @@
+"""Structured output in a front: from the fields of a request to the text of a grammar.
+
+| module | holds |
+|---|---|
+| `constraint` | the one constraint that a request's fields state |
+| `lark` | pieces of llguidance's grammar language: literals, character classes, regexes |
+| `json_schema` | a JSON Schema with the options of this server |
+| `ebnf/` | grammars in EBNF (GBNF), as SGLang's `ebnf` and vLLM's `grammar` take them |
+| `structural_tag` | text with tagged parts that follow grammars of their own |
+| `reader` | all of it for one request: text, validation, names of what had no effect |
+"""

@@ -1,0 +1,126 @@
+"""A JSON Schema as a grammar: this server's options, which a schema cannot change.
+
+White space between the parts of an answer is bounded by default: with an unlimited one, models were
+seen that write blanks until max_tokens (vLLM #38696, xgrammar #412).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from llguidance import LLMatcher
+
+from baton.server.fields import bad
+from baton.server.request.grammar.constraint import AnswerConstraint
+
+MAX_SCHEMA_DEPTH = 60
+"""Nested objects and arrays of a schema; llguidance's own limit is 128."""
+BOUNDED_WHITESPACE = r"( |\r?\n[ \t]{0,40})"
+OPTIONS_KEY = "x-guidance"
+"""Member of a schema with options for llguidance; clients' are dropped, because they would change the server's options.
+"""
+SUBSCHEMA = frozenset(
+    ("additionalProperties", "items", "not", "contains", "if", "then", "else", "propertyNames")
+)
+SUBSCHEMA_LISTS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems", "items"))
+SUBSCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
+
+
+def schema_grammar(constraint: AnswerConstraint, whitespace: str) -> str:
+    """Text of the grammar. Raises BadRequest.
+
+    Args:
+        whitespace: --structured-whitespace.
+    """
+    schema = schema_object(constraint.value, constraint.param)
+    if constraint.is_closed:
+        schema = close_objects(schema)
+    options = schema_options(constraint, whitespace)
+    try:
+        text = json.dumps(schema, allow_nan=False)
+        return LLMatcher.grammar_from_json_schema(text, overrides=options)
+    except ValueError as err:
+        raise bad(constraint.param, f"cannot be read: {str(err)[:100]}") from err
+
+
+def schema_options(constraint: AnswerConstraint, whitespace: str) -> Any:
+    """llguidance's options for a schema."""
+    options: dict[str, Any] = {
+        "lenient": not constraint.is_strict,
+        # Models that learned JSON with \u00e9 would be pushed off course.
+        "json_allow_general_unicode_escapes": True,
+    }
+    if constraint.whitespace_pattern is not None:
+        return {
+            **options,
+            "whitespace_flexible": True,
+            "whitespace_pattern": constraint.whitespace_pattern,
+        }
+    if constraint.is_compact or whitespace == "none":
+        return {**options, "whitespace_flexible": False}
+    if whitespace == "bounded":
+        return {**options, "whitespace_flexible": True, "whitespace_pattern": BOUNDED_WHITESPACE}
+    return {**options, "whitespace_flexible": True}
+
+
+def schema_object(schema: Any, param: str) -> dict[str, Any]:
+    """A schema as an object without options for llguidance. Raises BadRequest."""
+    if schema is False:
+        raise bad(param, "is false, which no answer satisfies")
+    if schema is True:
+        return {}
+    check_depth(schema, param)
+    return {key: value for key, value in schema.items() if key != OPTIONS_KEY}
+
+
+def check_depth(value: Any, param: str) -> None:
+    """Raise BadRequest for JSON that is nested too deeply."""
+    level: list[Any] = [value]
+    for _ in range(MAX_SCHEMA_DEPTH + 1):
+        level = [inner for outer in level for inner in _parts_of(outer)]
+        if not level:
+            return
+    raise bad(param, f"is nested more than {MAX_SCHEMA_DEPTH} levels deep; simplify it")
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (part for part in parts if isinstance(part, (dict, list)))
+
+
+def close_objects(schema: Any) -> Any:
+    """The schema with `additionalProperties: false` in every object schema that does not state it."""
+    if not isinstance(schema, dict):
+        return schema
+    closed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in SUBSCHEMA_MAPS and isinstance(value, dict):
+            closed[key] = {name: close_objects(inner) for name, inner in value.items()}
+        elif key in SUBSCHEMA_LISTS and isinstance(value, list):
+            closed[key] = [close_objects(inner) for inner in value]
+        elif key in SUBSCHEMA:
+            closed[key] = close_objects(value)
+        else:
+            closed[key] = value
+    if "properties" in closed and not closed.keys() & {"additionalProperties", "patternProperties"}:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def ignored_keywords(warnings: list[str]) -> list[str]:
+    """Keywords of a schema that have no effect, by llguidance's warnings."""
+    names: dict[str, None] = {}
+    for warning in warnings:
+        if found := UNIMPLEMENTED.search(warning):
+            names.update(dict.fromkeys(json.loads(found[1])))
+        elif "format" in warning:
+            names["format"] = None
+        elif "oneOf" in warning:
+            names["oneOf"] = None
+        else:
+            names["other"] = None
+    return list(names)

@@ -1,0 +1,55 @@
+"""Pieces of llguidance's grammar language, a dialect of Lark: rules are lower case, terminals upper
+case.
+
+A terminal is one lexeme, which llguidance's lexer makes as long as it can; it does not go back.
+Text is written in strings as JSON writes them.
+"""
+
+from __future__ import annotations
+
+import json
+
+
+def quote_text(text: str) -> str:
+    """A literal. Lone surrogates must have been refused."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def regex_terminal(regex: str) -> str:
+    """A regex of Rust's syntax between Lark's delimiters, which it may contain itself."""
+    out: list[str] = []
+    is_escaped = False
+    for char in regex:
+        if char == "/":
+            if is_escaped:
+                out.pop()
+            out.append("\\x2F")
+        elif char == "\n":
+            if is_escaped:
+                out.pop()
+            out.append("\\n")
+        else:
+            out.append(char)
+        is_escaped = char == "\\" and not is_escaped
+    return "/" + "".join(out) + "/"
+
+
+def class_regex(ranges: list[tuple[int, int]], *, is_negated: bool = False) -> str:
+    """A character class as a regex. `ranges`: pairs of code points, inclusive; none: no character
+    (all if negated).
+    """
+    if not ranges:
+        return "(?s:.)" if is_negated else "[^\\u{0}-\\u{10FFFF}]"
+    body = "".join(_range_text(low, high) for low, high in ranges)
+    return f"[{'^' if is_negated else ''}{body}]"
+
+
+def _range_text(low: int, high: int) -> str:
+    return _char_text(low) if low == high else f"{_char_text(low)}-{_char_text(high)}"
+
+
+def _char_text(code: int) -> str:
+    char = chr(code)
+    if char.isascii() and char.isalnum():
+        return char
+    return f"\\u{{{code:X}}}"

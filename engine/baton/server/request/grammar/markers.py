@@ -1,0 +1,84 @@
+"""Tokens that stand for a whole marker, such as <tool_call>, in the literals of a grammar.
+
+The vocabulary has them as one token, and text in a grammar never allows that token: neither special
+ones, nor added ones that look like a tag. A literal is divided at them, and they are named by id.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import msgspec
+
+from baton.server.text.model_info import ModelFacts
+from baton.server.text.tokenizer import Tokenizer
+
+
+class MarkerTokens:
+    """Added tokens that stand for a whole marker, and literals divided at them."""
+
+    def __init__(self, load: Callable[[], dict[str, int]]) -> None:
+        """`load`: ids of the marker tokens by text; called when the first literal is divided, in a
+        thread.
+        """
+        self._load = load
+        self._ids: dict[str, int] | None = None
+        self._pattern: re.Pattern[str] | None = None
+
+    def split(self, text: str) -> list[str | int]:
+        """Texts and ids of marker tokens, in order."""
+        if self._ids is None:
+            self._ids = self._load()
+            longest_first = sorted(self._ids, key=len, reverse=True)
+            if longest_first:
+                self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        if self._pattern is None:
+            return [text] if text else []
+        parts: list[str | int] = []
+        position = 0
+        for found in self._pattern.finditer(text):
+            if found.start() > position:
+                parts.append(text[position : found.start()])
+            parts.append(self._ids[found[0]])
+            position = found.end()
+        if position < len(text):
+            parts.append(text[position:])
+        return parts
+
+    def text_of(self, token_id: int) -> str:
+        """Text of a marker token that `split` has returned."""
+        return next(text for text, known in (self._ids or {}).items() if known == token_id)
+
+
+class AddedTokenEntry(msgspec.Struct):
+    """An entry of `added_tokens` in tokenizer.json."""
+
+    id: int
+    content: str
+    special: bool = False
+
+
+class TokenizerFile(msgspec.Struct):
+    added_tokens: list[AddedTokenEntry] = []
+
+
+def marker_tokens(facts: ModelFacts, tokenizer: Tokenizer) -> MarkerTokens:
+    """Marker tokens of a model's directory."""
+
+    def load_ids() -> dict[str, int]:
+        file = facts.tokenizer_path / "tokenizer.json"
+        listed = msgspec.json.decode(file.read_bytes(), type=TokenizerFile).added_tokens
+        tokens = [(token.id, token.content, token.special) for token in listed]
+        return {
+            text: token_id
+            for token_id, text, is_special in (*tokens, *tokenizer.added_tokens())
+            if token_id < facts.vocab_size and is_marker(text, is_special=is_special)
+        }
+
+    return MarkerTokens(load_ids)
+
+
+def is_marker(text: str, *, is_special: bool) -> bool:
+    """True for tokens that text in a grammar never allows, by llguidance's rule."""
+    return is_special or (text.startswith("<") and text.endswith(">"))
