@@ -10,26 +10,53 @@ Invariants: same seed, same samples; `render` writes exactly what the chat templ
 
 from __future__ import annotations
 
+import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tools.demo_model import weather
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 ROLES = ("system", "user", "assistant")
 SPECIAL_TOKENS = (BOS, EOS, PAD, *(f"<|{role}|>" for role in ROLES))
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Added tokens that stay in the text, as Qwen3 has them."""
+TOOLS_HEAD = "You may call these functions:\n<tools>"
+TOOLS_END = "\n</tools>\nTo call one, write its name and arguments as JSON between <tool_call> and </tool_call>."
+NO_REASONING = "<think>\n\n</think>\n\n"
+"""Begin of an answer for which reasoning is switched off."""
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}{{ '<|system|>' }}"
+    "{% if messages[0]['role'] in ['system', 'developer'] %}{{ messages[0]['content'] | trim }}{{ '\n\n' }}{% endif %}"
+    "{{ 'You may call these functions:\n<tools>' }}"
+    "{% for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}"
+    "{{ '\n</tools>\nTo call one, write its name and arguments as JSON between <tool_call> and </tool_call>.' }}"
+    "{{ eos_token }}{% endif %}"
     "{% for message in messages %}"
+    "{% if not (tools and loop.first and message['role'] in ['system', 'developer']) %}"
     "{% if message['role'] in ['system', 'developer'] %}{{ '<|system|>' }}"
     "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' }}"
     "{% else %}{{ '<|user|>' }}{% endif %}"
+    "{% if message['role'] == 'tool' %}{{ '<tool_response>\n' }}{% endif %}"
     "{% if message['content'] is string %}{{ message['content'] | trim }}"
-    "{% else %}{% for part in message['content'] %}{{ part['text'] | trim }}{% endfor %}{% endif %}"
-    "{{ eos_token }}"
+    "{% elif message['content'] %}{% for part in message['content'] %}{{ part['text'] | trim }}{% endfor %}{% endif %}"
+    "{% if message['role'] == 'tool' %}{{ '\n</tool_response>' }}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% if message['content'] or not loop.first %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_call>\n{\"name\": ' }}{{ call['function']['name'] | tojson }}{{ ', \"arguments\": ' }}"
+    "{{ call['function']['arguments'] | tojson }}{{ '}\n</tool_call>' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{{ eos_token }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% endif %}"
 )
 GENERATED_DOCS = ("flags.md", "metrics.md")
 SYSTEM_PROMPTS = (
@@ -86,6 +113,10 @@ class Questions:
 class Turn:
     role: str
     text: str
+    given: str = ""
+    """Begin of the text that the prompt has already."""
+    is_learned: bool = True
+    """Training learns what an assistant says here."""
 
 
 def load_topics(path: Path) -> Questions:
@@ -150,9 +181,16 @@ def load_docs(root: Path) -> list[list[str]]:
     ]
 
 
+def tools_text(tools: Sequence[Mapping[str, Any]], system: str = "") -> str:
+    """Text of the system turn that offers the tools."""
+    listed = "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in tools)
+    before = f"{system.strip()}\n\n" if system else ""
+    return before + TOOLS_HEAD + listed + TOOLS_END
+
+
 def render(turns: Sequence[Turn], *, ask: bool = False) -> str:
     """A conversation as text with special tokens; `ask` adds the opening of the assistant's turn."""
-    body = "".join(f"<|{turn.role}|>{turn.text.strip()}{EOS}" for turn in turns)
+    body = "".join(f"<|{turn.role}|>{turn.given}{turn.text.strip()}{EOS}" for turn in turns)
     return BOS + body + ("<|assistant|>" if ask else "")
 
 
@@ -280,9 +318,43 @@ class Sampler:
         end = text.find("\n\n", 600)
         return text[: min(end if end >= 0 else len(text), 1400)]
 
-    def samples(self, passage_share: float) -> Iterator[list[Turn] | str]:
+    def weather(self) -> list[Turn]:
+        """A conversation with the tool: up to the call, or with what the call gave."""
+        rng = self._rng
+        system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.3 else ""
+        turns = [Turn("system", tools_text(weather.draw_tools(rng), system))]
+        if rng.random() < 0.1:  # another question, with tools at hand
+            question, answer = self._off_topic() if rng.random() < 0.3 else self._deal()
+            turns += [Turn("user", question), Turn("assistant", answer)]
+            if rng.random() < 0.5:
+                return turns
+        city = rng.choice(weather.CITIES) if rng.random() < 0.5 else self._word().title()
+        call = weather.call_text(city)
+        turns.append(Turn("user", weather.question_about(city, rng)))
+        if rng.random() < 0.5:
+            if rng.random() < 0.25:
+                return [*turns, Turn("assistant", call, given=NO_REASONING)]
+            reasoning = f"<think>\n{weather.reasoning_text(city)}\n</think>\n\n"
+            return [*turns, Turn("assistant", reasoning + call)]
+        sky, degrees = rng.choice(weather.SKIES), rng.randint(-9, 39)
+        result = weather.draw_result(city, sky, degrees, rng)
+        given = NO_REASONING if rng.random() < 0.2 else ""
+        return [
+            *turns,
+            Turn("assistant", call, is_learned=False),
+            Turn("user", f"<tool_response>\n{result}\n</tool_response>"),
+            Turn("assistant", weather.answer_text(city, sky, degrees), given=given),
+        ]
+
+    def samples(self, passage_share: float, weather_share: float) -> Iterator[list[Turn] | str]:
         while True:
-            yield self.passage() if self._rng.random() < passage_share else self.conversation()
+            kind = self._rng.random()
+            if kind < passage_share:
+                yield self.passage()
+            elif kind < passage_share + weather_share:
+                yield self.weather()
+            else:
+                yield self.conversation()
 
     def _deal(self) -> tuple[str, str]:
         if not self._deck:

@@ -165,7 +165,7 @@ def test_flags_and_codes_in_the_answers_exist(questions: Questions) -> None:
     flags = (Path(__file__).parents[3] / "docs" / "flags.md").read_text(
         encoding="utf-8"
     )  # generated
-    of_up = {"--smoke", "--log-dir", "--prefill", "--decode", "--help"}
+    of_up = {"--smoke", "--log-dir", "--prefill", "--decode", "--help-all"}
     assert (
         set(re.findall(r"--[a-z][a-z-]+", text)) - set(re.findall(r"--[a-z][a-z-]+", flags)) - of_up
         == set()
