@@ -166,6 +166,12 @@ class NonfiniteLogits(EngineError):
     code = "nonfinite_logits"
 
 
+class GrammarFailed(EngineError):
+    """The grammar of an answer could not be followed to its end."""
+
+    code = "grammar_failed"
+
+
 class EngineDead(EngineError):
     code = "engine_dead"
     status = 503

@@ -123,6 +123,34 @@ class EngineConfig:
     chat_template: str | None = opt(
         None, "file with a Jinja chat template that replaces the model's"
     )
+    tool_parser: str = opt(
+        "auto",
+        "format in which the model writes tool calls, such as hermes or llama3; auto: found in its chat template; "
+        "none: calls are not read",
+        also=("--tool-call-parser",),
+    )
+    reasoning_parser: str = opt(
+        "auto",
+        "markers between which the model reasons, such as think_tags; auto: found in its chat template; none: "
+        "reasoning is part of the content",
+    )
+    reasoning_field: str = opt(
+        "reasoning_content",
+        "member of chat answers that holds the reasoning",
+        choices=("reasoning_content", "reasoning", "both"),
+    )
+    grammar: str = opt(
+        "on",
+        "structured output (docs/guide/structured-output.md); off: requests with a schema or grammar are refused, and "
+        "the memory of the tokenizer's trie is saved, 0.03 to 0.5 GB per rank",
+        choices=("on", "off"),
+    )
+    structured_whitespace: str = opt(
+        "bounded",
+        "white space between the parts of constrained JSON; bounded: one space, or a line break and at most 40 blanks; "
+        "any: unlimited, with which some models write blanks until max_tokens; none: compact JSON",
+        choices=("bounded", "any", "none"),
+    )
 
     host: str = opt("127.0.0.1", "address the HTTP server listens on")
     port: int = opt(30000, "port of the HTTP server; 0 picks a free one", ge=0, le=65535)

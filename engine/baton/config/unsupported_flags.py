@@ -11,9 +11,10 @@ _ONE_MACHINE = (
     "and name them to baton router with --prefill and --decode"
 )
 _GPUS = "choose GPUs with the environment variable CUDA_VISIBLE_DEVICES"
-_TOOLS = "tool calls are not parsed by this version; leave it out"
-_GRAMMARS = "there are no grammars in this version; leave it out"
-_REASONING = "this version does not separate reasoning from content; leave it out"
+_TOOLS = "tool calls are read where a request has tools; leave it out, or choose their format with --tool-parser"
+_TOOL_SERVER = "the server runs no tools; leave it out"
+_GRAMMARS = "llguidance is the only one; leave it out"
+_REASONING = "reasoning is separated where there is some; leave it out, or choose its markers with --reasoning-parser"
 _LORA = "there are no LoRA adapters in this version; merge the adapter into the checkpoint"
 _SPECULATIVE = "there is no speculative decoding in this version; leave it out"
 _EXPERTS = "there are no mixture-of-experts models in this version; leave it out"
@@ -30,11 +31,12 @@ INSTEAD: dict[str, str] = {
         ("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"), _ONE_MACHINE
     ),
     **dict.fromkeys(("--base-gpu-id", "--gpu-id-step"), _GPUS),
-    **dict.fromkeys(("--tool-call-parser", "--enable-auto-tool-choice", "--tool-server"), _TOOLS),
+    "--enable-auto-tool-choice": _TOOLS,
+    "--tool-server": _TOOL_SERVER,
     **dict.fromkeys(
         ("--grammar-backend", "--guided-decoding-backend", "--structured-outputs-config"), _GRAMMARS
     ),
-    **dict.fromkeys(("--reasoning-parser", "--enable-reasoning"), _REASONING),
+    "--enable-reasoning": _REASONING,
     **dict.fromkeys(
         ("--enable-lora", "--lora-paths", "--lora-modules", "--max-loras", "--max-lora-rank"), _LORA
     ),

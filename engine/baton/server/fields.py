@@ -83,7 +83,7 @@ def _at(body: Any, path: str) -> Any:
 
 def _refusal(name: str, problem: str, value: Any) -> BadRequest:
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", problem):
-        name = f"{name}.{missing[1]}".removeprefix(".")
+        name = f"{name.removesuffix('.')}.{missing[1]}".removeprefix(".")
         return MissingField(f"{name} is required", param=name)
     param = re.sub(r"\[\d+\]$", "", name)  # of one entry of an array: the array
     if mismatch := MISMATCH.fullmatch(problem):

@@ -22,6 +22,9 @@ FIRST_ID = 3
 LAST_ID = 1000
 """Ids every tokenizer has and that are not special in common models."""
 
+OUTPUT_MEMBERS = ("content", "reasoning_content", "reasoning", "tool_calls")
+"""Members of a chat event that hold output of the model."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
@@ -159,10 +162,10 @@ async def send_request(
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
-    """True if a choice carries text or an end, not only the role.
+    """True if a choice carries output or an end, not only the role.
 
     A token may be part of a character and show nothing; then the next one counts.
     """
-    return bool(
-        choice.get("text") or choice.get("delta", {}).get("content") or choice.get("finish_reason")
-    )
+    delta = choice.get("delta", {})
+    output = (choice.get("text"), *(delta.get(name) for name in OUTPUT_MEMBERS))
+    return any(output) or bool(choice.get("finish_reason"))

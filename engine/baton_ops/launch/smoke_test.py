@@ -91,7 +91,8 @@ async def _check_chat(client: SmokeClient) -> str:
     expect_that(
         usage["total_tokens"] == usage["prompt_tokens"] + tokens, f"usage does not add up: {usage}"
     )
-    return _shorten_text(choice["message"]["content"])
+    message = choice["message"]
+    return _shorten_text(message["content"] or message.get("reasoning_content") or "")
 
 
 async def _check_completion(client: SmokeClient) -> str:
@@ -119,10 +120,8 @@ async def _stream_equals_whole(client: SmokeClient) -> str:
         finishes == [whole_choice["finish_reason"]],
         f"finish reasons {finishes}, not one {whole_choice['finish_reason']!r}",
     )
-    expect_that(
-        text == whole_choice["message"]["content"],
-        f"streamed {text!r}, whole {whole_choice['message']['content']!r}",
-    )
+    whole_text = whole_choice["message"]["content"] or ""
+    expect_that(text == whole_text, f"streamed {text!r}, whole {whole_text!r}")
     return f"{events} events"
 
 

@@ -46,6 +46,7 @@ PROGRESS_SECS = 2.0
 
 NOT_SIMULATED = frozenset({
     *NO_MEANING, "simulate", "model_path", "tokenizer_path", "served_model_name", "context_length", "chat_template",
+    "tool_parser", "reasoning_parser", "reasoning_field", "grammar", "structured_whitespace",
     "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
     "disaggregation_transfer_backend", "transfer_port", "cluster_key", "second_cluster_key", "insecure_kv",
     "kv_lease_secs", "test_kv_fault", "kv_host", "kv_advertise_host", "kv_copy_threads", "kv_tcp_streams",

@@ -178,6 +178,7 @@ def test_dialects_are_named_in_the_files_of_the_endpoint_example_alone() -> None
     naming = {
         path
         for path in product_files()
+        if "/tests/" not in path
         if any_dialect.search(rust_code(path) if path.endswith(".rs") else text(path))
     }
     page = example("an endpoint")

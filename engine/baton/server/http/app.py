@@ -14,7 +14,7 @@ import os
 import re
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -28,11 +28,19 @@ from baton.sched.setup.from_config import resolve_policy
 from baton.sched.types.request import SamplingParams
 from baton.server import fields
 from baton.server.http import tracer
+from baton.server.http.anthropic_errors import (
+    ANTHROPIC_PATHS,
+    COUNT_TOKENS_PATH,
+    MESSAGES_PATH,
+    anthropic_error_response,
+)
 from baton.server.http.http_utils import (
     REQUEST_ID,
+    decode_object,
     error_response,
     json_response,
     new_id,
+    read_body,
     read_object,
 )
 from baton.server.http.lifecycle import (
@@ -41,16 +49,19 @@ from baton.server.http.lifecycle import (
     NodeState,
     ServerLifecycle,
 )
-from baton.server.http.request_handler import RequestHandler
+from baton.server.http.request_handler import RequestHandler, Validate
+from baton.server.http.translation import RequestTranslator
 from baton.server.observability import diagnosis, load_report
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
+from baton.server.request.grammar.reader import grammar_fingerprint
 from baton.server.request.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.request.text_rules import TextRules
 from baton.server.request.validation import AcceptedRequest, PromptItem, RequestValidator
 from baton.server.response.answer_spec import Dialect
 from baton.server.response.generation import Generation
 from baton.server.response.kv_event_stream import KvStreams
+from baton.server.text.answer_format import AnswerFormat
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.native import native_extension
 from baton.server.text.tokenizer import Tokenizer
@@ -75,7 +86,10 @@ NONFINITE_IN_A_ROW = 3
 NONFINITE_SECS = 30.0
 """Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at once."""
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/health_generate", "/ping", "/metrics"})
-GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
+RESPONSES_PATH = "/v1/responses"
+GENERATION_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/generate", RESPONSES_PATH, MESSAGES_PATH}
+)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 FEATURES = {
     "null": ["resume"],
@@ -96,14 +110,21 @@ class HttpServer:
     """The front process's state and handlers. `ranks` appears when the sockets are bound."""
 
     def __init__(
-        self, config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer, ranks: RankSet
+        self,
+        config: EngineConfig,
+        facts: ModelFacts,
+        tokenizer: Tokenizer,
+        answer_format: AnswerFormat,
+        ranks: RankSet,
     ) -> None:
         self.config = config
         self.facts = facts
         self.tokenizer = tokenizer
+        self.answer_format = answer_format
         self.ranks = ranks
         self._tokenizer_hash = tokenizer_hash(facts.tokenizer_path)
-        self.validator = RequestValidator(config, facts, tokenizer)
+        self.validator = RequestValidator(config, facts, tokenizer, answer_format)
+        self.translator = RequestTranslator(self.validator)
         self.metrics = EngineMetrics(
             version(),
             config.disaggregation_mode,
@@ -120,7 +141,7 @@ class HttpServer:
         self.tracer = tracer.start(config)
         self.answering = RequestHandler(
             ranks, self.metrics, config.request_timeout_secs, self._refuse_if_not_accepting, self.validator,
-            self.tracer, self.incarnation,
+            self.tracer, self.incarnation, config.reasoning_field,
         )  # fmt: skip
         self.lifecycle.answers = self.answering
         if self.tracer is not None:
@@ -152,7 +173,9 @@ class HttpServer:
         layout = self.ranks.ranks[0].info.get("layout")
         if not isinstance(layout, dict):
             return {}
-        return fingerprint(self.facts, self._tokenizer_hash, layout)
+        grammar = grammar_fingerprint(self.config)
+        answer_format = self.answer_format.canonical
+        return fingerprint(self.facts, self._tokenizer_hash, layout, answer_format, grammar)
 
     def _nonfinite(self) -> errors.EngineError | None:
         """Keeps routers away from a rank that computes NaN or infinity, for a while; requests are still accepted."""
@@ -169,17 +192,34 @@ class HttpServer:
     # ---- generation --------------------------------------------------------------------------------------------
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self.answering.answer(request, "chat", self.validator.chat, Dialect.CHAT)
+        return await self.answering.answer(
+            request, "chat", _of_object(self.validator.chat), Dialect.CHAT
+        )
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         return await self.answering.answer(
-            request, "completions", self.validator.completion, Dialect.COMPLETIONS
+            request, "completions", _of_object(self.validator.completion), Dialect.COMPLETIONS
         )
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         return await self.answering.answer(
-            request, "generate", self.validator.generate, Dialect.GENERATE
+            request, "generate", _of_object(self.validator.generate), Dialect.GENERATE
         )
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        return await self.answering.answer(
+            request, "responses", self.translator.responses, Dialect.RESPONSES
+        )
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        return await self.answering.answer(
+            request, "messages", self.translator.messages, Dialect.MESSAGES
+        )
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """/v1/messages/count_tokens: tokens of the prompt that the request would have."""
+        raw = await read_body(request, self.validator.refuse_oversized)
+        return json_response({"input_tokens": await self.translator.count_tokens(raw)})
 
     def _refuse_if_not_accepting(self) -> None:
         if (refusal := self.lifecycle.condition().refusal) is not None:
@@ -258,6 +298,9 @@ class HttpServer:
                 "engine": "baton",
                 "incarnation": self.incarnation,
                 "tokenizer_fingerprint": self.facts.tokenizer_fingerprint,
+                "chat_template_caps": self.facts.template_caps,
+                "tool_parser": self.answer_format.tool_parser,
+                "reasoning_parser": self.answer_format.reasoning_parser,
                 "schedule_policy_resolved": resolve_policy(self.config),
                 "baton_features": FEATURES.get(self.config.disaggregation_mode, []),
                 "state": now.state.value,
@@ -493,6 +536,9 @@ class HttpServer:
                 web.post("/v1/completions", self.completion),
                 web.post("/generate", self.generate),
                 web.put("/generate", self.generate),
+                web.post(RESPONSES_PATH, self.responses),
+                web.post(MESSAGES_PATH, self.messages),
+                web.post(COUNT_TOKENS_PATH, self.count_tokens),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{name:.+}", self.model),
                 *(web.post(path, self.tokenize) for path in ("/tokenize", "/v1/tokenize")),
@@ -527,7 +573,7 @@ class HttpServer:
             self._check_key(request)
             return await handler(request)
         except errors.EngineError as err:
-            response = error_response(err)
+            response = _error_response(request, err)
             if (
                 request.path in GENERATION_PATHS
             ):  # a router that expected another process asks again
@@ -535,25 +581,26 @@ class HttpServer:
                 response.headers[load_report.LOAD_HEADER] = own
             return response
         except web.HTTPNotFound:
-            return error_response(errors.NotFound(f"no such path: {request.path[:200]}"))
+            return _error_response(request, errors.NotFound(f"no such path: {request.path[:200]}"))
         except web.HTTPMethodNotAllowed as err:
             allowed = ", ".join(sorted(err.allowed_methods))
-            response = error_response(
+            response = _error_response(
+                request,
                 errors.MethodNotAllowed(
                     f"{request.path[:200]} does not accept {request.method}; it accepts {allowed}"
-                )
+                ),
             )
             response.headers["allow"] = allowed
             return response
         except web.HTTPException as err:
-            return error_response(errors.BadRequest(f"{err.reason}"))
+            return _error_response(request, errors.BadRequest(f"{err.reason}"))
         except ConnectionError:
             # The client is gone and will not read this; an exception would be logged by aiohttp as ours.
-            return error_response(errors.Aborted("the client closed the connection"))
+            return _error_response(request, errors.Aborted("the client closed the connection"))
         except Exception:
             log.exception("rid=%s %s %s failed", request[REQUEST_ID], request.method, request.path)
-            return error_response(
-                errors.EngineError("internal error; the engine's log has the details")
+            return _error_response(
+                request, errors.EngineError("internal error; the engine's log has the details")
             )
 
     def _check_key(self, request: web.Request) -> None:
@@ -561,10 +608,28 @@ class HttpServer:
         if key is None or request.path in OPEN_PATHS:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme == "" and "x-api-key" in request.headers:  # clients of Anthropic's API
+            scheme, given = "bearer", request.headers["x-api-key"]
         if scheme.lower() != "bearer" or not hmac.compare_digest(
             given.strip().encode(), key.encode()
         ):
             raise errors.InvalidApiKey("send the engine's --api-key as 'Authorization: Bearer KEY'")
+
+
+def _of_object(validate: Callable[[dict[str, Any]], Awaitable[AcceptedRequest]]) -> Validate:
+    """Reads a body that is a JSON object for `validate`."""
+
+    async def read(raw: bytes) -> AcceptedRequest:
+        return await validate(decode_object(raw))
+
+    return read
+
+
+def _error_response(request: web.Request, err: errors.EngineError) -> web.Response:
+    """The error in the form of the request's API."""
+    if request.path in ANTHROPIC_PATHS:
+        return anthropic_error_response(err, request[REQUEST_ID])
+    return error_response(err)
 
 
 def _no_such_request(rid: str) -> errors.NotFound:
@@ -577,3 +642,5 @@ def _no_such_request(rid: str) -> errors.NotFound:
 async def _common_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
     response.headers["server"] = "baton"
     response.headers["x-request-id"] = request[REQUEST_ID]
+    if request.path in ANTHROPIC_PATHS:
+        response.headers["request-id"] = request[REQUEST_ID]

@@ -60,6 +60,11 @@ def json_body_response(
 
 async def read_object(request: web.Request, check: Check | None = None) -> dict[str, Any]:
     """The body as a JSON object. Raises InvalidJson, PayloadTooLarge, UnsupportedMediaType, and what `check` raises."""
+    return decode_object(await read_body(request, check))
+
+
+async def read_body(request: web.Request, check: Check | None = None) -> bytes:
+    """The body. Raises PayloadTooLarge, UnsupportedMediaType, and what `check` raises."""
     coding = request.headers.get("content-encoding", "identity").lower()
     if coding not in ("", "identity"):
         raise UnsupportedMediaType(
@@ -74,6 +79,11 @@ async def read_object(request: web.Request, check: Check | None = None) -> dict[
         check(request.path, raw)
     elif check is not None:
         await asyncio.get_running_loop().run_in_executor(_threads, check, request.path, raw)
+    return raw
+
+
+def decode_object(raw: bytes) -> dict[str, Any]:
+    """A JSON object. Raises InvalidJson."""
     try:
         value = msgspec.json.decode(raw)
     except UnicodeDecodeError as err:

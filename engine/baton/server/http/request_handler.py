@@ -18,19 +18,19 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion11, web
 
 from baton.errors import Aborted, Draining, EngineError, RateLimited
-from baton.server.http.http_utils import REQUEST_ID, encode_json, json_body_response, read_object
+from baton.server.http.deadline_headers import with_deadline_headers
+from baton.server.http.http_utils import REQUEST_ID, json_body_response, read_body
 from baton.server.http.tracer import SpanTracer
 from baton.server.logs import fields
 from baton.server.observability import load_report
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.request.resume import EMIT_HEADER
-from baton.server.request.validation import AcceptedRequest, RequestValidator, with_deadline_headers
+from baton.server.request.validation import AcceptedRequest, RequestValidator
 from baton.server.response.answer_spec import Dialect
 from baton.server.response.generation import ClientConnection, Generation
 from baton.server.text.native import native_extension
@@ -48,10 +48,11 @@ SSE_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-_PLAIN_NAME = re.compile(r"[^A-Za-z0-9_.\-]")
+_PLAIN_NAME = re.compile(r"[^A-Za-z0-9_.:\-]")
 
 
-Validate = Callable[[dict[str, Any]], Awaitable[AcceptedRequest]]
+Validate = Callable[[bytes], Awaitable[AcceptedRequest]]
+"""Reads a request's body. Raises EngineError."""
 
 
 @dataclass(eq=False)
@@ -67,6 +68,8 @@ class RequestHandler:
     tracer: SpanTracer | None
     incarnation: str
     """Id of this process, for the load reports."""
+    reasoning_field: str = "reasoning_content"
+    """Member of chat answers that holds the reasoning."""
 
     def __post_init__(self) -> None:
         self._live: set[Generation] = set()
@@ -123,7 +126,7 @@ class RequestHandler:
         self.is_idle.clear()
         try:
             self.admit()
-            body = await read_object(request, self.validator.refuse_oversized)
+            body = await read_body(request, self.validator.refuse_oversized)
             accepted = with_deadline_headers(await validate(body), request.headers)
             accepted = self._take_tokens(accepted, request.headers)
             limit = min(limit, accepted.deadline_secs or limit)
@@ -143,7 +146,8 @@ class RequestHandler:
                 timeout_secs=limit,
                 on_generated=partial(self._spend, accepted.tenant) if counts_tokens else None,
                 parent=parent,
-                reports_tokens=EMIT_HEADER in request.headers and _has_one_stream(accepted),
+                reasoning_field=self.reasoning_field,
+                reports_tokens=EMIT_HEADER in request.headers and _is_resumable(accepted, dialect),
             )
             self._live.add(generation)
             generation.start()
@@ -245,8 +249,7 @@ class RequestHandler:
                 log.exception("rid=%s failed in mid-stream", generation.rid)
                 err = EngineError("internal error; the engine's log has the details")
             outcome = err.code
-            generation.close()
-            await send(native_extension().broken_stream_end(encode_json(err.body())))
+            await send(generation.break_off(err))
         await response.write_eof()
         return response, outcome
 
@@ -295,8 +298,11 @@ class RequestHandler:
         )
 
 
-def _has_one_stream(accepted: AcceptedRequest) -> bool:
-    return accepted.stream and len(accepted.items) == 1
+def _is_resumable(accepted: AcceptedRequest, dialect: Dialect) -> bool:
+    """Tell whether another engine could send the rest: the last event of a response repeats all logprobs, which only
+    the engine that computed them has."""
+    repeats_logprobs = dialect.repeats_logprobs and accepted.logprobs >= 0
+    return accepted.stream and len(accepted.items) == 1 and not repeats_logprobs
 
 
 def _connection_of(request: web.Request) -> ClientConnection:

@@ -41,12 +41,18 @@ from baton.server import logs
 from baton.server.http.app import HttpServer
 from baton.server.launch.process_group import ProcessGroup, describe_exit, first_of
 from baton.server.text import model_info
+from baton.server.text.answer_format import AnswerFormat, load_answer_format
 from baton.server.text.native import native_extension
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker import transfer_setup
 from baton.server.worker.client import SEND_QUEUE, RankClient, RankSet
 from baton.server.worker.control import EndTransfers
-from baton.server.worker.rank_config import BootstrapAddress, RankConfig, encode_line
+from baton.server.worker.rank_config import (
+    BootstrapAddress,
+    GrammarFiles,
+    RankConfig,
+    encode_line,
+)
 
 log = logging.getLogger("baton.launch")
 
@@ -130,10 +136,12 @@ class _Launcher:
             stack.callback(tokenizer.close)
             folder = Path(tempfile.mkdtemp(prefix="baton-"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            context, ranks = self._open_sockets(folder, tokenizer)
+            answer_format = load_answer_format(self._config, facts, tokenizer)
+            context, ranks = self._open_sockets(folder, tokenizer, answer_format)
             stack.callback(context.destroy, 0)
             stack.callback(ranks.close)
-            front = HttpServer(self._config, facts, tokenizer, ranks)
+            front = HttpServer(self._config, facts, tokenizer, answer_format, ranks)
+            stack.callback(front.validator.grammars.close)
             for warning in front.validator.warnings:
                 log.warning("%s: %s", facts.tokenizer_path, warning)
             if front.tracer is not None:
@@ -142,12 +150,18 @@ class _Launcher:
             transfer_setup.warn_of_reach(self._config)
             front.lifecycle.bootstrap = bootstrap = self._start_bootstrap(stack)
             stack.push_async_callback(self._end_children)
+            grammar = self._grammar_files(facts, tokenizer, front)
             for dp_rank, tp_rank in itertools.product(
                 range(self._config.dp_size), range(self._config.tp_size)
             ):
-                await self._spawn(dp_rank, tp_rank, folder, ranks, bootstrap)
+                await self._spawn(dp_rank, tp_rank, folder, ranks, bootstrap, grammar)
             processes = counted(len(self._children), "process")
             log.info("%s: loading %s in %s", url, facts.path, processes)
+            log.info(
+                "tool calls are read as %s, reasoning as %s",
+                answer_format.tool_parser,
+                answer_format.reasoning_parser,
+            )
             if not await self._wait_ready(ranks, started):
                 return await self._give_up(ranks)
             front.became_ready()
@@ -161,7 +175,9 @@ class _Launcher:
 
     # ---- parts of the start ------------------------------------------------------------------------------------
 
-    def _open_sockets(self, folder: Path, tokenizer: Tokenizer) -> tuple[zmq.Context[Any], RankSet]:
+    def _open_sockets(
+        self, folder: Path, tokenizer: Tokenizer, answer_format: AnswerFormat
+    ) -> tuple[zmq.Context[Any], RankSet]:
         """PUSH to each rank and a shared PULL from all, as ipc sockets in a directory only this user can enter."""
         context: zmq.Context[Any] = zmq.Context()
         pull = context.socket(zmq.PULL)
@@ -172,7 +188,9 @@ class _Launcher:
             push.set_hwm(SEND_QUEUE)
             push.bind(f"ipc://{folder}/rank{rank}")
         limit = self._config.max_running_requests + self._config.max_queued_requests
-        answers = native_extension().AnswerTable(tokenizer.native, GAP_BUCKETS)
+        answers = native_extension().AnswerTable(
+            tokenizer.native, answer_format.native, GAP_BUCKETS
+        )
         return context, RankSet(pull, pushes, limit, answers, self._config.tp_size)
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, front: HttpServer) -> str:
@@ -213,8 +231,24 @@ class _Launcher:
         stack.callback(server.stop)
         return server
 
+    def _grammar_files(
+        self, facts: model_info.ModelFacts, tokenizer: Tokenizer, front: HttpServer
+    ) -> GrammarFiles | None:
+        """Files from which ranks make the trie for grammars; None where there is no tokenizer.json."""
+        file = facts.tokenizer_path / "tokenizer.json"
+        if self._config.simulate is not None or not file.is_file():
+            return None
+        eos_token_ids = list(front.validator.eos_token_ids)
+        return GrammarFiles(str(file), tokenizer.added_tokens(), eos_token_ids)
+
     async def _spawn(
-        self, dp_rank: int, tp_rank: int, folder: Path, ranks: RankSet, bootstrap: Any
+        self,
+        dp_rank: int,
+        tp_rank: int,
+        folder: Path,
+        ranks: RankSet,
+        bootstrap: Any,
+        grammar: GrammarFiles | None,
     ) -> None:
         # A rank finds the package where this process found it, installed or not.
         package_root = str(Path(baton.__path__[0]).parent)
@@ -230,6 +264,7 @@ class _Launcher:
             to_rank=f"ipc://{folder}/rank{dp_rank}",
             to_front=f"ipc://{folder}/front",
             bootstrap=address,
+            grammar=grammar,
         )
         env = {**os.environ, "PYTHONPATH": search_path}
         self._children[dp_rank, tp_rank] = await ProcessGroup.spawn(

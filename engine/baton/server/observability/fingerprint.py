@@ -48,8 +48,16 @@ def tokenizer_hash(path: Path) -> str:
     )
 
 
-def fingerprint(facts: ModelFacts, tokenizer: str, layout: Mapping[str, object]) -> dict[str, str]:
-    """`tokenizer` is `tokenizer_hash`; `layout` is what a rank reports of its KV pool. The keys are the router's."""
+def fingerprint(
+    facts: ModelFacts,
+    tokenizer: str,
+    layout: Mapping[str, object],
+    answer_format: str,
+    grammar: str,
+) -> dict[str, str]:
+    """`tokenizer` is `tokenizer_hash`; `layout` is what a rank reports of its KV pool; `answer_format` decides how
+    answers are read (AnswerFormat.canonical); `grammar` is `grammar_fingerprint`. The keys are the router's.
+    """
     return {
         "model": str(layout["model_hash"]),
         "tokenizer": tokenizer,
@@ -59,4 +67,6 @@ def fingerprint(facts: ModelFacts, tokenizer: str, layout: Mapping[str, object])
         "kv_layout": _short(
             *(f"{name}={layout[name]}".encode() for name in LAYOUT_FIELDS if name in layout)
         ),
+        "grammar": grammar,
+        "answer_format": answer_format,
     }

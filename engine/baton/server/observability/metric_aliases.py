@@ -38,7 +38,7 @@ class Alias:
     """The source counts pages."""
 
 
-_GENERATION = {"endpoint": ("chat", "completions", "generate")}
+_GENERATION = {"endpoint": ("chat", "completions", "generate", "responses", "messages")}
 _USED = {"state": ("held", "in_transfer")}
 _WAITING = {"state": ("waiting", "opening")}
 _RUNNING = {"state": ("running",)}

@@ -110,6 +110,17 @@ RANK = (
     ),
     _gauge("generated_tokens_per_second", "the same per second, over the second before the report"),
     _gauge("generated_tokens_per_s", "the same value under its former name"),
+    _counter(
+        "grammar_failures", "rows that got no token because the answer's grammar could not go on"
+    ),
+    _counter("grammar_errors", "requests whose grammar could not be compiled"),
+    _counter("grammar_cache_hits", "requests whose grammar had been compiled before"),
+    _histogram("grammar_compile_seconds", "time to compile a grammar", (MODEL,)),
+    _histogram(
+        "grammar_mask_seconds",
+        "time to find the allowed tokens of a step's rows with grammars",
+        (MODEL,),
+    ),
     _counter("retractions", "running requests sent back to the waiting queue for memory"),
     _counter(
         "deadline_missed",

@@ -31,6 +31,8 @@ class ResumeState:
     seed: int
     created: int
     """Unix seconds: what the first engine's events say."""
+    events: int | None = None
+    """Events that the client has, where they are numbered."""
 
 
 def read_resume(
@@ -47,7 +49,7 @@ def read_resume(
     ids = vocabulary.read_ids("baton_resume.ids", state.ids, most)
     if not ids or state.seed is None or state.created is None:
         raise fields.bad("baton_resume", "must have ids (at least one), seed and created")
-    return ResumeState(ids, state.seed, state.created)
+    return ResumeState(ids, state.seed, state.created, state.events)
 
 
 def _refuse_other_fingerprint(stated: Mapping[str, str], own: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from baton.config.classes import LEAST_PRIORITY, MOST_PRIORITY
 INT64_MAX = 2**63 - 1
 LARGEST = 1e30
 """Above any sensible number, and far from overflow in what is computed with it."""
-MAX_CHOICES = 16
+MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
@@ -79,6 +79,7 @@ class ResumeFields(Struct):
     ids: Any = None
     seed: Natural = None
     created: Natural = None
+    events: Natural = None
     fingerprint: dict[str, str] | None = None
 
 
@@ -116,12 +117,36 @@ class RequestFields(Struct, kw_only=True):
         return True
 
 
+class ReasoningFields(Struct):
+    """`reasoning`, as /v1/responses has it."""
+
+    effort: Text = None
+    enabled: bool | None = None
+
+
+class ThinkingFields(Struct):
+    """`thinking`, as Anthropic's API has it."""
+
+    type: Text = None
+
+
 class ChatCompletionRequest(RequestFields, kw_only=True):
     messages: Any = None
     max_completion_tokens: Natural = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: Any = None
+    function_call: Any = None
     reasoning_effort: Text = None
+    reasoning: ReasoningFields | None = None
+    thinking: ThinkingFields | None = None
+    enable_thinking: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -161,8 +186,11 @@ class TokenizeRequest(Struct, kw_only=True):
     prompt: Any = None
     text: Any = None
     messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):

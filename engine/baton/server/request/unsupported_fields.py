@@ -11,36 +11,43 @@ from typing import Any
 from baton.errors import UnsupportedParameter
 
 SHARED: dict[str, tuple[Any, ...]] = {
-    "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (), "stop_regex": ([], ""), "lora_path": (),
-    "lora_id": (), "session_params": (), "custom_params": (), "custom_logit_processor": (),
+    "stop_regex": ([], ""), "lora_path": (), "lora_id": (), "session_params": (), "custom_params": (),
+    "custom_logit_processor": (),
     "return_hidden_states": (False,), "spaces_between_special_tokens": (True,),
 }  # fmt: skip
 OPENAI: dict[str, tuple[Any, ...]] = SHARED | {
-    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
-    "guided_choice": (), "guided_grammar": (), "prompt_logprobs": (), "truncate_prompt_tokens": (),
+    "prompt_logprobs": (), "truncate_prompt_tokens": (),
     "allowed_token_ids": ([],), "bad_words": ([],), "use_beam_search": (False,), "length_penalty": (1.0,),
-    "kv_transfer_params": (), "return_tokens_as_token_ids": (False,), "logits_processors": ([],), "store": (False,),
-    "prompt_embeds": (), "include_reasoning": (True,),
-    "thinking": (), "thinking_token_budget": (), "enable_thinking": (), "reasoning": ({},), "watermark": (False,),
-    "watermarking": (False,), "repetition_detection": (), "truncation_side": (),
+    "kv_transfer_params": (), "return_tokens_as_token_ids": (False,), "logits_processors": ([],),
+    "prompt_embeds": (),
+    "thinking_token_budget": (), "watermark": (False,),
+    "watermarking": (False,), "repetition_detection": (), "truncation_side": (), "sampling_logprobs_mode": (),
+    "task": (),
+    "previous_input_messages": ([],),
 }  # fmt: skip
 CHAT: dict[str, tuple[Any, ...]] = OPENAI | {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (), "echo": (False,),
     "chat_template": (), "documents": ([],),
 }  # fmt: skip
-COMPLETION: dict[str, tuple[Any, ...]] = OPENAI | {"suffix": ("",)}
+COMPLETION: dict[str, tuple[Any, ...]] = OPENAI | {
+    "suffix": ("",), "include_reasoning": (True,), "thinking": (), "enable_thinking": (), "reasoning": ({},),
+}  # fmt: skip
 GENERATE: dict[str, tuple[Any, ...]] = SHARED | {
+    # Served in sampling_params.
+    "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (),
     "input_embeds": (), "image_data": ([],), "video_data": ([],), "audio_data": ([],), "token_ids_logprob": ([],),
     "return_prompt_logprobs": (False,),
 }  # fmt: skip
 # Names without effect on the answer of this engine.
 IGNORED = frozenset((
-    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
     "custom_labels", "no_logs", "log_metrics", "session_id", "background",
-    "vllm_xargs", "return_text_in_logprobs", "prompt_cache_retention", "verbosity",
-    # Of models with a reasoning parser; sglang-router sends its default, true, with every chat request.
+    "vllm_xargs", "return_text_in_logprobs", "prompt_cache_retention", "prompt_cache_options", "verbosity", "store",
+    "client_metadata", "kv_hints", "ec_transfer_params", "mm_processor_kwargs", "stream_interval",
+    "guided_decoding_backend", "cache_control", "betas", "include_obfuscation",
+    # sglang-router sends their default, true, with every request.
     "separate_reasoning", "stream_reasoning",
+    "parallel_tool_calls",
 ))  # fmt: skip
 
 

@@ -31,33 +31,42 @@ from baton.sched.types.request import Rendezvous, SamplingParams
 from baton.server import fields
 from baton.server.fields import bad, first
 from baton.server.request import schema, unsupported_fields
+from baton.server.request.grammar.constraint import GrammarFields, NativeGrammarFields
+from baton.server.request.grammar.markers import marker_tokens
+from baton.server.request.grammar.reader import GrammarReader
 from baton.server.request.placement import place, seed_for
 from baton.server.request.resume import ResumeState, read_resume
 from baton.server.request.sampling import read_defaults, read_params
 from baton.server.request.schema import (
-    MAX_DEADLINE_MS,
     MAX_ITEMS,
     RequestFields,
     SamplingFields,
 )
 from baton.server.request.tenancy import Tenancy
-from baton.server.request.text_rules import TextRules
+from baton.server.request.text_rules import ReadingRules, TextRules
 from baton.server.request.token_ids import ModelVocabulary, refuse_other_tokenizer, rows_of_ids
-from baton.server.text.chat_template import ChatTemplate, RenderOptions
+from baton.server.request.tools import (
+    ToolChoice,
+    count_calls,
+    read_tools,
+    refuse_tools_with_grammar,
+)
+from baton.server.text.answer_format import AnswerFormat, load_answer_format
+from baton.server.text.chat_template import ChatTemplate, encode_chat_fields
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.native import native_extension
-from baton.server.text.tokenizer import PromptRules, Tokenizer
+from baton.server.text.tokenizer import ContextLimit, Tokenizer
 
 T = TypeVar("T")
 NESTED = "sampling_params."
 """Prefix of the sampling fields in errors of /generate."""
+CHAT_FIELDS = (schema.ChatCompletionRequest, SamplingFields, GrammarFields)
+COMPLETION_FIELDS = (schema.CompletionRequest, SamplingFields, GrammarFields)
+NESTED_FIELDS = (schema.GenerateSampling, NativeGrammarFields)
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 GENERATE_MAX_TOKENS = 128
 """SGLang's default for /generate."""
-DEADLINE_HEADER = "x-deadline-remaining-ms"
-TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
-DEADLINE_HEADERS = (DEADLINE_HEADER, *TTFT_HEADERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +118,14 @@ class AcceptedRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_batch: bool = False
     """/generate answers a list when it was asked with one."""
     resume: ResumeState | None = None
+    reading: ReadingRules | None = None
+    """How the text is read for its parts; None: it is one text."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that had no effect."""
+    is_limited_by_context: bool = False
+    """Chat: the context ends where the answer's limit is, before the limit that the client set."""
+    facts: str = ""
+    """Facts of a translated request, for the writer of its answer: JSON."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -125,10 +140,18 @@ class AcceptedRequest(msgspec.Struct, frozen=True, kw_only=True):
 class RequestValidator:
     """Holds what a check needs to know. `context_length` may shrink once, when the ranks report their pool."""
 
-    def __init__(self, config: EngineConfig, facts: ModelFacts, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        facts: ModelFacts,
+        tokenizer: Tokenizer,
+        answer_format: AnswerFormat | None = None,
+    ) -> None:
+        """`answer_format`: how the model writes; None: it is found out here."""
         self._config = config
         self._facts = facts
         self._tokenizer = tokenizer
+        self._format = answer_format or load_answer_format(config, facts, tokenizer)
         self._template = ChatTemplate(facts.chat_template, facts.special_tokens)
         self.tenancy = Tenancy(config)
         self._unused_fields = frozenset(self.tenancy.unused_fields)
@@ -144,6 +167,7 @@ class RequestValidator:
             (*facts.eos_token_ids, *(i for i in eos if i is not None))
         )
         self._defaults = read_defaults(facts)
+        self.grammars = GrammarReader(config, marker_tokens(facts, tokenizer))
 
     @property
     def warnings(self) -> list[str]:
@@ -175,45 +199,46 @@ class RequestValidator:
 
     # ---- the three request forms -------------------------------------------------------------------------------
 
-    async def chat(self, body: dict[str, Any]) -> AcceptedRequest:
+    async def chat(self, body: dict[str, Any], *, clamps_limit: bool = False) -> AcceptedRequest:
+        """`clamps_limit`: a limit of the answer above what the context leaves is that."""
         request = fields.read(schema.ChatCompletionRequest, body)
         sampling = fields.read(SamplingFields, body)
         self._check_model(request.model)
-        ignored = self._ignored_fields(
-            body, unsupported_fields.CHAT, schema.ChatCompletionRequest, SamplingFields
-        )
-        template_kwargs = dict(request.chat_template_kwargs or {})
-        if request.reasoning_effort is not None:
-            template_kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-        continue_final = request.continue_final_message or False
-        generation_prompt = _value_or(request.add_generation_prompt, not continue_final)
-        if continue_final and generation_prompt:
-            raise bad("continue_final_message", "and add_generation_prompt exclude each other")
+        ignored = self._ignored_fields(body, unsupported_fields.CHAT, *CHAT_FIELDS)
+        tools = read_tools(request)
         if request.top_logprobs and not request.logprobs:
             raise bad("top_logprobs", "needs logprobs: true")
         logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-        common = self._common_fields(request, sampling, logprobs, ignored)
+        common = self._common_fields(request, sampling, logprobs, [*tools.ignored, *ignored])
+        common = await self._with_grammar(common, body)
+        if common.params.grammar:
+            refuse_tools_with_grammar(tools)
         max_tokens = _max_tokens(
             1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens
         )
+        chat = encode_chat_fields(body)
         prompts: Sequence[Sequence[int]] | None
         prompts = self._forwarded_ids(request, 1, "messages", many=False)
         if prompts is None:
-            options = RenderOptions(generation_prompt, continue_final, template_kwargs)
-            rules = self._prompt_rules(request.add_special_tokens or False)
-            prompts = [await self._chat_ids(request.messages, options, rules)]
+            prompts = [await self._chat_ids(chat, self._prompt_limit())]
             self.vocabulary.check_encoded(prompts[0], "messages")
         else:
-            await self._check_messages(request.messages)
-        return self._accept_items(prompts, common, max_tokens, None, "messages")
+            await self._check_chat(chat)
+        asked, default = (None, max_tokens) if clamps_limit else (max_tokens, None)
+        accepted = self._accept_items(prompts, common, asked, default, "messages")
+        params = accepted.items[0].params
+        return msgspec.structs.replace(
+            accepted,
+            reading=None if common.params.grammar else self._reading_rules(request, tools),
+            is_limited_by_context=max_tokens is None
+            or params.max_new_tokens + params.resumed < max_tokens,
+        )
 
     async def completion(self, body: dict[str, Any]) -> AcceptedRequest:
         request = fields.read(schema.CompletionRequest, body)
         sampling = fields.read(SamplingFields, body)
         self._check_model(request.model)
-        ignored = self._ignored_fields(
-            body, unsupported_fields.COMPLETION, schema.CompletionRequest, SamplingFields
-        )
+        ignored = self._ignored_fields(body, unsupported_fields.COMPLETION, *COMPLETION_FIELDS)
         if request.best_of not in (None, sampling.n or 1):
             raise UnsupportedParameter(
                 "best_of other than n is not supported; leave it out", param="best_of"
@@ -224,6 +249,7 @@ class RequestValidator:
                 "echo together with logprobs is not supported by this version", param="logprobs"
             )
         common = self._common_fields(request, sampling, _value_or(request.logprobs, -1), ignored)
+        common = await self._with_grammar(common, body)
         max_tokens = _max_tokens(
             0 if echo else 1,
             max_tokens=sampling.max_tokens,
@@ -263,7 +289,7 @@ class RequestValidator:
             raise bad("sampling_params", "must be an object")
         sampling = fields.read(schema.GenerateSampling, nested, NESTED)
         ignored += self._ignored_fields(
-            nested, unsupported_fields.SHARED, schema.GenerateSampling, prefix=NESTED
+            nested, unsupported_fields.SHARED, *NESTED_FIELDS, prefix=NESTED
         )
         name, value = first(request, "text", "prompt", "input_ids")
         if value is None:
@@ -277,6 +303,7 @@ class RequestValidator:
                 param="logprob_start_len",
             )
         common = self._common_fields(request, sampling, logprobs, ignored, NESTED)
+        common = await self._with_grammar(common, nested, NESTED)
         limits = {
             NESTED + field: getattr(sampling, field) for field in ("max_new_tokens", "max_tokens")
         }
@@ -297,11 +324,9 @@ class RequestValidator:
         """/tokenize: `prompt` (string or array of strings) or `messages`."""
         request = fields.read(schema.TokenizeRequest, body)
         self._check_model(request.model)
-        special = _value_or(request.add_special_tokens, request.messages is None)
-        rules = self._prompt_rules(special, is_bounded=False)
+        limit = self._prompt_limit(is_bounded=False)
         if request.messages is not None:
-            options = RenderOptions(_value_or(request.add_generation_prompt, True))
-            return (await self._chat_ids(request.messages, options, rules)).tolist()
+            return (await self._chat_ids(encode_chat_fields(body), limit)).tolist()
         prompt = _require_value(*first(request, "prompt", "text"))
         texts = [prompt] if isinstance(prompt, str) else prompt
         if (
@@ -310,7 +335,8 @@ class RequestValidator:
             or len(texts) > MAX_ITEMS
         ):
             raise bad("prompt", f"must be a string or an array of at most {MAX_ITEMS} strings")
-        rows = [ids.tolist() for ids in await self._encode_texts(texts, rules, "prompt")]
+        special = _value_or(request.add_special_tokens, True)
+        rows = [ids.tolist() for ids in await self._encode_texts(texts, special, limit, "prompt")]
         return rows[0] if isinstance(prompt, str) else rows
 
     async def detokenize(self, body: dict[str, Any]) -> str | list[str]:
@@ -337,34 +363,49 @@ class RequestValidator:
             raise self._too_long(f"has {len(ids)}", sent or param)
         self.vocabulary.check_ids(ids, param)
 
-    def _prompt_rules(self, special: bool, *, is_bounded: bool = True) -> PromptRules:
-        return PromptRules(
-            add_special_tokens=special, context_length=self.context_length, is_bounded=is_bounded
-        )
+    def _prompt_limit(self, *, is_bounded: bool = True) -> ContextLimit:
+        return ContextLimit(context_length=self.context_length, is_bounded=is_bounded)
 
-    async def _chat_ids(self, given: Any, options: RenderOptions, rules: PromptRules) -> array[int]:
-        """Token ids of the text that the chat template makes of the `messages` field."""
-        messages = msgspec.json.encode(given)
+    async def _chat_ids(self, chat: bytes, limit: ContextLimit) -> array[int]:
+        """Token ids of the text that the chat template makes of `encode_chat_fields`."""
         return await self._tokenizer.offload(
-            len(messages),
-            lambda: self._template.encode_messages(self._tokenizer, messages, options, rules),
+            len(chat), lambda: self._template.encode_chat(self._tokenizer, chat, limit)
         )
 
-    async def _check_messages(self, given: Any) -> None:
-        """Raise BadRequest for a `messages` field that cannot be rendered."""
-        messages = msgspec.json.encode(given)
-        await self._tokenizer.offload(
-            len(messages), lambda: self._template.normalize_messages(messages)
+    async def _check_chat(self, chat: bytes) -> None:
+        """Raise BadRequest for `encode_chat_fields` that cannot be rendered."""
+        await self._tokenizer.offload(len(chat), lambda: self._template.check_chat(chat))
+
+    def _reading_rules(
+        self, request: schema.ChatCompletionRequest, tools: ToolChoice
+    ) -> ReadingRules | None:
+        """None: the answer is one text."""
+        if tools.tools and self._format.tool_parser is None:
+            raise UnsupportedParameter(
+                "this engine does not know how the model writes tool calls; start it with --tool-parser NAME, or leave "
+                "tools out",
+                param="tools",
+            )
+        if not tools.tools and self._format.reasoning_parser is None:
+            return None
+        return ReadingRules(
+            tools=tools.tools,
+            calls_before=count_calls(request.messages) if tools.tools else 0,
+            parallel_tool_calls=_value_or(request.parallel_tool_calls, True),
+            separate_reasoning=_value_or(request.separate_reasoning, True),
+            stream_reasoning=_value_or(request.stream_reasoning, True),
+            include_reasoning=_value_or(request.include_reasoning, True),
         )
 
     async def _encode_texts(
-        self, texts: Sequence[str], rules: PromptRules, param: str
+        self, texts: Sequence[str], special: bool, limit: ContextLimit, param: str
     ) -> list[array[int]]:
-        """Token ids of texts, encoded in a thread if they are long."""
+        """Token ids of texts, encoded in a thread if they are long. `special`: with special tokens."""
         self._refuse_too_long(texts, param)
+        encode = self._tokenizer.encode_prompt
         return await self._tokenizer.offload(
             sum(map(len, texts)),
-            lambda: [self._tokenizer.encode_prompt(text, rules, param=param) for text in texts],
+            lambda: [encode(text, special, limit, param=param) for text in texts],
         )
 
     async def _decode(self, rows: Sequence[Sequence[int]], skip_special: bool) -> list[str]:
@@ -418,7 +459,7 @@ class RequestValidator:
         if raw and isinstance(raw[0], str):
             if not all(isinstance(t, str) for t in raw):
                 raise BadRequest(f"{param} must not mix texts and token ids", param=param)
-            rows = await self._encode_texts(raw, self._prompt_rules(special), param)
+            rows = await self._encode_texts(raw, special, self._prompt_limit(), param)
             for ids in rows:
                 self.vocabulary.check_encoded(ids, param)
             return rows
@@ -475,6 +516,18 @@ class RequestValidator:
         return _Common(
             request, accepted, params, prefix + min_name, first(s, "seed", "sampling_seed")[1]
         )
+
+    async def _with_grammar(
+        self, common: _Common, body: Mapping[str, Any], prefix: str = ""
+    ) -> _Common:
+        """The request with the grammar of its answer; `prefix`: of /generate's nested fields."""
+        grammar = await self.grammars.read(body, prefix, is_native=bool(prefix))
+        if not grammar.text:
+            return common
+        ignored = (*common.accepted.ignored, *grammar.ignored)
+        accepted = msgspec.structs.replace(common.accepted, ignored=ignored)
+        params = replace(common.params, grammar=grammar.text)
+        return replace(common, accepted=accepted, params=params)
 
     def _read_priority(self, value: int | None) -> int | None:
         config = self._config
@@ -606,36 +659,6 @@ def _read_rid(value: Any) -> str | None:
 
 def _to_secs(milliseconds: int | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
-
-
-def with_deadline_headers(accepted: AcceptedRequest, headers: Mapping[str, str]) -> AcceptedRequest:
-    """Deadlines that proxies state as headers: remaining time of the whole request, wanted time to first token [ms].
-
-    The smaller of field and header counts. Raises BadRequest for a header that is not a number of milliseconds.
-    """
-    if not any(name in headers for name in DEADLINE_HEADERS):
-        return accepted
-    ttft = [accepted.ttft_deadline_secs, *(_header_secs(headers, name) for name in TTFT_HEADERS)]
-    total = [accepted.deadline_secs, _header_secs(headers, DEADLINE_HEADER)]
-    return msgspec.structs.replace(
-        accepted, ttft_deadline_secs=_least_of(ttft), deadline_secs=_least_of(total)
-    )
-
-
-def _header_secs(headers: Mapping[str, str], name: str) -> float | None:
-    text = headers.get(name)
-    if text is None:
-        return None
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_DEADLINE_MS:
-        raise BadRequest(
-            f"header {name} is {text[:32]!r}, must be 1 to {MAX_DEADLINE_MS} milliseconds",
-            param=name,
-        )
-    return int(text) / 1000
-
-
-def _least_of(values: Iterable[float | None]) -> float | None:
-    return min((v for v in values if v is not None), default=None)
 
 
 def _is_batch(value: Any) -> bool:

@@ -17,6 +17,18 @@ class Dialect(Enum):
     CHAT = "chat"
     COMPLETIONS = "completions"
     GENERATE = "generate"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+
+    @property
+    def has_named_events(self) -> bool:
+        """Events, errors among them, have names."""
+        return self in (Dialect.RESPONSES, Dialect.MESSAGES)
+
+    @property
+    def repeats_logprobs(self) -> bool:
+        """The last event has the logprobs of all tokens once more."""
+        return self is Dialect.RESPONSES
 
 
 class ChoiceSpec(msgspec.Struct):
@@ -30,9 +42,26 @@ class ChoiceSpec(msgspec.Struct):
     """Length of the client's prompt."""
     left_context: Sequence[int]
     """Tokens that the text continues; empty for an answer that is a text of its own."""
+    prompt_end: Sequence[int]
+    """End of the prompt, where its reasoning begins or ends; empty for an answer that is one text."""
     stop_token_ids: tuple[int, ...]
     echo: str
     """Text of the prompt, in front of the answer."""
+
+
+class ReadingSpec(msgspec.Struct):
+    """How the parts of an answer are read and sent: reasoning, content and tool calls."""
+
+    tools: str
+    """JSON: name and parameters of each tool that the answer may call."""
+    calls_before: int
+    """Tool calls in the conversation before the answer."""
+    parallel_tool_calls: bool
+    separate_reasoning: bool
+    stream_reasoning: bool
+    include_reasoning: bool
+    reasoning_field: str
+    """Member that holds the reasoning: reasoning_content, reasoning or both."""
 
 
 class AnswerSpec(msgspec.Struct):
@@ -66,6 +95,14 @@ class AnswerSpec(msgspec.Struct):
     """Nothing is generated: the answer ends at once."""
     resumed_ids: tuple[int, ...]
     """Tokens that the client has from another engine."""
+    resumed_events: int | None
+    """Events in which they came, where events are numbered."""
+    is_limited_by_context: bool
+    """The context ends where the answer's limit is, before the limit that the client set."""
+    facts: str
+    """Facts of a translated request: JSON, or empty."""
+    reading: ReadingSpec | None
+    """None: the answer is one text."""
     choices: list[ChoiceSpec]
 
 

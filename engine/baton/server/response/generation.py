@@ -14,6 +14,7 @@ Invariants: after an error the other items are aborted and `next` raises, once w
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -27,9 +28,19 @@ from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.spans import ParentSpan
+from baton.server.request.text_rules import ReadingRules
 from baton.server.request.validation import AcceptedRequest, PromptItem
-from baton.server.response.answer_spec import AnswerSpec, ChoiceSpec, Dialect, encode_spec
+from baton.server.response.answer_spec import (
+    AnswerSpec,
+    ChoiceSpec,
+    Dialect,
+    ReadingSpec,
+    encode_spec,
+)
+from baton.server.text.native import native_extension
 from baton.server.worker.client import RankClient, RankSet
+
+log = logging.getLogger("baton.front")
 
 if TYPE_CHECKING:  # launch reports a missing extension in a sentence
     from baton._native import AnswerCounts, FirstToken
@@ -39,6 +50,7 @@ DEADLINE_GRACE_SECS = 5.0
 MAX_CONTEXT_TOKENS = 64
 """Longest end of a prompt that the text layer looks at to continue its text."""
 
+encode_json = msgspec.json.Encoder().encode
 decode_stages = msgspec.msgpack.Decoder(FirstTokenStages).decode
 
 
@@ -82,6 +94,8 @@ class Generation:
     """Called with the number of tokens as they come."""
     parent: ParentSpan | None = None
     """Parent of the ranks' spans."""
+    reasoning_field: str = "reasoning_content"
+    """Member of chat answers that holds the reasoning."""
     reports_tokens: bool = False
     """The stream has comments with which a router can resume it."""
 
@@ -101,6 +115,8 @@ class Generation:
         """Id in the text layer, while it is open."""
         self._deadline = self.arrived + self.timeout_secs
         self._error: EngineError | None = None
+        self._failure_end = b""
+        """Last bytes of a stream that an error ends."""
         self._waiter: asyncio.Future[None] | None = None
         self._chunks: list[bytes] = []
         self._has_all = False
@@ -172,18 +188,37 @@ class Generation:
             is_metered=self.on_generated is not None,
             is_empty=accepted.max_tokens_zero,
             resumed_ids=() if resume is None else resume.ids,
+            resumed_events=None if resume is None else resume.events,
+            is_limited_by_context=accepted.is_limited_by_context,
+            facts=accepted.facts,
+            reading=None if accepted.reading is None else self._reading_spec(accepted.reading),
             choices=[self._choice_spec(running) for running in self.items],
+        )
+
+    def _reading_spec(self, rules: ReadingRules) -> ReadingSpec:
+        return ReadingSpec(
+            tools=msgspec.json.encode(rules.tools).decode(),
+            calls_before=rules.calls_before,
+            parallel_tool_calls=rules.parallel_tool_calls,
+            separate_reasoning=rules.separate_reasoning,
+            stream_reasoning=rules.stream_reasoning,
+            include_reasoning=rules.include_reasoning,
+            reasoning_field=self.reasoning_field,
         )
 
     def _choice_spec(self, running: RunningItem) -> ChoiceSpec:
         item = running.item
         accepted = self.accepted
-        left_context = item.prompt[: item.asked_tokens][-MAX_CONTEXT_TOKENS:]
+        prompt = item.prompt[: item.asked_tokens]
+        left_context = prompt[-MAX_CONTEXT_TOKENS:]
+        # The message that an answer continues may have begun far in front.
+        prompt_end = prompt if accepted.text.continues_prompt else left_context
         return ChoiceSpec(
             handle=running.handle,
             counts_prompt=item.choice == 0,
             prompt_tokens=item.asked_tokens,
             left_context=left_context.tolist() if accepted.text.continues_prompt else (),
+            prompt_end=() if accepted.reading is None else prompt_end.tolist(),
             stop_token_ids=item.params.stop_token_ids,
             echo=accepted.echo[item.prompt_index] if accepted.echo else "",
         )
@@ -225,8 +260,31 @@ class Generation:
         """End it with an error, as when one item failed; the other items stop."""
         if self._error is None:
             self._error = error
+            self._write_failure(error)
             self._close_answer()
             self.wake()
+
+    def break_off(self, error: EngineError) -> bytes:
+        """End it with an error that the client has not seen: the last bytes of its stream."""
+        self._write_failure(error)
+        self.close()
+        return self._failure_end
+
+    def _write_failure(self, error: EngineError) -> None:
+        """Make the end of the stream while the text layer has the answer."""
+        if self._failure_end:
+            return
+        native = native_extension()
+        body = encode_json(error.body())
+        self._failure_end = native.broken_stream_end(body)
+        if self._answer is None or not self.dialect.has_named_events:
+            return
+        try:
+            end = self.ranks.answers.write_failure(self._answer, body)
+        except ValueError:
+            log.exception("rid=%s: the text layer could not write the stream's end", self.rid)
+            return
+        self._failure_end = end or self._failure_end
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -1,34 +1,30 @@
 """Chat messages to the ids of a prompt, with the checkpoint's own Jinja template.
 
-The work is done by `engine/text` (module `template`), without the GIL: messages cross as JSON, one call per request.
+The work is done by `engine/text` (modules `prompt` and `template`), without the GIL: the members of the body that
+decide the prompt cross as JSON (`encode_chat_fields`), one call per request.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from baton.server.text.native import call_or_refuse, native_extension
-from baton.server.text.tokenizer import PromptRules, Tokenizer
+from baton.server.text.tokenizer import ContextLimit, Tokenizer
+
+CHAT_FIELDS = (
+    "messages", "tools", "functions", "documents", "chat_template_kwargs", "reasoning_effort", "reasoning", "thinking",
+    "enable_thinking", "continue_final_message", "add_generation_prompt", "add_special_tokens",
+)  # fmt: skip
+"""Members of a chat body that decide its prompt: `ChatPrompt` of engine/text/src/prompt/chat.rs."""
 
 
-@dataclass(frozen=True, slots=True)
-class RenderOptions:
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """`chat_template_kwargs` and the like."""
-
-    @property
-    def native_flags(self) -> dict[str, bool]:
-        return {
-            "add_generation_prompt": self.add_generation_prompt,
-            "continue_final_message": self.continue_final_message,
-        }
+def encode_chat_fields(body: Mapping[str, Any]) -> bytes:
+    """JSON of the members of a chat body that decide its prompt."""
+    return msgspec.json.encode({name: body[name] for name in CHAT_FIELDS if name in body})
 
 
 class ChatTemplate:
@@ -42,29 +38,21 @@ class ChatTemplate:
         self.warning: str | None = defect or self._native.warning
         """Sentence for the log about a template that cannot be used; None: there is none, or it renders messages."""
 
-    def normalize_messages(self, messages: bytes) -> bytes:
-        """JSON of a body's `messages`, checked, in the form that the template takes. Raises BadRequest."""
-        normalized: bytes = call_or_refuse(self._native.normalize, messages)
+    def normalize_messages(self, chat: bytes) -> bytes:
+        """JSON of the messages in the form that the template takes. Raises BadRequest."""
+        normalized: bytes = call_or_refuse(self._native.normalize, chat)
         return normalized
 
-    def render_messages(self, messages: bytes, options: RenderOptions) -> str:
-        """Text of a body's `messages`, given as JSON. Raises BadRequest, with the template's own message if it refuses
-        them."""
-        variables = msgspec.json.encode(options.variables)
-        text: str = call_or_refuse(self._native.render, messages, variables, **options.native_flags)
+    def check_chat(self, chat: bytes) -> None:
+        """Raise BadRequest for a chat that cannot be rendered, but for what the template itself refuses."""
+        call_or_refuse(self._native.check, chat)
+
+    def render_chat(self, chat: bytes) -> str:
+        """Text of a chat's prompt. Raises BadRequest, with the template's own message if it refuses the messages."""
+        text: str = call_or_refuse(self._native.render, chat)
         return text
 
-    def encode_messages(
-        self, tokenizer: Tokenizer, messages: bytes, options: RenderOptions, rules: PromptRules
-    ) -> array[int]:
-        """Ids of the text of `messages`, given as JSON. Raises BadRequest, and PromptTooLong by the rules."""
-        variables = msgspec.json.encode(options.variables)
-        ids = call_or_refuse(
-            self._native.encode,
-            tokenizer.native,
-            messages,
-            variables,
-            **options.native_flags,
-            **rules.native_arguments,
-        )
+    def encode_chat(self, tokenizer: Tokenizer, chat: bytes, limit: ContextLimit) -> array[int]:
+        """Ids of a chat's prompt. Raises BadRequest, and PromptTooLong by the limit."""
+        ids = call_or_refuse(self._native.encode, tokenizer.native, chat, **limit.native_arguments)
         return array("i", ids)

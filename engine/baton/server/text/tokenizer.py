@@ -29,22 +29,20 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRules:
-    """How a text becomes a prompt."""
+class ContextLimit:
+    """Longest prompt."""
 
-    add_special_tokens: bool = True
     context_length: int = sys.maxsize
-    """Longest prompt. Longer texts are refused before they are tokenized, whatever their tokens [tokens]."""
+    """Longer texts are refused before they are tokenized, whatever their tokens [tokens]."""
     is_bounded: bool = True
     """More tokens than that are refused too."""
 
     @property
     def native_arguments(self) -> dict[str, Any]:
-        return {
-            "add_special_tokens": self.add_special_tokens,
-            "context_length": self.context_length,
-            "is_bounded": self.is_bounded,
-        }
+        return {"context_length": self.context_length, "is_bounded": self.is_bounded}
+
+
+NO_LIMIT = ContextLimit()
 
 
 class Tokenizer:
@@ -53,7 +51,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError for a folder without a tokenizer that can be read."""
         files = load_or_refuse(native_extension().TokenizerFiles, folder)
-        self._start(load_or_refuse(files.load_tokenizer))
+        self._start(load_or_refuse(files.load_tokenizer), files.added_tokens)
 
     @classmethod
     def four_byte(cls) -> Tokenizer:
@@ -62,7 +60,7 @@ class Tokenizer:
         tokenizer._start(native_extension().Tokenizer.four_byte())
         return tokenizer
 
-    def _start(self, native: Any) -> None:
+    def _start(self, native: Any, file_added: Sequence[tuple[str, str]] = ()) -> None:
         self.native = native
         """As other calls of the native extension take it."""
         self.vocab_size: int = native.vocab_size
@@ -74,14 +72,24 @@ class Tokenizer:
         """The exact bytes the token stands for (it may be part of a character); none for ids without a token."""
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenize")
         self._offloaded = 0
+        self._file_added = file_added
+        """Content and flags of the tokens that the files beside tokenizer.json add."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        rules = PromptRules(add_special_tokens=add_special_tokens)
-        return self.encode_prompt(text, rules, param="text").tolist()
+        ids = self.encode_prompt(text, add_special_tokens, NO_LIMIT, param="text")
+        return ids.tolist()
 
-    def encode_prompt(self, text: str, rules: PromptRules, *, param: str) -> array[int]:
-        """Raises PromptTooLong, which names `param`, by the rules."""
-        ids = call_or_refuse(self.native.encode, text, param=param, **rules.native_arguments)
+    def encode_prompt(
+        self, text: str, add_special_tokens: bool, limit: ContextLimit, *, param: str
+    ) -> array[int]:
+        """Raises PromptTooLong, which names `param`, by the limit."""
+        ids = call_or_refuse(
+            self.native.encode,
+            text,
+            param=param,
+            add_special_tokens=add_special_tokens,
+            **limit.native_arguments,
+        )
         return array("i", ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -99,6 +107,13 @@ class Tokenizer:
         """The tokens whose id is `first_id` or larger, by id."""
         tokens: dict[int, str] = self.native.tokens_from(first_id)
         return tokens
+
+    def added_tokens(self) -> list[tuple[int, str, bool]]:
+        """Tokens that the files beside tokenizer.json add: id, content, and True for special ones."""
+        ids = ((self.id_of(text), text, flags.endswith("1")) for text, flags in self._file_added)
+        return [
+            (token_id, text, special) for token_id, text, special in ids if token_id is not None
+        ]
 
     def id_of(self, token: str) -> int | None:
         token_id: int | None = self.native.id_of(token)

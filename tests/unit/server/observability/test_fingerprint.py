@@ -24,7 +24,8 @@ def of(path: Path, template: str | None = None, **layout: Any) -> dict[str, str]
     facts = model_info.load(build_config({"model_path": str(path)}))
     if template is not None:
         facts = dataclasses.replace(facts, chat_template=template)
-    return fingerprint(facts, tokenizer_hash(facts.tokenizer_path), LAYOUT | layout)
+    tokenizer = tokenizer_hash(facts.tokenizer_path)
+    return fingerprint(facts, tokenizer, LAYOUT | layout, "hermes", "g1")
 
 
 @pytest.fixture

@@ -26,9 +26,11 @@ from baton.errors import (
     PromptTooLong,
     UnsupportedParameter,
 )
+from baton.server.http.deadline_headers import with_deadline_headers
 from baton.server.request import schema
+from baton.server.request.grammar.constraint import GrammarFields
 from baton.server.request.placement import seed_of_room
-from baton.server.request.validation import AcceptedRequest, RequestValidator, with_deadline_headers
+from baton.server.request.validation import AcceptedRequest, RequestValidator
 from baton.server.text import model_info
 from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.tokenizer import Tokenizer
@@ -122,13 +124,13 @@ def test_conversation_of_many_messages_is_read_beside_the_event_loop(
 ) -> None:
     threads = []
 
-    encode = ChatTemplate.encode_messages
+    encode = ChatTemplate.encode_chat
 
     def recorded(template: ChatTemplate, *args: Any) -> array[int]:
         threads.append(threading.current_thread() is threading.main_thread())
         return encode(template, *args)
 
-    monkeypatch.setattr(ChatTemplate, "encode_messages", recorded)
+    monkeypatch.setattr(ChatTemplate, "encode_chat", recorded)
     for count in (1, 2000):
         with contextlib.suppress(PromptTooLong):
             form(make(), messages=[{"role": "user", "content": "x"}] * count)
@@ -244,7 +246,7 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"frequency_penalty": -2.1}, "invalid_value", "frequency_penalty"),
     ({"repetition_penalty": 0}, "invalid_value", "repetition_penalty"),
     ({"n": 0}, "invalid_value", "n"),
-    ({"n": 17}, "invalid_value", "n"),
+    ({"n": 129}, "invalid_value", "n"),
     ({"max_tokens": 0}, "invalid_value", "max_tokens"),
     ({"max_tokens": CONTEXT}, "context_length_exceeded", "*"),
     ({"min_tokens": 5, "max_tokens": 4}, "invalid_value", "min_tokens"),
@@ -271,11 +273,10 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"ttft_deadline_ms": 0}, "invalid_value", "ttft_deadline_ms"),
     ({"deadline_ms": "soon"}, "invalid_value", "deadline_ms"),
     ({"cache_salt": 1}, "invalid_value", "cache_salt"),
-    ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
-    ({"regex": "a+"}, "unsupported_parameter", "regex"),
+    ({"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
+    ({"regex": "(?=a)"}, "invalid_value", "regex"),
     ({"lora_path": "x"}, "unsupported_parameter", "lora_path"),
     ({"prompt_logprobs": 1}, "unsupported_parameter", "prompt_logprobs"),
-    ({"include_reasoning": False}, "unsupported_parameter", "include_reasoning"),
     ({"thinking_token_budget": 5}, "unsupported_parameter", "thinking_token_budget"),
     ({"truncation_side": "left"}, "unsupported_parameter", "truncation_side"),
     ({"bootstrap_room": -1}, "invalid_value", "bootstrap_room"),
@@ -303,6 +304,7 @@ def test_bad_fields_are_named(
     assert caught.value.param == expected
 
 
+WEATHER = {"type": "function", "function": {"name": "get_weather"}}
 CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "missing_field", "messages"),
     ({"messages": []}, "invalid_value", "messages"),
@@ -326,8 +328,10 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "context_length_exceeded",
         "messages",
     ),
-    ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
-    ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+    ({"tools": [{"type": "function"}]}, "missing_field", "tools[0].function"),
+    ({"tools": [WEATHER]}, "unsupported_parameter", "tools"),
+    ({"tools": [WEATHER], "tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+    ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
     ({"echo": True}, "unsupported_parameter", "echo"),
     ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
@@ -395,7 +399,8 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling_params": {"n": 1.5}}, "invalid_value", "sampling_params.n"),
     ({"sampling_params": {"top_p": 3}}, "invalid_value", "sampling_params.top_p"),
     ({"sampling_params": {"max_new_tokens": 0}}, "invalid_value", "sampling_params.max_new_tokens"),
-    ({"sampling_params": {"regex": "a"}}, "unsupported_parameter", "sampling_params.regex"),
+    ({"sampling_params": {"regex": "("}}, "invalid_value", "sampling_params.regex"),
+    ({"regex": "a"}, "unsupported_parameter", "regex"),
     (
         {"sampling_params": {"min_new_tokens": 9, "max_new_tokens": 3}},
         "invalid_value",
@@ -438,11 +443,9 @@ REQUESTS = (
     schema.CompletionRequest,
     schema.GenerateRequest,
     schema.GenerateSampling,
+    GrammarFields,
 )
-FIELDS = sorted(
-    {name for request in REQUESTS for name in request.__struct_fields__}
-    | {"tools", "response_format"}
-)
+FIELDS = sorted({name for request in REQUESTS for name in request.__struct_fields__} | {"tools"})
 SHARING = {"priority_classes": "a:2,b:1", "tenant_config": "{}"}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from baton._native import AnswerTable
+from baton._native import AnswerFormat, AnswerTable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,13 +87,18 @@ def accept(n: int, rules: TextRules, logprobs: int, *, stream: bool = True) -> A
     )
 
 
+def plain_format(tokenizer: Tokenizer) -> AnswerFormat:
+    """Answers that are one text."""
+    return AnswerFormat(None, tokenizer.native, "none", "none")
+
+
 def begin(
     accepted: AcceptedRequest,
     tokenizer: Tokenizer,
     timeout_secs: float = 60.0,
     dialect: Dialect = Dialect.CHAT,
 ) -> tuple[Generation, StubRanks]:
-    ranks = StubRanks(AnswerTable(tokenizer.native, GAP_BUCKETS))
+    ranks = StubRanks(AnswerTable(tokenizer.native, plain_format(tokenizer), GAP_BUCKETS))
     g = Generation(
         rid="r",
         request_id="r",

@@ -16,8 +16,8 @@ from baton.errors import QueueFull
 from baton.server.text.tokenizer import (
     INLINE_CHARS,
     MAX_WAITING,
+    NO_LIMIT,
     WORKERS,
-    PromptRules,
     Tokenizer,
 )
 from tests.support.goldens import token_goldens
@@ -70,7 +70,7 @@ def test_long_texts_are_encoded_on_the_pool_without_the_gil() -> None:
 
     def encode() -> tuple[str, int]:
         before = turns
-        tokenizer.encode_prompt("router " * 100_000, PromptRules(), param="prompt")
+        tokenizer.encode_prompt("router " * 100_000, True, NO_LIMIT, param="prompt")
         return threading.current_thread().name, turns - before
 
     async def turn_the_loop() -> tuple[str, int]:

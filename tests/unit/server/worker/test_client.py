@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
-from baton._native import AnswerTable, FirstToken
+from baton._native import AnswerFormat, AnswerTable, FirstToken
 
 from baton.errors import EngineDead, EngineError, QueueFull, RequestTimeout
 from baton.sched.types.events import EmittedTokens
@@ -125,6 +125,7 @@ class Stage:
             counts_prompt=True,
             prompt_tokens=prompt,
             left_context=(),
+            prompt_end=(),
             stop_token_ids=(),
             echo="",
         )
@@ -172,7 +173,8 @@ def play(
             push_to_rank
         ) in pushes:  # a rank is connected long before it is ready: it loads the model in between
             assert await asyncio.to_thread(push_to_rank.poll, 1000 * DEADLINE_SECS, zmq.POLLOUT)
-        answers = AnswerTable(Tokenizer.four_byte().native, [0.5])
+        tokenizer = Tokenizer.four_byte().native
+        answers = AnswerTable(tokenizer, AnswerFormat(None, tokenizer, "none", "none"), [0.5])
         ranks = RankSet(pull, pushes, limit, answers)
         try:
             await scene(Stage(ranks, push, pulls))

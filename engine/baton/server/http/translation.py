@@ -1,0 +1,64 @@
+"""Requests of /v1/responses and /v1/messages: translated to chat requests, which validation.py checks.
+
+The translation is in `engine/text` (Rust, module `dialect::translate`). Refusals name the members of the client's own
+body, those of validation.py too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from baton.errors import EngineError, InvalidJson
+from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.text.native import call_or_refuse, native_extension
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTranslator:
+    """Reads the requests of both APIs."""
+
+    validator: RequestValidator
+
+    async def responses(self, raw: bytes) -> AcceptedRequest:
+        return await self._accept("responses", raw)
+
+    async def messages(self, raw: bytes) -> AcceptedRequest:
+        return await self._accept("messages", raw)
+
+    async def count_tokens(self, raw: bytes) -> int:
+        """Tokens of the prompt of a request to /v1/messages/count_tokens."""
+        return (await self._accept("count_tokens", raw)).prompt_tokens
+
+    async def _accept(self, form: str, raw: bytes) -> AcceptedRequest:
+        """Raises EngineError that names a member of the client's body."""
+        translated = call_or_refuse(native_extension().translate_request, form, raw)
+        try:
+            accepted = await self.validator.chat(_decode(translated.chat), clamps_limit=True)
+        except EngineError as err:
+            raise _with_client_param(err, translated) from None
+        ignored = (*translated.ignored, *map(translated.client_param, accepted.ignored))
+        return msgspec.structs.replace(
+            accepted, facts=translated.facts, ignored=tuple(dict.fromkeys(ignored))
+        )
+
+
+def _decode(chat: bytes) -> dict[str, Any]:
+    """The translated body: JSON, apart from what the client's own strings have of malformed escapes."""
+    try:
+        return msgspec.json.decode(chat, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as err:
+        raise InvalidJson(f"the body is not JSON: {err}") from err
+
+
+def _with_client_param(err: EngineError, translated: Any) -> EngineError:
+    """The error with the client's name of the member, which its message begins with in most cases."""
+    if err.param is None:
+        return err
+    param = translated.client_param(err.param)
+    message = err.message
+    if message.startswith(err.param):
+        message = param + message.removeprefix(err.param)
+    return type(err)(message, param=param, retry_after_secs=err.retry_after_secs)
