@@ -346,15 +346,21 @@ pub fn error_body(message: &str, kind: &str, param: Option<&str>, code: &str) ->
 #[derive(Clone, Copy)]
 pub struct ErrorCode(pub &'static str);
 
+/// Extension of error responses: the body, for paths whose errors have another form.
+#[derive(Clone)]
+pub struct ErrorBody(pub Bytes);
+
 impl IntoResponse for RouteError {
     fn into_response(self) -> Response {
         let status = self.status();
+        let body = self.body();
         let mut response = (
             status,
             [(header::CONTENT_TYPE, "application/json")],
-            self.body(),
+            body.clone(),
         )
             .into_response();
+        response.extensions_mut().insert(ErrorBody(body));
         if let Some(secs) = self.retry_after_secs() {
             response
                 .headers_mut()

@@ -31,6 +31,14 @@ function stopSequences() {
   return lines.length ? lines : undefined;
 }
 
+/** Tools as the reader wrote them; an empty field is none. Throws SyntaxError. */
+function offeredTools() {
+  const text = byId("tools").value.trim();
+  if (text === "") return undefined;
+  const tools = JSON.parse(text);
+  return Array.isArray(tools) ? tools : [tools];
+}
+
 function bodyFor(messages, isStream) {
   const system = byId("system").value.trim();
   return {
@@ -41,6 +49,7 @@ function bodyFor(messages, isStream) {
     max_tokens: Number(byId("max_tokens").value),
     seed: optionalNumber("seed"),
     stop: stopSequences(),
+    tools: offeredTools(),
     ignore_eos: byId("ignore_eos").checked || undefined,
     stream: isStream || undefined,
     stream_options: isStream ? { include_usage: true } : undefined,
@@ -76,10 +85,13 @@ function newRequestId() {
 
 // ---- messages ----
 
+const WHO = { user: "You", assistant: "Answer", tool: "Result" };
+const MESSAGE_HINT = byId("message").placeholder;
+
 function addMessage(role, text) {
   byId("empty").hidden = true;
   const content = el("div", { class: "text", dir: "auto" }, text);
-  const item = el("li", { class: `message ${role}` }, el("h2", { class: "who" }, role === "user" ? "You" : "Answer"), content);
+  const item = el("li", { class: `message ${role}` }, el("h2", { class: "who" }, WHO[role]), content);
   byId("messages").append(item);
   return { item, content };
 }
@@ -97,6 +109,8 @@ class Answer {
   constructor() {
     this.id = newRequestId();
     this.text = "";
+    this.reasoning = null;
+    this.calls = [];
     this.startedAt = performance.now();
     this.firstAt = null;
     this.endedAt = null;
@@ -126,16 +140,61 @@ class Answer {
     if (chunk.error) throw new RouterError(200, chunk.error.code, chunk.error.message, 0);
     if (chunk.usage) this.usage = chunk.usage;
     const choice = chunk.choices?.[0];
-    const piece = choice?.delta?.content;
     if (choice?.finish_reason) this.finish = choice.finish_reason;
-    if (!piece) return;
+    const { content, reasoning_content: reasoning, tool_calls: calls } = choice?.delta ?? {};
+    if (!content && !reasoning && !calls) return;
     const isFirst = this.firstAt === null;
     this.firstAt ??= performance.now();
-    this.text += piece;
-    keepInView(() => this.content.append(piece));
+    keepInView(() => {
+      if (reasoning) this.takeReasoning(reasoning);
+      if (content) {
+        this.text += content;
+        this.content.append(content);
+      }
+      for (const call of calls ?? []) this.takeCall(call);
+    });
     if (!isFirst) return;
     this.show();
     this.nextLookMs = 0; // the router knows the first token too
+  }
+
+  /** Reasoning is folded: it is long, and not the answer. */
+  takeReasoning(piece) {
+    if (this.reasoning === null) {
+      this.reasoning = el("div", { class: "text", dir: "auto" });
+      this.content.before(el("details", { class: "reasoning" }, el("summary", {}, "Reasoning"), this.reasoning));
+    }
+    this.reasoning.append(piece);
+  }
+
+  takeCall({ index, id, function: { name, arguments: piece } }) {
+    if (id) {
+      const text = el("code", { class: "arguments" });
+      const item = el("div", { class: "call" }, el("h3", {}, `Calls ${name}`), el("pre", {}, text));
+      this.outcome.before(item);
+      this.calls[index] = { id, name, arguments: "", text, item };
+    }
+    const call = this.calls[index];
+    call.arguments += piece;
+    call.text.append(piece);
+  }
+
+  /** The message as the next request carries it; null if there is none. */
+  get message() {
+    const calls = this.calls.map(({ id, name, arguments: text }) => (
+      { id, type: "function", function: { name, arguments: text } }));
+    if (!this.text && !calls.length) return null;
+    return { role: "assistant", content: this.text || null, tool_calls: calls.length ? calls : undefined };
+  }
+
+  /** A JSON answer is shown indented, and so are the arguments of calls. */
+  indent() {
+    const shown = [[this.content, this.text], ...this.calls.map((call) => [call.text, call.arguments])];
+    for (const [element, text] of shown) {
+      const indented = indentedJson(text);
+      if (indented !== null) element.replaceChildren(indented);
+    }
+    if (indentedJson(this.text) !== null) this.content.classList.add("json");
   }
 
   /** The bar from the router's timeline, or from this page's clock where the timeline is not to be had. */
@@ -202,11 +261,41 @@ class Answer {
   }
 }
 
-const FINISHES = { stop: "", length: "Stopped at max tokens." };
+const FINISHES = { stop: "", length: "Stopped at max tokens.", tool_calls: "Waits for the result of the call." };
+
+/** Objects and arrays, indented; null for other text. */
+function indentedJson(text) {
+  if (!/^\s*[[{]/.test(text)) return null;
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return null;
+  }
+}
+
+/** The next message answers these calls, one line for each. */
+let openCalls = [];
+
+function showOpenCalls(calls) {
+  openCalls = calls;
+  const names = calls.map((call) => call.name).join(", ");
+  byId("message").placeholder = calls.length
+    ? `Result of ${names}${calls.length > 1 ? ", one line for each" : ""}`
+    : MESSAGE_HINT;
+}
+
+/** The messages that a text of the reader becomes: results of open calls, or a message of the user. */
+function messagesOf(text) {
+  if (!openCalls.length) return [{ role: "user", content: text }];
+  const lines = openCalls.length > 1 ? text.split("\n") : [text];
+  return openCalls.map((call, place) => ({ role: "tool", tool_call_id: call.id, content: lines[place] ?? "" }));
+}
 
 async function send(text) {
-  conversation.push({ role: "user", content: text });
-  addMessage("user", text);
+  const sent = messagesOf(text);
+  conversation.push(...sent);
+  addMessage(openCalls.length ? "tool" : "user", text);
+  showOpenCalls([]);
   const answer = new Answer();
   running = answer;
   showRunning();
@@ -232,8 +321,10 @@ async function send(text) {
       if (error instanceof RouterError && error.isAboutKeys) askForKeys(error.message);
     }
   }
-  if (answer.text) conversation.push({ role: "assistant", content: answer.text });
-  else conversation.pop(); // no answer: the next message does not carry this one
+  if (answer.message) conversation.push(answer.message);
+  else conversation.splice(-sent.length); // no answer: the next message does not carry these
+  if (answer.finish === "tool_calls") showOpenCalls(answer.calls);
+  answer.indent();
   running = null;
   showRunning();
   await answer.end(said);
@@ -258,7 +349,7 @@ async function dryRun() {
   }
   notice("");
   const isNew = byId("message").value.trim() !== "";
-  const messages = isNew ? [...conversation, { role: "user", content: text }] : conversation;
+  const messages = isNew ? [...conversation, ...messagesOf(text)] : conversation;
   try {
     const response = await ask("../v1/chat/completions", {
       method: "POST", isControl: true, body: JSON.stringify(bodyFor(messages, false)),
@@ -295,8 +386,18 @@ byId("stop").addEventListener("click", () => {
   running?.abort.abort();
   byId("message").focus();
 });
+byId("tools").addEventListener("input", (event) => {
+  let problem = "";
+  try {
+    offeredTools();
+  } catch (error) {
+    problem = `The tools are no JSON: ${error.message}`;
+  }
+  event.target.setCustomValidity(problem);
+});
 byId("clear").addEventListener("click", () => {
   conversation.length = 0;
+  showOpenCalls([]);
   byId("messages").replaceChildren();
   byId("empty").hidden = false;
   notice("");

@@ -51,6 +51,7 @@ use crate::dispatch::retry::send_with_retries;
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::response::keepalive::with_keepalive;
+use crate::response::stream_error::StreamErrorForm;
 use crate::response::stream_headers::sse_headers;
 use crate::transport::headers::end_to_end;
 
@@ -58,7 +59,8 @@ use crate::transport::headers::end_to_end;
 pub async fn generate(app: Arc<AppState>, request: Box<RequestContext>) -> Response {
     let interval = Duration::from_secs(app.config.limits.sse_keepalive_secs);
     if request.scan.stream && !interval.is_zero() {
-        with_keepalive(Box::pin(attempt_answer(app, request)), interval).await
+        let error_form = StreamErrorForm::of_request(&request.scan, &request.record.rid);
+        with_keepalive(Box::pin(attempt_answer(app, request)), interval, error_form).await
     } else {
         attempt_answer(app, request).await
     }

@@ -68,6 +68,8 @@ pub struct ResumeBuffer {
     has_ids: bool,
     seed: Option<u64>,
     created: Option<u64>,
+    /// Events that passed, where they are numbered.
+    events: Option<u64>,
     /// Whole events whose tokens are not known yet.
     waiting: Vec<Bytes>,
     waiting_len: usize,
@@ -85,6 +87,7 @@ impl ResumeBuffer {
             has_ids: false,
             seed: None,
             created: None,
+            events: None,
             waiting: Vec::new(),
             waiting_len: 0,
             share: memory.share(),
@@ -162,6 +165,7 @@ impl ResumeBuffer {
             })?;
         self.seed = self.seed.or(identity.seed);
         self.created = self.created.or(identity.created);
+        self.events = identity.events.or(self.events);
         match self.seed.and(self.created) {
             Some(_) => Ok(()),
             None => Err(NotResumable::Malformed),
@@ -220,6 +224,7 @@ impl ResumeBuffer {
             ids: &self.ids[..self.passed],
             seed,
             created,
+            events: self.events,
             fingerprint,
         };
         request.to_member()
@@ -233,6 +238,7 @@ impl ResumeBuffer {
         if self.passed == 0 {
             self.seed = None;
             self.created = None;
+            self.events = None;
         }
     }
 }
@@ -279,6 +285,19 @@ mod tests {
 
     fn pass(buffer: &mut ResumeBuffer, text: &str) -> Result<String, BrokenStream> {
         pass_piece(&mut EventSplitter::default(), buffer, text)
+    }
+
+    #[test]
+    fn number_of_events_is_that_of_the_last_comment_that_passed() {
+        let mut buffer = buffer();
+        let stream = ": baton {\"ids\":[5],\"seed\":7,\"created\":9,\"events\":4}\ndata: 3\n\n\
+            : baton {\"ids\":[],\"events\":5}\ndata: 4\n\ndata: 5\n\n";
+        pass(&mut buffer, stream).unwrap();
+        buffer.forget_unpassed();
+        assert_eq!(
+            buffer.to_json_field(&BTreeMap::new()),
+            "\"baton_resume\":{\"ids\":[5],\"seed\":7,\"created\":9,\"events\":5}"
+        );
     }
 
     proptest! {

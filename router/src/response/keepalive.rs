@@ -13,12 +13,12 @@ use std::time::Duration;
 
 use axum::body::{Body as AxumBody, to_bytes};
 use axum::response::Response;
-use baton_text::dialect::sse::single_event_stream;
 use bytes::Bytes;
 use futures_util::{StreamExt, TryFutureExt, stream};
 use http::StatusCode;
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
+use crate::response::stream_error::StreamErrorForm;
 use crate::response::stream_headers::{is_sse, sse_headers};
 
 const COMMENT: &[u8] = b": keep-alive\n\n";
@@ -53,20 +53,25 @@ impl KeepAlive {
 type Answering = Pin<Box<dyn Future<Output = Response> + Send>>;
 
 /// Wait for the answer; when it takes longer than `every`, answer with comments until it comes.
-pub async fn with_keepalive(mut answering: Answering, every: Duration) -> Response {
+/// `error_form`: of an error that comes then.
+pub async fn with_keepalive(
+    mut answering: Answering,
+    every: Duration,
+    error_form: StreamErrorForm,
+) -> Response {
     if let Ok(answer) = timeout(every, &mut answering).await {
         return answer;
     }
     // The first comment goes with the head.
     let first = stream::iter([AxumBody::from(COMMENT)]);
-    let waiting = Some((answering, KeepAlive::new(every)));
+    let waiting = Some((answering, KeepAlive::new(every), error_form));
     let rest = stream::unfold(waiting, |waiting| async move {
-        let (mut answering, mut keepalive) = waiting?;
+        let (mut answering, mut keepalive, error_form) = waiting?;
         tokio::select! {
             biased;
-            answer = &mut answering => Some((stream_of(answer), None)),
+            answer = &mut answering => Some((stream_of(answer, error_form), None)),
             comment = poll_fn(|cx| keepalive.poll(cx)) => {
-                Some((comment.into(), Some((answering, keepalive))))
+                Some((comment.into(), Some((answering, keepalive, error_form))))
             }
         }
     });
@@ -77,10 +82,12 @@ pub async fn with_keepalive(mut answering: Answering, every: Duration) -> Respon
 }
 
 /// Stream of an answer: a JSON body, most likely an error, becomes one event.
-fn stream_of(answer: Response) -> AxumBody {
+fn stream_of(answer: Response, error_form: StreamErrorForm) -> AxumBody {
     if answer.status() == StatusCode::OK && is_sse(answer.headers()) {
         return answer.into_body();
     }
     let json = to_bytes(answer.into_body(), usize::MAX);
-    AxumBody::from_stream(stream::once(json.map_ok(|json| single_event_stream(&json))))
+    AxumBody::from_stream(stream::once(
+        json.map_ok(move |json| error_form.stream_of_body(&json)),
+    ))
 }

@@ -4,5 +4,7 @@
 pub(crate) mod failover;
 /// Comments that keep a stream open before its first event.
 pub(crate) mod keepalive;
+/// Errors in streams.
+pub(crate) mod stream_error;
 /// Headers of streams.
 pub(crate) mod stream_headers;

@@ -10,6 +10,9 @@ use crate::support::{Client, Mock, Router, chat, eventually, timed};
 const ROUTES: &[(&str, &str, &str, u16)] = &[
     ("POST", "/v1/chat/completions", "client", 200),
     ("POST", "/v1/completions", "client", 200),
+    ("POST", "/v1/responses", "client", 200),
+    ("POST", "/v1/messages", "client", 200),
+    ("POST", "/v1/messages/count_tokens", "client", 200),
     ("POST", "/generate", "client", 200),
     ("PUT", "/generate", "client", 200),
     ("POST", "/tokenize", "client", 200),

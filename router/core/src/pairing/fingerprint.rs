@@ -5,19 +5,31 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use serde::{Deserialize, Serialize};
 
 /// Fields that a worker may report under `fingerprint`, in the order of a [`WorkerFingerprint`].
-pub const FINGERPRINT_FIELDS: [&str; 6] = [
+pub const FINGERPRINT_FIELDS: [&str; 8] = [
     "model",
     "tokenizer",
     "chat_template",
     "page_size",
     "dtype",
     "kv_layout",
+    "grammar",
+    "answer_format",
 ];
 
 /// Number per aspect; 0 is one that the worker did not report, which fits every other: SGLang's and
 /// vLLM's report none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(from = "Vec<u64>")]
 pub struct WorkerFingerprint([u64; FINGERPRINT_FIELDS.len()]);
+
+impl From<Vec<u64>> for WorkerFingerprint {
+    /// Numbers as a decision log has them: one of an older router has fewer aspects.
+    fn from(numbers: Vec<u64>) -> Self {
+        Self(std::array::from_fn(|i| {
+            numbers.get(i).copied().unwrap_or(0)
+        }))
+    }
+}
 
 impl WorkerFingerprint {
     /// `value_of` gives the value of each aspect.
@@ -49,6 +61,7 @@ fn hash_value(text: &str) -> u64 {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -71,6 +84,18 @@ mod tests {
         );
         assert!(
             fingerprint("", "bf16").is_compatible(&a) && !fingerprint("", "f32").is_compatible(&a)
+        );
+    }
+
+    #[test]
+    fn numbers_of_an_older_router_are_read() {
+        let older: WorkerFingerprint = serde_json::from_str("[1,2,3,4,5,6]").unwrap();
+        let own = WorkerFingerprint([1, 2, 3, 4, 5, 6, 7, 8]);
+        assert!(older.is_compatible(&own));
+        let text = serde_json::to_string(&own).unwrap();
+        assert_eq!(
+            serde_json::from_str::<WorkerFingerprint>(&text).unwrap(),
+            own
         );
     }
 }

@@ -85,6 +85,7 @@ pub enum ProtocolCode {
     Timeout,
     Deadline,
     PoisonRequest,
+    GrammarFailed,
     InternalError,
     NonfiniteLogits,
     DuplicateRoom,
@@ -143,7 +144,8 @@ impl ProtocolCode {
             | TooManyWorkers
             | Timeout
             | Deadline
-            | PoisonRequest => RetryClass::Refused,
+            | PoisonRequest
+            | GrammarFailed => RetryClass::Refused,
             InternalError | NonfiniteLogits => RetryClass::Unexplained,
             DuplicateRoom | PrefillFailed | KvTransferFailed | KvTransferTimeout
             | UpstreamError | PairIncompatible | PromptMismatch | BootstrapUnreachable

@@ -7,18 +7,20 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use baton_text::dialect::answer_end::{StreamEnd, StreamTail};
-use baton_text::dialect::sse::{DONE_AFTER_BREAK, error_epilogue};
+use baton_text::dialect::sse::DONE_AFTER_BREAK;
 use bytes::Bytes;
 use http::StatusCode;
 
 use crate::error::RouteError;
 use crate::request::body_memory::MemoryBudget;
 use crate::response::failover::{BrokenStream, NotResumable, ResumeBuffer};
+use crate::response::stream_error::StreamErrorForm;
 
 pub struct ClientAnswer {
     pub status: StatusCode,
     queued: VecDeque<Bytes>,
     form: AnswerForm,
+    error_form: StreamErrorForm,
 }
 
 enum AnswerForm {
@@ -67,7 +69,14 @@ impl ClientAnswer {
             status,
             queued: VecDeque::with_capacity(2),
             form,
+            error_form: StreamErrorForm::ErrorObject,
         }
+    }
+
+    /// Errors of the router have this form.
+    pub fn with_error_form(mut self, form: StreamErrorForm) -> Self {
+        self.error_form = form;
+        self
     }
 
     pub fn is_stream(&self) -> bool {
@@ -131,7 +140,9 @@ impl ClientAnswer {
 
     /// End the stream with an error of the router.
     pub fn push_error(&mut self, err: &RouteError) {
-        self.queued.push_back(error_epilogue(&err.body()));
+        let events = self.tail().map_or(0, StreamTail::event_count);
+        let end = self.error_form.stream_end(&err.body(), events);
+        self.queued.push_back(end);
     }
 
     /// End the stream with the error event that its worker sent.

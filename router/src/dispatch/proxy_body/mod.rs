@@ -45,6 +45,7 @@ use crate::dispatch::context::RequestContext;
 use crate::dispatch::prefill_leg::PrefillAttempt;
 use crate::error::RouteError;
 use crate::response::failover::NotResumable;
+use crate::response::stream_error::StreamErrorForm;
 
 /// Body of an answer to a client.
 pub struct ProxyBody {
@@ -70,6 +71,10 @@ impl ProxyBody {
         } else {
             ClientAnswer::whole(status)
         };
+        if opened.is_sse || opened.has_token_ids {
+            let form = StreamErrorForm::of_request(&request.scan, &request.record.rid);
+            answer = answer.with_error_form(form);
+        }
         if opened.answer.is_of_other_process {
             answer.disable_resume(NotResumable::UnknownWorker);
         }

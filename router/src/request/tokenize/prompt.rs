@@ -5,11 +5,9 @@
 //! [`TokenizeFallback`]: the router goes by the text's bytes then, and the engine decides.
 
 use baton_text::dialect::Dialect;
-use baton_text::template::{ChatTemplate, RenderOptions, members_of, read_json};
-use minijinja::Value;
+use baton_text::prompt::ChatPrompt;
+use baton_text::template::ChatTemplate;
 use serde::Deserialize;
-use serde::de::IgnoredAny;
-use serde_json::value::RawValue;
 
 /// Why a prompt was not tokenized. The name is a metric label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
@@ -37,23 +35,6 @@ pub struct PromptTexts {
     pub add_special_tokens: bool,
     /// The body holds a list, even if of one.
     pub is_list: bool,
-}
-
-#[derive(Deserialize)]
-struct Chat<'a> {
-    #[serde(borrow)]
-    messages: &'a RawValue,
-    #[serde(borrow)]
-    chat_template_kwargs: Option<&'a RawValue>,
-    reasoning_effort: Option<String>,
-    continue_final_message: Option<bool>,
-    add_generation_prompt: Option<bool>,
-    add_special_tokens: Option<bool>,
-    #[serde(borrow)]
-    tools: Option<&'a RawValue>,
-    #[serde(borrow)]
-    documents: Option<&'a RawValue>,
-    chat_template: Option<IgnoredAny>,
 }
 
 #[derive(Deserialize)]
@@ -97,9 +78,9 @@ pub fn texts_of(
 ) -> Result<PromptTexts, TokenizeFallback> {
     match api {
         Dialect::Chat => {
-            let chat: Chat = read(body)?;
+            let chat = ChatPrompt::read(body).map_err(|_| TokenizeFallback::Unread)?;
             Ok(PromptTexts {
-                add_special_tokens: chat.add_special_tokens.unwrap_or(false),
+                add_special_tokens: chat.add_special_tokens(),
                 texts: vec![render(&chat, template)?],
                 is_list: false,
             })
@@ -110,6 +91,8 @@ pub fn texts_of(
                 .prompt
                 .into_texts(completion.add_special_tokens.unwrap_or(true)))
         }
+        // Their prompts are put together by the engine.
+        Dialect::Responses | Dialect::Messages => Err(TokenizeFallback::Unread),
         Dialect::Generate => {
             let generate: Generate = read(body)?;
             Ok(generate
@@ -125,46 +108,15 @@ fn read<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, TokenizeFallback> {
     serde_json::from_slice(body).map_err(|_| TokenizeFallback::Unread)
 }
 
-fn render(chat: &Chat<'_>, template: &ChatTemplate) -> Result<String, TokenizeFallback> {
+fn render(chat: &ChatPrompt<'_>, template: &ChatTemplate) -> Result<String, TokenizeFallback> {
     if template.defect().is_some() {
         return Err(TokenizeFallback::NoTemplate);
     }
-    if chat.chat_template.is_some() {
+    if chat.has_template() || chat.check(template).is_err() {
         return Err(TokenizeFallback::Unread);
     }
-    let continues = chat.continue_final_message.unwrap_or(false);
-    let messages = value_of(chat.messages)?;
-    let messages = template
-        .normalize(&messages)
-        .map_err(|_| TokenizeFallback::Unread)?;
-    let options = RenderOptions {
-        add_generation_prompt: chat.add_generation_prompt.unwrap_or(!continues),
-        continue_final_message: continues,
-        variables: variables(chat)?,
-    };
-    template.render(messages, options).map_err(|refusal| {
+    chat.render(template).map_err(|refusal| {
         tracing::debug!(%refusal, "the chat template refuses a request");
         TokenizeFallback::Template
     })
-}
-
-/// Variables of the template that the body states.
-fn variables(chat: &Chat<'_>) -> Result<Vec<(String, Value)>, TokenizeFallback> {
-    let mut variables = Vec::new();
-    for (name, given) in [("tools", chat.tools), ("documents", chat.documents)] {
-        if let Some(value) = given {
-            variables.push((name.to_owned(), value_of(value)?));
-        }
-    }
-    if let Some(effort) = &chat.reasoning_effort {
-        variables.push(("reasoning_effort".to_owned(), effort.into()));
-    }
-    if let Some(given) = chat.chat_template_kwargs {
-        variables.extend(members_of(&value_of(given)?).ok_or(TokenizeFallback::Unread)?);
-    }
-    Ok(variables)
-}
-
-fn value_of(json: &RawValue) -> Result<Value, TokenizeFallback> {
-    read_json(json.get()).map_err(|_| TokenizeFallback::Unread)
 }

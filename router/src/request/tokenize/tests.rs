@@ -73,13 +73,16 @@ fn rendered_text_is_transformers() {
         for case in &model.chats {
             let made =
                 prompt::texts_of(case.body.get().as_bytes(), Dialect::Chat, &tokens.template);
-            let expected = match &case.text {
-                Some(text) => Ok(vec![text.clone()]),
-                None => Err(TokenizeFallback::Template),
+            let Some(text) = &case.text else {
+                // The template refuses the messages, or drops the tools.
+                let refused = made.unwrap_err();
+                let expected = [TokenizeFallback::Template, TokenizeFallback::Unread];
+                assert!(expected.contains(&refused), "{name}: {}", case.body);
+                continue;
             };
             assert_eq!(
                 made.map(|made| made.texts),
-                expected,
+                Ok(vec![text.clone()]),
                 "{name}: {}",
                 case.body
             );

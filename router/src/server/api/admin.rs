@@ -40,6 +40,8 @@ pub async fn index() -> Response {
         "api": [
             Dialect::Chat.path(),
             Dialect::Completions.path(),
+            Dialect::Responses.path(),
+            Dialect::Messages.path(),
             "/v1/models",
             Dialect::Generate.path(),
         ],

@@ -69,6 +69,7 @@ pub fn check(
     }
     match &app.config.listen.api_key {
         Some(key) if level != AccessLevel::Open => {
+            let given = given.or_else(|| anthropic_key(request.headers()));
             let is_right = given.is_some_and(|given| is_same(given, key.as_bytes()));
             if !is_right {
                 return Err(RouteError::InvalidApiKey);
@@ -94,6 +95,11 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     scheme
         .eq_ignore_ascii_case(b"bearer ")
         .then(|| key.trim_ascii())
+}
+
+/// KEY of `x-api-key: KEY`, in which clients of Anthropic's API may send theirs.
+fn anthropic_key(headers: &HeaderMap) -> Option<&[u8]> {
+    Some(headers.get("x-api-key")?.as_bytes())
 }
 
 fn control_key<'a>(app: &'a AppState, given: &[u8]) -> Option<&'a ControlKey> {

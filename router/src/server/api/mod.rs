@@ -5,6 +5,8 @@
 
 /// Routes of the control plane.
 mod admin;
+/// Errors on the paths of Anthropic's API.
+mod anthropic;
 /// API keys and access levels.
 mod auth;
 /// Routes that drain workers.
@@ -27,6 +29,7 @@ use axum::routing::{MethodRouter, any, get, post};
 use baton_text::dialect::Dialect;
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 
+use self::anthropic::{COUNT_TOKENS_PATH, is_anthropic_path, to_anthropic_form};
 use self::auth::AccessLevel;
 use self::generate::handler;
 use crate::dispatch::app::AppState;
@@ -69,12 +72,19 @@ fn all_routes() -> Vec<Route> {
 /// Routes of applications.
 fn client_routes() -> RouteGroup {
     let mut group = RouteGroup::new(AccessLevel::Client);
-    for dialect in [Dialect::Chat, Dialect::Completions] {
+    let posted = [
+        Dialect::Chat,
+        Dialect::Completions,
+        Dialect::Responses,
+        Dialect::Messages,
+    ];
+    for dialect in posted {
         group.add(&[dialect.path()], post(handler(dialect)));
     }
     let generate = handler(Dialect::Generate);
     let path = Dialect::Generate.path();
     group.add(&[path], post(generate.clone()).put(generate));
+    group.add(&[COUNT_TOKENS_PATH], post(proxy::forward));
     let tokens = ["/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"];
     group.add(&tokens, post(proxy::forward));
     group.add(&["/v1/models"], get(proxy::models));
@@ -194,6 +204,7 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
     let app = &*state.app;
     let rid = request_id(app, &request);
     let origin = allowed_origin(app, request.headers());
+    let is_anthropic = is_anthropic_path(request.uri().path());
     let is_preflight = request.method() == Method::OPTIONS && origin.is_some();
     let path = request.extensions().get::<MatchedPath>().cloned();
     let level = path
@@ -217,6 +228,9 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
     };
     if let Some((method, path)) = unrecorded {
         count(app, method, path.as_ref(), &response);
+    }
+    if is_anthropic {
+        to_anthropic_form(&mut response, &rid);
     }
     let headers = response.headers_mut();
     headers.insert(REQUEST_ID, rid);
