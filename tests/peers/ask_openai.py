@@ -103,7 +103,6 @@ def mistakes(client: openai.OpenAI) -> dict[str, Any]:
         "model": lambda: client.chat.completions.create(
             messages=QUESTION, **{**GREEDY, "model": "gpt-5"}
         ),
-        "responses": lambda: client.responses.create(model="demo", input="hello"),
         "embeddings": lambda: client.embeddings.create(
             model="demo", input="hello", encoding_format="float"
         ),

@@ -11,6 +11,8 @@ peers=(
     'smg smg==1.13.0'
     'openai-2 openai==2.54.0'
     'openai-3 openai==3.52.0'
+    'openai-responses openai==3.57.0'
+    'anthropic anthropic==2.14.0'
     'litellm litellm==1.106.2' # requires openai < 3
 )
 newest=2026-11-20 # upload date of the newest package taken for what these lines leave open

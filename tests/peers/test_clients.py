@@ -1,11 +1,16 @@
-"""openai-python and litellm in front of our router, a prefill and a decode node."""
+"""openai-python and litellm in front of our router, a prefill and a decode node.
+
+Also golden streams of /v1/responses and /v1/messages, read by the newest openai-python and by anthropic-python.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from tests.contract.test_dialect_streams import GOLDEN, UNFINISHED, without_parsed
 from tests.peers.cases import CHAT, COMPLETION, QUESTION, pulled
 from tests.peers.environment import run_script
 from tests.peers.wire import answer, texts
@@ -81,7 +86,6 @@ class TestOpenai:
             "long": long,
             "long, streamed": long,
             "model": ["NotFoundError", 404, "model_not_found", "model", kind, *seen],
-            "responses": ["NotFoundError", 404, "not_found", None, kind, *seen],
             "embeddings": ["NotFoundError", 404, "not_found", None, kind, *seen],
         }
 
@@ -124,3 +128,58 @@ class TestLitellm:
 
     def test_nothing_is_held_afterwards(self, said: dict[str, Any], pair: Cluster) -> None:
         pair.assert_nothing_is_held()
+
+
+def cases_of(file: str) -> dict[str, Any]:
+    cases = json.loads((GOLDEN / file).read_text())
+    return {case["name"]: case for case in cases}
+
+
+def test_openai_reads_responses() -> None:
+    cases = cases_of("responses.json")
+    seen = run_script(
+        "openai-responses", "replay_streams.py", "openai", str(GOLDEN / "responses.json")
+    )
+    assert seen.keys() == cases.keys()
+    for name, case in cases.items():
+        if name in UNFINISHED:
+            assert seen[name]["error"] == "RuntimeError"
+        else:
+            whole = json.loads(case["expected"]["whole"])
+            assert without_parsed(seen[name]["streamed"]) == whole["output"]
+            assert seen[name]["whole"] == whole["output"]
+
+
+@pytest.fixture(scope="module")
+def messages() -> dict[str, Any]:
+    seen: dict[str, Any] = run_script(
+        "anthropic", "replay_streams.py", "anthropic", str(GOLDEN / "messages.json")
+    )
+    return seen
+
+
+def test_anthropic_reads_messages(messages: dict[str, Any]) -> None:
+    cases = cases_of("messages.json")
+    assert messages.keys() == cases.keys()
+    for name, case in cases.items():
+        if case["expected"]["whole"] is None:
+            continue
+        whole = json.loads(case["expected"]["whole"])
+        seen = messages[name]
+        assert seen["whole"] == whole["content"]
+        assert seen["stop"] == [whole["stop_reason"], whole["stop_sequence"]]
+        assert seen["usage"] == whole["usage"]
+        if name != "cut_call":
+            assert seen["streamed"] == whole["content"]
+
+
+def test_input_of_a_call_that_was_cut_off(messages: dict[str, Any]) -> None:
+    """A stream's user has what the library can read of the input, a whole answer's user has its text."""
+    seen = messages["cut_call"]
+    assert seen["streamed"][0]["input"] == {}
+    assert seen["whole"][0]["input"] == {"INVALID_JSON": '{"path": "a'}
+
+
+def test_error_in_a_stream_is_the_librarys_own(messages: dict[str, Any]) -> None:
+    assert messages["broken"]["error"] == "APIStatusError"
+    assert "this node is leaving" in messages["broken"]["message"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from baton._native import AnswerTable
+from baton._native import AnswerFormat, AnswerTable
 
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason
@@ -18,12 +18,14 @@ HANDLE = 1
 
 def stream_text(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
     """Text of a completion that continues `prompt`, whose tokens come one by one."""
-    answers = AnswerTable(tokenizer.native, [1.0])
+    plain = AnswerFormat(None, tokenizer.native, "none", "none")
+    answers = AnswerTable(tokenizer.native, plain, [1.0])
     choice = ChoiceSpec(
         handle=HANDLE,
         counts_prompt=True,
         prompt_tokens=len(prompt),
         left_context=prompt,
+        prompt_end=(),
         stop_token_ids=(),
         echo="",
     )
@@ -67,5 +69,9 @@ def stream_spec(dialect: Dialect, choice: ChoiceSpec) -> AnswerSpec:
         is_metered=False,
         is_empty=False,
         resumed_ids=(),
+        resumed_events=None,
+        is_limited_by_context=False,
+        facts="",
+        reading=None,
         choices=[choice],
     )

@@ -60,10 +60,18 @@ class Before:
     reservation: PageReservation | None
 
 
+LATER_FIELDS = frozenset(("grammar",))
+"""Fields that older recordings of plans do not have: left out while they have their default."""
+
+
 def _values(value: object) -> object:
     """Nested lists of plain values: dataclasses by their fields in order, enum members by their place."""
     if dataclasses.is_dataclass(value):
-        return [_values(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return [
+            _values(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.name not in LATER_FIELDS or getattr(value, field.name) != field.default
+        ]
     if isinstance(value, enum.Enum):
         return list(type(value)).index(value)
     return [_values(each) for each in value] if isinstance(value, (list, tuple, array)) else value
