@@ -1,76 +1,73 @@
-"""A naive matcher of EBNF: all ends of all ways to match, by definition, with memory of what was tried."""
+"""A naive reading of EBNF: all short words of a grammar, by definition, as a least fixed point."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 Node = tuple[object, ...]
 """("text", str), ("chars", frozenset), ("ref", name), ("seq", [Node]), ("alt", [Node]) or
 ("rep", Node, least, most).
 """
+Words = set[str]
 
 
-@dataclass
-class NaiveMatcher:
-    rules: Mapping[str, Node]
-    text: str
-    known: dict[tuple[str, int], set[int]] = field(default_factory=dict)
-    """Ends of each rule from each start, found so far: grows to the least fixed point."""
+def words_of(rules: Mapping[str, Node], longest: int) -> Words:
+    """The words of the rule `root` with at most `longest` characters.
 
-    def matches(self) -> bool:
-        while True:
-            before = sum(map(len, self.known.values()))
-            ends = self._ends(("ref", "root"), 0, set())
-            if sum(map(len, self.known.values())) == before:
-                return len(self.text) in ends
+    Each rule's words grow from none until no rule adds one: there are finitely many short words.
+    """
+    known: dict[str, Words] = {name: set() for name in rules}
+    grows = True
+    while grows:
+        grows = False
+        for name, body in rules.items():
+            words = _node_words(body, known, longest)
+            grows = grows or not words <= known[name]
+            known[name] |= words
+    return known["root"]
 
-    def _ends(self, node: Node, start: int, active: set[tuple[str, int]]) -> set[int]:
-        kind = node[0]
-        if kind == "text":
-            text = node[1]
-            assert isinstance(text, str)
-            return {start + len(text)} if self.text.startswith(text, start) else set()
-        if kind == "chars":
-            chars = node[1]
-            assert isinstance(chars, frozenset)
-            return (
-                {start + 1}
-                if self.text[start : start + 1] in chars and start < len(self.text)
-                else set()
-            )
-        if kind == "ref":
-            return self._rule_ends(str(node[1]), start, active)
-        if kind == "seq":
-            starts = {start}
-            for part in node[1]:  # type: ignore[attr-defined]
-                starts = {end for at in starts for end in self._ends(part, at, active)}
-            return starts
-        if kind == "alt":
-            return {end for part in node[1] for end in self._ends(part, start, active)}  # type: ignore[attr-defined]
-        return self._repeated_ends(node, start, active)
 
-    def _rule_ends(self, name: str, start: int, active: set[tuple[str, int]]) -> set[int]:
-        key = (name, start)
-        found = self.known.setdefault(key, set())
-        if key not in active:
-            found |= self._ends(self.rules[name], start, active | {key})
-        return set(found)
+def _node_words(node: Node, known: Mapping[str, Words], longest: int) -> Words:
+    kind = node[0]
+    if kind == "text":
+        text = str(node[1])
+        return {text} if len(text) <= longest else set()
+    if kind == "chars":
+        chars = node[1]
+        assert isinstance(chars, frozenset)
+        return set(chars) if longest else set()
+    if kind == "ref":
+        return known[str(node[1])]
+    if kind == "rep":
+        return _repeated_words(node, known, longest)
+    parts = [_node_words(part, known, longest) for part in node[1]]  # type: ignore[attr-defined]
+    if kind == "alt":
+        return set().union(*parts)
+    words = {""}
+    for part in parts:
+        words = _joined(words, part, longest)
+    return words
 
-    def _repeated_ends(self, node: Node, start: int, active: set[tuple[str, int]]) -> set[int]:
-        _, part, least, most = node
-        assert isinstance(part, tuple)
-        assert isinstance(least, int)
-        starts = {start}
-        found = {start} if least == 0 else set()
-        limit = most if isinstance(most, int) else least + len(self.text) + 1
-        for count in range(1, limit + 1):
-            starts = {end for at in starts for end in self._ends(part, at, active)}
-            if count >= least:
-                found |= starts
-            if not starts:
-                break
-        return found
+
+def _repeated_words(node: Node, known: Mapping[str, Words], longest: int) -> Words:
+    _, part, least, most = node
+    assert isinstance(part, tuple)
+    assert isinstance(least, int)
+    once = _node_words(part, known, longest)
+    words = {""}
+    for _ in range(least):
+        words = _joined(words, once, longest)
+    found = set(words)
+    count = least
+    while words and (most is None or count < most):  # type: ignore[operator]
+        words = _joined(words, once, longest) - found
+        found |= words
+        count += 1
+    return found
+
+
+def _joined(left: Words, right: Words, longest: int) -> Words:
+    return {a + b for a in left for b in right if len(a) + len(b) <= longest}
 
 
 def write_rules(rules: Mapping[str, Node]) -> str:

@@ -1,4 +1,4 @@
-"""Grammars in EBNF mean what a naive matcher says, whatever lexemes their translation has."""
+"""Grammars in EBNF mean what a naive reading says, whatever lexemes their translation has."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from baton.server.request.grammar.ebnf.recursion import (
     recursive_rules,
     without_simple_recursion,
 )
-from tests.support.grammars.naive_ebnf import NaiveMatcher, Node, write_rules
+from tests.support.grammars.naive_ebnf import Node, words_of, write_rules
 from tests.support.models.checkpoints import EOS, VOCAB, write_tokenizer
 
 LETTERS = "ab-"
 NAMES = ("root", "x", "foo-bar")
-TEXTS = ["".join(chars) for n in range(6) for chars in itertools.product(LETTERS, repeat=n)]
+LONGEST = 5
+TEXTS = [
+    "".join(chars) for n in range(LONGEST + 1) for chars in itertools.product(LETTERS, repeat=n)
+]
 
 JSON = r"""
 root   ::= object   # llama.cpp's grammar of JSON
@@ -86,7 +89,7 @@ def test_translation_accepts_what_the_grammar_describes(
     trie: LLTokenizer, bodies: tuple[Node, Node, Node]
 ) -> None:
     rules = dict(zip(NAMES, bodies, strict=True))
-    expected = {text for text in TEXTS if NaiveMatcher(rules, text).matches()}
+    expected = words_of(rules, LONGEST)
     lark = ebnf_grammar(write_rules(rules), "ebnf")
     matcher = LLMatcher(trie, lark, log_level=0)
     # A grammar without any text, such as root ::= root, is refused or accepts nothing.
