@@ -15,11 +15,12 @@ use std::mem;
 use std::sync::Arc;
 
 use super::super::json::scanner::ValueScanner;
-use super::super::reader::{ToolReader, ToolSignature};
+use super::super::reader::{ToolReader, ToolSignature, find_tool};
 use super::super::scan::held_lexemes::{
     HeldLexemes, PatternCursor, PatternMatch, PatternMismatch, match_object_begin, read_any,
 };
 use super::super::scan::line_tracker::LineTracker;
+use super::super::scan::reader_step::ReaderStep;
 use super::message_header::{
     CALL, CHANNEL, END, MARKERS, MESSAGE, MessageHeader, RETURN, START, read_message_header,
 };
@@ -43,11 +44,6 @@ enum MessageState {
     Arguments(ValueScanner),
     /// Behind the object of a call.
     CallTail,
-}
-
-enum MessageStep {
-    Continue(MessageState),
-    Wait(MessageState),
 }
 
 /// Meaning of a message, by its header and the beginning of its text.
@@ -97,8 +93,8 @@ impl HarmonyReader {
                 MessageState::CallTail => self.read_call_tail(out),
             };
             match step {
-                MessageStep::Continue(state) => self.state = state,
-                MessageStep::Wait(state) => {
+                ReaderStep::Continue(state) => self.state = state,
+                ReaderStep::Wait(state) => {
                     self.state = state;
                     return;
                 }
@@ -106,16 +102,16 @@ impl HarmonyReader {
         }
     }
 
-    fn read_start(&mut self, out: &mut AnswerParts) -> MessageStep {
+    fn read_start(&mut self, out: &mut AnswerParts) -> ReaderStep<MessageState> {
         if self.held.text().is_empty() {
-            return MessageStep::Wait(MessageState::Start);
+            return ReaderStep::Wait(MessageState::Start);
         }
         let mut cursor = self.held.cursor();
         let opening = self.read_opening(&mut cursor);
         let opening_bytes = cursor.matched_bytes();
         match opening {
-            Ok(opening) => MessageStep::Continue(self.open_message(opening, opening_bytes, out)),
-            Err(PatternMismatch::Incomplete) => MessageStep::Wait(MessageState::Start),
+            Ok(opening) => ReaderStep::Continue(self.open_message(opening, opening_bytes, out)),
+            Err(PatternMismatch::Incomplete) => ReaderStep::Wait(MessageState::Start),
             Err(PatternMismatch::Different) => self.read_without_header(out),
         }
     }
@@ -149,7 +145,7 @@ impl HarmonyReader {
     fn find_recipient(&self, header: &MessageHeader<'_>) -> Option<usize> {
         let recipient = header.recipient?;
         let name = recipient.strip_prefix("functions.").unwrap_or(recipient);
-        self.tools.iter().position(|tool| tool.name == name)
+        find_tool(&self.tools, name)
     }
 
     fn open_message(
@@ -183,38 +179,38 @@ impl HarmonyReader {
     }
 
     /// Reads what stands where a header could begin, and is none.
-    fn read_without_header(&mut self, out: &mut AnswerParts) -> MessageStep {
+    fn read_without_header(&mut self, out: &mut AnswerParts) -> ReaderStep<MessageState> {
         self.written.is_new = true;
         let front_marker = self.held.front_marker();
         let is_header_marker = matches!(front_marker, Some(START | CHANNEL | MESSAGE));
         if self.is_ended && is_header_marker {
             self.held.consume(self.held.text().len());
-            return MessageStep::Wait(MessageState::Start);
+            return ReaderStep::Wait(MessageState::Start);
         }
         if is_header_marker {
             self.push_front_marker(BodyKind::Content, out);
         }
-        MessageStep::Continue(MessageState::Body(BodyKind::Content))
+        ReaderStep::Continue(MessageState::Body(BodyKind::Content))
     }
 
-    fn read_body(&mut self, kind: BodyKind, out: &mut AnswerParts) -> MessageStep {
+    fn read_body(&mut self, kind: BodyKind, out: &mut AnswerParts) -> ReaderStep<MessageState> {
         let plain = self.held.plain_text().to_owned();
         self.push_body(kind, &plain, out);
         self.held.consume(plain.len());
         match self.held.front_marker() {
-            None => MessageStep::Wait(MessageState::Body(kind)),
+            None => ReaderStep::Wait(MessageState::Body(kind)),
             Some(END | CALL | RETURN) => {
                 if kind == BodyKind::UnknownCall {
                     self.push_front_marker(kind, out);
                 } else {
                     self.held.consume(self.held.front_bytes());
                 }
-                MessageStep::Continue(MessageState::Start)
+                ReaderStep::Continue(MessageState::Start)
             }
-            Some(START | CHANNEL) => MessageStep::Continue(MessageState::Start),
+            Some(START | CHANNEL) => ReaderStep::Continue(MessageState::Start),
             Some(_) => {
                 self.push_front_marker(kind, out);
-                MessageStep::Continue(MessageState::Body(kind))
+                ReaderStep::Continue(MessageState::Body(kind))
             }
         }
     }
@@ -246,45 +242,49 @@ impl HarmonyReader {
         self.content.push_text(text, out);
     }
 
-    fn read_arguments(&mut self, mut scanner: ValueScanner, out: &mut AnswerParts) -> MessageStep {
+    fn read_arguments(
+        &mut self,
+        mut scanner: ValueScanner,
+        out: &mut AnswerParts,
+    ) -> ReaderStep<MessageState> {
         let plain = self.held.plain_text();
         let (data_bytes, is_end) = scanner.read_run(plain);
         out.push_arguments(&plain[..data_bytes]);
         self.held.consume(data_bytes);
         if is_end {
             out.end_call();
-            return MessageStep::Continue(MessageState::CallTail);
+            return ReaderStep::Continue(MessageState::CallTail);
         }
         let Some(marker) = self.held.front_marker() else {
-            return MessageStep::Wait(MessageState::Arguments(scanner));
+            return ReaderStep::Wait(MessageState::Arguments(scanner));
         };
         if is_message_end(marker) {
             out.end_call();
-            return MessageStep::Continue(MessageState::CallTail);
+            return ReaderStep::Continue(MessageState::CallTail);
         }
         let marker_bytes = self.held.front_bytes();
         let marker_text = &self.held.text()[..marker_bytes];
         out.push_arguments(marker_text);
         scanner.read_run(marker_text);
         self.held.consume(marker_bytes);
-        MessageStep::Continue(MessageState::Arguments(scanner))
+        ReaderStep::Continue(MessageState::Arguments(scanner))
     }
 
     /// Reads up to the end of a call's message. Text behind its object is content.
-    fn read_call_tail(&mut self, out: &mut AnswerParts) -> MessageStep {
+    fn read_call_tail(&mut self, out: &mut AnswerParts) -> ReaderStep<MessageState> {
         let plain = self.held.plain_text().to_owned();
         self.content.push_text(&plain, out);
         self.held.consume(plain.len());
         match self.held.front_marker() {
-            None => MessageStep::Wait(MessageState::CallTail),
+            None => ReaderStep::Wait(MessageState::CallTail),
             Some(END | CALL | RETURN) => {
                 self.held.consume(self.held.front_bytes());
-                MessageStep::Continue(MessageState::Start)
+                ReaderStep::Continue(MessageState::Start)
             }
-            Some(START | CHANNEL) => MessageStep::Continue(MessageState::Start),
+            Some(START | CHANNEL) => ReaderStep::Continue(MessageState::Start),
             Some(_) => {
                 self.push_front_marker(BodyKind::Content, out);
-                MessageStep::Continue(MessageState::CallTail)
+                ReaderStep::Continue(MessageState::CallTail)
             }
         }
     }

@@ -12,9 +12,10 @@ use std::mem;
 use std::sync::Arc;
 
 use super::super::json::scanner::ValueScanner;
-use super::super::reader::{ToolReader, ToolSignature};
+use super::super::reader::{ToolReader, ToolSignature, find_tool};
 use super::super::scan::held_lexemes::{HeldLexemes, PatternCursor, PatternMatch, PatternMismatch};
 use super::super::scan::line_tracker::LineTracker;
+use super::super::scan::reader_step::ReaderStep;
 use crate::stream::markers::Lexeme;
 use crate::stream::parts::AnswerParts;
 
@@ -42,11 +43,6 @@ enum HeaderState {
     Arguments(ValueScanner),
     /// Behind the object of a call.
     Closing,
-}
-
-enum HeaderStep {
-    Continue(HeaderState),
-    Wait(HeaderState),
 }
 
 /// Reader of a family whose calls are a header and an object.
@@ -77,8 +73,8 @@ impl<S: HeaderSyntax> HeaderReader<S> {
                 HeaderState::Closing => self.read_closing(),
             };
             match step {
-                HeaderStep::Continue(state) => self.state = state,
-                HeaderStep::Wait(state) => {
+                ReaderStep::Continue(state) => self.state = state,
+                ReaderStep::Wait(state) => {
                     self.state = state;
                     return;
                 }
@@ -86,77 +82,76 @@ impl<S: HeaderSyntax> HeaderReader<S> {
         }
     }
 
-    fn read_content(&mut self, out: &mut AnswerParts) -> HeaderStep {
+    fn read_content(&mut self, out: &mut AnswerParts) -> ReaderStep<HeaderState> {
         let plain = self.held.plain_text();
         let plain_bytes = plain.len();
         self.content.push_text(plain, out);
         self.held.consume(plain_bytes);
         if self.held.front_marker().is_none() {
-            return HeaderStep::Wait(HeaderState::Content);
+            return ReaderStep::Wait(HeaderState::Content);
         }
         let mut cursor = self.held.cursor();
         let header = self
             .syntax
             .read_header(&mut cursor)
-            .and_then(|name| self.find_tool(name));
+            .and_then(|name| find_tool(&self.tools, name).ok_or(PatternMismatch::Different));
         match header {
             Ok(tool) => {
                 let header_bytes = cursor.matched_bytes();
                 self.held.consume(header_bytes);
                 self.content.begin_call(&self.tools[tool].name, out);
-                HeaderStep::Continue(HeaderState::Arguments(ValueScanner::default()))
+                ReaderStep::Continue(HeaderState::Arguments(ValueScanner::default()))
             }
-            Err(PatternMismatch::Incomplete) => HeaderStep::Wait(HeaderState::Content),
+            Err(PatternMismatch::Incomplete) => ReaderStep::Wait(HeaderState::Content),
             Err(PatternMismatch::Different) => {
                 let marker_bytes = self.held.front_bytes();
                 let marker = &self.held.text()[..marker_bytes];
                 self.content.push_text(marker, out);
                 self.held.consume(marker_bytes);
-                HeaderStep::Continue(HeaderState::Content)
+                ReaderStep::Continue(HeaderState::Content)
             }
         }
     }
 
-    fn find_tool(&self, name: &str) -> PatternMatch<usize> {
-        let found = self.tools.iter().position(|tool| tool.name == name);
-        found.ok_or(PatternMismatch::Different)
-    }
-
-    fn read_arguments(&mut self, mut scanner: ValueScanner, out: &mut AnswerParts) -> HeaderStep {
+    fn read_arguments(
+        &mut self,
+        mut scanner: ValueScanner,
+        out: &mut AnswerParts,
+    ) -> ReaderStep<HeaderState> {
         let plain = self.held.plain_text();
         let (data_bytes, is_end) = scanner.read_run(plain);
         out.push_arguments(&plain[..data_bytes]);
         self.held.consume(data_bytes);
         if is_end {
             out.end_call();
-            return HeaderStep::Continue(HeaderState::Closing);
+            return ReaderStep::Continue(HeaderState::Closing);
         }
         let Some(marker) = self.held.front_marker() else {
-            return HeaderStep::Wait(HeaderState::Arguments(scanner));
+            return ReaderStep::Wait(HeaderState::Arguments(scanner));
         };
         let ends_call = self.syntax.is_call_end(marker) && !scanner.is_in_string();
         if ends_call {
             out.end_call();
-            return HeaderStep::Continue(HeaderState::Closing);
+            return ReaderStep::Continue(HeaderState::Closing);
         }
         let marker_bytes = self.held.front_bytes();
         let marker_text = &self.held.text()[..marker_bytes];
         out.push_arguments(marker_text);
         scanner.read_run(marker_text);
         self.held.consume(marker_bytes);
-        HeaderStep::Continue(HeaderState::Arguments(scanner))
+        ReaderStep::Continue(HeaderState::Arguments(scanner))
     }
 
-    fn read_closing(&mut self) -> HeaderStep {
+    fn read_closing(&mut self) -> ReaderStep<HeaderState> {
         let mut cursor = self.held.cursor();
         match self.syntax.read_closing(&mut cursor) {
             Ok(()) => {
                 let closing_bytes = cursor.matched_bytes();
                 self.held.consume(closing_bytes);
-                HeaderStep::Continue(HeaderState::Closing)
+                ReaderStep::Continue(HeaderState::Closing)
             }
-            Err(PatternMismatch::Incomplete) => HeaderStep::Wait(HeaderState::Closing),
-            Err(PatternMismatch::Different) => HeaderStep::Continue(HeaderState::Content),
+            Err(PatternMismatch::Incomplete) => ReaderStep::Wait(HeaderState::Closing),
+            Err(PatternMismatch::Different) => ReaderStep::Continue(HeaderState::Content),
         }
     }
 }

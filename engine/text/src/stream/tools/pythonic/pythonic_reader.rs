@@ -8,7 +8,7 @@
 use std::mem;
 use std::sync::Arc;
 
-use super::super::reader::{ToolReader, ToolSignature};
+use super::super::reader::{ToolReader, ToolSignature, find_tool};
 use super::super::scan::held_lexemes::{HeldLexemes, PatternCursor, PatternMatch, PatternMismatch};
 use super::super::scan::line_tracker::LineTracker;
 use super::call_arguments::ArgumentList;
@@ -127,7 +127,7 @@ impl PythonicReader {
 
     /// Tool that a call names. A call of a tool is certain once its arguments begin.
     fn find_target(&self, name: &str, cursor: &mut PatternCursor<'_>) -> PatternMatch<CallTarget> {
-        let Some(tool) = self.tools.iter().position(|tool| tool.name == name) else {
+        let Some(tool) = find_tool(&self.tools, name) else {
             return Ok(CallTarget::Unknown);
         };
         match_arguments_begin(cursor)?;

@@ -136,6 +136,17 @@ impl<'a> PatternCursor<'a> {
         self.offset - self.held.read_bytes
     }
 
+    /// Matches what `pattern` reads, and stays in front of it.
+    pub fn look_ahead<T>(
+        &mut self,
+        pattern: impl FnOnce(&mut Self) -> PatternMatch<T>,
+    ) -> PatternMatch<()> {
+        let start = self.clone();
+        pattern(self)?;
+        *self = start;
+        Ok(())
+    }
+
     /// `Ok` if the answer ends here.
     pub fn read_end(&self) -> PatternMatch<()> {
         if self.offset < self.held.text.len() {

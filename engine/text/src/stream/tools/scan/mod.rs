@@ -3,9 +3,11 @@
 //! * [`held_lexemes`]: lexemes that are not yet read, and patterns at their start;
 //! * [`line_tracker`]: content before, between and after calls;
 //! * [`json_text`]: JSON texts that readers write themselves;
-//! * [`python_literal`]: Python literals to JSON.
+//! * [`python_literal`]: Python literals to JSON;
+//! * [`reader_step`]: one step of a reader.
 
 pub mod held_lexemes;
 pub mod json_text;
 pub mod line_tracker;
 pub mod python_literal;
+pub mod reader_step;

@@ -73,25 +73,21 @@ impl TagSyntax for DsmlTags {
         _is_at_line_start: bool,
     ) -> PatternMatch<()> {
         let next_parameter = |cursor: &mut PatternCursor<'_>| {
-            let start = cursor.clone();
-            self.read_parameter_begin(cursor)?;
-            *cursor = start;
-            Ok(())
+            cursor.look_ahead(|cursor| self.read_parameter_begin(cursor))
         };
         let call_end = |cursor: &mut PatternCursor<'_>| {
-            let start = cursor.clone();
-            read_opening(cursor, "</", "invoke>")?;
-            cursor.skip_space()?;
-            read_any(
-                cursor,
-                &[
-                    &|cursor| read_block_tag(cursor, "</"),
-                    &|cursor| read_invoke(cursor).map(|_| ()),
-                    &|cursor| cursor.read_end(),
-                ],
-            )?;
-            *cursor = start;
-            Ok(())
+            cursor.look_ahead(|cursor| {
+                read_opening(cursor, "</", "invoke>")?;
+                cursor.skip_space()?;
+                read_any(
+                    cursor,
+                    &[
+                        &|cursor| read_block_tag(cursor, "</"),
+                        &|cursor| read_invoke(cursor).map(|_| ()),
+                        &|cursor| cursor.read_end(),
+                    ],
+                )
+            })
         };
         read_any(
             cursor,
@@ -105,15 +101,14 @@ impl TagSyntax for DsmlTags {
 
     fn read_call_end(&self, cursor: &mut PatternCursor<'_>) -> PatternMatch<()> {
         let next_call = |cursor: &mut PatternCursor<'_>| {
-            let start = cursor.clone();
-            read_any(
-                cursor,
-                &[&|cursor| read_block_tag(cursor, "</"), &|cursor| {
-                    read_invoke(cursor).map(|_| ())
-                }],
-            )?;
-            *cursor = start;
-            Ok(())
+            cursor.look_ahead(|cursor| {
+                read_any(
+                    cursor,
+                    &[&|cursor| read_block_tag(cursor, "</"), &|cursor| {
+                        read_invoke(cursor).map(|_| ())
+                    }],
+                )
+            })
         };
         read_any(
             cursor,

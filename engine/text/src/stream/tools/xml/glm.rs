@@ -90,21 +90,18 @@ impl TagSyntax for KeyValueTags {
         _is_at_line_start: bool,
     ) -> PatternMatch<()> {
         let next_parameter = |cursor: &mut PatternCursor<'_>| {
-            let start = cursor.clone();
-            self.read_parameter_begin(cursor)?;
-            *cursor = start;
-            Ok(())
+            cursor.look_ahead(|cursor| self.read_parameter_begin(cursor))
         };
         let call_end = |cursor: &mut PatternCursor<'_>| {
-            let start = cursor.clone();
-            cursor.read_marker(CALL_END)?;
-            cursor.skip_space()?;
-            let end = |cursor: &mut PatternCursor<'_>| cursor.read_end();
-            let next_call =
-                |cursor: &mut PatternCursor<'_>| self.read_call_begin(cursor, false).map(|_| ());
-            read_any(cursor, &[&next_call, &end])?;
-            *cursor = start;
-            Ok(())
+            cursor.look_ahead(|cursor| {
+                cursor.read_marker(CALL_END)?;
+                cursor.skip_space()?;
+                let end = |cursor: &mut PatternCursor<'_>| cursor.read_end();
+                let next_call = |cursor: &mut PatternCursor<'_>| {
+                    self.read_call_begin(cursor, false).map(|_| ())
+                };
+                read_any(cursor, &[&next_call, &end])
+            })
         };
         read_any(
             cursor,
@@ -118,10 +115,7 @@ impl TagSyntax for KeyValueTags {
 
     fn read_call_end(&self, cursor: &mut PatternCursor<'_>) -> PatternMatch<()> {
         let next_call = |cursor: &mut PatternCursor<'_>| {
-            let start = cursor.clone();
-            cursor.read_marker(CALL_BEGIN)?;
-            *cursor = start;
-            Ok(())
+            cursor.look_ahead(|cursor| cursor.read_marker(CALL_BEGIN))
         };
         read_any(
             cursor,

@@ -71,21 +71,20 @@ impl TagSyntax for FunctionTags {
             Ok(())
         };
         let function_end = |cursor: &mut PatternCursor<'_>| {
-            let start = cursor.clone();
-            cursor.read_text("</function>")?;
-            cursor.skip_space()?;
-            read_any(cursor, &[&|cursor| cursor.read_marker(CALL_END), &read_end])?;
-            *cursor = start;
-            Ok(())
+            cursor.look_ahead(|cursor| {
+                cursor.read_text("</function>")?;
+                cursor.skip_space()?;
+                read_any(cursor, &[&|cursor| cursor.read_marker(CALL_END), &read_end])
+            })
         };
         let call_end = |cursor: &mut PatternCursor<'_>| {
-            let start = cursor.clone();
-            cursor.read_marker(CALL_END)?;
-            cursor.skip_space()?;
-            let next_call = |cursor: &mut PatternCursor<'_>| read_marked_begin(cursor).map(|_| ());
-            read_any(cursor, &[&next_call, &read_end])?;
-            *cursor = start;
-            Ok(())
+            cursor.look_ahead(|cursor| {
+                cursor.read_marker(CALL_END)?;
+                cursor.skip_space()?;
+                let next_call =
+                    |cursor: &mut PatternCursor<'_>| read_marked_begin(cursor).map(|_| ());
+                read_any(cursor, &[&next_call, &read_end])
+            })
         };
         read_any(
             cursor,
@@ -100,17 +99,16 @@ impl TagSyntax for FunctionTags {
 
     fn read_call_end(&self, cursor: &mut PatternCursor<'_>) -> PatternMatch<()> {
         let next_call = |cursor: &mut PatternCursor<'_>| {
-            let start = cursor.clone();
-            read_any(
-                cursor,
-                &[
-                    &|cursor| cursor.read_marker(CALL_BEGIN),
-                    &|cursor| cursor.read_marker(CALL_END),
-                    &|cursor| read_named_tag(cursor, "<function=").map(|_| ()),
-                ],
-            )?;
-            *cursor = start;
-            Ok(())
+            cursor.look_ahead(|cursor| {
+                read_any(
+                    cursor,
+                    &[
+                        &|cursor| cursor.read_marker(CALL_BEGIN),
+                        &|cursor| cursor.read_marker(CALL_END),
+                        &|cursor| read_named_tag(cursor, "<function=").map(|_| ()),
+                    ],
+                )
+            })
         };
         read_any(
             cursor,

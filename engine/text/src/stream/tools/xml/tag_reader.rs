@@ -9,9 +9,10 @@
 use std::mem;
 use std::sync::Arc;
 
-use super::super::reader::{ToolReader, ToolSignature};
+use super::super::reader::{ToolReader, ToolSignature, find_tool};
 use super::super::scan::held_lexemes::{HeldLexemes, PatternCursor, PatternMatch, PatternMismatch};
 use super::super::scan::line_tracker::LineTracker;
+use super::super::scan::reader_step::ReaderStep;
 use super::argument_writer::{ArgumentWriter, ValueForm};
 use crate::stream::markers::Lexeme;
 use crate::stream::parts::AnswerParts;
@@ -117,12 +118,6 @@ enum TagState {
     BlockEnd,
 }
 
-/// State after a step, and whether another step can be made.
-enum TagStep {
-    Continue(TagState),
-    Wait(TagState),
-}
-
 /// Reader of a family whose calls are tags.
 pub struct TagReader<S> {
     syntax: S,
@@ -152,8 +147,8 @@ impl<S: TagSyntax> TagReader<S> {
                 TagState::BlockEnd => self.read_block_end(),
             };
             match step {
-                TagStep::Continue(state) => self.state = state,
-                TagStep::Wait(state) => {
+                ReaderStep::Continue(state) => self.state = state,
+                ReaderStep::Wait(state) => {
                     self.state = state;
                     return;
                 }
@@ -161,49 +156,48 @@ impl<S: TagSyntax> TagReader<S> {
         }
     }
 
-    fn read_content(&mut self, out: &mut AnswerParts) -> TagStep {
+    fn read_content(&mut self, out: &mut AnswerParts) -> ReaderStep<TagState> {
         let text = self.held.text();
         let plain_bytes = text.find('<').unwrap_or(text.len());
         self.content.push_text(&text[..plain_bytes], out);
         self.held.consume(plain_bytes);
         if self.held.text().is_empty() {
-            return TagStep::Wait(TagState::Content);
+            return ReaderStep::Wait(TagState::Content);
         }
         let mut cursor = self.held.cursor();
         let begin = self
             .syntax
             .read_call_begin(&mut cursor, self.content.is_at_line_start())
-            .and_then(|name| self.find_tool(name));
+            .and_then(|name| find_tool(&self.tools, name).ok_or(PatternMismatch::Different));
         match begin {
             Ok(tool) => {
                 let begin_bytes = cursor.matched_bytes();
                 self.held.consume(begin_bytes);
                 self.content.begin_call(&self.tools[tool].name, out);
                 let call = ArgumentWriter::new(self.tools.clone(), tool);
-                TagStep::Continue(TagState::Parameters(call))
+                ReaderStep::Continue(TagState::Parameters(call))
             }
-            Err(PatternMismatch::Incomplete) => TagStep::Wait(TagState::Content),
+            Err(PatternMismatch::Incomplete) => ReaderStep::Wait(TagState::Content),
             Err(PatternMismatch::Different) => {
                 let front_bytes = self.held.front_bytes();
                 let front = &self.held.text()[..front_bytes];
                 self.content.push_text(front, out);
                 self.held.consume(front_bytes);
-                TagStep::Continue(TagState::Content)
+                ReaderStep::Continue(TagState::Content)
             }
         }
     }
 
-    fn find_tool(&self, name: &str) -> PatternMatch<usize> {
-        let found = self.tools.iter().position(|tool| tool.name == name);
-        found.ok_or(PatternMismatch::Different)
-    }
-
-    fn read_parameters(&mut self, mut call: ArgumentWriter, out: &mut AnswerParts) -> TagStep {
+    fn read_parameters(
+        &mut self,
+        mut call: ArgumentWriter,
+        out: &mut AnswerParts,
+    ) -> ReaderStep<TagState> {
         let text = self.held.text();
         let ignored_bytes = text.find('<').unwrap_or(text.len());
         self.held.consume(ignored_bytes);
         if self.held.text().is_empty() {
-            return TagStep::Wait(TagState::Parameters(call));
+            return ReaderStep::Wait(TagState::Parameters(call));
         }
         let mut cursor = self.held.cursor();
         match self.syntax.read_parameter_begin(&mut cursor) {
@@ -212,27 +206,31 @@ impl<S: TagSyntax> TagReader<S> {
                 call.begin_parameter(tag.name, tag.form, out);
                 self.held.consume(tag_bytes);
                 let trim = ValueTrim::new(self.syntax.trims_newlines());
-                TagStep::Continue(TagState::Value(call, trim))
+                ReaderStep::Continue(TagState::Value(call, trim))
             }
-            Err(PatternMismatch::Incomplete) => TagStep::Wait(TagState::Parameters(call)),
+            Err(PatternMismatch::Incomplete) => ReaderStep::Wait(TagState::Parameters(call)),
             Err(PatternMismatch::Different) => self.read_call_end(call, out),
         }
     }
 
     /// Reads the end tag of a call, or ignores what stands in its place.
-    fn read_call_end(&mut self, mut call: ArgumentWriter, out: &mut AnswerParts) -> TagStep {
+    fn read_call_end(
+        &mut self,
+        mut call: ArgumentWriter,
+        out: &mut AnswerParts,
+    ) -> ReaderStep<TagState> {
         let mut cursor = self.held.cursor();
         match self.syntax.read_call_end(&mut cursor) {
             Ok(()) => {
                 let end_bytes = cursor.matched_bytes();
                 call.end_call(out);
                 self.held.consume(end_bytes);
-                TagStep::Continue(TagState::BlockEnd)
+                ReaderStep::Continue(TagState::BlockEnd)
             }
-            Err(PatternMismatch::Incomplete) => TagStep::Wait(TagState::Parameters(call)),
+            Err(PatternMismatch::Incomplete) => ReaderStep::Wait(TagState::Parameters(call)),
             Err(PatternMismatch::Different) => {
                 self.held.consume(self.held.front_bytes());
-                TagStep::Continue(TagState::Parameters(call))
+                ReaderStep::Continue(TagState::Parameters(call))
             }
         }
     }
@@ -242,13 +240,13 @@ impl<S: TagSyntax> TagReader<S> {
         mut call: ArgumentWriter,
         mut trim: ValueTrim,
         out: &mut AnswerParts,
-    ) -> TagStep {
+    ) -> ReaderStep<TagState> {
         let text = self.held.text();
         let data_bytes = text.find('<').unwrap_or(text.len());
         trim.push_text(&text[..data_bytes], &mut call, out);
         self.held.consume(data_bytes);
         if self.held.text().is_empty() {
-            return TagStep::Wait(TagState::Value(call, trim));
+            return ReaderStep::Wait(TagState::Value(call, trim));
         }
         let mut cursor = self.held.cursor();
         let value_end = self
@@ -259,29 +257,29 @@ impl<S: TagSyntax> TagReader<S> {
                 let end_bytes = cursor.matched_bytes();
                 call.end_parameter(out);
                 self.held.consume(end_bytes);
-                TagStep::Continue(TagState::Parameters(call))
+                ReaderStep::Continue(TagState::Parameters(call))
             }
-            Err(PatternMismatch::Incomplete) => TagStep::Wait(TagState::Value(call, trim)),
+            Err(PatternMismatch::Incomplete) => ReaderStep::Wait(TagState::Value(call, trim)),
             Err(PatternMismatch::Different) => {
                 let front_bytes = self.held.front_bytes();
                 let front = &self.held.text()[..front_bytes];
                 trim.push_text(front, &mut call, out);
                 self.held.consume(front_bytes);
-                TagStep::Continue(TagState::Value(call, trim))
+                ReaderStep::Continue(TagState::Value(call, trim))
             }
         }
     }
 
-    fn read_block_end(&mut self) -> TagStep {
+    fn read_block_end(&mut self) -> ReaderStep<TagState> {
         let mut cursor = self.held.cursor();
         match self.syntax.read_block_end(&mut cursor) {
             Ok(()) => {
                 let end_bytes = cursor.matched_bytes();
                 self.held.consume(end_bytes);
-                TagStep::Continue(TagState::Content)
+                ReaderStep::Continue(TagState::Content)
             }
-            Err(PatternMismatch::Incomplete) => TagStep::Wait(TagState::BlockEnd),
-            Err(PatternMismatch::Different) => TagStep::Continue(TagState::Content),
+            Err(PatternMismatch::Incomplete) => ReaderStep::Wait(TagState::BlockEnd),
+            Err(PatternMismatch::Different) => ReaderStep::Continue(TagState::Content),
         }
     }
 }
