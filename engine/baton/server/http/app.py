@@ -609,7 +609,8 @@ class HttpServer:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme == "" and "x-api-key" in request.headers:  # clients of Anthropic's API
-            scheme, given = "bearer", request.headers["x-api-key"]
+            scheme = "bearer"
+            given = request.headers["x-api-key"]
         if scheme.lower() != "bearer" or not hmac.compare_digest(
             given.strip().encode(), key.encode()
         ):

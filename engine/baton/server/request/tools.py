@@ -19,9 +19,7 @@ MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """OpenAI takes 64 characters without dots, Anthropic 128; tools of a namespace have a dot."""
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-FORCED_CHOICE = (
-    "{} is not supported by this version, because answers are not constrained yet; use auto or none"
-)
+FORCED_CHOICE = "{} is not supported by this version, which cannot force a call; use auto or none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +41,20 @@ class ToolChoice:
     """Fields that had no effect."""
 
 
-NO_TOOLS = ToolChoice()
-
-
 def read_tools(request: ChatCompletionRequest) -> ToolChoice:
     """Raises BadRequest, MissingField or UnsupportedParameter for the first field that is wrong."""
-    named = _offered(request)
+    named = _list_functions(request)
     tools = [_read_tool(function, place) for function, place in named]
     names = [tool.name for tool in tools]
     repeated = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if repeated is not None:
         raise bad("tools", f"has two functions of the name {repeated!r}")
-    choice_name, choice = "tool_choice", request.tool_choice
+    choice_name = "tool_choice"
+    choice = request.tool_choice
     if choice is None and request.function_call is not None:
-        choice_name, choice = "function_call", _modern_choice(request.function_call)
-    callable_names = _callable_names(choice_name, choice, names)
+        choice_name = "function_call"
+        choice = _convert_choice(request.function_call)
+    callable_names = _choose_names(choice_name, choice, names)
     ignored = [f"{place}.strict" for function, place in named if function.get("strict") is True]
     return ToolChoice(tuple(tool for tool in tools if tool.name in callable_names), tuple(ignored))
 
@@ -78,7 +75,7 @@ def count_calls(messages: Any) -> int:
     return sum(len(found) for found in calls if type(found) is list)
 
 
-def _offered(request: ChatCompletionRequest) -> list[tuple[Mapping[str, Any], str]]:
+def _list_functions(request: ChatCompletionRequest) -> list[tuple[Mapping[str, Any], str]]:
     """Each function with its place in the body."""
     if request.tools is None:
         found = request.functions or []
@@ -89,7 +86,7 @@ def _offered(request: ChatCompletionRequest) -> list[tuple[Mapping[str, Any], st
         if type(request.tools) is not list:
             raise bad("tools", "must be an array of tools")
         functions = [
-            (_function_of(tool, f"tools[{i}]"), f"tools[{i}].function")
+            (_read_function(tool, f"tools[{i}]"), f"tools[{i}].function")
             for i, tool in enumerate(request.tools)
         ]
     if len(functions) > MAX_TOOLS:
@@ -100,7 +97,7 @@ def _offered(request: ChatCompletionRequest) -> list[tuple[Mapping[str, Any], st
     return functions
 
 
-def _function_of(tool: Any, place: str) -> Any:
+def _read_function(tool: Any, place: str) -> Any:
     if type(tool) is not dict:
         raise bad(place, "must be an object with type and function")
     kind = tool.get("type")
@@ -129,14 +126,14 @@ def _read_tool(function: Mapping[str, Any], place: str) -> CallableTool:
     return CallableTool(name, parameters)
 
 
-def _modern_choice(function_call: Any) -> Any:
+def _convert_choice(function_call: Any) -> Any:
     """`function_call` as `tool_choice` has it."""
     if type(function_call) is dict:
         return {"type": "function", "function": function_call}
     return function_call
 
 
-def _callable_names(field: str, choice: Any, names: Sequence[str]) -> frozenset[str]:
+def _choose_names(field: str, choice: Any, names: Sequence[str]) -> frozenset[str]:
     """Names of the tools that the answer may call."""
     if choice is None or choice == "auto":
         return frozenset(names)
@@ -149,9 +146,9 @@ def _callable_names(field: str, choice: Any, names: Sequence[str]) -> frozenset[
     if type(choice) is dict:
         kind = choice.get("type")
         if kind == "allowed_tools":
-            return _allowed_names(field, choice, names)
+            return _read_allowed_names(field, choice, names)
         if kind == "function":
-            chosen = _name_of(choice)
+            chosen = _read_name(choice)
             if chosen not in names:
                 raise bad(field, f"names the function {chosen!r}, which is not among the tools")
             raise UnsupportedParameter(FORCED_CHOICE.format(f"{field} with a name"), param=field)
@@ -160,11 +157,13 @@ def _callable_names(field: str, choice: Any, names: Sequence[str]) -> frozenset[
     )
 
 
-def _allowed_names(field: str, choice: Mapping[str, Any], names: Sequence[str]) -> frozenset[str]:
+def _read_allowed_names(
+    field: str, choice: Mapping[str, Any], names: Sequence[str]
+) -> frozenset[str]:
     allowed = choice.get("allowed_tools", choice)
     if type(allowed) is not dict or type(allowed.get("tools")) is not list:
         raise bad(field, "must have allowed_tools with mode and tools")
-    chosen = [_name_of(tool) if type(tool) is dict else None for tool in allowed["tools"]]
+    chosen = [_read_name(tool) if type(tool) is dict else None for tool in allowed["tools"]]
     unknown = next((name for name in chosen if name not in names), None)
     if unknown is not None or None in chosen:
         raise bad(field, f"allows the function {unknown!r}, which is not among the tools")
@@ -176,7 +175,7 @@ def _allowed_names(field: str, choice: Mapping[str, Any], names: Sequence[str]) 
     return frozenset(name for name in chosen if name is not None)
 
 
-def _name_of(choice: Mapping[str, Any]) -> str | None:
+def _read_name(choice: Mapping[str, Any]) -> str | None:
     """Name in a choice of chat completions, or in the flat form of responses."""
     function = choice.get("function", choice)
     name = function.get("name") if type(function) is dict else None
