@@ -119,7 +119,7 @@ REPLAYS = {"openai": replay_openai, "anthropic": replay_anthropic}
 
 
 def replay_all(library: str, cases: list[Case]) -> dict[str, Any]:
-    """What a user of the library sees, by the names of the cases."""
+    """Values that a user of the library sees, by case name."""
     return {case["name"]: REPLAYS[library](case) for case in cases}
 
 

@@ -88,7 +88,7 @@ def draw_answer(rng: random.Random) -> str:
         return answer
     answer = answer.removesuffix(last_end)
     text_bytes = len(answer) - answer.rindex("<|message|>") - len("<|message|>")
-    # What begins an object is a call for both readers.
+    # Both readers take text that begins an object for a call.
     cut = rng.randrange(max(text_bytes - 2, 1)) if kind == "cut" else 0
     return answer[: len(answer) - cut]
 

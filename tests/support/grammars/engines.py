@@ -26,7 +26,7 @@ _handles = itertools.count(1_000_000)
 
 @dataclass
 class GrammarAnswer:
-    """What a request has got."""
+    """Output of a request so far."""
 
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None

@@ -113,7 +113,7 @@ def test_draw_is_that_of_a_plain_row_with_forbidden_logits_at_minus_infinity(
     params: dict[str, float],
     few: int,
 ) -> None:
-    """Whether few tokens are gathered or a mask is written makes no difference either."""
+    """Gathering a few allowed tokens and masking all others give the same draw."""
     monkeypatch.setattr(grammar_masks, "FEW_TOKENS", few)
     filler = MaskFiller(trie.vocab_size, VOCAB, 1)
     generator = torch.Generator().manual_seed(7)
