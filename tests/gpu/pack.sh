@@ -9,10 +9,12 @@ cd "$(dirname "$0")/../.."
 out=${1:-gpu-wheels}
 py=${PYTHON:-.venv/bin/python}
 limit_mib=${LIMIT_MIB:-64}
+llguidance=$(sed -n 's/.*"\(llguidance==[^"]*\)".*/\1/p' pyproject.toml)
 flashinfer=$(sed -n 's/.*"\(flashinfer-python==[^"]*\)".*/\1/p' pyproject.toml)
 PACKAGES=(
     "${flashinfer:?}" apache-tvm-ffi==0.1.9 einops tabulate          # the kernels, without the packages for other GPUs' formats; ran together
-    pyzmq msgspec                                                    # the engine
+    pyzmq msgspec "${llguidance:?}"                                  # the engine
+    jsonschema jsonschema-specifications referencing rpds-py         # tests.support.grammars
     openai==1.109.1 pydantic pydantic-core annotated-types typing-inspection typing-extensions jiter distro sniffio # tests.support.processes.cluster
 )
 mkdir -p "$out"
@@ -24,7 +26,7 @@ else
     "$(dirname "$py")/maturin" build --release --locked --out "$out"
 fi
 platforms=()
-for p in manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux_2_12 manylinux_2_5 manylinux2014 manylinux1; do
+for p in manylinux_2_31 manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux_2_12 manylinux_2_5 manylinux2014 manylinux1; do
     platforms+=(--platform "${p}_x86_64")
 done
 # One by one: a package may come for several platforms, and --no-deps keeps torch and its gigabytes out.

@@ -3,7 +3,8 @@
 # limit of its own, the most important first; goes on after a failure and leaves a report.
 #   tests/gpu/run.sh                      report in gpu-report.txt, measurements also in gpu-report.jsonl
 #   tests/gpu/run.sh --cpu                the same commands where there is no GPU: tests are skipped, measurements are small
-#   PARTS=engine,bench tests/gpu/run.sh   only these; all: compile engine graphs bench pages start attention more bench8b pair
+#   PARTS=engine,bench tests/gpu/run.sh   only these; all: compile engine graphs grammars bench constrained pages start attention more bench8b pair
+#   COMPILE='norm rope'                   kernels of part compile
 #   OUT=DIR                               where reports go;  BUDGET=570 seconds for everything;  PYTHON=…;  WHEELS=gpu-wheels
 # Uses what is installed, or where it finds a folder of tests/gpu/pack.sh, that, offline: nothing of `make setup` is needed then.
 # Exit code 0: all passed, 1: something failed, was skipped or had no time, 3: no GPU.
@@ -17,7 +18,7 @@ report=$out/gpu-report.txt jsonl=$out/gpu-report.jsonl
 : > "$report" || exit 2
 rm -f "$jsonl"
 wheels=${WHEELS:-gpu-wheels}
-parts=${PARTS:-compile,engine,graphs,bench,pages,start,attention,more,bench8b,pair}
+parts=${PARTS:-compile,engine,graphs,grammars,bench,constrained,pages,start,attention,more,bench8b,pair}
 began=$SECONDS budget=${BUDGET:-570}
 log=$(mktemp) || exit 2
 site=$(mktemp -d) || exit 2
@@ -89,12 +90,16 @@ if [ $cpu = 1 ]; then
     big=tiny bigger=tiny
 fi
 # Kernels that were not carried are compiled first, several at once; what is missing then is compiled by the tests that need it.
-kernels=(norm rope silu decode:bfloat16:64 prefill:bfloat16:64 decode:bfloat16:128 prefill:bfloat16:128)
+read -ra kernels <<< "${COMPILE:-norm rope silu decode:bfloat16:64 prefill:bfloat16:64 decode:bfloat16:128 prefill:bfloat16:128}"
 [ $cpu = 1 ] || part compile 240 xargs -a <(printf '%s\n' "${kernels[@]}") -P 7 -n 1 "$py" -m tests.gpu.prebuild
 part engine 150 "${tests[@]}" tests/gpu/test_engine.py
-mapfile -t rest < <(ls tests/gpu/test_*.py | grep -v 'test_engine\|test_attention\|test_ops\|test_start\|test_graphs\|test_sampler\|test_device_pa')
-part graphs 120 "${tests[@]}" tests/gpu/test_graphs.py tests/gpu/test_sampler.py
+mapfile -t rest < <(ls tests/gpu/test_*.py | grep -v 'test_engine\|test_attention\|test_ops\|test_start\|test_graphs\|test_device_pa')
+part graphs 120 "${tests[@]}" tests/gpu/test_graphs.py tests/gpu/sampling/test_sampler.py
+part grammars 100 "${tests[@]}" tests/gpu/sampling/test_grammars.py
 part bench 150 "${bench[@]}" --shapes $big --sections copy,decode,prefill,workload
+constrained=("$py" -m tests.perf.grammars.bench_constrained --jsonl "$jsonl" --shape $big)
+[ $cpu = 0 ] || constrained+=(--device cpu --quick)
+part constrained 120 "${constrained[@]}"
 part pages 250 "${tests[@]}" tests/gpu/test_device_pages.py tests/gpu/test_device_pairs.py
 part start 100 "${tests[@]}" tests/gpu/test_ops.py tests/gpu/test_start.py
 part attention 120 "${tests[@]}" tests/gpu/test_attention.py

@@ -23,8 +23,8 @@ import aiohttp
 from baton.config import simulated
 from baton.config.simulated import scale_tokens
 from baton_ops.bench.words import make_words
-from tests.perf.closed import Seen, Turn, run
-from tests.perf.fleet import Arm, Fleet, clients, installed, machine
+from tests.perf.processes.closed import Seen, Turn, run
+from tests.perf.processes.fleet import Arm, Fleet, clients, installed, machine
 
 ARMS = (
     Arm("cost", ("--policy", "cost")),

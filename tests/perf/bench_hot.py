@@ -19,8 +19,8 @@ import aiohttp
 
 from baton_ops.bench import replay
 from baton_ops.bench.words import make_words
-from tests.perf.closed import Seen, Turn, run
-from tests.perf.fleet import Arm, Fleet, clients, installed, machine
+from tests.perf.processes.closed import Seen, Turn, run
+from tests.perf.processes.fleet import Arm, Fleet, clients, installed, machine
 
 ARMS = (
     Arm("round_robin", ("--policy", "round_robin")),

@@ -24,7 +24,7 @@ from baton.config import simulated
 from baton.config.simulated import StepModel
 from baton_ops.bench import replay
 from baton_ops.sim import trace as traces
-from tests.perf.fleet import Arm, Fleet, clients, installed, machine
+from tests.perf.processes.fleet import Arm, Fleet, clients, installed, machine
 
 ARMS = {
     "cost": Arm("cost", ("--policy", "cost")),

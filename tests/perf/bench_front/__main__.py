@@ -28,7 +28,7 @@ from typing import Any
 
 from tests.perf.bench_front.engines import SourceTree, start_engines
 from tests.perf.bench_front.made_tokenizer import make_tokenizer
-from tests.perf.fleet import REPO, machine
+from tests.perf.processes.fleet import REPO, machine
 
 SHORT_CHARS = 200
 PROMPT_TOKENS = 44_000

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from baton_ops.launch.supervisor import ChildFailed, ChildProcess
-from tests.perf.fleet import READY_SECS, REPO, STOP_SECS
+from tests.perf.processes.fleet import READY_SECS, REPO, STOP_SECS
 
 CLIENT_SECS = 600.0
 CONTEXT_LENGTH = 131_072

@@ -1,7 +1,8 @@
-//! One step of a reader's state machine.
+//! The outcome of one step of a reader's state machine.
 
-/// State after a step, and whether another step can be made.
+/// The state after a step.
 pub enum ReaderStep<S> {
+    /// The reader can make another step.
     Continue(S),
     /// The held lexemes do not decide what comes next.
     Wait(S),

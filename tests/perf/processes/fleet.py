@@ -21,7 +21,7 @@ import aiohttp
 
 from baton_ops.launch.supervisor import ChildProcess
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 READY_SECS = 120.0
 STOP_SECS = 10.0
 PEERS = {"sglang-router": "sglang_router.launch_router", "smg": "smg.launch_router"}

@@ -1,0 +1,1 @@
+"""Processes and clients that the measurements of a running cluster share."""
