@@ -129,6 +129,41 @@ def test_answer_has_a_bar_of_its_stages_and_the_reasons_for_its_workers(cluster:
     in_browser(scene())
 
 
+def test_chat_with_a_tool_folds_reasoning_shows_the_call_and_takes_its_result(
+    cluster: Cluster,
+) -> None:
+    weather = {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+
+    async def scene() -> None:
+        async with Browser.start() as browser:
+            page = await chat_page(browser, cluster.url)
+            tools = json.dumps(json.dumps([weather]))
+            await page.evaluate(f"document.querySelector('#tools').value = {tools}")
+            await ask(page, "What is the weather in Paris?", 200)
+            await page.until(ANSWERED)
+            reasoning = "document.querySelector('details.reasoning')"
+            assert await page.evaluate(f"{reasoning}.open") is False
+            assert "Paris" in await page.evaluate(f"{reasoning}.textContent")
+            call = await page.evaluate("document.querySelector('.call').textContent")
+            assert "get_weather" in call
+            assert "Paris" in call
+            await page.write('{"temperature_c": 18, "sky": "cloudy"}')
+            await page.press("Enter")
+            await page.until("document.querySelectorAll('.message[data-state=ended]').length === 2")
+            assert await page.evaluate(LAST_TEXT)
+            who = "[...document.querySelectorAll('.who')].map((title) => title.textContent)"
+            assert await page.evaluate(who) == ["You", "Answer", "Result", "Answer"]
+            page.assert_clean(cluster.url)
+
+    in_browser(scene())
+
+
 def test_killed_decode_node_shows_as_failover_and_the_text_is_that_of_an_undisturbed_answer(
     cluster: Cluster,
 ) -> None:
