@@ -94,6 +94,9 @@ class Body(nn.Module):
 class Llama(nn.Module):
     """`forward` gives final hidden states [rows, length, hidden]; `logits` applies the tied embedding to them."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
@@ -103,7 +106,12 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
         inverse = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
         angles = torch.outer(torch.arange(shape.context), inverse)
-        self.cos, self.sin = (torch.cat((f, f), dim=-1) for f in (angles.cos(), angles.sin()))
+        for name, half in (("cos", angles.cos()), ("sin", angles.sin())):
+            self.register_buffer(name, torch.cat((half, half), dim=-1), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.model.embed_tokens(ids)

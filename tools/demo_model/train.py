@@ -1,6 +1,6 @@
 """Trains the demo model on the docs and on questions.txt, and writes it as a Hugging Face directory.
 
-    python -m tools.demo_model.train [--out DIR] [--steps N] [--threads N] [--seed N] [--start-from DIR]
+    python -m tools.demo_model.train [--out DIR] [--steps N] [--threads N] [--device cuda] [--seed N] [--start-from DIR]
 
 1. Corpus and tokenizer: a byte-level BPE is trained on the same text (corpus.py).
 2. Training: a small Llama in plain torch (network.py), AdamW, loss on answers and passages only.
@@ -185,7 +185,7 @@ def answers_right(
                 : len(tokenizer.encode(render(prompt, ask=True), add_special_tokens=False).ids) - 1,
             ] = IGNORE
         with torch.inference_mode():
-            guess = model.logits(model(ids)).argmax(dim=-1)
+            guess = model.logits(model(ids.to(model.device))).argmax(dim=-1).cpu()
         right += ((guess == targets) | (targets == IGNORE)).all(dim=1).tolist()
     return right
 
@@ -196,7 +196,8 @@ def generate(model: Llama, tokenizer: Tokenizer, text: str, limit: int) -> tuple
     begin, eos = len(ids), tokenizer.token_to_id(EOS)
     with torch.inference_mode():
         while len(ids) - begin < limit:
-            ids.append(int(model.logits(model(torch.tensor([ids]))[0, -1]).argmax()))
+            given = torch.tensor([ids], device=model.device)
+            ids.append(int(model.logits(model(given)[0, -1]).argmax()))
             if ids[-1] == eos:
                 return tokenizer.decode(ids[begin:-1]), True
     return tokenizer.decode(ids[begin:]), False
@@ -216,7 +217,7 @@ def train(
         rate = min((step + 1) / warm, 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         for group in optimizer.param_groups:
             group["lr"] = peak_rate * rate
-        ids, targets = next(data)
+        ids, targets = (tensor.to(model.device) for tensor in next(data))
         learned = targets != IGNORE
         loss = F.cross_entropy(model.logits(model(ids)[learned]), targets[learned])
         optimizer.zero_grad(set_to_none=True)
@@ -310,7 +311,8 @@ def save(model: Llama, tokenizer: Tokenizer, out: Path) -> None:
     bos, eos, pad_id = (tokenizer.token_to_id(token) for token in (BOS, EOS, PAD))
     out.mkdir(parents=True, exist_ok=True)
     weights = {
-        name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()
+        name: tensor.to("cpu", torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
     }
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)
@@ -390,6 +392,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     parser.add_argument(
+        "--device", default="cpu", help="where torch computes (default: %(default)s)"
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, help="seed of weights and samples (default: %(default)s)"
     )
     parser.add_argument(
@@ -423,6 +428,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = train_tokenizer(texts, shape.vocab - len(MARKERS))
     else:
         tokenizer = load_start(model, args.start_from)
+    model.to(args.device)
     phrasings, size = (
         sum(len(t.questions) for t in topics),
         sum(p.numel() for p in model.parameters()),
