@@ -14,6 +14,16 @@ pub enum RefusalCode {
     InternalError,
 }
 
+impl RefusalCode {
+    /// HTTP status of the error.
+    pub fn status(self) -> u16 {
+        match self {
+            RefusalCode::InternalError => 500,
+            _ => 400,
+        }
+    }
+}
+
 /// Refusal of a request's text, for its client.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]

@@ -2,14 +2,15 @@
 
 use std::sync::Arc;
 
-use super::choice::{ChoiceReading, RunningChoice};
+use super::choice::{ChoiceReading, LogprobsRules, RunningChoice};
 use super::spec::{AnswerSpec, ReadingSpec};
-use crate::dialect::response_id;
 use crate::dialect::sse::DONE_EVENT;
 use crate::dialect::write::{
-    AnswerCounts, AnswerHead, AnswerWriter, CallIdForm, ChoiceOutput, Delta, ReasoningNames,
-    ResumeComments, ResumedOutput, WriteContext, new_writer,
+    AnswerCounts, AnswerHead, AnswerWriter, CallIdForm, ChoiceOutput, Delta, PromptForms,
+    PromptText, ReasoningNames, ResumeComments, ResumedOutput, TokenNames, WriteContext,
+    new_writer,
 };
+use crate::dialect::{PromptLogprobsForm, response_id};
 use crate::stream::answer::{AnswerFormat, ReaderOptions};
 use crate::stream::tools::{ToolFamily, ToolSignature};
 use crate::stream::{TextOffsets, TextRules};
@@ -25,7 +26,7 @@ pub struct RunningAnswer {
     /// Output of each of them.
     pub outputs: Vec<ChoiceOutput>,
     comments: Option<ResumeComments>,
-    pub max_logprobs: i32,
+    pub logprobs: LogprobsRules,
     pub is_metered: bool,
     is_stream: bool,
     /// Chunks have the framing of HTTP/1.1's chunked coding: the head of the response is out.
@@ -56,6 +57,7 @@ impl RunningAnswer {
             .map(|reading| SharedReading::new(reading, format));
         let head = new_head(&mut spec, reading.as_ref());
         let mut writer = new_writer(spec.dialect, head.clone(), spec.choices.len());
+        let prompts = SharedPrompts::new(&spec);
         let mut choices = Vec::with_capacity(spec.choices.len());
         let mut outputs = Vec::with_capacity(spec.choices.len());
         for (index, choice) in spec.choices.into_iter().enumerate() {
@@ -71,11 +73,17 @@ impl RunningAnswer {
                         .as_ref()
                         .map(|r| r.options(&choice.prompt_end, decoder)),
                     includes_reasoning: reading.as_ref().is_some_and(|r| r.includes),
+                    is_named_choice: reading.as_ref().is_some_and(|r| r.is_named_choice),
                 },
                 choice.stop_token_ids,
             );
             let mut output = new_output(index, choice.prompt_tokens, choice.echo);
             output.has_parts = reading.is_some();
+            if choice.has_prompt_logprobs {
+                output.prompt_text =
+                    Some(prompts.new_text(choice.prompt_ids.clone(), &head, decoder));
+            }
+            output.prompt_ids = choice.prompt_ids;
             if !spec.resumed_ids.is_empty() {
                 let resumed = ResumedOutput {
                     output: running.resume(&spec.resumed_ids, decoder),
@@ -84,7 +92,9 @@ impl RunningAnswer {
                 output.completion_tokens = spec.resumed_ids.len() as u64;
                 writer.resume(&mut output, &resumed, decoder);
             }
-            if spec.is_empty {
+            if spec.is_empty && choice.has_prompt_logprobs {
+                running.is_silent = true;
+            } else if spec.is_empty {
                 running.end_empty(&mut output);
             }
             choices.push(running);
@@ -99,7 +109,10 @@ impl RunningAnswer {
             comments: spec
                 .comment_seed
                 .map(|seed| ResumeComments::new(seed, spec.created)),
-            max_logprobs: spec.logprobs,
+            logprobs: LogprobsRules {
+                top: spec.logprobs,
+                token_ids: spec.logprob_token_ids,
+            },
             is_metered: spec.is_metered,
             is_stream: spec.is_stream,
             is_framed: false,
@@ -204,6 +217,12 @@ fn new_head(spec: &mut AnswerSpec, reading: Option<&SharedReading<'_>>) -> Answe
         includes_usage: spec.includes_usage,
         has_continuous_usage: spec.has_continuous_usage,
         returns_token_ids: spec.returns_token_ids,
+        returns_prompt_ids: spec.returns_prompt_ids,
+        token_names: if spec.names_tokens_by_id {
+            TokenNames::Ids
+        } else {
+            TokenNames::Texts
+        },
         logprobs: spec.logprobs,
         is_batch: spec.is_batch,
         skips_special_tokens: spec.skip_special_tokens,
@@ -215,6 +234,48 @@ fn new_head(spec: &mut AnswerSpec, reading: Option<&SharedReading<'_>>) -> Answe
         arrived: spec.arrived,
         is_limited_by_context: spec.is_limited_by_context,
         facts: std::mem::take(&mut spec.facts),
+    }
+}
+
+/// Rules for the logprobs of the prompts of an answer, made once.
+#[derive(Default)]
+struct SharedPrompts {
+    /// Position of the first token that is listed.
+    start: usize,
+    forms: PromptForms,
+}
+
+impl SharedPrompts {
+    fn new(spec: &AnswerSpec) -> Self {
+        let Some(wanted) = &spec.prompt_logprobs else {
+            return Self::default();
+        };
+        let top = usize::try_from(spec.logprobs).ok();
+        let joined = top.filter(|_| wanted.joins_logprobs);
+        let form = spec.dialect.fields().prompt_logprobs;
+        Self {
+            start: wanted.start,
+            forms: PromptForms {
+                columns: joined.filter(|_| form == PromptLogprobsForm::Columns),
+                triples: joined.filter(|_| form == PromptLogprobsForm::Triples),
+                objects: wanted.objects,
+                token_ids: spec.logprob_token_ids.clone(),
+            },
+        }
+    }
+
+    /// Logprobs of one prompt, none of which have come.
+    fn new_text(&self, ids: Vec<u32>, head: &AnswerHead, decoder: &dyn TokenDecoder) -> PromptText {
+        let skips_special_tokens = head.skips_special_tokens;
+        let forms = self.forms.clone();
+        PromptText::new(
+            ids,
+            self.start,
+            forms,
+            head.token_names,
+            skips_special_tokens,
+            decoder,
+        )
     }
 }
 
@@ -232,6 +293,8 @@ fn new_output(index: usize, prompt_tokens: u64, echo: String) -> ChoiceOutput {
         is_begun: false,
         offsets: TextOffsets::new(echo.chars().count()),
         echo,
+        prompt_ids: Vec::new(),
+        prompt_text: None,
         delta: Delta::default(),
         so_far: Delta::default(),
     }
@@ -246,6 +309,7 @@ struct SharedReading<'a> {
     names: ReasoningNames,
     gathers: bool,
     includes: bool,
+    is_named_choice: bool,
     call_ids: CallIdForm,
 }
 
@@ -268,6 +332,7 @@ impl<'a> SharedReading<'a> {
             names: spec.reasoning_field,
             gathers: !spec.stream_reasoning,
             includes: spec.include_reasoning,
+            is_named_choice: spec.is_named_choice,
             call_ids,
         }
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::token_batch::{RankFinish, TokenRow};
+use super::token_batch::{RankFinish, RowLogprobs, TokenRow};
 use crate::dialect::write::{ChoiceOutput, Delta, FinishReason, MatchedStop};
 use crate::stream::answer::{AnswerFormat, AnswerReader, ReaderOptions};
 use crate::stream::{FedTokens, TextRules, TextStream};
@@ -16,6 +16,8 @@ enum ChoiceText {
     Parts {
         reader: Box<AnswerReader>,
         includes_reasoning: bool,
+        /// A complete call is no reason of its own for the answer's end.
+        is_named_choice: bool,
     },
 }
 
@@ -26,6 +28,7 @@ impl ChoiceText {
             Self::Parts {
                 reader,
                 includes_reasoning,
+                ..
             } => {
                 let fed = reader.feed(decoder, ids, &mut delta.parts);
                 if !*includes_reasoning {
@@ -43,6 +46,7 @@ impl ChoiceText {
             Self::Parts {
                 reader,
                 includes_reasoning,
+                ..
             } => {
                 let matched_stop = reader.finish(decoder, &mut delta.parts);
                 if !*includes_reasoning {
@@ -53,10 +57,15 @@ impl ChoiceText {
         }
     }
 
-    fn has_calls(&self) -> bool {
+    /// True if the answer ends because of its calls.
+    fn ends_with_calls(&self) -> bool {
         match self {
             Self::Plain(_) => false,
-            Self::Parts { reader, .. } => reader.completed_calls() > 0,
+            Self::Parts {
+                reader,
+                is_named_choice,
+                ..
+            } => !is_named_choice && reader.completed_calls() > 0,
         }
     }
 }
@@ -67,6 +76,35 @@ pub struct ChoiceReading<'a> {
     /// `None`: the answer is one text.
     pub options: Option<ReaderOptions>,
     pub includes_reasoning: bool,
+    /// See [`ReadingSpec`](super::spec::ReadingSpec).
+    pub is_named_choice: bool,
+}
+
+/// Logprobs that an answer has.
+pub struct LogprobsRules {
+    /// Alternatives per position; -1: no logprobs.
+    pub top: i32,
+    /// Ids whose logprobs are reported.
+    pub token_ids: Vec<u32>,
+}
+
+impl LogprobsRules {
+    /// Adds the logprobs of a token to the output, if the answer has any. `None`: the token does not
+    /// count.
+    fn keep(&self, found: &RowLogprobs, id: Option<&u32>, output: &mut ChoiceOutput) {
+        let Ok(most) = usize::try_from(self.top) else {
+            return;
+        };
+        let rows = output.delta.logprobs.get_or_insert_default();
+        let Some(id) = id else {
+            return;
+        };
+        let top = found.top_ids.iter().copied();
+        let top = top.zip(found.top_logprobs.iter().copied()).take(most);
+        let of_ids = self.token_ids.iter().copied();
+        let of_ids = of_ids.zip(found.id_logprobs.iter().copied());
+        rows.push(*id, found.chosen, top.collect(), of_ids.collect());
+    }
 }
 
 /// Progress of a choice beside its output.
@@ -76,6 +114,8 @@ pub struct RunningChoice {
     pub is_done: bool,
     /// The output has a delta that no event has.
     pub has_delta: bool,
+    /// Nothing is generated for the client; its rank computes the prompt, and a token with it.
+    pub is_silent: bool,
     rules: Arc<TextRules>,
     text: ChoiceText,
     stop_token_ids: Vec<u32>,
@@ -115,6 +155,7 @@ impl RunningChoice {
                 ChoiceText::Parts {
                     reader: Box::new(reader),
                     includes_reasoning: reading.includes_reasoning,
+                    is_named_choice: reading.is_named_choice,
                 }
             }
         };
@@ -123,6 +164,7 @@ impl RunningChoice {
             counts_prompt,
             is_done: false,
             has_delta: false,
+            is_silent: false,
             text,
             rules,
             stop_token_ids,
@@ -153,12 +195,21 @@ impl RunningChoice {
         &mut self,
         row: &TokenRow<'_>,
         output: &mut ChoiceOutput,
-        max_logprobs: i32,
+        logprobs: &LogprobsRules,
         decoder: &dyn TokenDecoder,
         now: f64,
     ) -> RowEffect {
         output.cached_tokens = row.cached_tokens.min(output.prompt_tokens);
         self.has_delta = true;
+        if let (Some(text), Some(records)) = (&mut output.prompt_text, &row.prompt_logprobs) {
+            text.append(records, decoder);
+        }
+        if self.is_silent {
+            if row.finish.is_some() {
+                self.end_empty(output);
+            }
+            return RowEffect::default();
+        }
         let mut ids = &row.tokens[..];
         let mut finish = match row.finish {
             Some(RankFinish::Length) => Some(FinishReason::Length),
@@ -187,22 +238,15 @@ impl RunningChoice {
             output.matched_stop = Some(MatchedStop::Text(self.rules.stops[stop].clone()));
             finish = Some(FinishReason::Stop);
         }
-        if finish == Some(FinishReason::Stop) && self.text.has_calls() {
+        if finish == Some(FinishReason::Stop) && self.text.ends_with_calls() {
             finish = Some(FinishReason::ToolCalls);
         }
         output.reasoning_tokens = self.reasoning_tokens().unwrap_or_default();
         output.completion_tokens += ids.len() as u64;
         output.delta.tokens.extend_from_slice(ids);
         output.delta.finish = finish;
-        if let Some(found) = &row.logprobs
-            && max_logprobs >= 0
-        {
-            let rows = output.delta.logprobs.get_or_insert_default();
-            if let Some(id) = ids.first() {
-                let top = found.top_ids.iter().copied();
-                let top = top.zip(found.top_logprobs.iter().copied());
-                rows.push(*id, found.chosen, top.take(max_logprobs as usize).collect());
-            }
+        if let Some(found) = &row.logprobs {
+            logprobs.keep(found, ids.first(), output);
         }
         self.is_done = finish.is_some();
         let mut effect = RowEffect {

@@ -27,6 +27,18 @@ pub struct AnswerSpec {
     pub returns_token_ids: bool,
     /// Alternatives per position; -1: no logprobs.
     pub logprobs: i32,
+    /// Ids whose logprobs stand beside the alternatives, or in their place.
+    #[serde(default)]
+    pub logprob_token_ids: Vec<u32>,
+    /// Logprobs name their tokens by id.
+    #[serde(default)]
+    pub names_tokens_by_id: bool,
+    /// Logprobs of the prompts; `None`: the answer has none.
+    #[serde(default)]
+    pub prompt_logprobs: Option<PromptLogprobsSpec>,
+    /// The answer has the ids of its prompts.
+    #[serde(default)]
+    pub returns_prompt_ids: bool,
     pub is_batch: bool,
     pub stops: Vec<String>,
     pub include_stop: bool,
@@ -36,7 +48,7 @@ pub struct AnswerSpec {
     pub comment_seed: Option<u64>,
     /// The front counts the tokens of each batch, for a rate limit.
     pub is_metered: bool,
-    /// Nothing is generated: the answer ends at once.
+    /// Nothing is generated: the answer ends at once, or with the logprobs of its prompts.
     pub is_empty: bool,
     /// Tokens that the client has from another engine.
     pub resumed_ids: Vec<u32>,
@@ -54,11 +66,26 @@ pub struct AnswerSpec {
     pub choices: Vec<ChoiceSpec>,
 }
 
+/// Logprobs of the prompts in an answer.
+#[derive(Debug, Clone, Deserialize)]
+pub struct PromptLogprobsSpec {
+    /// Position of the first token that is listed; it has no logprob.
+    pub start: usize,
+    /// They are part of the answer's own logprobs: completions with echo, and /generate.
+    pub joins_logprobs: bool,
+    /// Alternatives per position in `prompt_logprobs`; `None`: the answer has no such member.
+    pub objects: Option<usize>,
+}
+
 /// How the parts of an answer are read and sent: reasoning, content and tool calls.
 #[derive(Debug, Deserialize)]
 pub struct ReadingSpec {
     /// JSON: name and parameters of each tool that the answer may call.
     pub tools: String,
+    /// A complete call ends the answer with `stop`, not with `tool_calls`: the client chose the tool
+    /// by its name.
+    #[serde(default)]
+    pub is_named_choice: bool,
     /// Tool calls in the conversation before the answer.
     pub calls_before: usize,
     pub parallel_tool_calls: bool,
@@ -84,6 +111,12 @@ pub struct ChoiceSpec {
     pub stop_token_ids: Vec<u32>,
     /// Text of the prompt, in front of the answer.
     pub echo: String,
+    /// Ids of the client's prompt, where the answer has them or their logprobs.
+    #[serde(default)]
+    pub prompt_ids: Vec<u32>,
+    /// The rank sends logprobs of the prompt.
+    #[serde(default)]
+    pub has_prompt_logprobs: bool,
 }
 
 /// Facts pass through the front as JSON; an empty text stands for none.
@@ -100,6 +133,7 @@ impl Default for ReadingSpec {
     fn default() -> Self {
         Self {
             tools: "[]".to_owned(),
+            is_named_choice: false,
             calls_before: 0,
             parallel_tool_calls: true,
             separate_reasoning: true,

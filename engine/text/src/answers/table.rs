@@ -192,7 +192,7 @@ impl AnswerTable {
         fed.has_output = true;
         let choice = &mut answer.choices[place];
         let output = &mut answer.outputs[place];
-        let effect = choice.take_row(&row, output, answer.max_logprobs, &*self.decoder, now);
+        let effect = choice.take_row(&row, output, &answer.logprobs, &*self.decoder, now);
         if effect.is_stopped_by_text {
             fed.stopped.push(row.handle);
             self.items.remove(&row.handle);

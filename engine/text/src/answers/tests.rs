@@ -470,3 +470,139 @@ fn joined_text(dialect: &str, stream: &str) -> String {
     });
     choices.collect()
 }
+
+/// A row with logprobs of prompt tokens: the ids of each position, most likely first.
+#[derive(Serialize)]
+struct PromptRow(
+    u64,
+    [u32; 0],
+    Option<u8>,
+    u64,
+    Option<()>,
+    Option<()>,
+    Option<()>,
+    Option<()>,
+    PromptPart,
+);
+
+#[derive(Serialize)]
+struct PromptPart {
+    position: u64,
+    count: u64,
+    top: u64,
+    #[serde(serialize_with = "bytes")]
+    records: Vec<u8>,
+}
+
+#[derive(Serialize)]
+struct PromptMessage {
+    r#type: &'static str,
+    dp_rank: u32,
+    rows: [PromptRow; 1],
+}
+
+fn bytes<S: serde::Serializer>(value: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_bytes(value)
+}
+
+/// Token `position` has the logprob -position; two alternatives are above it.
+fn feed_prompt(table: &mut AnswerTable, handle: u64, positions: std::ops::Range<u64>) -> FedBatch {
+    let mut records = Vec::new();
+    for position in positions.clone() {
+        records.extend_from_slice(&(-(position as f32)).to_le_bytes());
+        records.extend_from_slice(&3_u32.to_le_bytes());
+        for id in [6_u32, 7] {
+            records.extend_from_slice(&id.to_le_bytes());
+        }
+        for logprob in [-0.25_f32, -0.5] {
+            records.extend_from_slice(&logprob.to_le_bytes());
+        }
+    }
+    let part = PromptPart {
+        position: positions.start,
+        count: positions.end - positions.start,
+        top: 2,
+        records,
+    };
+    let row = PromptRow(handle, [], None, 3, None, None, None, None, part);
+    let message = PromptMessage {
+        r#type: "tokens",
+        dp_rank: 0,
+        rows: [row],
+    };
+    let packed = rmp_serde::to_vec_named(&message).unwrap();
+    table.feed(&packed, 1.0).unwrap().unwrap()
+}
+
+fn with_prompt(is_stream: bool, more: Value) -> AnswerSpec {
+    let mut fields = json!({
+        "is_stream": is_stream, "logprobs": 2,
+        "prompt_logprobs": {"start": 0, "joins_logprobs": true, "objects": null},
+        "choices": [{
+            "handle": 1, "counts_prompt": true, "prompt_tokens": 5, "left_context": [],
+            "prompt_end": [], "stop_token_ids": [END], "echo": "the relay the",
+            "prompt_ids": [2, 3, 4, 2, 5], "has_prompt_logprobs": true,
+        }],
+    });
+    for (name, value) in more.as_object().unwrap() {
+        fields[name] = value.clone();
+    }
+    spec("completions", &[1], fields)
+}
+
+#[test]
+fn prompt_logprobs_of_any_parts_stand_in_front_of_the_answers() {
+    for is_stream in [false, true] {
+        let whole = 1..5;
+        for parts in [vec![whole], vec![1..2, 2..4, 4..5], vec![1..3, 1..3, 3..5]] {
+            let mut table = table();
+            table.open(with_prompt(is_stream, json!({}))).unwrap();
+            let mut text = String::new();
+            for part in parts {
+                assert!(text.is_empty(), "no event before the prompt is complete");
+                text += &text_of(&feed_prompt(&mut table, 1, part));
+            }
+            text += &text_of(&feed(&mut table, &[row(1, &[2], Some(2))], 2.0));
+            let answers = if is_stream {
+                events_of(&text)
+            } else {
+                vec![serde_json::from_str(&text).unwrap()]
+            };
+            let column = |name: &str| -> Vec<Value> {
+                let choices = answers.iter().filter_map(|a| a["choices"].get(0));
+                let values = choices.filter_map(|c| c["logprobs"][name].as_array());
+                values.flatten().cloned().collect()
+            };
+            let tokens = ["the", " relay", " ", "the", "\"a\n"];
+            assert_eq!(column("tokens"), tokens);
+            let logprobs = json!([null, -1.0, -2.0, -3.0, -4.0]);
+            assert_eq!(Value::from(column("token_logprobs")), logprobs);
+            assert_eq!(column("text_offset"), [0, 3, 9, 10, 13]);
+            let top = column("top_logprobs");
+            assert_eq!(top[0], Value::Null);
+            assert_eq!(
+                top[1],
+                json!({"é": -0.25, "😀": -0.5, " relay": -1.0}),
+                "the token itself stands behind the most likely ones"
+            );
+        }
+    }
+}
+
+#[test]
+fn answer_that_is_its_prompt_hides_the_token_that_comes_with_it() {
+    for finish in [1, 2] {
+        let mut table = table();
+        let id = table
+            .open(with_prompt(false, json!({"is_empty": true})))
+            .unwrap();
+        feed_prompt(&mut table, 1, 1..5);
+        let text = text_of(&feed(&mut table, &[row(1, &[END], Some(finish))], 2.0));
+        let answer: Value = serde_json::from_str(&text).unwrap();
+        let choice = &answer["choices"][0];
+        assert_eq!(choice["text"], "the relay the");
+        assert_eq!(choice["finish_reason"], "length");
+        assert_eq!(choice["logprobs"]["tokens"].as_array().unwrap().len(), 5);
+        assert_eq!(table.close(id).unwrap().completion_tokens, 0);
+    }
+}

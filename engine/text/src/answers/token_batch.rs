@@ -5,6 +5,8 @@ use std::borrow::Cow;
 
 use serde::{Deserialize, Serialize};
 
+use crate::dialect::write::PromptRecords;
+
 /// Begin of a token batch: a map of three, whose first member is its type.
 const BEGIN: &[u8] = b"\x83\xa4type\xa6tokens";
 
@@ -45,6 +47,8 @@ pub struct TokenRow<'a> {
     pub error: Option<(Cow<'a, str>, Cow<'a, str>)>,
     pub retry_after_secs: Option<u64>,
     pub stages: Option<FirstTokenStages>,
+    #[serde(borrow, default)]
+    pub prompt_logprobs: Option<PromptRecords<'a>>,
 }
 
 /// `FinishReason` of engine/baton/sched/types/request.py.
@@ -77,6 +81,9 @@ pub struct RowLogprobs {
     pub chosen: f64,
     pub top_ids: Vec<u32>,
     pub top_logprobs: Vec<f64>,
+    /// Logprobs of the ids that the request asked for.
+    #[serde(default)]
+    pub id_logprobs: Vec<f64>,
 }
 
 /// A request's way to its first token: passes through to the front.

@@ -7,12 +7,14 @@
 //! * [`resume`]: comments with the tokens of a stream, and the field that asks for its rest;
 //! * [`input_logprobs`]: answers to /generate that two workers give together;
 //! * [`translate`]: requests of other APIs as chat requests;
-//! * [`write`](mod@write): answers as bytes.
+//! * [`write`](mod@write): answers as bytes;
+//! * [`chat_answer`]: chat answers of other servers as answers of other APIs.
 //!
 //! An API is a variant of [`Dialect`] with its [`DialectFields`] and a writer of its answers.
 
 pub mod answer_end;
 pub mod body;
+pub mod chat_answer;
 pub mod input_logprobs;
 pub mod prompt_limit;
 mod response_ids;
@@ -57,15 +59,23 @@ pub struct DialectFields {
     pub answer_count: AnswerCountPlace,
     /// True if a request names its model.
     pub names_model: bool,
-    /// True if the answer may hold the logprobs of the prompt.
-    pub returns_input_logprobs: bool,
+    /// How logprobs of prompts are asked for.
+    pub prompt_logprobs: PromptLogprobsForm,
+    pub session_key: SessionKeyField,
     /// True if writers see every answer as parts: reasoning, content and calls.
     pub reads_parts: bool,
     /// True if events, errors among them, have names.
     pub has_named_events: bool,
     /// True if errors have the form of Anthropic's API.
     pub has_anthropic_errors: bool,
+    /// Members of a vLLM request for one token and no stream; `None`: its requests have no
+    /// `kv_transfer_params`, so that no pair can meet by them (0.33).
+    pub vllm_prefill: Option<&'static str>,
 }
+
+/// Members of [`DialectFields::vllm_prefill`] of OpenAI's older APIs.
+const OPENAI_PREFILL: &str =
+    "\"stream\":false,\"max_tokens\":1,\"max_completion_tokens\":1,\"min_tokens\":1";
 
 /// Form of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,6 +84,28 @@ pub enum PromptKind {
     Messages,
     /// A text or the token ids of one, or a list of either.
     Texts,
+}
+
+/// Ways to ask for logprobs of prompts, and forms of the answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PromptLogprobsForm {
+    /// No field asks for them.
+    Nothing,
+    /// `prompt_logprobs`: an object for each token.
+    Objects,
+    /// The same, and `echo` with `logprobs`: columns in front of those of the answer.
+    Columns,
+    /// `logprob_start_len`: triples beside those of the answer.
+    Triples,
+}
+
+/// Field that names the conversation, agent or user of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SessionKeyField {
+    PromptCacheKey,
+    /// `user_id` in the object `metadata`.
+    MetadataUserId,
+    Nowhere,
 }
 
 /// Place of the field `n`, the answers per prompt.
@@ -94,10 +126,12 @@ const CHAT: DialectFields = DialectFields {
     prompt_kind: PromptKind::Messages,
     answer_count: AnswerCountPlace::Body,
     names_model: true,
-    returns_input_logprobs: false,
+    prompt_logprobs: PromptLogprobsForm::Objects,
+    session_key: SessionKeyField::PromptCacheKey,
     reads_parts: false,
     has_named_events: false,
     has_anthropic_errors: false,
+    vllm_prefill: Some(OPENAI_PREFILL),
 };
 
 const COMPLETIONS: DialectFields = DialectFields {
@@ -108,10 +142,12 @@ const COMPLETIONS: DialectFields = DialectFields {
     prompt_kind: PromptKind::Texts,
     answer_count: AnswerCountPlace::Body,
     names_model: true,
-    returns_input_logprobs: false,
+    prompt_logprobs: PromptLogprobsForm::Columns,
+    session_key: SessionKeyField::PromptCacheKey,
     reads_parts: false,
     has_named_events: false,
     has_anthropic_errors: false,
+    vllm_prefill: Some(OPENAI_PREFILL),
 };
 
 const GENERATE: DialectFields = DialectFields {
@@ -122,10 +158,12 @@ const GENERATE: DialectFields = DialectFields {
     prompt_kind: PromptKind::Texts,
     answer_count: AnswerCountPlace::SamplingParams,
     names_model: false,
-    returns_input_logprobs: true,
+    prompt_logprobs: PromptLogprobsForm::Triples,
+    session_key: SessionKeyField::Nowhere,
     reads_parts: false,
     has_named_events: false,
     has_anthropic_errors: false,
+    vllm_prefill: Some(OPENAI_PREFILL),
 };
 
 const RESPONSES: DialectFields = DialectFields {
@@ -136,10 +174,12 @@ const RESPONSES: DialectFields = DialectFields {
     prompt_kind: PromptKind::Messages,
     answer_count: AnswerCountPlace::Nowhere,
     names_model: true,
-    returns_input_logprobs: false,
+    prompt_logprobs: PromptLogprobsForm::Nothing,
+    session_key: SessionKeyField::PromptCacheKey,
     reads_parts: true,
     has_named_events: true,
     has_anthropic_errors: false,
+    vllm_prefill: None,
 };
 
 const MESSAGES: DialectFields = DialectFields {
@@ -150,10 +190,12 @@ const MESSAGES: DialectFields = DialectFields {
     prompt_kind: PromptKind::Messages,
     answer_count: AnswerCountPlace::Nowhere,
     names_model: true,
-    returns_input_logprobs: false,
+    prompt_logprobs: PromptLogprobsForm::Nothing,
+    session_key: SessionKeyField::MetadataUserId,
     reads_parts: true,
     has_named_events: true,
     has_anthropic_errors: true,
+    vllm_prefill: Some("\"stream\":false,\"max_tokens\":1"),
 };
 
 impl Dialect {

@@ -13,6 +13,7 @@ use serde_json::value::RawValue;
 
 use crate::dialect::body::{BodyError, BodyIndex};
 use crate::dialect::{Dialect, PromptKind};
+use crate::prompt::{CUT_TEXT_CHARS, PromptTruncation};
 
 /// Most bytes of JSON for one character: an escaped surrogate pair, `\ud83d\ude00`.
 const JSON_BYTES_PER_CHAR: u64 = 12;
@@ -113,6 +114,14 @@ impl PromptLimit {
         all.min(MAX_ENGINE_BODY_BYTES)
     }
 
+    /// Limit of a prompt that is cut to the context.
+    fn before_cut(self) -> Self {
+        Self {
+            tokens: NonZeroU64::MAX,
+            chars: self.chars.max(CUT_TEXT_CHARS),
+        }
+    }
+
     fn rest_bytes(self) -> u64 {
         self.tokens
             .get()
@@ -127,13 +136,17 @@ pub fn oversized(scan: &BodyIndex, body: &[u8], limit: PromptLimit) -> Option<Ov
     let prompt = scan.prompt(body);
     let ids = scan.ids_json(body);
     let kind = scan.dialect.fields().prompt_kind;
+    let longest = match scan.truncation {
+        PromptTruncation::Off => limit,
+        PromptTruncation::ToContext | PromptTruncation::To(_) => limit.before_cut(),
+    };
     let size = match (kind, ids) {
-        (PromptKind::Messages, None) => size_of_messages(prompt, limit),
+        (PromptKind::Messages, None) => size_of_messages(prompt, longest),
         (PromptKind::Messages, Some(ids)) => {
-            size_of_messages(prompt, limit).or_else(|| size_of_ids(ids, limit))
+            size_of_messages(prompt, longest).or_else(|| size_of_ids(ids, longest))
         }
-        (PromptKind::Texts, Some(ids)) => size_of_ids(ids, limit),
-        (PromptKind::Texts, None) => size_of_text(prompt, limit),
+        (PromptKind::Texts, Some(ids)) => size_of_ids(ids, longest),
+        (PromptKind::Texts, None) => size_of_text(prompt, longest, limit),
     };
     if let Some(size) = size {
         let param = scan.prompt_param;
@@ -176,8 +189,8 @@ fn size_of_messages(json: &[u8], limit: PromptLimit) -> Option<String> {
     (bytes > most).then(|| format!("has {bytes} bytes of messages, at most {most} are accepted"))
 }
 
-/// A text, or the longest of several.
-fn size_of_text(json: &[u8], limit: PromptLimit) -> Option<String> {
+/// A text, or the longest of several. `context`: the limit by which characters are tokens at least.
+fn size_of_text(json: &[u8], limit: PromptLimit, context: PromptLimit) -> Option<String> {
     if json.len() as u64 <= limit.chars {
         return None;
     }
@@ -192,7 +205,7 @@ fn size_of_text(json: &[u8], limit: PromptLimit) -> Option<String> {
         chars_of(json)
     };
     let chars = chars.filter(|chars| *chars > limit.chars)?;
-    let tokens = chars.div_ceil(limit.chars.div_ceil(limit.tokens.get()));
+    let tokens = chars.div_ceil(context.chars.div_ceil(context.tokens.get()));
     Some(format!("has {chars} characters, at least {tokens} tokens"))
 }
 
@@ -321,6 +334,29 @@ mod tests {
         let long = find(Dialect::Chat, &body(&"x".repeat(480)));
         let size = "has 510 bytes of messages, at most 480 are accepted";
         assert_eq!(long, Some(("messages", size.to_owned())));
+    }
+
+    #[test]
+    fn prompts_that_are_cut_may_be_longer_than_the_context() {
+        for tokens in ["2", "-1"] {
+            let cut = format!("\"truncate_prompt_tokens\": {tokens}");
+            let body = format!("{{\"input_ids\": [1, 2, 3, 4, 5, 6, 7, 8, 9], {cut}}}");
+            assert_eq!(find(Dialect::Generate, &body), None);
+            let text = |chars| format!("{{\"prompt\": \"{}\", {cut}}}", "x".repeat(chars));
+            let most = CUT_TEXT_CHARS as usize;
+            assert_eq!(find(Dialect::Completions, &text(most)), None);
+            let size = format!(
+                "has {} characters, at least {} tokens",
+                most + 1,
+                most / 10 + 1
+            );
+            assert_eq!(
+                find(Dialect::Completions, &text(most + 1)),
+                Some(("prompt", size))
+            );
+        }
+        let body = "{\"input_ids\": [1, 2, 3, 4, 5], \"truncate_prompt_tokens\": 0}";
+        assert!(find(Dialect::Generate, body).is_some());
     }
 
     #[test]

@@ -1,12 +1,15 @@
 //! A request's prompt as token ids, no longer than the context.
 //!
-//! * [`chat`]: the members of a chat body that decide its prompt.
+//! * [`chat`]: the members of a chat body that decide its prompt;
+//! * [`cut`]: prompts that are cut to a number of tokens.
 
 mod chat;
+mod cut;
 
 use std::sync::Arc;
 
 pub use chat::{ChatPrompt, REASONING_EFFORTS};
+pub use cut::{CUT_TEXT_CHARS, PromptCut, PromptTruncation, TruncationSide};
 
 use crate::refusal::{RefusalCode, TextRefusal};
 use crate::template::ChatTemplate;

@@ -20,7 +20,8 @@ pub enum Lexeme<'a> {
 }
 
 /// Meaning of a marker for the reasoning.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum MarkerRole {
     ReasoningBegin,
     ReasoningEnd,

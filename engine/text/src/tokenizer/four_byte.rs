@@ -59,6 +59,10 @@ impl TextTokenizer for FourByteTokenizer {
         None
     }
 
+    fn name_of(&self, id: u32) -> Option<String> {
+        Some(String::from_utf8_lossy(&Self::bytes_of(id)).into_owned())
+    }
+
     /// None: every id is four bytes of text.
     fn tokens_from(&self, _first_id: u32) -> Vec<(u32, String)> {
         Vec::new()

@@ -103,6 +103,10 @@ impl TextTokenizer for HfTokenizer {
         added.get(token).copied()
     }
 
+    fn name_of(&self, id: u32) -> Option<String> {
+        self.library.id_to_token(id)
+    }
+
     fn tokens_from(&self, first_id: u32) -> Vec<(u32, String)> {
         if self.vocab_size <= first_id {
             return Vec::new();
@@ -224,6 +228,8 @@ mod tests {
         assert_eq!(tokenizer.id_of("none"), None);
         assert_eq!(tokenizer.added_id_of("<tool>"), Some(3));
         assert_eq!(tokenizer.id_of("Ġa"), Some(2));
+        assert_eq!(tokenizer.name_of(2), Some("Ġa".to_owned()));
+        assert_eq!(tokenizer.name_of(99), None);
         assert_eq!(tokenizer.added_id_of("Ġa"), None);
         assert_eq!(tokenizer.tokens_from(3), [(3, "<tool>".to_owned())]);
         assert_eq!(tokenizer.tokens_from(4), []);

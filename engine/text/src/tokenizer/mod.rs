@@ -53,6 +53,9 @@ pub trait TextTokenizer: TokenDecoder {
     /// Id of an added token by its text: the text is this token wherever it stands in a prompt.
     fn added_id_of(&self, token: &str) -> Option<u32>;
 
+    /// Name of a token in the vocabulary.
+    fn name_of(&self, id: u32) -> Option<String>;
+
     /// Ids from `first_id` on that have a token, with its name. Ascending.
     fn tokens_from(&self, first_id: u32) -> Vec<(u32, String)>;
 }

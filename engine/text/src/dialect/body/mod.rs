@@ -19,7 +19,16 @@ use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-use crate::dialect::{AnswerCountPlace, Dialect, PromptKind, resume};
+use crate::dialect::{
+    AnswerCountPlace, Dialect, PromptKind, PromptLogprobsForm, SessionKeyField, resume,
+};
+use crate::prompt::PromptTruncation;
+
+pub use prompt_logprobs::PromptLogprobs;
+use prompt_logprobs::PromptLogprobsFields;
+
+/// Fields that ask for logprobs of the prompt.
+mod prompt_logprobs;
 
 /// Most answers one request may ask for (prompts × n): the rooms of a request are one array.
 const MAX_ITEMS: usize = 4096;
@@ -35,6 +44,10 @@ const SCOPE: [&str; 8] = [
     "instructions",
     "system",
 ];
+
+/// Longest session key [bytes]. OpenAI allows 64 for `prompt_cache_key`; Claude Code's
+/// `metadata.user_id` is JSON of about 200.
+const MAX_SESSION_KEY_BYTES: usize = 1024;
 
 /// Most fields of one API that may hold the prompt.
 const MAX_PROMPT_FIELDS: usize = 2;
@@ -73,6 +86,8 @@ pub struct BodyIndex {
     /// Where the prompt lies as token ids, if the client sent it as such: one list, or one per
     /// prompt.
     ids: Option<Range<usize>>,
+    /// Truncation of prompts that are longer than the client wants.
+    pub truncation: PromptTruncation,
     /// Salt of the cache that the prompt may share.
     pub cache_salt: Option<String>,
     /// Key of the cache that the prompt may share.
@@ -83,8 +98,13 @@ pub struct BodyIndex {
     pub model: Option<String>,
     /// Tenant that the body names.
     pub tenant: Option<String>,
+    /// Conversation, agent or user that the body names; one of more than `MAX_SESSION_KEY_BYTES`
+    /// is none.
+    pub session_key: Option<String>,
     /// /generate with `return_logprob`: the prefill leg's input logprobs belong into the answer.
     pub wants_input_logprobs: bool,
+    /// Logprobs of the prompt that the answer has; `None`: it has none.
+    pub prompt_logprobs: Option<PromptLogprobs>,
     pub deadlines: RequestDeadlines,
     /// Members the client sent under names that the router sets, each from the end of the member
     /// before (so with its comma).
@@ -185,11 +205,18 @@ impl BodyIndex {
         self.prompt.as_ref().map_or(0, |span| span.len())
     }
 
-    /// The client's own token ids, those of several prompts one behind the other.
+    /// The client's own token ids as engines cut them, those of several prompts one behind the
+    /// other.
     pub fn ids(&self, body: &[u8]) -> Option<Vec<u32>> {
         let list = self.ids_json(body)?;
-        let one = serde_json::from_slice(list).ok();
-        one.or_else(|| Some(serde_json::from_slice::<Vec<Vec<u32>>>(list).ok()?.concat()))
+        let one = serde_json::from_slice(list).ok().map(|ids| vec![ids]);
+        let mut rows: Vec<Vec<u32>> = one.or_else(|| serde_json::from_slice(list).ok())?;
+        if let Some(cut) = self.truncation.cut() {
+            for ids in &mut rows {
+                *ids = ids[cut.kept(ids.len())].to_vec();
+            }
+        }
+        Some(rows.concat())
     }
 
     /// Pieces of the body that a worker gets: the client's bytes without its own fields of the
@@ -242,9 +269,13 @@ struct TopLevelFields<'a> {
     /// Values of the fields that may hold the prompt, in the order of [`Dialect::fields`].
     prompts: [Option<&'a RawValue>; MAX_PROMPT_FIELDS],
     input_ids: Option<&'a RawValue>,
+    truncate_prompt_tokens: Option<&'a RawValue>,
+    truncation_side: Option<&'a RawValue>,
     sampling_params: Option<&'a RawValue>,
     tenant: Option<&'a RawValue>,
-    return_logprob: bool,
+    logprobs: PromptLogprobsFields,
+    prompt_cache_key: Option<&'a RawValue>,
+    metadata: Option<&'a RawValue>,
     /// Deadlines that are numbers; the engine refuses others.
     deadlines: RequestDeadlines,
     scope: [Option<Range<usize>>; SCOPE.len()],
@@ -266,9 +297,13 @@ impl<'a> TopLevelFields<'a> {
             n: None,
             prompts: [None; MAX_PROMPT_FIELDS],
             input_ids: None,
+            truncate_prompt_tokens: None,
+            truncation_side: None,
             sampling_params: None,
             tenant: None,
-            return_logprob: false,
+            logprobs: PromptLogprobsFields::default(),
+            prompt_cache_key: None,
+            metadata: None,
             deadlines: RequestDeadlines::default(),
             scope: [const { None }; SCOPE.len()],
         }
@@ -298,12 +333,15 @@ impl<'a> TopLevelFields<'a> {
             "stream" => self.stream = value.get() == "true",
             "n" => self.n = Some(value),
             "input_ids" => self.input_ids = Some(value),
+            "truncate_prompt_tokens" => self.truncate_prompt_tokens = Some(value),
+            "truncation_side" => self.truncation_side = Some(value),
             "sampling_params" => self.sampling_params = Some(value),
             "tenant" => self.tenant = Some(value),
-            "return_logprob" => self.return_logprob = value.get() == "true",
+            "prompt_cache_key" => self.prompt_cache_key = Some(value),
+            "metadata" => self.metadata = Some(value),
             TTFT_DEADLINE => self.deadlines.ttft = ms_of(value),
             DEADLINE => self.deadlines.whole = ms_of(value),
-            _ => {}
+            _ => self.logprobs.member(name, value),
         }
     }
 
@@ -315,6 +353,23 @@ impl<'a> TopLevelFields<'a> {
             Some((value, name)) => (*value, name),
             None => (None, names.last().copied().unwrap_or_default()),
         }
+    }
+
+    /// Key of the field that the API has for it. A value of another type is no key: the engine
+    /// refuses or ignores it.
+    fn session_key(&self) -> Option<String> {
+        let value = match self.dialect.fields().session_key {
+            SessionKeyField::PromptCacheKey => self.prompt_cache_key?,
+            SessionKeyField::MetadataUserId => {
+                let metadata = serde_json::from_str::<Metadata<'_>>(self.metadata?.get());
+                metadata.ok()?.user_id?
+            }
+            SessionKeyField::Nowhere => return None,
+        };
+        let key: String = serde_json::from_str(value.get()).ok()?;
+        (1..=MAX_SESSION_KEY_BYTES)
+            .contains(&key.len())
+            .then_some(key)
     }
 
     fn finish(self) -> Result<BodyIndex, BodyError> {
@@ -359,15 +414,21 @@ impl<'a> TopLevelFields<'a> {
         Ok(BodyIndex {
             dialect: self.dialect,
             ids: ids.map(|value| self.span(value)),
+            truncation: PromptTruncation::read(self.truncate_prompt_tokens, self.truncation_side),
             cache_salt: text(cache_salt),
             extra_key: text(extra_key),
             stream: self.stream,
             batch: (prompts.is_some() || n > 1).then_some(items),
             prompt: prompt.map(|value| self.span(value)),
             prompt_param,
-            wants_input_logprobs: fields.returns_input_logprobs && self.return_logprob,
+            wants_input_logprobs: self.logprobs.return_logprob
+                && fields.prompt_logprobs == PromptLogprobsForm::Triples,
+            prompt_logprobs: self
+                .logprobs
+                .read(fields, self.stream, self.sampling_params),
             deadlines: self.deadlines,
             model,
+            session_key: self.session_key(),
             tenant: self
                 .tenant
                 .and_then(|name| serde_json::from_str(name.get()).ok()),
@@ -419,6 +480,12 @@ fn n_of(value: &RawValue) -> usize {
         .flatten()
         .unwrap_or(1);
     usize::try_from(n).unwrap_or(usize::MAX).max(1)
+}
+
+#[derive(Deserialize)]
+struct Metadata<'a> {
+    #[serde(borrow)]
+    user_id: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]

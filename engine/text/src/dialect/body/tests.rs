@@ -206,3 +206,92 @@ fn bodies_other_than_json_objects_are_refused() {
     let deep = format!(r#"{{"a":{}{}}}"#, "[".repeat(300), "]".repeat(300));
     assert!(BodyIndex::of(deep.as_bytes(), Dialect::Chat).is_ok());
 }
+
+#[test]
+fn logprobs_of_the_prompt_are_recognized_with_the_limit_of_the_answer() {
+    use super::PromptLogprobs::{Alone, WithAnswer};
+    use Dialect::{Chat, Completions, Generate};
+    for (dialect, fields, expected) in [
+        (
+            Completions,
+            r#""echo":true,"logprobs":1,"max_tokens":0"#,
+            Some(Alone),
+        ),
+        (
+            Completions,
+            r#""echo":true,"logprobs":0,"max_tokens":1"#,
+            Some(Alone),
+        ),
+        (Completions, r#""echo":true,"logprobs":0"#, Some(WithAnswer)),
+        (
+            Completions,
+            r#""echo":true,"logprobs":0,"max_tokens":2"#,
+            Some(WithAnswer),
+        ),
+        (Completions, r#""echo":true,"logprobs":null"#, None),
+        (Completions, r#""echo":false,"logprobs":1"#, None),
+        (
+            Completions,
+            r#""prompt_logprobs":0,"max_completion_tokens":1"#,
+            Some(Alone),
+        ),
+        (Chat, r#""prompt_logprobs":3"#, Some(WithAnswer)),
+        (Chat, r#""prompt_logprobs":0,"stream":true"#, None),
+        (Chat, r#""prompt_logprobs":null"#, None),
+        (
+            Chat,
+            r#""echo":true,"logprobs":true,"top_logprobs":1"#,
+            None,
+        ),
+        (Generate, r#""return_logprob":true"#, None),
+        (
+            Generate,
+            r#""return_logprob":true,"logprob_start_len":-1"#,
+            None,
+        ),
+        (
+            Generate,
+            r#""return_logprob":false,"logprob_start_len":0"#,
+            None,
+        ),
+        (
+            Generate,
+            r#""return_logprob":true,"logprob_start_len":0"#,
+            Some(WithAnswer),
+        ),
+        (
+            Generate,
+            r#""sampling_params":{"max_new_tokens":1},"return_logprob":true,"logprob_start_len":9"#,
+            Some(Alone),
+        ),
+    ] {
+        let body = format!("{{{fields}}}");
+        let index = BodyIndex::of(body.as_bytes(), dialect).unwrap();
+        assert_eq!(index.prompt_logprobs, expected, "{body}");
+    }
+}
+
+#[test]
+fn session_key_is_where_each_api_has_it() {
+    let body = br#"{"prompt_cache_key":"a\u0062","metadata":{"user_id":"u","x":1},"user":"c"}"#;
+    for (dialect, wanted) in [
+        (Dialect::Chat, Some("ab")),
+        (Dialect::Completions, Some("ab")),
+        (Dialect::Responses, Some("ab")),
+        (Dialect::Messages, Some("u")),
+        (Dialect::Generate, None),
+    ] {
+        let scan = BodyIndex::of(body, dialect).unwrap();
+        assert_eq!(scan.session_key.as_deref(), wanted, "{dialect:?}");
+    }
+    let long = "k".repeat(1025);
+    for odd in ["1", "null", "\"\"", "[]", &format!("\"{long}\"")] {
+        let body = format!(r#"{{"prompt_cache_key":{odd},"metadata":{{"user_id":{odd}}}}}"#);
+        for dialect in [Dialect::Chat, Dialect::Messages] {
+            let scan = BodyIndex::of(body.as_bytes(), dialect).unwrap();
+            assert_eq!(scan.session_key, None, "{odd}");
+        }
+    }
+    let scan = BodyIndex::of(br#"{"metadata":7}"#, Dialect::Messages).unwrap();
+    assert_eq!(scan.session_key, None);
+}

@@ -1,7 +1,7 @@
 //! Streams and whole answers of /v1/responses and /v1/messages.
 //!
 //! * `golden`: requests, scripted answers and what clients get, also read by the clients' own
-//!   libraries (tests/peers);
+//!   libraries (tests/clients);
 //! * `properties`: streams, whole answers and resumed streams of any answer agree.
 
 mod golden;
@@ -85,6 +85,8 @@ fn choice() -> ChoiceOutput {
         matched_stop: None,
         is_begun: false,
         echo: String::new(),
+        prompt_ids: Vec::new(),
+        prompt_text: None,
         delta: Delta::default(),
         so_far: Delta::default(),
         offsets: TextOffsets::new(0),

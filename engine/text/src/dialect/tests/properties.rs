@@ -331,7 +331,7 @@ fn logprobs_of_held_back_tokens_come_with_the_text_that_releases_them() {
     let rows = |count| {
         let mut rows = TokenLogprobs::default();
         for _ in 0..count {
-            rows.push(0, -0.5, Vec::new());
+            rows.push(0, -0.5, Vec::new(), Vec::new());
         }
         Some(rows)
     };

@@ -2,6 +2,8 @@
 //!
 //! * [`responses`] reads /v1/responses;
 //! * [`messages`] reads /v1/messages and the requests that count its tokens;
+//! * [`chat_translation`](mod@chat_translation) chooses between them;
+//! * [`model_list`] has models in Anthropic's form;
 //! * [`reasoning_text`] is the opaque text that carries reasoning through a client;
 //! * `conversation`, `members` and `response_format` are parts that both use.
 //!
@@ -9,9 +11,11 @@
 //! too: the validation of chat requests reads or refuses them. A member that exists in chat requests
 //! alone has no effect here and is reported.
 
+pub mod chat_translation;
 mod conversation;
 mod members;
 pub mod messages;
+pub mod model_list;
 pub mod reasoning_text;
 mod response_format;
 pub mod responses;
@@ -32,7 +36,19 @@ pub struct TranslatedRequest {
     pub names: Vec<ParamName>,
 }
 
+/// Counts that answers of these APIs have at their begin and at their end.
+const STREAM_OPTIONS: &str =
+    r#","stream_options":{"include_usage":true,"continuous_usage_stats":true}}"#;
+
 impl TranslatedRequest {
+    /// Body for a server of another make, which writes counts into a stream only when asked to.
+    pub fn to_foreign_chat(&self, streams: bool) -> String {
+        match self.chat.strip_suffix('}') {
+            Some(members) if streams => format!("{members}{STREAM_OPTIONS}"),
+            _ => self.chat.clone(),
+        }
+    }
+
     /// The client's name of a member of `chat`, or of a place within one.
     pub fn client_param(&self, chat: &str) -> String {
         let longest = self

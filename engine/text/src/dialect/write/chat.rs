@@ -73,7 +73,9 @@ impl ChatWriter {
     fn end_part(&self, choice: &mut ChoiceOutput, context: &WriteContext<'_>, out: &mut Vec<u8>) {
         out.extend_from_slice(b"},\"logprobs\":");
         match choice.delta.logprobs.take() {
-            Some(rows) => push_chat_logprobs(out, &rows, context.decoder),
+            Some(rows) => {
+                push_chat_logprobs(out, &rows, self.0.head.token_names, context.decoder);
+            }
             None => out.extend_from_slice(b"null"),
         }
         self.0.end_event(choice, context, out);
@@ -186,7 +188,11 @@ impl AnswerWriter for ChatWriter {
             out.extend_from_slice(
                 b"\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"logprobs\":null,\"finish_reason\":null",
             );
-            self.0.close_event(context, out);
+            self.0.end_choice(context, out);
+            if choice.index == 0 {
+                self.0.push_prompt_ids(choice, out);
+            }
+            out.extend_from_slice(b"}\n\n");
         }
         if choice.has_parts {
             return self.write_parts(choice, context, out).or(last_begin);
@@ -205,7 +211,9 @@ impl AnswerWriter for ChatWriter {
             out.extend_from_slice(b"},\"logprobs\":");
         }
         match &delta.logprobs {
-            Some(rows) => push_chat_logprobs(out, rows, context.decoder),
+            Some(rows) => {
+                push_chat_logprobs(out, rows, self.0.head.token_names, context.decoder);
+            }
             None => out.extend_from_slice(b"null"),
         }
         self.0.end_event(choice, context, out);
@@ -231,12 +239,19 @@ impl AnswerWriter for ChatWriter {
             }
             out.push(b'}');
         };
-        let write_logprobs = |choice: &mut ChoiceOutput, out: &mut Vec<u8>| {
-            let rows = choice.so_far.logprobs.as_ref();
-            push_chat_logprobs(out, rows.unwrap_or(&Default::default()), context.decoder);
-        };
+        let write_logprobs =
+            |choice: &mut ChoiceOutput, out: &mut Vec<u8>| match &choice.so_far.logprobs {
+                Some(rows) => {
+                    push_chat_logprobs(out, rows, self.0.head.token_names, context.decoder);
+                }
+                None => out.extend_from_slice(b"null"),
+            };
         self.0
             .write_whole(choices, context, out, write_message, write_logprobs);
+        if let Some(first) = choices.first() {
+            self.0.push_prompt_members(first, out);
+        }
+        out.push(b'}');
     }
 
     fn resume(&mut self, choice: &mut ChoiceOutput, sent: &ResumedOutput, _: &dyn TokenDecoder) {

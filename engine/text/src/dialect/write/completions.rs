@@ -1,10 +1,9 @@
 //! /v1/completions.
 
 use super::json::push_text;
-use super::logprobs::{place_token, push_completion_logprobs};
+use super::logprobs::{ColumnRules, place_token, push_completion_logprobs};
 use super::openai::OpenAiHead;
-use super::{AnswerHead, AnswerWriter, ChoiceOutput, Delta, ResumedOutput, WriteContext};
-use crate::stream::TextOffsets;
+use super::{AnswerHead, AnswerWriter, ChoiceOutput, ResumedOutput, TokenLogprobs, WriteContext};
 use crate::tokenizer::TokenDecoder;
 
 pub struct CompletionWriter(OpenAiHead);
@@ -14,25 +13,37 @@ impl CompletionWriter {
         Self(OpenAiHead::new(head, "text_completion", "text_completion"))
     }
 
+    /// Logprobs of an event or of a whole answer: those of the prompt once, then `rows`.
     fn push_logprobs(
         &self,
         out: &mut Vec<u8>,
-        delta: &Delta,
-        offsets: &mut TextOffsets,
+        choice: &mut ChoiceOutput,
+        rows: Option<TokenLogprobs>,
         decoder: &dyn TokenDecoder,
     ) {
-        let head = &self.0.head;
-        match &delta.logprobs {
-            Some(rows) => push_completion_logprobs(
-                out,
-                rows,
-                head.logprobs > 0,
-                head.skips_special_tokens,
-                offsets,
-                decoder,
-            ),
-            None => out.extend_from_slice(b"null"),
+        let prompt = choice
+            .prompt_text
+            .as_mut()
+            .and_then(|text| text.take_columns());
+        if rows.is_none() && prompt.is_none() {
+            out.extend_from_slice(b"null");
+            return;
         }
+        let head = &self.0.head;
+        let rows = rows.unwrap_or_default();
+        let rules = ColumnRules {
+            has_top: head.logprobs > 0 || rows.has_ids(),
+            skips_special_tokens: head.skips_special_tokens,
+            names: head.token_names,
+        };
+        push_completion_logprobs(
+            out,
+            &prompt.unwrap_or_default(),
+            &rows,
+            rules,
+            &mut choice.offsets,
+            decoder,
+        );
     }
 }
 
@@ -44,7 +55,8 @@ impl AnswerWriter for CompletionWriter {
         out: &mut Vec<u8>,
     ) -> Option<usize> {
         let echo = if choice.is_begun { "" } else { &choice.echo };
-        if echo.is_empty() && !self.0.is_shown(&choice.delta) {
+        let is_echo_ready = !echo.is_empty() && !choice.awaits_prompt_logprobs();
+        if !is_echo_ready && !self.0.is_shown(&choice.delta) {
             return None;
         }
         let begin = out.len();
@@ -55,9 +67,14 @@ impl AnswerWriter for CompletionWriter {
         } else {
             push_text(out, &[echo, &choice.delta.text].concat());
         }
+        let is_first = !choice.is_begun;
         choice.is_begun = true;
         out.extend_from_slice(b",\"logprobs\":");
-        self.push_logprobs(out, &choice.delta, &mut choice.offsets, context.decoder);
+        let rows = choice.delta.logprobs.take();
+        self.push_logprobs(out, choice, rows, context.decoder);
+        if is_first {
+            self.0.push_prompt_ids(choice, out);
+        }
         self.0.end_event(choice, context, out);
         Some(begin)
     }
@@ -77,10 +94,13 @@ impl AnswerWriter for CompletionWriter {
             push_text(out, &[&choice.echo[..], &choice.so_far.text].concat());
         };
         let write_logprobs = |choice: &mut ChoiceOutput, out: &mut Vec<u8>| {
-            self.push_logprobs(out, &choice.so_far, &mut choice.offsets, context.decoder);
+            let rows = choice.so_far.logprobs.take();
+            self.push_logprobs(out, choice, rows, context.decoder);
+            self.0.push_prompt_members(choice, out);
         };
         self.0
             .write_whole(choices, context, out, write_message, write_logprobs);
+        out.push(b'}');
     }
 
     fn resume(

@@ -1,24 +1,86 @@
 //! Errors of an answer in the forms of the APIs.
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use super::json::push_text;
 use super::{AnswerHead, new_writer};
 use crate::dialect::Dialect;
 use crate::dialect::sse::DONE_EVENT;
 
+/// Member of an error upon which anthropic-python sends the whole conversation instead.
+const THREAD_DETAILS: &[u8] =
+    br#","details":{"error_code":"thread_unsupported_request","unsupported":["thread"]}"#;
+
 /// Error as all APIs of this server report it (docs/protocol.md §5).
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct ErrorObject {
     pub message: String,
     #[serde(rename = "type")]
     pub kind: String,
     pub code: String,
+    /// Member of the request that is at fault.
+    #[serde(default)]
+    pub param: Option<String>,
 }
 
+/// Words by which servers of all makes say that a prompt does not fit.
+const TOO_LONG: &str = "maximum context length";
+/// Words by which Claude Code (2.1) knows that it has to compact the conversation.
+const ANTHROPIC_TOO_LONG: &str = "prompt is too long";
+
 impl ErrorObject {
-    /// Reads `{"error":{…}}`. A body of another form, which other servers send, is the message of an
-    /// error of the server.
+    /// Error in the answer of a server of another make: its message, with the code and the type that
+    /// belong to the status.
+    pub fn of_foreign_answer(status: u16, body: &[u8]) -> Self {
+        let message = foreign_message(body);
+        let (kind, code) = match status {
+            401 => ("authentication_error", "invalid_api_key"),
+            403 => ("permission_error", "forbidden"),
+            404 => ("invalid_request_error", "not_found"),
+            413 => ("invalid_request_error", "payload_too_large"),
+            429 => ("overloaded_error", "rate_limit_exceeded"),
+            503 => ("overloaded_error", "upstream_error"),
+            504 => ("server_error", "timeout"),
+            400..=499 if message.contains(TOO_LONG) => {
+                ("invalid_request_error", "context_length_exceeded")
+            }
+            400..=499 => ("invalid_request_error", "invalid_value"),
+            _ => ("server_error", "upstream_error"),
+        };
+        Self {
+            message,
+            kind: kind.to_owned(),
+            code: code.to_owned(),
+            param: None,
+        }
+    }
+
+    /// `{"error":{…}}`.
+    pub fn to_json(&self) -> Vec<u8> {
+        let object = serde_json::json!({
+            "error": {"message": self.message, "type": self.kind, "param": null, "code": self.code}
+        });
+        object.to_string().into_bytes()
+    }
+
+    /// Body of an error response of `dialect`.
+    pub fn to_body(&self, dialect: Dialect, request_id: &str) -> Vec<u8> {
+        if !dialect.fields().has_anthropic_errors {
+            return self.to_json();
+        }
+        let mut error = self.clone();
+        if error.code == "context_length_exceeded" && !error.message.contains(ANTHROPIC_TOO_LONG) {
+            error.message.insert_str(0, ": ");
+            error.message.insert_str(0, ANTHROPIC_TOO_LONG);
+        }
+        let mut out = Vec::new();
+        error.push_anthropic_error(Some(request_id), &mut out);
+        out
+    }
+
+    /// Reads `{"error":{…}}`. A body of another form, which other servers send, is an error of the
+    /// server.
     pub fn read(body: &[u8]) -> Self {
         #[derive(Deserialize)]
         struct Envelope {
@@ -27,11 +89,17 @@ impl ErrorObject {
         match serde_json::from_slice(body) {
             Ok(Envelope { error }) => error,
             Err(_) => Self {
-                message: String::from_utf8_lossy(body).into_owned(),
+                message: foreign_message(body),
                 kind: "server_error".to_owned(),
                 code: "internal_error".to_owned(),
+                param: None,
             },
         }
+    }
+
+    /// True for the member by which Anthropic's server keeps a conversation.
+    fn refuses_thread(&self) -> bool {
+        self.code == "unsupported_parameter" && self.param.as_deref() == Some("thread")
     }
 
     /// Type of the error in Anthropic's API.
@@ -80,12 +148,26 @@ impl ErrorObject {
         push_text(out, &self.message);
         out.extend_from_slice(b",\"code\":");
         push_text(out, &self.code);
+        if self.refuses_thread() {
+            out.extend_from_slice(THREAD_DETAILS);
+        }
         out.extend_from_slice(b"},\"request_id\":");
         match request_id {
             Some(id) => push_text(out, id),
             None => out.extend_from_slice(b"null"),
         }
         out.push(b'}');
+    }
+}
+
+/// Message in an error of vLLM and OpenAI (`error.message`), SGLang (`message`) or their web
+/// framework (`detail`); the body as it is, where there is none.
+fn foreign_message(body: &[u8]) -> String {
+    let json: Value = serde_json::from_slice(body).unwrap_or_default();
+    let places = [&json["error"]["message"], &json["message"], &json["detail"]];
+    match places.into_iter().find_map(Value::as_str) {
+        Some(message) => message.to_owned(),
+        None => String::from_utf8_lossy(body).into_owned(),
     }
 }
 
@@ -140,4 +222,79 @@ pub fn push_named_event(event: &str, data: &[u8], out: &mut Vec<u8>) {
     out.extend_from_slice(b"\ndata: ");
     out.extend_from_slice(data);
     out.extend_from_slice(b"\n\n");
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    #[test]
+    fn refusal_of_a_thread_says_that_the_conversation_can_be_sent_without_one() {
+        for (param, details) in [
+            ("thread", json!("thread_unsupported_request")),
+            ("mcp_servers", Value::Null),
+        ] {
+            let error = json!({"error": {
+                "message": "no", "type": "invalid_request_error",
+                "code": "unsupported_parameter", "param": param,
+            }});
+            let body = anthropic_error_body(error.to_string().as_bytes(), "msg_1");
+            let body: Value = serde_json::from_slice(&body).unwrap();
+            assert_eq!(body["error"]["details"]["error_code"], details);
+        }
+    }
+
+    #[test]
+    fn errors_of_other_servers_keep_their_message_and_have_our_codes() {
+        let long = "This model's maximum context length is 8 tokens";
+        for (status, body, message, code, kind) in [
+            (
+                400,
+                r#"{"error":{"message":"m","type":"BadRequestError","param":null,"code":400}}"#,
+                "m",
+                "invalid_value",
+                "invalid_request_error",
+            ),
+            (
+                429,
+                r#"{"object":"error","message":"m","code":429}"#,
+                "m",
+                "rate_limit_exceeded",
+                "rate_limit_error",
+            ),
+            (
+                404,
+                r#"{"detail":"Not Found"}"#,
+                "Not Found",
+                "not_found",
+                "not_found_error",
+            ),
+            (502, "<html>", "<html>", "upstream_error", "api_error"),
+            (
+                400,
+                r#"{"message":"This model's maximum context length is 8 tokens"}"#,
+                long,
+                "context_length_exceeded",
+                "invalid_request_error",
+            ),
+        ] {
+            let error = ErrorObject::of_foreign_answer(status, body.as_bytes());
+            assert_eq!(
+                (error.message.as_str(), error.code.as_str()),
+                (message, code)
+            );
+            let openai = error.to_body(Dialect::Responses, "r");
+            assert_eq!(ErrorObject::read(&openai), error);
+            let anthropic = error.to_body(Dialect::Messages, "r");
+            let anthropic: Value = serde_json::from_slice(&anthropic).unwrap();
+            assert_eq!(anthropic["error"]["type"], kind);
+            assert_eq!(anthropic["request_id"], "r");
+        }
+        let error = ErrorObject::of_foreign_answer(400, long.as_bytes());
+        let body = String::from_utf8(error.to_body(Dialect::Messages, "r")).unwrap();
+        assert!(body.contains("prompt is too long: This"), "{body}");
+    }
 }

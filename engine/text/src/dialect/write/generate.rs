@@ -2,7 +2,7 @@
 //! far.
 
 use super::json::{push_array, push_float, push_ids, push_number, push_text};
-use super::logprobs::{push_chosen_triples, push_triples};
+use super::logprobs::{PromptText, push_chosen_triples, push_triples};
 use super::openai::push_stop;
 use super::{AnswerHead, AnswerWriter, ChoiceOutput, FinishReason, ResumedOutput, WriteContext};
 use crate::tokenizer::TokenDecoder;
@@ -52,15 +52,36 @@ impl GenerateWriter {
     fn push_logprobs(&self, choice: &ChoiceOutput, context: &WriteContext<'_>, out: &mut Vec<u8>) {
         let none = Default::default();
         let rows = choice.so_far.logprobs.as_ref().unwrap_or(&none);
-        out.extend_from_slice(b",\"input_token_logprobs\":[],\"output_token_logprobs\":");
+        let prompt = choice.prompt_text.as_ref().and_then(PromptText::triples);
+        let has_top = self.head.logprobs > 0;
+        let none = Default::default();
+        let prompt = prompt.unwrap_or(&none);
+        push_written_array(out, ",\"input_token_logprobs\":", &prompt.tokens);
+        out.extend_from_slice(b",\"output_token_logprobs\":");
         push_chosen_triples(out, rows, context.decoder);
-        if self.head.logprobs > 0 {
+        if has_top {
+            push_written_array(out, ",\"input_top_logprobs\":", &prompt.top);
             out.extend_from_slice(b",\"output_top_logprobs\":");
             push_array(out, &rows.top, |out, top| {
                 push_triples(out, top.iter().copied(), context.decoder);
             });
         }
+        if rows.has_ids() {
+            push_written_array(out, ",\"input_token_ids_logprobs\":", &prompt.of_ids);
+            out.extend_from_slice(b",\"output_token_ids_logprobs\":");
+            push_array(out, &rows.of_ids, |out, of_ids| {
+                push_triples(out, of_ids.iter().copied(), context.decoder);
+            });
+        }
     }
+}
+
+/// A member with an array whose elements are written already.
+fn push_written_array(out: &mut Vec<u8>, name: &str, elements: &[u8]) {
+    out.extend_from_slice(name.as_bytes());
+    out.push(b'[');
+    out.extend_from_slice(elements);
+    out.push(b']');
 }
 
 fn push_finish(out: &mut Vec<u8>, choice: &ChoiceOutput) {

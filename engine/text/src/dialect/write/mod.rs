@@ -23,9 +23,9 @@ mod resume_comment;
 pub use call_ids::CallIdForm;
 use chat::ChatWriter;
 use completions::CompletionWriter;
-pub use failure::{InterruptedStream, anthropic_error_body};
+pub use failure::{ErrorObject, InterruptedStream, anthropic_error_body};
 use generate::GenerateWriter;
-pub use logprobs::TokenLogprobs;
+pub use logprobs::{PromptForms, PromptRecords, PromptText, TokenLogprobs, TokenNames};
 use messages::MessagesWriter;
 use responses::ResponsesWriter;
 pub use resume_comment::ResumeComments;
@@ -54,6 +54,10 @@ pub struct AnswerHead {
     pub has_continuous_usage: bool,
     /// Token ids stand beside the text.
     pub returns_token_ids: bool,
+    /// Ids of the prompt stand beside the answer.
+    pub returns_prompt_ids: bool,
+    /// How logprobs name their tokens.
+    pub token_names: TokenNames,
     /// Alternatives per position; -1: no logprobs.
     pub logprobs: i32,
     /// /generate: the request asked for a list.
@@ -171,6 +175,10 @@ pub struct ChoiceOutput {
     pub is_begun: bool,
     /// Completions with echo: text in front of the answer.
     pub echo: String,
+    /// Ids of the client's prompt, if the answer has them.
+    pub prompt_ids: Vec<u32>,
+    /// Logprobs of the prompt, if they were asked for.
+    pub prompt_text: Option<PromptText>,
     /// Output that no event has yet.
     pub delta: Delta,
     /// Output before `delta`, where the writer needs it.
@@ -190,6 +198,13 @@ impl ChoiceOutput {
             } else {
                 !delta.parts.is_empty()
             }
+    }
+
+    /// Logprobs of the prompt were asked for, and not all of them are here.
+    pub fn awaits_prompt_logprobs(&self) -> bool {
+        self.prompt_text
+            .as_ref()
+            .is_some_and(PromptText::is_missing)
     }
 
     /// `delta` is part of `so_far` from now on.
@@ -243,7 +258,7 @@ pub fn new_writer(dialect: Dialect, head: AnswerHead, choices: usize) -> Box<dyn
 }
 
 /// Writes an answer as one API has it.
-pub trait AnswerWriter: Send {
+pub trait AnswerWriter: Send + Sync {
     /// Appends the events of the choice's delta to `out`; none where there is nothing to show yet.
     /// Returns the place in `out` at which the last of them begins. A delta with parts is called
     /// for once it [`is_ready`](ChoiceOutput::is_ready).

@@ -58,6 +58,12 @@ impl OpenAiHead {
 
     /// Ends an event with nothing of a delta.
     pub fn close_event(&self, context: &WriteContext<'_>, out: &mut Vec<u8>) {
+        self.end_choice(context, out);
+        out.extend_from_slice(b"}\n\n");
+    }
+
+    /// Ends the choice of an event, and writes the usage so far.
+    pub fn end_choice(&self, context: &WriteContext<'_>, out: &mut Vec<u8>) {
         out.extend_from_slice(b"}]");
         if self.head.has_continuous_usage {
             out.extend_from_slice(b",\"usage\":");
@@ -65,7 +71,6 @@ impl OpenAiHead {
         } else if self.head.includes_usage {
             out.extend_from_slice(b",\"usage\":null");
         }
-        out.extend_from_slice(b"}\n\n");
     }
 
     /// The event with the usage of the whole answer, if it was asked for.
@@ -77,8 +82,26 @@ impl OpenAiHead {
         }
     }
 
-    /// A whole answer. `write_message` writes the member of a choice that holds its text, and
-    /// `write_logprobs` the value of `logprobs` where they were asked for.
+    /// Ids of a choice's prompt, if they were asked for.
+    pub fn push_prompt_ids(&self, choice: &ChoiceOutput, out: &mut Vec<u8>) {
+        if self.head.returns_prompt_ids {
+            out.extend_from_slice(b",\"prompt_token_ids\":");
+            push_ids(out, &choice.prompt_ids);
+        }
+    }
+
+    /// Ids and logprobs of a choice's prompt, if they were asked for.
+    pub fn push_prompt_members(&self, choice: &ChoiceOutput, out: &mut Vec<u8>) {
+        self.push_prompt_ids(choice, out);
+        if let Some(objects) = choice.prompt_text.as_ref().and_then(|text| text.objects()) {
+            out.extend_from_slice(b",\"prompt_logprobs\":[");
+            out.extend_from_slice(objects);
+            out.push(b']');
+        }
+    }
+
+    /// A whole answer without its closing brace. `write_message` writes the member of a choice that
+    /// holds its text, and `write_logprobs` the value of `logprobs` and members behind it.
     pub fn write_whole(
         &self,
         choices: &mut [ChoiceOutput],
@@ -100,10 +123,8 @@ impl OpenAiHead {
             out.extend_from_slice(b",\"logprobs\":");
             if self.head.logprobs >= 0 {
                 choice.so_far.logprobs.get_or_insert_default();
-                write_logprobs(choice, out);
-            } else {
-                out.extend_from_slice(b"null");
             }
+            write_logprobs(choice, out);
             push_finish_reason(out, &choice.so_far);
             push_matched_stop(out, choice.matched_stop.as_ref());
             if self.head.returns_token_ids {
@@ -114,7 +135,6 @@ impl OpenAiHead {
         }
         out.extend_from_slice(b"],\"usage\":");
         push_usage(out, context.usage);
-        out.push(b'}');
     }
 }
 

@@ -11,7 +11,7 @@ use std::mem;
 
 use super::failure::ErrorObject;
 use super::json::{push_joined, push_number, push_text, push_text_member};
-use super::logprobs::push_chat_entries;
+use super::logprobs::{TokenNames, push_chat_entries};
 use super::{
     AnswerCounts, AnswerHead, AnswerWriter, ChoiceOutput, FinishReason, ResumedOutput,
     TokenLogprobs, WriteContext,
@@ -407,7 +407,8 @@ impl ResponsesWriter {
         }
         let is_content = |part: &AnswerPart| matches!(part, AnswerPart::Content(_));
         if delta.parts.iter().any(is_content) {
-            push_chat_entries(&mut entries, &self.pending_logprobs, decoder);
+            let rows = &self.pending_logprobs;
+            push_chat_entries(&mut entries, rows, TokenNames::Texts, decoder);
         }
         if !delta.parts.is_empty() {
             self.pending_logprobs = TokenLogprobs::default();

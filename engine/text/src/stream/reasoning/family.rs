@@ -33,4 +33,23 @@ impl ReasoningFamily {
             Self::GptOss => &[],
         }
     }
+
+    /// Text that ends a reasoning which is cut at its limit, as templates write it. `None`: such a
+    /// reasoning is not cut.
+    pub fn forced_end(self) -> Option<&'static str> {
+        match self {
+            Self::ThinkTags => Some("\n</think>\n\n"),
+            Self::Mistral => Some("[/THINK]"),
+            Self::Granite => Some("\n\nHere is my response:\n\n"),
+            Self::GptOss => None,
+        }
+    }
+
+    /// Header of the message with the content, where messages of reasoning stand in front of it.
+    pub fn content_header(self) -> Option<&'static str> {
+        match self {
+            Self::GptOss => Some("<|channel|>final<|message|>"),
+            Self::ThinkTags | Self::Mistral | Self::Granite => None,
+        }
+    }
 }

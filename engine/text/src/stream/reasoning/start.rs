@@ -27,7 +27,8 @@ impl BlockText {
 }
 
 /// State in which an answer begins.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum ReasoningStart {
     /// The answer's first text decides.
     Undecided,

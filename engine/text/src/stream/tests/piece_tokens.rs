@@ -140,6 +140,11 @@ impl TextTokenizer for PieceTokens {
         Some(index as u32)
     }
 
+    fn name_of(&self, id: u32) -> Option<String> {
+        let bytes = self.token_bytes(id);
+        Some(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
     fn tokens_from(&self, _first_id: u32) -> Vec<(u32, String)> {
         Vec::new()
     }

@@ -16,7 +16,7 @@ use super::{ChatBody, ParamName, RequestFacts, TranslatedRequest};
 use crate::refusal::TextRefusal;
 
 /// Members that this module reads.
-const HANDLED: [&str; 12] = [
+const HANDLED: [&str; 13] = [
     "messages",
     "system",
     "max_tokens",
@@ -29,6 +29,7 @@ const HANDLED: [&str; 12] = [
     "mcp_servers",
     "betas",
     "stream_options",
+    "thread",
 ];
 /// Members of Anthropic's API that have no effect here.
 const WITHOUT_EFFECT: [&str; 8] = [
@@ -55,6 +56,7 @@ pub fn to_counted_chat(body: &str) -> Result<TranslatedRequest, TextRefusal> {
 }
 
 fn translate(request: &JsonMembers<'_>) -> Result<TranslatedRequest, TextRefusal> {
+    refuse_thread(request)?;
     let mut chat = ChatBody::default();
     let mut tools = ToolSet::read(request, &mut chat)?;
     let continues = turns::read_conversation(request, &mut tools, &mut chat)?;
@@ -71,9 +73,8 @@ fn translate(request: &JsonMembers<'_>) -> Result<TranslatedRequest, TextRefusal
     }
     let hides_thinking = read_thinking(request, &mut chat)?;
     if let Some(metadata) = request.object("metadata")? {
-        metadata
-            .text("user_id")?
-            .inspect(|id| chat.members.push_text("user", id));
+        metadata.text("user_id")?;
+        chat.rename(&metadata, "user_id", "user");
     }
     let servers = request.array("mcp_servers")?.unwrap_or_default();
     if !servers.is_empty() {
@@ -95,6 +96,16 @@ fn translate(request: &JsonMembers<'_>) -> Result<TranslatedRequest, TextRefusal
     Ok(chat.finish(facts))
 }
 
+/// Refuses conversations that the server is to keep, before a turn without its history is read.
+fn refuse_thread(request: &JsonMembers<'_>) -> Result<(), TextRefusal> {
+    if request.object("thread")?.is_none() {
+        return Ok(());
+    }
+    let problem = "is not supported: this server keeps no conversations; \
+        send all messages of the conversation";
+    Err(unsupported("thread", problem))
+}
+
 /// Reads `thinking` and `output_config`. Returns true if thinking blocks are to have no text.
 fn read_thinking(request: &JsonMembers<'_>, chat: &mut ChatBody) -> Result<bool, TextRefusal> {
     let mut hides_thinking = false;
@@ -114,10 +125,10 @@ fn read_thinking(request: &JsonMembers<'_>, chat: &mut ChatBody) -> Result<bool,
             }
         }
         match thinking.text("display")?.as_deref() {
-            None | Some("summarized" | "full") => {}
+            None | Some("summarized" | "full" | "updates") => {}
             Some("omitted") => hides_thinking = true,
             Some(_) => {
-                let problem = "must be summarized or omitted";
+                let problem = "must be summarized, updates or omitted";
                 return Err(invalid(&thinking.path("display"), problem));
             }
         }

@@ -108,6 +108,11 @@ fn members_are_refused_by_name() {
             "mcp_servers",
         ),
         (
+            json!({"thread": {"type": "create"}}),
+            UnsupportedParameter,
+            "thread",
+        ),
+        (
             json!({"thinking": {"type": "enabled"}}),
             MissingField,
             "thinking.budget_tokens",

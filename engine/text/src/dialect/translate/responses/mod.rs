@@ -25,8 +25,9 @@ const STATEFUL: [&str; 4] = [
     "background",
     "prompt",
 ];
-const NO_STATE: &str = "is not supported: this server keeps no responses; \
-    send the conversation in input";
+/// Refusal of everything that needs a response on the server.
+pub const NO_STORED_RESPONSES: &str =
+    "this server keeps no responses; send the conversation in input";
 
 /// Members that this module reads.
 const HANDLED: [&str; 18] = [
@@ -98,7 +99,8 @@ fn refuse_state(request: &JsonMembers<'_>) -> Result<(), TextRefusal> {
         let is_harmless = |value: &str| name == "background" && value == "false";
         let value = request.get(name);
         if value.is_some_and(|value| !is_harmless(value.get())) {
-            return Err(unsupported(name, NO_STATE));
+            let problem = format!("is not supported: {NO_STORED_RESPONSES}");
+            return Err(unsupported(name, &problem));
         }
     }
     Ok(())
