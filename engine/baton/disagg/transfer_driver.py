@@ -130,12 +130,13 @@ class FirstToken(msgspec.Struct, array_like=True):
     top_logprobs: tuple[float, ...] = ()
     completes_grammar: bool = False
     """The answer ends with this token."""
+    id_logprobs: tuple[float, ...] = ()
 
     def logprobs(self) -> TokenLogprobs | None:
         return (
             None
             if self.logprob is None
-            else TokenLogprobs(self.logprob, self.top_ids, self.top_logprobs)
+            else TokenLogprobs(self.logprob, self.top_ids, self.top_logprobs, self.id_logprobs)
         )
 
 
@@ -282,6 +283,7 @@ def _payload_of(event: events.PrefillDone) -> bytes:
         first.logprob = lp.chosen
         first.top_ids = tuple(lp.top_ids)
         first.top_logprobs = tuple(lp.top_logprobs)
+        first.id_logprobs = tuple(lp.id_logprobs)
     return _payload_encoder.encode(first)
 
 

@@ -128,6 +128,10 @@ class Decoder:
 
         On a CUDA device it queues work and waits for nothing, so it can be recorded (runtime.runner.capture).
         """
+        return self.compute_logits(self.compute_hidden(batch, attn))
+
+    def compute_hidden(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
+        """The part of `compute` in front of the output head: [S, hidden]."""
         eps = self.spec.rms_eps
         last = len(self.weights.layers) - 1
         tp = self._tp
@@ -143,8 +147,9 @@ class Decoder:
             if (
                 i == last and len(batch.sample_index) == 0
             ):  # CUDA refuses to launch a kernel over no rows
-                return torch.empty(0, self.spec.vocab_size, device=x.device)
-            if i == last and len(batch.sample_index) < len(attended):
+                return x[:0]
+            is_in_order = len(batch.sample_index) == len(attended) and not batch.num_prompt_rows
+            if i == last and not is_in_order:
                 attended = attended[batch.sample_index]
                 residual = residual[batch.sample_index]
             x = tp.all_reduce(ops.linear(attended, w.o, w.o_bias))
@@ -153,7 +158,16 @@ class Decoder:
             x = tp.all_reduce(ops.linear(inner, w.down, w.down_bias))
         assert residual is not None, "a spec has at least one layer"
         normed, _ = ops.add_rms_norm(x, residual, self.weights.norm, eps)
-        return tp.gather(ops.linear(normed, self.weights.lm_head), self.spec.vocab_size)
+        return normed
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """The output head: logits [n, vocab] of rows of `compute_hidden`, in compute type.
+
+        All tensor-parallel ranks call it with as many rows; the first one gets the logits, the others none.
+        """
+        if len(hidden) == 0:
+            return torch.empty(0, self.spec.vocab_size, device=hidden.device)
+        return self._tp.gather(ops.linear(hidden, self.weights.lm_head), self.spec.vocab_size)
 
     def _embed_tokens(self, ids: Tensor) -> Tensor:
         if self._tp.size == 1:

@@ -45,11 +45,17 @@ class ModelLimits:
                 f"the prompt has the token id {lowest if lowest < 0 else highest}, but the model's vocabulary has "
                 f"{self.vocab_size} ids, 0 to {self.vocab_size - 1}; leave that token out"
             )
-        for problem in _find_mistakes(req.params, tokens):
+        for token_id in req.params.logprob_token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise BadRequest(
+                    f"logprobs of the token id {token_id} are asked for, but the model's vocabulary has "
+                    f"{self.vocab_size} ids, 0 to {self.vocab_size - 1}; leave that id out"
+                )
+        for problem in _find_mistakes(req.params, tokens, self.vocab_size):
             raise BadRequest(f"{problem}; correct the request's sampling parameters")
 
 
-def _find_mistakes(params: SamplingParams, prompt_tokens: int) -> list[str]:
+def _find_mistakes(params: SamplingParams, prompt_tokens: int, vocab_size: int) -> list[str]:
     """Parameters for which a draw is not defined, one phrase each."""
     checks = {
         "temperature": 0 <= params.temperature < math.inf,
@@ -61,6 +67,8 @@ def _find_mistakes(params: SamplingParams, prompt_tokens: int) -> list[str]:
         "repetition_penalty": 0 < params.repetition_penalty < math.inf,
         "max_new_tokens": params.max_new_tokens >= 1,
         "min_new_tokens": params.min_new_tokens >= 0,
+        "prompt_logprobs": params.prompt_logprobs >= -1,
+        "prompt_logprobs_start": params.prompt_logprobs_start >= 1,
         "resumed": 0 <= params.resumed <= prompt_tokens,
     }
     mistakes = [
@@ -73,4 +81,13 @@ def _find_mistakes(params: SamplingParams, prompt_tokens: int) -> list[str]:
     for token_id, amount in params.logit_bias:
         if token_id < 0 or not math.isfinite(amount):
             mistakes.append(f"logit_bias adds {amount} to token id {token_id}")
+    if params.allowed_tokens:
+        allowed = int.from_bytes(params.allowed_tokens, "little")
+        if not 0 < allowed < 1 << vocab_size:
+            highest = allowed.bit_length() - 1
+            mistakes.append(
+                f"allowed_token_ids go up to {highest}, the model's ids from 0 to {vocab_size - 1}"
+            )
+    if any(not word or min(word) < 0 for word in params.bad_words):
+        mistakes.append("bad_words has an entry that is no sequence of token ids")
     return mistakes

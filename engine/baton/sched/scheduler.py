@@ -38,14 +38,13 @@ from baton.sched.types.events import (
 from baton.sched.types.plan import ForwardMode, StepPlan, StepResult, TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import PulledPages
-from baton.sched.types.sequence import Seq, SeqState
+from baton.sched.types.sequence import TAKES_TOKENS, Seq, SeqState
 
 DUMPED_DECISIONS = 20
 """Decisions in the dump of a scheduler whose page ledger does not balance."""
 
 RUNNING = SeqState.RUNNING
 """For loops over rows: an attribute of an enum takes a call."""
-TAKES_TOKENS = (SeqState.RUNNING, SeqState.WAITING, SeqState.SUSPENDED)
 
 
 class Scheduler:
@@ -466,6 +465,8 @@ class Scheduler:
                 continue
             seq.inflight_steps -= 1
             end = start + n
+            if seq.logprob_position < seq.prompt_len:
+                state.emit_prompt_logprobs(seq, end, result.prompt_logprobs.get(handle))
             if end > seq.committed and (seq.state is RUNNING or handle in retained):
                 seq.committed = end
                 if seq.is_lease and not seq.is_released:
@@ -516,6 +517,7 @@ class Scheduler:
                     None,
                     None,
                     stages,
+                    None,
                 )
             )
         )

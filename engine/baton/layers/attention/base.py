@@ -49,7 +49,8 @@ class ForwardBatch:
     slot_mapping: Tensor
     """int64 [T]: page * page_size + offset of every token's KV."""
     sample_index: Tensor
-    """int64 [S]: indices into T of the last token of rows that sample."""
+    """int64 [S]: indices into T of the last token of rows that sample, then those of the tokens whose rows predict a
+    prompt token with a missing logprob."""
     qo_indptr: Tensor = NOTHING
     """int32 [R+1]: rows in plan order, decode rows first."""
     kv_lens: Tensor = NOTHING
@@ -59,6 +60,8 @@ class ForwardBatch:
     page_indices: Tensor = NOTHING
     """int32 [page_indptr[-1]]"""
     num_decode: int = 0
+    num_prompt_rows: int = 0
+    """How many entries of `sample_index` predict prompt tokens."""
     max_kv_len: int = 0
 
 

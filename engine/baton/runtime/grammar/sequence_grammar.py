@@ -9,34 +9,28 @@
 Invariant: a matcher has consumed all output tokens of its sequence, in order, and no
 end-of-sequence token. An error of the matcher is final and ends the answer with `grammar_failed`:
 llguidance answers a mask of the end tokens then, which would look like success.
-
-Not thread-safe: a step's masks are filled after the results of all earlier steps have been read.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from baton.runtime.grammar.token_constraint import GrammarState, TokenConstraint
+
 log = logging.getLogger("baton.grammar")
 
 
-class GrammarState(enum.Enum):
-    """Progress of an answer in its grammar."""
+class SequenceGrammar(TokenConstraint):
+    has_mask = True
+    banned_ids: Sequence[int] = ()
+    optional_ids: Sequence[int] = ()
+    decides_end = True
 
-    OPEN = "open"
-    """Further tokens are possible."""
-    COMPLETE = "complete"
-    """Nothing but the end of the answer can follow, or the end has been drawn."""
-    FAILED = "failed"
-
-
-class SequenceGrammar:
     def __init__(
         self, matcher: LLMatcher | None, eos_token_ids: frozenset[int], output: Iterable[int] = ()
     ) -> None:
@@ -63,13 +57,20 @@ class SequenceGrammar:
             self._stop()
         return self.state
 
+    def accepts(self, token: int) -> bool:
+        """True if the token may come next."""
+        return (
+            self.matcher is not None
+            and self.state is GrammarState.OPEN
+            and self.matcher.validate_tokens([token]) == 1
+        )
+
     @property
     def fillable_matcher(self) -> LLMatcher | None:
         """The matcher that fills the next mask; None after a failure."""
         return None if self.state is GrammarState.FAILED else self.matcher
 
-    def check_mask(self, mask: NDArray[np.int32]) -> bool:
-        """Check the mask that the matcher has just filled in; False: the sequence cannot go on."""
+    def finish_mask(self, mask: NDArray[np.int32]) -> bool:
         if self.matcher is None or self.state is GrammarState.FAILED:
             return False
         if self.matcher.is_error():

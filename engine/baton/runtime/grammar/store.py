@@ -28,11 +28,15 @@ from dataclasses import dataclass
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from baton.errors import BadRequest, EngineError, GrammarFailed, QueueFull
+from baton.runtime.grammar.gated_grammar import GatedGrammar, GateVocabulary
 from baton.runtime.grammar.limits import COMPILE_LIMIT_SECS
+from baton.runtime.grammar.reasoning_tracker import tokens_of_answer
 from baton.runtime.grammar.sequence_grammar import SequenceGrammar
+from baton.runtime.grammar.token_constraint import TokenConstraint
 from baton.runtime.grammar.token_masks import MaskFiller
 from baton.sched.metrics.histogram import Histogram, exponential
 from baton.sched.types.plan import AdmittedSeq
+from baton.sched.types.reasoning import ReasoningGate
 
 KEPT_GRAMMARS = 256
 """Some 100 kB each."""
@@ -73,6 +77,8 @@ class GrammarJob:
     key: bytes
     resumed: tuple[int, ...]
     """The beginning of the answer, which another engine has drawn."""
+    reasoning: ReasoningGate | None
+    """Reasoning in front of the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,7 @@ class GrammarStore:
         self.filler = filler
         self._trie = trie
         self._eos_token_ids = frozenset(trie.eos_tokens)
+        self._gate_vocabulary = GateVocabulary(trie)
         self._clock = clock
         self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._kept_lock = threading.Lock()
@@ -122,7 +129,13 @@ class GrammarStore:
 
     # ------------------------------------------------------------------ the engine loop's thread
 
-    def request(self, handle: int, text: str, resumed: Sequence[int] = ()) -> bool:
+    def request(
+        self,
+        handle: int,
+        text: str,
+        resumed: Sequence[int] = (),
+        reasoning: ReasoningGate | None = None,
+    ) -> bool:
         """Ask for a request's grammar. True: it is there; False: `take_outcomes` returns it later.
 
         Raises QueueFull.
@@ -140,7 +153,7 @@ class GrammarStore:
             )
         self._waiting_texts[key] += 1
         self._unread_events += 1
-        self._jobs.put(GrammarJob(handle, text, key, tuple(resumed)))
+        self._jobs.put(GrammarJob(handle, text, key, tuple(resumed), reasoning))
         return False
 
     def take_outcomes(self) -> list[GrammarOutcome]:
@@ -200,17 +213,24 @@ class GrammarStore:
 
     # ------------------------------------------------------------------ the thread of the model
 
-    def start_sequence(self, admitted: AdmittedSeq) -> SequenceGrammar | None:
-        """The matcher of a sequence behind its output so far; None: its answer is free."""
+    def start_sequence(self, admitted: AdmittedSeq) -> TokenConstraint | None:
+        """The constraint of a sequence behind its output so far; None: its answer is free."""
         params = admitted.params
-        if not params.grammar:
+        if not params.is_constrained:
             return None
-        compiled = self._pinned.get(admitted.handle)
         output = admitted.history[admitted.prompt_tokens - params.resumed :]
         # Without a pin the request has ended since the step was planned, and nothing reads its
         # token.
-        matcher = None if compiled is None else compiled.copy_matcher()
-        return SequenceGrammar(matcher, self._eos_token_ids, output)
+        compiled = self._pinned.get(admitted.handle)
+
+        def start_grammar(output: Sequence[int] = ()) -> SequenceGrammar:
+            matcher = None if compiled is None else compiled.copy_matcher()
+            return SequenceGrammar(matcher, self._eos_token_ids, output)
+
+        if params.reasoning is None:
+            return start_grammar(output)
+        start = start_grammar if params.grammar else None
+        return GatedGrammar(params.reasoning, self._gate_vocabulary, start, output)
 
     # ------------------------------------------------------------------ the compiling thread
 
@@ -233,7 +253,7 @@ class GrammarStore:
                 return _FinishedJob(job, result, seconds)
             compiled = result
             self._keep(job.key, compiled)
-        accepted = compiled.count_accepted(job.resumed)
+        accepted = self._count_accepted(job, compiled)
         if accepted < len(job.resumed):
             refusal = BadRequest(
                 f"baton_resume.ids: the answer's grammar refuses token {accepted + 1} of them; "
@@ -242,6 +262,14 @@ class GrammarStore:
             )
             return _FinishedJob(job, refusal, seconds)
         return _FinishedJob(job, compiled, seconds)
+
+    def _count_accepted(self, job: GrammarJob, compiled: CompiledGrammar) -> int:
+        """How many of the resumed tokens the answer may begin with."""
+        if job.reasoning is None:
+            return compiled.count_accepted(job.resumed)
+        token_bytes = self._gate_vocabulary.token_bytes
+        answer = tokens_of_answer(job.reasoning, token_bytes, job.resumed)
+        return len(job.resumed) - len(answer) + compiled.count_accepted(answer)
 
     def _compile(self, text: str) -> CompiledGrammar | EngineError:
         """Compile a grammar and fill its first mask, which takes longer than later ones."""

@@ -48,16 +48,17 @@ class GrammarQueue:
 
         Raises UnsupportedParameter or QueueFull.
         """
-        text = req.params.grammar
-        if not text:
+        params = req.params
+        if not params.is_constrained:
             return False
         if self.store is None:
-            raise UnsupportedParameter(
-                f"{self.unavailable}; send the request without a schema or grammar"
-            )
-        resumed = req.params.resumed
+            cause = "a schema or grammar" if params.grammar else "a limit of its reasoning"
+            raise UnsupportedParameter(f"{self.unavailable}; send the request without {cause}")
+        if not params.grammar:
+            return False
+        resumed = params.resumed
         output = req.prompt[len(req.prompt) - resumed :].tolist() if resumed else ()
-        if self.store.request(req.handle, text, output):
+        if self.store.request(req.handle, params.grammar, output, params.reasoning):
             return False
         self._requests[req.handle] = req
         return True

@@ -34,6 +34,7 @@ SAMPLINGS = (
     SamplingParams(
         temperature=0.0,
         logprobs=2,
+        logprob_token_ids=(TOKEN,),
         presence_penalty=0.1,
         frequency_penalty=0.1,
         logit_bias=((TOKEN, -1.0),),
@@ -42,6 +43,9 @@ SAMPLINGS = (
     ),
 )
 """Rows that are sampled in different ways, in one step: together they state every parameter that the sampler reads."""
+PROMPT_LOGPROBS = SamplingParams(
+    temperature=0.0, logprobs=20, prompt_logprobs=20, logprob_token_ids=(TOKEN,)
+)
 CACHED_TOKENS = 8192
 """Long enough for attention to split one row's KV among thread blocks, which takes its workspace."""
 FEW_TOKENS = 16
@@ -100,7 +104,8 @@ class _Step:
             rows.append(Row(slot, slot, start, n, self.samples, tokens, 0, pages))
             history = array("i", [TOKEN]) * (start + n)
             params = self.params[slot % len(self.params)]
-            admitted.append(AdmittedSeq(slot, slot, params, start + n, history))
+            position = 1 if params.prompt_logprobs >= 0 else None
+            admitted.append(AdmittedSeq(slot, slot, params, start + n, history, position))
         return StepPlan(
             number, tuple(rows), self.decode, tuple(admitted), array("i"), StopReason.QUEUE_EMPTY
         )
@@ -118,6 +123,7 @@ def warmup_steps(limits: WarmupLimits) -> list[tuple[str, StepPlan]]:
     shapes = [
         _Step("one prompt", 0, (short,)),
         _Step(f"one prompt of {long} tokens", 0, (long,)),
+        _Step(f"logprobs of a prompt of {long} tokens", 0, (long,), (PROMPT_LOGPROBS,)),
         _Step("a chunk that is not a prompt's last", 0, (short,), samples=False),
         _Step(f"{few_tokens} tokens after {cached} cached ones", 0, (few_tokens,), cached=cached),
         _Step("one sequence decoding", 1, ()),

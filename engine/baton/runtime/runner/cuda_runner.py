@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,9 +38,22 @@ from baton.runtime.runner.capture import CudaRecorder, DecodeGraphs
 from baton.runtime.runner.model_runner import ModelRunner
 from baton.runtime.runner.step_inputs import StepIndices, StepInputs
 from baton.runtime.runner.token_table import TokenTable
+from baton.runtime.sampling.prompt_logprobs import PromptRows
 from baton.runtime.sampling.sampler import SampleRow
 from baton.runtime.sampling.step_sampler import SamplingLaunch, SamplingResult
-from baton.sched.types.plan import UNKNOWN_TOKEN, StepPlan, StepResult
+from baton.sched.types.plan import UNKNOWN_TOKEN, PromptLogprobs, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedPrompts:
+    """Records of prompt tokens on the host, to be read when the step has ended."""
+
+    rows: PromptRows
+    slices: list[Tensor]
+    vocab: int
+
+    def read_logprobs(self) -> dict[int, PromptLogprobs]:
+        return self.rows.split_records(map(Tensor.numpy, self.slices), self.vocab)
 
 
 @dataclass(slots=True)
@@ -57,6 +70,8 @@ class InFlight:
     """None: no row samples."""
     drawn: SamplingResult | None = None
     """On the host; to be read after `ended`."""
+    prompts: FetchedPrompts | None = None
+    """Logprobs of prompt tokens that the step's rows predict."""
     result: StepResult | None = None
     """Set once it has been read."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -68,12 +83,31 @@ class InFlight:
     def wait_for_result(self) -> StepResult:
         """Waits for the step. From any thread."""
         self.ended.wait()
-        if self.draw is None or self.drawn is None:
-            return StepResult(())
         with self.lock:
             if self.result is None:
-                self.result = self.draw.read_result(self.drawn)
+                self.result = self._read_result()
             return self.result
+
+    def _read_result(self) -> StepResult:
+        result = StepResult(())
+        if self.draw is not None and self.drawn is not None:
+            result = self.draw.read_result(self.drawn)
+        if self.prompts is None:
+            return result
+        return replace(result, prompt_logprobs=self.prompts.read_logprobs())
+
+
+class ComputedStep(NamedTuple):
+    """Output of the model for one step, on the device."""
+
+    logits: Tensor
+    """float32 [S, vocab], of the rows that sample."""
+    greedy: Tensor | None
+    """Their argmax, if the token table has it already."""
+    slots: Tensor
+    """int64 [S]"""
+    prompt_hidden: Tensor | None = None
+    """[L, hidden], of the rows that predict prompt tokens whose logprobs are missing."""
 
 
 class DeviceRunner(ModelRunner):
@@ -115,18 +149,19 @@ class DeviceRunner(ModelRunner):
         """Queue one step. Raises what torch raises, which may be of an earlier step; the runner is then unusable."""
         if self._broadcast is not None:
             self._read_tokens()
-        step, indices = self._begin_step(plan)
+        step, indices, prompt_rows = self._begin_step(plan)
         if indices is None:
             began = self._stream.mark()
             self._copy_pages(step)
             return InFlight(began, self._stream.mark())
         self._copy_pages(step)
-        began, logits, greedy, slots = self._compute_logits(step, indices)
+        began, computed = self._compute_logits(step, indices)
+        prompts = self._fetch_prompts(prompt_rows, computed.prompt_hidden)
         if not step.samples.any():
-            return InFlight(began, self._stream.mark())
+            return InFlight(began, self._stream.mark(), prompts=prompts)
         rows = [self._sample_row(row) for row in plan.rows if row.sample]
-        draw, drawn = self._draw_tokens(rows, logits, greedy, slots)
-        launched = InFlight(began, self._stream.mark(), draw, drawn)
+        draw, drawn = self._draw_tokens(rows, computed)
+        launched = InFlight(began, self._stream.mark(), draw, drawn, prompts)
         self._advance_rows(rows, step.slots[step.samples], launched)
         return launched
 
@@ -137,8 +172,8 @@ class DeviceRunner(ModelRunner):
 
     def _compute_logits(
         self, step: StepInputs, indices: StepIndices
-    ) -> tuple[CudaMark, Tensor, Tensor | None, Tensor]:
-        """Logits of the rows that sample, their argmax if the token table has it already, and their slots.
+    ) -> tuple[CudaMark, ComputedStep]:
+        """Queue the model.
 
         The mark is where the model's first kernel is queued: earlier it would count a device that waits for the host's
         planning as busy.
@@ -147,27 +182,40 @@ class DeviceRunner(ModelRunner):
         if self._graphs is not None and size is not None:
             self._graphs.load_step(size, step, indices)
             began = self._stream.mark()
-            return began, *self._graphs.replay_step(size, len(step.slots))
+            return began, ComputedStep(*self._graphs.replay_step(size, len(step.slots)))
         batch, slots = self._upload_step(step, indices)
         self._model.prepare(batch, self._attn)
         began = self._stream.mark()
-        return began, self._model.compute(batch, self._attn).float(), None, slots
+        hidden = self._model.compute_hidden(batch, self._attn)
+        num_sampling = len(hidden) - len(step.prompt_rows)
+        logits = self._model.compute_logits(hidden[:num_sampling]).float()
+        return began, ComputedStep(logits, None, slots, hidden[num_sampling:])
+
+    def _fetch_prompts(
+        self, rows: PromptRows | None, hidden: Tensor | None
+    ) -> FetchedPrompts | None:
+        """Queue the logprobs of the prompt tokens that a step's rows predict, and their way to the host."""
+        if rows is None or hidden is None:
+            return None
+        records = self._prompt_records(rows, hidden, self._stream.put)
+        return FetchedPrompts(rows, [self._stream.fetch(part) for part in records], self.vocab_size)
 
     def _draw_tokens(
-        self, rows: Sequence[SampleRow], logits: Tensor, greedy: Tensor | None, slots: Tensor
+        self, rows: Sequence[SampleRow], computed: ComputedStep
     ) -> tuple[SamplingLaunch, SamplingResult]:
         """The draw, in the token table by now, and what it drew, on the host later."""
         if any(row.needs_tokens for row in rows):
             self._read_tokens()
         draw = SamplingLaunch(rows, self.vocab_size, self._stream.put, self._mask_filler)
-        drawn = draw.queue_draw(logits, greedy)
-        if drawn.tokens is not greedy:
-            self._table.write_tokens(slots, drawn.tokens)
+        drawn = draw.queue_draw(computed.logits, computed.greedy)
+        if drawn.tokens is not computed.greedy:
+            self._table.write_tokens(computed.slots, drawn.tokens)
         fetched = SamplingResult(
             tokens=self._stream.fetch(drawn.tokens),
             chosen=self._fetch_if_any(drawn.chosen),
             top_ids=self._fetch_if_any(drawn.top_ids),
             top_logprobs=self._fetch_if_any(drawn.top_logprobs),
+            id_logprobs=self._fetch_if_any(drawn.id_logprobs),
         )
         return draw, fetched
 

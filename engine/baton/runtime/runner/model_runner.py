@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -42,12 +42,15 @@ from baton.runtime.runner.step_inputs import (
     decode_step,
     encode_step,
 )
-from baton.runtime.sampling.sampler import SampleRow
+from baton.runtime.sampling.prompt_logprobs import SLICE_ROWS, PromptRows, PromptTable
+from baton.runtime.sampling.sampler import Put, SampleRow
 from baton.runtime.sampling.step_sampler import sample_tokens
 from baton.sched.types.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from baton.runtime.engine_loop import LaunchedStep
+
+NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 
 
 class ModelRunner:
@@ -79,6 +82,7 @@ class ModelRunner:
         )
         self._last_token: NDArray[np.int64] = np.full(max_slots, UNKNOWN_TOKEN, np.int64)
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
+        self._prompts = PromptTable()
         self._native_pool = kv.native if announces_writes else None
         self._broadcast = broadcast
         self.grammars: GrammarStore | None = None
@@ -86,16 +90,24 @@ class ModelRunner:
         self._check = 0
         """Checksum of the last step, with `broadcast` or `execute_remote`."""
 
+    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
         """Run one step to its end. Raises what torch raises; the runner is then unusable."""
-        step, indices = self._begin_step(plan)
+        step, indices, prompt_rows = self._begin_step(plan)
         copy_seconds = self._copy_pages(step)
         if indices is None:
             return StepResult((), copy_seconds=copy_seconds)
         sampling = [row for row in plan.rows if row.sample]
-        logits = self._model.forward(self._make_batch(step, indices), self._attn)
+        batch = self._make_batch(step, indices)
+        self._model.prepare(batch, self._attn)
+        hidden = self._model.compute_hidden(batch, self._attn)
+        logits = self._model.compute_logits(hidden[: len(sampling)]).float()
         sample_rows = [self._sample_row(row) for row in sampling]
         result = sample_tokens(logits, sample_rows, self._mask_filler)
+        if prompt_rows is not None:
+            records = self._prompt_records(prompt_rows, hidden[len(sampling) :], torch.from_numpy)
+            found = prompt_rows.split_records(map(Tensor.numpy, records), self.vocab_size)
+            result = replace(result, prompt_logprobs=found)
         for row, sample_row, token in zip(sampling, sample_rows, result.tokens, strict=True):
             token = max(
                 token, 0
@@ -109,6 +121,7 @@ class ModelRunner:
         outcome = self.execute(plan)
         return outcome if isinstance(outcome, StepResult) else outcome.wait()[0]
 
+    @torch.inference_mode()
     def execute_remote(self, order: bytes) -> None:
         """Do this rank's part of a step that the first tensor-parallel rank has sent.
 
@@ -125,24 +138,46 @@ class ModelRunner:
         self._begin_write(step)
         self._copy_pages(step)
         if indices is not None:
-            self._model.forward(self._make_batch(step, indices), self._attn)
+            batch = self._make_batch(step, indices)
+            self._model.prepare(batch, self._attn)
+            hidden = self._model.compute_hidden(batch, self._attn)
+            num_sampling = len(hidden) - len(step.prompt_rows)
+            self._model.compute_logits(hidden[:num_sampling])
+            for _ in self._prompt_logits(hidden[num_sampling:]):
+                pass  # they are gathered at the first rank
 
-    def _begin_step(self, plan: StepPlan) -> tuple[StepInputs, StepIndices | None]:
+    def _prompt_logits(self, hidden: Tensor) -> Iterator[Tensor]:
+        """Logits of the rows that predict prompt tokens, a slice at a time: float32 [m, vocab]."""
+        for first in range(0, len(hidden), SLICE_ROWS):
+            yield self._model.compute_logits(hidden[first : first + SLICE_ROWS]).float()
+
+    def _prompt_records(self, rows: PromptRows, hidden: Tensor, put: Put) -> Iterator[Tensor]:
+        """Records of the rows that predict prompt tokens, a slice at a time, on the device."""
+        first = 0
+        for logits in self._prompt_logits(hidden):
+            yield rows.describe_tokens(logits, first, put)
+            first += len(logits)
+
+    def _begin_step(
+        self, plan: StepPlan
+    ) -> tuple[StepInputs, StepIndices | None, PromptRows | None]:
         """All that comes before the device has work: what the plan says, sent to the other ranks."""
         for adm in plan.admitted:
             grammar = None
-            if adm.params.grammar:
+            if adm.params.is_constrained:
                 assert self.grammars is not None, "the engine loop refuses grammars without a store"
                 grammar = self.grammars.start_sequence(adm)
             row = SampleRow(adm.params, adm.prompt_tokens, adm.history, grammar)
             self._sample_rows[adm.slot] = row
-        step = self._make_step(plan)
+            self._prompts.admit(adm)
+        prompt_rows = self._prompts.rows_of(plan.rows)
+        step = self._make_step(plan, prompt_rows)
         self._begin_write(step)
         indices = self._make_indices(step)
         if self._broadcast is not None:
             self._check = checksum_step(step, indices, self._check)
             self._broadcast(encode_step(step, self._check))
-        return step, indices
+        return step, indices, prompt_rows
 
     def _begin_write(self, step: StepInputs) -> None:
         if self._native_pool is not None and step.new_pages:
@@ -167,7 +202,7 @@ class ModelRunner:
         assert sample_row is not None, f"slot {row.slot} was never admitted"
         return sample_row
 
-    def _make_step(self, plan: StepPlan) -> StepInputs:
+    def _make_step(self, plan: StepPlan, prompt_rows: PromptRows | None) -> StepInputs:
         """The plan with its open tokens filled in, vectorized over its rows."""
         rows = plan.rows
         _, of_slot, of_start, of_n, of_sample, of_tokens, _, _ = (
@@ -191,6 +226,7 @@ class ModelRunner:
             lengths,
             samples,
             token_ids,
+            NO_ROWS if prompt_rows is None else prompt_rows.index,
             growth,
             plan.copies,
             new_pages,
@@ -222,13 +258,14 @@ class ModelRunner:
             np.int64
         )
         num_pages = -(-kv_lens // self._kv.page_size)
+        sampling = qo_indptr[1:][step.samples].astype(np.int64) - 1
         page_indptr = np.zeros(count + 1, np.int32)
         np.cumsum(num_pages, out=page_indptr[1:])
         return StepIndices(
             token_ids=step.token_ids,
             positions=positions,
             slot_mapping=pages * self._kv.page_size + positions % self._kv.page_size,
-            sample_index=qo_indptr[1:][step.samples].astype(np.int64) - 1,
+            sample_index=np.concatenate((sampling, step.prompt_rows)),
             qo_indptr=qo_indptr,
             kv_lens=kv_lens.astype(np.int32),
             page_indptr=page_indptr,
@@ -248,5 +285,6 @@ class ModelRunner:
             page_indptr=torch.from_numpy(indices.page_indptr),
             page_indices=torch.from_numpy(indices.page_indices),
             num_decode=step.num_decode,
+            num_prompt_rows=len(step.prompt_rows),
             max_kv_len=int(indices.kv_lens.max()),
         )

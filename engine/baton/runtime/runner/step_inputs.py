@@ -54,6 +54,8 @@ class StepInputs:
     """[R]"""
     token_ids: Int64
     """[T]"""
+    prompt_rows: Int64
+    """Places among the tokens of the rows that predict prompt tokens whose logprobs are missing."""
     growth: list[Growth]
     copies: tuple[CopyRun, ...]
     new_pages: IntArray

@@ -1,23 +1,35 @@
-"""Restriction of logits to the tokens that grammars allow.
+"""Restriction of logits to the tokens that grammars and requests allow.
 
-Host: where few tokens are allowed their logits alone are gathered and drawn from, because writing a
-mask into 152 k logits takes longer (0.7 ms) than finding it. Elsewhere, and on a device, forbidden
-logits become -inf in place.
+A row's mask holds the tokens that its grammar allows and that the request lists (`allowed_tokens`),
+without those that are banned for now (`SampleRow.banned_tokens`).
+
+Host: a greedy row whose largest logit is of an allowed token needs no mask. Where few tokens are
+allowed their logits alone are gathered and drawn from. Elsewhere, and on a device, forbidden logits
+become -inf in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.runtime.grammar.sequence_grammar import GrammarState, SequenceGrammar
-from baton.runtime.grammar.token_masks import MaskFiller, allowed_ids, count_allowed
-from baton.runtime.sampling.sampler import Put
+from baton.runtime.grammar.token_constraint import GrammarState, TokenConstraint
+from baton.runtime.grammar.token_masks import (
+    WORD_BITS,
+    MaskFiller,
+    PackedMasks,
+    allowed_ids,
+    count_allowed,
+    forbid_tokens,
+    is_allowed,
+    keep_tokens,
+)
+from baton.runtime.sampling.sampler import Put, SampleRow
 from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN
 
 FEW_TOKENS = 4096
@@ -29,54 +41,100 @@ AllowedTokens: TypeAlias = tuple[int, NDArray[np.int64]]
 """A row of the logits, and the ids that may be chosen in it, ascending."""
 
 
+class HostChoices(NamedTuple):
+    """How the rows of a step on the host are restricted."""
+
+    few: list[AllowedTokens]
+    """Rows with few allowed tokens."""
+    masked: list[int]
+    """Greedy rows whose forbidden logits have been set to -inf, as those of other rows have been."""
+
+
 class GrammarMasks:
-    """Masks of the constrained rows of a step."""
+    """Masks of the restricted rows of a step."""
 
-    def __init__(self, grammars: Sequence[tuple[int, SequenceGrammar]], filler: MaskFiller) -> None:
-        """`grammars`: with their row of the logits; each stands behind all tokens of its sequence."""
-        self._grammars = grammars
-        self._masks, usable = filler.fill_masks([grammar for _, grammar in grammars])
-        self._failed = [not is_usable for is_usable in usable]
+    def __init__(
+        self, rows: Sequence[tuple[int, SampleRow]], vocab: int, filler: MaskFiller | None
+    ) -> None:
+        """
+        Args:
+            rows: those that are restricted, with their row of the logits. A grammar stands behind
+                all tokens of its sequence.
+            filler: needed where a row has a grammar.
+        """
+        self._grammars = [(i, row.grammar) for i, row in rows if row.grammar is not None]
+        self._rows = [(i, row) for i, row in rows if row.is_masked]
+        self._masks, self._failed = _fill_masks([row for _, row in self._rows], vocab, filler)
 
-    def split_by_size(self) -> tuple[list[AllowedTokens], list[int]]:
-        """Rows with few allowed tokens, and indices into the masks of the others."""
-        few: list[AllowedTokens] = []
-        others: list[int] = []
-        for index, (row, _) in enumerate(self._grammars):
-            if self._failed[index]:
+    @property
+    def rows(self) -> list[int]:
+        """Rows of the logits that have a mask."""
+        return [row for row, _ in self._rows]
+
+    def restrict_on_host(self, logits: Tensor, largest: Sequence[int]) -> HostChoices:
+        """Apply the masks that cannot be avoided, in place.
+
+        Args:
+            logits: float32 [S, vocab], on the host.
+            largest: the token with the largest logit of each row; negative: none.
+        """
+        choices = HostChoices([], [])
+        table = logits.numpy()
+        for index, (row, sample_row) in enumerate(self._rows):
+            if self._failed[index] or largest[row] < 0:
                 continue
             mask = self._masks[index]
+            if sample_row.is_greedy and is_allowed(mask, largest[row]):
+                continue
             if count_allowed(mask) <= FEW_TOKENS:
-                few.append((row, allowed_ids(mask)))
+                choices.few.append((row, allowed_ids(mask)))
             else:
-                others.append(index)
-        return few, others
+                apply_mask(table[row], mask)
+                if sample_row.is_greedy:
+                    choices.masked.append(row)
+        return choices
 
-    def apply(self, logits: Tensor, put: Put, indices: Sequence[int] | None = None) -> None:
+    def apply(self, logits: Tensor, put: Put) -> None:
         """Set forbidden logits to -inf, in place. Waits for nothing that `put` does not wait for.
 
         Args:
             logits: float32 [S, vocab].
-            indices: of the masks that are applied; None: all.
         """
-        chosen = np.arange(len(self._grammars)) if indices is None else np.array(indices, np.int64)
-        rows = np.array([row for row, _ in self._grammars], np.int64)[chosen]
+        rows = np.array(self.rows, np.int64)
         packed = self._masks.view(np.uint8)
-        for start in range(0, len(chosen), ROWS_AT_ONCE):
+        for start in range(0, len(rows), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            apply_packed_masks(logits, put(rows[part]), put(packed[chosen[part]]))
+            apply_packed_masks(logits, put(rows[part]), put(packed[part]))
+
+    def bar_second_choices(self, logits: Tensor, first: Tensor, put: Put) -> None:
+        """Set optional tokens that are not the model's first choice to -inf, in place. Waits for
+        nothing that `put` does not wait for.
+
+        Args:
+            logits: float32 [S, vocab].
+            first: int64 [S], the largest of each row without a mask, on the device of logits;
+                negative: none.
+        """
+        optional = [
+            (row, token) for row, grammar in self._grammars for token in grammar.optional_ids
+        ]
+        if not optional:
+            return
+        rows, ids = put(np.array(optional).T.copy())
+        kept = torch.where(first[rows] == ids, logits[rows, ids], -torch.inf)
+        logits.index_put_((rows, ids), kept)
 
     def advance(self, tokens: list[int]) -> frozenset[int]:
         """Let the grammars take over the step's tokens; returns the rows whose answer is complete.
 
-        A row whose grammar cannot be followed further gets GRAMMAR_FAILED_TOKEN. Rows without a
-        token (INVALID_TOKEN) end anyway.
+        A row whose grammar cannot be followed further, or whose mask allows nothing, gets
+        GRAMMAR_FAILED_TOKEN. Rows without a token (INVALID_TOKEN) end anyway.
         """
-        completed = []
-        for (row, grammar), has_failed in zip(self._grammars, self._failed, strict=True):
+        for (row, _), has_failed in zip(self._rows, self._failed, strict=True):
             if has_failed:
                 tokens[row] = GRAMMAR_FAILED_TOKEN
-                continue
+        completed = []
+        for row, grammar in self._grammars:
             if tokens[row] < 0:
                 continue
             state = grammar.advance(tokens[row])
@@ -85,6 +143,52 @@ class GrammarMasks:
             elif state is GrammarState.COMPLETE:
                 completed.append(row)
         return frozenset(completed)
+
+
+def _fill_masks(
+    rows: Sequence[SampleRow], vocab: int, filler: MaskFiller | None
+) -> tuple[PackedMasks, list[bool]]:
+    """The masks, and for each row True where nothing is allowed (its mask is 0 then)."""
+    masks = np.full((len(rows), -(-vocab // WORD_BITS)), -1, np.int32)
+    failed = [False] * len(rows)
+    grammars = [
+        (i, row.grammar)
+        for i, row in enumerate(rows)
+        if row.grammar is not None and row.grammar.has_mask
+    ]
+    if grammars:
+        assert filler is not None, "rows with grammars come from an engine that has a filler"
+        filled, usable = filler.fill_masks([grammar for _, grammar in grammars])
+        for (i, _), mask, is_usable in zip(grammars, filled, usable, strict=True):
+            masks[i] = mask
+            failed[i] = not is_usable
+    for i, row in enumerate(rows):
+        if not failed[i] and not _is_complete(row.grammar):
+            failed[i] = not _narrow_mask(masks[i], row)
+    return masks, failed
+
+
+def _is_complete(grammar: TokenConstraint | None) -> bool:
+    """True for a step that was planned before the end of the answer was known."""
+    return grammar is not None and grammar.state is GrammarState.COMPLETE
+
+
+def _narrow_mask(mask: NDArray[np.int32], row: SampleRow) -> bool:
+    """Leave in the mask what the request allows; returns False if that is nothing."""
+    if len(row.allowed_bytes):
+        keep_tokens(mask, row.allowed_bytes)
+    if row.has_bans:
+        forbid_tokens(mask, row.banned_tokens())
+    return bool(mask.any())
+
+
+def apply_mask(logits: NDArray[np.float32], mask: NDArray[np.int32]) -> None:
+    """Set forbidden logits of one row [vocab] on the host to -inf, in place.
+
+    Cost: 0.1 ms for 152 k, half of what torch takes for the same.
+    """
+    forbidden = np.unpackbits(~mask.view(np.uint8), count=len(logits), bitorder="little")
+    np.copyto(logits, -np.inf, where=forbidden.view(np.bool_))
 
 
 def apply_packed_masks(logits: Tensor, rows: Tensor, packed: Tensor) -> None:

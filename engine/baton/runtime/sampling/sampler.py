@@ -1,10 +1,10 @@
 """From logits to tokens: penalties, filters, one draw per row, and logprobs.
 
 For each row of a step: (1) logprobs are taken from the raw logits, as OpenAI and vLLM do; (2) rows with logit_bias,
-penalties or min_new_tokens get their logits edited; (3) greedy rows take the largest logit, the lowest id among equals;
-(4) the others draw: temperature, then top_k, top_p, min_p in transformers' order, then one number u decides among the
-tokens that are kept, in order of id (the inverse of their distribution function). Where an answer follows a grammar,
-(3) and (4) see only the tokens that the grammar allows (`grammar_masks`):
+penalties, bad words or min_new_tokens get their logits edited; (3) greedy rows take the largest logit, the lowest id
+among equals; (4) the others draw: temperature, then top_k, top_p, min_p in transformers' order, then one number u
+decides among the tokens that are kept, in order of id (the inverse of their distribution function). Where an answer
+follows a grammar, or has a list of allowed tokens, (3) and (4) see only those that are allowed (`grammar_masks`):
 
     tokens kept, by id   |--- id 3 ---|----- id 7 -----|- id 12 -|
                          0              u * kept mass            kept mass
@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.layers.kernels.draw_columns import DrawColumns
-from baton.runtime.grammar.sequence_grammar import SequenceGrammar
+from baton.runtime.grammar.token_constraint import TokenConstraint
+from baton.runtime.sampling.bad_words import BadWords
 from baton.sched.types.hashing import uniform
 from baton.sched.types.plan import INVALID_TOKEN
 from baton.sched.types.request import SamplingParams
@@ -60,8 +61,8 @@ class SampleRow:
     """
 
     __slots__ = (
-        "_counts", "_ids", "_index", "grammar", "has_penalties", "is_always_plain", "is_greedy", "needs_tokens",
-        "params", "position", "prompt_tokens",
+        "_bad_words", "_counts", "_ids", "_index", "allowed_bytes", "grammar", "has_penalties", "is_always_plain",
+        "is_greedy", "is_restricted", "needs_tokens", "params", "position", "prompt_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +70,7 @@ class SampleRow:
         params: SamplingParams,
         prompt_tokens: int,
         history: Sequence[int],
-        grammar: SequenceGrammar | None = None,
+        grammar: TokenConstraint | None = None,
     ) -> None:
         """
         Args:
@@ -84,7 +85,13 @@ class SampleRow:
         self.has_penalties = bool(
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         )
-        self.needs_tokens = self.has_penalties or grammar is not None
+        self.allowed_bytes: NDArray[np.uint8] = np.frombuffer(params.allowed_tokens, np.uint8)
+        """As `SamplingParams.allowed_tokens`; empty: every token may be drawn."""
+        self.is_restricted = grammar is not None or len(self.allowed_bytes) > 0
+        """True if draws may be among the tokens of a mask (`grammar_masks`)."""
+        self._bad_words = BadWords(params.bad_words) if params.bad_words else None
+        follows_words = self._bad_words is not None and self._bad_words.need_tokens
+        self.needs_tokens = self.has_penalties or grammar is not None or follows_words
         """True if draws depend on the tokens drawn before; other rows need not know which they were."""
         self.is_always_plain = self.is_plain
         """`is_plain` now and later: nothing else about this row will matter."""
@@ -93,8 +100,10 @@ class SampleRow:
         """Distinct tokens of prompt and output, in order of appearance, while the row has penalties."""
         self._counts = array("q")
         """How often each occurs in the output; 0 for tokens of the prompt alone."""
+        drawn_here = prompt_tokens - params.resumed
+        if self._bad_words is not None:
+            self._bad_words.extend(history[drawn_here:prompt_tokens])
         if self.has_penalties:
-            drawn_here = prompt_tokens - params.resumed
             for i, token in enumerate(history[:prompt_tokens]):
                 self._count_token(token, int(i >= drawn_here))
         for token in history[prompt_tokens:]:
@@ -105,23 +114,51 @@ class SampleRow:
         self.position += 1
         if self.has_penalties:
             self._count_token(token, 1)
+        if self._bad_words is not None:
+            self._bad_words.append(token)
 
     @property
     def is_plain(self) -> bool:
         """Greedy with untouched logits and no logprobs: argmax says all."""
-        is_free = self.grammar is None
+        is_free = not self.is_restricted
         return is_free and self.is_greedy and self.params.logprobs < 0 and not self.is_edited
 
     @property
+    def is_masked(self) -> bool:
+        """True if the next token is drawn from a mask."""
+        return len(self.allowed_bytes) > 0 or (self.grammar is not None and self.grammar.has_mask)
+
+    @property
     def is_edited(self) -> bool:
-        return self.has_penalties or bool(self.params.logit_bias) or self.must_continue
+        """True if the logits change before the draw, apart from a mask."""
+        if self.has_penalties or self.params.logit_bias:
+            return True
+        return not self.is_masked and self.has_bans
+
+    @property
+    def has_bans(self) -> bool:
+        """True if single tokens may be banned: `banned_tokens` names those."""
+        return self._bad_words is not None or self.must_continue or bool(self._grammar_bans)
+
+    @property
+    def _grammar_bans(self) -> Sequence[int]:
+        """Tokens that the grammar bans where it has no mask."""
+        return () if self.grammar is None else self.grammar.banned_ids
 
     @property
     def must_continue(self) -> bool:
         """True while the answer may not stop yet (min_new_tokens). Where there is a grammar it decides."""
-        if self.grammar is not None:
+        if self.grammar is not None and self.grammar.decides_end:
             return False
         return self.position - self.prompt_tokens < self.params.min_new_tokens
+
+    def banned_tokens(self) -> list[int]:
+        """Tokens that may not come next, whatever a mask allows."""
+        banned = [] if self._bad_words is None else self._bad_words.banned_tokens()
+        if self.must_continue:
+            banned += self.params.stop_token_ids
+        banned += self._grammar_bans
+        return banned
 
     def token_counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Distinct tokens so far and how often each was drawn, int64 both; only with penalties."""
@@ -136,9 +173,10 @@ class SampleRow:
 
 
 class LogitEdits:
-    """Changes by logit_bias, penalties and min_new_tokens to the logits [S, vocab] of a step, as flat arrays.
+    """Changes by logit_bias, penalties and bans to the logits [S, vocab] of a step, as flat arrays.
 
-    Order: bias, repetition (prompt and output), frequency and presence (output), then the ban of stop ids.
+    Order: bias, repetition (prompt and output), frequency and presence (output), then the bans: of stop ids, of bad
+    words, and of what a grammar bans. In rows with a mask the bans are part of it.
     """
 
     __slots__ = ("_banned", "_biased", "_penalties", "_seen")
@@ -161,8 +199,8 @@ class LogitEdits:
                 penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
                 of_each = np.repeat(np.array(penalties, np.float32)[:, None], len(ids), axis=1)
                 self._penalties.append(np.concatenate((counts[None].astype(np.float32), of_each)))
-            if row.must_continue:
-                self._banned += [(i, token) for token in p.stop_token_ids if token < vocab]
+            if row.has_bans and not row.is_masked:
+                self._banned += [(i, token) for token in row.banned_tokens() if token < vocab]
 
     def apply(self, logits: Tensor, put: Put) -> None:
         """In place. Waits for nothing that `put` does not wait for."""

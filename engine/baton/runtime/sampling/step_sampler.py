@@ -1,7 +1,7 @@
 """The sampler's definition (`runtime.sampling.sampler`) without a look at the logits from the host.
 
 1. `SamplingLaunch(rows, vocab, put)` writes down what the rows ask for, from parameters and positions alone, and the
-tokens that their grammars allow, for which the results of all earlier steps must have been read;
+tokens that they may draw, for which the results of all earlier steps must have been read;
 2. `queue_draw(logits)` queues the work, the draw in one launch (`kernels.draw`), and returns tensors on
 the logits' device;
 3. `read_result` turns their host copies into a result later, and the grammars take over the tokens.
@@ -41,6 +41,8 @@ class SamplingResult(NamedTuple):
     """int64 [m, k]"""
     top_logprobs: Tensor | None = None
     """float32 [m, k]"""
+    id_logprobs: Tensor | None = None
+    """float32 [m, i], of the ids that were asked for; i is the most one asked. None: no row asked for any."""
 
 
 class SamplingLaunch:
@@ -63,18 +65,17 @@ class SamplingLaunch:
         special = [(i, row) for i, row in enumerate(rows) if not row.is_plain]
         self.is_plain = not special
         """argmax says all."""
-        self._logprobs = [
-            (i, row.params.logprobs) for i, row in special if row.params.logprobs >= 0
-        ]
+        self._logprobs = [(i, row.params) for i, row in special if row.params.logprobs >= 0]
+        wanted = [params.logprob_token_ids for _, params in self._logprobs]
+        self._ids = pad_ids(wanted) if any(wanted) else None
+        """Ids whose logprobs the m rows asked for."""
         edited = [(i, row) for i, row in special if row.is_edited]
         self._edits = LogitEdits(edited, vocab) if edited else None
         drawn = [(i, row) for i, row in special if not row.is_greedy]
         self._drawn = {i: draw_columns(row, vocab) for i, row in drawn}
-        grammars = [(i, row.grammar) for i, row in special if row.grammar is not None]
-        self._masks: GrammarMasks | None = None
-        if grammars:
-            assert filler is not None, "rows with grammars come from an engine that has a filler"
-            self._masks = GrammarMasks(grammars, filler)
+        restricted = [(i, row) for i, row in special if row.is_restricted]
+        self._masks = GrammarMasks(restricted, vocab, filler) if restricted else None
+        self._edited_rows = [i for i, _ in edited]
 
     def queue_draw(self, logits: Tensor, greedy: Tensor | None = None) -> SamplingResult:
         """Queue the draw. Waits for nothing.
@@ -92,33 +93,46 @@ class SamplingLaunch:
             raw = logits[rows_with_logprobs].log_softmax(-1)
         if self._edits is not None:
             self._edits.apply(logits, self._put)
-        few = [] if self._masks is None else self._restrict_logits(self._masks, logits)
-        if self._edits is not None or self._masks is not None:
-            tokens = torch.where(best < 0, best, greedy_tokens(logits))
-        else:
-            tokens = best.clone()
+        tokens = best.clone()
+        self._choose_largest(tokens, logits, self._edited_rows)
         drawn = self._drawn
-        for row, ids in few:
-            if best[row] >= 0:
+        if self._masks is not None:
+            self._masks.bar_second_choices(logits, tokens, self._put)
+            few = self._restrict_logits(self._masks, logits, tokens)
+            for row, ids in few:
                 tokens[row] = choose_among(logits[row], ids, drawn.get(row))
-        if few:
             drawn = {row: drawn[row] for row in drawn.keys() - {row for row, _ in few}}
         if drawn:
             self._draw_into(tokens, logits, drawn)
         if raw is None or rows_with_logprobs is None:
             return SamplingResult(tokens)
         chosen = raw.gather(1, tokens[rows_with_logprobs].clamp_min(0)[:, None])[:, 0]
-        top = raw.topk(min(max(k for _, k in self._logprobs), self._vocab))
-        return SamplingResult(tokens, chosen, top.indices, top.values)
+        top = raw.topk(min(max(p.logprobs for _, p in self._logprobs), self._vocab))
+        of_ids = None if self._ids is None else raw.gather(1, self._put(self._ids))
+        return SamplingResult(tokens, chosen, top.indices, top.values, of_ids)
 
-    def _restrict_logits(self, masks: GrammarMasks, logits: Tensor) -> list[AllowedTokens]:
+    def _restrict_logits(
+        self, masks: GrammarMasks, logits: Tensor, tokens: Tensor
+    ) -> list[AllowedTokens]:
         """Apply the masks; returns the rows where the choice among few tokens takes the place of a mask."""
-        if logits.device.type != "cpu":
+        if not is_on_host(logits):
             masks.apply(logits, self._put)
+            self._choose_largest(tokens, logits, masks.rows)
             return []
-        few, others = masks.split_by_size()
-        masks.apply(logits, self._put, others)
-        return few
+        choices = masks.restrict_on_host(logits, tokens.tolist())
+        self._choose_largest(tokens, logits, choices.masked)
+        return choices.few
+
+    def _choose_largest(self, tokens: Tensor, logits: Tensor, rows: Sequence[int]) -> None:
+        """Choose the tokens of these rows again, whose logits have changed; a row without a token gets none."""
+        if not rows:
+            return
+        if len(rows) == len(tokens):
+            tokens.copy_(torch.where(tokens < 0, tokens, greedy_tokens(logits)))
+            return
+        index = self._put(np.array(rows))
+        before = tokens[index]
+        tokens[index] = torch.where(before < 0, before, greedy_tokens(logits[index]))
 
     def _draw_into(self, tokens: Tensor, logits: Tensor, drawn: Mapping[int, DrawColumns]) -> None:
         """Draw the tokens of these rows."""
@@ -141,12 +155,15 @@ class SamplingLaunch:
         chosen = drawn.chosen.tolist()
         ids = drawn.top_ids.tolist()
         values = drawn.top_logprobs.tolist()
-        requested = [(n, i, k) for n, (i, k) in enumerate(self._logprobs) if tokens[i] >= 0]
-        return StepResult(
-            tokens,
-            {i: TokenLogprobs(chosen[n], ids[n][:k], values[n][:k]) for n, i, k in requested},
-            completed,
-        )
+        of_ids = None if drawn.id_logprobs is None else drawn.id_logprobs.tolist()
+        found = {}
+        for n, (i, params) in enumerate(self._logprobs):
+            if tokens[i] < 0:
+                continue
+            k = params.logprobs
+            own_ids = () if of_ids is None else of_ids[n][: len(params.logprob_token_ids)]
+            found[i] = TokenLogprobs(chosen[n], ids[n][:k], values[n][:k], own_ids)
+        return StepResult(tokens, found, completed)
 
 
 @torch.inference_mode()
@@ -163,6 +180,18 @@ def sample_tokens(
     """
     sampling = SamplingLaunch(rows, logits.shape[1], torch.from_numpy, filler)
     return sampling.read_result(sampling.queue_draw(logits))
+
+
+def pad_ids(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """Lists of ids as one matrix, filled up with 0."""
+    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+    return ids
+
+
+def is_on_host(logits: Tensor) -> bool:
+    return logits.device.type == "cpu"
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:

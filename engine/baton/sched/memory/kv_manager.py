@@ -313,7 +313,7 @@ class KvManager:
         ends_at_page = len(seq.pages) * self.page_size == seq.computed
         if not ends_at_page:
             return
-        match = self.match_prefix(seq, len(seq.tokens) - 1)
+        match = self.match_prefix(seq, seq.reusable_tokens)
         if match.num_tokens <= seq.computed:
             self.cache.unlock(match.node)
             return

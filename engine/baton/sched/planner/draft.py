@@ -25,9 +25,16 @@ class PlanDraft:
         end = seq.computed + n
         if sent == 0:
             history = array("i", seq.tokens)
-            self.admitted.append(
-                AdmittedSeq(seq.handle, seq.slot, seq.req.params, seq.prompt_len, history)
+            is_missing_logprobs = seq.logprob_position < seq.prompt_len
+            admitted = AdmittedSeq(
+                seq.handle,
+                seq.slot,
+                seq.req.params,
+                seq.prompt_len,
+                history,
+                seq.logprob_position if is_missing_logprobs else None,
             )
+            self.admitted.append(admitted)
         tokens = seq.tokens[start:end]
         if len(tokens) < n:
             tokens.append(UNKNOWN_TOKEN)

@@ -191,7 +191,7 @@ class PrefillPlanner:
         memory = state.memory
         if not state.slots:
             return NO_SLOT_LEFT
-        match = memory.match_prefix(seq, len(seq.tokens) - 1)
+        match = memory.match_prefix(seq, seq.reusable_tokens)
         num_cached = max(len(match.pages), len(seq.pages))
         available = memory.available  # without the prefix, which is locked
         need = self._estimate.pages_for(seq, cached_pages=num_cached, available=available)
@@ -208,7 +208,7 @@ class PrefillPlanner:
             memory.cache.unlock(match.node)
             return None
         memory.share_prefix(seq, match)
-        memory.restore_prefix(seq, len(seq.tokens) - 1)
+        memory.restore_prefix(seq, seq.reusable_tokens)
         seq.computed = seq.published * memory.page_size
         return None
 

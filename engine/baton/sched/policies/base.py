@@ -172,7 +172,7 @@ def cached_tokens(seq: Seq, index: RadixCache) -> int:
 
 
 def refresh_probe(seq: Seq, index: RadixCache) -> PrefixProbe:
-    seq.probe = probe = index.probe(seq.key, seq.req.namespace, len(seq.tokens) - 1, seq.probe)
+    seq.probe = probe = index.probe(seq.key, seq.req.namespace, seq.reusable_tokens, seq.probe)
     return probe
 
 

@@ -42,9 +42,9 @@ from baton.sched.queue.priority_buckets import class_of
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.setup.limits import Limits
 from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, GrantPages, RevokeGrant
-from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, INVALID_TOKEN
+from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, INVALID_TOKEN, PromptLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
-from baton.sched.types.sequence import Seq, SeqState
+from baton.sched.types.sequence import TAKES_TOKENS, Seq, SeqState
 
 
 class SchedulerState:
@@ -397,14 +397,35 @@ class SchedulerState:
         )
         self.outbox.append(emitted)
 
+    def emit_prompt_logprobs(self, seq: Seq, end: int, found: PromptLogprobs | None) -> None:
+        """Emit the logprobs that a row gave which ends in front of position `end`.
+
+        A row that was computed again after a preemption has some that are out already. What is
+        missing does not depend on `found`, which recordings leave out.
+        """
+        if seq.state not in TAKES_TOKENS:
+            return
+        fresh = None if found is None else found.from_position(seq.logprob_position)
+        seq.logprob_position = max(seq.logprob_position, min(end + 1, seq.prompt_len))
+        if fresh is None:
+            return
+        emitted = EmittedTokens(
+            handle=seq.handle,
+            tokens=(),
+            finish=None,
+            cached_tokens=max(seq.cached_tokens, 0),
+            prompt_logprobs=fresh,
+        )
+        self.outbox.append(emitted)
+
     def fail_without_token(self, seq: Seq, token: int) -> None:
         """End a request for which a step chose no token; `token` stands for the reason."""
         if token == GRAMMAR_FAILED_TOKEN:
             answered = len(seq.tokens) - seq.prompt_len
             failed = GrammarFailed(
-                f"after {counted(answered, 'token')} the answer's grammar allows no token of this model, "
-                "or its matcher has reached a limit; "
-                "simplify the schema or grammar, or send the request without it"
+                f"after {counted(answered, 'token')} the answer's grammar, allowed_token_ids, bad_words and "
+                "min_tokens together allow no token of this model, or the grammar's matcher has reached a limit; "
+                "simplify the schema or grammar, or send the request without one of them"
             )
             self.end_with_error(seq, failed, "CLIENT_GONE")
             return

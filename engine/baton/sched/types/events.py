@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.sched.types.plan import TokenLogprobs
+from baton.sched.types.plan import PromptLogprobs, TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, RequestTimeline
 
@@ -31,6 +31,8 @@ class EmittedTokens(NamedTuple):
     """Time after which to retry, with an error of overload."""
     stages: FirstTokenStages | None = None
     """Stages until the first token, which they come with."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Logprobs of prompt tokens, in the order of the prompt; they come before the first token."""
 
 
 NewToken = tuple[
@@ -42,6 +44,7 @@ NewToken = tuple[
     None,
     None,
     FirstTokenStages | None,
+    None,
 ]
 """Fields of an EmittedTokens that has a token and no error."""
 new_token: Callable[[NewToken], EmittedTokens] = functools.partial(tuple.__new__, EmittedTokens)

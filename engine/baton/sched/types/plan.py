@@ -25,7 +25,7 @@ No input to a later step.
 """
 
 GRAMMAR_FAILED_TOKEN = -3
-"""In StepResult.tokens: the grammar of the row allows no token, or its matcher has failed.
+"""In StepResult.tokens: the row's mask allows no token, or the matcher of its grammar has failed.
 
 No input to a later step.
 """
@@ -91,6 +91,8 @@ class AdmittedSeq:
     params: SamplingParams
     prompt_tokens: int
     history: array[int]
+    logprob_position: int | None = None
+    """First position of the prompt whose logprob is missing; None: no prompt logprobs are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,38 @@ class TokenLogprobs:
     chosen: float
     top_ids: Sequence[int] = ()
     top_logprobs: Sequence[float] = ()
+    id_logprobs: Sequence[float] = ()
+    """Logprobs of SamplingParams.logprob_token_ids, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Logprobs of consecutive prompt tokens, one record each.
+
+        | logprob | rank | k ids, most likely first | their k logprobs | logprobs of the ids asked for |
+
+    Numbers of 4 bytes, little-endian: ids and ranks are int32, logprobs float32.
+    """
+
+    position: int
+    """Position of the first token."""
+    count: int
+    """Tokens described."""
+    top: int
+    """k; at most the vocabulary."""
+    records: bytes
+
+    def from_position(self, position: int) -> PromptLogprobs | None:
+        """Without the tokens in front of `position`; None: that is all of them."""
+        skipped = position - self.position
+        if skipped <= 0:
+            return self
+        if skipped >= self.count:
+            return None
+        width = len(self.records) // self.count
+        return PromptLogprobs(
+            position, self.count - skipped, self.top, self.records[skipped * width :]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,5 +175,7 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     completed: frozenset[int] = frozenset()
     """Indices into `tokens` of those that complete the grammar of their answer."""
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    """By handle, of the prompt tokens that the step's rows predict."""
     copy_seconds: float = 0.0
     """How long the plan's copies took; 0 when it is not known."""

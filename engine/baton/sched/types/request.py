@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.cache.int_array import IntArray
+from baton.sched.types.reasoning import ReasoningGate
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,10 @@ class SamplingParams:
     """The request's own stop ids *and* the model's end-of-sequence ids, unless ignore_eos."""
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_tokens: bytes = b""
+    """Bit t % 8 of byte t // 8 is set where token t may be drawn; empty: every token may."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the answer may not contain; each has a token at least."""
     resumed: int = 0
     """So many last tokens of the prompt are the beginning of the answer, drawn by an engine that is
     gone.
@@ -45,8 +50,25 @@ class SamplingParams:
     """-1: none; 0: the chosen token's logprob; k > 0: also the k most likely tokens at each
     position.
     """
+    logprob_token_ids: tuple[int, ...] = ()
+    """Ids whose logprobs are reported at each position that has logprobs."""
+    prompt_logprobs: int = -1
+    """Logprobs of the prompt's tokens: -1: none; k: each with the k most likely tokens at its
+    position.
+    """
+    prompt_logprobs_start: int = 1
+    """First position of the prompt whose logprob is computed; the first token of all has none."""
     grammar: str = ""
     """Text of the grammar that the answer follows, as llguidance reads it; "": the answer is free."""
+    reasoning: ReasoningGate | None = None
+    """Reasoning in front of the grammar, or with a limit; None: the grammar begins with the answer,
+    and nothing is limited.
+    """
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if the rank restricts the answer's tokens."""
+        return bool(self.grammar) or self.reasoning is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,9 @@ class SeqState(enum.Enum):
     FINISHED = "finished"
 
 
+TAKES_TOKENS = (SeqState.RUNNING, SeqState.WAITING, SeqState.SUSPENDED)
+"""States in which a step in flight may still give a sequence tokens or logprobs."""
+
 LEGAL: dict[SeqState, frozenset[SeqState]] = {
     SeqState.WAITING: frozenset(
         {SeqState.RUNNING, SeqState.SUSPENDED, SeqState.LEASED, SeqState.FINISHED}
@@ -77,6 +80,8 @@ class Seq:
     prompt_len: int = field(init=False)
     max_total_tokens: int = field(init=False)
     """Prompt and the longest allowed answer."""
+    logprob_position: int = field(init=False)
+    """First position of the prompt whose logprob is missing; `prompt_len`: none is."""
     has_fixed_length: bool = field(init=False)
     """The answer has exactly as many tokens as it may (ignore_eos, no grammar), and is generated
     here.
@@ -148,6 +153,9 @@ class Seq:
         self.prompt_len = len(self.req.prompt)
         self.max_total_tokens = self.prompt_len + self.max_new_tokens
         params = self.req.params
+        self.logprob_position = self.prompt_len
+        if params.prompt_logprobs >= 0:
+            self.logprob_position = min(params.prompt_logprobs_start, self.prompt_len)
         self.has_fixed_length = params.ignore_eos and not params.grammar and not self.is_lease
 
     @property
@@ -156,6 +164,15 @@ class Seq:
         if len(self._key) != len(self.tokens) * self.tokens.itemsize:
             self._key = self.tokens.tobytes()
         return self._key
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Most tokens whose KV may come from a cache: at least the last one is computed, and every
+        row that predicts a prompt token whose logprob is missing.
+        """
+        if self.logprob_position < self.prompt_len:
+            return self.logprob_position - 1
+        return len(self.tokens) - 1
 
     @property
     def generated(self) -> int:

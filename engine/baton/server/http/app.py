@@ -34,14 +34,21 @@ from baton.server.http.anthropic_errors import (
     MESSAGES_PATH,
     anthropic_error_response,
 )
+from baton.server.http.dialect_paths import (
+    STORED_RESPONSES,
+    models_response,
+    refuse_stored_response,
+)
 from baton.server.http.http_utils import (
     REQUEST_ID,
+    canonical_path,
     decode_object,
     error_response,
     json_response,
     new_id,
     read_body,
     read_object,
+    with_trailing_slashes,
 )
 from baton.server.http.lifecycle import (
     READY_PEERS_HEADER,
@@ -49,15 +56,18 @@ from baton.server.http.lifecycle import (
     NodeState,
     ServerLifecycle,
 )
+from baton.server.http.openapi.handlers import answer_document, answer_page
+from baton.server.http.openapi.operations import Access, Server, operations_of
 from baton.server.http.request_handler import RequestHandler, Validate
 from baton.server.http.translation import RequestTranslator
 from baton.server.observability import diagnosis, load_report
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
 from baton.server.request.grammar.reader import grammar_fingerprint
+from baton.server.request.prompt.items import PromptItem
 from baton.server.request.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.request.text_rules import TextRules
-from baton.server.request.validation import AcceptedRequest, PromptItem, RequestValidator
+from baton.server.request.validation import AcceptedRequest, RequestValidator
 from baton.server.response.answer_spec import Dialect
 from baton.server.response.generation import Generation
 from baton.server.response.kv_event_stream import KvStreams
@@ -85,7 +95,11 @@ NONFINITE_IN_A_ROW = 3
 """So many answers that ended in NaN or infinity, with none that did not between them, make the node unhealthy."""
 NONFINITE_SECS = 30.0
 """Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at once."""
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/health_generate", "/ping", "/metrics"})
+OPEN_PATHS = frozenset(
+    operation.path
+    for operation in operations_of(Server.ENGINE)
+    if operation.access(Server.ENGINE) is Access.OPEN
+)
 RESPONSES_PATH = "/v1/responses"
 GENERATION_PATHS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/generate", RESPONSES_PATH, MESSAGES_PATH}
@@ -93,7 +107,7 @@ GENERATION_PATHS = frozenset(
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 FEATURES = {
     "null": ["resume"],
-    "prefill": ["reopen", "resume"],
+    "prefill": ["local_answer", "reopen", "resume"],
     "decode": ["local_prefill", "resume"],
 }
 """By mode, what a router may rely on (docs/protocol.md §2)."""
@@ -228,12 +242,19 @@ class HttpServer:
     # ---- tokens ------------------------------------------------------------------------------------------------
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        ids = await self.validator.tokenize(await read_object(request))
+        body = await read_object(request)
+        ids = await self.validator.tokenize(body)
         nested = bool(ids) and isinstance(ids[0], list)
         count = [len(row) for row in ids] if nested else len(ids)  # type: ignore[arg-type]
-        return json_response(
-            {"tokens": ids, "count": count, "max_model_len": self.validator.context_length}
-        )
+        answer: dict[str, Any] = {
+            "tokens": ids,
+            "count": count,
+            "max_model_len": self.validator.context_length,
+        }
+        if body.get("return_token_strs"):
+            names_of = self.tokenizer.names_of
+            answer["token_strs"] = list(map(names_of, ids)) if nested else names_of(ids)  # type: ignore[arg-type]
+        return json_response(answer)
 
     async def detokenize(self, request: web.Request) -> web.Response:
         text = await self.validator.detokenize(await read_object(request))
@@ -256,13 +277,17 @@ class HttpServer:
         }
 
     async def models(self, request: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
+        return models_response(request, {"object": "list", "data": [self._model_card()]})
 
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name != self.facts.name:
             raise self.facts.not_served(name)
-        return json_response(self._model_card())
+        return models_response(request, self._model_card())
+
+    async def version(self, request: web.Request) -> web.Response:
+        # Routers take a server without server info that answers this path for vLLM's.
+        return json_response({"version": version(), "engine": "baton"})
 
     async def model_info(self, request: web.Request) -> web.Response:
         return json_response(
@@ -319,7 +344,7 @@ class HttpServer:
 
     async def load(self, request: web.Request) -> web.Response:
         ranks = self.ranks.ranks
-        if request.path == "/get_load":  # SGLang's
+        if canonical_path(request) == "/get_load":  # SGLang's
             return json_response([load_report.short(rank) for rank in ranks])
         return json_response(
             {
@@ -531,7 +556,7 @@ class HttpServer:
         app.on_response_prepare.append(_common_headers)
         app.on_shutdown.append(self.kv_streams.close)
         app.add_routes(
-            [
+            with_trailing_slashes(
                 web.post("/v1/chat/completions", self.chat),
                 web.post("/v1/completions", self.completion),
                 web.post("/generate", self.generate),
@@ -539,6 +564,10 @@ class HttpServer:
                 web.post(RESPONSES_PATH, self.responses),
                 web.post(MESSAGES_PATH, self.messages),
                 web.post(COUNT_TOKENS_PATH, self.count_tokens),
+                *(
+                    web.route(method, RESPONSES_PATH + path, refuse_stored_response)
+                    for method, path in STORED_RESPONSES
+                ),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{name:.+}", self.model),
                 *(web.post(path, self.tokenize) for path in ("/tokenize", "/v1/tokenize")),
@@ -561,7 +590,10 @@ class HttpServer:
                 web.get("/debug/rooms", self.rooms),
                 web.post("/debug/diagnosis", self.diagnose),
                 web.get("/v1/scheduler/steps", self.steps),
-            ]
+                web.get("/version", self.version),
+                web.get("/openapi.json", answer_document),
+                web.get("/docs", answer_page),
+            )
         )
         return app
 
@@ -575,7 +607,7 @@ class HttpServer:
         except errors.EngineError as err:
             response = _error_response(request, err)
             if (
-                request.path in GENERATION_PATHS
+                canonical_path(request) in GENERATION_PATHS
             ):  # a router that expected another process asks again
                 own = load_report.incarnation(self.incarnation)
                 response.headers[load_report.LOAD_HEADER] = own
@@ -605,7 +637,7 @@ class HttpServer:
 
     def _check_key(self, request: web.Request) -> None:
         key = self.config.api_key
-        if key is None or request.path in OPEN_PATHS:
+        if key is None or canonical_path(request) in OPEN_PATHS:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme == "" and "x-api-key" in request.headers:  # clients of Anthropic's API
@@ -628,7 +660,7 @@ def _of_object(validate: Callable[[dict[str, Any]], Awaitable[AcceptedRequest]])
 
 def _error_response(request: web.Request, err: errors.EngineError) -> web.Response:
     """The error in the form of the request's API."""
-    if request.path in ANTHROPIC_PATHS:
+    if canonical_path(request) in ANTHROPIC_PATHS:
         return anthropic_error_response(err, request[REQUEST_ID])
     return error_response(err)
 
@@ -643,5 +675,5 @@ def _no_such_request(rid: str) -> errors.NotFound:
 async def _common_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
     response.headers["server"] = "baton"
     response.headers["x-request-id"] = request[REQUEST_ID]
-    if request.path in ANTHROPIC_PATHS:
+    if canonical_path(request) in ANTHROPIC_PATHS:
         response.headers["request-id"] = request[REQUEST_ID]

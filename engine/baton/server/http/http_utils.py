@@ -39,6 +39,19 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
+def canonical_path(request: web.BaseRequest) -> str:
+    """The path without one slash at its end, as routes accept it."""
+    return request.path.removesuffix("/") or "/"
+
+
+def with_trailing_slashes(*routes: web.RouteDef) -> list[web.RouteDef]:
+    """The routes, and each with a slash at its end. Those come first: a parameter takes slashes too."""
+    slashed = [
+        web.route(route.method, route.path + "/", route.handler, **route.kwargs) for route in routes
+    ]
+    return [*slashed, *routes]
+
+
 def error_response(err: EngineError, more: dict[str, Any] | None = None) -> web.Response:
     """The error object, with `more` fields beside it."""
     headers = {} if err.retry_after_secs is None else {"retry-after": str(err.retry_after_secs)}
@@ -76,9 +89,11 @@ async def read_body(request: web.Request, check: Check | None = None) -> bytes:
         )
     raw = await _read(request)
     if check is not None and len(raw) <= INLINE_BYTES:
-        check(request.path, raw)
+        check(canonical_path(request), raw)
     elif check is not None:
-        await asyncio.get_running_loop().run_in_executor(_threads, check, request.path, raw)
+        await asyncio.get_running_loop().run_in_executor(
+            _threads, check, canonical_path(request), raw
+        )
     return raw
 
 

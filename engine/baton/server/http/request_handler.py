@@ -300,9 +300,11 @@ class RequestHandler:
 
 def _is_resumable(accepted: AcceptedRequest, dialect: Dialect) -> bool:
     """Tell whether another engine could send the rest: the last event of a response repeats all logprobs, which only
-    the engine that computed them has."""
+    the engine that computed them has, as it has those of the prompt."""
     repeats_logprobs = dialect.repeats_logprobs and accepted.logprobs >= 0
-    return accepted.stream and len(accepted.items) == 1 and not repeats_logprobs
+    has_prompt_logprobs = accepted.prompt_logprobs is not None
+    is_alone = accepted.stream and len(accepted.items) == 1
+    return is_alone and not repeats_logprobs and not has_prompt_logprobs
 
 
 def _connection_of(request: web.Request) -> ClientConnection:

@@ -7,7 +7,7 @@ Sources: OpenAI's API reference, SGLang 0.5.7 (`io_struct`), docs/protocol.md §
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -22,6 +22,8 @@ MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_BIAS = 1024
 MAX_STOP_IDS = 256
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 256
 MAX_ITEMS = 1024
 """Prompts times n in one request: as many rows as the largest batches of the evaluation suites."""
 MAX_DEADLINE_MS = 86_400_000
@@ -38,9 +40,13 @@ Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None
 Seed = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None
 AnyRank = Annotated[int, Meta(ge=0, le=2**16)] | None
+TokenBudget = Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None
+"""A limit in tokens; -1: no limit."""
 Milliseconds = Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | None
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)] | None
-StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopText = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
+"""An empty one ends no answer."""
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -56,6 +62,8 @@ class SamplingFields(Struct, kw_only=True):
     logit_bias: Annotated[dict[str, Any], Meta(max_length=MAX_BIAS)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: int | Annotated[list[Any], Meta(max_length=MAX_STOP_IDS)] | None = None
+    allowed_token_ids: list[Any] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Natural = None
     min_new_tokens: Natural = None
@@ -89,9 +97,12 @@ class RequestFields(Struct, kw_only=True):
     model: Text = None
     input_ids: Any = None
     tokenizer_fingerprint: Text = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
     rid: Any = None
     request_id: Any = None
     priority: Annotated[int, Meta(ge=LEAST_PRIORITY, le=MOST_PRIORITY)] | None = None
@@ -128,13 +139,24 @@ class ThinkingFields(Struct):
     """`thinking`, as Anthropic's API has it."""
 
     type: Text = None
+    budget_tokens: TokenBudget = None
+
+
+class CustomParams(Struct):
+    """`custom_params`, as SGLang has it."""
+
+    thinking_budget: TokenBudget = None
 
 
 class ChatCompletionRequest(RequestFields, kw_only=True):
     messages: Any = None
     max_completion_tokens: Natural = None
-    logprobs: bool | None = None
+    logprobs: bool | Annotated[int, Meta(ge=0, le=0)] | None = None
+    """0, as in completions: the logprob of each token alone."""
     top_logprobs: TopLogprobs = None
+    logprob_token_ids: Any = None
+    prompt_logprobs: TopLogprobs = None
+    return_tokens_as_token_ids: bool | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -143,6 +165,8 @@ class ChatCompletionRequest(RequestFields, kw_only=True):
     reasoning_effort: Text = None
     reasoning: ReasoningFields | None = None
     thinking: ThinkingFields | None = None
+    thinking_token_budget: TokenBudget = None
+    custom_params: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
@@ -161,6 +185,9 @@ class CompletionRequest(RequestFields, kw_only=True):
     prompt: Any = None
     max_completion_tokens: Natural = None
     logprobs: TopLogprobs = None
+    logprob_token_ids: Any = None
+    prompt_logprobs: TopLogprobs = None
+    return_tokens_as_token_ids: bool | None = None
     best_of: Positive = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -172,6 +199,7 @@ class GenerateRequest(RequestFields, kw_only=True):
     sampling_params: Any = None
     return_logprob: bool | None = None
     top_logprobs_num: TopLogprobs = None
+    token_ids_logprob: Any = None
     logprob_start_len: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
 
 
@@ -179,6 +207,7 @@ class GenerateSampling(SamplingFields, kw_only=True):
     """`sampling_params` of /generate."""
 
     max_new_tokens: Natural = None
+    custom_params: dict[str, Any] | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -191,6 +220,7 @@ class TokenizeRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):

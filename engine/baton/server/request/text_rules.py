@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.server.request.tools import CallableTool
+from baton.server.request.schema import ChatCompletionRequest, SamplingFields
+from baton.server.request.tools import CallableTool, ChoiceMode, ToolChoice, count_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,30 @@ class TextRules:
     """The answer's text continues the prompt's."""
 
 
+def read_text_rules(
+    stated: SamplingFields, min_tokens: int, *, continues_prompt: bool
+) -> TextRules:
+    """The rules that a request states."""
+    skip_special_tokens = stated.skip_special_tokens
+    return TextRules(
+        stops=tuple(
+            filter(None, (stated.stop,) if isinstance(stated.stop, str) else stated.stop or ())
+        ),
+        include_stop=bool(stated.include_stop_str_in_output or stated.no_stop_trim),
+        skip_special_tokens=True if skip_special_tokens is None else skip_special_tokens,
+        min_tokens=min_tokens,
+        continues_prompt=continues_prompt,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ReadingRules:
     """Rules by which the text layer reads the parts of an answer: reasoning, content and tool calls."""
 
     tools: tuple[CallableTool, ...] = ()
     """Tools that the answer may call; empty: calls are not read."""
+    is_named_choice: bool = False
+    """The client chose the one tool by its name: a complete call ends the answer with `stop`."""
     calls_before: int = 0
     """Tool calls in the conversation before the answer."""
     parallel_tool_calls: bool = True
@@ -35,3 +54,24 @@ class ReadingRules:
     """False: reasoning is sent when it is complete."""
     include_reasoning: bool = True
     """False: reasoning is generated and not sent."""
+
+
+def read_reading_rules(
+    request: ChatCompletionRequest, tools: ToolChoice, *, reads_reasoning: bool
+) -> ReadingRules | None:
+    """The rules that a request states; None: its answer is one text.
+
+    Args:
+        reads_reasoning: the model's reasoning is divided from the content.
+    """
+    if not tools.tools and not reads_reasoning:
+        return None
+    return ReadingRules(
+        tools=tools.tools,
+        is_named_choice=tools.mode is ChoiceMode.NAMED,
+        calls_before=count_calls(request.messages) if tools.tools else 0,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        separate_reasoning=request.separate_reasoning is not False,
+        stream_reasoning=request.stream_reasoning is not False,
+        include_reasoning=request.include_reasoning is not False,
+    )

@@ -6,6 +6,7 @@ Sources: OpenAI's API reference (`tools`, `tool_choice`, `allowed_tools`), and i
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,17 @@ MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 """OpenAI takes 64 characters without dots, Anthropic 128; tools of a namespace have a dot."""
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-FORCED_CHOICE = "{} is not supported by this version, which cannot force a call; use auto or none"
+
+
+class ChoiceMode(enum.Enum):
+    """Calls that an answer must have."""
+
+    AUTO = "auto"
+    """Any number of calls, or none."""
+    REQUIRED = "required"
+    """At least one call."""
+    NAMED = "named"
+    """A call of the one tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,15 @@ class CallableTool:
     name: str
     parameters: Mapping[str, Any]
     """JSON Schema of its arguments, members in the client's order."""
+    place: str
+    """Path of the function in the body."""
+    is_strict: bool = False
+    """Arguments follow the schema exactly; a schema that cannot be enforced is refused."""
+
+    @property
+    def param(self) -> str:
+        """Path of its schema in the body."""
+        return f"{self.place}.parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +57,18 @@ class ToolChoice:
 
     tools: tuple[CallableTool, ...] = ()
     """Empty: calls are not read, their text is content."""
-    ignored: tuple[str, ...] = ()
-    """Fields that had no effect."""
+    mode: ChoiceMode = ChoiceMode.AUTO
+    field: str = "tool_choice"
+    """Path of the mode in the body."""
+
+    @property
+    def is_forced(self) -> bool:
+        """The answer has a call."""
+        return self.mode is not ChoiceMode.AUTO
+
+    @property
+    def strict_tools(self) -> tuple[CallableTool, ...]:
+        return tuple(tool for tool in self.tools if tool.is_strict)
 
 
 def read_tools(request: ChatCompletionRequest) -> ToolChoice:
@@ -54,19 +84,9 @@ def read_tools(request: ChatCompletionRequest) -> ToolChoice:
     if choice is None and request.function_call is not None:
         choice_name = "function_call"
         choice = _convert_choice(request.function_call)
-    callable_names = _choose_names(choice_name, choice, names)
-    ignored = [f"{place}.strict" for function, place in named if function.get("strict") is True]
-    return ToolChoice(tuple(tool for tool in tools if tool.name in callable_names), tuple(ignored))
-
-
-def refuse_tools_with_grammar(choice: ToolChoice) -> None:
-    """Raise UnsupportedParameter for a request whose answer is constrained, and could not call its tools."""
-    if choice.tools:
-        raise UnsupportedParameter(
-            "tools together with a schema or grammar are not supported by this version: a constrained answer cannot "
-            "call them; leave one of them out, or send tool_choice none",
-            param="tools",
-        )
+    callable_names, mode = _read_choice(choice_name, choice, names)
+    callable_tools = tuple(tool for tool in tools if tool.name in callable_names)
+    return ToolChoice(callable_tools, mode, choice_name)
 
 
 def count_calls(messages: Any) -> int:
@@ -123,7 +143,7 @@ def _read_tool(function: Mapping[str, Any], place: str) -> CallableTool:
         parameters = NO_PARAMETERS
     if type(parameters) is not dict and parameters is not NO_PARAMETERS:
         raise bad(f"{place}.parameters", "must be a JSON Schema, an object")
-    return CallableTool(name, parameters)
+    return CallableTool(name, parameters, place, function.get("strict") is True)
 
 
 def _convert_choice(function_call: Any) -> Any:
@@ -133,33 +153,35 @@ def _convert_choice(function_call: Any) -> Any:
     return function_call
 
 
-def _choose_names(field: str, choice: Any, names: Sequence[str]) -> frozenset[str]:
-    """Names of the tools that the answer may call."""
+def _read_choice(
+    field: str, choice: Any, names: Sequence[str]
+) -> tuple[frozenset[str], ChoiceMode]:
+    """Names of the tools that the answer may call, and how many calls it must have."""
     if choice is None or choice == "auto":
-        return frozenset(names)
+        return frozenset(names), ChoiceMode.AUTO
     if choice == "none":
-        return frozenset()
+        return frozenset(), ChoiceMode.AUTO
     if not names:
         raise bad(field, "needs tools; give some, or leave it out")
     if choice == "required":
-        raise UnsupportedParameter(FORCED_CHOICE.format(f"{field} required"), param=field)
+        return frozenset(names), ChoiceMode.REQUIRED
     if type(choice) is dict:
         kind = choice.get("type")
         if kind == "allowed_tools":
-            return _read_allowed_names(field, choice, names)
+            return _read_allowed_tools(field, choice, names)
         if kind == "function":
             chosen = _read_name(choice)
-            if chosen not in names:
+            if chosen is None or chosen not in names:
                 raise bad(field, f"names the function {chosen!r}, which is not among the tools")
-            raise UnsupportedParameter(FORCED_CHOICE.format(f"{field} with a name"), param=field)
+            return frozenset((chosen,)), ChoiceMode.NAMED
     raise bad(
         field, "must be none, auto, required, or an object of the type function or allowed_tools"
     )
 
 
-def _read_allowed_names(
+def _read_allowed_tools(
     field: str, choice: Mapping[str, Any], names: Sequence[str]
-) -> frozenset[str]:
+) -> tuple[frozenset[str], ChoiceMode]:
     allowed = choice.get("allowed_tools", choice)
     if type(allowed) is not dict or type(allowed.get("tools")) is not list:
         raise bad(field, "must have allowed_tools with mode and tools")
@@ -168,11 +190,12 @@ def _read_allowed_names(
     if unknown is not None or None in chosen:
         raise bad(field, f"allows the function {unknown!r}, which is not among the tools")
     mode = allowed.get("mode", "auto")
-    if mode == "required":
-        raise UnsupportedParameter(FORCED_CHOICE.format(f"{field} required"), param=field)
-    if mode != "auto":
+    if mode not in ("auto", "required"):
         raise bad(field, "must have the mode auto or required")
-    return frozenset(name for name in chosen if name is not None)
+    if mode == "required" and not chosen:
+        raise bad(field, "requires a call and allows no tool; allow some")
+    names_of_choice = frozenset(name for name in chosen if name is not None)
+    return names_of_choice, ChoiceMode(mode)
 
 
 def _read_name(choice: Mapping[str, Any]) -> str | None:

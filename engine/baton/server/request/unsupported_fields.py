@@ -6,49 +6,41 @@ Each table maps a name to the values with which it changes nothing (null always 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from baton.errors import UnsupportedParameter
 
 SHARED: dict[str, tuple[Any, ...]] = {
-    "stop_regex": ([], ""), "lora_path": (), "lora_id": (), "session_params": (), "custom_params": (),
-    "custom_logit_processor": (),
+    "stop_regex": ([], ""), "lora_path": (), "lora_id": (), "session_params": (),
+    "custom_logit_processor": (), "logits_processors": ([],),
     "return_hidden_states": (False,), "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,), "length_penalty": (1.0,), "watermark": (False,), "watermarking": (False,),
+    "repetition_detection": (), "sampling_logprobs_mode": (), "task": (), "previous_input_messages": ([],),
+    "prompt_embeds": (), "input_embeds": (), "chat_template": (), "documents": ([],),
+    "prediction": (), "audio": (), "modalities": (["text"],), "web_search_options": (), "suffix": ("",),
 }  # fmt: skip
 OPENAI: dict[str, tuple[Any, ...]] = SHARED | {
-    "prompt_logprobs": (), "truncate_prompt_tokens": (),
-    "allowed_token_ids": ([],), "bad_words": ([],), "use_beam_search": (False,), "length_penalty": (1.0,),
-    "kv_transfer_params": (), "return_tokens_as_token_ids": (False,), "logits_processors": ([],),
-    "prompt_embeds": (),
-    "thinking_token_budget": (), "watermark": (False,),
-    "watermarking": (False,), "repetition_detection": (), "truncation_side": (), "sampling_logprobs_mode": (),
-    "task": (),
-    "previous_input_messages": ([],),
+    "kv_transfer_params": (),
 }  # fmt: skip
-CHAT: dict[str, tuple[Any, ...]] = OPENAI | {
-    "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (), "echo": (False,),
-    "chat_template": (), "documents": ([],),
-}  # fmt: skip
+CHAT: dict[str, tuple[Any, ...]] = OPENAI | {"echo": (False,)}
 COMPLETION: dict[str, tuple[Any, ...]] = OPENAI | {
-    "suffix": ("",), "include_reasoning": (True,), "thinking": (), "enable_thinking": (), "reasoning": ({},),
+    "thinking_token_budget": (), "custom_params": (),
+    "include_reasoning": (True,), "thinking": (), "enable_thinking": (), "reasoning": ({},),
 }  # fmt: skip
 GENERATE: dict[str, tuple[Any, ...]] = SHARED | {
     # Served in sampling_params.
-    "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (),
-    "input_embeds": (), "image_data": ([],), "video_data": ([],), "audio_data": ([],), "token_ids_logprob": ([],),
+    "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (), "custom_params": (),
+    "image_data": ([],), "video_data": ([],), "audio_data": ([],),
     "return_prompt_logprobs": (False,),
 }  # fmt: skip
-# Names without effect on the answer of this engine.
-IGNORED = frozenset((
-    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "custom_labels", "no_logs", "log_metrics", "session_id", "background",
-    "vllm_xargs", "return_text_in_logprobs", "prompt_cache_retention", "prompt_cache_options", "verbosity", "store",
-    "client_metadata", "kv_hints", "ec_transfer_params", "mm_processor_kwargs", "stream_interval",
-    "guided_decoding_backend", "cache_control", "betas", "include_obfuscation",
-    # sglang-router sends their default, true, with every request.
-    "separate_reasoning", "stream_reasoning",
-    "parallel_tool_calls",
+ROUTER_DEFAULTS = frozenset((
+    "separate_reasoning", "stream_reasoning", "no_logs", "log_metrics", "return_text_in_logprobs", "background",
 ))  # fmt: skip
+"""Names without effect that sglang-router and smg send with every request: not worth a word."""
 
 
 def refuse(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
@@ -59,3 +51,25 @@ def refuse(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], prefix
             raise UnsupportedParameter(
                 f"{name} is not supported by this version; leave it out", param=name
             )
+
+
+def find_ignored(
+    body: Mapping[str, Any],
+    refused: Mapping[str, tuple[Any, ...]],
+    *schemas: type[msgspec.Struct],
+    unused: AbstractSet[str] = frozenset(),
+    prefix: str = "",
+) -> list[str]:
+    """Fields of `body` that have no effect: no schema and no table knows them, or they are `unused`.
+
+    Raises UnsupportedParameter for a field of `refused`.
+    """
+    refuse(body, refused, prefix)
+    unknown = body.keys() - _field_names(*schemas) - refused.keys() - ROUTER_DEFAULTS
+    without_effect = unknown | (body.keys() & unused)
+    return [prefix + name for name in body if name in without_effect]
+
+
+@lru_cache
+def _field_names(*schemas: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(name for schema in schemas for name in schema.__struct_fields__)

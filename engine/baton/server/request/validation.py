@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,34 +27,56 @@ from baton.errors import (
     UnsupportedParameter,
     by_code,
 )
-from baton.sched.types.request import Rendezvous, SamplingParams
+from baton.sched.types.request import SamplingParams
 from baton.server import fields
 from baton.server.fields import bad, first
 from baton.server.request import schema, unsupported_fields
 from baton.server.request.grammar.constraint import GrammarFields, NativeGrammarFields
 from baton.server.request.grammar.markers import marker_tokens
-from baton.server.request.grammar.reader import GrammarReader
-from baton.server.request.placement import place, seed_for
+from baton.server.request.grammar.reader import NO_GRAMMAR, GrammarReader, RequestGrammar
+from baton.server.request.prompt.forms import is_batch, prompt_list, require_value
+from baton.server.request.prompt.items import PromptItem, resumed_item
+from baton.server.request.prompt.placement import place, seed_for
+from baton.server.request.prompt.truncation import read_cut
 from baton.server.request.resume import ResumeState, read_resume
-from baton.server.request.sampling import read_defaults, read_params
-from baton.server.request.schema import (
-    MAX_ITEMS,
-    RequestFields,
-    SamplingFields,
+from baton.server.request.sampling.logprobs import (
+    PromptLogprobRules,
+    RequestedLogprobs,
+    check_placement,
+    check_prompt_start,
+    params_of_choice,
+    read_chat_logprobs,
+    read_completion_logprobs,
+    read_generate_logprobs,
 )
+from baton.server.request.sampling.params import (
+    ReasoningLimit,
+    encode_bad_words,
+    read_chat_limit,
+    read_custom_limit,
+    read_defaults,
+    read_max_tokens,
+    read_params,
+)
+from baton.server.request.schema import MAX_ITEMS, RequestFields, SamplingFields
 from baton.server.request.tenancy import Tenancy
-from baton.server.request.text_rules import ReadingRules, TextRules
-from baton.server.request.token_ids import ModelVocabulary, refuse_other_tokenizer, rows_of_ids
-from baton.server.request.tools import (
-    ToolChoice,
-    count_calls,
-    read_tools,
-    refuse_tools_with_grammar,
+from baton.server.request.text_rules import (
+    ReadingRules,
+    TextRules,
+    read_reading_rules,
+    read_text_rules,
 )
+from baton.server.request.token_ids import (
+    ModelVocabulary,
+    refuse_other_tokenizer,
+    rows_of_ids,
+)
+from baton.server.request.tools import ToolChoice, read_tools
 from baton.server.text.answer_format import AnswerFormat, load_answer_format
 from baton.server.text.chat_template import ChatTemplate, encode_chat_fields
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.native import native_extension
+from baton.server.text.reasoning_format import NOT_READ, ReasoningFormat, ReasoningRules
 from baton.server.text.tokenizer import ContextLimit, Tokenizer
 
 T = TypeVar("T")
@@ -67,24 +89,6 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 GENERATE_MAX_TOKENS = 128
 """SGLang's default for /generate."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptItem:
-    """Generation: choice `choice` of prompt `prompt_index`."""
-
-    prompt_index: int
-    choice: int
-    prompt: array[int]
-    params: SamplingParams
-    rendezvous: Rendezvous | None = None
-    dp_rank: int | None = None
-    """None: the front picks the least loaded rank."""
-
-    @property
-    def asked_tokens(self) -> int:
-        """Length of the client's prompt."""
-        return len(self.prompt) - self.params.resumed
 
 
 class AcceptedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,11 +105,15 @@ class AcceptedRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     continuous_usage: bool = False
     logprobs: int = -1
+    prompt_logprobs: PromptLogprobRules | None = None
+    names_tokens_by_id: bool = False
+    """Logprobs name their tokens `token_id:123`."""
     echo: tuple[str, ...] | None = None
     """Completions with echo: the text of each prompt."""
     max_tokens_zero: bool = False
     """echo with max_tokens 0: nothing to generate, the answer is the prompt."""
     return_token_ids: bool = False
+    return_prompt_ids: bool = False
     priority: int | None = None
     priority_class: str = ""
     """As the body names it, and the tenant too, until `Tenancy.resolve` decides."""
@@ -128,13 +136,16 @@ class AcceptedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a translated request, for the writer of its answer: JSON."""
 
     @property
+    def is_computed(self) -> bool:
+        """True if a rank has work with it: an answer, or the logprobs of its prompts."""
+        return not self.max_tokens_zero or self.prompt_logprobs is not None
+
+    @property
     def prompt_tokens(self) -> int:
         """To be computed: each prompt once, however many choices it has."""
-        return (
-            0
-            if self.max_tokens_zero
-            else sum(len(item.prompt) for item in self.items if item.choice == 0)
-        )
+        if not self.is_computed:
+            return 0
+        return sum(len(item.prompt) for item in self.items if item.choice == 0)
 
 
 class RequestValidator:
@@ -154,7 +165,9 @@ class RequestValidator:
         self._format = answer_format or load_answer_format(config, facts, tokenizer)
         self._template = ChatTemplate(facts.chat_template, facts.special_tokens)
         self.tenancy = Tenancy(config)
-        self._unused_fields = frozenset(self.tenancy.unused_fields)
+        self._find_ignored = partial(
+            unsupported_fields.find_ignored, unused=frozenset(self.tenancy.unused_fields)
+        )
         self.model_names = sorted({facts.name, config.model_path, str(facts.path), "default"})
         self.context_length = facts.context_length
         self.fingerprint: Mapping[str, str] = {}
@@ -168,6 +181,10 @@ class RequestValidator:
         )
         self._defaults = read_defaults(facts)
         self.grammars = GrammarReader(config, marker_tokens(facts, tokenizer))
+        has_grammars = config.grammar != "off" and config.simulate is None
+        self._reasoning = ReasoningFormat(
+            self._format, tokenizer, facts.vocab_size, has_grammars=has_grammars
+        )
 
     @property
     def warnings(self) -> list[str]:
@@ -204,23 +221,26 @@ class RequestValidator:
         request = fields.read(schema.ChatCompletionRequest, body)
         sampling = fields.read(SamplingFields, body)
         self._check_model(request.model)
-        ignored = self._ignored_fields(body, unsupported_fields.CHAT, *CHAT_FIELDS)
+        ignored = self._find_ignored(body, unsupported_fields.CHAT, *CHAT_FIELDS)
         tools = read_tools(request)
-        if request.top_logprobs and not request.logprobs:
-            raise bad("top_logprobs", "needs logprobs: true")
-        logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-        common = self._common_fields(request, sampling, logprobs, [*tools.ignored, *ignored])
-        common = await self._with_grammar(common, body)
-        if common.params.grammar:
-            refuse_tools_with_grammar(tools)
-        max_tokens = _max_tokens(
+        logprobs = read_chat_logprobs(request, self.vocabulary)
+        common = self._common_fields(request, sampling, logprobs, ignored)
+        common = await self._with_bad_words(common, sampling)
+        if tools.tools:
+            common = await self._with_call_grammar(common, body, request, tools)
+        else:
+            common = await self._with_grammar(common, body)
+        common = self._with_reasoning(
+            common, read_chat_limit(request), is_read=True, has_tools=bool(tools.tools)
+        )
+        max_tokens = read_max_tokens(
             1, max_completion_tokens=request.max_completion_tokens, max_tokens=sampling.max_tokens
         )
         chat = encode_chat_fields(body)
         prompts: Sequence[Sequence[int]] | None
         prompts = self._forwarded_ids(request, 1, "messages", many=False)
         if prompts is None:
-            prompts = [await self._chat_ids(chat, self._prompt_limit())]
+            prompts = [await self._chat_ids(chat, self._limit_of(request))]
             self.vocabulary.check_encoded(prompts[0], "messages")
         else:
             await self._check_chat(chat)
@@ -229,7 +249,9 @@ class RequestValidator:
         params = accepted.items[0].params
         return msgspec.structs.replace(
             accepted,
-            reading=None if common.params.grammar else self._reading_rules(request, tools),
+            reading=read_reading_rules(
+                request, tools, reads_reasoning=self._format.reasoning_parser is not None
+            ),
             is_limited_by_context=max_tokens is None
             or params.max_new_tokens + params.resumed < max_tokens,
         )
@@ -238,36 +260,35 @@ class RequestValidator:
         request = fields.read(schema.CompletionRequest, body)
         sampling = fields.read(SamplingFields, body)
         self._check_model(request.model)
-        ignored = self._ignored_fields(body, unsupported_fields.COMPLETION, *COMPLETION_FIELDS)
+        ignored = self._find_ignored(body, unsupported_fields.COMPLETION, *COMPLETION_FIELDS)
         if request.best_of not in (None, sampling.n or 1):
             raise UnsupportedParameter(
                 "best_of other than n is not supported; leave it out", param="best_of"
             )
         echo = request.echo or False
-        if echo and request.logprobs is not None:
-            raise UnsupportedParameter(
-                "echo together with logprobs is not supported by this version", param="logprobs"
-            )
-        common = self._common_fields(request, sampling, _value_or(request.logprobs, -1), ignored)
+        logprobs = read_completion_logprobs(request, self.vocabulary)
+        common = self._common_fields(request, sampling, logprobs, ignored)
+        common = await self._with_bad_words(common, sampling)
         common = await self._with_grammar(common, body)
-        max_tokens = _max_tokens(
+        max_tokens = read_max_tokens(
             0 if echo else 1,
             max_tokens=sampling.max_tokens,
             max_completion_tokens=request.max_completion_tokens,
         )
-        raw = _prompt_list("prompt", request.prompt)
+        raw = prompt_list("prompt", request.prompt)
         prompts: Sequence[Sequence[int]] | None
-        prompts = self._forwarded_ids(request, len(raw), "prompt", many=_is_batch(request.prompt))
+        prompts = self._forwarded_ids(request, len(raw), "prompt", many=is_batch(request.prompt))
         prompts = prompts or await self._prompt_ids(
-            raw, "prompt", _value_or(request.add_special_tokens, True)
+            request, raw, "prompt", _value_or(request.add_special_tokens, True)
         )
         accepted = self._accept_items(prompts, common, max_tokens, COMPLETION_MAX_TOKENS, "prompt")
         if echo:
-            texts = (
-                raw
-                if isinstance(raw[0], str)
-                else await self._decode(prompts, accepted.text.skip_special_tokens)
-            )
+            if isinstance(raw[0], str) and request.truncate_prompt_tokens is None:
+                texts = raw
+            else:
+                items = (item for item in accepted.items if item.choice == 0)
+                rows = [item.prompt[: item.asked_tokens] for item in items]
+                texts = await self._decode(rows, accepted.text.skip_special_tokens)
             accepted = msgspec.structs.replace(
                 accepted, echo=tuple(texts), max_tokens_zero=max_tokens == 0
             )
@@ -275,7 +296,7 @@ class RequestValidator:
 
     async def generate(self, body: dict[str, Any]) -> AcceptedRequest:
         request = fields.read(schema.GenerateRequest, body)
-        ignored = self._ignored_fields(body, unsupported_fields.GENERATE, schema.GenerateRequest)
+        ignored = self._find_ignored(body, unsupported_fields.GENERATE, schema.GenerateRequest)
         if (
             request.model != "unknown"
         ):  # smg 1.13 adds this one: the native body has no such field in SGLang
@@ -288,37 +309,33 @@ class RequestValidator:
         if type(nested) is not dict:
             raise bad("sampling_params", "must be an object")
         sampling = fields.read(schema.GenerateSampling, nested, NESTED)
-        ignored += self._ignored_fields(
+        ignored += self._find_ignored(
             nested, unsupported_fields.SHARED, *NESTED_FIELDS, prefix=NESTED
         )
         name, value = first(request, "text", "prompt", "input_ids")
         if value is None:
             raise MissingField("text or input_ids is required", param="text")
-        raw = _prompt_list(name, value)
-        is_batch = _is_batch(value)
-        logprobs = (request.top_logprobs_num or 0) if request.return_logprob else -1
-        if logprobs >= 0 and request.logprob_start_len not in (-1, None):
-            raise UnsupportedParameter(
-                "logprobs of the prompt are not supported by this version",
-                param="logprob_start_len",
-            )
+        raw = prompt_list(name, value)
+        many = is_batch(value)
+        logprobs = read_generate_logprobs(request, self.vocabulary)
         common = self._common_fields(request, sampling, logprobs, ignored, NESTED)
+        common = await self._with_bad_words(common, sampling)
         common = await self._with_grammar(common, nested, NESTED)
+        limit = read_custom_limit(sampling.custom_params, NESTED)
+        common = self._with_reasoning(common, limit, is_read=False)
         limits = {
             NESTED + field: getattr(sampling, field) for field in ("max_new_tokens", "max_tokens")
         }
-        max_tokens = _max_tokens(1, **limits)
+        max_tokens = read_max_tokens(1, **limits)
         prompts: Sequence[Sequence[int]] | None
         prompts = (
-            self._forwarded_ids(request, len(raw), name, many=is_batch)
-            if name != "input_ids"
-            else None
+            self._forwarded_ids(request, len(raw), name, many=many) if name != "input_ids" else None
         )
         if name == "input_ids":
             refuse_other_tokenizer(request.tokenizer_fingerprint, self._facts.tokenizer_fingerprint)
-        prompts = prompts or await self._prompt_ids(raw, name, True)
+        prompts = prompts or await self._prompt_ids(request, raw, name, True)
         accepted = self._accept_items(prompts, common, max_tokens, GENERATE_MAX_TOKENS, name)
-        return msgspec.structs.replace(accepted, is_batch=is_batch or accepted.n > 1)
+        return msgspec.structs.replace(accepted, is_batch=many or accepted.n > 1)
 
     async def tokenize(self, body: dict[str, Any]) -> list[int] | list[list[int]]:
         """/tokenize: `prompt` (string or array of strings) or `messages`."""
@@ -327,7 +344,7 @@ class RequestValidator:
         limit = self._prompt_limit(is_bounded=False)
         if request.messages is not None:
             return (await self._chat_ids(encode_chat_fields(body), limit)).tolist()
-        prompt = _require_value(*first(request, "prompt", "text"))
+        prompt = require_value(*first(request, "prompt", "text"))
         texts = [prompt] if isinstance(prompt, str) else prompt
         if (
             type(texts) is not list
@@ -342,7 +359,7 @@ class RequestValidator:
     async def detokenize(self, body: dict[str, Any]) -> str | list[str]:
         request = fields.read(schema.DetokenizeRequest, body)
         self._check_model(request.model)
-        value = _require_value(*first(request, "tokens", "input_ids"))
+        value = require_value(*first(request, "tokens", "input_ids"))
         if type(value) is not list:
             raise bad("tokens", "must be an array of token ids")
         nested = bool(value) and type(value[0]) is list
@@ -358,13 +375,24 @@ class RequestValidator:
         if model is not None and model not in self.model_names:
             raise self._facts.not_served(model)
 
-    def _check_prompt_ids(self, ids: Any, param: str, *, sent: str | None = None) -> None:
-        if type(ids) is list and len(ids) > self.context_length:
+    def _check_prompt_ids(
+        self, request: RequestFields, ids: Any, param: str, *, sent: str | None = None
+    ) -> None:
+        is_cut = request.truncate_prompt_tokens is not None
+        if type(ids) is list and len(ids) > self.context_length and not is_cut:
             raise self._too_long(f"has {len(ids)}", sent or param)
         self.vocabulary.check_ids(ids, param)
 
     def _prompt_limit(self, *, is_bounded: bool = True) -> ContextLimit:
         return ContextLimit(context_length=self.context_length, is_bounded=is_bounded)
+
+    def _limit_of(self, request: RequestFields) -> ContextLimit:
+        """Longest prompt of a request before it is cut."""
+        if request.truncate_prompt_tokens is None:
+            return self._prompt_limit()
+        chars: int = native_extension().CUT_TEXT_CHARS
+        tokens = max(self.context_length, chars // self._tokenizer.max_chars_per_token)
+        return ContextLimit(context_length=tokens, is_bounded=False)
 
     async def _chat_ids(self, chat: bytes, limit: ContextLimit) -> array[int]:
         """Token ids of the text that the chat template makes of `encode_chat_fields`."""
@@ -376,32 +404,11 @@ class RequestValidator:
         """Raise BadRequest for `encode_chat_fields` that cannot be rendered."""
         await self._tokenizer.offload(len(chat), lambda: self._template.check_chat(chat))
 
-    def _reading_rules(
-        self, request: schema.ChatCompletionRequest, tools: ToolChoice
-    ) -> ReadingRules | None:
-        """None: the answer is one text."""
-        if tools.tools and self._format.tool_parser is None:
-            raise UnsupportedParameter(
-                "this engine does not know how the model writes tool calls; start it with --tool-parser NAME, or leave "
-                "tools out",
-                param="tools",
-            )
-        if not tools.tools and self._format.reasoning_parser is None:
-            return None
-        return ReadingRules(
-            tools=tools.tools,
-            calls_before=count_calls(request.messages) if tools.tools else 0,
-            parallel_tool_calls=_value_or(request.parallel_tool_calls, True),
-            separate_reasoning=_value_or(request.separate_reasoning, True),
-            stream_reasoning=_value_or(request.stream_reasoning, True),
-            include_reasoning=_value_or(request.include_reasoning, True),
-        )
-
     async def _encode_texts(
         self, texts: Sequence[str], special: bool, limit: ContextLimit, param: str
     ) -> list[array[int]]:
         """Token ids of texts, encoded in a thread if they are long. `special`: with special tokens."""
-        self._refuse_too_long(texts, param)
+        self._refuse_too_long(texts, limit, param)
         encode = self._tokenizer.encode_prompt
         return await self._tokenizer.offload(
             sum(map(len, texts)),
@@ -414,10 +421,10 @@ class RequestValidator:
             lambda: self._tokenizer.decode_batch(rows, skip_special_tokens=skip_special),
         )
 
-    def _refuse_too_long(self, texts: Iterable[str], param: str) -> None:
+    def _refuse_too_long(self, texts: Iterable[str], limit: ContextLimit, param: str) -> None:
         """Raise PromptTooLong for a text that cannot fit, whatever its tokens, before it is tokenized."""
         longest = max(map(len, texts), default=0)
-        if longest > self.max_prompt_chars:
+        if longest > limit.context_length * self._tokenizer.max_chars_per_token:
             least = -(-longest // self._tokenizer.max_chars_per_token)
             raise self._too_long(f"has {longest} characters, at least {least} tokens", param)
 
@@ -443,13 +450,13 @@ class RequestValidator:
         refuse_other_tokenizer(request.tokenizer_fingerprint, self._facts.tokenizer_fingerprint)
         rows = rows_of_ids(request.input_ids, count, many=many)
         for ids in rows:
-            self._check_prompt_ids(ids, "input_ids", sent=param)
+            self._check_prompt_ids(request, ids, "input_ids", sent=param)
             if not ids:
                 raise bad("input_ids", "is empty; give at least one token")
         return rows
 
     async def _prompt_ids(
-        self, raw: list[Any], param: str, special: bool
+        self, request: RequestFields, raw: list[Any], param: str, special: bool
     ) -> Sequence[Sequence[int]]:
         """Token ids of each prompt; texts are encoded, ids are checked."""
         if len(raw) > MAX_ITEMS:
@@ -459,19 +466,19 @@ class RequestValidator:
         if raw and isinstance(raw[0], str):
             if not all(isinstance(t, str) for t in raw):
                 raise BadRequest(f"{param} must not mix texts and token ids", param=param)
-            rows = await self._encode_texts(raw, special, self._prompt_limit(), param)
+            rows = await self._encode_texts(raw, special, self._limit_of(request), param)
             for ids in rows:
                 self.vocabulary.check_encoded(ids, param)
             return rows
         for ids in raw:
-            self._check_prompt_ids(ids, param)
+            self._check_prompt_ids(request, ids, param)
         return raw
 
     def _common_fields(
         self,
         request: RequestFields,
         s: SamplingFields,
-        logprobs: int,
+        logprobs: RequestedLogprobs,
         ignored: list[str],
         prefix: str = "",
     ) -> _Common:
@@ -486,22 +493,24 @@ class RequestValidator:
         known_options = schema.StreamOptions.__struct_fields__
         keys = (request.cache_salt, request.extra_key)
         priority_class, tenant = self.tenancy.read(request)
+        if logprobs.prompt is not None and self._config.simulate is not None:
+            raise UnsupportedParameter(
+                "this engine simulates its device (--simulate) and computes no logprobs of prompts; leave them out",
+                param="logprobs",
+            )
         accepted = AcceptedRequest(
             rid=_read_rid(first(request, "rid", "request_id")[1]),
             items=(),
             n=s.n or 1,
-            text=TextRules(
-                stops=(s.stop,) if isinstance(s.stop, str) else tuple(s.stop or ()),
-                include_stop=bool(s.include_stop_str_in_output or s.no_stop_trim),
-                skip_special_tokens=_value_or(s.skip_special_tokens, True),
-                min_tokens=min_tokens or 0,
-                continues_prompt=request.continues_prompt,
-            ),
+            text=read_text_rules(s, min_tokens or 0, continues_prompt=request.continues_prompt),
             stream=request.stream or False,
             include_usage=options.include_usage or False,
             continuous_usage=options.continuous_usage_stats or False,
-            logprobs=logprobs,
+            logprobs=logprobs.top,
+            prompt_logprobs=logprobs.prompt,
+            names_tokens_by_id=getattr(request, "return_tokens_as_token_ids", None) or False,
             return_token_ids=request.return_token_ids or False,
+            return_prompt_ids=bool(request.return_token_ids or request.return_prompt_token_ids),
             priority=self._read_priority(request.priority),
             priority_class=priority_class,
             tenant=tenant,
@@ -517,17 +526,48 @@ class RequestValidator:
             request, accepted, params, prefix + min_name, first(s, "seed", "sampling_seed")[1]
         )
 
+    async def _with_bad_words(self, common: _Common, sampling: SamplingFields) -> _Common:
+        """The request with the tokens of its bad words, encoded in a thread if there are many."""
+        words = sampling.bad_words
+        if not words:
+            return common
+        encoded = await self._tokenizer.offload(
+            sum(map(len, words)),
+            lambda: encode_bad_words(words, self._tokenizer, self.vocabulary),
+        )
+        return replace(common, params=replace(common.params, bad_words=encoded))
+
     async def _with_grammar(
         self, common: _Common, body: Mapping[str, Any], prefix: str = ""
     ) -> _Common:
         """The request with the grammar of its answer; `prefix`: of /generate's nested fields."""
-        grammar = await self.grammars.read(body, prefix, is_native=bool(prefix))
-        if not grammar.text:
-            return common
-        ignored = (*common.accepted.ignored, *grammar.ignored)
-        accepted = msgspec.structs.replace(common.accepted, ignored=ignored)
-        params = replace(common.params, grammar=grammar.text)
-        return replace(common, accepted=accepted, params=params)
+        return _constrained(common, await self.grammars.read(body, prefix, is_native=bool(prefix)))
+
+    async def _with_call_grammar(
+        self,
+        common: _Common,
+        body: Mapping[str, Any],
+        request: schema.ChatCompletionRequest,
+        tools: ToolChoice,
+    ) -> _Common:
+        """The request with the grammar of an answer that may call `tools`, where there is one."""
+        is_parallel = _value_or(request.parallel_tool_calls, True)
+        family = self._format.tool_parser
+        grammar = await self.grammars.read_with_tools(body, tools, family, is_parallel=is_parallel)
+        return _constrained(common, grammar)
+
+    def _with_reasoning(
+        self, common: _Common, limit: ReasoningLimit, *, is_read: bool, has_tools: bool = False
+    ) -> _Common:
+        """The request with the rules for its reasoning; `is_read`: it is divided from the content."""
+        accepted = common.accepted
+        budget = limit.budget
+        if budget is not None and not self._reasoning.can_be_limited:
+            accepted = msgspec.structs.replace(accepted, ignored=(*accepted.ignored, limit.param))
+            budget = None
+        continues = accepted.text.continues_prompt
+        rules = ReasoningRules(is_read or budget is not None, continues, has_tools, budget)
+        return replace(common, accepted=accepted, reasoning=rules)
 
     def _read_priority(self, value: int | None) -> int | None:
         config = self._config
@@ -542,21 +582,6 @@ class RequestValidator:
                 param="priority",
             )
         return value
-
-    def _ignored_fields(
-        self,
-        body: dict[str, Any],
-        refused: Mapping[str, tuple[Any, ...]],
-        *schemas: type[msgspec.Struct],
-        prefix: str = "",
-    ) -> list[str]:
-        """Fields of `body` that none of the schemas and tables knows. Raises UnsupportedParameter for a refused one."""
-        unsupported_fields.refuse(body, refused, prefix)
-        unknown = body.keys() - _field_names(*schemas) - refused.keys() - unsupported_fields.IGNORED
-        unused = body.keys() & self._unused_fields
-        if not unknown and not unused:
-            return []
-        return [prefix + name for name in body if name in unknown or name in unused]
 
     def _accept_items(
         self,
@@ -574,24 +599,33 @@ class RequestValidator:
                 f"{len(prompts)} prompts with n {n} give {count} answers, at most {MAX_ITEMS} are accepted",
                 param="n",
             )
+        answer_tokens = default if max_tokens is None else max_tokens
+        cut = read_cut(request, self.context_length, max(answer_tokens or 0, 1))
+        if cut is not None:
+            prompts = [cut.cut(ids) for ids in prompts]
         placements = place(
             request, len(prompts), n, self._config.disaggregation_mode, self._config.dp_size
         )
         items = []
         for i, ids in enumerate(prompts):
             prompt = array("i", ids)
+            prompt_params = self._reasoning.add_gate(common.params, prompt, common.reasoning)
             new = self._max_new_tokens(len(prompt), max_tokens, default, param)
+            check_prompt_start(common.accepted.prompt_logprobs, len(prompt))
             if common.params.min_new_tokens > new:
                 least = common.params.min_new_tokens
                 raise bad(common.min_name, f"is {least}, but the answer may have {new} tokens only")
             for choice in range(n):
                 where = placements[i * n + choice]
                 seed = seed_for(common.seed, where.rendezvous, choice)
-                params = replace(common.params, max_new_tokens=new, seed=seed)
+                # Where only the prompt's logprobs are asked for, its first token comes with them.
+                params = replace(prompt_params, max_new_tokens=max(new, 1), seed=seed)
+                params = params_of_choice(common.accepted.prompt_logprobs, params, choice)
+                check_placement(common.accepted.prompt_logprobs, where.rendezvous)
                 items.append(PromptItem(i, choice, prompt, params, where.rendezvous, where.dp_rank))
         resume = read_resume(request, self.context_length, self.vocabulary, self.fingerprint)
         if resume is not None:
-            items = [_resumed_item(items, request.stream or False, resume)]
+            items = [resumed_item(items, request.stream or False, resume)]
         return msgspec.structs.replace(common.accepted, items=tuple(items), resume=resume)
 
     def _max_new_tokens(
@@ -620,29 +654,21 @@ class _Common:
     """Parameters of every item, apart from its limit and seed."""
     min_name: str
     seed: int | None
+    reasoning: ReasoningRules = NOT_READ
 
 
-@lru_cache
-def _field_names(*schemas: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(name for schema in schemas for name in schema.__struct_fields__)
+def _constrained(common: _Common, grammar: RequestGrammar) -> _Common:
+    """The request with the grammar of its answer."""
+    if grammar == NO_GRAMMAR:
+        return common
+    ignored = (*common.accepted.ignored, *grammar.ignored)
+    accepted = msgspec.structs.replace(common.accepted, ignored=ignored)
+    params = replace(common.params, grammar=grammar.text)
+    return replace(common, accepted=accepted, params=params)
 
 
 def _value_or(value: T | None, default: T) -> T:
     return default if value is None else value
-
-
-def _require_value(name: str, value: Any) -> Any:
-    if value is None:
-        raise MissingField(f"{name} is required", param=name)
-    return value
-
-
-def _max_tokens(least: int, **given: int | None) -> int | None:
-    """Limit of the answer by the first name that is given; None: by none."""
-    for name, value in given.items():
-        if value is not None and value < least:
-            raise bad(name, f"is {value}, must be at least {least}")
-    return next((value for value in given.values() if value is not None), None)
 
 
 def _read_rid(value: Any) -> str | None:
@@ -659,42 +685,3 @@ def _read_rid(value: Any) -> str | None:
 
 def _to_secs(milliseconds: int | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
-
-
-def _is_batch(value: Any) -> bool:
-    """Several prompts, or a list of one: anything but a text or an array of token ids."""
-    return type(value) is list and len(value) > 0 and type(value[0]) is not int
-
-
-def _resumed_item(items: list[PromptItem], stream: bool, resume: ResumeState) -> PromptItem:
-    """The one item of a request, behind the tokens it has already."""
-    if len(items) != 1 or not stream:
-        raise bad("baton_resume", "goes with one streamed answer")
-    (item,) = items
-    done = len(resume.ids)
-    params = item.params
-    if done >= params.max_new_tokens:
-        raise bad("baton_resume", f"has {done} tokens, the answer may have {params.max_new_tokens}")
-    params = replace(
-        params,
-        max_new_tokens=params.max_new_tokens - done,
-        min_new_tokens=max(params.min_new_tokens - done, 0),
-        seed=resume.seed,
-        resumed=done,
-    )
-    return replace(item, prompt=item.prompt + array("i", resume.ids), params=params)
-
-
-def _prompt_list(name: str, value: Any) -> list[Any]:
-    """The four forms of a prompt as a list of texts or of id lists."""
-    value = _require_value(name, value)
-    if type(value) is str or (type(value) is list and value and type(value[0]) is int):
-        value = [value]
-    if type(value) is not list or not all(type(v) in (str, list) for v in value):
-        raise bad(
-            name,
-            "must be a string, an array of strings, an array of token ids, or an array of such arrays",
-        )
-    if not value or any(len(v) == 0 for v in value):
-        raise bad(name, "is empty; give at least one token")
-    return value

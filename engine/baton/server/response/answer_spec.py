@@ -47,6 +47,21 @@ class ChoiceSpec(msgspec.Struct):
     stop_token_ids: tuple[int, ...]
     echo: str
     """Text of the prompt, in front of the answer."""
+    prompt_ids: Sequence[int] = ()
+    """Ids of the client's prompt, where the answer has them or their logprobs."""
+    has_prompt_logprobs: bool = False
+    """The rank sends logprobs of the prompt."""
+
+
+class PromptLogprobsSpec(msgspec.Struct):
+    """Logprobs of the prompts in an answer."""
+
+    start: int
+    """Position of the first token that is listed; it has no logprob."""
+    joins_logprobs: bool
+    """They are part of the answer's own logprobs: completions with echo, and /generate."""
+    objects: int | None
+    """Alternatives per position in `prompt_logprobs`; None: the answer has no such member."""
 
 
 class ReadingSpec(msgspec.Struct):
@@ -62,6 +77,8 @@ class ReadingSpec(msgspec.Struct):
     include_reasoning: bool
     reasoning_field: str
     """Member that holds the reasoning: reasoning_content, reasoning or both."""
+    is_named_choice: bool = False
+    """A complete call ends the answer with `stop`, not with `tool_calls`."""
 
 
 class AnswerSpec(msgspec.Struct):
@@ -82,6 +99,14 @@ class AnswerSpec(msgspec.Struct):
     returns_token_ids: bool
     logprobs: int
     """Alternatives per position; -1: no logprobs."""
+    logprob_token_ids: tuple[int, ...]
+    """Ids whose logprobs stand beside the alternatives, or in their place."""
+    names_tokens_by_id: bool
+    """Logprobs name their tokens by id."""
+    prompt_logprobs: PromptLogprobsSpec | None
+    """Logprobs of the prompts; None: the answer has none."""
+    returns_prompt_ids: bool
+    """The answer has the ids of its prompts."""
     is_batch: bool
     stops: tuple[str, ...]
     include_stop: bool
@@ -92,7 +117,7 @@ class AnswerSpec(msgspec.Struct):
     is_metered: bool
     """The front counts the tokens of each batch, for a rate limit."""
     is_empty: bool
-    """Nothing is generated: the answer ends at once."""
+    """Nothing is generated: the answer ends at once, or with the logprobs of its prompts."""
     resumed_ids: tuple[int, ...]
     """Tokens that the client has from another engine."""
     resumed_events: int | None

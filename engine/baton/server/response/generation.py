@@ -17,9 +17,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,16 +28,20 @@ from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.spans import ParentSpan
+from baton.server.request.prompt.items import PromptItem
 from baton.server.request.text_rules import ReadingRules
-from baton.server.request.validation import AcceptedRequest, PromptItem
+from baton.server.request.tools import CallableTool
+from baton.server.request.validation import AcceptedRequest
 from baton.server.response.answer_spec import (
     AnswerSpec,
     ChoiceSpec,
     Dialect,
+    PromptLogprobsSpec,
     ReadingSpec,
     encode_spec,
 )
 from baton.server.text.native import native_extension
+from baton.server.text.reasoning_format import MAX_CONTEXT_TOKENS, end_of_prompt
 from baton.server.worker.client import RankClient, RankSet
 
 log = logging.getLogger("baton.front")
@@ -47,8 +51,6 @@ if TYPE_CHECKING:  # launch reports a missing extension in a sentence
 
 DEADLINE_GRACE_SECS = 5.0
 """The rank ends a request at its deadline; the front waits this much longer before it does it itself."""
-MAX_CONTEXT_TOKENS = 64
-"""Longest end of a prompt that the text layer looks at to continue its text."""
 
 encode_json = msgspec.json.Encoder().encode
 decode_stages = msgspec.msgpack.Decoder(FirstTokenStages).decode
@@ -129,13 +131,13 @@ class Generation:
         """Submit every item. Raises QueueFull, NotReady, EngineDead; then nothing runs."""
         self.submitted_at = time.monotonic()
         try:
-            if not self.accepted.max_tokens_zero:
+            if self.accepted.is_computed:
                 self._submit_items(self.submitted_at)
             self._answer = self.ranks.open_answer(encode_spec(self._spec()), self)
         except EngineError:
             self.close()
             raise
-        if self.accepted.max_tokens_zero:
+        if not self.accepted.is_computed:
             self._release()
 
     def _submit_items(self, now: float) -> None:
@@ -179,6 +181,10 @@ class Generation:
             has_continuous_usage=accepted.continuous_usage,
             returns_token_ids=accepted.return_token_ids,
             logprobs=accepted.logprobs,
+            logprob_token_ids=self.items[0].item.params.logprob_token_ids,
+            names_tokens_by_id=accepted.names_tokens_by_id,
+            prompt_logprobs=_prompt_logprobs_spec(accepted),
+            returns_prompt_ids=accepted.return_prompt_ids,
             is_batch=accepted.is_batch,
             stops=rules.stops,
             include_stop=rules.include_stop,
@@ -197,7 +203,8 @@ class Generation:
 
     def _reading_spec(self, rules: ReadingRules) -> ReadingSpec:
         return ReadingSpec(
-            tools=msgspec.json.encode(rules.tools).decode(),
+            tools=msgspec.json.encode([_signature(tool) for tool in rules.tools]).decode(),
+            is_named_choice=rules.is_named_choice,
             calls_before=rules.calls_before,
             parallel_tool_calls=rules.parallel_tool_calls,
             separate_reasoning=rules.separate_reasoning,
@@ -210,17 +217,21 @@ class Generation:
         item = running.item
         accepted = self.accepted
         prompt = item.prompt[: item.asked_tokens]
+        continues_prompt = accepted.text.continues_prompt
         left_context = prompt[-MAX_CONTEXT_TOKENS:]
-        # The message that an answer continues may have begun far in front.
-        prompt_end = prompt if accepted.text.continues_prompt else left_context
+        prompt_end = end_of_prompt(prompt, continues_prompt=continues_prompt)
+        has_prompt_logprobs = item.params.prompt_logprobs >= 0
+        has_prompt_ids = has_prompt_logprobs or accepted.return_prompt_ids
         return ChoiceSpec(
             handle=running.handle,
             counts_prompt=item.choice == 0,
             prompt_tokens=item.asked_tokens,
-            left_context=left_context.tolist() if accepted.text.continues_prompt else (),
+            left_context=left_context.tolist() if continues_prompt else (),
             prompt_end=() if accepted.reading is None else prompt_end.tolist(),
             stop_token_ids=item.params.stop_token_ids,
             echo=accepted.echo[item.prompt_index] if accepted.echo else "",
+            prompt_ids=prompt.tolist() if has_prompt_ids else (),
+            has_prompt_logprobs=has_prompt_logprobs,
         )
 
     # ---- from the ranks and the text layer ---------------------------------------------------------------------
@@ -395,3 +406,17 @@ class Generation:
     @property
     def completion_tokens(self) -> int:
         return 0 if self.counts is None else self.counts.completion_tokens
+
+
+def _signature(tool: CallableTool) -> Mapping[str, Any]:
+    """A tool as the text layer takes it (`ToolSignature` of engine/text/src/stream/tools/reader.rs)."""
+    return {"name": tool.name, "parameters": tool.parameters}
+
+
+def _prompt_logprobs_spec(accepted: AcceptedRequest) -> PromptLogprobsSpec | None:
+    rules = accepted.prompt_logprobs
+    if rules is None:
+        return None
+    return PromptLogprobsSpec(
+        start=rules.start, joins_logprobs=rules.joins_logprobs, objects=rules.objects
+    )

@@ -5,12 +5,24 @@ The rules are in `engine/text/src/stream` (Rust).
 
 from __future__ import annotations
 
-from typing import Any
+from array import array
+from typing import Any, NamedTuple
 
 from baton.config import EngineConfig
+from baton.sched.types.reasoning import ReasoningPhase
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.native import load_or_refuse, native_extension
 from baton.server.text.tokenizer import Tokenizer
+
+
+class AnswerMarker(NamedTuple):
+    """A text between which reasoning and calls stand."""
+
+    text: str
+    role: str
+    """`MarkerRole` of engine/text/src/stream/markers.rs."""
+    token_id: int | None
+    """None: the marker is recognized by its characters."""
 
 
 class AnswerFormat:
@@ -25,6 +37,21 @@ class AnswerFormat:
         """Markers of the reasoning; None: answers have none."""
         self.canonical: str = native.canonical
         """All that decides how answers are read: part of the node's fingerprint."""
+        self.markers = [AnswerMarker(*marker) for marker in native.markers]
+        self.forced_reasoning_end: str | None = native.forced_reasoning_end
+        """Text that ends a reasoning which is cut at its limit; None: it is not cut."""
+        self.content_header: str | None = native.content_header
+        """Header of the message with the content, where messages of reasoning stand in front of it."""
+
+    def reasoning_start(
+        self, tokenizer: Tokenizer, prompt_end: array[int]
+    ) -> tuple[ReasoningPhase, bool]:
+        """Phase in which the answer to a prompt begins, and True within a line of its reasoning."""
+        start = self.native.reasoning_start(tokenizer.native, prompt_end)
+        if start is None:
+            return ReasoningPhase.CONTENT, False
+        name, is_within_line = start
+        return ReasoningPhase(name), is_within_line
 
 
 def load_answer_format(

@@ -108,6 +108,11 @@ class Tokenizer:
         tokens: dict[int, str] = self.native.tokens_from(first_id)
         return tokens
 
+    def names_of(self, ids: Sequence[int]) -> list[str | None]:
+        """Names of tokens in the vocabulary, as transformers' convert_ids_to_tokens gives them."""
+        names: list[str | None] = self.native.names_of(ids)
+        return names
+
     def added_tokens(self) -> list[tuple[int, str, bool]]:
         """Tokens that the files beside tokenizer.json add: id, content, and True for special ones."""
         ids = ((self.id_of(text), text, flags.endswith("1")) for text, flags in self._file_added)

@@ -505,6 +505,9 @@ class StreamBuffer:
             return outputs
         leaving: list[EmittedTokens] = []
         for out in outputs:
+            if out.prompt_logprobs is not None:
+                leaving.append(out)  # they come before the first token
+                continue
             is_first = out.handle not in self._held
             held = self._held.setdefault(out.handle, [])
             held.append(out)

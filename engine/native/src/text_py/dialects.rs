@@ -1,8 +1,9 @@
 //! Requests of /v1/responses and /v1/messages as chat requests, and errors in Anthropic's form.
 
+use baton_text::dialect::translate::chat_translation::{ChatTranslation, read_utf8};
+use baton_text::dialect::translate::model_list::to_anthropic_models;
 use baton_text::dialect::translate::{TranslatedRequest, messages, responses};
 use baton_text::dialect::write;
-use baton_text::refusal::{RefusalCode, TextRefusal};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -43,7 +44,7 @@ impl PyTranslatedRequest {
 /// counts the tokens of a message. Raises TextRefusal and ValueError. Releases the GIL.
 #[pyfunction]
 fn translate_request(py: Python<'_>, form: &str, body: &[u8]) -> PyResult<PyTranslatedRequest> {
-    let translate: fn(&str) -> Result<TranslatedRequest, TextRefusal> = match form {
+    let translate: ChatTranslation = match form {
         "responses" => responses::to_chat,
         "messages" => messages::to_chat,
         "count_tokens" => messages::to_counted_chat,
@@ -53,13 +54,7 @@ fn translate_request(py: Python<'_>, form: &str, body: &[u8]) -> PyResult<PyTran
             )));
         }
     };
-    let translated = py.detach(|| {
-        let text = std::str::from_utf8(body).map_err(|err| {
-            let message = format!("the body is not UTF-8: {err}");
-            TextRefusal::new(RefusalCode::InvalidJson, message, "")
-        })?;
-        translate(text)
-    });
+    let translated = py.detach(|| read_utf8(body).and_then(translate));
     translated.map(PyTranslatedRequest).map_err(refused)
 }
 
@@ -73,8 +68,19 @@ fn anthropic_error_body<'py>(
     PyBytes::new(py, &write::anthropic_error_body(error, request_id))
 }
 
+/// Models in Anthropic's form. `models`: a list of models in OpenAI's form, or one of them.
+#[pyfunction]
+fn anthropic_models<'py>(py: Python<'py>, models: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
+    let models: serde_json::Value = serde_json::from_slice(models)
+        .map_err(|err| PyValueError::new_err(format!("no JSON: {err}")))?;
+    let body = to_anthropic_models(&models).to_string();
+    Ok(PyBytes::new(py, body.as_bytes()))
+}
+
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<PyTranslatedRequest>()?;
     m.add_function(wrap_pyfunction!(translate_request, m)?)?;
-    m.add_function(wrap_pyfunction!(anthropic_error_body, m)?)
+    m.add_function(wrap_pyfunction!(anthropic_error_body, m)?)?;
+    m.add_function(wrap_pyfunction!(anthropic_models, m)?)?;
+    m.add("NO_STORED_RESPONSES", responses::NO_STORED_RESPONSES)
 }

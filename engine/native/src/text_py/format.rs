@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use baton_text::stream::answer::{AnswerFormat, ParserChoice, detect_format};
+use baton_text::stream::reasoning::{BlockText, ReasoningStart};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -41,6 +42,40 @@ impl PyAnswerFormat {
     #[getter]
     fn reasoning_parser(&self) -> Option<&'static str> {
         self.0.reasoning().map(Into::into)
+    }
+
+    /// Markers of the reasoning and of calls: text, role, and the id of the token that it is, if it
+    /// is one.
+    #[getter]
+    fn markers(&self) -> Vec<(&'static str, &'static str, Option<u32>)> {
+        let markers = self.0.table().markers().iter();
+        markers
+            .map(|marker| (marker.text, marker.role.into(), marker.id))
+            .collect()
+    }
+
+    /// Text that ends a reasoning which is cut at its limit; None: it is not cut.
+    #[getter]
+    fn forced_reasoning_end(&self) -> Option<&'static str> {
+        self.0.reasoning()?.forced_end()
+    }
+
+    /// Header of the message with the content, where messages of reasoning stand in front of it.
+    #[getter]
+    fn content_header(&self) -> Option<&'static str> {
+        self.0.reasoning()?.content_header()
+    }
+
+    /// State in which the answer to a prompt begins, and True within a line of its reasoning; None:
+    /// the model's reasoning is not read between markers.
+    fn reasoning_start(
+        &self,
+        tokenizer: &PyTokenizer,
+        prompt: Vec<u32>,
+    ) -> Option<(&'static str, bool)> {
+        let start = self.0.reasoning_start(&prompt, &*tokenizer.0)?;
+        let is_within_line = start == ReasoningStart::Inside(BlockText::PartialLine);
+        Some((start.into(), is_within_line))
     }
 
     /// All that decides how answers are read.

@@ -5,7 +5,8 @@
 //! * `dialects`: requests of /v1/responses and /v1/messages as chat requests;
 //! * `files`: tokenizer and template, as the files of a directory define them;
 //! * `format`: how a model writes reasoning and tool calls, [`format::PyAnswerFormat`];
-//! * `prompt_limit`: sizes of bodies that are refused before they are parsed;
+//! * `prompt_limit`: sizes of bodies that are refused before they are parsed, and prompts that are
+//!   cut;
 //! * `template`: [`template::PyChatTemplate`];
 //! * `tokenizer`: [`tokenizer::PyTokenizer`].
 

@@ -90,6 +90,11 @@ impl PyTokenizer {
         self.0.id_of(token)
     }
 
+    /// Names of tokens in the vocabulary; None for ids without one.
+    fn names_of(&self, ids: Vec<u32>) -> Vec<Option<String>> {
+        ids.into_iter().map(|id| self.0.name_of(id)).collect()
+    }
+
     /// The tokens whose id is `first_id` or larger, by id.
     fn tokens_from(&self, first_id: u32) -> BTreeMap<u32, String> {
         self.0.tokens_from(first_id).into_iter().collect()

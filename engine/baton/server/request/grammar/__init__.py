@@ -6,6 +6,8 @@
 | `lark` | pieces of llguidance's grammar language: literals, character classes, regexes |
 | `json_schema` | a JSON Schema with the options of this server |
 | `ebnf/` | grammars in EBNF (GBNF), as SGLang's `ebnf` and vLLM's `grammar` take them |
+| `lark_builder` | rules of a grammar that consists of several parts |
+| `tool_calls/` | grammars of tool calls, as each format writes them |
 | `structural_tag` | text with tagged parts that follow grammars of their own |
 | `reader` | all of it for one request: text, validation, names of what had no effect |
 """

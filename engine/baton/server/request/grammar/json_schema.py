@@ -36,15 +36,19 @@ def schema_grammar(constraint: AnswerConstraint, whitespace: str) -> str:
     Args:
         whitespace: --structured-whitespace.
     """
-    schema = schema_object(constraint.value, constraint.param)
-    if constraint.is_closed:
-        schema = close_objects(schema)
+    schema = schema_of(constraint)
     options = schema_options(constraint, whitespace)
     try:
         text = json.dumps(schema, allow_nan=False)
         return LLMatcher.grammar_from_json_schema(text, overrides=options)
     except ValueError as err:
         raise bad(constraint.param, f"cannot be read: {str(err)[:100]}") from err
+
+
+def schema_of(constraint: AnswerConstraint) -> dict[str, Any]:
+    """The schema of a constraint as an object, closed where it asks for that. Raises BadRequest."""
+    schema = schema_object(constraint.value, constraint.param)
+    return close_objects(schema) if constraint.is_closed else schema
 
 
 def schema_options(constraint: AnswerConstraint, whitespace: str) -> Any:
@@ -73,6 +77,8 @@ def schema_object(schema: Any, param: str) -> dict[str, Any]:
         raise bad(param, "is false, which no answer satisfies")
     if schema is True:
         return {}
+    if type(schema) is not dict:
+        raise bad(param, "must be a JSON Schema, an object or a boolean")
     check_depth(schema, param)
     return {key: value for key, value in schema.items() if key != OPTIONS_KEY}
 

@@ -34,6 +34,11 @@ def regex_terminal(regex: str) -> str:
     return "/" + "".join(out) + "/"
 
 
+def escape_regex(text: str) -> str:
+    """A regex that matches this text."""
+    return "".join(map(_char_text, map(ord, text)))
+
+
 def class_regex(ranges: list[tuple[int, int]], *, is_negated: bool = False) -> str:
     """A character class as a regex. `ranges`: pairs of code points, inclusive; none: no character
     (all if negated).

@@ -14,6 +14,9 @@ import msgspec
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer
 
+DSML_TOKEN = "\uff5cDSML\uff5c"
+"""Token in the tags of `deepseek_v32`, by which the text layer knows them whether it is special or not."""
+
 
 class MarkerTokens:
     """Added tokens that stand for a whole marker, and literals divided at them."""
@@ -80,5 +83,5 @@ def marker_tokens(facts: ModelFacts, tokenizer: Tokenizer) -> MarkerTokens:
 
 
 def is_marker(text: str, *, is_special: bool) -> bool:
-    """True for tokens that text in a grammar never allows, by llguidance's rule."""
-    return is_special or (text.startswith("<") and text.endswith(">"))
+    """True for tokens that text in a grammar never allows, by llguidance's rule, and for DSML_TOKEN."""
+    return is_special or (text.startswith("<") and text.endswith(">")) or text == DSML_TOKEN

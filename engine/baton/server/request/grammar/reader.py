@@ -34,6 +34,13 @@ from baton.server.request.grammar.json_schema import ignored_keywords, schema_gr
 from baton.server.request.grammar.lark import quote_text
 from baton.server.request.grammar.markers import MarkerTokens
 from baton.server.request.grammar.structural_tag import structural_grammar
+from baton.server.request.grammar.tool_calls.call_grammar import call_grammar
+from baton.server.request.grammar.tool_calls.call_rules import (
+    CallRules,
+    any_object,
+    arguments_constraint,
+)
+from baton.server.request.tools import ToolChoice
 
 MAX_TEXT_BYTES = 2**20
 CHECK_LIMIT_SECS = 5.0
@@ -70,7 +77,7 @@ class GrammarReader:
     async def read(
         self, body: Mapping[str, Any], prefix: str = "", *, is_native: bool = False
     ) -> RequestGrammar:
-        """The grammar of a request's answer. Raises BadRequest, UnsupportedParameter or QueueFull.
+        """The grammar of an answer without tool calls. Raises BadRequest, UnsupportedParameter or QueueFull.
 
         Args:
             prefix: stands before the names of fields in errors.
@@ -80,13 +87,53 @@ class GrammarReader:
         if constraint is None:
             return NO_GRAMMAR
         self._refuse_where_off(constraint.param)
-        key = constraint_key(constraint)
+        whitespace = self._config.structured_whitespace
+        return await self._make(
+            constraint.param,
+            grammar_key(constraint),
+            lambda: make_grammar(constraint, whitespace, self._markers),
+        )
+
+    async def read_with_tools(
+        self, body: Mapping[str, Any], choice: ToolChoice, family: str | None, *, is_parallel: bool
+    ) -> RequestGrammar:
+        """The grammar of an answer that may call tools, or must. Raises BadRequest, UnsupportedParameter or QueueFull.
+
+        Args:
+            family: format in which the model writes calls; None: it is unknown.
+            is_parallel: the answer may have several calls.
+        """
+        if family is None:
+            raise UnsupportedParameter(
+                "this engine does not know how the model writes tool calls; start it with --tool-parser NAME, or leave "
+                "tools out",
+                param="tools",
+            )
+        constraint = read_constraint(body)
+        if constraint is not None:
+            refuse_constraint_with_tools(constraint, choice)
+            self._refuse_where_off(constraint.param)
+        if choice.is_forced:
+            self._refuse_where_off(choice.field)
+        elif constraint is None:
+            strict_tools = choice.strict_tools
+            if not strict_tools or self._reason_where_off is not None:
+                return RequestGrammar("", tuple(f"{tool.place}.strict" for tool in strict_tools))
+        rules = CallRules(family, choice.tools, choice.mode, is_parallel)
+        whitespace = self._config.structured_whitespace
+        return await self._make(
+            "tools",
+            grammar_key(constraint, rules),
+            lambda: make_call_grammar(rules, constraint, whitespace, self._markers),
+        )
+
+    async def _make(
+        self, param: str, key: bytes, work: Callable[[], RequestGrammar]
+    ) -> RequestGrammar:
+        """The grammar that `work` makes, or that it made before for the same key."""
         kept = self._kept.get(key)
         if kept is None:
-            kept = await self._offload(
-                constraint.param,
-                lambda: make_grammar(constraint, self._config.structured_whitespace, self._markers),
-            )
+            kept = await self._offload(param, work)
             self._kept[key] = kept
             if len(self._kept) > KEPT_CHECKS:
                 self._kept.popitem(last=False)
@@ -96,12 +143,17 @@ class GrammarReader:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _refuse_where_off(self, param: str) -> None:
-        reason = None
+    @property
+    def _reason_where_off(self) -> str | None:
+        """Why this engine follows no grammars; None: it does."""
         if self._config.grammar == "off":
-            reason = "this engine was started with --grammar off"
-        elif self._config.simulate is not None:
-            reason = "a simulated engine has no model that could follow a grammar"
+            return "this engine was started with --grammar off"
+        if self._config.simulate is not None:
+            return "a simulated engine has no model that could follow a grammar"
+        return None
+
+    def _refuse_where_off(self, param: str) -> None:
+        reason = self._reason_where_off
         if reason is not None:
             raise UnsupportedParameter(f"{reason}; send the request without {param}", param=param)
 
@@ -129,9 +181,25 @@ class GrammarReader:
             future.exception()  # of a check that nothing waits for any more
 
 
-def constraint_key(constraint: AnswerConstraint) -> bytes:
-    """Equal constraints have equal keys; keys of JSON objects keep their order."""
-    return hashlib.sha256(msgspec.json.encode((constraint.kind.value, constraint))).digest()
+def grammar_key(constraint: AnswerConstraint | None, rules: CallRules | None = None) -> bytes:
+    """Equal arguments have equal keys; keys of JSON objects keep their order."""
+    return hashlib.sha256(msgspec.json.encode((constraint, rules))).digest()
+
+
+def refuse_constraint_with_tools(constraint: AnswerConstraint, choice: ToolChoice) -> None:
+    """Raise for a constraint that says nothing of tool calls, and that these would break."""
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        return
+    if choice.is_forced:
+        raise bad(
+            constraint.param,
+            f"and {choice.field} exclude each other: the answer is a call; leave one of them out",
+        )
+    raise UnsupportedParameter(
+        f"{constraint.param} together with tools is not supported: an answer that follows a {constraint.kind.value} "
+        "has no calls; send a JSON Schema, or tool_choice none",
+        param=constraint.param,
+    )
 
 
 def make_grammar(
@@ -140,11 +208,7 @@ def make_grammar(
     """Make the text of a grammar and check it. Raises BadRequest or UnsupportedParameter."""
     param = constraint.param
     text = grammar_text(constraint, whitespace, markers)
-    if len(text.encode()) > MAX_TEXT_BYTES:
-        raise bad(
-            param,
-            f"makes a grammar of {len(text.encode())} bytes, at most {MAX_TEXT_BYTES} are accepted; simplify it",
-        )
+    refuse_long_text(text, param)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text)
     if is_error:
         raise refusal(constraint, messages[0])
@@ -152,6 +216,44 @@ def make_grammar(
     warnings = [message for message in messages if "no tokenizer" not in message]
     ignored = ignored_keywords(warnings)
     return RequestGrammar(text, tuple(f"{param}:{keyword}" for keyword in ignored))
+
+
+def make_call_grammar(
+    rules: CallRules, answer: AnswerConstraint | None, whitespace: str, markers: MarkerTokens
+) -> RequestGrammar:
+    """Make the grammar of an answer with calls and check it, each schema first. Raises BadRequest."""
+    arguments = []
+    ignored: list[str] = []
+    for tool in rules.tools:
+        constraint = arguments_constraint(tool)
+        try:
+            ignored += make_grammar(constraint, whitespace, markers).ignored
+        except BadRequest:
+            if tool.is_strict:
+                raise
+            constraint = any_object(tool)
+            ignored.append(tool.param)
+        arguments.append(constraint)
+    if answer is not None:
+        ignored += make_grammar(answer, whitespace, markers).ignored
+    text = call_grammar(rules, arguments, answer, whitespace, markers)
+    refuse_long_text(text, "tools")
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(text)
+    if is_error:
+        raise bad(
+            "tools", f"cannot be enforced together: {short_message(messages[0])}; simplify them"
+        )
+    return RequestGrammar(text, tuple(ignored))
+
+
+def refuse_long_text(text: str, param: str) -> None:
+    """Raise BadRequest for a grammar that is too long."""
+    size = len(text.encode())
+    if size > MAX_TEXT_BYTES:
+        raise bad(
+            param,
+            f"makes a grammar of {size} bytes, at most {MAX_TEXT_BYTES} are accepted; simplify it",
+        )
 
 
 def grammar_text(constraint: AnswerConstraint, whitespace: str, markers: MarkerTokens) -> str:

@@ -14,10 +14,8 @@ text, the free text before it is a lazy lexeme, which ends with the first trigge
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -26,19 +24,12 @@ from msgspec import Meta
 from baton.errors import UnsupportedParameter
 from baton.server import fields
 from baton.server.fields import bad
-from baton.server.request.grammar.constraint import AnswerConstraint, ConstraintKind
-from baton.server.request.grammar.ebnf.emitter import ebnf_rules
-from baton.server.request.grammar.json_schema import (
-    OPTIONS_KEY,
-    check_depth,
-    schema_object,
-    schema_options,
-)
-from baton.server.request.grammar.lark import quote_text, regex_terminal
+from baton.server.request.grammar.json_schema import check_depth
+from baton.server.request.grammar.lark import regex_terminal
+from baton.server.request.grammar.lark_builder import LarkBuilder
 from baton.server.request.grammar.markers import MarkerTokens
 
 MAX_TAGS = 256
-FREE_TEXT = r"/(.|\n)*/"
 
 
 class TagStructure(msgspec.Struct, kw_only=True):
@@ -50,57 +41,6 @@ class TagStructure(msgspec.Struct, kw_only=True):
 class LegacyTags(msgspec.Struct, kw_only=True):
     structures: Annotated[list[TagStructure], Meta(min_length=1, max_length=MAX_TAGS)]
     triggers: Annotated[list[str], Meta(min_length=1, max_length=MAX_TAGS)]
-
-
-@dataclass(slots=True)
-class LarkBuilder:
-    """Collects the rules of a grammar. Its methods return parts of a rule."""
-
-    markers: MarkerTokens
-    whitespace: str
-    lines: list[str] = field(default_factory=list)
-    _heads: dict[str, str] = field(default_factory=dict)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
-
-    def add_rule(self, body: str, prefix: str = "part", attributes: str = "") -> str:
-        """Define a rule; returns its name."""
-        name = f"{prefix}_{next(self._numbers)}"
-        self.lines.append(f"{name}{attributes}: {body}")
-        return name
-
-    def literal(self, text: str) -> str:
-        parts = self.markers.split(text)
-        return " ".join(map(_part_text, parts)) or '""'
-
-    def schema(self, schema: Any, param: str) -> str:
-        constraint = AnswerConstraint(ConstraintKind.JSON_SCHEMA, schema, param)
-        plain = schema_object({} if schema is None else schema, param)
-        options = schema_options(constraint, self.whitespace)
-        return self.add_rule("%json " + json.dumps({**plain, OPTIONS_KEY: options}), "json")
-
-    def ebnf(self, grammar: str, param: str) -> str:
-        """The rules of a grammar in EBNF; returns its root."""
-        rules, root = ebnf_rules(grammar, param, prefix=f"g{next(self._numbers)}")
-        self.lines += rules
-        return root
-
-    def text_until(self, marker: str) -> tuple[str, str]:
-        """Free text up to the first `marker`, and that part of the marker which it includes."""
-        first = self.markers.split(marker)[0]
-        if isinstance(first, int):
-            return f"FREE_TEXT {_part_text(first)}", self.markers.text_of(first)
-        if first not in self._heads:
-            self._heads[first] = self.add_rule(f"FREE_TEXT {quote_text(first)}", "head", "[lazy]")
-        return self._heads[first], first
-
-    def text(self, start: str) -> str:
-        """The whole grammar."""
-        fixed = ["%llguidance {}", f"start: {start}", f"FREE_TEXT: {FREE_TEXT}"]
-        return "\n".join([*fixed, *self.lines]) + "\n"
-
-
-def _part_text(part: str | int) -> str:
-    return quote_text(part) if isinstance(part, str) else f"<[{part}]>"
 
 
 def structural_grammar(value: Any, param: str, whitespace: str, markers: MarkerTokens) -> str:

@@ -1,0 +1,257 @@
+"""Beginning and end of an answer's reasoning, from the answer's tokens.
+
+    UNDECIDED → INSIDE → BEHIND → CONTENT
+        └───────────────────────────┘
+
+* UNDECIDED: white space, and the beginning of a begin marker, decide nothing;
+* INSIDE: ends with an end marker; in answers that may call tools, also with a call's begin marker
+  at the start of a line, which belongs to the answer already. A reasoning that has reached its limit is ended by force;
+* BEHIND: newlines belong to neither side (models write one or two of them). A begin marker begins
+  a second block;
+* CONTENT: markers are text.
+
+These are the rules of the text layer, which reads the same answer (`ReasoningReader` of
+engine/text/src/stream/reasoning/reader.rs). Deterministic: the state depends on the gate and the
+tokens alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+
+from baton.sched.types.reasoning import ReasoningGate, ReasoningMarker, ReasoningPhase
+
+MAX_LEAD_NEWLINES = 2
+"""Newlines between the reasoning and the answer that belong to neither: Qwen3 writes two."""
+
+
+class TokenPlace(enum.Enum):
+    """Part of an answer that a token belongs to."""
+
+    REASONING = "reasoning"
+    """The reasoning, its markers, or the newlines behind them."""
+    ANSWER = "answer"
+
+
+class ReasoningTracker:
+    def __init__(self, gate: ReasoningGate, token_bytes: Callable[[int], bytes]) -> None:
+        self.phase = gate.start
+        self.is_line_start = not gate.is_within_line
+        """Inside: no text stands in the line yet."""
+        self.lead_newlines = MAX_LEAD_NEWLINES
+        """Behind: so many further newlines are no part of the answer."""
+        self.has_overrun = False
+        """The token with the end of a marker holds text of the answer too."""
+        self._gate = gate
+        self._token_bytes = token_bytes
+        self._head = b""
+        """Undecided: the answer so far."""
+        self._head_ids: list[int] = []
+        """Undecided: its tokens without white space in front."""
+        self._is_blank = self.is_line_start
+        """Inside: there are only newlines yet."""
+        self._tail = b""
+        """Inside: end of the text, where an end marker is looked for."""
+        self._recent_ids: list[int] = []
+        """Inside: the last tokens, likewise."""
+        self._token_count = 0
+        """Tokens of the reasoning, without its markers and its forced end."""
+        self._forced_count: int | None = None
+        """Tokens of the forced end that are there; None: the reasoning has not reached its limit."""
+        self._end_texts = [marker.text.encode() for marker in gate.ends if marker.text]
+        self._longest_end_text = max(map(len, self._end_texts), default=0)
+        self._end_ids = [marker.ids for marker in gate.ends if not marker.text]
+        self._longest_end_ids = max(map(len, self._end_ids), default=0)
+        self._begin_ids = [marker.ids for marker in gate.begins if not marker.text]
+        if self.phase is ReasoningPhase.INSIDE:
+            self._check_budget()
+
+    def advance(self, token: int) -> TokenPlace:
+        """Take over the answer's next token."""
+        match self.phase:
+            case ReasoningPhase.UNDECIDED:
+                return self._advance_undecided(token)
+            case ReasoningPhase.INSIDE:
+                return self._advance_inside(token)
+            case ReasoningPhase.BEHIND:
+                return self._advance_behind(token)
+            case ReasoningPhase.CONTENT:
+                return TokenPlace.ANSWER
+
+    @property
+    def forced_token(self) -> int | None:
+        """The only token that may come next."""
+        last = self._last_marker_token()
+        return self._limit_token() if last is None else last
+
+    def _last_marker_token(self) -> int | None:
+        """Inside: the last token of an end marker whose other tokens are there.
+
+        gpt-oss writes words between the two, which would hide the marker.
+        """
+        if self.phase is ReasoningPhase.INSIDE:
+            for ids in self._end_ids:
+                if len(ids) > 1 and tuple(self._recent_ids[1 - len(ids) :]) == ids[:-1]:
+                    return ids[-1]
+        return None
+
+    def _limit_token(self) -> int | None:
+        """The next token of the end of a reasoning at its limit."""
+        is_over = self.phase not in (ReasoningPhase.INSIDE, ReasoningPhase.BEHIND)
+        forced_end = self._gate.forced_end
+        if is_over or self._forced_count is None or self._forced_count >= len(forced_end):
+            return None
+        return forced_end[self._forced_count]
+
+    @property
+    def is_at_limit(self) -> bool:
+        """The reasoning has as many tokens as it may have."""
+        return self._forced_count is not None
+
+    def begin_ids(self) -> list[int]:
+        """Undecided: tokens with which a begin marker begins, or goes on."""
+        done = len(self._head_ids)
+        return [
+            marker.ids[done]
+            for marker in self._gate.begins
+            if done < len(marker.ids) and list(marker.ids[:done]) == self._head_ids
+        ]
+
+    def open_ends(self) -> list[bytes]:
+        """Inside: what is missing of the end markers that the text may be in the middle of."""
+        return [
+            text[length:]
+            for text in self._end_texts
+            for length in range(1, len(text))
+            if self._tail.endswith(text[:length])
+        ]
+
+    def _advance_undecided(self, token: int) -> TokenPlace:
+        self._head += self._token_bytes(token)
+        head = self._head.lstrip()
+        if not head:
+            return TokenPlace.ANSWER
+        self._head_ids.append(token)
+        for marker in self._gate.begins:
+            if self._has_begun(marker, head):
+                self._begin_block(head[len(marker.text) :] if marker.text else b"")
+                return TokenPlace.REASONING
+        if not any(self._may_begin(marker, head) for marker in self._gate.begins):
+            self.phase = ReasoningPhase.CONTENT
+        return TokenPlace.ANSWER
+
+    def _has_begun(self, marker: ReasoningMarker, head: bytes) -> bool:
+        if marker.text:
+            return head.startswith(marker.text.encode())
+        return list(marker.ids) == self._head_ids
+
+    def _may_begin(self, marker: ReasoningMarker, head: bytes) -> bool:
+        if marker.text:
+            return marker.text.encode().startswith(head)
+        return list(marker.ids[: len(self._head_ids)]) == self._head_ids
+
+    def _begin_block(self, text: bytes) -> None:
+        """`text`: the beginning of the reasoning that came with the marker."""
+        self.phase = ReasoningPhase.INSIDE
+        self.is_line_start = True
+        self._is_blank = True
+        self._tail = b""
+        self._recent_ids = []
+        self._append_text(text)
+        self._check_budget()
+
+    def _advance_inside(self, token: int) -> TokenPlace:
+        if token == self._limit_token():
+            self._count_forced()
+        elif self._begins_call(token):
+            self.phase = ReasoningPhase.CONTENT
+            return TokenPlace.ANSWER
+        if self._ends_with(token):
+            self._end_block(b"")
+            return TokenPlace.REASONING
+        repeats_marker = self._is_blank and (token,) in self._begin_ids
+        if not repeats_marker:
+            self._append_text(self._token_bytes(token))
+        behind = self._find_end()
+        if behind is not None:
+            self._end_block(behind)
+        elif self._forced_count is None:
+            self._token_count += 1
+            self._check_budget()
+        return TokenPlace.REASONING
+
+    def _begins_call(self, token: int) -> bool:
+        """True if the token begins a call that ends the reasoning."""
+        gate = self._gate
+        return gate.is_ended_by_calls and self.is_line_start and token in gate.call_ids
+
+    def _ends_with(self, token: int) -> bool:
+        """True if the token is the last one of an end marker."""
+        self._recent_ids.append(token)
+        del self._recent_ids[: -self._longest_end_ids or None]
+        return any(tuple(self._recent_ids[-len(ids) :]) == ids for ids in self._end_ids)
+
+    def _append_text(self, text: bytes) -> None:
+        if not text:
+            return
+        self.is_line_start = text.endswith(b"\n")
+        self._is_blank = self._is_blank and not text.strip(b"\n")
+        if self._end_texts:
+            # All but the new text was searched before.
+            kept = self._tail[-(self._longest_end_text - 1) :]
+            self._tail = kept + text
+
+    def _find_end(self) -> bytes | None:
+        """The text behind the first end marker that is recognized by its characters."""
+        places = [(self._tail.find(text), text) for text in self._end_texts if text in self._tail]
+        if not places:
+            return None
+        start, text = min(places)
+        return self._tail[start + len(text) :]
+
+    def _end_block(self, behind: bytes) -> None:
+        """`behind`: text that came with the marker's last token."""
+        self.phase = ReasoningPhase.BEHIND
+        self.lead_newlines = MAX_LEAD_NEWLINES
+        if behind.strip(b"\n"):
+            self.phase = ReasoningPhase.CONTENT
+            self.has_overrun = True
+
+    def _advance_behind(self, token: int) -> TokenPlace:
+        if token == self._limit_token():
+            self._count_forced()
+            return TokenPlace.REASONING
+        if (token,) in self._begin_ids:
+            self._begin_block(b"")
+            return TokenPlace.REASONING
+        text = self._token_bytes(token)
+        is_newlines = bool(text) and not text.strip(b"\n")
+        if is_newlines and len(text) <= self.lead_newlines:
+            self.lead_newlines -= len(text)
+            return TokenPlace.REASONING
+        self.phase = ReasoningPhase.CONTENT
+        return TokenPlace.ANSWER
+
+    def _check_budget(self) -> None:
+        budget = self._gate.budget
+        if budget is not None and self._token_count >= budget:
+            self._forced_count = 0
+
+    def _count_forced(self) -> None:
+        assert self._forced_count is not None, "a token is forced only at the limit"
+        self._forced_count += 1
+
+
+def tokens_of_answer(
+    gate: ReasoningGate, token_bytes: Callable[[int], bytes], output: Iterable[int]
+) -> list[int]:
+    """The tokens behind the reasoning: the end of `output`. Of an undecided output, none."""
+    tracker = ReasoningTracker(gate, token_bytes)
+    answer: list[int] = []
+    for token in output:
+        if tracker.advance(token) is TokenPlace.ANSWER:
+            answer.append(token)
+        else:
+            answer.clear()
+    return [] if tracker.phase is ReasoningPhase.UNDECIDED else answer

@@ -1,0 +1,48 @@
+"""Reasoning in front of an answer, as the rank has to know it: its beginning, end and limit."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class ReasoningPhase(enum.Enum):
+    """Place of an answer's end so far. The values are names of the text layer (`ReasoningStart`)."""
+
+    UNDECIDED = "undecided"
+    """The answer's first text decides: a begin marker begins the reasoning."""
+    INSIDE = "inside"
+    """Within the reasoning."""
+    BEHIND = "behind"
+    """Behind the reasoning, of which only newlines follow."""
+    CONTENT = "content"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarker:
+    """A text that begins or ends the reasoning."""
+
+    ids: tuple[int, ...]
+    """Tokens of the marker, as the tokenizer writes it."""
+    text: str = ""
+    """Not empty: it is recognized by its characters, whatever their tokens are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningGate:
+    """The reasoning of an answer that follows a grammar behind it, or whose reasoning is limited."""
+
+    start: ReasoningPhase
+    """Phase in which the answer begins."""
+    is_within_line: bool = False
+    """The answer begins within a line of the reasoning."""
+    begins: tuple[ReasoningMarker, ...] = ()
+    ends: tuple[ReasoningMarker, ...] = ()
+    call_ids: tuple[int, ...] = ()
+    """Tokens that begin a call."""
+    is_ended_by_calls: bool = False
+    """A call at the start of a line ends the reasoning: its end marker was forgotten."""
+    budget: int | None = None
+    """Most tokens of the reasoning, its markers not counted; None: no limit."""
+    forced_end: tuple[int, ...] = ()
+    """Tokens that end a reasoning which has reached its limit."""

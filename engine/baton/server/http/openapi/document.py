@@ -1,0 +1,181 @@
+"""The OpenAPI document of a server, from the table of operations and the structs that read bodies.
+
+Objects may have more members than the document names: clients send what other servers know, and
+fields without effect are named in the header `x-ignored-params`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from baton import errors
+from baton.server.http.openapi import answers
+from baton.server.http.openapi.operations import (
+    EVENT_STREAM,
+    JSON,
+    Access,
+    Operation,
+    Server,
+    operations_of,
+)
+
+REF = "#/components/schemas/{name}"
+BODY_ERRORS = (
+    errors.BadRequest,
+    errors.InvalidApiKey,
+    errors.NotFound,
+    errors.PayloadTooLarge,
+    errors.UnsupportedMediaType,
+    errors.RateLimited,
+    errors.EngineError,
+    errors.NotReady,
+    errors.RequestTimeout,
+)
+"""An error for each status that a request with a body may be answered with."""
+OTHER_ERRORS = (errors.BadRequest, errors.InvalidApiKey, errors.NotFound, errors.NotReady)
+"""The same without a body."""
+DESCRIPTIONS = {
+    "400": "The request is wrong",
+    "401": "The key is missing or unknown",
+    "403": "The key does not open this path",
+    "404": "There is no such path, model or request",
+    "413": "The body is too large",
+    "415": "The body is not plain JSON",
+    "429": "There is no place; try again later",
+    "500": "This server failed",
+    "502": "A worker failed",
+    "503": "This server takes no requests at present",
+    "504": "The request took too long",
+    "default": "Any other error",
+}
+ROUTER_STATUSES = frozenset({"403", "502"})
+_PATH_PARAMETER = re.compile(r"\{(\w+)\}")
+
+_ERROR_PREFIX = {False: "Error", True: "AnthropicError"}
+_ERROR_STRUCTS: dict[bool, type[Struct]] = {
+    False: answers.ErrorAnswer,
+    True: answers.AnthropicErrorAnswer,
+}
+
+Json = dict[str, Any]
+
+
+@functools.cache
+def openapi_document(server: Server) -> Json:
+    """The OpenAPI 3.1 document of an engine or a router. Equal for equal servers: no version of the
+    program, no address."""
+    operations = operations_of(server)
+    paths: dict[str, Json] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, server)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": f"Baton {server.value}", "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(operations),
+            "responses": _error_responses(),
+            "securitySchemes": {
+                access.name.lower(): {"type": "http", "scheme": "bearer"}
+                for access in (Access.CLIENT, Access.CONTROL)
+            },
+        },
+    }
+
+
+def _schemas(operations: list[Operation]) -> Json:
+    structs: set[type[Struct]] = {answers.ErrorAnswer, answers.AnthropicErrorAnswer}
+    for operation in operations:
+        structs.update(operation.body)
+        if operation.answer is not None:
+            structs.add(operation.answer)
+    by_name = sorted(structs, key=lambda struct: struct.__name__)
+    _, schemas = msgspec.json.schema_components(by_name, ref_template=REF)
+    for schema in schemas.values():
+        schema["additionalProperties"] = True
+    return dict(sorted(schemas.items()))
+
+
+def _operation(operation: Operation, server: Server) -> Json:
+    described: Json = {
+        "operationId": _operation_id(operation),
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "responses": _responses(operation, server),
+    }
+    access = operation.access(server)
+    if access is not Access.OPEN:
+        # Servers without keys take requests without one.
+        described["security"] = [{access.name.lower(): []}, {}]
+    parameters = _parameters(operation)
+    if parameters:
+        described["parameters"] = parameters
+    if operation.body:
+        schemas = [_ref(struct) for struct in operation.body]
+        schema = schemas[0] if len(schemas) == 1 else {"allOf": schemas}
+        content: Json = {"schema": schema}
+        if operation.example is not None:
+            content["example"] = operation.example
+        described["requestBody"] = {"required": True, "content": {JSON: content}}
+    return described
+
+
+def _operation_id(operation: Operation) -> str:
+    path = operation.path + "index" if operation.path.endswith("/") else operation.path
+    words = re.findall(r"\w+", path)
+    return "_".join([operation.method, *words])
+
+
+def _parameters(operation: Operation) -> list[Json]:
+    names = _PATH_PARAMETER.findall(operation.path)
+    in_path = [{"name": name, "in": "path", "required": True} for name in names]
+    in_query = [{"name": name, "in": "query", "required": False} for name in operation.query]
+    return [{**place, "schema": {"type": "string"}} for place in in_path + in_query]
+
+
+def _responses(operation: Operation, server: Server) -> Json:
+    responses: Json = {str(operation.status): _good_answer(operation)}
+    kinds = BODY_ERRORS if operation.body else OTHER_ERRORS
+    statuses = {str(kind.status) for kind in kinds} | {"default"}
+    if server is Server.ROUTER:
+        statuses |= ROUTER_STATUSES
+    prefix = _ERROR_PREFIX[operation.has_anthropic_errors]
+    for status in sorted(statuses):
+        responses[status] = {"$ref": f"#/components/responses/{prefix}{status}"}
+    return responses
+
+
+def _error_responses() -> Json:
+    responses: Json = {}
+    for has_anthropic_errors, struct in _ERROR_STRUCTS.items():
+        content = {JSON: {"schema": _ref(struct)}}
+        for status, description in DESCRIPTIONS.items():
+            name = _ERROR_PREFIX[has_anthropic_errors] + status
+            responses[name] = {"description": description, "content": content}
+    return responses
+
+
+def _good_answer(operation: Operation) -> Json:
+    if operation.status >= HTTPStatus.MULTIPLE_CHOICES:
+        return {"description": "A redirect"}
+    if operation.answer is not None:
+        schema = _ref(operation.answer)
+    elif operation.media_type == JSON:
+        schema = {}
+    else:
+        schema = {"type": "string"}
+    content: Json = {operation.media_type: {"schema": schema}}
+    if operation.streams:
+        # A schema here is one of each event (OpenAPI 3.2), and events differ.
+        content[EVENT_STREAM] = {}
+    return {"description": "The answer", "content": content}
+
+
+def _ref(struct: type[Struct]) -> Json:
+    return {"$ref": REF.format(name=struct.__name__)}

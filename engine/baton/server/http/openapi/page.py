@@ -1,0 +1,103 @@
+"""The page of /docs: one HTML file without scripts and without anything from another server.
+
+The table of docs/guide/api.md is made of the same operations.
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from typing import Any
+
+from baton.server.http.openapi.operations import OPERATIONS, Operation, Server, operations_of
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+_STYLE = """
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+summary { cursor: pointer; padding: .3rem 0; }
+summary code { font-weight: 600; }
+.method { display: inline-block; width: 4.5rem; text-transform: uppercase; opacity: .7; }
+.help { opacity: .8; }
+table { border-collapse: collapse; margin: .4rem 0 1rem 4.5rem; }
+pre { margin: .4rem 0 .4rem 4.5rem; white-space: pre-wrap; }
+td { padding: .1rem 1rem .1rem 0; vertical-align: top; overflow-wrap: anywhere; }
+"""
+
+
+def docs_page(document: dict[str, Any], server: Server) -> str:
+    """The page of an OpenAPI document: each operation with its fields."""
+    operations = operations_of(server)
+    tags = list(dict.fromkeys(operation.tag for operation in operations))
+    title = escape(document["info"]["title"])
+    parts = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
+        '<meta name="viewport" content="width=device-width">',
+        f"<style>{_STYLE}</style></head><body><h1>{title}</h1>",
+        '<p class="help">Also as <a href="openapi.json">openapi.json</a>. A path may end in one '
+        "slash; HEAD is accepted where GET is.</p>",
+    ]
+    for tag in tags:
+        parts.append(f"<h2>{escape(tag.capitalize())}</h2>")
+        same_tag = [operation for operation in operations if operation.tag == tag]
+        parts.extend(_operation(operation, server, document) for operation in same_tag)
+    parts.append("</body></html>\n")
+    return "\n".join(parts)
+
+
+def _operation(operation: Operation, server: Server, document: dict[str, Any]) -> str:
+    key = operation.access(server).value
+    schemas = document["components"]["schemas"]
+    rows = [
+        f"<tr><td><code>{escape(name)}</code></td><td>{escape(_type_of(schema))}</td></tr>"
+        for struct in operation.body
+        for name, schema in schemas[struct.__name__]["properties"].items()
+    ]
+    fields = f"<table>{''.join(rows)}</table>" if rows else ""
+    if operation.example is not None:
+        example = escape(json.dumps(operation.example), quote=False)
+        fields = f"<pre>{example}</pre>{fields}"
+    return (
+        f'<details><summary><span class="method">{operation.method}</span>'
+        f"<code>{escape(operation.path)}</code> {escape(operation.summary)}</summary>"
+        f'<p class="help">Key: {escape(key)}.</p>{fields}</details>'
+    )
+
+
+def _type_of(schema: dict[str, Any]) -> str:
+    """The type of a field in words, as "integer, 0 to 20"."""
+    options = schema.get("anyOf", [schema])
+    return " or ".join(_words_of(option) for option in options if option.get("type") != "null")
+
+
+def _words_of(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    kind = str(schema.get("type", "any"))
+    least = schema.get("minimum")
+    most = schema.get("maximum")
+    if least is not None and most is not None:
+        return f"{kind}, {least} to {most}"
+    return kind
+
+
+def api_table() -> str:
+    """The table of docs/guide/api.md: every path with its methods, servers and keys."""
+    rows = ["| path | methods | | key on engines | key on the router |", "|---|---|---|---|---|"]
+    by_path: dict[str, list[Operation]] = {}
+    for operation in OPERATIONS:
+        by_path.setdefault(operation.path, []).append(operation)
+    for path, operations in by_path.items():
+        methods = ", ".join(operation.method.upper() for operation in operations)
+        summary = "; ".join(dict.fromkeys(operation.summary for operation in operations))
+        keys = [_key_of(operations[0], server) for server in Server]
+        rows.append(" | ".join([f"| `{path}`", methods, summary, *keys]) + " |")
+    return "\n".join(rows)
+
+
+def _key_of(operation: Operation, server: Server) -> str:
+    """The key in words; a dash where the server does not have the path."""
+    return operation.access(server).value if server in operation.servers else "-"

@@ -1,0 +1,1 @@
+"""Sampling parameters of a request, and the logprobs that it asks for."""

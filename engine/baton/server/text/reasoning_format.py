@@ -1,0 +1,131 @@
+"""Gates of answers: how a rank finds the end of an answer's reasoning, from the model's format.
+
+P and D make the same gate of the same prompt; the markers are part of the fingerprint
+(`AnswerFormat.canonical`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from baton.sched.types.reasoning import ReasoningGate, ReasoningMarker, ReasoningPhase
+from baton.sched.types.request import SamplingParams
+from baton.server.text.answer_format import AnswerFormat
+from baton.server.text.tokenizer import Tokenizer
+
+MAX_CONTEXT_TOKENS = 64
+"""Longest end of a prompt that is looked at to read its answer, unless the answer continues it."""
+
+
+def end_of_prompt(prompt: array[int], *, continues_prompt: bool) -> array[int]:
+    """The part of a prompt that decides in which phase its answer begins.
+
+    Args:
+        continues_prompt: the message that the answer continues may have begun far in front.
+    """
+    return prompt if continues_prompt else prompt[-MAX_CONTEXT_TOKENS:]
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningRules:
+    """Rules of a request for the reasoning of its answers."""
+
+    is_read: bool = False
+    """The reasoning is divided from what follows it."""
+    continues_prompt: bool = False
+    """The answer continues the prompt's last message."""
+    has_tools: bool = False
+    """The answer may call tools."""
+    budget: int | None = None
+    """Most tokens; None: no limit."""
+
+
+NOT_READ = ReasoningRules()
+
+
+class ReasoningFormat:
+    """How the model's reasoning begins and ends, in tokens."""
+
+    def __init__(
+        self,
+        answer_format: AnswerFormat,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        *,
+        has_grammars: bool,
+    ) -> None:
+        """
+        Args:
+            vocab_size: ids that the model knows.
+            has_grammars: the ranks can restrict an answer's tokens.
+        """
+        self._format = answer_format
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._has_grammars = has_grammars
+        self._begins = tuple(self._markers("reasoning_begin"))
+        self._ends = tuple(self._markers("reasoning_end"))
+        calls = self._markers("call_begin")
+        self._call_ids = tuple(marker.ids[0] for marker in calls if not marker.text)
+        self._header = self._encode(answer_format.content_header)
+        self._forced_end = self._encode(answer_format.forced_reasoning_end)
+
+    @property
+    def can_be_limited(self) -> bool:
+        """True if a reasoning can be ended at its limit."""
+        return self._has_grammars and bool(self._ends) and bool(self._forced_end)
+
+    def add_gate(
+        self, params: SamplingParams, prompt: array[int], rules: ReasoningRules
+    ) -> SamplingParams:
+        """The parameters of answers to a prompt, with the gate if the rank needs it."""
+        is_needed = bool(params.grammar) or rules.budget is not None
+        if not is_needed or not rules.is_read:
+            return params
+        gate = self.make_gate(prompt, rules)
+        return params if gate is None else replace(params, reasoning=gate)
+
+    def make_gate(self, prompt: array[int], rules: ReasoningRules) -> ReasoningGate | None:
+        """The gate of an answer to this prompt; None: it has no reasoning in front."""
+        if self._header:
+            # A grammar with calls has the messages of the reasoning in itself.
+            return None if rules.has_tools or rules.continues_prompt else self._channel_gate()
+        if not self._ends:
+            return None
+        end = end_of_prompt(prompt, continues_prompt=rules.continues_prompt)
+        phase, is_within_line = self._format.reasoning_start(self._tokenizer, end)
+        if phase is ReasoningPhase.CONTENT:
+            return None
+        return ReasoningGate(
+            start=phase,
+            is_within_line=is_within_line,
+            begins=self._begins,
+            ends=self._ends,
+            call_ids=self._call_ids,
+            is_ended_by_calls=rules.has_tools,
+            budget=rules.budget,
+            forced_end=() if rules.budget is None else self._forced_end,
+        )
+
+    def _channel_gate(self) -> ReasoningGate:
+        """All messages in front of that with the content count as reasoning."""
+        ends = (ReasoningMarker(self._header),)
+        return ReasoningGate(start=ReasoningPhase.INSIDE, ends=ends)
+
+    def _markers(self, role: str) -> Iterator[ReasoningMarker]:
+        for marker in self._format.markers:
+            if marker.role != role:
+                continue
+            if marker.token_id is None:
+                yield ReasoningMarker(self._encode(marker.text), marker.text)
+            elif marker.token_id < self._vocab_size:
+                yield ReasoningMarker((marker.token_id,))
+
+    def _encode(self, text: str | None) -> tuple[int, ...]:
+        """Tokens of a text; none where the model lacks one of them."""
+        if text is None:
+            return ()
+        ids: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return tuple(ids) if max(ids, default=0) < self._vocab_size else ()
