@@ -17,6 +17,22 @@ import aiohttp
 REQUEST_TIMEOUT_SECS = 120
 CONCURRENT = 8
 QUESTION = [{"role": "user", "content": "What is Baton?"}]
+WEATHER_QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
+CITY_SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city",
+        "parameters": CITY_SCHEMA,
+    },
+}
+"""The demo model is taught this one (tools/demo_model/weather.py)."""
 
 
 class SmokeFailure(Exception):
@@ -157,6 +173,57 @@ async def _check_logprobs(client: SmokeClient) -> str:
     return f"first token {content[0]['logprob']:.3f}"
 
 
+async def _check_tool_call(client: SmokeClient) -> str:
+    """A model may answer without a call, and without reasoning; what it calls must be a call."""
+    message = await _ask_weather(client)
+    calls = message.get("tool_calls") or []
+    if not calls:
+        return f"no call: {_shorten_text(message['content'] or '')}"
+    function = calls[0]["function"]
+    expect_that(
+        function["name"] == "get_weather", f"{function['name']!r} is called, which was not offered"
+    )
+    arguments = json.loads(function["arguments"])
+    expect_that(isinstance(arguments, dict), f"the arguments are {function['arguments']!r}")
+    return _shorten_text(f"get_weather({function['arguments']})")
+
+
+async def _check_reasoning(client: SmokeClient) -> str:
+    message = await _ask_weather(client)
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    content = message["content"] or ""
+    expect_that("<think>" not in content, f"the reasoning is part of the content: {content!r}")
+    return _shorten_text(reasoning) or "none"
+
+
+async def _ask_weather(client: SmokeClient) -> dict[str, Any]:
+    body = {"messages": WEATHER_QUESTION, "tools": [WEATHER_TOOL], "max_tokens": 96}
+    answer = await client.post("/v1/chat/completions", body)
+    message: dict[str, Any] = answer["choices"][0]["message"]
+    return message
+
+
+async def _check_json(client: SmokeClient) -> str:
+    schema = {"name": "place", "strict": True, "schema": CITY_SCHEMA}
+    body = {
+        "messages": WEATHER_QUESTION,
+        "max_tokens": 64,
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }
+    choice = (await client.post("/v1/chat/completions", body))["choices"][0]
+    content = choice["message"]["content"] or ""
+    expect_that(
+        choice["finish_reason"] == "stop",
+        f"finish_reason is {choice['finish_reason']!r}: {content}",
+    )
+    answer = json.loads(content)
+    expect_that(
+        set(answer) == {"city"} and isinstance(answer["city"], str),
+        f"the answer does not have the schema's form: {content}",
+    )
+    return _shorten_text(content)
+
+
 async def _bad_request(client: SmokeClient) -> str:
     answer = await client.post(
         "/v1/chat/completions", {"messages": QUESTION, "max_tokens": -1}, status=400
@@ -183,6 +250,9 @@ CHECKS: tuple[tuple[str, Callable[[SmokeClient], Awaitable[str]]], ...] = (
     ("stream = whole", _stream_equals_whole),
     (f"{CONCURRENT} at once", _check_concurrent),
     ("logprobs", _check_logprobs),
+    ("tool call", _check_tool_call),
+    ("reasoning", _check_reasoning),
+    ("JSON", _check_json),
     ("bad request", _bad_request),
     ("unknown model", _unknown_model),
 )
