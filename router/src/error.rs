@@ -8,6 +8,8 @@
 use axum::response::{IntoResponse, Response};
 use baton_text::dialect::body::BodyError;
 use baton_text::dialect::prompt_limit::OversizedBody;
+use baton_text::dialect::translate::responses::NO_STORED_RESPONSES;
+use baton_text::refusal::TextRefusal;
 use bytes::Bytes;
 use http::{HeaderValue, StatusCode, header};
 use router_core::Role;
@@ -178,6 +180,11 @@ pub enum RouteError {
     ModelNotFound { model: String, role: Role },
     #[error(transparent)]
     Oversized(#[from] OversizedBody),
+    /// A request that cannot be translated to one that its worker takes.
+    #[error(transparent)]
+    Untranslatable(#[from] TextRefusal),
+    #[error("{}", NO_STORED_RESPONSES)]
+    NoStoredResponses,
     #[error("{detail}")]
     Unasked { detail: String },
     #[error("internal error: {detail}; please report it")]
@@ -197,6 +204,8 @@ impl RouteError {
     fn code_and_status(&self) -> (&'static str, u16) {
         use RouteError::*;
         match self {
+            Untranslatable(refusal) => (refusal.code.into_str(), refusal.code.status()),
+            NoStoredResponses => ("unsupported_parameter", 400),
             InvalidJson { .. } | BodyBroken { .. } => ("invalid_json", 400),
             InvalidValue { .. } => ("invalid_value", 400),
             MissingField { .. } => ("missing_field", 400),
@@ -261,8 +270,11 @@ impl RouteError {
     }
 
     /// Member or query parameter that the error is about.
-    pub fn param(&self) -> Option<&'static str> {
+    pub fn param(&self) -> Option<&str> {
         match self {
+            RouteError::Untranslatable(refusal) => {
+                Some(refusal.param.as_str()).filter(|param| !param.is_empty())
+            }
             RouteError::InvalidValue { param, .. } | RouteError::MissingField { param, .. } => {
                 Some(param)
             }

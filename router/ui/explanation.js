@@ -9,6 +9,7 @@ const REASONS = {
   random: "drawn at random", round_robin: "next in turn", lower_of_two: "less loaded of two",
   prefix_hit: "longest cached prefix", smallest_tree: "no prefix, smallest tree", least_loaded: "least loaded",
   best_holder: "lowest cost, longest prefix", cheaper: "lowest cost, shorter prefix", no_prefix: "lowest cost",
+  session: "same session",
   sampled: "cheaper of two drawn", sticky: "same routing key", new_key: "new routing key", no_key: "no routing key",
   only: "only candidate",
 };
@@ -18,6 +19,7 @@ const TERMS = {
   cost_ms: ["Predicted cost", milliseconds], backlog_ms: ["Backlog", milliseconds], prefill_ms: ["Prefill", milliseconds],
   decode_ms: ["Decode", milliseconds], partner_ms: ["Partner's share", milliseconds],
   crossing_ms: ["Crossing domains", milliseconds], cached_tokens: ["Cached tokens", count],
+  session_tokens: ["Expected of the session", count], session_ms: ["Saved by the session", milliseconds],
   uncached_tokens: ["Uncached tokens", count], matched_chars: ["Matched characters", count],
   tree_chars: ["Tree characters", count], keys: ["Routing keys", count], held_blocks: ["Cached blocks", count],
   index_blocks: ["Indexed blocks", count], recent_ms: ["Recent work", milliseconds], load: ["Running requests", count],

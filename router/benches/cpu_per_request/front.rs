@@ -1,5 +1,5 @@
 //! Fronts measured: our router as it is installed, our native program, a peer's router (the wheels
-//! that tests/peers/setup.sh installs), or nginx.
+//! that tests/clients/setup.sh installs), or nginx.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -70,7 +70,7 @@ impl Kind {
             Kind::SglangRouter | Kind::Smg => {
                 let python = self.python();
                 (!python.exists()).then(|| {
-                    format!("{} is not installed; run tests/peers/setup.sh, or leave {} out of --fronts", python.display(), self.name())
+                    format!("{} is not installed; run tests/clients/setup.sh, or leave {} out of --fronts", python.display(), self.name())
                 })
             }
         }

@@ -117,6 +117,7 @@ impl Setting {
             text,
             prompt: blocks.prompt_view(),
             routing_key: None,
+            session_key: None,
             now_ms: self.tickets,
         }
     }

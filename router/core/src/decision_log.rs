@@ -98,6 +98,9 @@ pub struct DecisionInput {
     /// Disguised.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
+    /// Disguised; absent in logs of versions that knew no sessions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session: Option<String>,
     /// Sides of the decision: one, or prefill and decode.
     pub sides: Vec<DecisionSide>,
     /// Fingerprints of the candidates of both sides, where not all can be paired.
@@ -219,6 +222,7 @@ impl DecisionInput {
             text,
             prompt,
             routing_key,
+            session_key,
             now_ms,
         } = routing.request;
         let sides = sides.iter().map(|(ready, ticket)| DecisionSide {
@@ -232,10 +236,8 @@ impl DecisionInput {
             streams: routing.streams,
             prompt: prompt.with_hashes(HexHashes(prompt.hashes.to_vec())),
             text: reads_text.then(|| pseudonymize(text, secret)),
-            key: routing_key.map(|key| match key {
-                "" => String::new(), // counts as none
-                key => format!("{:016x}", chain_hashes(key, secret).last().unwrap_or(0)),
-            }),
+            key: routing_key.map(|key| disguise_key(key, secret)),
+            session: session_key.map(|key| disguise_key(key, secret)),
             sides: sides.collect(),
             fingerprints: None,
             excluded_pairs: Vec::new(),
@@ -282,6 +284,12 @@ fn chain_hashes(text: &str, secret: u64) -> impl Iterator<Item = u64> {
         *state = mix_hash(*state, u64::from(c));
         Some(*state)
     })
+}
+
+/// A number that is equal for equal keys; the empty key, which counts as none, stays empty.
+fn disguise_key(key: &str, secret: u64) -> String {
+    let last_hash = chain_hashes(key, secret).last();
+    last_hash.map_or_else(String::new, |hash| format!("{hash:016x}"))
 }
 
 /// A text of as many characters, equal to another's as far as the originals are equal: one of 2^20

@@ -62,6 +62,9 @@ pub struct CostBasis {
     /// Margin by which a worker without the longest prefix had to be cheaper, if it came to that
     /// [ms].
     pub hysteresis_ms: Option<f64>,
+    /// Share of the session's last prompt that is expected at its worker; `None`: the request has no
+    /// session key, or a new one.
+    pub session_share: Option<f64>,
 }
 
 /// Price of a millisecond of computing again, with its factors.
@@ -113,6 +116,11 @@ pub struct CostTerms {
     pub cost_ms: f64,
     pub held_blocks: usize,
     pub cached_tokens: f64,
+    /// Tokens expected there beside the cached ones, because the request's session used it last.
+    pub session_tokens: f64,
+    /// Prefill time that these save; `prefill_ms` is without it.
+    pub session_ms: f64,
+    /// The rest of the prompt.
     pub uncached_tokens: f64,
     pub backlog_ms: f64,
     pub prefill_ms: f64,

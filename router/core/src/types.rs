@@ -94,6 +94,9 @@ pub struct RequestView<'a> {
     pub prompt: PromptView<'a>,
     /// The client's own affinity key (header), if it sent one.
     pub routing_key: Option<&'a str>,
+    /// Name of the conversation, agent or user that the request belongs to, if it has one: a hint
+    /// for `cost`, which may go another way.
+    pub session_key: Option<&'a str>,
     pub now_ms: u64,
 }
 
@@ -161,6 +164,9 @@ pub enum SelectionReason {
     Cheaper(PrefillForecast),
     /// Least predicted cost; no worker holds any of it.
     NoPrefix(PrefillForecast),
+    /// Least predicted cost; no worker is known to hold any of it, and the session used this one
+    /// last.
+    Session(PrefillForecast),
     /// Reports are stale: the cheaper of two drawn from the four cheapest.
     Sampled(PrefillForecast),
     /// The worker this routing key was given before.
@@ -180,6 +186,7 @@ impl SelectionReason {
             SelectionReason::BestHolder(forecast)
             | SelectionReason::Cheaper(forecast)
             | SelectionReason::NoPrefix(forecast)
+            | SelectionReason::Session(forecast)
             | SelectionReason::Sampled(forecast) => Some(forecast),
             _ => None,
         }

@@ -20,6 +20,7 @@ use tokio::time::Instant;
 
 use crate::clock::{ms_since, now_ms};
 use crate::dispatch::app::AppState;
+use crate::dispatch::chat_form::{ChatForm, RequestForm};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::request::admission::QueuePlace;
@@ -55,7 +56,10 @@ pub struct RequestContext {
     pub head: RequestHead,
     pub body: Bytes,
     pub scan: Arc<BodyIndex>,
+    /// The request as a chat request, once a worker needs it so.
+    pub chat_form: Option<Arc<ChatForm>>,
     pub routing_key: Option<String>,
+    pub session_key: Option<String>,
     pub prompt: KnownPrompt,
     /// True if a policy reads the prompt's text.
     pub needs_text: bool,
@@ -91,6 +95,12 @@ pub struct ResumePoint {
     pub resume: String,
 }
 
+/// A body for one leg.
+pub struct LegBody {
+    pub segments: BodySegments,
+    pub form: RequestForm,
+}
+
 impl RequestContext {
     pub fn wanted(&self) -> SelectionRequest<'_> {
         SelectionRequest {
@@ -101,6 +111,7 @@ impl RequestContext {
             },
             blocks: self.prompt.blocks.clone(),
             routing_key: self.routing_key.as_deref(),
+            session_key: self.session_key.as_deref(),
             model: self.scan.model.as_deref(),
             streams: self.scan.stream,
             counts: self.scan.batch.is_none(),
@@ -110,10 +121,56 @@ impl RequestContext {
         }
     }
 
-    /// The body for a worker: the client's without its own members of the groups in `replaced`,
-    /// with `ids` and `fields`.
+    /// Form of the request for workers, of which one needs a chat request, or none. Refuses a request
+    /// that cannot be a chat request.
+    pub async fn choose_form(
+        &mut self,
+        app: &AppState,
+        needs_chat: bool,
+    ) -> Result<RequestForm, RouteError> {
+        if !needs_chat {
+            return Ok(RequestForm::Own);
+        }
+        if let Some(form) = &self.chat_form {
+            return Ok(RequestForm::Chat(form.clone()));
+        }
+        let dialect = self.scan.dialect;
+        let streams = self.scan.stream;
+        let body = self.body.clone();
+        let translating = move || ChatForm::new(dialect, &body, streams);
+        let translated = app.body_threads.run(self.body.len(), translating).await?;
+        let form = Arc::new(translated?);
+        self.chat_form = Some(form.clone());
+        app.metrics
+            .translated
+            .with_label_values(&[dialect.path()])
+            .inc();
+        Ok(RequestForm::Chat(form))
+    }
+
+    /// The body for a worker: the request in this form, without the client's members of the groups
+    /// in `replaced`, with `ids` and `fields`.
     pub fn body_for(
         &self,
+        form: &RequestForm,
+        replaced: &[ManagedField],
+        ids: Option<&Bytes>,
+        fields: &str,
+    ) -> LegBody {
+        let (scan, body) = match form {
+            RequestForm::Own => (&*self.scan, &self.body),
+            RequestForm::Chat(chat) => (&chat.scan, &chat.body),
+        };
+        LegBody {
+            segments: self.spliced(scan, body, replaced, ids, fields),
+            form: form.clone(),
+        }
+    }
+
+    fn spliced(
+        &self,
+        scan: &BodyIndex,
+        body: &Bytes,
         replaced: &[ManagedField],
         ids: Option<&Bytes>,
         fields: &str,
@@ -121,11 +178,9 @@ impl RequestContext {
         if self.body_overrides.is_empty() {
             let is_unchanged = replaced.is_empty() && ids.is_none() && fields.is_empty();
             return if is_unchanged {
-                BodySegments::from(self.body.clone())
+                BodySegments::from(body.clone())
             } else {
-                self.scan
-                    .splice(&self.body, replaced, ids, fields)
-                    .collect()
+                scan.splice(body, replaced, ids, fields).collect()
             };
         }
         let replaced = [replaced, &[ManagedField::Deadlines, ManagedField::Resume]].concat();
@@ -134,9 +189,7 @@ impl RequestContext {
         } else {
             format!("{fields},{}", self.body_overrides)
         };
-        self.scan
-            .splice(&self.body, &replaced, ids, &members)
-            .collect()
+        scan.splice(body, &replaced, ids, &members).collect()
     }
 
     /// True if another worker could resume the answer that `candidate` gives.
@@ -147,6 +200,7 @@ impl RequestContext {
             && scan.stream
             && scan.batch.is_none()
             && !scan.wants_input_logprobs
+            && scan.prompt_logprobs.is_none()
             && !scan.has(ManagedField::Resume)
             && candidate.description.has_feature(resume::FEATURE)
     }

@@ -6,10 +6,11 @@ use router_core::Role;
 
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::UpstreamAttempt;
-use crate::dispatch::context::RequestContext;
+use crate::dispatch::attempt::answer_translation::AnswerTranslation;
+use crate::dispatch::chat_form::{RequestForm, to_chat_head};
+use crate::dispatch::context::{LegBody, RequestContext};
 use crate::observability::otlp::TRACEPARENT;
 use crate::response::failover;
-use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::{Candidate, LoadGuard};
 
 /// The prompt's token ids as a member of the body, if this worker would compute the same ids.
@@ -35,7 +36,7 @@ pub fn build_leg(
     app: &AppState,
     request: &RequestContext,
     chosen: LoadGuard,
-    body: BodySegments,
+    body: LegBody,
 ) -> UpstreamAttempt {
     let mut head = request.head.clone();
     if let Some(traceparent) = chosen.timeline.traceparent() {
@@ -46,6 +47,12 @@ pub fn build_leg(
     if !is_prefill {
         observe_overhead(app, request);
     }
+    let mut translation = None;
+    if let RequestForm::Chat(form) = &body.form {
+        to_chat_head(&mut head);
+        // The client does not see the answer of a prefill worker.
+        translation = (!is_prefill).then(|| Box::new(AnswerTranslation::new(request, form)));
+    }
     let has_token_ids = !is_prefill && request.is_resumable(app, candidate);
     if has_token_ids {
         head.more
@@ -54,9 +61,10 @@ pub fn build_leg(
     UpstreamAttempt {
         guard: chosen,
         head,
-        body,
+        body: body.segments,
         limit: app.config.request_timeout(),
         has_token_ids,
+        translation,
     }
 }
 

@@ -18,6 +18,8 @@ pub(crate) mod app;
 pub(crate) mod attempt;
 /// Outcomes of attempts.
 mod attempt_result;
+/// Requests of other APIs as chat requests.
+mod chat_form;
 /// A generation request and its attempts.
 pub(crate) mod context;
 /// Attempt at a pair of prefill and decode worker.

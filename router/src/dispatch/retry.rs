@@ -19,6 +19,7 @@ use crate::clock::now_ms;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::AttemptError;
 use crate::dispatch::attempt_result::{AttemptFailure, AttemptResult};
+use crate::dispatch::chat_form::needs_chat;
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::disaggregated::{self, PendingPrefill, vllm};
 use crate::dispatch::leg_setup::{build_leg, forwarded_ids};
@@ -110,14 +111,16 @@ async fn attempt_single(app: &Arc<AppState>, request: &mut RequestContext) -> At
     )?;
     let candidate = &chosen.candidate;
     request.record.worker = Some((candidate.name.clone(), chosen.why));
+    let needs_chat = needs_chat(request.scan.dialect, &candidate.description);
+    let form = request.choose_form(app, needs_chat).await?;
     let input_ids = forwarded_ids(app, request, candidate);
     let is_vllm = candidate.description.is_vllm();
     let body = match candidate.rank {
         Some(rank) if !is_vllm => {
             let fields = format!("\"data_parallel_rank\":{rank},\"routed_dp_rank\":{rank}");
-            request.body_for(&[ManagedField::Rank], input_ids, &fields)
+            request.body_for(&form, &[ManagedField::Rank], input_ids, &fields)
         }
-        _ => request.body_for(&[], input_ids, ""),
+        _ => request.body_for(&form, &[], input_ids, ""),
     };
     let leg = if is_vllm {
         vllm::build_ranked_leg(app, request, chosen, body)

@@ -159,6 +159,8 @@ router_metrics! {
         "Memory of that cache";
     pub ids_forwarded: IntCounterVec = "baton_router_input_ids_forwarded_total" ["role"]
         "Requests sent with their token ids (--forward-input-ids)";
+    pub translated: IntCounterVec = "baton_router_translated_requests_total" ["route"]
+        "Requests of /v1/responses and /v1/messages sent as chat requests to workers that lack the path";
     pub token_counts: IntCounterVec = "baton_router_token_counts_total" ["role", "result"]
         "Prompts counted in tokens here and by the worker; result is equal or different";
     pub decisions: IntCounterVec = "baton_router_policy_decisions_total" ["role", "policy", "why"]
@@ -196,7 +198,9 @@ router_metrics! {
     pub releases: IntCounterVec = "baton_router_prefill_releases_total" ["result"]
         "Prompts, computed or being computed, that no decode worker will fetch, whose prefill worker was to free their pages; result is sent, failed or skipped (too many at once)";
     pub local_prefills: IntCounterVec = "baton_router_local_prefills_total" ["why"]
-        "Prompts that a decode worker was given to prefill itself: no_prefill, short, prefix_here or batch (docs/routing.md)";
+        "Prompts that a decode worker was given to prefill itself: no_prefill, short, prefix_here, prompt_logprobs or batch (docs/routing.md)";
+    pub local_answers: IntCounter = "baton_router_local_answers_total" []
+        "Requests that a prefill worker answered itself: logprobs of their prompts with at most one token";
     pub upstream_errors: IntCounterVec = "baton_router_upstream_errors_total" ["role", "reason"]
         "Failures of workers, by reason";
     pub leg_aborts: IntCounterVec = "baton_router_leg_aborts_total" ["role", "reason"]
@@ -248,9 +252,9 @@ router_metrics! {
     pub tree_bytes: GaugeVec = "baton_router_tree_bytes" ["role"]
         "Estimated memory of the prefix index (cost, cache_aware)";
     pub tree_evicted: GaugeVec = "baton_router_tree_evicted" ["role"]
-        "Characters (cache_aware), blocks (cost) or keys (manual) dropped for a limit since the start";
+        "Characters (cache_aware), blocks and sessions (cost) or keys (manual) dropped for a limit since the start";
     pub routing_keys: GaugeVec = "baton_router_routing_keys" ["role"]
-        "Routing keys remembered (manual)";
+        "Routing keys (manual) or sessions (cost) remembered";
     pub certificate_expiry: GaugeVec = "baton_router_certificate_expiry_timestamp_seconds" ["certificate"]
         "Unix time at which the chain that the router uses ends to be valid; certificate is server (--tls-cert-path) or client (--client-cert-path)";
     pub certificate_reloads: IntCounterVec = "baton_router_certificate_reloads_total" ["result"]

@@ -6,7 +6,8 @@ use axum::extract::{FromRequestParts, Path, Request, State};
 use axum::response::{IntoResponse, Response};
 use baton_text::dialect::Dialect;
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, Method, StatusCode, header};
+use http::uri::PathAndQuery;
+use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, header};
 use rand::Rng;
 use rand::distr::Alphanumeric;
 use serde_json::Value;
@@ -26,6 +27,27 @@ pub fn answer(status: StatusCode, body: &Value) -> Response {
         body.to_string(),
     )
         .into_response()
+}
+
+/// Remove one slash at the end of a path, as the APIs that clients know accept it. `/ui/` is a path
+/// of its own.
+pub fn trim_trailing_slash(uri: &mut Uri) {
+    let path = uri.path();
+    if path == "/ui/" {
+        return;
+    }
+    let Some(trimmed) = path.strip_suffix('/').filter(|trimmed| !trimmed.is_empty()) else {
+        return;
+    };
+    let target = match uri.query() {
+        Some(query) => format!("{trimmed}?{query}"),
+        None => trimmed.to_owned(),
+    };
+    let mut parts = uri.clone().into_parts();
+    parts.path_and_query = PathAndQuery::try_from(target).ok();
+    if let Ok(trimmed) = Uri::from_parts(parts) {
+        *uri = trimmed;
+    }
 }
 
 pub fn is_generation(request: &Request) -> bool {

@@ -43,6 +43,7 @@ use crate::observability::metrics::RouterMetrics;
 use crate::request::admission::GaugeGuard;
 use crate::server::head_errors::{HeadErrors, MAX_HEADERS};
 use crate::server::header_timeout::HeaderReadTimeout;
+use crate::server::http_util::trim_trailing_slash;
 use crate::transport::socket::tune_client;
 use crate::transport::tls::HTTP_2;
 use crate::transport::tls_reload::ClientTls;
@@ -256,6 +257,7 @@ where
     let routes = TowerToHyperService::new(terms.routes.clone());
     let service = service_fn(move |mut request: Request<Incoming>| {
         request.extensions_mut().insert(client);
+        trim_trailing_slash(request.uri_mut());
         routes.call(request)
     });
     let metrics = terms.metrics.clone();
@@ -296,6 +298,7 @@ async fn serve_h2<S>(
     let routes = TowerToHyperService::new(terms.routes.clone());
     let service = service_fn(|mut request: Request<Incoming>| {
         request.extensions_mut().insert(client);
+        trim_trailing_slash(request.uri_mut());
         let stream = streams.open();
         let answering = routes.call(request);
         async move { Ok::<_, Infallible>(answering.await?.map(|body| stream.watch(body))) }

@@ -1,7 +1,8 @@
 //! Health task of each worker, from its registration on: probes it and reads its description.
 //!
 //! 1. starting: probe after 0.1 s, then with growing pauses up to --worker-startup-check-interval;
-//! 2. good probe: GET /get_server_info (older and newer name tried), check the role, `Ready`;
+//! 2. good probe: GET /get_server_info (older and newer name tried), of workers of other makes also
+//!    which APIs they lack; check the role, `Ready`;
 //! 3. ready: probe every --health-check-interval-secs, and at once when a request met a refused or
 //!    broken connection. Refused: `Unhealthy` now, since nothing listens there; other failures
 //!    count up to --health-failure-threshold; a request without an answer for
@@ -22,7 +23,9 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use baton_text::dialect::Dialect;
 use baton_text::dialect::sse::error_code;
+use baton_text::dialect::translate::chat_translation::is_translatable;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
 use router_core::{DescribedProcess, DescriptionTrust, HealthCounter, ProcessSign, Role};
 use serde::Deserialize;
@@ -430,9 +433,50 @@ async fn get_in_time(
     })
 }
 
-/// Ask the worker about itself; both names of the path are tried. `Ok(None)`: it tells nothing.
-/// `Err`: it may tell more when it is asked again.
+/// Ask the worker about itself. `Ok(None)`: it tells nothing. `Err`: it may tell more when it is
+/// asked again.
 async fn describe(
+    fleet: &WorkerFleet,
+    worker: &Worker,
+) -> Result<Option<WorkerDescription>, GetError> {
+    let described = read_description(fleet, worker).await?;
+    if described.as_ref().is_some_and(WorkerDescription::is_baton) {
+        return Ok(described);
+    }
+    let missing_apis = missing_apis(fleet, worker).await;
+    if missing_apis.is_empty() {
+        return Ok(described);
+    }
+    Ok(Some(WorkerDescription {
+        missing_apis,
+        ..described.unwrap_or_default()
+    }))
+}
+
+/// APIs for which the router has a translation and the worker no path: GET on a path that takes POST
+/// alone is answered 405, on a path that is not there 404. A worker that gives no answer keeps what
+/// is known of it.
+async fn missing_apis(fleet: &WorkerFleet, worker: &Worker) -> Vec<Dialect> {
+    let known = worker.description();
+    let mut missing = Vec::new();
+    for dialect in Dialect::ALL {
+        if !is_translatable(dialect) {
+            continue;
+        }
+        let is_missing = match get_in_time(fleet, worker, dialect.path()).await {
+            Err(GetError::Status { status, .. }) => status == 404,
+            Ok(_) => false,
+            Err(_) => known.lacks_api(dialect),
+        };
+        if is_missing {
+            missing.push(dialect);
+        }
+    }
+    missing
+}
+
+/// Read the worker's own description; both names of the path are tried.
+async fn read_description(
     fleet: &WorkerFleet,
     worker: &Worker,
 ) -> Result<Option<WorkerDescription>, GetError> {
@@ -453,8 +497,10 @@ async fn describe(
             }
         }
     }
-    // vLLM has no server info, but reports its version here; SGLang and Baton have no such path.
+    // vLLM has no server info, but reports its version here; SGLang has no such path. An engine of
+    // Baton says that it is one: its server info may need another key.
     let answer = ask(fleet, worker, "/version").await;
+    let answer = answer.filter(|answer| answer["engine"] != "baton");
     let version = answer.and_then(|answer| Some(answer["version"].as_str()?.to_owned()));
     let Some(version) = version else {
         return failure.map_or(Ok(None), Err);

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use baton_text::dialect::Dialect;
 use baton_text::dialect::prompt_limit::PromptLimit;
 use parking_lot::Mutex;
 use router_core::{
@@ -132,6 +133,9 @@ pub struct WorkerDescription {
     pub fingerprint: BTreeMap<String, String>,
     /// Features that a router may rely on; only ours report them (docs/protocol.md §2).
     pub baton_features: Vec<String>,
+    /// APIs whose paths it does not have. Probed (health.rs), not reported.
+    #[serde(skip)]
+    pub missing_apis: Vec<Dialect>,
 }
 
 impl WorkerDescription {
@@ -177,6 +181,11 @@ impl WorkerDescription {
 
     pub fn is_vllm(&self) -> bool {
         self.engine.as_deref() == Some("vllm")
+    }
+
+    /// True if it does not have the path of this API.
+    pub fn lacks_api(&self, dialect: Dialect) -> bool {
+        self.missing_apis.contains(&dialect)
     }
 
     /// True if it can do something of docs/protocol.md §2.

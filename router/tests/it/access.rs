@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use http::Method;
+use serde_json::Value;
 
 use crate::support::{Client, Mock, Router, chat, eventually, timed};
 
@@ -11,6 +12,11 @@ const ROUTES: &[(&str, &str, &str, u16)] = &[
     ("POST", "/v1/chat/completions", "client", 200),
     ("POST", "/v1/completions", "client", 200),
     ("POST", "/v1/responses", "client", 200),
+    ("GET", "/v1/responses/{id}", "client", 400),
+    ("DELETE", "/v1/responses/{id}", "client", 400),
+    ("GET", "/v1/responses/{id}/input_items", "client", 400),
+    ("POST", "/v1/responses/{id}/cancel", "client", 400),
+    ("POST", "/v1/responses/compact", "client", 400),
     ("POST", "/v1/messages", "client", 200),
     ("POST", "/v1/messages/count_tokens", "client", 200),
     ("POST", "/generate", "client", 200),
@@ -39,6 +45,8 @@ const ROUTES: &[(&str, &str, &str, u16)] = &[
     ("GET", "/server_info", "client", 200),
     ("GET", "/", "open", 200),
     ("GET", "/version", "open", 200),
+    ("GET", "/openapi.json", "open", 200),
+    ("GET", "/docs", "open", 200),
     ("GET", "/health", "open", 200),
     ("GET", "/ping", "open", 200),
     ("GET", "/livez", "open", 200),
@@ -88,6 +96,7 @@ async fn status(router: &Router, method: &str, path: &str, key: &str, explain: &
         .replace("{file}", "app.js")
         .replace("{*rest}", "unheard/of");
     let method = Method::from_bytes(method.as_bytes()).unwrap();
+    let is_head = method == Method::HEAD;
     let key = format!("Bearer {key}");
     let headers = [
         ("authorization", key.as_str()),
@@ -103,7 +112,7 @@ async fn status(router: &Router, method: &str, path: &str, key: &str, explain: &
         return 200; // it does not end
     }
     let reply = answering.read().await;
-    if reply.status >= 400 {
+    if reply.status >= 400 && !is_head {
         assert!(reply.json()["error"]["code"].is_string(), "{path}");
     }
     reply.status
@@ -124,6 +133,58 @@ fn every_route_has_a_row() {
     let rows: BTreeSet<_> = ROUTES.iter().map(|row| (row.1, row.2)).collect();
     let routes: BTreeSet<_> = baton_router::route_access().into_iter().collect();
     assert_eq!(rows, routes);
+}
+
+#[test]
+fn every_route_is_described() {
+    let text = include_str!("../../src/server/api/openapi/openapi.json");
+    let document: Value = serde_json::from_str(text).unwrap();
+    let mut described = BTreeSet::new();
+    for (path, methods) in document["paths"].as_object().unwrap() {
+        for method in methods.as_object().unwrap().keys() {
+            described.insert((method.to_uppercase(), path.clone()));
+        }
+    }
+    // The last row stands for all other paths of a request, which are errors.
+    let rows = ROUTES.iter().filter(|row| !row.1.contains("{*"));
+    let routes: BTreeSet<_> = rows
+        .map(|row| (row.0.to_owned(), row.1.to_owned()))
+        .collect();
+    assert_eq!(described, routes);
+}
+
+#[tokio::test]
+async fn head_and_one_trailing_slash_are_accepted() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let router = ready_router(&mock, &[]).await;
+        // `/ui` leads to `/ui/`, and the last row takes any path.
+        let rows = ROUTES
+            .iter()
+            .filter(|row| !row.1.starts_with("/ui") && !row.1.contains("{*"));
+        for (method, path, _, wanted) in rows {
+            if *path != "/" {
+                let slashed = format!("{path}/");
+                let got = status(&router, method, &slashed, "", "0").await;
+                assert_eq!(got, *wanted, "{method} {slashed}");
+            }
+            if *method == "GET" {
+                let got = status(&router, "HEAD", path, "", "0").await;
+                assert_eq!(got, *wanted, "HEAD {path}");
+            }
+        }
+        assert!(
+            mock.seen()
+                .iter()
+                .all(|seen| !seen.path.ends_with('/') || seen.path == "/"),
+            "workers get the path without the slash"
+        );
+        assert_eq!(
+            status(&router, "POST", "/v1/completions//", "", "0").await,
+            404
+        );
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -177,6 +177,55 @@ async fn explained_request_is_served_and_its_timeline_reported() {
     .await;
 }
 
+/// Ways to name a session: a header or members of the body, with a key of its own each.
+const SESSIONS: [(&str, &str, &str); 8] = [
+    ("/v1/chat/completions", "x-smg-routing-key", ""),
+    ("/v1/messages", "x-claude-code-session-id", ""),
+    ("/v1/responses", "session-id", ""),
+    ("/v1/responses", "thread-id", ""),
+    ("/v1/chat/completions", "", r#""prompt_cache_key":"key""#),
+    ("/v1/completions", "", r#""prompt_cache_key":"key""#),
+    ("/v1/responses", "", r#""prompt_cache_key":"key""#),
+    ("/v1/messages", "", r#""metadata":{"user_id":"key"}"#),
+];
+
+#[tokio::test]
+async fn session_returns_to_its_worker_however_it_is_named() {
+    timed(async {
+        for (path, header, member) in SESSIONS {
+            let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
+            let router = Router::regular(&[&a, &b], &["--policy", "cost"]).await;
+            let ask = async |prompt: &str| {
+                let prompt = json!(prompt);
+                let mut body = format!(
+                    r#"{{"prompt":{prompt},"input":{prompt},"messages":[{{"role":"user","content":{prompt}}}]"#
+                );
+                if !member.is_empty() {
+                    body = format!("{body},{member}");
+                }
+                let explains = ("x-baton-explain", "1");
+                let named = [explains, (header, "key")];
+                let headers = if header.is_empty() { &named[..1] } else { &named[..] };
+                let reply = router
+                    .send(Method::POST, path, headers, &format!("{body}}}"))
+                    .await;
+                assert_eq!(reply.status, 200, "{path} {header} {member}");
+                let shown = reply.headers["x-baton-explain"].as_bytes();
+                let explained: Value = serde_json::from_slice(shown).unwrap();
+                explained["legs"][0].clone()
+            };
+            // Both prompts are shorter than a block: the index knows nothing of them.
+            let first = ask("one").await;
+            router.no_load().await;
+            let second = ask("two").await;
+            assert_eq!(first["decision"]["why"], "no_prefix", "{path} {header} {member}");
+            assert_eq!(second["decision"]["why"], "session", "{path} {header} {member}");
+            assert_eq!(second["worker"], first["worker"]);
+        }
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn failed_attempts_stay_in_the_timeline() {
     timed(async {

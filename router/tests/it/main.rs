@@ -5,12 +5,14 @@
 mod access;
 mod admin;
 mod compat;
+mod dialect_failover;
 mod discovery;
 mod docs;
 mod draining;
 mod explain;
 mod failover;
 mod faults;
+mod foreign_apis;
 mod hung;
 mod incarnations;
 mod limits;

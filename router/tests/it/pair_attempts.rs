@@ -163,6 +163,44 @@ async fn decode_workers_prefill_where_that_is_quicker_or_no_prefill_worker_can()
 }
 
 #[tokio::test]
+async fn logprobs_of_prompts_come_from_one_worker() {
+    timed(async {
+        let info = |feature: &str| json!({"engine": "baton", "baton_features": [feature]});
+        let p = Mock::start(&[]).await.with_info(info("local_answer"));
+        let d = Mock::start(&[]).await.with_info(info("local_prefill"));
+        let router = Router::pd(&[&p], &[&d], &["--disable-local-prefill"]).await;
+        let body = |limit| json!({"prompt": "a", "echo": true, "logprobs": 1, "max_tokens": limit});
+        for (limit, prefills, decodes) in [(0, 1, 0), (1, 2, 0), (2, 2, 1)] {
+            let mut sent = body(limit);
+            sent["bootstrap_room"] = 7.into();
+            assert_eq!(router.post("/v1/completions", &sent).await.status, 200);
+            assert_eq!((p.count(), d.count()), (prefills, decodes), "{limit}");
+            let worker = if limit < 2 { &p } else { &d };
+            assert_eq!(worker.seen().last().unwrap().body, body(limit));
+        }
+        assert!(router.metric("baton_router_local_answers_total").await >= 2.0);
+        let line = "baton_router_local_prefills_total{why=\"prompt_logprobs\"}";
+        assert!(router.metric(line).await >= 1.0);
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn workers_that_cannot_answer_alone_share_a_request_for_logprobs_of_its_prompt() {
+    timed(async {
+        let (p, d) = (Mock::start(&[]).await, Mock::start(&[]).await);
+        let router = Router::pd(&[&p], &[&d], &[]).await;
+        let body = json!({"text": "a", "return_logprob": true, "logprob_start_len": 0,
+            "sampling_params": {"max_new_tokens": 1}});
+        assert_eq!(router.post("/generate", &body).await.status, 200);
+        assert_eq!((p.count(), d.count()), (1, 1));
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn without_a_prefill_worker_others_are_not_asked_to_prefill() {
     timed(async {
         let baton = json!({"engine": "baton", "baton_features": ["local_prefill"]});

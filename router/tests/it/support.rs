@@ -16,6 +16,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use baton_router::{RouterConfig, RunningServer};
+use baton_text::dialect::Dialect;
 use bytes::Bytes;
 use http::{HeaderMap, Method, Request, Response, StatusCode};
 use http_body::{Body, Frame};
@@ -247,6 +248,14 @@ impl Mock {
             .insert(path, (status, body.to_string()));
     }
 
+    /// It does not have these paths.
+    pub fn lacks(self, apis: &[Dialect]) -> Mock {
+        for api in apis {
+            self.answers(api.path(), 404, json!({"detail": "Not Found"}));
+        }
+        self
+    }
+
     pub fn answers_text(&self, path: &'static str, text: String) {
         self.inner.answers.lock().insert(path, (200, text));
     }
@@ -445,6 +454,10 @@ async fn serve(
         *response.status_mut() = StatusCode::from_u16(*status).map_err(|_| reset())?;
         return Ok(response);
     }
+    // Generation paths take POST alone.
+    if parts.method == Method::GET && Dialect::of_path(&path).is_some() {
+        return Ok(error_response(405, "method_not_allowed"));
+    }
     if matches!(path.as_str(), "/drain" | "/undrain") {
         let key = parts.headers.get(http::header::AUTHORIZATION);
         let key = key.map(|key| String::from_utf8_lossy(key.as_bytes()).into_owned());
@@ -482,7 +495,8 @@ async fn serve(
     let counted = match &act {
         Some(Act::Count | Act::GatedCount | Act::CountTo(..)) => {
             let is_asked = parts.headers.contains_key("x-baton-emit-tokens");
-            counting::writes(&value, is_asked)
+            let api = Dialect::of_path(&path).expect("a generation path");
+            counting::writes(api, &value, is_asked)
         }
         _ => Vec::new(),
     };

@@ -63,6 +63,33 @@ async fn ids_go_only_to_workers_that_would_have_made_the_same() {
 }
 
 #[tokio::test]
+async fn requests_of_other_apis_go_with_the_ids_of_their_conversation() {
+    timed(async {
+        let worker = mock(ours()).await;
+        let flags = ["--tokenizer-path", &demo(), "--forward-input-ids"];
+        let router = Router::regular(&[&worker], &flags).await;
+        let hi = json!([{"role": "user", "content": "hi"}]);
+        for (path, body) in [
+            ("/v1/chat/completions", json!({"messages": hi})),
+            ("/v1/responses", json!({"input": hi})),
+            ("/v1/messages", json!({"messages": hi, "max_tokens": 4})),
+        ] {
+            assert_eq!(router.post(path, &body).await.status, 200);
+        }
+        let seen = worker.seen();
+        let ids: Vec<_> = seen.iter().map(|seen| &seen.body["input_ids"]).collect();
+        assert!(ids[0].is_array(), "{ids:?}");
+        assert_eq!((ids[1], ids[2]), (ids[0], ids[0]));
+        assert_eq!(seen[2].path, "/v1/messages");
+        assert_eq!(
+            seen[2].body["tokenizer_fingerprint"],
+            golden()["fingerprint"]
+        );
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn both_legs_get_them_with_and_without_ranks() {
     timed(async {
         let mut info = ours();

@@ -227,3 +227,49 @@ async fn engine_metrics_are_one_page() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn models_have_anthropics_form_for_its_clients() {
+    timed(async {
+        let card = json!({"id": "m", "object": "model", "created": 1, "owned_by": "x"});
+        let worker = Mock::start(&[]).await;
+        worker.answers("/v1/models", 200, json!({"object": "list", "data": [card]}));
+        let router = Router::regular(&[&worker], &[]).await;
+        let version = [("anthropic-version", "2023-06-01")];
+        let ask = async |path: &str| router.send(Method::GET, path, &version, "").await.json();
+        let list = ask("/v1/models").await;
+        let model = &list["data"][0];
+        assert_eq!(
+            (&model["type"], &model["id"]),
+            (&json!("model"), &json!("m"))
+        );
+        assert_eq!(
+            (&list["last_id"], &list["has_more"]),
+            (&json!("m"), &json!(false))
+        );
+        assert_eq!(ask("/v1/models/m").await, *model);
+        assert_eq!(router.get("/v1/models/m").await.json()["object"], "model");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn stored_responses_are_refused() {
+    timed(async {
+        let router = Router::start(&[]).await;
+        for (method, path) in [
+            (Method::GET, "/v1/responses/resp_1"),
+            (Method::DELETE, "/v1/responses/resp_1"),
+            (Method::POST, "/v1/responses/resp_1/cancel"),
+            (Method::GET, "/v1/responses/resp_1/input_items"),
+            (Method::POST, "/v1/responses/compact"),
+        ] {
+            let reply = router.send(method, path, &[], "").await;
+            assert_eq!(
+                (reply.status, reply.code().as_str()),
+                (400, "unsupported_parameter")
+            );
+        }
+    })
+    .await;
+}

@@ -237,6 +237,7 @@ impl Fleet<'_> {
             text: &arrival.text,
             prompt: arrival.blocks.prompt_view(),
             routing_key: None,
+            session_key: None,
             now_ms: now_ms as u64,
         };
         let host = 0;

@@ -16,6 +16,8 @@ pub struct LocalView {
     pub cached_tokens: u32,
     /// A prefill worker could be chosen.
     pub has_prefill: bool,
+    /// The answer has logprobs of its prompt, which one worker computes with the answer.
+    pub has_prompt_logprobs: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -34,11 +36,15 @@ pub enum LocalPrefillReason {
     NoPrefill,
     Short,
     PrefixHere,
+    PromptLogprobs,
 }
 
 impl LocalPrefillRule {
     /// `None`: let a prefill worker do it.
     pub fn decide(&self, view: &LocalView) -> Option<LocalPrefillReason> {
+        if view.has_prompt_logprobs {
+            return Some(LocalPrefillReason::PromptLogprobs);
+        }
         if !view.has_prefill {
             return self
                 .when_no_prefill
@@ -67,6 +73,11 @@ mod tests {
             prompt_tokens,
             cached_tokens,
             has_prefill,
+            has_prompt_logprobs: false,
+        };
+        let with_logprobs = LocalView {
+            has_prompt_logprobs: true,
+            ..view(100_000, 0, true)
         };
         for (rule, view, why) in [
             (
@@ -99,6 +110,11 @@ mod tests {
                 rule(0, true),
                 view(10, 10, false),
                 Some(LocalPrefillReason::NoPrefill),
+            ),
+            (
+                rule(0, false),
+                with_logprobs,
+                Some(LocalPrefillReason::PromptLogprobs),
             ),
         ] {
             assert_eq!(rule.decide(&view), why, "{rule:?} {view:?}");

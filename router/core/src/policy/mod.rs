@@ -124,7 +124,7 @@ pub struct PolicyStats {
     pub tokens_per_unit: f64,
     /// `cost`: prefill work sent recently, of what the workers can do (rho).
     pub utilization: f64,
-    /// `manual`: routing keys.
+    /// `manual`: routing keys. `cost`: sessions.
     pub keys: usize,
     /// Estimated memory of the index [bytes].
     pub index_bytes: usize,

@@ -148,15 +148,14 @@ impl DecisionReplay {
             text: input.text.as_deref().or(made_up.as_deref()).unwrap_or(""),
             prompt: input.prompt.with_hashes(&input.prompt.hashes.0),
             routing_key: input.key.as_deref(),
+            session_key: input.session.as_deref(),
             now_ms: input.now_ms,
         };
-        let seed = input.seed;
-        let streams = input.streams;
         let routing = RoutingRequest {
             request,
-            seed,
+            seed: input.seed,
             explains: true,
-            streams,
+            streams: input.streams,
         };
         let views: Vec<Vec<WorkerView>> =
             input.sides.iter().map(DecisionSide::worker_views).collect();
@@ -451,14 +450,15 @@ mod tests {
 
         fn send(&mut self, is_pair: bool, text: &str, seed: u64) {
             let blocks = blocks(text);
-            let request = RequestView {
-                text,
-                prompt: blocks.prompt_view(),
-                routing_key: text.get(..1),
-                now_ms: self.now_ms,
-            };
+            let key = text.get(..1);
             let routing = RoutingRequest {
-                request,
+                request: RequestView {
+                    text,
+                    prompt: blocks.prompt_view(),
+                    routing_key: key,
+                    session_key: key,
+                    now_ms: self.now_ms,
+                },
                 seed,
                 explains: seed.is_multiple_of(3),
                 streams: seed.is_multiple_of(2),

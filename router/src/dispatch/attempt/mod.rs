@@ -5,6 +5,9 @@
 //! (or too long to hold). Before that every failure can still be retried elsewhere without the
 //! client noticing.
 
+/// Answers in the API of the client.
+pub mod answer_translation;
+
 use std::time::Duration;
 
 use baton_text::dialect::sse::{
@@ -19,6 +22,7 @@ use router_core::{
 };
 use tokio::time::timeout;
 
+use self::answer_translation::AnswerTranslation;
 use crate::clock::now_ms;
 use crate::error::{RouteError, error_body};
 use crate::observability::engine_stages::{self, EngineStages};
@@ -41,6 +45,8 @@ pub struct UpstreamAttempt {
     pub limit: Duration,
     /// True if the worker's stream has comments with the tokens (failover.rs).
     pub has_token_ids: bool,
+    /// Set if the worker answers in another API than the client's.
+    pub translation: Option<Box<AnswerTranslation>>,
 }
 
 /// Answer of a worker so far.
@@ -66,6 +72,8 @@ pub struct UpstreamResponse {
     pub has_token_ids: bool,
     /// The engine's report of the stages up to its first token.
     pub stages: Option<EngineStages>,
+    /// Set if the events of the stream are still to be translated.
+    pub translation: Option<Box<AnswerTranslation>>,
 }
 
 /// Reply to the client if no other worker does better.
@@ -94,6 +102,18 @@ pub struct AttemptError {
     /// a room was in use, or another process refused than the one that was chosen.
     pub is_stale: bool,
     pub reply: ErrorReply,
+}
+
+/// The answer that is no stream, translated; or what is wrong with it.
+fn translate_whole(
+    translation: AnswerTranslation,
+    answer: &PartialAnswer,
+) -> Result<Bytes, String> {
+    if answer.remaining.is_some() {
+        return Err(format!("sent an answer longer than {MAX_HELD} bytes"));
+    }
+    let whole = translation.translate_whole(&answer.pieces);
+    whole.map_err(|unreadable| unreadable.to_string())
 }
 
 /// Reason of a decode worker that can never work with its prefill worker.
@@ -261,6 +281,18 @@ pub fn upstream_error(leg: &LoadGuard, problem: &str, detail: String) -> RouteEr
     }
 }
 
+/// Gives a worker's own words the form of the client's API.
+fn translate_reply(translation: &AnswerTranslation, reply: &mut ErrorReply) {
+    if let ErrorReply::Answer {
+        status,
+        headers,
+        body,
+    } = reply
+    {
+        *body = translation.translate_error(*status, headers, body);
+    }
+}
+
 /// Replacement of an error answer that is too long to be passed on: the class is its status's.
 fn error_too_long(status: StatusCode) -> Bytes {
     let message = format!("the worker's error answer is longer than {MAX_ERROR_BODY} bytes");
@@ -282,11 +314,22 @@ impl UpstreamAttempt {
     pub async fn open(mut self) -> Result<UpstreamResponse, AttemptError> {
         let mut opened = self.open_unless_hung().await;
         self.settle(&mut opened);
+        let mut translation = self.translation.take();
+        if let (Err(failure), Some(translation)) = (&mut opened, &translation) {
+            translate_reply(translation, &mut failure.reply);
+        }
         let mut answer = opened?;
         let stages = self.take_stages(&mut answer.headers);
         let is_sse = is_sse(&answer.headers);
         if is_sse {
             self.guard.first_token();
+        }
+        if let Some(translation) = &translation {
+            translation.add_headers(&mut answer.headers);
+        }
+        if !is_sse && let Some(translation) = translation.take() {
+            let translated = translate_whole(*translation, &answer);
+            answer.pieces = vec![translated.map_err(|problem| self.unreadable(&problem))?];
         }
         Ok(UpstreamResponse {
             guard: self.guard,
@@ -294,7 +337,17 @@ impl UpstreamAttempt {
             is_sse,
             has_token_ids: self.has_token_ids && is_sse,
             stages,
+            translation,
         })
+    }
+
+    /// Failure of an answer that has no translation.
+    fn unreadable(&self, problem: &str) -> AttemptError {
+        let err = upstream_error(&self.guard, problem, String::new());
+        let label = StatusLabel::from_status(err.status().as_u16());
+        let reason = AttemptReason::Status(label);
+        let reply = ErrorReply::Error(err);
+        AttemptError::new(&self.guard, reason, RetryClass::Refused, reply)
     }
 
     /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`.

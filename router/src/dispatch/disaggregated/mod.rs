@@ -13,7 +13,8 @@
 //!    them (page_release.rs).
 //!
 //! Or D computes the prompt itself (router-core's `local_prefill`): then it gets the client's body
-//! as it is.
+//! as it is. Answers with logprobs of their prompts come from one worker: from P alone where they have
+//! at most one token, else from D alone.
 
 /// Input logprobs of a pair's answer.
 mod input_logprobs;
@@ -25,7 +26,8 @@ pub(super) mod vllm;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_text::dialect::body::ManagedField;
+use baton_text::dialect::body::{ManagedField, PromptLogprobs};
+use baton_text::dialect::translate::chat_translation::is_translatable;
 use router_core::{AttemptReason, LocalPrefillReason, LocalView, ProtocolCode, Role};
 use tokio::time::timeout;
 
@@ -34,7 +36,8 @@ use crate::config::PdProtocol;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{AttemptError, ErrorReply, PAIR_INCOMPATIBLE, UpstreamResponse};
 use crate::dispatch::attempt_result::{AttemptFailure, AttemptResult};
-use crate::dispatch::context::RequestContext;
+use crate::dispatch::chat_form::{RequestForm, needs_chat};
+use crate::dispatch::context::{LegBody, RequestContext};
 use crate::dispatch::disaggregated::input_logprobs::merge_input_logprobs;
 use crate::dispatch::disaggregated::pair_fields::{
     BootstrapFields, LegFields, RankFields, to_json_members,
@@ -43,7 +46,6 @@ use crate::dispatch::leg_setup::{build_leg, forwarded_ids};
 use crate::dispatch::prefill_leg::{PrefillAttempt, RoomLease};
 use crate::error::RouteError;
 use crate::observability::fleet_feed::pair_traffic::PairId;
-use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::{Candidate, LoadGuard};
 use crate::workers::worker::Worker;
 
@@ -60,6 +62,14 @@ const DUPLICATE_ROOM: AttemptReason = AttemptReason::Code(ProtocolCode::Duplicat
 pub struct PendingPrefill {
     leg: PrefillAttempt,
     meeting: BootstrapParams,
+    form: RequestForm,
+}
+
+impl PendingPrefill {
+    /// Body for the decode worker.
+    fn decode_body(&self, app: &AppState, request: &RequestContext, decode: &Candidate) -> LegBody {
+        self.meeting.body(app, request, &self.form, decode)
+    }
 }
 
 /// As [`try_attempt`]. A room that is in use at a worker is no worker's fault: the next attempt draws
@@ -110,15 +120,19 @@ async fn try_attempt(
                 return vllm::attempt_pair(app, request, prefill, decode).await;
             }
             Placement::Pair(prefill, decode) => {
-                (start_prefill(app, request, prefill, &decode)?, decode)
+                let pending = start_prefill(app, request, prefill, &decode).await?;
+                (pending, decode)
             }
             Placement::Local(decode, reason) => {
                 return attempt_local_prefill(app, request, decode, reason).await;
             }
+            Placement::Answering(prefill) => {
+                return attempt_local_answer(app, request, prefill).await;
+            }
         },
     };
     request.record.worker = Some((decode.candidate.name.clone(), decode.why));
-    let body = prefill.meeting.body(app, request, &decode.candidate);
+    let body = prefill.decode_body(app, request, &decode.candidate);
     let pair = (prefill.leg.prefill.worker.id, decode.candidate.worker.id);
     let decode_worker = decode.candidate.worker.clone();
     let decode_leg = build_leg(app, request, decode, body).open();
@@ -246,11 +260,36 @@ async fn attribute_failure(
 }
 
 fn is_vllm(app: &AppState, chosen: &LoadGuard) -> bool {
+    speaks_vllm(app, &chosen.candidate)
+}
+
+fn speaks_vllm(app: &AppState, worker: &Candidate) -> bool {
     match app.config.pairs.pd_protocol {
         PdProtocol::Sglang => false,
         PdProtocol::Vllm => true,
-        PdProtocol::Auto => chosen.candidate.description.is_vllm(),
+        PdProtocol::Auto => worker.description.is_vllm(),
     }
+}
+
+/// Form of a request for a pair. Workers of other makes meet by members that their chat requests
+/// have; of the translatable requests vLLM's messages have them too, and none of SGLang's (0.5.23).
+async fn pair_form(
+    app: &AppState,
+    request: &mut RequestContext,
+    prefill: &Candidate,
+    decode: &Candidate,
+) -> Result<RequestForm, RouteError> {
+    let dialect = request.scan.dialect;
+    let meets = if speaks_vllm(app, prefill) {
+        dialect.fields().vllm_prefill.is_some()
+    } else {
+        prefill.description.is_baton() && decode.description.is_baton()
+    };
+    let lacks_path = [prefill, decode]
+        .iter()
+        .any(|worker| needs_chat(dialect, &worker.description));
+    let needs_chat = lacks_path || (is_translatable(dialect) && !meets);
+    request.choose_form(app, needs_chat).await
 }
 
 /// True if a decode worker computes a prompt that no P prefilled for it; SGLang's do not.
@@ -263,9 +302,31 @@ enum Placement {
     Pair(LoadGuard, LoadGuard),
     /// The decode worker does both phases.
     Local(LoadGuard, LocalPrefillReason),
+    /// The prefill worker does both: the answer has one token.
+    Answering(LoadGuard),
+}
+
+/// Feature of a prefill worker that answers requests without bootstrap fields.
+const LOCAL_ANSWER: &str = "local_answer";
+
+/// The prefill worker that gives the whole answer to a request, if one should and can.
+fn choose_answering(app: &AppState, request: &RequestContext) -> Option<LoadGuard> {
+    if request.scan.prompt_logprobs != Some(PromptLogprobs::Alone) {
+        return None;
+    }
+    let excluded = request.retries.excluded_workers();
+    let chosen = app
+        .fleet
+        .choose(Role::Prefill, &request.wanted(), excluded)
+        .ok()?;
+    let can_answer = chosen.candidate.description.has_feature(LOCAL_ANSWER);
+    can_answer.then_some(chosen)
 }
 
 fn choose_placement(app: &AppState, request: &RequestContext) -> Result<Placement, RouteError> {
+    if let Some(prefill) = choose_answering(app, request) {
+        return Ok(Placement::Answering(prefill));
+    }
     let wanted = request.wanted();
     let excluded = request.retries.excluded_workers();
     let (prefill, decode) = match app.fleet.choose_pair(&wanted, excluded) {
@@ -306,6 +367,7 @@ fn local_view(request: &RequestContext, decode: &LoadGuard, has_prefill: bool) -
         prompt_tokens: prompt_tokens.saturating_add(saturating_u32(resumed_tokens)),
         cached_tokens: forecast.map_or(0, |forecast| forecast.cached_tokens),
         has_prefill,
+        has_prompt_logprobs: request.scan.prompt_logprobs.is_some(),
     }
 }
 
@@ -324,30 +386,55 @@ async fn attempt_local_prefill(
         .local_prefills
         .with_label_values(&[reason.into_str()])
         .inc();
-    let candidate = &decode.candidate;
     request.record.prefill = None;
+    let ranks = decode.candidate.rank.map(RankFields::for_local_prefill);
+    attempt_alone(app, request, decode, ranks).await
+}
+
+/// Attempt at one prefill worker that answers itself.
+async fn attempt_local_answer(
+    app: &Arc<AppState>,
+    request: &mut RequestContext,
+    prefill: LoadGuard,
+) -> AttemptResult {
+    app.metrics.local_answers.inc();
+    request.record.prefill = Some((prefill.candidate.name.clone(), prefill.why));
+    let ranks = prefill.candidate.rank.map(RankFields::for_prefill);
+    attempt_alone(app, request, prefill, ranks).await
+}
+
+/// Attempt at one worker that does both phases.
+async fn attempt_alone(
+    app: &Arc<AppState>,
+    request: &mut RequestContext,
+    chosen: LoadGuard,
+    ranks: Option<RankFields>,
+) -> AttemptResult {
+    let candidate = &chosen.candidate;
     request.record.room = None;
-    request.record.worker = Some((candidate.name.clone(), decode.why));
+    request.record.worker = Some((candidate.name.clone(), chosen.why));
+    let needs_chat = needs_chat(request.scan.dialect, &candidate.description);
+    let form = request.choose_form(app, needs_chat).await?;
     let input_ids = forwarded_ids(app, request, candidate);
-    let body = match candidate.rank {
-        None => request.body_for(&[ManagedField::Bootstrap], input_ids, ""),
-        Some(rank) => {
+    let body = match ranks {
+        None => request.body_for(&form, &[ManagedField::Bootstrap], input_ids, ""),
+        Some(ranks) => {
             let replaced = [ManagedField::Bootstrap, ManagedField::Rank];
-            let members = to_json_members(&RankFields::for_local_prefill(rank));
-            request.body_for(&replaced, input_ids, &members)
+            request.body_for(&form, &replaced, input_ids, &to_json_members(&ranks))
         }
     };
-    let leg = build_leg(app, request, decode, body);
+    let leg = build_leg(app, request, chosen, body);
     Ok((leg.open().await?, None))
 }
 
-fn start_prefill(
+async fn start_prefill(
     app: &Arc<AppState>,
     request: &mut RequestContext,
     prefill: LoadGuard,
     decode: &LoadGuard,
 ) -> Result<PendingPrefill, RouteError> {
     let candidate = prefill.candidate.clone();
+    let form = pair_form(app, request, &candidate, &decode.candidate).await?;
     request.record.prefill = Some((candidate.name.clone(), prefill.why));
     let rooms = RoomLease::take(app, request.scan.batch.unwrap_or(1), &candidate)?;
     request.record.room = rooms.rooms.first().copied();
@@ -357,7 +444,7 @@ fn start_prefill(
     let is_batch = request.scan.batch.is_some();
     let with_ranks = decode.candidate.rank.is_some();
     let meeting = BootstrapParams::new(&candidate, &rooms.rooms, is_batch, with_ranks);
-    let body = meeting.body(app, request, &candidate);
+    let body = meeting.body(app, request, &form, &candidate);
     let leg = build_leg(app, request, prefill, body);
     // Boxed: else `spawn` copies its 4 KB a dozen times.
     let draining = Box::pin(leg.drain(request.scan.wants_input_logprobs));
@@ -369,7 +456,7 @@ fn start_prefill(
         rooms,
         pages_claimed: false,
     };
-    Ok(PendingPrefill { leg, meeting })
+    Ok(PendingPrefill { leg, meeting, form })
 }
 
 /// Bootstrap parameters of a pair.
@@ -391,12 +478,18 @@ impl BootstrapParams {
     }
 
     /// Body for one of the two.
-    fn body(&self, app: &AppState, request: &RequestContext, to: &Candidate) -> BodySegments {
+    fn body(
+        &self,
+        app: &AppState,
+        request: &RequestContext,
+        form: &RequestForm,
+        to: &Candidate,
+    ) -> LegBody {
         let input_ids = forwarded_ids(app, request, to);
         let Some(prefill_rank) = self.prefill_rank else {
             // Without DP awareness a client's own ranks stay.
             let members = to_json_members(&self.fields);
-            return request.body_for(&[ManagedField::Bootstrap], input_ids, &members);
+            return request.body_for(form, &[ManagedField::Bootstrap], input_ids, &members);
         };
         let ranks = match (to.worker.role(), to.rank) {
             (Role::Prefill, _) => RankFields::for_prefill(prefill_rank),
@@ -408,6 +501,6 @@ impl BootstrapParams {
             ranks,
         });
         let replaced = [ManagedField::Bootstrap, ManagedField::Rank];
-        request.body_for(&replaced, input_ids, &members)
+        request.body_for(form, &replaced, input_ids, &members)
     }
 }

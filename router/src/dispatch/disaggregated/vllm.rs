@@ -19,13 +19,14 @@ use serde_json::value::RawValue;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::UpstreamAttempt;
 use crate::dispatch::attempt_result::{AttemptFailure, AttemptResult};
-use crate::dispatch::context::RequestContext;
+use crate::dispatch::chat_form::RequestForm;
+use crate::dispatch::context::{LegBody, RequestContext};
+use crate::dispatch::disaggregated::pair_form;
 use crate::dispatch::leg_setup::{build_leg, observe_overhead};
-use crate::transport::request_body::BodySegments;
 use crate::workers::load_guard::LoadGuard;
 
-const PREFILL_FIELDS: &str = "\"stream\":false,\"max_tokens\":1,\"max_completion_tokens\":1,\"min_tokens\":1,\
-    \"kv_transfer_params\":{\"do_remote_decode\":true,\"do_remote_prefill\":false,\"remote_engine_id\":null,\
+/// P is to keep the blocks for D.
+const KEEP_BLOCKS: &str = "\"kv_transfer_params\":{\"do_remote_decode\":true,\"do_remote_prefill\":false,\"remote_engine_id\":null,\
     \"remote_block_ids\":null,\"remote_host\":null,\"remote_port\":null}";
 /// Which of its ranks a vLLM worker is to use.
 const RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
@@ -38,6 +39,7 @@ pub async fn attempt_pair(
 ) -> AttemptResult {
     request.record.room = None;
     request.record.worker = Some((decode.candidate.name.clone(), decode.why));
+    let form = pair_form(app, request, &prefill.candidate, &decode.candidate).await?;
     let params = if request.scan.batch.is_some() {
         request.record.prefill = None;
         drop(prefill);
@@ -48,12 +50,12 @@ pub async fn attempt_pair(
         None
     } else {
         request.record.prefill = Some((prefill.candidate.name.clone(), prefill.why));
-        ask_prefill(app, request, prefill).await?
+        ask_prefill(app, request, &form, prefill).await?
     };
     let transfer_field = params
         .map(|params| format!("\"kv_transfer_params\":{params}"))
         .unwrap_or_default();
-    let body = request.body_for(&[ManagedField::KvParams], None, &transfer_field);
+    let body = request.body_for(&form, &[ManagedField::KvParams], None, &transfer_field);
     let leg = build_ranked_leg(app, request, decode, body);
     Ok((leg.open().await?, None))
 }
@@ -62,6 +64,7 @@ pub async fn attempt_pair(
 async fn ask_prefill(
     app: &AppState,
     request: &RequestContext,
+    form: &RequestForm,
     prefill: LoadGuard,
 ) -> Result<Option<Box<str>>, AttemptFailure> {
     #[derive(Deserialize)]
@@ -70,7 +73,13 @@ async fn ask_prefill(
         kv_transfer_params: Option<&'a RawValue>,
     }
     let replaced = [ManagedField::Output, ManagedField::KvParams];
-    let body = request.body_for(&replaced, None, PREFILL_FIELDS);
+    let dialect = match form {
+        RequestForm::Own => request.scan.dialect,
+        RequestForm::Chat(chat) => chat.scan.dialect,
+    };
+    let output = dialect.fields().vllm_prefill.unwrap_or_default();
+    let fields = format!("{output},{KEEP_BLOCKS}");
+    let body = request.body_for(form, &replaced, None, &fields);
     observe_overhead(app, request);
     let leg = build_ranked_leg(app, request, prefill, body);
     let mut opened = leg.open().await?;
@@ -92,7 +101,7 @@ pub fn build_ranked_leg(
     app: &AppState,
     request: &RequestContext,
     chosen: LoadGuard,
-    body: BodySegments,
+    body: LegBody,
 ) -> UpstreamAttempt {
     let rank = chosen.candidate.rank;
     let mut leg = build_leg(app, request, chosen, body);

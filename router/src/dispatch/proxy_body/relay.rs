@@ -13,6 +13,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::dispatch::app::AppState;
+use crate::dispatch::attempt::answer_translation::AnswerTranslation;
 use crate::dispatch::attempt::{UpstreamResponse, silent_error, upstream_error};
 use crate::dispatch::context::RequestContext;
 use crate::dispatch::prefill_leg::PrefillAttempt;
@@ -79,6 +80,8 @@ pub struct RelayedLeg {
     /// `None`: the worker has ended its answer.
     remaining: Option<ResponseBody>,
     events: EventSplitter,
+    /// Set if the events are to be translated to the client's API.
+    translation: Option<Box<AnswerTranslation>>,
     pub guard: LoadGuard,
     prefill: Option<PrefillAttempt>,
     silence: SilenceTimer,
@@ -106,6 +109,7 @@ impl Relay {
             opened_pieces: opened.answer.pieces.into_iter(),
             remaining: opened.answer.remaining,
             events: opened.answer.events,
+            translation: opened.translation,
             guard: opened.guard,
             prefill,
             silence: SilenceTimer::new(silence_limit),
@@ -211,7 +215,7 @@ impl Relay {
 impl RelayedLeg {
     fn pass_read(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
         match self.opened_pieces.next() {
-            Some(piece) => pass_piece(piece, answer),
+            Some(piece) => self.pass_piece(piece, answer),
             None => self.pass_end(answer),
         }
     }
@@ -233,7 +237,7 @@ impl RelayedLeg {
                 } else {
                     Some(piece)
                 };
-                Poll::Ready(run.and_then(|run| pass_piece(run, answer)))
+                Poll::Ready(run.and_then(|run| self.pass_piece(run, answer)))
             }
             Poll::Ready(None) => {
                 self.remaining = None;
@@ -254,10 +258,22 @@ impl RelayedLeg {
         }
     }
 
+    /// Queue a piece for the client, in the client's API.
+    fn pass_piece(&mut self, piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+        match &mut self.translation {
+            None => pass_piece(piece, answer),
+            Some(translation) => pass_piece(translation.translate_run(&piece)?, answer),
+        }
+    }
+
     /// The worker ended its answer; a stream must also have been finished.
     fn pass_end(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
         if let Some(last_event) = self.events.finish() {
-            return pass_piece(last_event, answer);
+            return self.pass_piece(last_event, answer);
+        }
+        let translation = self.translation.as_mut();
+        if let Some(end) = translation.and_then(|translation| translation.finish_stream()) {
+            return pass_piece(end, answer);
         }
         match answer.stream_end() {
             Some(StreamEnd::Open) => {

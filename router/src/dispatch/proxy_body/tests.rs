@@ -74,7 +74,9 @@ impl Scene {
             head: RequestHead::new(Method::POST, Uri::from_static("/"), HeaderMap::new()),
             scan: Arc::new(BodyIndex::of(&body, Dialect::Chat).unwrap()),
             body,
+            chat_form: None,
             routing_key: None,
+            session_key: None,
             prompt: KnownPrompt::default(),
             needs_text: false,
             explains: false,
@@ -100,6 +102,7 @@ impl Scene {
             body: BodySegments::from(Bytes::from_static(BODY)),
             limit: self.app.config.request_timeout(),
             has_token_ids: true,
+            translation: None,
         };
         leg.open().await.unwrap()
     }

@@ -23,6 +23,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_text::dialect::Dialect;
+use baton_text::prompt::PromptCut;
 use baton_text::template::ChatTemplate;
 use baton_text::tokenizer::{
     CacheLimits, CacheLookups, LookupCounts, PromptEncoder, TextTokenizer, TokenizerFiles,
@@ -69,6 +70,18 @@ impl PromptIds {
     /// Join them, one behind the other.
     pub fn joined(&self) -> Vec<u32> {
         self.prompts.concat()
+    }
+
+    /// The same, as engines cut them.
+    pub fn cut(mut self, cut: Option<PromptCut>) -> Self {
+        let Some(cut) = cut else { return self };
+        for ids in &mut self.prompts {
+            let kept = cut.kept(ids.len());
+            if kept.len() < ids.len() {
+                *ids = Arc::from(&ids[kept]);
+            }
+        }
+        self
     }
 
     /// `,"input_ids":[…],"tokenizer_fingerprint":"…"`: one list, or a list of lists where the body

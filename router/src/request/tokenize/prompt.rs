@@ -5,6 +5,7 @@
 //! [`TokenizeFallback`]: the router goes by the text's bytes then, and the engine decides.
 
 use baton_text::dialect::Dialect;
+use baton_text::dialect::translate::chat_translation::translate_body;
 use baton_text::prompt::ChatPrompt;
 use baton_text::template::ChatTemplate;
 use serde::Deserialize;
@@ -77,22 +78,18 @@ pub fn texts_of(
     template: &ChatTemplate,
 ) -> Result<PromptTexts, TokenizeFallback> {
     match api {
-        Dialect::Chat => {
-            let chat = ChatPrompt::read(body).map_err(|_| TokenizeFallback::Unread)?;
-            Ok(PromptTexts {
-                add_special_tokens: chat.add_special_tokens(),
-                texts: vec![render(&chat, template)?],
-                is_list: false,
-            })
-        }
+        Dialect::Chat => chat_text(body, template),
         Dialect::Completions => {
             let completion: Completion = read(body)?;
             Ok(completion
                 .prompt
                 .into_texts(completion.add_special_tokens.unwrap_or(true)))
         }
-        // Their prompts are put together by the engine.
-        Dialect::Responses | Dialect::Messages => Err(TokenizeFallback::Unread),
+        Dialect::Responses | Dialect::Messages => {
+            let translated = translate_body(api, body).and_then(Result::ok);
+            let translated = translated.ok_or(TokenizeFallback::Unread)?;
+            chat_text(translated.chat.as_bytes(), template)
+        }
         Dialect::Generate => {
             let generate: Generate = read(body)?;
             Ok(generate
@@ -106,6 +103,16 @@ pub fn texts_of(
 
 fn read<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, TokenizeFallback> {
     serde_json::from_slice(body).map_err(|_| TokenizeFallback::Unread)
+}
+
+/// The text that the template makes of a chat request.
+fn chat_text(body: &[u8], template: &ChatTemplate) -> Result<PromptTexts, TokenizeFallback> {
+    let chat = ChatPrompt::read(body).map_err(|_| TokenizeFallback::Unread)?;
+    Ok(PromptTexts {
+        add_special_tokens: chat.add_special_tokens(),
+        texts: vec![render(&chat, template)?],
+        is_list: false,
+    })
 }
 
 fn render(chat: &ChatPrompt<'_>, template: &ChatTemplate) -> Result<String, TokenizeFallback> {

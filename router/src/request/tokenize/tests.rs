@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use baton_text::prompt::TruncationSide;
 use serde::Deserialize;
 use serde_json::Value;
 use serde_json::value::RawValue;
@@ -135,6 +136,35 @@ fn ids_are_transformers_with_and_without_caches() {
 }
 
 #[test]
+fn ids_of_other_apis_are_those_of_their_chat_requests() {
+    #[derive(Deserialize)]
+    struct Case {
+        request: Box<RawValue>,
+        expected: Expected,
+    }
+    #[derive(Deserialize)]
+    struct Expected {
+        chat: String,
+    }
+    let tokens = load("demo", NO_CACHE);
+    for (api, file) in [
+        (Dialect::Responses, "responses.json"),
+        (Dialect::Messages, "messages.json"),
+    ] {
+        let path = root().join("tests/contract/golden/dialects").join(file);
+        let cases: Vec<Case> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        let mut read = 0;
+        for case in cases {
+            let chat = tokens.ids_of(Dialect::Chat, case.expected.chat.as_bytes(), None);
+            let own = tokens.ids_of(api, case.request.get().as_bytes(), None);
+            read += usize::from(own.is_ok());
+            assert_eq!(own, chat, "{}", case.request);
+        }
+        assert!(read >= 5, "{read} of {file} have ids");
+    }
+}
+
+#[test]
 fn fingerprints_are_the_engines() {
     for (name, model) in models() {
         assert_eq!(load(&name, &[]).fingerprint, model.fingerprint, "{name}");
@@ -223,6 +253,16 @@ fn unreadable_messages_fall_back_with_the_reason() {
             r#"{"input_ids":7}"#,
             TokenizeFallback::Unread,
         ),
+        (
+            Dialect::Responses,
+            r#"{"input":[{"type":"item_reference","id":"x"}]}"#,
+            TokenizeFallback::Unread,
+        ),
+        (
+            Dialect::Messages,
+            r#"{"messages":[{"role":"user","content":"x"}]}"#,
+            TokenizeFallback::Unread,
+        ),
     ] {
         assert_eq!(
             tokens.ids_of(api, body.as_bytes(), None),
@@ -235,6 +275,25 @@ fn unreadable_messages_fall_back_with_the_reason() {
         load("mistral", &[]).ids_of(Dialect::Chat, refuses.as_bytes(), None),
         Err(TokenizeFallback::Template)
     );
+}
+
+#[test]
+fn every_prompt_of_a_body_is_cut() {
+    let tokens = load("demo", &[]);
+    let body = serde_json::json!({"prompt": ["one two three four", "one"]});
+    let ids = |cut| {
+        let made = tokens.ids_of(Dialect::Completions, &json(&body), None);
+        made.unwrap().cut(cut)
+    };
+    let whole = ids(None);
+    assert!(whole.prompts[0].len() > 2);
+    let cut = ids(Some(PromptCut {
+        tokens: 2,
+        side: TruncationSide::Left,
+    }));
+    let expected = &whole.prompts[0][whole.prompts[0].len() - 2..];
+    assert_eq!(&*cut.prompts[0], expected);
+    assert_eq!(cut.prompts[1], whole.prompts[1]);
 }
 
 #[tokio::test]

@@ -11,6 +11,7 @@ use axum::response::Response;
 use baton_text::dialect::Dialect;
 use baton_text::dialect::body::BodyIndex;
 use baton_text::dialect::prompt_limit::{MAX_ENGINE_BODY_BYTES, REST_BYTES, oversized};
+use baton_text::prompt::PromptTruncation;
 use bytes::{Bytes, BytesMut};
 use http::header::{
     ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT, HOST,
@@ -63,6 +64,15 @@ static NOT_FORWARDED: [HeaderName; 7] = [
 ];
 /// A client's own affinity key.
 const ROUTING_KEY: HeaderName = HeaderName::from_static("x-smg-routing-key");
+/// Headers that name a client's session. Of several that are present the first one counts.
+const SESSION_HEADERS: [HeaderName; 4] = [
+    ROUTING_KEY,
+    // Claude Code 2.1.
+    HeaderName::from_static("x-claude-code-session-id"),
+    // Codex 0.169.
+    HeaderName::from_static("session-id"),
+    HeaderName::from_static("thread-id"),
+];
 
 /// Boxed: axum moves a handler's future four times, and this one is large.
 pub type Serving = Pin<Box<dyn Future<Output = Response> + Send>>;
@@ -133,6 +143,7 @@ async fn take_in(
 ) -> Result<impl FnOnce(AccessLogEntry) -> Box<RequestContext>, RouteError> {
     let (parts, body) = request.into_parts();
     let routing_key = text_header(&parts.headers, ROUTING_KEY);
+    let header_session_key = session_key_of_headers(&parts.headers);
     check_media_type(&parts.headers)?;
     app.admission.check_queue()?;
     let limit = body_limit(app, dialect, &parts.headers);
@@ -150,6 +161,7 @@ async fn take_in(
     let mut headers = forwarded(parts.headers);
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    let session_key = header_session_key.or_else(|| scan.session_key.clone());
     let head = RequestHead::new(Method::POST, Uri::from_static(dialect.path()), headers);
     let (needs_text, needs_blocks) = app.fleet.policy_set.prompt_needs(app.fleet.serving_roles());
     let prompt = prompt_of(app, &scan, &body, needs_blocks).await?;
@@ -172,7 +184,9 @@ async fn take_in(
             needs_text,
             body,
             scan,
+            chat_form: None,
             routing_key,
+            session_key,
             ready_at,
             queued,
             record,
@@ -255,12 +269,16 @@ async fn prompt_of(
     }
     let is_small = scan.batch.is_none_or(|items| items <= MAX_FORWARDED);
     let forwards = config.forward_input_ids && is_small;
-    let longest = || app.fleet.context_tokens();
+    let longest = || match scan.truncation {
+        PromptTruncation::Off => app.fleet.context_tokens(),
+        PromptTruncation::ToContext | PromptTruncation::To(_) => None,
+    };
     if let Some(tokens) = app.tokens.as_ref().filter(|_| needs_blocks || forwards)
         && let Ok(made) = tokens
             .read(scan.dialect, body, scan.prompt_len(), longest)
             .await
     {
+        let made = made.cut(scan.truncation.cut());
         return Ok(KnownPrompt {
             input_ids: forwards.then(|| made.to_members(&tokens.fingerprint)),
             ..known_ids(scan, &made.joined(), block_size, needs_blocks)
@@ -282,9 +300,11 @@ async fn prompt_of(
 /// Facts of a prompt in token ids.
 fn known_ids(scan: &BodyIndex, ids: &[u32], block_size: usize, needs_blocks: bool) -> KnownPrompt {
     let blocks = needs_blocks.then(|| Arc::new(token_blocks(scan, ids, block_size)));
+    // How much an engine leaves of a prompt that it cuts to its context, it alone knows.
+    let is_counted = scan.truncation != PromptTruncation::ToContext;
     KnownPrompt {
         blocks,
-        tokens: u32::try_from(ids.len()).ok(),
+        tokens: u32::try_from(ids.len()).ok().filter(|_| is_counted),
         input_ids: None,
     }
 }
@@ -313,6 +333,15 @@ fn check_media_type(headers: &HeaderMap) -> Result<(), RouteError> {
 
 pub fn text_header(headers: &HeaderMap, name: HeaderName) -> Option<String> {
     headers.get(name)?.to_str().ok().map(str::to_owned)
+}
+
+/// Session key in a request's headers. They come before one in the body, which may name a user of
+/// many sessions.
+fn session_key_of_headers(headers: &HeaderMap) -> Option<String> {
+    SESSION_HEADERS
+        .into_iter()
+        .filter_map(|name| text_header(headers, name))
+        .find(|key| !key.is_empty())
 }
 
 /// Headers of a client's request that its worker gets.

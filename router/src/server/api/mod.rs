@@ -15,6 +15,8 @@ mod draining;
 mod generate;
 /// Metrics of workers and router in one exposition.
 mod metrics_merge;
+/// Description of the API.
+mod openapi;
 /// Requests passed through to workers.
 mod proxy;
 
@@ -85,6 +87,14 @@ fn client_routes() -> RouteGroup {
     let path = Dialect::Generate.path();
     group.add(&[path], post(generate.clone()).put(generate));
     group.add(&[COUNT_TOKENS_PATH], post(proxy::forward));
+    let stored = get(no_stored_responses).delete(no_stored_responses);
+    group.add(&["/v1/responses/{id}"], stored);
+    group.add(
+        &["/v1/responses/{id}/input_items"],
+        get(no_stored_responses),
+    );
+    let posted = ["/v1/responses/{id}/cancel", "/v1/responses/compact"];
+    group.add(&posted, post(no_stored_responses));
     let tokens = ["/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"];
     group.add(&tokens, post(proxy::forward));
     group.add(&["/v1/models"], get(proxy::models));
@@ -104,6 +114,8 @@ fn open_routes() -> RouteGroup {
     group.add(&["/metrics"], get(admin::metrics));
     group.add(&["/"], get(admin::index));
     group.add(&["/version"], get(admin::version));
+    group.add(&["/openapi.json"], get(openapi::document));
+    group.add(&["/docs"], get(openapi::page));
     group.add(&["/ui"], get(ui::to_folder));
     group.add(&["/ui/"], get(ui::index));
     group.add(&["/ui/{file}"], get(ui::file));
@@ -189,6 +201,10 @@ async fn no_request_path(request: Request) -> RouteError {
     }
 }
 
+async fn no_stored_responses() -> RouteError {
+    RouteError::NoStoredResponses
+}
+
 async fn method_not_allowed(request: Request) -> RouteError {
     let method = request.method().to_string();
     let path = request.uri().path().to_owned();
@@ -263,7 +279,7 @@ fn check_host(request: &Request) -> Result<(), RouteError> {
 
 /// Metric label of a method: a closed set.
 fn label(method: &Method) -> &'static str {
-    let known = ["GET", "POST", "PUT", "DELETE", "OPTIONS"];
+    let known = ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"];
     known
         .into_iter()
         .find(|name| method == name)

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
+use baton_text::dialect::translate::model_list::{ANTHROPIC_VERSION_HEADER, to_anthropic_models};
 use bytes::{Bytes, BytesMut};
 use futures_util::future::join_all;
 use http::{HeaderMap, Method, StatusCode, Uri, header};
@@ -147,6 +148,7 @@ async fn proxy_to_any(
             body,
             limit,
             has_token_ids: false,
+            translation: None,
         };
         let failure = match leg.open().await {
             Ok(opened) => return whole(opened, limit).await,
@@ -203,7 +205,8 @@ async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response
 /// Every worker's list of models, as one. Those that do not answer are left out.
 pub async fn models(State(app): SharedApp, request: Request) -> HandlerResult {
     require_worker(&app)?;
-    let headers = forwarded(request.into_parts().0.headers);
+    let mut headers = forwarded(request.into_parts().0.headers);
+    let form = ModelForm::take(&mut headers);
     let head = RequestHead::new(Method::GET, Uri::from_static("/v1/models"), headers);
     let answers = ask_each(&app, &head, &Bytes::new()).await;
     let cards = model_cards(&answers);
@@ -212,10 +215,33 @@ pub async fn models(State(app): SharedApp, request: Request) -> HandlerResult {
     {
         return first.pass_to_client();
     }
-    Ok(answer(
-        StatusCode::OK,
-        &json!({"object": "list", "data": cards}),
-    ))
+    Ok(form.answer(json!({"object": "list", "data": cards})))
+}
+
+/// Form in which a client reads models.
+#[derive(Clone, Copy)]
+enum ModelForm {
+    Openai,
+    Anthropic,
+}
+
+impl ModelForm {
+    /// The form of a client with these headers. Workers are asked in OpenAI's.
+    fn take(headers: &mut HeaderMap) -> Self {
+        match headers.remove(ANTHROPIC_VERSION_HEADER) {
+            Some(_) => Self::Anthropic,
+            None => Self::Openai,
+        }
+    }
+
+    /// `models`: a list in OpenAI's form, or one of it.
+    fn answer(self, models: Value) -> Response {
+        let models = match self {
+            Self::Openai => models,
+            Self::Anthropic => to_anthropic_models(&models),
+        };
+        answer(StatusCode::OK, &models)
+    }
 }
 
 /// Answers with one model of that list, or with a worker's own refusal of one that is not in it.
@@ -225,7 +251,8 @@ pub async fn model(
     request: Request,
 ) -> HandlerResult {
     require_worker(&app)?;
-    let (head, body) = read_request(&app, request, MAX_ADMIN_BODY).await?;
+    let (mut head, body) = read_request(&app, request, MAX_ADMIN_BODY).await?;
+    let form = ModelForm::take(head.headers_mut());
     let list_head = RequestHead::new(
         Method::GET,
         Uri::from_static("/v1/models"),
@@ -236,7 +263,7 @@ pub async fn model(
         .into_iter()
         .find(|card| card["id"] == id.as_str());
     match card {
-        Some(card) => Ok(answer(StatusCode::OK, &card)),
+        Some(card) => Ok(form.answer(card)),
         None => pass_through(&app, head, body).await,
     }
 }
@@ -326,10 +353,14 @@ async fn read_request(
         .cloned()
         .map(Uri::from)
         .unwrap_or_default();
-    Ok((
-        RequestHead::new(parts.method, uri, forwarded(parts.headers)),
-        body,
-    ))
+    // Not every engine takes HEAD; the client gets the head of the answer alone.
+    let method = if parts.method == Method::HEAD {
+        Method::GET
+    } else {
+        parts.method
+    };
+    let head = RequestHead::new(method, uri, forwarded(parts.headers));
+    Ok((head, body))
 }
 
 /// The same request to every ready worker.

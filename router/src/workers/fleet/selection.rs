@@ -14,6 +14,7 @@ pub struct SelectionRequest<'a> {
     pub text: Cow<'a, str>,
     pub blocks: Option<Arc<PromptBlocks>>,
     pub routing_key: Option<&'a str>,
+    pub session_key: Option<&'a str>,
     /// Only workers that serve it are candidates.
     pub model: Option<&'a str>,
     /// The answer streams: a regular worker's first token will be seen.
@@ -49,6 +50,7 @@ impl SelectionRequest<'_> {
             text: &self.text,
             prompt,
             routing_key: self.routing_key,
+            session_key: self.session_key,
             now_ms,
         }
     }

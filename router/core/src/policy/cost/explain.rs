@@ -45,6 +45,7 @@ impl CostState {
                 rule: picked.rule,
                 equals: picked.equals,
                 hysteresis_ms: picked.hysteresis_ms,
+                session_share: self.sessions.find(req).map(|session| session.found_share),
             }),
             candidates: weighed.collect(),
         }

@@ -19,8 +19,14 @@
 //!   meet;
 //! * heat: a copy of a hot prefix pays back over its next users, so those are copied early.
 //!
-//! Costs that differ by less than a prediction is worth are ties: they go to the smallest index,
-//! then to the fewest requests in flight, the least recent work, and to chance. A worker without
+//! A request with a session key (a conversation, an agent, a user) is expected to find a share of
+//! the session's last prompt at the worker that got it, beside what the index knows (`sessions.rs`).
+//! T of that worker is less by it, so the key is worth at most what that prefix would be: a queue
+//! that is longer than the time saved goes before it, and a worker that is no candidate has no part
+//! in it.
+//!
+//! Costs that differ by less than a prediction is worth are ties: they go to the session's worker,
+//! then to the smallest index, the fewest requests in flight, the least recent work, and to chance. A worker without
 //! the longest prefix must be cheaper by `hysteresis_ms` and `hysteresis_fraction` to win. When
 //! workers report their queues and the reports are old, other routers may see the same best worker:
 //! the cheaper of two drawn from the four cheapest is taken.
@@ -56,6 +62,8 @@ mod popularity;
 mod prefix_locations;
 /// Estimates of a data-parallel rank.
 mod rank;
+/// Sessions and their workers.
+mod sessions;
 /// Measured prefill speed.
 mod speed;
 /// Estimates of all ranks.
@@ -196,7 +204,8 @@ impl CostState {
     /// Time in which `j` fetches the pages it lacks from `i`, as far as the prefill there does not
     /// hide it.
     fn exposed_pull(&self, i: &CandidateCost, j: &CandidateCost, size: PromptSize) -> ExposedPull {
-        let to_pull = (size.tokens - j.terms.cached_tokens).max(0.0);
+        let held_tokens = j.terms.cached_tokens + j.terms.session_tokens;
+        let to_pull = (size.tokens - held_tokens).max(0.0);
         let exposed = |token_ms: f64| (to_pull * token_ms - i.terms.prefill_ms).max(0.0);
         let params = &self.model.params;
         let is_near = i.host == j.host;
@@ -268,11 +277,12 @@ impl CostState {
             .max()
             .unwrap_or(0);
         if most_held == 0 || deepest == 0 {
-            return Some(picked(
-                cheapest,
-                DecisionRule::LeastCost,
-                SelectionReason::NoPrefix,
-            ));
+            let why = if cheapest.0.is_session_worker {
+                SelectionReason::Session
+            } else {
+                SelectionReason::NoPrefix
+            };
+            return Some(picked(cheapest, DecisionRule::LeastCost, why));
         }
         if cheapest.0.terms.held_blocks == most_held {
             return Some(picked(
@@ -314,8 +324,11 @@ fn find_cheapest(
         .min_by(f64::total_cmp)?;
     let limit = least + TIE_MS.max(TIE_FRACTION * least);
     let rank = |a: &CandidateCost, b: &CandidateCost| {
+        let session = b.is_session_worker.cmp(&a.is_session_worker);
         let counts = (a.terms.index_blocks, a.load).cmp(&(b.terms.index_blocks, b.load));
-        counts.then(a.terms.recent_ms.total_cmp(&b.terms.recent_ms))
+        session
+            .then(counts)
+            .then(a.terms.recent_ms.total_cmp(&b.terms.recent_ms))
     };
     let tied = || passing().filter(|option| option.terms.cost_ms <= limit);
     let first = tied().min_by(|a, b| rank(a, b))?;
@@ -477,7 +490,8 @@ impl Policy for CostPolicy {
             tokens_per_unit: state.counted.0 / state.counted.1,
             utilization: state.utilization(now_ms as f64),
             index_bytes: state.locations.bytes(),
-            evicted_total: state.locations.evicted_total(),
+            evicted_total: state.locations.evicted_total() + state.sessions.evicted_total(),
+            keys: state.sessions.len(),
             ..PolicyStats::default()
         }
     }

@@ -33,6 +33,11 @@ pub struct CostParams {
     pub pull_crossing_ms: f64,
     /// Pause between two reports of a worker; twice that is stale [ms].
     pub report_interval_ms: u64,
+    /// Sessions remembered; about 100 bytes each.
+    pub max_sessions: usize,
+    /// A session not used for this long is forgotten: by then other prompts have taken its pages.
+    /// The longest that providers keep a prompt cached (Anthropic's extended cache).
+    pub session_idle_secs: u64,
 }
 
 impl Default for CostParams {
@@ -50,6 +55,8 @@ impl Default for CostParams {
             pull_far_ms: 0.043,
             pull_crossing_ms: 0.13,
             report_interval_ms: 10_000,
+            max_sessions: 65_536,
+            session_idle_secs: 3_600,
         }
     }
 }

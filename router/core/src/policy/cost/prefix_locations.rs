@@ -44,6 +44,11 @@ enum Source {
 }
 
 impl HeldPrefix {
+    /// True if the rank announced what it holds, and nothing was missed.
+    pub fn is_announced(self) -> bool {
+        matches!(self.source, Source::Announced(_))
+    }
+
     /// Tokens that need not be computed, of `tokens` in blocks of `tokens_per_block`.
     pub fn cached_tokens(self, tokens: f64, tokens_per_block: f64, confidence: f64) -> f64 {
         let believed = |share: f64| (self.blocks as f64 * tokens_per_block * share).min(tokens);

@@ -8,6 +8,7 @@ use super::params::CostModel;
 use super::popularity::PrefixPopularity;
 use super::prefix_locations::{HeldPrefix, InsertionReceipt, PrefixLocations};
 use super::rank::{PendingPrompt, RankEstimate, WorkerReport};
+use super::sessions::{SessionReceipt, SessionRecord, SessionTable};
 use super::speed::{PrefillSpeed, PrefillWork, SpeedFit};
 use crate::explain::{CostTerms, RecomputePrice};
 use crate::kv::{CacheUpdate, CacheUpdateError};
@@ -24,6 +25,7 @@ pub(super) struct CostState {
     pub(super) ranks: BTreeMap<WorkerId, RankEstimate>,
     pub(super) tickets: HashMap<SendTicket, SentRequest>,
     popularity: PrefixPopularity,
+    pub(super) sessions: SessionTable,
     fleet: SpeedFit,
     pub(super) speed: PrefillSpeed,
     /// Predicted work dispatched to all.
@@ -51,13 +53,14 @@ pub(super) struct SentRequest {
     receipt: InsertionReceipt,
     /// Blocks the worker held before.
     held: usize,
+    session: Option<SessionReceipt>,
     /// Units of a text whose tokens were estimated by them.
     estimated_units: Option<usize>,
     /// Tokens expected in its cache; `None` when that was nothing.
     expected_cached: Option<f64>,
     is_first_token_seen: bool,
     sent_ms: f64,
-    /// Tokens that were expected to be cached; 0 without an index.
+    /// Tokens that were expected to be cached, by the index or the session.
     cached: f64,
     /// The time of its first token will be reported.
     reports_first_token: bool,
@@ -73,6 +76,8 @@ pub(super) struct CandidateCost {
     pub(super) domain: Option<u32>,
     /// Requests in flight.
     pub(super) load: usize,
+    /// The request's session used it last.
+    pub(super) is_session_worker: bool,
     pub(super) terms: CostTerms,
 }
 
@@ -92,10 +97,39 @@ pub(super) struct PromptSize {
     pub(super) tokens_per_block: f64,
 }
 
+/// Tokens of a prompt of `prompt_tokens` that a session's worker is expected to hold beside the
+/// `cached` ones. None at a rank without a cache, or at one that announced all it holds.
+fn expected_session_tokens(
+    session: SessionRecord,
+    rank: &RankEstimate,
+    prefix: HeldPrefix,
+    prompt_tokens: f64,
+    cached: f64,
+) -> f64 {
+    if rank.facts.is_cacheless || prefix.is_announced() {
+        return 0.0;
+    }
+    session.expected_tokens(prompt_tokens, cached)
+}
+
+/// Predict the prefill time from the tokens of the terms.
+fn predict_prefill(terms: &mut CostTerms, speed: PrefillSpeed) {
+    let session_tokens = terms.session_tokens;
+    let held_tokens = terms.cached_tokens + session_tokens;
+    let work = PrefillWork::of_prompt(terms.uncached_tokens, held_tokens);
+    terms.prefill_ms = speed.duration_ms(work);
+    if session_tokens > 0.0 {
+        let all_uncached = terms.uncached_tokens + session_tokens;
+        let work_without = PrefillWork::of_prompt(all_uncached, terms.cached_tokens);
+        terms.session_ms = speed.duration_ms(work_without) - terms.prefill_ms;
+    }
+}
+
 impl CostState {
     pub fn new(model: CostModel) -> Self {
         Self {
             locations: PrefixLocations::new(model.params.max_bytes),
+            sessions: SessionTable::new(model.params.max_sessions, model.params.session_idle_secs),
             model,
             ranks: BTreeMap::new(),
             tickets: HashMap::new(),
@@ -148,6 +182,7 @@ impl CostState {
         ids.sort_unstable();
         let deepest = self.locations.held_by(&req.prompt, &ids, &mut held, now_ms);
         options.clear();
+        let session = self.sessions.find(req);
         let unknown_rank = RankEstimate::new(WorkerFacts::default());
         for worker in ready {
             let rank = self.ranks.get(&worker.id).unwrap_or(&unknown_rank);
@@ -157,19 +192,23 @@ impl CostState {
                 .filter(|_| !rank.facts.is_cacheless)
                 .unwrap_or_default();
             let cached = prefix.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
+            let session_here = session.filter(|session| session.worker == worker.id);
+            let session_tokens = session_here.map_or(0.0, |session| {
+                expected_session_tokens(session, rank, prefix, size.tokens, cached)
+            });
             let load = worker.load + rank.others_load(now_ms).requests;
             let mut terms = CostTerms {
                 held_blocks: prefix.blocks,
                 cached_tokens: cached,
-                uncached_tokens: size.tokens - cached,
+                session_tokens,
+                uncached_tokens: size.tokens - cached - session_tokens,
                 index_blocks: self.locations.size_of(worker.id),
                 recent_ms: rank.work.value_at(now_ms, self.model.tau_ms()),
                 ..CostTerms::default()
             };
             if self.model.role != Role::Decode {
                 let speed = rank.prefill_speed(self.speed, now_ms);
-                terms.prefill_ms =
-                    speed.duration_ms(PrefillWork::of_prompt(terms.uncached_tokens, cached));
+                predict_prefill(&mut terms, speed);
                 terms.backlog_ms = rank.backlog_ms(terms.prefill_ms, now_ms);
             }
             if self.model.role != Role::Prefill {
@@ -185,6 +224,7 @@ impl CostState {
                 host,
                 domain,
                 load,
+                is_session_worker: session_here.is_some(),
                 terms,
             });
         }
@@ -269,19 +309,25 @@ impl CostState {
             return;
         };
         let cached = prefix.cached_tokens(size.tokens, size.tokens_per_block, rank.confidence);
-        let uncached = size.tokens - cached;
+        let session = self.sessions.find(req);
+        let session_here = session.filter(|session| session.worker == worker);
+        let session_tokens = session_here.map_or(0.0, |session| {
+            expected_session_tokens(session, rank, prefix, size.tokens, cached)
+        });
+        let expected_cached = cached + session_tokens;
+        let uncached = size.tokens - expected_cached;
         if self.model.role != Role::Prefill {
             rank.book_kv(ticket, kv_tokens, now_ms);
         }
         if self.model.role != Role::Decode {
             let predicted_ms = rank
                 .prefill_speed(speed, now_ms)
-                .duration_ms(PrefillWork::of_prompt(uncached, cached));
+                .duration_ms(PrefillWork::of_prompt(uncached, expected_cached));
             let sent_ms = now_ms;
             rank.queue_prompt(PendingPrompt {
                 ticket,
                 uncached,
-                cached,
+                cached: expected_cached,
                 predicted_ms,
                 sent_ms,
                 reports_first_token,
@@ -300,11 +346,12 @@ impl CostState {
                 .locations
                 .record_sent(worker, prompt, max_blocks, now_ms),
             held: prefix.blocks,
+            session: self.sessions.record_sent(req, worker, size.tokens),
             estimated_units: (prompt.tokens.is_none() && !prompt.has_media).then_some(prompt.units),
             expected_cached: (expected > 0.0).then_some(expected),
             is_first_token_seen: false,
             sent_ms: now_ms,
-            cached,
+            cached: expected_cached,
             reports_first_token,
             answer: None,
         };
@@ -378,6 +425,7 @@ impl CostState {
         }
         let estimated_units = sent.estimated_units;
         let expected = sent.expected_cached;
+        let session = sent.session;
         let prompt_tokens = f64::from(usage.prompt_tokens);
         if let Some(units) = estimated_units.filter(|_| usage.prompt_tokens > 0) {
             self.count_tokens(prompt_tokens, units as f64);
@@ -393,6 +441,9 @@ impl CostState {
         }
         let cached = f64::from(cached.min(usage.prompt_tokens));
         rank.correct_tokens(ticket, prompt_tokens - cached, cached);
+        if let Some(session) = session {
+            self.sessions.learn(session, cached);
+        }
         if let Some(expected) = expected {
             let found_share = (cached / expected).min(1.0);
             rank.confidence += CONFIDENCE_STEP * (found_share - rank.confidence);
@@ -423,6 +474,9 @@ impl CostState {
         if !is_kept && !sent.is_first_token_seen {
             self.locations
                 .retract_failed(worker, hashes, sent.receipt, sent.held);
+            if let Some(session) = sent.session {
+                self.sessions.retract_failed(session, worker);
+            }
         } else {
             self.locations
                 .record_prefilled(worker, sent.receipt, now_ms);
