@@ -18,7 +18,7 @@ test: setup ## every test that needs no GPU, except the slow ones
 	cargo test --locked --workspace --quiet
 	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not slow and not gpu and not kube" $(ARGS)
 test-all: setup ## the slow ones too
-	@tests/peers/setup.sh
+	@tests/clients/setup.sh
 	cargo test --locked --workspace --quiet
 	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not gpu and not kube" $(ARGS)
 	@deploy/tests/kube/run.sh
@@ -32,6 +32,7 @@ bench: setup ## ratios of interleaved arms, the quick ones; the long ones and al
 	cargo bench --locked --quiet -p baton-kv-transfer --bench transfer
 	$(py)python -m tests.perf.bench_kernels
 	$(py)python -W ignore -m tests.perf.bench_sched
+	$(py)python -W ignore -m tests.perf.grammars.bench_masks --rounds 5
 	$(py)python -m tests.perf.bench_front --rounds 1
 	$(py)python -m tests.perf.bench_hot --rounds 1 --concurrency 48
 	$(py)python -m tests.perf.bench_routing --limit 600 --arms cost,cache_aware,round_robin

@@ -12,7 +12,7 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 ROOT = Path(__file__).parents[1]
-SERVERS = {"tests/contract", "tests/e2e", "tests/fault", "tests/peers"}
+SERVERS = {"tests/clients", "tests/contract", "tests/e2e", "tests/fault"}
 
 # Two workers share the cores: a second compute thread in each would only wait for the other's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

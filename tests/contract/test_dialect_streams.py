@@ -1,4 +1,4 @@
-"""Golden streams of /v1/responses, read by openai-python (tests/peers reads them with other versions and libraries).
+"""Golden streams of /v1/responses, read by openai-python (tests/clients reads them with other versions and libraries).
 
 engine/text/src/dialect/tests/golden.rs writes the files: requests and scripted answers in, streams out.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.peers.replay_streams import replay_openai
+from tests.clients.scripts.replay_streams import replay_openai
 
 GOLDEN = Path(__file__).parent / "golden" / "dialects"
 CASES: list[dict[str, Any]] = json.loads((GOLDEN / "responses.json").read_text())

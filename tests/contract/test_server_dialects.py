@@ -176,7 +176,7 @@ class TestMessages:
         ("more", "status", "kind", "param"),
         [
             ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
-            ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
+            ({"stop_sequences": ["x" * 2000]}, 400, "invalid_request_error", "stop_sequences"),
             ({"model": "other"}, 404, "not_found_error", "other"),
         ],
     )
@@ -196,3 +196,51 @@ class TestMessages:
         body = ask(engine, message(messages=long)).json()
         assert body["error"]["message"].startswith("prompt is too long: ")
         assert body["error"]["message"].endswith(" maximum")
+
+
+def test_token_ids_take_the_place_of_the_conversation(engine: FakeEngine) -> None:
+    own = httpx.get(engine.url + "/get_server_info", timeout=30).json()["tokenizer_fingerprint"]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"model": "tiny", "input": HELLO},
+        "/v1/messages": {"model": "tiny", "messages": HELLO, "max_tokens": 8},
+    }
+    for path, body in bodies.items():
+        ids = {"input_ids": [5, 6, 7], "tokenizer_fingerprint": own}
+        answer = ask(engine, {**body, **ids, **script(reply=REPLY)}, path)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["input_tokens"] == 3
+        assert "x-ignored-params" not in answer.headers
+        refused = ask(engine, {**body, **ids, "tokenizer_fingerprint": "f00"}, path)
+        assert refused.status_code == 409
+        assert refused.json()["error"]["code"] == "fingerprint_mismatch"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "resp_1"),
+        ("DELETE", "resp_1"),
+        ("POST", "resp_1/cancel"),
+        ("GET", "resp_1/input_items"),
+        ("POST", "compact"),
+    ],
+)
+def test_stored_responses_are_refused(engine: FakeEngine, method: str, path: str) -> None:
+    reply = httpx.request(method, f"{engine.url}/v1/responses/{path}", timeout=30)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["code"] == "unsupported_parameter"
+    assert error["message"].endswith("send the conversation in input")
+
+
+def test_models_have_the_form_of_the_clients_api(engine: FakeEngine) -> None:
+    def ask_for(path: str, **headers: str) -> Any:
+        return httpx.get(engine.url + path, headers=headers, timeout=30).json()
+
+    assert ask_for("/v1/models")["object"] == "list"
+    version = {"anthropic-version": "2023-06-01"}
+    listed = ask_for("/v1/models", **version)
+    (model,) = listed["data"]
+    assert (model["type"], model["id"], model["display_name"]) == ("model", "tiny", "tiny")
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("tiny", "tiny", False)
+    assert ask_for("/v1/models/tiny", **version) == model

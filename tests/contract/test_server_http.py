@@ -16,6 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
+from baton.server.http.app import version as front_version
+from baton.server.http.openapi.document import openapi_document
+from baton.server.http.openapi.operations import Server
 from tests.support.processes.front import FakeEngine, fake_engine, model
 
 HI = [{"role": "user", "content": "hi"}]
@@ -263,6 +266,31 @@ def test_unknown_path_and_method(http: httpx.Client) -> None:
     assert http.request("TRACE", "/health").status_code == 405
 
 
+def test_paths_take_one_trailing_slash_and_head(http: httpx.Client) -> None:
+    for path in ("/version", "/openapi.json", "/docs", "/v1/models", "/v1/models/tiny", "/health"):
+        plain = http.get(path)
+        assert plain.status_code == 200, path
+        assert http.get(path + "/").content == plain.content
+        head = http.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == plain.headers["content-type"]
+        assert http.get(path + "//").status_code == 404
+    body = {"prompt": "hi", "max_tokens": 2}
+    assert http.post("/v1/completions/", json=body).json()["usage"]["completion_tokens"] == 2
+    assert http.get("/get_load/").json() == http.get("/get_load").json()
+    refused = http.post("/v1/messages/", json={})
+    assert (refused.status_code, refused.json()["type"]) == (400, "error")
+
+
+def test_description_is_that_of_the_engine(http: httpx.Client) -> None:
+    assert http.get("/openapi.json").json() == openapi_document(Server.ENGINE)
+    version = http.get("/version").json()
+    assert (version["engine"], version["version"]) == ("baton", front_version())
+    page = http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -416,6 +444,9 @@ def test_tokenize_and_back(http: httpx.Client) -> None:
         assert r["max_model_len"] == 512
         back = http.post(prefix + "/detokenize", json={"tokens": r["tokens"]}).json()
         assert back["text"] == back["prompt"] == "the relay 😀"
+    named = http.post("/tokenize", json={"prompt": "the relay", "return_token_strs": True}).json()
+    assert "".join(named["token_strs"]).replace("\u0120", " ") == "<s>the relay"
+    assert len(named["token_strs"]) == named["count"]
     many = http.post("/tokenize", json={"prompt": ["a", "the relay"]}).json()
     assert many["count"] == [len(row) for row in many["tokens"]]
     messages = [{"role": "user", "content": "hi"}]

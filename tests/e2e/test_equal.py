@@ -95,6 +95,35 @@ def test_constrained_answer_of_two_nodes_equals_that_of_one(
     pair.assert_nothing_is_held()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("form", ["free", "regex"])
+def test_restricted_answer_of_two_nodes_equals_that_of_one(
+    solo: Cluster, pair: Cluster, form: str, temperature: float
+) -> None:
+    allowed = list(range(3, 2400, 3))
+    sampling: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 40}
+    sampling |= {"allowed_token_ids": allowed, "sampling_seed": 11}
+    sampling |= {"regex": "[a-z ,.]*"} if form == "regex" else {}
+
+    def ask(cluster: Cluster, *bad_words: str) -> tuple[list[int], str]:
+        fields = {**sampling, "bad_words": bad_words}
+        status, answer = cluster.post(
+            "/generate", {"text": "The router is", "sampling_params": fields}
+        )
+        assert status == 200, answer
+        return answer["output_ids"], answer["text"]
+
+    ids, text = ask(solo)
+    assert set(ids) <= set(allowed)
+    assert ask(pair) == (ids, text)
+    words = [solo.post("/detokenize", {"tokens": part})[1]["text"] for part in (ids[:1], ids[1:4])]
+    assert text.startswith(words[0])
+    without = ask(solo, *words)
+    assert without[0][0] != ids[0]
+    assert ask(pair, *words) == without
+    pair.assert_nothing_is_held()
+
+
 def test_chat_answers_follow_a_schema_whole_and_streamed(pair: Cluster) -> None:
     with pair.client() as client:
         schema = {"name": "person", "schema": PERSON, "strict": True}

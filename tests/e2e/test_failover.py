@@ -15,6 +15,7 @@ from tests.support.processes.cluster import Cluster, eventually, metric
 
 pytestmark = pytest.mark.timeout(240)
 AT_ONCE = 20
+SLOW = {"greedy", "chat", "generate"}
 MAX_TRIES = 10
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 300}
@@ -33,6 +34,13 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {
         "text": "Baton is", "stream": True,
         "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": 800},
+    }),
+    ("/v1/responses", {
+        "model": "demo", "input": "What is a page?", "stream": True, "temperature": 0, "ignore_eos": True,
+        "max_output_tokens": 300,
+    }),
+    ("/v1/messages", {
+        "model": "demo", "messages": [{"role": "user", "content": "What is a page?"}], "stream": True, **GREEDY,
     }),
 ]  # fmt: skip
 
@@ -65,8 +73,47 @@ async def events_of(
     return events
 
 
+def shown_response(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same of /v1/responses, whose events are numbered without gaps."""
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    deltas = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+    response = events[-1]["response"]
+    assert len({e["response"]["id"] for e in events if "response" in e}) == 1
+    (item,) = response["output"]
+    assert item["content"][0]["text"] == "".join(deltas)
+    usage = response["usage"]
+    return {
+        "text": "".join(deltas),
+        "finish": (events[-1]["type"], response["incomplete_details"]),
+        "counts": (usage["input_tokens"], usage["output_tokens"]),
+    }
+
+
+def shown_message(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same of /v1/messages."""
+    kinds = [event["type"] for event in events]
+    around = ["message_start", "ping", "content_block_start"]
+    assert kinds[:3] == around
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[3:-3]) == {"content_block_delta"}
+    usage = events[-2]["usage"]
+    return {
+        "text": "".join(event["delta"]["text"] for event in events[3:-3]),
+        "finish": events[-2]["delta"],
+        "counts": (
+            usage["input_tokens"] + usage["cache_read_input_tokens"],
+            usage["output_tokens"],
+        ),
+    }
+
+
 def shown(path: str, events: list[dict[str, Any]]) -> dict[str, Any]:
     """The answer a client makes of the events, however the tokens are grouped."""
+    if path == "/v1/responses":
+        return shown_response(events)
+    if path == "/v1/messages":
+        return shown_message(events)
     if path == "/generate":
         texts = [event["text"] for event in events]
         assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
@@ -182,8 +229,8 @@ def ask_all(
 @pytest.mark.parametrize(
     "at",
     [
-        pytest.param(at, id=kind, marks=[] if kind == "drawn" else pytest.mark.slow)
-        for at, kind in enumerate(("greedy", "drawn", "chat", "generate"))
+        pytest.param(at, id=kind, marks=pytest.mark.slow if kind in SLOW else [])
+        for at, kind in enumerate(("greedy", "drawn", "chat", "generate", "responses", "messages"))
     ],
 )
 def test_killed_decode_node_in_mid_stream_changes_nothing(cluster: Cluster, at: int) -> None:

@@ -78,6 +78,15 @@ def _rows(lp: dict[str, Any]) -> list[Any]:
         ("/v1/completions", {"prompt": "Baton is", "logprobs": 2, "echo": False}),
         ("/v1/completions", {"prompt": "Baton is", "echo": True}),
         (
+            "/v1/completions",
+            {
+                "prompt": "The router is",
+                "truncate_prompt_tokens": 2,
+                "bad_words": ["the", "prefill node", "decode node"],
+                "allowed_token_ids": list(range(3, 3000)),
+            },
+        ),
+        (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "What is Baton? \u00e9\U0001f3c3"}]},
         ),

@@ -49,6 +49,12 @@ def test_openai_surface_answers(simulated: Cluster) -> None:
     assert sum(len(c.logprobs.content or ()) for c in choices if c.logprobs) == 5
 
 
+def test_logprobs_of_prompts_are_refused(simulated: Cluster) -> None:
+    body = {"model": "demo", "prompt": "hi", "echo": True, "logprobs": 1, "max_tokens": 1}
+    status, answer = simulated.post("/v1/completions", body)
+    assert (status, answer["error"]["code"]) == (400, "unsupported_parameter")
+
+
 def test_it_reports_like_an_engine(simulated: Cluster) -> None:
     url = simulated.node("prefill")["url"]
     info = json.loads(get(f"{url}/get_server_info") or "")

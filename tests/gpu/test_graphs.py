@@ -127,7 +127,7 @@ def test_every_capture_size_computes_the_same_as_the_eager_step(demo: str) -> No
     runner._kv.data[runner._kv.dummy_page].fill_(torch.nan)
     for rows in range(1, 25):
         plan = decode_plan(rows, first=True)
-        step, indices = runner._begin_step(plan)
+        step, indices, _ = runner._begin_step(plan)
         assert indices is not None
         size = graphs.size_for(step, indices)
         assert size is not None

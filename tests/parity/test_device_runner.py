@@ -16,11 +16,14 @@ import torch
 from baton.models.decoder import Decoder
 from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.runner.step_inputs import decode_step
+from baton.sched.types.reasoning import ReasoningPhase
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from tests.parity.conftest import Reference
 from tests.support.devices.device_engine import Device
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.grammars.engines import follow_grammars, make_store, request, run_to_end
+from tests.support.grammars.reasoning import FORCED_END, make_gate
+from tests.support.models.allowed_ids import pack_ids
 from tests.support.models.checkpoints import VOCAB
 
 STEPS = 20
@@ -43,6 +46,13 @@ PARAMS: dict[str, SamplingParams] = {
     "penalties": SamplingParams(
         **PLAIN, temperature=1.2, frequency_penalty=0.8, repetition_penalty=1.2
     ),  # type: ignore[arg-type]
+    "bad words": SamplingParams(
+        **PLAIN,  # type: ignore[arg-type]
+        temperature=1.2,
+        allowed_tokens=pack_ids(range(40, 46)),
+        bad_words=((40,), (41, 42), (42, 43), (44, 45, 44)),
+    ),
+    "allowed tokens": SamplingParams(**PLAIN, temperature=1.2, allowed_tokens=pack_ids(range(99))),  # type: ignore[arg-type]
 }
 
 
@@ -79,9 +89,9 @@ def test_tokens_of_the_cpu(
         )
     if "max_total_tokens" in flags:
         assert late.sched.counters()["retractions_total"] > 0, "the pool was meant to be too small"
-    waits = bool(params.frequency_penalty)
+    waits = bool(params.frequency_penalty or params.bad_words)
     assert bool(device.stream.held_up) == waits, (
-        "launching waits for earlier tokens only where penalties count them"
+        "launching waits for earlier tokens only where penalties or bad words look at them"
     )
     for engine in (host, late):
         engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
@@ -92,14 +102,26 @@ def test_tokens_of_the_cpu(
 def test_answers_that_follow_grammars_are_those_of_the_cpu(
     reference: Callable[[str], Reference], device: Device, flags: dict[str, object]
 ) -> None:
-    """Beside free rows; the draw of a step waits for the tokens before it, its model does not."""
+    """Beside free rows, and behind a reasoning that is cut at its limit; the draw of a step waits for the tokens
+    before it, its model does not.
+    """
     path = reference("llama").path
     store = make_store(path)
     grammar = "start: /[a-z]{2,12}(-[0-9]{1,5}){0,3}/"
+    inside = make_gate(ReasoningPhase.INSIDE, budget=4)
     params = [
-        SamplingParams(max_new_tokens=30, temperature=temperature, seed=seed, grammar=text)
-        for seed, (temperature, text) in enumerate(
-            ((0.0, grammar), (1.0, grammar), (1.0, ""), (0.0, ""), (1.3, grammar))
+        SamplingParams(
+            max_new_tokens=30, temperature=temperature, seed=seed, grammar=text, reasoning=gate
+        )
+        for seed, (temperature, text, gate) in enumerate(
+            (
+                (0.0, grammar, None),
+                (1.0, grammar, inside),
+                (1.0, "", inside),
+                (0.0, "", None),
+                (1.3, grammar, None),
+                (1.0, grammar, make_gate(ReasoningPhase.UNDECIDED, budget=4)),
+            )
         )
     ]
     asked = [prompts()[i] for i in range(len(params))]
@@ -112,7 +134,9 @@ def test_answers_that_follow_grammars_are_those_of_the_cpu(
         engine.close()
     assert results[0] == results[1]
     stops = {i for i, answer in enumerate(results[0]) if answer.finish is FinishReason.STOP}
-    assert stops >= {0, 1, 4}
+    assert stops >= {0, 4, 5}
+    for i in (1, 2):
+        assert tuple(results[0][i].tokens[4 : 4 + len(FORCED_END)]) == FORCED_END
 
 
 def test_rows_with_penalties_beside_rows_without(

@@ -21,6 +21,7 @@ from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.support.engines.engine_run import greedy
 from tests.support.engines.metamorph import Arena, Cluster, preempt_at, suspend_at
+from tests.support.models.allowed_ids import pack_ids
 from tests.support.models.checkpoints import VOCAB, reference_greedy
 from tests.support.pairwise import Case, pairs, pairwise, product
 
@@ -44,12 +45,18 @@ QUICK = {("preempt", "recompute"), ("preempt", "offload"), ("suspend", "cache")}
 REQUEST_AXES = {
     "prefix": ["cold", "part", "full"],
     "place": ["alone", "first", "middle", "last"],
-    "sampling": ["greedy", "seeded"],
+    "sampling": ["greedy", "seeded", "restricted"],
 }
 SAMPLING = {
     "greedy": greedy(STEPS),
     "seeded": SamplingParams(
         max_new_tokens=STEPS, temperature=0.9, top_p=0.9, top_k=200, seed=11, frequency_penalty=0.4
+    ),
+    "restricted": SamplingParams(
+        max_new_tokens=STEPS,
+        seed=11,
+        allowed_tokens=pack_ids(range(60, 66)),
+        bad_words=((60,), (61, 62), (62, 61, 63)),
     ),
 }
 

@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedReque
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
 from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.allowed_ids import pack_ids
 from tests.support.models.checkpoints import VARIANTS, reference_greedy, reference_model
 
 pair_module = pytest.importorskip(
@@ -82,13 +84,26 @@ def test_pair_equals_one_process_under_every_engine_setting(
         pair.close()
 
 
+RESTRICTED: dict[str, Any] = {
+    "allowed_tokens": pack_ids(range(50, 56)),
+    "bad_words": ((50,), (51, 52), (52, 51, 53)),
+}
+
+
+@pytest.mark.parametrize("restrictions", [{}, RESTRICTED], ids=["free", "restricted"])
 def test_sampling_and_logprobs_are_transferred_unchanged(
-    reference: Callable[[str], Reference],
+    reference: Callable[[str], Reference], restrictions: dict[str, Any]
 ) -> None:
     ref = reference("llama")
     prompts = prompts_of(random.Random(7), [5, 30])
     params = SamplingParams(
-        max_new_tokens=STEPS, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True, logprobs=2
+        max_new_tokens=STEPS,
+        temperature=0.8,
+        top_p=0.9,
+        seed=3,
+        ignore_eos=True,
+        logprobs=2,
+        **restrictions,
     )
     engine = make_engine(ref.path)
     pair = Pair(ref.path, "tcp")

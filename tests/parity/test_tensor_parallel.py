@@ -50,14 +50,14 @@ class Logits:
 
     def watch(self, loaded: LoadedModel) -> None:
         model = loaded.runner._model
-        forward = model.forward
+        compute_logits = model.compute_logits
 
-        def watched(*args: object) -> torch.Tensor:
-            logits = forward(*args)
+        def watched(hidden: torch.Tensor) -> torch.Tensor:
+            logits = compute_logits(hidden)
             self.steps.append(logits.clone())
             return logits
 
-        model.forward = watched
+        model.compute_logits = watched
 
 
 FAMILIES = [

@@ -465,11 +465,15 @@ def _decode_alone(
 
     assert isinstance(engine, EngineLoop)
     runner: Any = engine.runner
-    forward, execute = runner._model.forward, runner.execute
-    in_forward, in_job = Times(), Times()
+    model = runner._model
+    execute = runner.execute
+    in_parts, in_job = Times(), Times()
     tokens: list[int] = []
     ends: list[float] = []
-    runner._model.forward = lambda batch, attn: in_forward.call(lambda: forward(batch, attn))  # type: ignore
+    for name in PARTS_OF_FORWARD:
+        part = getattr(model, name)
+        timed = functools.partial(_call_timed, in_parts, part)
+        setattr(model, name, timed)
     runner.execute = lambda plan: in_job.call(lambda: execute(plan))  # type: ignore
     try:
         engine.submit(req)
@@ -480,10 +484,22 @@ def _decode_alone(
                 tokens.extend(out.tokens)
                 ends.append(time.perf_counter())
     finally:
-        del runner._model.forward, runner.execute  # type: ignore
+        del runner.execute
+        for name in PARTS_OF_FORWARD:
+            delattr(model, name)
     walls = [b - a for a, b in itertools.pairwise(ends)]
-    model, job = in_forward.spent[1 : 1 + len(walls)], in_job.spent[1 : 1 + len(walls)]
-    return tokens, [(w, w - m, w - j) for w, m, j in zip(walls, model, job, strict=True)]
+    each = len(PARTS_OF_FORWARD)
+    in_forward = [sum(in_parts.spent[i : i + each]) for i in range(0, len(in_parts.spent), each)]
+    forward, job = in_forward[1 : 1 + len(walls)], in_job.spent[1 : 1 + len(walls)]
+    return tokens, [(w, w - f, w - j) for w, f, j in zip(walls, forward, job, strict=True)]
+
+
+PARTS_OF_FORWARD = ("prepare", "compute_hidden", "compute_logits")
+"""Methods of the decoder that a step calls, each once."""
+
+
+def _call_timed(times: Times, method: Callable[..., Any], *args: Any) -> Any:
+    return times.call(lambda: method(*args))
 
 
 GROUPS = {"plan": bench_plan, "order": bench_order, "radix": bench_radix, "host": bench_host}

@@ -28,12 +28,14 @@ OUTSIDE = frozenset(
         # products and methods
         "CuTe",
         "FlashAttention",
+        "OpenAPI",
         "OpenMP",
         "OpenTelemetry",
         "CorsLayer",
         "SetRequestIdLayer",
         "PyO3",
         "SentencePiece",
+        "ModelBehaviorError",  # of openai-agents
         "SiLU",
         "YaRN",
         "ZeroMQ",

@@ -182,6 +182,7 @@ SECOND_FLOOR = {
     ),
     "router/src/dispatch": (
         "app",
+        "chat_form",
         "context",
         "attempt",
         "prefill_leg",
@@ -254,6 +255,7 @@ SECOND_FLOOR = {
         "input_logprobs",
         "translate",
         "write",
+        "chat_answer",
         "tests",
     ),
     "engine/text/src/dialect/translate": (
@@ -264,6 +266,8 @@ SECOND_FLOOR = {
         "response_format",
         "responses",
         "messages",
+        "chat_translation",
+        "model_list",
     ),
     "engine/text/src/dialect/write": (
         "mod",

@@ -11,6 +11,8 @@ import pytest
 from tests.support.processes.cluster import Cluster, count, metric
 
 USER = {"role": "user", "content": "What is Baton?"}
+LONG = "Pages travel from prefill to decode. " * 1200
+"""More tokens than the context has."""
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 8}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": [USER], "logprobs": True, "top_logprobs": 2}),
@@ -38,6 +40,28 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
         "/generate",
         {"text": "Pages travel", "sampling_params": {"temperature": 0, "max_new_tokens": 8}},
     ),
+    (
+        "/generate",
+        {
+            "text": LONG,
+            "truncate_prompt_tokens": 9,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 8},
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": LONG}],
+            "truncate_prompt_tokens": 30,
+            "truncation_side": "right",
+        },
+    ),
+    ("/v1/completions", {"prompt": [LONG, "short"], "truncate_prompt_tokens": -1}),
+    (
+        "/v1/responses",
+        {"instructions": "terse", "input": [USER, {"role": "developer", "content": "really"}]},
+    ),
+    ("/v1/messages", {"system": [{"type": "text", "text": "terse"}], "messages": [USER]}),
 ]
 
 
@@ -45,6 +69,12 @@ def shown(path: str, answer: dict[str, Any]) -> Any:
     """The parts that do not differ from run to run."""
     if path == "/generate":
         return answer["text"], answer["meta_info"]["prompt_tokens"]
+    if path == "/v1/responses":
+        texts = [item["content"] for item in answer["output"]]
+        return texts, answer["usage"]["input_tokens"]
+    if path == "/v1/messages":
+        usage = answer["usage"]
+        return answer["content"], usage["input_tokens"] + usage["cache_read_input_tokens"]
     return answer["choices"], answer["usage"]["prompt_tokens"]
 
 
@@ -52,7 +82,10 @@ def shown(path: str, answer: dict[str, Any]) -> Any:
     ("path", "body"), BODIES, ids=[json.dumps(body)[:40] for _, body in BODIES]
 )
 def test_answers_are_the_engines_own(solo: Cluster, path: str, body: dict[str, Any]) -> None:
-    body = body if path == "/generate" else {**GREEDY, **body}
+    if path == "/v1/responses":
+        body = {"model": "demo", "temperature": 0, "max_output_tokens": 8, **body}
+    elif path != "/generate":
+        body = {**GREEDY, **body}
 
     def forwarded() -> float:
         return count(solo.url, "baton_router_input_ids_forwarded_total", role="regular")

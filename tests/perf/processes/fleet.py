@@ -1,7 +1,7 @@
 """Routers before a fleet of simulated engines, for the routing benchmarks: real processes, real HTTP, modeled steps.
 
 The fleet is started once; each arm gets a fresh router before it, and engines with empty caches. Peers are the wheels
-that tests/peers/setup.sh installs; an arm whose wheel is missing is left out and named.
+that tests/clients/setup.sh installs; an arm whose wheel is missing is left out and named.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def installed(arms: Sequence[Arm]) -> list[Arm]:
     for arm in arms:
         if not arm.is_installed:
             print(
-                f"{arm.name}: not installed, left out; tests/peers/setup.sh installs it",
+                f"{arm.name}: not installed, left out; tests/clients/setup.sh installs it",
                 file=sys.stderr,
             )
     return [arm for arm in arms if arm.is_installed]

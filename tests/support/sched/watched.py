@@ -60,7 +60,18 @@ class Before:
     reservation: PageReservation | None
 
 
-LATER_FIELDS = frozenset(("grammar",))
+LATER_FIELDS = frozenset(
+    (
+        "allowed_tokens",
+        "bad_words",
+        "grammar",
+        "logprob_position",
+        "logprob_token_ids",
+        "prompt_logprobs",
+        "prompt_logprobs_start",
+        "reasoning",
+    )
+)
 """Fields that older recordings of plans do not have: left out while they have their default."""
 
 

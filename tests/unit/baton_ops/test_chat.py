@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,10 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
 
 def chunk(content: str | None = None, finish_reason: str | None = None) -> dict[str, Any]:
     """A chunk as openai-python parses it."""
-    delta = {} if content is None else {"content": content}
+    return delta_chunk({} if content is None else {"content": content}, finish_reason)
+
+
+def delta_chunk(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
     choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
     return {"id": "x", "object": "chat.completion.chunk", "model": "m", "choices": [choice]}
 
@@ -79,7 +83,8 @@ def session(url: str, **flags: Any) -> tuple[ChatSession, io.StringIO, io.String
     out = io.StringIO()
     notes = io.StringIO()
     server = ChatServer(url, None, HttpClient())
-    return ChatSession(server, "m", ChatConfig(**flags), out, notes), out, notes
+    talking = ChatSession(server, "m", ChatConfig(**flags), tools=None, out=out, notes=notes)
+    return talking, out, notes
 
 
 def test_piped_message_is_answered_on_standard_output(
@@ -125,6 +130,94 @@ def test_dialog_keeps_the_conversation_and_runs_commands(monkeypatch: pytest.Mon
     assert notes.getvalue().count(" ms, 2 tokens") == 3
 
 
+def call_chunk(
+    index: int, *, id: str | None = None, name: str | None = None, arguments: str = ""
+) -> dict[str, Any]:
+    """A part of a call: the first one has id and name."""
+    delta: dict[str, Any] = {"index": index, "function": {"arguments": arguments}}
+    if id is not None:
+        delta.update(id=id, type="function")
+        delta["function"]["name"] = name
+    return delta_chunk({"tool_calls": [delta]})
+
+
+CALLS = [
+    delta_chunk({"reasoning_content": "two "}),
+    delta_chunk({"reasoning_content": "cities"}),
+    call_chunk(0, id="call_a", name="weather", arguments='{"city":'),
+    call_chunk(0, arguments=' "Oslo"}'),
+    call_chunk(1, id="call_b", name="weather", arguments='{"city": "Rome"}'),
+    chunk(None, "tool_calls"),
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_reasoning_is_dimmed_and_calls_take_the_next_lines_as_results(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = iter(["compare", "cold", "warm", "thanks", "/exit"])
+    prompts = []
+
+    def read_line(prompt: str) -> str:
+        prompts.append(prompt)
+        return next(lines)
+
+    monkeypatch.setattr("builtins.input", read_line)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("sys.stdout", out := Terminal())
+    monkeypatch.setattr("sys.stderr", notes := Terminal())
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps(tools))
+    server = ScriptedServer(CALLS, [delta_chunk({"reasoning": "short"}), *HELLO], HELLO)
+    with server.listen() as url:
+        assert chat.main([url, "--tools", str(file)]) == 0
+    oslo = 'weather({"city": "Oslo"})'
+    rome = 'weather({"city": "Rome"})'
+    assert out.getvalue() == f"{oslo}\n{rome}HelloHello"
+    assert "\x1b[2mtwo \x1b[0m\x1b[2mcities\x1b[0m" in notes.getvalue()
+    assert notes.getvalue().count("TTFT") == 3
+    assert prompts == ["> ", f"result of {oslo}> ", f"result of {rome}> ", "> ", "> "]
+    assert all(body["tools"] == tools for body in server.bodies)
+    assert server.bodies[1]["messages"] == [
+        {"role": "user", "content": "compare"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "two cities",
+            "tool_calls": [
+                {
+                    "id": id,
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": f'{{"city": "{city}"}}'},
+                }
+                for id, city in (("call_a", "Oslo"), ("call_b", "Rome"))
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_a", "content": "cold"},
+        {"role": "tool", "tool_call_id": "call_b", "content": "warm"},
+    ]
+    last = server.bodies[2]["messages"][4:]
+    assert [turn["content"] for turn in last] == ["Hello", "thanks"]
+    assert "reasoning_content" not in last[0]
+
+
+def test_failed_answer_to_a_result_leaves_its_call_open() -> None:
+    server = ScriptedServer(CALLS, [{"error": {"message": "the worker is gone"}}])
+    with server.listen() as url:
+        talking, _, _ = session(url)
+        talking.ask_model("compare")
+        talking.ask_model("cold")
+        with pytest.raises(AnswerFailed):
+            talking.ask_model("warm")
+    assert [call.id for call in talking.conversation.open_calls] == ["call_b"]
+    assert talking.conversation.turns[-1]["content"] == "cold"
+
+
 def test_end_of_input_ends_the_dialog_and_ctrl_c_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     events = iter([KeyboardInterrupt(), EOFError()])
 
@@ -149,7 +242,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came() -> None:
     with server.listen() as url:
         notes = io.StringIO()
         client = ChatServer(url, None, HttpClient())
-        talking = ChatSession(client, "m", ChatConfig(), InterruptedOutput(), notes)
+        out = InterruptedOutput()
+        talking = ChatSession(client, "m", ChatConfig(), tools=None, out=out, notes=notes)
         answer = talking.ask_model("hi")
     assert answer.text == "Hel"
     assert [turn["content"] for turn in talking.conversation.turns] == ["hi", "Hel"]
@@ -178,6 +272,8 @@ def test_missing_server_is_named_with_a_remedy(capsys: pytest.CaptureFixture[str
         (["localhost:8000"], "baton chat: localhost:8000: give http://HOST:PORT"),
         (["--max-tokens", "0"], "--max-tokens 0: give at least 1"),
         (["--temperature", "warm"], "--temperature warm: give a number"),
+        (["--tools", "no-such-file"], "--tools no-such-file: No such file or directory"),
+        (["--tools", "/dev/null"], "--tools /dev/null: this is no JSON"),
     ],
 )
 def test_wrong_flags_are_refused(

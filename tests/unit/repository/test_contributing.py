@@ -147,7 +147,7 @@ def test_its_places_exist_and_hold_the_names_it_gives_them() -> None:
         "engine/baton/models/spec_reader.py": ["FAMILIES"],
         "tests/support/models/checkpoints.py": ["VARIANTS"],
         "engine/baton/server/request/schema.py": ["SamplingFields"],
-        "engine/baton/server/request/sampling.py": ["read_params", "DEFAULT_KEYS"],
+        "engine/baton/server/request/sampling/params.py": ["read_params", "DEFAULT_KEYS"],
         "engine/baton/sched/types/request.py": ["SamplingParams"],
         "engine/baton/runtime/sampling/sampler.py": ["LogitEdits", "draw_columns", "kept_ids"],
         "engine/baton/runtime/memory/warmup.py": ["SAMPLINGS"],

@@ -209,7 +209,7 @@ def test_step_on_cuda_mixes_no_devices(tmp_path: Path) -> None:
         launched = run.execute(plan_of(3))
         assert launched.drawn is not None
         assert launched.drawn.tokens.shape == (2,)
-        step = run._make_step(plan_of(3))
+        step = run._make_step(plan_of(3), None)
         indices = run._make_indices(step)
         assert indices is not None
         forward_all(model, run._make_batch(step, indices), check)

@@ -15,6 +15,7 @@ from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.model_limits import ModelLimits
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from tests.support.engines.engine_run import answer, greedy, make_engine
+from tests.support.models.allowed_ids import pack_ids
 from tests.support.models.checkpoints import VOCAB, make_checkpoint
 
 LIMITS = ModelLimits(vocab_size=VOCAB, max_context=512)
@@ -48,6 +49,10 @@ BAD = [
     changed(stop_token_ids=(5, -1)),
     changed(logit_bias=((-1, 1.0),)),
     changed(logit_bias=((5, math.nan),)),
+    changed(allowed_tokens=bytes(40)),
+    changed(allowed_tokens=pack_ids([5, VOCAB])),
+    changed(bad_words=((),)),
+    changed(bad_words=((5,), (6, -1))),
 ]
 
 
@@ -68,6 +73,7 @@ def test_values_at_the_bounds_are_accepted() -> None:
     for request in (
         changed(temperature=0.0, top_p=1e-30, top_k=2**63 - 1, min_p=1.0),
         changed(repetition_penalty=1e-300, presence_penalty=-2.0),
+        changed(allowed_tokens=pack_ids([VOCAB - 1]), bad_words=((VOCAB - 1, 0), (VOCAB + 5,))),
         changed(stop_token_ids=(VOCAB + 5,), logit_bias=((0, -100.0),), resumed=2),
     ):
         LIMITS.check_request(request)

@@ -16,6 +16,7 @@ from baton.runtime.grammar.store import GrammarStore
 from baton.sched.types.request import FinishReason, SamplingParams
 from tests.support.engines.engine_run import make_engine
 from tests.support.grammars.engines import (
+    GrammarAnswer,
     follow_grammars,
     make_store,
     request,
@@ -24,6 +25,7 @@ from tests.support.grammars.engines import (
     text_of,
 )
 from tests.support.grammars.random_schemas import random_schema
+from tests.support.models.allowed_ids import pack_ids
 from tests.support.models.checkpoints import EOS, VOCAB
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -167,7 +169,7 @@ def test_free_rows_beside_constrained_ones_are_as_alone(
 def test_penalties_and_bias_act_within_the_grammar(checkpoint: Path, store: GrammarStore) -> None:
     engine = follow_grammars(make_engine(checkpoint), store)
     grammar = "start: /[ab]{12}/"
-    (letter_a,) = [token for token in range(VOCAB) if token < 256 and text_of_one(token) == "a"]
+    letter_a = byte_token("a")
     biased = sampled(1, grammar, logit_bias=((letter_a, 100.0),))
     (answer,) = run_to_end(engine, [request(PROMPT, biased)])
     assert text_of(answer.tokens) == "a" * 12
@@ -175,6 +177,41 @@ def test_penalties_and_bias_act_within_the_grammar(checkpoint: Path, store: Gram
     (answer,) = run_to_end(engine, [request(PROMPT, forbidden)])
     assert text_of(answer.tokens) == "b" * 12
     engine.close()
+
+
+def test_allowed_tokens_and_bad_words_act_within_the_grammar(
+    checkpoint: Path, store: GrammarStore
+) -> None:
+    engine = follow_grammars(make_engine(checkpoint), store)
+    letter_a, letter_b = (byte_token(letter) for letter in "ab")
+
+    def ask(grammar: str, **more: Any) -> GrammarAnswer:
+        return run_to_end(engine, [request(PROMPT, sampled(1, grammar, **more))])[0]
+
+    grammar = "start: /[ab]{12}/"
+    assert text_of(ask(grammar, allowed_tokens=pack_ids([letter_a])).tokens) == "a" * 12
+    assert text_of(ask(grammar, bad_words=((letter_a,),)).tokens) == "b" * 12
+    words = ((letter_a, letter_a), (letter_b, letter_b))
+    assert text_of(ask(grammar, bad_words=words).tokens) in ("ab" * 6, "ba" * 6)
+    failed = ask("start: /a{3}b/", allowed_tokens=pack_ids([letter_a, EOS]))
+    assert (failed.finish, text_of(failed.tokens)) == (FinishReason.ERROR, "aaa")
+    assert failed.error is not None
+    assert failed.error[0] == "grammar_failed"
+    before = engine.counters["grammar_failures_total"]
+    complete = ask('start: "aa"', allowed_tokens=pack_ids([letter_a]))
+    assert (complete.finish, text_of(complete.tokens)) == (FinishReason.STOP, "aa")
+    endless = replace(
+        sampled(1, "start: /a+/"), allowed_tokens=pack_ids([letter_a]), max_new_tokens=20
+    )
+    (answer,) = run_to_end(engine, [request(PROMPT, endless)])
+    assert (answer.finish, len(answer.tokens)) == (FinishReason.LENGTH, 20), "the end is not listed"
+    assert engine.counters["grammar_failures_total"] == before
+    engine.close()
+
+
+def byte_token(letter: str) -> int:
+    (token,) = [token for token in range(256) if text_of_one(token) == letter]
+    return token
 
 
 def text_of_one(token: int) -> str:

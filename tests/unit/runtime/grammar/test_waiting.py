@@ -18,9 +18,11 @@ from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.grammar import store as store_module
 from baton.runtime.grammar.store import CompiledGrammar, GrammarStore
 from baton.runtime.grammar.waiting import GrammarQueue
+from baton.sched.types.reasoning import ReasoningPhase
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
 from tests.support.engines.engine_run import greedy, make_engine
 from tests.support.grammars.engines import follow_grammars, request, run_to_end
+from tests.support.grammars.reasoning import make_gate
 
 SECS = 30.0
 PROMPT = [1, 2, 3]
@@ -190,8 +192,11 @@ def test_too_many_waiting_texts_are_refused(
 def test_engine_without_grammars_refuses_with_the_reason(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
     engine.grammars = GrammarQueue(None, "this engine was started with --grammar off")
-    with pytest.raises(UnsupportedParameter, match="--grammar off"):
+    with pytest.raises(UnsupportedParameter, match=r"--grammar off.*without a schema or grammar"):
         engine.submit(request(PROMPT, constrained()))
+    limited = SamplingParams(reasoning=make_gate(ReasoningPhase.INSIDE, budget=1))
+    with pytest.raises(UnsupportedParameter, match=r"--grammar off.*without a limit"):
+        engine.submit(request(PROMPT, limited))
     assert engine.is_idle
     engine.close()
 

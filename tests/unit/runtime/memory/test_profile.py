@@ -178,6 +178,8 @@ def parameters_read_by_the_sampler() -> set[str]:
 NO_WAY_OF_SAMPLING = {
     "resumed",  # where the answer begins: which tokens count as drawn
     "grammar",  # its masks are applied by torch's own kernels, which are compiled already
+    "allowed_tokens",  # a mask, too
+    "bad_words",  # bans, as those of min_new_tokens
 }
 
 
@@ -257,12 +259,12 @@ def test_pool_is_what_the_warmup_leaves(made: Any, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO):
         pages = profile_memory(made, asked, 512, None, memory)
     page_bytes = made.spec.kv.page_bytes(16)
-    needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, 0, 9 * GIB // 4, 0)
+    needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, 0, 10 * GIB // 4, 0)
     assert pages == size_pool(needs, page_bytes, 0.5).pages
     lines = [line for line in caplog.messages if line.startswith("warm-up step")]
-    assert len(lines) == memory.steps == 9
+    assert len(lines) == memory.steps == 10
     assert caplog.messages[-1] == (
-        "GPU memory of 80.00 GiB: free 70.00 GiB beside weights of 2.00 GiB; a step takes 2.25 GiB, the attention "
+        "GPU memory of 80.00 GiB: free 70.00 GiB beside weights of 2.00 GiB; a step takes 2.50 GiB, the attention "
         "backend 0.00 GiB, CUDA graphs 0.00 GiB, margin 0.25 GiB; KV pool 38.00 GiB (--mem-fraction-static 0.5): "
         f"{pages} pages, {pages * 16} tokens"
     )
@@ -280,10 +282,10 @@ def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(
     monkeypatch.setattr(fitting, "make_backend", lambda _, spec, kv: Recordable(spec, kv))
     page_bytes = made.spec.kv.page_bytes(16)
     for flags, captures, graphs in (
-        ({}, 4 * MIB, 8 * GIB // 4 + 3 * BYTES_EACH),
+        ({}, 4 * MIB, 9 * GIB // 4 + 3 * BYTES_EACH),
         ({"disable_cuda_graph": True}, 0, 0),
     ):
-        needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, captures, 9 * GIB // 4, graphs)
+        needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, captures, 10 * GIB // 4, graphs)
         asked = config(mem_fraction_static=0.99, **flags)
         assert (
             profile_memory(made, asked, 512, None, Counted())
@@ -303,7 +305,7 @@ def test_weights_that_cannot_fit_are_not_loaded(made: Any) -> None:
 def test_requested_pool_is_warmed_up_too_and_checked(made: Any) -> None:
     memory = Counted()
     assert profile_memory(made, config(), 512, 100, memory) == 100
-    assert memory.steps == 9
+    assert memory.steps == 10
     with pytest.raises(ConfigError, match="asked for"):
         profile_memory(made, config(), 512, 100, Counted(free=GIB))
 
@@ -389,7 +391,7 @@ def test_tensor_parallel_ranks_warm_up_together_and_take_the_smallest_pool(made:
     other = TpContext(Shard(1, 2), Path(), receive=lambda: orders.pop(0))
     group: Any = Least()
     assert profile_memory(made, config(), 512, None, Counted(), first, group) == 1234
-    assert len(orders) == 9
+    assert len(orders) == 10
     assert profile_memory(made, config(), 512, None, Counted(), other, group) == 1234
     assert orders == []
 

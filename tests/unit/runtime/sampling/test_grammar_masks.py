@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.runtime.grammar.sequence_grammar import GrammarState, SequenceGrammar
+from baton.runtime.grammar.sequence_grammar import SequenceGrammar
+from baton.runtime.grammar.token_constraint import GrammarState
 from baton.runtime.grammar.token_masks import MaskFiller, allowed_ids, count_allowed
 from baton.runtime.sampling import grammar_masks
 from baton.runtime.sampling.grammar_masks import apply_packed_masks

@@ -29,7 +29,7 @@ from baton.errors import (
 from baton.server.http.deadline_headers import with_deadline_headers
 from baton.server.request import schema
 from baton.server.request.grammar.constraint import GrammarFields
-from baton.server.request.placement import seed_of_room
+from baton.server.request.prompt.placement import seed_of_room
 from baton.server.request.validation import AcceptedRequest, RequestValidator
 from baton.server.text import model_info
 from baton.server.text.chat_template import ChatTemplate
@@ -251,7 +251,6 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": CONTEXT}, "context_length_exceeded", "*"),
     ({"min_tokens": 5, "max_tokens": 4}, "invalid_value", "min_tokens"),
     ({"stop": [1]}, "invalid_value", "stop"),
-    ({"stop": [""]}, "invalid_value", "stop"),
     ({"stop": ["a"] * 17}, "invalid_value", "stop"),
     ({"stop": "x" * 2000}, "invalid_value", "stop"),
     ({"stop_token_ids": [-1]}, "invalid_value", "stop_token_ids"),
@@ -276,9 +275,6 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
     ({"regex": "(?=a)"}, "invalid_value", "regex"),
     ({"lora_path": "x"}, "unsupported_parameter", "lora_path"),
-    ({"prompt_logprobs": 1}, "unsupported_parameter", "prompt_logprobs"),
-    ({"thinking_token_budget": 5}, "unsupported_parameter", "thinking_token_budget"),
-    ({"truncation_side": "left"}, "unsupported_parameter", "truncation_side"),
     ({"bootstrap_room": -1}, "invalid_value", "bootstrap_room"),
     ({"bootstrap_room": 2**63}, "invalid_value", "bootstrap_room"),
     ({"bootstrap_room": "7"}, "invalid_value", "bootstrap_room"),
@@ -330,7 +326,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tools": [{"type": "function"}]}, "missing_field", "tools[0].function"),
     ({"tools": [WEATHER]}, "unsupported_parameter", "tools"),
-    ({"tools": [WEATHER], "tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": "required"}, "unsupported_parameter", "tools"),
     ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
     ({"echo": True}, "unsupported_parameter", "echo"),
     ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
@@ -372,7 +368,12 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [1] * CONTEXT}, "context_length_exceeded", "prompt"),
     ({"best_of": 2}, "unsupported_parameter", "best_of"),
     ({"suffix": "x"}, "unsupported_parameter", "suffix"),
-    ({"echo": True, "logprobs": 1}, "unsupported_parameter", "logprobs"),
+    ({"prompt_logprobs": -1}, "invalid_value", "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "invalid_value", "prompt_logprobs"),
+    ({"logprob_token_ids": [5]}, "invalid_value", "logprob_token_ids"),
+    ({"logprobs": 1, "logprob_token_ids": [10**6]}, "invalid_value", "logprob_token_ids"),
+    ({"logprobs": 1, "logprob_token_ids": [5] * 129}, "invalid_value", "logprob_token_ids"),
     ({"logprobs": 21}, "invalid_value", "logprobs"),
     ({"logprobs": True}, "invalid_value", "logprobs"),
 ]
@@ -407,11 +408,9 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "sampling_params.min_new_tokens",
     ),
     ({"input_embeds": [[0.5]]}, "unsupported_parameter", "input_embeds"),
-    (
-        {"return_logprob": True, "logprob_start_len": 0},
-        "unsupported_parameter",
-        "logprob_start_len",
-    ),
+    ({"return_logprob": True, "logprob_start_len": 10**6}, "invalid_value", "logprob_start_len"),
+    ({"return_logprob": True, "logprob_start_len": -2}, "invalid_value", "logprob_start_len"),
+    ({"return_logprob": True, "token_ids_logprob": [[5]]}, "invalid_value", "token_ids_logprob"),
 ]
 
 
@@ -631,7 +630,7 @@ def test_content_parts_equal_plain_content(make: Make) -> None:
 
 def test_unknown_fields_are_listed_and_known_ones_are_not(make: Make) -> None:
     v = make()
-    assert chat(v, user="u", weird=1, another={"a": 1}, metadata={}).ignored == ("weird", "another")
+    assert chat(v, weird=1, seed=1, another={"a": 1}).ignored == ("weird", "another")
     assert generate(v, sampling_params={"strange": 1}).ignored == ("sampling_params.strange",)
     options = {"include_usage": True, "include_obfuscation": False}
     assert chat(v, stream=True, stream_options=options).ignored == (
@@ -794,3 +793,158 @@ def test_room_needs_a_host_on_the_decode_node(make: Make) -> None:
     ).items[0]
     assert item.rendezvous is not None
     assert item.rendezvous.port == 8998
+
+
+# ---- restrictions of the tokens ------------------------------------------------------------------------------------
+
+
+def test_allowed_token_ids_become_bits(make: Make) -> None:
+    v = make()
+    assert completion(v).items[0].params.allowed_tokens == b""
+    size = v.vocabulary.size
+    allowed = completion(v, allowed_token_ids=[0, 9, size - 1, 9]).items[0].params.allowed_tokens
+    bits = int.from_bytes(allowed, "little")
+    assert [token for token in range(size + 8) if bits >> token & 1] == [0, 9, size - 1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [([], "no token could be drawn"), ([1, 10**6], "vocabulary has"), ([1, "2"], "token ids")],
+)
+@pytest.mark.parametrize(("form", "prefix"), [(chat, ""), (completion, ""), (generate, "nested")])
+def test_allowed_token_ids_that_cannot_be_drawn_are_refused(
+    make: Make, form: Any, prefix: str, ids: list[Any], message: str
+) -> None:
+    fields = {"allowed_token_ids": ids}
+    body = {"sampling_params": fields} if prefix else fields
+    with pytest.raises(BadRequest, match=message) as caught:
+        form(make(), **body)
+    assert caught.value.param == ("sampling_params." if prefix else "") + "allowed_token_ids"
+
+
+def test_bad_words_are_encoded_with_and_without_a_blank(make: Make, tokenizer: Tokenizer) -> None:
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    v = make()
+    words = completion(v, bad_words=["hello", "  hello", "\n"]).items[0].params.bad_words
+    assert words == (encode("hello"), encode(" hello"), encode("\n"))
+    with pytest.raises(BadRequest) as caught:
+        completion(v, bad_words=["a", ""])
+    assert caught.value.param == "bad_words"
+
+
+# ---- prompts that are cut ------------------------------------------------------------------------------------------
+
+LONG = "one two three four five six seven eight nine ten " * 20
+"""More tokens than the context has."""
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_longer_prompts_are_cut_at_one_side(make: Make, tokenizer: Tokenizer, side: str) -> None:
+    v = make()
+    rendered = tokenize(v, messages=[{"role": "user", "content": LONG}])
+    encoded = tokenizer.encode(LONG)
+    ids = [3 + i % 90 for i in range(3 * CONTEXT)]
+    cases: list[tuple[Any, dict[str, Any], list[int]]] = [
+        (chat, {"messages": [{"role": "user", "content": LONG}]}, rendered),
+        (completion, {"prompt": LONG}, encoded),
+        (completion, {"prompt": ids}, ids),
+        (generate, {"text": LONG}, encoded),
+        (generate, {"input_ids": ids}, ids),
+        (completion, {"prompt": LONG, "input_ids": ids}, ids),
+        (chat, {"messages": [{"role": "user", "content": LONG}], "input_ids": ids}, ids),
+    ]
+    for form, body, whole in cases:
+        accepted = form(v, **body, truncate_prompt_tokens=7, truncation_side=side)
+        expected = whole[:7] if side == "right" else whole[-7:]
+        assert accepted.items[0].prompt.tolist() == expected, body
+
+
+def test_each_prompt_of_a_list_is_cut_and_short_ones_stay(make: Make) -> None:
+    prompts = [[5, 6, 7, 8], [9], list(range(3, 90))]
+    accepted = completion(make(), prompt=prompts, truncate_prompt_tokens=2, n=2)
+    cut = [[7, 8], [7, 8], [9], [9], [88, 89], [88, 89]]
+    assert [item.prompt.tolist() for item in accepted.items] == cut
+
+
+def test_minus_one_leaves_room_for_the_answer(make: Make) -> None:
+    v = make()
+    ids = [3 + i % 90 for i in range(3 * CONTEXT)]
+
+    def cut_to(form: Any, **body: Any) -> int:
+        return len(form(v, truncate_prompt_tokens=-1, **body).items[0].prompt)
+
+    assert cut_to(completion, prompt=ids, max_tokens=40) == CONTEXT - 40
+    assert cut_to(completion, prompt=ids) == CONTEXT - 16
+    assert cut_to(generate, input_ids=ids, sampling_params={"max_new_tokens": 3}) == CONTEXT - 3
+    assert cut_to(chat, input_ids=ids) == CONTEXT - 1
+    assert cut_to(completion, prompt=[5, 6], max_tokens=40) == 2
+    with pytest.raises(BadRequest, match="no room is left for a prompt") as caught:
+        cut_to(completion, prompt=ids, max_tokens=CONTEXT)
+    assert caught.value.param == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "middle"}, "truncation_side"),
+    ],
+)
+def test_cuts_that_mean_nothing_are_refused(make: Make, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        completion(make(), **fields)
+    assert caught.value.param == param
+
+
+def test_echo_repeats_what_is_left_of_a_cut_prompt(make: Make, tokenizer: Tokenizer) -> None:
+    accepted = completion(make(), prompt=LONG, echo=True, truncate_prompt_tokens=5)
+    assert accepted.echo == (tokenizer.decode(tokenizer.encode(LONG)[-5:]),)
+
+
+def test_cut_prompt_that_is_still_too_long_is_refused(make: Make) -> None:
+    ids = [3 + i % 90 for i in range(3 * CONTEXT)]
+    with pytest.raises(PromptTooLong):
+        completion(make(), prompt=ids, truncate_prompt_tokens=CONTEXT)
+
+
+def test_bodies_with_cut_prompts_pass_the_check_of_their_size(make: Make) -> None:
+    ids = [5] * (3 * CONTEXT)
+    for path, body in (("/v1/completions", {"prompt": ids}), ("/generate", {"input_ids": ids})):
+        raw = json.dumps(body).encode()
+        with pytest.raises(PromptTooLong):
+            make().refuse_oversized(path, raw)
+        make().refuse_oversized(path, json.dumps(body | {"truncate_prompt_tokens": 9}).encode())
+
+
+# ---- small forms -----------------------------------------------------------------------------------------------------
+
+
+def test_empty_stop_texts_end_no_answer(make: Make) -> None:
+    assert completion(make(), stop=["", "x", ""]).text.stops == ("x",)
+    assert completion(make(), stop="").text.stops == ()
+
+
+def test_logprobs_of_a_chat_may_be_0(make: Make) -> None:
+    v = make()
+    asked = [chat(v, logprobs=value).logprobs for value in (0, False, None, True)]
+    assert asked == [0, -1, -1, 0]
+    assert chat(v, logprobs=0, top_logprobs=3).logprobs == 3
+    with pytest.raises(BadRequest) as caught:
+        chat(v, logprobs=2)
+    assert caught.value.param == "logprobs"
+
+
+def test_tokenize_takes_the_fields_of_a_chat(make: Make, tokenizer: Tokenizer) -> None:
+    v = make()
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    whole = tokenize(v, messages=messages)
+    open_end = tokenize(
+        v, messages=messages, continue_final_message=True, add_generation_prompt=False
+    )
+    assert tokenizer.decode(open_end).rstrip().endswith("b")
+    assert whole != open_end
+    special = tokenize(v, messages=messages, add_special_tokens=True)
+    assert special[-len(whole) :] == whole

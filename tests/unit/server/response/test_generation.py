@@ -22,8 +22,9 @@ from baton.sched.types.events import EmittedTokens
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from baton.server.observability.metrics import EngineMetrics
+from baton.server.request.prompt.items import PromptItem
 from baton.server.request.text_rules import TextRules
-from baton.server.request.validation import AcceptedRequest, PromptItem
+from baton.server.request.validation import AcceptedRequest
 from baton.server.response.answer_spec import Dialect
 from baton.server.response.generation import ClientConnection, Generation
 from baton.server.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import pytest
 
 from baton.config import EngineConfig
 from baton.sched.types.events import EmittedTokens, new_token
-from baton.sched.types.plan import TokenLogprobs
+from baton.sched.types.plan import PromptLogprobs, TokenLogprobs
 from baton.sched.types.request import FinishReason
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
 from baton.server.worker import process
@@ -30,11 +30,22 @@ def one(handle: int, token: int, finish: FinishReason | None = None) -> EmittedT
 def test_token_batch_round_trips() -> None:
     outputs = [
         new_token(
-            (7, (5,), None, 3, TokenLogprobs(-0.5, [5, 6], [-0.5, -1.0]), None, None, STAGES)
+            (
+                7,
+                (5,),
+                None,
+                3,
+                TokenLogprobs(-0.5, [5, 6], [-0.5, -1.0], [-2.0]),
+                None,
+                None,
+                STAGES,
+                None,
+            )
         ),
         EmittedTokens(
             9, (), FinishReason.ERROR, 0, error=("timeout", "too late"), retry_after_secs=4
         ),
+        EmittedTokens(8, (), None, 0, prompt_logprobs=PromptLogprobs(1, 2, 0, b"sixteen bytes...")),
     ]
     batch = to_front_decoder.decode(encoder.encode(TokenBatch(0, outputs)))
     assert isinstance(batch, TokenBatch)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.peers.cases import Behind, check_two_ranks
-from tests.peers.environment import gateway, pair_flags
+from tests.clients.routers.cases import Behind, check_two_ranks
+from tests.clients.routers.environment import gateway, pair_flags
 from tests.support.processes.cluster import Cluster
 
 NAME, MODULE = "smg", "smg.launch_router"

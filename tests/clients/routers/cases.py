@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.peers.wire import answer, ask, assert_same, events, streamed, texts
+from tests.clients.routers.wire import answer, ask, assert_same, events, streamed, texts
 from tests.support.processes.cluster import Cluster, count, eventually, settled
 
 CHAT = "/v1/chat/completions"

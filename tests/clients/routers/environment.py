@@ -1,34 +1,19 @@
-"""Programs of other projects in their environments under .venv-peers (made by setup.sh)."""
+"""Routers of other projects in front of our nodes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.clients.environments import python_of
 from tests.support.processes.cluster import STOP_SECS, Cluster, eventually, get
 
-REPO = Path(__file__).parents[2]
 READY_SECS = 90.0
-
-
-def python_of(name: str) -> Path:
-    """The interpreter of environment `name`; skips the test when it could not be installed."""
-    folder = REPO / ".venv-peers" / name
-    if not (folder / ".installed").exists():
-        log = folder.with_name(f"{name}.log")
-        why = "run tests/peers/setup.sh"
-        if log.exists():
-            why = f"it could not be installed: {log.read_text(errors='replace').strip()[-300:]}"
-        pytest.skip(f"{name}: {why}")
-    return folder / "bin" / "python"
 
 
 def free_port() -> int:
@@ -80,20 +65,3 @@ def pair_flags(cluster: Cluster) -> list[str]:
         cluster.node("decode")["url"],
     ]
     return ["--pd-disaggregation", *where]
-
-
-def run_script(name: str, script: str, *args: str) -> Any:
-    """Run a script of this folder in that environment; what it printed, as JSON."""
-    command = [str(python_of(name)), str(Path(__file__).with_name(script)), *args]
-    clean = {
-        k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OPENAI", "LITELLM"))
-    }
-    environment = {
-        **clean,
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    }  # litellm fetches its price list otherwise
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])

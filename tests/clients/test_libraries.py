@@ -1,4 +1,4 @@
-"""openai-python and litellm in front of our router, a prefill and a decode node.
+"""openai-python and litellm in front of router, prefill node and two decode nodes.
 
 Also golden streams of /v1/responses and /v1/messages, read by the newest openai-python and by anthropic-python.
 """
@@ -6,18 +6,27 @@ Also golden streams of /v1/responses and /v1/messages, read by the newest openai
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.clients.environments import run_script
+from tests.clients.routers.cases import CHAT, COMPLETION, QUESTION, pulled
+from tests.clients.routers.wire import answer, texts
 from tests.contract.test_dialect_streams import GOLDEN, UNFINISHED, without_parsed
-from tests.peers.cases import CHAT, COMPLETION, QUESTION, pulled
-from tests.peers.environment import run_script
-from tests.peers.wire import answer, texts
 from tests.support.processes.cluster import Cluster, eventually, settled
 
+SCRIPTS = Path(__file__).parent / "scripts"
+REPLAY = SCRIPTS / "replay_streams.py"
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 16}
 BATCH = ["A lease ends", "Pages"]
+
+
+@pytest.fixture(scope="module")
+def reference(cluster: Cluster) -> str:
+    """Where the same is asked without a library."""
+    return cluster.url
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +49,13 @@ def each(reference: str, path: str, bodies: list[dict[str, Any]]) -> list[str]:
 class TestOpenai:
     @pytest.fixture(scope="class")
     @classmethod
-    def said(cls, major: str, pair: Cluster) -> dict[str, Any]:
-        before = settled(lambda: pulled(pair))
-        said: dict[str, Any] = run_script(f"openai-{major}", "ask_openai.py", pair.url)
+    def said(cls, major: str, cluster: Cluster) -> dict[str, Any]:
+        before = settled(lambda: pulled(cluster))
+        said: dict[str, Any] = run_script(f"openai-{major}", SCRIPTS / "ask_openai.py", cluster.url)
         assert said["version"].startswith(f"{major}.")
         eventually(
             "a KV page travelled: these answers did not come from one node",
-            lambda: pulled(pair) > before,
+            lambda: pulled(cluster) > before,
         )
         return said
 
@@ -89,16 +98,16 @@ class TestOpenai:
             "embeddings": ["NotFoundError", 404, "not_found", None, kind, *seen],
         }
 
-    def test_nothing_is_held_afterwards(self, said: dict[str, Any], pair: Cluster) -> None:
+    def test_nothing_is_held_afterwards(self, said: dict[str, Any], cluster: Cluster) -> None:
         """One of the streams was left after its first event."""
-        pair.assert_nothing_is_held()
+        cluster.assert_nothing_is_held()
 
 
 class TestLitellm:
     @pytest.fixture(scope="class")
     @classmethod
-    def said(cls, pair: Cluster) -> dict[str, Any]:
-        said: dict[str, Any] = run_script("litellm", "ask_litellm.py", pair.url)
+    def said(cls, cluster: Cluster) -> dict[str, Any]:
+        said: dict[str, Any] = run_script("litellm", SCRIPTS / "ask_litellm.py", cluster.url)
         return said
 
     @pytest.mark.parametrize("provider", ["hosted_vllm", "openai"])
@@ -126,8 +135,8 @@ class TestLitellm:
             "model": ["NotFoundError", 404],
         }
 
-    def test_nothing_is_held_afterwards(self, said: dict[str, Any], pair: Cluster) -> None:
-        pair.assert_nothing_is_held()
+    def test_nothing_is_held_afterwards(self, said: dict[str, Any], cluster: Cluster) -> None:
+        cluster.assert_nothing_is_held()
 
 
 def cases_of(file: str) -> dict[str, Any]:
@@ -137,9 +146,7 @@ def cases_of(file: str) -> dict[str, Any]:
 
 def test_openai_reads_responses() -> None:
     cases = cases_of("responses.json")
-    seen = run_script(
-        "openai-responses", "replay_streams.py", "openai", str(GOLDEN / "responses.json")
-    )
+    seen = run_script("openai-3", REPLAY, "openai", str(GOLDEN / "responses.json"))
     assert seen.keys() == cases.keys()
     for name, case in cases.items():
         if name in UNFINISHED:
@@ -153,7 +160,7 @@ def test_openai_reads_responses() -> None:
 @pytest.fixture(scope="module")
 def messages() -> dict[str, Any]:
     seen: dict[str, Any] = run_script(
-        "anthropic", "replay_streams.py", "anthropic", str(GOLDEN / "messages.json")
+        "anthropic", REPLAY, "anthropic", str(GOLDEN / "messages.json")
     )
     return seen
 

@@ -1,11 +1,7 @@
-"""Our nodes behind other routers, and other clients in front of ours.
+"""Our nodes behind other routers.
 
-    tests/peers/setup.sh                       # their packages, each in its own environment under .venv-peers
-    .venv/bin/pytest tests/peers -rs           # a few minutes; a peer that could not be installed skips with its reason
-
-`make test-all` runs both. What is compared is always the same: the answer of one engine that does both phases, asked
-directly. That engine (regular mode) and a prefill and a decode node (P/D mode) stand behind sglang-router 0.3.2 and smg
-1.13.0; openai-python and litellm ask our router in front of such a pair.
+What is compared is always the same: the answer of one engine that does both phases, asked directly. That engine
+(regular mode) and a prefill and a decode node (P/D mode) stand behind sglang-router 0.3.2 and smg 1.13.0.
 
 What these versions change on the way (measured), and the tests allow for:
 

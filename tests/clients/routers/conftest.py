@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.support.processes.cluster import Cluster
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of this folder starts processes for minutes."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="package")

@@ -1,0 +1,89 @@
+"""The description of the API against the routes, the errors, and the specification of OpenAPI."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from baton import errors
+from baton.server.http.app import HttpServer
+from baton.server.http.openapi import __main__ as generator
+from baton.server.http.openapi.document import openapi_document
+from baton.server.http.openapi.operations import Server, operations_of
+from baton.server.http.openapi.page import api_table, docs_page
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_files_that_the_router_embeds_are_current() -> None:
+    for name, text in generator.embedded_files().items():
+        path = ROOT / generator.ROUTER_FOLDER / name
+        assert path.read_text(encoding="utf-8") == text, "run: python -m baton.server.http.openapi"
+
+
+def test_page_of_all_paths_is_current() -> None:
+    page = (ROOT / "docs/guide/api.md").read_text(encoding="utf-8")
+    assert api_table() in page, "run: python -m baton.server.http.openapi"
+
+
+async def answer_nothing(request: Any) -> None:
+    """In place of a handler: the routes are looked at and not called."""
+
+
+def test_every_route_of_the_engine_is_described_and_takes_a_slash() -> None:
+    server: Any = HttpServer.__new__(HttpServer)
+    server.kv_streams = SimpleNamespace(close=answer_nothing, serve=answer_nothing)
+    routes = set()
+    for route in server.application().router.routes():
+        path = re.sub(r"\{\w+\}", "{id}", route.resource.canonical)
+        if route.method != "HEAD":  # aiohttp makes one beside each GET
+            routes.add((route.method.lower(), path))
+    described = {(operation.method, operation.path) for operation in operations_of(Server.ENGINE)}
+    slashed = {(method, path + "/") for method, path in described}
+    assert routes == described | slashed
+
+
+@pytest.mark.parametrize("server", Server)
+def test_operations_name_their_errors_and_references_lead_somewhere(server: Server) -> None:
+    document = openapi_document(server)
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            responses = operation["responses"]
+            assert {"400", "404", "503", "default"} <= set(responses), (method, path)
+            if "requestBody" in operation:
+                assert {"413", "415", "429"} <= set(responses), (method, path)
+    for reference in re.findall(r"'\$ref': '([^']+)'", str(document)):
+        place = document
+        for part in reference.removeprefix("#/").split("/"):
+            place = place[part]
+    for schema in document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert schema["additionalProperties"] is True
+    names = [
+        operation["operationId"]
+        for methods in document["paths"].values()
+        for operation in methods.values()
+    ]
+    assert len(names) == len(set(names))
+
+
+def test_error_schema_takes_the_errors_of_the_engine() -> None:
+    schemas = openapi_document(Server.ENGINE)["components"]["schemas"]
+    schema = {"$ref": "#/components/schemas/ErrorAnswer", "components": {"schemas": schemas}}
+    validator = jsonschema.Draft202012Validator(schema)
+    body = errors.BadRequest("n is 0; give 1 to 128", param="n").body()
+    assert validator.is_valid(body)
+    assert not validator.is_valid({"error": "n is 0"})
+
+
+@pytest.mark.parametrize("server", Server)
+def test_page_lists_every_operation_and_loads_nothing(server: Server) -> None:
+    page = docs_page(openapi_document(server), server)
+    for operation in operations_of(server):
+        assert f"<code>{operation.path}</code>" in page
+    assert re.findall(r"<script|<link|<img|https?://|url\(", page) == []

@@ -1,0 +1,93 @@
+"""The rank finds the end of a reasoning where the text layer, which clients see, finds it."""
+
+from __future__ import annotations
+
+import json
+from array import array
+
+import pytest
+from baton._native import AnswerTable
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from baton.config import build_config
+from baton.runtime.grammar.reasoning_tracker import ReasoningTracker
+from baton.sched.types.events import EmittedTokens
+from baton.sched.types.reasoning import ReasoningPhase
+from baton.sched.types.request import FinishReason
+from baton.server.response.answer_spec import ChoiceSpec, Dialect, ReadingSpec, encode_spec
+from baton.server.text import model_info
+from baton.server.text.answer_format import AnswerFormat, load_answer_format
+from baton.server.text.reasoning_format import ReasoningFormat, ReasoningRules
+from baton.server.text.tokenizer import Tokenizer
+from baton.server.worker.messages import TokenBatch, encoder
+from tests.support.models.streamed_text import HANDLE, stream_spec
+
+PIECES = ("<think>", "</think>", "<tool_call>", "\n", "a", " ", "<", "Hello")
+PROMPTS = ("", "<think>\n", "<think>\n\n</think>\n\n", "<think>\nso", "</think>", "</think>x")
+"""Ends of prompts behind the assistant's header."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(model_info.resolve("demo"))
+
+
+@pytest.fixture(scope="module")
+def answer_format(tokenizer: Tokenizer) -> AnswerFormat:
+    config = build_config({"model_path": "demo"})
+    return load_answer_format(config, model_info.load(config), tokenizer)
+
+
+def read_answer(
+    tokenizer: Tokenizer,
+    answer_format: AnswerFormat,
+    prompt: array[int],
+    tokens: list[int],
+    tools: str,
+) -> int:
+    """Tokens of the reasoning, as the usage of the answer counts them."""
+    choice = ChoiceSpec(HANDLE, True, len(prompt), (), prompt.tolist(), (), "")
+    spec = stream_spec(Dialect.CHAT, choice)
+    spec.is_stream = False
+    spec.reading = ReadingSpec(tools, 0, True, True, True, True, "reasoning_content")
+    answers = AnswerTable(tokenizer.native, answer_format.native, [1.0])
+    answers.open(encode_spec(spec))
+    row = EmittedTokens(HANDLE, tuple(tokens), FinishReason.LENGTH, 0)
+    fed = answers.feed(encoder.encode(TokenBatch(0, [row])), 0.0)
+    assert fed is not None
+    ((_, chunk),) = fed.chunks
+    usage = json.loads(chunk)["usage"]
+    return int(usage["completion_tokens_details"]["reasoning_tokens"])
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+@pytest.mark.parametrize("prompt", PROMPTS)
+@given(pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=10))
+@settings(max_examples=150, deadline=None)
+def test_rank_and_text_layer_find_the_same_end(
+    tokenizer: Tokenizer,
+    answer_format: AnswerFormat,
+    prompt: str,
+    has_tools: bool,
+    pieces: list[str],
+) -> None:
+    text = "".join((prompt, *pieces))
+    assume("\n\n\n<think>" not in text)  # more newlines than the rank leaves between two blocks
+    prompt_ids = array("i", tokenizer.encode(f"<|assistant|>{prompt}", add_special_tokens=False))
+    ids = {piece: tokenizer.encode(piece, add_special_tokens=False)[0] for piece in PIECES}
+    tokens = [ids[piece] for piece in pieces]
+    reasoning = ReasoningFormat(answer_format, tokenizer, tokenizer.vocab_size, has_grammars=True)
+    rules = ReasoningRules(is_read=True, has_tools=has_tools, budget=100)
+    gate = reasoning.make_gate(prompt_ids, rules)
+    counted = 0
+    if gate is not None:
+        tracker = ReasoningTracker(gate, tokenizer.token_bytes)
+        for place, token in enumerate(tokens, 1):
+            was_inside = tracker.phase is ReasoningPhase.INSIDE
+            tracker.advance(token)
+            is_end = was_inside and tracker.phase is ReasoningPhase.BEHIND
+            if is_end or tracker.phase is ReasoningPhase.INSIDE:
+                counted = place
+    tools = '[{"name": "f", "parameters": {}}]' if has_tools else "[]"
+    assert read_answer(tokenizer, answer_format, prompt_ids, tokens, tools) == counted
