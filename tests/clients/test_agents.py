@@ -122,7 +122,8 @@ def test_instructor_reads_objects(cluster: Cluster) -> None:
     found = ask("instructor", "ask_instructor.py", cluster)
     assert_is_person(found["person"])
     assert found["person_streamed"] == found["person"]
-    assert len(found["items"]) == 150
+    assert len(found["items"]) == 60
     assert found["items_interrupted"] == found["items"]
     assert_is_person(found["forced"]["person"])
-    assert found["forced"]["person_streamed"] == found["forced"]["person"]
+    # The library asks for a stream by a tool of another name: the answer need not be the same.
+    assert_is_person(found["forced"]["person_streamed"])

@@ -12,7 +12,8 @@ import instructor
 import openai
 from pydantic import BaseModel, ConfigDict, Field
 
-ITEMS = 150
+ITEMS = 60
+PERSON_TOKENS = 300
 Word = Annotated[str, Field(min_length=4, max_length=12)]
 
 
@@ -49,7 +50,7 @@ def asked(question: str, max_tokens: int) -> Any:
 
 
 def persons(client: Any) -> dict[str, Any]:
-    request = asked(talk.PERSON_QUESTION, talk.ANSWER_TOKENS)
+    request = asked(talk.PERSON_QUESTION, PERSON_TOKENS)
     whole = client.chat.completions.create(response_model=talk.Person, **request)
     *_, last = client.chat.completions.create_partial(response_model=talk.Person, **request)
     return {"person": whole.model_dump(), "person_streamed": last.model_dump()}
