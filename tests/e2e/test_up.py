@@ -83,6 +83,6 @@ def test_smoke_passes_for_other_shapes(flags: list[str], tmp_path: Path) -> None
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "11 of 11 checks passed" in done.stdout
-    # What the demo model is taught.
+    # The demo model is trained on this call and this reasoning.
     assert 'get_weather({"city": "Paris"})' in done.stdout
     assert "The user asks for the weather in Paris." in done.stdout

@@ -193,7 +193,8 @@ const SESSIONS: [(&str, &str, &str); 8] = [
 async fn session_returns_to_its_worker_however_it_is_named() {
     timed(async {
         for (path, header, member) in SESSIONS {
-            let (a, b) = (Mock::start(&[]).await, Mock::start(&[]).await);
+            let a = Mock::start(&[]).await;
+            let b = Mock::start(&[]).await;
             let router = Router::regular(&[&a, &b], &["--policy", "cost"]).await;
             let ask = async |prompt: &str| {
                 let prompt = json!(prompt);

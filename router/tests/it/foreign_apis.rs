@@ -217,7 +217,8 @@ async fn sglang_pair_meets_on_the_chat_path() {
         let rooms = Rooms::new();
         let p = Peer::sglang("prefill", &rooms).await;
         let d = Peer::sglang("decode", &rooms).await;
-        let (p_url, d_url) = (p.url(), d.url());
+        let p_url = p.url();
+        let d_url = d.url();
         let flags = [
             "--pd-disaggregation",
             "--prefill",
@@ -252,7 +253,8 @@ async fn vllm_pair_prefills_one_token_on_either_path() {
         let prefilled = Act::Json(json!({"choices": [], "kv_transfer_params": params}));
         let p = Mock::start(&[prefilled]).await.with_version("0.33.0");
         let d = Mock::start(&[]).await.with_version("0.33.0");
-        let (p_url, d_url) = (p.url(), d.url());
+        let p_url = p.url();
+        let d_url = d.url();
         let flags = format!("--vllm-pd-disaggregation --prefill {p_url} none --decode {d_url}");
         let router = Router::start(&flags.split_whitespace().collect::<Vec<_>>()).await;
         router.all_ready(2).await;
@@ -261,10 +263,8 @@ async fn vllm_pair_prefills_one_token_on_either_path() {
             (Dialect::Responses, "/v1/chat/completions"),
         ] {
             assert_eq!(ask(&router, api, true).await.status, 200);
-            let (first, second) = (
-                p.seen().last().unwrap().clone(),
-                d.seen().last().unwrap().clone(),
-            );
+            let first = p.seen().last().unwrap().clone();
+            let second = d.seen().last().unwrap().clone();
             assert_eq!((first.path.as_str(), second.path.as_str()), (path, path));
             assert_eq!(first.body["max_tokens"], 1);
             assert_eq!(first.body["stream"], false);

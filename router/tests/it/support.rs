@@ -248,7 +248,7 @@ impl Mock {
             .insert(path, (status, body.to_string()));
     }
 
-    /// It does not have these paths.
+    /// Answer the paths of these APIs with 404.
     pub fn lacks(self, apis: &[Dialect]) -> Mock {
         for api in apis {
             self.answers(api.path(), 404, json!({"detail": "Not Found"}));

@@ -17,7 +17,7 @@ from tests.support.processes.cluster import Cluster, count
 DEMO = Path(baton.models.__file__).parent / "demo"
 SCRIPT = Path(__file__).with_name("ask_lm_eval.py")
 TOLERANCE = 1e-3
-"""Of a sum over a text."""
+"""Largest difference between two sums of logprobs."""
 DOCS: list[dict[str, Any]] = [
     {
         "question": "Baton is",

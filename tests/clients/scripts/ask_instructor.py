@@ -63,7 +63,7 @@ def reports(url: str) -> dict[str, Any]:
     whole = client_of(url, mode).chat.completions.create(response_model=Report, **request)
 
     def stream(on_first: Callable[[], None]) -> list[str]:
-        # It shows the parts of a list at its end: the head of the answer comes with the first token.
+        # instructor shows a list when it is complete, so the answer's head stands for its first token.
         client = client_of(url, mode, on_response=on_first)
         *_, last = client.chat.completions.create_partial(response_model=Report, **request)
         return last.items

@@ -23,7 +23,7 @@ TOOL: Any = {
 
 
 class ProviderTurns:
-    """One of litellm's providers, through its form of chat."""
+    """Conversation with one of litellm's providers by `litellm.completion`."""
 
     def __init__(self, provider: str, base: str) -> None:
         self.provider = provider
@@ -100,7 +100,7 @@ def main() -> None:
     }
     found = {}
     for name, base in providers.items():
-        # What it translates to another API goes without extra_body.
+        # litellm drops extra_body where it translates a request to another API.
         has_extra_body = name in ("hosted_vllm", "openai")
         found[name] = talk.ask_turns(ProviderTurns(name, base), has_extra_body)
     talk.finish(found)

@@ -36,7 +36,7 @@ def model_of(url: str, api: str) -> Any:
         return OpenAIChatModel(talk.MODEL, provider=openai_provider(url))
     if api == "responses":
         return OpenAIResponsesModel(talk.MODEL, provider=openai_provider(url))
-    # Of models whose name it does not know it assumes that they cannot.
+    # Without this profile, pydantic-ai takes a model of an unknown name for one without JSON Schema output.
     profile = ModelProfile(supports_json_schema_output=True)
     return AnthropicModel(talk.MODEL, provider=anthropic_provider(url), profile=profile)
 

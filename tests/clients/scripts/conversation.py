@@ -84,7 +84,7 @@ def joined(parts: Any, text_of: Callable[[Any], str | None], on_first: Callable[
 
 
 class Turns(Protocol):
-    """One API of a library, as `ask_turns` uses it."""
+    """Requests that `ask_turns` makes through one API of a library."""
 
     def answer(self) -> str: ...
     def streamed(self) -> str: ...

@@ -42,9 +42,9 @@ pytestmark = pytest.mark.timeout(300)
 CUDA = torch.device("cuda")
 PROMPT = [1, 2, 3, 4, 5]
 END_TOKEN = 1
-"""Of the tokenizer with 150,000 tokens."""
+"""Id of `</s>` in the tokenizer with 150,000 tokens."""
 WIDE_VOCAB = 151_936
-"""Of Qwen3."""
+"""Size of Qwen3's vocabulary."""
 
 
 def mixed_params(schemas: list[dict[str, object]]) -> list[SamplingParams]:

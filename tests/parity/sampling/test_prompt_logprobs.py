@@ -40,7 +40,7 @@ _handles = itertools.count(1)
 
 @dataclass
 class Asked:
-    """What an engine said about one request."""
+    """A request, and the output of the engine for it."""
 
     prompt: Sequence[int]
     parts: list[PromptLogprobs] = field(default_factory=list)

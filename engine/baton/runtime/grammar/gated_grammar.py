@@ -49,7 +49,7 @@ class GateVocabulary:
         return self._trie.decode_bytes([token])
 
     def tokens_beyond(self, text: bytes) -> list[int]:
-        """Tokens that begin with a text and go on with something else than newlines."""
+        """Tokens that begin with `text`, and have other characters than newlines behind it."""
         tokens = self._sorted_tokens
         place = bisect.bisect_left(tokens, (text, -1))
         beyond = []

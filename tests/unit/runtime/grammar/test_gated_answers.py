@@ -270,7 +270,8 @@ def test_markers_that_are_text_are_found_in_any_tokens(
     grammar does.
     """
     engine = follow_grammars(make_engine(checkpoint), store)
-    begin, end = "ab:", "So:"
+    begin = "ab:"
+    end = "So:"
     gate = ReasoningGate(
         start=ReasoningPhase.UNDECIDED,
         begins=(ReasoningMarker(tuple(tokens_of(begin)), begin),),

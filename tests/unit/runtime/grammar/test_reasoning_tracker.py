@@ -37,7 +37,7 @@ def gate(start: ReasoningPhase, **more: object) -> ReasoningGate:
 
 
 def naive_answer(start: ReasoningPhase, text: str) -> str | None:
-    """What stands behind the reasoning; None: nothing yet. By the documented rules, on the text."""
+    """Text behind the reasoning, by the documented rules; None: there is none yet."""
     if start is ReasoningPhase.CONTENT:
         return text
     if start is ReasoningPhase.UNDECIDED:

@@ -332,7 +332,7 @@ mod tests {
             let terms = terms_of(&explanation.expect("asked for"));
             assert!(terms.values().all(|terms| terms.session_tokens == 0.0));
         }
-        // It is not among the candidates.
+        // The session's last worker is not among the candidates.
         let (choice, _) = choose(&sender, &ready[..2]);
         assert_ne!(choice.worker, WorkerId(2));
         // 250 ms saved against 100 ms queued, then against 600 ms.

@@ -56,7 +56,7 @@ class PythonicFormat(CallFormat):
             for begin, _ in self._marked_lists()
             if not builder.is_token(begin)
         ]
-        # One complement of all begins: several together are more than llguidance's lexer takes.
+        # A single terminal excludes all beginnings: with one terminal each, llguidance's lexer exceeds its limits.
         begins = "|".join([_list_begin([tool.name for tool in scope.tools]), *text_begins])
         text = builder.terminal([FREE_TEXT], [f"({begins}){FREE_TEXT}"])
 
