@@ -95,9 +95,10 @@ read -ra kernels <<< "${COMPILE:-norm rope silu decode:bfloat16:64 prefill:bfloa
 part engine 150 "${tests[@]}" tests/gpu/test_engine.py
 mapfile -t rest < <(ls tests/gpu/test_*.py | grep -v 'test_engine\|test_attention\|test_ops\|test_start\|test_graphs\|test_device_pa')
 part graphs 120 "${tests[@]}" tests/gpu/test_graphs.py tests/gpu/sampling/test_sampler.py
-part grammars 100 "${tests[@]}" tests/gpu/sampling/test_grammars.py
+part grammars 150 "${tests[@]}" tests/gpu/sampling/test_grammars.py tests/gpu/sampling/test_answers.py
 part bench 150 "${bench[@]}" --shapes $big --sections copy,decode,prefill,workload
-constrained=("$py" -m tests.perf.grammars.bench_constrained --jsonl "$jsonl" --shape $big)
+# Long prompts are no part of it: with short chunks their kernels need not be compiled.
+constrained=("$py" -m tests.perf.grammars.bench_constrained --jsonl "$jsonl" --shape $big --engine chunked_prefill_size=192)
 [ $cpu = 0 ] || constrained+=(--device cpu --quick)
 part constrained 120 "${constrained[@]}"
 part pages 250 "${tests[@]}" tests/gpu/test_device_pages.py tests/gpu/test_device_pairs.py
