@@ -4,7 +4,7 @@
 #   tests/gpu/run.sh                      report in gpu-report.txt, measurements also in gpu-report.jsonl
 #   tests/gpu/run.sh --cpu                the same commands where there is no GPU: tests are skipped, measurements are small
 #   PARTS=engine,bench tests/gpu/run.sh   only these; all: compile engine graphs grammars bench constrained pages start attention more bench8b pair
-#   COMPILE='norm rope'                   kernels of part compile
+#   COMPILE='norm rope'                   kernels of part compile;  JOBS=7 of them at once
 #   OUT=DIR                               where reports go;  BUDGET=570 seconds for everything;  PYTHON=…;  WHEELS=gpu-wheels
 # Uses what is installed, or where it finds a folder of tests/gpu/pack.sh, that, offline: nothing of `make setup` is needed then.
 # Exit code 0: all passed, 1: something failed, was skipped or had no time, 3: no GPU.
@@ -91,7 +91,7 @@ if [ $cpu = 1 ]; then
 fi
 # Kernels that were not carried are compiled first, several at once; what is missing then is compiled by the tests that need it.
 read -ra kernels <<< "${COMPILE:-norm rope silu decode:bfloat16:64 prefill:bfloat16:64 decode:bfloat16:128 prefill:bfloat16:128}"
-[ $cpu = 1 ] || part compile 240 xargs -a <(printf '%s\n' "${kernels[@]}") -P 7 -n 1 "$py" -m tests.gpu.prebuild
+[ $cpu = 1 ] || part compile 240 xargs -a <(printf '%s\n' "${kernels[@]}") -P "${JOBS:-7}" -n 1 "$py" -m tests.gpu.prebuild
 part engine 150 "${tests[@]}" tests/gpu/test_engine.py
 mapfile -t rest < <(ls tests/gpu/test_*.py | grep -v 'test_engine\|test_attention\|test_ops\|test_start\|test_graphs\|test_device_pa')
 part graphs 120 "${tests[@]}" tests/gpu/test_graphs.py tests/gpu/sampling/test_sampler.py
