@@ -76,7 +76,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "too long": completion("word " * 3000),
     "too many tokens": chat(max_tokens=300_000),
-    "two that exclude each other": completion(echo=True, logprobs=1),
+    "two that exclude each other": completion(guided_regex="[a-z]+", guided_choice=["a", "b"]),
 }
 """Requests a router passes on and an engine refuses."""
 

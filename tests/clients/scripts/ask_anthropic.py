@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import conversation as talk
 from anthropic import beta_tool
+from pydantic import BaseModel
 
 GREEDY: Any = {"temperature": 0}
 ASKED: Any = {
@@ -24,6 +25,13 @@ TOOL: Any = {
     "description": talk.WEATHER_DESCRIPTION,
     "input_schema": talk.WEATHER_PARAMETERS,
 }
+
+
+class ListedPerson(BaseModel):
+    """A person by what the library leaves in a schema: bounds become words of its descriptions."""
+
+    name: Literal["Ann", "Bob"]
+    age: Literal[20, 40, 60]
 
 
 def text_of(message: Any) -> str:
@@ -42,8 +50,8 @@ class MessagesTurns:
         with self.api.stream(messages=QUESTION, **ASKED) as stream:
             return "".join(stream.text_stream)
 
-    def person(self) -> talk.Person:
-        done = self.api.parse(messages=PERSON_QUESTION, output_format=talk.Person, **ASKED)
+    def person(self) -> ListedPerson:
+        done = self.api.parse(messages=PERSON_QUESTION, output_format=ListedPerson, **ASKED)
         return done.parsed_output
 
     def weather(self, is_streamed: bool) -> tuple[list[str], str]:
@@ -92,7 +100,7 @@ class MessagesTurns:
             (call,) = (block for block in done.content if block.type == "tool_use")
             found[kind] = call.name
         typed = self.api.parse(
-            messages=PERSON_QUESTION, output_format=talk.Person, tools=[TOOL], **ASKED
+            messages=PERSON_QUESTION, output_format=ListedPerson, tools=[TOOL], **ASKED
         )
         return {**found, "person": typed.parsed_output.model_dump()}
 
