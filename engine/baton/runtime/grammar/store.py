@@ -6,6 +6,10 @@
 3. `start_sequence` copies the grammar for a sequence that gets a slot, on the thread that runs the
    model.
 
+Copies of one matcher share a lexer, and their masks cannot be filled at the same time. A grammar
+with many users is compiled again, at most once per thread that fills masks, and its sequences are
+shared out (`CompiledGrammar.start_matcher`).
+
 A request's grammar is kept until the request has ended (`release_ended`), and the latest ones
 longer, for later requests with the same text (`KEPT_GRAMMARS`).
 
@@ -17,6 +21,7 @@ some 2.5 s.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import queue
 import threading
@@ -38,10 +43,22 @@ from baton.sched.metrics.histogram import Histogram, exponential
 from baton.sched.types.plan import AdmittedSeq
 from baton.sched.types.reasoning import ReasoningGate
 
+log = logging.getLogger("baton.grammar")
+
 KEPT_GRAMMARS = 256
-"""Some 100 kB each."""
+"""Some 100 kB each in most cases."""
+KEPT_CHARS = 4 * 2**20
+"""Length of all their texts. A schema of 75 kB with 1,800 properties takes 8 MB when it is compiled."""
 MAX_WAITING_TEXTS = 256
+USERS_PER_LEXER = 16
+"""Requests with a grammar until it gets a further lexer: masks of fewer rows take little time."""
+COSTLY_COMPILE_SECS = 0.05
+"""Grammars that took longer get no further lexer: other requests would wait for it."""
 SECONDS_BUCKETS = exponential(0.0001, 4.0, 10.0)
+COMPILE_STACK_BYTES = 64 * 2**20
+"""llguidance recurses along chains of rules. A front accepts those that it has checked with an eighth of this
+(`server.request.grammar.checks.worker.CHECK_STACK_BYTES`); pages that are not used take no memory.
+"""
 MESSAGE_CHARS = 300
 """Longest part of llguidance's message that a client gets."""
 
@@ -50,22 +67,55 @@ def hash_text(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-class CompiledGrammar:
-    """A matcher at the beginning of its grammar, to be copied for each sequence."""
+@dataclass(eq=False, slots=True)
+class GrammarLexer:
+    """A matcher at the beginning of its grammar, to be copied for sequences: the copies share its
+    lexer.
+    """
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    matcher: LLMatcher
+    copies: int = 0
+
+
+class CompiledGrammar:
+    """A grammar, with one lexer or several."""
+
+    def __init__(self, text: str, matcher: LLMatcher, *, is_costly: bool = False) -> None:
+        """`is_costly`: it gets no further lexer."""
+        self.text = text
+        self._lexers = [GrammarLexer(matcher)]
+        self._is_costly = is_costly
+        self._users = 0
+        self._asked = 1
+        """Lexers that are there or being compiled."""
         self._lock = threading.Lock()
         """llguidance refuses a matcher that another thread uses."""
 
-    def copy_matcher(self) -> LLMatcher:
+    def start_matcher(self) -> tuple[LLMatcher, GrammarLexer]:
+        """A matcher for one sequence, of the lexer with the fewest copies so far."""
         with self._lock:
-            return self._matcher.deep_copy()
+            lexer = min(self._lexers, key=lambda lexer: lexer.copies)
+            lexer.copies += 1
+            return lexer.matcher.deep_copy(), lexer
 
     def count_accepted(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, the first of an answer, the grammar accepts."""
         with self._lock:
-            return self._matcher.validate_tokens(list(tokens))
+            return self._lexers[0].matcher.validate_tokens(list(tokens))
+
+    def add_user(self, most_lexers: int) -> bool:
+        """Count a request; True: call `add_lexer` with a further matcher of the same text."""
+        self._users += 1
+        is_due = self._users >= USERS_PER_LEXER * self._asked
+        if self._is_costly or not is_due or self._asked >= most_lexers:
+            return False
+        self._asked += 1
+        return True
+
+    def add_lexer(self, matcher: LLMatcher) -> None:
+        """`matcher`: no copy, at the beginning of the grammar."""
+        with self._lock:
+            self._lexers.append(GrammarLexer(matcher))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +159,18 @@ class GrammarStore:
         self._gate_vocabulary = GateVocabulary(trie)
         self._clock = clock
         self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._kept_chars = 0
         self._kept_lock = threading.Lock()
         self._pinned: dict[int, CompiledGrammar] = {}
         """By handle of the request."""
         self._sweep_size = KEPT_GRAMMARS
         """Number of pinned grammars at which those of ended requests are looked for."""
+        self._pinned_chars = 0
+        self._sweep_chars = KEPT_CHARS
+        """Length of their texts at which the same is done."""
         self._waiting_texts = Counter[bytes]()
-        self._jobs: queue.SimpleQueue[GrammarJob] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[GrammarJob | CompiledGrammar] = queue.SimpleQueue()
+        """Requests that need a grammar, and grammars that need a further lexer."""
         self._finished: queue.SimpleQueue[_FinishedJob] = queue.SimpleQueue()
         self._unread_events = 0
         """Jobs whose event has not been read from `event_fd`."""
@@ -125,7 +180,15 @@ class GrammarStore:
         """Readable when jobs have ended."""
         self.compile_seconds = Histogram(SECONDS_BUCKETS)
         self.counters = dict.fromkeys(("grammar_cache_hits_total", "grammar_errors_total"), 0.0)
-        threading.Thread(target=self._run_jobs, name="grammar", daemon=True).start()
+        self._start_thread()
+
+    def _start_thread(self) -> None:
+        """Start the compiling thread, with a larger stack than others."""
+        usual = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            threading.Thread(target=self._run_jobs, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(usual)
 
     # ------------------------------------------------------------------ the engine loop's thread
 
@@ -144,7 +207,7 @@ class GrammarStore:
         compiled = self._find_kept(key)
         if compiled is not None and not resumed:
             self.counters["grammar_cache_hits_total"] += 1
-            self._pinned[handle] = compiled
+            self._pin(handle, compiled)
             return True
         if key not in self._waiting_texts and len(self._waiting_texts) >= MAX_WAITING_TEXTS:
             raise QueueFull(
@@ -173,9 +236,16 @@ class GrammarStore:
                 self.counters["grammar_errors_total"] += 1
                 outcomes.append(GrammarOutcome(handle, finished.result))
             else:
-                self._pinned[handle] = finished.result
+                self._pin(handle, finished.result)
                 outcomes.append(GrammarOutcome(handle, None))
         return outcomes
+
+    def _pin(self, handle: int, compiled: CompiledGrammar) -> None:
+        """Keep a request's grammar until the request has ended."""
+        self._pinned[handle] = compiled
+        self._pinned_chars += len(compiled.text)
+        if compiled.add_user(most_lexers=self.filler.threads):
+            self._jobs.put(compiled)
 
     def _read_events(self) -> int:
         """Number of jobs that have ended since the last call."""
@@ -193,11 +263,12 @@ class GrammarStore:
 
     def release_ended(self, is_alive: Callable[[int], bool]) -> None:
         """Release the grammars of requests that have ended. Amortized O(1) per request."""
-        if len(self._pinned) < self._sweep_size:
+        if len(self._pinned) < self._sweep_size and self._pinned_chars < self._sweep_chars:
             return
         for handle in [handle for handle in self._pinned if not is_alive(handle)]:
-            del self._pinned[handle]
+            self._pinned_chars -= len(self._pinned.pop(handle).text)
         self._sweep_size = max(KEPT_GRAMMARS, 2 * len(self._pinned))
+        self._sweep_chars = max(KEPT_CHARS, 2 * self._pinned_chars)
 
     def _find_kept(self, key: bytes) -> CompiledGrammar | None:
         with self._kept_lock:
@@ -224,8 +295,10 @@ class GrammarStore:
         compiled = self._pinned.get(admitted.handle)
 
         def start_grammar(output: Sequence[int] = ()) -> SequenceGrammar:
-            matcher = None if compiled is None else compiled.copy_matcher()
-            return SequenceGrammar(matcher, self._eos_token_ids, output)
+            if compiled is None:
+                return SequenceGrammar(None, self._eos_token_ids, output)
+            matcher, lexer = compiled.start_matcher()
+            return SequenceGrammar(matcher, self._eos_token_ids, output, lexer)
 
         if params.reasoning is None:
             return start_grammar(output)
@@ -237,10 +310,20 @@ class GrammarStore:
     def _run_jobs(self) -> None:
         while True:
             job = self._jobs.get()
+            if isinstance(job, CompiledGrammar):
+                self._add_lexer(job)
+                continue
             self._current = (job.handle, self._clock())
             self._finished.put(self._run_job(job))
             self._current = None
             os.eventfd_write(self.event_fd, 1)
+
+    def _add_lexer(self, compiled: CompiledGrammar) -> None:
+        matcher = self._compile(compiled.text)
+        if isinstance(matcher, EngineError):  # the grammar goes on with the lexers that it has
+            log.warning("a grammar that was compiled before was refused: %s", matcher)
+        else:
+            compiled.add_lexer(matcher)
 
     def _run_job(self, job: GrammarJob) -> _FinishedJob:
         seconds = None
@@ -251,7 +334,8 @@ class GrammarStore:
             seconds = self._clock() - started
             if isinstance(result, EngineError):
                 return _FinishedJob(job, result, seconds)
-            compiled = result
+            is_costly = seconds > COSTLY_COMPILE_SECS
+            compiled = CompiledGrammar(job.text, result, is_costly=is_costly)
             self._keep(job.key, compiled)
         accepted = self._count_accepted(job, compiled)
         if accepted < len(job.resumed):
@@ -271,7 +355,7 @@ class GrammarStore:
         answer = tokens_of_answer(job.reasoning, token_bytes, job.resumed)
         return len(job.resumed) - len(answer) + compiled.count_accepted(answer)
 
-    def _compile(self, text: str) -> CompiledGrammar | EngineError:
+    def _compile(self, text: str) -> LLMatcher | EngineError:
         """Compile a grammar and fill its first mask, which takes longer than later ones."""
         try:
             limits = LLParserLimits(verbose_errors=False)
@@ -281,7 +365,7 @@ class GrammarStore:
             if matcher.is_error():
                 reason = matcher.get_error().partition("\n")[0][:MESSAGE_CHARS]
                 return BadRequest(f"the grammar cannot be compiled: {reason}")
-            return CompiledGrammar(matcher)
+            return matcher
         except Exception as err:  # noqa: BLE001 - of the library; it ends the requests with this grammar
             reason = str(err).partition("\n")[0][:MESSAGE_CHARS]
             return GrammarFailed(f"the grammar was not compiled: {type(err).__name__}: {reason}")
@@ -289,5 +373,7 @@ class GrammarStore:
     def _keep(self, key: bytes, compiled: CompiledGrammar) -> None:
         with self._kept_lock:
             self._kept[key] = compiled
-            if len(self._kept) > KEPT_GRAMMARS:
-                self._kept.popitem(last=False)
+            self._kept_chars += len(compiled.text)
+            while len(self._kept) > KEPT_GRAMMARS or self._kept_chars > KEPT_CHARS:
+                _, oldest = self._kept.popitem(last=False)
+                self._kept_chars -= len(oldest.text)

@@ -34,6 +34,7 @@ from baton.server.http.anthropic_errors import (
     MESSAGES_PATH,
     anthropic_error_response,
 )
+from baton.server.http.body_decoder import BodyDecoder
 from baton.server.http.dialect_paths import (
     STORED_RESPONSES,
     models_response,
@@ -42,7 +43,6 @@ from baton.server.http.dialect_paths import (
 from baton.server.http.http_utils import (
     REQUEST_ID,
     canonical_path,
-    decode_object,
     error_response,
     json_response,
     new_id,
@@ -138,7 +138,8 @@ class HttpServer:
         self.ranks = ranks
         self._tokenizer_hash = tokenizer_hash(facts.tokenizer_path)
         self.validator = RequestValidator(config, facts, tokenizer, answer_format)
-        self.translator = RequestTranslator(self.validator)
+        self.bodies = BodyDecoder()
+        self.translator = RequestTranslator(self.validator, self.bodies)
         self.metrics = EngineMetrics(
             version(),
             config.disaggregation_mode,
@@ -207,17 +208,17 @@ class HttpServer:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self.answering.answer(
-            request, "chat", _of_object(self.validator.chat), Dialect.CHAT
+            request, "chat", self._of_object(self.validator.chat), Dialect.CHAT
         )
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         return await self.answering.answer(
-            request, "completions", _of_object(self.validator.completion), Dialect.COMPLETIONS
+            request, "completions", self._of_object(self.validator.completion), Dialect.COMPLETIONS
         )
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         return await self.answering.answer(
-            request, "generate", _of_object(self.validator.generate), Dialect.GENERATE
+            request, "generate", self._of_object(self.validator.generate), Dialect.GENERATE
         )
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
@@ -235,6 +236,16 @@ class HttpServer:
         raw = await read_body(request, self.validator.refuse_oversized)
         return json_response({"input_tokens": await self.translator.count_tokens(raw)})
 
+    def _of_object(
+        self, validate: Callable[[dict[str, Any]], Awaitable[AcceptedRequest]]
+    ) -> Validate:
+        """Reads a body that is a JSON object for `validate`."""
+
+        async def read(raw: bytes) -> AcceptedRequest:
+            return await validate(await self.bodies.decode(raw))
+
+        return read
+
     def _refuse_if_not_accepting(self) -> None:
         if (refusal := self.lifecycle.condition().refusal) is not None:
             raise refusal
@@ -242,7 +253,7 @@ class HttpServer:
     # ---- tokens ------------------------------------------------------------------------------------------------
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        body = await read_object(request)
+        body = await self.bodies.decode(await read_body(request))
         ids = await self.validator.tokenize(body)
         nested = bool(ids) and isinstance(ids[0], list)
         count = [len(row) for row in ids] if nested else len(ids)  # type: ignore[arg-type]
@@ -257,7 +268,8 @@ class HttpServer:
         return json_response(answer)
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        text = await self.validator.detokenize(await read_object(request))
+        body = await self.bodies.decode(await read_body(request))
+        text = await self.validator.detokenize(body)
         # SGLang says `text`, vLLM says `prompt`; clients of both exist.
         return json_response({"text": text, "prompt": text})
 
@@ -647,15 +659,6 @@ class HttpServer:
             given.strip().encode(), key.encode()
         ):
             raise errors.InvalidApiKey("send the engine's --api-key as 'Authorization: Bearer KEY'")
-
-
-def _of_object(validate: Callable[[dict[str, Any]], Awaitable[AcceptedRequest]]) -> Validate:
-    """Reads a body that is a JSON object for `validate`."""
-
-    async def read(raw: bytes) -> AcceptedRequest:
-        return await validate(decode_object(raw))
-
-    return read
 
 
 def _error_response(request: web.Request, err: errors.EngineError) -> web.Response:

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from baton.errors import EngineError, InvalidJson
+from baton.errors import EngineError
+from baton.server.http.body_decoder import BodyDecoder
 from baton.server.request.validation import AcceptedRequest, RequestValidator
 from baton.server.text.native import call_or_refuse, native_extension
 
@@ -21,6 +22,7 @@ class RequestTranslator:
     """Reads the requests of both APIs."""
 
     validator: RequestValidator
+    bodies: BodyDecoder
 
     async def responses(self, raw: bytes) -> AcceptedRequest:
         return await self._accept("responses", raw)
@@ -34,23 +36,17 @@ class RequestTranslator:
 
     async def _accept(self, form: str, raw: bytes) -> AcceptedRequest:
         """Raises EngineError that names a member of the client's body."""
-        translated = call_or_refuse(native_extension().translate_request, form, raw)
+        translate = native_extension().translate_request
+        translated = await self.bodies.translate(raw, lambda: call_or_refuse(translate, form, raw))
         try:
-            accepted = await self.validator.chat(_decode(translated.chat), clamps_limit=True)
+            chat = await self.bodies.decode(translated.chat)
+            accepted = await self.validator.chat(chat, clamps_limit=True)
         except EngineError as err:
             raise _with_client_param(err, translated) from None
         ignored = (*translated.ignored, *map(translated.client_param, accepted.ignored))
         return msgspec.structs.replace(
             accepted, facts=translated.facts, ignored=tuple(dict.fromkeys(ignored))
         )
-
-
-def _decode(chat: bytes) -> dict[str, Any]:
-    """The translated body: JSON, apart from what the client's own strings have of malformed escapes."""
-    try:
-        return msgspec.json.decode(chat, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as err:
-        raise InvalidJson(f"the body is not JSON: {err}") from err
 
 
 def _with_client_param(err: EngineError, translated: Any) -> EngineError:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import itertools
 import logging
 import os
@@ -162,9 +163,17 @@ class _Launcher:
                 answer_format.tool_parser,
                 answer_format.reasoning_parser,
             )
+            if facts.has_response_template:
+                log.info(
+                    "the response_template in %s/tokenizer_config.json is not used; choose with --tool-parser and "
+                    "--reasoning-parser if answers are read wrongly",
+                    facts.tokenizer_path,
+                )
             if not await self._wait_ready(ranks, started):
                 return await self._give_up(ranks)
             front.became_ready()
+            gc.collect()
+            gc.freeze()  # modules and tables: a full collection would walk them while all streams wait
             log.info(
                 "ready after %.1f s: %s serves %s", time.monotonic() - started, url, facts.name
             )

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from baton.errors import MissingField, UnsupportedParameter
 from baton.server.fields import bad
 from baton.server.request.schema import ChatCompletionRequest
@@ -39,7 +41,7 @@ class CallableTool:
 
     name: str
     parameters: Mapping[str, Any]
-    """JSON Schema of its arguments, members in the client's order."""
+    """JSON Schema of its arguments, members in the client's order; of a large body the JSON itself (`msgspec.Raw`)."""
     place: str
     """Path of the function in the body."""
     is_strict: bool = False
@@ -89,10 +91,19 @@ def read_tools(request: ChatCompletionRequest) -> ToolChoice:
     return ToolChoice(callable_tools, mode, choice_name)
 
 
+class MessageCalls(msgspec.Struct, gc=False):
+    """A message, apart from what does not count."""
+
+    tool_calls: Any = None
+
+
 def count_calls(messages: Any) -> int:
     """Tool calls in the messages of a body that has been checked."""
-    calls = (message.get("tool_calls") for message in messages)
-    return sum(len(found) for found in calls if type(found) is list)
+    if isinstance(messages, msgspec.Raw):
+        found = msgspec.json.decode(messages, type=list[MessageCalls])
+    else:
+        found = msgspec.convert(messages, list[MessageCalls])
+    return sum(len(each.tool_calls) for each in found if type(each.tool_calls) is list)
 
 
 def _list_functions(request: ChatCompletionRequest) -> list[tuple[Mapping[str, Any], str]]:
@@ -101,20 +112,25 @@ def _list_functions(request: ChatCompletionRequest) -> list[tuple[Mapping[str, A
         found = request.functions or []
         if type(found) is not list:
             raise bad("functions", "must be an array of functions")
+        _refuse_many(found)
         functions = [(function, f"functions[{i}]") for i, function in enumerate(found)]
     else:
         if type(request.tools) is not list:
             raise bad("tools", "must be an array of tools")
+        _refuse_many(request.tools)
         functions = [
             (_read_function(tool, f"tools[{i}]"), f"tools[{i}].function")
             for i, tool in enumerate(request.tools)
         ]
-    if len(functions) > MAX_TOOLS:
-        raise bad("tools", f"has {len(functions)} entries, at most {MAX_TOOLS} are accepted")
     for function, place in functions:
         if type(function) is not dict:
             raise bad(place, "must be an object with name, description and parameters")
     return functions
+
+
+def _refuse_many(tools: list[Any]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise bad("tools", f"has {len(tools)} entries, at most {MAX_TOOLS} are accepted")
 
 
 def _read_function(tool: Any, place: str) -> Any:
@@ -123,7 +139,8 @@ def _read_function(tool: Any, place: str) -> Any:
     kind = tool.get("type")
     if kind not in (None, "function"):
         raise UnsupportedParameter(
-            f"{place}.type is {str(kind)[:50]!r}; only function is supported", param=f"{place}.type"
+            f"{place}.type is {str(kind)[:50]!r}; only function is supported: leave the tool out",
+            param=f"{place}.type",
         )
     if tool.get("function") is None:
         raise MissingField(f"{place}.function is required", param=f"{place}.function")
@@ -141,9 +158,15 @@ def _read_tool(function: Mapping[str, Any], place: str) -> CallableTool:
     parameters = function.get("parameters")
     if parameters is None:
         parameters = NO_PARAMETERS
-    if type(parameters) is not dict and parameters is not NO_PARAMETERS:
+    is_object = type(parameters) is dict or parameters is NO_PARAMETERS
+    if not is_object and not is_raw_object(parameters):
         raise bad(f"{place}.parameters", "must be a JSON Schema, an object")
     return CallableTool(name, parameters, place, function.get("strict") is True)
+
+
+def is_raw_object(value: Any) -> bool:
+    """True for the JSON of an object."""
+    return isinstance(value, msgspec.Raw) and bytes(memoryview(value)[:1]) == b"{"
 
 
 def _convert_choice(function_call: Any) -> Any:

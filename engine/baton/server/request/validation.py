@@ -33,7 +33,8 @@ from baton.server.fields import bad, first
 from baton.server.request import schema, unsupported_fields
 from baton.server.request.grammar.constraint import GrammarFields, NativeGrammarFields
 from baton.server.request.grammar.markers import marker_tokens
-from baton.server.request.grammar.reader import NO_GRAMMAR, GrammarReader, RequestGrammar
+from baton.server.request.grammar.reader import GrammarReader
+from baton.server.request.grammar.request_grammar import NO_GRAMMAR, RequestGrammar
 from baton.server.request.prompt.forms import is_batch, prompt_list, require_value
 from baton.server.request.prompt.items import PromptItem, resumed_item
 from baton.server.request.prompt.placement import place, seed_for
@@ -428,11 +429,11 @@ class RequestValidator:
             least = -(-longest // self._tokenizer.max_chars_per_token)
             raise self._too_long(f"has {longest} characters, at least {least} tokens", param)
 
-    def _too_long(self, size: str, param: str) -> PromptTooLong:
+    def _too_long(self, size: str, param: str, remedy: str = "shorten it") -> PromptTooLong:
         return PromptTooLong(
             # OpenAI's words first: litellm's fallbacks (seen in 1.106) know the error by them, not by its code.
             f"this model's maximum context length is {self.context_length} tokens here, but the prompt {size}; "
-            "shorten it, or start the engine with a larger --context-length or --max-total-tokens",
+            f"{remedy}, or start the engine with a larger --context-length or --max-total-tokens",
             param=param,
         )
 
@@ -562,10 +563,15 @@ class RequestValidator:
         """The request with the rules for its reasoning; `is_read`: it is divided from the content."""
         accepted = common.accepted
         budget = limit.budget
-        if budget is not None and not self._reasoning.can_be_limited:
+        continues = accepted.text.continues_prompt
+        can_be_limited = self._reasoning.can_be_limited(
+            has_tools=has_tools,
+            continues_prompt=continues,
+            has_grammar=bool(common.params.grammar),
+        )
+        if budget is not None and not can_be_limited:
             accepted = msgspec.structs.replace(accepted, ignored=(*accepted.ignored, limit.param))
             budget = None
-        continues = accepted.text.continues_prompt
         rules = ReasoningRules(is_read or budget is not None, continues, has_tools, budget)
         return replace(common, accepted=accepted, reasoning=rules)
 
@@ -620,7 +626,7 @@ class RequestValidator:
                 seed = seed_for(common.seed, where.rendezvous, choice)
                 # Where only the prompt's logprobs are asked for, its first token comes with them.
                 params = replace(prompt_params, max_new_tokens=max(new, 1), seed=seed)
-                params = params_of_choice(common.accepted.prompt_logprobs, params, choice)
+                params = params_of_choice(params, choice)
                 check_placement(common.accepted.prompt_logprobs, where.rendezvous)
                 items.append(PromptItem(i, choice, prompt, params, where.rendezvous, where.dp_rank))
         resume = read_resume(request, self.context_length, self.vocabulary, self.fingerprint)
@@ -636,8 +642,13 @@ class RequestValidator:
             raise BadRequest(f"{param} is empty; give at least one token", param=param)
         left = self.context_length - prompt_tokens
         if left < 1 or (asked is not None and asked > left):
-            wish = "" if asked is None else f" and max_tokens asks for {asked} more"
-            raise self._too_long(f"has {prompt_tokens}{wish}", param)
+            if asked is None or left < 1:
+                raise self._too_long(f"has {prompt_tokens}", param)
+            raise self._too_long(
+                f"has {prompt_tokens} and max_tokens asks for {asked} more",
+                param,
+                remedy=f"lower max_tokens to {left}, shorten the prompt",
+            )
         if asked is not None:
             return asked
         return left if default is None else min(default, left)

@@ -16,11 +16,12 @@ import pytest
 from baton.errors import BadRequest, EngineError, QueueFull, UnsupportedParameter
 from baton.runtime.engine_loop import EngineLoop
 from baton.runtime.grammar import store as store_module
-from baton.runtime.grammar.store import CompiledGrammar, GrammarStore
+from baton.runtime.grammar.store import CompiledGrammar, GrammarOutcome, GrammarStore
 from baton.runtime.grammar.waiting import GrammarQueue
 from baton.sched.types.reasoning import ReasoningPhase
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
 from tests.support.engines.engine_run import greedy, make_engine
+from tests.support.grammars.chains import lark_chain
 from tests.support.grammars.engines import follow_grammars, request, run_to_end
 from tests.support.grammars.reasoning import make_gate
 
@@ -245,16 +246,30 @@ def test_prefill_room_of_a_waiting_request_is_given_up(
     assert engine.is_idle
 
 
+LIMITS = [("KEPT_GRAMMARS", "_sweep_size", 4), ("KEPT_CHARS", "_sweep_chars", 4 * 10)]
+"""Constant of the store, its first use, and what four grammars of eleven characters pass."""
+
+
+@pytest.mark.parametrize(("limit", "sweep_limit", "value"), LIMITS)
 def test_pins_of_ended_requests_are_released(
-    engine: EngineLoop, held: HeldStore, monkeypatch: pytest.MonkeyPatch
+    engine: EngineLoop,
+    held: HeldStore,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    sweep_limit: str,
+    value: int,
 ) -> None:
     held.released.set()
-    held.store._sweep_size = 4
-    monkeypatch.setattr(store_module, "KEPT_GRAMMARS", 4)
-    for i in range(12):
-        run_to_end(engine, [request(PROMPT, constrained(f'start: "{i}"'))])
+    monkeypatch.setattr(held.store, sweep_limit, value)
+    monkeypatch.setattr(store_module, limit, value)
+    for i in range(10, 22):
+        text = f'start: "{i}"'
+        assert len(text) == 11
+        run_to_end(engine, [request(PROMPT, constrained(text))])
     assert len(held.store._pinned) <= 5
-    assert len(held.store._kept) <= 4
+    assert 3 <= len(held.store._kept) <= 4
+    assert held.store._kept_chars == 11 * len(held.store._kept)
+    assert held.store._pinned_chars == 11 * len(held.store._pinned)
 
 
 def test_grammar_outlives_the_cache_while_its_request_waits(
@@ -279,3 +294,14 @@ def test_error_of_the_library_ends_the_request(
     assert answer.error is not None
     assert answer.error[0] == "grammar_failed"
     assert BadRequest is not None
+
+
+def test_chain_of_rules_longer_than_fronts_accept_is_compiled(store: GrammarStore) -> None:
+    """Twice as long as what overflows the stack of a process that checks grammars."""
+    assert not store.request(1, lark_chain(6000))
+    until = time.monotonic() + 60
+    outcomes: list[GrammarOutcome] = []
+    while not outcomes and time.monotonic() < until:
+        outcomes = store.take_outcomes()
+        time.sleep(0.01)
+    assert outcomes == [GrammarOutcome(1, None)]

@@ -13,6 +13,7 @@ import pytest
 
 from baton.config import build_config
 from baton.errors import BadRequest, UnsupportedParameter
+from baton.server.http.body_decoder import BodyDecoder
 from baton.server.http.translation import RequestTranslator
 from baton.server.request.validation import AcceptedRequest, RequestValidator
 from baton.server.text import model_info
@@ -91,7 +92,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ask]:
     path = tiny_model.make(tmp_path_factory.mktemp("model"), context_length=128)
     config = build_config({"model_path": str(path), "served_model_name": "tiny"})
     validator = RequestValidator(config, model_info.load(config), Tokenizer(path))
-    translator = RequestTranslator(validator)
+    translator = RequestTranslator(validator, BodyDecoder())
     chat = {"messages": MESSAGES}
     return {
         "chat": lambda more: validator.chat(chat | more),
@@ -148,3 +149,22 @@ def test_kinds_that_chat_does_not_know_are_refused(
 ) -> None:
     with pytest.raises(BadRequest):
         asyncio.run(forms["chat"](body))
+
+
+@pytest.mark.parametrize(
+    ("form", "body", "advice"),
+    [
+        ("completions", {"thinking_token_budget": 5}, "use /v1/chat/completions, or leave it out"),
+        ("completions", {"enable_thinking": True}, "use /v1/chat/completions, or leave it out"),
+        ("completions", {"lora_path": "x"}, "is not supported by this version; leave it out"),
+        ("generate", {"regex": "a"}, "regex is not supported here: send it in sampling_params"),
+        ("generate", {"custom_params": {}}, "send it in sampling_params"),
+    ],
+    ids=str,
+)
+def test_field_that_is_served_elsewhere_is_refused_with_its_place(
+    forms: dict[str, Ask], form: str, body: dict[str, Any], advice: str
+) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        asyncio.run(forms[form](body))
+    assert str(caught.value).endswith(advice)

@@ -9,5 +9,7 @@
 | `lark_builder` | rules of a grammar that consists of several parts |
 | `tool_calls/` | grammars of tool calls, as each format writes them |
 | `structural_tag` | text with tagged parts that follow grammars of their own |
-| `reader` | all of it for one request: text, validation, names of what had no effect |
+| `request_grammar` | all of it for one constraint: text, check, names of what had no effect |
+| `checks/` | processes in which that is done, and checks that wait for them |
+| `reader` | the grammar of one request, checked now or before |
 """

@@ -95,6 +95,17 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     disable_additional_properties: bool | None = None
 
 
+def stated_fields(body: Mapping[str, Any], *, is_native: bool = False) -> dict[str, Any]:
+    """The fields of a body that may constrain its answer.
+
+    Args:
+        is_native: `body` is /generate's `sampling_params`.
+    """
+    form = NativeGrammarFields if is_native else GrammarFields
+    names = form.__struct_fields__
+    return {name: body[name] for name in names if body.get(name) is not None}
+
+
 def read_constraint(
     body: Mapping[str, Any], prefix: str = "", *, is_native: bool = False
 ) -> AnswerConstraint | None:

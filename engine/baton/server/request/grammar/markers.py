@@ -29,13 +29,19 @@ class MarkerTokens:
         self._ids: dict[str, int] | None = None
         self._pattern: re.Pattern[str] | None = None
 
-    def split(self, text: str) -> list[str | int]:
-        """Texts and ids of marker tokens, in order."""
+    @property
+    def ids(self) -> dict[str, int]:
+        """Ids of the marker tokens by text."""
         if self._ids is None:
             self._ids = self._load()
-            longest_first = sorted(self._ids, key=len, reverse=True)
-            if longest_first:
-                self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        return self._ids
+
+    def split(self, text: str) -> list[str | int]:
+        """Texts and ids of marker tokens, in order."""
+        ids = self.ids
+        if self._pattern is None and ids:
+            longest_first = sorted(ids, key=len, reverse=True)
+            self._pattern = re.compile("|".join(map(re.escape, longest_first)))
         if self._pattern is None:
             return [text] if text else []
         parts: list[str | int] = []
@@ -43,7 +49,7 @@ class MarkerTokens:
         for found in self._pattern.finditer(text):
             if found.start() > position:
                 parts.append(text[position : found.start()])
-            parts.append(self._ids[found[0]])
+            parts.append(ids[found[0]])
             position = found.end()
         if position < len(text):
             parts.append(text[position:])
@@ -51,7 +57,7 @@ class MarkerTokens:
 
     def text_of(self, token_id: int) -> str:
         """Text of a marker token that `split` has returned."""
-        return next(text for text, known in (self._ids or {}).items() if known == token_id)
+        return next(text for text, known in self.ids.items() if known == token_id)
 
 
 class AddedTokenEntry(msgspec.Struct):

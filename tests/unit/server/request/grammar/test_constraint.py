@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,17 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.config import build_config
-from baton.errors import BadRequest, QueueFull, UnsupportedParameter
+from baton.errors import BadRequest, UnsupportedParameter
 from baton.server.request.grammar import reader as reader_module
+from baton.server.request.grammar.checks.messages import CheckReply
+from baton.server.request.grammar.checks.process import CheckProcess
 from baton.server.request.grammar.json_schema import close_objects
 from baton.server.request.grammar.markers import marker_tokens
-from baton.server.request.grammar.reader import GrammarReader, RequestGrammar
+from baton.server.request.grammar.reader import GrammarReader
+from baton.server.request.grammar.request_grammar import RequestGrammar
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
+from tests.support.grammars.chains import lark_chain, reference_chain, rule_chain
 from tests.support.models import tiny_model
 
 Make = Callable[..., GrammarReader]
@@ -304,14 +307,14 @@ def test_checks_run_beside_the_event_loop(make: Make, monkeypatch: pytest.Monkey
     """While one is checked, the loop serves others; equal constraints are checked once."""
     release = threading.Event()
     threads = []
-    work = reader_module.make_grammar
+    work = CheckProcess.check
 
-    def held(*args: Any) -> RequestGrammar:
+    def held(process: CheckProcess, request: bytes, param: str) -> CheckReply:
         threads.append(threading.current_thread())
         assert release.wait(30)
-        return work(*args)
+        return work(process, request, param)
 
-    monkeypatch.setattr(reader_module, "make_grammar", held)
+    monkeypatch.setattr(CheckProcess, "check", held)
     reader = make()
 
     async def go() -> None:
@@ -329,36 +332,22 @@ def test_checks_run_beside_the_event_loop(make: Make, monkeypatch: pytest.Monkey
     assert threading.main_thread() not in threads
 
 
-def test_slow_check_is_given_up_and_many_are_refused(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    release = threading.Event()
-
-    def held(*args: Any) -> RequestGrammar:
-        assert release.wait(30)
-        return RequestGrammar("x")
-
-    monkeypatch.setattr(reader_module, "make_grammar", held)
-    monkeypatch.setattr(reader_module, "CHECK_LIMIT_SECS", 0.05)
-    monkeypatch.setattr(reader_module, "MAX_WAITING", 2)
+@pytest.mark.parametrize("limit", ["KEPT_CHARS", "KEPT_CHECKS"])
+def test_kept_grammars_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     reader = make()
-
-    async def go() -> None:
-        for text in ("a", "b"):
-            with pytest.raises(BadRequest, match="was not checked within"):
-                await reader.read({"regex": text})
-        with pytest.raises(QueueFull):
-            await reader.read({"regex": "c"})
-        release.set()
-        until = time.monotonic() + 30
-        while reader._waiting and time.monotonic() < until:
-            await asyncio.sleep(0.01)
-        assert await reader.read({"regex": "d"}) == RequestGrammar("x")
-
-    asyncio.run(go())
+    text = read(reader, {"regex": "a10"}).text
+    value = 3 if limit == "KEPT_CHECKS" else 3 * len(text)
+    monkeypatch.setattr(reader_module, limit, value)
+    for i in range(11, 20):
+        read(reader, {"regex": f"a{i}"})
+    assert len(reader._kept) == 3
+    assert reader._kept_chars == 3 * len(text)
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
+    "chain of references": {"guided_json": reference_chain(5000)},
+    "chain of rules": {"ebnf": rule_chain(3000)},
+    "chain of rules in Lark": {"ebnf": lark_chain(20_000)},
     "nested repetitions": {"regex": "(((a{1,100}){1,100}){1,100}){1,100}"},
     "exponential for others": {"regex": "(x+x+)+y(.*a){30}"},
     "many properties": {

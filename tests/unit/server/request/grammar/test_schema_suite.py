@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.errors import BadRequest
 from baton.server.request.grammar.constraint import AnswerConstraint, ConstraintKind
 from baton.server.request.grammar.markers import MarkerTokens
-from baton.server.request.grammar.reader import make_grammar
+from baton.server.request.grammar.request_grammar import make_grammar
 from tests.support.models.checkpoints import EOS, VOCAB, write_tokenizer
 
 PACKAGE = "jsonschema==4.26.0"

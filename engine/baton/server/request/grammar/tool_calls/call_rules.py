@@ -25,6 +25,11 @@ class CallRules:
     """An answer may have several calls."""
 
     @property
+    def is_forced(self) -> bool:
+        """An answer has a call."""
+        return self.mode is not ChoiceMode.AUTO
+
+    @property
     def is_single(self) -> bool:
         """An answer has at most one call."""
         return not self.is_parallel or self.mode is ChoiceMode.NAMED

@@ -1,0 +1,5 @@
+"""Checks of grammars in processes beside the front.
+
+`messages`: requests and replies; `worker`: the program of such a process; `process`: it, as the front sees it;
+`queue`: checks that wait for one.
+"""

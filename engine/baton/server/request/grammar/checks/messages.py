@@ -1,0 +1,73 @@
+"""Messages between a front and the processes that check grammars: JSON in frames, each behind its length.
+
+The first frame to a process is `CheckSetup`, which it answers with an empty frame. Each further one is a check
+(`GrammarCheck`), answered with one `CheckReply`.
+"""
+
+from __future__ import annotations
+
+from typing import IO
+
+import msgspec
+
+from baton.errors import EngineError, by_code
+from baton.server.request.grammar.request_grammar import GrammarCheck, RequestGrammar
+
+LENGTH_BYTES = 8
+CHECK_CPU_SECS = 5.0
+"""CPU time of a check. llguidance's own limits end one after some 2.5 s."""
+
+
+class CheckSetup(msgspec.Struct):
+    """Facts that all checks of a process share."""
+
+    whitespace: str
+    """--structured-whitespace."""
+    marker_ids: dict[str, int]
+    """As `MarkerTokens.ids`."""
+
+
+class CheckReply(msgspec.Struct):
+    """The grammar, or the refusal of it."""
+
+    text: str = ""
+    ignored: tuple[str, ...] = ()
+    code: str | None = None
+    """Code of the refusal; None: the grammar is accepted."""
+    message: str = ""
+    param: str | None = None
+
+    @classmethod
+    def of_grammar(cls, grammar: RequestGrammar) -> CheckReply:
+        return cls(text=grammar.text, ignored=grammar.ignored)
+
+    @classmethod
+    def of_refusal(cls, err: EngineError) -> CheckReply:
+        return cls(code=err.code, message=err.message, param=err.param)
+
+    def grammar(self) -> RequestGrammar:
+        """Raises the refusal."""
+        if self.code is not None:
+            raise by_code(self.code)(self.message, param=self.param)
+        return RequestGrammar(self.text, self.ignored)
+
+
+check_decoder = msgspec.json.Decoder(GrammarCheck)
+reply_decoder = msgspec.json.Decoder(CheckReply)
+setup_decoder = msgspec.json.Decoder(CheckSetup)
+
+
+def write_frame(stream: IO[bytes], body: bytes) -> None:
+    stream.write(len(body).to_bytes(LENGTH_BYTES, "little"))
+    stream.write(body)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """The next frame; None at the end of the stream, also within a frame."""
+    head = stream.read(LENGTH_BYTES)
+    if len(head) < LENGTH_BYTES:
+        return None
+    size = int.from_bytes(head, "little")
+    body = stream.read(size)
+    return body if len(body) == size else None
