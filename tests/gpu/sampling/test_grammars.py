@@ -13,6 +13,7 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
+from baton.layers import kernels
 from baton.layers.attention.flashinfer import FlashInferAttention
 from baton.layers.cuda.stream import CudaStream
 from baton.runtime.grammar.sequence_grammar import SequenceGrammar
@@ -20,6 +21,7 @@ from baton.runtime.grammar.token_masks import MaskFiller
 from baton.runtime.grammar.token_trie import TokenizerSource, build_trie
 from baton.runtime.runner.cuda_runner import DeviceRunner
 from baton.runtime.sampling import grammar_masks
+from baton.runtime.sampling.grammar_masks import apply_packed_masks
 from baton.runtime.sampling.sampler import SampleRow
 from baton.runtime.sampling.step_sampler import SamplingLaunch, sample_tokens
 from baton.sched.types.request import FinishReason, SamplingParams
@@ -120,6 +122,28 @@ def test_answers_of_recorded_and_overlapped_steps_are_valid(
     answers = run_to_end(engine, [request(PROMPT, each) for each in mixed_params(schemas)])
     check(answers, schemas)
     engine.close()
+
+
+@pytest.mark.parametrize("is_kernel", [True, False], ids=["kernel", "torch"])
+@pytest.mark.parametrize("vocab", [70, 4096, WIDE_VOCAB])
+def test_forbidden_logits_alone_are_set(
+    vocab: int, is_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """70 rows in any order, among rows without a mask."""
+    monkeypatch.setattr(kernels, "usable", is_kernel)
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(size=(75, vocab)).astype(np.float32)
+    rows = rng.permutation(75)[:70]
+    masks = rng.integers(-(2**31), 2**31, size=(70, -(-vocab // 32))).astype(np.int32)
+    masks[0] = 0
+    masks[1] = -1
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :vocab]
+    expected = logits.copy()
+    expected[rows] = np.where(bits == 1, logits[rows], -np.inf)
+    stream = CudaStream(CUDA)
+    on_device = stream.put(logits)
+    apply_packed_masks(on_device, stream.put(rows), stream.put(masks))
+    np.testing.assert_array_equal(on_device.cpu().numpy(), expected)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

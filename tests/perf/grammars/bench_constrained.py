@@ -1,24 +1,40 @@
 """Decode steps whose rows follow grammars against steps of plain rows, with a tokenizer of 150,000 tokens.
 
     python -m tests.perf.grammars.bench_constrained                                  on a GPU, the shape of Qwen3-0.6B
+    python -m tests.perf.grammars.bench_constrained --shape llama-3-8b --batches 64  a model of 10 ms a step
     python -m tests.perf.grammars.bench_constrained --device cpu --shape tiny --quick
 
 Per batch, the two arms take turns in blocks of steps of the real engine. `object` answers a JSON Schema, where few
-tokens are allowed at most places; `text` is one long JSON string, where most of the vocabulary is. Times are per row:
-`mask us` of filling a step's masks on the host, `apply us` of applying them, with the upload. Nothing is asserted.
+tokens are allowed at most places; `text` is one long JSON string, where most of the vocabulary is.
+
+* first table: medians of the steps' times, `mean ms` the mean of all constrained steps, `added ms` what grammars add
+  to a step; `mask us` per row, of filling the masks on the host, also of the first step of each answer;
+* second table: what the thread that launches steps does for a constrained step, in this order, as means [ms per
+  step]: `wait` until the step before has its tokens; `advance` the grammars, on whichever thread reads the result;
+  `make` the draw's inputs, of which `fill` is filling masks; `queue` the draw, of which `apply` is copying masks and
+  queueing their application. The time of a part includes its waits for the GIL;
+* third table: applying masks, with the upload [us per row].
+
+Nothing is asserted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -28,9 +44,12 @@ from baton.runtime.grammar.store import GrammarStore
 from baton.runtime.grammar.token_masks import MaskFiller
 from baton.runtime.grammar.token_trie import TokenizerSource, build_trie
 from baton.runtime.grammar.waiting import GrammarQueue
+from baton.runtime.runner.cuda_runner import InFlight
 from baton.runtime.runner.model_runner import ModelRunner
-from baton.runtime.sampling.grammar_masks import apply_packed_masks
+from baton.runtime.sampling.grammar_masks import GrammarMasks, apply_packed_masks
+from baton.runtime.sampling.step_sampler import SamplingLaunch
 from baton.sched.types.request import SamplingParams
+from baton.server.worker.process import MOST_MASK_THREADS
 from tests.perf import bench_gpu
 from tests.perf.bench_front.made_tokenizer import make_tokenizer
 from tests.perf.bench_gpu import Driver, Effort, Report, spread
@@ -64,6 +83,45 @@ class Blocks:
 
 
 QUICK = Blocks(batches=(2,), rounds=2, steps=5)
+
+
+class HostTimes:
+    """Seconds of the host in the parts of constrained steps."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("wait", "advance", "make", "fill", "queue", "apply"), 0.0)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Calls of the parts are measured meanwhile."""
+        with ExitStack() as stack:
+            for part, owner, name in (
+                ("wait", InFlight, "wait_for_result"),
+                ("advance", GrammarMasks, "advance"),
+                ("make", SamplingLaunch, "__init__"),
+                ("fill", MaskFiller, "fill_rows"),
+                ("queue", SamplingLaunch, "queue_draw"),
+                ("apply", GrammarMasks, "apply"),
+            ):
+                timed = self._timed(part, getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, timed))
+            yield
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **more: Any) -> Any:
+            if part == "wait" and threading.current_thread().name != "device":
+                return function(*args, **more)  # the engine loop waits, too
+            started = time.perf_counter()
+            advanced = self.seconds["advance"]
+            try:
+                return function(*args, **more)
+            finally:
+                seconds = time.perf_counter() - started
+                if part == "wait":
+                    seconds = max(0.0, seconds - (self.seconds["advance"] - advanced))
+                self.seconds[part] += seconds
+
+        return timed
 
 
 def sampled(seed: int, steps: int, grammar: str) -> SamplingParams:
@@ -102,38 +160,51 @@ def run_block(driver: Driver, batch: int, steps: int, grammar: str, seed: int) -
 
 def compare(report: Report, driver: Driver, filler: MaskFiller, blocks: Blocks) -> None:
     columns = (
-        "grammar", "batch", "plain ms", "grammar ms", "ratio", "spread", "rounds", "mask us"
+        "grammar", "batch", "plain ms", "grammar ms", "mean ms", "added ms", "ratio", "spread", "rounds",
+        "mask us",
     )  # fmt: skip
     row = report.table("decode steps, plain and with a grammar", columns)
+    host_rows = []
     for kind, schema in GRAMMARS.items():
         grammar = schema_text(schema)
         for batch in blocks.batches:
             run_block(driver, batch, 3, grammar, 1)  # compiles the grammar
             plain = []
             constrained = []
+            steps = []
+            host = HostTimes()
             fill_secs = filler.seconds.sum
             fills = sum(filler.seconds.counts)
             for index in range(blocks.rounds):
                 seed = 1000 * index
                 plain.append(statistics.median(run_block(driver, batch, blocks.steps, "", seed)))
-                constrained.append(
-                    statistics.median(run_block(driver, batch, blocks.steps, grammar, seed))
-                )
+                with host.measured():
+                    times = run_block(driver, batch, blocks.steps, grammar, seed)
+                steps += times
+                constrained.append(statistics.median(times))
             ratios = [
                 with_it / without for with_it, without in zip(constrained, plain, strict=True)
             ]
-            per_fill = (filler.seconds.sum - fill_secs) / (sum(filler.seconds.counts) - fills)
+            added = [with_it - without for with_it, without in zip(constrained, plain, strict=True)]
+            fills = sum(filler.seconds.counts) - fills
+            per_fill = (filler.seconds.sum - fill_secs) / fills
+            host_rows.append((kind, batch, *(x / fills * 1e3 for x in host.seconds.values())))
             row(
                 "constrained",
                 kind,
                 batch,
                 statistics.median(plain) * 1e3,
                 statistics.median(constrained) * 1e3,
+                statistics.mean(steps) * 1e3,
+                statistics.median(added) * 1e3,
                 statistics.median(ratios),
                 spread(ratios),
                 len(ratios),
                 per_fill / batch * 1e6,
             )
+    row = report.table("the host in steps with a grammar, ms", ("grammar", "batch", *host.seconds))
+    for values in host_rows:
+        row("host", *values)
 
 
 def apply_masks(report: Report, device: torch.device, vocab: int, blocks: Blocks) -> None:
@@ -142,7 +213,9 @@ def apply_masks(report: Report, device: torch.device, vocab: int, blocks: Blocks
     for batch in blocks.batches:
         logits = torch.randn((batch, vocab), device=device)
         rows = np.arange(batch)
-        packed = np.random.default_rng(1).integers(0, 256, (batch, -(-vocab // 32) * 4), np.uint8)
+        packed = np.random.default_rng(1).integers(
+            -(2**31), 2**31, (batch, -(-vocab // 32)), np.int32
+        )
         times = []
         for _ in range(blocks.rounds * blocks.steps):
             bench_gpu.synchronize(device)
@@ -161,12 +234,16 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--engine", type=bench_gpu.setting, action="append", default=[])
-    parser.add_argument("--threads", type=int, default=2, help="that fill masks")
+    threads = min(MOST_MASK_THREADS, len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=threads, help="that fill masks")
+    parser.add_argument("--batches", type=int, nargs="+", help="numbers of rows")
     parser.add_argument("--quick", action="store_true", help="little of everything")
     parser.add_argument("--jsonl", type=Path, help="append every row to this file")
     args = parser.parse_args()
     device = torch.device(args.device)
     blocks = QUICK if args.quick else Blocks()
+    if args.batches:
+        blocks = replace(blocks, batches=tuple(args.batches))
     report = Report(args.jsonl, bench_gpu.about(device))
     print(report.about, flush=True)
     with tempfile.TemporaryDirectory(prefix="baton-constrained-") as name:

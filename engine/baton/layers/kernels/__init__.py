@@ -1,4 +1,5 @@
-"""Kernels of our own, in Triton, which comes with torch's CUDA builds: `draw` for the sampler, `heads` for a layer.
+"""Kernels of our own, in Triton, which comes with torch's CUDA builds: `draw` and `masks` for the sampler, `heads` for
+a layer.
 
 Triton compiles a kernel at its first launch, and the launcher with a C compiler: `find_obstacle` does both at start.
 """
@@ -40,11 +41,15 @@ def _try_out(spec: ModelSpec, device: torch.device) -> None:
     from baton.layers.kernels.draw import draw_rows
     from baton.layers.kernels.draw_columns import DrawColumns
     from baton.layers.kernels.heads import store_heads
+    from baton.layers.kernels.masks import mask_rows
 
     integers = torch.zeros(2, dtype=torch.int64, device=device)
     of_row = DrawColumns(temperature=1.0, u=0.5, top_k=1, top_p=0.9, min_p=0.0)
     columns = torch.tensor(of_row, dtype=torch.float64, device=device)[:, None]
-    draw_rows(torch.zeros(1, spec.vocab_size, device=device), integers[:1], columns, integers[1:])
+    logits = torch.zeros(1, spec.vocab_size, device=device)
+    words = -(-spec.vocab_size // 32)
+    mask_rows(logits, integers[:1], torch.full((1, words), -1, dtype=torch.int32, device=device))
+    draw_rows(logits, integers[:1], columns, integers[1:])
     dtype = getattr(torch, spec.dtype)
     kv_heads = spec.num_kv_heads
     dim = spec.head_dim

@@ -153,6 +153,9 @@ class GatedGrammar(TokenConstraint):
             is_line_start = self._tracker.is_line_start
             bans = self._line_start_bans if is_line_start else self._within_line_bans
             return (*bans, *self._tokens_beyond_ends())
+        second_header = self._tracker.second_header_id
+        if second_header is not None:
+            return (second_header,)
         if phase is ReasoningPhase.BEHIND and self._tracker.is_at_limit:
             return self._begin_ids
         return ()
@@ -178,7 +181,11 @@ class GatedGrammar(TokenConstraint):
             return None
         return self._grammar.fillable_matcher
 
-    def finish_mask(self, mask: NDArray[np.int32]) -> bool:
+    @property
+    def lexer(self) -> object:
+        return None if self._grammar is None else self._grammar.lexer
+
+    def finish_mask(self, mask: NDArray[np.int32], *, has_tokens: bool) -> bool:
         self._optional_ids = []
         if self.state is GrammarState.FAILED:
             return False
@@ -189,19 +196,19 @@ class GatedGrammar(TokenConstraint):
             return True
         if self._grammar is None:
             return False
-        if not self._is_refused and not self._grammar.finish_mask(mask):
+        if not self._is_refused and not self._grammar.finish_mask(mask, has_tokens=has_tokens):
             self.state = GrammarState.FAILED
             return False
         tracker = self._tracker
+        added: list[int] = []
         if tracker.phase is ReasoningPhase.UNDECIDED:
-            begin_ids = [token for token in tracker.begin_ids() if not _is_allowed(mask, token)]
-            self._optional_ids = [] if self._is_refused else begin_ids
-            _allow_tokens(mask, begin_ids)
+            added = [token for token in tracker.begin_ids() if not _is_allowed(mask, token)]
+            self._optional_ids = [] if self._is_refused else added
         elif tracker.phase is ReasoningPhase.BEHIND:
             newlines = self._vocabulary.newline_ids
-            lead = [token for token, count in newlines if count <= tracker.lead_newlines]
-            _allow_tokens(mask, lead)
-        return bool(mask.any())
+            added = [token for token, count in newlines if count <= tracker.lead_newlines]
+        _allow_tokens(mask, added)
+        return has_tokens or bool(added)
 
     def _fail(self, reason: str) -> None:
         self.state = GrammarState.FAILED

@@ -30,13 +30,22 @@ class SequenceGrammar(TokenConstraint):
     banned_ids: Sequence[int] = ()
     optional_ids: Sequence[int] = ()
     decides_end = True
+    lexer: object = None
 
     def __init__(
-        self, matcher: LLMatcher | None, eos_token_ids: frozenset[int], output: Iterable[int] = ()
+        self,
+        matcher: LLMatcher | None,
+        eos_token_ids: frozenset[int],
+        output: Iterable[int] = (),
+        lexer: object = None,
     ) -> None:
-        """`matcher`: at the beginning of the grammar, used by nothing else; None: the request has
-        ended.
         """
+        Args:
+            matcher: at the beginning of the grammar, used by nothing else; None: the request has
+                ended.
+            lexer: as `TokenConstraint.lexer`; None: the matcher is no copy.
+        """
+        self.lexer = matcher if lexer is None else lexer
         self._eos_token_ids = eos_token_ids
         self.state = GrammarState.OPEN
         self.matcher = matcher
@@ -70,13 +79,13 @@ class SequenceGrammar(TokenConstraint):
         """The matcher that fills the next mask; None after a failure."""
         return None if self.state is GrammarState.FAILED else self.matcher
 
-    def finish_mask(self, mask: NDArray[np.int32]) -> bool:
+    def finish_mask(self, mask: NDArray[np.int32], *, has_tokens: bool) -> bool:
         if self.matcher is None or self.state is GrammarState.FAILED:
             return False
         if self.matcher.is_error():
             self._fail(_first_line(self.matcher.get_error()))
             return False
-        if not mask.any():
+        if not has_tokens:
             self._fail("no token of the vocabulary is allowed")
             return False
         return True

@@ -70,8 +70,16 @@ class TokenConstraint(ABC):
     def fillable_matcher(self) -> LLMatcher | None:
         """The matcher that fills the next mask; None: the mask stays empty."""
 
+    @property
     @abstractmethod
-    def finish_mask(self, mask: NDArray[np.int32]) -> bool:
+    def lexer(self) -> object:
+        """Identifies the matchers that share a lexer: one of them at a time can fill a mask."""
+
+    @abstractmethod
+    def finish_mask(self, mask: NDArray[np.int32], *, has_tokens: bool) -> bool:
         """Complete and check the mask that the matcher has just filled in; False: the sequence
         cannot go on.
+
+        Args:
+            has_tokens: False if the mask is 0.
         """

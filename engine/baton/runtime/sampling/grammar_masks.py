@@ -5,7 +5,7 @@ without those that are banned for now (`SampleRow.banned_tokens`).
 
 Host: a greedy row whose largest logit is of an allowed token needs no mask. Where few tokens are
 allowed their logits alone are gathered and drawn from. Elsewhere, and on a device, forbidden logits
-become -inf in place.
+become -inf in place, on a GPU by a kernel (`layers.kernels.masks`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.layers import kernels
 from baton.runtime.grammar.token_constraint import GrammarState, TokenConstraint
 from baton.runtime.grammar.token_masks import (
     WORD_BITS,
@@ -71,6 +72,11 @@ class GrammarMasks:
         """Rows of the logits that have a mask."""
         return [row for row, _ in self._rows]
 
+    @property
+    def greedy_rows(self) -> list[int]:
+        """Those of them whose token is the largest allowed logit."""
+        return [row for row, sample_row in self._rows if sample_row.is_greedy]
+
     def restrict_on_host(self, logits: Tensor, largest: Sequence[int]) -> HostChoices:
         """Apply the masks that cannot be avoided, in place.
 
@@ -81,7 +87,7 @@ class GrammarMasks:
         choices = HostChoices([], [])
         table = logits.numpy()
         for index, (row, sample_row) in enumerate(self._rows):
-            if self._failed[index] or largest[row] < 0:
+            if index in self._failed or largest[row] < 0:
                 continue
             mask = self._masks[index]
             if sample_row.is_greedy and is_allowed(mask, largest[row]):
@@ -94,17 +100,14 @@ class GrammarMasks:
                     choices.masked.append(row)
         return choices
 
-    def apply(self, logits: Tensor, put: Put) -> None:
+    def apply(self, logits: Tensor, rows: Tensor, put: Put) -> None:
         """Set forbidden logits to -inf, in place. Waits for nothing that `put` does not wait for.
 
         Args:
             logits: float32 [S, vocab].
+            rows: `rows`, int64 on the device of logits.
         """
-        rows = np.array(self.rows, np.int64)
-        packed = self._masks.view(np.uint8)
-        for start in range(0, len(rows), ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
-            apply_packed_masks(logits, put(rows[part]), put(packed[part]))
+        apply_packed_masks(logits, rows, put(self._masks))
 
     def bar_second_choices(self, logits: Tensor, first: Tensor, put: Put) -> None:
         """Set optional tokens that are not the model's first choice to -inf, in place. Waits for
@@ -130,9 +133,9 @@ class GrammarMasks:
         A row whose grammar cannot be followed further, or whose mask allows nothing, gets
         GRAMMAR_FAILED_TOKEN. Rows without a token (INVALID_TOKEN) end anyway.
         """
-        for (row, _), has_failed in zip(self._rows, self._failed, strict=True):
-            if has_failed:
-                tokens[row] = GRAMMAR_FAILED_TOKEN
+        for index in self._failed:
+            row, _ = self._rows[index]
+            tokens[row] = GRAMMAR_FAILED_TOKEN
         completed = []
         for row, grammar in self._grammars:
             if tokens[row] < 0:
@@ -147,24 +150,25 @@ class GrammarMasks:
 
 def _fill_masks(
     rows: Sequence[SampleRow], vocab: int, filler: MaskFiller | None
-) -> tuple[PackedMasks, list[bool]]:
-    """The masks, and for each row True where nothing is allowed (its mask is 0 then)."""
-    masks = np.full((len(rows), -(-vocab // WORD_BITS)), -1, np.int32)
-    failed = [False] * len(rows)
+) -> tuple[PackedMasks, set[int]]:
+    """The masks, and those of the rows where nothing is allowed (their mask is 0 then)."""
     grammars = [
         (i, row.grammar)
         for i, row in enumerate(rows)
         if row.grammar is not None and row.grammar.has_mask
     ]
+    masks = np.empty((len(rows), -(-vocab // WORD_BITS)), np.int32)
+    if len(grammars) < len(rows):
+        masks.fill(-1)
+    failed: set[int] = set()
     if grammars:
         assert filler is not None, "rows with grammars come from an engine that has a filler"
-        filled, usable = filler.fill_masks([grammar for _, grammar in grammars])
-        for (i, _), mask, is_usable in zip(grammars, filled, usable, strict=True):
-            masks[i] = mask
-            failed[i] = not is_usable
+        failed = filler.fill_rows(grammars, masks)
     for i, row in enumerate(rows):
-        if not failed[i] and not _is_complete(row.grammar):
-            failed[i] = not _narrow_mask(masks[i], row)
+        if i in failed or _is_complete(row.grammar):
+            continue
+        if not _narrow_mask(masks[i], row):
+            failed.add(i)
     return masks, failed
 
 
@@ -174,10 +178,15 @@ def _is_complete(grammar: TokenConstraint | None) -> bool:
 
 
 def _narrow_mask(mask: NDArray[np.int32], row: SampleRow) -> bool:
-    """Leave in the mask what the request allows; returns False if that is nothing."""
+    """Leave in a mask that allows some tokens what the request allows; returns False if that is
+    nothing.
+    """
+    has_bans = row.has_bans
+    if not has_bans and not len(row.allowed_bytes):
+        return True
     if len(row.allowed_bytes):
         keep_tokens(mask, row.allowed_bytes)
-    if row.has_bans:
+    if has_bans:
         forbid_tokens(mask, row.banned_tokens())
     return bool(mask.any())
 
@@ -195,11 +204,20 @@ def apply_packed_masks(logits: Tensor, rows: Tensor, packed: Tensor) -> None:
     """Set the logits of tokens whose bit is 0 to -inf, in place.
 
     Args:
-        logits: float32 [S, vocab].
+        logits: float32 [S, vocab], each row contiguous.
         rows: int64 [n], no duplicates, on the device of logits.
-        packed: uint8 [n, at least vocab / 8], lowest bit first, on the device of logits.
+        packed: int32 [n, at least vocab / 32], lowest bit first, contiguous, on the device of
+            logits.
     """
+    if logits.is_cuda and kernels.usable:
+        from baton.layers.kernels.masks import mask_rows  # imports Triton
+
+        mask_rows(logits, rows, packed)
+        return
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    allowed = (packed[:, :, None] >> bits) & 1
-    forbidden = allowed.flatten(1)[:, : logits.shape[1]] == 0
-    logits.index_copy_(0, rows, logits[rows].masked_fill_(forbidden, -torch.inf))
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        part = slice(start, start + ROWS_AT_ONCE)
+        allowed = (packed[part].view(torch.uint8)[:, :, None] >> bits) & 1
+        forbidden = allowed.flatten(1)[:, : logits.shape[1]] == 0
+        masked = logits[rows[part]].masked_fill_(forbidden, -torch.inf)
+        logits.index_copy_(0, rows[part], masked)

@@ -44,6 +44,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from baton.layers.kernels.draw import WARPS, _draw_token
 from baton.layers.kernels.heads import HEADS, _store_heads
+from baton.layers.kernels import masks
 
 def compiled(kernel, constants, warps, **types):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -56,6 +57,8 @@ compiled(_draw_token, {"BLOCK": 1024}, WARPS, logits="*fp32", rows="*i64", colum
 names = ("heads", "q_norm", "k_norm", "keys", "values")
 others = dict(eps="fp32", positions="*i64", slots="*i64", cos="*fp32", sin="*fp32")
 sizes = dict(Q_HEADS=16, KV_HEADS=8, HALF=64, BLOCK=64, HEADS=HEADS, HAS_NORM=True)
+mask_types = dict(logits="*fp32", rows="*i64", packed="*i32")
+compiled(masks._mask_row, {"BLOCK": masks.BLOCK}, masks.WARPS, **mask_types)
 compiled(_store_heads, sizes, 4, **dict.fromkeys(names, "*bf16"), **others)
 """
 
@@ -63,7 +66,8 @@ compiled(_store_heads, sizes, 4, **dict.fromkeys(names, "*bf16"), **others)
 @needs_triton
 def test_kernels_compile_for_a_gpu_of_compute_capability_9() -> None:
     """To machine code, which needs no GPU; the interpreter takes what the compiler does not."""
-    assert output("-c", COMPILE).split() == ["_draw_token", "True", "_store_heads", "True"]
+    found = output("-c", COMPILE).splitlines()
+    assert found == ["_draw_token True", "_mask_row True", "_store_heads True"]
 
 
 @pytest.fixture

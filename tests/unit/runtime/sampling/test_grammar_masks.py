@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from baton.runtime.grammar import token_masks
 from baton.runtime.grammar.sequence_grammar import SequenceGrammar
 from baton.runtime.grammar.token_constraint import GrammarState
 from baton.runtime.grammar.token_masks import MaskFiller, allowed_ids, count_allowed
@@ -54,8 +55,9 @@ def grammar(trie: LLTokenizer, text: str, output: list[int] | None = None) -> Se
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("text", GRAMMARS)
 def test_mask_holds_exactly_the_tokens_that_are_accepted(
-    trie: LLTokenizer, text: str, threads: int
+    trie: LLTokenizer, text: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(token_masks, "PARALLEL_SECS", 0.0)
     filler = MaskFiller(trie.vocab_size, VOCAB, threads)
     rng = random.Random(text)
     rows = [grammar(trie, text) for _ in range(3)]
@@ -74,6 +76,34 @@ def test_mask_holds_exactly_the_tokens_that_are_accepted(
                 row.advance(rng.choice(choices))
 
 
+@pytest.mark.parametrize("threads", [2, 3, 4, 8])
+def test_masks_are_the_same_whatever_threads_and_lexers_fill_them(
+    trie: LLTokenizer, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of few lexers, in any order, beside rows without a matcher and rows without a grammar."""
+    monkeypatch.setattr(token_masks, "PARALLEL_SECS", 0.0)
+    rng = random.Random(threads)
+    bases = [matcher(trie, text) for text in GRAMMARS]
+    kinds = [rng.randrange(len(bases)) for _ in range(40)]
+    several = MaskFiller(trie.vocab_size, VOCAB, threads)
+
+    def rows() -> list[tuple[int, SequenceGrammar]]:
+        made = [
+            SequenceGrammar(bases[kind].deep_copy(), EOS_IDS, (), lexer=bases[kind])
+            for kind in kinds
+        ]
+        made[7] = SequenceGrammar(None, EOS_IDS)
+        return [(2 * i, row) for i, row in enumerate(made)]
+
+    expected = np.full((80, -(-VOCAB // 32)), -1, np.int32)
+    found = expected.copy()
+    failed = MaskFiller(trie.vocab_size, VOCAB, 1).fill_rows(rows(), expected)
+    assert several.fill_rows(rows(), found) == failed == {14}
+    np.testing.assert_array_equal(found, expected)
+    assert not found[14].any()
+    assert count_allowed(found[1]) == VOCAB
+
+
 @given(
     vocab=st.integers(1, 100),
     count=st.integers(1, 70),
@@ -87,7 +117,7 @@ def test_packed_masks_set_forbidden_logits_alone(vocab: int, count: int, seed: i
     rows = rng.permutation(count + 3)[:count]
     words = -(-vocab // 32)
     masks = rng.integers(-(2**31), 2**31, size=(count, words), dtype=np.int32)
-    apply_packed_masks(logits, torch.from_numpy(rows), torch.from_numpy(masks.view(np.uint8)))
+    apply_packed_masks(logits, torch.from_numpy(rows), torch.from_numpy(masks))
     for row in range(count + 3):
         found = np.flatnonzero(rows == row)
         for token in range(vocab):
