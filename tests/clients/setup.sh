@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The clients and routers of tests/clients, each in an environment of its own under .venv-peers: their pins exclude each
+# The clients, routers and servers of tests/clients, each in an environment of its own under .venv-peers: their pins exclude each
 # other and ours.
 #
 # An environment is kept while its line below is unchanged. One that cannot be made (no network, no npm, no wheel for
@@ -21,10 +21,15 @@ environments=(
     'pydantic-ai pydantic-ai-slim[openai,anthropic]==2.68.0'
     'lm-eval lm-eval[api]==0.4.13 transformers'
     'schemathesis schemathesis==4.32.5'
+    'transformers-serve transformers[serving]==5.24.0 torch==2.15.0'
     'guidellm guidellm==0.8.1'
     'aiperf aiperf==0.13.0'
     'sglang --no-deps sglang==0.5.23 torch==2.15.0 torchvision==0.29.2 transformers==5.24.0 apache-tvm-ffi aiohttp compressed-tensors
         datasets gguf ipython msgspec numpy orjson pandas pillow psutil pybase64 pyzmq requests sentencepiece starlette tqdm'
+    'vllm --no-deps vllm==0.33.0 torch==2.15.0 transformers==5.20.0 mistral-common==1.13.1 oss-harmony==0.0.11 aiohttp
+        cachetools cbor2 cloudpickle einops fastapi ijson llguidance msgspec openai orjson partial-json-parser
+        prometheus-client psutil py-cpuinfo pybase64 pydantic-extra-types pyzmq sentencepiece uvicorn uvloop watchfiles
+        xgrammar'
     'codex npm @openai/codex@0.171.0'
     'claude-code npm @anthropic-ai/claude-code@2.1.332'
 )

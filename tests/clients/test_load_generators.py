@@ -89,6 +89,22 @@ def sglang_counts(folder: Path) -> tuple[int, int]:
     return completed, REQUESTS - completed
 
 
+def vllm(url: str, folder: Path) -> list[str]:
+    return [
+        *("vllm", "bench", "serve", "--backend", "openai-chat", "--base-url", url),
+        *("--endpoint", "/v1/chat/completions", "--model", "demo", "--tokenizer", str(DEMO)),
+        *("--dataset-name", "random", "--random-input-len", str(PROMPT_TOKENS)),
+        *("--random-output-len", str(ANSWER_TOKENS), "--ignore-eos", "--disable-tqdm"),
+        *("--num-prompts", str(REQUESTS), "--max-concurrency", str(STREAMS)),
+        *("--save-result", "--result-dir", str(folder), "--result-filename", "report.json"),
+    ]
+
+
+def vllm_counts(folder: Path) -> tuple[int, int]:
+    report = json.loads((folder / "report.json").read_text())
+    return int(report["completed"]), int(report["failed"])
+
+
 def lm_eval(url: str, folder: Path) -> list[str]:
     """A task whose expected answers are the demo model's own, but for some that it never gives."""
     documents = folder / "documents.jsonl"
@@ -134,6 +150,7 @@ GENERATORS = {
     "guidellm": Generator("guidellm", guidellm, guidellm_counts),
     "aiperf": Generator("aiperf", aiperf, aiperf_counts),
     "sglang.bench_serving": Generator("sglang", sglang, sglang_counts),
+    "vllm bench serve": Generator("vllm", vllm, vllm_counts),
     "lm-eval": Generator("lm-eval", lm_eval, lm_eval_counts),
 }
 

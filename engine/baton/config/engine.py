@@ -125,14 +125,14 @@ class EngineConfig:
     )
     tool_parser: str = opt(
         "auto",
-        "format in which the model writes tool calls, such as hermes or llama3; auto: found in its chat template; "
-        "none: calls are not read",
+        "format in which the model writes tool calls, such as hermes or llama3; auto: found in its chat template, else "
+        "by its model_type; none: calls are not read",
         also=("--tool-call-parser",),
     )
     reasoning_parser: str = opt(
         "auto",
-        "markers between which the model reasons, such as think_tags; auto: found in its chat template; none: "
-        "reasoning is part of the content",
+        "markers between which the model reasons, such as think_tags; auto: found in its chat template, else by its "
+        "model_type; none: reasoning is part of the content",
     )
     reasoning_field: str = opt(
         "reasoning_content",

@@ -7,8 +7,6 @@ other calls than were written are printed and left out: it drops Python calls wi
 that reads `true` in GLM's tags as `True`.
 """
 
-# ruff: noqa: RUF001 -- the markers' own characters
-
 from __future__ import annotations
 
 import json
@@ -20,133 +18,26 @@ from typing import Any
 from sglang.srt.entrypoints.openai.protocol import Function, Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
+from tests.support.goldens.call_writers import (
+    CONTENTS,
+    NAMES,
+    SCHEMA,
+    Call,
+    draw_calls,
+    write_deepseek_v3,
+    write_deepseek_v31,
+    write_deepseek_v32,
+    write_glm45,
+    write_glm47,
+    write_kimi_k2,
+    write_mistral_v13,
+    write_pythonic,
+    write_qwen3_coder,
+)
+
 ROOT = Path(__file__).parents[3]
 CALLS = ROOT / "engine/text/src/stream/tests/families/peer_calls.json"
 COUNT = 20
-
-Call = tuple[str, dict[str, Any]]
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "text": {"type": "string"},
-        "count": {"type": "integer"},
-        "ratio": {"type": "number"},
-        "flag": {"type": "boolean"},
-        "items": {"type": "array"},
-        "options": {"type": "object"},
-    },
-}
-NAMES = ["f", "g", "get_weather"]
-VALUES: dict[str, list[Any]] = {
-    "text": [
-        "x",
-        "two\nlines",
-        "007",
-        "true",
-        "naïve 你好 😀",
-        "quote \" and ' and \\",
-        "a < b > c {}[](),=",
-    ],
-    "count": [0, -5, 123456789012],
-    "ratio": [0.5, -2.25, 1e-07],
-    "flag": [True, False],
-    "items": [[], [1, "a", None, {"b": [True]}]],
-    "options": [{}, {"k": "v", "n": {"m": [1.5]}}],
-}
-CONTENTS = ["", "I look it up.\n\n", "Zuerst \u2014 das:\n"]
-
-
-def raw(value: Any) -> str:
-    return value if isinstance(value, str) else dumped(value)
-
-
-def dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def write_qwen3_coder(calls: list[Call]) -> str:
-    return "\n".join(
-        f"<tool_call>\n<function={name}>\n"
-        + "".join(f"<parameter={k}>\n{raw(v)}\n</parameter>\n" for k, v in arguments.items())
-        + "</function>\n</tool_call>"
-        for name, arguments in calls
-    )
-
-
-def write_glm45(calls: list[Call]) -> str:
-    return "\n".join(
-        f"<tool_call>{name}\n"
-        + "".join(
-            f"<arg_key>{k}</arg_key>\n<arg_value>{raw(v)}</arg_value>\n"
-            for k, v in arguments.items()
-        )
-        + "</tool_call>"
-        for name, arguments in calls
-    )
-
-
-def write_glm47(calls: list[Call]) -> str:
-    return "".join(
-        f"<tool_call>{name}"
-        + "".join(
-            f"<arg_key>{k}</arg_key><arg_value>{raw(v)}</arg_value>" for k, v in arguments.items()
-        )
-        + "</tool_call>"
-        for name, arguments in calls
-    )
-
-
-def write_deepseek_v32(calls: list[Call]) -> str:
-    invokes = "".join(
-        f'<｜DSML｜invoke name="{name}">\n'
-        + "".join(
-            f'<｜DSML｜parameter name="{k}" string="{str(isinstance(v, str)).lower()}">{raw(v)}'
-            "</｜DSML｜parameter>\n"
-            for k, v in arguments.items()
-        )
-        + "</｜DSML｜invoke>\n"
-        for name, arguments in calls
-    )
-    return f"<｜DSML｜function_calls>\n{invokes}</｜DSML｜function_calls>"
-
-
-def write_deepseek_v3(calls: list[Call]) -> str:
-    inner = "\n".join(
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dumped(arguments)}\n```<｜tool▁call▁end｜>"
-        for name, arguments in calls
-    )
-    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
-
-
-def write_deepseek_v31(calls: list[Call]) -> str:
-    inner = "".join(
-        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{dumped(arguments)}<｜tool▁call▁end｜>"
-        for name, arguments in calls
-    )
-    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
-
-
-def write_kimi_k2(calls: list[Call]) -> str:
-    inner = "".join(
-        f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{dumped(arguments)}"
-        "<|tool_call_end|>"
-        for index, (name, arguments) in enumerate(calls)
-    )
-    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
-
-
-def write_mistral_v13(calls: list[Call]) -> str:
-    return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumped(arguments)}" for name, arguments in calls)
-
-
-def write_pythonic(calls: list[Call]) -> str:
-    inner = ", ".join(
-        f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
-        for name, arguments in calls
-    )
-    return f"[{inner}]"
-
 
 FAMILIES: dict[str, tuple[str, Callable[[list[Call]], str]]] = {
     "qwen3_coder": ("qwen3_coder", write_qwen3_coder),
@@ -160,14 +51,6 @@ FAMILIES: dict[str, tuple[str, Callable[[list[Call]], str]]] = {
     "pythonic": ("pythonic", write_pythonic),
 }
 """Our family → SGLang's name for it, and a writer of its format."""
-
-
-def draw_calls(rng: random.Random) -> list[Call]:
-    def draw_arguments() -> dict[str, Any]:
-        names = rng.sample(list(VALUES), rng.randrange(4))
-        return {name: rng.choice(VALUES[name]) for name in names}
-
-    return [(rng.choice(NAMES), draw_arguments()) for _ in range(rng.choice([1, 1, 2, 3]))]
 
 
 def read_calls(parser_name: str, answer: str) -> dict[str, Any]:

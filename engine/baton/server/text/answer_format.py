@@ -1,4 +1,6 @@
-"""How the model writes reasoning and tool calls: chosen by flags, or found in the chat template and the vocabulary.
+"""How the model writes reasoning and tool calls: chosen by flags, or found in the checkpoint.
+
+The chat template and the vocabulary decide, else the `model_type` of config.json.
 
 The rules are in `engine/text/src/stream` (Rust).
 """
@@ -39,7 +41,9 @@ class AnswerFormat:
         """All that decides how answers are read: part of the node's fingerprint."""
         self.markers = [AnswerMarker(*marker) for marker in native.markers]
         self.forced_reasoning_end: str | None = native.forced_reasoning_end
-        """Text that ends a reasoning which is cut at its limit; None: it is not cut."""
+        """Text that ends a reasoning which is cut at its limit; None: there is no reasoning."""
+        self.reasoning_message: tuple[str, list[str]] | None = native.reasoning_message
+        """Header and ends of a message of reasoning, where the reasoning is messages."""
         self.content_header: str | None = native.content_header
         """Header of the message with the content, where messages of reasoning stand in front of it."""
 
@@ -64,5 +68,7 @@ def load_answer_format(
         tokenizer.native,
         config.tool_parser,
         config.reasoning_parser,
+        model_type=facts.model_type,
+        renders_tools=facts.renders_tools,
     )
     return AnswerFormat(native)

@@ -41,6 +41,10 @@ class ModelFacts:
     chat_template: str | None
     template_caps: str = ""
     """Form in which the template takes messages: `name=value` of each capability."""
+    renders_tools: bool = False
+    """Tools reach the prompts that the template renders."""
+    has_response_template: bool = False
+    """tokenizer_config.json describes how answers are read; the description is not used."""
     special_tokens: dict[str, str] = field(default_factory=dict)
     """bos_token, eos_token, pad_token …: chat templates read them as variables."""
     vocab_size: int = VOCAB_SIZE
@@ -127,6 +131,8 @@ def load(config: EngineConfig) -> ModelFacts:
         eos_token_ids=read_eos_token_ids(model.text_part(), generation),
         chat_template=files.chat_template,
         template_caps=files.template.caps,
+        renders_tools=files.template.renders_tools,
+        has_response_template=files.has_response_template,
         special_tokens=files.special_tokens,
         tokenizer_fingerprint="" if four_bytes else files.fingerprint(),
         vocab_size=vocab_size,

@@ -60,6 +60,12 @@ impl PyTokenizerFiles {
         self.files.added_tokens.special_tokens.clone()
     }
 
+    /// tokenizer_config.json describes how answers are read; the description is not used.
+    #[getter]
+    fn has_response_template(&self) -> bool {
+        self.files.has_response_template
+    }
+
     /// Tokens that the other files add to tokenizer.json, and their flags (single_word, lstrip,
     /// rstrip, normalized, special), 1 for those that are set.
     #[getter]

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use baton_text::stream::answer::{AnswerFormat, ParserChoice, detect_format};
-use baton_text::stream::reasoning::{BlockText, ReasoningStart};
+use baton_text::stream::answer::{AnswerFormat, CheckpointFacts, ParserChoice, detect_format};
+use baton_text::stream::reasoning::{BlockText, ReasoningFamily, ReasoningStart};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -16,19 +16,30 @@ pub struct PyAnswerFormat(pub Arc<AnswerFormat>);
 #[pymethods]
 impl PyAnswerFormat {
     /// `template`: source of the chat template, if there is one. The parsers are names, `auto` or
-    /// `none`. Raises ValueError for a name that there is not.
+    /// `none`. `model_type`: of config.json, for templates that name no format; `renders_tools`:
+    /// tools reach the prompt. Raises ValueError for a name that there is not.
     #[new]
+    #[pyo3(signature = (
+        template, tokenizer, tool_parser, reasoning_parser, *, model_type="", renders_tools=false
+    ))]
     fn new(
         template: Option<&str>,
         tokenizer: &PyTokenizer,
         tool_parser: &str,
         reasoning_parser: &str,
+        model_type: &str,
+        renders_tools: bool,
     ) -> PyResult<Self> {
         let choice = ParserChoice {
             tool_parser,
             reasoning_parser,
         };
-        let format = detect_format(choice, template, &*tokenizer.0);
+        let checkpoint = CheckpointFacts {
+            template,
+            renders_tools,
+            model_type,
+        };
+        let format = detect_format(choice, checkpoint, &*tokenizer.0);
         Ok(Self(Arc::new(format.map_err(PyValueError::new_err)?)))
     }
 
@@ -54,10 +65,17 @@ impl PyAnswerFormat {
             .collect()
     }
 
-    /// Text that ends a reasoning which is cut at its limit; None: it is not cut.
+    /// Text that ends a reasoning which is cut at its limit; None: there is no reasoning.
     #[getter]
     fn forced_reasoning_end(&self) -> Option<&'static str> {
-        self.0.reasoning()?.forced_end()
+        self.0.reasoning().map(ReasoningFamily::forced_end)
+    }
+
+    /// Header and ends of a message of reasoning, where the reasoning is messages.
+    #[getter]
+    fn reasoning_message(&self) -> Option<(&'static str, Vec<&'static str>)> {
+        let marks = self.0.reasoning()?.message_marks()?;
+        Some((marks.header, marks.ends.to_vec()))
     }
 
     /// Header of the message with the content, where messages of reasoning stand in front of it.

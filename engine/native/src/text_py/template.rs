@@ -35,6 +35,12 @@ impl PyChatTemplate {
         self.0.caps().canonical()
     }
 
+    /// Tools reach the prompts that the template renders.
+    #[getter]
+    fn renders_tools(&self) -> bool {
+        self.0.caps().renders_tools
+    }
+
     /// Reason why no conversation can be rendered; None: it can.
     #[getter]
     fn defect(&self) -> Option<&str> {

@@ -28,6 +28,9 @@ pub struct TokenizerFiles {
     pub tokenizer_json: Option<Vec<u8>>,
     pub chat_template: Option<String>,
     pub added_tokens: AddedTokenPlan,
+    /// tokenizer_config.json has a `response_template`: transformers' description of how answers
+    /// are read, which is not used.
+    pub has_response_template: bool,
 }
 
 impl TokenizerFiles {
@@ -55,11 +58,13 @@ impl TokenizerFiles {
             Some(given) => Some(read_template(read, given)?),
             None => own_template(read, dir, &settings.config)?,
         };
+        let response_template = member(&settings.config, "response_template")?;
         Ok(Self {
             dir: dir.to_owned(),
             tokenizer_json,
             chat_template,
             added_tokens,
+            has_response_template: response_template.is_some_and(|value| !value.is_null()),
         })
     }
 

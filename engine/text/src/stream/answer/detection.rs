@@ -1,8 +1,9 @@
-//! The format of a checkpoint, from its template and vocabulary.
+//! The format of a checkpoint, from its template and vocabulary, else from its `model_type`.
 
 use strum::IntoEnumIterator;
 
 use super::format::AnswerFormat;
+use super::model_types::{reasoning_of_model_type, tools_of_model_type};
 use crate::stream::reasoning::ReasoningFamily;
 use crate::stream::tools::ToolFamily;
 use crate::tokenizer::TextTokenizer;
@@ -14,19 +15,44 @@ pub struct ParserChoice<'a> {
     pub reasoning_parser: &'a str,
 }
 
-/// Finds the format of a model's answers. `template`: its chat template. `Err`: what to choose
-/// instead.
+/// Parts of a checkpoint that decide its format, beside the vocabulary.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct CheckpointFacts<'a> {
+    /// Source of the chat template; without one no format is detected.
+    pub template: Option<&'a str>,
+    /// Tools reach the prompts that the template renders.
+    pub renders_tools: bool,
+    /// Member of config.json; empty where it has none.
+    pub model_type: &'a str,
+}
+
+impl CheckpointFacts<'_> {
+    fn find_tools(&self, tokenizer: &dyn TextTokenizer) -> Option<ToolFamily> {
+        let found = detect_tools(self.template?, tokenizer);
+        if found.is_none() && self.renders_tools {
+            return tools_of_model_type(self.model_type, tokenizer);
+        }
+        found
+    }
+
+    fn find_reasoning(&self, tokenizer: &dyn TextTokenizer) -> Option<ReasoningFamily> {
+        let found = detect_reasoning(self.template?);
+        found.or_else(|| reasoning_of_model_type(self.model_type, tokenizer))
+    }
+}
+
+/// Finds the format of a model's answers. `Err`: what to choose instead.
 pub fn detect_format(
     choice: ParserChoice<'_>,
-    template: Option<&str>,
+    checkpoint: CheckpointFacts<'_>,
     tokenizer: &dyn TextTokenizer,
 ) -> Result<AnswerFormat, String> {
     let tools = match choice.tool_parser {
-        "auto" => template.and_then(|template| detect_tools(template, tokenizer)),
+        "auto" => checkpoint.find_tools(tokenizer),
         name => read_name("--tool-parser", name, &TOOL_ALIASES)?,
     };
     let reasoning = match choice.reasoning_parser {
-        "auto" => template.and_then(detect_reasoning),
+        "auto" => checkpoint.find_reasoning(tokenizer),
         name => read_name("--reasoning-parser", name, &REASONING_ALIASES)?,
     };
     Ok(AnswerFormat::new(tools, reasoning, tokenizer))
@@ -302,8 +328,11 @@ mod tests {
             tool_parser,
             reasoning_parser,
         };
-        let template = "<think> <tool_call> </tool_call>";
-        let format = detect_format(choice, Some(template), &PieceTokens::default())?;
+        let checkpoint = CheckpointFacts {
+            template: Some("<think> <tool_call> </tool_call>"),
+            ..CheckpointFacts::default()
+        };
+        let format = detect_format(choice, checkpoint, &PieceTokens::default())?;
         Ok(format.canonical())
     }
 
@@ -319,12 +348,32 @@ mod tests {
             detect("qwen25", "deepseek-r1"),
             canonical("hermes", "think_tags")
         );
+    }
+
+    #[test]
+    fn model_type_decides_where_the_template_names_no_format() {
         let choice = ParserChoice {
             tool_parser: "auto",
             reasoning_parser: "auto",
         };
-        let without_template = detect_format(choice, None, &PieceTokens::default()).unwrap();
-        assert_eq!(Ok(without_template.canonical()), canonical("none", "none"));
+        let tokens = PieceTokens::new(&["<think>", "<tool_call>"], true);
+        let silent = Some("{{ tools | tojson }}");
+        let speaking = Some("{{ tools | tojson }}[TOOL_CALLS] [THINK]");
+        for (template, renders_tools, tools, reasoning) in [
+            (silent, true, "hermes", "think_tags"),
+            (silent, false, "none", "think_tags"),
+            (speaking, true, "mistral", "mistral"),
+            (None, true, "none", "none"),
+        ] {
+            let checkpoint = CheckpointFacts {
+                template,
+                renders_tools,
+                model_type: "qwen3",
+            };
+            let format = detect_format(choice, checkpoint, &tokens).unwrap();
+            let expected = format!("tool_parser={tools},reasoning_parser={reasoning}");
+            assert_eq!(format.canonical(), expected, "{checkpoint:?}");
+        }
     }
 
     #[test]

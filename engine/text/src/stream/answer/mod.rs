@@ -2,6 +2,7 @@
 //!
 //! * [`format`]: how a model writes reasoning and tool calls;
 //! * [`detection`]: the format of a checkpoint, from its template and vocabulary;
+//! * [`model_types`]: the same from its `model_type`, where the template names none;
 //! * [`lexeme_reader`]: reasoning, content and calls, from text and markers;
 //! * [`content_stage`]: stop strings in the content, and white space around calls;
 //! * [`answer_reader`]: all of it, for one choice of an answer.
@@ -11,7 +12,8 @@ mod content_stage;
 mod detection;
 mod format;
 mod lexeme_reader;
+mod model_types;
 
 pub use answer_reader::{AnswerReader, ReaderOptions};
-pub use detection::{ParserChoice, detect_format};
+pub use detection::{CheckpointFacts, ParserChoice, detect_format};
 pub use format::AnswerFormat;
