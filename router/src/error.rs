@@ -37,7 +37,7 @@ pub enum RouteError {
     InvalidControlKey,
     #[error("key {id} has the role user; this path needs the role admin")]
     Forbidden { id: String },
-    #[error("no such path: {path}; docs/protocol.md lists the paths")]
+    #[error("no such path: {path}; GET /openapi.json lists the paths")]
     NotFound { path: String },
     #[error(
         "no such path: {path}; of a request there are GET /v1/requests/ID, POST /v1/requests/ID/suspend and POST /v1/requests/ID/resume"
@@ -185,6 +185,10 @@ pub enum RouteError {
     Untranslatable(#[from] TextRefusal),
     #[error("{}", NO_STORED_RESPONSES)]
     NoStoredResponses,
+    #[error(
+        "the model is served by another server, which counts no tokens; read usage.input_tokens of its answers"
+    )]
+    NoTokenCount,
     #[error("{detail}")]
     Unasked { detail: String },
     #[error("internal error: {detail}; please report it")]
@@ -217,6 +221,7 @@ impl RouteError {
             Forbidden { .. } => ("forbidden", 403),
             NotFound { .. }
             | NoRequestPath { .. }
+            | NoTokenCount
             | UnknownWorker { .. }
             | UnknownRequest { .. }
             | UnknownTimeline { .. } => ("not_found", 404),

@@ -382,3 +382,46 @@ async fn request_that_no_chat_request_can_say_is_refused_by_its_own_members() {
     })
     .await;
 }
+
+/// `transformers serve` (5.24) writes neither names of events nor `[DONE]`.
+#[tokio::test]
+async fn response_whose_events_have_no_names_is_whole() {
+    const EVENTS: [&str; 2] = [
+        "data: {\"response\":{\"status\":\"in_progress\"},\"type\":\"response.created\"}\n\n",
+        "data: {\"response\":{\"status\":\"completed\"},\"type\":\"response.completed\"}\n\n",
+    ];
+    timed(async {
+        let worker = Mock::start(&[Act::Stream(EVENTS.to_vec(), End::Clean)]).await;
+        let router = Router::regular(&[&worker], &[]).await;
+        let reply = ask(&router, Dialect::Responses, true).await;
+        // An empty line in front: a worker may have broken off anywhere.
+        let expected = format!("{}\ndata: [DONE]\n\n", EVENTS.concat());
+        assert_eq!(reply.text(), expected);
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn worker_that_counts_no_tokens_is_named_in_anthropics_form() {
+    timed(async {
+        const PATH: &str = "/v1/messages/count_tokens";
+        let worker = Mock::start(&[]).await;
+        let router = Router::regular(&[&worker], &[]).await;
+        let body = request(Dialect::Messages, false);
+        worker.answers(PATH, 404, json!({"detail": "Not Found"}));
+        let reply = router.post(PATH, &body).await;
+        assert_eq!(reply.status, 404);
+        let answer = reply.json();
+        assert_eq!(answer["error"]["type"], "not_found_error");
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(message.contains("usage.input_tokens"), "{message}");
+        let own =
+            json!({"type": "error", "error": {"type": "not_found_error", "message": "no model"}});
+        worker.answers(PATH, 404, own.clone());
+        assert_eq!(router.post(PATH, &body).await.json(), own);
+        worker.answers(PATH, 200, json!({"input_tokens": 3}));
+        assert_eq!(router.post(PATH, &body).await.json()["input_tokens"], 3);
+    })
+    .await;
+}

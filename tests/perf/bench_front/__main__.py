@@ -1,9 +1,11 @@
 """CPU time of an engine's front, with engines that have no model.
 
-    python -m tests.perf.bench_front [--cells tokens,requests,prompts,bodies] [--rounds 3] [--baseline PATH]
+    python -m tests.perf.bench_front [--cells tokens,answers,requests,prompts,bodies] [--rounds 3] [--baseline PATH]
 
 * tokens: chat streams at a steady pace, per token; the pace is below what the front can do, so that every token is an
   event of its own, and both trees do the same;
+* answers: the same for tool calls, reasoning, text beside tools, responses and messages, in turns on one engine, whose
+  made tokenizer knows both formats; the ratio is to plain chat;
 * requests: chats of 200 characters, answered with one token;
 * prompts: chats of 44,000 tokens, answered with one token;
 * bodies: longest pause of other streams while bodies of 20 MB arrive.
@@ -26,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.perf.bench_front.engines import SourceTree, start_engines
+from tests.perf.bench_front.answer_arms import ARMS, PLAIN, AnswerArm, arm_job
+from tests.perf.bench_front.engines import RunningEngine, SourceTree, start_engines
 from tests.perf.bench_front.made_tokenizer import make_tokenizer
 from tests.perf.processes.fleet import REPO, machine
 
@@ -60,7 +63,7 @@ def read_words(tokenizer: Path, count: int) -> str:
     return " ".join(random.Random(1).choices(words, k=count))
 
 
-CELLS = ("tokens", "requests", "prompts", "bodies")
+CELLS = ("tokens", "answers", "requests", "prompts", "bodies")
 
 
 def cell_names(text: str) -> tuple[str, ...]:
@@ -74,20 +77,25 @@ def cell_names(text: str) -> tuple[str, ...]:
     return names
 
 
+def answer_cell(options: argparse.Namespace, arm: AnswerArm, tokenizer: Path, streams: int) -> Cell:
+    """Streams of one kind of answer at the pace of the options."""
+    tokens = max(int(options.pace * options.seconds / streams), 32)
+    return Cell(
+        f"token, {streams} streams",
+        "us",
+        "cpu_us",
+        1.0,
+        streams / options.pace * 1e3,
+        arm_job(arm, tokenizer, streams, tokens),
+    )
+
+
 def make_cells(options: argparse.Namespace, tokenizer: Path) -> Iterator[Cell]:
     names = options.cells
     words = read_words(tokenizer, PROMPT_TOKENS)
     if "tokens" in names:
         for streams in map(int, options.streams.split(",")):
-            tokens = max(int(options.pace * options.seconds / streams), 32)
-            yield Cell(
-                f"token, {streams} streams",
-                "us",
-                "cpu_us",
-                1.0,
-                streams / options.pace * 1e3,
-                {"measure": "tokens", "streams": streams, "tokens": tokens, "content": ""},
-            )
+            yield answer_cell(options, PLAIN, tokenizer, streams)
     if "requests" in names:
         job = {"measure": "requests", "streams": 16, "requests": 1500}
         yield Cell(
@@ -145,6 +153,44 @@ def describe_ratio(
     return f"{statistics.median(ratios):8.3f}    {f'{ratios[0]:.3f}-{ratios[-1]:.3f}':>15}  n={len(ratios)}"
 
 
+Arm = tuple[AnswerArm, RunningEngine]
+
+
+async def measure_answers(
+    options: argparse.Namespace, trees: list[SourceTree], scratch: Path
+) -> None:
+    """Cost per token of each kind of answer, in turns; of the baseline, that of plain chat."""
+    tokenizer = make_tokenizer(scratch / "formats", has_formats=True)
+    for streams in map(int, options.streams.split(",")):
+        plain = answer_cell(options, PLAIN, tokenizer, streams)
+        async with start_engines(
+            trees, tokenizer=tokenizer, step_ms=plain.step_ms, log_dir=scratch
+        ) as engines:
+            arms = {arm.name: (arm, engines[0]) for arm in ARMS}
+            for engine in engines[1:]:
+                arms[f"{PLAIN.name}, {engine.tree.name}"] = (PLAIN, engine)
+            found = await measure_arms(options, arms, tokenizer, streams)
+        for name, rows in found.items():
+            print(f"{plain.name:<20} {name:<16} {describe(rows, plain)}", flush=True)
+        for name, rows in found.items():
+            row = describe_ratio(rows, found[PLAIN.name], plain)
+            print(f"{plain.name:<20} {name:<16} {row} of {PLAIN.name}", flush=True)
+
+
+async def measure_arms(
+    options: argparse.Namespace, arms: dict[str, Arm], tokenizer: Path, streams: int
+) -> dict[str, list[dict[str, float]]]:
+    """Results of each arm, one a round. Every other round goes through the arms backwards."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
+    for number in range(options.rounds):
+        names = list(arms) if number % 2 == 0 else list(reversed(arms))
+        for name in names:
+            arm, engine = arms[name]
+            cell = answer_cell(options, arm, tokenizer, streams)
+            found[name].append(await engine.measure(cell.job))
+    return found
+
+
 async def measure(options: argparse.Namespace, scratch: Path) -> None:
     trees = [SourceTree("this tree", REPO)]
     if options.baseline is not None:
@@ -152,6 +198,8 @@ async def measure(options: argparse.Namespace, scratch: Path) -> None:
     made = options.tokenizer_path or make_tokenizer(scratch)
     tokenizers = {"demo": DEMO, "large": made}
     print(machine(), flush=True)
+    if "answers" in options.cells:
+        await measure_answers(options, trees, scratch)
     for name in options.tokenizers.split(","):
         for cell in make_cells(options, tokenizers[name]):
             found: dict[str, list[dict[str, float]]] = {tree.name: [] for tree in trees}

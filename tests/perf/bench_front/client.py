@@ -2,8 +2,8 @@
 
     python -m tests.perf.bench_front.client < JOB.json > RESULT.json
 
-A reader counts events by their empty lines and parses nothing, so that it costs a fraction of what it measures. CPU
-time of the front is read here, at the edges of what is measured.
+A reader counts events by a text that each of them has once and parses nothing, so that it costs a fraction of what it
+measures. CPU time of the front is read here, at the edges of what is measured.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ CHUNKED_END = b"\r\n0\r\n\r\n"
 SETTLED_EVENTS = 8
 """Events of a stream after which it is counted: its request is over then."""
 QUIET_SECS = 0.5
-FIXED_EVENTS = 2
-"""Events of a stream beside those of its tokens: the role and [DONE]."""
+EVENT_END = b"\n\n"
 
 
 def cpu_secs(pid: int) -> float:
@@ -36,17 +35,31 @@ def cpu_secs(pid: int) -> float:
     return sum(int(thread.read_text().split()[0]) for thread in threads) * 1e-9
 
 
+CHAT = "/v1/chat/completions"
+
+
 def chat_request(content: str, max_tokens: int) -> bytes:
+    return stream_request(CHAT, content, max_tokens, {})
+
+
+def stream_request(path: str, content: str, max_tokens: int, members: dict[str, Any]) -> bytes:
+    """Request for a stream of one of the APIs, with `members` of its own."""
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
+    limit = "max_tokens"
+    if path == "/v1/responses":
+        prompt = {"input": content}
+        limit = "max_output_tokens"
     body = {
         "model": "bench",
-        "messages": [{"role": "user", "content": content}],
         "stream": True,
         "temperature": 0,
         "ignore_eos": True,
-        "max_tokens": max_tokens,
+        **prompt,
+        limit: max_tokens,
+        **members,
     }
     data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -55,6 +68,8 @@ class Connection:
     """Keep-alive connection and its current answer."""
 
     sock: socket.socket
+    marker: bytes = EVENT_END
+    """Text that each counted event has once."""
     events: int = 0
     tail: bytes = b""
     received_at: list[float] = field(default_factory=list)
@@ -66,11 +81,11 @@ class Connection:
             raise ConnectionError("the engine closed a connection; see its log")
         if not self.tail and not data.startswith(b"HTTP/1.1 200"):
             raise ConnectionError(f"the engine answered {data[:300]!r}")
-        if self.tail.endswith(b"\n") and data.startswith(b"\n"):
-            self.events += 1
-        self.events += data.count(b"\n\n")
-        self.tail = (self.tail + data)[-len(CHUNKED_END) :]
-        return self.tail == CHUNKED_END
+        overlap = self.tail[max(len(self.tail) - len(self.marker) + 1, 0) :]
+        self.events += (overlap + data).count(self.marker)
+        kept = max(len(CHUNKED_END), len(self.marker))
+        self.tail = (self.tail + data)[-kept:]
+        return self.tail.endswith(CHUNKED_END)
 
 
 class Clients:
@@ -112,8 +127,11 @@ def measure_tokens(job: dict[str, Any]) -> dict[str, float]:
     tokens: int = job["tokens"]
     pid: int = job["pid"]
     clients = Clients(job["host"], job["port"], streams)
+    max_tokens = job["begun_tokens"] + tokens
     for number, connection in enumerate(clients.connections):
-        clients.send(connection, chat_request(f"stream {number} {job['content']}", tokens))
+        content = f"stream {number} {job['content']}"
+        connection.marker = job["marker"].encode()
+        clients.send(connection, stream_request(job["path"], content, max_tokens, job["members"]))
     settling = streams
     running = streams
     began: tuple[float, float, int] | None = None
@@ -136,8 +154,11 @@ def measure_tokens(job: dict[str, Any]) -> dict[str, float]:
                 ended = ended or observe()
     clients.close()
     if began is None or ended is None:
-        raise ValueError("the streams were too short to be measured; raise --seconds")
-    token_events = sum(connection.events - FIXED_EVENTS for connection in clients.connections)
+        raise ValueError(
+            f"the streams were too short to be measured, or have no event with {job['marker']!r}, so that they are of "
+            "another kind than what is measured; raise --seconds, or see the engine's log"
+        )
+    token_events = sum(connection.events for connection in clients.connections)
     tokens_per_event = streams * tokens / token_events
     counted = (ended[2] - began[2]) * tokens_per_event
     seconds = ended[1] - began[1]

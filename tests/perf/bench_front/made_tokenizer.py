@@ -18,10 +18,21 @@ SPACE = "Ġ"
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
 ANSWER_TOKENS = 997
 VOCAB_SIZE = 150_000
+ANSWER_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Tokens behind the vocabulary: between them stand the reasoning and the calls."""
 TEMPLATE = (
     "{% for message in messages %}{{ '<s>' + message['role'] + '\\n' + message['content'] + '</s>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>assistant\\n' }}{% endif %}"
 )
+
+
+AGENT_TEMPLATE = (
+    "{% if tools %}{{ '<s>system\\nCall a function between <tool_call> and </tool_call>:' }}"
+    "{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}{{ '</s>\\n' }}{% endif %}"
+    + TEMPLATE
+    + "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+)
+"""The template with tools, by which an engine finds the formats hermes and think_tags."""
 
 
 def byte_letters() -> list[str]:
@@ -54,8 +65,13 @@ def made_words(count: int) -> list[str]:
     return ["".join(pairs[i * step % len(pairs)]) for i in range(count)]
 
 
-def make_tokenizer(path: Path) -> Path:
-    """Write tokenizer.json and tokenizer_config.json into `path`."""
+def make_tokenizer(path: Path, *, has_formats: bool = False) -> Path:
+    """Write tokenizer.json and tokenizer_config.json into `path`.
+
+    Args:
+        has_formats: the model knows tool calls and reasoning.
+    """
+    path.mkdir(exist_ok=True)
     letters = byte_letters()
     merges = list(made_merges(VOCAB_SIZE - len(SPECIAL_TOKENS) - len(letters)))
     answer = [SPACE + word for word in made_words(ANSWER_TOKENS)]
@@ -76,13 +92,21 @@ def make_tokenizer(path: Path) -> Path:
         }
         for id, token in enumerate(SPECIAL_TOKENS)
     ]  # fmt: skip
+    if has_formats:
+        added += [
+            {
+                "id": len(tokens) + number, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False, "special": False,
+            }
+            for number, token in enumerate(ANSWER_MARKERS)
+        ]  # fmt: skip
     file = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
         "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model,
     }  # fmt: skip
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
-        "pad_token": "<pad>", "chat_template": TEMPLATE,
+        "pad_token": "<pad>", "chat_template": AGENT_TEMPLATE if has_formats else TEMPLATE,
     }  # fmt: skip
     (path / "tokenizer.json").write_text(json.dumps(file))
     (path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -188,6 +188,7 @@ def test_engine_flags_in_the_docs_exist() -> None:
         "--into",
         "--baseline",
         "--pace",
+        "--cells",
     }  # tests/perf/bench_gpu.py, tests/perf/bench_front, tests/gpu
     lines = re.findall(r"^([a-z0-9 -]+): ", refused, re.MULTILINE)
     known |= {f"--{name}" for line in lines for name in line.split()} | {

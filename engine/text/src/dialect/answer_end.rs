@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 
 use bytes::Bytes;
 use memchr::memmem;
+use serde::Deserialize;
 
 use crate::dialect::sse::{is_done_line, is_error, line_data};
 
@@ -64,8 +65,9 @@ impl StreamTail {
         if lines.any(is_done_line) {
             return StreamEnd::Done;
         }
-        let is_whole =
-            has_finish_reason(&tail) || tail.split(|b| *b == b'\n').any(is_last_event_name);
+        let is_whole = has_finish_reason(&tail)
+            || tail.split(|b| *b == b'\n').any(is_last_event_name)
+            || has_last_event_type(&tail);
         if !self.many && is_whole {
             return StreamEnd::Finished;
         }
@@ -98,12 +100,28 @@ fn has_finish_reason(tail: &[u8]) -> bool {
     })
 }
 
-/// Name of the last event of a response or a message.
+/// Names of the last events of a response and of a message.
+const LAST_EVENTS: [&str; 3] = ["response.completed", "response.incomplete", "message_stop"];
+
+/// True for the line with the name of a last event.
 fn is_last_event_name(line: &[u8]) -> bool {
-    matches!(
-        line,
-        b"event: response.completed" | b"event: response.incomplete" | b"event: message_stop"
-    )
+    let name = line.strip_prefix(b"event: ");
+    name.is_some_and(|name| LAST_EVENTS.iter().any(|last| last.as_bytes() == name))
+}
+
+/// True if the last event has the type of a last event: `transformers serve` (5.24) writes no names.
+fn has_last_event_type(tail: &[u8]) -> bool {
+    #[derive(Deserialize)]
+    struct EventJson<'a> {
+        #[serde(borrow)]
+        r#type: Option<&'a str>,
+    }
+    let mut data = tail.split(|b| *b == b'\n').rev().filter_map(line_data);
+    let event = data.next().map(serde_json::from_slice::<EventJson>);
+    match event {
+        Some(Ok(event)) => event.r#type.is_some_and(|name| LAST_EVENTS.contains(&name)),
+        Some(Err(_)) | None => false,
+    }
 }
 
 /// Token counts that a worker reports. Those that it did not state are `None`.
@@ -245,7 +263,12 @@ mod tests {
         ] {
             let event = format!("event: {name}\ndata: {{\"x\":\"event: message_stop\"}}\n\n");
             assert_eq!(passed(&[&event], false).1, end, "{name}");
+            let unnamed = format!("data: {{\"response\":{{\"id\":1}},\"type\":\"{name}\"}}\n\n");
+            assert_eq!(passed(&[&unnamed], false).1, end, "{name}");
         }
+        let inside =
+            "data: {\"tools\":[{\"type\":\"message_stop\"}],\"type\":\"response.created\"}\n\n";
+        assert_eq!(passed(&[inside], false).1, StreamEnd::Open);
     }
 
     #[test]

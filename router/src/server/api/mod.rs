@@ -86,7 +86,7 @@ fn client_routes() -> RouteGroup {
     let generate = handler(Dialect::Generate);
     let path = Dialect::Generate.path();
     group.add(&[path], post(generate.clone()).put(generate));
-    group.add(&[COUNT_TOKENS_PATH], post(proxy::forward));
+    group.add(&[COUNT_TOKENS_PATH], post(proxy::count_tokens));
     let stored = get(no_stored_responses).delete(no_stored_responses);
     group.add(&["/v1/responses/{id}"], stored);
     group.add(

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use axum::body::to_bytes;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use baton_text::dialect::translate::model_list::{ANTHROPIC_VERSION_HEADER, to_anthropic_models};
@@ -62,6 +63,26 @@ pub const PROXIED_PATHS: [&str; 12] = [
 pub async fn forward(State(app): SharedApp, request: Request) -> HandlerResult {
     let (head, body) = read_request(&app, request, app.config.limits.max_payload_size).await?;
     pass_through(&app, head, body).await
+}
+
+/// Counts the tokens of a request to /v1/messages, at a worker that has the path.
+pub async fn count_tokens(app: SharedApp, request: Request) -> HandlerResult {
+    let response = forward(app, request).await?;
+    if response.status() != StatusCode::NOT_FOUND {
+        return Ok(response);
+    }
+    let (head, body) = response.into_parts();
+    let body = to_bytes(body, MAX_PASSED).await.unwrap_or_default();
+    if is_anthropic_error(&body) {
+        return Ok(Response::from_parts(head, body.into()));
+    }
+    Err(RouteError::NoTokenCount)
+}
+
+/// True for an error of a server that has the paths of Anthropic's API.
+fn is_anthropic_error(body: &[u8]) -> bool {
+    let body: Value = serde_json::from_slice(body).unwrap_or_default();
+    body["type"] == "error"
 }
 
 /// Pass a request without a record on to any worker. Workers that failed are named in the log only.

@@ -164,7 +164,12 @@ impl ErrorObject {
 /// framework (`detail`); the body as it is, where there is none.
 fn foreign_message(body: &[u8]) -> String {
     let json: Value = serde_json::from_slice(body).unwrap_or_default();
-    let places = [&json["error"]["message"], &json["message"], &json["detail"]];
+    let places = [
+        &json["error"]["message"],
+        &json["error"],
+        &json["message"],
+        &json["detail"],
+    ];
     match places.into_iter().find_map(Value::as_str) {
         Some(message) => message.to_owned(),
         None => String::from_utf8_lossy(body).into_owned(),
@@ -273,6 +278,13 @@ mod tests {
                 "not_found_error",
             ),
             (502, "<html>", "<html>", "upstream_error", "api_error"),
+            (
+                503,
+                r#"{"error":"the worker died"}"#,
+                "the worker died",
+                "upstream_error",
+                "overloaded_error",
+            ),
             (
                 400,
                 r#"{"message":"This model's maximum context length is 8 tokens"}"#,
