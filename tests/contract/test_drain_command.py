@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ import httpx
 import pytest
 
 from tests.support.processes.front import REPO, FakeEngine, fake_engine, model
+from tests.support.processes.http_server import QuietHandler, serve_requests
 
 KUBECTL = """#!{python}
 import json, os, subprocess, sys
@@ -217,20 +217,14 @@ def test_key_and_unreachable_targets(path: str) -> None:
     assert "nothing listens there" in gone.stderr
 
 
-class DrainedNode(http.server.BaseHTTPRequestHandler):
+class DrainedNode(QuietHandler):
     """Answers every request as an idle engine that drains."""
 
     def do_POST(self) -> None:
         body = json.dumps({"state": "draining", "is_drained": True, "left": {}}).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.answer(body)
 
     do_GET = do_POST
-
-    def log_message(self, *_: object) -> None:
-        """Nothing: the test reads the command's output."""
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
@@ -243,13 +237,10 @@ def test_node_behind_tls_is_drained_with_the_authority_of_its_certificate(tmp_pa
     subprocess.run(command, check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), DrainedNode) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serve_requests(DrainedNode, tls=context) as server:
         url = f"https://127.0.0.1:{server.server_address[1]}"
         unknown = baton_drain(url)
         known = baton_drain(url, "--ca-cert", str(certificate))
-        server.shutdown()
     assert unknown.returncode == 1
     assert "give the authority of its certificate with --ca-cert FILE" in unknown.stderr
     assert (known.returncode, known.stderr) == (0, "")

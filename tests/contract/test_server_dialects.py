@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.processes.front import FakeEngine, fake_engine, model
+from tests.support.processes.front import FakeEngine, fake_engine, model, script_fields
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 REPLY = "Grüße 😀 the relay"
@@ -26,11 +26,6 @@ def engine() -> Iterator[FakeEngine]:
 def client(engine: FakeEngine) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=engine.url + "/v1", api_key="none", max_retries=0) as made:
         yield made
-
-
-def script(**options: Any) -> dict[str, Any]:
-    """Tells the fake rank what to do with this request."""
-    return {"cache_salt": json.dumps(options)}
 
 
 def ask(engine: FakeEngine, body: dict[str, Any], path: str = "/v1/messages") -> httpx.Response:
@@ -51,7 +46,9 @@ def events_of(stream: str) -> list[dict[str, Any]]:
 
 
 def test_error_behind_the_first_event_has_the_form_of_its_api(engine: FakeEngine) -> None:
-    broken = script(reply=REPLY, step=0.01, error=["engine_dead", "a rank ended"], error_after=2)
+    broken = script_fields(
+        reply=REPLY, step=0.01, error=["engine_dead", "a rank ended"], error_after=2
+    )
     reply = ask(engine, message(stream=True, **broken))
     *before, last = events_of(reply.text)
     assert before[0]["type"] == "message_start"
@@ -68,7 +65,7 @@ def test_error_behind_the_first_event_has_the_form_of_its_api(engine: FakeEngine
 class TestResponses:
     def test_whole_answer(self, client: openai.OpenAI) -> None:
         answer = client.responses.create(
-            model="tiny", input="hello world", extra_body=script(reply=REPLY, cached=8)
+            model="tiny", input="hello world", extra_body=script_fields(reply=REPLY, cached=8)
         )
         assert answer.id.startswith("resp_")
         assert (answer.status, answer.output_text) == ("completed", REPLY)
@@ -77,7 +74,7 @@ class TestResponses:
 
     def test_stream(self, client: openai.OpenAI) -> None:
         with client.responses.stream(
-            model="tiny", input="hello world", extra_body=script(reply=REPLY, step=0.001)
+            model="tiny", input="hello world", extra_body=script_fields(reply=REPLY, step=0.001)
         ) as stream:
             events = list(stream)
             final = stream.get_final_response()
@@ -88,13 +85,16 @@ class TestResponses:
 
     def test_limit_above_the_context_is_clamped(self, client: openai.OpenAI) -> None:
         answer = client.responses.create(
-            model="tiny", input="hello", max_output_tokens=10**6, extra_body=script(reply=REPLY)
+            model="tiny",
+            input="hello",
+            max_output_tokens=10**6,
+            extra_body=script_fields(reply=REPLY),
         )
         assert answer.output_text == REPLY
 
     def test_short_limit_makes_the_answer_incomplete(self, client: openai.OpenAI) -> None:
         answer = client.responses.create(
-            model="tiny", input="hello", max_output_tokens=2, extra_body=script(reply=REPLY)
+            model="tiny", input="hello", max_output_tokens=2, extra_body=script_fields(reply=REPLY)
         )
         assert answer.status == "incomplete"
         assert answer.incomplete_details is not None
@@ -116,7 +116,7 @@ class TestResponses:
 
     def test_resumed_stream_continues_the_numbers(self, engine: FakeEngine) -> None:
         body = {"model": "tiny", "input": "hello", "stream": True, "seed": 5}
-        body |= script(reply=REPLY, step=0.01)
+        body |= script_fields(reply=REPLY, step=0.01)
         headers = {"x-baton-emit-tokens": "1", "x-request-id": "r1"}
         whole = httpx.post(
             engine.url + "/v1/responses", json=body, headers=headers, timeout=30
@@ -136,7 +136,7 @@ class TestResponses:
 
 class TestMessages:
     def test_whole_answer(self, engine: FakeEngine) -> None:
-        reply = ask(engine, message(**script(reply=REPLY, cached=8)))
+        reply = ask(engine, message(**script_fields(reply=REPLY, cached=8)))
         answer = reply.json()
         assert answer["content"] == [{"type": "text", "text": REPLY}]
         assert (answer["type"], answer["stop_reason"]) == ("message", "end_turn")
@@ -144,7 +144,7 @@ class TestMessages:
         assert reply.headers["request-id"] == reply.headers["x-request-id"]
 
     def test_stream(self, engine: FakeEngine) -> None:
-        reply = ask(engine, message(stream=True, **script(reply=REPLY, step=0.001)))
+        reply = ask(engine, message(stream=True, **script_fields(reply=REPLY, step=0.001)))
         events = events_of(reply.text)
         kinds = [event["type"] for event in events]
         assert kinds[:3] == ["message_start", "ping", "content_block_start"]
@@ -155,18 +155,18 @@ class TestMessages:
         assert "".join(texts) == REPLY
 
     def test_stop_sequence_is_reported(self, engine: FakeEngine) -> None:
-        body = message(stop_sequences=["lay"], **script(reply="the relay", step=0.01))
+        body = message(stop_sequences=["lay"], **script_fields(reply="the relay", step=0.01))
         answer = ask(engine, body).json()
         assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "lay")
 
     def test_limit_is_reported_as_the_clients_or_the_contexts(self, engine: FakeEngine) -> None:
-        short = ask(engine, message(max_tokens=2, **script(reply=REPLY))).json()
+        short = ask(engine, message(max_tokens=2, **script_fields(reply=REPLY))).json()
         assert short["stop_reason"] == "max_tokens"
-        clamped = ask(engine, message(max_tokens=10**6, **script(reply=REPLY))).json()
+        clamped = ask(engine, message(max_tokens=10**6, **script_fields(reply=REPLY))).json()
         assert clamped["stop_reason"] == "end_turn"
 
     def test_tokens_are_counted(self, engine: FakeEngine) -> None:
-        used = ask(engine, message(**script(reply=REPLY))).json()["usage"]
+        used = ask(engine, message(**script_fields(reply=REPLY))).json()["usage"]
         counted = ask(
             engine, {"model": "tiny", "messages": HELLO}, "/v1/messages/count_tokens"
         ).json()
@@ -206,7 +206,7 @@ def test_token_ids_take_the_place_of_the_conversation(engine: FakeEngine) -> Non
     }
     for path, body in bodies.items():
         ids = {"input_ids": [5, 6, 7], "tokenizer_fingerprint": own}
-        answer = ask(engine, {**body, **ids, **script(reply=REPLY)}, path)
+        answer = ask(engine, {**body, **ids, **script_fields(reply=REPLY)}, path)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["input_tokens"] == 3
         assert "x-ignored-params" not in answer.headers

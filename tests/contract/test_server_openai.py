@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.support.processes.front import FakeEngine, fake_engine, model
+from tests.support.processes.front import FakeEngine, fake_engine, model, script_fields
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 
@@ -26,14 +25,9 @@ def client(engine: FakeEngine) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def script(**options: Any) -> dict[str, Any]:
-    """Tells the fake rank what to do with this request."""
-    return {"cache_salt": json.dumps(options)}
-
-
 def test_chat(client: openai.OpenAI) -> None:
     r = client.chat.completions.create(
-        model="tiny", messages=HELLO, extra_body=script(reply="Grüße 😀", cached=8)
+        model="tiny", messages=HELLO, extra_body=script_fields(reply="Grüße 😀", cached=8)
     )
     assert r.object == "chat.completion"
     assert r.model == "tiny"
@@ -51,7 +45,7 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
             model="tiny", messages=HELLO, stream=True, stream_options={"include_usage": True},
-            extra_body=script(reply="Grüße 😀 the relay", step=0.001),
+            extra_body=script_fields(reply="Grüße 😀 the relay", step=0.001),
         )
     )  # fmt: skip
     *content, last = chunks
@@ -74,7 +68,7 @@ def test_stop_string_across_tokens_aborts_the_rank(
         model="tiny",
         messages=HELLO,
         stop=["lay ra"],
-        extra_body=script(reply="the relay race goes on", step=0.01),
+        extra_body=script_fields(reply="the relay race goes on", step=0.01),
     )
     assert r.choices[0].message.content == "the re"
     assert r.choices[0].finish_reason == "stop"
@@ -87,7 +81,7 @@ def test_stop_string_across_tokens_aborts_the_rank(
 
 
 def test_stop_string_can_be_kept(client: openai.OpenAI) -> None:
-    body = script(reply="the relay race") | {"include_stop_str_in_output": True}
+    body = script_fields(reply="the relay race") | {"include_stop_str_in_output": True}
     r = client.completions.create(
         model="tiny", prompt="x", stop=" ra", max_tokens=50, extra_body=body
     )
@@ -97,7 +91,7 @@ def test_stop_string_can_be_kept(client: openai.OpenAI) -> None:
 def test_stopping_token_does_not_show(client: openai.OpenAI, engine: FakeEngine) -> None:
     ids = engine_tokens(engine, "hello the baton")
     stop = ids[1]
-    body = script(tokens=ids) | {"stop_token_ids": [stop]}
+    body = script_fields(tokens=ids) | {"stop_token_ids": [stop]}
     r = client.completions.create(model="tiny", prompt="x", max_tokens=50, extra_body=body)
     assert r.choices[0].text == "hello" or "hello".startswith(r.choices[0].text)
     assert r.choices[0].model_dump()["matched_stop"] == stop
@@ -159,7 +153,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {
         "logprobs": True,
         "top_logprobs": 2,
-        "extra_body": script(reply="é", burst=3),
+        "extra_body": script_fields(reply="é", burst=3),
     }
     r = client.chat.completions.create(model="tiny", messages=HELLO, **options)
     assert r.choices[0].logprobs is not None
@@ -182,7 +176,11 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
 
 def test_completion_logprobs(client: openai.OpenAI) -> None:
     r = client.completions.create(
-        model="tiny", prompt="x", logprobs=1, max_tokens=9, extra_body=script(reply="the relay")
+        model="tiny",
+        prompt="x",
+        logprobs=1,
+        max_tokens=9,
+        extra_body=script_fields(reply="the relay"),
     )
     logprobs = r.choices[0].logprobs
     assert logprobs is not None
@@ -193,7 +191,7 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
         "the token itself is listed, too"
     )
     r = client.completions.create(
-        model="tiny", prompt="x", logprobs=0, max_tokens=9, extra_body=script(reply="the")
+        model="tiny", prompt="x", logprobs=0, max_tokens=9, extra_body=script_fields(reply="the")
     )
     assert r.choices[0].logprobs is not None
     assert r.choices[0].logprobs.tokens == ["the", "</s>"]
@@ -230,7 +228,7 @@ def test_errors_arrive_with_code_param_and_request_id(client: openai.OpenAI) -> 
 def test_rank_errors_before_the_first_token_have_their_status(
     client: openai.OpenAI, stream: bool
 ) -> None:
-    body = script(error=["queue_full", "too many"])
+    body = script_fields(error=["queue_full", "too many"])
     with pytest.raises(openai.InternalServerError) as caught:
         client.chat.completions.create(model="tiny", messages=HELLO, stream=stream, extra_body=body)
     assert (caught.value.status_code, caught.value.code) == (503, "queue_full")
@@ -238,7 +236,7 @@ def test_rank_errors_before_the_first_token_have_their_status(
 
 
 def test_error_in_mid_stream_raises_and_keeps_what_came(client: openai.OpenAI) -> None:
-    body = script(error=["kv_transfer_failed", "PEER_DEAD"], error_after=3, step=0.005)
+    body = script_fields(error=["kv_transfer_failed", "PEER_DEAD"], error_after=3, step=0.005)
     got = ""
     code = None
     try:

@@ -11,11 +11,9 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -26,6 +24,7 @@ import pytest
 from baton.server.worker.transfer_setup import source_address
 from tests.support.processes.cluster import eventually, family
 from tests.support.processes.front import REPO, fake_engine, model
+from tests.support.processes.http_server import QuietHandler, serve_requests, url_of
 from tests.support.processes.router import Router
 
 CLUSTER_KEY, API_KEY = "doctor-cluster-key", "doctor-api-key"
@@ -303,7 +302,7 @@ def test_stale_discovery_is_named(pair: tuple[Engine, Engine], tmp_path: Path) -
         finds(router, "router.discovery", "fail", "cannot read its workers from file")
 
 
-class Foreign(BaseHTTPRequestHandler):
+class Foreign(QuietHandler):
     """A worker of another make that is healthy and exports no metrics."""
 
     ANSWERS: ClassVar[dict[str, dict[str, str]]] = {
@@ -313,31 +312,16 @@ class Foreign(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         found = self.ANSWERS.get(self.path)
-        body = json.dumps(found or {}).encode()
-        self.send_response(404 if found is None else 200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.answer(json.dumps(found or {}).encode(), 404 if found is None else 200)
 
     do_POST = do_GET
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass  # the test reads the doctor's words, not these
-
 
 def test_engine_without_metrics_is_named(pair: tuple[Engine, Engine]) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        try:
-            with Router.up(*workers(pair[0], decode=(url,))) as router:
-                finds(
-                    router, "engine.metrics", "warn", f"{url}/metrics cannot be scraped: status 404"
-                )
-        finally:
-            server.shutdown()
-            thread.join(30)
+    with serve_requests(Foreign) as server:
+        url = url_of(server)
+        with Router.up(*workers(pair[0], decode=(url,))) as router:
+            finds(router, "engine.metrics", "warn", f"{url}/metrics cannot be scraped: status 404")
 
 
 # ---- faults of one decode node ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -17,6 +17,7 @@ import pytest
 import zmq
 
 from tests.support.processes.cluster import Cluster, count, eventually, get, metric
+from tests.support.processes.http_server import QuietHandler, serve_requests
 from tests.support.processes.router import Router
 
 PAGE = 16
@@ -122,42 +123,26 @@ def test_restarted_engine_is_indexed_again(cluster: Cluster) -> None:
 # ---- vLLM's format, published by libzmq ----------------------------------------------------------------------------
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(QuietHandler):
     """A worker that knows no more than vLLM's: it is healthy, and answers /generate."""
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self._answer(200 if self.path == "/health" else 404, {})
+        self.answer(b"{}", 200 if self.path == "/health" else 404)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.asked += 1  # type: ignore[attr-defined]
         meta = {"prompt_tokens": len(body["input_ids"]), "completion_tokens": 1, "cached_tokens": 0}
-        self._answer(200, {"text": "x", "meta_info": meta})
-
-    def _answer(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        self.answer(json.dumps({"text": "x", "meta_info": meta}).encode())
 
 
 @contextmanager
 def worker(host: str) -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer((host, 0), Answers)
-    server.asked = 0  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serve_requests(Answers, host) as server:
+        server.asked = 0  # type: ignore[attr-defined]
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @dataclass

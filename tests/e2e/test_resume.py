@@ -44,6 +44,20 @@ def streamed(
     return out
 
 
+def resume_points(
+    whole: list[tuple[dict[str, Any] | None, dict[str, Any]]],
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Place of each event with a comment, and the `baton_resume` of a client that has read so far."""
+    ids: list[int] = []
+    members: dict[str, Any] = {}
+    for place, (comment, _) in enumerate(whole):
+        if comment is None:
+            continue
+        ids += comment["ids"]
+        members |= {name: value for name, value in comment.items() if name != "ids"}
+        yield place, {**members, "ids": list(ids)}
+
+
 def shown(path: str, events: list[dict[str, Any]]) -> dict[str, Any]:
     """The answer a client makes of the events."""
     if path == "/generate":
@@ -113,23 +127,17 @@ def test_every_cut_is_continued_as_if_nothing_had_been(
             break
     events = [event for _, event in whole]
     wanted = shown(path, events)
-    ids: list[int] = []
-    members: dict[str, Any] = {}
     cuts = 0
-    for at, (comment, _) in enumerate(whole):
-        if comment is None:
-            continue
-        ids += comment["ids"]
-        members |= {k: v for k, v in comment.items() if k != "ids"}
+    for at, resume in resume_points(whole):
         if at % 4 and at < len(whole) - 6:
             continue
-        resumed = streamed(second, path, {**body, "baton_resume": {**members, "ids": ids}})
+        resumed = streamed(second, path, {**body, "baton_resume": resume})
         assert shown(path, events[: at + 1] + [event for _, event in resumed]) == wanted, at
         cuts += 1
     assert cuts >= 3
     assert not any("role" in c.get("delta", {}) for _, e in resumed for c in e.get("choices", ()))
     if path != "/generate":
-        assert {e["created"] for _, e in resumed} == {members["created"]}
+        assert {e["created"] for _, e in resumed} == {resume["created"]}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
@@ -10,7 +9,13 @@ import pytest
 from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import ForwardMode, StepPlan
 from baton.sched.types.priority import PriorityRule
-from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.sched_sim import (
+    VOCAB,
+    Node,
+    add_random_request,
+    reference,
+    request,
+)
 
 
 def run_one(node: Node, handle: int, prompt: list[int], max_new: int = 2) -> int:
@@ -137,13 +142,7 @@ def test_storms_under_priority_and_tiny_memory_with_a_host_tier(seed: int) -> No
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
     want, aborted = {}, set()
     for handle in range(50):
-        prompt = random_prompt(rng, shared, min(24, node.limits.capacity_tokens - 1))
-        req = request(handle, prompt, rng.randint(1, 30), ignore_eos=rng.random() < 0.7)
-        node.sched.add(dataclasses.replace(req, priority=rng.choice([None, 0, 5, 9])))
-        room = node.limits.capacity_tokens - len(prompt)
-        want[handle] = reference(
-            req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos
-        )
+        want[handle] = add_random_request(node, rng, handle, shared)
         for _ in range(rng.randint(0, 5)):
             node.step()
             if rng.random() < 0.2:

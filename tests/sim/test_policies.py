@@ -22,7 +22,14 @@ from baton.sched.setup import from_config
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
-from tests.support.sched.sched_sim import VOCAB, Node, ordered, random_prompt, reference, request
+from tests.support.sched.sched_sim import (
+    VOCAB,
+    Node,
+    add_random_request,
+    ordered,
+    reference,
+    request,
+)
 
 
 class FixedIndex:
@@ -441,13 +448,7 @@ def test_random_load_under_every_policy_and_priority_gives_reference_tokens(seed
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
     want = {}
     for handle in range(40):
-        prompt = random_prompt(rng, shared, min(24, node.limits.capacity_tokens - 1))
-        req = request(handle, prompt, rng.randint(1, 30), ignore_eos=rng.random() < 0.7)
-        node.sched.add(dataclasses.replace(req, priority=rng.choice([None, 0, 5, 9])))
-        room = node.limits.capacity_tokens - len(prompt)
-        want[handle] = reference(
-            req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos
-        )
+        want[handle] = add_random_request(node, rng, handle, shared)
         for _ in range(rng.randint(0, 5)):
             node.step()
     node.run()

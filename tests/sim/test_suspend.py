@@ -15,7 +15,14 @@ from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
 from baton.sched.types.sequence import SeqState
 from tests.support.sched.fake_transfer import FakeTransfer
-from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.sched.sched_sim import (
+    VOCAB,
+    Node,
+    add_random_request,
+    random_prompt,
+    reference,
+    request,
+)
 
 
 def storm(node: Node, rng: random.Random, handles: list[int]) -> None:
@@ -58,13 +65,7 @@ def test_storms_of_suspend_resume_abort_and_preempt_change_no_token(seed: int) -
     shared = [[rng.randrange(VOCAB) for _ in range(rng.randint(2, 16))] for _ in range(3)]
     want, aborted = {}, set()
     for handle in range(40):
-        prompt = random_prompt(rng, shared, min(24, node.limits.capacity_tokens - 1))
-        req = request(handle, prompt, rng.randint(1, 30), ignore_eos=rng.random() < 0.7)
-        node.sched.add(dataclasses.replace(req, priority=rng.choice([None, 0, 5, 9])))
-        room = node.limits.capacity_tokens - len(prompt)
-        want[handle] = reference(
-            req.prompt, min(req.params.max_new_tokens, room), req.params.ignore_eos
-        )
+        want[handle] = add_random_request(node, rng, handle, shared)
         for _ in range(rng.randint(0, 5)):
             storm(node, rng, list(want))
             node.step()

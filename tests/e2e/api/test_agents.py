@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.test_resume import streamed
+from tests.e2e.test_resume import resume_points, streamed
 from tests.support.processes.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(240)
@@ -194,26 +194,22 @@ def shown(events: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def resume_everywhere(first: str, second: str, request: dict[str, Any]) -> dict[str, Any]:
+def resume_everywhere(
+    first: str, second: str, request: dict[str, Any], *, least_cuts: int = 3
+) -> dict[str, Any]:
     """The answer of engine `first`, which `second` resumes at every event to the same answer."""
     path = "/v1/chat/completions"
     whole = streamed(first, path, request)
     events = [event for _, event in whole]
     wanted = shown(events)
-    ids: list[int] = []
-    members: dict[str, Any] = {}
     cuts = 0
-    for at, (comment, _) in enumerate(whole):
-        if comment is None:
-            continue
-        ids += comment["ids"]
-        members |= {name: value for name, value in comment.items() if name != "ids"}
+    for at, resume in resume_points(whole):
         if events[at]["choices"] and events[at]["choices"][0]["finish_reason"]:
             break
-        resumed = streamed(second, path, {**request, "baton_resume": {**members, "ids": ids}})
+        resumed = streamed(second, path, {**request, "baton_resume": resume})
         assert shown(events[: at + 1] + [event for _, event in resumed]) == wanted, at
         cuts += 1
-    assert cuts >= 3
+    assert cuts >= least_cuts
     return wanted
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.e2e.api.test_agents import QUESTION, REASONING, WEATHER, shown
-from tests.e2e.test_resume import streamed
+from tests.e2e.api.test_agents import QUESTION, REASONING, WEATHER, resume_everywhere
 from tests.support.processes.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(240)
@@ -136,29 +135,11 @@ def test_stream_is_the_whole_answer(pair: Cluster) -> None:
 @pytest.mark.parametrize("form", ["schema", "schema and limit"])
 def test_answer_is_resumed_at_every_event(pair: Cluster, form: str) -> None:
     """Within the reasoning, in its forced end, and within the JSON."""
-    path = "/v1/chat/completions"
     more = {**FORMS[form], "stream_options": {"include_usage": True}, "seed": 7, "rid": "thinker"}
-    request = body(stream=True, **more)
     node = pair.node("decode")["url"]
-    whole = streamed(node, path, request)
-    events = [event for _, event in whole]
-    wanted = shown(events)
+    wanted = resume_everywhere(node, node, body(stream=True, **more), least_cuts=8)
     assert wanted["reasoning"]
     jsonschema.validate(json.loads(wanted["content"]), SKY)
-    ids: list[int] = []
-    members: dict[str, Any] = {}
-    cuts = 0
-    for at, (comment, event) in enumerate(whole):
-        if comment is None:
-            continue
-        ids += comment["ids"]
-        members |= {name: value for name, value in comment.items() if name != "ids"}
-        if event["choices"] and event["choices"][0]["finish_reason"]:
-            break
-        resumed = streamed(node, path, {**request, "baton_resume": {**members, "ids": ids}})
-        assert shown(events[: at + 1] + [event for _, event in resumed]) == wanted, at
-        cuts += 1
-    assert cuts >= 8
 
 
 def test_other_apis_reason_before_their_answer(pair: Cluster) -> None:

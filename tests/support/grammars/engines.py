@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from array import array
 from collections.abc import Callable, Iterable
@@ -21,6 +22,10 @@ from baton.sched.types.request import FinishReason, SamplingParams, ValidatedReq
 from tests.support.models.checkpoints import EOS, VOCAB
 
 SECS = 60.0
+REGEX = "start: /[a-z]{2,30}(-[0-9]{1,9}){0,5}/"
+"""A grammar whose answers may end after each of many tokens."""
+PATTERN = re.compile(r"[a-z]{2,30}(-[0-9]{1,9}){0,5}")
+"""What its answers match."""
 _handles = itertools.count(1_000_000)
 
 

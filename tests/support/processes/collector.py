@@ -8,13 +8,12 @@ with Collector.start() as collector:
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from tests.support.processes.cluster import eventually
+from tests.support.processes.http_server import QuietHandler, serve_requests, url_of
 
 
 def fields(message: bytes) -> list[tuple[int, Any]]:
@@ -118,30 +117,18 @@ class Collector:
     @classmethod
     @contextlib.contextmanager
     def start(cls) -> Iterator[Collector]:
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_POST(self) -> None:  # the name that http.server calls
                 body = self.rfile.read(int(self.headers["content-length"]))
                 assert self.path == "/v1/traces"
                 assert self.headers["content-type"] == "application/x-protobuf"
                 collector.bodies.append(body)
                 collector.spans += read_spans(body)
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
+                self.answer(b"")
 
-            def log_message(self, format: str, *args: Any) -> None:
-                """Quiet."""
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        collector = cls(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
+        with serve_requests(Handler) as server:
+            collector = cls(url_of(server))
             yield collector
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
 
     def until(self, what: str, is_there: Callable[[list[GotSpan]], bool]) -> list[GotSpan]:
         """The spans that came, as soon as they are as wanted."""

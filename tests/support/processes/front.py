@@ -130,3 +130,8 @@ if __name__ == "__main__":
     generation.DEADLINE_GRACE_SECS = constants["grace_secs"]
 
     sys.exit(run_engine(parse_config(sys.argv[1:]), (sys.executable, str(FAKE_RANK))))
+
+
+def script_fields(**options: Any) -> dict[str, Any]:
+    """Fields of a body that tell the fake rank what to do with the request."""
+    return {"cache_salt": json.dumps(options)}

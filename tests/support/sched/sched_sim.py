@@ -7,6 +7,7 @@ too late or published wrongly fails at once; and the tokens a request gets must 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from array import array
 from collections.abc import Callable, Hashable, Sequence
@@ -246,6 +247,22 @@ def random_prompt(rng: random.Random, shared: list[list[int]], longest: int) -> 
     head = list(rng.choice(shared)) if shared and rng.random() < 0.6 else []
     tail = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))]
     return (head + tail)[:longest]
+
+
+def add_random_request(
+    node: Node, rng: random.Random, handle: int, shared: list[list[int]]
+) -> list[int]:
+    """Give the node a request of any priority that fits into its pages; return the tokens of its answer.
+
+    Args:
+        shared: beginnings that prompts may share.
+    """
+    prompt = random_prompt(rng, shared, min(24, node.limits.capacity_tokens - 1))
+    req = request(handle, prompt, rng.randint(1, 30), ignore_eos=rng.random() < 0.7)
+    node.sched.add(dataclasses.replace(req, priority=rng.choice([None, 0, 5, 9])))
+    room = node.limits.capacity_tokens - len(prompt)
+    limit = min(req.params.max_new_tokens, room)
+    return reference(req.prompt, limit, req.params.ignore_eos)
 
 
 def duplicates(pages: array[int], inserted: InsertResult) -> array[int]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 from baton_ops import chat
 from baton_ops.chat import AnswerFailed, ChatAnswer, ChatConfig, ChatServer, ChatSession
 from baton_ops.clients.http_client import HttpClient
+from tests.support.processes.http_server import QuietHandler, serve_requests, url_of
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
 
@@ -46,11 +45,11 @@ class ScriptedServer:
     def listen(self) -> Iterator[str]:
         scripted = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 scripted.keys.append(self.headers["authorization"])
                 listed = {"object": "list", "data": [{"id": name} for name in scripted.models]}
-                self._answer(json.dumps(listed).encode())
+                self.answer(json.dumps(listed).encode())
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
@@ -58,25 +57,10 @@ class ScriptedServer:
                 scripted.keys.append(self.headers["authorization"])
                 events = scripted.answers.pop(0)
                 text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-                self._answer(b": keep-alive\n\n" + text.encode() + b"data: [DONE]\n\n")
+                self.answer(b": keep-alive\n\n" + text.encode() + b"data: [DONE]\n\n")
 
-            def _answer(self, body: bytes) -> None:
-                self.send_response(200)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass  # the test reads what the command prints
-
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-            thread = threading.Thread(target=server.serve_forever, daemon=True)
-            thread.start()
-            try:
-                yield f"http://127.0.0.1:{server.server_port}"
-            finally:
-                server.shutdown()
-                thread.join(30)
+        with serve_requests(Handler) as server:
+            yield url_of(server)
 
 
 def session(url: str, **flags: Any) -> tuple[ChatSession, io.StringIO, io.StringIO]:

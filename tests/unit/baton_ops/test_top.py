@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from baton_ops import top
 from baton_ops.clients.http_client import HttpClient
 from baton_ops.clients.metrics import parse_metrics
 from baton_ops.top import TopConfig, TopSnapshot
+from tests.support.processes.http_server import QuietHandler, serve_requests, url_of
 
 P, D = "http://p:30000", "http://d:30000"
 REPORT = {
@@ -120,26 +120,16 @@ def test_numbers_are_short(value: float | None, text: str) -> None:
 def router(answers: dict[str, str | int]) -> Iterator[str]:
     """A server that answers GET of these paths with a text, or with an error status."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             found = answers.get(self.path, 404)
-            body = b"" if isinstance(found, int) else found.encode()
-            self.send_response(found if isinstance(found, int) else 200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            if isinstance(found, int):
+                self.answer(b"", found)
+            else:
+                self.answer(found.encode())
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass  # the test reads what the command prints
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join(30)
+    with serve_requests(Handler) as server:
+        yield url_of(server)
 
 
 FEED = f": keep-alive\n\nevent: snapshot\ndata: {json.dumps(EVENT)}\n\n"

@@ -6,6 +6,8 @@
 * UNDECIDED: white space, and the beginning of a begin marker, decide nothing;
 * INSIDE: ends with an end marker; in answers that may call tools, also with a call's begin marker
   at the start of a line, which belongs to the answer already. A reasoning that has reached its limit is ended by force;
+  Where the reasoning is messages (gpt-oss), the messages in front of the content are INSIDE, and only the text of
+  those with reasoning counts and is ended at the limit;
 * BEHIND: newlines belong to neither side (models write one or two of them). A begin marker begins
   a second block;
 * CONTENT: markers are text.
@@ -18,9 +20,15 @@ tokens alone.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Iterable
 
-from baton.sched.types.reasoning import ReasoningGate, ReasoningMarker, ReasoningPhase
+from baton.sched.types.reasoning import (
+    ReasoningGate,
+    ReasoningMarker,
+    ReasoningMessage,
+    ReasoningPhase,
+)
 
 MAX_LEAD_NEWLINES = 2
 """Newlines between the reasoning and the answer that belong to neither: Qwen3 writes two."""
@@ -62,9 +70,13 @@ class ReasoningTracker:
         self._end_texts = [marker.text.encode() for marker in gate.ends if marker.text]
         self._longest_end_text = max(map(len, self._end_texts), default=0)
         self._end_ids = [marker.ids for marker in gate.ends if not marker.text]
-        self._longest_end_ids = max(map(len, self._end_ids), default=0)
         self._begin_ids = [marker.ids for marker in gate.begins if not marker.text]
-        if self.phase is ReasoningPhase.INSIDE:
+        self._message = gate.message
+        self._is_in_message = gate.message is not None and gate.message.starts_inside
+        """Inside: the next token is text of a message of reasoning, or ends it."""
+        message_ids = [] if gate.message is None else [gate.message.header, *gate.message.ends]
+        self._longest_ids = max(map(len, [*self._end_ids, *message_ids]), default=0)
+        if self.phase is ReasoningPhase.INSIDE and (self._message is None or self._is_in_message):
             self._check_budget()
 
     def advance(self, token: int) -> TokenPlace:
@@ -108,6 +120,18 @@ class ReasoningTracker:
     def is_at_limit(self) -> bool:
         """The reasoning has as many tokens as it may have."""
         return self._forced_count is not None
+
+    @property
+    def second_header_id(self) -> int | None:
+        """The token that would make the header of another message of reasoning, behind the limit.
+
+        Headers of all messages begin alike.
+        """
+        message = self._message
+        if message is None or self._forced_count is None or self.phase is not ReasoningPhase.INSIDE:
+            return None
+        shared = _count_shared(message.header, self._end_ids)
+        return message.header[shared] if self._has_recent(message.header[:shared]) else None
 
     def begin_ids(self) -> list[int]:
         """Undecided: tokens with which a begin marker begins, or goes on."""
@@ -176,10 +200,21 @@ class ReasoningTracker:
         behind = self._find_end()
         if behind is not None:
             self._end_block(behind)
+        elif self._message is not None:
+            self._advance_message(self._message)
         elif self._forced_count is None:
-            self._token_count += 1
-            self._check_budget()
+            self._count_token()
         return TokenPlace.REASONING
+
+    def _advance_message(self, message: ReasoningMessage) -> None:
+        if not self._is_in_message:
+            self._is_in_message = self._has_recent(message.header)
+            if self._is_in_message:
+                self._check_budget()
+        elif any(self._has_recent(ids) for ids in message.ends):
+            self._is_in_message = False
+        elif self._forced_count is None:
+            self._count_token()
 
     def _begins_call(self, token: int) -> bool:
         """True if the token begins a call that ends the reasoning."""
@@ -189,8 +224,11 @@ class ReasoningTracker:
     def _ends_with(self, token: int) -> bool:
         """True if the token is the last one of an end marker."""
         self._recent_ids.append(token)
-        del self._recent_ids[: -self._longest_end_ids or None]
-        return any(tuple(self._recent_ids[-len(ids) :]) == ids for ids in self._end_ids)
+        del self._recent_ids[: -self._longest_ids or None]
+        return any(self._has_recent(ids) for ids in self._end_ids)
+
+    def _has_recent(self, ids: tuple[int, ...]) -> bool:
+        return tuple(self._recent_ids[-len(ids) :]) == ids
 
     def _append_text(self, text: bytes) -> None:
         if not text:
@@ -233,6 +271,10 @@ class ReasoningTracker:
         self.phase = ReasoningPhase.CONTENT
         return TokenPlace.ANSWER
 
+    def _count_token(self) -> None:
+        self._token_count += 1
+        self._check_budget()
+
     def _check_budget(self) -> None:
         budget = self._gate.budget
         if budget is not None and self._token_count >= budget:
@@ -241,6 +283,12 @@ class ReasoningTracker:
     def _count_forced(self) -> None:
         assert self._forced_count is not None, "a token is forced only at the limit"
         self._forced_count += 1
+
+
+def _count_shared(header: tuple[int, ...], others: list[tuple[int, ...]]) -> int:
+    """Tokens with which `header` and the first of the others begin alike."""
+    pairs = zip(header, others[0], strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def tokens_of_answer(

@@ -29,6 +29,16 @@ class ReasoningMarker:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningMessage:
+    """Tokens between which the text of a message of reasoning stands, for models that write messages."""
+
+    header: tuple[int, ...]
+    ends: tuple[tuple[int, ...], ...]
+    starts_inside: bool = False
+    """The answer begins within the text of such a message."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReasoningGate:
     """The reasoning of an answer that follows a grammar behind it, or whose reasoning is limited."""
 
@@ -44,5 +54,7 @@ class ReasoningGate:
     """A call at the start of a line ends the reasoning: its end marker was forgotten."""
     budget: int | None = None
     """Most tokens of the reasoning, its markers not counted; None: no limit."""
+    message: ReasoningMessage | None = None
+    """Not None: only text of these messages counts and is ended at the limit."""
     forced_end: tuple[int, ...] = ()
     """Tokens that end a reasoning which has reached its limit."""

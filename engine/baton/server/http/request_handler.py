@@ -24,7 +24,7 @@ from aiohttp import HttpVersion11, web
 
 from baton.errors import Aborted, Draining, EngineError, RateLimited
 from baton.server.http.deadline_headers import with_deadline_headers
-from baton.server.http.http_utils import REQUEST_ID, json_body_response, read_body
+from baton.server.http.http_utils import REQUEST_ID, read_body, send_json_body
 from baton.server.http.tracer import SpanTracer
 from baton.server.logs import fields
 from baton.server.observability import load_report
@@ -159,7 +159,8 @@ class RequestHandler:
             whole = await self._whole(generation)
             status = 200
             outcome = "ok"
-            return json_body_response(whole, headers=headers | self._router_headers(generation))
+            headers |= self._router_headers(generation)
+            return await send_json_body(request, whole, headers)
         except EngineError as err:
             status = err.status
             outcome = err.code

@@ -37,6 +37,25 @@ GENERATE: dict[str, tuple[Any, ...]] = SHARED | {
     "image_data": ([],), "video_data": ([],), "audio_data": ([],),
     "return_prompt_logprobs": (False,),
 }  # fmt: skip
+ADVICE_ON_REASONING = (
+    "the answer of /v1/completions is one text, whose reasoning is not read; "
+    "use /v1/chat/completions, or leave it out"
+)
+ADVICE: tuple[tuple[dict[str, tuple[Any, ...]], frozenset[str], str], ...] = (
+    (
+        COMPLETION,
+        frozenset(
+            ("thinking_token_budget", "custom_params", "include_reasoning", "thinking", "enable_thinking", "reasoning")
+        ),
+        ADVICE_ON_REASONING,
+    ),
+    (
+        GENERATE,
+        frozenset(("regex", "ebnf", "json_schema", "structural_tag", "custom_params")),
+        "send it in sampling_params",
+    ),
+)  # fmt: skip
+"""Fields of a table that are served elsewhere, and what to do instead of sending them there."""
 ROUTER_DEFAULTS = frozenset((
     "separate_reasoning", "stream_reasoning", "no_logs", "log_metrics", "return_text_in_logprobs", "background",
 ))  # fmt: skip
@@ -49,8 +68,16 @@ def refuse(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], prefix
         if value is not None and field in table and value not in table[field]:
             name = prefix + field
             raise UnsupportedParameter(
-                f"{name} is not supported by this version; leave it out", param=name
+                f"{name} is not supported {_find_advice(field, table)}", param=name
             )
+
+
+def _find_advice(field: str, table: Mapping[str, tuple[Any, ...]]) -> str:
+    """End of the sentence that refuses a field of the table."""
+    for other, names, advice in ADVICE:
+        if other is table and field in names:
+            return f"here: {advice}"
+    return "by this version; leave it out"
 
 
 def find_ignored(

@@ -50,7 +50,7 @@ class ChoiceSpec(msgspec.Struct):
     prompt_ids: Sequence[int] = ()
     """Ids of the client's prompt, where the answer has them or their logprobs."""
     has_prompt_logprobs: bool = False
-    """The rank sends logprobs of the prompt."""
+    """The choice has logprobs of its prompt. The rank sends them with the prompt's first choice."""
 
 
 class PromptLogprobsSpec(msgspec.Struct):

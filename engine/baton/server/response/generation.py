@@ -220,7 +220,8 @@ class Generation:
         continues_prompt = accepted.text.continues_prompt
         left_context = prompt[-MAX_CONTEXT_TOKENS:]
         prompt_end = end_of_prompt(prompt, continues_prompt=continues_prompt)
-        has_prompt_logprobs = item.params.prompt_logprobs >= 0
+        rules = accepted.prompt_logprobs
+        has_prompt_logprobs = rules is not None and rules.are_in_choice(item.choice)
         has_prompt_ids = has_prompt_logprobs or accepted.return_prompt_ids
         return ChoiceSpec(
             handle=running.handle,

@@ -10,7 +10,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from baton.sched.types.reasoning import ReasoningGate, ReasoningMarker, ReasoningPhase
+from baton.sched.types.reasoning import (
+    ReasoningGate,
+    ReasoningMarker,
+    ReasoningMessage,
+    ReasoningPhase,
+)
 from baton.sched.types.request import SamplingParams
 from baton.server.text.answer_format import AnswerFormat
 from baton.server.text.tokenizer import Tokenizer
@@ -71,11 +76,14 @@ class ReasoningFormat:
         self._call_ids = tuple(marker.ids[0] for marker in calls if not marker.text)
         self._header = self._encode(answer_format.content_header)
         self._forced_end = self._encode(answer_format.forced_reasoning_end)
+        self._message = self._read_message(answer_format.reasoning_message)
 
-    @property
-    def can_be_limited(self) -> bool:
-        """True if a reasoning can be ended at its limit."""
-        return self._has_grammars and bool(self._ends) and bool(self._forced_end)
+    def can_be_limited(self, *, has_tools: bool, continues_prompt: bool, has_grammar: bool) -> bool:
+        """True if the reasoning of such an answer can be ended at its limit."""
+        # A grammar with calls has the messages of the reasoning in itself.
+        starts_with_grammar = has_grammar and (has_tools or continues_prompt)
+        has_ends = bool(self._ends) or (self._message is not None and not starts_with_grammar)
+        return self._has_grammars and has_ends and bool(self._forced_end)
 
     def add_gate(
         self, params: SamplingParams, prompt: array[int], rules: ReasoningRules
@@ -90,8 +98,9 @@ class ReasoningFormat:
     def make_gate(self, prompt: array[int], rules: ReasoningRules) -> ReasoningGate | None:
         """The gate of an answer to this prompt; None: it has no reasoning in front."""
         if self._header:
-            # A grammar with calls has the messages of the reasoning in itself.
-            return None if rules.has_tools or rules.continues_prompt else self._channel_gate()
+            if rules.budget is None and (rules.has_tools or rules.continues_prompt):
+                return None
+            return self._channel_gate(prompt, rules)
         if not self._ends:
             return None
         end = end_of_prompt(prompt, continues_prompt=rules.continues_prompt)
@@ -109,10 +118,27 @@ class ReasoningFormat:
             forced_end=() if rules.budget is None else self._forced_end,
         )
 
-    def _channel_gate(self) -> ReasoningGate:
-        """All messages in front of that with the content count as reasoning."""
-        ends = (ReasoningMarker(self._header),)
-        return ReasoningGate(start=ReasoningPhase.INSIDE, ends=ends)
+    def _channel_gate(self, prompt: array[int], rules: ReasoningRules) -> ReasoningGate:
+        """All messages in front of that with the content are passed over."""
+        gate = ReasoningGate(start=ReasoningPhase.INSIDE, ends=(ReasoningMarker(self._header),))
+        if rules.budget is None or self._message is None:
+            return gate
+        forced_end = self._forced_end
+        if rules.has_tools:
+            # The message behind the reasoning may be a call: its header is the model's.
+            forced_end = forced_end[: -len(self._header)]
+        message = self._message
+        end = end_of_prompt(prompt, continues_prompt=rules.continues_prompt)
+        if _ends_inside(message, end):
+            message = replace(message, starts_inside=True)
+        return replace(gate, budget=rules.budget, forced_end=forced_end, message=message)
+
+    def _read_message(self, marks: tuple[str, list[str]] | None) -> ReasoningMessage | None:
+        if marks is None:
+            return None
+        header, ends = marks
+        message = ReasoningMessage(self._encode(header), tuple(map(self._encode, ends)))
+        return message if message.header and all(message.ends) else None
 
     def _markers(self, role: str) -> Iterator[ReasoningMarker]:
         for marker in self._format.markers:
@@ -129,3 +155,19 @@ class ReasoningFormat:
             return ()
         ids: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return tuple(ids) if max(ids, default=0) < self._vocab_size else ()
+
+
+def _ends_inside(message: ReasoningMessage, prompt: array[int]) -> bool:
+    """True if a prompt ends within the text of such a message."""
+    for end in range(len(prompt), 0, -1):
+        if _stands_before(message.header, prompt, end):
+            return True
+        if any(_stands_before(ids, prompt, end) for ids in message.ends):
+            return False
+    return False
+
+
+def _stands_before(ids: tuple[int, ...], prompt: array[int], end: int) -> bool:
+    """True if these tokens stand directly in front of a position."""
+    start = end - len(ids)
+    return start >= 0 and tuple(prompt[start:end]) == ids

@@ -7,8 +7,8 @@ use super::spec::{AnswerSpec, ReadingSpec};
 use crate::dialect::sse::DONE_EVENT;
 use crate::dialect::write::{
     AnswerCounts, AnswerHead, AnswerWriter, CallIdForm, ChoiceOutput, Delta, PromptForms,
-    PromptText, ReasoningNames, ResumeComments, ResumedOutput, TokenNames, WriteContext,
-    new_writer,
+    PromptRecords, PromptText, ReasoningNames, ResumeComments, ResumedOutput, TokenNames,
+    WriteContext, new_writer,
 };
 use crate::dialect::{PromptLogprobsForm, response_id};
 use crate::stream::answer::{AnswerFormat, ReaderOptions};
@@ -140,6 +140,25 @@ impl RunningAnswer {
         usage
     }
 
+    /// Appends logprobs of a prompt to all choices of it. `place`: its first choice, with which the
+    /// rank sends them.
+    pub fn append_prompt_logprobs(
+        &mut self,
+        place: usize,
+        records: &PromptRecords<'_>,
+        decoder: &dyn TokenDecoder,
+    ) {
+        let others = self.choices[place + 1..]
+            .iter()
+            .take_while(|choice| !choice.counts_prompt)
+            .count();
+        for output in &mut self.outputs[place..=place + others] {
+            if let Some(text) = &mut output.prompt_text {
+                text.append(records, decoder);
+            }
+        }
+    }
+
     fn is_done(&self) -> bool {
         self.choices.iter().all(|choice| choice.is_done)
     }
@@ -171,6 +190,10 @@ impl RunningAnswer {
         let mut last_event = None;
         for (choice, output) in self.choices.iter_mut().zip(&mut self.outputs) {
             if !std::mem::take(&mut choice.has_delta) {
+                continue;
+            }
+            if output.awaits_prompt_logprobs() {
+                choice.has_delta = true; // another choice brings them
                 continue;
             }
             if output.has_parts && !output.is_ready(&self.head) {

@@ -201,9 +201,6 @@ impl RunningChoice {
     ) -> RowEffect {
         output.cached_tokens = row.cached_tokens.min(output.prompt_tokens);
         self.has_delta = true;
-        if let (Some(text), Some(records)) = (&mut output.prompt_text, &row.prompt_logprobs) {
-            text.append(records, decoder);
-        }
         if self.is_silent {
             if row.finish.is_some() {
                 self.end_empty(output);

@@ -114,7 +114,7 @@ pub struct ChoiceSpec {
     /// Ids of the client's prompt, where the answer has them or their logprobs.
     #[serde(default)]
     pub prompt_ids: Vec<u32>,
-    /// The rank sends logprobs of the prompt.
+    /// The choice has logprobs of its prompt. The rank sends them with the prompt's first choice.
     #[serde(default)]
     pub has_prompt_logprobs: bool,
 }

@@ -190,6 +190,9 @@ impl AnswerTable {
             return;
         }
         fed.has_output = true;
+        if let Some(records) = &row.prompt_logprobs {
+            answer.append_prompt_logprobs(place, records, &*self.decoder);
+        }
         let choice = &mut answer.choices[place];
         let output = &mut answer.outputs[place];
         let effect = choice.take_row(&row, output, &answer.logprobs, &*self.decoder, now);

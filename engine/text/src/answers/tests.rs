@@ -590,6 +590,40 @@ fn prompt_logprobs_of_any_parts_stand_in_front_of_the_answers() {
 }
 
 #[test]
+fn choices_of_a_prompt_wait_for_the_logprobs_that_its_first_one_brings() {
+    for is_stream in [false, true] {
+        let mut spec = with_prompt(is_stream, json!({}));
+        let mut other = with_prompt(is_stream, json!({})).choices.remove(0);
+        other.handle = 2;
+        other.counts_prompt = false;
+        spec.choices.push(other);
+        let mut table = table();
+        table.open(spec).unwrap();
+        let early = text_of(&feed(&mut table, &[row(2, &[2], Some(2))], 1.0));
+        assert!(early.is_empty(), "{early}");
+        let mut text = text_of(&feed_prompt(&mut table, 1, 1..5));
+        text += &text_of(&feed(&mut table, &[row(1, &[2], Some(2))], 2.0));
+        let answers = if is_stream {
+            events_of(&text)
+        } else {
+            vec![serde_json::from_str(&text).unwrap()]
+        };
+        for index in 0..2 {
+            let choices = answers
+                .iter()
+                .flat_map(|answer| answer["choices"].as_array().into_iter().flatten());
+            let logprobs = choices
+                .filter(|choice| choice["index"] == index)
+                .filter_map(|choice| choice["logprobs"]["token_logprobs"].as_array())
+                .flatten()
+                .cloned();
+            let found: Vec<Value> = logprobs.collect();
+            assert_eq!(Value::from(found), json!([null, -1.0, -2.0, -3.0, -4.0]));
+        }
+    }
+}
+
+#[test]
 fn answer_that_is_its_prompt_hides_the_token_that_comes_with_it() {
     for finish in [1, 2] {
         let mut table = table();

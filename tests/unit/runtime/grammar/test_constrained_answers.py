@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from baton.runtime.grammar.store import GrammarStore
 from baton.sched.types.request import FinishReason, SamplingParams
 from tests.support.engines.engine_run import make_engine
 from tests.support.grammars.engines import (
+    PATTERN,
+    REGEX,
     GrammarAnswer,
     follow_grammars,
     make_store,
@@ -30,8 +31,6 @@ from tests.support.models.checkpoints import EOS, VOCAB
 
 PROMPT = [1, 2, 3, 4, 5]
 LONG = 300
-REGEX = "start: /[a-z]{2,30}(-[0-9]{1,9}){0,5}/"
-PATTERN = re.compile(r"[a-z]{2,30}(-[0-9]{1,9}){0,5}")
 
 
 def sampled(seed: int, grammar: str, **more: Any) -> SamplingParams:

@@ -20,6 +20,8 @@ from baton.sched.types.reasoning import ReasoningGate, ReasoningMarker, Reasonin
 from baton.sched.types.request import FinishReason, SamplingParams
 from tests.support.engines.engine_run import make_engine
 from tests.support.grammars.engines import (
+    PATTERN,
+    REGEX,
     GrammarAnswer,
     follow_grammars,
     make_store,
@@ -45,8 +47,6 @@ from tests.support.models.checkpoints import EOS
 
 PROMPT = [1, 2, 3, 4, 5]
 LONG = 300
-REGEX = "start: /[a-z]{2,30}(-[0-9]{1,9}){0,5}/"
-PATTERN = re.compile(r"[a-z]{2,30}(-[0-9]{1,9}){0,5}")
 TOWARDS_MARKERS = ((END, 4.0), (BEGIN, 4.0), (EOS, 8.0), (CALL, 4.0))
 """Makes markers, and ends that are forbidden, likely in answers that are random."""
 STARTS = (ReasoningPhase.UNDECIDED, ReasoningPhase.INSIDE, ReasoningPhase.BEHIND)

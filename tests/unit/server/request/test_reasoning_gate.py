@@ -19,6 +19,7 @@ from baton.server.text.tokenizer import Tokenizer
 
 THINK, THINK_END, CALL = 3072, 3073, 3074
 SCHEMA = {"response_format": {"type": "json_object"}}
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
 OFF = {"enable_thinking": False}
 MESSAGE = {"role": "user", "content": "hello"}
 BEGUN = [MESSAGE, {"role": "assistant", "content": "<think>\nThe user"}]
@@ -166,7 +167,44 @@ def test_gpt_oss_answers_in_the_final_channel(make: Make) -> None:
     tokenizer = Tokenizer(model_info.resolve("demo"))
     (end,) = gate.ends
     assert tokenizer.decode(end.ids) == "<|channel|>final<|message|>"
-    accepted = chat(validator, thinking_token_budget=5)
+
+
+def test_gpt_oss_ends_its_analysis_at_the_limit(make: Make) -> None:
+    """In front of a possible call, the header of the next message is the model's."""
+    validator = make(reasoning_parser="gpt_oss", tool_parser="gpt_oss")
+    tokenizer = Tokenizer(model_info.resolve("demo"))
+    header = "<|channel|>final<|message|>"
+    forms: list[tuple[dict[str, Any], str]] = [(SCHEMA, header), ({}, header), (TOOLS, "")]
+    for more, end in forms:
+        accepted = chat(validator, thinking_token_budget=5, **more)
+        gate = gate_of(accepted)
+        assert accepted.ignored == ()
+        assert gate is not None
+        assert gate.message is not None
+        assert not gate.message.starts_inside
+        assert tokenizer.decode(gate.message.header) == "<|channel|>analysis<|message|>"
+        assert gate.budget == 5
+        assert tokenizer.decode(gate.forced_end) == f"<|end|><|start|>assistant{end}"
+
+
+@pytest.mark.parametrize(
+    "text", ["<|channel|>analysis<|message|>", "<|channel|>analysis<|message|>so"]
+)
+def test_generate_begins_within_the_analysis_of_gpt_oss(make: Make, text: str) -> None:
+    validator = make(reasoning_parser="gpt_oss", tool_parser="gpt_oss")
+    body = {
+        "text": [text, text + "<|end|>"],
+        "sampling_params": {"custom_params": {"thinking_budget": 3}},
+    }
+    accepted = asyncio.run(validator.generate(body))
+    gates = [item.params.reasoning for item in accepted.items]
+    messages = [gate.message for gate in gates if gate is not None]
+    assert [message.starts_inside for message in messages if message] == [True, False]
+
+
+def test_calls_of_gpt_oss_that_follow_a_grammar_have_no_limit(make: Make) -> None:
+    validator = make(reasoning_parser="gpt_oss", tool_parser="gpt_oss")
+    accepted = chat(validator, thinking_token_budget=5, **TOOLS, tool_choice="required")
     assert gate_of(accepted) is None
     assert accepted.ignored == ("thinking_token_budget",)
 

@@ -36,6 +36,10 @@ class PromptLogprobRules:
     is_once: bool = False
     """The answer has them once, whatever n is."""
 
+    def are_in_choice(self, choice: int) -> bool:
+        """True if this choice of a prompt shows them; the first one computes them for all."""
+        return choice == 0 or not self.is_once
+
 
 @dataclass(frozen=True, slots=True)
 class RequestedLogprobs:
@@ -126,13 +130,9 @@ def check_placement(rules: PromptLogprobRules | None, rendezvous: Rendezvous | N
         )
 
 
-def params_of_choice(
-    rules: PromptLogprobRules | None, params: SamplingParams, choice: int
-) -> SamplingParams:
-    """Parameters of one of the answers to a prompt."""
-    if rules is None or not rules.is_once or choice == 0:
-        return params
-    return replace(params, prompt_logprobs=-1)
+def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """Parameters of one of the answers to a prompt, of which the first has the prompt's logprobs."""
+    return params if choice == 0 else replace(params, prompt_logprobs=-1)
 
 
 def _read_token_ids(name: str, value: Any, vocabulary: ModelVocabulary) -> tuple[int, ...]:

@@ -55,8 +55,7 @@ impl AnswerWriter for CompletionWriter {
         out: &mut Vec<u8>,
     ) -> Option<usize> {
         let echo = if choice.is_begun { "" } else { &choice.echo };
-        let is_echo_ready = !echo.is_empty() && !choice.awaits_prompt_logprobs();
-        if !is_echo_ready && !self.0.is_shown(&choice.delta) {
+        if echo.is_empty() && !self.0.is_shown(&choice.delta) {
             return None;
         }
         let begin = out.len();

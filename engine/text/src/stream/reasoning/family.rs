@@ -18,6 +18,14 @@ pub enum ReasoningFamily {
     GptOss,
 }
 
+/// Texts between which the text of a message stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MessageMarks {
+    pub header: &'static str,
+    /// Models leave out the first one: the next message's header ends a message, too.
+    pub ends: &'static [&'static str],
+}
+
 impl ReasoningFamily {
     pub fn markers(self) -> &'static [(&'static str, MarkerRole)] {
         use MarkerRole::{ReasoningBegin, ReasoningEnd};
@@ -34,14 +42,24 @@ impl ReasoningFamily {
         }
     }
 
-    /// Text that ends a reasoning which is cut at its limit, as templates write it. `None`: such a
-    /// reasoning is not cut.
-    pub fn forced_end(self) -> Option<&'static str> {
+    /// Text that ends a reasoning which is cut at its limit, as templates write it.
+    pub fn forced_end(self) -> &'static str {
         match self {
-            Self::ThinkTags => Some("\n</think>\n\n"),
-            Self::Mistral => Some("[/THINK]"),
-            Self::Granite => Some("\n\nHere is my response:\n\n"),
-            Self::GptOss => None,
+            Self::ThinkTags => "\n</think>\n\n",
+            Self::Mistral => "[/THINK]",
+            Self::Granite => "\n\nHere is my response:\n\n",
+            Self::GptOss => "<|end|><|start|>assistant<|channel|>final<|message|>",
+        }
+    }
+
+    /// Marks of a message of reasoning, where the reasoning is messages.
+    pub fn message_marks(self) -> Option<MessageMarks> {
+        match self {
+            Self::GptOss => Some(MessageMarks {
+                header: "<|channel|>analysis<|message|>",
+                ends: &["<|end|>", "<|start|>", "<|channel|>"],
+            }),
+            Self::ThinkTags | Self::Mistral | Self::Granite => None,
         }
     }
 

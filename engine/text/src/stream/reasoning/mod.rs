@@ -8,6 +8,6 @@ mod family;
 mod reader;
 mod start;
 
-pub use family::ReasoningFamily;
+pub use family::{MessageMarks, ReasoningFamily};
 pub use reader::ReasoningReader;
 pub use start::{BlockText, ReasoningStart, find_start};
