@@ -3,7 +3,7 @@
 # limit of its own, the most important first; goes on after a failure and leaves a report.
 #   tests/gpu/run.sh                      report in gpu-report.txt, measurements also in gpu-report.jsonl
 #   tests/gpu/run.sh --cpu                the same commands where there is no GPU: tests are skipped, measurements are small
-#   PARTS=engine,bench tests/gpu/run.sh   only these; all: compile engine graphs grammars bench constrained pages start attention more bench8b pair
+#   PARTS=engine,bench tests/gpu/run.sh   only these; all: compile engine graphs grammars bench constrained pages start attention more bench8b constrained8b pair
 #   COMPILE='norm rope'                   kernels of part compile;  JOBS=7 of them at once
 #   OUT=DIR                               where reports go;  BUDGET=570 seconds for everything;  PYTHON=…;  WHEELS=gpu-wheels
 # Uses what is installed, or where it finds a folder of tests/gpu/pack.sh, that, offline: nothing of `make setup` is needed then.
@@ -18,7 +18,7 @@ report=$out/gpu-report.txt jsonl=$out/gpu-report.jsonl
 : > "$report" || exit 2
 rm -f "$jsonl"
 wheels=${WHEELS:-gpu-wheels}
-parts=${PARTS:-compile,engine,graphs,grammars,bench,constrained,pages,start,attention,more,bench8b,pair}
+parts=${PARTS:-compile,engine,graphs,grammars,bench,constrained,pages,start,attention,more,bench8b,constrained8b,pair}
 began=$SECONDS budget=${BUDGET:-570}
 log=$(mktemp) || exit 2
 site=$(mktemp -d) || exit 2
@@ -98,14 +98,15 @@ part graphs 120 "${tests[@]}" tests/gpu/test_graphs.py tests/gpu/sampling/test_s
 part grammars 150 "${tests[@]}" tests/gpu/sampling/test_grammars.py tests/gpu/sampling/test_answers.py
 part bench 150 "${bench[@]}" --shapes $big --sections copy,decode,prefill,workload
 # Long prompts are no part of it: with short chunks their kernels need not be compiled.
-constrained=("$py" -m tests.perf.grammars.bench_constrained --jsonl "$jsonl" --shape $big --engine chunked_prefill_size=192)
+constrained=("$py" -m tests.perf.grammars.bench_constrained --jsonl "$jsonl" --engine chunked_prefill_size=192)
 [ $cpu = 0 ] || constrained+=(--device cpu --quick)
-part constrained 120 "${constrained[@]}"
+part constrained 120 "${constrained[@]}" --shape $big
 part pages 250 "${tests[@]}" tests/gpu/test_device_pages.py tests/gpu/test_device_pairs.py
 part start 100 "${tests[@]}" tests/gpu/test_ops.py tests/gpu/test_start.py
 part attention 120 "${tests[@]}" tests/gpu/test_attention.py
 part more 200 "${tests[@]}" "${rest[@]}"
 part bench8b 100 "${bench[@]}" --shapes $bigger --sections copy,decode,prefill
+[ $cpu = 1 ] || part constrained8b 100 "${constrained[@]}" --shape $bigger --batches 64
 part pair 150 "${bench[@]}" --shapes $big --sections ttft,transfer
 
 say "-- $((SECONDS - began)) s, reports in $out:"
