@@ -90,7 +90,8 @@ def percentiles(values: Sequence[float], digits: int) -> str:
     """Median [10th, 90th percentile]."""
     ordered = sorted(values)
     tenth = len(ordered) // 10
-    low, high = ordered[tenth], ordered[-1 - tenth]
+    low = ordered[tenth]
+    high = ordered[-1 - tenth]
     return f"{statistics.median(ordered):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 

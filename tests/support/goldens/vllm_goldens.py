@@ -396,7 +396,7 @@ def read_arguments(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Difference:
-    """What vLLM read in an answer, where that is not what was written."""
+    """A reading of an answer by vLLM that differs from the text written."""
 
     how: str
     reason: str

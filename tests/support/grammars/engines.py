@@ -25,7 +25,7 @@ SECS = 60.0
 REGEX = "start: /[a-z]{2,30}(-[0-9]{1,9}){0,5}/"
 """A grammar whose answers may end after each of many tokens."""
 PATTERN = re.compile(r"[a-z]{2,30}(-[0-9]{1,9}){0,5}")
-"""What its answers match."""
+"""Regular expression for the whole text of an answer."""
 _handles = itertools.count(1_000_000)
 
 

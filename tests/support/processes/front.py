@@ -133,5 +133,5 @@ if __name__ == "__main__":
 
 
 def script_fields(**options: Any) -> dict[str, Any]:
-    """Fields of a body that tell the fake rank what to do with the request."""
+    """Fields of a body that are instructions to the fake rank."""
     return {"cache_salt": json.dumps(options)}

@@ -299,9 +299,5 @@ def test_error_of_the_library_ends_the_request(
 def test_chain_of_rules_longer_than_fronts_accept_is_compiled(store: GrammarStore) -> None:
     """Twice as long as what overflows the stack of a process that checks grammars."""
     assert not store.request(1, lark_chain(6000))
-    until = time.monotonic() + 60
-    outcomes: list[GrammarOutcome] = []
-    while not outcomes and time.monotonic() < until:
-        outcomes = store.take_outcomes()
-        time.sleep(0.01)
-    assert outcomes == [GrammarOutcome(1, None)]
+    await_event(store)
+    assert store.take_outcomes() == [GrammarOutcome(1, None)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -95,6 +97,40 @@ def test_process_that_hangs_is_ended_and_others_go_on(
         patch.setattr(process_module, "CHECK_LIMIT_SECS", 0.05)
         with pytest.raises(BadRequest, match="not checked within"):
             process.check(check_of("ebnf", rule_chain(40_000)), "field")
+    assert process.check(SMALL, "field").grammar().text
+
+
+def test_stopped_process_that_reads_nothing_is_ended(
+    process: CheckProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is larger than a pipe: it could not even be written."""
+    process.check(SMALL, "field")
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(process_module, "CHECK_LIMIT_SECS", 0.2)
+        with pytest.raises(BadRequest, match="not checked within"):
+            process.check(check_of("regex", "a" * 2**20), "field")
+    assert process.check(SMALL, "field").grammar().text
+
+
+def test_fault_of_the_process_is_not_the_clients(process: CheckProcess) -> None:
+    process.check(SMALL, "field")
+    ending = process._ending
+    assert ending is not None
+    with pytest.raises(EngineError, match="has ended") as caught:
+        process.check(b"no check", "field")
+    assert caught.value.status == 500
+    assert not ending.alive, "nothing is kept of a process that has ended"
+    assert process.check(SMALL, "field").grammar().text
+
+
+def test_schema_too_deep_for_its_decoder_is_refused(process: CheckProcess) -> None:
+    depth = 2000
+    schema = msgspec.Raw(b'{"properties":{"a":' * depth + b"{}" + b"}}" * depth)
+    with pytest.raises(BadRequest, match="nested too deeply") as caught:
+        process.check(check_of("guided_json", schema), "field").grammar()
+    assert caught.value.param == "field"
     assert process.check(SMALL, "field").grammar().text
 
 

@@ -17,6 +17,9 @@ LENGTH_BYTES = 8
 CHECK_CPU_SECS = 5.0
 """CPU time of a check. llguidance's own limits end one after some 2.5 s."""
 
+TOO_DEEP_EXIT = 3
+"""Exit code of a process whose check was nested too deeply for Python."""
+
 
 class CheckSetup(msgspec.Struct):
     """Facts that all checks of a process share."""

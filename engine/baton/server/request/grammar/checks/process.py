@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO
 
 import msgspec
@@ -27,6 +28,7 @@ from baton.errors import EngineError
 from baton.server.fields import bad
 from baton.server.request.grammar.checks.messages import (
     CHECK_CPU_SECS,
+    TOO_DEEP_EXIT,
     CheckReply,
     CheckSetup,
     read_frame,
@@ -40,6 +42,8 @@ CHECK_LIMIT_SECS = 30.0
 """For a process that hangs, or gets no CPU time."""
 START_LIMIT_SECS = 60.0
 """A start takes 0.2 s of CPU time."""
+EXIT_LIMIT_SECS = 5.0
+"""Between the end of a process's pipe and its own."""
 TOO_SLOW = f"was not checked within {CHECK_CPU_SECS:g} s"
 TOO_DEEP = (
     "cannot be checked: its rules or references are nested too deeply, or it needs too much memory"
@@ -55,24 +59,29 @@ class CheckProcess:
         self._load_setup = load_setup
         self._setup: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._ending: weakref.finalize[..., CheckProcess] | None = None
+        """Ends the process, at the latest with this object."""
         self._is_closed = False
 
     def check(self, request: bytes, param: str) -> CheckReply:
         """The reply to a check (JSON of a `GrammarCheck`).
 
-        Raises BadRequest, which names `param`, for one that takes too long or ends the process.
+        Raises BadRequest, which names `param`, for one that takes too long or ends the process, and EngineError where
+        the process fails or is closed.
         """
         process = self._process or self._start()
-        requests, replies = _pipes(process)
-        with contextlib.suppress(BrokenPipeError):
-            write_frame(requests, request)
-        is_hanging = not _is_readable(replies, CHECK_LIMIT_SECS)
-        reply = None if is_hanging else read_frame(replies)
+        started = time.monotonic()
+        with kill_after(process, CHECK_LIMIT_SECS):
+            reply = exchange(process, request)
         if reply is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(EXIT_LIMIT_SECS)  # for an exit code of its own
             code = self._end()
-            is_slow = is_hanging or code == -signal.SIGPROF
+            is_late = time.monotonic() - started >= CHECK_LIMIT_SECS
             log.warning("the check of a grammar ended its process (exit code %s): %s", code, param)
-            reason = TOO_SLOW if is_slow else TOO_DEEP
+            if code is None or (code >= 0 and code != TOO_DEEP_EXIT):
+                raise EngineError("the process that checks grammars has ended; see the log")
+            reason = TOO_SLOW if is_late or code == -signal.SIGPROF else TOO_DEEP
             raise bad(param, f"{reason}; simplify it")
         return reply_decoder.decode(reply)
 
@@ -92,21 +101,40 @@ class CheckProcess:
             start_new_session=True,
         )
         self._process = process
-        weakref.finalize(self, end_process, process)
-        requests, replies = _pipes(process)
-        with contextlib.suppress(BrokenPipeError):
-            write_frame(requests, self._setup)
-        is_ready = _is_readable(replies, START_LIMIT_SECS) and read_frame(replies) is not None
-        if self._is_closed or not is_ready:
+        self._ending = weakref.finalize(self, end_process, process)
+        with kill_after(process, START_LIMIT_SECS):
+            ready = exchange(process, self._setup)
+        if self._is_closed or ready is None:
             self._end()
             raise EngineError("the process that checks grammars does not start; see the log")
         return process
 
     def _end(self) -> int | None:
-        """End the process; returns its exit code, None where there is none."""
-        process = self._process
+        """End the process; returns its exit code, None where `close` has ended it."""
+        ending = self._ending
         self._process = None
-        return None if process is None else end_process(process)
+        self._ending = None
+        return None if ending is None else ending()
+
+
+@contextlib.contextmanager
+def kill_after(process: subprocess.Popen[bytes], limit_secs: float) -> Iterator[None]:
+    """Kill a process that is still waited for then: its pipes end, and with them the wait."""
+    timer = threading.Timer(limit_secs, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes | None:
+    """Send a frame and wait for the next one; None: the process has ended."""
+    requests, replies = _pipes(process)
+    with contextlib.suppress(BrokenPipeError):
+        write_frame(requests, request)
+    return read_frame(replies)
 
 
 def end_process(process: subprocess.Popen[bytes]) -> int:
@@ -124,10 +152,3 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     assert process.stdin is not None
     assert process.stdout is not None
     return process.stdin, process.stdout
-
-
-def _is_readable(pipe: IO[bytes], timeout_secs: float) -> bool:
-    """Wait until there is something to read, or the end."""
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    return bool(poll.poll(timeout_secs * 1000))

@@ -22,6 +22,7 @@ import msgspec
 from baton.errors import EngineError
 from baton.server.request.grammar.checks.messages import (
     CHECK_CPU_SECS,
+    TOO_DEEP_EXIT,
     CheckReply,
     CheckSetup,
     check_decoder,
@@ -69,12 +70,14 @@ def answer_checks(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 
 def answer_check(request: bytes, setup: CheckSetup, markers: MarkerTokens) -> CheckReply:
-    """The grammar of a check, or its refusal."""
+    """The grammar of a check, or its refusal. Another exception ends the process, with a traceback in the log."""
     try:
         check = check_decoder.decode(request)
         return CheckReply.of_grammar(make_request_grammar(check, setup.whitespace, markers))
     except EngineError as err:
         return CheckReply.of_refusal(err)
+    except RecursionError:  # of Python: as where native code overflows the stack
+        os._exit(TOO_DEEP_EXIT)
 
 
 if __name__ == "__main__":
