@@ -1,11 +1,15 @@
 """Conversion of a JSON object to a msgspec Struct (request/schema.py), with errors in sentences for the client.
 
 JSON null means absent, as in OpenAI's API. Errors are BadRequest with `param`, e.g. `sampling_params.top_p`.
+
+Bodies are decoded with exact numbers: one with a point or an exponent is a `Decimal` where no field gives its type, so
+that schemas reach the grammar with the client's digits.
 """
 
 from __future__ import annotations
 
 import re
+from decimal import Decimal, InvalidOperation
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,8 +19,8 @@ from baton.errors import BadRequest, MissingField
 Schema = TypeVar("Schema", bound=msgspec.Struct)
 
 KINDS = {
-    "int": "an integer", "float": "a number", "bool": "a boolean", "str": "a string", "array": "an array",
-    "object": "an object",
+    "int": "an integer", "float": "a number", "decimal": "a number", "bool": "a boolean", "str": "a string",
+    "array": "an array", "object": "an object",
 }  # fmt: skip
 """Types as msgspec's messages name them, and as ours do."""
 ERROR = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
@@ -24,7 +28,21 @@ ERROR = re.compile(r"(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 MISMATCH = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<kind>\w+)`")
 BOUND = re.compile(r"Expected `\w+` (?P<sign>[<>=]+) (?P<limit>\S+)")
 BOUNDS = {">=": "at least", ">": "above", "<=": "at most"}
+MAX_WHOLE = 10**30
+"""Numbers from here on are no integers that a field takes."""
 LENGTH = re.compile(r"Expected `(?P<kind>\w+)` of length <= (?P<most>\d+)")
+
+
+def exact_decimal(text: str) -> Decimal:
+    """The value of a JSON number with a point or an exponent. Raises ValueError."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        raise ValueError(f"the number {text[:40]} is out of range") from None
+
+
+decode_exact = msgspec.json.Decoder(float_hook=exact_decimal).decode
+encode_exact = msgspec.json.Encoder(decimal_format="number").encode
 
 
 def bad(name: str, text: str) -> BadRequest:
@@ -63,10 +81,16 @@ def read(schema: type[Schema], body: Any, prefix: str = "") -> Schema:
         path = found["path"] or ""
         problem = found["problem"]
         value = _at(body, path)
-        if "`int" in problem and isinstance(value, float) and value.is_integer() and path in body:
+        if "`int" in problem and _is_whole(value) and path in body:
             body = {**body, path: int(value)}
             continue
         raise _refusal(prefix + path, problem, value)
+
+
+def _is_whole(value: Any) -> bool:
+    if not isinstance(value, (float, Decimal)):
+        return False
+    return abs(float(value)) < MAX_WHOLE and value == int(value)
 
 
 def _at(body: Any, path: str) -> Any:
@@ -105,11 +129,11 @@ def _refusal(name: str, problem: str, value: Any) -> BadRequest:
     return BadRequest(f"{name} {text}", param=param)
 
 
-def shown(value: float) -> str:
+def shown(value: float | Decimal) -> str:
     """A number in a message; JSON integers may have thousands of digits."""
     return (
-        f"{value:g}"
-        if isinstance(value, float)
+        f"{float(value):g}"
+        if isinstance(value, (float, Decimal))
         else str(value)
         if abs(value) < 10**20
         else "too large"

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from baton.errors import InvalidJson, PayloadTooLarge, QueueFull
+from baton.server.fields import decode_exact
 from baton.server.http.http_utils import INLINE_BYTES, decode_object
 from baton.server.request import schema, unsupported_fields
 from baton.server.request.grammar.constraint import GrammarFields, NativeGrammarFields
@@ -129,14 +130,14 @@ def _read_member(name: str, member: msgspec.Raw) -> Any:
         return _decode_sampling(member)
     if name in ("tools", "functions"):
         return _decode_tools(member)
-    return msgspec.json.decode(member)
+    return decode_exact(member)
 
 
 def _decode_sampling(member: msgspec.Raw) -> Any:
     """`sampling_params` of /generate, of which large schemas and grammars stay JSON."""
     nested = _raw_members(member)
     if nested is None:
-        return msgspec.json.decode(member)
+        return decode_exact(member)
     return {
         name: _decode_small(value)
         if name in _NATIVE_CONSTRAINTS
@@ -146,7 +147,7 @@ def _decode_sampling(member: msgspec.Raw) -> Any:
 
 
 def _decode_if_read(name: str, value: msgspec.Raw, read: Set[str]) -> Any:
-    return msgspec.json.decode(value) if name in read else value
+    return decode_exact(value) if name in read else value
 
 
 def _decode_tools(member: msgspec.Raw) -> Any:
@@ -154,7 +155,7 @@ def _decode_tools(member: msgspec.Raw) -> Any:
     try:
         tools = msgspec.json.decode(member, type=list[msgspec.Raw])
     except msgspec.ValidationError:
-        return msgspec.json.decode(member)
+        return decode_exact(member)
     if len(tools) > MAX_TOOLS:
         return tools  # they are refused by their number
     return [_decode_tool(tool) for tool in tools]
@@ -164,7 +165,7 @@ def _decode_tool(tool: msgspec.Raw) -> Any:
     """A tool, or the function in one."""
     parts = _raw_members(tool)
     if parts is None or len(memoryview(tool)) <= SMALL_BYTES:
-        return msgspec.json.decode(tool)
+        return decode_exact(tool)
     return {
         name: _decode_tool(part) if name == "function" else _decode_small(part)
         for name, part in parts.items()
@@ -173,7 +174,7 @@ def _decode_tool(tool: msgspec.Raw) -> Any:
 
 def _decode_small(value: msgspec.Raw) -> Any:
     """The value, or its JSON if that is large."""
-    return value if len(memoryview(value)) > SMALL_BYTES else msgspec.json.decode(value)
+    return value if len(memoryview(value)) > SMALL_BYTES else decode_exact(value)
 
 
 def _raw_members(value: msgspec.Raw) -> RawObject | None:

@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from baton.errors import EngineError, InvalidJson, PayloadTooLarge, UnsupportedMediaType
+from baton.server.fields import decode_exact
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -124,7 +125,7 @@ async def read_body(request: web.Request, check: Check | None = None) -> bytes:
 def decode_object(raw: bytes) -> dict[str, Any]:
     """A JSON object. Raises InvalidJson."""
     try:
-        value = msgspec.json.decode(raw)
+        value = decode_exact(raw)
     except UnicodeDecodeError as err:
         raise InvalidJson(f"the body is not UTF-8: {err.reason} at byte {err.start}") from err
     except (msgspec.DecodeError, RecursionError) as err:

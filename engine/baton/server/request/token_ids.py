@@ -16,6 +16,7 @@ engine with another one refuses them (`refuse_other_tokenizer`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from typing import Any
 
 from baton.errors import BadRequest, FingerprintMismatch
@@ -93,7 +94,7 @@ class ModelVocabulary:
                 raise bad(name, f"has the key {key[:SHOWN_CHARS]!r}, which is no token id")
             if int(key) not in self:
                 raise self._refusal(name, int(key))
-            if type(value) not in (int, float) or not -100 <= value <= 100:
+            if type(value) not in (int, float, Decimal) or not -100 <= value <= 100:
                 raise bad(name, f"of token {key} must be a number from -100 to 100")
         return tuple((int(key), float(value)) for key, value in table.items())
 

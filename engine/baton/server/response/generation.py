@@ -26,6 +26,7 @@ import msgspec
 from baton.errors import EngineError, RequestTimeout
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages
+from baton.server.fields import encode_exact
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.spans import ParentSpan
 from baton.server.request.prompt.items import PromptItem
@@ -203,7 +204,7 @@ class Generation:
 
     def _reading_spec(self, rules: ReadingRules) -> ReadingSpec:
         return ReadingSpec(
-            tools=msgspec.json.encode([_signature(tool) for tool in rules.tools]).decode(),
+            tools=encode_exact([_signature(tool) for tool in rules.tools]).decode(),
             is_named_choice=rules.is_named_choice,
             calls_before=rules.calls_before,
             parallel_tool_calls=rules.parallel_tool_calls,

@@ -10,8 +10,7 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
+from baton.server.fields import encode_exact
 from baton.server.text.native import call_or_refuse, native_extension
 from baton.server.text.tokenizer import ContextLimit, Tokenizer
 
@@ -24,7 +23,7 @@ CHAT_FIELDS = (
 
 def encode_chat_fields(body: Mapping[str, Any]) -> bytes:
     """JSON of the members of a chat body that decide its prompt."""
-    return msgspec.json.encode({name: body[name] for name in CHAT_FIELDS if name in body})
+    return encode_exact({name: body[name] for name in CHAT_FIELDS if name in body})
 
 
 class ChatTemplate:

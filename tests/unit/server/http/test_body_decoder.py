@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from baton.config import build_config
-from baton.errors import EngineError, InvalidJson, PayloadTooLarge, QueueFull
+from baton.errors import BadRequest, EngineError, InvalidJson, PayloadTooLarge, QueueFull
+from baton.server import fields
+from baton.server.fields import encode_exact
 from baton.server.http import body_decoder
 from baton.server.http.body_decoder import (
     MAX_MEMBER_BYTES,
@@ -19,6 +21,7 @@ from baton.server.http.body_decoder import (
     decode_large_object,
 )
 from baton.server.http.http_utils import INLINE_BYTES, decode_object
+from baton.server.request.schema import SamplingFields
 from baton.server.request.validation import AcceptedRequest, RequestValidator
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
@@ -138,7 +141,7 @@ def test_members_that_no_check_reads_stay_json() -> None:
     assert body["temperature"] == 0.5
     assert body["regex"] == "a"
     assert function["name"] == "f"
-    assert msgspec.json.decode(msgspec.json.encode(body)) == json.loads(text)
+    assert msgspec.json.decode(encode_exact(body)) == json.loads(text)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_members_that_no_check_reads_stay_json() -> None:
         (b"{", "is not JSON"),
         (b'{"a": tru}', "is not JSON"),
         (b'{"a": 1} x', "is not JSON"),
-        (b'{"temperature": 1e999}', "is not JSON"),
+        (b'{"temperature": 1e99999999999999999999}', "is not JSON"),
         (b'{"a": "\xff"}', "not UTF-8: invalid start byte at byte 7"),
         (b'{"a": ' + b"[" * 100_000, "is not JSON"),
     ],
@@ -156,6 +159,15 @@ def test_members_that_no_check_reads_stay_json() -> None:
 def test_text_that_is_no_json_object_is_refused(raw: bytes, message: str) -> None:
     with pytest.raises(InvalidJson, match=message):
         decode_large_object(raw)
+
+
+def test_number_beyond_doubles_is_refused_by_its_field() -> None:
+    body = decode_object(b'{"temperature": 1e999, "top_p": 0.5, "n": 2.0}')
+    with pytest.raises(BadRequest) as caught:
+        fields.read(SamplingFields, body)
+    assert caught.value.param == "temperature"
+    read = fields.read(SamplingFields, {**body, "temperature": None})
+    assert (read.top_p, read.n) == (0.5, 2)
 
 
 def test_large_members_are_bounded_but_for_prompts_and_unknown_ones() -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from baton.errors import BadRequest, MissingField
 from baton.server import fields
-from baton.server.fields import bad
+from baton.server.fields import bad, decode_exact
 
 ANY_JSON = "$$ANY$$"
 """SGLang's `json_schema` for any JSON value."""
@@ -250,7 +250,7 @@ def _parse_json(value: Any, param: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return msgspec.json.decode(value)
+        return decode_exact(value)
     except (msgspec.DecodeError, RecursionError) as err:
         reason = "it is nested too deeply" if isinstance(err, RecursionError) else str(err)
         raise BadRequest(f"{param} is no JSON: {reason}", param=param) from err

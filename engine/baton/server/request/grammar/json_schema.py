@@ -15,18 +15,19 @@ from llguidance import LLMatcher
 
 from baton.server.fields import bad
 from baton.server.request.grammar.constraint import AnswerConstraint
+from baton.server.request.grammar.schema.exact_numbers import (
+    SUBSCHEMA,
+    SUBSCHEMA_LISTS,
+    SUBSCHEMA_MAPS,
+    approximate_schema,
+    exact_schema,
+    schema_json,
+)
+from baton.server.request.grammar.schema.schema_writer import OPTIONS_KEY, write_schema
 
 MAX_SCHEMA_DEPTH = 60
 """Nested objects and arrays of a schema; llguidance's own limit is 128."""
 BOUNDED_WHITESPACE = r"( |\r?\n[ \t]{0,40})"
-OPTIONS_KEY = "x-guidance"
-"""Member of a schema with options for llguidance; clients' are dropped, because they would change the server's options.
-"""
-SUBSCHEMA = frozenset(
-    ("additionalProperties", "items", "not", "contains", "if", "then", "else", "propertyNames")
-)
-SUBSCHEMA_LISTS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems", "items"))
-SUBSCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 
 
@@ -38,11 +39,34 @@ def schema_grammar(constraint: AnswerConstraint, whitespace: str) -> str:
     """
     schema = schema_of(constraint)
     options = schema_options(constraint, whitespace)
+    written = write_schema(schema, options, constraint.param)
+    return _grammar_of(schema, options, constraint.param) if written is None else written
+
+
+def schema_check(constraint: AnswerConstraint, whitespace: str) -> str:
+    """The schema as a grammar that llguidance compiles whole, in place of that of `schema_grammar`.
+
+    Its check finds what is wrong with the schema, and names of keywords without effect. Numbers may be others in it.
+    """
+    schema = approximate_schema(schema_of(constraint))
+    return _grammar_of(schema, schema_options(constraint, whitespace), constraint.param)
+
+
+def _grammar_of(schema: dict[str, Any], options: Any, param: str) -> str:
     try:
-        text = json.dumps(schema, allow_nan=False)
-        return LLMatcher.grammar_from_json_schema(text, overrides=options)
+        return LLMatcher.grammar_from_json_schema(schema_json(schema), overrides=options)
     except ValueError as err:
-        raise bad(constraint.param, f"cannot be read: {str(err)[:100]}") from err
+        raise bad(param, f"cannot be read: {str(err)[:100]}") from err
+
+
+def schema_part(constraint: AnswerConstraint, whitespace: str) -> str:
+    """The schema as the body of a rule. Raises BadRequest."""
+    schema = schema_of(constraint)
+    options = schema_options(constraint, whitespace)
+    written = write_schema(schema, options, constraint.param)
+    if written is None:
+        return "%json " + schema_json({**schema, OPTIONS_KEY: options})
+    return f"%lark {{\n{written}}}"
 
 
 def schema_of(constraint: AnswerConstraint) -> dict[str, Any]:
@@ -80,7 +104,9 @@ def schema_object(schema: Any, param: str) -> dict[str, Any]:
     if type(schema) is not dict:
         raise bad(param, "must be a JSON Schema, an object or a boolean")
     check_depth(schema, param)
-    return {key: value for key, value in schema.items() if key != OPTIONS_KEY}
+    plain = {key: value for key, value in schema.items() if key != OPTIONS_KEY}
+    exact: dict[str, Any] = exact_schema(plain, param)
+    return exact
 
 
 def check_depth(value: Any, param: str) -> None:

@@ -7,14 +7,13 @@ before it is a lazy lexeme, which ends with the first marker.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.server.request.grammar.constraint import AnswerConstraint, ConstraintKind
 from baton.server.request.grammar.ebnf.emitter import ebnf_rules
-from baton.server.request.grammar.json_schema import OPTIONS_KEY, schema_of, schema_options
+from baton.server.request.grammar.json_schema import schema_check, schema_part
 from baton.server.request.grammar.lark import escape_regex, quote_text, regex_terminal
 from baton.server.request.grammar.markers import MarkerTokens
 
@@ -31,6 +30,8 @@ class LarkBuilder:
     lines: list[str] = field(default_factory=list)
     excluded_text: list[str] = field(default_factory=list)
     """Regexes that free text does not match."""
+    checked_schemas: list[str] = field(default_factory=list)
+    """Grammars of the schemas of `schema`, whose check names keywords without effect."""
     _heads: dict[str, str] = field(default_factory=dict)
     _terminals: dict[str, str] = field(default_factory=dict)
     """Names of terminals by what they match."""
@@ -52,13 +53,13 @@ class LarkBuilder:
         return len(parts) == 1 and isinstance(parts[0], int)
 
     def schema(self, schema: Any, param: str) -> str:
-        return self.constraint(AnswerConstraint(ConstraintKind.JSON_SCHEMA, schema, param))
+        constraint = AnswerConstraint(ConstraintKind.JSON_SCHEMA, schema, param)
+        self.checked_schemas.append(schema_check(constraint, self.whitespace))
+        return self.constraint(constraint)
 
     def constraint(self, constraint: AnswerConstraint) -> str:
         """JSON of a schema, with the options that the constraint states."""
-        plain = schema_of(constraint)
-        options = schema_options(constraint, self.whitespace)
-        return self.add_rule("%json " + json.dumps({**plain, OPTIONS_KEY: options}), "json")
+        return self.add_rule(schema_part(constraint, self.whitespace), "json")
 
     def ebnf(self, grammar: str, param: str) -> str:
         """The rules of a grammar in EBNF; returns its root."""
@@ -105,6 +106,15 @@ class LarkBuilder:
         free_text = " ".join([f"/{FREE_TEXT}/", *excluded])
         fixed = ["%llguidance {}", f"start: {start}", f"FREE_TEXT: {free_text}"]
         return "\n".join([*fixed, *self.lines]) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarText:
+    """A grammar that is not checked."""
+
+    text: str
+    schemas: tuple[str, ...] = ()
+    """Grammars to be checked with it, for its keywords without effect."""
 
 
 def _part_text(part: str | int) -> str:

@@ -20,6 +20,7 @@ import msgspec
 
 from baton.config import EngineConfig
 from baton.errors import UnsupportedParameter
+from baton.server.fields import encode_exact
 from baton.server.request.grammar.checks.messages import CheckSetup
 from baton.server.request.grammar.checks.queue import CheckQueue
 from baton.server.request.grammar.constraint import read_constraint, stated_fields
@@ -33,6 +34,8 @@ from baton.server.request.grammar.request_grammar import (
 from baton.server.request.grammar.tool_calls.call_rules import CallRules
 from baton.server.request.tools import ToolChoice
 
+GRAMMAR_REVISION = 2
+"""Counts changes of the grammars that this package makes of the same request."""
 KEPT_CHECKS = 1024
 KEPT_CHARS = 16 * 2**20
 """Length of all their texts."""
@@ -92,7 +95,7 @@ class GrammarReader:
 
     async def _check(self, check: GrammarCheck) -> RequestGrammar:
         """The grammar of a check, or the one that an equal check gave."""
-        request = msgspec.json.encode(check)
+        request = encode_exact(check)
         key = hashlib.sha256(request).digest()
         kept = self._kept.get(key)
         if kept is None:
@@ -144,4 +147,4 @@ def grammar_fingerprint(config: EngineConfig) -> str:
     """Facts that decide which grammar a request gets, for P and D to compare."""
     if config.grammar == "off" or config.simulate is not None:
         return "off"
-    return f"llguidance-{version('llguidance')}-{config.structured_whitespace}"
+    return f"llguidance-{version('llguidance')}-{GRAMMAR_REVISION}-{config.structured_whitespace}"

@@ -20,8 +20,13 @@ from baton.server.request.grammar.constraint import (
     read_constraint,
 )
 from baton.server.request.grammar.ebnf.emitter import ebnf_grammar
-from baton.server.request.grammar.json_schema import ignored_keywords, schema_grammar
+from baton.server.request.grammar.json_schema import (
+    ignored_keywords,
+    schema_check,
+    schema_grammar,
+)
 from baton.server.request.grammar.lark import quote_text
+from baton.server.request.grammar.lark_builder import GrammarText
 from baton.server.request.grammar.markers import MarkerTokens
 from baton.server.request.grammar.structural_tag import structural_grammar
 from baton.server.request.grammar.tool_calls.call_grammar import call_grammar
@@ -113,15 +118,18 @@ def make_grammar(
 ) -> RequestGrammar:
     """Make the text of a grammar and check it. Raises BadRequest or UnsupportedParameter."""
     param = constraint.param
-    text = grammar_text(constraint, whitespace, markers)
-    refuse_long_text(text, param)
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(text)
-    if is_error:
-        raise refusal(constraint, messages[0])
+    grammar = grammar_text(constraint, whitespace, markers)
+    refuse_long_text(grammar.text, param)
+    messages: list[str] = []
+    for text in (*grammar.schemas, grammar.text):
+        is_error, found = LLMatcher.validate_grammar_with_warnings(text)
+        if is_error:
+            raise refusal(constraint, found[0])
+        messages += found
     # The check knows no tokenizer: it warns of the marker tokens of structural tags.
     warnings = [message for message in messages if "no tokenizer" not in message]
     ignored = ignored_keywords(warnings)
-    return RequestGrammar(text, tuple(f"{param}:{keyword}" for keyword in ignored))
+    return RequestGrammar(grammar.text, tuple(f"{param}:{keyword}" for keyword in ignored))
 
 
 def make_call_grammar(
@@ -162,19 +170,23 @@ def refuse_long_text(text: str, param: str) -> None:
         )
 
 
-def grammar_text(constraint: AnswerConstraint, whitespace: str, markers: MarkerTokens) -> str:
-    """Text of the constraint's grammar, not checked. Raises BadRequest or UnsupportedParameter."""
+def grammar_text(
+    constraint: AnswerConstraint, whitespace: str, markers: MarkerTokens
+) -> GrammarText:
+    """The constraint's grammar, not checked. Raises BadRequest or UnsupportedParameter."""
     param = constraint.param
     value = constraint.value
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            return schema_grammar(constraint, whitespace)
+            check = schema_check(constraint, whitespace)
+            text = schema_grammar(constraint, whitespace)
+            return GrammarText(text, () if check == text else (check,))
         case ConstraintKind.REGEX:
-            return regex_grammar(value, param)
+            return GrammarText(regex_grammar(value, param))
         case ConstraintKind.CHOICE:
-            return choice_grammar(value, param)
+            return GrammarText(choice_grammar(value, param))
         case ConstraintKind.GRAMMAR:
-            return ebnf_grammar(value, param)
+            return GrammarText(ebnf_grammar(value, param))
         case ConstraintKind.STRUCTURAL_TAG:
             return structural_grammar(value, param, whitespace, markers)
 

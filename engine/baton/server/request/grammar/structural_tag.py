@@ -26,7 +26,7 @@ from baton.server import fields
 from baton.server.fields import bad
 from baton.server.request.grammar.json_schema import check_depth
 from baton.server.request.grammar.lark import regex_terminal
-from baton.server.request.grammar.lark_builder import LarkBuilder
+from baton.server.request.grammar.lark_builder import GrammarText, LarkBuilder
 from baton.server.request.grammar.markers import MarkerTokens
 
 MAX_TAGS = 256
@@ -43,18 +43,22 @@ class LegacyTags(msgspec.Struct, kw_only=True):
     triggers: Annotated[list[str], Meta(min_length=1, max_length=MAX_TAGS)]
 
 
-def structural_grammar(value: Any, param: str, whitespace: str, markers: MarkerTokens) -> str:
-    """Text of the grammar of a structural tag. Raises BadRequest or UnsupportedParameter."""
+def structural_grammar(
+    value: Any, param: str, whitespace: str, markers: MarkerTokens
+) -> GrammarText:
+    """The grammar of a structural tag. Raises BadRequest or UnsupportedParameter."""
     if not isinstance(value, dict):
         raise bad(param, "must be an object with format, or with structures and triggers")
     builder = LarkBuilder(markers, whitespace)
     if value.get("format") is not None:
         check_depth(value["format"], f"{param}.format")
         parts = FormatReader(builder)
-        return builder.text(parts.read(value["format"], f"{param}.format", is_last=True))
+        root = parts.read(value["format"], f"{param}.format", is_last=True)
+        return GrammarText(builder.text(root), tuple(builder.checked_schemas))
     tags = fields.read(LegacyTags, value, f"{param}.")
     options = [_legacy_tag(builder, tags, index, param) for index in range(len(tags.structures))]
-    return builder.text(f"({' | '.join(options)})* FREE_TEXT")
+    text = builder.text(f"({' | '.join(options)})* FREE_TEXT")
+    return GrammarText(text, tuple(builder.checked_schemas))
 
 
 def _legacy_tag(builder: LarkBuilder, tags: LegacyTags, index: int, param: str) -> str:

@@ -13,7 +13,9 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.config import build_config
-from baton.errors import BadRequest, UnsupportedParameter
+from baton.errors import BadRequest, InvalidJson, UnsupportedParameter
+from baton.server.http.body_decoder import decode_large_object
+from baton.server.http.http_utils import decode_object
 from baton.server.request.grammar import reader as reader_module
 from baton.server.request.grammar.checks.messages import CheckReply
 from baton.server.request.grammar.checks.process import CheckProcess
@@ -226,6 +228,34 @@ def test_keywords_that_have_no_effect_are_named(make: Make) -> None:
     }
     ignored = read(make(), {"guided_json": schema}).ignored
     assert set(ignored) == {"guided_json:not", "guided_json:uniqueItems", "guided_json:format"}
+
+
+LARGE_CONST = "9007199254740993"
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        f'{{"const":{LARGE_CONST},"description":"TEXT"}}',
+        f'{{"enum":[1,{LARGE_CONST}.0],"description":"TEXT"}}',
+        json.dumps(f'{{"minimum":{LARGE_CONST},"type":"integer","description":"TEXT"}}'),
+    ],
+    ids=["const", "enum", "as text"],
+)
+def test_numbers_reach_the_check_with_their_digits(
+    make: Make, trie: LLTokenizer, schema: str, is_large: bool
+) -> None:
+    body = f'{{"guided_json":{schema}}}'.replace("TEXT", "x" * 2000 if is_large else "x").encode()
+    decoded = decode_large_object(body) if is_large else decode_object(body)
+    grammar = read(make(), decoded).text
+    assert accepts(trie, grammar, LARGE_CONST)
+    assert not accepts(trie, grammar, "9007199254740992")
+
+
+def test_number_without_a_value_is_refused() -> None:
+    with pytest.raises(InvalidJson, match="out of range"):
+        decode_object(b'{"guided_json":{"const":1e99999999999999999999}}')
 
 
 def test_schema_cannot_change_the_servers_options(make: Make, trie: LLTokenizer) -> None:

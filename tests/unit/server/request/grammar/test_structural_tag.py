@@ -26,7 +26,7 @@ def trie(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
 
 def grammar(value: Any) -> str:
     markers = MarkerTokens(lambda: {"<s>": 0, "</s>": 1, "<pad>": PAD})
-    return structural_grammar(value, "tag", "bounded", markers)
+    return structural_grammar(value, "tag", "bounded", markers).text
 
 
 def tokens_of(trie: LLTokenizer, *parts: str | int) -> list[int]:

@@ -11,6 +11,7 @@ from typing import IO
 import msgspec
 
 from baton.errors import EngineError, by_code
+from baton.server.fields import exact_decimal
 from baton.server.request.grammar.request_grammar import GrammarCheck, RequestGrammar
 
 LENGTH_BYTES = 8
@@ -55,7 +56,7 @@ class CheckReply(msgspec.Struct):
         return RequestGrammar(self.text, self.ignored)
 
 
-check_decoder = msgspec.json.Decoder(GrammarCheck)
+check_decoder = msgspec.json.Decoder(GrammarCheck, float_hook=exact_decimal)
 reply_decoder = msgspec.json.Decoder(CheckReply)
 setup_decoder = msgspec.json.Decoder(CheckSetup)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.server.fields import bad
 from baton.server.request.grammar.constraint import AnswerConstraint, ConstraintKind
+from baton.server.request.grammar.schema.exact_numbers import exact_schema
 from baton.server.request.tools import CallableTool, ChoiceMode
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -37,7 +38,7 @@ class CallRules:
 
 def arguments_constraint(tool: CallableTool) -> AnswerConstraint:
     """Constraint for the arguments of a tool's calls, which are an object. Raises BadRequest."""
-    schema = dict(tool.parameters)
+    schema = exact_schema(dict(tool.parameters), tool.param)
     kind = schema.get("type")
     if isinstance(kind, list) and "object" in kind:
         kind = "object"

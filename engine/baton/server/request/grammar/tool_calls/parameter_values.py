@@ -15,6 +15,13 @@ from typing import Any
 
 from baton.server.request.grammar.lark import escape_regex
 from baton.server.request.grammar.lark_builder import FREE_TEXT
+from baton.server.request.grammar.schema.exact_numbers import is_number
+from baton.server.request.grammar.schema.merging import common_values
+from baton.server.request.grammar.schema.number_regex import (
+    ANY_INTEGER,
+    ANY_NUMBER,
+    number_texts,
+)
 
 MAX_DEPTH = 16
 """Nested references and alternatives of a parameter's schema."""
@@ -94,8 +101,8 @@ STARTS: Mapping[str, str] = {
 SCALARS: Mapping[str, str] = {
     "null": "null",
     "boolean": "true|false",
-    "integer": "-?(0|[1-9][0-9]*)",
-    "number": r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?",
+    "integer": ANY_INTEGER,
+    "number": ANY_NUMBER,
 }
 """Texts of the values of a type."""
 
@@ -154,7 +161,9 @@ def _mixed_values(
     unique = tuple(dict.fromkeys(excluded))
     texts = [TextValue(regexes, unique) for regexes in strings]
     texts += [TextValue((SCALARS[kind],)) for kind in sorted(plain)]
-    texts += [TextValue((escape_regex(json.dumps(value)),)) for value in scalars]
+    texts += [
+        TextValue((escape_regex(text),)) for value in scalars for text in _scalar_texts(value)
+    ]
     return ParameterValues(tuple(texts), _either(root, as_json, values_as_json))
 
 
@@ -227,10 +236,14 @@ def _listed(keywords: Mapping[str, Any]) -> list[Any]:
     """Values that `enum` and `const` allow, of the types that the schema has."""
     values = keywords["enum"] if "enum" in keywords else [keywords["const"]]
     if "enum" in keywords and "const" in keywords:
-        values = [value for value in values if value == keywords["const"]]
+        values = common_values(values, [keywords["const"]])
     kind = keywords.get("type")
     kinds = [kind] if isinstance(kind, str) else kind or ()
     return [value for value in values if not kinds or _has_type(value, kinds)]
+
+
+def _scalar_texts(value: Any) -> tuple[str, ...]:
+    return number_texts(value) if is_number(value) else (json.dumps(value),)
 
 
 def _has_type(value: Any, kinds: Sequence[str]) -> bool:
@@ -243,10 +256,8 @@ def _type_of(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "boolean"
-    if isinstance(value, int):
-        return "integer"
-    if isinstance(value, float):
-        return "number"
+    if is_number(value):
+        return "integer" if value == int(value) else "number"
     if isinstance(value, str):
         return "string"
     return "array" if isinstance(value, list) else "object"
