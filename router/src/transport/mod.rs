@@ -14,3 +14,5 @@ pub(crate) mod tls;
 pub(crate) mod tls_reload;
 /// Pooled connections to workers.
 pub(crate) mod upstream;
+/// Which certificates of workers are accepted.
+pub(crate) mod worker_certificates;
