@@ -60,6 +60,14 @@ impl ParameterTypes {
         }
     }
 
+    /// True if a value of this type is allowed.
+    pub fn allow(&self, wanted: JsonType) -> bool {
+        match self {
+            Self::Known(types) => types.contains(&wanted),
+            Self::Unknown => true,
+        }
+    }
+
     /// True if every text is a value as it is.
     pub fn is_text_only(&self) -> bool {
         *self == Self::Known(vec![JsonType::String])
