@@ -26,7 +26,7 @@ from tests.support.models.streamed_text import HANDLE, stream_spec
 
 TEXTS = ("<think>", "</think>", "\n", "a", " ", "<", "Hello")
 """Pieces of answers beside the markers of calls."""
-CALL_MARKERS = {
+CALL_MARKERS: dict[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
     "glm47": ("<tool_call>", "<arg_key>", "</tool_call>"),
     "kimi_k2": ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
@@ -122,7 +122,7 @@ def test_rank_and_text_layer_find_the_same_end(
     assert read_answer(tokenizer, answer_format, prompt_ids, tokens, tools) == counted
 
 
-ENDING_MARKERS = {
+ENDING_MARKERS: dict[str, set[str]] = {
     "hermes": {"<tool_call>"},
     "glm47": {"<tool_call>"},
     "kimi_k2": {"<|tool_calls_section_begin|>", "<|tool_call_begin|>"},
