@@ -84,7 +84,7 @@ impl PyAnswerFormat {
         self.0.reasoning()?.content_header()
     }
 
-    /// State in which the answer to a prompt begins, and True within a line of its reasoning; None:
+    /// State in which the answer to a prompt begins, and True if its reasoning has text there; None:
     /// the model's reasoning is not read between markers.
     fn reasoning_start(
         &self,
@@ -92,8 +92,8 @@ impl PyAnswerFormat {
         prompt: Vec<u32>,
     ) -> Option<(&'static str, bool)> {
         let start = self.0.reasoning_start(&prompt, &*tokenizer.0)?;
-        let is_within_line = start == ReasoningStart::Inside(BlockText::PartialLine);
-        Some((start.into(), is_within_line))
+        let has_text = start == ReasoningStart::Inside(BlockText::Begun);
+        Some((start.into(), has_text))
     }
 
     /// All that decides how answers are read.

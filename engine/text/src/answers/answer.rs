@@ -196,7 +196,7 @@ impl RunningAnswer {
                 choice.has_delta = true; // another choice brings them
                 continue;
             }
-            if output.has_parts && !output.is_ready(&self.head) {
+            if output.has_parts && !output.is_ready(&self.head, &*self.writer) {
                 choice.has_delta = true; // its tokens count as sent once their parts are
                 continue;
             }

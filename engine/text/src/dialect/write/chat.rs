@@ -220,6 +220,11 @@ impl AnswerWriter for ChatWriter {
         Some(begin)
     }
 
+    /// A chat's stream has no event for the end of a call.
+    fn shows_part(&self, part: &AnswerPart) -> bool {
+        !matches!(part, AnswerPart::CallEnd)
+    }
+
     fn write_end(&mut self, context: &WriteContext<'_>, out: &mut Vec<u8>) {
         self.0.write_end(context, out);
     }

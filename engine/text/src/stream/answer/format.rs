@@ -31,10 +31,8 @@ impl AnswerFormat {
         let reasoning_markers = markers.len();
         if let Some(family) = tools.or(channel_tools(reasoning)) {
             let reader = new_tool_reader(family, Arc::new([]));
-            let texts = reader.markers().iter().copied();
-            let roles =
-                std::iter::once(begin_role(family)).chain(std::iter::repeat(MarkerRole::Call));
-            markers.extend(texts.zip(roles));
+            let texts = reader.markers().iter().enumerate();
+            markers.extend(texts.map(|(place, &text)| (text, call_role(family, place))));
         }
         Self {
             tools,
@@ -97,15 +95,18 @@ fn channel_tools(reasoning: Option<ReasoningFamily>) -> Option<ToolFamily> {
     is_channels.then_some(ToolFamily::GptOss)
 }
 
-/// Role of a family's first marker. Models of some families forget the end of their reasoning in
-/// front of a call (Qwen3.5; vLLM and SGLang read such answers alike).
-fn begin_role(family: ToolFamily) -> MarkerRole {
-    match family {
-        ToolFamily::Hermes
-        | ToolFamily::Qwen3Coder
-        | ToolFamily::Glm45
-        | ToolFamily::Glm47
-        | ToolFamily::KimiK2 => MarkerRole::CallBegin,
-        _ => MarkerRole::Call,
+/// Role of a family's marker by its place. Models of some families forget the end of their reasoning
+/// in front of a call: vLLM and SGLang end it at these tokens, llama.cpp also at the one of a call of
+/// Kimi K2 without a section.
+fn call_role(family: ToolFamily, place: usize) -> MarkerRole {
+    let ending_markers = match family {
+        ToolFamily::Hermes | ToolFamily::Qwen3Coder | ToolFamily::Glm45 | ToolFamily::Glm47 => 1,
+        ToolFamily::KimiK2 => 2,
+        _ => 0,
+    };
+    if place < ending_markers {
+        MarkerRole::CallBegin
+    } else {
+        MarkerRole::Call
     }
 }

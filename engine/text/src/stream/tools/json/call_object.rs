@@ -36,6 +36,8 @@ pub struct CallObject {
     is_marked: bool,
     /// Before the call is certain: the text so far. Behind the arguments: the text behind them.
     held: String,
+    /// Place of the opening brace in the text so far.
+    object_start: usize,
     state: ObjectState,
     name: Option<String>,
     arguments: ArgumentProgress,
@@ -85,6 +87,7 @@ impl CallObject {
     pub fn new(held: String, is_marked: bool) -> Self {
         Self {
             is_marked,
+            object_start: held.len() - 1,
             held,
             state: ObjectState::FirstKey,
             name: None,
@@ -107,6 +110,16 @@ impl CallObject {
             ObjectState::Other(scanner) => scanner.is_in_string(),
             _ => false,
         }
+    }
+
+    /// Scanner of the rest of an object that is no call; `None`: all of it was read, or it is one.
+    pub fn scan_rest(&self) -> Option<ValueScanner> {
+        if self.is_certain {
+            return None;
+        }
+        let mut scanner = ValueScanner::default();
+        let (_, is_complete) = scanner.read_run(&self.held[self.object_start..]);
+        (!is_complete).then_some(scanner)
     }
 
     /// Reads up to the end of the object. Returns the length read.

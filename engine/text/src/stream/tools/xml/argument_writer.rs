@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::super::reader::ToolSignature;
 use super::super::scan::json_text::{push_string_body, quoted};
-use super::schema_types::ParameterTypes;
+use super::super::scan::schema_types::ParameterTypes;
 use crate::stream::parts::AnswerParts;
 
 /// Form of a value that its tag states.
