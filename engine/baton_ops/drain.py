@@ -113,7 +113,7 @@ class DrainReport:
     note: str | None = None
     error: str | None = None
     incarnation: str | None = None
-    """Of the process that reports."""
+    """Incarnation of the process that reports."""
 
     def format_line(self) -> str:
         outcome = self.error or _left_text(self.left)

@@ -115,7 +115,7 @@ class TopSnapshot:
     slowest: list[RequestRow] = field(default_factory=list)
     """Slowest of the youngest requests, those that run included."""
     incarnation: str | None = None
-    """Of the router's process; None: an older router, or one that serves no feed."""
+    """Incarnation of the router; None: an older router, or one that serves no feed."""
 
 
 def make_parser() -> FlagParser:

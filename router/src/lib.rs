@@ -7,7 +7,7 @@
 //! `workers::health` probes them, `observability::access_log` turns each request into one log line
 //! and its metrics.
 //!
-//! Modules, lowest first; each uses only those before it: clock, error, files, config, observability,
+//! Modules, lowest first; each uses only those before it: clock, error, config, observability,
 //! transport, request, response, workers, dispatch, server.
 //!
 //! This crate decides nothing: policies, breakers, backoff and health verdicts are those of
@@ -17,7 +17,6 @@ mod clock;
 mod config;
 mod dispatch;
 mod error;
-mod files;
 mod observability;
 mod request;
 mod response;
@@ -27,9 +26,9 @@ mod workers;
 
 pub use config::{ParseStop, RouterConfig, flags_markdown};
 pub use error::RouteError;
-pub use files::read_regular_file;
 pub use observability::engine_logs;
 pub use observability::metrics::metrics_markdown;
 pub use observability::otlp as trace;
 pub use server::api::route_access;
 pub use server::{RunningServer, run};
+pub use transport::files::read_regular_file;

@@ -48,7 +48,7 @@ PACKAGE_ORDER = {
 }  # fmt: skip
 """Both Python packages with their parts, lowest first: each imports only those before it."""
 ROUTER_ORDER = (
-    "clock", "error", "files", "config", "observability", "transport", "request", "response", "workers", "dispatch",
+    "clock", "error", "config", "observability", "transport", "request", "response", "workers", "dispatch",
     "server", "lib", "main",
 )  # fmt: skip
 """Modules of the router, lowest first: each uses only those before it."""

@@ -41,7 +41,7 @@ class RouterView:
     is_open: bool = False
     """True if it lists its workers without a key."""
     incarnation: str | None = None
-    """Of the process that answers there; None: it states none."""
+    """Incarnation of the process that answers there; None: it states none."""
     is_several: bool = False
     """True if answers came from several processes, as behind a load balancer."""
     outer_address: str | None = None

@@ -33,7 +33,7 @@ def _count_workers(workers: list[dict[str, Any]]) -> str:
 
 @add_check(ROUTER_CHECKS, "router.process")
 def check_router_processes(view: FleetView) -> Iterator[CheckResult]:
-    """One URL has to lead to one router: the other checks compare and judge single processes."""
+    """Name URLs that do not lead to one router each, which the other checks compare and judge."""
     remedy = "give the URL of each router once, not that of a load balancer in front of them"
     urls: dict[str, list[str]] = {}
     for router in view.routers:

@@ -21,7 +21,6 @@ use prometheus::IntCounterVec;
 use router_core::decision_log::{FORMAT, LogHeader, LogLine, LogSink};
 
 use crate::clock::unix_time;
-use crate::files::refuse_unwritable_kinds;
 
 /// Lines that wait to be written: a second of a busy router.
 const MAX_LINES: usize = 16_384;
@@ -180,7 +179,6 @@ struct Files {
 
 impl Files {
     fn open(place: LogLocation, header: LogHeader) -> io::Result<Self> {
-        refuse_unwritable_kinds(&place.path)?;
         // What an earlier run left is kept, as if it had been full.
         if place.path.metadata().is_ok_and(|old| old.len() > 0) {
             shift(&place.path, place.max_files)?;

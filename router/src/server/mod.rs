@@ -51,6 +51,7 @@ use crate::request::tokenize::PromptTokenizer;
 use crate::server::api::{metrics_router, router};
 use crate::server::listener::{ConnectionConfig, accept};
 use crate::transport::descriptors;
+use crate::transport::files::refuse_unwritable_kinds;
 use crate::transport::socket::tune_listener;
 use crate::transport::tls_reload::{self, ClientTls, TlsFiles};
 use crate::workers::discovery;
@@ -366,6 +367,11 @@ pub fn build_policy_set(
     let Some(path) = observe.decision_log.clone() else {
         return Ok((policy_set, None));
     };
+    // A folder of this name would be renamed, and so would a device.
+    refuse_unwritable_kinds(&path).map_err(|err| {
+        let path = path.display();
+        format!("--decision-log {path}: {err}; give a file in a folder this user may write to")
+    })?;
     let max_bytes = observe.decision_log_max_bytes;
     let max_files = observe.decision_log_files;
     let place = decision_log::LogLocation {

@@ -23,8 +23,8 @@ use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::config::TlsFlags;
-use crate::files::read_regular_file;
 use crate::observability::metrics::RouterMetrics;
+use crate::transport::files::read_regular_file;
 use crate::transport::tls;
 
 /// Pause between two looks at the files. Renewals come days before the end of a certificate.

@@ -35,8 +35,8 @@ use tokio::time::{Instant, timeout};
 
 pub use self::prompt::TokenizeFallback;
 use crate::config::TokenizerFlags;
-use crate::files::read_regular_file;
 use crate::observability::metrics::RouterMetrics;
+use crate::transport::files::read_regular_file;
 
 /// Longest prompt that is tokenized, as it stands in the body: about 250 000 tokens of English,
 /// half a second [bytes].

@@ -16,7 +16,7 @@ use tokio::time::{MissedTickBehavior, interval};
 
 use super::DiscoveryFeed;
 use crate::config::WorkerSpec;
-use crate::files::refuse_other_kinds;
+use crate::transport::files::refuse_other_kinds;
 
 /// Pause between two readings; a change takes effect within two.
 const POLL: Duration = Duration::from_millis(500);

@@ -1,4 +1,4 @@
-"""Lines that `baton up` prints for a first answer, and how its processes are told from others."""
+"""Lines that `baton up` prints for a first answer, and how it knows its own processes."""
 
 from __future__ import annotations
 

@@ -187,6 +187,10 @@ CHECKPOINT_FILES = (
 )
 
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+"""A safetensors file: the length of its header, and the header."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_of_files_are_refused_with_their_name(path: Path, kind: str) -> None:
     """A pipe would be waited for; a link that leads nowhere is a download that went wrong, not an absent file."""
@@ -212,7 +216,6 @@ def test_other_kinds_of_files_are_refused_with_their_name(path: Path, kind: str)
 def test_other_kinds_of_weight_files_are_refused_with_their_name(
     path: Path, kind: str, name: str
 ) -> None:
-    (path / "model.safetensors").unlink()
     put_kind(path / name, kind)
     config = build_config({"model_path": str(path)})
     with pytest.raises(ConfigError, match=KINDS[kind]) as refused:
@@ -222,7 +225,7 @@ def test_other_kinds_of_weight_files_are_refused_with_their_name(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_of_listed_weight_files_are_refused(path: Path, kind: str) -> None:
-    (path / "model.safetensors").rename(path / "a.safetensors")
+    (path / "a.safetensors").write_bytes(NO_TENSORS)
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     edit(path / "model.safetensors.index.json", **index)
     put_kind(path / "b.safetensors", kind)
@@ -234,6 +237,7 @@ def test_other_kinds_of_listed_weight_files_are_refused(path: Path, kind: str) -
 def test_file_that_vanishes_while_it_is_read_is_a_sentence(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (path / "model.safetensors").write_bytes(NO_TENSORS)
     monkeypatch.setattr(weight_files, "refuse_other_kinds", lambda file: file.unlink())
     config = build_config({"model_path": str(path)})
     with pytest.raises(ConfigError, match=r"model.safetensors cannot be read: No such file"):
