@@ -6,9 +6,9 @@
 //! 3. A call of an unknown tool is content; the calls beside it are read.
 
 use std::mem;
-use std::sync::Arc;
 
-use super::super::reader::{ToolReader, ToolSignature, find_tool};
+use super::super::callable::{CallableTools, CalledTool};
+use super::super::reader::ToolReader;
 use super::super::scan::held_lexemes::{HeldLexemes, PatternCursor, PatternMatch, PatternMismatch};
 use super::super::scan::line_tracker::LineTracker;
 use super::call_arguments::ArgumentList;
@@ -30,7 +30,7 @@ struct CallList {
 /// Call whose arguments are being read.
 #[derive(Debug)]
 struct OpenCall {
-    tool: usize,
+    tool: CalledTool,
     arguments: ArgumentList,
     /// Argument that is not complete yet.
     raw: String,
@@ -52,22 +52,22 @@ enum PythonStep {
     Wait(PythonState),
 }
 
-/// Call that begins: of a tool by its index, or of none.
+/// Call that begins: of a tool, or of none that is known.
 enum CallTarget {
-    Tool(usize),
+    Tool(CalledTool),
     Unknown,
 }
 
 /// Reader of `pythonic`.
 pub struct PythonicReader {
-    tools: Arc<[ToolSignature]>,
+    tools: CallableTools,
     held: HeldLexemes,
     content: LineTracker,
     state: PythonState,
 }
 
 impl PythonicReader {
-    pub fn new(tools: Arc<[ToolSignature]>) -> Self {
+    pub fn new(tools: CallableTools) -> Self {
         Self {
             tools,
             held: HeldLexemes::default(),
@@ -127,7 +127,7 @@ impl PythonicReader {
 
     /// Tool that a call names. A call of a tool is certain once its arguments begin.
     fn find_target(&self, name: &str, cursor: &mut PatternCursor<'_>) -> PatternMatch<CallTarget> {
-        let Some(tool) = find_tool(&self.tools, name) else {
+        let Some(tool) = self.tools.find(name) else {
             return Ok(CallTarget::Unknown);
         };
         match_arguments_begin(cursor)?;
@@ -148,7 +148,7 @@ impl PythonicReader {
             }
             CallTarget::Tool(tool) => {
                 self.held.consume(begin_bytes);
-                self.content.begin_call(&self.tools[tool].name, out);
+                self.content.begin_call(&tool.name, out);
                 let list = CallList {
                     has_call: true,
                     ..list
@@ -184,7 +184,7 @@ impl PythonicReader {
         if argument_end.is_none() {
             return self.read_marker_in_call(list, call, out);
         }
-        let schema = &self.tools[call.tool].parameters;
+        let schema = &call.tool.parameters;
         call.arguments.push_argument(&call.raw, schema, out);
         call.raw.clear();
         self.held.consume(1);
@@ -208,7 +208,7 @@ impl PythonicReader {
         };
         let ends_call = matches!(marker, PYTHON_END | BLOCK_END) && !call.scanner.is_in_string();
         if ends_call {
-            let schema = &self.tools[call.tool].parameters;
+            let schema = &call.tool.parameters;
             call.arguments.push_argument(&call.raw, schema, out);
             call.arguments.end_call(out);
             return PythonStep::Continue(PythonState::ListEnd);
