@@ -2,6 +2,8 @@
 
 /// Limit of file descriptors.
 pub(crate) mod descriptors;
+/// Kinds of files.
+pub(crate) mod files;
 /// Headers that belong to one connection.
 pub(crate) mod headers;
 /// Body of a request to a worker.

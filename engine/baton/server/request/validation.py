@@ -72,7 +72,7 @@ from baton.server.request.token_ids import (
     refuse_other_tokenizer,
     rows_of_ids,
 )
-from baton.server.request.tools import ToolChoice, read_tools
+from baton.server.request.tools import ToolChoice, allows_parallel_calls, read_tools
 from baton.server.text.answer_format import AnswerFormat, load_answer_format
 from baton.server.text.chat_template import ChatTemplate, encode_chat_fields
 from baton.server.text.model_info import ModelFacts
@@ -552,7 +552,7 @@ class RequestValidator:
         tools: ToolChoice,
     ) -> _Common:
         """The request with the grammar of an answer that may call `tools`, where there is one."""
-        is_parallel = _value_or(request.parallel_tool_calls, True)
+        is_parallel = allows_parallel_calls(request)
         family = self._format.tool_parser
         grammar = await self.grammars.read_with_tools(body, tools, family, is_parallel=is_parallel)
         return _constrained(common, grammar)

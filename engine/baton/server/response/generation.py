@@ -205,6 +205,7 @@ class Generation:
         return ReadingSpec(
             tools=msgspec.json.encode([_signature(tool) for tool in rules.tools]).decode(),
             is_named_choice=rules.is_named_choice,
+            is_function_call=rules.is_function_call,
             calls_before=rules.calls_before,
             parallel_tool_calls=rules.parallel_tool_calls,
             separate_reasoning=rules.separate_reasoning,

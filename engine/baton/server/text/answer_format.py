@@ -70,5 +70,6 @@ def load_answer_format(
         config.reasoning_parser,
         model_type=facts.model_type,
         renders_tools=facts.renders_tools,
+        unknown_tool_calls=config.unknown_tool_calls,
     )
     return AnswerFormat(native)

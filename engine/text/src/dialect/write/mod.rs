@@ -69,6 +69,8 @@ pub struct AnswerHead {
     /// Reasoning is sent once it is complete.
     pub gathers_reasoning: bool,
     pub call_ids: CallIdForm,
+    /// Chat: the call is `function_call` of the message, as in OpenAI's older API.
+    pub is_function_call: bool,
     /// When the request came, on the clock of [`WriteContext::now`] [seconds].
     pub arrived: f64,
     /// The context ends where the answer's limit is, before the limit that the client set.

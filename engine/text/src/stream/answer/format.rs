@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use crate::stream::markers::{MarkerRole, MarkerTable};
 use crate::stream::reasoning::{ReasoningFamily, ReasoningStart, find_start};
-use crate::stream::tools::{ToolFamily, new_tool_reader};
+use crate::stream::tools::{
+    CallableTools, ToolFamily, ToolSignature, UnknownToolCalls, new_tool_reader,
+};
 use crate::tokenizer::{TextTokenizer, TokenDecoder};
 
 /// How a model writes reasoning and tool calls. Made once per model.
@@ -16,6 +18,7 @@ pub struct AnswerFormat {
     /// Markers of the reasoning, then those of the calls.
     table: Arc<MarkerTable>,
     reasoning_markers: usize,
+    unknown_calls: UnknownToolCalls,
 }
 
 impl AnswerFormat {
@@ -30,7 +33,7 @@ impl AnswerFormat {
         }
         let reasoning_markers = markers.len();
         if let Some(family) = tools.or(channel_tools(reasoning)) {
-            let reader = new_tool_reader(family, Arc::new([]));
+            let reader = new_tool_reader(family, no_tools());
             let texts = reader.markers().iter().enumerate();
             markers.extend(texts.map(|(place, &text)| (text, call_role(family, place))));
         }
@@ -39,6 +42,14 @@ impl AnswerFormat {
             reasoning,
             table: Arc::new(MarkerTable::new(&markers, tokenizer)),
             reasoning_markers,
+            unknown_calls: UnknownToolCalls::default(),
+        }
+    }
+
+    pub fn with_unknown_calls(self, unknown_calls: UnknownToolCalls) -> Self {
+        Self {
+            unknown_calls,
+            ..self
         }
     }
 
@@ -58,7 +69,18 @@ impl AnswerFormat {
     pub fn canonical(&self) -> String {
         let tools: &str = self.tools.map_or("none", Into::into);
         let reasoning: &str = self.reasoning.map_or("none", Into::into);
-        format!("tool_parser={tools},reasoning_parser={reasoning}")
+        let mut format = format!("tool_parser={tools},reasoning_parser={reasoning}");
+        // The default is not named: nodes of a version without the flag read answers so.
+        if self.unknown_calls != UnknownToolCalls::default() {
+            let unknown_calls: &str = self.unknown_calls.into();
+            format.push_str(",unknown_tool_calls=");
+            format.push_str(unknown_calls);
+        }
+        format
+    }
+
+    pub(super) fn callable_tools(&self, signatures: Arc<[ToolSignature]>) -> CallableTools {
+        CallableTools::new(signatures, self.unknown_calls)
     }
 
     /// State in which the answer to a prompt begins; `None`: the model's reasoning is not read.
@@ -87,6 +109,11 @@ impl AnswerFormat {
     pub(super) fn call_markers(&self) -> Range<usize> {
         self.reasoning_markers..self.table.markers().len()
     }
+}
+
+fn no_tools() -> CallableTools {
+    let none: Arc<[ToolSignature]> = Arc::new([]);
+    none.into()
 }
 
 /// Channels of gpt-oss are read by the reader of its calls.

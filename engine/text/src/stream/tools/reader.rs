@@ -53,8 +53,3 @@ pub trait ToolReader: Send {
         false
     }
 }
-
-/// Place of the tool with this name.
-pub fn find_tool(tools: &[ToolSignature], name: &str) -> Option<usize> {
-    tools.iter().position(|tool| tool.name == name)
-}

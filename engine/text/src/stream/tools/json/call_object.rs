@@ -3,7 +3,7 @@
 use super::arguments::{ArgumentReader, ArgumentStep, StringDecoder};
 use super::scanner::{ValueScanner, is_json_space};
 use crate::stream::parts::AnswerParts;
-use crate::stream::tools::ToolSignature;
+use crate::stream::tools::CallableTools;
 
 /// Text that is held back until a call is certain, at most [bytes]; beyond it, the text is content.
 /// A model that writes the name last has its arguments held back.
@@ -126,7 +126,7 @@ impl CallObject {
     pub fn read(
         &mut self,
         text: &str,
-        tools: &[ToolSignature],
+        tools: &CallableTools,
         out: &mut AnswerParts,
     ) -> (usize, Option<ObjectEnd>) {
         let mut read_len = 0;
@@ -204,7 +204,7 @@ impl CallObject {
         &mut self,
         rest: &str,
         character: char,
-        tools: &[ToolSignature],
+        tools: &CallableTools,
     ) -> (usize, Option<ObjectEnd>) {
         let character_len = character.len_utf8();
         if let ObjectState::Arguments(reader) = &mut self.state {
@@ -320,14 +320,14 @@ impl CallObject {
         None
     }
 
-    fn read_name(&mut self, tools: &[ToolSignature]) -> Option<ObjectEnd> {
+    fn read_name(&mut self, tools: &CallableTools) -> Option<ObjectEnd> {
         let ObjectState::Name(literal) = &self.state else {
             return None;
         };
         let Ok(name) = serde_json::from_str::<String>(literal) else {
             return Some(self.broken_end());
         };
-        if !tools.iter().any(|tool| tool.name == name) {
+        if tools.find(&name).is_none() {
             return Some(ObjectEnd::UnknownTool);
         }
         self.name = Some(name);

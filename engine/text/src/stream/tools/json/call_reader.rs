@@ -1,12 +1,10 @@
 //! Reader of the formats in which calls are JSON objects.
 
-use std::sync::Arc;
-
 use super::call_object::{CallObject, MAX_HELD_BYTES, ObjectEnd};
 use super::scanner::ValueScanner;
 use crate::stream::markers::Lexeme;
 use crate::stream::parts::AnswerParts;
-use crate::stream::tools::{ToolReader, ToolSignature};
+use crate::stream::tools::{CallableTools, ToolReader};
 
 /// Places of calls in one format.
 #[derive(Debug)]
@@ -37,7 +35,7 @@ pub struct CallPlaces {
 /// marker that is repeated in front of a call belongs to it.
 pub struct JsonCallReader {
     places: &'static CallPlaces,
-    tools: Arc<[ToolSignature]>,
+    tools: CallableTools,
     state: ReaderState,
     /// Text since the last marker, call or content, of which nothing is shown yet.
     held: String,
@@ -72,7 +70,7 @@ enum ReaderState {
 const MAX_WORD_BYTES: usize = 64;
 
 impl JsonCallReader {
-    pub fn new(places: &'static CallPlaces, tools: Arc<[ToolSignature]>) -> Self {
+    pub fn new(places: &'static CallPlaces, tools: CallableTools) -> Self {
         let state = if places.at_start {
             ReaderState::Start
         } else {

@@ -8,9 +8,9 @@
 //! 3. A call of an unknown tool is content; the calls beside it are read.
 
 use std::mem;
-use std::sync::Arc;
 
-use super::super::reader::{ToolReader, ToolSignature, find_tool};
+use super::super::callable::{CallableTools, CalledTool};
+use super::super::reader::ToolReader;
 use super::super::scan::held_lexemes::{HeldLexemes, PatternCursor, PatternMatch, PatternMismatch};
 use super::super::scan::line_tracker::LineTracker;
 use super::super::scan::reader_step::ReaderStep;
@@ -49,7 +49,7 @@ struct CallText {
 /// Call whose arguments are being read.
 #[derive(Debug)]
 struct OpenCall {
-    tool: usize,
+    tool: CalledTool,
     text: CallText,
     arguments: ArgumentList,
     argument: OpenArgument,
@@ -72,22 +72,22 @@ enum PythonState {
 
 type PythonStep = ReaderStep<PythonState>;
 
-/// Call that begins: of a tool by its index, or of none.
+/// Call that begins: of a tool, or of none that is known.
 enum CallTarget {
-    Tool(usize),
+    Tool(CalledTool),
     Unknown,
 }
 
 /// Reader of `pythonic`.
 pub struct PythonicReader {
-    tools: Arc<[ToolSignature]>,
+    tools: CallableTools,
     held: HeldLexemes,
     content: LineTracker,
     state: PythonState,
 }
 
 impl PythonicReader {
-    pub fn new(tools: Arc<[ToolSignature]>) -> Self {
+    pub fn new(tools: CallableTools) -> Self {
         Self {
             tools,
             held: HeldLexemes::default(),
@@ -149,7 +149,7 @@ impl PythonicReader {
 
     /// Tool that a call names. A call of a tool may be one once its arguments begin.
     fn find_target(&self, name: &str, cursor: &mut PatternCursor<'_>) -> PatternMatch<CallTarget> {
-        let Some(tool) = find_tool(&self.tools, name) else {
+        let Some(tool) = self.tools.find(name) else {
             return Ok(CallTarget::Unknown);
         };
         match_arguments_begin(cursor)?;
@@ -173,7 +173,7 @@ impl PythonicReader {
                 let text = self.held.text()[..begin_bytes].to_owned();
                 self.held.consume(begin_bytes);
                 let behind_name = text.trim_end_matches('(').trim_end().len();
-                let name_start = behind_name - self.tools[tool].name.len();
+                let name_start = behind_name - tool.name.len();
                 let call = OpenCall {
                     tool,
                     text: CallText { text, name_start },
@@ -191,7 +191,7 @@ impl PythonicReader {
     }
 
     fn push_call(&mut self, call: &CompleteCall, out: &mut AnswerParts) {
-        self.content.begin_call(&self.tools[call.tool].name, out);
+        self.content.begin_call(&call.tool.name, out);
         out.push_arguments(&call.arguments);
         out.end_call();
     }
@@ -213,7 +213,7 @@ impl PythonicReader {
         if argument_end.is_none() {
             return self.read_marker_in_call(list, call, out);
         }
-        if !self.take_argument(&mut call, is_last) {
+        if !take_argument(&mut call, is_last) {
             return self.break_call(list.form, call, out);
         }
         if !is_last {
@@ -227,20 +227,9 @@ impl PythonicReader {
         PythonStep::Continue(PythonState::BetweenCalls(list))
     }
 
-    /// Returns false if the call has no meaning with the argument that is complete.
-    fn take_argument(&self, call: &mut OpenCall, is_last: bool) -> bool {
-        let schema = &self.tools[call.tool].parameters;
-        let raw = &call.argument.raw;
-        if call.arguments.push_argument(raw, schema, is_last).is_none() {
-            return false;
-        }
-        call.argument = OpenArgument::default();
-        true
-    }
-
     fn end_call(&mut self, call: &OpenCall, out: &mut AnswerParts) {
         let complete = CompleteCall {
-            tool: call.tool,
+            tool: call.tool.clone(),
             arguments: call.arguments.to_json(),
         };
         self.push_call(&complete, out);
@@ -269,7 +258,7 @@ impl PythonicReader {
         let is_end = matches!(marker, PYTHON_END | BLOCK_END);
         let ends_call = is_end && !call.argument.scanner.is_in_string();
         if ends_call {
-            if !self.take_argument(&mut call, true) {
+            if !take_argument(&mut call, true) {
                 return self.break_call(list.form, call, out);
             }
             self.end_call(&call, out);
@@ -383,7 +372,7 @@ impl PythonicReader {
             self.content.push_text(&call.text.text, out);
             return;
         }
-        self.content.begin_call(&self.tools[call.tool].name, out);
+        self.content.begin_call(&call.tool.name, out);
         out.push_arguments(&call.arguments.to_open_json());
     }
 
@@ -449,4 +438,15 @@ impl ToolReader for PythonicReader {
             self.cut_call(list.form, &call, out);
         }
     }
+}
+
+/// Returns false if the call has no meaning with the argument that is complete.
+fn take_argument(call: &mut OpenCall, is_last: bool) -> bool {
+    let schema = &call.tool.parameters;
+    let raw = &call.argument.raw;
+    if call.arguments.push_argument(raw, schema, is_last).is_none() {
+        return false;
+    }
+    call.argument = OpenArgument::default();
+    true
 }

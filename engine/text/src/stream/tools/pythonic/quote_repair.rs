@@ -8,7 +8,8 @@
 //! is one of calls, and the quotes in front of it are text. With no such quote, or with several, the
 //! text is no call. Source: the parser of LFM2 in vLLM 0.33.
 
-use super::super::reader::{ToolSignature, find_tool};
+use super::super::callable::{CallableTools, CalledTool};
+use super::super::reader::ToolSignature;
 use super::call_arguments::ArgumentList;
 use super::call_list::{BLOCK_END, ListForm, MARKERS, PYTHON_END};
 use super::expression_scanner::ExpressionScanner;
@@ -18,10 +19,10 @@ pub const MAX_REPAIRED_BYTES: usize = 64 << 10;
 /// Most quotes at which a string is tried to end.
 const MAX_CLOSING_QUOTES: usize = 64;
 
-/// Complete call of a tool by its index.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Complete call of a tool.
+#[derive(Debug, Clone)]
 pub struct CompleteCall {
-    pub tool: usize,
+    pub tool: CalledTool,
     /// JSON text.
     pub arguments: String,
 }
@@ -31,7 +32,7 @@ pub struct CompleteCall {
 pub fn repair_calls(
     text: &str,
     form: ListForm,
-    tools: &[ToolSignature],
+    tools: &CallableTools,
 ) -> Option<Vec<CompleteCall>> {
     if text.len() > MAX_REPAIRED_BYTES {
         return None;
@@ -125,13 +126,13 @@ fn holds_call(text: &str) -> bool {
 }
 
 /// Reads calls that Python reads, up to the end of their list.
-fn read_calls(text: &str, form: ListForm, tools: &[ToolSignature]) -> Option<Vec<CompleteCall>> {
+fn read_calls(text: &str, form: ListForm, tools: &CallableTools) -> Option<Vec<CompleteCall>> {
     let mut calls = Vec::new();
     let mut rest = text;
     loop {
         let (name, arguments) = rest.split_once('(')?;
-        let tool = find_tool(tools, name.trim())?;
-        let (arguments, behind) = read_arguments(arguments, &tools[tool])?;
+        let tool = tools.find(name.trim())?;
+        let (arguments, behind) = read_arguments(arguments, &tool)?;
         calls.push(CompleteCall { tool, arguments });
         rest = behind.trim_start();
         let next = rest.strip_prefix(',').map(str::trim_start);
