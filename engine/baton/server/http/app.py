@@ -63,7 +63,7 @@ from baton.server.http.translation import RequestTranslator
 from baton.server.observability import diagnosis, load_report
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
-from baton.server.request.grammar.reader import grammar_fingerprint
+from baton.server.request.grammar.checks.reader import grammar_fingerprint
 from baton.server.request.prompt.items import PromptItem
 from baton.server.request.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.request.text_rules import TextRules

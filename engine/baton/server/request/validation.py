@@ -31,9 +31,9 @@ from baton.sched.types.request import SamplingParams
 from baton.server import fields
 from baton.server.fields import bad, first
 from baton.server.request import schema, unsupported_fields
+from baton.server.request.grammar.checks.reader import GrammarReader
 from baton.server.request.grammar.constraint import GrammarFields, NativeGrammarFields
 from baton.server.request.grammar.markers import marker_tokens
-from baton.server.request.grammar.reader import GrammarReader
 from baton.server.request.grammar.request_grammar import NO_GRAMMAR, RequestGrammar
 from baton.server.request.prompt.forms import is_batch, prompt_list, require_value
 from baton.server.request.prompt.items import PromptItem, resumed_item

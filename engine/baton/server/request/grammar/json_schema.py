@@ -13,8 +13,12 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from baton.runtime.grammar.limits import MAX_ALTERNATIVES
 from baton.server.fields import bad
 from baton.server.request.grammar.constraint import AnswerConstraint
+from baton.server.request.grammar.schema.empty_parts import without_empty_parts
+from baton.server.request.grammar.schema.property_names import without_open_ends
+from baton.server.request.grammar.schema.references import objects_of
 
 MAX_SCHEMA_DEPTH = 60
 """Nested objects and arrays of a schema; llguidance's own limit is 128."""
@@ -46,9 +50,36 @@ def schema_grammar(constraint: AnswerConstraint, whitespace: str) -> str:
 
 
 def schema_of(constraint: AnswerConstraint) -> dict[str, Any]:
-    """The schema of a constraint as an object, closed where it asks for that. Raises BadRequest."""
-    schema = schema_object(constraint.value, constraint.param)
-    return close_objects(schema) if constraint.is_closed else schema
+    """The schema of a constraint as an object, closed where it asks for that. Raises BadRequest.
+
+    It has no parts that no answer can complete.
+    """
+    param = constraint.param
+    schema = schema_object(constraint.value, param)
+    if constraint.is_closed:
+        schema = close_objects(schema)
+    refuse_long_enums(schema, param)
+    satisfiable = without_empty_parts(schema)
+    if satisfiable is None:
+        raise bad(
+            param, "has no value: what it requires is excluded, or contains itself without end"
+        )
+    return without_open_ends(satisfiable)
+
+
+def refuse_long_enums(schema: dict[str, Any], param: str) -> None:
+    """Raise BadRequest for lists of values with too many alternatives."""
+    for part in objects_of(schema):
+        values = part.get("enum")
+        if not isinstance(values, list):
+            continue
+        count = sum(isinstance(value, (dict, list)) for value in values)
+        if count > MAX_ALTERNATIVES:
+            raise bad(
+                param,
+                f"has an enum with {count} objects and arrays, at most {MAX_ALTERNATIVES} are accepted; "
+                "list texts or numbers, which have no such limit, or fewer values",
+            )
 
 
 def schema_options(constraint: AnswerConstraint, whitespace: str) -> Any:

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import json
 
+NO_OPTIONS = "%llguidance {}"
+"""First line of a grammar with llguidance's usual options."""
+NO_FORCING = '%llguidance {"no_forcing": true}'
+
 
 def quote_text(text: str) -> str:
     """A literal. Lone surrogates must have been refused."""
@@ -58,3 +62,20 @@ def _char_text(code: int) -> str:
     if char.isascii() and char.isalnum():
         return char
     return f"\\u{{{code:X}}}"
+
+
+def without_forcing(text: str) -> str:
+    """The same grammar, in which the model may divide text into tokens as it likes.
+
+    Where only one text can follow, llguidance allows the tokens of the tokenizer's own division alone. Of a text that
+    looks like a special token that is this token, which llguidance refuses a moment later: the answer fails.
+    """
+    if text.startswith("{"):
+        grammars = json.loads(text)
+        inner = grammars["grammars"][0]["name"]
+        outer = {"name": "start", "lark_grammar": f"{NO_FORCING}\nstart: @{inner}\n"}
+        return json.dumps({**grammars, "grammars": [outer, *grammars["grammars"]]})
+    if text.startswith(NO_OPTIONS):
+        return NO_FORCING + text.removeprefix(NO_OPTIONS)
+    # A client's own grammar may state options: they are its own matter.
+    return text if "%llguidance" in text else f"{NO_FORCING}\n{text}"

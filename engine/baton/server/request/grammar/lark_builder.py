@@ -15,7 +15,12 @@ from typing import Any
 from baton.server.request.grammar.constraint import AnswerConstraint, ConstraintKind
 from baton.server.request.grammar.ebnf.emitter import ebnf_rules
 from baton.server.request.grammar.json_schema import OPTIONS_KEY, schema_of, schema_options
-from baton.server.request.grammar.lark import escape_regex, quote_text, regex_terminal
+from baton.server.request.grammar.lark import (
+    NO_OPTIONS,
+    escape_regex,
+    quote_text,
+    regex_terminal,
+)
 from baton.server.request.grammar.markers import MarkerTokens
 
 FREE_TEXT = r"(.|\n)*"
@@ -103,7 +108,7 @@ class LarkBuilder:
         """The whole grammar."""
         excluded = [f"& ~{regex_terminal(regex)}" for regex in self.excluded_text]
         free_text = " ".join([f"/{FREE_TEXT}/", *excluded])
-        fixed = ["%llguidance {}", f"start: {start}", f"FREE_TEXT: {free_text}"]
+        fixed = [NO_OPTIONS, f"start: {start}", f"FREE_TEXT: {free_text}"]
         return "\n".join([*fixed, *self.lines]) + "\n"
 
 

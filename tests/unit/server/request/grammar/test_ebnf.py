@@ -90,9 +90,13 @@ def test_translation_accepts_what_the_grammar_describes(
 ) -> None:
     rules = dict(zip(NAMES, bodies, strict=True))
     expected = words_of(rules, LONGEST)
-    lark = ebnf_grammar(write_rules(rules), "ebnf")
+    try:
+        lark = ebnf_grammar(write_rules(rules), "ebnf")
+    except BadRequest:
+        assert not expected, "a grammar without any text, such as root ::= root, is refused"
+        return
     matcher = LLMatcher(trie, lark, log_level=0)
-    # A grammar without any text, such as root ::= root, is refused or accepts nothing.
+    # The only word may be the empty one.
     assume(expected or not matcher.is_error())
     assert not matcher.is_error(), (matcher.get_error(), lark)
     assert {text for text in TEXTS if accepts(trie, matcher, text)} == expected, lark

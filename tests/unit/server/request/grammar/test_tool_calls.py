@@ -15,9 +15,9 @@ import pytest
 
 from baton.config import build_config
 from baton.errors import BadRequest, UnsupportedParameter
+from baton.server.request.grammar.checks.reader import GrammarReader
 from baton.server.request.grammar.constraint import AnswerConstraint, ConstraintKind
 from baton.server.request.grammar.markers import MarkerTokens
-from baton.server.request.grammar.reader import GrammarReader
 from baton.server.request.grammar.request_grammar import RequestGrammar, make_call_grammar
 from baton.server.request.grammar.tool_calls.call_rules import CallRules
 from baton.server.request.grammar.tool_calls.formats import CALL_FORMATS
