@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from array import array
@@ -12,6 +13,7 @@ from typing import Any
 
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from tests.support.engines.pair import Half, Pair, next_room
+from tests.support.holdings import holdings
 
 ATTEMPTS = 5
 """As many as the router makes by default."""
@@ -35,6 +37,28 @@ class RetriedPair(Pair):
         super().__init__(*args, **more)
         for half in (self.p, self.d):
             half.takes_errors = True
+        self.left = set[int]()
+        """Rooms of clients that went away."""
+
+    def room_state(self, room: int) -> str:
+        """Of D's room: "over" when its transfer has ended, or has not begun."""
+        live = json.loads(self.d.node.rooms_json(room))["live"]
+        return str(live[0]["state"]).lower() if live else "over"
+
+    def leave(self, room: int) -> None:
+        """A client goes away: end its request on D and on P, as the router does."""
+        self.left.add(room)
+        self.d.engine.abort(room)
+        self.p.engine.abort(room)
+
+    def holdings(self) -> dict[str, float]:
+        """What both halves still hold: nothing, when they are idle."""
+        found = {}
+        for role, half in (("P", self.p), ("D", self.d)):
+            runtime = json.loads(half.node.stats_json())["gauges"]
+            for key, value in holdings({**half.engine.gauges(), **runtime}).items():
+                found[f"{role} {key}"] = value
+        return found
 
     def wait_idle(self) -> None:
         """Until neither engine has a request, and their page ledgers balance."""
