@@ -6,10 +6,26 @@ from types import ModuleType
 
 import pytest
 
-from tests.fault.promises import slow_decode
+from tests.fault.promises import (
+    abort_storm,
+    aborted_requests,
+    bad_group,
+    damaged_pair,
+    kill_matrix,
+    late_grants,
+    slow_decode,
+)
 from tests.fault.promises.show import Show
 
-SCRIPTS = (slow_decode,)
+SCRIPTS = (
+    slow_decode,
+    abort_storm,
+    kill_matrix,
+    aborted_requests,
+    damaged_pair,
+    bad_group,
+    late_grants,
+)
 
 
 def _name(script: ModuleType) -> str:
