@@ -11,8 +11,10 @@ from tests.fault.promises import (
     aborted_requests,
     bad_group,
     damaged_pair,
+    feature_pairs,
     kill_matrix,
     late_grants,
+    pull_break_even,
     slow_decode,
 )
 from tests.fault.promises.show import Show
@@ -25,6 +27,8 @@ SCRIPTS = (
     damaged_pair,
     bad_group,
     late_grants,
+    pull_break_even,
+    feature_pairs,
 )
 
 
@@ -32,7 +36,7 @@ def _name(script: ModuleType) -> str:
     return script.__name__.rpartition(".")[2]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.xdist_group("promises")  # beside the servers of others: most of it is in this process
 @pytest.mark.parametrize("script", SCRIPTS, ids=_name)
 def test_promise_is_kept_in_its_short_form(script: ModuleType) -> None:
     script.short(Show())

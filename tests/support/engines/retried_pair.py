@@ -68,13 +68,17 @@ class RetriedPair(Pair):
             assert half.engine.not_accepting_reason is None, half.engine.not_accepting_reason
 
     def collect(
-        self, rooms: Sequence[int], prompts: Sequence[Sequence[int]], params: SamplingParams
+        self,
+        rooms: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        attempts: int = ATTEMPTS,
     ) -> Outcome:
         """Answers of requests that were submitted; those that fail are submitted again."""
         outcome = Outcome()
         answers: dict[int, list[int]] = {}
         todo = dict(zip(range(len(prompts)), rooms, strict=True))
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, attempts + 1):
             current = set(todo.values())
             self.until(lambda current=current: self.d.finished >= current)
             failed = [number for number, room in todo.items() if room in self.d.errors]
@@ -82,7 +86,7 @@ class RetriedPair(Pair):
                 if room not in self.d.errors:
                     answers[number] = self.d.got[room]
             outcome.reasons.update(self._reason(todo[number]) for number in failed)
-            if not failed or attempt == ATTEMPTS:
+            if not failed or attempt == attempts:
                 outcome.failed = len(failed)
                 break
             outcome.retried += len(failed)

@@ -26,7 +26,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from baton._native import KvPool, TransferNode, start_logs
+from baton._native import BootstrapServer, KvPool, TransferNode, start_logs
 
 PAGE_BYTES = 4096
 POOL_PAGES = 256
@@ -40,21 +40,26 @@ def packed(pages: Sequence[int]) -> bytes:
     return array("i", pages).tobytes()
 
 
-def page_content(seed: int, index: int) -> bytes:
+def page_content(seed: int, index: int, page_bytes: int) -> bytes:
     """Bytes of the prompt page `index` of the prompt `seed`."""
     word = ((seed << 32) + index * 2_654_435_761 + 1) & (2**64 - 1)
-    return word.to_bytes(8, "little") * (PAGE_BYTES // 8)
+    return word.to_bytes(8, "little") * (page_bytes // 8)
 
 
 class TransferRank:
     """One node with its pool. A prompt is named by its room, its pages have content that depends on it."""
 
-    def __init__(self, role: str, settings: dict[str, Any] | None = None) -> None:
-        self.pool: Any = KvPool(POOL_PAGES, PAGE_BYTES)
+    def __init__(
+        self, role: str, settings: dict[str, Any] | None = None, page_bytes: int = PAGE_BYTES,
+        pool_pages: int = POOL_PAGES,
+    ) -> None:  # fmt: skip
+        self.page_bytes = page_bytes
+        self.pool: Any = KvPool(pool_pages, page_bytes)
         config = {
             "role": role, "host": HOST, "port": 0, "transports": ["tcp"], "lease_ms": 20_000, "heartbeat_ms": 1000,
-            "layout": {"page_bytes": PAGE_BYTES, "dtype": "f32"}, **(settings or {}),
+            "layout": {"page_bytes": page_bytes, "dtype": "f32"}, **(settings or {}),
         }  # fmt: skip
+        self._server: Any = None
         self.node: Any = TransferNode(self.pool, json.dumps(config))
         self._memory = self.pool.buffer().cast("B")
         self._ends: dict[int, list[str]] = {}
@@ -62,8 +67,14 @@ class TransferRank:
     def port(self) -> int:
         return int(self.node.port)
 
-    def register(self, bootstrap_port: int) -> None:
-        self.node.register(HOST, bootstrap_port, 10_000)
+    def register(self, bootstrap_port: int, host: str = HOST) -> None:
+        self.node.register(host, bootstrap_port, 10_000)
+
+    def serve_bootstrap(self, host: str, cluster_key: str) -> int:
+        """Start a bootstrap server of its own and register there; the port."""
+        self._server = BootstrapServer(host, 0, cluster_key)
+        self.register(self._server.port, host)
+        return int(self._server.port)
 
     # ---- P
 
@@ -74,8 +85,8 @@ class TransferRank:
         """Write prompt pages from `first` on into these pages of the pool, and announce them."""
         self.pool.begin_write(packed(pages))
         for index, page in enumerate(pages, first):
-            at = page * PAGE_BYTES
-            self._memory[at : at + PAGE_BYTES] = page_content(room, index)
+            at = page * self.page_bytes
+            self._memory[at : at + self.page_bytes] = page_content(room, index, self.page_bytes)
         self.node.publish(room, first, packed(pages))
 
     def finish(self, room: int, total: int) -> None:
@@ -88,8 +99,8 @@ class TransferRank:
 
     # ---- D
 
-    def open(self, room: int, bootstrap_port: int) -> None:
-        self.node.open(room, 0, HOST, bootstrap_port, 0, HASH, DEADLINE_MS)
+    def open(self, room: int, bootstrap_port: int, host: str = HOST) -> None:
+        self.node.open(room, 0, host, bootstrap_port, 0, HASH, DEADLINE_MS)
 
     def grant(self, room: int, pages: Sequence[int]) -> None:
         self.node.grant(room, 0, packed(pages))
@@ -97,10 +108,21 @@ class TransferRank:
     def holds(self, room: int, pages: Sequence[int]) -> bool:
         """True if these pages of the pool have the content of the room's prompt."""
         return all(
-            bytes(self._memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES])
-            == page_content(room, index)
+            bytes(self._memory[page * self.page_bytes : (page + 1) * self.page_bytes])
+            == page_content(room, index, self.page_bytes)
             for index, page in enumerate(pages)
         )
+
+    def time_pull(
+        self, room: int, pages: Sequence[int], bootstrap_port: int, host: str = HOST
+    ) -> tuple[float, bool]:
+        """Fetch a prompt that P has finished: seconds from the request to the end, and whether the pages are right."""
+        started = time.monotonic()
+        self.open(room, bootstrap_port, host)
+        self.grant(room, pages)
+        end = self.end(room)
+        took = time.monotonic() - started
+        return took, end == "committed" and self.holds(room, pages)
 
     # ---- both
 
@@ -160,21 +182,24 @@ class Killable:
 
     @staticmethod
     @contextlib.contextmanager
-    def processes() -> Iterator[Callable[[str, dict[str, Any]], Killable]]:
-        """A function that starts one; all of them end with the context."""
+    def processes(*prefix: str) -> Iterator[Callable[..., Killable]]:
+        """A function that starts one, by the arguments of TransferRank; all of them end with the context.
+
+        `prefix`: a command that runs another one, as `ip netns exec NAME`.
+        """
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "forks")
             forker = subprocess.Popen(
-                [sys.executable, "-m", __name__, path],
+                [*prefix, sys.executable, "-m", __name__, path],
                 start_new_session=True,
                 stdout=subprocess.PIPE,
             )
             assert forker.stdout is not None, "it is a pipe"
             assert forker.stdout.readline(), "the forking process has not begun to listen"
 
-            def start(role: str, settings: dict[str, Any]) -> Killable:
+            def start(*args: Any) -> Killable:
                 connection = Client(path)
-                connection.send((role, settings))
+                connection.send(args)
                 return Killable(connection, connection.recv())
 
             try:
@@ -197,9 +222,9 @@ class Killable:
 
 
 def _serve(connection: Connection) -> None:
-    role, settings = connection.recv()
-    start_logs("error", "text", role)
-    rank = TransferRank(role, settings)
+    args = connection.recv()
+    start_logs("error", "text", args[0])
+    rank = TransferRank(*args)
     connection.send(os.getpid())
     while True:
         name, args = connection.recv()
