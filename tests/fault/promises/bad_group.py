@@ -209,7 +209,7 @@ async def _storm(show: Show, name: str, flags: Sequence[str]) -> None:
         await asyncio.sleep(healed_at - time.monotonic())
         groups.bad.clear()
         await asking
-        _tell_throughput(show, name, clients.answered_at, (started, bad_at, healed_at, end))
+        _show_throughput(show, name, clients.answered_at, (started, bad_at, healed_at, end))
         total = clients.outcomes.total()
         is_kept = clients.outcomes["right"] == total
         found = f"{dict(clients.outcomes)}, attempts {dict(groups.attempts)}"
@@ -230,7 +230,7 @@ async def _storm(show: Show, name: str, flags: Sequence[str]) -> None:
         )  # fmt: skip
 
 
-def _tell_throughput(
+def _show_throughput(
     show: Show, name: str, times: Sequence[float], phases: tuple[float, float, float, float]
 ) -> None:
     started, bad_at, healed_at, end = phases

@@ -149,7 +149,7 @@ def _outcome(cluster: Cluster, prompt: str, expected: dict[str, str]) -> str:
 
 
 def _stop_in_mid_transfer(cluster: Cluster) -> list[int]:
-    """Stop the processes of a D node that has been told of pages and has not read all; their ids."""
+    """Stop the processes of a D node to which P has announced pages that it has not read; their ids."""
 
     def room_of(node: dict[str, Any]) -> bool:
         ranks = json.loads(get(f"{node['url']}/debug/rooms") or '{"ranks": []}')["ranks"]
