@@ -94,6 +94,10 @@ class ClusterNode:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
     def argv(self) -> list[str]:
         node_flags = {
             "host": "127.0.0.1",
@@ -451,6 +455,7 @@ def _indent_text(text: str) -> str:
 
 
 async def _serve_cluster(cluster: LocalCluster, api_key: str | None, screen: StatusScreen) -> int:
+    from baton_ops.launch.drill import run_drill
     from baton_ops.launch.smoke_test import run_smoke, served_model
 
     started = time.monotonic()
@@ -459,6 +464,14 @@ async def _serve_cluster(cluster: LocalCluster, api_key: str | None, screen: Sta
     try:
         await cluster.start()
         model = await served_model(cluster.url, api_key)
+        if cluster.plan.up.drill:
+            await cancel(drawing)
+            screen.clear()
+            watch = asyncio.ensure_future(cluster.watch())
+            try:
+                return 0 if await run_drill(cluster.url, model, cluster.nodes, api_key) else 1
+            finally:
+                await cancel(watch)
         if cluster.plan.up.smoke:
             await cancel(drawing)
             screen.clear()

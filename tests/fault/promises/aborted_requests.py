@@ -33,7 +33,7 @@ PATIENT = 0.2
 """Share of clients that leave after the first byte. With them requests come no faster than the router takes them, or
 the others would leave before anything has read their requests."""
 ANSWER_SECS = 120.0
-REPORT_EVERY = 5_000
+REPORT_EVERY = 10_000
 SHORT_REQUESTS = 400
 SHORT_WAVE = 40
 
@@ -84,21 +84,21 @@ def long(show: Show) -> None:
 async def _abort_all(show: Show, cluster: Cluster) -> None:
     rng = random.Random(SEED)
     counts: Counter[str] = Counter()
-    before = _resident_mib(cluster)
+    before = _resources(cluster)
     numbers = iter(range(REQUESTS))
     host, port = cluster.url.removeprefix("http://").split(":")
 
     async def work() -> None:
         for number in numbers:
             if number and number % REPORT_EVERY == 0:
-                show.tell(f"{number} requests: {dict(counts)}")
+                show.tell(f"{number} requests: {dict(counts)}; {_resources(cluster)}")
             counts[await _abort(host, int(port), number, rng)] += 1
 
     await asyncio.gather(*(work() for _ in range(CLIENTS)))
     show.tell(f"{REQUESTS} requests: {dict(counts)}")
     cluster.assert_nothing_is_held(120)
     answered = cluster.complete("the last request", 4)
-    show.tell(f"resident {before:.0f} MiB before, {_resident_mib(cluster):.0f} MiB after")
+    show.tell(f"{before} before; {_resources(cluster)} after")
     show.keep(
         "nothing is held, and the next request is answered", bool(answered),
         "all gauges of pages, pins, requests, rooms, leases and loads are zero",
@@ -129,7 +129,10 @@ async def _abort(host: str, port: int, number: int, rng: random.Random) -> str:
             return "left before the request was sent"
         writer.write(head + data)
         if waits_for_answer:
-            first = await asyncio.wait_for(reader.read(1), ANSWER_SECS)
+            try:
+                first = await asyncio.wait_for(reader.read(1), ANSWER_SECS)
+            except asyncio.TimeoutError:
+                return "left after a long wait"
             await asyncio.sleep(stay_secs)
             return "left after the first byte" if first else "closed by the router"
         await asyncio.sleep(stay_secs)
@@ -138,9 +141,11 @@ async def _abort(host: str, port: int, number: int, rng: random.Random) -> str:
         writer.transport.abort()
 
 
-def _resident_mib(cluster: Cluster) -> float:
+def _resources(cluster: Cluster) -> str:
     processes: list[psutil.Process] = family(cluster.process.pid)
-    return float(sum(process.memory_info().rss for process in processes)) / 2**20
+    resident = sum(process.memory_info().rss for process in processes) / 2**20
+    descriptors = sum(process.num_fds() for process in processes)
+    return f"{resident:.0f} MiB resident, {descriptors} descriptors"
 
 
 if __name__ == "__main__":

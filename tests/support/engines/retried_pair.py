@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
+from baton_ops.launch.holdings import holdings
 from tests.support.engines.pair import Half, Pair, next_room
-from tests.support.holdings import holdings
 
 ATTEMPTS = 5
 """As many as the router makes by default."""

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import openai
 import psutil
 
-from tests.support.holdings import is_holding
+from baton_ops.launch.holdings import is_holding
 
 T = TypeVar("T")
 
