@@ -93,6 +93,10 @@ class ClusterNode:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
     def argv(self) -> list[str]:
         node_flags = {
             "host": "127.0.0.1",
@@ -483,6 +487,7 @@ def _indent_text(text: str) -> str:
 
 
 async def _serve_cluster(cluster: LocalCluster, api_key: str | None, screen: StatusScreen) -> int:
+    from baton_ops.launch.drill import run_drill
     from baton_ops.launch.smoke_test import run_smoke, served_model
 
     started = time.monotonic()
@@ -495,6 +500,14 @@ async def _serve_cluster(cluster: LocalCluster, api_key: str | None, screen: Sta
         finally:
             # The address was the router's before and after it was asked: so was the answer.
             await cluster.confirm_router()
+        if cluster.plan.up.drill:
+            await cancel(drawing)
+            screen.clear()
+            watch = asyncio.ensure_future(cluster.watch())
+            try:
+                return 0 if await run_drill(cluster.url, model, cluster.nodes, api_key) else 1
+            finally:
+                await cancel(watch)
         if cluster.plan.up.smoke:
             await cancel(drawing)
             screen.clear()
