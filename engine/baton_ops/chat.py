@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from baton.config.files import read_regular_file
 from baton.config.flags import FlagParser, add_flags, exit_with_mistakes, flags_table, opt
 from baton.errors import counted
 from baton_ops.clients.flags import API_KEY_ENV, DEFAULT_ROUTER, make_client, wrong_urls
@@ -418,7 +419,7 @@ def make_parser() -> FlagParser:
 def read_tools(path: str) -> list[Any]:
     """The list in a file of --tools. Raises ValueError that says what is wrong with it."""
     try:
-        tools = json.loads(Path(path).read_text(encoding="utf-8"))
+        tools = json.loads(read_regular_file(Path(path)).decode())
     except OSError as err:
         raise ValueError(f"--tools {path}: {err.strerror}") from err
     except ValueError as err:

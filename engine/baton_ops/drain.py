@@ -112,6 +112,8 @@ class DrainReport:
     """`router`: drained by the asked router alone; other routers still send to it."""
     note: str | None = None
     error: str | None = None
+    incarnation: str | None = None
+    """Incarnation of the process that reports."""
 
     def format_line(self) -> str:
         outcome = self.error or _left_text(self.left)
@@ -154,7 +156,11 @@ class UrlPlace:
                 answer |= self._send_request("GET", "drain")
             except Gone:
                 answer |= {"state": "gone", "is_drained": True, "left": {}}
-        state = str(answer.get("state") or answer.get("status"))
+        state = answer.get("state") or answer.get("status")
+        if not isinstance(state, str) or not {"left", "drained_by"} & answer.keys():
+            raise DrainFailed(
+                f"{self.url} answered without a report; is it an engine or a router of Baton?"
+            )
         is_drained = bool(answer.get("is_drained"))
         is_final = bool(answer.get("is_final"))
         left = answer.get("left") or {}
@@ -171,6 +177,7 @@ class UrlPlace:
             ready_peers=answer.get("ready_peers"),
             drained_by=drained_by,
             note=note,
+            incarnation=answer.get("incarnation"),
         )
 
     def _send_request(self, method: str, path: str) -> dict[str, Any]:
@@ -457,6 +464,10 @@ def _ask_place(verb: str, place: Place, before: DrainReport | None) -> DrainRepo
         return before
     try:
         report = place.ask(verb)
+        if before is not None and _is_other_process(before, report):
+            raise Gone(
+                f"the process that was asked has ended, and another one answers at {place.name}"
+            )
     except Gone as err:
         # A process that got SIGTERM has ended, or a router has removed the worker that it drained
         # alone.
@@ -471,6 +482,12 @@ def _ask_place(verb: str, place: Place, before: DrainReport | None) -> DrainRepo
     if before is not None and report.note is None:
         report = dataclasses.replace(report, note=before.note)
     return report
+
+
+def _is_other_process(before: DrainReport, report: DrainReport) -> bool:
+    """True if the address belongs to another process by now: what it has left is its own."""
+    is_known = before.incarnation is not None and report.incarnation is not None
+    return is_known and before.incarnation != report.incarnation
 
 
 def _print_end(config: DrainConfig, code: int, text: str) -> int:

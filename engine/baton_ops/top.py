@@ -114,6 +114,8 @@ class TopSnapshot:
     pairs: list[PairRow] = field(default_factory=list)
     slowest: list[RequestRow] = field(default_factory=list)
     """Slowest of the youngest requests, those that run included."""
+    incarnation: str | None = None
+    """Incarnation of the router; None: an older router, or one that serves no feed."""
 
 
 def make_parser() -> FlagParser:
@@ -154,12 +156,15 @@ class SourceFailed(Exception):
         self.problem = problem
 
 
+NO_ROUTER = "this is no Baton router"
+
+
 def poll_snapshots(router: str, key: str | None, client: HttpClient) -> Iterator[TopSnapshot]:
     """Snapshots without end, one a second. Raises SourceFailed when the router is away."""
     try:
         for line in client.lines(f"{router}/ui/feed", key):
             if line.startswith("data: {"):
-                yield read_feed(json.loads(line.removeprefix("data: ")))
+                yield _read_event(router, line.removeprefix("data: "))
     except StreamEnded as err:
         if err.status not in NO_FEED:
             raise SourceFailed(f"{router} sends no state of the fleet", str(err)) from err
@@ -167,15 +172,25 @@ def poll_snapshots(router: str, key: str | None, client: HttpClient) -> Iterator
         listed = client.get(f"{router}/workers", key)
         if not listed.is_ok:
             raise SourceFailed(f"{router} does not list its workers", listed.problem)
+        workers = listed.object.get("workers")
+        if not isinstance(workers, list):
+            raise SourceFailed(f"{router} does not list its workers", NO_ROUTER)
         metrics = client.get(f"{router}/engine_metrics", key)
         router_metrics = client.get(f"{router}/metrics")
         samples = parse_metrics(metrics.text if metrics.is_ok else "")
         yield read_poll(
-            listed.object.get("workers", []),
+            workers,
             samples,
             parse_metrics(router_metrics.text if router_metrics.is_ok else ""),
         )
         time.sleep(PERIOD_SECS)
+
+
+def _read_event(router: str, data: str) -> TopSnapshot:
+    try:
+        return read_feed(json.loads(data))
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise SourceFailed(f"{router} sends another feed than the fleet's", NO_ROUTER) from err
 
 
 def read_feed(event: dict[str, Any]) -> TopSnapshot:
@@ -207,6 +222,7 @@ def read_feed(event: dict[str, Any]) -> TopSnapshot:
         [_node_of_feed(node) for node in nodes],
         pairs,
         slowest,
+        event.get("incarnation"),
     )
 
 
@@ -411,10 +427,14 @@ def watch_fleet(config: TopConfig, client: HttpClient, out: TextIO) -> int:
         if is_screen:
             out.write(HIDE_CURSOR)
         was_seen = False
+        incarnation = None
         while True:
             try:
                 for snapshot in poll_snapshots(router, key, client):
+                    if was_seen and snapshot.incarnation != incarnation and not config.json:
+                        out.write(f"another router process answers at {router} from here on\n")
                     was_seen = True
+                    incarnation = snapshot.incarnation
                     text = render_screen(router, snapshot, is_colored=is_colored, columns=columns)
                     out.write(
                         CLEAR * is_screen

@@ -31,3 +31,4 @@ pub use observability::metrics::metrics_markdown;
 pub use observability::otlp as trace;
 pub use server::api::route_access;
 pub use server::{RunningServer, run};
+pub use transport::files::read_regular_file;

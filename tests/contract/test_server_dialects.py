@@ -189,6 +189,27 @@ class TestMessages:
         assert param in body["error"]["message"]
         assert body["request_id"] == reply.headers["request-id"]
 
+    @pytest.mark.parametrize(
+        ("method", "path", "status", "kind"),
+        [
+            ("POST", "/batches", 404, "not_found_error"),
+            ("GET", "/batches/msgbatch_1/results", 404, "not_found_error"),
+            ("GET", "", 405, "invalid_request_error"),
+            ("GET", "/", 405, "invalid_request_error"),
+            ("DELETE", "/count_tokens", 405, "invalid_request_error"),
+        ],
+    )
+    def test_errors_of_all_paths_below_have_anthropics_form(
+        self, engine: FakeEngine, method: str, path: str, status: int, kind: str
+    ) -> None:
+        """anthropic-python parses each error as its ErrorResponse."""
+        reply = httpx.request(method, f"{engine.url}/v1/messages{path}", timeout=30)
+        body = reply.json()
+        assert (reply.status_code, body["type"], body["error"]["type"]) == (status, "error", kind)
+        assert body["request_id"] == reply.headers["request-id"]
+        other = httpx.request(method, f"{engine.url}/v1/messages2{path}", timeout=30).json()
+        assert "type" not in other, "another path, which no API of Anthropic's has"
+
     def test_prompt_that_is_too_long_is_said_in_the_words_that_clients_know(
         self, engine: FakeEngine
     ) -> None:

@@ -86,3 +86,13 @@ def test_smoke_passes_for_other_shapes(flags: list[str], tmp_path: Path) -> None
     # The demo model is trained on this call and this reasoning.
     assert 'get_weather({"city": "Paris"})' in done.stdout
     assert "The user asks for the weather in Paris." in done.stdout
+
+
+@pytest.mark.slow
+def test_drill_shows_three_promises(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "baton_ops.cli", "up", "--drill", "--port", "0"]
+    command += ["--log-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 3 promises kept" in done.stdout
+    assert done.stdout.count("  kept  ") == 3, done.stdout

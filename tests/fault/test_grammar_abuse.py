@@ -25,8 +25,8 @@ from baton.errors import EngineError
 from baton.runtime.grammar.store import GrammarStore
 from baton.sched.types.request import SamplingParams
 from baton.server.http.body_decoder import BodyDecoder
+from baton.server.request.grammar.checks.reader import GrammarReader
 from baton.server.request.grammar.markers import MarkerTokens
-from baton.server.request.grammar.reader import GrammarReader
 from tests.support.engines.engine_run import make_engine
 from tests.support.grammars.adversaries import make_adversary
 from tests.support.grammars.engines import (

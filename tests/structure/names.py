@@ -36,6 +36,15 @@ OUTSIDE = frozenset(
         "PyO3",
         "SentencePiece",
         "ModelBehaviorError",  # of openai-agents
+        # classes of clients
+        "LiteLLMModel",
+        "LiteLlm",
+        "OpenAIChatCompletion",
+        "OpenAIChatCompletionClient",
+        "OpenAIChatGenerator",
+        "OpenAILike",
+        "OpenAIModel",
+        "OpenAIResponses",
         "SiLU",
         "YaRN",
         "ZeroMQ",

@@ -48,8 +48,8 @@ PACKAGE_ORDER = {
 }  # fmt: skip
 """Both Python packages with their parts, lowest first: each imports only those before it."""
 ROUTER_ORDER = (
-    "clock", "error", "config", "observability", "transport", "request", "response", "workers", "dispatch", "server",
-    "lib", "main",
+    "clock", "error", "config", "observability", "transport", "request", "response", "workers", "dispatch",
+    "server", "lib", "main",
 )  # fmt: skip
 """Modules of the router, lowest first: each uses only those before it."""
 

@@ -66,6 +66,7 @@ SECOND_FLOOR = {
     ),
     "engine/baton_ops/clients": (
         "http_client",
+        "instance",
         "flags",
         "metrics",
         "kubectl",

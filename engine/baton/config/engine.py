@@ -129,6 +129,12 @@ class EngineConfig:
         "by its model_type; none: calls are not read",
         also=("--tool-call-parser",),
     )
+    unknown_tool_calls: str = opt(
+        "text",
+        "calls of tools that a request does not have; text: they are content; forward: they are calls, which clients "
+        "answer with an error",
+        choices=("text", "forward"),
+    )
     reasoning_parser: str = opt(
         "auto",
         "markers between which the model reasons, such as think_tags; auto: found in its chat template, else by its "

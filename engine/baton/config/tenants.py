@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.config.classes import LEAST_PRIORITY, MOST_PRIORITY
+from baton.config.files import read_regular_file
 from baton.errors import ConfigError
 
 DEFAULT_TENANT = "default"
@@ -145,7 +146,7 @@ def text_of(value: str) -> str:
     if value.lstrip().startswith("{"):
         return value
     try:
-        return Path(value).read_text(encoding="utf-8")
+        return read_regular_file(Path(value)).decode()
     except OSError as err:
         raise ConfigError(f"--tenant-config {value}: cannot be read: {err.strerror}") from err
     except UnicodeDecodeError as err:

@@ -68,6 +68,7 @@ _ERROR_OF_REASON: dict[str, type[errors.EngineError]] = {
     "PROMPT_MISMATCH": errors.PromptMismatch,
     "UNREACHABLE": errors.BootstrapUnreachable,
     "AUTH": errors.PairIncompatible,
+    "QUARANTINED": errors.PairIncompatible,
     "DUP_ROOM": errors.DuplicateRoom,
     "CLIENT_GONE": errors.PrefillFailed,
     "PROMPT_TOO_LONG": errors.PromptTooLong,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from baton.config.files import is_given, read_regular_file
 from baton.errors import ConfigError
 
 LARGEST_SIZE = 2**31 - 1
@@ -96,12 +97,12 @@ class ModelConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """A file's object. Raises ConfigError."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_regular_file(path).decode())
     except OSError as err:
         raise ConfigError(
             f"{path}: {err.strerror}; give --model-path a Hugging Face model directory"
         ) from err
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise ConfigError(f"{path}: not valid JSON ({err}); download the file again") from err
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a JSON object is needed, found {type(values).__name__}")
@@ -116,4 +117,4 @@ def read_model_config(root: Path) -> ModelConfig:
 def read_generation_config(root: Path) -> ModelConfig:
     """generation_config.json of a model directory, empty without the file. Raises ConfigError."""
     file = root / "generation_config.json"
-    return ModelConfig(file, read_json(file) if file.exists() else {})
+    return ModelConfig(file, read_json(file) if is_given(file) else {})

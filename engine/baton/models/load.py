@@ -31,6 +31,7 @@ from baton.layers.ops import TORCH_DTYPES
 from baton.layers.shard import WHOLE, Shard, share_of
 from baton.models.checkpoint import check_files
 from baton.models.decoder import Decoder, DecoderWeights, LayerWeights
+from baton.models.weight_files import refuse_unreadable
 from baton.models.weights import Part, plan_weights
 
 log = logging.getLogger("baton.load")
@@ -170,7 +171,7 @@ def _from_files(
     progress = _Progress(sum(math.prod(param.shape) for param in params), on_progress)
     for file, sources in itertools.groupby(source_files, source_files.__getitem__):
         try:
-            with safe_open(str(file), framework="pt") as f:
+            with refuse_unreadable(file), safe_open(str(file), framework="pt") as f:
                 for source in sources:
                     part, rows = places[source]
                     taken = (

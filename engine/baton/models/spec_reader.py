@@ -21,6 +21,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.config.files import is_given, read_regular_file
 from baton.errors import ConfigError
 from baton.layers.model_spec import DTYPE_BYTES, ModelSpec
 from baton.models.config_file import (
@@ -35,6 +36,7 @@ from baton.models.weight_files import (
     find_tensor,
     first_float_type,
     have_equal_content,
+    refuse_unreadable,
     safetensors_header,
     weight_files,
 )
@@ -308,16 +310,18 @@ def hash_model(root: Path, load_format: str = "auto", seed: int = 0) -> str:
     config = {k: v for k, v in read_json(root / "config.json").items() if k not in _VOLATILE_FIELDS}
     add_content("config", json.dumps(config, sort_keys=True).encode())
     for name in _TOKENIZER_FILES:
-        if (root / name).is_file():
-            add_content(name, (root / name).read_bytes())
+        if is_given(root / name):
+            with refuse_unreadable(root / name):
+                add_content(name, read_regular_file(root / name))
     if load_format == "dummy":
         add_content("dummy", str(seed).encode())
         return digest.hexdigest()[:32]
     for file in weight_files(root):
-        size = file.stat().st_size
-        add_content(file.name, safetensors_header(file) + size.to_bytes(8, "little"))
-        with file.open("rb") as f:
-            for i in range(_SAMPLES):
-                f.seek(size * i // _SAMPLES)
-                add_content("sample", f.read(_SAMPLE_BYTES))
+        with refuse_unreadable(file):
+            size = file.stat().st_size
+            add_content(file.name, safetensors_header(file) + size.to_bytes(8, "little"))
+            with file.open("rb") as f:
+                for i in range(_SAMPLES):
+                    f.seek(size * i // _SAMPLES)
+                    add_content("sample", f.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:32]

@@ -6,11 +6,14 @@ As transformers chooses them in a directory: `model.safetensors` alone if it is 
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from baton.config.files import is_given, read_regular_file, refuse_other_kinds
 from baton.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
@@ -38,22 +41,41 @@ class TensorEntry:
 def weight_files(root: Path) -> list[Path]:
     """The safetensors files of a checkpoint; where neither usual name exists, all that there are. May be empty.
 
-    Raises ConfigError for an index that cannot be read or names absent files.
+    Raises ConfigError for an index that cannot be read or names absent files, and for something else
+    under the name of a file.
     """
-    if (root / SINGLE_FILE).is_file():
-        return [root / SINGLE_FILE]
-    if (root / INDEX_FILE).is_file():
-        return _indexed_files(root)
-    return sorted(root.glob("*.safetensors"))
+    if is_given(root / SINGLE_FILE):
+        files = [root / SINGLE_FILE]
+    elif is_given(root / INDEX_FILE):
+        files = _indexed_files(root)
+    else:
+        files = sorted(root.glob("*.safetensors"))
+    for file in files:
+        with refuse_unreadable(file):
+            refuse_other_kinds(file)
+    return files
+
+
+@contextlib.contextmanager
+def refuse_unreadable(file: Path) -> Iterator[None]:
+    """Turn an OSError about `file` into a ConfigError: it may vanish, or may not be read."""
+    try:
+        yield
+    except OSError as err:
+        raise ConfigError(
+            f"{file} cannot be read: {err.strerror or err}; download the file again, or correct its rights"
+        ) from err
 
 
 def _indexed_files(root: Path) -> list[Path]:
     index = root / INDEX_FILE
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        with refuse_unreadable(index):
+            text = read_regular_file(index).decode()
+        weight_map = json.loads(text)["weight_map"]
         names = sorted(set(weight_map.values()))
-        absent = [name for name in names if not (root / name).is_file()]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as err:
+        absent = [name for name in names if not is_given(root / name)]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as err:
         raise ConfigError(
             f"{index}: no readable weight_map ({err!r}); download the file again"
         ) from err
@@ -84,7 +106,7 @@ def required_weight_files(root: Path) -> list[Path]:
 
 def safetensors_header(file: Path) -> bytes:
     """The JSON header: 8 bytes little-endian length, then that many bytes."""
-    with file.open("rb") as f:
+    with refuse_unreadable(file), file.open("rb") as f:
         size = int.from_bytes(f.read(8), "little")
         if size > MAX_HEADER_BYTES:
             raise ConfigError(
@@ -103,12 +125,20 @@ def read_tensor_entries(file: Path) -> dict[str, TensorEntry]:
             for name, entry in json.loads(header).items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        RecursionError,
+    ) as err:
         raise ConfigError(
             f"{file}: no readable header ({err!r}); the file is damaged, download it again"
         ) from err
     stated = max((entry.end for entry in entries.values()), default=data_begin)
-    size = file.stat().st_size
+    with refuse_unreadable(file):
+        size = file.stat().st_size
     if size != stated:
         raise ConfigError(
             f"{file}: has {size} bytes, its header says {stated}; the file is damaged, download it again"
@@ -150,7 +180,12 @@ def have_equal_content(one: TensorEntry, other: TensorEntry) -> bool:
     """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    with one.file.open("rb") as left, other.file.open("rb") as right:
+    with (
+        refuse_unreadable(one.file),
+        one.file.open("rb") as left,
+        refuse_unreadable(other.file),
+        other.file.open("rb") as right,
+    ):
         left.seek(one.begin)
         right.seek(other.begin)
         return _have_equal_bytes(left, right, one.end - one.begin)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Sequence
+from pathlib import Path
 
+from baton.config.files import refuse_other_kinds
 from baton.config.flags import exit_with_mistakes
 from baton_ops.clients.http_client import HttpClient
 
@@ -26,6 +28,8 @@ def wrong_urls(urls: Sequence[str], flag: str) -> list[str]:
 def make_client(prog: str, ca_cert: str | None) -> HttpClient:
     """A client; prints what is wrong with the file and exits with 2."""
     try:
+        if ca_cert is not None:
+            refuse_other_kinds(Path(ca_cert))
         return HttpClient(ca_cert)
     except (OSError, ssl.SSLError) as err:
         exit_with_mistakes(

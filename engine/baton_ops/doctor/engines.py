@@ -39,6 +39,12 @@ def check_engines_reachable(view: FleetView) -> Iterator[CheckResult]:
                 f"{engine.label} does not answer: {engine.problem}; the router has it as {seen}"
             )
             yield fail(sentence, "restart it; its log and its supervisor say why it ended")
+        elif engine.is_other:
+            sentence = (
+                f"another process answers at {engine.url} here than the {engine.role} node that "
+                "the router describes, and is not judged"
+            )
+            yield warn(sentence, f"{RUN_NEARER}; or again, if the node was restarted just now")
         elif engine.problem:
             remedy = "give the engines' key with --api-key or BATON_API_KEY"
             yield fail(f"{engine.label} refuses to show its settings: {engine.problem}", remedy)

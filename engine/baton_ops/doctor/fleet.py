@@ -19,6 +19,7 @@ from baton.server.observability.host_facts import HostFacts
 from baton.server.request.schema import MAX_PROBES
 from baton.server.worker.transfer_setup import source_address
 from baton_ops.clients.http_client import HttpClient, in_parallel
+from baton_ops.clients.instance import stated_incarnation
 from baton_ops.clients.metrics import MetricSample, parse_metrics
 
 CONNECT_SECS = 3.0
@@ -39,6 +40,10 @@ class RouterView:
     clock_offset_secs: float | None = None
     is_open: bool = False
     """True if it lists its workers without a key."""
+    incarnation: str | None = None
+    """Incarnation of the process that answers there; None: it states none."""
+    is_several: bool = False
+    """True if answers came from several processes, as behind a load balancer."""
     outer_address: str | None = None
     """Where other hosts reach it; None: nowhere, as far as seen from here."""
 
@@ -60,6 +65,8 @@ class EngineView:
     """GET /get_server_info; empty: `problem` says why."""
     problem: str = ""
     is_unreachable: bool = False
+    is_other: bool = False
+    """True if another process answers at the URL, seen from here, than the router describes."""
     is_open: bool = False
     """True if it shows its server info without a key."""
     metrics: list[MetricSample] = field(default_factory=list)
@@ -161,6 +168,7 @@ def read_router(url: str, keys: FleetKeys, client: HttpClient) -> RouterView:
     problem = listed.problem
     if listed.is_ok and not isinstance(workers, list):
         problem = "its /workers names no list of workers: this is no Baton router"
+    alive = stated_incarnation(client.get(f"{url}/livez").text)
     ready = client.get(f"{url}/readyz")
     metrics, metrics_problem = _read_metrics(url, client)
     return RouterView(
@@ -173,7 +181,9 @@ def read_router(url: str, keys: FleetKeys, client: HttpClient) -> RouterView:
         metrics_problem=metrics_problem,
         clock_offset_secs=listed.clock_offset_secs,
         is_open=without_key.is_ok,
-        outer_address=_outer_address(url, client),
+        incarnation=alive,
+        is_several=alive != stated_incarnation(ready.text),
+        outer_address=_outer_address(url, alive, client),
     )
 
 
@@ -186,9 +196,9 @@ def _read_metrics(url: str, client: HttpClient) -> tuple[list[MetricSample], str
     return parse_metrics(answer.text), problem
 
 
-def _outer_address(url: str, client: HttpClient) -> str | None:
+def _outer_address(url: str, incarnation: str | None, client: HttpClient) -> str | None:
     """Address where other hosts reach a router: its own, or instead of loopback this machine's if
-    it answers there.
+    the same process answers there.
     """
     parts = urlsplit(url)
     name = parts.hostname or ""
@@ -196,7 +206,9 @@ def _outer_address(url: str, client: HttpClient) -> str | None:
         return f"{name}:{parts.port}"
     outer = source_address(socket.AF_INET, "192.0.2.1")
     address = f"{outer}:{parts.port}"
-    return address if outer and client.get(f"{parts.scheme}://{address}/livez").is_ok else None
+    answer = client.get(f"{parts.scheme}://{address}/livez") if outer else None
+    is_same = answer is not None and stated_incarnation(answer.text) == incarnation
+    return address if answer is not None and answer.is_ok and is_same else None
 
 
 def _read_engine(
@@ -210,6 +222,12 @@ def _read_engine(
         info = client.get(f"{url}/get_server_info", keys.engine)
     if not info.is_ok:
         return EngineView(url, role, worker, problem=info.problem, is_unreachable=info.status == 0)
+    if not info.object:
+        problem = "its /get_server_info is no JSON object: another program answers there"
+        return EngineView(url, role, worker, problem=problem, is_other=True)
+    described = worker.get("incarnation")
+    if described is not None and info.object.get("incarnation") != described:
+        return EngineView(url, role, worker, is_other=True)
     metrics, problem = _read_metrics(url, client)
     return EngineView(
         url=url,

@@ -31,6 +31,26 @@ def _count_workers(workers: list[dict[str, Any]]) -> str:
     return ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles)) or "no worker"
 
 
+@add_check(ROUTER_CHECKS, "router.process")
+def check_router_processes(view: FleetView) -> Iterator[CheckResult]:
+    """Name URLs that do not lead to one router each, which the other checks compare and judge."""
+    remedy = "give the URL of each router once, not that of a load balancer in front of them"
+    urls: dict[str, list[str]] = {}
+    for router in view.routers:
+        if router.is_several:
+            yield warn(
+                f"{router.url} leads to several processes, of which each knows its own", remedy
+            )
+        elif router.incarnation is not None:
+            urls.setdefault(router.incarnation, []).append(router.url)
+    for names in urls.values():
+        if len(names) > 1:
+            yield warn(f"{', '.join(names)} lead to the same router", remedy)
+    if urls:
+        yield ok(f"routers, each at a URL of its own: {len(urls)}")
+    yield skip("no router states its incarnation")
+
+
 @add_check(ROUTER_CHECKS, "router.ready")
 def check_routers_ready(view: FleetView) -> Iterator[CheckResult]:
     for router in view.routers:

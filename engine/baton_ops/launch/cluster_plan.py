@@ -38,6 +38,12 @@ ROLES = ("prefill", "decode", "worker")
 MODE = {"prefill": "prefill", "decode": "decode", "worker": "null"}
 
 
+DRILL_LEASE_SECS = 1
+"""--kv-lease-secs with --drill, unless it is given: its slow node is slower than that."""
+WORKER_WAIT_FLAG = "--worker-wait-timeout-secs"
+DRILL_WAIT_SECS = 120
+"""Longest wait of a drill's streams for the node that was killed, to start again on a slow machine."""
+
 ESSENTIALS = (
     "model_path", "prefill", "decode", "workers", "host", "port", "api_key", "policy", "log_dir", "router_args",
 )  # fmt: skip
@@ -65,6 +71,11 @@ class UpConfig:
     smoke: bool = opt(
         False,
         "send real requests through the cluster, print what came back, stop; exit code 0 or 1",
+    )
+    drill: bool = opt(
+        False,
+        "show three promises on the cluster: abort requests, stop and kill a decode node, print what came of it, "
+        "stop; exit code 0 or 1",
     )
     state_file: str | None = opt(
         None, "write who runs where to this JSON file, now and after every change"
@@ -153,11 +164,15 @@ def parse_flags(argv: Sequence[str]) -> ClusterPlan:
     counts = {role: default if count is None else count for role, count in given.items()}
     if up.transport is not None:
         engine["disaggregation_transfer_backend"] = up.transport
-    bad += [*_count_mistakes(counts), *_engine_mistakes(engine)]
+    if up.drill:
+        engine.setdefault("kv_lease_secs", DRILL_LEASE_SECS)
+    bad += [*_count_mistakes(counts), *_drill_mistakes(up), *_engine_mistakes(engine)]
     plan = ClusterPlan(up, counts, engine, args={}, own={})
     for name in ("router", *ROLES):
         plan.args[name], plan.own[name], mistakes = _read_args(up, name, engine)
         bad += [f"{flag_name(f'{name}_args')}: {text}" for text in mistakes]
+    if up.drill and not any(word.startswith(WORKER_WAIT_FLAG) for word in plan.args["router"]):
+        plan.args["router"] += [WORKER_WAIT_FLAG, str(DRILL_WAIT_SECS)]
     if bad:
         exit_with_mistakes(PROG, bad)
     return plan
@@ -195,6 +210,13 @@ def _read_args(
     add_flags(parser, EngineConfig)
     values, mistakes = parser.read(words)
     return words, values, [*mistakes, *(_engine_mistakes({**engine, **values}) if values else [])]
+
+
+def _drill_mistakes(up: UpConfig) -> Iterator[str]:
+    if up.drill and up.workers:
+        yield f"--drill with --workers {up.workers}: it stops and kills a decode node; give --prefill and --decode"
+    if up.drill and up.smoke:
+        yield "--drill with --smoke: each ends the cluster; give one of the two"
 
 
 def _count_mistakes(counts: dict[str, int]) -> Iterator[str]:

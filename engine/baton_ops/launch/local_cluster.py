@@ -17,7 +17,6 @@ ready is restarted, when it dies, and when it runs but has not answered its heal
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
@@ -34,14 +33,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from baton.config import SECRETS, build_config, uses_four_bytes
+from baton.config.files import read_regular_file, refuse_unwritable_kinds
 from baton.config.flags import exit_with_mistakes, flag_name
 from baton.errors import ConfigError
 from baton.models import checkpoint
 from baton.server.launch.process_group import cancel, describe_exit, first_of
 from baton.server.text import model_info
+from baton_ops.clients.http_client import HttpClient
+from baton_ops.clients.instance import OtherProcess, stated_incarnation, wait_until_well
 from baton_ops.launch.cluster_plan import (
     MODE,
     PROG,
@@ -70,7 +70,6 @@ PORTS_TRIED = 100
 PORT_TAKEN = "is in use already"
 """Part of the router's message when it cannot bind its port."""
 ROUTER_PORT_TRIES = 5
-PROBE_PAUSE_SECS = 0.05
 DRAW_SECS = 0.25
 PROGRESS_SECS = 3.0
 """Between two lines about a node that loads its model; small ones are ready sooner."""
@@ -93,6 +92,10 @@ class ClusterNode:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
 
     def argv(self) -> list[str]:
         node_flags = {
@@ -146,10 +149,13 @@ class LocalCluster:
         self.router = ChildProcess("router", self._router_argv, log_dir / "router.log", env)
         self.host = plan.up.host
         self.port = 0
+        self._state_text: str | None = None
+        """Content of the state file when it was last written."""
 
     @property
     def url(self) -> str:
-        return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     async def start(self) -> None:
         """Nodes at once, then the router.
@@ -214,8 +220,8 @@ class LocalCluster:
         await asyncio.gather(
             *(self._stop_child(node.child, NODE_GRACE_SECS) for node in self.nodes)
         )
-        if self.plan.up.state_file:
-            Path(self.plan.up.state_file).unlink(missing_ok=True)
+        if self._owns_state_file():
+            Path(str(self.plan.up.state_file)).unlink(missing_ok=True)
 
     async def _stop_child(self, child: ChildProcess, grace_secs: float) -> None:
         if not await child.stop(grace_secs):
@@ -232,13 +238,22 @@ class LocalCluster:
         if not self.plan.up.state_file:
             return
         path = Path(self.plan.up.state_file)
+        is_first = self._state_text is None
+        # Another cluster that was started with the same file has it now.
+        if not is_first and path.exists() and not self._owns_state_file():
+            return
         state = {
-            "router": {"pid": self.router.pid, "url": self.url},
+            "router": {
+                "pid": self.router.pid,
+                "url": self.url,
+                "incarnation": self.router.incarnation,
+            },
             "nodes": [
                 {
                     "role": node.role,
                     "pid": node.child.pid,
                     "url": node.url,
+                    "incarnation": node.child.incarnation,
                     "bootstrap_port": node.bootstrap_port or None,
                     "restarts": node.child.restarts,
                 }
@@ -246,8 +261,18 @@ class LocalCluster:
             ],
         }
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(state, indent=1) + "\n")
+        self._state_text = json.dumps(state, indent=1) + "\n"
+        temporary.write_text(self._state_text)
         temporary.replace(path)
+
+    def _owns_state_file(self) -> bool:
+        """True if the state file has what this cluster wrote there last."""
+        if self._state_text is None:
+            return False
+        try:
+            return Path(str(self.plan.up.state_file)).read_text() == self._state_text
+        except (OSError, UnicodeDecodeError):  # removed, or replaced by something else
+            return False
 
     async def _start_node(self, node: ClusterNode) -> None:
         await node.child.start()
@@ -291,9 +316,30 @@ class LocalCluster:
     async def _start_router(self, path: str) -> None:
         await self.router.start()
         await self.router.until_ready(
-            self.plan.start_timeout_secs, _wait_for_answer(f"{self.url}{path}")
+            self.plan.start_timeout_secs, self._wait_for_router(f"{self.url}{path}")
         )
         self._print_line(f"router     ready at {self.url}")
+
+    async def confirm_router(self) -> None:
+        """Return while the router that was started has its address. Raises ChildFailed."""
+        await self.router.until_ready(
+            self.plan.start_timeout_secs, self._wait_for_router(f"{self.url}/livez")
+        )
+
+    async def _wait_for_router(self, url: str) -> None:
+        """Return once the router that was started answers GET `url` with 200.
+
+        What answers there before that router has opened its address is another program.
+        """
+        ready = await self.router.announced()
+        try:
+            await wait_until_well(url, ready["incarnation"])
+        except OtherProcess as err:
+            raise ChildFailed(
+                f"{err}, not the router that was started, which listens on {ready['url']}; "
+                "give another --host or --port",
+                exit_code=2,
+            ) from err
 
     async def _start_guarded(
         self, child: ChildProcess, starting: Coroutine[Any, Any, None]
@@ -338,7 +384,9 @@ class LocalCluster:
         """Wait for the child's end, and end it when it hangs; returns its exit code."""
         limit_secs = self.plan.up.hang_timeout_secs
         if limit_secs > 0:
-            hanging = asyncio.ensure_future(until_unresponsive(url, limit_secs))
+            hanging = asyncio.ensure_future(
+                until_unresponsive(url, lambda: child.incarnation, limit_secs)
+            )
             ended = await first_of(hanging, child.wait())
             if hanging in ended:
                 self._print_line(
@@ -387,29 +435,17 @@ async def _fail_at_end(child: ChildProcess) -> None:
     raise ChildFailed(f"{child.name} {describe_exit(await child.wait())} just after it was ready")
 
 
-async def _wait_for_answer(url: str) -> None:
-    """Return once GET `url` says 200; the caller bounds the wait."""
-    timeout = aiohttp.ClientTimeout(total=2)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        while True:
-            with contextlib.suppress(
-                aiohttp.ClientError, asyncio.TimeoutError
-            ):  # not listening yet
-                async with session.get(url, raise_for_status=True):
-                    return
-            await asyncio.sleep(PROBE_PAUSE_SECS)
-
-
 def choose_port(host: str, wanted_port: int | None) -> tuple[int, str | None]:
     """The router's port and a sentence if it is not the expected one.
 
-    Raises ChildFailed if `wanted` is taken.
+    Raises ChildFailed, with exit code 2, if `wanted_port` is taken.
     """
     if wanted_port is not None:
         if (port := _probe_port(host, wanted_port)) is not None:
             return port, None
         raise ChildFailed(
-            f"port {wanted_port} on {host} is taken; give another --port, or none to take the next free one"
+            f"port {wanted_port} on {host} is taken; give another --port, or none to take the next free one",
+            exit_code=2,
         )
     for candidate in range(8000, 8000 + PORTS_TRIED):
         if _probe_port(host, candidate) is not None:
@@ -418,7 +454,7 @@ def choose_port(host: str, wanted_port: int | None) -> tuple[int, str | None]:
                 None if candidate == 8000 else f"port 8000 is taken, the router uses {candidate}",
             )
     raise ChildFailed(
-        f"ports 8000 to {8000 + PORTS_TRIED - 1} on {host} are all taken; give --port"
+        f"ports 8000 to {8000 + PORTS_TRIED - 1} on {host} are all taken; give --port", exit_code=2
     )
 
 
@@ -451,27 +487,41 @@ def _indent_text(text: str) -> str:
 
 
 async def _serve_cluster(cluster: LocalCluster, api_key: str | None, screen: StatusScreen) -> int:
+    from baton_ops.launch.drill import run_drill
     from baton_ops.launch.smoke_test import run_smoke, served_model
 
     started = time.monotonic()
-    traffic = TrafficMonitor("", None)
+    traffic = TrafficMonitor("", None, lambda: None)
     drawing = asyncio.ensure_future(_draw_status(cluster, screen, started, lambda: traffic.line))
     try:
         await cluster.start()
-        model = await served_model(cluster.url, api_key)
+        try:
+            model = await served_model(cluster.url, api_key)
+        finally:
+            # The address was the router's before and after it was asked: so was the answer.
+            await cluster.confirm_router()
+        if cluster.plan.up.drill:
+            await cancel(drawing)
+            screen.clear()
+            watch = asyncio.ensure_future(cluster.watch())
+            try:
+                return 0 if await run_drill(cluster.url, model, cluster.nodes, api_key) else 1
+            finally:
+                await cancel(watch)
         if cluster.plan.up.smoke:
             await cancel(drawing)
             screen.clear()
             watch = asyncio.ensure_future(cluster.watch())
             try:
-                return 0 if await run_smoke(cluster.url, model, api_key) else 1
+                incarnation = cluster.router.incarnation
+                return 0 if await run_smoke(cluster.url, model, incarnation, api_key) else 1
             finally:
                 await cancel(watch)
         is_in_environment = os.environ.get(SECRETS["api_key"]) == api_key
         screen.print_text(
             make_greeting(cluster.url, model, api_key=api_key, key_in_environment=is_in_environment)
         )
-        traffic = TrafficMonitor(cluster.url, api_key)
+        traffic = TrafficMonitor(cluster.url, api_key, lambda: cluster.router.incarnation)
         await first_of(cluster.watch(), traffic.run() if screen.is_live else _wait_forever())
         return 0
     finally:
@@ -592,6 +642,15 @@ def check_place(plan: ClusterPlan) -> str | None:
                 tempfile.TemporaryFile(dir=path).close()
         except OSError as err:
             return f"{name}: {path} cannot be written to ({err.strerror}); give another directory"
+    for name in ("router", *(f"{role}-{i}" for role in ROLES for i in range(plan.counts[role]))):
+        file = Path(up.log_dir or "") / f"{name}.log"
+        try:
+            if up.log_dir:
+                refuse_unwritable_kinds(file)
+        except OSError as err:
+            return f"--log-dir: {file} cannot be written to ({err.strerror}); remove it"
+    if up.state_file and (complaint := living_cluster(Path(up.state_file))):
+        return complaint
     try:
         config = build_config(dict(plan.engine))
         facts = model_info.load(config)
@@ -600,6 +659,24 @@ def check_place(plan: ClusterPlan) -> str | None:
     except ConfigError as err:
         return err.message
     return None
+
+
+def living_cluster(path: Path) -> str | None:
+    """Complaint about a state file of a cluster that runs; one that a dead cluster left is replaced."""
+    try:
+        router = json.loads(read_regular_file(path))["router"]
+        url = router["url"]
+        incarnation = router["incarnation"]
+    except FileNotFoundError:
+        return None
+    except OSError as err:
+        return f"--state-file: {path} cannot be read ({err.strerror}); give another file"
+    except (ValueError, KeyError, TypeError):  # empty, or of no cluster: it is replaced
+        return None
+    stated = stated_incarnation(HttpClient().get(f"{url}/livez").text)
+    if stated is None or stated != incarnation:
+        return None
+    return f"--state-file: {path} is that of a cluster that runs, its router at {url}; give another file"
 
 
 def main(argv: Sequence[str]) -> int:

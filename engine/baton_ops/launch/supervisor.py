@@ -25,6 +25,7 @@ import aiohttp
 
 from baton.server import logs
 from baton.server.launch.process_group import ProcessGroup, cancel, describe_exit, first_of
+from baton_ops.clients.instance import read_incarnation
 
 PIPE_CHUNK = 65536
 FIRST_PAUSE_SECS = 0.5
@@ -41,20 +42,27 @@ that the time in which this process itself was stopped (Ctrl-Z) counts as one.""
 HANG_PROBE_PAUSE_SECS = 5.0
 
 
-async def until_unresponsive(url: Callable[[], str], limit_secs: float) -> None:
-    """Return once GET `url` got no answer for `limit_secs`.
+async def until_unresponsive(
+    url: Callable[[], str], incarnation: Callable[[], str | None], limit_secs: float
+) -> None:
+    """Return once the process with `incarnation` has not answered GET `url` for `limit_secs`.
 
     Any status is an answer, and so is a refused or broken connection: a process that has ended is
-    not this one's case.
+    not this one's case. The answer of another process at the same address is none.
     """
-    timeout = aiohttp.ClientTimeout(total=limit_secs / HANG_PROBES)
+    probe_secs = limit_secs / HANG_PROBES
+    timeout = aiohttp.ClientTimeout(total=probe_secs)
     connector = aiohttp.TCPConnector(force_close=True)
     silent = 0
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         while silent < HANG_PROBES:
             try:
-                async with session.get(url()):
-                    silent = 0
+                async with session.get(url(), allow_redirects=False) as response:
+                    is_own = await read_incarnation(response) == incarnation()
+                silent = 0 if is_own else silent + 1
+                # The other process answers at once: as long as a silent one is waited for.
+                if not is_own:
+                    await asyncio.sleep(probe_secs)
             except asyncio.TimeoutError:
                 silent += 1
             except aiohttp.ClientError:  # refused or cut: `wait` tells whether it has ended
@@ -100,6 +108,8 @@ class ChildProcess:
         self.name = name
         self.log_path = log_path
         self.restarts = 0
+        self.incarnation: str | None = None
+        """Incarnation in its READY line; another process that answers at its address states another one."""
         self.ready_at: float | None = None
         """When the last `until_ready` succeeded (monotonic seconds); None while it is not ready."""
         self._argv = argv
@@ -117,6 +127,7 @@ class ChildProcess:
     async def start(self) -> None:
         """Spawn it; returns at once."""
         self.ready_at = None
+        self.incarnation = None
         loop = asyncio.get_running_loop()
         self._announced = loop.create_future()
         # A pipe of our own: asyncio's would make `wait` last until every descendant has closed it.
@@ -132,16 +143,18 @@ class ChildProcess:
             raise
         self._output = loop.create_task(self._copy_output(read_end, self._announced))
 
+    async def announced(self) -> dict[str, Any]:
+        """Wait for the READY line; returns its JSON. The line comes from the process itself."""
+        assert self._announced is not None, "start comes first"
+        return await asyncio.shield(self._announced)
+
     async def until_ready(self, timeout_secs: float, probe: Awaitable[Any] | None = None) -> Any:
         """Wait for the READY line (returns its JSON), or for `probe` if given.
 
         Raises ChildFailed; kills nothing.
         """
         assert self._group is not None, "start comes first"
-        assert self._announced is not None, "start comes first"
-        ready = asyncio.ensure_future(
-            probe if probe is not None else asyncio.shield(self._announced)
-        )
+        ready = asyncio.ensure_future(probe if probe is not None else self.announced())
         ended = asyncio.ensure_future(self._group.wait())
         finished = await first_of(ready, ended, timeout_secs=timeout_secs)
         if ready in finished:
@@ -221,4 +234,5 @@ class ChildProcess:
                 for line in lines:
                     ready = logs.read_ready(line.decode(errors="replace"))
                     if ready is not None and not announced.done():
+                        self.incarnation = ready.get("incarnation")
                         announced.set_result(ready)

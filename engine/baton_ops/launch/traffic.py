@@ -12,6 +12,7 @@ import asyncio
 import json
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,8 +124,12 @@ def status_line(snapshot: TrafficSnapshot, first_tokens: BucketCounts) -> str:
 class TrafficMonitor:
     """Newest state of the cluster whose router is at `url`, as one line; empty before the first."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, incarnation: Callable[[], str | None]
+    ) -> None:
+        """`incarnation`: that of the router; the state that another process sends is not shown."""
         self.line = ""
+        self._incarnation = incarnation
         self._url = url
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._history: deque[BucketCounts] = deque(maxlen=RECENT_SECS)
@@ -146,7 +151,10 @@ class TrafficMonitor:
             async for line in feed.content:
                 if not line.startswith(b"data: {"):
                     continue
-                snapshot = read_snapshot(json.loads(line.removeprefix(b"data: ")))
+                event = json.loads(line.removeprefix(b"data: "))
+                if event.get("incarnation") != self._incarnation():
+                    raise ValueError(f"another process answers at {self._url}")
+                snapshot = read_snapshot(event)
                 await self._read_first_tokens(session)
                 self.line = status_line(snapshot, self._recent_first_tokens())
 

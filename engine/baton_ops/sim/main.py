@@ -25,6 +25,7 @@ from typing import Any
 
 from baton import config as engine_config
 from baton.config import EngineConfig
+from baton.config.files import refuse_other_kinds
 from baton.config.flags import FlagParser, add_flags, exit_with_mistakes, opt
 from baton.config.simulated import BLOCK_TOKENS, NO_MEANING, NODE, PRESETS, StepModel, scale_tokens
 from baton.config.tenants import TenantRule, TenantRules
@@ -46,8 +47,8 @@ PROGRESS_SECS = 2.0
 
 NOT_SIMULATED = frozenset({
     *NO_MEANING, "simulate", "model_path", "tokenizer_path", "served_model_name", "context_length", "chat_template",
-    "tool_parser", "reasoning_parser", "reasoning_field", "grammar", "structured_whitespace",
-    "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
+    "tool_parser", "unknown_tool_calls", "reasoning_parser", "reasoning_field", "grammar",
+    "structured_whitespace", "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
     "disaggregation_transfer_backend", "transfer_port", "cluster_key", "second_cluster_key", "insecure_kv",
     "kv_lease_secs", "test_kv_fault", "kv_host", "kv_advertise_host", "kv_copy_threads", "kv_tcp_streams",
     "nccl_max_ctas", "kv_transfer_timeout_secs", "num_reserved_decode_tokens", "dp_size",
@@ -399,6 +400,10 @@ def replay_main(sim: SimConfig) -> int:
     """
     assert sim.replay is not None
     path = Path(sim.replay)
+    try:
+        refuse_other_kinds(path)
+    except OSError as err:
+        raise ConfigError(f"--replay {sim.replay}: {err.strerror}; give a recorded file") from err
     decisions: list[dict[str, Any]] = []
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
         outcome = replay(lines, lambda sched, _plan: decisions.extend(sched.decisions.recent(1)))

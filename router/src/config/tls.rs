@@ -13,8 +13,8 @@ pub struct TlsFlags {
     /// Private key of that certificate (PEM)
     #[arg(long, value_name = "PATH")]
     pub tls_key_path: Option<String>,
-    /// Certificate authorities that https:// workers are verified against (PEM); needed for such
-    /// workers
+    /// Certificate authorities that https:// workers are verified against, and self-signed
+    /// certificates of workers (PEM); needed for such workers
     #[arg(long, alias = "ca-cert-path", value_name = "PATH", num_args = 1.., value_delimiter = ',')]
     pub ca_cert_paths: Vec<String>,
     /// Name that certificates of https:// workers must have, instead of the host of their URL; for

@@ -29,6 +29,8 @@ const MAX_ROOMS: usize = 1 << 20;
 
 /// Everything the request path shares.
 pub struct AppState {
+    /// Id of this process, random: an address may belong to another process a moment later.
+    pub incarnation: String,
     pub config: Arc<RouterConfig>,
     pub fleet: Arc<WorkerFleet>,
     pub metrics: Arc<RouterMetrics>,
@@ -81,6 +83,7 @@ impl AppState {
         let requests = Arc::new(RequestHistory::new(config.observe.request_history));
         let body_bytes = metrics.body_bytes.clone();
         Self {
+            incarnation: format!("{:016x}", rand::random::<u64>()),
             fleet: Arc::new(fleet),
             failover_memory: MemoryBudget::new(config.retry.failover_max_bytes, None),
             releases: Arc::new(Semaphore::new(MAX_RELEASES)),

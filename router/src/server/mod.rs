@@ -23,7 +23,7 @@ mod listener;
 pub(crate) mod ui;
 
 use std::io::Write;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -31,11 +31,14 @@ use axum::Router;
 use hyper_util::server::graceful::GracefulShutdown;
 use rand::RngCore;
 use router_core::PolicySet;
+use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, interval, sleep, timeout};
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 
 use crate::clock::now_ms;
 use crate::config::{ListenFlags, ParseStop, RouterConfig, flags_markdown, flags_to_complete};
@@ -48,6 +51,7 @@ use crate::request::tokenize::PromptTokenizer;
 use crate::server::api::{metrics_router, router};
 use crate::server::listener::{ConnectionConfig, accept};
 use crate::transport::descriptors;
+use crate::transport::files::refuse_unwritable_kinds;
 use crate::transport::socket::tune_listener;
 use crate::transport::tls_reload::{self, ClientTls, TlsFiles};
 use crate::workers::discovery;
@@ -155,6 +159,7 @@ async fn until_signal(config: RouterConfig) -> i32 {
         Ok(running) => running,
         Err(text) => return report_failure(is_json, &text, 2),
     };
+    print(&ready_line(&running, is_json), 0);
     tokio::select! {
         _ = term.recv() => {}
         _ = int.recv() => {}
@@ -167,8 +172,30 @@ async fn until_signal(config: RouterConfig) -> i32 {
     }
 }
 
+/// Line for the supervisor that started this process: where it listens, and the incarnation that
+/// its `/livez` and `/readyz` state. What answers at the address alone may be another process.
+fn ready_line(running: &RunningServer, is_json: bool) -> String {
+    let mut facts = json!({
+        "url": running.url(),
+        "pid": std::process::id(),
+        "incarnation": running.app.incarnation,
+    });
+    if !is_json {
+        return format!("READY {facts}");
+    }
+    let mut timestamp = String::new();
+    // It fails only where the text cannot grow.
+    let _ = SystemTime.format_time(&mut Writer::new(&mut timestamp));
+    facts["timestamp"] = timestamp.into();
+    facts["level"] = "INFO".into();
+    facts["message"] = "READY".into();
+    facts["target"] = "baton_router".into();
+    facts.to_string()
+}
+
 /// A router that accepts connections. Dropping it without `stop` leaves its tasks to the runtime.
 pub struct RunningServer {
+    scheme: &'static str,
     pub addr: SocketAddr,
     pub metrics_addr: Option<SocketAddr>,
     /// Held to the end: the last scrape may come late.
@@ -250,6 +277,7 @@ impl RunningServer {
             tracing::warn!("{text}");
         }
         Ok(Self {
+            scheme,
             addr,
             metrics_addr,
             _metrics_open,
@@ -259,6 +287,18 @@ impl RunningServer {
             close,
             accepting,
         })
+    }
+
+    /// Where processes of this machine reach it.
+    fn url(&self) -> String {
+        let mut addr = self.addr;
+        if addr.ip().is_unspecified() {
+            addr.set_ip(match addr.ip() {
+                IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
+                IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
+            });
+        }
+        format!("{}://{addr}", self.scheme)
     }
 
     /// The way down; returns when all requests are answered or the grace is over.
@@ -327,6 +367,11 @@ pub fn build_policy_set(
     let Some(path) = observe.decision_log.clone() else {
         return Ok((policy_set, None));
     };
+    // A folder of this name would be renamed, and so would a device.
+    refuse_unwritable_kinds(&path).map_err(|err| {
+        let path = path.display();
+        format!("--decision-log {path}: {err}; give a file in a folder this user may write to")
+    })?;
     let max_bytes = observe.decision_log_max_bytes;
     let max_files = observe.decision_log_files;
     let place = decision_log::LogLocation {

@@ -2,6 +2,8 @@
 
 /// Limit of file descriptors.
 pub(crate) mod descriptors;
+/// Kinds of files.
+pub(crate) mod files;
 /// Headers that belong to one connection.
 pub(crate) mod headers;
 /// Body of a request to a worker.
@@ -14,3 +16,5 @@ pub(crate) mod tls;
 pub(crate) mod tls_reload;
 /// Pooled connections to workers.
 pub(crate) mod upstream;
+/// Which certificates of workers are accepted.
+pub(crate) mod worker_certificates;

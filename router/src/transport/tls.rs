@@ -2,20 +2,20 @@
 //! flags. `tls_reload` keeps them current.
 //!
 //! TLS 1.2 and 1.3 by rustls with ring. Clients choose HTTP/1.1 or HTTP/2 inside, workers are
-//! spoken to in HTTP/1.1. A worker's certificate must name the host of its URL, be it an address,
-//! and descend from --ca-cert-paths; the system's roots are not asked, since workers are no public
-//! sites.
+//! spoken to in HTTP/1.1. `worker_certificates` says which certificates of workers are accepted;
+//! the system's roots are not asked, since workers are no public sites.
 
 use std::sync::Arc;
 
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls::{ClientConfig, ServerConfig};
 use tokio_rustls::TlsAcceptor;
 use x509_cert::Certificate;
 use x509_cert::der::Decode;
 
 use crate::config::TlsFlags;
+use crate::transport::worker_certificates::WorkerCertificates;
 
 const HTTP_1_1: &[u8] = b"http/1.1";
 pub const HTTP_2: &[u8] = b"h2";
@@ -47,15 +47,15 @@ pub fn to_workers(flags: &TlsFlags) -> Result<Option<Arc<ClientConfig>>, String>
     if flags.ca_cert_paths.is_empty() {
         return Ok(None);
     }
-    let mut roots = RootCertStore::empty();
+    let mut authorities = Vec::new();
     for path in &flags.ca_cert_paths {
-        for cert in certificates("--ca-cert-paths", path)? {
-            roots
-                .add(cert)
-                .map_err(|err| format!("--ca-cert-paths {path}: {err}"))?;
-        }
+        authorities.extend(certificates("--ca-cert-paths", path)?);
     }
-    let builder = ClientConfig::builder().with_root_certificates(roots);
+    let verifier = WorkerCertificates::new(authorities)
+        .map_err(|err| format!("--ca-cert-paths {}: {err}", flags.ca_cert_paths.join(" ")))?;
+    let builder = ClientConfig::builder()
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(verifier));
     let mut config = match (&flags.client_cert_path, &flags.client_key_path) {
         (Some(cert), Some(key)) => builder
             .with_client_auth_cert(

@@ -9,6 +9,7 @@
 //! they are tried again at each poll.
 
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,6 +24,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::config::TlsFlags;
 use crate::observability::metrics::RouterMetrics;
+use crate::transport::files::read_regular_file;
 use crate::transport::tls;
 
 /// Pause between two looks at the files. Renewals come days before the end of a certificate.
@@ -131,7 +133,7 @@ fn digest(flags: &TlsFlags) -> Result<[u8; 32], String> {
     let mut hash = Sha256::new();
     for (flag, path) in flags.files() {
         let unreadable = |err| format!("{flag} {path}: {err}; give a readable PEM file");
-        let content = std::fs::read(path).map_err(unreadable)?;
+        let content = read_regular_file(Path::new(path)).map_err(unreadable)?;
         hash.update((content.len() as u64).to_le_bytes());
         hash.update(&content);
     }

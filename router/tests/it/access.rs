@@ -154,6 +154,74 @@ fn every_route_is_described() {
 }
 
 #[tokio::test]
+async fn errors_below_messages_have_anthropics_form() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let router = ready_router(&mock, &API_KEY).await;
+        for (method, path, key, status, kind) in [
+            (
+                "POST",
+                "/v1/messages/batches",
+                "shared",
+                404,
+                "not_found_error",
+            ),
+            (
+                "GET",
+                "/v1/messages/batches/1",
+                "shared",
+                404,
+                "not_found_error",
+            ),
+            (
+                "GET",
+                "/v1/messages",
+                "shared",
+                405,
+                "invalid_request_error",
+            ),
+            (
+                "GET",
+                "/v1/messages/",
+                "shared",
+                405,
+                "invalid_request_error",
+            ),
+            (
+                "PUT",
+                "/v1/messages/count_tokens",
+                "shared",
+                405,
+                "invalid_request_error",
+            ),
+            (
+                "POST",
+                "/v1/messages/batches",
+                "no",
+                401,
+                "authentication_error",
+            ),
+            ("POST", "/v1/messages", "no", 401, "authentication_error"),
+        ] {
+            let mut client = Client::connect(router.running.addr).await;
+            let key = format!("Bearer {key}");
+            let headers = [("authorization", key.as_str())];
+            let method = Method::from_bytes(method.as_bytes()).unwrap();
+            let reply = client.send(method, path, &headers, "{}").await.read().await;
+            let body = reply.json();
+            assert_eq!(reply.status, status, "{path}");
+            assert_eq!(body["type"], "error", "{path} {body}");
+            assert_eq!(body["error"]["type"], kind, "{path}");
+            assert_eq!(
+                body["request_id"],
+                reply.headers["request-id"].to_str().unwrap()
+            );
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn head_and_one_trailing_slash_are_accepted() {
     timed(async {
         let mock = Mock::start(&[]).await;

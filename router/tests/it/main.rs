@@ -12,6 +12,7 @@ mod draining;
 mod explain;
 mod failover;
 mod faults;
+mod file_kinds;
 mod foreign_apis;
 mod hung;
 mod incarnations;

@@ -390,6 +390,62 @@ async fn wrong_certificates_keep_a_worker_out() {
     .await;
 }
 
+/// A certificate as `openssl req -x509` makes it: self-signed, with the CA flag, and without
+/// subjectAltName unless `names` has some. It ends with the year before `year`.
+fn self_signed(names: &[&str], year: i32) -> Identity {
+    let key = KeyPair::generate().unwrap();
+    let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+    let mut params = CertificateParams::new(names).unwrap();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.not_after = rcgen::date_time_ymd(year, 1, 1);
+    let cert = params.self_signed(&key).unwrap();
+    Identity::new(cert.pem(), &key)
+}
+
+#[tokio::test]
+async fn listed_self_signed_certificate_is_accepted() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let nameless = self_signed(&[], 4096);
+        let named = self_signed(&["127.0.0.1"], 4096);
+        let first = encrypted(mock.addr, &nameless, None).await;
+        let second = encrypted(mock.addr, &named, None).await;
+        let workers = ["--worker-urls", &first, &second];
+        let paths = ["--ca-cert-paths", nameless.cert.path(), named.cert.path()];
+        let router = Router::start(&[&workers[..], &paths[..]].concat()).await;
+        router.all_ready(2).await;
+        assert_eq!(router.chat().await.status, 200);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn other_certificates_without_the_host_are_refused() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let fleet = Authority::new();
+        let signed = fleet.issue("elsewhere");
+        let both = TempFile::new(&format!("{}{}", fleet.pem, signed.cert_pem));
+        let expired = self_signed(&[], 2020);
+        let misnamed = self_signed(&["elsewhere"], 4096);
+        // Same subject, same issuer, another key: only the bytes tell them apart.
+        let double = self_signed(&[], 4096);
+        let listed_double = self_signed(&[], 4096);
+        for (shown, listed) in [
+            (&signed, both.path()),
+            (&expired, expired.cert.path()),
+            (&misnamed, misnamed.cert.path()),
+            (&double, listed_double.cert.path()),
+        ] {
+            let url = encrypted(mock.addr, shown, None).await;
+            let flags = ["--worker-urls", url.as_str(), "--ca-cert-paths", listed];
+            assert_eq!(reason(&flags).await, "\"starting\"");
+        }
+        assert_eq!(mock.count(), 0);
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn unusable_tls_files_end_the_start() {
     timed(async {

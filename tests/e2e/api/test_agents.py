@@ -101,6 +101,47 @@ def test_second_turn_answers_with_the_result_of_the_call(cluster: Cluster) -> No
     assert second.message.tool_calls is None
 
 
+def with_functions(**more: Any) -> dict[str, Any]:
+    old = body(functions=[WEATHER["function"]], **more)
+    del old["tools"]
+    return old
+
+
+def test_functions_are_answered_as_by_the_older_api(cluster: Cluster) -> None:
+    """openai-python's types still have `function_call` and its finish reason."""
+    with cluster.client() as client:
+        whole = client.chat.completions.create(**with_functions()).choices[0]
+        assert whole.finish_reason == "function_call"
+        assert whole.message.tool_calls is None
+        assert whole.message.content is None
+        call = whole.message.function_call
+        assert (call.name, json.loads(call.arguments)) == ("get_weather", ARGUMENTS)
+        named = with_functions(function_call={"name": "get_weather"})
+        forced = client.chat.completions.create(**named).choices[0]
+        assert forced.message.function_call.name == "get_weather"
+        assert forced.finish_reason == "stop", "as OpenAI has it where the client chose"
+        deltas = [
+            choice.delta.function_call
+            for event in client.chat.completions.create(**with_functions(stream=True))
+            for choice in event.choices
+            if choice.delta.function_call is not None
+        ]
+        assert deltas[0].name == "get_weather"
+        assert "".join(delta.arguments for delta in deltas) == call.arguments
+        history = [
+            QUESTION,
+            whole.message.model_dump(exclude_none=False),
+            {
+                "role": "function",
+                "name": call.name,
+                "content": '{"temperature": 21, "sky": "sunny"}',
+            },
+        ]
+        second = client.chat.completions.create(**with_functions(messages=history)).choices[0]
+    assert second.finish_reason == "stop"
+    assert second.message.content == "It is sunny in Paris, with 21 degrees."
+
+
 @pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
 def test_reasoning_can_be_switched_off(pair: Cluster, name: str) -> None:
     kwargs = {"enable_thinking": False} if name == "enable_thinking" else None

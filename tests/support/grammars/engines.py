@@ -110,11 +110,11 @@ def text_of(tokens: list[int]) -> str:
     from tokenizers import pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    byte_of = _bytes_of_alphabet()
+    byte_of = bytes_of_alphabet()
     return bytes(byte_of[alphabet[token]] for token in tokens if token < 256).decode()
 
 
-def _bytes_of_alphabet() -> dict[str, int]:
+def bytes_of_alphabet() -> dict[str, int]:
     """Inverse of GPT-2's bytes_to_unicode."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

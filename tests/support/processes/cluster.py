@@ -33,6 +33,8 @@ from typing import Any, TypeVar
 import openai
 import psutil
 
+from baton_ops.launch.holdings import is_holding
+
 T = TypeVar("T")
 
 START_SECS = 90.0
@@ -268,18 +270,20 @@ class Cluster:
 
         eventually("a request is answered", answered)
 
+    def holdings(self) -> dict[str, float]:
+        """Gauges of what requests hold that are not zero: pages, pins, requests, rooms and leases of the nodes, and
+        loads of the router."""
+        found = {}
+        for node in self.state["nodes"]:
+            for sample in metrics(node["url"]):
+                state = sample.labels.get("state")
+                if sample.value and is_holding(sample.name.removeprefix("baton_"), state):
+                    found[f"{node['role']} {sample.name}[{state}]"] = sample.value
+        return found | {url: load for url, load in self.loads().items() if load}
+
     def assert_nothing_is_held(self, secs: float = 20.0) -> None:
         """Soon no node holds a page or a request, and the router counts no load."""
-
-        def busy() -> dict[str, float]:
-            found = {}
-            for node in self.state["nodes"]:
-                for sample in metrics(node["url"]):
-                    label = sample.labels.get("state")
-                    is_page = sample.name == "baton_kv_pages" and label in ("held", "in_transfer")
-                    if (is_page or sample.name == "baton_requests") and sample.value:
-                        found[f"{node['role']} {sample.name}[{label}]"] = sample.value
-            return found | {url: load for url, load in self.loads().items() if load}
+        busy = self.holdings
 
         def reported() -> bool:
             pages = [metric(n["url"], "baton_kv_pages", state="free") for n in self.state["nodes"]]

@@ -167,6 +167,44 @@ def test_router_that_refuses_or_is_away_ends_it_with_2(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"/ui/feed": "<html>hello</html>"},
+        {"/ui/feed": 'data: {"nodes": [{"name": "x"}]}\n\n'},
+        {"/ui/feed": 'data: {"nodes": 7}\n\n'},
+        {"/ui/feed": 404, "/workers": '{"status": "ok"}'},
+        {"/ui/feed": 404, "/workers": "hello"},
+    ],
+)
+def test_server_of_another_program_is_no_fleet(
+    answers: dict[str, str | int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with router(answers) as url:
+        assert top.watch_fleet(TopConfig(router=url), HttpClient(), io.StringIO()) == 2
+    assert f"baton top: {url} " in capsys.readouterr().err
+
+
+def test_another_router_at_the_address_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots = [
+        [TopSnapshot("feed", 0, incarnation="a")],
+        [TopSnapshot("feed", 0, incarnation="b")],
+    ]
+
+    def poll(*_: object) -> Iterator[TopSnapshot]:
+        if not snapshots:
+            raise KeyboardInterrupt
+        yield from snapshots.pop(0)
+        raise top.SourceFailed("the router", "the stream ended")
+
+    monkeypatch.setattr(top, "poll_snapshots", poll)
+    monkeypatch.setattr(top, "PERIOD_SECS", 0.0)
+    out = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        top.watch_fleet(TopConfig(router="http://r"), HttpClient(), out)
+    assert out.getvalue().count("another router process answers at http://r") == 1
+
+
 class Screen(io.StringIO):
     """A terminal on which Ctrl-C is pressed after some snapshots."""
 

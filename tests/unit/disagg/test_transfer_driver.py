@@ -275,6 +275,13 @@ def test_mismatch_of_a_prompt_is_not_one_of_the_pair() -> None:
     assert (error.code, error.status) == ("prompt_mismatch", 502)
 
 
+def test_pair_that_damages_pages_is_reported_as_a_pair() -> None:
+    """The router then excludes the two from each other, and neither of them from the others."""
+    error = error_of("QUARANTINED", "several in a row brought damaged pages", retryable=True)
+    assert (error.code, error.status) == ("pair_incompatible", 502)
+    assert error_of("CHECKSUM", "one was damaged", retryable=True).code == "kv_transfer_failed"
+
+
 PULLED_JSON = (
     '{"transport":"shm","pages":3,"bytes":1,"pull_seconds":0.1,"room_seconds":0.1,"retries":0}'
 )

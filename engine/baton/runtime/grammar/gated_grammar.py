@@ -91,8 +91,7 @@ class GatedGrammar(TokenConstraint):
         """Undecided: the grammar refuses the answer so far, which must become a marker."""
         self._optional_ids: list[int] = []
         self._begin_ids = tuple(ids for marker in gate.begins for ids in marker.ids[:1])
-        self._line_start_bans: tuple[int, ...] = ()
-        self._within_line_bans: tuple[int, ...] = ()
+        self._inside_bans: tuple[int, ...] = ()
         if start_grammar is not None:
             self._grammar = start_grammar()
             refused = [
@@ -100,8 +99,7 @@ class GatedGrammar(TokenConstraint):
                 for token in gate.call_ids
                 if not gate.is_ended_by_calls or not self._grammar.accepts(token)
             ]
-            self._line_start_bans = (*vocabulary.eos_token_ids, *refused)
-            self._within_line_bans = (*vocabulary.eos_token_ids, *gate.call_ids)
+            self._inside_bans = (*vocabulary.eos_token_ids, *refused)
         for token in output:
             self.advance(token)
 
@@ -150,9 +148,7 @@ class GatedGrammar(TokenConstraint):
             return ()
         phase = self._tracker.phase
         if phase is ReasoningPhase.INSIDE and self._grammar is not None:
-            is_line_start = self._tracker.is_line_start
-            bans = self._line_start_bans if is_line_start else self._within_line_bans
-            return (*bans, *self._tokens_beyond_ends())
+            return (*self._inside_bans, *self._tokens_beyond_ends())
         second_header = self._tracker.second_header_id
         if second_header is not None:
             return (second_header,)

@@ -4,8 +4,8 @@
         └───────────────────────────┘
 
 * UNDECIDED: white space, and the beginning of a begin marker, decide nothing;
-* INSIDE: ends with an end marker; in answers that may call tools, also with a call's begin marker
-  at the start of a line, which belongs to the answer already. A reasoning that has reached its limit is ended by force;
+* INSIDE: ends with an end marker; in answers that may call tools, also with a call's begin marker,
+  which belongs to the answer already. A reasoning that has reached its limit is ended by force;
   Where the reasoning is messages (gpt-oss), the messages in front of the content are INSIDE, and only the text of
   those with reasoning counts and is ended at the limit;
 * BEHIND: newlines belong to neither side (models write one or two of them). A begin marker begins
@@ -45,8 +45,6 @@ class TokenPlace(enum.Enum):
 class ReasoningTracker:
     def __init__(self, gate: ReasoningGate, token_bytes: Callable[[int], bytes]) -> None:
         self.phase = gate.start
-        self.is_line_start = not gate.is_within_line
-        """Inside: no text stands in the line yet."""
         self.lead_newlines = MAX_LEAD_NEWLINES
         """Behind: so many further newlines are no part of the answer."""
         self.has_overrun = False
@@ -57,8 +55,8 @@ class ReasoningTracker:
         """Undecided: the answer so far."""
         self._head_ids: list[int] = []
         """Undecided: its tokens without white space in front."""
-        self._is_blank = self.is_line_start
-        """Inside: there are only newlines yet."""
+        self._is_blank = not gate.has_text
+        """Inside: there is only white space yet."""
         self._tail = b""
         """Inside: end of the text, where an end marker is looked for."""
         self._recent_ids: list[int] = []
@@ -178,7 +176,6 @@ class ReasoningTracker:
     def _begin_block(self, text: bytes) -> None:
         """`text`: the beginning of the reasoning that came with the marker."""
         self.phase = ReasoningPhase.INSIDE
-        self.is_line_start = True
         self._is_blank = True
         self._tail = b""
         self._recent_ids = []
@@ -219,7 +216,7 @@ class ReasoningTracker:
     def _begins_call(self, token: int) -> bool:
         """True if the token begins a call that ends the reasoning."""
         gate = self._gate
-        return gate.is_ended_by_calls and self.is_line_start and token in gate.call_ids
+        return gate.is_ended_by_calls and token in gate.call_ids
 
     def _ends_with(self, token: int) -> bool:
         """True if the token is the last one of an end marker."""
@@ -233,8 +230,7 @@ class ReasoningTracker:
     def _append_text(self, text: bytes) -> None:
         if not text:
             return
-        self.is_line_start = text.endswith(b"\n")
-        self._is_blank = self._is_blank and not text.strip(b"\n")
+        self._is_blank = self._is_blank and not text.strip()
         if self._end_texts:
             # All but the new text was searched before.
             kept = self._tail[-(self._longest_end_text - 1) :]

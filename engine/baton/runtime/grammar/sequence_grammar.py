@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLMatcher
@@ -23,6 +24,21 @@ from numpy.typing import NDArray
 from baton.runtime.grammar.token_constraint import GrammarState, TokenConstraint
 
 log = logging.getLogger("baton.grammar")
+
+FULL_LEXER = "too many states"
+"""Part of llguidance's message where a lexer has as many states as it may have."""
+
+
+@dataclass(eq=False, slots=True)
+class GrammarLexer:
+    """A matcher at the beginning of its grammar, to be copied for sequences: the copies share its
+    lexer.
+    """
+
+    matcher: LLMatcher
+    copies: int = 0
+    is_full: bool = False
+    """It has no room for another state: every copy that meets one fails."""
 
 
 class SequenceGrammar(TokenConstraint):
@@ -101,6 +117,8 @@ class SequenceGrammar(TokenConstraint):
 
     def _fail(self, reason: str) -> None:
         self.state = GrammarState.FAILED
+        if isinstance(self.lexer, GrammarLexer) and FULL_LEXER in reason:
+            self.lexer.is_full = True
         log.warning("an answer ends, its grammar cannot be followed further: %s", reason)
 
 

@@ -34,9 +34,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from baton.errors import BadRequest, EngineError, GrammarFailed, QueueFull
 from baton.runtime.grammar.gated_grammar import GatedGrammar, GateVocabulary
-from baton.runtime.grammar.limits import COMPILE_LIMIT_SECS
+from baton.runtime.grammar.limits import COMPILE_LIMIT_SECS, RANK_LIMITS
 from baton.runtime.grammar.reasoning_tracker import tokens_of_answer
-from baton.runtime.grammar.sequence_grammar import SequenceGrammar
+from baton.runtime.grammar.sequence_grammar import GrammarLexer, SequenceGrammar
 from baton.runtime.grammar.token_constraint import TokenConstraint
 from baton.runtime.grammar.token_masks import MaskFiller
 from baton.sched.metrics.histogram import Histogram, exponential
@@ -67,16 +67,6 @@ def hash_text(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-@dataclass(eq=False, slots=True)
-class GrammarLexer:
-    """A matcher at the beginning of its grammar, to be copied for sequences: the copies share its
-    lexer.
-    """
-
-    matcher: LLMatcher
-    copies: int = 0
-
-
 class CompiledGrammar:
     """A grammar, with one lexer or several."""
 
@@ -94,9 +84,14 @@ class CompiledGrammar:
     def start_matcher(self) -> tuple[LLMatcher, GrammarLexer]:
         """A matcher for one sequence, of the lexer with the fewest copies so far."""
         with self._lock:
-            lexer = min(self._lexers, key=lambda lexer: lexer.copies)
+            lexer = min(self._lexers, key=lambda lexer: (lexer.is_full, lexer.copies))
             lexer.copies += 1
             return lexer.matcher.deep_copy(), lexer
+
+    @property
+    def is_full(self) -> bool:
+        """All of its lexers are full: new answers need another one."""
+        return all(lexer.is_full for lexer in self._lexers)
 
     def count_accepted(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, the first of an answer, the grammar accepts."""
@@ -273,8 +268,13 @@ class GrammarStore:
     def _find_kept(self, key: bytes) -> CompiledGrammar | None:
         with self._kept_lock:
             compiled = self._kept.get(key)
-            if compiled is not None:
-                self._kept.move_to_end(key)
+            if compiled is None:
+                return None
+            if compiled.is_full:  # it is compiled again, or later answers fail like those before
+                self._kept.pop(key)
+                self._kept_chars -= len(compiled.text)
+                return None
+            self._kept.move_to_end(key)
             return compiled
 
     def _forget_waiting(self, key: bytes) -> None:
@@ -358,7 +358,7 @@ class GrammarStore:
     def _compile(self, text: str) -> LLMatcher | EngineError:
         """Compile a grammar and fill its first mask, which takes longer than later ones."""
         try:
-            limits = LLParserLimits(verbose_errors=False)
+            limits = LLParserLimits(verbose_errors=False, **RANK_LIMITS)
             matcher = LLMatcher(self._trie, text, log_level=0, limits=limits)
             if not matcher.is_error():
                 matcher.compute_bitmask()

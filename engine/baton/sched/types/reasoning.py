@@ -44,14 +44,14 @@ class ReasoningGate:
 
     start: ReasoningPhase
     """Phase in which the answer begins."""
-    is_within_line: bool = False
-    """The answer begins within a line of the reasoning."""
+    has_text: bool = False
+    """The reasoning in which the answer begins has text in the prompt."""
     begins: tuple[ReasoningMarker, ...] = ()
     ends: tuple[ReasoningMarker, ...] = ()
     call_ids: tuple[int, ...] = ()
     """Tokens that begin a call."""
     is_ended_by_calls: bool = False
-    """A call at the start of a line ends the reasoning: its end marker was forgotten."""
+    """A call ends the reasoning: its end marker was forgotten."""
     budget: int | None = None
     """Most tokens of the reasoning, its markers not counted; None: no limit."""
     message: ReasoningMessage | None = None

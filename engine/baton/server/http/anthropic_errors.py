@@ -12,9 +12,13 @@ from baton.server.text.native import native_extension
 
 MESSAGES_PATH = "/v1/messages"
 COUNT_TOKENS_PATH = "/v1/messages/count_tokens"
-ANTHROPIC_PATHS = frozenset({MESSAGES_PATH, COUNT_TOKENS_PATH})
 _LIMIT = re.compile(r"maximum context length is (\d+) tokens")
 _SIZE = re.compile(r"the prompt has (?:\d+ characters, at least )?(\d+)(?: tokens|;| and)")
+
+
+def is_anthropic_path(path: str) -> bool:
+    """True for /v1/messages and all below it, paths that this server does not have included."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def anthropic_error_response(err: EngineError, request_id: str) -> web.Response:

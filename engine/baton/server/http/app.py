@@ -29,10 +29,10 @@ from baton.sched.types.request import SamplingParams
 from baton.server import fields
 from baton.server.http import tracer
 from baton.server.http.anthropic_errors import (
-    ANTHROPIC_PATHS,
     COUNT_TOKENS_PATH,
     MESSAGES_PATH,
     anthropic_error_response,
+    is_anthropic_path,
 )
 from baton.server.http.body_decoder import BodyDecoder
 from baton.server.http.dialect_paths import (
@@ -63,7 +63,7 @@ from baton.server.http.translation import RequestTranslator
 from baton.server.observability import diagnosis, load_report
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
-from baton.server.request.grammar.reader import grammar_fingerprint
+from baton.server.request.grammar.checks.reader import grammar_fingerprint
 from baton.server.request.prompt.items import PromptItem
 from baton.server.request.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.request.text_rules import TextRules
@@ -440,11 +440,15 @@ class HttpServer:
         """POST: refuse new requests and finish the others. GET: what is left of them."""
         if request.method == "POST":
             self.lifecycle.begin_drain()
-        return json_response(await self.lifecycle.report())
+        return await self._drain_report()
 
     async def undrain(self, request: web.Request) -> web.Response:
         self.lifecycle.end_drain()
-        return json_response(await self.lifecycle.report())
+        return await self._drain_report()
+
+    async def _drain_report(self) -> web.Response:
+        report = await self.lifecycle.report()
+        return json_response({**report, "incarnation": self.incarnation})
 
     async def flush_cache(self, request: web.Request) -> web.Response:
         return json_response({"success": True, "ranks": await self._ask_all(FlushCache())})
@@ -663,7 +667,7 @@ class HttpServer:
 
 def _error_response(request: web.Request, err: errors.EngineError) -> web.Response:
     """The error in the form of the request's API."""
-    if canonical_path(request) in ANTHROPIC_PATHS:
+    if is_anthropic_path(canonical_path(request)):
         return anthropic_error_response(err, request[REQUEST_ID])
     return error_response(err)
 
@@ -678,5 +682,5 @@ def _no_such_request(rid: str) -> errors.NotFound:
 async def _common_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
     response.headers["server"] = "baton"
     response.headers["x-request-id"] = request[REQUEST_ID]
-    if canonical_path(request) in ANTHROPIC_PATHS:
+    if is_anthropic_path(canonical_path(request)):
         response.headers["request-id"] = request[REQUEST_ID]

@@ -178,7 +178,12 @@ class _Launcher:
                 "ready after %.1f s: %s serves %s", time.monotonic() - started, url, facts.name
             )
             port = None if bootstrap is None else bootstrap.port
-            ready = {"url": url, "pid": os.getpid(), "bootstrap_port": port}
+            ready = {
+                "url": url,
+                "pid": os.getpid(),
+                "bootstrap_port": port,
+                "incarnation": front.incarnation,
+            }
             logs.announce_ready(self._config.log_format, ready)
             return await self._serve_until_end(front, ranks)
 

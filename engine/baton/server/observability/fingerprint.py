@@ -11,6 +11,8 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from baton.config.files import is_given, read_regular_file
+from baton.models.weight_files import refuse_unreadable
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.native import load_or_refuse, native_extension
 
@@ -35,17 +37,17 @@ def _short(*parts: bytes) -> str:
 def tokenizer_hash(path: Path) -> str:
     """Hash of the files that decide which text is which ids, as far as the directory has them, and of the tokens
     that its other files add to tokenizer.json."""
-    files = [path / name for name in TOKENIZER_FILES]
+    files = [path / name for name in TOKENIZER_FILES if is_given(path / name)]
     added_token_parts = load_or_refuse(native_extension().TokenizerFiles, path).added_token_parts
     return _short(
-        *(
-            part
-            for file in files
-            if file.is_file()
-            for part in (file.name.encode(), file.read_bytes())
-        ),
+        *(part for file in files for part in (file.name.encode(), _content(file))),
         *added_token_parts,
     )
+
+
+def _content(file: Path) -> bytes:
+    with refuse_unreadable(file):
+        return read_regular_file(file)
 
 
 def fingerprint(

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.server.request.schema import ChatCompletionRequest, SamplingFields
-from baton.server.request.tools import CallableTool, ChoiceMode, ToolChoice, count_calls
+from baton.server.request.tools import (
+    CallableTool,
+    ChoiceMode,
+    ToolChoice,
+    allows_parallel_calls,
+    count_calls,
+    has_functions,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class ReadingRules:
     """Tools that the answer may call; empty: calls are not read."""
     is_named_choice: bool = False
     """The client chose the one tool by its name: a complete call ends the answer with `stop`."""
+    is_function_call: bool = False
+    """The request has `functions`, of OpenAI's older API: the answer has `function_call`."""
     calls_before: int = 0
     """Tool calls in the conversation before the answer."""
     parallel_tool_calls: bool = True
@@ -70,7 +79,8 @@ def read_reading_rules(
         tools=tools.tools,
         is_named_choice=tools.mode is ChoiceMode.NAMED,
         calls_before=count_calls(request.messages) if tools.tools else 0,
-        parallel_tool_calls=request.parallel_tool_calls is not False,
+        is_function_call=has_functions(request),
+        parallel_tool_calls=allows_parallel_calls(request),
         separate_reasoning=request.separate_reasoning is not False,
         stream_reasoning=request.stream_reasoning is not False,
         include_reasoning=request.include_reasoning is not False,

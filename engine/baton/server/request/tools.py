@@ -106,6 +106,16 @@ def count_calls(messages: Any) -> int:
     return sum(len(each.tool_calls) for each in found if type(each.tool_calls) is list)
 
 
+def has_functions(request: ChatCompletionRequest) -> bool:
+    """True if the tools come under their older name: then the call does, too."""
+    return request.tools is None and bool(request.functions)
+
+
+def allows_parallel_calls(request: ChatCompletionRequest) -> bool:
+    """True if an answer may have several calls: a message has one `function_call`."""
+    return request.parallel_tool_calls is not False and not has_functions(request)
+
+
 def _list_functions(request: ChatCompletionRequest) -> list[tuple[Mapping[str, Any], str]]:
     """Each function with its place in the body."""
     if request.tools is None:

@@ -31,9 +31,9 @@ from baton.sched.types.request import SamplingParams
 from baton.server import fields
 from baton.server.fields import bad, first
 from baton.server.request import schema, unsupported_fields
+from baton.server.request.grammar.checks.reader import GrammarReader
 from baton.server.request.grammar.constraint import GrammarFields, NativeGrammarFields
 from baton.server.request.grammar.markers import marker_tokens
-from baton.server.request.grammar.reader import GrammarReader
 from baton.server.request.grammar.request_grammar import NO_GRAMMAR, RequestGrammar
 from baton.server.request.prompt.forms import is_batch, prompt_list, require_value
 from baton.server.request.prompt.items import PromptItem, resumed_item
@@ -72,7 +72,7 @@ from baton.server.request.token_ids import (
     refuse_other_tokenizer,
     rows_of_ids,
 )
-from baton.server.request.tools import ToolChoice, read_tools
+from baton.server.request.tools import ToolChoice, allows_parallel_calls, read_tools
 from baton.server.text.answer_format import AnswerFormat, load_answer_format
 from baton.server.text.chat_template import ChatTemplate, encode_chat_fields
 from baton.server.text.model_info import ModelFacts
@@ -552,7 +552,7 @@ class RequestValidator:
         tools: ToolChoice,
     ) -> _Common:
         """The request with the grammar of an answer that may call `tools`, where there is one."""
-        is_parallel = _value_or(request.parallel_tool_calls, True)
+        is_parallel = allows_parallel_calls(request)
         family = self._format.tool_parser
         grammar = await self.grammars.read_with_tools(body, tools, family, is_parallel=is_parallel)
         return _constrained(common, grammar)

@@ -79,6 +79,8 @@ class ReadingSpec(msgspec.Struct):
     """Member that holds the reasoning: reasoning_content, reasoning or both."""
     is_named_choice: bool = False
     """A complete call ends the answer with `stop`, not with `tool_calls`."""
+    is_function_call: bool = False
+    """The call is `function_call` of the message, as in OpenAI's older API."""
 
 
 class AnswerSpec(msgspec.Struct):

@@ -206,6 +206,7 @@ class Generation:
         return ReadingSpec(
             tools=encode_exact([_signature(tool) for tool in rules.tools]).decode(),
             is_named_choice=rules.is_named_choice,
+            is_function_call=rules.is_function_call,
             calls_before=rules.calls_before,
             parallel_tool_calls=rules.parallel_tool_calls,
             separate_reasoning=rules.separate_reasoning,

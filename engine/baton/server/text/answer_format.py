@@ -50,12 +50,12 @@ class AnswerFormat:
     def reasoning_start(
         self, tokenizer: Tokenizer, prompt_end: array[int]
     ) -> tuple[ReasoningPhase, bool]:
-        """Phase in which the answer to a prompt begins, and True within a line of its reasoning."""
+        """Phase in which the answer to a prompt begins, and True if its reasoning has text there."""
         start = self.native.reasoning_start(tokenizer.native, prompt_end)
         if start is None:
             return ReasoningPhase.CONTENT, False
-        name, is_within_line = start
-        return ReasoningPhase(name), is_within_line
+        name, has_text = start
+        return ReasoningPhase(name), has_text
 
 
 def load_answer_format(
@@ -70,5 +70,6 @@ def load_answer_format(
         config.reasoning_parser,
         model_type=facts.model_type,
         renders_tools=facts.renders_tools,
+        unknown_tool_calls=config.unknown_tool_calls,
     )
     return AnswerFormat(native)

@@ -17,6 +17,7 @@ from typing import Any
 
 import baton
 from baton.config import EngineConfig, uses_four_bytes
+from baton.config.files import is_given, read_regular_file
 from baton.config.simulated import CONTEXT_LENGTH, VOCAB_SIZE
 from baton.errors import ConfigError, ModelNotFound
 from baton.models.config_file import read_generation_config, read_model_config
@@ -67,7 +68,7 @@ def resolve(model_path: str) -> Path:
         path = Path(baton.__path__[0]) / "models" / "demo"
     else:
         path = model_directory("--model-path", model_path)
-    if not (path / "config.json").is_file():
+    if not is_given(path / "config.json"):
         raise ConfigError(
             f"--model-path {model_path}: {path} has no config.json; give a Hugging Face model directory"
         )
@@ -76,24 +77,37 @@ def resolve(model_path: str) -> Path:
 
 def model_directory(flag: str, given: str) -> Path:
     """A directory given as a path, or as an id of the Hugging Face hub. Raises ConfigError when there is none."""
-    path = Path(given).expanduser()
-    if not path.is_dir() and HUB_ID.fullmatch(given):
-        path = _from_hub_cache(flag, given)
-    if not path.is_dir():
+    path = expand_path(flag, given)
+    try:
+        if not path.is_dir() and HUB_ID.fullmatch(given):
+            path = _from_hub_cache(flag, given)
+        is_directory = path.is_dir()
+    except OSError as err:  # a folder above it may not be entered, or the name is too long
+        raise ConfigError(f"{flag} {given[:200]}: {err.strerror}; give another directory") from err
+    if not is_directory:
         raise ConfigError(
             f"{flag} {given}: {path} is not a directory; give a Hugging Face model directory"
         )
     return path
 
 
+def expand_path(flag: str, given: str) -> Path:
+    """The path with ~ replaced. Raises ConfigError for a user who is not there."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as err:
+        raise ConfigError(f"{flag} {given}: {err}; write the path out") from err
+
+
 def _from_hub_cache(flag: str, model_id: str) -> Path:
     """Where `hf download` has put a model. Raises ConfigError when it has not."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    cache = expand_path("HF_HUB_CACHE", os.environ.get("HF_HUB_CACHE", f"{home}/hub"))
     folder = cache / f"models--{model_id.replace('/', '--')}"
     try:
-        return folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
-    except OSError:
+        revision = read_regular_file(folder / "refs" / "main").decode().strip()
+        return folder / "snapshots" / revision
+    except (OSError, UnicodeDecodeError):
         raise ConfigError(
             f"{flag} {model_id}: there is no such directory here, nor such a model in {cache}; to download it: "
             f"hf download {model_id}"
@@ -145,5 +159,5 @@ def load(config: EngineConfig) -> ModelFacts:
 def _tokenizer_files(config: EngineConfig, folder: Path) -> Any:
     """`baton._native.TokenizerFiles` of the tokenizer's folder. Raises ConfigError."""
     template = config.chat_template
-    file = Path(template).expanduser() if template else None
+    file = expand_path("--chat-template", template) if template else None
     return load_or_refuse(native_extension().TokenizerFiles, folder, file)

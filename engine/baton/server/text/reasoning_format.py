@@ -104,12 +104,12 @@ class ReasoningFormat:
         if not self._ends:
             return None
         end = end_of_prompt(prompt, continues_prompt=rules.continues_prompt)
-        phase, is_within_line = self._format.reasoning_start(self._tokenizer, end)
+        phase, has_text = self._format.reasoning_start(self._tokenizer, end)
         if phase is ReasoningPhase.CONTENT:
             return None
         return ReasoningGate(
             start=phase,
-            is_within_line=is_within_line,
+            has_text=has_text,
             begins=self._begins,
             ends=self._ends,
             call_ids=self._call_ids,

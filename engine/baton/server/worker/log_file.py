@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from baton.config.files import refuse_unwritable_kinds
 from baton.errors import ConfigError
 
 log = logging.getLogger("baton.rank")
@@ -44,6 +45,7 @@ class LogFile:
         self._ended = False
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
+            refuse_unwritable_kinds(self._path)
             self._file = self._path.open("w" if must_be_whole else "a", encoding="utf-8")
         except OSError as err:
             raise ConfigError(

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from baton.config import EngineConfig, kv_events
+from baton.config.files import read_regular_file
 from baton.config.flags import flag_name
 from baton.disagg.native_node import TransferRuntime
 from baton.disagg.transfer_driver import (
@@ -39,6 +40,7 @@ from baton.disagg.transfer_driver import (
     TransferNode,
 )
 from baton.errors import ConfigError, EngineError, WrongState
+from baton.models.weight_files import refuse_unreadable
 from baton.runtime.engine_loop import refused_output
 from baton.runtime.grammar.store import GrammarStore
 from baton.runtime.grammar.token_masks import MaskFiller
@@ -449,11 +451,10 @@ def make_grammar_queue(rank_config: RankConfig, vocab_size: int) -> GrammarQueue
     files = rank_config.grammar
     if files is None:
         return GrammarQueue(None, "this engine's model has no tokenizer.json, which grammars need")
-    source = TokenizerSource(
-        Path(files.tokenizer_json).read_text(encoding="utf-8"),
-        files.added_tokens,
-        files.eos_token_ids,
-    )
+    file = Path(files.tokenizer_json)
+    with refuse_unreadable(file):
+        text = read_regular_file(file).decode()
+    source = TokenizerSource(text, files.added_tokens, files.eos_token_ids)
     try:
         trie = build_trie(source, vocab_size)
     except GrammarUnavailable as err:

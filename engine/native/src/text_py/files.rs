@@ -1,9 +1,10 @@
 //! Files of a tokenizer's directory.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
+use baton_router::read_regular_file;
 use baton_text::template::ChatTemplate;
 use baton_text::tokenizer::TokenizerFiles;
 use jiff::Zoned;
@@ -29,8 +30,7 @@ impl PyTokenizerFiles {
     #[pyo3(signature = (dir, chat_template=None))]
     fn new(py: Python<'_>, dir: PathBuf, chat_template: Option<PathBuf>) -> PyResult<Self> {
         py.detach(|| {
-            let read = |path: &Path| std::fs::read(path);
-            let files = TokenizerFiles::read(&read, &dir, chat_template.as_deref())?;
+            let files = TokenizerFiles::read(&read_regular_file, &dir, chat_template.as_deref())?;
             let source = files.chat_template.as_deref();
             let special_tokens = files.added_tokens.special_tokens.clone();
             let template = ChatTemplate::new(source, special_tokens, Zoned::now);

@@ -1,9 +1,11 @@
 //! How a model writes reasoning and tool calls.
 
+use std::str::FromStr;
 use std::sync::Arc;
 
 use baton_text::stream::answer::{AnswerFormat, CheckpointFacts, ParserChoice, detect_format};
 use baton_text::stream::reasoning::{BlockText, ReasoningFamily, ReasoningStart};
+use baton_text::stream::tools::UnknownToolCalls;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -17,10 +19,11 @@ pub struct PyAnswerFormat(pub Arc<AnswerFormat>);
 impl PyAnswerFormat {
     /// `template`: source of the chat template, if there is one. The parsers are names, `auto` or
     /// `none`. `model_type`: of config.json, for templates that name no format; `renders_tools`:
-    /// tools reach the prompt. Raises ValueError for a name that there is not.
+    /// tools reach the prompt; `unknown_tool_calls`: text or forward. Raises ValueError for a name that there is not.
     #[new]
     #[pyo3(signature = (
-        template, tokenizer, tool_parser, reasoning_parser, *, model_type="", renders_tools=false
+        template, tokenizer, tool_parser, reasoning_parser, *, model_type="", renders_tools=false,
+        unknown_tool_calls="text"
     ))]
     fn new(
         template: Option<&str>,
@@ -29,7 +32,10 @@ impl PyAnswerFormat {
         reasoning_parser: &str,
         model_type: &str,
         renders_tools: bool,
+        unknown_tool_calls: &str,
     ) -> PyResult<Self> {
+        let unknown_calls = UnknownToolCalls::from_str(unknown_tool_calls)
+            .map_err(|_| PyValueError::new_err(format!("{unknown_tool_calls}: text or forward")))?;
         let choice = ParserChoice {
             tool_parser,
             reasoning_parser,
@@ -40,7 +46,8 @@ impl PyAnswerFormat {
             model_type,
         };
         let format = detect_format(choice, checkpoint, &*tokenizer.0);
-        Ok(Self(Arc::new(format.map_err(PyValueError::new_err)?)))
+        let format = format.map_err(PyValueError::new_err)?;
+        Ok(Self(Arc::new(format.with_unknown_calls(unknown_calls))))
     }
 
     /// Name of the format of tool calls; None: there is none.
@@ -84,7 +91,7 @@ impl PyAnswerFormat {
         self.0.reasoning()?.content_header()
     }
 
-    /// State in which the answer to a prompt begins, and True within a line of its reasoning; None:
+    /// State in which the answer to a prompt begins, and True if its reasoning has text there; None:
     /// the model's reasoning is not read between markers.
     fn reasoning_start(
         &self,
@@ -92,8 +99,8 @@ impl PyAnswerFormat {
         prompt: Vec<u32>,
     ) -> Option<(&'static str, bool)> {
         let start = self.0.reasoning_start(&prompt, &*tokenizer.0)?;
-        let is_within_line = start == ReasoningStart::Inside(BlockText::PartialLine);
-        Some((start.into(), is_within_line))
+        let has_text = start == ReasoningStart::Inside(BlockText::Begun);
+        Some((start.into(), has_text))
     }
 
     /// All that decides how answers are read.

@@ -196,7 +196,7 @@ impl RunningAnswer {
                 choice.has_delta = true; // another choice brings them
                 continue;
             }
-            if output.has_parts && !output.is_ready(&self.head) {
+            if output.has_parts && !output.is_ready(&self.head, &*self.writer) {
                 choice.has_delta = true; // its tokens count as sent once their parts are
                 continue;
             }
@@ -254,6 +254,7 @@ fn new_head(spec: &mut AnswerSpec, reading: Option<&SharedReading<'_>>) -> Answe
         call_ids: reading
             .as_ref()
             .map_or_else(Default::default, |r| r.call_ids),
+        is_function_call: reading.is_some_and(|r| r.is_function_call),
         arrived: spec.arrived,
         is_limited_by_context: spec.is_limited_by_context,
         facts: std::mem::take(&mut spec.facts),
@@ -333,6 +334,7 @@ struct SharedReading<'a> {
     gathers: bool,
     includes: bool,
     is_named_choice: bool,
+    is_function_call: bool,
     call_ids: CallIdForm,
 }
 
@@ -356,6 +358,7 @@ impl<'a> SharedReading<'a> {
             gathers: !spec.stream_reasoning,
             includes: spec.include_reasoning,
             is_named_choice: spec.is_named_choice,
+            is_function_call: spec.is_function_call,
             call_ids,
         }
     }

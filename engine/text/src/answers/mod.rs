@@ -20,6 +20,10 @@ mod token_batch;
 #[allow(clippy::unwrap_used)]
 mod tests;
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod held_token_tests;
+
 pub use crate::dialect::write::AnswerCounts;
 pub use gap_histogram::GapHistogram;
 pub use spec::{AnswerSpec, ChoiceSpec};

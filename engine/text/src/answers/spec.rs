@@ -89,6 +89,9 @@ pub struct ReadingSpec {
     /// Tool calls in the conversation before the answer.
     pub calls_before: usize,
     pub parallel_tool_calls: bool,
+    /// The answer has its call as OpenAI's older API has it: the request has `functions`.
+    #[serde(default)]
+    pub is_function_call: bool,
     pub separate_reasoning: bool,
     pub stream_reasoning: bool,
     pub include_reasoning: bool,
@@ -136,6 +139,7 @@ impl Default for ReadingSpec {
             is_named_choice: false,
             calls_before: 0,
             parallel_tool_calls: true,
+            is_function_call: false,
             separate_reasoning: true,
             stream_reasoning: true,
             include_reasoning: true,

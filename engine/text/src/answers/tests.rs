@@ -12,7 +12,7 @@ use crate::stream::answer::AnswerFormat;
 use crate::tokenizer::{FourByteTokenizer, TokenDecoder};
 
 const WORDS: [&str; 8] = ["", "<end>", "the", " relay", " ", "\"a\n", "é", "😀"];
-const END: u32 = 1;
+pub const END: u32 = 1;
 const PANICS: u32 = 99;
 
 /// Token i is `WORDS[i]`; 0 has no text, 1 is special.
@@ -45,12 +45,13 @@ impl TokenDecoder for WordDecoder {
 
 /// A row as ranks encode it.
 #[derive(Clone, Serialize)]
-struct Row(
+pub struct Row(
     u64,
     Vec<u32>,
     Option<u8>,
     u64,
-    Option<()>,
+    /// Logprob of the token, and its alternatives.
+    pub Option<(f64, Vec<u32>, Vec<f64>)>,
     Option<(String, String)>,
     Option<u64>,
     Option<()>,
@@ -63,11 +64,11 @@ struct Message {
     rows: Vec<Row>,
 }
 
-fn row(handle: u64, tokens: &[u32], finish: Option<u8>) -> Row {
+pub fn row(handle: u64, tokens: &[u32], finish: Option<u8>) -> Row {
     Row(handle, tokens.to_vec(), finish, 3, None, None, None, None)
 }
 
-fn spec(dialect: &str, handles: &[u64], more: Value) -> AnswerSpec {
+pub fn spec(dialect: &str, handles: &[u64], more: Value) -> AnswerSpec {
     let choice = |handle: &u64| {
         json!({
             "handle": handle, "counts_prompt": *handle == handles[0], "prompt_tokens": 5,
@@ -93,7 +94,7 @@ fn table() -> AnswerTable {
     AnswerTable::new(Arc::new(WordDecoder), Arc::new(format), vec![0.5, 1.0])
 }
 
-fn feed(table: &mut AnswerTable, rows: &[Row], now: f64) -> FedBatch {
+pub fn feed(table: &mut AnswerTable, rows: &[Row], now: f64) -> FedBatch {
     let message = Message {
         r#type: "tokens",
         dp_rank: 0,
@@ -103,13 +104,13 @@ fn feed(table: &mut AnswerTable, rows: &[Row], now: f64) -> FedBatch {
     table.feed(&packed, now).unwrap().unwrap()
 }
 
-fn text_of(fed: &FedBatch) -> String {
+pub fn text_of(fed: &FedBatch) -> String {
     let chunks = fed.chunks.iter().flat_map(|(_, chunk)| chunk.clone());
     String::from_utf8(chunks.collect()).unwrap()
 }
 
 /// The data of a stream's events.
-fn events_of(stream: &str) -> Vec<Value> {
+pub fn events_of(stream: &str) -> Vec<Value> {
     let data = stream.split("\n\n").filter_map(|event| {
         let data = event.lines().find_map(|line| line.strip_prefix("data: "))?;
         (data != "[DONE]").then(|| serde_json::from_str(data).unwrap())

@@ -223,6 +223,13 @@ impl Dialect {
         Self::ALL.into_iter().find(|dialect| dialect.path() == path)
     }
 
+    /// True for the paths of Anthropic's API, those that this server does not have included:
+    /// `/v1/messages` and all below it.
+    pub fn is_anthropic_path(path: &str) -> bool {
+        let below = path.strip_prefix(Self::Messages.path());
+        below.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+    }
+
     #[inline]
     pub const fn path(self) -> &'static str {
         self.fields().path
@@ -255,6 +262,16 @@ mod path_tests {
             assert_eq!(Dialect::without_prefix(&id), "abc");
         }
         assert_eq!(Dialect::of_path("/v1/embeddings"), None);
+        for (path, is_anthropic) in [
+            ("/v1/messages", true),
+            ("/v1/messages/", true),
+            ("/v1/messages/count_tokens", true),
+            ("/v1/messages/batches/x/results", true),
+            ("/v1/messages2", false),
+            ("/v1/models", false),
+        ] {
+            assert_eq!(Dialect::is_anthropic_path(path), is_anthropic, "{path}");
+        }
         assert_eq!(Dialect::without_prefix("abc"), "abc");
     }
 }

@@ -39,7 +39,7 @@ mod text_stream;
 pub mod tools;
 
 #[cfg(test)]
-mod tests;
+pub mod tests;
 
 pub use text_offsets::TextOffsets;
 pub use text_stream::{FedTokens, TextRules, TextStream};

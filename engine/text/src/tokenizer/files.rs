@@ -17,7 +17,7 @@ use super::added_tokens::{
 };
 use crate::template::TemplateCaps;
 
-/// Reads a file: `std::fs::read`.
+/// Reads a file, as `std::fs::read` does. `NotFound` means an absent file.
 pub type FileReader<'a> = &'a dyn Fn(&Path) -> io::Result<Vec<u8>>;
 
 /// Tokenizer and chat template, as the files of a directory define them.

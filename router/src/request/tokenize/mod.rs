@@ -36,6 +36,7 @@ use tokio::time::{Instant, timeout};
 pub use self::prompt::TokenizeFallback;
 use crate::config::TokenizerFlags;
 use crate::observability::metrics::RouterMetrics;
+use crate::transport::files::read_regular_file;
 
 /// Longest prompt that is tokenized, as it stands in the body: about 250 000 tokens of English,
 /// half a second [bytes].
@@ -267,9 +268,8 @@ fn read_files(config: &TokenizerFlags) -> Result<Option<TokenizerFiles>, String>
              the router then counts characters"
         ));
     }
-    let read = |path: &Path| std::fs::read(path);
     let chat_template = config.chat_template.as_deref().map(Path::new);
-    TokenizerFiles::read(&read, dir, chat_template)
+    TokenizerFiles::read(&read_regular_file, dir, chat_template)
         .map(Some)
         .map_err(|err| format!("{flag} {given}: {err}"))
 }

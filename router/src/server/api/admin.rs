@@ -27,8 +27,15 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 // ---- probes ----
 
-pub async fn live() -> Response {
+/// States no incarnation: a router that another router has as its worker would be described by
+/// it, and its `/get_server_info` is that of an engine.
+pub async fn health() -> Response {
     answer(StatusCode::OK, &json!({"status": "ok"}))
+}
+
+pub async fn live(State(app): SharedApp) -> Response {
+    let body = json!({"status": "ok", "incarnation": app.incarnation});
+    answer(StatusCode::OK, &body)
 }
 
 /// Entry points, for those who open the router's address in a browser or with curl.
@@ -63,6 +70,7 @@ pub async fn ready(State(app): SharedApp) -> Response {
     let mut body = json!({
         "status": if refusal.is_none() { "ready" } else { "not_ready" },
         "serves": missing.is_none(),
+        "incarnation": app.incarnation,
     });
     for role in Role::ALL {
         let (known, ready) = app.fleet.count(role);

@@ -2,7 +2,6 @@
 
 use axum::body::Body;
 use axum::response::Response;
-use baton_text::dialect::Dialect;
 use baton_text::dialect::write::anthropic_error_body;
 use http::{HeaderName, HeaderValue};
 
@@ -12,12 +11,6 @@ use crate::error::ErrorBody;
 pub const COUNT_TOKENS_PATH: &str = "/v1/messages/count_tokens";
 /// Anthropic's name of x-request-id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
-
-pub fn is_anthropic_path(path: &str) -> bool {
-    let is_of_dialect =
-        Dialect::of_path(path).is_some_and(|dialect| dialect.fields().has_anthropic_errors);
-    is_of_dialect || path == COUNT_TOKENS_PATH
-}
 
 /// Gives an error of the router Anthropic's form, and any response the header with the request's id.
 pub fn to_anthropic_form(response: &mut Response, request_id: &HeaderValue) {

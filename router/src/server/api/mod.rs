@@ -31,7 +31,7 @@ use axum::routing::{MethodRouter, any, get, post};
 use baton_text::dialect::Dialect;
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 
-use self::anthropic::{COUNT_TOKENS_PATH, is_anthropic_path, to_anthropic_form};
+use self::anthropic::{COUNT_TOKENS_PATH, to_anthropic_form};
 use self::auth::AccessLevel;
 use self::generate::handler;
 use crate::dispatch::app::AppState;
@@ -108,8 +108,8 @@ fn client_routes() -> RouteGroup {
 /// Routes of probes and of the web page.
 fn open_routes() -> RouteGroup {
     let mut group = RouteGroup::new(AccessLevel::Open);
-    let live = ["/health", "/ping", "/livez", "/liveness"];
-    group.add(&live, get(admin::live));
+    group.add(&["/health", "/ping"], get(admin::health));
+    group.add(&["/livez", "/liveness"], get(admin::live));
     group.add(&["/readyz", "/readiness"], get(admin::ready));
     group.add(&["/metrics"], get(admin::metrics));
     group.add(&["/"], get(admin::index));
@@ -220,7 +220,7 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
     let app = &*state.app;
     let rid = request_id(app, &request);
     let origin = allowed_origin(app, request.headers());
-    let is_anthropic = is_anthropic_path(request.uri().path());
+    let is_anthropic = Dialect::is_anthropic_path(request.uri().path());
     let is_preflight = request.method() == Method::OPTIONS && origin.is_some();
     let path = request.extensions().get::<MatchedPath>().cloned();
     let level = path

@@ -22,6 +22,8 @@ const LISTED_REQUESTS: usize = 16;
 #[derive(Serialize)]
 pub struct FleetSnapshot {
     version: &'static str,
+    /// Id of the router's process.
+    incarnation: String,
     at_unix_ms: u64,
     /// Prefill and decode workers, rather than regular ones.
     is_disaggregated: bool,
@@ -99,6 +101,7 @@ impl FleetSnapshot {
         let pairs = app.pair_traffic.snapshot(is_registered).into_iter();
         Self {
             version: env!("CARGO_PKG_VERSION"),
+            incarnation: app.incarnation.clone(),
             at_unix_ms: unix_time().as_millis() as u64,
             is_disaggregated: app.fleet.is_pd(),
             is_draining: app.is_draining(),

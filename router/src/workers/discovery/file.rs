@@ -16,6 +16,7 @@ use tokio::time::{MissedTickBehavior, interval};
 
 use super::DiscoveryFeed;
 use crate::config::WorkerSpec;
+use crate::transport::files::refuse_other_kinds;
 
 /// Pause between two readings; a change takes effect within two.
 const POLL: Duration = Duration::from_millis(500);
@@ -90,7 +91,8 @@ async fn follow(mut feed: DiscoveryFeed, path: PathBuf, roles: &'static [Role], 
 
 fn read(path: &Path) -> Result<String, String> {
     let mut text = String::new();
-    let read = File::open(path).and_then(|file| file.take(MAX_FILE + 1).read_to_string(&mut text));
+    let opened = refuse_other_kinds(path).and_then(|()| File::open(path));
+    let read = opened.and_then(|file| file.take(MAX_FILE + 1).read_to_string(&mut text));
     read.map_err(|err| {
         format!("cannot be read: {err}; give a readable JSON or YAML list of workers")
     })?;

@@ -289,9 +289,10 @@ def test_state_file_has_exactly_the_agreed_fields(tmp_path: Path) -> None:
     cluster.nodes[0].port, cluster.nodes[0].bootstrap_port = 30000, 8998
     cluster.write_state()
     state = json.loads(path.read_text())
-    assert state["router"] == {"pid": 0, "url": "http://127.0.0.1:8123"}
+    assert state["router"] == {"pid": 0, "url": "http://127.0.0.1:8123", "incarnation": None}
     assert state["nodes"][0] == {
-        "role": "prefill", "pid": 0, "url": "http://127.0.0.1:30000", "bootstrap_port": 8998, "restarts": 0,
+        "role": "prefill", "pid": 0, "url": "http://127.0.0.1:30000", "incarnation": None, "bootstrap_port": 8998,
+        "restarts": 0,
     }  # fmt: skip
     assert state["nodes"][1]["bootstrap_port"] is None
     assert os.listdir(tmp_path) == ["state.json"]

@@ -778,6 +778,68 @@ class AskedClient(HttpClient):
         return HttpAnswer(200, json.dumps(found), "", None)
 
 
+class ScriptedClient(HttpClient):
+    """Answers GET of these URLs with JSON; the other ones refuse."""
+
+    def __init__(self, answers: dict[str, object]) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def get(self, url: str, key: str | None = None) -> HttpAnswer:
+        if url not in self.answers:
+            return HttpAnswer(0, "", "connection refused", None)
+        return HttpAnswer(200, json.dumps(self.answers[url]), "", None)
+
+
+@pytest.mark.parametrize(
+    ("described", "info", "is_other"),
+    [
+        ("a", {"incarnation": "a", "engine": "baton"}, False),
+        (None, {"engine": "baton", "incarnation": "b"}, False),
+        (None, {"random_seed": 7}, False),
+        ("a", {"incarnation": "b", "engine": "baton"}, True),
+        ("a", {"status": "ok"}, True),
+        (None, ["another program"], True),
+    ],
+)
+def test_engine_is_judged_by_the_process_that_the_router_describes(
+    described: str | None, info: object, is_other: bool
+) -> None:
+    listed = (D, {"url": D, "worker_type": "decode", "state": "ready", "incarnation": described})
+    client = ScriptedClient({f"{D}/get_server_info": info})
+    found = fleet_module._read_engine(listed, FleetKeys(None, None), client)
+    assert found.is_other == is_other
+    assert bool(found.info) != is_other
+    results = engines.check_engines_reachable(FleetView([], [found]))
+    assert ("another process answers at" in results[0].sentence) == is_other
+
+
+def test_each_url_has_to_lead_to_one_router() -> None:
+    def view(url: str, alive: str, ready: str) -> RouterView:
+        answers = {f"{url}/workers": {"workers": []}, f"{url}/livez": {"incarnation": alive}}
+        client = ScriptedClient({**answers, f"{url}/readyz": {"incarnation": ready}})
+        return fleet_module.read_router(url, FleetKeys(None, None), client)
+
+    one, same, other = (view(f"http://10.0.0.{i}", *"aa") for i in range(3))
+    other = dataclasses.replace(other, incarnation="b")
+    balanced = view("http://10.0.0.9", "a", "b")
+    sole(routers.check_router_processes(FleetView([one, other], [])), CheckStatus.OK)
+    twice = sole(routers.check_router_processes(FleetView([one, same], [])), CheckStatus.WARN)
+    assert twice.sentence == "http://10.0.0.0, http://10.0.0.1 lead to the same router"
+    several = sole(routers.check_router_processes(FleetView([balanced], [])), CheckStatus.WARN)
+    assert "leads to several processes" in several.sentence
+
+
+def test_outer_address_is_open_only_if_the_router_answers_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "source_address", lambda *_: "10.0.0.7")
+    url = "http://127.0.0.1:8000"
+    for stated, address in (("a", "10.0.0.7:8000"), ("b", None)):
+        client = ScriptedClient({"http://10.0.0.7:8000/livez": {"incarnation": stated}})
+        assert fleet_module._outer_address(url, "a", client) == address
+
+
 def test_more_prefill_nodes_than_one_request_takes_are_asked_for_in_turn() -> None:
     targets = [{"host": "p", "port": port} for port in range(1, 151)]
     client = AskedClient()

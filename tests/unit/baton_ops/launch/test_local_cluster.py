@@ -1,17 +1,31 @@
-"""Lines that `baton up` prints for a first answer."""
+"""Lines that `baton up` prints for a first answer, and how it knows its own processes."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import shlex
-from collections.abc import Awaitable
+import sys
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from baton_ops.launch.local_cluster import PORT_TAKEN, ROUTER_PORT_TRIES, LocalCluster
+from baton_ops.clients.http_client import HttpClient
+from baton_ops.clients.instance import is_answered_by, stated_incarnation, wait_until_well
+from baton_ops.launch.cluster_plan import parse_flags
+from baton_ops.launch.local_cluster import (
+    PORT_TAKEN,
+    ROUTER_PORT_TRIES,
+    LocalCluster,
+    living_cluster,
+)
 from baton_ops.launch.screen import make_greeting
-from baton_ops.launch.supervisor import ChildFailed
+from baton_ops.launch.supervisor import ChildFailed, ChildProcess
+from tests.support.processes.http_server import QuietHandler, serve_requests
 
 URL = "http://127.0.0.1:8000"
 
@@ -99,3 +113,151 @@ def test_other_failures_and_a_port_that_was_asked_for_end_the_start(
     with pytest.raises(ChildFailed):
         started(router, port)
     assert router.starts == starts
+
+
+# ---- another program at the address --------------------------------------------------------------
+
+
+class AnyServer(QuietHandler):
+    """Answers everything with 200, as many programs do."""
+
+    def do_GET(self) -> None:
+        self.answer(b'{"status": "ok", "data": [{"id": "foreign"}]}')
+
+
+@pytest.fixture
+def held_port() -> Iterator[int]:
+    """Port of another program's HTTP server."""
+    with serve_requests(AnyServer) as server:
+        yield server.server_port
+
+
+def router_process(tmp_path: Path, port: int) -> ChildProcess:
+    """Real router of workers that are not there."""
+    argv = [sys.executable, "-m", "baton_ops.cli", "router", "--port", str(port)]
+    argv += ["--host", "127.0.0.1", "--worker-urls", "http://127.0.0.1:1"]
+    return ChildProcess("router", lambda: argv, tmp_path / "router.log", os.environ)
+
+
+def cluster_with(router: ChildProcess, port: int, **flags: Any) -> LocalCluster:
+    cluster = LocalCluster.__new__(LocalCluster)
+    up = SimpleNamespace(port=port, **flags)
+    cluster.plan = SimpleNamespace(up=up, start_timeout_secs=60.0)  # type: ignore[assignment]
+    cluster.router = router
+    cluster.host, cluster.port = "127.0.0.1", port
+    cluster._print_line = lambda _: None  # type: ignore[method-assign]
+    return cluster
+
+
+def test_router_on_a_held_port_ends_the_start_with_its_sentence(
+    tmp_path: Path, held_port: int
+) -> None:
+    """The other program answers 200 all the while: readiness is not its word."""
+    router = router_process(tmp_path, held_port)
+    cluster = cluster_with(router, held_port)
+    with pytest.raises(ChildFailed) as failed:
+        asyncio.run(cluster._start_guarded(router, cluster._start_router_first()))
+    assert failed.value.exit_code == 2
+    assert f"127.0.0.1:{held_port} {PORT_TAKEN}" in str(failed.value)
+
+
+def test_router_whose_address_leads_to_another_program_is_not_ready(
+    tmp_path: Path, held_port: int
+) -> None:
+    """As localhost does where a router got 127.0.0.1 and another program has ::1."""
+
+    async def work() -> None:
+        router = router_process(tmp_path, 0)
+        cluster = cluster_with(router, held_port)
+        try:
+            with pytest.raises(ChildFailed, match="another process answers at") as failed:
+                await cluster._start_router("/readyz")
+            assert failed.value.exit_code == 2
+        finally:
+            await router.stop(10)
+
+    asyncio.run(work())
+
+
+def test_started_router_states_what_its_ready_line_says(tmp_path: Path) -> None:
+    async def work() -> None:
+        router = router_process(tmp_path, 0)
+        try:
+            await router.start()
+            ready = await router.until_ready(60)
+            assert ready["pid"] == router.pid
+            assert ready["incarnation"] == router.incarnation
+            await asyncio.wait_for(
+                wait_until_well(f"{ready['url']}/livez", str(router.incarnation)), 60
+            )
+            client = HttpClient()
+            for path in ("/livez", "/liveness", "/readyz", "/readiness"):
+                stated = stated_incarnation(client.get(ready["url"] + path).text)
+                assert stated == router.incarnation, path
+            for path in ("/health", "/ping"):
+                assert stated_incarnation(client.get(ready["url"] + path).text) is None, path
+            assert await is_answered_by(ready["url"], router.incarnation)
+            assert not await is_answered_by(ready["url"], "0" * 16)
+        finally:
+            await router.stop(10)
+
+    asyncio.run(work())
+
+
+def test_ready_line_of_a_router_that_logs_json_is_an_object(tmp_path: Path) -> None:
+    async def work() -> None:
+        router = router_process(tmp_path, 0)
+        argv = [*router._argv(), "--log-format", "json"]
+        router = ChildProcess("router", lambda: argv, tmp_path / "json.log", os.environ)
+        try:
+            await router.start()
+            ready = await router.until_ready(60)
+            assert ready["incarnation"] == router.incarnation
+        finally:
+            await router.stop(10)
+        assert all(line.startswith('{"') for line in router.log_path.read_text().splitlines())
+
+    asyncio.run(work())
+
+
+def test_state_file_of_a_cluster_that_runs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+
+    async def work() -> None:
+        router = router_process(tmp_path, 0)
+        try:
+            await router.start()
+            ready = await router.until_ready(60)
+            state = {"url": ready["url"], "incarnation": ready["incarnation"]}
+            path.write_text(json.dumps({"router": state}))
+            assert "is that of a cluster that runs" in str(living_cluster(path))
+            state["incarnation"] = "0" * 16
+            path.write_text(json.dumps({"router": state}))
+            assert living_cluster(path) is None, "its port is another cluster's by now"
+        finally:
+            await router.stop(10)
+
+    asyncio.run(work())
+    assert living_cluster(path) is None, "nothing answers any more"
+    for text in ("", "[]", '{"router": 1}'):
+        path.write_text(text)
+        assert living_cluster(path) is None
+    path.unlink()
+    assert living_cluster(path) is None
+    os.mkfifo(path)
+    assert "it is a pipe, not a regular file" in str(living_cluster(path))
+
+
+def test_state_file_that_another_cluster_wrote_stays(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    cluster = LocalCluster(parse_flags(["--state-file", str(path)]), tmp_path, print)
+    cluster.write_state()
+    assert json.loads(path.read_text())["router"]["incarnation"] is None
+    path.write_text("of another cluster")
+    cluster.write_state()
+    asyncio.run(cluster.stop())
+    assert path.read_text() == "of another cluster"
+    path.unlink()
+    cluster.write_state()
+    asyncio.run(cluster.stop())
+    assert not path.exists()

@@ -147,14 +147,14 @@ def test_percentiles_of_buckets_are_those_of_histogram_quantile(
     assert percentile_ms({0.1: 0.0}, share) is None
 
 
-def test_monitor_reads_feed_and_metrics_with_the_key() -> None:
+def test_monitor_reads_feed_and_metrics_of_its_router_with_the_key() -> None:
     keys: list[str] = []
 
     async def feed(request: web.Request) -> web.StreamResponse:
         keys.append(request.headers["authorization"])
         answer = web.StreamResponse()
         await answer.prepare(request)
-        event = b'data: {"queued_requests": 1, "nodes": []}\n\n'
+        event = b'data: {"incarnation": "own", "queued_requests": 1, "nodes": []}\n\n'
         await answer.write(b": keep-alive\n\n" + event + event)
         return answer
 
@@ -167,13 +167,17 @@ def test_monitor_reads_feed_and_metrics_with_the_key() -> None:
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        monitor = TrafficMonitor(f"http://127.0.0.1:{runner.addresses[0][1]}", "secret")
-        running = asyncio.ensure_future(monitor.run())
-        while not monitor.line:
-            await asyncio.sleep(0)
-        running.cancel()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        foreign = TrafficMonitor(url, "secret", lambda: "another")
+        monitor = TrafficMonitor(url, "secret", lambda: "own")
+        for each in (foreign, monitor):
+            running = asyncio.ensure_future(each.run())
+            while not each.line:
+                await asyncio.sleep(0)
+            running.cancel()
         await runner.cleanup()
+        assert foreign.line == f"no state from the router: another process answers at {url}"
         assert monitor.line == "0 running, 1 queued", "no first token since it began to look"
-        assert keys == ["Bearer secret"]
+        assert keys == ["Bearer secret"] * 2
 
     asyncio.run(asyncio.wait_for(work(), 30))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -171,10 +172,14 @@ def test_restarted_child_announces_itself_again(tmp_path: Path) -> None:
     run(work())
 
 
+OWN, FOREIGN = "9f86d081884c7d65", "0" * 16
+
+
 class SilentServer:
     """Accepts connections; answers each with its next status, and from the first None on not at all."""
 
-    def __init__(self, *statuses: int | None) -> None:
+    def __init__(self, *statuses: int | None, incarnation: str = OWN) -> None:
+        self._body = json.dumps({"incarnation": incarnation}).encode()
         self._statuses = list(statuses)
         self.asked = 0
 
@@ -184,7 +189,8 @@ class SilentServer:
             await reader.readuntil(b"\r\n\r\n")
             status = self._statuses.pop(0) if self._statuses else None
             if status is not None:
-                writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: 0\r\n\r\n".encode())
+                head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(self._body)}\r\n\r\n"
+                writer.write(head.encode() + self._body)
                 await writer.drain()
                 return
             await reader.read()  # until the client gives up
@@ -198,8 +204,23 @@ def test_process_that_answers_nothing_is_unresponsive(monkeypatch: pytest.Monkey
         silent = SilentServer(200, 503, None, 200)
         server = await asyncio.start_server(silent.handle, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        await until_unresponsive(lambda: f"http://127.0.0.1:{port}/health", 0.4)
+        await until_unresponsive(lambda: f"http://127.0.0.1:{port}/health", lambda: OWN, 0.4)
         assert silent.asked == 4 + HANG_PROBES
+        server.close()
+
+    run(work())
+
+
+def test_answers_of_another_process_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program may listen at the address of a process that hangs, e.g. on its ::1."""
+    monkeypatch.setattr(supervisor, "HANG_PROBE_PAUSE_SECS", 0.0)
+
+    async def work() -> None:
+        foreign = SilentServer(*[200] * 99, incarnation=FOREIGN)
+        server = await asyncio.start_server(foreign.handle, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        await until_unresponsive(lambda: f"http://127.0.0.1:{port}/health", lambda: OWN, 0.4)
+        assert foreign.asked == HANG_PROBES
         server.close()
 
     run(work())
@@ -220,7 +241,7 @@ def test_refused_connection_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def work() -> None:
         with pytest.raises(StopAsyncIteration):
-            await until_unresponsive(url, 0.4)
+            await until_unresponsive(url, lambda: OWN, 0.4)
 
     run(work())
 

@@ -239,8 +239,8 @@ def test_resumed_tokens_outside_the_grammar_are_refused(
 def test_call_that_the_grammar_begins_with_ends_the_reasoning(
     checkpoint: Path, store: GrammarStore
 ) -> None:
-    """At the start of a line. It is forbidden elsewhere, where the grammar has no calls, and where
-    calls are not read.
+    """Also within a line. It is forbidden where the grammar has no calls, and where calls are not
+    read.
     """
     engine = follow_grammars(make_engine(checkpoint), store)
     grammar = f'start: <[{CALL}]> "ok"'
@@ -249,14 +249,12 @@ def test_call_that_the_grammar_begins_with_ends_the_reasoning(
     called, free, ignored = [
         run_to_end(engine, [request(PROMPT, params)])[0]
         for params in (
-            sampled(
-                1, make_gate(ReasoningPhase.INSIDE, is_within_line=True), grammar, logit_bias=bias
-            ),
+            sampled(1, make_gate(ReasoningPhase.INSIDE, has_text=True), grammar, logit_bias=bias),
             sampled(1, make_gate(ReasoningPhase.INSIDE, budget=9), REGEX, logit_bias=bias),
             sampled(1, unread, grammar, logit_bias=bias),
         )
     ]
-    assert called.tokens == [token_of("\n"), CALL, *tokens_of("ok")]
+    assert called.tokens == [CALL, *tokens_of("ok")]
     assert CALL not in free.tokens
     assert CALL not in ignored.tokens[: 9 + len(FORCED_END)]
     assert ignored.tokens[-3:] == [CALL, *tokens_of("ok")]

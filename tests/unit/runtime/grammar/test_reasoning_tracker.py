@@ -47,16 +47,14 @@ def naive_answer(start: ReasoningPhase, text: str) -> str | None:
         return naive_answer(ReasoningPhase.INSIDE, text[found.end() :])
     if start is ReasoningPhase.INSIDE:
         is_blank = True
-        is_line_start = True
         for place, char in enumerate(text):
             if char == "»":
                 return naive_answer(ReasoningPhase.BEHIND, text[place + 1 :])
-            if char == "☎" and is_line_start:
+            if char == "☎":
                 return text[place:]
             if char == "«" and is_blank:
                 continue
-            is_line_start = char == "\n"
-            is_blank = is_blank and is_line_start
+            is_blank = is_blank and char in " \n"
         return None
     newlines = re.match(r"\n*", text)
     assert newlines is not None

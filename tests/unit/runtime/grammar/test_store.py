@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import select
 from array import array
 from collections import Counter
@@ -13,7 +14,7 @@ import pytest
 from baton.runtime.grammar import store as store_module
 from baton.runtime.grammar import token_masks
 from baton.runtime.grammar.store import GrammarStore
-from baton.runtime.grammar.token_constraint import TokenConstraint
+from baton.runtime.grammar.token_constraint import GrammarState, TokenConstraint
 from baton.sched.types.plan import AdmittedSeq
 from baton.sched.types.request import SamplingParams
 from tests.support.grammars.engines import make_store
@@ -88,3 +89,31 @@ def test_grammar_that_takes_long_to_compile_is_compiled_once(
 ) -> None:
     monkeypatch.setattr(store_module, "COSTLY_COMPILE_SECS", -1.0)
     assert lexer_counts(start_sequences(store, 12)) == [12]
+
+
+def test_grammar_whose_lexer_is_full_is_compiled_again(
+    store: GrammarStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers with one grammar share the states of its lexer, which are limited; later ones go on with others."""
+    limits = {**store_module.RANK_LIMITS, "max_lexer_states": 100}
+    monkeypatch.setattr(store_module, "RANK_LIMITS", limits)
+    text = "start: /[ab]*a[ab]{12}c/"
+    rng = random.Random(1)
+    states = []
+    for handle in range(4):
+        compile_one(store, handle, text)
+        params = SamplingParams(max_new_tokens=9, grammar=text)
+        admitted = AdmittedSeq(
+            slot=0, handle=handle, params=params, prompt_tokens=1, history=array("i", [3])
+        )
+        sequence = store.start_sequence(admitted)
+        assert sequence is not None
+        tokens = 0
+        while tokens < 2000:
+            masks, (is_usable,) = store.filler.fill_masks([sequence])
+            if not is_usable:
+                break
+            sequence.advance(rng.choice(token_masks.allowed_ids(masks[0]).tolist()[:2]))
+            tokens += 1
+        states.append((sequence.state, tokens > 10))
+    assert states == [(GrammarState.FAILED, True)] * 4

@@ -62,7 +62,7 @@ def test_plain_answers_have_no_gate(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "start", "is_within_line"),
+    ("body", "start", "has_text"),
     [
         (SCHEMA, ReasoningPhase.UNDECIDED, False),
         ({**SCHEMA, **OFF}, ReasoningPhase.BEHIND, False),
@@ -75,11 +75,11 @@ def test_plain_answers_have_no_gate(make: Make) -> None:
     ],
 )
 def test_gate_begins_where_the_prompt_ends(
-    make: Make, body: dict[str, Any], start: ReasoningPhase, is_within_line: bool
+    make: Make, body: dict[str, Any], start: ReasoningPhase, has_text: bool
 ) -> None:
     gate = gate_of(chat(make(), **body))
     assert gate is not None
-    assert (gate.start, gate.is_within_line) == (start, is_within_line)
+    assert (gate.start, gate.has_text) == (start, has_text)
     assert [marker.ids for marker in gate.begins] == [(THINK,)]
     assert [marker.ids for marker in gate.ends] == [(THINK_END,)]
     assert gate.call_ids == (CALL,)

@@ -11,9 +11,11 @@ import pytest
 
 from baton.config import build_config
 from baton.errors import ConfigError
+from baton.models import checkpoint, weight_files
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
 from baton_ops.launch import local_cluster
+from tests.support.file_kinds import KINDS, put_kind
 from tests.support.models import tiny_model
 
 
@@ -169,3 +171,88 @@ def test_fingerprint_differs_with_tokenizer_template_and_special_tokens(path: Pa
     prints.append(load(path).tokenizer_fingerprint)
     assert len(set(prints)) == 4
     assert load("demo", simulate="h200-8b").tokenizer_fingerprint == ""
+
+
+# ---- something else in place of a file -----------------------------------------------------------
+
+CHECKPOINT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+"""A safetensors file: the length of its header, and the header."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_files_are_refused_with_their_name(path: Path, kind: str) -> None:
+    """A pipe would be waited for; a link that leads nowhere is a download that went wrong, not an absent file."""
+    for name in CHECKPOINT_FILES:
+        file = path / name
+        kept = file.read_bytes() if file.exists() else None
+        put_kind(file, kind)
+        with pytest.raises(ConfigError) as refused:
+            load(path)
+        assert f"{file}" in refused.value.message, name
+        assert KINDS[kind] in refused.value.message, name
+        shutil.rmtree(file) if kind == "directory" else file.unlink()
+        if kept is not None:
+            file.write_bytes(kept)
+    template = path / "template"
+    put_kind(template, kind)
+    with pytest.raises(ConfigError, match=KINDS[kind]):
+        load(path, chat_template=str(template))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_other_kinds_of_weight_files_are_refused_with_their_name(
+    path: Path, kind: str, name: str
+) -> None:
+    put_kind(path / name, kind)
+    config = build_config({"model_path": str(path)})
+    with pytest.raises(ConfigError, match=KINDS[kind]) as refused:
+        checkpoint.check_checkpoint(config, path)
+    assert str(path / name) in refused.value.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_listed_weight_files_are_refused(path: Path, kind: str) -> None:
+    (path / "a.safetensors").write_bytes(NO_TENSORS)
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    edit(path / "model.safetensors.index.json", **index)
+    put_kind(path / "b.safetensors", kind)
+    config = build_config({"model_path": str(path)})
+    with pytest.raises(ConfigError, match=KINDS[kind]):
+        checkpoint.check_checkpoint(config, path)
+
+
+def test_file_that_vanishes_while_it_is_read_is_a_sentence(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path / "model.safetensors").write_bytes(NO_TENSORS)
+    monkeypatch.setattr(weight_files, "refuse_other_kinds", lambda file: file.unlink())
+    config = build_config({"model_path": str(path)})
+    with pytest.raises(ConfigError, match=r"model.safetensors cannot be read: No such file"):
+        checkpoint.check_checkpoint(config, path)
+
+
+def test_path_that_cannot_be_looked_up_is_a_sentence() -> None:
+    for flag in ("model_path", "tokenizer_path"):
+        with pytest.raises(ConfigError, match="File name too long"):
+            load("demo", **{flag: "x" * 5000})
+        with pytest.raises(ConfigError, match="write the path out"):
+            load("demo", **{flag: "~no-such-user/model"})
+
+
+def test_deeply_nested_json_is_a_sentence(path: Path) -> None:
+    (path / "generation_config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        load(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from array import array
 
 import pytest
@@ -23,19 +24,44 @@ from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.messages import TokenBatch, encoder
 from tests.support.models.streamed_text import HANDLE, stream_spec
 
-PIECES = ("<think>", "</think>", "<tool_call>", "\n", "a", " ", "<", "Hello")
+TEXTS = ("<think>", "</think>", "\n", "a", " ", "<", "Hello")
+"""Pieces of answers beside the markers of calls."""
+CALL_MARKERS: dict[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "glm47": ("<tool_call>", "<arg_key>", "</tool_call>"),
+    "kimi_k2": ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),  # noqa: RUF001
+}
 PROMPTS = ("", "<think>\n", "<think>\n\n</think>\n\n", "<think>\nso", "</think>", "</think>x")
 """Ends of prompts behind the assistant's header."""
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(model_info.resolve("demo"))
+@pytest.fixture(scope="module", params=CALL_MARKERS)
+def tool_parser(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def answer_format(tokenizer: Tokenizer) -> AnswerFormat:
-    config = build_config({"model_path": "demo"})
+def tokenizer(tool_parser: str, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The demo model's, with the markers of a format as tokens."""
+    folder = tmp_path_factory.mktemp(tool_parser)
+    shutil.copytree(model_info.resolve("demo"), folder, dirs_exist_ok=True)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    added = tokenizer["added_tokens"]
+    known = {token["content"] for token in added}
+    next_id = 1 + max(*(token["id"] for token in added), *tokenizer["model"]["vocab"].values())
+    for marker in CALL_MARKERS[tool_parser]:
+        if marker not in known:
+            added.append({**added[-1], "id": next_id, "content": marker})
+            next_id += 1
+    file.write_text(json.dumps(tokenizer))
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def answer_format(tool_parser: str, tokenizer: Tokenizer) -> AnswerFormat:
+    config = build_config({"model_path": "demo", "tool_parser": tool_parser})
     return load_answer_format(config, model_info.load(config), tokenizer)
 
 
@@ -63,19 +89,22 @@ def read_answer(
 
 @pytest.mark.parametrize("has_tools", [False, True])
 @pytest.mark.parametrize("prompt", PROMPTS)
-@given(pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=10))
-@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
 def test_rank_and_text_layer_find_the_same_end(
+    tool_parser: str,
     tokenizer: Tokenizer,
     answer_format: AnswerFormat,
     prompt: str,
     has_tools: bool,
-    pieces: list[str],
+    data: st.DataObject,
 ) -> None:
+    known_pieces = (*TEXTS, *CALL_MARKERS[tool_parser])
+    pieces = data.draw(st.lists(st.sampled_from(known_pieces), min_size=1, max_size=10))
     text = "".join((prompt, *pieces))
     assume("\n\n\n<think>" not in text)  # more newlines than the rank leaves between two blocks
     prompt_ids = array("i", tokenizer.encode(f"<|assistant|>{prompt}", add_special_tokens=False))
-    ids = {piece: tokenizer.encode(piece, add_special_tokens=False)[0] for piece in PIECES}
+    ids = {piece: tokenizer.encode(piece, add_special_tokens=False)[0] for piece in known_pieces}
     tokens = [ids[piece] for piece in pieces]
     reasoning = ReasoningFormat(answer_format, tokenizer, tokenizer.vocab_size, has_grammars=True)
     rules = ReasoningRules(is_read=True, has_tools=has_tools, budget=100)
@@ -91,3 +120,29 @@ def test_rank_and_text_layer_find_the_same_end(
                 counted = place
     tools = '[{"name": "f", "parameters": {}}]' if has_tools else "[]"
     assert read_answer(tokenizer, answer_format, prompt_ids, tokens, tools) == counted
+
+
+ENDING_MARKERS: dict[str, set[str]] = {
+    "hermes": {"<tool_call>"},
+    "glm47": {"<tool_call>"},
+    "kimi_k2": {"<|tool_calls_section_begin|>", "<|tool_call_begin|>"},
+    "deepseek_v31": set(),
+}
+"""vLLM and SGLang end a reasoning at these tokens, llama.cpp at both of Kimi K2."""
+
+
+def test_call_within_a_line_ends_a_reasoning(
+    tool_parser: str, tokenizer: Tokenizer, answer_format: AnswerFormat
+) -> None:
+    reasoning = ReasoningFormat(answer_format, tokenizer, tokenizer.vocab_size, has_grammars=True)
+    prompt = array("i", tokenizer.encode("<|assistant|><think>", add_special_tokens=False))
+    gate = reasoning.make_gate(prompt, ReasoningRules(is_read=True, has_tools=True, budget=100))
+    assert gate is not None
+    found = set()
+    for marker in CALL_MARKERS[tool_parser]:
+        tracker = ReasoningTracker(gate, tokenizer.token_bytes)
+        for token in tokenizer.encode(f"Let me look it up.{marker}", add_special_tokens=False):
+            tracker.advance(token)
+        if tracker.phase is ReasoningPhase.CONTENT:
+            found.add(marker)
+    assert found == ENDING_MARKERS[tool_parser]

@@ -11,6 +11,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.server.worker import log_file
 from baton.server.worker.log_file import LogFile, path_of_rank
+from tests.support.file_kinds import KINDS, put_kind
 
 
 def test_lines_come_in_order_and_the_log_is_continued(tmp_path: Path) -> None:
@@ -80,6 +81,14 @@ def test_file_that_cannot_be_opened_is_a_mistake_in_the_flags(tmp_path: Path) ->
         ConfigError, match=r"--decision-log .*No such file or directory; give a file in a directory"
     ):
         LogFile("--decision-log", str(tmp_path / "no" / "log"), str, 1)
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "socket", "device"])
+def test_other_kinds_of_files_are_no_logs(tmp_path: Path, kind: str) -> None:
+    """A pipe would be waited for, and a device be renamed when it is full."""
+    put_kind(tmp_path / "log", kind)
+    with pytest.raises(ConfigError, match=KINDS[kind]):
+        LogFile("--schedule-log", str(tmp_path / "log"), str, 1000)
 
 
 def test_each_rank_has_its_own_file() -> None:

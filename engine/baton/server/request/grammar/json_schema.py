@@ -13,15 +13,22 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from baton.runtime.grammar.limits import MAX_ALTERNATIVES
 from baton.server.fields import bad
 from baton.server.request.grammar.constraint import AnswerConstraint
+from baton.server.request.grammar.lark import GrammarText
+from baton.server.request.grammar.schema.empty_parts import without_empty_parts
 from baton.server.request.grammar.schema.exact_numbers import (
-    SUBSCHEMA,
-    SUBSCHEMA_LISTS,
-    SUBSCHEMA_MAPS,
     approximate_schema,
     exact_schema,
     schema_json,
+)
+from baton.server.request.grammar.schema.property_names import without_open_ends
+from baton.server.request.grammar.schema.references import (
+    SUBSCHEMA,
+    SUBSCHEMA_LISTS,
+    SUBSCHEMA_MAPS,
+    objects_of,
 )
 from baton.server.request.grammar.schema.schema_writer import OPTIONS_KEY, write_schema
 
@@ -31,25 +38,31 @@ BOUNDED_WHITESPACE = r"( |\r?\n[ \t]{0,40})"
 UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 
 
-def schema_grammar(constraint: AnswerConstraint, whitespace: str) -> str:
-    """Text of the grammar. Raises BadRequest.
+def schema_grammar(constraint: AnswerConstraint, whitespace: str) -> GrammarText:
+    """The schema as a grammar of its own. Raises BadRequest.
 
     Args:
         whitespace: --structured-whitespace.
     """
     schema = schema_of(constraint)
     options = schema_options(constraint, whitespace)
+    check = _grammar_of(approximate_schema(schema), options, constraint.param)
     written = write_schema(schema, options, constraint.param)
-    return _grammar_of(schema, options, constraint.param) if written is None else written
+    if written is not None:
+        return GrammarText(written, (check,))
+    text = _grammar_of(schema, options, constraint.param)
+    return GrammarText(text, () if check == text else (check,))
 
 
-def schema_check(constraint: AnswerConstraint, whitespace: str) -> str:
-    """The schema as a grammar that llguidance compiles whole, in place of that of `schema_grammar`.
-
-    Its check finds what is wrong with the schema, and names of keywords without effect. Numbers may be others in it.
-    """
-    schema = approximate_schema(schema_of(constraint))
-    return _grammar_of(schema, schema_options(constraint, whitespace), constraint.param)
+def schema_part(constraint: AnswerConstraint, whitespace: str) -> GrammarText:
+    """The schema as the body of a rule. Raises BadRequest."""
+    schema = schema_of(constraint)
+    options = schema_options(constraint, whitespace)
+    check = _grammar_of(approximate_schema(schema), options, constraint.param)
+    written = write_schema(schema, options, constraint.param)
+    if written is None:
+        return GrammarText("%json " + schema_json({**schema, OPTIONS_KEY: options}), (check,))
+    return GrammarText(f"%lark {{\n{written}}}", (check,))
 
 
 def _grammar_of(schema: dict[str, Any], options: Any, param: str) -> str:
@@ -59,20 +72,37 @@ def _grammar_of(schema: dict[str, Any], options: Any, param: str) -> str:
         raise bad(param, f"cannot be read: {str(err)[:100]}") from err
 
 
-def schema_part(constraint: AnswerConstraint, whitespace: str) -> str:
-    """The schema as the body of a rule. Raises BadRequest."""
-    schema = schema_of(constraint)
-    options = schema_options(constraint, whitespace)
-    written = write_schema(schema, options, constraint.param)
-    if written is None:
-        return "%json " + schema_json({**schema, OPTIONS_KEY: options})
-    return f"%lark {{\n{written}}}"
-
-
 def schema_of(constraint: AnswerConstraint) -> dict[str, Any]:
-    """The schema of a constraint as an object, closed where it asks for that. Raises BadRequest."""
-    schema = schema_object(constraint.value, constraint.param)
-    return close_objects(schema) if constraint.is_closed else schema
+    """The schema of a constraint as an object, closed where it asks for that. Raises BadRequest.
+
+    Its numbers are exact, and it has no parts that no answer can complete.
+    """
+    param = constraint.param
+    schema = schema_object(constraint.value, param)
+    if constraint.is_closed:
+        schema = close_objects(schema)
+    refuse_long_enums(schema, param)
+    satisfiable = without_empty_parts(schema)
+    if satisfiable is None:
+        raise bad(
+            param, "has no value: what it requires is excluded, or contains itself without end"
+        )
+    return without_open_ends(satisfiable)
+
+
+def refuse_long_enums(schema: dict[str, Any], param: str) -> None:
+    """Raise BadRequest for lists of values with too many alternatives."""
+    for part in objects_of(schema):
+        values = part.get("enum")
+        if not isinstance(values, list):
+            continue
+        count = sum(isinstance(value, (dict, list)) for value in values)
+        if count > MAX_ALTERNATIVES:
+            raise bad(
+                param,
+                f"has an enum with {count} objects and arrays, at most {MAX_ALTERNATIVES} are accepted; "
+                "list texts or numbers, which have no such limit, or fewer values",
+            )
 
 
 def schema_options(constraint: AnswerConstraint, whitespace: str) -> Any:

@@ -8,6 +8,25 @@ Text is written in strings as JSON writes them.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+
+from baton.server.fields import decode_exact, encode_exact
+
+NO_OPTIONS = "%llguidance {}"
+"""First line of a grammar with llguidance's usual options."""
+NO_FORCING = '%llguidance {"no_forcing": true}'
+SINGLE_SPACE = '%llguidance {"ignore_once": true}'
+"""What `%ignore` names stands at most once between two lexemes."""
+SINGLE_SPACE_NO_FORCING = '%llguidance {"ignore_once": true, "no_forcing": true}'
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarText:
+    """A grammar that is not checked."""
+
+    text: str
+    schemas: tuple[str, ...] = ()
+    """Grammars to be checked with it, for its keywords without effect."""
 
 
 def quote_text(text: str) -> str:
@@ -58,3 +77,21 @@ def _char_text(code: int) -> str:
     if char.isascii() and char.isalnum():
         return char
     return f"\\u{{{code:X}}}"
+
+
+def without_forcing(text: str) -> str:
+    """The same grammar, in which the model may divide text into tokens as it likes.
+
+    Where only one text can follow, llguidance allows the tokens of the tokenizer's own division alone. Of a text that
+    looks like a special token that is this token, which llguidance refuses a moment later: the answer fails.
+    """
+    if text.startswith("{"):
+        grammars = decode_exact(text)
+        inner = grammars["grammars"][0]["name"]
+        outer = {"name": "start", "lark_grammar": f"{NO_FORCING}\nstart: @{inner}\n"}
+        return encode_exact({**grammars, "grammars": [outer, *grammars["grammars"]]}).decode()
+    for options, changed in ((NO_OPTIONS, NO_FORCING), (SINGLE_SPACE, SINGLE_SPACE_NO_FORCING)):
+        if text.startswith(f"{options}\n"):
+            return changed + text.removeprefix(options)
+    # A client's own grammar may state options: they are its own matter.
+    return text if "%llguidance" in text else f"{NO_FORCING}\n{text}"

@@ -13,8 +13,13 @@ from typing import Any
 
 from baton.server.request.grammar.constraint import AnswerConstraint, ConstraintKind
 from baton.server.request.grammar.ebnf.emitter import ebnf_rules
-from baton.server.request.grammar.json_schema import schema_check, schema_part
-from baton.server.request.grammar.lark import escape_regex, quote_text, regex_terminal
+from baton.server.request.grammar.json_schema import schema_part
+from baton.server.request.grammar.lark import (
+    NO_OPTIONS,
+    escape_regex,
+    quote_text,
+    regex_terminal,
+)
 from baton.server.request.grammar.markers import MarkerTokens
 
 FREE_TEXT = r"(.|\n)*"
@@ -54,12 +59,13 @@ class LarkBuilder:
 
     def schema(self, schema: Any, param: str) -> str:
         constraint = AnswerConstraint(ConstraintKind.JSON_SCHEMA, schema, param)
-        self.checked_schemas.append(schema_check(constraint, self.whitespace))
-        return self.constraint(constraint)
+        part = schema_part(constraint, self.whitespace)
+        self.checked_schemas += part.schemas
+        return self.add_rule(part.text, "json")
 
     def constraint(self, constraint: AnswerConstraint) -> str:
         """JSON of a schema, with the options that the constraint states."""
-        return self.add_rule(schema_part(constraint, self.whitespace), "json")
+        return self.add_rule(schema_part(constraint, self.whitespace).text, "json")
 
     def ebnf(self, grammar: str, param: str) -> str:
         """The rules of a grammar in EBNF; returns its root."""
@@ -104,17 +110,8 @@ class LarkBuilder:
         """The whole grammar."""
         excluded = [f"& ~{regex_terminal(regex)}" for regex in self.excluded_text]
         free_text = " ".join([f"/{FREE_TEXT}/", *excluded])
-        fixed = ["%llguidance {}", f"start: {start}", f"FREE_TEXT: {free_text}"]
+        fixed = [NO_OPTIONS, f"start: {start}", f"FREE_TEXT: {free_text}"]
         return "\n".join([*fixed, *self.lines]) + "\n"
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarText:
-    """A grammar that is not checked."""
-
-    text: str
-    schemas: tuple[str, ...] = ()
-    """Grammars to be checked with it, for its keywords without effect."""
 
 
 def _part_text(part: str | int) -> str:

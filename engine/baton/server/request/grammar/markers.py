@@ -6,6 +6,7 @@ ones, nor added ones that look like a tag. A literal is divided at them, and the
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 
@@ -16,6 +17,8 @@ from baton.server.text.tokenizer import Tokenizer
 
 DSML_TOKEN = "\uff5cDSML\uff5c"
 """Token in the tags of `deepseek_v32`, by which the text layer knows them whether it is special or not."""
+LITERAL_SIGNS = re.compile(r"""["\\\s]+""")
+"""Signs between and within the literals of a grammar."""
 
 
 class MarkerTokens:
@@ -54,6 +57,17 @@ class MarkerTokens:
         if position < len(text):
             parts.append(text[position:])
         return parts
+
+    def stand_in(self, text: str) -> bool:
+        """True if the literals of a grammar may write a marker, also in several pieces."""
+        plain = LITERAL_SIGNS.sub("", text)
+        chars = set(plain)
+        return any(
+            LITERAL_SIGNS.sub("", spelling) in plain
+            for marker in self.ids
+            if marker[:1] in chars
+            for spelling in (marker, json.dumps(marker))
+        )
 
     def text_of(self, token_id: int) -> str:
         """Text of a marker token that `split` has returned."""

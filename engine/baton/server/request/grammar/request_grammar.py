@@ -14,19 +14,15 @@ from llguidance import LLMatcher
 
 from baton.errors import BadRequest, EngineError, UnsupportedParameter
 from baton.server.fields import bad
+from baton.server.request.grammar.checks.walk import compile_text, find_dead_end
 from baton.server.request.grammar.constraint import (
     AnswerConstraint,
     ConstraintKind,
     read_constraint,
 )
 from baton.server.request.grammar.ebnf.emitter import ebnf_grammar
-from baton.server.request.grammar.json_schema import (
-    ignored_keywords,
-    schema_check,
-    schema_grammar,
-)
-from baton.server.request.grammar.lark import quote_text
-from baton.server.request.grammar.lark_builder import GrammarText
+from baton.server.request.grammar.json_schema import ignored_keywords, schema_grammar
+from baton.server.request.grammar.lark import GrammarText, quote_text, without_forcing
 from baton.server.request.grammar.markers import MarkerTokens
 from baton.server.request.grammar.structural_tag import structural_grammar
 from baton.server.request.grammar.tool_calls.call_grammar import call_grammar
@@ -126,10 +122,41 @@ def make_grammar(
         if is_error:
             raise refusal(constraint, found[0])
         messages += found
+    refuse_dead_ends(constraint, grammar.text, whitespace)
     # The check knows no tokenizer: it warns of the marker tokens of structural tags.
     warnings = [message for message in messages if "no tokenizer" not in message]
     ignored = ignored_keywords(warnings)
-    return RequestGrammar(grammar.text, tuple(f"{param}:{keyword}" for keyword in ignored))
+    return RequestGrammar(
+        spell_freely(grammar.text, constraint.value, markers),
+        tuple(f"{param}:{keyword}" for keyword in ignored),
+    )
+
+
+def refuse_dead_ends(constraint: AnswerConstraint, text: str, whitespace: str) -> None:
+    """Raise BadRequest for a grammar in which a walk meets a place where an answer could not go on.
+
+    Args:
+        text: the grammar, which llguidance compiles.
+    """
+    if constraint.kind is ConstraintKind.STRUCTURAL_TAG:
+        # Walks are written byte by byte, without the tokens of markers.
+        text = grammar_text(constraint, whitespace, MarkerTokens(dict)).text
+    matcher = compile_text(text)
+    if matcher.is_error():
+        return  # it names tokens of the model
+    dead_end = find_dead_end(matcher, text)
+    if dead_end is not None:
+        raise bad(constraint.param, f"{dead_end.reason}; simplify it")
+
+
+def spell_freely(text: str, value: Any, markers: MarkerTokens) -> str:
+    """The grammar's text, without forced tokens where its literals may hold the text of a marker.
+
+    Args:
+        value: the client's constraint, where there is one.
+    """
+    written = value if isinstance(value, str) else ""
+    return without_forcing(text) if markers.stand_in(text + written) else text
 
 
 def make_call_grammar(
@@ -157,7 +184,7 @@ def make_call_grammar(
         raise bad(
             "tools", f"cannot be enforced together: {short_message(messages[0])}; simplify them"
         )
-    return RequestGrammar(text, tuple(ignored))
+    return RequestGrammar(spell_freely(text, None, markers), tuple(ignored))
 
 
 def refuse_long_text(text: str, param: str) -> None:
@@ -178,9 +205,7 @@ def grammar_text(
     value = constraint.value
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            check = schema_check(constraint, whitespace)
-            text = schema_grammar(constraint, whitespace)
-            return GrammarText(text, () if check == text else (check,))
+            return schema_grammar(constraint, whitespace)
         case ConstraintKind.REGEX:
             return GrammarText(regex_grammar(value, param))
         case ConstraintKind.CHOICE:
@@ -204,7 +229,8 @@ def choice_grammar(choices: list[str], param: str) -> str:
     """The answer is one of the texts."""
     if not choices:
         raise bad(param, "is empty; give at least one text")
-    return "start: " + " | ".join(map(quote_text, choices))
+    # One lexeme: as alternatives of a rule, the matcher takes 2,000 of them at most.
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(quote_text, choices))}"
 
 
 def refusal(constraint: AnswerConstraint, message: str) -> EngineError:

@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
+from llguidance import LLMatcher
 from msgspec import Meta
 
 from baton.errors import UnsupportedParameter
 from baton.server import fields
 from baton.server.fields import bad
+from baton.server.request.grammar.checks.walk import has_no_text
 from baton.server.request.grammar.json_schema import check_depth
-from baton.server.request.grammar.lark import regex_terminal
-from baton.server.request.grammar.lark_builder import GrammarText, LarkBuilder
+from baton.server.request.grammar.lark import GrammarText, regex_terminal
+from baton.server.request.grammar.lark_builder import LarkBuilder
 from baton.server.request.grammar.markers import MarkerTokens
 
 MAX_TAGS = 256
@@ -143,7 +145,10 @@ class FormatReader:
         return self.builder.schema(value.get("json_schema"), f"{param}.json_schema")
 
     def read_regex(self, value: dict[str, Any], param: str) -> str:
-        return regex_terminal(_text_field(value, "pattern", param))
+        pattern = _text_field(value, "pattern", param)
+        if has_no_text(LLMatcher.grammar_from_regex(pattern)):
+            raise bad(f"{param}.pattern", "matches no text")
+        return regex_terminal(pattern)
 
     def read_grammar(self, value: dict[str, Any], param: str) -> str:
         return self.builder.ebnf(_text_field(value, "grammar", param), f"{param}.grammar")

@@ -89,6 +89,14 @@ impl ChatWriter {
                 out.extend_from_slice(b"\"content\":");
                 push_text(out, text);
             }
+            PartMember::CallBegin { name, .. } if self.0.head.is_function_call => {
+                push_function_call(name, "", out);
+            }
+            PartMember::Arguments { text, .. } if self.0.head.is_function_call => {
+                out.extend_from_slice(b"\"function_call\":{\"arguments\":");
+                push_text(out, text);
+                out.push(b'}');
+            }
             PartMember::CallBegin { index, name } => {
                 out.extend_from_slice(b"\"tool_calls\":[{\"index\":");
                 push_number(out, index as u64);
@@ -146,12 +154,12 @@ impl ChatWriter {
             self.push_reasoning(&reasoning, out);
         }
         if has_calls {
-            out.extend_from_slice(b",\"tool_calls\":[");
+            out.push(b',');
             self.push_calls(choice, out);
-            out.push(b']');
         }
     }
 
+    /// Member with the calls of a whole message.
     fn push_calls(&self, choice: &ChoiceOutput, out: &mut Vec<u8>) {
         let mut calls: Vec<(&str, String)> = Vec::new();
         for part in choice.so_far.parts.iter() {
@@ -161,6 +169,12 @@ impl ChatWriter {
                 _ => {}
             }
         }
+        // There is one: the answer ends behind it.
+        if let Some((name, arguments)) = calls.first().filter(|_| self.0.head.is_function_call) {
+            push_function_call(name, arguments, out);
+            return;
+        }
+        out.extend_from_slice(b"\"tool_calls\":[");
         for (index, (name, arguments)) in calls.iter().enumerate() {
             if index > 0 {
                 out.push(b',');
@@ -170,7 +184,17 @@ impl ChatWriter {
             push_text(out, arguments);
             out.extend_from_slice(b"}}");
         }
+        out.push(b']');
     }
+}
+
+/// The call of a message of OpenAI's older API, or its beginning in a stream.
+fn push_function_call(name: &str, arguments: &str, out: &mut Vec<u8>) {
+    out.extend_from_slice(b"\"function_call\":{\"name\":");
+    push_text(out, name);
+    out.extend_from_slice(b",\"arguments\":");
+    push_text(out, arguments);
+    out.push(b'}');
 }
 
 impl AnswerWriter for ChatWriter {
@@ -218,6 +242,11 @@ impl AnswerWriter for ChatWriter {
         }
         self.0.end_event(choice, context, out);
         Some(begin)
+    }
+
+    /// A chat's stream has no event for the end of a call.
+    fn shows_part(&self, part: &AnswerPart) -> bool {
+        !matches!(part, AnswerPart::CallEnd)
     }
 
     fn write_end(&mut self, context: &WriteContext<'_>, out: &mut Vec<u8>) {

@@ -69,6 +69,8 @@ pub struct AnswerHead {
     /// Reasoning is sent once it is complete.
     pub gathers_reasoning: bool,
     pub call_ids: CallIdForm,
+    /// Chat: the call is `function_call` of the message, as in OpenAI's older API.
+    pub is_function_call: bool,
     /// When the request came, on the clock of [`WriteContext::now`] [seconds].
     pub arrived: f64,
     /// The context ends where the answer's limit is, before the limit that the client set.
@@ -189,15 +191,13 @@ pub struct ChoiceOutput {
 
 impl ChoiceOutput {
     /// The delta has parts for the client, or the end.
-    pub fn is_ready(&self, head: &AnswerHead) -> bool {
+    pub fn is_ready(&self, head: &AnswerHead, writer: &dyn AnswerWriter) -> bool {
         let delta = &self.delta;
-        let shows = |part: &AnswerPart| !matches!(part, AnswerPart::Reasoning(_));
-        delta.finish.is_some()
-            || if head.gathers_reasoning {
-                delta.parts.iter().any(shows)
-            } else {
-                !delta.parts.is_empty()
-            }
+        let shows = |part: &AnswerPart| {
+            let is_gathered = head.gathers_reasoning && matches!(part, AnswerPart::Reasoning(_));
+            !is_gathered && writer.shows_part(part)
+        };
+        delta.finish.is_some() || delta.parts.iter().any(shows)
     }
 
     /// Logprobs of the prompt were asked for, and not all of them are here.
@@ -268,6 +268,12 @@ pub trait AnswerWriter: Send + Sync {
         context: &WriteContext<'_>,
         out: &mut Vec<u8>,
     ) -> Option<usize>;
+
+    /// True if an event shows this part. Tokens of other parts wait for the next event, which has
+    /// their ids and logprobs.
+    fn shows_part(&self, _part: &AnswerPart) -> bool {
+        true
+    }
 
     /// Appends the events that stand between the last delta and `[DONE]`.
     fn write_end(&mut self, context: &WriteContext<'_>, out: &mut Vec<u8>);

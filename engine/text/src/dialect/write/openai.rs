@@ -1,7 +1,9 @@
 //! Parts that chat and completion answers share.
 
 use super::json::{push_ids, push_number, push_text};
-use super::{AnswerCounts, AnswerHead, ChoiceOutput, Delta, MatchedStop, WriteContext};
+use super::{
+    AnswerCounts, AnswerHead, ChoiceOutput, Delta, FinishReason, MatchedStop, WriteContext,
+};
 
 /// Parts of every event and answer, made once.
 #[derive(Debug)]
@@ -45,7 +47,7 @@ impl OpenAiHead {
     /// is the value of `logprobs`.
     pub fn end_event(&self, choice: &ChoiceOutput, context: &WriteContext<'_>, out: &mut Vec<u8>) {
         let delta = &choice.delta;
-        push_finish_reason(out, delta);
+        self.push_finish_reason(delta, out);
         if self.head.returns_token_ids {
             out.extend_from_slice(b",\"token_ids\":");
             push_ids(out, &delta.tokens);
@@ -54,6 +56,17 @@ impl OpenAiHead {
             push_matched_stop(out, choice.matched_stop.as_ref());
         }
         self.close_event(context, out);
+    }
+
+    fn push_finish_reason(&self, delta: &Delta, out: &mut Vec<u8>) {
+        out.extend_from_slice(b",\"finish_reason\":");
+        match delta.finish {
+            Some(FinishReason::ToolCalls) if self.head.is_function_call => {
+                push_text(out, "function_call");
+            }
+            Some(reason) => push_text(out, reason.name()),
+            None => out.extend_from_slice(b"null"),
+        }
     }
 
     /// Ends an event with nothing of a delta.
@@ -125,7 +138,7 @@ impl OpenAiHead {
                 choice.so_far.logprobs.get_or_insert_default();
             }
             write_logprobs(choice, out);
-            push_finish_reason(out, &choice.so_far);
+            self.push_finish_reason(&choice.so_far, out);
             push_matched_stop(out, choice.matched_stop.as_ref());
             if self.head.returns_token_ids {
                 out.extend_from_slice(b",\"token_ids\":");
@@ -150,14 +163,6 @@ fn members_before_choices(head: &AnswerHead, object: &str) -> Vec<u8> {
     push_text(&mut out, &head.model);
     out.extend_from_slice(b",\"choices\":");
     out
-}
-
-fn push_finish_reason(out: &mut Vec<u8>, delta: &Delta) {
-    out.extend_from_slice(b",\"finish_reason\":");
-    match delta.finish {
-        Some(reason) => push_text(out, reason.name()),
-        None => out.extend_from_slice(b"null"),
-    }
 }
 
 fn push_matched_stop(out: &mut Vec<u8>, matched: Option<&MatchedStop>) {

@@ -59,11 +59,15 @@ pub fn detect_format(
 }
 
 /// Names that vLLM and SGLang have for formats of tool calls.
-const TOOL_ALIASES: [(&str, ToolFamily); 14] = [
+const TOOL_ALIASES: [(&str, ToolFamily); 18] = [
     ("qwen", ToolFamily::Hermes),
     ("qwen25", ToolFamily::Hermes),
+    ("granite4", ToolFamily::Hermes),
     ("qwen3_xml", ToolFamily::Qwen3Coder),
+    ("mimo", ToolFamily::Qwen3Coder),
+    ("step3p5", ToolFamily::Qwen3Coder),
     ("llama3_json", ToolFamily::Llama3),
+    ("llama4_json", ToolFamily::Llama3),
     ("llama4_pythonic", ToolFamily::Pythonic),
     ("olmo3", ToolFamily::Pythonic),
     ("deepseekv3", ToolFamily::DeepseekV3),
@@ -77,16 +81,27 @@ const TOOL_ALIASES: [(&str, ToolFamily); 14] = [
 ];
 
 /// Names that vLLM and SGLang have for formats of reasoning.
-const REASONING_ALIASES: [(&str, ReasoningFamily); 11] = [
+const REASONING_ALIASES: [(&str, ReasoningFamily); 22] = [
     ("qwen3", ReasoningFamily::ThinkTags),
+    ("qwen3-thinking", ReasoningFamily::ThinkTags),
+    ("interns1", ReasoningFamily::ThinkTags),
+    ("mimo", ReasoningFamily::ThinkTags),
+    ("holo2", ReasoningFamily::ThinkTags),
+    ("nemotron_3", ReasoningFamily::ThinkTags),
+    ("nemotron_v3", ReasoningFamily::ThinkTags),
+    ("olmo3", ReasoningFamily::ThinkTags),
+    ("step3", ReasoningFamily::ThinkTags),
+    ("step3p5", ReasoningFamily::ThinkTags),
     ("deepseek_r1", ReasoningFamily::ThinkTags),
     ("deepseek-r1", ReasoningFamily::ThinkTags),
     ("deepseek_v3", ReasoningFamily::ThinkTags),
     ("deepseek-v3", ReasoningFamily::ThinkTags),
     ("glm45", ReasoningFamily::ThinkTags),
+    ("glm47", ReasoningFamily::ThinkTags),
     ("kimi", ReasoningFamily::ThinkTags),
     ("kimi_k2", ReasoningFamily::ThinkTags),
     ("minimax", ReasoningFamily::ThinkTags),
+    ("minimax_m2", ReasoningFamily::ThinkTags),
     ("gpt-oss", ReasoningFamily::GptOss),
     ("openai_gptoss", ReasoningFamily::GptOss),
 ];
@@ -348,6 +363,84 @@ mod tests {
             detect("qwen25", "deepseek-r1"),
             canonical("hermes", "think_tags")
         );
+    }
+
+    /// Names of parsers of SGLang 0.5 and vLLM 0.33 for our formats, and our names.
+    const PEER_TOOL_PARSERS: [(&str, &str); 30] = [
+        ("qwen", "hermes"),
+        ("qwen25", "hermes"),
+        ("hermes", "hermes"),
+        ("granite4", "hermes"),
+        ("qwen3_coder", "qwen3_coder"),
+        ("qwen3_xml", "qwen3_coder"),
+        ("mimo", "qwen3_coder"),
+        ("step3p5", "qwen3_coder"),
+        ("llama3", "llama3"),
+        ("llama3_json", "llama3"),
+        ("llama4_json", "llama3"),
+        ("pythonic", "pythonic"),
+        ("llama4_pythonic", "pythonic"),
+        ("olmo3", "pythonic"),
+        ("mistral", "mistral"),
+        ("deepseekv3", "deepseek_v3"),
+        ("deepseek_v3", "deepseek_v3"),
+        ("deepseekv31", "deepseek_v31"),
+        ("deepseek_v31", "deepseek_v31"),
+        ("deepseekv32", "deepseek_v32"),
+        ("deepseek_v32", "deepseek_v32"),
+        ("gpt-oss", "gpt_oss"),
+        ("openai", "gpt_oss"),
+        ("glm", "glm45"),
+        ("glm45", "glm45"),
+        ("glm47", "glm47"),
+        ("kimi", "kimi_k2"),
+        ("kimi_k2", "kimi_k2"),
+        ("granite", "granite"),
+        ("phi4_mini_json", "phi4"),
+    ];
+
+    const PEER_REASONING_PARSERS: [(&str, &str); 24] = [
+        ("deepseek-r1", "think_tags"),
+        ("deepseek_r1", "think_tags"),
+        ("deepseek-v3", "think_tags"),
+        ("deepseek_v3", "think_tags"),
+        ("glm45", "think_tags"),
+        ("glm47", "think_tags"),
+        ("holo2", "think_tags"),
+        ("interns1", "think_tags"),
+        ("kimi", "think_tags"),
+        ("kimi_k2", "think_tags"),
+        ("mimo", "think_tags"),
+        ("minimax", "think_tags"),
+        ("minimax_m2", "think_tags"),
+        ("nemotron_3", "think_tags"),
+        ("nemotron_v3", "think_tags"),
+        ("olmo3", "think_tags"),
+        ("qwen3", "think_tags"),
+        ("qwen3-thinking", "think_tags"),
+        ("step3", "think_tags"),
+        ("step3p5", "think_tags"),
+        ("gpt-oss", "gpt_oss"),
+        ("openai_gptoss", "gpt_oss"),
+        ("granite", "granite"),
+        ("mistral", "mistral"),
+    ];
+
+    #[test]
+    fn names_of_peers_are_taken() {
+        for (name, expected) in PEER_TOOL_PARSERS {
+            let canonical = format!("tool_parser={expected},reasoning_parser=none");
+            assert_eq!(detect(name, "none"), Ok(canonical), "{name}");
+        }
+        for (name, expected) in PEER_REASONING_PARSERS {
+            let canonical = format!("tool_parser=none,reasoning_parser={expected}");
+            assert_eq!(detect("none", name), Ok(canonical), "{name}");
+        }
+        let is_listed = |name: &str, names: &[(&str, &str)]| names.iter().any(|row| row.0 == name);
+        let mut tool_names = TOOL_ALIASES.iter().map(|(name, _)| name);
+        assert!(tool_names.all(|name| is_listed(name, &PEER_TOOL_PARSERS)));
+        let mut reasoning_names = REASONING_ALIASES.iter().map(|(name, _)| name);
+        assert!(reasoning_names.all(|name| is_listed(name, &PEER_REASONING_PARSERS)));
     }
 
     #[test]

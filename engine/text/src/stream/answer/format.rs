@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use crate::stream::markers::{MarkerRole, MarkerTable};
 use crate::stream::reasoning::{ReasoningFamily, ReasoningStart, find_start};
-use crate::stream::tools::{ToolFamily, new_tool_reader};
+use crate::stream::tools::{
+    CallableTools, ToolFamily, ToolSignature, UnknownToolCalls, new_tool_reader,
+};
 use crate::tokenizer::{TextTokenizer, TokenDecoder};
 
 /// How a model writes reasoning and tool calls. Made once per model.
@@ -16,6 +18,7 @@ pub struct AnswerFormat {
     /// Markers of the reasoning, then those of the calls.
     table: Arc<MarkerTable>,
     reasoning_markers: usize,
+    unknown_calls: UnknownToolCalls,
 }
 
 impl AnswerFormat {
@@ -30,17 +33,23 @@ impl AnswerFormat {
         }
         let reasoning_markers = markers.len();
         if let Some(family) = tools.or(channel_tools(reasoning)) {
-            let reader = new_tool_reader(family, Arc::new([]));
-            let texts = reader.markers().iter().copied();
-            let roles =
-                std::iter::once(begin_role(family)).chain(std::iter::repeat(MarkerRole::Call));
-            markers.extend(texts.zip(roles));
+            let reader = new_tool_reader(family, no_tools());
+            let texts = reader.markers().iter().enumerate();
+            markers.extend(texts.map(|(place, &text)| (text, call_role(family, place))));
         }
         Self {
             tools,
             reasoning,
             table: Arc::new(MarkerTable::new(&markers, tokenizer)),
             reasoning_markers,
+            unknown_calls: UnknownToolCalls::default(),
+        }
+    }
+
+    pub fn with_unknown_calls(self, unknown_calls: UnknownToolCalls) -> Self {
+        Self {
+            unknown_calls,
+            ..self
         }
     }
 
@@ -60,7 +69,18 @@ impl AnswerFormat {
     pub fn canonical(&self) -> String {
         let tools: &str = self.tools.map_or("none", Into::into);
         let reasoning: &str = self.reasoning.map_or("none", Into::into);
-        format!("tool_parser={tools},reasoning_parser={reasoning}")
+        let mut format = format!("tool_parser={tools},reasoning_parser={reasoning}");
+        // The default is not named: nodes of a version without the flag read answers so.
+        if self.unknown_calls != UnknownToolCalls::default() {
+            let unknown_calls: &str = self.unknown_calls.into();
+            format.push_str(",unknown_tool_calls=");
+            format.push_str(unknown_calls);
+        }
+        format
+    }
+
+    pub(super) fn callable_tools(&self, signatures: Arc<[ToolSignature]>) -> CallableTools {
+        CallableTools::new(signatures, self.unknown_calls)
     }
 
     /// State in which the answer to a prompt begins; `None`: the model's reasoning is not read.
@@ -91,21 +111,29 @@ impl AnswerFormat {
     }
 }
 
+fn no_tools() -> CallableTools {
+    let none: Arc<[ToolSignature]> = Arc::new([]);
+    none.into()
+}
+
 /// Channels of gpt-oss are read by the reader of its calls.
 fn channel_tools(reasoning: Option<ReasoningFamily>) -> Option<ToolFamily> {
     let is_channels = reasoning == Some(ReasoningFamily::GptOss);
     is_channels.then_some(ToolFamily::GptOss)
 }
 
-/// Role of a family's first marker. Models of some families forget the end of their reasoning in
-/// front of a call (Qwen3.5; vLLM and SGLang read such answers alike).
-fn begin_role(family: ToolFamily) -> MarkerRole {
-    match family {
-        ToolFamily::Hermes
-        | ToolFamily::Qwen3Coder
-        | ToolFamily::Glm45
-        | ToolFamily::Glm47
-        | ToolFamily::KimiK2 => MarkerRole::CallBegin,
-        _ => MarkerRole::Call,
+/// Role of a family's marker by its place. Models of some families forget the end of their reasoning
+/// in front of a call: vLLM and SGLang end it at these tokens, llama.cpp also at the one of a call of
+/// Kimi K2 without a section.
+fn call_role(family: ToolFamily, place: usize) -> MarkerRole {
+    let ending_markers = match family {
+        ToolFamily::Hermes | ToolFamily::Qwen3Coder | ToolFamily::Glm45 | ToolFamily::Glm47 => 1,
+        ToolFamily::KimiK2 => 2,
+        _ => 0,
+    };
+    if place < ending_markers {
+        MarkerRole::CallBegin
+    } else {
+        MarkerRole::Call
     }
 }

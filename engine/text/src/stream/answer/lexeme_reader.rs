@@ -29,7 +29,7 @@ impl LexemeReader {
         let calls = format
             .reader_family(!tools.is_empty())
             .map(|family| CallReader {
-                reader: new_tool_reader(family, tools),
+                reader: new_tool_reader(family, format.callable_tools(tools)),
                 markers: format.call_markers(),
             });
         Self {

@@ -1,6 +1,6 @@
 //! The reasoning of an answer, as it arrives.
 
-use super::start::{BlockText, ReasoningStart};
+use super::start::{BlockText, ReasoningStart, is_blank};
 use crate::stream::markers::{Lexeme, MarkerRole, MarkerTable};
 use crate::stream::parts::AnswerParts;
 
@@ -17,19 +17,23 @@ pub type PassLexeme<'a> = dyn FnMut(Lexeme<'_>, &mut AnswerParts) + 'a;
 ///
 /// * `Undecided`: white space is held back; a begin marker begins the reasoning, anything else is
 ///   content.
-/// * `Inside`: ends with an end marker. Models that forget it begin a call on a line of its own: a
-///   begin marker of a call that is a token ends the reasoning there.
+/// * `Inside`: ends with an end marker. Models that forget it begin a call: a begin marker of a call
+///   that is a token ends the reasoning, also within a line, because no user types a token. A begin
+///   marker behind nothing but white space repeats that of the prompt.
 /// * `Behind`: newlines are held back; a begin marker begins a second block.
 /// * `Content`: markers of reasoning are text.
 ///
 /// Separated from the content, the reasoning has no markers, no newline in front of it and none
-/// behind it; nor does the content have newlines in front of it.
+/// behind it; nor does the content have newlines in front of it. A begin marker at the end of the
+/// answer begins nothing and is left out.
 #[derive(Debug)]
 pub struct ReasoningReader {
     state: ReasoningState,
     is_separate: bool,
     /// White space that is shown only if text follows.
     held: String,
+    /// A begin marker where it is text, and white space behind it. It is shown if more follows.
+    late_begin: String,
     /// An end marker was read since [`ReasoningReader::take_block_end`].
     has_block_end: bool,
 }
@@ -47,7 +51,7 @@ enum ReasoningState {
 }
 
 const BLOCK_BEGIN: ReasoningState = ReasoningState::Inside {
-    block: BlockText::Empty,
+    block: BlockText::Blank,
     drops_newline: true,
 };
 
@@ -58,7 +62,7 @@ impl ReasoningReader {
             ReasoningStart::Undecided => ReasoningState::Undecided,
             ReasoningStart::Inside(block) => ReasoningState::Inside {
                 block,
-                drops_newline: block == BlockText::Empty,
+                drops_newline: block == BlockText::Blank,
             },
             ReasoningStart::Behind => ReasoningState::Behind,
             ReasoningStart::Content => ReasoningState::Content,
@@ -67,6 +71,7 @@ impl ReasoningReader {
             state,
             is_separate,
             held: String::new(),
+            late_begin: String::new(),
             has_block_end: false,
         }
     }
@@ -88,6 +93,14 @@ impl ReasoningReader {
         out: &mut AnswerParts,
         pass: &mut PassLexeme<'_>,
     ) {
+        if let Lexeme::Text(text) = lexeme
+            && !self.late_begin.is_empty()
+            && is_blank(text)
+        {
+            self.late_begin.push_str(text);
+            return;
+        }
+        self.show_late_begin(out, pass);
         match lexeme {
             Lexeme::Text(text) => self.read_text(text, out, pass),
             Lexeme::Marker(index) => {
@@ -162,6 +175,11 @@ impl ReasoningReader {
             *drops_newline = false;
             shown = shown.strip_prefix('\n').unwrap_or(shown);
         }
+        // A begin marker may follow that the prompt has already.
+        if *block == BlockText::Blank {
+            self.held.push_str(shown);
+            return;
+        }
         let body = shown.trim_end_matches('\n');
         if !body.is_empty() {
             self.push_held_reasoning(out);
@@ -184,11 +202,27 @@ impl ReasoningReader {
             }
             // The prompt has the marker, and the model repeats it.
             ReasoningState::Inside {
-                block: BlockText::Empty,
+                block: BlockText::Blank,
                 ..
             } => self.begin_block(text, out),
-            ReasoningState::Inside { .. } => self.read_reasoning(text, out),
-            ReasoningState::Content => pass(Lexeme::Text(text), out),
+            ReasoningState::Inside { .. } | ReasoningState::Content => {
+                self.late_begin.push_str(text);
+                if !self.is_separate {
+                    self.show_late_begin(out, pass);
+                }
+            }
+        }
+    }
+
+    fn show_late_begin(&mut self, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+        if self.late_begin.is_empty() {
+            return;
+        }
+        let text = std::mem::take(&mut self.late_begin);
+        if self.is_inside() {
+            self.read_reasoning(&text, out);
+        } else {
+            pass(Lexeme::Text(&text), out);
         }
     }
 
@@ -222,9 +256,8 @@ impl ReasoningReader {
         out: &mut AnswerParts,
         pass: &mut PassLexeme<'_>,
     ) {
-        if let ReasoningState::Inside { block, .. } = self.state {
-            let is_at_line_start = block != BlockText::PartialLine;
-            if !ends_reasoning || !is_at_line_start {
+        if self.is_inside() {
+            if !ends_reasoning {
                 self.read_reasoning(text, out);
                 return;
             }

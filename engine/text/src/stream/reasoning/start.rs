@@ -6,24 +6,25 @@ use crate::tokenizer::TokenDecoder;
 /// Text of a block of reasoning so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockText {
-    /// Nothing, or newlines.
-    Empty,
-    /// The last line is complete.
-    WholeLines,
-    PartialLine,
+    /// Nothing, or white space.
+    Blank,
+    Begun,
 }
 
 impl BlockText {
     /// The block with `text` behind it.
     pub(super) fn followed_by(self, text: &str) -> Self {
-        let is_blank = text.chars().all(|character| character == '\n');
         match self {
-            Self::Empty if is_blank => Self::Empty,
-            _ if text.ends_with('\n') => Self::WholeLines,
-            _ if text.is_empty() => self,
-            _ => Self::PartialLine,
+            Self::Blank if is_blank(text) => Self::Blank,
+            _ => Self::Begun,
         }
     }
+}
+
+/// True for ASCII white space alone. The engine's ranks, which see bytes, use the same characters.
+pub(super) fn is_blank(text: &str) -> bool {
+    let is_space = |byte: u8| byte.is_ascii_whitespace() || byte == b'\x0b';
+    text.bytes().all(is_space)
 }
 
 /// State in which an answer begins.
@@ -80,7 +81,7 @@ pub fn find_start(
     let (text_marker, text) = find_last_text_marker(&text, table);
     match text_marker.or(last_marker) {
         Some(MarkerRole::ReasoningBegin) => {
-            ReasoningStart::Inside(BlockText::Empty.followed_by(text))
+            ReasoningStart::Inside(BlockText::Blank.followed_by(text))
         }
         Some(_) if text.trim_matches(['\n', '\r']).is_empty() => ReasoningStart::Behind,
         Some(_) => ReasoningStart::Content,

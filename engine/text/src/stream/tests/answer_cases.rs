@@ -7,6 +7,7 @@ use super::fixtures::{read_answer, reader_options};
 use super::piece_tokens::PieceTokens;
 use crate::stream::TextRules;
 use crate::stream::answer::{AnswerFormat, AnswerReader, ReaderOptions};
+use crate::stream::markers::MarkerRole;
 use crate::stream::parts::{AnswerPart, AnswerParts};
 use crate::stream::reasoning::{BlockText, ReasoningFamily, ReasoningStart};
 use crate::stream::tools::ToolFamily;
@@ -207,7 +208,7 @@ fn held_text_is_bounded() {
 fn reasoning_tokens_include_the_end_marker() {
     let (format, mut tokens) = hermes();
     let undecided = Some(ReasoningStart::Undecided);
-    let inside = Some(ReasoningStart::Inside(BlockText::Empty));
+    let inside = Some(ReasoningStart::Inside(BlockText::Blank));
     for (text, start, expected) in [
         ("\n<think>ab</think>\n\nc", undecided, 5),
         ("ab</think>c", inside, 3),
@@ -227,6 +228,71 @@ fn reasoning_tokens_include_the_end_marker() {
             let seen = see_answer(&format, &options, &rules, &tokens, &[], &ids, &[4]);
             assert_eq!(seen.reasoning_tokens, expected, "{text}");
         }
+    }
+}
+
+/// Sources: vLLM 0.33 (parser/qwen3, parser/glm47_moe, parser/kimi_k2), SGLang 0.5 (the start token of
+/// calls in its detectors of Qwen3, GLM-4.5 and Kimi K2), llama.cpp (Kimi K2 without a section).
+#[test]
+fn call_within_a_line_ends_an_open_reasoning() {
+    let kimi_call = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>\
+        {\"a\": \"x\"}<|tool_call_end|>";
+    let kimi_section = format!("<|tool_calls_section_begin|>{kimi_call}<|tool_calls_section_end|>");
+    let glm_call =
+        "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>".to_owned();
+    let hermes_call =
+        "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"x\"}}</tool_call>".to_owned();
+    let coder_call =
+        "<tool_call><function=f><parameter=a>x</parameter></function></tool_call>".to_owned();
+    for (family, call) in [
+        (ToolFamily::KimiK2, kimi_call.to_owned()),
+        (ToolFamily::KimiK2, kimi_section),
+        (ToolFamily::Glm45, glm_call.clone()),
+        (ToolFamily::Glm47, glm_call),
+        (ToolFamily::Hermes, hermes_call),
+        (ToolFamily::Qwen3Coder, coder_call),
+    ] {
+        let text = format!("<think>Let me look it up.{call}");
+        for are_tokens in [true, false] {
+            let (format, mut tokens) =
+                make_format((family, ReasoningFamily::ThinkTags), are_tokens);
+            let mut expected = AnswerParts::default();
+            if are_tokens {
+                expected.push_reasoning("Let me look it up.");
+                expected.begin_call("f");
+                expected.push_arguments("{\"a\": \"x\"}");
+                expected.end_call();
+            } else {
+                expected.push_reasoning(&text["<think>".len()..]);
+            }
+            for size in [1, 3, 7, usize::MAX] {
+                let ids = tokens.cut(&text, &|place| place.is_multiple_of(size));
+                let options = reader_options(Some(ReasoningStart::Undecided));
+                let parts = read_answer(&format, &options, &TextRules::default(), &tokens, &ids, 1);
+                assert_eq!(parts, expected, "{family:?} {call}");
+            }
+        }
+    }
+}
+
+/// No peer ends a reasoning at the marker of a call in these formats.
+#[test]
+fn reasoning_of_other_formats_ends_at_its_marker_alone() {
+    for family in [
+        ToolFamily::DeepseekV3,
+        ToolFamily::DeepseekV31,
+        ToolFamily::DeepseekV32,
+        ToolFamily::MistralV13,
+        ToolFamily::Mistral,
+        ToolFamily::Granite,
+        ToolFamily::Phi4,
+    ] {
+        let (format, _) = make_format((family, ReasoningFamily::ThinkTags), true);
+        let markers = format.table().markers();
+        let ends_reasoning = markers
+            .iter()
+            .any(|marker| marker.role == MarkerRole::CallBegin);
+        assert!(!ends_reasoning, "{family:?}");
     }
 }
 
@@ -253,19 +319,19 @@ fn start_is_found_behind_the_last_header() {
             ("<|im_start|>assistant\n", Undecided),
             ("<think><|im_start|>assistant\n", Undecided),
             ("<think><｜User｜>Hi", Undecided),
-            ("<|im_start|>assistant\n<think>", Inside(BlockText::Empty)),
-            ("<|im_start|>assistant\n<think>\n", Inside(BlockText::Empty)),
+            ("<|im_start|>assistant\n<think>", Inside(BlockText::Blank)),
+            ("<|im_start|>assistant\n<think>\n", Inside(BlockText::Blank)),
             (
                 "<|im_start|>assistant\n<think>\nso\n",
-                Inside(BlockText::WholeLines),
+                Inside(BlockText::Begun),
             ),
             (
                 "<|im_start|>assistant\n<think>\nso",
-                Inside(BlockText::PartialLine),
+                Inside(BlockText::Begun),
             ),
             (
                 "<|im_start|>assistant\n<think><tool_call>",
-                Inside(BlockText::PartialLine),
+                Inside(BlockText::Begun),
             ),
             ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Behind),
             ("<|im_start|>assistant\n<think>a</think>b", Content),
@@ -298,7 +364,7 @@ fn start_is_found_where_markers_are_text() {
         ("<think><|im_start|>assistant\n", ReasoningStart::Undecided),
         (
             "<|im_start|>a\n</think><think>\n",
-            ReasoningStart::Inside(BlockText::Empty),
+            ReasoningStart::Inside(BlockText::Blank),
         ),
         ("<|im_start|>a\n<think></think>\n", ReasoningStart::Behind),
         ("<|im_start|>a\n<think></think>b", ReasoningStart::Content),

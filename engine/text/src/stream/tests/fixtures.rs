@@ -24,6 +24,9 @@ struct AnswerFixture {
     /// The markers must be tokens of the vocabulary.
     #[serde(default)]
     needs_tokens: bool,
+    /// The markers must be text.
+    #[serde(default)]
+    needs_text: bool,
     parts: Vec<FixturePart>,
 }
 
@@ -136,8 +139,10 @@ fn check_fixtures(json: &str, tools: Option<ToolFamily>, reasoning: Option<Reaso
     let markers = format.table().markers().iter();
     let texts: Vec<&str> = markers.map(|marker| marker.text).collect();
     for fixture in &fixtures {
-        check_fixture(fixture, tools, reasoning, &texts, true);
-        check_fixture(fixture, tools, reasoning, &texts, false);
+        if !fixture.needs_text {
+            check_fixture(fixture, tools, reasoning, &texts, true);
+            check_fixture(fixture, tools, reasoning, &texts, false);
+        }
         if !fixture.needs_tokens {
             check_fixture(fixture, tools, reasoning, &[], false);
         }

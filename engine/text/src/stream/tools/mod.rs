@@ -1,6 +1,7 @@
 //! Tool calls in an answer: one reader per format in which models write them.
 //!
 //! * [`reader`]: the interface of the readers, and the names of the formats;
+//! * [`callable`]: the tools that an answer may call, and calls of others;
 //! * [`scan`]: parts that several readers share;
 //! * [`json`]: formats in which calls are JSON objects;
 //! * [`headers`]: formats in which a call is a header between markers and a JSON object;
@@ -9,6 +10,7 @@
 //! * [`gpt_oss`]: calls as messages to tools;
 //! * [`new_reader`]: the reader of each format.
 
+mod callable;
 mod gpt_oss;
 mod headers;
 mod json;
@@ -18,5 +20,6 @@ mod reader;
 mod scan;
 mod xml;
 
+pub use callable::{CallableTools, UnknownToolCalls};
 pub use new_reader::new_tool_reader;
 pub use reader::{ToolFamily, ToolReader, ToolSignature};

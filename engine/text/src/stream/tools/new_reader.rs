@@ -1,7 +1,6 @@
 //! The reader of each format.
 
-use std::sync::Arc;
-
+use super::callable::CallableTools;
 use super::gpt_oss::harmony_reader::HarmonyReader;
 use super::headers::deepseek_v3::DeepseekHeaders;
 use super::headers::header_reader::HeaderReader;
@@ -9,14 +8,14 @@ use super::headers::kimi_k2::KimiHeaders;
 use super::headers::mistral_v13::MistralHeaders;
 use super::json::{GRANITE, HERMES, JsonCallReader, LLAMA3, MISTRAL, PHI4, UNMARKED};
 use super::pythonic::pythonic_reader::PythonicReader;
-use super::reader::{ToolFamily, ToolReader, ToolSignature};
+use super::reader::{ToolFamily, ToolReader};
 use super::xml::deepseek_v32::DsmlTags;
 use super::xml::glm::KeyValueTags;
 use super::xml::qwen3_coder::FunctionTags;
 use super::xml::tag_reader::TagReader;
 
 /// Makes the reader of a format. `tools`: those that the model may call.
-pub fn new_tool_reader(family: ToolFamily, tools: Arc<[ToolSignature]>) -> Box<dyn ToolReader> {
+pub fn new_tool_reader(family: ToolFamily, tools: CallableTools) -> Box<dyn ToolReader> {
     match family {
         ToolFamily::Hermes => Box::new(JsonCallReader::new(&HERMES, tools)),
         ToolFamily::Llama3 => Box::new(JsonCallReader::new(&LLAMA3, tools)),

@@ -40,7 +40,7 @@ pub struct ToolSignature {
 /// Reads the calls in the text behind the reasoning. Deterministic: the joined parts depend on the
 /// joined lexemes alone.
 pub trait ToolReader: Send {
-    /// Texts of the markers that [`Lexeme::Marker`] counts by. The first one begins a call.
+    /// Texts of the markers that [`Lexeme::Marker`] counts by. The first ones begin a call.
     fn markers(&self) -> &'static [&'static str];
 
     fn read(&mut self, lexeme: Lexeme<'_>, out: &mut AnswerParts);
@@ -52,9 +52,4 @@ pub trait ToolReader: Send {
     fn is_reasoning(&self) -> bool {
         false
     }
-}
-
-/// Place of the tool with this name.
-pub fn find_tool(tools: &[ToolSignature], name: &str) -> Option<usize> {
-    tools.iter().position(|tool| tool.name == name)
 }

@@ -16,12 +16,12 @@ from baton.config import build_config
 from baton.errors import BadRequest, InvalidJson, UnsupportedParameter
 from baton.server.http.body_decoder import decode_large_object
 from baton.server.http.http_utils import decode_object
-from baton.server.request.grammar import reader as reader_module
+from baton.server.request.grammar.checks import reader as reader_module
 from baton.server.request.grammar.checks.messages import CheckReply
 from baton.server.request.grammar.checks.process import CheckProcess
+from baton.server.request.grammar.checks.reader import GrammarReader
 from baton.server.request.grammar.json_schema import close_objects
 from baton.server.request.grammar.markers import marker_tokens
-from baton.server.request.grammar.reader import GrammarReader
 from baton.server.request.grammar.request_grammar import RequestGrammar
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer

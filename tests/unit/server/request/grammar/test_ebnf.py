@@ -90,9 +90,13 @@ def test_translation_accepts_what_the_grammar_describes(
 ) -> None:
     rules = dict(zip(NAMES, bodies, strict=True))
     expected = words_of(rules, LONGEST)
-    lark = ebnf_grammar(write_rules(rules), "ebnf")
+    try:
+        lark = ebnf_grammar(write_rules(rules), "ebnf")
+    except BadRequest:
+        assert not expected, "a grammar without any text, such as root ::= root, is refused"
+        return
     matcher = LLMatcher(trie, lark, log_level=0)
-    # A grammar without any text, such as root ::= root, is refused or accepts nothing.
+    # The only word may be the empty one.
     assume(expected or not matcher.is_error())
     assert not matcher.is_error(), (matcher.get_error(), lark)
     assert {text for text in TEXTS if accepts(trie, matcher, text)} == expected, lark
@@ -211,7 +215,7 @@ def test_lark_passes_through() -> None:
 def test_large_grammars_are_translated_in_bounded_time(trie: LLTokenizer) -> None:
     """Many rules in conflict, and repetitions of repetitions, whose automata would be too large."""
     rules = [f'r{i} ::= [a-z]{{0,200}} r{(i + 1) % 60} | "{i}" root' for i in range(60)]
-    lark = ebnf_grammar("root ::= r0\n" + "\n".join(rules), "ebnf")
+    lark = ebnf_grammar('root ::= r0 | "."\n' + "\n".join(rules), "ebnf")
     assert "start:" in lark
     nested = 'root ::= x root "b" | "c"\nx ::= (((("a"{0,100}){0,100}){0,100}){0,100})'
     assert "start:" in ebnf_grammar(nested, "ebnf")

@@ -15,9 +15,9 @@ import pytest
 
 from baton.config import build_config
 from baton.errors import BadRequest, UnsupportedParameter
+from baton.server.request.grammar.checks.reader import GrammarReader
 from baton.server.request.grammar.constraint import AnswerConstraint, ConstraintKind
 from baton.server.request.grammar.markers import MarkerTokens
-from baton.server.request.grammar.reader import GrammarReader
 from baton.server.request.grammar.request_grammar import RequestGrammar, make_call_grammar
 from baton.server.request.grammar.tool_calls.call_rules import CallRules
 from baton.server.request.grammar.tool_calls.formats import CALL_FORMATS
@@ -261,6 +261,20 @@ def test_samples_of_the_format_are_allowed(
         assert not follows(vocabulary, grammar, text.replace("f", "zz", 1))
         assert not follows(vocabulary, grammar, text.replace("x", "5")), text
         assert not follows(vocabulary, grammar, "text" + text)
+
+
+@pytest.mark.parametrize("family", ["json", "llama3"])
+def test_lists_with_other_elements_are_no_text_beside_strict_calls(
+    vocabulary_of: Callable[..., MarkedVocabulary], family: str
+) -> None:
+    """Calls behind an element that is none are read, and must be those of the grammar."""
+    vocabulary = vocabulary_of(family, has_tokens=True)
+    rules = CallRules(family, F_AND_G, ChoiceMode.AUTO, is_parallel=True)
+    grammar = grammar_of(vocabulary, rules)
+    assert follows(vocabulary, grammar, "[1] text")
+    call = '{"name": "f", "arguments": {"a": "5"}}'
+    for text in (f"[1, {call}]", f'\n["a", {call}]', f"[[{call}], {call}]"):
+        assert not follows(vocabulary, grammar, text)
 
 
 def test_schemas_are_followed_as_far_as_they_can_be(

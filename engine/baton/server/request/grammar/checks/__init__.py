@@ -1,5 +1,7 @@
 """Checks of grammars in processes beside the front.
 
 `messages`: requests and replies; `worker`: the program of such a process; `process`: it, as the front sees it;
-`queue`: checks that wait for one.
+`queue`: checks that wait for one; `reader`: the grammar of one request, checked now or before.
+
+`walk`: a part of each check, which walks through a compiled grammar.
 """

@@ -4,6 +4,7 @@
 |---|---|
 | `tree` | the parts of a rule, and facts about them |
 | `parser` | text to rules |
+| `productive` | parts that derive no text |
 | `recursion` | which rules are recursive; simple recursion as repetition |
 | `lexemes` | which rules may be one lexeme without a change of meaning |
 | `emitter` | rules to Lark |

@@ -9,8 +9,10 @@ import re
 from dataclasses import dataclass, field
 
 from baton.errors import BadRequest
+from baton.server.fields import bad
 from baton.server.request.grammar.ebnf.lexemes import LexemePlan, plan_lexemes
 from baton.server.request.grammar.ebnf.parser import ROOT, EbnfError, parse_grammar
+from baton.server.request.grammar.ebnf.productive import without_unproductive_parts
 from baton.server.request.grammar.ebnf.recursion import without_simple_recursion
 from baton.server.request.grammar.ebnf.tree import (
     CharSet,
@@ -41,9 +43,13 @@ def ebnf_rules(text: str, param: str, *, prefix: str) -> tuple[list[str], str]:
         prefix: of all their names: a lower-case letter, then letters and digits.
     """
     try:
-        rules = without_simple_recursion(parse_grammar(text))
+        parsed = parse_grammar(text)
     except EbnfError as err:
         raise BadRequest(f"{param} is no grammar in EBNF: {err}", param=param) from err
+    productive = without_unproductive_parts(parsed)
+    if ROOT not in productive:
+        raise bad(param, f"has no answer: each text of its rule {ROOT} would contain another one")
+    rules = without_simple_recursion(productive)
     emitter = _LarkEmitter(plan_lexemes(rules, ROOT), prefix)
     root = emitter.rule_part(RuleRef(ROOT))
     emitter.define_pending()

@@ -13,12 +13,12 @@ from typing import Any, TypeGuard
 
 from baton.server.fields import bad, encode_exact
 from baton.server.request.grammar.schema.number_regex import LARGEST, ExactNumber
-
-SUBSCHEMA = frozenset(
-    ("additionalProperties", "items", "not", "contains", "if", "then", "else", "propertyNames")
+from baton.server.request.grammar.schema.references import (
+    SUBSCHEMA,
+    SUBSCHEMA_LISTS,
+    SUBSCHEMA_MAPS,
 )
-SUBSCHEMA_LISTS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems", "items"))
-SUBSCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+
 BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 DATA = frozenset(("const", "enum", "default", "examples", "example"))
 """Keywords whose values are no schemas."""
@@ -33,8 +33,10 @@ LEAST_EXPONENT = -400
 LARGEST_EXACT = 2**53
 """Integers up to here are exact as floats, and so are their shortest texts."""
 MAX_DECIMAL = Decimal(10**15)
-MAX_FACTOR = 20_000
-"""Largest factor of multiples that llguidance computes: each remainder is visited, 100,000 of them in seconds."""
+MAX_FACTOR = 7_000
+"""Largest factor of multiples that llguidance computes: each remainder is visited, and from some 7,800 of them on one
+digit may take more work than `MATCHER_LIMITS` allow.
+"""
 
 
 def schema_json(value: Any) -> str:

@@ -15,7 +15,13 @@ from typing import Any
 from urllib.parse import unquote
 
 from baton.server.fields import bad
-from baton.server.request.grammar.lark import escape_regex, quote_text, regex_terminal
+from baton.server.request.grammar.lark import (
+    SINGLE_SPACE,
+    escape_regex,
+    quote_text,
+    regex_terminal,
+)
+from baton.server.request.grammar.schema.empty_parts import is_empty_for_llguidance
 from baton.server.request.grammar.schema.exact_numbers import (
     is_exact_for_llguidance,
     is_number,
@@ -45,6 +51,9 @@ FLEXIBLE_SPACE = r"[\x20\x0A\x0D\x09]+"
 MAX_WRITTEN_CHARS = 2**19
 """A grammar is up to ten times as long as its schema: larger schemas are left whole, so that they are not refused."""
 MAX_REPEATS = 100_000
+MAX_OPTIONAL_SLOTS = 200
+"""Elements of an array with a schema of their own that it need not have: each rule of them names the next."""
+GROUP_MEMBERS = 4
 MAX_WRITE_DEPTH = 80
 """Parts within parts, references among them: llguidance takes longer chains."""
 STRING_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
@@ -105,6 +114,8 @@ class _SchemaWriter:
     """Names of rules and terminals by what they stand for."""
     _empty: set[str] = field(default_factory=set)
     """References to parts that allow no value."""
+    _checked: dict[str, bool] = field(default_factory=dict)
+    """By the JSON of a part that llguidance compiles: it allows no value."""
     _depth: int = 0
     _merger: SchemaMerger = field(init=False)
 
@@ -113,7 +124,7 @@ class _SchemaWriter:
 
     def text(self, start: str) -> str:
         space = self._space_regex()
-        head = ['%llguidance {"ignore_once": true}']
+        head = [SINGLE_SPACE]
         if space is not None:
             head.append(f"%ignore {regex_terminal(space)}")
         return "\n".join([*head, f"start: {start}", *self.lines]) + "\n"
@@ -246,7 +257,7 @@ class _SchemaWriter:
             return None
         regexes = range_regexes(numbers)
         return (
-            self._json(multiples_schema(numbers, self.param))
+            self._json(self._text_of(multiples_schema(numbers, self.param)))
             if regexes is None
             else self._terminal(regexes)
         )
@@ -334,11 +345,13 @@ class _SchemaWriter:
                 )
                 return f"{following} {behind}" if least else f"({following} {behind})?"
             rest = _repeat(f'"," {following}', low, high)
+        if len(slots) - least > MAX_OPTIONAL_SLOTS:
+            raise UnwrittenSchema
         for place in range(len(slots) - 1, -1, -1):
             comma = '"," ' if place else ""
             rest = f"{comma}{slots[place]} {rest}"
             if place >= least:
-                rest = f"({rest})?"
+                rest = f"({self._rule_of(rest, 'slots')})?"
         return rest
 
     def _write_object(self, schema: Mapping[str, Any]) -> str | None:
@@ -371,18 +384,33 @@ class _SchemaWriter:
         return self._rule_of(f'"{{" {self._write_members(members)} "}}"', "object")
 
     def _write_members(self, members: Sequence[tuple[str, bool]]) -> str:
-        """Members with commas between them."""
-        first = '""'
-        later = '""'
-        for text, is_required in reversed(members):
-            member = self._rule_of(text, "member")
-            if is_required:
-                first, later = f"{member} {later}", f'"," {member} {later}'
-            else:
-                first, later = f"({member} {later} | {first})", f'("," {member})? {later}'
-            first = self._rule_of(first, "members")
-            later = self._rule_of(later, "members")
-        return first
+        """Members with commas between them. `members`: the text of each, and whether it is required."""
+        texts = [(self._rule_of(text, "member"), is_required) for text, is_required in members]
+        parts = [
+            MemberGroup(member, f'"," {member}' if is_required else f'("," {member})?', is_required)
+            for member, is_required in texts
+        ]
+        # A tree: llguidance overflows its stack where each member's rule names the next.
+        while len(parts) > 1:
+            parts = [
+                self._group_members(parts[i : i + GROUP_MEMBERS])
+                for i in range(0, len(parts), GROUP_MEMBERS)
+            ]
+        if not parts:
+            return '""'
+        return parts[0].first if parts[0].is_required else f"({parts[0].first})?"
+
+    def _group_members(self, parts: Sequence[MemberGroup]) -> MemberGroup:
+        options = []
+        for i, part in enumerate(parts):
+            options.append(" ".join([part.first, *(other.later for other in parts[i + 1 :])]))
+            if part.is_required:
+                break
+        return MemberGroup(
+            self._rule_of(" | ".join(options), "first"),
+            self._rule_of(" ".join(part.later for part in parts), "later"),
+            any(part.is_required for part in parts),
+        )
 
     def _key_terminal(self, names: Sequence[str]) -> str:
         """A JSON string that is none of these names."""
@@ -436,10 +464,15 @@ class _SchemaWriter:
         if references:
             part = {**part, **{key: self.root[key] for key in DEFINITIONS if key in self.root}}
         self.refuse_inexact(part)
-        return self._json(part)
+        text = self._text_of(part)
+        if text not in self._checked:
+            self._checked[text] = is_empty_for_llguidance(part, text)
+        return None if self._checked[text] else self._json(text)
 
-    def _json(self, schema: Mapping[str, Any]) -> str:
-        text = schema_json({**schema, OPTIONS_KEY: self.options})
+    def _text_of(self, schema: Mapping[str, Any]) -> str:
+        return schema_json({**schema, OPTIONS_KEY: self.options})
+
+    def _json(self, text: str) -> str:
         return self._rule(f"json {text}", f"%json {text}", "json")
 
     def refuse_inexact(self, schema: Any) -> None:
@@ -453,9 +486,20 @@ class _SchemaWriter:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class MemberGroup:
+    """Members of an object that follow each other."""
+
+    first: str
+    """Rule in which one of them is the object's first member."""
+    later: str
+    """Rule in which each has a comma in front; it may be empty where none is required."""
+    is_required: bool
+
+
 def _enforced(schema: Mapping[str, Any]) -> set[str]:
     """Keywords of a schema that are enforced."""
-    return ENFORCED & schema.keys()
+    return set(ENFORCED & schema.keys())
 
 
 def _limits_of_others(

@@ -13,6 +13,11 @@ from baton.server.request.grammar.tool_calls.call_format import (
     MarkedFormat,
 )
 
+NO_TEXT = rf"{SPACE}(\[{FREE_TEXT})?\{{{FREE_TEXT}"
+"""Answers that begin with an object, or with a list that may have one: without a marker, those are read
+for calls.
+"""
+
 
 def object_call(
     scope: CallScope, tool: GrammarTool, key: str = "arguments", others: str = ""
@@ -91,7 +96,7 @@ class Llama3Format(CallFormat):
     def calls_in_text(self, scope: CallScope) -> str:
         calls = self._write_calls(scope)
         head, _ = scope.builder.text_until(self.marker)
-        text = scope.builder.terminal([FREE_TEXT], [SPACE + r"\{" + FREE_TEXT])
+        text = scope.builder.terminal([FREE_TEXT], [NO_TEXT])
         space = scope.builder.terminal([SPACE])
         return f"({space} {calls} | {head} {calls} | {text})"
 
@@ -111,6 +116,6 @@ class UnmarkedFormat(CallFormat):
 
     def calls_in_text(self, scope: CallScope) -> str:
         calls = self.calls_alone(scope)
-        text = scope.builder.terminal([FREE_TEXT], [SPACE + rf"(\[{SPACE})?\{{" + FREE_TEXT])
+        text = scope.builder.terminal([FREE_TEXT], [NO_TEXT])
         space = scope.builder.terminal([SPACE])
         return f"({space} {calls} | {text})"

@@ -88,6 +88,11 @@ fn read_item(item: &JsonMembers<'_>, conversation: &mut Conversation) -> Result<
             conversation.add_tool_result(place, &id, &content);
             Ok(())
         }
+        Some("item_reference") => {
+            let problem = "is \"item_reference\": this server keeps no responses to look the item up \
+                           in; send the items themselves, as clients do with \"store\": false";
+            Err(unsupported(&item.path("type"), problem))
+        }
         Some(kind) => {
             let problem = format!(
                 "is {kind:?}; use message, reasoning, function_call, function_call_output, \

@@ -25,6 +25,19 @@ fn refusal_of(input: Value, members: Value) -> (RefusalCode, String) {
     (refusal.code, refusal.param)
 }
 
+/// The AI SDK sends references unless the client sets `store: false`.
+#[test]
+fn reference_to_an_item_is_refused_with_the_way_out() {
+    let input = json!([{"role": "user", "content": "x"}, {"type": "item_reference", "id": "fc_1"}]);
+    let request = json!({"model": "m", "input": input});
+    let refusal = to_chat(&request.to_string()).unwrap_err();
+    assert_eq!(
+        refusal.message,
+        "input[1].type is \"item_reference\": this server keeps no responses to look the item up \
+         in; send the items themselves, as clients do with \"store\": false"
+    );
+}
+
 #[test]
 fn items_are_refused_by_their_place() {
     use RefusalCode::{InvalidValue, MissingField, UnsupportedParameter};

@@ -26,7 +26,8 @@ pub const FAMILIES: &[ToolFamily] = &[
 
 /// Texts of a family's markers.
 pub fn markers_of(family: ToolFamily) -> &'static [&'static str] {
-    new_tool_reader(family, Arc::new([])).markers()
+    let no_tools: Arc<[ToolSignature]> = Arc::new([]);
+    new_tool_reader(family, no_tools.into()).markers()
 }
 
 /// Tools that fixtures and random texts call.

@@ -8,4 +8,5 @@ mod harmony;
 mod peers;
 mod promptness;
 mod round_trips;
+mod unknown_calls;
 mod writers;

@@ -116,7 +116,7 @@ fn read_texts(model: &VllmModel, answer: &str, piece_bytes: usize) -> AnswerText
     let reasoning: Option<ReasoningFamily> = reasoning.map(|name| name.parse().unwrap());
     let format = AnswerFormat::new(tools, reasoning, &tokens);
     let start = if model.begins_inside {
-        ReasoningStart::Inside(BlockText::Empty)
+        ReasoningStart::Inside(BlockText::Blank)
     } else {
         ReasoningStart::Undecided
     };

@@ -111,8 +111,8 @@ fn certain_parts_of_other_formats_are_written_at_once() {
         ),
         (Pythonic, "a [x] b", "content a [x] b;"),
         (Pythonic, "[f(a", ""),
-        (Pythonic, "[f(a='x", "call f;"),
-        (Pythonic, "[f(a='x',", "call f;{\"a\": \"x\""),
+        // An argument behind it may make the call content.
+        (Pythonic, "[f(a='x',", ""),
         (Pythonic, "[f(a='x')", "call f;{\"a\": \"x\"}end;"),
         (GptOss, "<|channel|>analysis<|message|>Hm", "reasoning Hm;"),
         (GptOss, "<|channel|>final<|message|>So", "content So;"),

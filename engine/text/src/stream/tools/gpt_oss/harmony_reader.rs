@@ -12,10 +12,10 @@
 //! cuts off is dropped: it holds no text.
 
 use std::mem;
-use std::sync::Arc;
 
+use super::super::callable::{CallableTools, CalledTool};
 use super::super::json::scanner::ValueScanner;
-use super::super::reader::{ToolReader, ToolSignature, find_tool};
+use super::super::reader::ToolReader;
 use super::super::scan::held_lexemes::{
     HeldLexemes, PatternCursor, PatternMatch, PatternMismatch, match_object_begin, read_any,
 };
@@ -48,8 +48,8 @@ enum MessageState {
 
 /// Meaning of a message, by its header and the beginning of its text.
 enum MessageOpening {
-    /// Index of the tool, and true if its arguments are empty.
-    Call(usize, bool),
+    /// The tool, and true if its arguments are empty.
+    Call(CalledTool, bool),
     Body(BodyKind),
 }
 
@@ -64,7 +64,7 @@ struct WrittenMessages {
 
 /// Reader of `gpt_oss`.
 pub struct HarmonyReader {
-    tools: Arc<[ToolSignature]>,
+    tools: CallableTools,
     held: HeldLexemes,
     content: LineTracker,
     written: WrittenMessages,
@@ -73,7 +73,7 @@ pub struct HarmonyReader {
 }
 
 impl HarmonyReader {
-    pub fn new(tools: Arc<[ToolSignature]>) -> Self {
+    pub fn new(tools: CallableTools) -> Self {
         Self {
             tools,
             held: HeldLexemes::default(),
@@ -142,10 +142,10 @@ impl HarmonyReader {
         Ok(MessageOpening::Body(kind))
     }
 
-    fn find_recipient(&self, header: &MessageHeader<'_>) -> Option<usize> {
+    fn find_recipient(&self, header: &MessageHeader<'_>) -> Option<CalledTool> {
         let recipient = header.recipient?;
         let name = recipient.strip_prefix("functions.").unwrap_or(recipient);
-        find_tool(&self.tools, name)
+        self.tools.find(name)
     }
 
     fn open_message(
@@ -157,7 +157,7 @@ impl HarmonyReader {
         self.written.is_new = true;
         let state = match opening {
             MessageOpening::Call(tool, is_empty) => {
-                self.content.begin_call(&self.tools[tool].name, out);
+                self.content.begin_call(&tool.name, out);
                 if is_empty {
                     out.push_arguments("{}");
                     out.end_call();

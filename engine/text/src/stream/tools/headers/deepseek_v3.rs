@@ -10,7 +10,9 @@
 //!
 //! The outer markers may be missing.
 
-use super::super::scan::held_lexemes::{PatternCursor, PatternMatch, match_object_begin, read_any};
+use super::super::scan::held_lexemes::{
+    PatternCursor, PatternMatch, match_object_begin, read_any, read_repeated,
+};
 use super::header_reader::{HeaderSyntax, MAX_HEADER_BYTES};
 
 const CALLS_BEGIN: usize = 0;
@@ -40,12 +42,14 @@ impl HeaderSyntax for DeepseekHeaders {
     }
 
     fn read_header<'a>(&self, cursor: &mut PatternCursor<'a>) -> PatternMatch<&'a str> {
-        let outer_and_inner = |cursor: &mut PatternCursor<'a>| {
-            cursor.read_marker(CALLS_BEGIN)?;
-            cursor.skip_space()?;
-            cursor.read_marker(CALL_BEGIN)
+        let inner = |cursor: &mut PatternCursor<'a>| {
+            read_repeated(cursor, &|cursor| cursor.read_marker(CALL_BEGIN))
         };
-        let inner = |cursor: &mut PatternCursor<'a>| cursor.read_marker(CALL_BEGIN);
+        let outer_and_inner = |cursor: &mut PatternCursor<'a>| {
+            read_repeated(cursor, &|cursor| cursor.read_marker(CALLS_BEGIN))?;
+            cursor.skip_space()?;
+            inner(cursor)
+        };
         read_any(cursor, &[&outer_and_inner, &inner])?;
         let before_separator = cursor.read_until(&['\n'], MAX_HEADER_BYTES)?;
         cursor.read_marker(SEPARATOR)?;

@@ -9,10 +9,10 @@
 //! 3. Closing markers behind the object belong to the call.
 
 use std::mem;
-use std::sync::Arc;
 
+use super::super::callable::CallableTools;
 use super::super::json::scanner::ValueScanner;
-use super::super::reader::{ToolReader, ToolSignature, find_tool};
+use super::super::reader::ToolReader;
 use super::super::scan::held_lexemes::{HeldLexemes, PatternCursor, PatternMatch, PatternMismatch};
 use super::super::scan::line_tracker::LineTracker;
 use super::super::scan::reader_step::ReaderStep;
@@ -48,14 +48,14 @@ enum HeaderState {
 /// Reader of a family whose calls are a header and an object.
 pub struct HeaderReader<S> {
     syntax: S,
-    tools: Arc<[ToolSignature]>,
+    tools: CallableTools,
     held: HeldLexemes,
     content: LineTracker,
     state: HeaderState,
 }
 
 impl<S: HeaderSyntax> HeaderReader<S> {
-    pub fn new(syntax: S, tools: Arc<[ToolSignature]>) -> Self {
+    pub fn new(syntax: S, tools: CallableTools) -> Self {
         Self {
             syntax,
             tools,
@@ -94,12 +94,12 @@ impl<S: HeaderSyntax> HeaderReader<S> {
         let header = self
             .syntax
             .read_header(&mut cursor)
-            .and_then(|name| find_tool(&self.tools, name).ok_or(PatternMismatch::Different));
+            .and_then(|name| self.tools.find(name).ok_or(PatternMismatch::Different));
         match header {
             Ok(tool) => {
                 let header_bytes = cursor.matched_bytes();
                 self.held.consume(header_bytes);
-                self.content.begin_call(&self.tools[tool].name, out);
+                self.content.begin_call(&tool.name, out);
                 ReaderStep::Continue(HeaderState::Arguments(ValueScanner::default()))
             }
             Err(PatternMismatch::Incomplete) => ReaderStep::Wait(HeaderState::Content),

@@ -7,7 +7,9 @@
 //!
 //! The markers of the section may be missing.
 
-use super::super::scan::held_lexemes::{PatternCursor, PatternMatch, match_object_begin, read_any};
+use super::super::scan::held_lexemes::{
+    PatternCursor, PatternMatch, match_object_begin, read_any, read_repeated,
+};
 use super::header_reader::{HeaderSyntax, MAX_HEADER_BYTES};
 
 const SECTION_BEGIN: usize = 0;
@@ -31,12 +33,14 @@ impl HeaderSyntax for KimiHeaders {
     }
 
     fn read_header<'a>(&self, cursor: &mut PatternCursor<'a>) -> PatternMatch<&'a str> {
-        let outer_and_inner = |cursor: &mut PatternCursor<'a>| {
-            cursor.read_marker(SECTION_BEGIN)?;
-            cursor.skip_space()?;
-            cursor.read_marker(CALL_BEGIN)
+        let inner = |cursor: &mut PatternCursor<'a>| {
+            read_repeated(cursor, &|cursor| cursor.read_marker(CALL_BEGIN))
         };
-        let inner = |cursor: &mut PatternCursor<'a>| cursor.read_marker(CALL_BEGIN);
+        let outer_and_inner = |cursor: &mut PatternCursor<'a>| {
+            read_repeated(cursor, &|cursor| cursor.read_marker(SECTION_BEGIN))?;
+            cursor.skip_space()?;
+            inner(cursor)
+        };
         read_any(cursor, &[&outer_and_inner, &inner])?;
         let id = cursor.read_until(&[], MAX_HEADER_BYTES)?;
         cursor.read_marker(ARGUMENT_BEGIN)?;

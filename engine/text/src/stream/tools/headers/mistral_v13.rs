@@ -8,7 +8,7 @@
 //! `[ARGS]` may be missing. The model's id is not read: ids are derived from the answer.
 
 use super::super::scan::held_lexemes::{
-    PatternCursor, PatternMatch, PatternMismatch, match_object_begin, read_any,
+    PatternCursor, PatternMatch, PatternMismatch, match_object_begin, read_any, read_repeated,
 };
 use super::header_reader::{HeaderSyntax, MAX_HEADER_BYTES};
 
@@ -25,7 +25,7 @@ impl HeaderSyntax for MistralHeaders {
     }
 
     fn read_header<'a>(&self, cursor: &mut PatternCursor<'a>) -> PatternMatch<&'a str> {
-        cursor.read_marker(CALL_BEGIN)?;
+        read_repeated(cursor, &|cursor| cursor.read_marker(CALL_BEGIN))?;
         let name = cursor.read_until(&['{'], MAX_HEADER_BYTES)?;
         let with_id = |cursor: &mut PatternCursor<'a>| {
             cursor.read_marker(CALL_ID)?;

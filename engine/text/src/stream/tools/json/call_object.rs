@@ -3,7 +3,7 @@
 use super::arguments::{ArgumentReader, ArgumentStep, StringDecoder};
 use super::scanner::{ValueScanner, is_json_space};
 use crate::stream::parts::AnswerParts;
-use crate::stream::tools::ToolSignature;
+use crate::stream::tools::CallableTools;
 
 /// Text that is held back until a call is certain, at most [bytes]; beyond it, the text is content.
 /// A model that writes the name last has its arguments held back.
@@ -36,6 +36,8 @@ pub struct CallObject {
     is_marked: bool,
     /// Before the call is certain: the text so far. Behind the arguments: the text behind them.
     held: String,
+    /// Place of the opening brace in the text so far.
+    object_start: usize,
     state: ObjectState,
     name: Option<String>,
     arguments: ArgumentProgress,
@@ -85,6 +87,7 @@ impl CallObject {
     pub fn new(held: String, is_marked: bool) -> Self {
         Self {
             is_marked,
+            object_start: held.len() - 1,
             held,
             state: ObjectState::FirstKey,
             name: None,
@@ -109,11 +112,21 @@ impl CallObject {
         }
     }
 
+    /// Scanner of the rest of an object that is no call; `None`: all of it was read, or it is one.
+    pub fn scan_rest(&self) -> Option<ValueScanner> {
+        if self.is_certain {
+            return None;
+        }
+        let mut scanner = ValueScanner::default();
+        let (_, is_complete) = scanner.read_run(&self.held[self.object_start..]);
+        (!is_complete).then_some(scanner)
+    }
+
     /// Reads up to the end of the object. Returns the length read.
     pub fn read(
         &mut self,
         text: &str,
-        tools: &[ToolSignature],
+        tools: &CallableTools,
         out: &mut AnswerParts,
     ) -> (usize, Option<ObjectEnd>) {
         let mut read_len = 0;
@@ -191,7 +204,7 @@ impl CallObject {
         &mut self,
         rest: &str,
         character: char,
-        tools: &[ToolSignature],
+        tools: &CallableTools,
     ) -> (usize, Option<ObjectEnd>) {
         let character_len = character.len_utf8();
         if let ObjectState::Arguments(reader) = &mut self.state {
@@ -307,14 +320,14 @@ impl CallObject {
         None
     }
 
-    fn read_name(&mut self, tools: &[ToolSignature]) -> Option<ObjectEnd> {
+    fn read_name(&mut self, tools: &CallableTools) -> Option<ObjectEnd> {
         let ObjectState::Name(literal) = &self.state else {
             return None;
         };
         let Ok(name) = serde_json::from_str::<String>(literal) else {
             return Some(self.broken_end());
         };
-        if !tools.iter().any(|tool| tool.name == name) {
+        if tools.find(&name).is_none() {
             return Some(ObjectEnd::UnknownTool);
         }
         self.name = Some(name);

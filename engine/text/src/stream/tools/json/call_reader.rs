@@ -1,12 +1,10 @@
 //! Reader of the formats in which calls are JSON objects.
 
-use std::sync::Arc;
-
 use super::call_object::{CallObject, MAX_HELD_BYTES, ObjectEnd};
 use super::scanner::ValueScanner;
 use crate::stream::markers::Lexeme;
 use crate::stream::parts::AnswerParts;
-use crate::stream::tools::{ToolReader, ToolSignature};
+use crate::stream::tools::{CallableTools, ToolReader};
 
 /// Places of calls in one format.
 #[derive(Debug)]
@@ -32,9 +30,12 @@ pub struct CallPlaces {
 ///                     │                    │         └→ Content
 ///                     └────────────────────┴→ Content
 /// ```
+///
+/// Elements of a list that are no calls are content, and the calls behind them are read. A begin
+/// marker that is repeated in front of a call belongs to it.
 pub struct JsonCallReader {
     places: &'static CallPlaces,
-    tools: Arc<[ToolSignature]>,
+    tools: CallableTools,
     state: ReaderState,
     /// Text since the last marker, call or content, of which nothing is shown yet.
     held: String,
@@ -59,12 +60,17 @@ enum ReaderState {
     Behind,
     /// Behind a list.
     BehindList,
-    /// In an object that is content because its tool is unknown. Others may follow.
-    UnknownTool(ValueScanner),
+    /// In a value that is content, because it is no call of a tool. Others may follow.
+    SkippedValue(ValueScanner),
+    /// In a number or a word between the elements of a list, of which this is there. It is content.
+    SkippedWord(String),
 }
 
+/// Longest element of a list that is neither an object, a list nor a string [bytes].
+const MAX_WORD_BYTES: usize = 64;
+
 impl JsonCallReader {
-    pub fn new(places: &'static CallPlaces, tools: Arc<[ToolSignature]>) -> Self {
+    pub fn new(places: &'static CallPlaces, tools: CallableTools) -> Self {
         let state = if places.at_start {
             ReaderState::Start
         } else {
@@ -100,11 +106,12 @@ impl JsonCallReader {
                 let (len, end) = object.read(text, &self.tools, out);
                 self.has_call |= object.is_certain();
                 if let Some(end) = end {
-                    self.leave_object(end);
+                    let rest = object.scan_rest();
+                    self.leave_object(end, rest);
                 }
                 len
             }
-            ReaderState::UnknownTool(scanner) => {
+            ReaderState::SkippedValue(scanner) => {
                 let (len, is_complete) = scanner.read_run(text);
                 out.push_content(&text[..len]);
                 if is_complete {
@@ -112,6 +119,7 @@ impl JsonCallReader {
                 }
                 len
             }
+            ReaderState::SkippedWord(_) => self.read_word(text, out),
             _ => self.read_between(text, out),
         }
     }
@@ -127,6 +135,10 @@ impl JsonCallReader {
             return 0;
         };
         self.hold(&text[..character.len_utf8()], out);
+        if self.held.is_empty() {
+            self.state = ReaderState::Content;
+            return character.len_utf8();
+        }
         self.state = match (&self.state, character) {
             (ReaderState::Start | ReaderState::Opening | ReaderState::Element, '{') => {
                 self.begin_object()
@@ -143,6 +155,16 @@ impl JsonCallReader {
                 ReaderState::BehindList
             }
             (ReaderState::Behind, ',') if self.is_in_list => ReaderState::Element,
+            (ReaderState::Element, '[' | '"') => {
+                self.show_held(out);
+                let mut scanner = ValueScanner::default();
+                scanner.read_byte(character as u8);
+                ReaderState::SkippedValue(scanner)
+            }
+            (ReaderState::Element, _) if is_word_char(character) => {
+                self.show_held(out);
+                ReaderState::SkippedWord(character.to_string())
+            }
             (ReaderState::Behind, '{') if self.may_follow() => self.begin_object(),
             (ReaderState::Behind, _) if self.is_separator(character) => ReaderState::Behind,
             _ => {
@@ -151,6 +173,28 @@ impl JsonCallReader {
             }
         };
         character.len_utf8()
+    }
+
+    /// Reads a beginning of a text in an element that is a number or a word. Returns its length.
+    fn read_word(&mut self, text: &str, out: &mut AnswerParts) -> usize {
+        let end = text.find(|character: char| !is_word_char(character));
+        let len = end.unwrap_or(text.len());
+        out.push_content(&text[..len]);
+        let ReaderState::SkippedWord(word) = &mut self.state else {
+            return len;
+        };
+        word.push_str(&text[..len]);
+        if word.len() > MAX_WORD_BYTES {
+            self.state = ReaderState::Content;
+        } else if end.is_some() {
+            let is_json = serde_json::from_str::<serde::de::IgnoredAny>(word).is_ok();
+            self.state = if is_json {
+                ReaderState::Behind
+            } else {
+                ReaderState::Content
+            };
+        }
+        len
     }
 
     fn begin_object(&mut self) -> ReaderState {
@@ -167,13 +211,18 @@ impl JsonCallReader {
         !self.is_in_list && separators.contains(character)
     }
 
-    fn leave_object(&mut self, end: ObjectEnd) {
-        self.state = match end {
-            ObjectEnd::Closed => ReaderState::Behind,
-            ObjectEnd::UnknownTool if self.is_in_list || !self.is_marked => {
-                ReaderState::UnknownTool(ValueScanner::inside_brackets())
-            }
-            ObjectEnd::Broken | ObjectEnd::NotCall | ObjectEnd::UnknownTool => ReaderState::Content,
+    /// `rest`: scanner of the rest of an object that is no call.
+    fn leave_object(&mut self, end: ObjectEnd, rest: Option<ValueScanner>) {
+        let is_followed = match end {
+            ObjectEnd::Closed => true,
+            ObjectEnd::UnknownTool => self.is_in_list || !self.is_marked,
+            ObjectEnd::NotCall => self.is_in_list,
+            ObjectEnd::Broken => false,
+        };
+        self.state = match rest {
+            _ if !is_followed => ReaderState::Content,
+            Some(scanner) if end != ObjectEnd::Closed => ReaderState::SkippedValue(scanner),
+            _ => ReaderState::Behind,
         };
     }
 
@@ -194,7 +243,7 @@ impl JsonCallReader {
         let text = self.places.markers[index];
         let is_data = match &self.state {
             ReaderState::Object(object) => object.is_in_value_string(),
-            ReaderState::UnknownTool(scanner) => scanner.is_in_string(),
+            ReaderState::SkippedValue(scanner) => scanner.is_in_string(),
             _ => false,
         };
         if is_data {
@@ -205,8 +254,11 @@ impl JsonCallReader {
             object.finish(false, out);
         }
         if index < self.places.begin_markers {
-            self.leave_calls(out);
-            self.held.push_str(text);
+            let is_repeated = matches!(self.state, ReaderState::Opening);
+            if !is_repeated {
+                self.leave_calls(out);
+            }
+            self.hold(text, out);
             self.state = ReaderState::Opening;
             self.is_marked = true;
             return;
@@ -229,6 +281,11 @@ impl JsonCallReader {
         self.is_in_list = false;
         self.has_call = false;
     }
+}
+
+/// True for characters of JSON's numbers and words.
+fn is_word_char(character: char) -> bool {
+    character.is_ascii_alphanumeric() || matches!(character, '-' | '+' | '.')
 }
 
 impl ToolReader for JsonCallReader {

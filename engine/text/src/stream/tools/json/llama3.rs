@@ -3,6 +3,8 @@
 //! ```text
 //! {"name": "f", "parameters": {"a": "x"}}; {"name": "g", "parameters": {}}
 //! ```
+//!
+//! A list of them is read, too, as vLLM and SGLang do.
 
 use super::call_reader::CallPlaces;
 
@@ -11,6 +13,6 @@ pub static LLAMA3: CallPlaces = CallPlaces {
     begin_markers: 1,
     end_marker: None,
     at_start: true,
-    in_lists: false,
+    in_lists: true,
     separators: Some(";"),
 };

@@ -10,14 +10,6 @@ pub struct ValueScanner {
 }
 
 impl ValueScanner {
-    /// Scanner behind the opening bracket of a value.
-    pub fn inside_brackets() -> Self {
-        Self {
-            depth: 1,
-            ..Self::default()
-        }
-    }
-
     pub fn is_in_string(&self) -> bool {
         self.is_in_string
     }

@@ -9,9 +9,11 @@
 //! </function_calls>
 //! ```
 
-use super::super::scan::held_lexemes::{PatternCursor, PatternMatch, PatternMismatch, read_any};
+use super::super::scan::held_lexemes::{
+    PatternCursor, PatternMatch, PatternMismatch, read_any, read_repeated,
+};
 use super::super::scan::python_literal::python_literal_to_json;
-use super::call_arguments::is_identifier_char;
+use super::call_arguments::is_argument_name_char;
 use super::expression_scanner::ExpressionScanner;
 
 /// Texts of the markers.
@@ -54,12 +56,7 @@ pub fn read_list_begin<'a>(
     is_at_line_start: bool,
 ) -> PatternMatch<ListBegin<'a>> {
     let with_marker = |cursor: &mut PatternCursor<'a>| {
-        read_any(
-            cursor,
-            &[&|cursor| cursor.read_marker(PYTHON_START), &|cursor| {
-                cursor.read_marker(BLOCK_BEGIN)
-            }],
-        )?;
+        read_repeated(cursor, &read_begin_marker)?;
         cursor.skip_space()?;
         read_any(cursor, &[&read_bracketed_begin, &read_bare_begin])
     };
@@ -70,6 +67,15 @@ pub fn read_list_begin<'a>(
         read_bracketed_begin(cursor)
     };
     read_any(cursor, &[&with_marker, &without_marker])
+}
+
+fn read_begin_marker(cursor: &mut PatternCursor<'_>) -> PatternMatch<()> {
+    read_any(
+        cursor,
+        &[&|cursor| cursor.read_marker(PYTHON_START), &|cursor| {
+            cursor.read_marker(BLOCK_BEGIN)
+        }],
+    )
 }
 
 fn read_bracketed_begin<'a>(cursor: &mut PatternCursor<'a>) -> PatternMatch<ListBegin<'a>> {
@@ -146,7 +152,7 @@ fn read_call_name<'a>(cursor: &mut PatternCursor<'a>) -> PatternMatch<&'a str> {
     Ok(name)
 }
 
-/// Matches the beginning of arguments, which is not read: `)`, a keyword, or one whole literal.
+/// Matches the beginning of arguments, which is not read: `)`, a keyword, `**`, or one whole literal.
 pub fn match_arguments_begin(cursor: &mut PatternCursor<'_>) -> PatternMatch<()> {
     let start = cursor.clone();
     cursor.skip_space()?;
@@ -154,6 +160,7 @@ pub fn match_arguments_begin(cursor: &mut PatternCursor<'_>) -> PatternMatch<()>
         cursor,
         &[
             &|cursor| cursor.read_text(")"),
+            &|cursor| cursor.read_text("**"),
             &read_keyword,
             &read_positional,
         ],
@@ -163,7 +170,7 @@ pub fn match_arguments_begin(cursor: &mut PatternCursor<'_>) -> PatternMatch<()>
 }
 
 fn read_keyword(cursor: &mut PatternCursor<'_>) -> PatternMatch<()> {
-    let name = cursor.read_while(is_identifier_char, MAX_NAME_BYTES)?;
+    let name = cursor.read_while(is_argument_name_char, MAX_NAME_BYTES)?;
     cursor.skip_space()?;
     cursor.read_text("=")?;
     let next = cursor.peek_char();

@@ -3,9 +3,11 @@
 //! * [`expression_scanner`]: the end of an argument in a growing text;
 //! * [`call_arguments`]: arguments to JSON;
 //! * [`call_list`]: what begins a call, and what stands between calls;
+//! * [`quote_repair`]: calls with strings whose quotes are not escaped;
 //! * [`pythonic_reader`]: the reader.
 
 pub mod call_arguments;
 pub mod call_list;
 pub mod expression_scanner;
 pub mod pythonic_reader;
+pub mod quote_repair;

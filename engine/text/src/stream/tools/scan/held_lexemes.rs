@@ -286,6 +286,29 @@ impl<'a> PatternCursor<'a> {
 /// Function that reads a pattern.
 pub type PatternReader<'f, 'a, T> = &'f dyn Fn(&mut PatternCursor<'a>) -> PatternMatch<T>;
 
+/// Most times in sequence that a pattern is read as one.
+const MAX_REPETITIONS: usize = 8;
+
+/// Reads a pattern that may stand there several times in sequence: models repeat markers.
+pub fn read_repeated<'a>(
+    cursor: &mut PatternCursor<'a>,
+    read_pattern: PatternReader<'_, 'a, ()>,
+) -> PatternMatch<()> {
+    read_pattern(cursor)?;
+    for _ in 1..MAX_REPETITIONS {
+        let mut attempt = cursor.clone();
+        let again = attempt
+            .skip_space()
+            .and_then(|()| read_pattern(&mut attempt));
+        match again {
+            Ok(()) => *cursor = attempt,
+            Err(PatternMismatch::Different) => break,
+            Err(PatternMismatch::Incomplete) => return Err(PatternMismatch::Incomplete),
+        }
+    }
+    Ok(())
+}
+
 /// Match of the first pattern that matches. Incomplete if one before it may still match.
 pub fn read_any<'a, T>(
     cursor: &mut PatternCursor<'a>,

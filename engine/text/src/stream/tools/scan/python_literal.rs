@@ -7,13 +7,42 @@ const MAX_DEPTH: usize = 64;
 
 /// JSON text of a Python literal, written as `json.dumps(…, ensure_ascii=False)` writes it. `None`:
 /// the text is none. Also reads `true`, `false` and `null`, which models mix in; tuples and sets
-/// become arrays, keys that are no strings become their text.
+/// become arrays, keys that are no strings become their text. Of a key that is given twice, the last
+/// value counts, as in Python. Numbers that are infinite in Python are none.
 pub fn python_literal_to_json(text: &str) -> Option<String> {
     let mut reader = LiteralReader { rest: text.trim() };
     let mut out = String::new();
     reader.read_value(0, &mut out)?;
     reader.skip_space();
     reader.rest.is_empty().then_some(out)
+}
+
+/// Members of a Python dict whose keys are strings: JSON texts of their keys and values. `None`: the
+/// text is no such dict.
+pub fn python_dict_members(text: &str) -> Option<Vec<(String, String)>> {
+    let mut reader = LiteralReader { rest: text.trim() };
+    if !reader.rest.starts_with('{') {
+        return None;
+    }
+    let BraceItems { members, items } = reader.read_brace_items(0)?;
+    reader.skip_space();
+    let is_dict = items.is_empty() && reader.rest.is_empty();
+    let has_text_keys = members.iter().all(|member| member.key.starts_with('"'));
+    let pairs = members.into_iter().map(|member| (member.key, member.value));
+    (is_dict && has_text_keys).then(|| pairs.collect())
+}
+
+/// Member of a dict, as JSON texts.
+struct DictMember {
+    key: String,
+    value: String,
+}
+
+/// Contents of a dict or a set.
+#[derive(Default)]
+struct BraceItems {
+    members: Vec<DictMember>,
+    items: Vec<String>,
 }
 
 struct LiteralReader<'a> {
@@ -78,30 +107,15 @@ impl LiteralReader<'_> {
 
     /// Reads a dict or a set.
     fn read_braces(&mut self, depth: usize, out: &mut String) -> Option<()> {
-        self.read_char('{')?;
-        let mut members = Vec::new();
-        let mut items = Vec::new();
-        let mut has_comma = true;
-        while self.read_char('}').is_none() {
-            if !has_comma {
-                return None;
-            }
-            let mut item = String::new();
-            self.read_value(depth + 1, &mut item)?;
-            if self.read_char(':').is_some() {
-                let mut member = object_key(&item)?;
-                member.push_str(": ");
-                self.read_value(depth + 1, &mut member)?;
-                members.push(member);
-            } else {
-                items.push(item);
-            }
-            has_comma = self.read_char(',').is_some();
-        }
+        let BraceItems { members, items } = self.read_brace_items(depth)?;
         match (members.is_empty(), items.is_empty()) {
             (_, true) => {
                 out.push('{');
-                out.push_str(&members.join(", "));
+                for (place, member) in members.iter().enumerate() {
+                    let lead = if place > 0 { ", " } else { "" };
+                    let key = object_key(&member.key);
+                    out.push_str(&format!("{lead}{key}: {}", member.value));
+                }
                 out.push('}');
                 Some(())
             }
@@ -113,6 +127,29 @@ impl LiteralReader<'_> {
         }
     }
 
+    fn read_brace_items(&mut self, depth: usize) -> Option<BraceItems> {
+        self.read_char('{')?;
+        let mut found = BraceItems::default();
+        let mut has_comma = true;
+        while self.read_char('}').is_none() {
+            if !has_comma {
+                return None;
+            }
+            let mut item = String::new();
+            self.read_value(depth + 1, &mut item)?;
+            if self.read_char(':').is_none() {
+                found.items.push(item);
+            } else {
+                let is_key = !item.starts_with(['[', '{']);
+                let mut value = String::new();
+                self.read_value(depth + 1, &mut value)?;
+                set_member(&mut found.members, is_key.then_some(item)?, value);
+            }
+            has_comma = self.read_char(',').is_some();
+        }
+        Some(found)
+    }
+
     fn is_at_string(&self) -> bool {
         string_prefix(self.rest).is_some()
     }
@@ -121,16 +158,19 @@ impl LiteralReader<'_> {
     fn read_strings(&mut self, out: &mut String) -> Option<()> {
         let mut text = String::new();
         while let Some(prefix) = string_prefix(self.rest) {
-            let is_raw = prefix.contains(['r', 'R']);
+            let form = StringForm {
+                is_raw: prefix.contains(['r', 'R']),
+                is_formatted: prefix.contains(['f', 'F']),
+            };
             self.rest = &self.rest[prefix.len()..];
-            self.read_quoted(is_raw, &mut text)?;
+            self.read_quoted(form, &mut text)?;
             self.skip_space();
         }
         push_string(out, &text);
         Some(())
     }
 
-    fn read_quoted(&mut self, is_raw: bool, text: &mut String) -> Option<()> {
+    fn read_quoted(&mut self, form: StringForm, text: &mut String) -> Option<()> {
         let quote = opening_quote(self.rest)?;
         self.rest = &self.rest[quote.len()..];
         while let Some(character) = self.rest.chars().next() {
@@ -139,9 +179,13 @@ impl LiteralReader<'_> {
                 return Some(());
             }
             self.rest = &self.rest[character.len_utf8()..];
-            if character != '\\' {
+            if form.is_formatted && matches!(character, '{' | '}') {
+                // One brace begins an expression, two are a brace.
+                self.rest = self.rest.strip_prefix(character)?;
                 text.push(character);
-            } else if is_raw {
+            } else if character != '\\' {
+                text.push(character);
+            } else if form.is_raw {
                 text.push('\\');
                 let escaped = self.rest.chars().next()?;
                 self.rest = &self.rest[escaped.len_utf8()..];
@@ -251,23 +295,44 @@ fn push_array(out: &mut String, items: &[String]) {
     out.push(']');
 }
 
-/// Key of an object for the JSON text of a key.
-fn object_key(key: &str) -> Option<String> {
-    if key.starts_with('"') {
-        return Some(key.to_owned());
+/// Sets the member of a key to its last value, as Python does.
+fn set_member(members: &mut Vec<DictMember>, key: String, value: String) {
+    let same_key = |member: &DictMember| object_key(&member.key) == object_key(&key);
+    match members.iter().position(same_key) {
+        Some(place) => members[place].value = value,
+        None => members.push(DictMember { key, value }),
     }
-    if key.starts_with(['[', '{']) {
-        return None;
-    }
-    Some(format!("\"{key}\""))
 }
 
+/// Key of an object for the JSON text of a key.
+fn object_key(key: &str) -> String {
+    if key.starts_with('"') {
+        key.to_owned()
+    } else {
+        format!("\"{key}\"")
+    }
+}
+
+/// How the prefix of a string changes its text.
+#[derive(Clone, Copy)]
+struct StringForm {
+    /// A backslash is text.
+    is_raw: bool,
+    /// Braces hold expressions.
+    is_formatted: bool,
+}
+
+/// Prefixes of strings, in lower case. Strings of bytes are none.
+const STRING_PREFIXES: [&str; 6] = ["", "r", "u", "f", "rf", "fr"];
+
 /// Prefix letters of the string that the text begins with, `None` if it begins with no string.
-/// Strings of bytes and f-strings are none.
 fn string_prefix(text: &str) -> Option<&str> {
-    let quoted = text.strip_prefix(['r', 'R', 'u', 'U']).unwrap_or(text);
-    let prefix = &text[..text.len() - quoted.len()];
-    quoted.starts_with(['\'', '"']).then_some(prefix)
+    let letters = text.bytes().take_while(u8::is_ascii_alphabetic);
+    let (prefix, quoted) = text.split_at(letters.take(3).count());
+    let mut prefixes = STRING_PREFIXES.iter();
+    let is_string =
+        quoted.starts_with(['\'', '"']) && prefixes.any(|known| known.eq_ignore_ascii_case(prefix));
+    is_string.then_some(prefix)
 }
 
 /// Quote with which the text begins: one, or three.
@@ -323,7 +388,9 @@ fn json_number(digits: &str) -> Option<String> {
         _ => digits.to_owned(),
     };
     let is_number = serde_json::from_str::<serde_json::Number>(&number).is_ok();
-    is_number.then_some(number)
+    let is_finite = number.parse::<f64>().is_ok_and(f64::is_finite);
+    let is_integer = !number.contains(['.', 'e', 'E']);
+    (is_number && (is_integer || is_finite)).then_some(number)
 }
 
 #[cfg(test)]
@@ -350,6 +417,10 @@ mod tests {
                 r#"{"a": null, "1": [true, false]}"#,
             ),
             ("{1, 2}", "[1, 2]"),
+            ("{'a': 1, 'b': 2, 'a': [3]}", r#"{"a": [3], "b": 2}"#),
+            ("{1: 'a', '1': 'b'}", r#"{"1": "b"}"#),
+            ("f'a' F\"{{b}}\"", r#""a{b}""#),
+            ("rf'\\d{{2}}'", r#""\\d{2}""#),
             ("{True: 1}", r#"{"true": 1}"#),
             ("[[], {'b': []},]", r#"[[], {"b": []}]"#),
             ("0x1F", "31"),
@@ -379,6 +450,11 @@ mod tests {
             "{'a': 1, 2}",
             "'open",
             "007",
+            "[007]",
+            "1e999",
+            "f'{x}'",
+            "f'}'",
+            "bf'x'",
             "1j",
             "b'x'",
             "[,]",

@@ -1,11 +1,10 @@
 //! Raw values of parameters to the JSON text of arguments.
 
 use std::mem;
-use std::sync::Arc;
 
-use super::super::reader::ToolSignature;
+use super::super::callable::CalledTool;
 use super::super::scan::json_text::{push_string_body, quoted};
-use super::schema_types::ParameterTypes;
+use super::super::scan::schema_types::ParameterTypes;
 use crate::stream::parts::AnswerParts;
 
 /// Form of a value that its tag states.
@@ -32,17 +31,14 @@ enum OpenValue {
 /// Writes the arguments of one call: `{"a": "x", "b": 1}`.
 #[derive(Debug)]
 pub struct ArgumentWriter {
-    tools: Arc<[ToolSignature]>,
-    tool: usize,
+    tool: CalledTool,
     parameter_count: usize,
     value: OpenValue,
 }
 
 impl ArgumentWriter {
-    /// Writer of the arguments of `tools[tool]`.
-    pub fn new(tools: Arc<[ToolSignature]>, tool: usize) -> Self {
+    pub fn new(tool: CalledTool) -> Self {
         Self {
-            tools,
             tool,
             parameter_count: 0,
             value: OpenValue::None,
@@ -53,7 +49,7 @@ impl ArgumentWriter {
         let lead = if self.parameter_count == 0 { "{" } else { ", " };
         self.parameter_count += 1;
         out.push_arguments(&format!("{lead}{}: ", quoted(name)));
-        let schema = &self.tools[self.tool].parameters;
+        let schema = &self.tool.parameters;
         let types = match form {
             ValueForm::BySchema => ParameterTypes::of_parameter(schema, name),
             ValueForm::Json => ParameterTypes::Unknown,

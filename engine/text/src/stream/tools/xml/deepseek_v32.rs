@@ -10,7 +10,9 @@
 //!
 //! V4 writes `tool_calls` for `function_calls`. The value of `string="false"` is JSON.
 
-use super::super::scan::held_lexemes::{PatternCursor, PatternMatch, PatternMismatch, read_any};
+use super::super::scan::held_lexemes::{
+    PatternCursor, PatternMatch, PatternMismatch, read_any, read_repeated,
+};
 use super::argument_writer::ValueForm;
 use super::tag_reader::{MAX_NAME_BYTES, ParameterTag, TagSyntax};
 
@@ -34,7 +36,7 @@ impl TagSyntax for DsmlTags {
         _is_at_line_start: bool,
     ) -> PatternMatch<&'a str> {
         let in_block = |cursor: &mut PatternCursor<'a>| {
-            read_block_tag(cursor, "<")?;
+            read_repeated(cursor, &|cursor| read_block_tag(cursor, "<"))?;
             cursor.skip_space()?;
             read_invoke(cursor)
         };

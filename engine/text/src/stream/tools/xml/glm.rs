@@ -8,7 +8,9 @@
 //! tags are markers, so that a value may hold any typed text. Of the markers in a value, those that
 //! cannot end it where they stand are data.
 
-use super::super::scan::held_lexemes::{PatternCursor, PatternMatch, PatternMismatch, read_any};
+use super::super::scan::held_lexemes::{
+    PatternCursor, PatternMatch, PatternMismatch, read_any, read_repeated,
+};
 use super::argument_writer::ValueForm;
 use super::tag_reader::{MAX_NAME_BYTES, ParameterTag, TagSyntax};
 
@@ -43,7 +45,7 @@ impl TagSyntax for KeyValueTags {
         cursor: &mut PatternCursor<'a>,
         _is_at_line_start: bool,
     ) -> PatternMatch<&'a str> {
-        cursor.read_marker(CALL_BEGIN)?;
+        read_repeated(cursor, &|cursor| cursor.read_marker(CALL_BEGIN))?;
         cursor.skip_space()?;
         let name = cursor.read_until(&['\r', '\n'], MAX_NAME_BYTES)?;
         cursor.skip_space()?;

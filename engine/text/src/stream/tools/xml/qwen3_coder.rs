@@ -14,7 +14,9 @@
 //! forget it. The next tag ends a value or a call whose end tag is missing, if it stands where
 //! the format has it. A tag in the middle of a value is data.
 
-use super::super::scan::held_lexemes::{PatternCursor, PatternMatch, PatternMismatch, read_any};
+use super::super::scan::held_lexemes::{
+    PatternCursor, PatternMatch, PatternMismatch, read_any, read_repeated,
+};
 use super::argument_writer::ValueForm;
 use super::tag_reader::{MAX_NAME_BYTES, ParameterTag, TagSyntax};
 
@@ -124,7 +126,7 @@ impl TagSyntax for FunctionTags {
 
 /// Reads `<tool_call>` and the tag behind it.
 fn read_marked_begin<'a>(cursor: &mut PatternCursor<'a>) -> PatternMatch<&'a str> {
-    cursor.read_marker(CALL_BEGIN)?;
+    read_repeated(cursor, &|cursor| cursor.read_marker(CALL_BEGIN))?;
     cursor.skip_space()?;
     read_named_tag(cursor, "<function=")
 }

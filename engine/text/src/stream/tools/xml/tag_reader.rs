@@ -7,9 +7,9 @@
 //! 3. In a value all text is data, up to an end tag.
 
 use std::mem;
-use std::sync::Arc;
 
-use super::super::reader::{ToolReader, ToolSignature, find_tool};
+use super::super::callable::CallableTools;
+use super::super::reader::ToolReader;
 use super::super::scan::held_lexemes::{HeldLexemes, PatternCursor, PatternMatch, PatternMismatch};
 use super::super::scan::line_tracker::LineTracker;
 use super::super::scan::reader_step::ReaderStep;
@@ -121,14 +121,14 @@ enum TagState {
 /// Reader of a family whose calls are tags.
 pub struct TagReader<S> {
     syntax: S,
-    tools: Arc<[ToolSignature]>,
+    tools: CallableTools,
     held: HeldLexemes,
     content: LineTracker,
     state: TagState,
 }
 
 impl<S: TagSyntax> TagReader<S> {
-    pub fn new(syntax: S, tools: Arc<[ToolSignature]>) -> Self {
+    pub fn new(syntax: S, tools: CallableTools) -> Self {
         Self {
             syntax,
             tools,
@@ -168,13 +168,13 @@ impl<S: TagSyntax> TagReader<S> {
         let begin = self
             .syntax
             .read_call_begin(&mut cursor, self.content.is_at_line_start())
-            .and_then(|name| find_tool(&self.tools, name).ok_or(PatternMismatch::Different));
+            .and_then(|name| self.tools.find(name).ok_or(PatternMismatch::Different));
         match begin {
             Ok(tool) => {
                 let begin_bytes = cursor.matched_bytes();
                 self.held.consume(begin_bytes);
-                self.content.begin_call(&self.tools[tool].name, out);
-                let call = ArgumentWriter::new(self.tools.clone(), tool);
+                self.content.begin_call(&tool.name, out);
+                let call = ArgumentWriter::new(tool);
                 ReaderStep::Continue(TagState::Parameters(call))
             }
             Err(PatternMismatch::Incomplete) => ReaderStep::Wait(TagState::Content),

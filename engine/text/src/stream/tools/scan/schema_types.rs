@@ -2,8 +2,8 @@
 
 use serde_json::Value;
 
-use super::super::scan::json_text::quoted;
-use super::super::scan::python_literal::python_literal_to_json;
+use super::json_text::quoted;
+use super::python_literal::python_literal_to_json;
 
 /// Most schemas that are visited for one parameter: references may form cycles.
 const MAX_VISITS: usize = 256;
@@ -57,6 +57,14 @@ impl ParameterTypes {
             Self::Unknown
         } else {
             Self::Known(types)
+        }
+    }
+
+    /// True if a value of this type is allowed.
+    pub fn allow(&self, wanted: JsonType) -> bool {
+        match self {
+            Self::Known(types) => types.contains(&wanted),
+            Self::Unknown => true,
         }
     }
 

@@ -1,0 +1,288 @@
+"""Which features work together: each pair works, or is refused with a reason; with the test that shows it.
+
+`python -m tests.fault.promises.feature_pairs` prints the table of docs/guarantees.md. Add a feature to FEATURES and its
+pairs to PAIRS; a pair that is in no row is printed as not tried.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from tests.fault.promises.show import Show, run_script
+
+ROOT = Path(__file__).parents[3]
+
+FEATURES = {
+    "pd": "P and D on two nodes",
+    "resume": "resumed streams",
+    "tp": "tensor parallelism",
+    "dp": "DP ranks",
+    "graphs": "recorded decode steps",
+    "host": "host tier",
+    "preempt": "preemption, suspension",
+    "events": "KV events",
+    "tenants": "tenants and classes",
+    "grammar": "structured output",
+    "tools": "tool calls, reasoning",
+    "choices": "several choices",
+    "logprobs": "logprobs of answers",
+    "prompts": "logprobs of prompts",
+    "simulate": "`--simulate`",
+}
+"""Short name → name in the table, in the order of its rows."""
+
+
+class Verdict(Enum):
+    WORKS = "works"
+    REFUSED = "refused"
+    NOT_DONE = "not done"
+    """Accepted; one of the two has no effect on such requests, for the reason given."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturePair:
+    first: str
+    second: str
+    verdict: Verdict
+    test: str
+    """file:function that shows it."""
+    reason: str = ""
+
+
+def _works(first: str, second: str, test: str, note: str = "") -> FeaturePair:
+    return FeaturePair(first, second, Verdict.WORKS, test, note)
+
+
+def _refused(first: str, second: str, test: str, reason: str) -> FeaturePair:
+    return FeaturePair(first, second, Verdict.REFUSED, test, reason)
+
+
+def _not_done(first: str, second: str, test: str, reason: str) -> FeaturePair:
+    return FeaturePair(first, second, Verdict.NOT_DONE, test, reason)
+
+
+PAIRS = (
+    _works(
+        "pd",
+        "resume",
+        "tests/e2e/test_failover.py:test_killed_decode_node_in_mid_stream_changes_nothing",
+    ),
+    _works(
+        "pd",
+        "tp",
+        "tests/e2e/test_tensor_parallel.py:test_divided_nodes_exchange_pages_and_equal_one_process",
+        "P and D have the same `--tp-size`",
+    ),
+    _works(
+        "pd",
+        "dp",
+        "tests/e2e/test_dp.py:test_both_chosen_ranks_serve_and_the_room_names_the_prefill_rank",
+    ),
+    _works(
+        "pd",
+        "host",
+        "tests/sim/test_offload.py:test_decode_node_takes_evicted_pages_from_its_host"
+        "_and_grants_the_rest_after_the_copies",
+    ),
+    _works(
+        "pd",
+        "preempt",
+        "tests/parity/test_preempted_tokens.py:test_suspended_on_either_node_of_a_pair_the_tokens_are_transformers",
+        "but for a request whose pages travel: 409",
+    ),
+    _works("pd", "events", "tests/e2e/test_dp.py:test_index_follows_each_rank_of_both_roles"),
+    _works(
+        "pd", "tenants", "tests/e2e/test_fairness.py:test_class_of_a_request_reaches_both_nodes"
+    ),
+    _works(
+        "pd",
+        "grammar",
+        "tests/e2e/test_equal.py:test_constrained_answer_of_two_nodes_equals_that_of_one",
+    ),
+    _works("pd", "tools", "tests/e2e/api/test_agents.py:test_answer_has_reasoning_and_a_call"),
+    _works("pd", "choices", "tests/e2e/api/test_openai.py:test_several_choices_of_one_prompt"),
+    _works(
+        "pd",
+        "logprobs",
+        "tests/parity/test_prefill_decode_pair.py:test_sampling_and_logprobs_are_transferred_unchanged",
+    ),
+    _not_done(
+        "pd",
+        "prompts",
+        "tests/e2e/api/test_prompt_logprobs.py:test_prefill_and_decode_nodes_refuse_to_share_the_work",
+        "the router sends such a request to one node; two nodes refuse to share it",
+    ),
+    _works("pd", "simulate", "tests/e2e/test_simulated.py:test_trace_of_twenty_requests"),
+    _works(
+        "resume", "grammar", "tests/e2e/api/test_reasoning.py:test_answer_is_resumed_at_every_event"
+    ),
+    _works("resume", "tools", "tests/e2e/api/test_agents.py:test_call_is_resumed_at_every_event"),
+    _not_done(
+        "resume",
+        "prompts",
+        "tests/e2e/api/test_prompt_logprobs.py:test_streams_with_prompt_logprobs_are_not_resumable",
+        "an interrupted stream ends with an error event",
+    ),
+    _works(
+        "tp",
+        "host",
+        "tests/parity/test_tensor_parallel.py:test_chunks_hits_overlap_retraction_and_host_pages_change_nothing",
+    ),
+    _works(
+        "tp",
+        "preempt",
+        "tests/parity/test_tensor_parallel.py:test_chunks_hits_overlap_retraction_and_host_pages_change_nothing",
+    ),
+    _works(
+        "tp", "prompts", "tests/parity/sampling/test_prompt_logprobs.py:test_tensor_parallel_ranks"
+    ),
+    _refused(
+        "tp",
+        "graphs",
+        "tests/unit/config/test_feature_pairs.py:test_refused_pair_of_flags",
+        "`--cuda-graph-max-bs`: steps are not recorded with `--tp-size` above 1",
+    ),
+    _refused(
+        "tp",
+        "dp",
+        "tests/unit/config/test_feature_pairs.py:test_refused_pair_of_flags",
+        "on P nodes: start more nodes; other nodes take both",
+    ),
+    _refused(
+        "tp",
+        "simulate",
+        "tests/unit/config/test_feature_pairs.py:test_refused_pair_of_flags",
+        "there is no device to divide",
+    ),
+    _works("dp", "events", "tests/e2e/test_dp.py:test_index_follows_each_rank"),
+    _refused(
+        "graphs",
+        "simulate",
+        "tests/unit/config/test_feature_pairs.py:test_refused_pair_of_flags",
+        "there is no device that could record steps",
+    ),
+    _refused(
+        "host",
+        "simulate",
+        "tests/unit/config/test_feature_pairs.py:test_refused_pair_of_flags",
+        "there are no pages of a device to copy",
+    ),
+    _works(
+        "host",
+        "preempt",
+        "tests/parity/test_preempted_tokens.py:test_through_the_host_pool_and_back_the_tokens_are_transformers",
+    ),
+    _works(
+        "graphs", "preempt", "tests/parity/test_decode_graphs.py:test_graphs_on_off_and_the_cpu"
+    ),
+    _works(
+        "graphs",
+        "grammar",
+        "tests/parity/test_device_runner.py:test_answers_that_follow_grammars_are_those_of_the_cpu",
+    ),
+    _works(
+        "tenants",
+        "preempt",
+        "tests/sim/test_fairness.py:test_preemption_makes_room_for_the_request_whose_turn_it_is",
+    ),
+    _works(
+        "grammar", "tools", "tests/e2e/api/test_forced_calls.py:test_answer_with_a_schema_may_call"
+    ),
+    _refused(
+        "grammar",
+        "simulate",
+        "tests/unit/server/request/grammar/test_constraint.py:test_engines_without_grammars_refuse",
+        "a simulated engine has no model that could follow one",
+    ),
+    _works(
+        "choices",
+        "prompts",
+        "tests/e2e/api/test_prompt_logprobs.py:test_choices_of_a_prompt_share_its_logprobs",
+    ),
+    _works(
+        "logprobs",
+        "simulate",
+        "tests/e2e/test_simulated.py:test_openai_surface_answers",
+        "each is 0: simulated tokens are certain",
+    ),
+    _refused(
+        "prompts",
+        "simulate",
+        "tests/e2e/test_simulated.py:test_logprobs_of_prompts_are_refused",
+        "a simulated engine computes no logits",
+    ),
+)
+
+
+def find_pair(first: str, second: str) -> FeaturePair | None:
+    for pair in PAIRS:
+        if {pair.first, pair.second} == {first, second}:
+            return pair
+    return None
+
+
+def table() -> str:
+    """The rows of docs/guarantees.md."""
+    lines = ["| features | | why | shown by |", "|---|---|---|---|"]
+    for first, second in itertools.combinations(FEATURES, 2):
+        pair = find_pair(first, second)
+        if pair is None:
+            continue
+        name = pair.test.rpartition("/")[2].replace(".py:", ": ")
+        names = f"{FEATURES[first]} + {FEATURES[second]}"
+        lines.append(f"| {names} | {pair.verdict.value} | {pair.reason} | `{name}` |")
+    total = len(FEATURES) * (len(FEATURES) - 1) // 2
+    lines.append("")
+    lines.append(f"{len(PAIRS)} of {total} pairs are in the table; the others were not tried.")
+    return "\n".join(lines)
+
+
+def mistakes() -> list[str]:
+    """Pairs named twice, features that do not exist, and tests that are not there."""
+    found = []
+    seen: set[frozenset[str]] = set()
+    for pair in PAIRS:
+        names = frozenset((pair.first, pair.second))
+        if names in seen:
+            found.append(f"{sorted(names)} stand twice")
+        seen.add(names)
+        found += [f"{name} is no feature" for name in names if name not in FEATURES]
+        path, _, function = pair.test.partition(":")
+        if function not in _functions(ROOT / path):
+            found.append(f"there is no {pair.test}")
+        if pair.verdict is not Verdict.WORKS and not pair.reason:
+            found.append(f"{sorted(names)}: give the reason")
+    return found
+
+
+def _functions(path: Path) -> set[str]:
+    if not path.exists():
+        return set()
+    tree = ast.parse(path.read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def short(show: Show) -> None:
+    wrong = mistakes()
+    show.keep(
+        "every pair names a test that exists, and a reason if it is refused",
+        not wrong,
+        wrong or len(PAIRS),
+    )
+    documented = table() in (ROOT / "docs/guarantees.md").read_text()
+    show.keep(
+        "docs/guarantees.md has the table that this prints", documented, f"{len(PAIRS)} pairs"
+    )
+
+
+def long(show: Show) -> None:
+    print(table())
+    short(show)
+
+
+if __name__ == "__main__":
+    run_script(__doc__, long, short)
