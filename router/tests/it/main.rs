@@ -12,6 +12,7 @@ mod draining;
 mod explain;
 mod failover;
 mod faults;
+mod foreign_answers;
 mod foreign_apis;
 mod hung;
 mod incarnations;

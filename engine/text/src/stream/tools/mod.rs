@@ -18,5 +18,6 @@ mod reader;
 mod scan;
 mod xml;
 
+pub use json::scanner::ValueScanner;
 pub use new_reader::new_tool_reader;
 pub use reader::{ToolFamily, ToolReader, ToolSignature};
