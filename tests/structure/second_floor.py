@@ -262,6 +262,7 @@ SECOND_FLOOR = {
     "engine/text/src/dialect/translate": (
         "members",
         "reasoning_text",
+        "foreign_chat",
         "mod",
         "conversation",
         "response_format",
