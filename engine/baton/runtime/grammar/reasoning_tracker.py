@@ -255,7 +255,9 @@ class ReasoningTracker:
 
     def _advance_behind(self, token: int) -> TokenPlace:
         text = self._token_bytes(token)
-        is_newlines = bool(text) and not text.strip(b"\n")
+        # Of a free answer the text layer drops carriage returns, too.
+        newlines = b"\r\n" if self.lead_newlines is None else b"\n"
+        is_newlines = bool(text) and not text.strip(newlines)
         if token == self._limit_token():
             self._count_forced()
             if is_newlines and self.lead_newlines is not None:
