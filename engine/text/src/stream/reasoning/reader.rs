@@ -1,6 +1,6 @@
 //! The reasoning of an answer, as it arrives.
 
-use super::start::{BlockText, ReasoningStart, is_blank};
+use super::start::{BlockText, ReasoningStart, is_blank, is_blank_char};
 use crate::stream::markers::{Lexeme, MarkerRole, MarkerTable};
 use crate::stream::parts::AnswerParts;
 
@@ -171,7 +171,7 @@ impl ReasoningReader {
     fn read_text(&mut self, text: &str, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
         match self.state {
             ReasoningState::Undecided => {
-                let rest = text.trim_start_matches(is_blank);
+                let rest = text.trim_start_matches(is_blank_char);
                 self.held.push_str(&text[..text.len() - rest.len()]);
                 if !rest.is_empty() {
                     self.begin_content(out, pass);
@@ -331,10 +331,4 @@ impl ReasoningReader {
         out.push_reasoning(&self.held);
         self.held.clear();
     }
-}
-
-/// White space that decides nothing in front of a begin marker, as Python's `bytes.lstrip` has it:
-/// the rank looks for the marker in the bytes.
-fn is_blank(character: char) -> bool {
-    character.is_ascii_whitespace() || character == '\x0b'
 }
