@@ -15,8 +15,11 @@ from baton.server.request.grammar.markers import MarkerTokens
 from baton.server.request.grammar.request_grammar import (
     GrammarCheck,
     RequestGrammar,
+    make_call_grammar,
     make_request_grammar,
 )
+from baton.server.request.grammar.tool_calls.call_rules import CallRules
+from baton.server.request.tools import CallableTool, ChoiceMode
 
 NO_MARKERS = MarkerTokens(dict)
 SCORE = {"type": "integer", "minimum": 0, "maximum": 99}
@@ -141,6 +144,15 @@ def test_parts_without_a_value_are_left_out_or_refuse_the_schema(empty: Any) -> 
     assert accepts(either, "null")
     with pytest.raises(BadRequest, match=r"json_schema\.schema"):
         make_schema({**schema, "required": ["a"]})
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "pythonic"])
+def test_optional_arguments_without_a_value_are_left_out(family: str) -> None:
+    properties = {"a": {"$ref": "#/$defs/endless"}, "b": {"type": "integer"}}
+    parameters = {**CLOSED, "properties": properties, "required": ["b"]}
+    tool = CallableTool("f", {**parameters, "$defs": {"endless": ENDLESS}}, "tools[0].function")
+    rules = CallRules(family, (tool,), ChoiceMode.REQUIRED, is_parallel=False)
+    assert make_call_grammar(rules, None, "none", NO_MARKERS).ignored == ()
 
 
 def test_recursion_with_an_end_stays_as_it_is() -> None:
