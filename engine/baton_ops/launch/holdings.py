@@ -1,4 +1,4 @@
-"""Gauges of an engine that count what requests hold: pages, pins, requests, rooms, leases. All are 0 when it is idle."""
+"""Gauges of an engine that count what requests hold: pages, pins, requests, rooms and leases. Idle engines have 0."""
 
 from __future__ import annotations
 
