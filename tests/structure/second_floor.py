@@ -84,6 +84,8 @@ SECOND_FLOOR = {
         "screen",
         "traffic",
         "smoke_test",
+        "holdings",
+        "drill",
         "local_cluster",
     ),
     "engine/baton_ops/bench": (
