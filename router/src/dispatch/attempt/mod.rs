@@ -305,10 +305,12 @@ impl UpstreamAttempt {
     /// connection.
     pub async fn open(mut self) -> Result<UpstreamResponse, AttemptError> {
         let mut translation = self.translation.take();
-        let mut opened = self
-            .open_unless_hung(translation.is_some())
-            .await
-            .and_then(|answer| self.translate_whole(answer, translation.as_deref_mut()));
+        let mut opened = self.open_unless_hung(translation.is_some()).await;
+        if let Ok(answer) = opened {
+            opened = self
+                .translate_whole(answer, translation.as_deref_mut())
+                .map_err(|failure| *failure);
+        }
         self.settle(&mut opened);
         if let (Err(failure), Some(translation)) = (&mut opened, &translation) {
             translate_reply(translation, &mut failure.reply);

@@ -76,21 +76,23 @@ impl UpstreamAttempt {
         &self,
         mut answer: PartialAnswer,
         translation: Option<&mut AnswerTranslation>,
-    ) -> Result<PartialAnswer, AttemptError> {
+    ) -> Result<PartialAnswer, Box<AttemptError>> {
         let Some(translation) = translation.filter(|_| !is_sse(&answer.headers)) else {
             return Ok(answer);
         };
         if answer.remaining.is_some() {
             let problem = format!("sent an answer longer than {MAX_HELD} bytes");
-            return Err(unreadable(&self.guard, &problem));
+            return Err(Box::new(unreadable(&self.guard, &problem)));
         }
         match translation.translate_whole(&answer.pieces) {
             Ok(whole) => answer.pieces = vec![whole],
             Err(UnreadableAnswer::Failed(_)) => {
                 let error = Bytes::from(answer.pieces.concat());
-                return Err(self.error_in_whole(answer.headers, error));
+                return Err(Box::new(self.error_in_whole(answer.headers, error)));
             }
-            Err(problem) => return Err(unreadable(&self.guard, &problem.to_string())),
+            Err(problem) => {
+                return Err(Box::new(unreadable(&self.guard, &problem.to_string())));
+            }
         }
         Ok(answer)
     }

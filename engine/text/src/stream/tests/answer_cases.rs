@@ -419,7 +419,7 @@ fn newlines_that_a_grammar_has_counted_are_content() {
     let options = ReaderOptions {
         tools: Arc::new([]),
         is_gated: true,
-        ..reader_options(Some(ReasoningStart::Inside(BlockText::Empty)))
+        ..reader_options(Some(ReasoningStart::Inside(BlockText::Blank)))
     };
     let rules = TextRules {
         follows_grammar: true,
