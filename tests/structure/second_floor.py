@@ -84,6 +84,8 @@ SECOND_FLOOR = {
         "screen",
         "traffic",
         "smoke_test",
+        "holdings",
+        "drill",
         "local_cluster",
     ),
     "engine/baton_ops/bench": (
@@ -262,6 +264,7 @@ SECOND_FLOOR = {
     "engine/text/src/dialect/translate": (
         "members",
         "reasoning_text",
+        "foreign_chat",
         "mod",
         "conversation",
         "response_format",

@@ -74,7 +74,7 @@ class UpConfig:
     )
     drill: bool = opt(
         False,
-        "show three promises on the cluster: abort requests, stop and kill a decode node, print what came of it, "
+        "show three promises on the cluster: abort requests, stop and kill a decode node, print the outcome, "
         "stop; exit code 0 or 1",
     )
     state_file: str | None = opt(

@@ -39,7 +39,7 @@ _STATE = re.compile(r'state="(\w+)"')
 
 
 class DrillNode(Protocol):
-    """An engine of the cluster."""
+    """Engine of the cluster."""
 
     @property
     def role(self) -> str: ...
@@ -47,12 +47,12 @@ class DrillNode(Protocol):
     def url(self) -> str: ...
     @property
     def pid(self) -> int:
-        """Of its process group, which has its ranks, too."""
+        """Id of its process group, which has its ranks, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrillCluster:
-    """What the drills need of a running cluster."""
+    """Running cluster, as the drills need it."""
 
     client: SmokeClient
     nodes: Sequence[DrillNode]

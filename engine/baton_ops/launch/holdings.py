@@ -1,4 +1,4 @@
-"""Which gauges of an engine count what requests hold: pages, pins, requests, rooms, leases. An idle one has none."""
+"""Gauges of an engine that count what requests hold: pages, pins, requests, rooms and leases. Idle engines have 0."""
 
 from __future__ import annotations
 

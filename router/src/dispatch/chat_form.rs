@@ -56,7 +56,7 @@ impl ChatForm {
             return Err(RouteError::Internal { detail });
         };
         let translated = translated?;
-        let chat = Bytes::from(translated.to_foreign_chat(streams));
+        let chat = Bytes::from(translated.to_foreign_chat(streams)?);
         let scan = BodyIndex::of(&chat, TRANSLATED)?;
         Ok(Self {
             body: chat,

@@ -83,11 +83,12 @@ pub async fn with_keepalive(
 
 /// Stream of an answer: a JSON body, most likely an error, becomes one event.
 fn stream_of(answer: Response, error_form: StreamErrorForm) -> AxumBody {
-    if answer.status() == StatusCode::OK && is_sse(answer.headers()) {
+    let status = answer.status();
+    if status == StatusCode::OK && is_sse(answer.headers()) {
         return answer.into_body();
     }
     let json = to_bytes(answer.into_body(), usize::MAX);
     AxumBody::from_stream(stream::once(
-        json.map_ok(move |json| error_form.stream_of_body(&json)),
+        json.map_ok(move |json| error_form.stream_of_body(status, &json)),
     ))
 }

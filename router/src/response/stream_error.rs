@@ -4,9 +4,10 @@ use baton_text::dialect::body::BodyIndex;
 use baton_text::dialect::sse::{
     DONE_EVENT, error_epilogue, error_event, is_error, single_event_stream,
 };
-use baton_text::dialect::write::InterruptedStream;
+use baton_text::dialect::write::{ErrorObject, InterruptedStream};
 use baton_text::dialect::{Dialect, response_id};
 use bytes::Bytes;
+use http::StatusCode;
 
 use crate::clock::unix_time;
 
@@ -49,17 +50,29 @@ impl StreamErrorForm {
         }
     }
 
-    /// The stream of an answer that is a JSON body, most likely an error.
-    pub fn stream_of_body(&self, json: &[u8]) -> Bytes {
-        if matches!(self, Self::ErrorObject) || !is_error(json) {
-            return single_event_stream(json);
+    /// The stream of an answer that is a body. `status`: that of the answer; an error's body has any
+    /// form.
+    pub fn stream_of_body(&self, status: StatusCode, body: &[u8]) -> Bytes {
+        let is_own = is_error(body);
+        if !is_own && !status.is_client_error() && !status.is_server_error() {
+            return single_event_stream(body);
         }
-        let event = [b"event: error\ndata: ", json, b"\n\n"].concat();
-        let is_named = json.starts_with(b"{\"type\"");
+        let foreign;
+        let error = if is_own {
+            body
+        } else {
+            foreign = ErrorObject::of_foreign_answer(status.as_u16(), body).to_json();
+            &foreign
+        };
+        if matches!(self, Self::ErrorObject) {
+            return single_event_stream(error);
+        }
+        let event = [b"event: error\ndata: ", error, b"\n\n"].concat();
+        let is_named = error.starts_with(b"{\"type\"");
         if is_named && error_event(&event).is_some() {
             return Bytes::from([&event, DONE_EVENT].concat());
         }
-        Bytes::from(self.named_end(json, 0))
+        Bytes::from(self.named_end(error, 0))
     }
 
     fn named_end(&self, error: &[u8], events: u64) -> Vec<u8> {
@@ -90,6 +103,8 @@ mod tests {
     const ERROR: &[u8] =
         br#"{"error":{"message":"m","type":"overloaded_error","param":null,"code":"no_worker"}}"#;
 
+    const REFUSED: StatusCode = StatusCode::SERVICE_UNAVAILABLE;
+
     fn form_of(dialect: Dialect) -> StreamErrorForm {
         let scan = BodyIndex::of(br#"{"model":"m","stream":true}"#, dialect).unwrap();
         StreamErrorForm::of_request(&scan, "7")
@@ -103,18 +118,21 @@ mod tests {
     fn errors_have_the_form_of_the_api() {
         let chat = form_of(Dialect::Chat);
         assert_eq!(chat.stream_end(ERROR, 4), error_epilogue(ERROR));
-        assert_eq!(chat.stream_of_body(ERROR), single_event_stream(ERROR));
+        assert_eq!(
+            chat.stream_of_body(REFUSED, ERROR),
+            single_event_stream(ERROR)
+        );
         let responses = form_of(Dialect::Responses);
         let end = text_of(responses.stream_end(ERROR, 4));
         assert!(end.starts_with("\nevent: response.failed\n"), "{end}");
         assert!(end.contains("\"sequence_number\":4,"), "{end}");
         assert!(end.contains("\"id\":\"resp_7\""), "{end}");
-        let whole = text_of(responses.stream_of_body(ERROR));
+        let whole = text_of(responses.stream_of_body(REFUSED, ERROR));
         assert!(whole.starts_with("event: response.created\n"), "{whole}");
         let messages = form_of(Dialect::Messages);
         for end in [
             messages.stream_end(ERROR, 0),
-            messages.stream_of_body(ERROR),
+            messages.stream_of_body(REFUSED, ERROR),
         ] {
             let end = text_of(end);
             assert!(
@@ -127,15 +145,32 @@ mod tests {
     }
 
     #[test]
+    fn error_of_another_server_is_an_error_event() {
+        for body in [
+            &br#"{"object":"error","message":"m","code":400}"#[..],
+            br#"{"detail":"m"}"#,
+            b"m",
+        ] {
+            let status = StatusCode::BAD_REQUEST;
+            let chat = text_of(form_of(Dialect::Chat).stream_of_body(status, body));
+            let error = r#"data: {"error":{"message":"m","type":"invalid_request_error""#;
+            assert!(chat.starts_with(error), "{chat}");
+            let named = text_of(form_of(Dialect::Messages).stream_of_body(status, body));
+            assert!(named.starts_with("event: error\n"), "{named}");
+            assert!(named.contains("\"message\":\"m\""), "{named}");
+        }
+    }
+
+    #[test]
     fn body_in_the_form_of_the_api_is_one_event() {
         let own = br#"{"type":"error","error":{"type":"api_error","message":"m"}}"#;
-        let stream = text_of(form_of(Dialect::Messages).stream_of_body(own));
+        let stream = text_of(form_of(Dialect::Messages).stream_of_body(REFUSED, own));
         let own = std::str::from_utf8(own).unwrap();
         assert_eq!(
             stream,
             format!("event: error\ndata: {own}\n\ndata: [DONE]\n\n")
         );
-        let whole = form_of(Dialect::Responses).stream_of_body(b"{\"id\":1}");
+        let whole = form_of(Dialect::Responses).stream_of_body(StatusCode::OK, b"{\"id\":1}");
         assert_eq!(text_of(whole), "data: {\"id\":1}\n\ndata: [DONE]\n\n");
     }
 }

@@ -52,6 +52,9 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// A machine of the same network that does not accept for this long is down.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// Most headers of an answer: hyper would read 100, as many as a client may send.
+const MAX_ANSWER_HEADERS: usize = 1_000;
+
 /// Why there is no answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SendError {
@@ -211,7 +214,9 @@ impl ConnectionPool {
     where
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        let shaken = http1::handshake(TokioIo::new(stream)).await;
+        let mut client = http1::Builder::new();
+        client.max_headers(MAX_ANSWER_HEADERS);
+        let shaken = client.handshake(TokioIo::new(stream)).await;
         let (sender, driver) = shaken.map_err(|err| SendError::Connect(err.to_string()))?;
         let mut cut = self.cut.clone();
         let task = tokio::spawn(async move {

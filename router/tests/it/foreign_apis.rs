@@ -147,6 +147,7 @@ async fn worker_without_the_path_gets_a_chat_request_and_the_client_its_own_answ
             for (path, _, body) in peer.seen() {
                 assert_is_chat(&path, &body);
                 assert_eq!(body["max_completion_tokens"], 9);
+                assert_eq!(body["max_tokens"], 9);
                 let options = json!({"include_usage": true, "continuous_usage_stats": true});
                 let options = if body["stream"] == true {
                     options

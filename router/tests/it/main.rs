@@ -13,6 +13,7 @@ mod explain;
 mod failover;
 mod faults;
 mod file_kinds;
+mod foreign_answers;
 mod foreign_apis;
 mod hung;
 mod incarnations;

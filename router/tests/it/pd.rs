@@ -362,11 +362,16 @@ async fn ranks_travel_in_the_body_and_rooms_match_the_prefill_rank() {
 #[tokio::test]
 async fn input_logprobs_of_prefill_come_before_those_of_decode() {
     timed(async {
-        let with = |list: Value| json!({"text": "x", "meta_info": {"input_token_logprobs": list, "id": "r"}});
+        let with = |list: Value| {
+            json!({"text": "x", "meta_info": {"input_token_logprobs": list, "id": "r",
+            "finish_reason": {"type": "stop", "matched": 2}}})
+        };
         let p = Mock::start(&[Act::Json(with(json!([[null, 1, null], [-0.5, 2, null]])))]).await;
         let d = Mock::start(&[Act::Json(with(json!([[-0.25, 3, null]])))]).await;
         let router = Router::pd(&[&p], &[&d], &[]).await;
-        let reply = router.post("/generate", &json!({"text": "x", "return_logprob": true})).await;
+        let reply = router
+            .post("/generate", &json!({"text": "x", "return_logprob": true}))
+            .await;
         assert_eq!(
             reply.json()["meta_info"]["input_token_logprobs"],
             json!([[null, 1, null], [-0.5, 2, null], [-0.25, 3, null]])

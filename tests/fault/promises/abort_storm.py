@@ -28,7 +28,7 @@ from tests.support.processes.cluster import Cluster, metrics
 
 DEMO = Path(baton.models.__file__).parent / "demo"
 SEED = 35049
-WAVES = 2
+WAVES = 1
 WAVE = 12
 REQUESTS = 2000
 PROMPTS = 48

@@ -34,7 +34,7 @@ PATIENT = 0.2
 the others would leave before anything has read their requests."""
 ANSWER_SECS = 120.0
 REPORT_EVERY = 10_000
-SHORT_REQUESTS = 400
+SHORT_REQUESTS = 200
 SHORT_WAVE = 40
 
 

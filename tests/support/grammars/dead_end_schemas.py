@@ -16,7 +16,7 @@ PATTERNS = (
 )  # fmt: skip
 TEXT_PATTERNS = (
     "^a+$", "b", "^[a-z]{3}$", "^(yes|no)$", "^.{0,2}$", "^\\d{2,4}$", "^$", "^[^a-z]*$", "é{2}", "^(a|b){1,3}c?$",
-    "^[\\x00-\\x1f]$", "^\\s*$", "^\"$", "\\\\", "^[0-9-]+$", "@",
+    "^[ -~]$", "^\\s*$", "^\"$", "\\\\", "^[0-9-]+$", "@",
 )  # fmt: skip
 FORMATS = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown",

@@ -59,6 +59,7 @@ def make_gate(start: ReasoningPhase, **more: Any) -> ReasoningGate:
             "call_ids": (CALL,),
             "is_ended_by_calls": True,
             "forced_end": FORCED_END,
+            "lead_newlines": 2,
             **more,
         }
     )

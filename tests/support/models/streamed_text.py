@@ -69,6 +69,7 @@ def stream_spec(dialect: Dialect, choice: ChoiceSpec) -> AnswerSpec:
         include_stop=False,
         skip_special_tokens=True,
         min_tokens=0,
+        follows_grammar=False,
         comment_seed=None,
         is_metered=False,
         is_empty=False,

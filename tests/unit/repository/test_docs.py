@@ -167,6 +167,7 @@ def test_engine_flags_in_the_docs_exist() -> None:
         "--order",
         "--nocapture",
     }  # cargo's, an example's, a test run's
+    known |= {"--short"}  # of tests/fault/promises
     known |= {"--http2-prior-knowledge"}  # curl's
     known |= {"--target", "--torch-backend", "--version"}  # docker's, uv's, baton's own
     kubectl = {

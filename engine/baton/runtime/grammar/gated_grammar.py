@@ -21,11 +21,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from baton.runtime.grammar.reasoning_tracker import (
-    MAX_LEAD_NEWLINES,
-    ReasoningTracker,
-    TokenPlace,
-)
+from baton.runtime.grammar.reasoning_tracker import ReasoningTracker, TokenPlace
 from baton.runtime.grammar.sequence_grammar import SequenceGrammar
 from baton.runtime.grammar.token_constraint import GrammarState, TokenConstraint
 from baton.runtime.grammar.token_masks import WORD_BITS
@@ -40,10 +36,17 @@ class GateVocabulary:
     def __init__(self, trie: LLTokenizer) -> None:
         self._trie = trie
         self.eos_token_ids = tuple(trie.eos_tokens)
-        texts = [b"\n" * count for count in range(1, MAX_LEAD_NEWLINES + 1)]
-        tokens = [(trie.tokenize_bytes(text), len(text)) for text in texts]
-        self.newline_ids = [(ids[0], count) for ids, count in tokens if len(ids) == 1]
-        """Tokens of newlines alone, and how many they are."""
+        self._newline_ids: dict[int, list[int]] = {}
+
+    def newline_ids(self, most: int) -> list[int]:
+        """Tokens of at most so many newlines and nothing else."""
+        found = self._newline_ids.get(most)
+        if found is None:
+            texts = [b"\n" * count for count in range(1, most + 1)]
+            tokens = map(self._trie.tokenize_bytes, texts)
+            found = [ids[0] for ids in tokens if len(ids) == 1]
+            self._newline_ids[most] = found
+        return found
 
     def token_bytes(self, token: int) -> bytes:
         return self._trie.decode_bytes([token])
@@ -200,9 +203,8 @@ class GatedGrammar(TokenConstraint):
         if tracker.phase is ReasoningPhase.UNDECIDED:
             added = [token for token in tracker.begin_ids() if not _is_allowed(mask, token)]
             self._optional_ids = [] if self._is_refused else added
-        elif tracker.phase is ReasoningPhase.BEHIND:
-            newlines = self._vocabulary.newline_ids
-            added = [token for token, count in newlines if count <= tracker.lead_newlines]
+        elif tracker.phase is ReasoningPhase.BEHIND and tracker.lead_newlines is not None:
+            added = self._vocabulary.newline_ids(tracker.lead_newlines)
         _allow_tokens(mask, added)
         return has_tokens or bool(added)
 

@@ -8,8 +8,8 @@
   which belongs to the answer already. A reasoning that has reached its limit is ended by force;
   Where the reasoning is messages (gpt-oss), the messages in front of the content are INSIDE, and only the text of
   those with reasoning counts and is ended at the limit;
-* BEHIND: newlines belong to neither side (models write one or two of them). A begin marker begins
-  a second block;
+* BEHIND: tokens of newlines alone belong to neither side, up to the number that models write. A
+  begin marker begins a second block;
 * CONTENT: markers are text.
 
 These are the rules of the text layer, which reads the same answer (`ReasoningReader` of
@@ -30,9 +30,6 @@ from baton.sched.types.reasoning import (
     ReasoningPhase,
 )
 
-MAX_LEAD_NEWLINES = 2
-"""Newlines between the reasoning and the answer that belong to neither: Qwen3 writes two."""
-
 
 class TokenPlace(enum.Enum):
     """Part of an answer that a token belongs to."""
@@ -45,8 +42,8 @@ class TokenPlace(enum.Enum):
 class ReasoningTracker:
     def __init__(self, gate: ReasoningGate, token_bytes: Callable[[int], bytes]) -> None:
         self.phase = gate.start
-        self.lead_newlines = MAX_LEAD_NEWLINES
-        """Behind: so many further newlines are no part of the answer."""
+        self.lead_newlines = gate.lead_newlines
+        """Behind: so many further newlines are no part of the answer; None: any number."""
         self.has_overrun = False
         """The token with the end of a marker holds text of the answer too."""
         self._gate = gate
@@ -247,25 +244,38 @@ class ReasoningTracker:
     def _end_block(self, behind: bytes) -> None:
         """`behind`: text that came with the marker's last token."""
         self.phase = ReasoningPhase.BEHIND
-        self.lead_newlines = MAX_LEAD_NEWLINES
+        self.lead_newlines = self._gate.lead_newlines
         if behind.strip(b"\n"):
             self.phase = ReasoningPhase.CONTENT
             self.has_overrun = True
 
     def _advance_behind(self, token: int) -> TokenPlace:
+        text = self._token_bytes(token)
+        # Of a free answer the text layer drops carriage returns, too.
+        newlines = b"\r\n" if self.lead_newlines is None else b"\n"
+        is_newlines = bool(text) and not text.strip(newlines)
         if token == self._limit_token():
             self._count_forced()
+            if is_newlines and self.lead_newlines is not None:
+                # The text layer does not know the limit: these are newlines like others to it.
+                self.lead_newlines = max(self.lead_newlines - len(text), 0)
             return TokenPlace.REASONING
         if (token,) in self._begin_ids:
             self._begin_block(b"")
             return TokenPlace.REASONING
-        text = self._token_bytes(token)
-        is_newlines = bool(text) and not text.strip(b"\n")
-        if is_newlines and len(text) <= self.lead_newlines:
-            self.lead_newlines -= len(text)
+        if is_newlines and self._takes_lead(len(text)):
             return TokenPlace.REASONING
         self.phase = ReasoningPhase.CONTENT
         return TokenPlace.ANSWER
+
+    def _takes_lead(self, newlines: int) -> bool:
+        """Behind: count newlines that are no part of the answer; False: these are part of it."""
+        if self.lead_newlines is None:
+            return True
+        if newlines > self.lead_newlines:
+            return False
+        self.lead_newlines -= newlines
+        return True
 
     def _count_token(self) -> None:
         self._token_count += 1

@@ -11,13 +11,15 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from llguidance import LLTokenizer
 
 log = logging.getLogger("baton.grammar")
 
 
+METASPACE = "Metaspace"
+"""Type of the decoder that writes blanks for one character of the vocabulary."""
 AddedToken: TypeAlias = tuple[int, str, bool]
 """Id, content, and True for a special token."""
 
@@ -47,7 +49,7 @@ def build_trie(source: TokenizerSource, vocab_size: int) -> LLTokenizer:
             "generation_config.json"
         )
     started = time.monotonic()
-    text = with_added_tokens(source.tokenizer_json, source.added_tokens)
+    text = text_for_trie(source.tokenizer_json, source.added_tokens)
     try:
         trie = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(source.eos_token_ids))
     except ValueError as err:
@@ -59,11 +61,30 @@ def build_trie(source: TokenizerSource, vocab_size: int) -> LLTokenizer:
     return trie
 
 
-def with_added_tokens(tokenizer_json: str, added_tokens: Sequence[AddedToken]) -> str:
-    """Text of a tokenizer.json that has these tokens too; it is parsed only when there are some."""
-    if not added_tokens:
+def text_for_trie(tokenizer_json: str, added_tokens: Sequence[AddedToken]) -> str:
+    """Text of a tokenizer.json that has these tokens too, and whose blanks llguidance reads as the text layer does
+    (`TokenDecoder::token_bytes`). It is parsed only if something changes.
+    """
+    if not added_tokens and f'"{METASPACE}"' not in tokenizer_json:
         return tokenizer_json
     tokenizer = json.loads(tokenizer_json)
+    _add_tokens(tokenizer, added_tokens)
+    _spell_blanks(tokenizer)
+    return json.dumps(tokenizer, ensure_ascii=False)
+
+
+def _spell_blanks(tokenizer: dict[str, Any]) -> None:
+    """Say by another decoder what Metaspace says of blanks: llguidance looks for `Replace` alone."""
+    decoder = tokenizer.get("decoder") or {}
+    parts = decoder.get("decoders", [])
+    for part in parts:
+        if part["type"] == METASPACE:
+            pattern = {"String": part["replacement"]}
+            parts.insert(0, {"type": "Replace", "pattern": pattern, "content": " "})
+            return
+
+
+def _add_tokens(tokenizer: dict[str, Any], added_tokens: Sequence[AddedToken]) -> None:
     listed = tokenizer.setdefault("added_tokens", [])
     known = {token["id"] for token in listed}
     listed += [
@@ -79,4 +100,3 @@ def with_added_tokens(tokenizer_json: str, added_tokens: Sequence[AddedToken]) -
         for token_id, text, special in added_tokens
         if token_id not in known
     ]
-    return json.dumps(tokenizer, ensure_ascii=False)

@@ -52,6 +52,10 @@ class ReasoningGate:
     """Tokens that begin a call."""
     is_ended_by_calls: bool = False
     """A call ends the reasoning: its end marker was forgotten."""
+    lead_newlines: int | None = 0
+    """Newlines behind the reasoning that belong neither to it nor to the answer, at most. None: all
+    of them, where no grammar counts the answer.
+    """
     budget: int | None = None
     """Most tokens of the reasoning, its markers not counted; None: no limit."""
     message: ReasoningMessage | None = None

@@ -144,6 +144,7 @@ class RequestHandler:
                 endpoint=endpoint,
                 arrived=arrived,
                 timeout_secs=limit,
+                eos_token_ids=self.validator.eos_token_ids,
                 on_generated=partial(self._spend, accepted.tenant) if counts_tokens else None,
                 parent=parent,
                 reasoning_field=self.reasoning_field,

@@ -49,6 +49,8 @@ class ChoiceSpec(msgspec.Struct):
     """Text of the prompt, in front of the answer."""
     prompt_ids: Sequence[int] = ()
     """Ids of the client's prompt, where the answer has them or their logprobs."""
+    grammar_end_ids: tuple[int, ...] = ()
+    """Tokens that end the answer's grammar, also before it has its least number of tokens."""
     has_prompt_logprobs: bool = False
     """The choice has logprobs of its prompt. The rank sends them with the prompt's first choice."""
 
@@ -81,6 +83,8 @@ class ReadingSpec(msgspec.Struct):
     """A complete call ends the answer with `stop`, not with `tool_calls`."""
     is_function_call: bool = False
     """The call is `function_call` of the message, as in OpenAI's older API."""
+    is_gated: bool = False
+    """A rank looks for the end of the reasoning, behind which the grammar begins."""
 
 
 class AnswerSpec(msgspec.Struct):
@@ -114,6 +118,8 @@ class AnswerSpec(msgspec.Struct):
     include_stop: bool
     skip_special_tokens: bool
     min_tokens: int
+    follows_grammar: bool
+    """A grammar counts the bytes of the answer's tokens."""
     comment_seed: int | None
     """The stream reports its tokens in comments, with this seed (docs/protocol.md §2)."""
     is_metered: bool

@@ -93,6 +93,8 @@ class Generation:
     endpoint: str
     arrived: float
     timeout_secs: float
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's end tokens."""
     on_generated: Callable[[int], None] | None = None
     """Called with the number of tokens as they come."""
     parent: ParentSpan | None = None
@@ -191,6 +193,7 @@ class Generation:
             include_stop=rules.include_stop,
             skip_special_tokens=rules.skip_special_tokens,
             min_tokens=rules.min_tokens,
+            follows_grammar=bool(self.items[0].item.params.grammar),
             comment_seed=self.items[0].item.params.seed if self.reports_tokens else None,
             is_metered=self.on_generated is not None,
             is_empty=accepted.max_tokens_zero,
@@ -203,11 +206,13 @@ class Generation:
         )
 
     def _reading_spec(self, rules: ReadingRules) -> ReadingSpec:
+        params = self.items[0].item.params
         return ReadingSpec(
             tools=encode_exact([_signature(tool) for tool in rules.tools]).decode(),
             is_named_choice=rules.is_named_choice,
             is_function_call=rules.is_function_call,
             calls_before=rules.calls_before,
+            is_gated=bool(params.grammar) and params.reasoning is not None,
             parallel_tool_calls=rules.parallel_tool_calls,
             separate_reasoning=rules.separate_reasoning,
             stream_reasoning=rules.stream_reasoning,
@@ -232,6 +237,7 @@ class Generation:
             left_context=left_context.tolist() if continues_prompt else (),
             prompt_end=() if accepted.reading is None else prompt_end.tolist(),
             stop_token_ids=item.params.stop_token_ids,
+            grammar_end_ids=self.eos_token_ids if item.params.grammar else (),
             echo=accepted.echo[item.prompt_index] if accepted.echo else "",
             prompt_ids=prompt.tolist() if has_prompt_ids else (),
             has_prompt_logprobs=has_prompt_logprobs,

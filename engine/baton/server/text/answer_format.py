@@ -42,6 +42,8 @@ class AnswerFormat:
         self.markers = [AnswerMarker(*marker) for marker in native.markers]
         self.forced_reasoning_end: str | None = native.forced_reasoning_end
         """Text that ends a reasoning which is cut at its limit; None: there is no reasoning."""
+        self.lead_newlines: int = native.lead_newlines
+        """Newlines behind the reasoning that belong neither to it nor to the content, at most."""
         self.reasoning_message: tuple[str, list[str]] | None = native.reasoning_message
         """Header and ends of a message of reasoning, where the reasoning is messages."""
         self.content_header: str | None = native.content_header

@@ -75,7 +75,7 @@ class ReasoningFormat:
         calls = self._markers("call_begin")
         self._call_ids = tuple(marker.ids[0] for marker in calls if not marker.text)
         self._header = self._encode(answer_format.content_header)
-        self._forced_end = self._encode(answer_format.forced_reasoning_end)
+        self._forced_end = self._without_added_blanks(answer_format.forced_reasoning_end)
         self._message = self._read_message(answer_format.reasoning_message)
 
     def can_be_limited(self, *, has_tools: bool, continues_prompt: bool, has_grammar: bool) -> bool:
@@ -93,7 +93,11 @@ class ReasoningFormat:
         if not is_needed or not rules.is_read:
             return params
         gate = self.make_gate(prompt, rules)
-        return params if gate is None else replace(params, reasoning=gate)
+        if gate is None:
+            return params
+        if not params.grammar:
+            gate = replace(gate, lead_newlines=None)
+        return replace(params, reasoning=gate)
 
     def make_gate(self, prompt: array[int], rules: ReasoningRules) -> ReasoningGate | None:
         """The gate of an answer to this prompt; None: it has no reasoning in front."""
@@ -114,6 +118,7 @@ class ReasoningFormat:
             ends=self._ends,
             call_ids=self._call_ids,
             is_ended_by_calls=rules.has_tools,
+            lead_newlines=self._format.lead_newlines,
             budget=rules.budget,
             forced_end=() if rules.budget is None else self._forced_end,
         )
@@ -148,6 +153,20 @@ class ReasoningFormat:
                 yield ReasoningMarker(self._encode(marker.text), marker.text)
             elif marker.token_id < self._vocab_size:
                 yield ReasoningMarker((marker.token_id,))
+
+    def _without_added_blanks(self, text: str | None) -> tuple[int, ...]:
+        """Tokens of a text within an answer: SentencePiece's tokenizers write a blank in front of what they take for
+        the beginning of a text.
+        """
+        ids = []
+        rest = b"" if text is None else text.encode()
+        for token in self._encode(text):
+            token_bytes = self._tokenizer.token_bytes(token)
+            if token_bytes == b" " and not rest.startswith(b" "):
+                continue
+            ids.append(token)
+            rest = rest[len(token_bytes) :]
+        return tuple(ids)
 
     def _encode(self, text: str | None) -> tuple[int, ...]:
         """Tokens of a text; none where the model lacks one of them."""

@@ -78,6 +78,12 @@ impl PyAnswerFormat {
         self.0.reasoning().map(ReasoningFamily::forced_end)
     }
 
+    /// Newlines behind the reasoning that belong neither to it nor to the content, at most.
+    #[getter]
+    fn lead_newlines(&self) -> usize {
+        self.0.reasoning().map_or(0, ReasoningFamily::lead_newlines)
+    }
+
     /// Header and ends of a message of reasoning, where the reasoning is messages.
     #[getter]
     fn reasoning_message(&self) -> Option<(&'static str, Vec<&'static str>)> {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::choice::{ChoiceReading, LogprobsRules, RunningChoice};
+use super::choice::{ChoiceReading, EndTokens, LogprobsRules, RunningChoice};
 use super::spec::{AnswerSpec, ReadingSpec};
 use crate::dialect::sse::DONE_EVENT;
 use crate::dialect::write::{
@@ -48,6 +48,7 @@ impl RunningAnswer {
             include_stop: spec.include_stop,
             skip_special_tokens: spec.skip_special_tokens,
             min_tokens: spec.min_tokens,
+            follows_grammar: spec.follows_grammar,
         });
         let reads_parts = spec.dialect.fields().reads_parts;
         let reading = spec
@@ -75,7 +76,10 @@ impl RunningAnswer {
                     includes_reasoning: reading.as_ref().is_some_and(|r| r.includes),
                     is_named_choice: reading.as_ref().is_some_and(|r| r.is_named_choice),
                 },
-                choice.stop_token_ids,
+                EndTokens {
+                    stop_ids: choice.stop_token_ids,
+                    grammar_ids: choice.grammar_end_ids,
+                },
             );
             let mut output = new_output(index, choice.prompt_tokens, choice.echo);
             output.has_parts = reading.is_some();
@@ -335,6 +339,7 @@ struct SharedReading<'a> {
     includes: bool,
     is_named_choice: bool,
     is_function_call: bool,
+    is_gated: bool,
     call_ids: CallIdForm,
 }
 
@@ -359,6 +364,7 @@ impl<'a> SharedReading<'a> {
             includes: spec.include_reasoning,
             is_named_choice: spec.is_named_choice,
             is_function_call: spec.is_function_call,
+            is_gated: spec.is_gated,
             call_ids,
         }
     }
@@ -369,6 +375,7 @@ impl<'a> SharedReading<'a> {
             start: self.format.reasoning_start(prompt_end, decoder),
             separate_reasoning: self.separate_reasoning,
             parallel_tool_calls: self.parallel_tool_calls,
+            is_gated: self.is_gated,
         }
     }
 }

@@ -80,6 +80,22 @@ pub struct ChoiceReading<'a> {
     pub is_named_choice: bool,
 }
 
+/// Tokens that end a choice and whose text is not shown.
+pub struct EndTokens {
+    /// They end it once the answer has as many tokens as it must.
+    pub stop_ids: Vec<u32>,
+    /// They end a grammar, which may be shorter.
+    pub grammar_ids: Vec<u32>,
+}
+
+impl EndTokens {
+    /// True if `id`, the last of `generated` tokens of a choice that its rank has ended, ended it.
+    fn have_ended(&self, id: u32, generated: u64, min_tokens: u32) -> bool {
+        let is_stop = self.stop_ids.contains(&id) && generated >= u64::from(min_tokens);
+        is_stop || self.grammar_ids.contains(&id)
+    }
+}
+
 /// Logprobs that an answer has.
 pub struct LogprobsRules {
     /// Alternatives per position; -1: no logprobs.
@@ -118,7 +134,7 @@ pub struct RunningChoice {
     pub is_silent: bool,
     rules: Arc<TextRules>,
     text: ChoiceText,
-    stop_token_ids: Vec<u32>,
+    end_tokens: EndTokens,
     last_token_at: Option<f64>,
 }
 
@@ -144,7 +160,7 @@ impl RunningChoice {
         decoder: &dyn TokenDecoder,
         left_context: &[u32],
         reading: ChoiceReading<'_>,
-        stop_token_ids: Vec<u32>,
+        end_tokens: EndTokens,
     ) -> Self {
         let text = match reading.options {
             None => ChoiceText::Plain(TextStream::new(rules.clone(), decoder, left_context)),
@@ -167,7 +183,7 @@ impl RunningChoice {
             is_silent: false,
             text,
             rules,
-            stop_token_ids,
+            end_tokens,
             last_token_at: None,
         }
     }
@@ -214,9 +230,12 @@ impl RunningChoice {
             None => None,
         };
         let mut shown = ids;
+        let generated = output.completion_tokens + ids.len() as u64;
         if row.finish == Some(RankFinish::Stop)
             && let Some((last, before)) = ids.split_last()
-            && self.stop_token_ids.contains(last)
+            && self
+                .end_tokens
+                .have_ended(*last, generated, self.rules.min_tokens)
         {
             output.matched_stop = Some(MatchedStop::Token(*last));
             if !self.rules.include_stop {

@@ -44,6 +44,9 @@ pub struct AnswerSpec {
     pub include_stop: bool,
     pub skip_special_tokens: bool,
     pub min_tokens: u32,
+    /// A grammar counts the bytes of the answer's tokens.
+    #[serde(default)]
+    pub follows_grammar: bool,
     /// The stream reports its tokens in comments, with this seed.
     pub comment_seed: Option<u64>,
     /// The front counts the tokens of each batch, for a rate limit.
@@ -88,6 +91,9 @@ pub struct ReadingSpec {
     pub is_named_choice: bool,
     /// Tool calls in the conversation before the answer.
     pub calls_before: usize,
+    /// A rank looks for the end of the reasoning, behind which the grammar begins.
+    #[serde(default)]
+    pub is_gated: bool,
     pub parallel_tool_calls: bool,
     /// The answer has its call as OpenAI's older API has it: the request has `functions`.
     #[serde(default)]
@@ -112,6 +118,9 @@ pub struct ChoiceSpec {
     /// End of the prompt, where its reasoning begins or ends; empty for an answer that is one text.
     pub prompt_end: Vec<u32>,
     pub stop_token_ids: Vec<u32>,
+    /// Tokens that end the answer's grammar, also before it has its least number of tokens.
+    #[serde(default)]
+    pub grammar_end_ids: Vec<u32>,
     /// Text of the prompt, in front of the answer.
     pub echo: String,
     /// Ids of the client's prompt, where the answer has them or their logprobs.
@@ -138,6 +147,7 @@ impl Default for ReadingSpec {
             tools: "[]".to_owned(),
             is_named_choice: false,
             calls_before: 0,
+            is_gated: false,
             parallel_tool_calls: true,
             is_function_call: false,
             separate_reasoning: true,

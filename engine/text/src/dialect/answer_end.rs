@@ -12,7 +12,7 @@ use bytes::Bytes;
 use memchr::memmem;
 use serde::Deserialize;
 
-use crate::dialect::sse::{is_done_line, is_error, line_data};
+use crate::dialect::sse::{event_data, events, has_error, is_done_line, line_event_name};
 
 /// Pieces remembered: the one with finish_reason, a usage event and [DONE] may come apart.
 const REMEMBERED: usize = 4;
@@ -61,12 +61,13 @@ impl StreamTail {
     /// How far the stream got, from the end of what went out.
     pub fn ending(&self) -> StreamEnd {
         let tail: Vec<u8> = self.recent.iter().flatten().copied().collect();
-        let mut lines = tail.split(|b| *b == b'\n').rev();
-        if lines.any(is_done_line) {
+        // CR LF ends one line more here, an empty one.
+        let lines = || tail.split(|b| matches!(b, b'\n' | b'\r'));
+        if lines().rev().any(is_done_line) {
             return StreamEnd::Done;
         }
         let is_whole = has_finish_reason(&tail)
-            || tail.split(|b| *b == b'\n').any(is_last_event_name)
+            || lines().any(is_last_event_name)
             || has_last_event_type(&tail);
         if !self.many && is_whole {
             return StreamEnd::Finished;
@@ -82,21 +83,19 @@ impl StreamTail {
 
     /// True if the worker itself ended the stream with an error event.
     pub fn has_error(&self) -> bool {
-        let mut lines = self
-            .recent
-            .iter()
-            .flat_map(|piece| piece.split(|b| *b == b'\n'));
-        lines.any(|line| line_data(line).is_some_and(is_error))
+        self.recent.iter().any(|piece| has_error(piece))
     }
 }
 
-/// A finish_reason that is not null: text in OpenAI's events, an object in /generate's.
+/// A finish_reason that says something: text in OpenAI's events, an object in /generate's. Some
+/// servers write an empty text where others write null.
 fn has_finish_reason(tail: &[u8]) -> bool {
     const NAME: &[u8] = b"\"finish_reason\"";
     memmem::find_iter(tail, NAME).any(|at| {
         let value = tail[at + NAME.len()..].trim_ascii_start();
         let value = value.strip_prefix(b":").unwrap_or(value).trim_ascii_start();
-        value.starts_with(b"\"") || value.starts_with(b"{")
+        let is_text = value.starts_with(b"\"") && !value.starts_with(b"\"\"");
+        is_text || value.starts_with(b"{")
     })
 }
 
@@ -105,7 +104,7 @@ const LAST_EVENTS: [&str; 3] = ["response.completed", "response.incomplete", "me
 
 /// True for the line with the name of a last event.
 fn is_last_event_name(line: &[u8]) -> bool {
-    let name = line.strip_prefix(b"event: ");
+    let name = line_event_name(line);
     name.is_some_and(|name| LAST_EVENTS.iter().any(|last| last.as_bytes() == name))
 }
 
@@ -116,12 +115,12 @@ fn has_last_event_type(tail: &[u8]) -> bool {
         #[serde(borrow)]
         r#type: Option<&'a str>,
     }
-    let mut data = tail.split(|b| *b == b'\n').rev().filter_map(line_data);
-    let event = data.next().map(serde_json::from_slice::<EventJson>);
-    match event {
-        Some(Ok(event)) => event.r#type.is_some_and(|name| LAST_EVENTS.contains(&name)),
-        Some(Err(_)) | None => false,
-    }
+    let Some(data) = events(tail).filter_map(event_data).last() else {
+        return false;
+    };
+    let event = serde_json::from_slice::<EventJson>(&data);
+    let name = event.ok().and_then(|event| event.r#type);
+    name.is_some_and(|name| LAST_EVENTS.contains(&name))
 }
 
 /// Token counts that a worker reports. Those that it did not state are `None`.
@@ -315,6 +314,19 @@ mod tests {
             passed(&["data: {\"text\":\"\",\"meta_info\":{\"finish_reason\":{\"type\":\"length\"}}}\n\n"], false).1,
             StreamEnd::Finished
         );
+        // Go's servers write an empty text while the answer goes on.
+        let empty = "data: {\"choices\":[{\"finish_reason\":\"\"}]}\n\n";
+        assert_eq!(passed(&[open, empty], false).1, StreamEnd::Open);
+        for end in ["\r", "\r\n"] {
+            let written = |text: &str| text.replace('\n', end);
+            let finished = written(finished);
+            assert_eq!(passed(&[&finished], false).1, StreamEnd::Finished);
+            let done = written("data:[DONE]\n\n");
+            assert_eq!(passed(&[&finished, &done], true).1, StreamEnd::Done);
+            let unnamed =
+                written("data: {\"response\":\ndata: {\"id\":1},\"type\":\"message_stop\"}\n\n");
+            assert_eq!(passed(&[&unnamed], false).1, StreamEnd::Finished);
+        }
         // the model may write the word itself
         assert_eq!(
             passed(&["data: {\"text\":\"data: [DONE]\"}\n\n"], false).1,

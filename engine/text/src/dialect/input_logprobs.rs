@@ -8,7 +8,9 @@
 use bytes::Bytes;
 use serde_json::Value;
 
-use crate::dialect::sse::{comments_len, line_data};
+use crate::dialect::sse::{
+    event_data, event_len, events, first_data_event, line_data, whole_lines, without_mark,
+};
 
 const FIELD: &str = "input_token_logprobs";
 const META: &str = "meta_info";
@@ -29,19 +31,39 @@ pub fn merge_whole(from: &[u8], to: &[u8]) -> Option<Bytes> {
 /// `run` of whole events with the logprobs of `from`, which is a whole answer or a stream, in its
 /// first event; `None`: they cannot be merged.
 pub fn merge_first_event(from: &[u8], run: &[u8]) -> Option<Bytes> {
-    let start = comments_len(run);
-    let end = start + run[start..].iter().position(|b| *b == b'\n')?;
-    let mut event: Value = serde_json::from_slice(line_data(&run[start..end])?).ok()?;
+    let mark_len = run.len() - without_mark(run).len();
+    let start = mark_len + first_data_event(&run[mark_len..])?;
+    let end = start + event_len(&run[start..])?;
+    let mut event: Value = serde_json::from_slice(&event_data(&run[start..end])?).ok()?;
     if event.get("index").is_some() {
         return None;
     }
     merge(&logprobs_of(from)?, &mut event);
-    let event = event.to_string();
-    Some(
-        [&run[..start], b"data: ", event.as_bytes(), &run[end..]]
-            .concat()
-            .into(),
-    )
+    let mut merged = run[..start].to_vec();
+    let mut data = Some(event.to_string());
+    for (line, line_end) in whole_lines(&run[start..end]) {
+        if line_data(line).is_none() {
+            merged.extend_from_slice(line);
+            merged.extend_from_slice(line_end);
+        } else if let Some(data) = data.take() {
+            merged.extend_from_slice(b"data: ");
+            merged.extend_from_slice(data.as_bytes());
+            merged.extend_from_slice(line_end);
+        }
+    }
+    merged.extend_from_slice(&run[end..]);
+    Some(Bytes::from(merged))
+}
+
+/// True if each answer of a whole response to /generate has a reason of its end, as SGLang writes
+/// it.
+pub fn is_finished(whole: &[u8]) -> bool {
+    let has_end = |answer: &Value| answer[META]["finish_reason"].is_object();
+    match serde_json::from_slice(whole) {
+        Ok(Value::Array(answers)) => answers.iter().all(has_end),
+        Ok(answer) => has_end(&answer),
+        Err(_) => false,
+    }
 }
 
 /// The prefill worker's answer: one JSON, or the last event of a stream, which has the text of all
@@ -50,10 +72,10 @@ fn logprobs_of(response: &[u8]) -> Option<Value> {
     if let Ok(whole) = serde_json::from_slice(response) {
         return Some(whole);
     }
-    let lines = response.split(|b| *b == b'\n').rev();
-    lines
-        .filter_map(|line| serde_json::from_slice::<Value>(line_data(line)?).ok())
-        .find(|event| event[META][FIELD].is_array())
+    events(response)
+        .filter_map(|event| serde_json::from_slice::<Value>(&event_data(event)?).ok())
+        .filter(|event| event[META][FIELD].is_array())
+        .last()
 }
 
 /// Put the logprobs of `from` in front of those of `to`.
@@ -101,6 +123,32 @@ mod tests {
                 assert_eq!(event["text"], "a");
                 assert_eq!(rest, FIRST.split_once('\n').unwrap().1);
             }
+        }
+    }
+
+    #[test]
+    fn data_in_several_lines_is_merged_as_one() {
+        let whole = r#"{"meta_info":{"input_token_logprobs":[[null,1,null]]}}"#;
+        let run = "\u{feff}id: 1\r\n\r\n: c\r\nid: 2\r\ndata: {\"text\":\r\ndata: 1,\"meta_info\":{}}\r\n\r\ndata: x\r\n\r\n";
+        let marked = merge_text(whole, "\u{feff}data: {\"meta_info\":{}}\n\n").unwrap();
+        assert!(marked.contains("[null,1,null]"), "{marked}");
+        let merged = "\u{feff}id: 1\r\n\r\n: c\r\nid: 2\r\ndata: {\"text\":1,\"meta_info\":{\"input_token_logprobs\":[[null,1,null]]}}\r\n\r\ndata: x\r\n\r\n";
+        assert_eq!(merge_text(whole, run).as_deref(), Some(merged));
+    }
+
+    #[test]
+    fn answer_is_finished_by_its_reasons_alone() {
+        let finished = r#"{"text":"a","meta_info":{"finish_reason":{"type":"stop"}}}"#;
+        let open = r#"{"text":"a","meta_info":{"finish_reason":null}}"#;
+        for (answer, is_whole) in [
+            (finished.to_owned(), true),
+            (format!("[{finished},{finished}]"), true),
+            (format!("[{finished},{open}]"), false),
+            (open.to_owned(), false),
+            ("{}".to_owned(), false),
+            ("oops".to_owned(), false),
+        ] {
+            assert_eq!(is_finished(answer.as_bytes()), is_whole, "{answer}");
         }
     }
 

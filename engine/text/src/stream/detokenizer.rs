@@ -37,10 +37,19 @@ impl Detokenizer {
     }
 
     /// Appends the text that is final with `id`.
-    pub(super) fn feed(&mut self, decoder: &dyn TokenDecoder, id: u32, out: &mut String) {
+    ///
+    /// `is_counted`: a grammar has counted the bytes of the token. They are its text then, also
+    /// where a decoder drops the space that a text begins with.
+    pub(super) fn feed(
+        &mut self,
+        decoder: &dyn TokenDecoder,
+        id: u32,
+        is_counted: bool,
+        out: &mut String,
+    ) {
         match self {
             Self::Bytewise(detokenizer) => detokenizer.feed(decoder, id, out),
-            Self::Window(detokenizer) => detokenizer.feed(decoder, id, out),
+            Self::Window(detokenizer) => detokenizer.feed(decoder, id, is_counted, out),
         }
     }
 
@@ -114,13 +123,25 @@ impl WindowDetokenizer {
         }
     }
 
-    fn feed(&mut self, decoder: &dyn TokenDecoder, id: u32, out: &mut String) {
+    fn feed(&mut self, decoder: &dyn TokenDecoder, id: u32, is_counted: bool, out: &mut String) {
+        let bytes = decoder.token_bytes(id);
         // The decoder leaves it out anyway; here it would count as a held token or as context.
         let is_skipped = self.skip_special_tokens && decoder.is_special(id);
-        if is_skipped || decoder.token_bytes(id).is_empty() {
+        if is_skipped || bytes.is_empty() {
             return;
         }
         self.ids.push(id);
+        let begins_text = self.context_text.is_empty() && self.held_shown_len == 0;
+        if is_counted
+            && begins_text
+            && self.ids.len() == self.context_len + 1
+            && let Ok(text) = std::str::from_utf8(&bytes)
+        {
+            out.push_str(text);
+            let text = self.decode(decoder, &self.ids);
+            self.take_held_as_context(decoder, text);
+            return;
+        }
         let text = self.decode_window(decoder);
         let held_text = &text[self.context_text.len()..];
         let held_tokens = self.ids.len() - self.context_len;

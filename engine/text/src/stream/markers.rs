@@ -123,18 +123,27 @@ impl MarkerLexer {
         }
     }
 
-    /// Calls `read` with the lexemes that are final with `id`.
-    pub fn feed(&mut self, decoder: &dyn TokenDecoder, id: u32, read: &mut dyn FnMut(Lexeme<'_>)) {
+    /// Calls `read` with the lexemes that are final with `id`. `is_counted`: a grammar has counted
+    /// its bytes, and they are its text.
+    pub fn feed(
+        &mut self,
+        decoder: &dyn TokenDecoder,
+        id: u32,
+        is_counted: bool,
+        read: &mut dyn FnMut(Lexeme<'_>),
+    ) {
         self.piece.clear();
         let marker = self.table.index_of(id);
         let Some(marker) = marker.filter(|index| self.active.contains(index)) else {
-            self.detokenizer.feed(decoder, id, &mut self.piece);
+            self.detokenizer
+                .feed(decoder, id, is_counted, &mut self.piece);
             self.read_piece(read);
             return;
         };
         self.finish(decoder, read);
         // The marker is left context of the tokens behind it.
-        self.detokenizer.feed(decoder, id, &mut self.piece);
+        self.detokenizer
+            .feed(decoder, id, is_counted, &mut self.piece);
         read(Lexeme::Marker(marker));
     }
 
@@ -198,7 +207,7 @@ impl TextMarkers {
         let mut buffer = [0; 4];
         for character in text.chars() {
             let character = character.encode_utf8(&mut buffer);
-            let Some(found) = self.matcher.feed(character, &mut self.text) else {
+            let Some(found) = self.matcher.feed(character, true, &mut self.text) else {
                 continue;
             };
             self.matcher.restart();

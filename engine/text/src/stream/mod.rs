@@ -13,7 +13,8 @@
 //!    answer (completions, /generate, a chat's continued message) is decoded with the end of the
 //!    prompt as left context, so that prompt + answer is the text of both. Any other answer of a
 //!    chat is decoded alone, as users of transformers do: templates end with the assistant's
-//!    header, behind which no space belongs.
+//!    header, behind which no space belongs. What a grammar constrains is neither: its text is the
+//!    bytes of its tokens, because the grammar has counted those.
 //! 2. [`TextStream::feed`] appends the text that is final: a character with incomplete bytes is
 //!    held back, and so is a tail that could begin a stop string.
 //! 3. [`TextStream::finish`] appends what was held back.

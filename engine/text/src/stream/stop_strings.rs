@@ -42,14 +42,17 @@ impl StopMatcher {
 
     /// Appends to `out` what may be shown with `text`. Returns the index of the stop string that
     /// is complete.
-    pub(super) fn feed(&mut self, text: &str, out: &mut String) -> Option<usize> {
+    ///
+    /// `may_end`: false for text in which no stop string ends the text. One may begin there, and
+    /// ends the text if its last character comes later.
+    pub(super) fn feed(&mut self, text: &str, may_end: bool, out: &mut String) -> Option<usize> {
         if self.matched.is_some() {
             return self.matched;
         }
         let text_start = self.held.len();
         self.held.push_str(text);
         for (index, &byte) in text.as_bytes().iter().enumerate() {
-            let Some((stop_index, stop_len)) = self.read_byte(byte) else {
+            let Some((stop_index, stop_len)) = self.read_byte(byte, may_end) else {
                 continue;
             };
             let end = text_start + index + 1;
@@ -95,13 +98,19 @@ impl StopMatcher {
         !self.held.is_empty()
     }
 
-    /// Index and length of the longest stop string that ends with this byte.
-    fn read_byte(&mut self, byte: u8) -> Option<(usize, usize)> {
+    /// Index and length of the longest stop string that ends with this byte, where one may end.
+    fn read_byte(&mut self, byte: u8, may_end: bool) -> Option<(usize, usize)> {
         let mut longest: Option<(usize, usize)> = None;
         for automaton in &mut self.automata {
             let stop_len = automaton.stop.len();
-            let is_complete = automaton.read_byte(byte);
-            if is_complete && longest.is_none_or(|(_, len)| len < stop_len) {
+            if !automaton.read_byte(byte) {
+                continue;
+            }
+            if !may_end {
+                automaton.pass_over();
+                continue;
+            }
+            if longest.is_none_or(|(_, len)| len < stop_len) {
                 longest = Some((automaton.stop_index, stop_len));
             }
         }
@@ -148,5 +157,10 @@ impl StopAutomaton {
         }
         self.matched_len += 1;
         self.matched_len == self.stop.len()
+    }
+
+    /// The complete stop string counts for nothing. Its end may begin the next one.
+    fn pass_over(&mut self) {
+        self.matched_len = self.shorter_len[self.matched_len];
     }
 }

@@ -14,8 +14,12 @@ pub struct TextRules {
     /// The text ends behind the stop string instead.
     pub include_stop: bool,
     pub skip_special_tokens: bool,
-    /// Stop strings are looked for in the text of the tokens after that many.
+    /// A stop string ends the text if its last character comes with a token after that many. It may
+    /// begin before (matches vLLM 0.33).
     pub min_tokens: u32,
+    /// The answer follows a grammar, which counts the bytes of its tokens: these are the text, also
+    /// at the beginning, where SentencePiece's decoder drops a space.
+    pub follows_grammar: bool,
 }
 
 /// Outcome of [`TextStream::feed`] and of `AnswerReader::feed`.
@@ -66,7 +70,8 @@ impl TextStream {
     pub fn feed(&mut self, decoder: &dyn TokenDecoder, ids: &[u32], out: &mut String) -> FedTokens {
         let Some(stop_matcher) = &mut self.stop_matcher else {
             for &id in ids {
-                self.detokenizer.feed(decoder, id, out);
+                let is_counted = self.rules.follows_grammar;
+                self.detokenizer.feed(decoder, id, is_counted, out);
             }
             return FedTokens {
                 counted: ids.len(),
@@ -83,13 +88,12 @@ impl TextStream {
                 };
             }
             self.fed_tokens += 1;
-            if self.fed_tokens <= u64::from(self.rules.min_tokens) {
-                self.detokenizer.feed(decoder, id, out);
-                continue;
-            }
+            let may_end = self.fed_tokens > u64::from(self.rules.min_tokens);
             self.piece.clear();
-            self.detokenizer.feed(decoder, id, &mut self.piece);
-            stop_matcher.feed(&self.piece, out);
+            let is_counted = self.rules.follows_grammar;
+            self.detokenizer
+                .feed(decoder, id, is_counted, &mut self.piece);
+            stop_matcher.feed(&self.piece, may_end, out);
         }
         FedTokens {
             counted: ids.len(),
@@ -108,13 +112,10 @@ impl TextStream {
         if stop_matcher.matched().is_some() {
             return None;
         }
-        if self.fed_tokens <= u64::from(self.rules.min_tokens) {
-            self.detokenizer.flush(decoder, out);
-            return None;
-        }
+        let may_end = self.fed_tokens > u64::from(self.rules.min_tokens);
         self.piece.clear();
         self.detokenizer.flush(decoder, &mut self.piece);
-        let matched_stop = stop_matcher.feed(&self.piece, out);
+        let matched_stop = stop_matcher.feed(&self.piece, may_end, out);
         stop_matcher.flush(out);
         matched_stop
     }

@@ -1,7 +1,7 @@
 //! A worker's chat answer as an answer of the API that the client speaks.
 
 use baton_text::dialect::chat_answer::{ChatAnswerTranslator, UnreadableAnswer};
-use baton_text::dialect::sse::error_event;
+use baton_text::dialect::sse::events;
 use baton_text::dialect::write::{AnswerHead, ErrorObject};
 use baton_text::dialect::{Dialect, response_id};
 use bytes::Bytes;
@@ -77,7 +77,7 @@ impl AnswerTranslation {
     }
 
     /// An answer that is no stream.
-    pub fn translate_whole(self, pieces: &[Bytes]) -> Result<Bytes, UnreadableAnswer> {
+    pub fn translate_whole(&mut self, pieces: &[Bytes]) -> Result<Bytes, UnreadableAnswer> {
         let now = self.now();
         let answer = self.translator.translate_whole(&pieces.concat(), now)?;
         Ok(Bytes::from(answer))
@@ -86,13 +86,21 @@ impl AnswerTranslation {
     /// A worker's error in the form of the client's API: a body, or a stream that is an error event.
     pub fn translate_error(&self, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Bytes {
         if is_sse(headers) {
-            let json = error_event(body).unwrap_or(body);
-            let error = ErrorObject::of_foreign_answer(StatusCode::BAD_GATEWAY.as_u16(), json);
-            return self.error_form.stream_of_body(&error.to_json());
+            let error = match ChatAnswerTranslator::check_first_event(first_event(body)) {
+                Err(unreadable) => unreadable.to_error(),
+                Ok(()) => ErrorObject::of_answer(body),
+            };
+            return self
+                .error_form
+                .stream_of_body(StatusCode::BAD_GATEWAY, &error.to_json());
         }
         let error = ErrorObject::of_foreign_answer(status.as_u16(), body);
         Bytes::from(error.to_body(self.dialect, &self.request_id))
     }
+}
+
+fn first_event(run: &[u8]) -> &[u8] {
+    events(run).next().unwrap_or_default()
 }
 
 fn some_bytes(bytes: Vec<u8>) -> Option<Bytes> {

@@ -7,12 +7,14 @@
 
 /// Answers in the API of the client.
 pub mod answer_translation;
+/// Errors in answers whose status is a success.
+mod stated_errors;
 
 use std::time::Duration;
 
 use baton_text::dialect::sse::{
-    EventSplitter, comments_len, error_code, error_event, error_message, from_error,
-    single_event_stream,
+    EventSplitter, comments_len, error_code, error_message, first_data_event, from_error,
+    single_event_stream, stated_status, without_mark,
 };
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
@@ -74,6 +76,9 @@ pub struct UpstreamResponse {
     pub stages: Option<EngineStages>,
     /// Set if the events of the stream are still to be translated.
     pub translation: Option<Box<AnswerTranslation>>,
+    /// True if the answer was merged with that of another worker: it is no worker's own any more,
+    /// and ends with a finish_reason alone.
+    pub is_merged: bool,
 }
 
 /// Reply to the client if no other worker does better.
@@ -104,18 +109,6 @@ pub struct AttemptError {
     pub reply: ErrorReply,
 }
 
-/// The answer that is no stream, translated; or what is wrong with it.
-fn translate_whole(
-    translation: AnswerTranslation,
-    answer: &PartialAnswer,
-) -> Result<Bytes, String> {
-    if answer.remaining.is_some() {
-        return Err(format!("sent an answer longer than {MAX_HELD} bytes"));
-    }
-    let whole = translation.translate_whole(&answer.pieces);
-    whole.map_err(|unreadable| unreadable.to_string())
-}
-
 /// Reason of a decode worker that can never work with its prefill worker.
 pub const PAIR_INCOMPATIBLE: AttemptReason = AttemptReason::Code(ProtocolCode::PairIncompatible);
 
@@ -125,8 +118,7 @@ impl AttemptError {
         let ErrorReply::Answer { body, .. } = &self.reply else {
             return None;
         };
-        let json = error_event(body).unwrap_or(body);
-        error_message(json)
+        error_message(&stated_errors::error_data(body))
     }
 
     fn new(leg: &LoadGuard, reason: AttemptReason, class: RetryClass, reply: ErrorReply) -> Self {
@@ -312,9 +304,14 @@ impl UpstreamAttempt {
     /// Send and read until the answer can be committed to. Dropping the future closes the
     /// connection.
     pub async fn open(mut self) -> Result<UpstreamResponse, AttemptError> {
-        let mut opened = self.open_unless_hung().await;
-        self.settle(&mut opened);
         let mut translation = self.translation.take();
+        let mut opened = self.open_unless_hung(translation.is_some()).await;
+        if let Ok(answer) = opened {
+            opened = self
+                .translate_whole(answer, translation.as_deref_mut())
+                .map_err(|failure| *failure);
+        }
+        self.settle(&mut opened);
         if let (Err(failure), Some(translation)) = (&mut opened, &translation) {
             translate_reply(translation, &mut failure.reply);
         }
@@ -327,10 +324,7 @@ impl UpstreamAttempt {
         if let Some(translation) = &translation {
             translation.add_headers(&mut answer.headers);
         }
-        if !is_sse && let Some(translation) = translation.take() {
-            let translated = translate_whole(*translation, &answer);
-            answer.pieces = vec![translated.map_err(|problem| self.unreadable(&problem))?];
-        }
+        let translation = translation.filter(|_| is_sse);
         Ok(UpstreamResponse {
             guard: self.guard,
             answer,
@@ -338,16 +332,8 @@ impl UpstreamAttempt {
             has_token_ids: self.has_token_ids && is_sse,
             stages,
             translation,
+            is_merged: false,
         })
-    }
-
-    /// Failure of an answer that has no translation.
-    fn unreadable(&self, problem: &str) -> AttemptError {
-        let err = upstream_error(&self.guard, problem, String::new());
-        let label = StatusLabel::from_status(err.status().as_u16());
-        let reason = AttemptReason::Status(label);
-        let reply = ErrorReply::Error(err);
-        AttemptError::new(&self.guard, reason, RetryClass::Refused, reply)
     }
 
     /// Send, read the answer to its end and drop it, or keep up to `MAX_HELD` bytes when `keep`.
@@ -365,7 +351,7 @@ impl UpstreamAttempt {
             mut events,
             mut remaining,
             ..
-        } = self.open_unless_hung().await?;
+        } = self.open_unless_hung(false).await?;
         self.take_stages(&mut headers);
         self.guard.read_usage(pieces.iter());
         // A prefill worker's answer begins when the prompt is computed.
@@ -447,9 +433,10 @@ impl UpstreamAttempt {
         }
     }
 
-    async fn open_unless_hung(&self) -> Result<PartialAnswer, AttemptError> {
+    /// `is_translated`: the client gets another answer that is made of the worker's.
+    async fn open_unless_hung(&self, is_translated: bool) -> Result<PartialAnswer, AttemptError> {
         let worker = &self.guard.candidate.worker;
-        match worker.unless_hung(self.try_open()).await {
+        match worker.unless_hung(self.try_open(is_translated)).await {
             Ok(opened) => opened,
             Err(health) => Err(AttemptError::broken(
                 &self.guard,
@@ -460,7 +447,7 @@ impl UpstreamAttempt {
         }
     }
 
-    async fn try_open(&self) -> Result<PartialAnswer, AttemptError> {
+    async fn try_open(&self, is_translated: bool) -> Result<PartialAnswer, AttemptError> {
         let pool = &self.guard.candidate.worker.pool;
         let note_sent = || self.guard.timeline.sent();
         let sending = pool.send(&self.head, self.body.clone(), &note_sent);
@@ -483,8 +470,7 @@ impl UpstreamAttempt {
         let mut pieces = Vec::with_capacity(1);
         let remaining = if is_sse(&head.headers) {
             let run = self.read_first_events(&mut body, &mut events).await?;
-            let begin = comments_len(&run);
-            if error_event(&run[begin..]).is_some() {
+            if let Some(begin) = stated_errors::error_place(&run, is_translated) {
                 return Err(self
                     .error_in_stream(head.headers, &run[begin..], events, Some(body))
                     .await);
@@ -493,6 +479,9 @@ impl UpstreamAttempt {
             (!body.is_end()).then_some(body)
         } else {
             let is_complete = self.read_held(&mut body, &mut pieces).await?;
+            if is_complete && let Some(error) = stated_errors::whole_error(&mut pieces) {
+                return Err(self.error_in_whole(head.headers, error));
+            }
             (!is_complete).then_some(body)
         };
         Ok(PartialAnswer {
@@ -524,13 +513,15 @@ impl UpstreamAttempt {
         ))
     }
 
-    /// Read a stream up to the first run of events that has more than comments: those say that the
-    /// worker lives, not that it has begun.
+    /// Read a stream up to the first run of events that has data: those without say that the worker
+    /// lives, not that it has begun. Runs of comments in front of it are dropped, others are part of
+    /// what is returned.
     async fn read_first_events(
         &self,
         body: &mut ResponseBody,
         events: &mut EventSplitter,
     ) -> Result<Bytes, AttemptError> {
+        let mut held = Vec::new();
         loop {
             let run = match self.next_piece(body).await? {
                 Some(piece) => events.push(piece),
@@ -539,10 +530,18 @@ impl UpstreamAttempt {
                     AttemptError::broken(&self.guard, AttemptReason::Reset, problem, String::new())
                 })?),
             };
-            if let Some(run) = run
-                && comments_len(&run) < run.len()
-            {
+            let Some(run) = run else {
+                continue;
+            };
+            let has_begun = first_data_event(without_mark(&run)).is_some();
+            if has_begun && held.is_empty() {
                 return Ok(run);
+            }
+            if has_begun || comments_len(&run) < run.len() {
+                held.extend_from_slice(&run);
+            }
+            if has_begun || held.len() > MAX_HELD {
+                return Ok(Bytes::from(held));
             }
         }
     }
@@ -601,7 +600,7 @@ impl UpstreamAttempt {
         remaining: Option<ResponseBody>,
     ) -> AttemptError {
         let first = Bytes::from([run, &events.take_part()].concat());
-        let code = error_event(&first).and_then(error_code);
+        let json = stated_errors::error_data(&first);
         let collected = match remaining {
             Some(mut body) => self.collect(first.clone(), &mut body).await,
             None => Ok(Some(first.clone())),
@@ -609,13 +608,17 @@ impl UpstreamAttempt {
         let body = match collected {
             Ok(Some(body)) => body,
             // The event, without what follows it.
-            Ok(None) => {
-                let json = error_event(&first).unwrap_or_default();
-                single_event_stream(json)
-            }
+            Ok(None) => single_event_stream(&json),
             Err(failure) => return failure,
         };
-        AttemptError::answer(&self.guard, code, StatusCode::OK, headers, body)
+        let failure = AttemptError::answer(
+            &self.guard,
+            error_code(&json),
+            StatusCode::OK,
+            headers,
+            body,
+        );
+        failure.of_stated(stated_status(&json))
     }
 
     /// Read the rest of a short answer, after `first`; `None`: it is longer than `MAX_ERROR_BODY`.

@@ -2,14 +2,15 @@
 //! answer.
 //!
 //! `/generate` with `return_logprob` only; `baton_text` merges both. Memory: the prefill leg's answer
-//! (`attempt` bounds it) and one event.
+//! (`attempt` bounds it) and one event. A merged answer without a finish_reason is a failure of the
+//! decode worker: the client would take the router's own answer for whole.
 
 use std::time::Duration;
 
-use baton_text::dialect::input_logprobs::{merge_first_event, merge_whole};
+use baton_text::dialect::input_logprobs::{is_finished, merge_first_event, merge_whole};
 use tokio::time::timeout;
 
-use crate::dispatch::attempt::UpstreamResponse;
+use crate::dispatch::attempt::{AttemptError, UpstreamResponse};
 use crate::dispatch::prefill_leg::PrefillAttempt;
 
 /// The decode leg has begun, so the prefill leg's answer is complete or on its way: a stream waits
@@ -21,7 +22,7 @@ pub async fn merge_input_logprobs(
     mut opened: UpstreamResponse,
     prefill: &mut PrefillAttempt,
     limit: Duration,
-) -> UpstreamResponse {
+) -> Result<UpstreamResponse, AttemptError> {
     let wait = if opened.is_sse {
         limit.min(STREAM_WAIT)
     } else {
@@ -32,18 +33,24 @@ pub async fn merge_input_logprobs(
     }
     let Some(response) = prefill.response.as_ref().map(|response| response.concat()) else {
         tracing::debug!("the prefill leg sent no input logprobs");
-        return opened;
+        return Ok(opened);
     };
     let pieces = &mut opened.answer.pieces;
     if !opened.is_sse {
-        if let Some(whole) = merge_whole(&response, &pieces.concat()) {
-            *pieces = vec![whole];
+        let whole = pieces.concat();
+        if let Some(merged) = merge_whole(&response, &whole) {
+            if !is_finished(&whole) {
+                return Err(opened.unfinished());
+            }
+            *pieces = vec![merged];
+            opened.is_merged = true;
         }
     } else if let Some(merged) = pieces
         .first()
         .and_then(|run| merge_first_event(&response, run))
     {
         pieces[0] = merged;
+        opened.is_merged = true;
     }
-    opened
+    Ok(opened)
 }

@@ -157,7 +157,7 @@ async fn try_attempt(
             .inc();
     }
     match result {
-        Ok(opened) => Ok(accept_pair(app, request, pair, opened, prefill).await),
+        Ok(opened) => Ok(accept_pair(app, request, pair, opened, prefill).await?),
         Err(failure) if failure.reason == PAIR_INCOMPATIBLE => {
             exclude_pair(app, &prefill.leg.prefill.worker, &decode_worker, &failure);
             Err(failure.into())
@@ -184,7 +184,7 @@ async fn accept_pair(
     pair: PairId,
     mut opened: UpstreamResponse,
     mut prefill: PendingPrefill,
-) -> (UpstreamResponse, Option<PrefillAttempt>) {
+) -> Result<(UpstreamResponse, Option<PrefillAttempt>), AttemptError> {
     prefill.leg.pages_claimed = true;
     app.pair_traffic
         .opened(pair, opened.stages.as_ref(), now_ms());
@@ -192,9 +192,9 @@ async fn accept_pair(
     let is_mergeable = opened.is_sse || opened.answer.remaining.is_none();
     if request.scan.wants_input_logprobs && is_mergeable {
         let limit = app.config.request_timeout();
-        opened = merge_input_logprobs(opened, &mut prefill.leg, limit).await;
+        opened = merge_input_logprobs(opened, &mut prefill.leg, limit).await?;
     }
-    (opened, Some(prefill.leg))
+    Ok((opened, Some(prefill.leg)))
 }
 
 /// True if another decode worker may read the pages whose first reader failed.

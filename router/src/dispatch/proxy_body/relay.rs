@@ -6,7 +6,7 @@ use std::time::Duration;
 use std::vec;
 
 use baton_text::dialect::answer_end::StreamEnd;
-use baton_text::dialect::sse::EventSplitter;
+use baton_text::dialect::sse::{EventSplitter, done_place};
 use bytes::Bytes;
 use router_core::{AttemptReason, RequestOutcome};
 use tokio::sync::OwnedSemaphorePermit;
@@ -82,6 +82,8 @@ pub struct RelayedLeg {
     events: EventSplitter,
     /// Set if the events are to be translated to the client's API.
     translation: Option<Box<AnswerTranslation>>,
+    /// See [`UpstreamResponse::is_merged`].
+    is_merged: bool,
     pub guard: LoadGuard,
     prefill: Option<PrefillAttempt>,
     silence: SilenceTimer,
@@ -110,6 +112,7 @@ impl Relay {
             remaining: opened.answer.remaining,
             events: opened.answer.events,
             translation: opened.translation,
+            is_merged: opened.is_merged,
             guard: opened.guard,
             prefill,
             silence: SilenceTimer::new(silence_limit),
@@ -261,9 +264,27 @@ impl RelayedLeg {
     /// Queue a piece for the client, in the client's API.
     fn pass_piece(&mut self, piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
         match &mut self.translation {
+            None if self.is_merged && answer.is_stream() => self.pass_merged(piece, answer),
             None => pass_piece(piece, answer),
             Some(translation) => pass_piece(translation.translate_run(&piece)?, answer),
         }
+    }
+
+    /// Queue a piece of a merged stream. `[DONE]` alone does not finish it.
+    fn pass_merged(&mut self, piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+        let Some(done_at) = done_place(&piece) else {
+            return pass_piece(piece, answer);
+        };
+        if done_at > 0
+            && let Some(event) = pass_piece(piece.slice(..done_at), answer)
+        {
+            return Some(event);
+        }
+        if answer.is_open() && !answer.has_error() {
+            let problem = "ended the stream without finishing it";
+            return Some(self.broken(AttemptReason::Reset, problem, String::new()));
+        }
+        pass_piece(piece.slice(done_at..), answer)
     }
 
     /// The worker ended its answer; a stream must also have been finished.
@@ -276,6 +297,8 @@ impl RelayedLeg {
             return pass_piece(end, answer);
         }
         match answer.stream_end() {
+            // The worker's own error is the end.
+            Some(StreamEnd::Open) if answer.has_error() => answer.push_done(),
             Some(StreamEnd::Open) => {
                 let problem = "ended the stream without finishing it";
                 return Some(self.broken(AttemptReason::Reset, problem, String::new()));

@@ -7,6 +7,7 @@ use axum::body::to_bytes;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use baton_text::dialect::translate::model_list::{ANTHROPIC_VERSION_HEADER, to_anthropic_models};
+use baton_text::dialect::write::ErrorObject;
 use bytes::{Bytes, BytesMut};
 use futures_util::future::join_all;
 use http::{HeaderMap, Method, StatusCode, Uri, header};
@@ -21,7 +22,7 @@ use crate::dispatch::attempt::{
     ErrorReply, UpstreamAttempt, UpstreamResponse, silent_error, status_label, upstream_error,
 };
 use crate::dispatch::{refuse, response};
-use crate::error::RouteError;
+use crate::error::{ErrorBody, RouteError};
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::request_timeline::RequestStage;
 use crate::server::http_util::{
@@ -68,7 +69,7 @@ pub async fn forward(State(app): SharedApp, request: Request) -> HandlerResult {
 /// Counts the tokens of a request to /v1/messages, at a worker that has the path.
 pub async fn count_tokens(app: SharedApp, request: Request) -> HandlerResult {
     let response = forward(app, request).await?;
-    if response.status() != StatusCode::NOT_FOUND {
+    if response.status().is_success() {
         return Ok(response);
     }
     let (head, body) = response.into_parts();
@@ -76,7 +77,13 @@ pub async fn count_tokens(app: SharedApp, request: Request) -> HandlerResult {
     if is_anthropic_error(&body) {
         return Ok(Response::from_parts(head, body.into()));
     }
-    Err(RouteError::NoTokenCount)
+    if head.status == StatusCode::NOT_FOUND {
+        return Err(RouteError::NoTokenCount);
+    }
+    let error = ErrorObject::of_foreign_answer(head.status.as_u16(), &body).to_json();
+    let mut refusal = Response::from_parts(head, error.clone().into());
+    refusal.extensions_mut().insert(ErrorBody(error.into()));
+    Ok(refusal)
 }
 
 /// True for an error of a server that has the paths of Anthropic's API.

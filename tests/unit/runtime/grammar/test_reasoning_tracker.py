@@ -32,7 +32,7 @@ def gate(start: ReasoningPhase, **more: object) -> ReasoningGate:
         ends=(ReasoningMarker((END,)),),
         call_ids=(CALL,),
         is_ended_by_calls=True,
-        **more,  # type: ignore[arg-type]
+        **{"lead_newlines": 2, **more},  # type: ignore[arg-type]
     )
 
 
@@ -144,6 +144,7 @@ def test_markers_that_are_text_are_found_across_tokens(
         start=ReasoningPhase.UNDECIDED,
         begins=(ReasoningMarker((0, 1), "Here is my thoughts:"),),
         ends=(ReasoningMarker((3,), "The End"),),
+        lead_newlines=2,
     )
     found = tokens_of_answer(text_gate, texts.__getitem__, range(len(texts)))
     assert "".join(pieces[token] for token in found) == answer

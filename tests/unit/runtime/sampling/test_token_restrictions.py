@@ -45,6 +45,30 @@ def test_banned_tokens_are_vllms(words: tuple[tuple[int, ...], ...], output: lis
 
 
 @pytest.mark.parametrize(
+    ("output", "banned"),
+    [
+        ([], {9}),
+        ([4], {9, 5, 6}),
+        ([1, 2], {9, 3}),
+        ([2, 1], {9}),
+        ([4, 1, 2], {9, 3}),
+        ([1, 2, 4], {9, 5, 6}),
+        ([7, 7, 8, 4], {9, 5, 6, 1}),
+        ([7, 8, 4], {9, 5, 6}),
+    ],
+)
+def test_words_with_beginnings_of_several_lengths_ban_their_last_tokens(
+    output: list[int], banned: set[int]
+) -> None:
+    words = ((9,), (4, 5), (4, 6), (1, 2, 3), (7, 7, 8, 4, 1))
+    bad_words = BadWords(words)
+    bad_words.extend(output[:1])
+    for token in output[1:]:
+        bad_words.append(token)
+    assert set(bad_words.banned_tokens()) == banned == naive_bans(words, output)
+
+
+@pytest.mark.parametrize(
     ("few", "is_on_host"), [(0, True), (4096, True), (0, False)], ids=["mask", "few", "device"]
 )
 @given(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from array import array
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from baton._native import AnswerTable
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config import build_config
-from baton.runtime.grammar.reasoning_tracker import ReasoningTracker
+from baton.runtime.grammar.reasoning_tracker import ReasoningTracker, tokens_of_answer
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.reasoning import ReasoningPhase
 from baton.sched.types.request import FinishReason
@@ -24,7 +26,7 @@ from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.messages import TokenBatch, encoder
 from tests.support.models.streamed_text import HANDLE, stream_spec
 
-TEXTS = ("<think>", "</think>", "\n", "a", " ", "<", "Hello")
+TEXTS = ("<think>", "</think>", "\n", "a", " ", "<", "Hello", "\r", "\n\n")
 """Pieces of answers beside the markers of calls."""
 CALL_MARKERS: dict[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
@@ -71,22 +73,29 @@ def read_answer(
     prompt: array[int],
     tokens: list[int],
     tools: str,
-) -> int:
-    """Tokens of the reasoning, as the usage of the answer counts them."""
+    *,
+    is_gated: bool,
+) -> tuple[int, dict[str, Any]]:
+    """Tokens of the reasoning, as the usage of the answer counts them, and the message."""
     choice = ChoiceSpec(HANDLE, True, len(prompt), (), prompt.tolist(), (), "")
     spec = stream_spec(Dialect.CHAT, choice)
     spec.is_stream = False
-    spec.reading = ReadingSpec(tools, 0, True, True, True, True, "reasoning_content")
+    spec.reading = ReadingSpec(
+        tools, 0, True, True, True, True, "reasoning_content", is_gated=is_gated
+    )
+    spec.follows_grammar = is_gated
     answers = AnswerTable(tokenizer.native, answer_format.native, [1.0])
     answers.open(encode_spec(spec))
     row = EmittedTokens(HANDLE, tuple(tokens), FinishReason.LENGTH, 0)
     fed = answers.feed(encoder.encode(TokenBatch(0, [row])), 0.0)
     assert fed is not None
     ((_, chunk),) = fed.chunks
-    usage = json.loads(chunk)["usage"]
-    return int(usage["completion_tokens_details"]["reasoning_tokens"])
+    answer = json.loads(chunk)
+    reasoning_tokens = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    return int(reasoning_tokens), answer["choices"][0]["message"]
 
 
+@pytest.mark.parametrize("is_gated", [False, True], ids=["free", "grammar"])
 @pytest.mark.parametrize("has_tools", [False, True])
 @pytest.mark.parametrize("prompt", PROMPTS)
 @given(data=st.data())
@@ -97,18 +106,20 @@ def test_rank_and_text_layer_find_the_same_end(
     answer_format: AnswerFormat,
     prompt: str,
     has_tools: bool,
+    is_gated: bool,
     data: st.DataObject,
 ) -> None:
+    """The content behind it is the text that a grammar counts, to the newline."""
     known_pieces = (*TEXTS, *CALL_MARKERS[tool_parser])
     pieces = data.draw(st.lists(st.sampled_from(known_pieces), min_size=1, max_size=10))
-    text = "".join((prompt, *pieces))
-    assume("\n\n\n<think>" not in text)  # more newlines than the rank leaves between two blocks
     prompt_ids = array("i", tokenizer.encode(f"<|assistant|>{prompt}", add_special_tokens=False))
     ids = {piece: tokenizer.encode(piece, add_special_tokens=False)[0] for piece in known_pieces}
     tokens = [ids[piece] for piece in pieces]
     reasoning = ReasoningFormat(answer_format, tokenizer, tokenizer.vocab_size, has_grammars=True)
     rules = ReasoningRules(is_read=True, has_tools=has_tools, budget=100)
     gate = reasoning.make_gate(prompt_ids, rules)
+    if gate is not None and not is_gated:
+        gate = replace(gate, lead_newlines=None)
     counted = 0
     if gate is not None:
         tracker = ReasoningTracker(gate, tokenizer.token_bytes)
@@ -119,7 +130,14 @@ def test_rank_and_text_layer_find_the_same_end(
             if is_end or tracker.phase is ReasoningPhase.INSIDE:
                 counted = place
     tools = '[{"name": "f", "parameters": {}}]' if has_tools else "[]"
-    assert read_answer(tokenizer, answer_format, prompt_ids, tokens, tools) == counted
+    reasoning_tokens, message = read_answer(
+        tokenizer, answer_format, prompt_ids, tokens, tools, is_gated=is_gated and gate is not None
+    )
+    assert reasoning_tokens == counted
+    if gate is None or not is_gated or has_tools or tracker.phase is ReasoningPhase.UNDECIDED:
+        return
+    answer = tokens_of_answer(gate, tokenizer.token_bytes, tokens)
+    assert (message["content"] or "") == b"".join(map(tokenizer.token_bytes, answer)).decode()
 
 
 ENDING_MARKERS: dict[str, set[str]] = {

@@ -7,7 +7,7 @@ the thread for some thousand of them: a server calls these functions in a proces
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llguidance import LLMatcher
@@ -21,7 +21,7 @@ from baton.server.request.grammar.constraint import (
     read_constraint,
 )
 from baton.server.request.grammar.ebnf.emitter import ebnf_grammar
-from baton.server.request.grammar.json_schema import ignored_keywords, schema_grammar
+from baton.server.request.grammar.json_schema import ignored_keywords, schema_grammar, schema_of
 from baton.server.request.grammar.lark import GrammarText, quote_text, without_forcing
 from baton.server.request.grammar.markers import MarkerTokens
 from baton.server.request.grammar.structural_tag import structural_grammar
@@ -174,7 +174,8 @@ def make_call_grammar(
                 raise
             constraint = any_object(tool)
             ignored.append(tool.param)
-        arguments.append(constraint)
+        # Formats that write arguments one by one leave out those without a value.
+        arguments.append(replace(constraint, value=schema_of(constraint)))
     if answer is not None:
         ignored += make_grammar(answer, whitespace, markers).ignored
     text = call_grammar(rules, arguments, answer, whitespace, markers)

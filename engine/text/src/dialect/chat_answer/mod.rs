@@ -1,25 +1,38 @@
 //! Answers to chat requests as answers of the API that the client speaks: for servers that have
 //! chat requests alone.
 //!
-//! 1. The events of a stream, or a whole answer, are read as SGLang, vLLM and OpenAI write them
-//!    ([`answer_json`]) and become parts: reasoning, content and calls;
+//! 1. The events of a stream, or a whole answer, are read in every form in which servers write them
+//!    ([`answer_json`]) and become parts: reasoning, content and calls, one after the other
+//!    ([`call_order`]);
 //! 2. the API's own writer makes events or an answer of the parts, as it does for an engine;
 //! 3. the end of the stream is written when the server's `[DONE]` comes, or, from a server that
-//!    sends none, when its stream ends behind a `finish_reason`.
+//!    sends none, when its stream ends.
+//!
+//! Invariant: the client gets an end if and only if a `finish_reason` of a known meaning came. Errors
+//! in any form, values that are not known and the absence of a reason are an error for the client.
 //!
 //! Logprobs and the ids of calls are not taken over: the writer derives the ids.
 
 mod answer_json;
+mod call_order;
+mod unreadable;
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod foreign_forms;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
 
 use std::borrow::Cow;
 
-use self::answer_json::{AnswerJson, CallJson, ChoiceJson, MessageJson};
+use self::answer_json::{AnswerJson, ChoiceJson, MessageJson};
+use self::call_order::AnswerBlocks;
+pub use self::unreadable::UnreadableAnswer;
 use crate::dialect::Dialect;
-use crate::dialect::sse::{DONE_EVENT, event_len, is_done_line, is_error, line_data};
+use crate::dialect::sse::{
+    DONE_EVENT, event_data, event_name, events, is_done_data, lines, without_mark,
+};
 use crate::dialect::write::{
     AnswerCounts, AnswerHead, AnswerWriter, ChoiceOutput, Delta, ErrorObject, FinishReason,
     MatchedStop, WriteContext, new_writer,
@@ -27,32 +40,34 @@ use crate::dialect::write::{
 use crate::stream::TextOffsets;
 use crate::tokenizer::TokenDecoder;
 
-/// Reason why a server's answer cannot be translated.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum UnreadableAnswer {
-    #[error("sent something that is no chat answer: {detail}")]
-    NoChatAnswer { detail: String },
-    #[error("ended its answer with finish_reason {reason}")]
-    Aborted { reason: String },
-}
-
 /// How far a stream got.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StreamProgress {
+    /// Nothing came.
+    New,
     Open,
     /// The `finish_reason` came.
-    Finished,
+    Finished(FinishReason),
     /// The client has the end, or an error.
     Ended,
+}
+
+/// Meaning of an event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum EventMeaning {
+    Nothing,
+    Part,
+    End,
 }
 
 /// Translates one answer.
 pub struct ChatAnswerTranslator {
     writer: Box<dyn AnswerWriter>,
     choice: ChoiceOutput,
+    /// Index of the choice that is translated: a request of these APIs has one answer.
+    index: Option<u64>,
     counts: AnswerCounts,
-    /// Index of the call that is open.
-    open_call: Option<usize>,
+    blocks: AnswerBlocks,
     progress: StreamProgress,
 }
 
@@ -62,74 +77,89 @@ impl ChatAnswerTranslator {
         Self {
             writer: new_writer(dialect, head, 1),
             choice: empty_choice(),
+            index: None,
             counts: AnswerCounts::default(),
-            open_call: None,
-            progress: StreamProgress::Open,
+            blocks: AnswerBlocks::default(),
+            progress: StreamProgress::New,
         }
+    }
+
+    /// Reason why a stream cannot be translated that begins with this event.
+    pub fn check_first_event(event: &[u8]) -> Result<(), UnreadableAnswer> {
+        let mut translator = Self::new(Dialect::Messages, AnswerHead::default());
+        translator.take_event(event).map(|_| ())
     }
 
     /// Takes a run of whole events. Returns the client's events.
     pub fn translate_events(&mut self, run: &[u8], now: f64) -> Vec<u8> {
         let mut out = Vec::with_capacity(run.len());
-        let mut rest = run;
-        while !rest.is_empty() && self.progress != StreamProgress::Ended {
-            let (event, behind) = rest.split_at(event_len(rest).unwrap_or(rest.len()));
+        let mut run = run;
+        if self.progress == StreamProgress::New {
+            run = without_mark(run);
+            self.progress = StreamProgress::Open;
+        }
+        for event in events(run) {
+            if self.progress == StreamProgress::Ended {
+                break;
+            }
+            for comment in lines(event).filter(|line| line.starts_with(b":")) {
+                out.extend_from_slice(comment);
+                out.extend_from_slice(b"\n\n");
+            }
             self.translate_event(event, now, &mut out);
-            rest = behind;
         }
         out
     }
 
     fn translate_event(&mut self, event: &[u8], now: f64, out: &mut Vec<u8>) {
-        for line in event.split_inclusive(|byte| *byte == b'\n') {
-            if line.starts_with(b":") {
-                out.extend_from_slice(line);
-                out.push(b'\n');
-            } else if is_done_line(line) {
-                self.write_end(now, out);
-            } else if let Some(data) = line_data(line) {
-                self.translate_data(data, now, out);
-            }
-        }
-    }
-
-    fn translate_data(&mut self, data: &[u8], now: f64, out: &mut Vec<u8>) {
-        if is_error(data) {
-            self.write_failure(data, out);
-            return;
-        }
-        let taken = read_answer(data).and_then(|json| self.take_answer(json));
-        match taken {
-            Ok(()) => {
+        match self.take_event(event) {
+            Ok(EventMeaning::Nothing) => {}
+            Ok(EventMeaning::Part) => {
                 let context = write_context(self.counts, now);
                 self.writer.write_event(&mut self.choice, &context, out);
                 self.choice.drop_delta();
             }
-            Err(unreadable) => {
-                let error = ErrorObject {
-                    message: format!("the worker {unreadable}; send the request again"),
-                    kind: "server_error".to_owned(),
-                    code: "upstream_error".to_owned(),
-                    param: None,
-                };
-                self.write_failure(&error.to_json(), out);
-            }
+            Ok(EventMeaning::End) => self.write_end(now, out),
+            Err(unreadable) => self.write_failure(&unreadable, out),
         }
+    }
+
+    /// Reads an event. Its parts come to the choice's delta.
+    fn take_event(&mut self, event: &[u8]) -> Result<EventMeaning, UnreadableAnswer> {
+        let Some(data) = event_data(event) else {
+            return Ok(EventMeaning::Nothing);
+        };
+        if is_done_data(&data) {
+            return self.take_end().map(|()| EventMeaning::End);
+        }
+        if event_name(event) == Some(b"error") {
+            return Err(UnreadableAnswer::Failed(ErrorObject::of_answer(&data)));
+        }
+        self.take_answer(AnswerJson::read(&data)?)?;
+        Ok(EventMeaning::Part)
     }
 
     /// The server's stream has ended. Returns the end of the client's stream, if the server finished
     /// its answer and sent no `[DONE]`.
     pub fn finish_stream(&mut self, now: f64) -> Vec<u8> {
         let mut out = Vec::new();
-        if self.progress == StreamProgress::Finished {
-            self.write_end(now, &mut out);
+        if matches!(self.progress, StreamProgress::Finished(_)) {
+            match self.take_end() {
+                Ok(()) => self.write_end(now, &mut out),
+                Err(unreadable) => self.write_failure(&unreadable, &mut out),
+            }
         }
         out
     }
 
     /// An answer that is no stream.
-    pub fn translate_whole(mut self, answer: &[u8], now: f64) -> Result<Vec<u8>, UnreadableAnswer> {
-        self.take_answer(read_answer(answer)?)?;
+    pub fn translate_whole(
+        &mut self,
+        answer: &[u8],
+        now: f64,
+    ) -> Result<Vec<u8>, UnreadableAnswer> {
+        self.take_answer(AnswerJson::read(answer)?)?;
+        self.take_end()?;
         let context = write_context(self.counts, now);
         self.writer.gather(&mut self.choice, &context);
         let mut out = Vec::with_capacity(answer.len());
@@ -147,9 +177,20 @@ impl ChatAnswerTranslator {
         self.progress = StreamProgress::Ended;
     }
 
-    fn write_failure(&mut self, error: &[u8], out: &mut Vec<u8>) {
-        self.writer.write_failure(error, out);
+    fn write_failure(&mut self, unreadable: &UnreadableAnswer, out: &mut Vec<u8>) {
+        let error = unreadable.to_error().to_json();
+        self.writer.write_failure(&error, out);
         self.progress = StreamProgress::Ended;
+    }
+
+    /// The server says that its answer ends: without a reason it has broken off.
+    fn take_end(&mut self) -> Result<(), UnreadableAnswer> {
+        let StreamProgress::Finished(finish) = self.progress else {
+            return Err(UnreadableAnswer::Unfinished);
+        };
+        // Blocks that came behind the reason.
+        self.blocks
+            .end(finish.is_cut(), &mut self.choice.delta.parts)
     }
 
     fn take_answer(&mut self, json: AnswerJson) -> Result<(), UnreadableAnswer> {
@@ -157,90 +198,57 @@ impl ChatAnswerTranslator {
             self.counts = usage.counts();
             self.choice.reasoning_tokens = self.counts.reasoning_tokens.unwrap_or(0);
         }
-        // A request of these APIs has one answer.
-        match json.choices.into_iter().next() {
-            Some(choice) => self.take_choice(choice),
-            None => Ok(()),
+        for choice in json.choices.iter().flatten() {
+            let index = choice.index.unwrap_or(0);
+            if *self.index.get_or_insert(index) == index {
+                self.take_choice(choice)?;
+            }
         }
+        Ok(())
     }
 
-    fn take_choice(&mut self, choice: ChoiceJson) -> Result<(), UnreadableAnswer> {
-        if let Some(message) = choice.delta.as_ref().or(choice.message.as_ref()) {
-            self.take_message(message);
+    fn take_choice(&mut self, choice: &ChoiceJson) -> Result<(), UnreadableAnswer> {
+        let finish = choice.finish()?;
+        match (&choice.delta, &choice.message) {
+            // A message beside it repeats the text so far (Perplexity).
+            (Some(delta), _) => self.take_message(delta, false)?,
+            (None, Some(message)) => self.take_message(message, true)?,
+            (None, None) => {}
         }
-        let Some(reason) = &choice.finish_reason else {
+        let Some(finish) = finish else {
             return Ok(());
         };
-        let finish = match reason.as_str() {
-            "length" => FinishReason::Length,
-            "tool_calls" | "function_call" => FinishReason::ToolCalls,
-            "abort" | "error" => {
-                let reason = reason.clone();
-                return Err(UnreadableAnswer::Aborted { reason });
-            }
-            _ => FinishReason::Stop,
-        };
-        // A call that the limit cuts off has no end.
-        if finish != FinishReason::Length {
-            self.end_call();
-        }
+        self.blocks
+            .end(finish.is_cut(), &mut self.choice.delta.parts)?;
         self.choice.delta.finish = Some(finish);
         if finish == FinishReason::Stop {
             let stop = choice.stop_string();
             self.choice.matched_stop = stop.map(|text| MatchedStop::Text(text.to_owned()));
         }
-        self.progress = StreamProgress::Finished;
+        self.progress = StreamProgress::Finished(finish);
         Ok(())
     }
 
-    fn take_message(&mut self, message: &MessageJson) {
-        if let Some(text) = message.reasoning().filter(|text| !text.is_empty()) {
-            self.end_call();
-            self.choice.delta.parts.push_reasoning(text);
+    /// `is_whole`: the message is that of an answer that is no stream.
+    fn take_message(
+        &mut self,
+        message: &MessageJson,
+        is_whole: bool,
+    ) -> Result<(), UnreadableAnswer> {
+        message.check_role()?;
+        let parts = &mut self.choice.delta.parts;
+        if let Some(text) = message.reasoning() {
+            self.blocks.push_reasoning(text, parts);
         }
-        for text in [&message.content, &message.refusal].into_iter().flatten() {
-            if !text.is_empty() {
-                self.end_call();
-                self.choice.delta.parts.push_content(text);
-            }
+        self.blocks.push_content(&message.content(), parts);
+        if let Some(text) = &message.refusal {
+            self.blocks.push_content(text, parts);
         }
-        let calls = message.tool_calls.as_deref().unwrap_or_default();
-        for (place, call) in calls.iter().enumerate() {
-            self.take_call(place, call);
+        for piece in message.calls()? {
+            self.blocks.push_call(&piece, is_whole, parts)?;
         }
+        Ok(())
     }
-
-    /// Takes a call, or the continuation of one. Servers send calls one after the other.
-    fn take_call(&mut self, place: usize, call: &CallJson) {
-        let Some(function) = &call.function else {
-            return;
-        };
-        let index = call.index.unwrap_or(place);
-        if let Some(name) = &function.name
-            && self.open_call != Some(index)
-        {
-            self.end_call();
-            self.choice.delta.parts.begin_call(name);
-            self.open_call = Some(index);
-        }
-        if let Some(arguments) = &function.arguments
-            && self.open_call.is_some()
-        {
-            self.choice.delta.parts.push_arguments(arguments);
-        }
-    }
-
-    fn end_call(&mut self) {
-        if self.open_call.take().is_some() {
-            self.choice.delta.parts.end_call();
-        }
-    }
-}
-
-fn read_answer(json: &[u8]) -> Result<AnswerJson, UnreadableAnswer> {
-    serde_json::from_slice(json).map_err(|err| UnreadableAnswer::NoChatAnswer {
-        detail: err.to_string(),
-    })
 }
 
 fn write_context(usage: AnswerCounts, now: f64) -> WriteContext<'static> {

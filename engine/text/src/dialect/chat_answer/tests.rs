@@ -208,7 +208,7 @@ fn whole_answers_are_those_of_engines() {
             let Some(answer) = case.whole(make).filter(|_| case.error.is_none()) else {
                 continue;
             };
-            let translator = ChatAnswerTranslator::new(dialect, case.head(dialect));
+            let mut translator = ChatAnswerTranslator::new(dialect, case.head(dialect));
             let whole = translator.translate_whole(answer.to_string().as_bytes(), 3.5);
             let whole = String::from_utf8(whole.unwrap()).unwrap();
             assert_eq!(Some(whole), case.expected.whole, "{}", case.name);

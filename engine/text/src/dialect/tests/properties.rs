@@ -77,6 +77,7 @@ fn finish() -> impl Strategy<Value = FinishReason> {
         FinishReason::Stop,
         FinishReason::Length,
         FinishReason::ToolCalls,
+        FinishReason::ContentFilter,
     ])
 }
 

@@ -3,6 +3,7 @@
 //! * [`responses`] reads /v1/responses;
 //! * [`messages`] reads /v1/messages and the requests that count its tokens;
 //! * [`chat_translation`](mod@chat_translation) chooses between them;
+//! * `foreign_chat` writes a chat request for servers of other makes;
 //! * [`model_list`] has models in Anthropic's form;
 //! * [`reasoning_text`] is the opaque text that carries reasoning through a client;
 //! * `conversation`, `members` and `response_format` are parts that both use.
@@ -13,6 +14,7 @@
 
 pub mod chat_translation;
 mod conversation;
+mod foreign_chat;
 mod members;
 pub mod messages;
 pub mod model_list;
@@ -23,6 +25,7 @@ pub mod responses;
 use serde::{Deserialize, Serialize};
 
 use self::members::{JsonMembers, ObjectText};
+use crate::refusal::TextRefusal;
 
 /// A client's request as a chat request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,17 +39,10 @@ pub struct TranslatedRequest {
     pub names: Vec<ParamName>,
 }
 
-/// Counts that answers of these APIs have at their begin and at their end.
-const STREAM_OPTIONS: &str =
-    r#","stream_options":{"include_usage":true,"continuous_usage_stats":true}}"#;
-
 impl TranslatedRequest {
-    /// Body for a server of another make, which writes counts into a stream only when asked to.
-    pub fn to_foreign_chat(&self, streams: bool) -> String {
-        match self.chat.strip_suffix('}') {
-            Some(members) if streams => format!("{members}{STREAM_OPTIONS}"),
-            _ => self.chat.clone(),
-        }
+    /// Body for a server of another make.
+    pub fn to_foreign_chat(&self, streams: bool) -> Result<String, TextRefusal> {
+        foreign_chat::to_foreign_chat(&self.chat, streams)
     }
 
     /// The client's name of a member of `chat`, or of a place within one.

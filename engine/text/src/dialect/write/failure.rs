@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::json::push_text;
 use super::{AnswerHead, new_writer};
 use crate::dialect::Dialect;
-use crate::dialect::sse::DONE_EVENT;
+use crate::dialect::sse::{DONE_EVENT, stated_status};
 
 /// Member of an error upon which anthropic-python sends the whole conversation instead.
 const THREAD_DETAILS: &[u8] =
@@ -56,6 +56,15 @@ impl ErrorObject {
         }
     }
 
+    /// Error in an answer whose status is a success: its own code, if it has one, else that of the
+    /// status that it names.
+    pub fn of_answer(data: &[u8]) -> Self {
+        match Self::read_own(data) {
+            Some(error) => error,
+            None => Self::of_foreign_answer(stated_status(data).unwrap_or(502), data),
+        }
+    }
+
     /// `{"error":{…}}`.
     pub fn to_json(&self) -> Vec<u8> {
         let object = serde_json::json!({
@@ -82,19 +91,21 @@ impl ErrorObject {
     /// Reads `{"error":{…}}`. A body of another form, which other servers send, is an error of the
     /// server.
     pub fn read(body: &[u8]) -> Self {
+        Self::read_own(body).unwrap_or_else(|| Self {
+            message: foreign_message(body),
+            kind: "server_error".to_owned(),
+            code: "internal_error".to_owned(),
+            param: None,
+        })
+    }
+
+    fn read_own(body: &[u8]) -> Option<Self> {
         #[derive(Deserialize)]
         struct Envelope {
             error: ErrorObject,
         }
-        match serde_json::from_slice(body) {
-            Ok(Envelope { error }) => error,
-            Err(_) => Self {
-                message: foreign_message(body),
-                kind: "server_error".to_owned(),
-                code: "internal_error".to_owned(),
-                param: None,
-            },
-        }
+        let envelope: Envelope = serde_json::from_slice(body).ok()?;
+        Some(envelope.error)
     }
 
     /// True for the member by which Anthropic's server keeps a conversation.
@@ -160,19 +171,33 @@ impl ErrorObject {
     }
 }
 
-/// Message in an error of vLLM and OpenAI (`error.message`), SGLang (`message`) or their web
-/// framework (`detail`); the body as it is, where there is none.
+/// Members that hold the message of an error, or the error itself: of OpenAI and vLLM
+/// (`error.message`), of a failed response, of SGLang (`message`), of web frameworks (`detail`, `msg`
+/// in a list).
+const MESSAGE_PLACES: [&str; 6] = ["response", "error", "errors", "message", "detail", "msg"];
+/// Errors are not nested deeper than this where one is looked for.
+const MESSAGE_DEPTH: usize = 4;
+
+/// Message in an error of any make; the body as it is, where there is none.
 fn foreign_message(body: &[u8]) -> String {
     let json: Value = serde_json::from_slice(body).unwrap_or_default();
-    let places = [
-        &json["error"]["message"],
-        &json["error"],
-        &json["message"],
-        &json["detail"],
-    ];
-    match places.into_iter().find_map(Value::as_str) {
+    match message_in(&json, MESSAGE_DEPTH) {
         Some(message) => message.to_owned(),
         None => String::from_utf8_lossy(body).into_owned(),
+    }
+}
+
+fn message_in(json: &Value, depth: usize) -> Option<&str> {
+    match json {
+        Value::String(text) => Some(text.as_str()).filter(|text| !text.is_empty()),
+        Value::Array(items) if depth > 0 => message_in(items.first()?, depth - 1),
+        Value::Object(members) if depth > 0 => {
+            let places = MESSAGE_PLACES.iter().filter_map(|name| members.get(*name));
+            places
+                .into_iter()
+                .find_map(|place| message_in(place, depth - 1))
+        }
+        _ => None,
     }
 }
 
@@ -249,6 +274,54 @@ mod tests {
             let body = anthropic_error_body(error.to_string().as_bytes(), "msg_1");
             let body: Value = serde_json::from_slice(&body).unwrap();
             assert_eq!(body["error"]["details"]["error_code"], details);
+        }
+    }
+
+    #[test]
+    fn errors_in_answers_keep_their_message() {
+        for (body, message, code) in [
+            (
+                r#"{"error":{"message":"m","type":"overloaded_error","code":"draining"}}"#,
+                "m",
+                "draining",
+            ),
+            (
+                r#"{"object":"error","message":"m","type":"BadRequest","code":400}"#,
+                "m",
+                "invalid_value",
+            ),
+            (
+                r#"{"choices":[],"error":{"code":429,"message":"m"}}"#,
+                "m",
+                "rate_limit_exceeded",
+            ),
+            (
+                r#"{"detail":[{"loc":["body"],"msg":"m","type":"missing"}]}"#,
+                "m",
+                "upstream_error",
+            ),
+            (
+                r#"{"error":{"error":{"message":"m"}}}"#,
+                "m",
+                "upstream_error",
+            ),
+            (
+                r#"{"type":"response.failed","response":{"error":{"code":"x","message":"m"}}}"#,
+                "m",
+                "upstream_error",
+            ),
+            (
+                r#"{"error":{"code":7}}"#,
+                r#"{"error":{"code":7}}"#,
+                "upstream_error",
+            ),
+            ("out of memory", "out of memory", "upstream_error"),
+        ] {
+            let error = ErrorObject::of_answer(body.as_bytes());
+            assert_eq!(
+                (error.message.as_str(), error.code.as_str()),
+                (message, code)
+            );
         }
     }
 

@@ -92,6 +92,9 @@ fn push_finish(out: &mut Vec<u8>, choice: &ChoiceOutput) {
             push_number(out, choice.completion_tokens);
             out.push(b'}');
         }
+        Some(FinishReason::ContentFilter) => {
+            out.extend_from_slice(b"{\"type\":\"content_filter\"}");
+        }
         Some(FinishReason::Stop | FinishReason::ToolCalls) => {
             out.extend_from_slice(b"{\"type\":\"stop\",\"matched\":");
             push_stop(out, choice.matched_stop.as_ref());

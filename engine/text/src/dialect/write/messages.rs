@@ -237,6 +237,7 @@ impl MessagesWriter {
                 "model_context_window_exceeded"
             }
             FinishReason::Length => "max_tokens",
+            FinishReason::ContentFilter => "refusal",
             _ if self.completed_calls > 0 => "tool_use",
             _ if self.stop_sequence().is_some() => "stop_sequence",
             _ => "end_turn",

@@ -108,14 +108,22 @@ pub enum FinishReason {
     Length,
     /// The answer has complete calls of tools.
     ToolCalls,
+    /// A filter of another server cut the answer off. Engines of Baton have none.
+    ContentFilter,
 }
 
 impl FinishReason {
+    /// True if the answer was cut off where it stood: a call that is open has no end.
+    pub fn is_cut(self) -> bool {
+        matches!(self, FinishReason::Length | FinishReason::ContentFilter)
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             FinishReason::Stop => "stop",
             FinishReason::Length => "length",
             FinishReason::ToolCalls => "tool_calls",
+            FinishReason::ContentFilter => "content_filter",
         }
     }
 }

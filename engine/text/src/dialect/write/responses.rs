@@ -361,9 +361,12 @@ impl ResponsesWriter {
             Some(error) => error.push_response_error(out),
             None => out.extend_from_slice(b"null"),
         }
-        out.extend_from_slice(match status {
-            ItemStatus::Incomplete => {
-                b",\"incomplete_details\":{\"reason\":\"max_output_tokens\"}".as_slice()
+        out.extend_from_slice(match (status, self.finish) {
+            (ItemStatus::Incomplete, Some(FinishReason::ContentFilter)) => {
+                b",\"incomplete_details\":{\"reason\":\"content_filter\"}".as_slice()
+            }
+            (ItemStatus::Incomplete, _) => {
+                b",\"incomplete_details\":{\"reason\":\"max_output_tokens\"}"
             }
             _ => b",\"incomplete_details\":null",
         });
@@ -440,7 +443,7 @@ impl ResponsesWriter {
     fn end_items(&mut self, usage: AnswerCounts, out: &mut Vec<u8>) -> ItemStatus {
         self.usage = usage;
         let status = match self.finish {
-            Some(FinishReason::Length) => ItemStatus::Incomplete,
+            Some(finish) if finish.is_cut() => ItemStatus::Incomplete,
             _ => ItemStatus::Completed,
         };
         let is_cut_call = |item: &OpenItem| matches!(item.kind, ItemKind::Call { .. });

@@ -4,26 +4,11 @@ use std::sync::Arc;
 
 use super::content_stage::ContentStage;
 use super::format::AnswerFormat;
-use super::lexeme_reader::LexemeReader;
+use super::lexeme_reader::{LexemeReader, ReaderOptions};
 use crate::stream::markers::MarkerLexer;
 use crate::stream::parts::AnswerParts;
-use crate::stream::reasoning::ReasoningStart;
 use crate::stream::text_stream::{FedTokens, TextRules};
-use crate::stream::tools::ToolSignature;
 use crate::tokenizer::TokenDecoder;
-
-/// How a request wants its answer to be read.
-#[derive(Debug, Clone)]
-pub struct ReaderOptions {
-    /// Tools that the model may call. Without tools calls are not read.
-    pub tools: Arc<[ToolSignature]>,
-    /// See [`AnswerFormat::reasoning_start`].
-    pub start: Option<ReasoningStart>,
-    /// False: reasoning and its markers stay in the content, as generated.
-    pub separate_reasoning: bool,
-    /// False: the answer ends behind its first complete call.
-    pub parallel_tool_calls: bool,
-}
 
 /// Parts of one choice, as its tokens arrive. Deterministic, no I/O.
 ///
@@ -50,12 +35,8 @@ impl AnswerReader {
         decoder: &dyn TokenDecoder,
         prompt: &[u32],
     ) -> Self {
-        let reader = LexemeReader::new(
-            format,
-            options.tools,
-            options.start,
-            options.separate_reasoning,
-        );
+        let parallel_tool_calls = options.parallel_tool_calls;
+        let reader = LexemeReader::new(format, options, rules.follows_grammar);
         let lexer = MarkerLexer::new(
             format.table().clone(),
             reader.active_markers(format),
@@ -67,7 +48,7 @@ impl AnswerReader {
             &rules.stops,
             rules.include_stop,
             reader.reads_calls(),
-            !options.parallel_tool_calls,
+            !parallel_tool_calls,
         );
         Self {
             rules,
@@ -147,8 +128,8 @@ impl AnswerReader {
     }
 
     fn push_parts(&mut self, out: &mut AnswerParts) {
-        let is_searched = self.fed_tokens > u64::from(self.rules.min_tokens);
-        self.stage.push_parts(&self.parts, is_searched, out);
+        let may_end = self.fed_tokens > u64::from(self.rules.min_tokens);
+        self.stage.push_parts(&self.parts, may_end, out);
         self.parts.clear();
     }
 }

@@ -67,14 +67,14 @@ impl ContentStage {
         self.ends_behind_call && self.completed_calls > 0
     }
 
-    /// `is_searched`: the content is searched for stop strings.
-    pub fn push_parts(&mut self, parts: &AnswerParts, is_searched: bool, out: &mut AnswerParts) {
+    /// `may_end`: a stop string that is complete with these parts ends the answer.
+    pub fn push_parts(&mut self, parts: &AnswerParts, may_end: bool, out: &mut AnswerParts) {
         for part in parts.iter() {
             if self.has_ended() {
                 return;
             }
             match part {
-                AnswerPart::Content(text) => self.push_content(text, is_searched, out),
+                AnswerPart::Content(text) => self.push_content(text, may_end, out),
                 AnswerPart::CallBegin(_) => {
                     self.end_content(true, out);
                     out.push(part);
@@ -100,7 +100,7 @@ impl ContentStage {
         }
     }
 
-    fn push_content(&mut self, text: &str, is_searched: bool, out: &mut AnswerParts) {
+    fn push_content(&mut self, text: &str, may_end: bool, out: &mut AnswerParts) {
         let mut text = text;
         if self.is_behind_call {
             let rest = text.trim_start();
@@ -110,19 +110,19 @@ impl ContentStage {
             }
             self.is_behind_call = false;
             let gap = std::mem::take(&mut self.gap);
-            self.search_content(&gap, is_searched, out);
+            self.search_content(&gap, may_end, out);
             text = rest;
         }
-        self.search_content(text, is_searched, out);
+        self.search_content(text, may_end, out);
     }
 
-    fn search_content(&mut self, text: &str, is_searched: bool, out: &mut AnswerParts) {
-        let Some(matcher) = self.stop_matcher.as_mut().filter(|_| is_searched) else {
+    fn search_content(&mut self, text: &str, may_end: bool, out: &mut AnswerParts) {
+        let Some(matcher) = &mut self.stop_matcher else {
             self.show_content(text, out);
             return;
         };
         let mut searched = std::mem::take(&mut self.searched);
-        let matched_stop = matcher.feed(text, &mut searched);
+        let matched_stop = matcher.feed(text, may_end, &mut searched);
         self.show_content(&searched, out);
         searched.clear();
         self.searched = searched;

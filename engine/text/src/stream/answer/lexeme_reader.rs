@@ -6,9 +6,24 @@ use std::sync::Arc;
 use super::format::AnswerFormat;
 use crate::stream::markers::{Lexeme, MarkerLexer, MarkerTable};
 use crate::stream::parts::{AnswerPart, AnswerParts};
-use crate::stream::reasoning::{ReasoningReader, ReasoningStart};
+use crate::stream::reasoning::{ReasoningFamily, ReasoningReader, ReasoningStart};
 use crate::stream::tools::{ToolReader, ToolSignature, new_tool_reader};
 use crate::tokenizer::TokenDecoder;
+
+/// How a request wants its answer to be read.
+#[derive(Debug, Clone)]
+pub struct ReaderOptions {
+    /// Tools that the model may call. Without tools calls are not read.
+    pub tools: Arc<[ToolSignature]>,
+    /// See [`AnswerFormat::reasoning_start`].
+    pub start: Option<ReasoningStart>,
+    /// False: reasoning and its markers stay in the content, as generated.
+    pub separate_reasoning: bool,
+    /// False: the answer ends behind its first complete call.
+    pub parallel_tool_calls: bool,
+    /// A rank looks for the end of the reasoning, behind which the answer's grammar begins.
+    pub is_gated: bool,
+}
 
 /// Divides an answer's lexemes into parts: the reasoning, and the content and calls behind it.
 pub struct LexemeReader {
@@ -17,26 +32,38 @@ pub struct LexemeReader {
     calls: Option<CallReader>,
     /// Reasoning that the reader of calls reads stays in the content.
     joins_reasoning: bool,
+    /// A grammar counts the bytes of the tokens behind the reasoning.
+    follows_grammar: bool,
 }
 
 impl LexemeReader {
-    pub fn new(
-        format: &AnswerFormat,
-        tools: Arc<[ToolSignature]>,
-        start: Option<ReasoningStart>,
-        separate_reasoning: bool,
-    ) -> Self {
-        let calls = format
-            .reader_family(!tools.is_empty())
-            .map(|family| CallReader {
-                reader: new_tool_reader(family, format.callable_tools(tools)),
-                markers: format.call_markers(),
-            });
+    /// `follows_grammar`: the answer follows a grammar, from its beginning or behind its reasoning.
+    pub fn new(format: &AnswerFormat, options: ReaderOptions, follows_grammar: bool) -> Self {
+        let tools = options.tools;
+        let family = format.reader_family(!tools.is_empty());
+        let mut calls = family.map(|family| CallReader {
+            reader: new_tool_reader(family, format.callable_tools(tools)),
+            markers: format.call_markers(),
+        });
+        let mut reasoning = options
+            .start
+            .map(|start| ReasoningReader::new(start, options.separate_reasoning));
+        if options.is_gated {
+            let family = format.reasoning();
+            let lead_newlines = family.map_or(0, ReasoningFamily::lead_newlines);
+            if let Some(reasoning) = &mut reasoning {
+                reasoning.count_lead_newlines(lead_newlines);
+            }
+            if let Some(calls) = &mut calls {
+                calls.reader.expect_gated_content();
+            }
+        }
         Self {
             table: format.table().clone(),
-            reasoning: start.map(|start| ReasoningReader::new(start, separate_reasoning)),
+            reasoning,
             calls,
-            joins_reasoning: !separate_reasoning,
+            joins_reasoning: !options.separate_reasoning,
+            follows_grammar,
         }
     }
 
@@ -72,12 +99,29 @@ impl LexemeReader {
         out: &mut AnswerParts,
     ) -> bool {
         let was_channel = self.is_in_reasoning_channel();
-        lexer.feed(decoder, id, &mut |lexeme| self.read(lexeme, out));
-        let is_block = self.reasoning.as_mut().is_some_and(|reasoning| {
-            let is_end = reasoning.take_block_end();
-            is_end || reasoning.is_inside()
+        let is_counted = self.follows_grammar && !self.is_in_reasoning();
+        if let Some(reasoning) = &mut self.reasoning
+            && reasoning.counts_newlines()
+            && self.table.index_of(id).is_none()
+        {
+            reasoning.count_newlines(&decoder.token_bytes(id));
+        }
+        lexer.feed(decoder, id, is_counted, &mut |lexeme| {
+            self.read(lexeme, out);
         });
-        is_block || was_channel || self.is_in_reasoning_channel()
+        let is_block_end = self
+            .reasoning
+            .as_mut()
+            .is_some_and(ReasoningReader::take_block_end);
+        is_block_end || was_channel || self.is_in_reasoning()
+    }
+
+    fn is_in_reasoning(&self) -> bool {
+        let is_block = self
+            .reasoning
+            .as_ref()
+            .is_some_and(ReasoningReader::is_inside);
+        is_block || self.is_in_reasoning_channel()
     }
 
     fn is_in_reasoning_channel(&self) -> bool {

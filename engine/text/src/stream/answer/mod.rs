@@ -14,6 +14,7 @@ mod format;
 mod lexeme_reader;
 mod model_types;
 
-pub use answer_reader::{AnswerReader, ReaderOptions};
+pub use answer_reader::AnswerReader;
 pub use detection::{CheckpointFacts, ParserChoice, detect_format};
 pub use format::AnswerFormat;
+pub use lexeme_reader::ReaderOptions;

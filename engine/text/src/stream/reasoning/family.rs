@@ -42,6 +42,15 @@ impl ReasoningFamily {
         }
     }
 
+    /// Newlines behind the reasoning that belong neither to it nor to the content, at most: models
+    /// write one or two.
+    pub fn lead_newlines(self) -> usize {
+        match self {
+            Self::ThinkTags | Self::Mistral | Self::Granite => 2,
+            Self::GptOss => 0,
+        }
+    }
+
     /// Text that ends a reasoning which is cut at its limit, as templates write it.
     pub fn forced_end(self) -> &'static str {
         match self {

@@ -1,6 +1,6 @@
 //! The reasoning of an answer, as it arrives.
 
-use super::start::{BlockText, ReasoningStart, is_blank};
+use super::start::{BlockText, ReasoningStart, is_blank, is_blank_char};
 use crate::stream::markers::{Lexeme, MarkerRole, MarkerTable};
 use crate::stream::parts::AnswerParts;
 
@@ -24,8 +24,9 @@ pub type PassLexeme<'a> = dyn FnMut(Lexeme<'_>, &mut AnswerParts) + 'a;
 /// * `Content`: markers of reasoning are text.
 ///
 /// Separated from the content, the reasoning has no markers, no newline in front of it and none
-/// behind it; nor does the content have newlines in front of it. A begin marker at the end of the
-/// answer begins nothing and is left out.
+/// behind it; nor does the content have newlines in front of it. Where a grammar begins behind the
+/// reasoning, newlines that it has counted are content (`count_lead_newlines`). A begin marker at the
+/// end of the answer begins nothing and is left out.
 #[derive(Debug)]
 pub struct ReasoningReader {
     state: ReasoningState,
@@ -36,6 +37,19 @@ pub struct ReasoningReader {
     late_begin: String,
     /// An end marker was read since [`ReasoningReader::take_block_end`].
     has_block_end: bool,
+    lead: LeadNewlines,
+}
+
+/// Newlines behind the reasoning that are no content.
+#[derive(Debug, Clone, Copy)]
+enum LeadNewlines {
+    All,
+    /// Those in tokens of newlines alone, up to a number: the rank's `ReasoningTracker` (Python)
+    /// keeps them from the grammar by the same rule.
+    Counted {
+        most: usize,
+        left: usize,
+    },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,7 +87,34 @@ impl ReasoningReader {
             held: String::new(),
             late_begin: String::new(),
             has_block_end: false,
+            lead: LeadNewlines::All,
         }
+    }
+
+    /// A grammar begins behind the reasoning and `most` newlines. Called before the first token.
+    pub fn count_lead_newlines(&mut self, most: usize) {
+        self.lead = LeadNewlines::Counted { most, left: most };
+    }
+
+    /// True if the next token is to be passed to [`Self::count_newlines`], unless it is a marker.
+    pub fn counts_newlines(&self) -> bool {
+        let is_counted = matches!(self.lead, LeadNewlines::Counted { .. });
+        is_counted && self.state == ReasoningState::Behind
+    }
+
+    /// Takes the bytes of a token whose lexemes are read next.
+    pub fn count_newlines(&mut self, bytes: &[u8]) {
+        let LeadNewlines::Counted { left, .. } = &mut self.lead else {
+            return;
+        };
+        let is_newlines = !bytes.is_empty() && bytes.iter().all(|byte| *byte == b'\n');
+        if is_newlines && bytes.len() <= *left {
+            *left -= bytes.len();
+            return;
+        }
+        // The grammar has counted this token from its first byte on.
+        self.held.clear();
+        self.state = ReasoningState::Content;
     }
 
     /// True within a block of reasoning.
@@ -130,7 +171,7 @@ impl ReasoningReader {
     fn read_text(&mut self, text: &str, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
         match self.state {
             ReasoningState::Undecided => {
-                let rest = text.trim_start();
+                let rest = text.trim_start_matches(is_blank_char);
                 self.held.push_str(&text[..text.len() - rest.len()]);
                 if !rest.is_empty() {
                     self.begin_content(out, pass);
@@ -239,6 +280,9 @@ impl ReasoningReader {
             self.held.clear();
             self.has_block_end = true;
             self.state = ReasoningState::Behind;
+            if let LeadNewlines::Counted { most, left } = &mut self.lead {
+                *left = *most;
+            }
             if !self.is_separate {
                 out.push_content(text);
             }

@@ -23,8 +23,12 @@ impl BlockText {
 
 /// True for ASCII white space alone. The engine's ranks, which see bytes, use the same characters.
 pub(super) fn is_blank(text: &str) -> bool {
-    let is_space = |byte: u8| byte.is_ascii_whitespace() || byte == b'\x0b';
-    text.bytes().all(is_space)
+    text.chars().all(is_blank_char)
+}
+
+/// White space of Python's `bytes.lstrip`.
+pub(super) fn is_blank_char(character: char) -> bool {
+    character.is_ascii_whitespace() || character == '\x0b'
 }
 
 /// State in which an answer begins.

@@ -410,3 +410,71 @@ fn answers_of_loaded_tokenizers_have_their_parts() {
         }
     }
 }
+
+/// Content behind the reasoning where a rank's grammar begins there, as the rank counts it
+/// (`_advance_behind` of engine/baton/runtime/grammar/reasoning_tracker.py).
+#[test]
+fn newlines_that_a_grammar_has_counted_are_content() {
+    let (format, mut tokens) = hermes();
+    let options = ReaderOptions {
+        tools: Arc::new([]),
+        is_gated: true,
+        ..reader_options(Some(ReasoningStart::Inside(BlockText::Blank)))
+    };
+    let rules = TextRules {
+        follows_grammar: true,
+        ..TextRules::default()
+    };
+    for (pieces, expected) in [
+        (&["a", "</think>", "\n", "\n", "\n", "x"][..], "\nx"),
+        (&["a", "</think>", "\n\n", "x"], "x"),
+        (&["a", "</think>", "\n\n\n", "x"], "\n\n\nx"),
+        (&["a", "</think>", "\n", "\n\n", "x"], "\n\nx"),
+        (&["a", "</think>", "\n", "\nx"], "\nx"),
+        (&["a", "</think>", "\r\n", "x"], "\r\nx"),
+        (
+            &["</think>", "\n\n", "<think>", "b", "</think>", "\n\n", "\n"],
+            "\n",
+        ),
+    ] {
+        let cut = pieces.iter().map(|piece| tokens.cut(piece, &|_| false));
+        let ids = cut.collect::<Vec<_>>().concat();
+        let parts = read_answer(&format, &options, &rules, &tokens, &ids, 1);
+        assert_eq!(parts.content(), expected, "{pieces:?}");
+        let free = ReaderOptions {
+            is_gated: false,
+            ..options.clone()
+        };
+        let parts = read_answer(&format, &free, &rules, &tokens, &ids, 1);
+        assert_eq!(parts.content(), expected.trim_start(), "{pieces:?}");
+    }
+}
+
+/// docs/guide/structured-output.md: all messages in front of the channel `final` are reasoning.
+#[test]
+fn content_of_a_constrained_harmony_answer_is_its_final_message() {
+    let family = (ToolFamily::GptOss, ReasoningFamily::GptOss);
+    let (format, mut tokens) = make_format(family, true);
+    let text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant\
+        <|channel|>commentary<|message|>A note.<|end|><|start|>assistant\
+        <|channel|>final<|message|>\n\n\n{}";
+    let ids = tokens.cut(text, &|_| true);
+    let rules = TextRules {
+        follows_grammar: true,
+        skip_special_tokens: true,
+        ..TextRules::default()
+    };
+    for (is_gated, reasoning, content) in [
+        (true, "Hm.\nA note.", "\n\n\n{}"),
+        (false, "Hm.", "A note.\n\n\n\n{}"),
+    ] {
+        let options = ReaderOptions {
+            tools: Arc::new([]),
+            is_gated,
+            ..reader_options(None)
+        };
+        let parts = read_answer(&format, &options, &rules, &tokens, &ids, 1);
+        assert_eq!(parts.reasoning(), reasoning);
+        assert_eq!(parts.content(), content);
+    }
+}

@@ -218,6 +218,7 @@ proptest! {
             include_stop,
             skip_special_tokens: true,
             min_tokens,
+            ..TextRules::default()
         };
         let one_by_one = see_answer(&format, &options, &rules, &tokens, &[], &ids, &[1]);
         let grouped = see_answer(&format, &options, &rules, &tokens, &[], &ids, &group_sizes);
@@ -302,7 +303,13 @@ proptest! {
         (include_stop, skip_special_tokens, min_tokens) in (any::<bool>(), any::<bool>(), 0..8u32),
         group_sizes in vec(1..5usize, 1..4),
     ) {
-        let rules = TextRules { stops, include_stop, skip_special_tokens, min_tokens };
+        let rules = TextRules {
+            stops,
+            include_stop,
+            skip_special_tokens,
+            min_tokens,
+            ..TextRules::default()
+        };
         check_against_text_stream(&decoder, &rules, &[], &ids, &group_sizes)?;
     }
 
@@ -340,7 +347,7 @@ proptest! {
             }
         };
         for &id in &ids {
-            lexer.feed(&SpacedTokens, id, &mut read);
+            lexer.feed(&SpacedTokens, id, false, &mut read);
         }
         lexer.finish(&SpacedTokens, &mut read);
         prop_assert_eq!(found, ids.iter().filter(|id| **id < 2).count());

@@ -79,6 +79,7 @@ pub fn reader_options(start: Option<ReasoningStart>) -> ReaderOptions {
         start,
         separate_reasoning: true,
         parallel_tool_calls: true,
+        is_gated: false,
     }
 }
 

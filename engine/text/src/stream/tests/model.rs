@@ -29,13 +29,13 @@ pub fn read_answer(rules: &TextRules, final_texts: &[String]) -> ReadAnswer {
     let tokens = final_texts.len() - 2;
     let unread = (rules.min_tokens as usize).min(tokens);
     let is_searched = tokens > unread;
-    let search_start = final_texts[unread].len();
+    let unread_len = final_texts[unread].len();
     let ends = whole
         .char_indices()
         .map(|(start, character)| start + character.len_utf8())
-        .filter(|&end| is_searched && end > search_start);
+        .filter(|&end| is_searched && end > unread_len);
     for end in ends {
-        let searched = &whole[search_start..end];
+        let searched = &whole[..end];
         let found = (0..rules.stops.len())
             .filter(|&stop| !rules.stops[stop].is_empty() && searched.ends_with(&rules.stops[stop]))
             .max_by_key(|&stop| (rules.stops[stop].len(), std::cmp::Reverse(stop)));

@@ -25,10 +25,11 @@ proptest! {
         ids in vec(0..3u32, 0..30),
         stops in vec("[ab]{1,6}|[ab<]{1,4}", 1..4),
         include_stop: bool,
+        min_tokens in prop_oneof![2 => Just(0), 1 => 0..12u32],
         size in 1..5usize,
     ) {
         let decoder = letter_tokens();
-        let rules = TextRules { stops, include_stop, ..TextRules::default() };
+        let rules = TextRules { stops, include_stop, min_tokens, ..TextRules::default() };
         let mut final_texts: Vec<String> = (0..=ids.len())
             .map(|len| String::from_utf8_lossy(&decoder.join_bytes(&ids[..len], false)).into_owned())
             .collect();

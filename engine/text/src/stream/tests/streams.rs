@@ -25,6 +25,7 @@ fn text_rules() -> impl Strategy<Value = TextRules> {
             include_stop,
             skip_special_tokens,
             min_tokens,
+            ..TextRules::default()
         },
     )
 }
@@ -155,6 +156,25 @@ proptest! {
             read_answer(&rules, &window_final_texts(&decoder, &rules, &prompt, &ids));
         let (answer, _) = stream_answer(&decoder, &rules, &prompt, &ids, &sizes);
         prop_assert_eq!(answer, expected);
+    }
+
+    /// What a grammar has counted: the bytes of the tokens, with the space that `decode` drops.
+    #[test]
+    fn text_of_counted_tokens_is_their_bytes(
+        prompt in prop_oneof![Just(Vec::new()), Just(vec![1]), spaced_ids(20)],
+        ids in spaced_ids(40),
+        sizes in group_sizes(),
+        skip_special_tokens in any::<bool>(),
+    ) {
+        let rules = TextRules {
+            skip_special_tokens,
+            follows_grammar: true,
+            ..TextRules::default()
+        };
+        let shown = ids.iter().filter(|id| !(skip_special_tokens && SpacedTokens.is_special(**id)));
+        let bytes: Vec<u8> = shown.flat_map(|id| SpacedTokens.token_bytes(*id).into_owned()).collect();
+        let (answer, _) = stream_answer(&SpacedTokens, &rules, &prompt, &ids, &sizes);
+        prop_assert_eq!(answer.text, String::from_utf8(bytes).unwrap());
     }
 
     #[test]

@@ -21,5 +21,6 @@ mod scan;
 mod xml;
 
 pub use callable::{CallableTools, UnknownToolCalls};
+pub use json::scanner::ValueScanner;
 pub use new_reader::new_tool_reader;
 pub use reader::{ToolFamily, ToolReader, ToolSignature};

@@ -127,6 +127,8 @@ class SatisfiableParts:
         return any(self._has_value_of_type(schema, kind) for kind in kinds)
 
     def _has_value_of_type(self, schema: Mapping[str, Any], kind: Any) -> bool:
+        if kind in ("integer", "number"):
+            return not _is_less(schema, "maximum", "minimum")
         if kind == "string":
             return not _is_less(schema, "maxLength", "minLength")
         if kind == "array":

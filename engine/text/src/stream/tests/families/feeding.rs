@@ -160,6 +160,7 @@ impl CutAnswer {
             start: None,
             separate_reasoning: true,
             parallel_tool_calls: true,
+            is_gated: false,
         };
         let rules = Arc::new(TextRules {
             skip_special_tokens: true,

@@ -125,6 +125,7 @@ fn read_texts(model: &VllmModel, answer: &str, piece_bytes: usize) -> AnswerText
         start: reasoning.map(|_| start),
         separate_reasoning: true,
         parallel_tool_calls: true,
+        is_gated: false,
     };
     let rules = Arc::new(TextRules {
         skip_special_tokens: true,

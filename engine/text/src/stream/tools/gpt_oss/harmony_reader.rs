@@ -70,6 +70,9 @@ pub struct HarmonyReader {
     written: WrittenMessages,
     state: MessageState,
     is_ended: bool,
+    /// The content is the message of the channel `final`, which follows a grammar; all text in
+    /// front of it is reasoning, as the rank counts it.
+    is_gated: bool,
 }
 
 impl HarmonyReader {
@@ -81,6 +84,7 @@ impl HarmonyReader {
             written: WrittenMessages::default(),
             state: MessageState::Start,
             is_ended: false,
+            is_gated: false,
         }
     }
 
@@ -135,6 +139,8 @@ impl HarmonyReader {
             *cursor = behind_header;
         }
         let kind = match (header.channel, header.recipient) {
+            (channel, _) if self.is_gated && channel != Some("final") => BodyKind::Reasoning,
+            (Some("final"), _) if self.is_gated => BodyKind::Content,
             (Some("analysis"), _) => BodyKind::Reasoning,
             (_, Some(_)) => BodyKind::UnknownCall,
             (_, None) => BodyKind::Content,
@@ -187,10 +193,15 @@ impl HarmonyReader {
             self.held.consume(self.held.text().len());
             return ReaderStep::Wait(MessageState::Start);
         }
+        let kind = if self.is_gated {
+            BodyKind::Reasoning
+        } else {
+            BodyKind::Content
+        };
         if is_header_marker {
-            self.push_front_marker(BodyKind::Content, out);
+            self.push_front_marker(kind, out);
         }
-        ReaderStep::Continue(MessageState::Body(BodyKind::Content))
+        ReaderStep::Continue(MessageState::Body(kind))
     }
 
     fn read_body(&mut self, kind: BodyKind, out: &mut AnswerParts) -> ReaderStep<MessageState> {
@@ -304,6 +315,10 @@ impl ToolReader for HarmonyReader {
         self.is_ended = true;
         self.held.end();
         self.read_held(out);
+    }
+
+    fn expect_gated_content(&mut self) {
+        self.is_gated = true;
     }
 
     fn is_reasoning(&self) -> bool {
