@@ -16,7 +16,7 @@ NO_OPTIONS = "%llguidance {}"
 """First line of a grammar with llguidance's usual options."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
 SINGLE_SPACE = '%llguidance {"ignore_once": true}'
-"""What `%ignore` names stands at most once between two lexemes."""
+"""First line of a grammar in which the text of `%ignore` stands at most once between two lexemes."""
 SINGLE_SPACE_NO_FORCING = '%llguidance {"ignore_once": true, "no_forcing": true}'
 
 
