@@ -151,9 +151,11 @@ SECOND_FLOOR = {
     "router/src/transport": (
         "mod",
         "descriptors",
+        "files",
         "headers",
         "request_body",
         "socket",
+        "worker_certificates",
         "tls",
         "tls_reload",
         "upstream",

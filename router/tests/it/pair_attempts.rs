@@ -189,8 +189,9 @@ async fn logprobs_of_prompts_come_from_one_worker() {
 #[tokio::test]
 async fn workers_that_cannot_answer_alone_share_a_request_for_logprobs_of_its_prompt() {
     timed(async {
-        let p = Mock::start(&[]).await;
-        let d = Mock::start(&[]).await;
+        let answer = json!({"text": "x", "meta_info": {"finish_reason": {"type": "length"}}});
+        let p = Mock::start(&[Act::Json(answer.clone())]).await;
+        let d = Mock::start(&[Act::Json(answer)]).await;
         let router = Router::pd(&[&p], &[&d], &[]).await;
         let body = json!({"text": "a", "return_logprob": true, "logprob_start_len": 0,
             "sampling_params": {"max_new_tokens": 1}});

@@ -151,8 +151,8 @@ async fn snapshot_shows_nodes_their_reports_and_the_traffic_of_pairs() {
             .until(|snapshot| node(snapshot, &d.url())["ranks"][0]["report"].is_object())
             .await;
         let keys = [
-            "at_unix_ms", "events", "failed_requests", "history", "is_disaggregated", "is_draining", "nodes",
-            "nodes_left_out", "pairs", "queued_requests", "requests", "slow_requests", "version",
+            "at_unix_ms", "events", "failed_requests", "history", "incarnation", "is_disaggregated", "is_draining",
+            "nodes", "nodes_left_out", "pairs", "queued_requests", "requests", "slow_requests", "version",
         ];
         assert_eq!(names(&snapshot), BTreeSet::from(keys));
         assert_eq!(snapshot["is_disaggregated"], true);

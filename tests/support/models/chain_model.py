@@ -1,6 +1,6 @@
 """A checkpoint whose likeliest next token depends on the last one alone, with a tokenizer like Llama 2's.
 
-Answers are told by a table: `CHAIN` names the tokens that may follow each token, the likeliest first. So a test knows
+Answers follow a table: `CHAIN` names the tokens that may follow each token, the likeliest first. So a test knows
 an answer without a model, and any engine gives it, on one node or two.
 """
 
@@ -119,9 +119,9 @@ def _write_model(path: Path) -> None:
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
     head = torch.zeros(len(IDS), size)
-    for name, followers in CHAIN.items():
-        for place, follower in enumerate(followers):
-            head[IDS[follower], IDS[name]] = 1.0 / (place + 1)
+    for name, next_names in CHAIN.items():
+        for place, next_name in enumerate(next_names):
+            head[IDS[next_name], IDS[name]] = 1.0 / (place + 1)
     layer = "model.layers.0."
     # A token's state is its own unit vector: attention and MLP add nothing.
     weights = {

@@ -38,7 +38,7 @@ class GrammarLexer:
     matcher: LLMatcher
     copies: int = 0
     is_full: bool = False
-    """It has no room for another state: every copy that meets one fails."""
+    """The lexer has no room for another state: every copy that meets one fails."""
 
 
 class SequenceGrammar(TokenConstraint):

@@ -43,13 +43,7 @@ pub struct RunningAnswer {
 
 impl RunningAnswer {
     pub fn new(mut spec: AnswerSpec, decoder: &dyn TokenDecoder, format: &AnswerFormat) -> Self {
-        let rules = Arc::new(TextRules {
-            stops: std::mem::take(&mut spec.stops),
-            include_stop: spec.include_stop,
-            skip_special_tokens: spec.skip_special_tokens,
-            min_tokens: spec.min_tokens,
-            follows_grammar: spec.follows_grammar,
-        });
+        let rules = Arc::new(new_text_rules(&mut spec));
         let reads_parts = spec.dialect.fields().reads_parts;
         let reading = spec
             .reading
@@ -236,6 +230,16 @@ impl RunningAnswer {
 }
 
 /// Facts of the answer for its writer, moved out of the front's statement.
+fn new_text_rules(spec: &mut AnswerSpec) -> TextRules {
+    TextRules {
+        stops: std::mem::take(&mut spec.stops),
+        include_stop: spec.include_stop,
+        skip_special_tokens: spec.skip_special_tokens,
+        min_tokens: spec.min_tokens,
+        follows_grammar: spec.follows_grammar,
+    }
+}
+
 fn new_head(spec: &mut AnswerSpec, reading: Option<&SharedReading<'_>>) -> AnswerHead {
     AnswerHead {
         id: response_id(spec.dialect, spec.rid.take(), &spec.request_id),

@@ -36,7 +36,7 @@ class DeadEnd:
     """A beginning of an answer with which it cannot become whole."""
 
     text: str
-    """Its last characters."""
+    """Last characters of the beginning."""
     is_limit: bool
     """A limit of the matcher is reached; else no character is allowed."""
 

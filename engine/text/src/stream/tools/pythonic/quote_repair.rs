@@ -1,7 +1,7 @@
 //! Calls with a string whose quotes the model did not escape.
 //!
 //! ```text
-//! [bash(command='sed -n '1,9p' f.py')]
+//! [bash(command='sed -n '1,9p' notes')]
 //! ```
 //!
 //! Python reads no call there. The string is closed at the only quote with which the rest of the list
