@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from baton.errors import BadRequest, UnsupportedParameter
+from baton.server.fields import decode_exact
 from baton.server.text import model_info
-from baton.server.text.chat_template import ChatTemplate
+from baton.server.text.chat_template import ChatTemplate, encode_chat_fields
 from baton.server.text.tokenizer import Tokenizer
 from tests.support.goldens.rendering import render
 from tests.support.models import tiny_model
@@ -125,6 +126,40 @@ def test_continued_messages_as_transformers(
     expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
     text = render(ours, messages, add_generation_prompt=False, continue_final_message=True)
     assert text == expected
+
+
+NUMBERS = [
+    "9007199254740993",
+    "18446744073709551616",
+    "-0",
+    "-0.0",
+    "1e3",
+    "1E-7",
+    "0.1000000000000000055511151231257827",
+    "123456789012345678901234567890.5",
+    "2.638344616030823e-256",
+    "9" * 400,
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_are_printed_as_transformers_does(tmp_path: Path, number: str) -> None:
+    """Numbers of a tool's schema, and of the arguments of a call in the conversation."""
+    from transformers import AutoTokenizer
+
+    template = "{{ tools | tojson }} {{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    path = tiny_model.make(tmp_path, template=template)
+    tool = f'{{"type":"function","function":{{"name":"f","parameters":{{"maximum":{number}}}}}}}'
+    message = '{"role":"assistant","tool_calls":[{"type":"function","function":{"name":"f","arguments":%s}}]}'
+    arguments = f'{{"x": [{number}]}}'
+    tools = json.loads(f"[{tool}]")
+    messages = [json.loads(message % arguments)]
+    theirs = AutoTokenizer.from_pretrained(path)
+    expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+    sent = f'{{"messages":[{message % json.dumps(arguments)}],"tools":[{tool}]}}'
+    facts = model_info.load(_config(path))
+    ours = ChatTemplate(facts.chat_template, facts.special_tokens)
+    assert ours.render_chat(encode_chat_fields(decode_exact(sent))) == expected
 
 
 def test_plain_text_gets_the_same_special_tokens_as_transformers(
