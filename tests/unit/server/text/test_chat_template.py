@@ -147,7 +147,10 @@ def test_numbers_are_printed_as_transformers_does(tmp_path: Path, number: str) -
     """Numbers of a tool's schema, and of the arguments of a call in the conversation."""
     from transformers import AutoTokenizer
 
-    template = "{{ tools | tojson }} {{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    template = (
+        "{{ tools | tojson }}{% for message in messages %}{% for call in message.tool_calls or [] %}"
+        "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
     path = tiny_model.make(tmp_path, template=template)
     tool = f'{{"type":"function","function":{{"name":"f","parameters":{{"maximum":{number}}}}}}}'
     message = '{"role":"assistant","tool_calls":[{"type":"function","function":{"name":"f","arguments":%s}}]}'
