@@ -257,7 +257,7 @@ def test_missing_server_is_named_with_a_remedy(capsys: pytest.CaptureFixture[str
         (["--max-tokens", "0"], "--max-tokens 0: give at least 1"),
         (["--temperature", "warm"], "--temperature warm: give a number"),
         (["--tools", "no-such-file"], "--tools no-such-file: No such file or directory"),
-        (["--tools", "/dev/null"], "--tools /dev/null: this is no JSON"),
+        (["--tools", "/dev/null"], "--tools /dev/null: it is a device, not a regular file"),
     ],
 )
 def test_wrong_flags_are_refused(

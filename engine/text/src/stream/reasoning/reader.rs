@@ -248,7 +248,9 @@ impl ReasoningReader {
             } => self.begin_block(text, out),
             ReasoningState::Inside { .. } | ReasoningState::Content => {
                 self.late_begin.push_str(text);
-                if !self.is_separate {
+                // What a grammar has counted is in the answer, also at its end.
+                let is_counted = matches!(self.lead, LeadNewlines::Counted { .. });
+                if !self.is_separate || (is_counted && self.state == ReasoningState::Content) {
                     self.show_late_begin(out, pass);
                 }
             }
