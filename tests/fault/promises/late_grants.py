@@ -41,7 +41,9 @@ class Grants:
 
     def watch(self, pair: RetriedPair) -> None:
         """Note every call of the two engines to their transfer runtimes."""
-        grant, revoke, finish = pair.d.node.grant, pair.d.node.revoke, pair.p.node.finish
+        grant = pair.d.node.grant
+        revoke = pair.d.node.revoke
+        finish = pair.p.node.finish
 
         def noting_grant(room: int, start_page: int, pages: bytes) -> None:
             self.granted[room] = (time.monotonic(), len(pages) // 4)

@@ -133,7 +133,8 @@ class TransferRank:
     def ends(self, room: int) -> list[str]:
         """How the room has ended, each end once: "committed", "DONE", or a reason code."""
         for event in self.node.poll(256):
-            kind, number = event[0], event[1]
+            kind = event[0]
+            number = event[1]
             if kind in ("announced", "revoked"):
                 continue
             end = event[2] if kind in ("failed", "released") else kind

@@ -258,7 +258,8 @@ fn calls_are_distinguished_by_id_and_index() {
     };
     let one = Some("c1");
     let two = Some("c2");
-    let (a, b) = ("{\"a\": 1}", "{\"b\": 2}");
+    let a = "{\"a\": 1}";
+    let b = "{\"b\": 2}";
     let forms = [
         // One after the other, each by its index.
         vec![

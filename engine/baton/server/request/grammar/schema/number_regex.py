@@ -12,6 +12,7 @@ IEEE double:
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -114,13 +115,7 @@ def lcm_of(left: Fraction, right: Fraction) -> Fraction:
     common = left.denominator * right.denominator
     a = left.numerator * right.denominator
     b = right.numerator * left.denominator
-    return Fraction(abs(a * b) // _gcd(a, b), common)
-
-
-def _gcd(left: int, right: int) -> int:
-    while right:
-        left, right = right, left % right
-    return left
+    return Fraction(math.lcm(a, b), common)
 
 
 def range_regexes(numbers: NumberRange) -> list[str] | None:

@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
 
 from baton.server.fields import bad
 from baton.server.request.grammar.lark import (
@@ -42,6 +41,7 @@ from baton.server.request.grammar.schema.number_regex import (
     range_regexes,
 )
 from baton.server.request.grammar.schema.number_search import may_hold_number
+from baton.server.request.grammar.schema.references import MISSING, find_place, references_of
 
 OPTIONS_KEY = "x-guidance"
 """Member of a schema with options for llguidance; clients' are dropped, because they would change the server's options.
@@ -233,17 +233,11 @@ class _SchemaWriter:
 
     def _resolve(self, reference: Any) -> Any:
         """The schema at a reference within the document. Raises UnwrittenSchema."""
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        if not isinstance(reference, str):
             raise UnwrittenSchema
-        target: Any = self.root
-        for part in reference.split("/")[1:]:
-            key = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and key.isdigit() and int(key) < len(target):
-                target = target[int(key)]
-            elif isinstance(target, dict) and key in target:
-                target = target[key]
-            else:
-                raise UnwrittenSchema
+        target = find_place(self.root, reference)
+        if target is MISSING:
+            raise UnwrittenSchema
         if reference == "#":
             return {key: value for key, value in target.items() if key not in DEFINITIONS}
         if target == {"$ref": reference}:
@@ -456,7 +450,7 @@ class _SchemaWriter:
         part = {} if schema is True else schema
         if not isinstance(part, dict):
             raise UnwrittenSchema
-        references = list(_references(part))
+        references = list(references_of(part))
         if any(
             not reference.startswith(("#/$defs/", "#/definitions/")) for reference in references
         ):
@@ -527,7 +521,8 @@ def _array_parts(schema: Mapping[str, Any]) -> tuple[list[Any], Any]:
     items = schema.get("items", True)
     prefix = schema.get("prefixItems", [])
     if isinstance(items, list):
-        prefix, items = items, schema.get("additionalItems", True)
+        prefix = items
+        items = schema.get("additionalItems", True)
     elif "prefixItems" in schema and "additionalItems" in schema:
         raise UnwrittenSchema
     if not isinstance(prefix, list):
@@ -547,18 +542,6 @@ def _schema_of_value(value: Any) -> dict[str, Any]:
         "required": list(named),
         "additionalProperties": False,
     }
-
-
-def _references(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        reference = value.get("$ref")
-        if isinstance(reference, str):
-            yield reference
-        for inner in value.values():
-            yield from _references(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _references(inner)
 
 
 def _repeat(part: str, least: int, most: int | None) -> str:

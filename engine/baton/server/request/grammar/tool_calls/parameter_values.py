@@ -22,6 +22,7 @@ from baton.server.request.grammar.schema.number_regex import (
     ANY_NUMBER,
     number_texts,
 )
+from baton.server.request.grammar.schema.references import references_of
 
 MAX_DEPTH = 16
 """Nested references and alternatives of a parameter's schema."""
@@ -169,7 +170,7 @@ def _mixed_values(
 
 def with_definitions(root: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
     """A part of `root` as a schema of its own. Raises UnclearValues for references to other places."""
-    for reference in _references(schema):
+    for reference in references_of(schema):
         if not reference.startswith(("#/$defs/", "#/definitions/")):
             raise UnclearValues(f"refers to {reference!r}; use $defs")
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
@@ -271,18 +272,6 @@ def _either(root: Mapping[str, Any], leaves: Sequence[ValueLeaf], values: Sequen
     if not options:
         return None
     return with_definitions(root, options[0] if len(options) == 1 else {"anyOf": options})
-
-
-def _references(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        reference = value.get("$ref")
-        if isinstance(reference, str):
-            yield reference
-        for inner in value.values():
-            yield from _references(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _references(inner)
 
 
 def _string_regexes(schema: Mapping[str, Any]) -> tuple[str, ...]:
