@@ -1,7 +1,7 @@
 """`baton up --drill`: three promises shown on the cluster that was started, in a minute.
 
  1. clients that leave: most of many requests are aborted, then no node holds anything;
- 2. a slow D: its processes are stopped in mid-transfer until the lease of its pages is over;
+ 2. a slow D: its processes are stopped while prompts arrive, for longer than a lease of pages;
  3. a dead D: it is killed while it answers, is restarted, and the stream continues where it was.
 
 Each compares answers with those of the same cluster before. The scripts of docs/guarantees.md go further.
