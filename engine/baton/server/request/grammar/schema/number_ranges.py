@@ -46,7 +46,7 @@ def range_of(schema: Mapping[str, Any], kind: str, param: str) -> NumberRange:
 def multiples_schema(numbers: NumberRange, param: str) -> dict[str, Any]:
     """Schema of multiples that llguidance computes, with bounds that it reads exactly. Raises BadRequest."""
     step = grid_of(numbers)
-    assert step is not None
+    assert step is not None, "called for numbers with a multipleOf alone"
     places = 0
     while (step * 10**places).denominator != 1 and places < 30:
         places += 1

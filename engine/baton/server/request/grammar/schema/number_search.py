@@ -26,19 +26,19 @@ def may_hold_number(schema: Any) -> bool:
     kinds = kind if isinstance(kind, list) else [kind]
     if any(name not in ("null", "boolean", "string", "object", "array") for name in kinds):
         return True
-    if "object" in kinds and _membersmay_hold_number(schema):
+    if "object" in kinds and _may_member_hold_number(schema):
         return True
-    return "array" in kinds and _itemsmay_hold_number(schema)
+    return "array" in kinds and _may_item_hold_number(schema)
 
 
-def _membersmay_hold_number(schema: Mapping[str, Any]) -> bool:
+def _may_member_hold_number(schema: Mapping[str, Any]) -> bool:
     if may_hold_number(schema.get("additionalProperties", True)):
         return True
     named = [*_values(schema, "properties"), *_values(schema, "patternProperties")]
     return any(map(may_hold_number, named))
 
 
-def _itemsmay_hold_number(schema: Mapping[str, Any]) -> bool:
+def _may_item_hold_number(schema: Mapping[str, Any]) -> bool:
     prefix = schema.get("prefixItems", [])
     items = schema.get("items", True)
     parts = [*(prefix if isinstance(prefix, list) else [True])]
