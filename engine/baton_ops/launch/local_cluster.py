@@ -505,7 +505,10 @@ async def _serve_cluster(cluster: LocalCluster, api_key: str | None, screen: Sta
             screen.clear()
             watch = asyncio.ensure_future(cluster.watch())
             try:
-                return 0 if await run_drill(cluster.url, model, cluster.nodes, api_key) else 1
+                is_kept = await run_drill(cluster.url, model, cluster.nodes, api_key)
+                # The address was the router's before the drill, too: all answers were its own.
+                await cluster.confirm_router()
+                return 0 if is_kept else 1
             finally:
                 await cancel(watch)
         if cluster.plan.up.smoke:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.config import build_config
+from baton.config import EngineConfig, build_config
 from baton.server.text import model_info
 from baton.server.text.answer_format import AnswerFormat, load_answer_format
 from baton.server.text.tokenizer import Tokenizer
@@ -71,3 +72,11 @@ def test_unused_response_template_is_noticed(tmp_path: Path) -> None:
     )
     assert not load(plain)[0].has_response_template
     assert load(described)[0].has_response_template
+
+
+def test_text_layer_knows_each_treatment_of_unknown_calls(tmp_path: Path) -> None:
+    """The values of the flag are those of `UnknownToolCalls` in Rust, where they are read."""
+    path = make_checkpoint(tmp_path, "qwen3", SILENT_TEMPLATE)
+    (flag,) = [field for field in fields(EngineConfig) if field.name == "unknown_tool_calls"]
+    formats = [load(path, unknown_tool_calls=value)[1].native for value in flag.metadata["choices"]]
+    assert len({native.canonical for native in formats}) == len(formats) == 2
