@@ -40,7 +40,7 @@ mod text_stream;
 pub mod tools;
 
 #[cfg(test)]
-pub mod tests;
+pub(crate) mod tests;
 
 pub use text_offsets::TextOffsets;
 pub use text_stream::{FedTokens, TextRules, TextStream};
