@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import random
 from array import array
@@ -22,6 +23,7 @@ from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, StepPlan, StepResult, T
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from baton_ops.sim import main as sim
 
+GOLDEN = Path(__file__).parent / "golden"
 LOOKS = {
     "next_deadline", "drain_events", "counts", "ledger", "host_ledger", "load", "counters", "cached_blocks",
     "gauges", "is_alive", "request_view", "load_view", "in_rooms", "leased", "dump", "handles", "oldest_arrival",
@@ -202,6 +204,17 @@ def test_random_runs_replay_to_identical_plans(seed: int, role: str) -> None:
     assert again == storm.plans
     assert len(storm.plans) > 30
     assert "secret" not in storm.lines[0]
+
+
+@pytest.mark.parametrize("role", ["null", "decode"])
+def test_recording_of_an_older_version_replays(role: str) -> None:
+    """Recorded before the order `adaptive` was removed: the header names its flags."""
+    trace = gzip.decompress((GOLDEN / f"trace_{role}.jsonl.gz").read_bytes()).decode()
+    lines = trace.splitlines()
+    assert set(json.loads(lines[0])["flags"]) >= recording.REMOVED_FLAGS
+    done = recording.replay(lines)
+    assert done.difference is None
+    assert done.plans > 100
 
 
 def test_changed_input_is_found_at_the_plan_it_changes() -> None:

@@ -40,7 +40,6 @@ QUEUE_ORDERS = (
     "srpt-aging",
     "hrrn",
     "edf",
-    "adaptive",
 )
 """Values of --schedule-policy: auto and the names of sched.policies.POLICIES (a test compares)."""
 EVICTION_ORDERS = ("lru", "lfu", "fifo", "mru", "filo", "priority")
@@ -425,12 +424,6 @@ class EngineConfig:
         "srpt-aging: with more work than this waiting, aging shrinks in proportion; 0: never [s of prefill]",
         ge=0,
         lt=1e12,
-    )
-    adaptive_window_secs: float = opt(
-        15.0, "adaptive: the orders are compared this often [s]", ge=0.1, le=3600
-    )
-    adaptive_tail_weight: float = opt(
-        0.1, "adaptive: weight of the p99 TTFT against the mean", ge=0, lt=1e12
     )
     default_deadline_ms: int = opt(
         60000, "edf: first-token deadline of requests that state none [ms]", ge=1

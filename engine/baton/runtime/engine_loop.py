@@ -36,7 +36,7 @@ from baton.runtime.priority_hook import PriorityHook
 from baton.sched import recording
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup import from_config
-from baton.sched.types.events import EmittedTokens, Event, OrderReviewed
+from baton.sched.types.events import EmittedTokens, Event
 from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import RequestTimeline
@@ -324,11 +324,6 @@ class EngineLoop:
             self._outputs.append(event)
         elif isinstance(event, RequestTimeline):
             self._timelines.append(event)
-        elif isinstance(event, OrderReviewed):
-            if event.after != event.before:
-                log.info("queue order: %s instead of %s", event.after, event.before)
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug("queue order replay: %s", event.line())
         elif self.driver is not None:
             self.driver.apply_event(event, self.sched)
 

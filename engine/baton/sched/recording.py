@@ -33,6 +33,10 @@ from baton.sched.types.plan import StepPlan, StepResult
 VERSION = 1
 MAX_SIZE = 2**27
 """Above the number of pages and the bytes of a page that a header may state."""
+REMOVED_FLAGS = frozenset({"adaptive_window_secs", "adaptive_tail_weight"})
+"""Flags of a removed queue order. A header names all flags, so files that were recorded with another
+order name these too; they decide nothing there.
+"""
 INPUTS = (
     "add",
     "abort",
@@ -276,7 +280,9 @@ def _make_scheduler(line: str) -> Scheduler:
         raise ReplayError(f"line 1: version {version}, this program reads {VERSION}")
     if not isinstance(flags, dict) or not isinstance(sizes, dict):
         raise ReplayError("line 1: not the header of a scheduler trace")
-    unknown = sorted(set(flags) - {f.name for f in dataclasses.fields(EngineConfig)})
+    known = {f.name for f in dataclasses.fields(EngineConfig)}
+    flags = {name: value for name, value in flags.items() if name not in REMOVED_FLAGS}
+    unknown = sorted(set(flags) - known)
     if unknown:
         raise ReplayError(
             f"line 1: flags {unknown} are unknown here; use the version that recorded this file"

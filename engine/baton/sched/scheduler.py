@@ -608,12 +608,10 @@ class Scheduler:
     def gauges(self) -> dict[str, float]:
         """Gauges for metrics, beside those of `stats` and `sharing`.
 
-        The queue order in force, by name, and what `adaptive` has chosen: 1 for it, 0 for the
-        others.
+        The queue order in force has 1; the configured one has 0 while another is in force.
         """
         policy = self._state.arrival_policy
-        active = dict.fromkeys((policy.name, *policy.chosen), 0.0) | {policy.active: 1.0}
-        chosen = policy.chosen.items()
+        active = {policy.name: 0.0, policy.active: 1.0}
         return {
             **{
                 f'requests{{state="{state}"}}': float(count)
@@ -623,7 +621,6 @@ class Scheduler:
                 f'schedule_policy_active{{policy="{name}"}}': value
                 for name, value in active.items()
             },
-            **{f'adaptive_policy{{policy="{name}"}}': float(is_it) for name, is_it in chosen},
             "new_token_ratio": self._state.memory.ratio.value,
             "max_running_requests": float(self.limits.max_running_requests),
         }

@@ -19,7 +19,7 @@ import pytest
 
 from baton.cache.radix import RadixNode
 from baton.sched.planner.reservation import PageReservation
-from baton.sched.policies import AdaptivePolicy, ShortFirst
+from baton.sched.policies import ShortFirst
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup.limits import Limits
 from baton.sched.types.hashing import uniform
@@ -27,7 +27,7 @@ from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import LOWEST_PRIORITY
 from baton.sched.types.sequence import Seq, SeqState
 
-CACHE_AWARE = frozenset({"lpm", "short-first", "srpt-aging", "edf", "hrrn", "adaptive"})
+CACHE_AWARE = frozenset({"lpm", "short-first", "srpt-aging", "edf", "hrrn"})
 """Orders that change when the tree does."""
 
 
@@ -213,8 +213,6 @@ class WatchedScheduler(Scheduler):
             f.total - f.cached,
         )
         name = policy.name
-        if isinstance(policy, AdaptivePolicy):
-            name, cache_key = cache_key  # type: ignore[misc]
         arrival = f.seq.req.arrival
         match name:
             case "fcfs":

@@ -142,8 +142,6 @@ def test_flag_without_its_value_is_one_line(capsys: pytest.CaptureFixture[str]) 
             {"priority_aging_max": 5.0},
             "--priority-aging-max 5.0: needs a --priority-aging-rate above 0",
         ),
-        ({"adaptive_window_secs": 0.0}, "--adaptive-window-secs 0.0: give 0.1 to 3600 [s]"),
-        ({"adaptive_tail_weight": -0.1}, "--adaptive-tail-weight -0.1: give a number at least 0"),
         (
             {"srpt_aging_backlog_secs": -1.0},
             "--srpt-aging-backlog-secs -1.0: give a number at least 0",

@@ -93,7 +93,9 @@ def test_steps_of_the_policy_example_make_a_policy(tmp_path: Path) -> None:
     )
     insert(policies / "__init__.py", r"^\)\nPOLICIES", "    NewestFirst,\n")
     insert(
-        tmp_path / "engine/baton/config/engine.py", r'^    "adaptive",$', '    "newest-first",\n'
+        tmp_path / "engine/baton/config/engine.py",
+        r'^\)\n"""Values of --schedule-policy',
+        '    "newest-first",\n',
     )
     insert_row(policies / "__init__.py")
     insert_row(tmp_path / "docs/scheduling/orders.md")

@@ -66,10 +66,6 @@ class Planner:
         limits = state.limits
         state.now = now
         state.stats.on_plan(now)
-        for queue in (state.waiting, state.opening):
-            reviewed = queue.review()
-            if reviewed is not None:
-                state.outbox.append(reviewed)
         state.settle()
         state.sort_running()
         self._transfers.plan()

@@ -15,7 +15,6 @@ hence their place.
 | srpt-aging | tokens left to prefill - aging, per chunk | mean TTFT of prefill nodes | long prompts, bounded |
 | edf | first-token deadline, hopeless ones last | most requests inside their deadline | requests without a deadline |
 | hrrn | - (waited work / own work) | a compromise without a parameter | every request a little |
-| adaptive | as fcfs, lpm, short-first, hrrn or srpt-aging, by a replay of the queue | changing traffic | as those |
 
 A policy also says what its numbers depend on beside the sequences (`cache_key`): while that is
 equal, nothing is computed or sorted again, and when it has changed, a long queue is sorted again
@@ -29,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.sched.policies.adaptive import AdaptivePolicy
 from baton.sched.policies.base import Policy, PolicyContext, PolicyParams
 from baton.sched.policies.dfs_weight import DfsWeight
 from baton.sched.policies.edf import EdfPolicy
@@ -51,8 +49,7 @@ _ALL: tuple[type[Policy], ...] = (
     SrptAging,
     EdfPolicy,
     HrrnPolicy,
-    AdaptivePolicy,
 )
 POLICIES: dict[str, Callable[[PolicyParams], Policy]] = {policy.name: policy for policy in _ALL}
 
-__all__ = ["POLICIES", "AdaptivePolicy", "Policy", "PolicyContext", "PolicyParams", "ShortFirst"]
+__all__ = ["POLICIES", "Policy", "PolicyContext", "PolicyParams", "ShortFirst"]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import abc
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from baton.cache.radix import PrefixProbe, RadixCache
-from baton.sched.types.events import OrderReviewed
 from baton.sched.types.sequence import Seq
 
 NEVER = itertools.repeat(math.inf)
@@ -33,8 +32,6 @@ class PolicyContext:
     """Prompt tokens the engine has computed since it started."""
     answer_share: float
     """Share of its allowed tokens that a request is expected to generate, measured."""
-    pool_tokens: int = 0
-    """Capacity of the KV pool [tokens]."""
     clip_max_new_tokens: int = 4096
     """An answer is never expected to be longer."""
     queued_tokens: int = 0
@@ -60,8 +57,6 @@ class PolicyParams:
     default_deadline_secs: float = 60.0
     demote_hopeless: bool = True
     edf_demotion_secs: float = 300.0
-    adaptive_window_secs: float = 15.0
-    adaptive_tail_weight: float = 0.1
 
 
 class Policy(abc.ABC):
@@ -71,8 +66,6 @@ class Policy(abc.ABC):
     """
 
     name: ClassVar[str]
-    wants_queue_review: ClassVar[bool] = False
-    """Wants to look at the whole queue before every plan."""
     keys_are_independent: bool = True
     """A sequence's number does not depend on who else waits, and on nothing in the tree but its
     cached prefix.
@@ -97,14 +90,6 @@ class Policy(abc.ABC):
     def degraded_total(self) -> int:
         """How often lpm turned to fcfs because of the queue's length."""
         return 0
-
-    @property
-    def chosen(self) -> dict[str, bool]:
-        """The orders among which a policy chooses, and which it has chosen."""
-        return {}
-
-    def review(self, queue: Collection[Seq], view: PolicyContext) -> OrderReviewed | None:
-        return None
 
     def cache_key(self, count: int, view: PolicyContext) -> Hashable:
         """Called first, with the queue's length: while it and the cached prefixes are equal, so are

@@ -34,7 +34,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from baton.cache.radix import ProbeWatch
 from baton.sched.fairness.sharing import SharingStrategy
 from baton.sched.policies.base import NEVER, Policy, PolicyContext, cached_tokens
-from baton.sched.types.events import OrderReviewed
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
 
@@ -258,12 +257,6 @@ class WaitingQueue:
         """Unfinished prompts in the order in which `in_order` gives them."""
         entries = self._entries_of(unfinished, self._view(), self._order.cache_key)
         return [seq for _, _, _, _, seq in entries]
-
-    def review(self) -> OrderReviewed | None:
-        """Let the policy look at the queue as a whole, before a plan."""
-        if not self.policy.wants_queue_review:
-            return None
-        return self.policy.review(self._seqs.values(), self._view())
 
     def _entries_of(
         self, unfinished: Sequence[Seq], view: PolicyContext, cache_key: Hashable

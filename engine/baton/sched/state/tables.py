@@ -107,7 +107,6 @@ class SchedulerState:
             prefill_rate=self.times.prefill_rate,
             computed_tokens=self.computed_tokens,
             answer_share=self.memory.ratio.value,
-            pool_tokens=self.limits.capacity_tokens,
             clip_max_new_tokens=self.limits.clip_max_new_tokens,
             queued_tokens=self.admission.queued_tokens,
         )

@@ -114,16 +114,4 @@ class AbortTransfer(TransferEvent):
     code: str
 
 
-@dataclass(frozen=True, slots=True)
-class OrderReviewed:
-    """--schedule-policy adaptive compared the candidates."""
-
-    before: str
-    after: str
-    line: Callable[[], str]
-    """Returns a line that replays the decision (policies.adaptive.replay_line); to make it takes
-    some ms.
-    """
-
-
-Event = EmittedTokens | TransferEvent | OrderReviewed | RequestTimeline
+Event = EmittedTokens | TransferEvent | RequestTimeline

@@ -129,10 +129,9 @@ RANK = (
     ),
     _gauge(
         "schedule_policy_active",
-        "1 for the queue order in force, 0 for the other candidates",
+        "1 for the queue order in force, 0 for the configured one while another is",
         ("policy",),
     ),
-    _gauge("adaptive_policy", "the same, only under --schedule-policy adaptive", ("policy",)),
     _counter("priority_hook_errors", "failed calls of --priority-adjustment-function"),
     _counter(
         "schedule_policy_degraded", "times lpm turned to fcfs because of --lpm-degrade-threshold"

@@ -10,7 +10,6 @@ from baton.cache import eviction
 from baton.config.engine import EVICTION_ORDERS, QUEUE_ORDERS
 from baton.sched import policies
 from baton.sched.policies import POLICIES
-from baton.sched.policies.adaptive import CANDIDATES
 
 SCHEDULING = Path(__file__).parents[4] / "docs" / "scheduling"
 
@@ -31,19 +30,6 @@ def test_tables_of_policies_name_every_policy() -> None:
     page = (SCHEDULING / "orders.md").read_text(encoding="utf-8")
     assert sorted(first_table(inspect.getdoc(policies) or "")) == sorted(POLICIES)
     assert sorted(first_table(page)) == sorted(POLICIES)
-
-
-def test_adaptive_row_names_every_order_that_it_replays() -> None:
-    page = (SCHEDULING / "orders.md").read_text(encoding="utf-8")
-    for text in (page, inspect.getdoc(policies) or ""):
-        row = re.search(r"^\| `?adaptive`? \|([^|]*)\|", text, re.MULTILINE)
-        assert row is not None
-        assert re.findall(r"[a-z]+(?:-[a-z]+)*", row[1].split(" by a replay")[0]) == [
-            "as",
-            *list(CANDIDATES)[:-1],
-            "or",
-            list(CANDIDATES)[-1],
-        ]
 
 
 def test_values_of_radix_eviction_policy_are_every_policy() -> None:
