@@ -42,9 +42,7 @@ class World:
         self.made = 0
 
     def view(self) -> PolicyContext:
-        return PolicyContext(
-            self.now, self.step, self.cache, self.rate, self.computed, self.ratio, 120
-        )
+        return PolicyContext(self.now, self.step, self.cache, self.rate, self.computed, self.ratio)
 
     def prompt(self) -> list[int]:
         return [self.rng.randrange(2) for _ in range(self.rng.randint(1, 14))]
