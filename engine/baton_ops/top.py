@@ -280,7 +280,6 @@ def _node_of_poll(worker: dict[str, Any], engines: Sequence[MetricSample]) -> No
     free = sum_samples(node_samples, "baton_kv_pages", state="free")
     free += sum_samples(node_samples, "baton_kv_pages", state="cached")
     rates = select_samples(node_samples, "baton_generated_tokens_per_second")
-    rates = rates or select_samples(node_samples, "baton_generated_tokens_per_s")
     rate = sum(sample.value for sample in rates) if rates else None
     return NodeRow(
         url=url,

@@ -65,7 +65,6 @@ pub enum LogEntry {
         choices: Vec<Option<WorkerChoice>>,
     },
     /// An event that the policies of a role were given.
-    #[serde(alias = "told")]
     Observed {
         role: Role,
         #[serde(flatten)]

@@ -229,8 +229,6 @@ router_metrics! {
         "Predicted time of the prompts sent to a worker and not begun to be answered (cost)";
     pub utilization: GaugeVec = "baton_router_utilization_ratio" ["role"]
         "Predicted prefill work sent in the last 30 s over what the workers can do (cost); 1 is all of it";
-    pub utilization_alias: GaugeVec = "baton_router_utilisation_ratio" ["role"]
-        "baton_router_utilization_ratio under its former name, for one release";
     pub prefill_speed: GaugeVec = "baton_router_prefill_seconds_per_kilotoken" ["role", "worker"]
         "Learned prefill time of a prompt of 1000 tokens (cost)";
     pub confidence: GaugeVec = "baton_router_index_confidence_ratio" ["role", "worker"]

@@ -109,7 +109,6 @@ RANK = (
         "nonfinite_logits", "rows that got no token because the model computed NaN or infinity"
     ),
     _gauge("generated_tokens_per_second", "the same per second, over the second before the report"),
-    _gauge("generated_tokens_per_s", "the same value under its former name"),
     _counter(
         "grammar_failures", "rows that got no token because the answer's grammar could not go on"
     ),

@@ -408,7 +408,6 @@ class RankProcess:
             **sched.stats.gauges(),
             **sched.sharing.gauges(),
             "generated_tokens_per_second": rate,
-            "generated_tokens_per_s": rate,  # the former name, for this release
         }
         counters = {
             **engine.counters,

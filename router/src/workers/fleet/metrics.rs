@@ -62,7 +62,6 @@ pub fn update(metrics: &RouterMetrics, fleet: &WorkerFleet) {
             (&metrics.tree_evicted, stats.evicted_total as f64),
             (&metrics.routing_keys, stats.keys as f64),
             (&metrics.utilization, stats.utilization),
-            (&metrics.utilization_alias, stats.utilization),
         ] {
             family.with_label_values(&[role]).set(value);
         }
