@@ -8,7 +8,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_text::dialect::body::ManagedField;
 use router_core::{
     AttemptReason, FailedAttempt, GiveUpReason, ProtocolCode, RetryClass, RetryLimits, RetryPlan,
     RetryVerdict, Role, SelectionRefusal,
@@ -118,7 +117,7 @@ async fn attempt_single(app: &Arc<AppState>, request: &mut RequestContext) -> At
     let body = match candidate.rank {
         Some(rank) if !is_vllm => {
             let fields = format!("\"data_parallel_rank\":{rank},\"routed_dp_rank\":{rank}");
-            request.body_for(&form, &[ManagedField::Rank], input_ids, &fields)
+            request.body_for(&form, &[], input_ids, &fields)
         }
         _ => request.body_for(&form, &[], input_ids, ""),
     };

@@ -6,6 +6,7 @@ use std::time::Duration;
 use axum::body::to_bytes;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
+use baton_text::dialect::body::router_fields::strip_router_fields;
 use baton_text::dialect::translate::model_list::{ANTHROPIC_VERSION_HEADER, to_anthropic_models};
 use baton_text::dialect::write::ErrorObject;
 use bytes::{Bytes, BytesMut};
@@ -15,7 +16,9 @@ use router_core::{RequestOutcome, Role};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use super::generate::{BodyLimit, forwarded, read_at_most, text_header};
+use super::generate::{
+    BodyLimit, check_content_coding, forwarded, is_multipart, read_at_most, text_header,
+};
 use super::metrics_merge;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{
@@ -62,7 +65,7 @@ pub const PROXIED_PATHS: [&str; 12] = [
 
 /// Proxy to any worker: one's answer is as good as another's, and it comes at once.
 pub async fn forward(State(app): SharedApp, request: Request) -> HandlerResult {
-    let (head, body) = read_request(&app, request, app.config.limits.max_payload_size).await?;
+    let (head, body) = read_client_request(&app, request).await?;
     pass_through(&app, head, body).await
 }
 
@@ -132,7 +135,7 @@ pub async fn forward_work(State(app): SharedApp, request: Request) -> Response {
 
 async fn work(app: &AppState, request: Request, record: &mut AccessLogEntry) -> HandlerResult {
     app.admission.check_queue()?;
-    let (head, body) = read_request(app, request, app.config.limits.max_payload_size).await?;
+    let (head, body) = read_client_request(app, request).await?;
     record.timeline.mark(RequestStage::Read);
     let _place = app.admission.enter(&app.metrics).await?;
     record.timeline.mark(RequestStage::Admitted);
@@ -365,8 +368,26 @@ fn require_worker(app: &AppState) -> Result<(), RouteError> {
     })
 }
 
-/// A client's request as workers get it: the path without what belongs to the client's connection,
-/// and the body.
+/// A client's request as a worker gets it: without what belongs to the client's connection or to
+/// routers. A body is JSON, or in parts, which have no fields of routers.
+async fn read_client_request(
+    app: &AppState,
+    request: Request,
+) -> Result<(RequestHead, Bytes), RouteError> {
+    check_content_coding(request.headers())?;
+    let limit_bytes = app.config.limits.max_payload_size;
+    let (head, body) = read_request(app, request, limit_bytes).await?;
+    if body.is_empty() || is_multipart(head.headers()) {
+        return Ok((head, body));
+    }
+    let bytes = body.clone();
+    let stripping = move || strip_router_fields(&bytes);
+    let body = app.body_threads.run(body.len(), stripping).await??;
+    Ok((head, body))
+}
+
+/// A request as workers get it: the path and the headers without what belongs to the connection or
+/// to routers, and the body.
 async fn read_request(
     app: &AppState,
     request: Request,
