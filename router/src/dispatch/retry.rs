@@ -32,8 +32,8 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
     loop {
         let failure = match attempt_in_turn(app, request, &mut reusable_prefill).await {
             Ok(answer) => {
-                if let Some((role, worker)) = request.retries.take_refuted_worker() {
-                    app.fleet.count_failure(role, worker);
+                if let Some(refuted) = request.retries.take_refuted_worker() {
+                    app.fleet.blame_refuted(refuted);
                 }
                 request.place = None;
                 return Ok(answer);
