@@ -44,6 +44,8 @@ pub enum ReasonCode {
     PromptTooLong,
     /// The prefill rank could not be found, or never received its half of the request.
     Unreachable,
+    /// The request names a prefill rank that the prefill node has not.
+    RankUnknown,
     /// The cluster key is wrong or missing on one side.
     Auth,
 }
@@ -64,6 +66,7 @@ impl ReasonCode {
                 | ReasonCode::ClientGone
                 | ReasonCode::PromptMismatch
                 | ReasonCode::PromptTooLong
+                | ReasonCode::RankUnknown
                 | ReasonCode::Auth
         )
     }

@@ -663,6 +663,47 @@ fn decode_waits_for_a_prefill_rank_that_registers_late() {
 }
 
 #[test]
+fn rank_that_the_prefill_node_has_not_is_refused_at_once() {
+    // Of two ranks, the second one is there.
+    let pair = Pair::with(&json!({"dp_size": 2, "dp_rank": 1}), &json!({}));
+    let open = |room: u64, rank: i64| {
+        let port = pair.server.port();
+        pair.d
+            .node
+            .open_room(room, 0, "127.0.0.1", port, rank, HASH, NEVER_MS)
+            .unwrap();
+    };
+    for (room, rank) in [(1, 2), (2, 65_535)] {
+        open(room, rank);
+        match pair.d.end(room) {
+            NodeEvent::Failed { code, message, .. } => {
+                assert_eq!(
+                    (code.as_str(), code.is_retryable()),
+                    ("RANK_UNKNOWN", false)
+                );
+                let expected = format!("the prefill node has no rank {rank}: it has 2, from 0 on");
+                assert_eq!(message, expected);
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    // The first rank can still come.
+    open(3, 0);
+    let first = Rank::start("prefill", &json!({"dp_size": 2, "dp_rank": 0}));
+    first.node.offer_room(3, 0, HASH, DEADLINE_MS).unwrap();
+    first
+        .node
+        .register_rank("127.0.0.1", pair.server.port(), TIMEOUT)
+        .unwrap();
+    pair.d.wait_state(3, "ADMITTED");
+    pair.d.node.abort_room(3, "CLIENT_GONE").unwrap();
+    assert_eq!(pair.d.end_code(3), "ABORTED");
+    assert_eq!(first.end_code(3), "CLIENT_GONE");
+    first.assert_idle();
+    pair.assert_idle();
+}
+
+#[test]
 fn registering_without_a_server_fails_in_time_with_the_reason() {
     let p = Rank::start("prefill", &json!({}));
     let start = Instant::now();

@@ -75,7 +75,7 @@ pub enum RouteError {
     )]
     BodyBeyondEngines { limit_bytes: usize },
     #[error(
-        "request bodies hold {held_bytes} of {limit_bytes} bytes, too many for this one; try again later, or raise --max-total-body-bytes"
+        "bodies of requests and answers hold {held_bytes} of {limit_bytes} bytes, too many for this one; try again later, or raise --max-total-body-bytes"
     )]
     BodyMemoryFull {
         held_bytes: usize,

@@ -168,7 +168,7 @@ def outcome_of(text: str, answer: GrammarAnswer) -> str:
     """`grammar_failed`: it is compiled, and its matcher has reached a limit in the first tokens."""
     if answer.error is None:
         return "answered"
-    code, message = answer.error
+    code, message, _ = answer.error
     assert code in {"invalid_value", "grammar_failed"}, (text[:500], code, message)
     assert "was not compiled:" not in message, (text[:500], message)
     return code

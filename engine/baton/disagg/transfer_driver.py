@@ -67,6 +67,7 @@ _ERROR_OF_REASON: dict[str, type[errors.EngineError]] = {
     "LAYOUT_MISMATCH": errors.PairIncompatible,
     "PROMPT_MISMATCH": errors.PromptMismatch,
     "UNREACHABLE": errors.BootstrapUnreachable,
+    "RANK_UNKNOWN": errors.BadRequest,
     "AUTH": errors.PairIncompatible,
     "QUARANTINED": errors.PairIncompatible,
     "DUP_ROOM": errors.DuplicateRoom,
@@ -163,11 +164,16 @@ _CLIENT_MESSAGES = {
 """Messages for clients in the place of those that name addresses of the fleet and what a peer answered."""
 
 
+_FIELDS_AT_FAULT = {"RANK_UNKNOWN": "disagg_prefill_dp_rank"}
+"""Fields of a request that is refused for the reason. The older name of this one is data_parallel_rank."""
+
+
 def error_of(reason: str, message: str, retryable: bool) -> errors.EngineError:
     """The HTTP-side error of a transfer reason code."""
     hint = "; retry" if retryable else ""
     message = _CLIENT_MESSAGES.get(reason, message)
-    return _ERROR_OF_REASON.get(reason, errors.KvTransferFailed)(f"{reason}: {message}{hint}")
+    cls = _ERROR_OF_REASON.get(reason, errors.KvTransferFailed)
+    return cls(f"{reason}: {message}{hint}", param=_FIELDS_AT_FAULT.get(reason))
 
 
 def read_first_token(payload: bytes, vocab_size: int) -> FirstToken:

@@ -36,7 +36,7 @@ from baton.runtime.priority_hook import PriorityHook
 from baton.sched import recording
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup import from_config
-from baton.sched.types.events import EmittedTokens, Event
+from baton.sched.types.events import EmittedTokens, Event, RowError
 from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, INVALID_TOKEN, StepPlan, StepResult
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import RequestTimeline
@@ -408,7 +408,7 @@ def refused_output(handle: int, error: EngineError) -> EmittedTokens:
         (),
         FinishReason.ERROR,
         0,
-        error=(error.code, error.message),
+        error=RowError.of(error),
         retry_after_secs=error.retry_after_secs,
     )
 

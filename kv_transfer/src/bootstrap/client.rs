@@ -12,7 +12,7 @@ use serde::Deserialize;
 use tokio::net::TcpStream;
 
 use super::auth::{AUTH_HEADER, is_answer_signed, sign_request, unix_ms};
-use super::{RankRegistration, TopologySizes};
+use super::{RankRegistration, RegisteredTopology};
 use crate::protocol::ClusterKeys;
 
 /// Answers are small; more is not a bootstrap server.
@@ -180,7 +180,7 @@ impl BootstrapClient {
         })
     }
 
-    pub async fn topology_sizes(&self) -> Result<TopologySizes, HttpError> {
+    pub async fn topology(&self) -> Result<RegisteredTopology, HttpError> {
         self.get_json("/route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1")
             .await
     }

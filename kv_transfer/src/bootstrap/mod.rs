@@ -17,5 +17,5 @@ mod server;
 
 pub use auth::AUTH_HEADER;
 pub use client::{BootstrapClient, HttpError, RankRoute, resolve};
-pub use registry::{RankRegistration, RouteTable, TableError, TopologySizes};
+pub use registry::{RankRegistration, RegisteredTopology, RouteTable, TableError, TopologySizes};
 pub use server::BootstrapServer;

@@ -88,6 +88,36 @@ pub struct TopologySizes {
     pub prefill_pp_size: u32,
 }
 
+impl TopologySizes {
+    /// Ranks of the whole node.
+    pub fn num_ranks(self) -> u64 {
+        let sizes = [
+            self.prefill_attn_tp_size,
+            self.prefill_dp_size,
+            self.prefill_pp_size,
+        ];
+        sizes.map(u64::from).into_iter().product()
+    }
+}
+
+/// A node's sizes, and how many of its ranks have registered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RegisteredTopology {
+    #[serde(flatten)]
+    pub sizes: TopologySizes,
+    /// `None`: the server does not say.
+    #[serde(default)]
+    pub registered_ranks: Option<u64>,
+}
+
+impl RegisteredTopology {
+    /// True if no further rank can come.
+    pub fn is_complete(&self) -> bool {
+        self.registered_ranks
+            .is_some_and(|registered| registered >= self.sizes.num_ranks())
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RankPosition {
     pub dp_group: u32,
@@ -185,8 +215,13 @@ impl RouteTable {
         Ok(())
     }
 
-    pub fn topology_sizes(&self) -> Option<TopologySizes> {
-        self.sizes
+    pub fn topology(&self) -> Option<RegisteredTopology> {
+        let registered_ranks = Some(self.ranks.len() as u64);
+        let sizes = self.sizes?;
+        Some(RegisteredTopology {
+            sizes,
+            registered_ranks,
+        })
     }
 
     pub fn get(&self, rank: RankPosition) -> Option<&RankRegistration> {
@@ -247,16 +282,21 @@ mod tests {
     #[test]
     fn ranks_come_restart_and_go() {
         let mut table = RouteTable::default();
-        assert_eq!(table.topology_sizes(), None);
+        assert_eq!(table.topology(), None);
         table.put(rank(1, "a"), 0).expect("new");
+        let topology = table.topology().expect("known");
         assert_eq!(
-            table.topology_sizes(),
-            Some(TopologySizes {
+            topology.sizes,
+            TopologySizes {
                 prefill_attn_tp_size: 1,
                 prefill_dp_size: 2,
                 prefill_pp_size: 1
-            })
+            }
         );
+        assert!(!topology.is_complete(), "rank 0 can still come");
+        table.put(rank(0, "z"), 0).expect("new");
+        assert!(table.topology().is_some_and(|all| all.is_complete()));
+        assert!(table.remove(&rank(0, "z")));
         assert_eq!(
             (
                 table.get(at(0)),
@@ -275,7 +315,7 @@ mod tests {
         );
         assert!(table.remove(&rank(1, "b")));
         assert_eq!(
-            table.topology_sizes(),
+            table.topology(),
             None,
             "the last one out frees the topology"
         );
@@ -352,6 +392,6 @@ mod tests {
                 })
                 .is_some()
         );
-        assert_eq!(table.topology_sizes().map(|s| s.prefill_dp_size), Some(4));
+        assert_eq!(table.topology().map(|t| t.sizes.prefill_dp_size), Some(4));
     }
 }

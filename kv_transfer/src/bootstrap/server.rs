@@ -357,9 +357,9 @@ impl State {
         let mut table = self.table.lock();
         table.drop_expired(self.now_ms());
         if (tp, dp_group, pp) == (-1, -1, -1) {
-            return match table.topology_sizes() {
-                Some(sizes) => {
-                    let mut body = json!(sizes);
+            return match table.topology() {
+                Some(topology) => {
+                    let mut body = json!(topology);
                     body["epoch"] = table.epoch.into();
                     reply(StatusCode::OK, &body)
                 }

@@ -25,7 +25,7 @@ async fn rank_registers_is_found_and_leaves() {
     let server = BootstrapServer::start("127.0.0.1", 0, None).expect("a free port");
     let client = client(&server, None);
     assert_eq!(
-        client.topology_sizes().await.expect_err("empty").status(),
+        client.topology().await.expect_err("empty").status(),
         Some(StatusCode::NOT_FOUND)
     );
     client
@@ -34,9 +34,10 @@ async fn rank_registers_is_found_and_leaves() {
         .expect("accepted");
     assert_eq!(
         client
-            .topology_sizes()
+            .topology()
             .await
             .expect("known")
+            .sizes
             .prefill_dp_size,
         1
     );

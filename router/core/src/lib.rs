@@ -55,8 +55,8 @@ pub use resilience::poison::{PoisonList, RequestBreaks, WorkerBreak};
 pub use resilience::resume_pacer::{PacerTicket, ResumePacer};
 pub use resilience::retry::{FailedAttempts, RetryBudget, RetryConfig};
 pub use resilience::retry_verdict::{
-    FailedAttempt, GiveUpReason, LostAnswer, ResumeVerdict, RetryHistory, RetryLimits, RetryPlan,
-    RetryTarget, RetryVerdict, SelectionRefusal,
+    DoubtfulFailure, FailedAttempt, GiveUpReason, LostAnswer, RefutedWorker, ResumeVerdict,
+    RetryHistory, RetryLimits, RetryPlan, RetryTarget, RetryVerdict, SelectionRefusal,
 };
 pub use resilience::worker_penalty::{
     DenialShare, WorkerObjection, WorkerPenalty, least_objection,

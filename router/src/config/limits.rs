@@ -13,8 +13,8 @@ pub struct LimitFlags {
     /// Longest request body accepted [bytes]
     #[arg(long, default_value_t = 536_870_912, value_name = "BYTES")]
     pub max_payload_size: usize,
-    /// Most memory of all request bodies together; beyond it a request with a body is answered 503
-    /// [bytes]
+    /// Most memory of all request bodies, and of answers that are read whole, together; beyond it a
+    /// request with a body is answered 503 [bytes]
     #[arg(long, default_value_t = 2_147_483_648, value_name = "BYTES")]
     pub max_total_body_bytes: usize,
     /// Longest head of a request accepted; a longer one is answered 431 [bytes]

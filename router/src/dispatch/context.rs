@@ -148,8 +148,8 @@ impl RequestContext {
         Ok(RequestForm::Chat(form))
     }
 
-    /// The body for a worker: the request in this form, without the client's members of the groups
-    /// in `replaced`, with `ids` and `fields`.
+    /// The body for a worker: the request in this form, without the client's members that belong to
+    /// routers or to the groups in `replaced`, with `ids` and `fields`.
     pub fn body_for(
         &self,
         form: &RequestForm,
@@ -176,14 +176,17 @@ impl RequestContext {
         fields: &str,
     ) -> BodySegments {
         if self.body_overrides.is_empty() {
-            let is_unchanged = replaced.is_empty() && ids.is_none() && fields.is_empty();
+            let is_unchanged = replaced.is_empty()
+                && ids.is_none()
+                && fields.is_empty()
+                && !scan.has_router_fields();
             return if is_unchanged {
                 BodySegments::from(body.clone())
             } else {
                 scan.splice(body, replaced, ids, fields).collect()
             };
         }
-        let replaced = [replaced, &[ManagedField::Deadlines, ManagedField::Resume]].concat();
+        let replaced = [replaced, &[ManagedField::Deadlines]].concat();
         let members = if fields.is_empty() {
             self.body_overrides.clone()
         } else {
@@ -201,7 +204,6 @@ impl RequestContext {
             && scan.batch.is_none()
             && !scan.wants_input_logprobs
             && scan.prompt_logprobs.is_none()
-            && !scan.has(ManagedField::Resume)
             && candidate.description.has_feature(resume::FEATURE)
     }
 

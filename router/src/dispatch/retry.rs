@@ -8,7 +8,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_text::dialect::body::ManagedField;
 use router_core::{
     AttemptReason, FailedAttempt, GiveUpReason, ProtocolCode, RetryClass, RetryLimits, RetryPlan,
     RetryVerdict, Role, SelectionRefusal,
@@ -33,8 +32,8 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
     loop {
         let failure = match attempt_in_turn(app, request, &mut reusable_prefill).await {
             Ok(answer) => {
-                if let Some((role, worker)) = request.retries.take_refuted_worker() {
-                    app.fleet.count_failure(role, worker);
+                if let Some(refuted) = request.retries.take_refuted_worker() {
+                    app.fleet.blame_refuted(refuted);
                 }
                 request.place = None;
                 return Ok(answer);
@@ -118,7 +117,7 @@ async fn attempt_single(app: &Arc<AppState>, request: &mut RequestContext) -> At
     let body = match candidate.rank {
         Some(rank) if !is_vllm => {
             let fields = format!("\"data_parallel_rank\":{rank},\"routed_dp_rank\":{rank}");
-            request.body_for(&form, &[ManagedField::Rank], input_ids, &fields)
+            request.body_for(&form, &[], input_ids, &fields)
         }
         _ => request.body_for(&form, &[], input_ids, ""),
     };

@@ -142,7 +142,7 @@ router_metrics! {
     pub queued: Gauge = "baton_router_queued_requests" []
         "Requests waiting for one of --max-concurrent-requests, or for a worker";
     pub body_bytes: Gauge = "baton_router_request_body_bytes" []
-        "Memory of request bodies, of those being read and those kept for attempts (--max-total-body-bytes)";
+        "Memory of request bodies, of those being read and those kept for attempts, and of answers read whole (--max-total-body-bytes)";
     pub connections: Gauge = "baton_router_client_connections" []
         "Open connections of clients";
     pub client_cuts: IntCounterVec = "baton_router_client_cuts_total" ["reason"]

@@ -1,5 +1,6 @@
 //! Memory of request bodies (--max-total-body-bytes): a body takes its bytes as they arrive and
-//! gives them back when the last slice of it is dropped.
+//! gives them back when the last slice of it is dropped. Answers of workers that are read whole
+//! before they are passed on count likewise.
 //!
 //! A body whose Content-Length exceeds what is free is refused before it is read. Bytes are taken
 //! as they arrive and not as announced: a client that announces a long body and sends nothing takes

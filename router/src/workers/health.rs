@@ -24,6 +24,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use baton_text::dialect::Dialect;
+use baton_text::dialect::body::router_fields::READY_PEERS_HEADER;
 use baton_text::dialect::sse::error_code;
 use baton_text::dialect::translate::chat_translation::is_translatable;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
@@ -50,7 +51,7 @@ const DESCRIPTION_PAUSE: Duration = Duration::from_secs(60);
 const MAX_DESCRIPTION: usize = 1 << 20;
 
 /// Header of a probe: other ready workers that could take this one's requests.
-const READY_PEERS: HeaderName = HeaderName::from_static("x-baton-ready-peers");
+const READY_PEERS: HeaderName = HeaderName::from_static(READY_PEERS_HEADER);
 
 /// Pause between two probes that requests without an answer ask for.
 const SILENCE_PAUSE: Duration = Duration::from_secs(1);

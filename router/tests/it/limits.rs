@@ -461,6 +461,36 @@ async fn all_bodies_together_are_bounded_until_their_memory_is_released() {
 }
 
 #[tokio::test]
+async fn answers_that_are_read_whole_count_in_the_memory_of_bodies() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let flags = ["--max-payload-size", "1000"];
+        let memory = ["--max-total-body-bytes", "100000"];
+        let router = Router::regular(&[&mock], &[flags, memory].concat()).await;
+        let text = |length: usize| json!({"data": "x".repeat(length)});
+        mock.answers("/v1/embeddings", 200, text(6 << 20));
+        mock.answers("/v1/rerank", 200, text(90_000));
+        mock.answers("/v1/models", 200, text(200_000));
+        let body = json!({"input": "x"});
+        let reply = router.post("/v1/embeddings", &body).await;
+        assert_eq!(
+            (reply.status, reply.code().as_str()),
+            (503, "body_memory_full")
+        );
+        assert_eq!(router.get("/v1/models").await.status, 502);
+        for _ in 0..3 {
+            assert_eq!(router.post("/v1/rerank", &body).await.status, 200);
+        }
+        eventually("the memory is released", || async {
+            router.metric("baton_router_request_body_bytes").await == 0.0
+        })
+        .await;
+        router.no_load().await;
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn full_queue_refuses_before_the_body_dry_runs_and_passed_on_work_too() {
     timed(async {
         let mock = Mock::start(&[Act::Answer, Act::Hang]).await;

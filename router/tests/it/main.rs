@@ -29,6 +29,7 @@ mod prompt_limit;
 mod refusals;
 mod regular;
 mod retries;
+mod router_fields;
 mod shutdown;
 mod support;
 mod tls;

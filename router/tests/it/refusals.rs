@@ -1,9 +1,10 @@
 //! Workers that refuse: they attract no traffic, and what all refuse is the request's fault.
 
+use http::Method;
 use router_core::PolicyKind;
 use serde_json::json;
 
-use crate::support::{Act, Mock, Router, timed};
+use crate::support::{Act, Mock, Router, chat, timed};
 
 /// A minute of doubling penalties: a slow machine may see that many.
 const MOST_MET: usize = 6;
@@ -46,6 +47,30 @@ async fn request_that_every_worker_denies_is_refused_and_penalizes_none() {
         assert!((22..=26).contains(&met), "few second opinions: {met}");
         let workers = router.get("/workers").await.json();
         for worker in workers["workers"].as_array().unwrap() {
+            assert_eq!(worker["circuit"], "closed", "{workers}");
+        }
+    })
+    .await;
+}
+
+/// A client that loops with a wrong key, always to the same worker.
+#[tokio::test]
+async fn denials_that_a_client_causes_count_against_no_worker() {
+    timed(async {
+        let deny = || [Act::Status(401, "invalid_api_key")];
+        let (a, b) = (Mock::start(&deny()).await, Mock::start(&deny()).await);
+        let flags = ["--policy", "manual"];
+        let router = Router::regular(&[&a, &b], &flags).await;
+        let headers = [("x-smg-routing-key", "k"), ("authorization", "Bearer no")];
+        let body = chat(false).to_string();
+        for _ in 0..30 {
+            let path = "/v1/chat/completions";
+            let reply = router.send(Method::POST, path, &headers, &body).await;
+            assert_eq!(reply.status, 401);
+        }
+        let workers = router.get("/workers").await.json();
+        for worker in workers["workers"].as_array().unwrap() {
+            assert_eq!(worker["passed_over_ms"], 0, "{workers}");
             assert_eq!(worker["circuit"], "closed", "{workers}");
         }
     })

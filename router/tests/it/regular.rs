@@ -64,7 +64,7 @@ async fn bytes_headers_and_status_pass_through() {
     timed(async {
         let mock = Mock::start(&[]).await;
         let router = Router::regular(&[&mock], &[]).await;
-        let body = "{ \"model\":\"m\", \"temperature\":1.00e0,\n\"weird_field\":{\"x\":[1 ,2]},\"bootstrap_room\":7}";
+        let body = "{ \"model\":\"m\", \"temperature\":1.00e0,\n\"weird_field\":{\"x\":[1 ,2]},\"input_ids\":7}";
         let headers = [
             ("authorization", "Bearer client"),
             ("x-request-id", "my-id"),

@@ -18,6 +18,7 @@ from baton.runtime.grammar.token_masks import MaskFiller
 from baton.runtime.grammar.token_trie import TokenizerSource, build_trie
 from baton.runtime.grammar.waiting import GrammarQueue
 from baton.runtime.runner.model_runner import ModelRunner
+from baton.sched.types.events import RowError
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from tests.support.models.checkpoints import EOS, VOCAB
 
@@ -35,7 +36,7 @@ class GrammarAnswer:
 
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
-    error: tuple[str, str] | None = None
+    error: RowError | None = None
 
 
 def make_store(path: Path, *, threads: int = 1, trie_size: int = VOCAB) -> GrammarStore:

@@ -33,7 +33,7 @@ import zmq.asyncio
 from tokenizers import Tokenizer
 
 from baton.sched.state.load_report import LoadReport, WaitingLoad
-from baton.sched.types.events import EmittedTokens
+from baton.sched.types.events import EmittedTokens, RowError
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
@@ -107,7 +107,7 @@ class FakeRank:
             if resumed := self.suspended.get(job.handle):
                 await resumed.wait()
             if error_after is not None and sent >= error_after:
-                await self.row(job, [], FinishReason.ERROR, tuple(script["error"]))
+                await self.row(job, [], FinishReason.ERROR, RowError(*script["error"]))
                 return
             part = ids[sent : min(sent + burst, most)]
             if error_after is not None:
@@ -131,7 +131,7 @@ class FakeRank:
         job: ValidatedRequest,
         part: list[int],
         finish: FinishReason | None,
-        error: tuple[str, str] | None = None,
+        error: RowError | None = None,
         stages: FirstTokenStages | None = None,
     ) -> None:
         cached, k = self.script_of(job).get("cached", 0), job.params.logprobs

@@ -26,6 +26,7 @@ from baton.sched.types.events import (
     PagesFinal,
     PrefillDone,
     RevokeGrant,
+    RowError,
 )
 from baton.sched.types.plan import INVALID_TOKEN, UNKNOWN_TOKEN, StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
@@ -169,7 +170,7 @@ class Node:
         self.outputs: dict[int, list[int]] = {}
         self.finished: dict[int, FinishReason] = {}
         self.cached: dict[int, int] = {}
-        self.errors: dict[int, tuple[str, str]] = {}
+        self.errors: dict[int, RowError] = {}
         self.final_pages: dict[int, dict[int, tuple[int, list[int]]]] = {}
         self.done: dict[int, PrefillDone] = {}
         self.opened: dict[int, OpenTransfer] = {}

@@ -270,6 +270,15 @@ def test_clients_read_no_address_and_no_answer_of_a_peer(reason: str, code: str)
     assert str(error).startswith(f"{reason}: ")
 
 
+def test_rank_that_the_prefill_node_has_not_is_the_requests_own_mistake() -> None:
+    """400 is retried by no router, and the sentence has the numbers."""
+    why = "the prefill node has no rank 9: it has 1, from 0 on"
+    error = error_of("RANK_UNKNOWN", why, retryable=False)
+    assert (error.code, error.status) == ("invalid_value", 400)
+    assert error.param == "disagg_prefill_dp_rank"
+    assert why in error.message
+
+
 def test_mismatch_of_a_prompt_is_not_one_of_the_pair() -> None:
     error = error_of("PROMPT_MISMATCH", "P and D tokenized different prompts", retryable=False)
     assert (error.code, error.status) == ("prompt_mismatch", 502)

@@ -41,7 +41,14 @@ from baton.sched.queue.admission import AdmissionController
 from baton.sched.queue.priority_buckets import class_of
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.setup.limits import Limits
-from baton.sched.types.events import AbortTransfer, EmittedTokens, Event, GrantPages, RevokeGrant
+from baton.sched.types.events import (
+    AbortTransfer,
+    EmittedTokens,
+    Event,
+    GrantPages,
+    RevokeGrant,
+    RowError,
+)
 from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, INVALID_TOKEN, PromptLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.sequence import TAKES_TOKENS, Seq, SeqState
@@ -391,7 +398,7 @@ class SchedulerState:
             tokens=(),
             finish=seq.finish,
             cached_tokens=max(seq.cached_tokens, 0),
-            error=(error.code, error.message),
+            error=RowError.of(error),
             retry_after_secs=error.retry_after_secs,
         )
         self.outbox.append(emitted)

@@ -8,9 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from baton.errors import EngineError
 from baton.sched.types.plan import PromptLogprobs, TokenLogprobs
 from baton.sched.types.request import FinishReason, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, RequestTimeline
+
+
+class RowError(NamedTuple):
+    """Why a request ends without a further token."""
+
+    code: str
+    message: str
+    param: str | None = None
+    """Field of the request that is at fault."""
+
+    @classmethod
+    def of(cls, error: EngineError) -> RowError:
+        return cls(error.code, error.message, error.param)
 
 
 class EmittedTokens(NamedTuple):
@@ -25,8 +39,8 @@ class EmittedTokens(NamedTuple):
     cached_tokens: int
     """Prompt tokens that were not computed by this cluster's prefill for this request."""
     logprobs: TokenLogprobs | None = None
-    error: tuple[str, str] | None = None
-    """(error code, message) when finish is ERROR."""
+    error: RowError | None = None
+    """Set when finish is ERROR."""
     retry_after_secs: int | None = None
     """Time after which to retry, with an error of overload."""
     stages: FirstTokenStages | None = None

@@ -363,7 +363,11 @@ class RankSet:
 
 def _error(failed: FailedAnswer) -> EngineError:
     """The rank's code and message as the exception that carries them to the client."""
-    code, text = failed.error or ("aborted", "the request was aborted")
+    code, text, param = failed.error or ("aborted", "the request was aborted", None)
     cls = by_code(code)
     retry_after_secs = 1 if failed.retry_after_secs is None else failed.retry_after_secs
-    return cls(text, retry_after_secs=retry_after_secs if cls.status in (429, 503) else None)
+    return cls(
+        text,
+        param=param,
+        retry_after_secs=retry_after_secs if cls.status in (429, 503) else None,
+    )

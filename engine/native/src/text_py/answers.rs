@@ -40,11 +40,11 @@ struct PyFirstToken {
     stages: Option<Py<PyBytes>>,
 }
 
-/// Answer that ends with an error; `error` None: an item was aborted.
+/// Answer that ends with an error: code, message and param; `error` None: an item was aborted.
 #[pyclass(name = "FailedAnswer", frozen, get_all, module = "baton._native")]
 struct PyFailedAnswer {
     answer: u64,
-    error: Option<(String, String)>,
+    error: Option<(String, String, Option<String>)>,
     retry_after_secs: Option<u64>,
 }
 
@@ -157,7 +157,9 @@ fn to_python(py: Python<'_>, fed: FedBatch) -> PyResult<PyFedBatch> {
             py,
             PyFailedAnswer {
                 answer: item.answer,
-                error: item.error,
+                error: item
+                    .error
+                    .map(|error| (error.code, error.message, error.param)),
                 retry_after_secs: item.retry_after_secs,
             },
         )

@@ -27,5 +27,5 @@ mod held_token_tests;
 pub use crate::dialect::write::AnswerCounts;
 pub use gap_histogram::GapHistogram;
 pub use spec::{AnswerSpec, ChoiceSpec};
-pub use table::{AnswerPanic, AnswerTable, FailedAnswer, FedBatch, FirstToken};
+pub use table::{AnswerError, AnswerPanic, AnswerTable, FailedAnswer, FedBatch, FirstToken};
 pub use token_batch::{BatchError, FirstTokenStages, PulledPages};

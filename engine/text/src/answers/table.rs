@@ -8,16 +8,19 @@ use std::sync::Arc;
 use super::answer::RunningAnswer;
 use super::gap_histogram::GapHistogram;
 use super::spec::AnswerSpec;
-use super::token_batch::{BatchError, FirstTokenStages, RankFinish, TokenBatch, TokenRow};
+use super::token_batch::{
+    BatchError, FirstTokenStages, RankFinish, RowError, TokenBatch, TokenRow,
+};
 use crate::dialect::write::AnswerCounts;
 use crate::stream::answer::AnswerFormat;
 use crate::tokenizer::TokenDecoder;
 
-/// Code and message of an item that its rank ended without saying why.
-const NO_REASON: (Cow<'static, str>, Cow<'static, str>) = (
-    Cow::Borrowed("internal_error"),
-    Cow::Borrowed("the rank gave no reason"),
-);
+/// Error of an item that its rank ended without saying why.
+const NO_REASON: RowError<'static> = RowError {
+    code: Cow::Borrowed("internal_error"),
+    message: Cow::Borrowed("the rank gave no reason"),
+    param: None,
+};
 
 /// Message of an answer that this layer could not write.
 const PANICKED: &str = "internal error; the engine's log has the details";
@@ -50,12 +53,31 @@ pub struct FirstToken {
     pub stages: Option<FirstTokenStages>,
 }
 
+/// Error with which an answer ends.
+#[derive(Debug, PartialEq, Eq)]
+pub struct AnswerError {
+    pub code: String,
+    pub message: String,
+    /// Field of the request that is at fault.
+    pub param: Option<String>,
+}
+
+impl From<RowError<'_>> for AnswerError {
+    fn from(error: RowError<'_>) -> Self {
+        Self {
+            code: error.code.into_owned(),
+            message: error.message.into_owned(),
+            param: error.param.map(Cow::into_owned),
+        }
+    }
+}
+
 /// Answer that ends with an error: a rank ended an item without output, or it could not be written.
 #[derive(Debug, PartialEq, Eq)]
 pub struct FailedAnswer {
     pub answer: u64,
     /// None: aborted.
-    pub error: Option<(String, String)>,
+    pub error: Option<AnswerError>,
     pub retry_after_secs: Option<u64>,
 }
 
@@ -164,7 +186,11 @@ impl AnswerTable {
         self.touched.retain(|touched| *touched != answer);
         fed.failed.push(FailedAnswer {
             answer,
-            error: Some(("internal_error".to_owned(), PANICKED.to_owned())),
+            error: Some(AnswerError {
+                code: "internal_error".to_owned(),
+                message: PANICKED.to_owned(),
+                param: None,
+            }),
             retry_after_secs: None,
         });
     }
@@ -184,7 +210,7 @@ impl AnswerTable {
             });
             fed.failed.push(FailedAnswer {
                 answer: id,
-                error: error.map(|(code, text)| (code.into_owned(), text.into_owned())),
+                error: error.map(AnswerError::from),
                 retry_after_secs: row.retry_after_secs,
             });
             return;

@@ -52,7 +52,7 @@ pub struct Row(
     u64,
     /// Logprob of the token, and its alternatives.
     pub Option<(f64, Vec<u32>, Vec<f64>)>,
-    Option<(String, String)>,
+    Option<(String, String, Option<String>)>,
     Option<u64>,
     Option<()>,
 );
@@ -180,7 +180,8 @@ fn failed_item_is_reported_behind_earlier_output() {
         .open(spec("completions", &[1, 2], json!({"is_metered": true})))
         .unwrap();
     let mut failed = row(2, &[], Some(4));
-    failed.5 = Some(("queue_full".to_owned(), "full".to_owned()));
+    let param = Some("prompt".to_owned());
+    failed.5 = Some(("queue_full".to_owned(), "full".to_owned(), param));
     failed.6 = Some(17);
     let fed = feed(
         &mut table,
@@ -188,7 +189,11 @@ fn failed_item_is_reported_behind_earlier_output() {
         0.0,
     );
     assert_eq!(events_of(&text_of(&fed))[0]["choices"][0]["text"], "the");
-    assert_eq!(fed.failed[0].error.as_ref().unwrap().0, "queue_full");
+    let error = fed.failed[0].error.as_ref().unwrap();
+    assert_eq!(
+        (error.code.as_str(), error.param.as_deref()),
+        ("queue_full", Some("prompt"))
+    );
     assert_eq!(fed.failed[0].retry_after_secs, Some(17));
     assert_eq!((fed.failed[0].answer, fed.ended), (id, vec![2]));
     assert_eq!(fed.metered, [(id, 1)]);
@@ -208,7 +213,7 @@ fn panic_of_a_decoder_ends_its_answer_only() {
         0.0,
     );
     assert_eq!(fed.failed[0].answer, broken);
-    assert_eq!(fed.failed[0].error.as_ref().unwrap().0, "internal_error");
+    assert_eq!(fed.failed[0].error.as_ref().unwrap().code, "internal_error");
     assert_eq!(events_of(&text_of(&fed)).len(), 2);
 }
 

@@ -42,13 +42,24 @@ pub struct TokenRow<'a> {
     pub finish: Option<RankFinish>,
     pub cached_tokens: u64,
     pub logprobs: Option<RowLogprobs>,
-    /// Code and message.
     #[serde(borrow)]
-    pub error: Option<(Cow<'a, str>, Cow<'a, str>)>,
+    pub error: Option<RowError<'a>>,
     pub retry_after_secs: Option<u64>,
     pub stages: Option<FirstTokenStages>,
     #[serde(borrow, default)]
     pub prompt_logprobs: Option<PromptRecords<'a>>,
+}
+
+/// Why a rank ended an item: `RowError` of engine/baton/sched/types/events.py, in order.
+#[derive(Deserialize)]
+pub struct RowError<'a> {
+    #[serde(borrow)]
+    pub code: Cow<'a, str>,
+    #[serde(borrow)]
+    pub message: Cow<'a, str>,
+    /// Field of the request that is at fault.
+    #[serde(borrow)]
+    pub param: Option<Cow<'a, str>>,
 }
 
 /// `FinishReason` of engine/baton/sched/types/request.py.

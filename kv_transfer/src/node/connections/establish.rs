@@ -5,13 +5,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::StatusCode;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::AbortHandle;
 
 use super::outbox::{Backlog, Outbox, OutgoingMessage};
-use crate::bootstrap::{BootstrapClient, HttpError, resolve};
+use crate::bootstrap::{BootstrapClient, HttpError, RankRoute, resolve};
 use crate::node::config::Transport;
 use crate::pool::device::DevicePages;
 use crate::pool::{RemotePool, SumKind};
@@ -71,8 +72,7 @@ pub async fn establish_connection(
     mapped: Option<Transport>,
     device: Option<Arc<dyn DevicePages>>,
 ) -> Result<EstablishedConnection, ConnectFailure> {
-    let route = bootstrap.rank_route(dp_rank).await;
-    let route = route.map_err(|err| unreachable(&err))?;
+    let route = find_rank(bootstrap, dp_rank).await?;
     let mismatch = |reason: String| ConnectionError::new(ReasonCode::LayoutMismatch, reason);
     if route.instance_id.is_empty() {
         let reason =
@@ -123,6 +123,37 @@ pub async fn establish_connection(
     })
 }
 
+/// Look up a rank. One that the server does not know is waited for, unless it can never come: it is
+/// beyond the node's size, or all ranks of the node are there.
+async fn find_rank(bootstrap: &BootstrapClient, dp_rank: u32) -> Result<RankRoute, ConnectFailure> {
+    let missing = match bootstrap.rank_route(dp_rank).await {
+        Ok(route) => return Ok(route),
+        Err(err) if err.status() == Some(StatusCode::NOT_FOUND) => unreachable(&err),
+        Err(err) => return Err(unreachable(&err)),
+    };
+    // No rank has registered yet, or the server has failed: the next attempt finds out.
+    let Ok(topology) = bootstrap.topology().await else {
+        return Err(missing);
+    };
+    let size = topology.sizes.prefill_dp_size;
+    let reason = format!("the prefill node has no rank {dp_rank}: it has {size}, from 0 on");
+    let unknown = ConnectFailure::from(ConnectionError::new(ReasonCode::RankUnknown, reason));
+    if dp_rank >= size {
+        return Err(unknown);
+    }
+    if !topology.is_complete() {
+        return Err(missing);
+    }
+    // The rank may have come between the two answers.
+    bootstrap
+        .rank_route(dp_rank)
+        .await
+        .map_err(|err| match err.status() {
+            Some(StatusCode::NOT_FOUND) => unknown,
+            _ => unreachable(&err),
+        })
+}
+
 async fn connect_tcp(
     host: &str,
     port: u16,
@@ -159,7 +190,7 @@ fn reaches_sockets_of(own: &Hello, peer: &Hello) -> bool {
 pub fn unreachable(err: &HttpError) -> ConnectFailure {
     let code = match err {
         HttpError::Untrusted(_) => ReasonCode::Auth,
-        _ if err.status() == Some(http::StatusCode::UNAUTHORIZED) => ReasonCode::Auth,
+        _ if err.status() == Some(StatusCode::UNAUTHORIZED) => ReasonCode::Auth,
         _ => ReasonCode::Unreachable,
     };
     ConnectFailure {

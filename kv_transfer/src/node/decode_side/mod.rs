@@ -183,8 +183,8 @@ impl DecodeSide {
         let client = ctx.bootstrap_client(unranked.host.clone(), unranked.port);
         let internal = ctx.internal.clone();
         tokio::spawn(async move {
-            let sizes = client.topology_sizes().await;
-            let size = sizes.map(|sizes| sizes.prefill_dp_size);
+            let topology = client.topology().await;
+            let size = topology.map(|topology| topology.sizes.prefill_dp_size);
             let size = size.map_err(|err| unreachable(&err));
             let _ = internal.send(LoopMessage::Sizes { room, size }); // the node is closing
         });

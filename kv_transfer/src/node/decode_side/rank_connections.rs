@@ -42,7 +42,10 @@ const QUARANTINED: &str = "transfers from this prefill rank fail for a while, be
 
 /// Errors that waiting does not cure.
 pub fn is_final(code: ReasonCode) -> bool {
-    matches!(code, ReasonCode::Auth | ReasonCode::LayoutMismatch)
+    matches!(
+        code,
+        ReasonCode::Auth | ReasonCode::LayoutMismatch | ReasonCode::RankUnknown
+    )
 }
 
 enum RankState {

@@ -3,9 +3,10 @@
 //!
 //! 1. An overloaded worker (429, 503) is passed over for as long as it asks (`Retry-After`), else
 //!    for 1 s, 2 s, 4 s …
-//! 2. A worker that denies requests (401, 403, 404, 405) which the others of its role do not deny
-//!    is passed over likewise, and the request gets a second opinion: see
-//!    [`WorkerPenalty::judge_denial`].
+//! 2. A request that a worker denies (401, 403, 404, 405) while the others of its role deny fewer
+//!    gets a second opinion ([`WorkerPenalty::judge_denial`]). A worker is passed over likewise when
+//!    another one then answers the request ([`WorkerPenalty::record_refuted_denial`]), and not
+//!    before: a wrong key or an unknown model is the client's fault, whichever worker it is sent to.
 //! 3. Passed over is no candidate for any policy while another is ([`least_objection`]). Every
 //!    penalty ends by time, and the first answer afterwards that is no refusal ends the doubling.
 //!
@@ -84,15 +85,18 @@ impl WorkerPenalty {
 
     /// The worker denied a request (401, 403, 404, 405); `others`: the sum of the shares of the
     /// other workers of the role. Returns whether another worker's opinion may differ: not when all
-    /// deny alike, since then the request is at fault. A worker that denies most requests, and more
-    /// than the others, is passed over.
+    /// deny alike, since then the request is at fault.
     pub fn judge_denial(&mut self, others: DenialShare, now_ms: u64) -> bool {
         self.count_answer(1.0, now_ms);
-        let is_own = self.share.ratio() > EXCESS * others.ratio();
-        if is_own && self.share.ratio() > 0.5 {
+        self.share.ratio() > EXCESS * others.ratio()
+    }
+
+    /// Another worker answered a request that this one denied: the denial was the worker's own
+    /// fault. One that denies most requests is passed over; one that lacks a single model is not.
+    pub fn record_refuted_denial(&mut self, now_ms: u64) {
+        if self.share.ratio() > 0.5 {
             self.penalize(now_ms);
         }
-        is_own
     }
 
     /// Denials among its recent answers.
@@ -215,6 +219,18 @@ mod tests {
     }
 
     #[test]
+    fn denials_that_no_other_worker_refutes_penalize_none() {
+        let mut worker = WorkerPenalty::default();
+        let others = DenialShare::default();
+        for now_ms in 0..100 {
+            assert!(worker.judge_denial(others, now_ms));
+            assert_eq!(worker.left_ms(now_ms), 0);
+        }
+        worker.record_refuted_denial(100);
+        assert_eq!(worker.left_ms(100), FIRST_PENALTY_MS);
+    }
+
+    #[test]
     fn open_circuits_count_only_while_others_are_left() {
         use WorkerObjection::{CircuitOpen, Nothing, Penalized, Tried};
         let left = |objections: &[WorkerObjection]| {
@@ -299,6 +315,7 @@ mod tests {
                     fleet[0].judge_denial(others, now_ms),
                     "a second opinion helps"
                 );
+                fleet[0].record_refuted_denial(now_ms);
             } else {
                 fleet[0].record_overload(None, now_ms);
             }

@@ -13,7 +13,7 @@
 //!    them (page_release.rs).
 //!
 //! Or D computes the prompt itself (router-core's `local_prefill`): then it gets the client's body
-//! as it is. Answers with logprobs of their prompts come from one worker: from P alone where they have
+//! without fields of routers. Answers with logprobs of their prompts come from one worker: from P alone where they have
 //! at most one token, else from D alone.
 
 /// Input logprobs of a pair's answer.
@@ -26,7 +26,7 @@ pub(super) mod vllm;
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_text::dialect::body::{ManagedField, PromptLogprobs};
+use baton_text::dialect::body::PromptLogprobs;
 use baton_text::dialect::translate::chat_translation::is_translatable;
 use router_core::{AttemptReason, LocalPrefillReason, LocalView, ProtocolCode, Role};
 use tokio::time::timeout;
@@ -416,13 +416,8 @@ async fn attempt_alone(
     let needs_chat = needs_chat(request.scan.dialect, &candidate.description);
     let form = request.choose_form(app, needs_chat).await?;
     let input_ids = forwarded_ids(app, request, candidate);
-    let body = match ranks {
-        None => request.body_for(&form, &[ManagedField::Bootstrap], input_ids, ""),
-        Some(ranks) => {
-            let replaced = [ManagedField::Bootstrap, ManagedField::Rank];
-            request.body_for(&form, &replaced, input_ids, &to_json_members(&ranks))
-        }
-    };
+    let members = ranks.map(|ranks| to_json_members(&ranks));
+    let body = request.body_for(&form, &[], input_ids, &members.unwrap_or_default());
     let leg = build_leg(app, request, chosen, body);
     Ok((leg.open().await?, None))
 }
@@ -487,9 +482,8 @@ impl BootstrapParams {
     ) -> LegBody {
         let input_ids = forwarded_ids(app, request, to);
         let Some(prefill_rank) = self.prefill_rank else {
-            // Without DP awareness a client's own ranks stay.
             let members = to_json_members(&self.fields);
-            return request.body_for(form, &[ManagedField::Bootstrap], input_ids, &members);
+            return request.body_for(form, &[], input_ids, &members);
         };
         let ranks = match (to.worker.role(), to.rank) {
             (Role::Prefill, _) => RankFields::for_prefill(prefill_rank),
@@ -500,7 +494,6 @@ impl BootstrapParams {
             bootstrap: &self.fields,
             ranks,
         });
-        let replaced = [ManagedField::Bootstrap, ManagedField::Rank];
-        request.body_for(form, &replaced, input_ids, &members)
+        request.body_for(form, &[], input_ids, &members)
     }
 }

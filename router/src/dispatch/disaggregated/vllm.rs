@@ -12,6 +12,7 @@
 use std::sync::Arc;
 
 use baton_text::dialect::body::ManagedField;
+use baton_text::dialect::body::router_fields::DP_RANK_HEADER;
 use http::{HeaderName, HeaderValue};
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -29,7 +30,7 @@ use crate::workers::load_guard::LoadGuard;
 const KEEP_BLOCKS: &str = "\"kv_transfer_params\":{\"do_remote_decode\":true,\"do_remote_prefill\":false,\"remote_engine_id\":null,\
     \"remote_block_ids\":null,\"remote_host\":null,\"remote_port\":null}";
 /// Which of its ranks a vLLM worker is to use.
-const RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+const RANK_HEADER: HeaderName = HeaderName::from_static(DP_RANK_HEADER);
 
 pub async fn attempt_pair(
     app: &Arc<AppState>,
@@ -55,7 +56,7 @@ pub async fn attempt_pair(
     let transfer_field = params
         .map(|params| format!("\"kv_transfer_params\":{params}"))
         .unwrap_or_default();
-    let body = request.body_for(&form, &[ManagedField::KvParams], None, &transfer_field);
+    let body = request.body_for(&form, &[], None, &transfer_field);
     let leg = build_ranked_leg(app, request, decode, body);
     Ok((leg.open().await?, None))
 }
@@ -72,14 +73,13 @@ async fn ask_prefill(
         #[serde(borrow)]
         kv_transfer_params: Option<&'a RawValue>,
     }
-    let replaced = [ManagedField::Output, ManagedField::KvParams];
     let dialect = match form {
         RequestForm::Own => request.scan.dialect,
         RequestForm::Chat(chat) => chat.scan.dialect,
     };
     let output = dialect.fields().vllm_prefill.unwrap_or_default();
     let fields = format!("{output},{KEEP_BLOCKS}");
-    let body = request.body_for(form, &replaced, None, &fields);
+    let body = request.body_for(form, &[ManagedField::Output], None, &fields);
     observe_overhead(app, request);
     let leg = build_ranked_leg(app, request, prefill, body);
     let mut opened = leg.open().await?;

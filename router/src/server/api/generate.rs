@@ -1,6 +1,7 @@
 //! Generation requests in: limits, body, the little that is read of it, admission; then `dispatch`
 //! takes over.
 
+use std::borrow::Cow;
 use std::num::NonZeroU64;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use baton_text::dialect::Dialect;
 use baton_text::dialect::body::BodyIndex;
+use baton_text::dialect::body::router_fields::is_router_header;
 use baton_text::dialect::prompt_limit::{MAX_ENGINE_BODY_BYTES, REST_BYTES, oversized};
 use baton_text::prompt::PromptTruncation;
 use bytes::{Bytes, BytesMut};
@@ -32,7 +34,6 @@ use crate::observability::access_log::AccessLogEntry;
 use crate::observability::explain::{self, ExplainMode};
 use crate::observability::request_timeline::{RequestStage, RequestTimeline};
 use crate::request::routing_prompt::{text_blocks, token_blocks};
-use crate::response::failover;
 use crate::server::http_util::{REQUEST_ID, answer};
 use crate::transport::headers::remove_hop_by_hop;
 use crate::transport::upstream::RequestHead;
@@ -51,17 +52,9 @@ const UNMEASURED_BYTES: usize = 16 << 10;
 /// Most prompts (times answers) of a request sent with token ids: beyond its engine's limit of 1024
 /// prompts the engine complains about the member the client sent, not about ours.
 const MAX_FORWARDED: usize = 1024;
-/// Headers that stay here: those of the client's connection, cookies, which no worker set, and those
-/// between clients, routers and workers. No accept-encoding: streams are watched as they pass.
-static NOT_FORWARDED: [HeaderName; 7] = [
-    HOST,
-    CONTENT_LENGTH,
-    EXPECT,
-    ACCEPT_ENCODING,
-    COOKIE,
-    explain::HEADER,
-    failover::HEADER,
-];
+/// Headers that stay here beside those of routers: those of the client's connection, and cookies,
+/// which no worker set. No accept-encoding: streams are watched as they pass.
+static NOT_FORWARDED: [HeaderName; 5] = [HOST, CONTENT_LENGTH, EXPECT, ACCEPT_ENCODING, COOKIE];
 /// A client's own affinity key.
 const ROUTING_KEY: HeaderName = HeaderName::from_static("x-smg-routing-key");
 /// Headers that name a client's session. Of several that are present the first one counts.
@@ -312,23 +305,38 @@ fn known_ids(scan: &BodyIndex, ids: &[u32], block_size: usize, needs_blocks: boo
 /// A generation request is JSON without a content coding. Its declared type is not insisted on:
 /// `curl -d` calls JSON a form.
 fn check_media_type(headers: &HeaderMap) -> Result<(), RouteError> {
-    let text = |name| {
-        headers
-            .get(name)
-            .map(|value| String::from_utf8_lossy(value.as_bytes()))
-    };
-    let coding = text(CONTENT_ENCODING);
-    let kind = text(CONTENT_TYPE);
-    let coding = coding.unwrap_or_default();
-    let kind = kind.unwrap_or_default();
-    let problem = if !coding.is_empty() && !coding.eq_ignore_ascii_case("identity") {
-        format!("the body has content-encoding {coding}; send it as plain JSON")
-    } else if kind.to_ascii_lowercase().starts_with("multipart/") {
-        format!("the body is {kind}; send application/json")
-    } else {
+    check_content_coding(headers)?;
+    if !is_multipart(headers) {
         return Ok(());
-    };
+    }
+    let kind = lossy_header(headers, CONTENT_TYPE);
+    let problem = format!("the body is {kind}; send application/json");
     Err(RouteError::UnsupportedMediaType { problem })
+}
+
+/// The fields of a coded body cannot be read here.
+pub fn check_content_coding(headers: &HeaderMap) -> Result<(), RouteError> {
+    let coding = lossy_header(headers, CONTENT_ENCODING);
+    if coding.is_empty() || coding.eq_ignore_ascii_case("identity") {
+        return Ok(());
+    }
+    let problem = format!("the body has content-encoding {coding}; send it as plain JSON");
+    Err(RouteError::UnsupportedMediaType { problem })
+}
+
+/// True if the body is declared as parts, and as nothing else: of two declarations a worker may
+/// read the other one.
+pub fn is_multipart(headers: &HeaderMap) -> bool {
+    let kind = lossy_header(headers, CONTENT_TYPE).to_ascii_lowercase();
+    let declarations = headers.get_all(CONTENT_TYPE).iter().count();
+    declarations == 1 && kind.starts_with("multipart/")
+}
+
+fn lossy_header(headers: &HeaderMap, name: HeaderName) -> Cow<'_, str> {
+    let value = headers.get(name);
+    value.map_or(Cow::Borrowed(""), |value| {
+        String::from_utf8_lossy(value.as_bytes())
+    })
 }
 
 pub fn text_header(headers: &HeaderMap, name: HeaderName) -> Option<String> {
@@ -346,7 +354,9 @@ fn session_key_of_headers(headers: &HeaderMap) -> Option<String> {
 
 /// Headers of a client's request that its worker gets.
 pub fn forwarded(mut headers: HeaderMap) -> HeaderMap {
-    remove_hop_by_hop(&mut headers, &NOT_FORWARDED);
+    remove_hop_by_hop(&mut headers, |name| {
+        NOT_FORWARDED.contains(name) || is_router_header(name.as_str())
+    });
     headers
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use axum::body::to_bytes;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
+use baton_text::dialect::body::router_fields::strip_router_fields;
 use baton_text::dialect::translate::model_list::{ANTHROPIC_VERSION_HEADER, to_anthropic_models};
 use baton_text::dialect::write::ErrorObject;
 use bytes::{Bytes, BytesMut};
@@ -15,7 +16,9 @@ use router_core::{RequestOutcome, Role};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use super::generate::{BodyLimit, forwarded, read_at_most, text_header};
+use super::generate::{
+    BodyLimit, check_content_coding, forwarded, is_multipart, read_at_most, text_header,
+};
 use super::metrics_merge;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::{
@@ -25,6 +28,7 @@ use crate::dispatch::{refuse, response};
 use crate::error::{ErrorBody, RouteError};
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::request_timeline::RequestStage;
+use crate::request::body_memory::MemoryShare;
 use crate::server::http_util::{
     HandlerResult, MAX_ADMIN_BODY, PathText, REQUEST_ID, SharedApp, answer,
 };
@@ -62,7 +66,7 @@ pub const PROXIED_PATHS: [&str; 12] = [
 
 /// Proxy to any worker: one's answer is as good as another's, and it comes at once.
 pub async fn forward(State(app): SharedApp, request: Request) -> HandlerResult {
-    let (head, body) = read_request(&app, request, app.config.limits.max_payload_size).await?;
+    let (head, body) = read_client_request(&app, request).await?;
     pass_through(&app, head, body).await
 }
 
@@ -132,7 +136,7 @@ pub async fn forward_work(State(app): SharedApp, request: Request) -> Response {
 
 async fn work(app: &AppState, request: Request, record: &mut AccessLogEntry) -> HandlerResult {
     app.admission.check_queue()?;
-    let (head, body) = read_request(app, request, app.config.limits.max_payload_size).await?;
+    let (head, body) = read_client_request(app, request).await?;
     record.timeline.mark(RequestStage::Read);
     let _place = app.admission.enter(&app.metrics).await?;
     record.timeline.mark(RequestStage::Admitted);
@@ -179,7 +183,7 @@ async fn proxy_to_any(
             translation: None,
         };
         let failure = match leg.open().await {
-            Ok(opened) => return whole(opened, limit).await,
+            Ok(opened) => return whole(app, opened, limit).await,
             Err(failure) => failure,
         };
         if failure.reason.is_unreached() && !std::mem::replace(&mut is_second, true) {
@@ -197,13 +201,22 @@ async fn proxy_to_any(
     }
 }
 
-/// The rest of an opened answer.
-async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response, RouteError> {
+/// The rest of an opened answer. Its memory is counted with that of request bodies.
+async fn whole(
+    app: &AppState,
+    mut opened: UpstreamResponse,
+    limit: Duration,
+) -> Result<Response, RouteError> {
+    let mut share = app.body_memory.share();
     let mut body = BytesMut::from(opened.answer.pieces.concat().as_slice());
+    share.grow(body.len())?;
     if let Some(mut remaining) = opened.answer.remaining.take() {
         loop {
             match timeout(limit, remaining.piece()).await {
-                Ok(Some(Ok(piece))) => body.extend_from_slice(&piece),
+                Ok(Some(Ok(piece))) => {
+                    share.grow(piece.len())?;
+                    body.extend_from_slice(&piece);
+                }
                 Ok(None) => break,
                 Ok(Some(Err(err))) => {
                     opened.guard.settle(RequestOutcome::Failure);
@@ -226,7 +239,7 @@ async fn whole(mut opened: UpstreamResponse, limit: Duration) -> Result<Response
     Ok(response(
         opened.answer.status,
         end_to_end(&opened.answer.headers),
-        body.freeze().into(),
+        share.keep_with(body.freeze()).into(),
     ))
 }
 
@@ -365,8 +378,26 @@ fn require_worker(app: &AppState) -> Result<(), RouteError> {
     })
 }
 
-/// A client's request as workers get it: the path without what belongs to the client's connection,
-/// and the body.
+/// A client's request as a worker gets it: without what belongs to the client's connection or to
+/// routers. A body is JSON, or in parts, which have no fields of routers.
+async fn read_client_request(
+    app: &AppState,
+    request: Request,
+) -> Result<(RequestHead, Bytes), RouteError> {
+    check_content_coding(request.headers())?;
+    let limit_bytes = app.config.limits.max_payload_size;
+    let (head, body) = read_request(app, request, limit_bytes).await?;
+    if body.is_empty() || is_multipart(head.headers()) {
+        return Ok((head, body));
+    }
+    let bytes = body.clone();
+    let stripping = move || strip_router_fields(&bytes);
+    let body = app.body_threads.run(body.len(), stripping).await??;
+    Ok((head, body))
+}
+
+/// A request as workers get it: the path and the headers without what belongs to the connection or
+/// to routers, and the body.
 async fn read_request(
     app: &AppState,
     request: Request,
@@ -455,6 +486,8 @@ struct Asked {
     status: Option<StatusCode>,
     headers: HeaderMap,
     text: String,
+    /// Memory of `text`.
+    _share: MemoryShare,
 }
 
 impl Asked {
@@ -521,7 +554,7 @@ async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked
     let asked = workers.map(|worker| async move {
         let asking = timeout(
             ASK_TIMEOUT,
-            ask(&worker, head, BodySegments::from(body.clone())),
+            ask(app, &worker, head, BodySegments::from(body.clone())),
         );
         let late = |_| Err(format!("no answer for {ASK_TIMEOUT:?}"));
         let answer = worker.unless_hung(asking).await;
@@ -534,6 +567,7 @@ async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked
                 status: None,
                 headers: HeaderMap::new(),
                 text,
+                _share: app.body_memory.share(),
             })
     });
     let mut answers = join_all(asked).await;
@@ -541,7 +575,12 @@ async fn ask_each(app: &AppState, head: &RequestHead, body: &Bytes) -> Vec<Asked
     answers
 }
 
-async fn ask(worker: &Worker, head: &RequestHead, body: BodySegments) -> Result<Asked, String> {
+async fn ask(
+    app: &AppState,
+    worker: &Worker,
+    head: &RequestHead,
+    body: BodySegments,
+) -> Result<Asked, String> {
     let response = worker
         .pool
         .send(head, body, &|| ())
@@ -549,12 +588,17 @@ async fn ask(worker: &Worker, head: &RequestHead, body: BodySegments) -> Result<
         .map_err(|err| err.to_string())?;
     let status = Some(response.status());
     let headers = end_to_end(response.headers());
-    let body = response
-        .into_body()
-        .read_at_most(MAX_ASKED)
-        .await
-        .map_err(|err| err.to_string())?;
-    let text = body.ok_or_else(|| format!("its answer is longer than {MAX_ASKED} bytes"))?;
+    let mut share = app.body_memory.share();
+    let mut answer = response.into_body();
+    let mut text = Vec::new();
+    while let Some(piece) = answer.piece().await {
+        let piece = piece.map_err(|err| err.to_string())?;
+        share.grow(piece.len()).map_err(|err| err.to_string())?;
+        text.extend_from_slice(&piece);
+        if text.len() > MAX_ASKED {
+            return Err(format!("its answer is longer than {MAX_ASKED} bytes"));
+        }
+    }
     Ok(Asked {
         url: worker.url().to_string(),
         role: worker.role(),
@@ -562,5 +606,6 @@ async fn ask(worker: &Worker, head: &RequestHead, body: BodySegments) -> Result<
         status,
         headers,
         text: String::from_utf8_lossy(&text).into_owned(),
+        _share: share,
     })
 }

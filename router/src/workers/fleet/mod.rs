@@ -42,8 +42,8 @@ use baton_text::dialect::prompt_limit::PromptLimit;
 use http::{HeaderMap, HeaderValue, Method, Uri, header};
 use parking_lot::{Mutex, RwLock};
 use router_core::{
-    BreakerState, CircuitBreaker, PairVerdicts, PolicyEvent, PolicySet, ProcessSign,
-    RequestOutcome, Role, WorkerId,
+    BreakerState, CircuitBreaker, DoubtfulFailure, PairVerdicts, PolicyEvent, PolicySet,
+    ProcessSign, RefutedWorker, RequestOutcome, Role, WorkerId,
 };
 use tokio::sync::{Notify, watch};
 
@@ -536,7 +536,20 @@ impl WorkerFleet {
         &self.tables[role.index()]
     }
 
-    /// A failure of this worker was not the request's fault: another worker answered it.
+    /// A doubtful failure was not the request's fault: another worker answered it.
+    pub fn blame_refuted(&self, refuted: RefutedWorker) {
+        match refuted.failure {
+            DoubtfulFailure::Error => self.count_failure(refuted.role, refuted.worker),
+            DoubtfulFailure::Denial => {
+                let candidates = self.table(refuted.role).list();
+                if let Some(denier) = candidates.iter().find(|c| c.id == refuted.worker) {
+                    denier.penalty.lock().record_refuted_denial(now_ms());
+                }
+            }
+        }
+    }
+
+    /// A failure of this worker was not the request's fault.
     pub fn count_failure(&self, role: Role, id: WorkerId) {
         if let Some(candidate) = self.table(role).list().iter().find(|c| c.id == id) {
             candidate.count(RequestOutcome::Failure);

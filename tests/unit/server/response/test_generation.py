@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from baton.errors import EngineError, KvTransferFailed, RequestTimeout
 from baton.sched.metrics.histogram import GAP_BUCKETS
-from baton.sched.types.events import EmittedTokens
+from baton.sched.types.events import EmittedTokens, RowError
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from baton.server.observability.metrics import EngineMetrics
@@ -315,7 +315,7 @@ def test_error_comes_after_what_was_there_and_stops_the_other_items(
 ) -> None:
     async def run() -> None:
         g, ranks = begin(accept(2, TextRules(), -1), tokenizer, dialect=Dialect.COMPLETIONS)
-        error = ("kv_transfer_failed", "PEER_DEAD")
+        error = RowError("kv_transfer_failed", "PEER_DEAD")
         row = EmittedTokens(1, (260,), None, 1)
         ranks.feed([row, EmittedTokens(2, (), FinishReason.ERROR, 0, error=error)])
         assert ranks.aborted == [1], "the failed item has no handle any more"

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from baton.config import EngineConfig
-from baton.sched.types.events import EmittedTokens, new_token
+from baton.sched.types.events import EmittedTokens, RowError, new_token
 from baton.sched.types.plan import PromptLogprobs, TokenLogprobs
 from baton.sched.types.request import FinishReason
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
@@ -43,7 +43,7 @@ def test_token_batch_round_trips() -> None:
             )
         ),
         EmittedTokens(
-            9, (), FinishReason.ERROR, 0, error=("timeout", "too late"), retry_after_secs=4
+            9, (), FinishReason.ERROR, 0, error=RowError("timeout", "too late"), retry_after_secs=4
         ),
         EmittedTokens(8, (), None, 0, prompt_logprobs=PromptLogprobs(1, 2, 0, b"sixteen bytes...")),
     ]

@@ -19,16 +19,17 @@ use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-use crate::dialect::{
-    AnswerCountPlace, Dialect, PromptKind, PromptLogprobsForm, SessionKeyField, resume,
-};
+use crate::dialect::{AnswerCountPlace, Dialect, PromptKind, PromptLogprobsForm, SessionKeyField};
 use crate::prompt::PromptTruncation;
 
 pub use prompt_logprobs::PromptLogprobs;
 use prompt_logprobs::PromptLogprobsFields;
+use router_fields::is_router_field;
 
 /// Fields that ask for logprobs of the prompt.
 mod prompt_logprobs;
+/// Fields and headers that only routers set.
+pub mod router_fields;
 
 /// Most answers one request may ask for (prompts × n): the rooms of a request are one array.
 const MAX_ITEMS: usize = 4096;
@@ -124,37 +125,26 @@ pub struct RequestDeadlines {
     pub whole: Option<u64>,
 }
 
-/// Groups of members that the router sets; when it does, a client's are left out.
+/// Groups of members that the router sets or leaves out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ManagedField {
-    Bootstrap,
-    Rank,
+    /// Members that only routers set ([`router_fields`]): a client's are always left out.
+    Router,
     /// How much of an answer, and in which form: a vLLM prefill worker is asked for one token.
     Output,
-    /// vLLM's counterpart of `Bootstrap`.
-    KvParams,
     /// The client's deadlines: another attempt is sent what is left of them.
     Deadlines,
-    /// The beginning of an answer ([`resume`]).
-    Resume,
 }
 
 impl ManagedField {
-    /// Group of a member, if the router sets it.
+    /// Group of a member, if the router sets it or leaves it out.
     fn of_name(name: &str) -> Option<Self> {
         match name {
-            "bootstrap_host" | "bootstrap_port" | "bootstrap_room" => Some(Self::Bootstrap),
-            "data_parallel_rank"
-            | "data_parallel_rank_decode"
-            | "routed_dp_rank"
-            | "disagg_prefill_dp_rank" => Some(Self::Rank),
             "stream" | "stream_options" | "max_tokens" | "max_completion_tokens" | "min_tokens" => {
                 Some(Self::Output)
             }
-            "kv_transfer_params" => Some(Self::KvParams),
             TTFT_DEADLINE | DEADLINE => Some(Self::Deadlines),
-            resume::FIELD => Some(Self::Resume),
-            _ => None,
+            _ => is_router_field(name).then_some(Self::Router),
         }
     }
 }
@@ -182,9 +172,11 @@ impl BodyIndex {
         parts.filter_map(|(name, span)| Some((name, &body[span.clone()?])))
     }
 
-    /// True if the client sent a member of this group.
-    pub fn has(&self, group: ManagedField) -> bool {
-        self.ours.iter().any(|(its, _)| *its == group)
+    /// True if the client sent a member that only routers set.
+    pub fn has_router_fields(&self) -> bool {
+        self.ours
+            .iter()
+            .any(|(group, _)| *group == ManagedField::Router)
     }
 
     /// The prompt's JSON; empty without one.
@@ -219,8 +211,8 @@ impl BodyIndex {
         Some(rows.concat())
     }
 
-    /// Pieces of the body that a worker gets: the client's bytes without its own fields of the
-    /// groups in `replaced`, then `added` (`,"name":value`; only to a body with members that stay)
+    /// Pieces of the body that a worker gets: the client's bytes without fields of routers and
+    /// without its own fields of the groups in `replaced`, then `added` (`,"name":value`; only to a body with members that stay)
     /// and `fields` (`"name":value,…`, no braces), then `}`. Pieces may be empty.
     pub fn splice(
         &self,
@@ -232,7 +224,7 @@ impl BodyIndex {
         let out = self
             .ours
             .iter()
-            .filter(|(group, _)| replaced.contains(group));
+            .filter(|(group, _)| *group == ManagedField::Router || replaced.contains(group));
         let out: Vec<_> = out.map(|(_, span)| span.clone()).collect();
         let has_members = self.count > out.len();
         let mut tail = String::with_capacity(fields.len() + 2);
@@ -241,17 +233,8 @@ impl BodyIndex {
         }
         tail.push_str(fields);
         tail.push('}');
-        let spans = spans_with_commas(body, out);
-        let last_end = spans.last().map_or(0, |span| span.end);
-        let mut from = 0;
-        let kept = spans.into_iter().map(move |span| {
-            let piece = body.slice(from..span.start.max(from));
-            from = span.end;
-            piece
-        });
-        let rest = body.slice(last_end..self.close);
         let added = added.cloned().unwrap_or_default();
-        kept.chain([rest, added, Bytes::from(tail)])
+        pieces_without(body, out, self.close).chain([added, Bytes::from(tail)])
     }
 }
 
@@ -438,6 +421,23 @@ impl<'a> TopLevelFields<'a> {
             count: self.count,
         })
     }
+}
+
+/// Pieces of a body up to `close` without the members in `spans`.
+fn pieces_without(
+    body: &Bytes,
+    spans: Vec<Range<usize>>,
+    close: usize,
+) -> impl Iterator<Item = Bytes> {
+    let spans = spans_with_commas(body, spans);
+    let last_end = spans.last().map_or(0, |span| span.end);
+    let mut from = 0;
+    let kept = spans.into_iter().map(move |span| {
+        let piece = body.slice(from..span.start.max(from));
+        from = span.end;
+        piece
+    });
+    kept.chain([body.slice(last_end..close)])
 }
 
 /// Spans run from the end of the member before (so they begin with its comma). The members at the

@@ -3,12 +3,7 @@ use super::*;
 fn spliced(body: &str, fields: &str) -> String {
     let bytes = Bytes::copy_from_slice(body.as_bytes());
     let scan = BodyIndex::of(&bytes, Dialect::Chat).unwrap();
-    joined(scan.splice(
-        &bytes,
-        &[ManagedField::Bootstrap, ManagedField::Rank],
-        None,
-        fields,
-    ))
+    joined(scan.splice(&bytes, &[], None, fields))
 }
 
 fn joined(pieces: impl Iterator<Item = Bytes>) -> String {
@@ -118,27 +113,27 @@ fn added_members_stand_before_the_fields_and_once() {
         ("", r#"{"a":1,"input_ids":[1,2]}"#),
         (r#""x":0"#, r#"{"a":1,"input_ids":[1,2],"x":0}"#),
     ] {
-        let pieces = scan.splice(&body, &[ManagedField::Rank], Some(&added), fields);
+        let pieces = scan.splice(&body, &[], Some(&added), fields);
         assert_eq!(joined(pieces), expected);
     }
 }
 
 #[test]
-fn only_the_groups_that_are_replaced_go() {
-    let body = Bytes::from_static(br#"{"routed_dp_rank":1,"bootstrap_room":2,"a":3}"#);
+fn fields_of_routers_always_go_and_others_where_they_are_replaced() {
+    let body = Bytes::from_static(br#"{"routed_dp_rank":1,"stream":true,"deadline_ms":2,"a":3}"#);
     let scan = BodyIndex::of(&body, Dialect::Chat).unwrap();
     let spliced =
         |replaced: &[ManagedField]| joined(scan.splice(&body, replaced, None, r#""x":0"#));
     assert_eq!(
-        spliced(&[ManagedField::Bootstrap]),
-        r#"{"routed_dp_rank":1,"a":3,"x":0}"#
+        spliced(&[]),
+        r#"{"stream":true,"deadline_ms":2,"a":3,"x":0}"#
     );
     assert_eq!(
-        spliced(&[ManagedField::Rank]),
-        r#"{"bootstrap_room":2,"a":3,"x":0}"#
+        spliced(&[ManagedField::Output]),
+        r#"{"deadline_ms":2,"a":3,"x":0}"#
     );
     assert_eq!(
-        spliced(&[ManagedField::Rank, ManagedField::Bootstrap]),
+        spliced(&[ManagedField::Output, ManagedField::Deadlines]),
         r#"{"a":3,"x":0}"#
     );
 }

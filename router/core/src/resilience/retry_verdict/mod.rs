@@ -157,16 +157,30 @@ enum RequestPacing {
     Resuming,
 }
 
+/// Failure of a worker that may be the request's own fault, until another worker answers it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DoubtfulFailure {
+    /// The worker denied the request (401, 403, 404, 405).
+    Denial,
+    /// An unexplained error.
+    Error,
+}
+
+/// Worker whose failure was its own fault, since another worker answered the request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RefutedWorker {
+    pub role: Role,
+    pub worker: WorkerId,
+    pub failure: DoubtfulFailure,
+}
+
 /// State of the second opinion on a failure that may be the request's own fault.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum SecondOpinion {
     #[default]
     NotAsked,
-    /// Another worker was asked after a denial.
-    AskedAfterDenial,
-    /// Another worker was asked after an unexplained error of this one, which is to blame if the
-    /// request is answered.
-    AskedAfterError { role: Role, worker: WorkerId },
+    /// Another worker was asked; this one is to blame if the request is answered.
+    Asked(RefutedWorker),
 }
 
 /// Attempts of one request, as far as they decide about the next one.
@@ -212,12 +226,11 @@ impl RetryHistory {
         }
     }
 
-    /// An attempt was answered. Returns the worker whose unexplained error was its own fault, since
-    /// another worker answered the request.
-    pub fn take_refuted_worker(&mut self) -> Option<(Role, WorkerId)> {
+    /// An attempt was answered. Returns the worker whose doubtful failure was its own fault.
+    pub fn take_refuted_worker(&mut self) -> Option<RefutedWorker> {
         match std::mem::take(&mut self.second_opinion) {
-            SecondOpinion::AskedAfterError { role, worker } => Some((role, worker)),
-            SecondOpinion::NotAsked | SecondOpinion::AskedAfterDenial => None,
+            SecondOpinion::Asked(refuted) => Some(refuted),
+            SecondOpinion::NotAsked => None,
         }
     }
 
@@ -323,20 +336,25 @@ impl RetryHistory {
                 let may_help =
                     is_first_opinion && failure.is_worker_denial && failure.has_other_worker;
                 if may_help {
-                    self.second_opinion = SecondOpinion::AskedAfterDenial;
+                    self.ask_second_opinion(failure, DoubtfulFailure::Denial);
                 }
                 may_help
             }
             RetryClass::Unexplained => {
                 if is_first_opinion {
-                    self.second_opinion = SecondOpinion::AskedAfterError {
-                        role: failure.role,
-                        worker: failure.worker,
-                    };
+                    self.ask_second_opinion(failure, DoubtfulFailure::Error);
                 }
                 is_first_opinion
             }
         }
+    }
+
+    fn ask_second_opinion(&mut self, failure: &FailedAttempt, doubt: DoubtfulFailure) {
+        self.second_opinion = SecondOpinion::Asked(RefutedWorker {
+            role: failure.role,
+            worker: failure.worker,
+            failure: doubt,
+        });
     }
 
     /// True if the request is not to be attempted again.

@@ -257,7 +257,6 @@ fn denial_gets_one_second_opinion_if_it_is_the_workers_own_and_there_is_another(
         scene.decide(&mut history, &denial),
         give_up(GiveUpReason::NotRetryable)
     );
-    assert_eq!(history.take_refuted_worker(), None);
     let without_another = FailedAttempt {
         has_other_worker: false,
         ..denial
@@ -275,6 +274,25 @@ fn denial_gets_one_second_opinion_if_it_is_the_workers_own_and_there_is_another(
 }
 
 #[test]
+fn denial_is_the_workers_if_another_one_answers() {
+    let denial = FailedAttempt {
+        is_worker_denial: true,
+        ..code(ProtocolCode::NotFound)
+    };
+    let mut scene = Scene::new(ALWAYS_GRANTED);
+    let mut history = RetryHistory::default();
+    assert_eq!(history.take_refuted_worker(), None);
+    assert_eq!(scene.decide(&mut history, &denial), AT_ANOTHER);
+    let refuted = RefutedWorker {
+        role: Role::Regular,
+        worker: WorkerId(1),
+        failure: DoubtfulFailure::Denial,
+    };
+    assert_eq!(history.take_refuted_worker(), Some(refuted));
+    assert_eq!(history.take_refuted_worker(), None);
+}
+
+#[test]
 fn unexplained_error_is_the_workers_if_another_one_answers() {
     let error = code(ProtocolCode::InternalError);
     let mut scene = Scene::new(ALWAYS_GRANTED);
@@ -284,7 +302,11 @@ fn unexplained_error_is_the_workers_if_another_one_answers() {
     assert!(is_retry(scene.decide(&mut history, &broken)));
     assert_eq!(
         history.take_refuted_worker(),
-        Some((Role::Regular, WorkerId(1)))
+        Some(RefutedWorker {
+            role: Role::Regular,
+            worker: WorkerId(1),
+            failure: DoubtfulFailure::Error,
+        })
     );
     assert_eq!(history.take_refuted_worker(), None);
 }
