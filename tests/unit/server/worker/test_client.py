@@ -16,7 +16,7 @@ import zmq.asyncio
 from baton._native import AnswerFormat, AnswerTable, FirstToken
 
 from baton.errors import EngineDead, EngineError, QueueFull, RequestTimeout
-from baton.sched.types.events import EmittedTokens
+from baton.sched.types.events import EmittedTokens, RowError
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
 from baton.server.http.lifecycle import NodeState, ServerLifecycle
@@ -234,10 +234,10 @@ def test_error_rows_become_typed_errors(tmp_path: Path) -> None:
         handles = [stage.submit(s, 0) for s in sinks]
         finishes = [4, 4, 3, 4, 4, 4]
         errors = {
-            0: ("queue_full", "full"),
-            1: ("no_such_code", "x"),
-            4: ("queue_timeout", "x"),
-            5: ("deadline", "x"),
+            0: RowError("queue_full", "full", "prompt"),
+            1: RowError("no_such_code", "x"),
+            4: RowError("queue_timeout", "x"),
+            5: RowError("deadline", "x"),
         }
         rows = [(h, [], f) for h, f in zip(handles, finishes, strict=True)]
         await stage.say(batch(rows, error=errors, retry_after_secs={4: 17, 5: 3}))
@@ -251,6 +251,7 @@ def test_error_rows_become_typed_errors(tmp_path: Path) -> None:
             "deadline",
         ]
         assert [s.errors[0].code for s in sinks] == codes
+        assert [s.errors[0].param for s in sinks[:3]] == ["prompt", None, None]
         assert [s.errors[0].retry_after_secs for s in sinks] == [1, None, None, None, 17, None]
 
     play(tmp_path, scene)
