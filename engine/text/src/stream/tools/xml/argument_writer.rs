@@ -8,7 +8,7 @@ use std::mem;
 
 use super::super::callable::CalledTool;
 use super::super::scan::json_text::{push_string_body, quoted};
-use super::super::scan::schema_types::ParameterTypes;
+use super::super::scan::schema_types::{ParameterTypes, json_or_text};
 use crate::stream::parts::AnswerParts;
 
 /// Form of a value that its tag states.
@@ -35,18 +35,26 @@ enum OpenValue {
     },
 }
 
+/// How the raw text of a value becomes JSON.
+#[derive(Debug)]
+enum ValueReading {
+    Text,
+    Json,
+    Typed(ParameterTypes),
+}
+
 #[derive(Debug)]
 struct RawValue {
-    /// `None`: the raw text is the text of a string.
-    types: Option<ParameterTypes>,
+    reading: ValueReading,
     raw: String,
 }
 
 impl RawValue {
     fn to_json(&self) -> String {
-        match &self.types {
-            Some(types) => types.to_json(&self.raw),
-            None => quoted(&self.raw),
+        match &self.reading {
+            ValueReading::Text => quoted(&self.raw),
+            ValueReading::Json => json_or_text(&self.raw),
+            ValueReading::Typed(types) => types.to_json(&self.raw),
         }
     }
 }
@@ -81,17 +89,21 @@ impl ArgumentWriter {
     }
 
     pub fn begin_parameter(&mut self, name: &str, form: ValueForm, out: &mut AnswerParts) {
-        let types = match form {
+        let reading = match form {
             ValueForm::BySchema => {
                 let types = ParameterTypes::of_parameter(&self.tool.parameters, name);
-                (!types.is_text_only()).then_some(types)
+                if types.is_text_only() {
+                    ValueReading::Text
+                } else {
+                    ValueReading::Typed(types)
+                }
             }
-            ValueForm::Json => Some(ParameterTypes::Unknown),
-            ValueForm::Text => None,
+            ValueForm::Json => ValueReading::Json,
+            ValueForm::Text => ValueReading::Text,
         };
-        let is_text = types.is_none();
+        let is_text = matches!(reading, ValueReading::Text);
         let raw = RawValue {
-            types,
+            reading,
             raw: String::new(),
         };
         let repeated = self.written.iter().position(|other| other.name == name);
