@@ -1,13 +1,13 @@
 """Our readers against those of vLLM, SGLang, Dynamo, smg and openai-harmony, on the same answers.
 
-`tests/support/goldens/peer_differences.py` prints the figures and the differences.
+`tests/support/goldens/peers/differences.py` prints the figures and the differences.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.goldens.peer_differences import (
+from tests.support.goldens.peers.differences import (
     ReadCase,
     count_agreement,
     find_differences,

@@ -3,7 +3,7 @@
 //! Standard input has a JSON object per line: the answer, the tools of its request, and the names
 //! of each peer's parsers. Standard output has what each peer reads in it, a line for a line. A
 //! peer without a parser for the format is left out; one that fails has its message as `error`.
-//! `tests/support/goldens/peer_readings.py` writes the one and stores the other.
+//! `tests/support/goldens/peers/readings.py` writes the one and stores the other.
 //!
 //! A server of either peer reads the reasoning first, and the calls in what is left of the answer.
 

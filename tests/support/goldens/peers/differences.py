@@ -1,8 +1,8 @@
 """Where our readers and those of peers differ.
 
-`python -m tests.support.goldens.peer_differences` prints the figures of each format and every difference with its
+`python -m tests.support.goldens.peers.differences` prints the figures of each format and every difference with its
 reason. With `write` it renews `tests/unit/server/text/peers/differences.json`: a difference that is new has no reason
-there, and the test beside the file fails until somebody wrote one.
+there, and the test beside the file fails until it has one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tests.support.goldens.peer_cases import PEERS, PeerCase, PeerFormat, Reading, load_cases
-from tests.support.goldens.read_answers import AnswerReader
+from tests.support.goldens.peers.answer_reader import AnswerReader
+from tests.support.goldens.peers.cases import PEERS, PeerCase, PeerFormat, Reading, load_cases
 
 DIFFERENCES = PEERS / "differences.json"
 GROUP_SIZE = 7

@@ -1,10 +1,10 @@
-"""Golden readings: what the parsers of Dynamo and of smg read in the answers of `peer_cases`.
+"""Golden readings: what the parsers of Dynamo and of smg read in the answers of `cases`.
 
-`python -m tests.support.goldens.peer_readings` builds the program in `peer_parsers/` (411 crates, about ten minutes on
+`python -m tests.support.goldens.peers.readings` builds the program in `program/` (411 crates, about ten minutes on
 one core; no part of the repository's workspace), runs it and writes `tests/unit/server/text/peers/readings.json`. The
 test beside that file compares our readers with all peers; differences that it finds need a reason there.
 
-Other versions of the peers: change `peer_parsers/Cargo.toml`, run `cargo update` in that folder, then this command.
+Other versions of the peers: change `program/Cargo.toml`, run `cargo update` in that folder, then this command.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.goldens.peer_cases import READINGS, PeerCase, PeerFormat, load_answers
+from tests.support.goldens.peers.cases import READINGS, PeerCase, PeerFormat, load_answers
 
-PROGRAM = Path(__file__).with_name("peer_parsers")
+PROGRAM = Path(__file__).with_name("program")
 
 
 @dataclass(frozen=True)

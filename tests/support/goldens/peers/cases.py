@@ -2,7 +2,7 @@
 
 Answers come from four files: `answers.json` beside the test has those written for the purpose, the others are the
 goldens of SGLang (`tool_call_goldens`), vLLM (`vllm_goldens`) and openai-harmony (`harmony_goldens`).
-`readings.json` adds what Dynamo and smg read in all of them (`peer_readings`).
+`readings.json` adds what Dynamo and smg read in all of them (`readings`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.support.goldens.call_writers import NAMES, SCHEMA
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 FAMILIES = ROOT / "engine/text/src/stream/tests/families"
 PEERS = ROOT / "tests/unit/server/text/peers"
 READINGS = PEERS / "readings.json"

@@ -23,7 +23,7 @@ from baton.server.response.answer_spec import (
 )
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.messages import TokenBatch, encoder
-from tests.support.goldens.peer_cases import PeerFormat, Reading, make_reading
+from tests.support.goldens.peers.cases import PeerFormat, Reading, make_reading
 from tests.support.models import tiny_model
 from tests.support.models.streamed_text import HANDLE, stream_spec
 
