@@ -5,6 +5,7 @@ use serde_json::Value;
 use super::super::scan::json_text::quoted;
 use super::super::scan::python_literal::{python_dict_members, python_literal_to_json};
 use super::super::scan::schema_types::{JsonType, ParameterTypes};
+use super::expression_syntax::is_expression;
 
 /// Name and value of an argument; no name if it is positional, no text if there is no argument, as
 /// behind a trailing comma.
@@ -86,6 +87,12 @@ pub fn is_readable_argument(text: &str, is_last: bool) -> bool {
         return python_dict_members(dict).is_some();
     }
     value_to_json(value, &ParameterTypes::Unknown).is_some()
+}
+
+/// True if Python reads an expression in the argument, of whatever value.
+pub fn is_python_argument(text: &str) -> bool {
+    let (_, value) = split_argument(text);
+    is_expression(value.trim_start_matches('*'))
 }
 
 /// Arguments of one call so far.

@@ -14,7 +14,7 @@ use super::super::reader::ToolReader;
 use super::super::scan::held_lexemes::{HeldLexemes, PatternCursor, PatternMatch, PatternMismatch};
 use super::super::scan::line_tracker::LineTracker;
 use super::super::scan::reader_step::ReaderStep;
-use super::call_arguments::{ArgumentList, is_readable_argument};
+use super::call_arguments::{ArgumentList, is_python_argument, is_readable_argument};
 use super::call_list::{
     BLOCK_BEGIN, BLOCK_END, ListForm, MARKERS, PYTHON_END, PYTHON_START, match_arguments_begin,
     read_end_marker, read_list_begin, read_list_end, read_next_name,
@@ -235,9 +235,12 @@ impl PythonicReader {
         self.push_call(&complete, out);
     }
 
-    /// Reads on in a call that Python does not read.
+    /// Reads on in a call that has no meaning with its last argument.
     fn break_call(&mut self, form: ListForm, call: OpenCall, out: &mut AnswerParts) -> PythonStep {
-        let may_be_repaired = call.argument.raw.contains(['\'', '"']);
+        let argument = &call.argument.raw;
+        let has_quote = argument.contains(['\'', '"']);
+        // Python reads `'a' + 'b'`: its quotes are no text.
+        let may_be_repaired = has_quote && !is_python_argument(argument);
         if may_be_repaired {
             return PythonStep::Continue(PythonState::Broken(form, call.text));
         }

@@ -95,11 +95,23 @@ impl ParameterTypes {
     }
 }
 
+/// JSON text for a raw text that is meant to be JSON.
+pub fn json_or_text(raw: &str) -> String {
+    let trimmed = raw.trim();
+    if is_json(trimmed) {
+        return trimmed.to_owned();
+    }
+    ParameterTypes::Unknown.to_json(raw)
+}
+
+fn is_json(text: &str) -> bool {
+    serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok()
+}
+
 /// Readings of a raw text as a JSON value: as JSON, and as a Python literal.
 fn json_candidates(raw: &str) -> Vec<String> {
     let trimmed = raw.trim();
-    let is_json = serde_json::from_str::<serde::de::IgnoredAny>(trimmed).is_ok();
-    if is_json {
+    if is_json(trimmed) {
         return vec![trimmed.to_owned()];
     }
     python_literal_to_json(trimmed).into_iter().collect()
