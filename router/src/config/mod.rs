@@ -34,7 +34,7 @@ pub use docs::{flags_markdown, flags_to_complete};
 
 pub use keys::{ControlKey, KeyRole};
 pub use kv_events::{KvEventEndpoint, KvEventFlags, KvEventsMode};
-pub use limits::LimitFlags;
+pub use limits::{AddressBlock, LimitFlags};
 pub use observe::{ObservabilityFlags, TraceEndpoint, TraceProtocol};
 pub use tls::TlsFlags;
 pub use tokens::TokenizerFlags;
@@ -92,6 +92,10 @@ pub struct ListenFlags {
     /// Port the router listens on; 0 picks a free one, which the log names
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
+    /// Answer the health paths on this port of --host too, over HTTP without TLS, so that clients
+    /// cannot take the connections of probes; 0 picks a free one
+    #[arg(long, value_name = "PORT")]
+    pub health_port: Option<u16>,
     /// Require 'Authorization: Bearer KEY' on all but health paths and /metrics; also sent to
     /// workers by health checks
     #[arg(long, value_name = "KEY")]

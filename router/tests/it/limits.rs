@@ -14,13 +14,13 @@ use tokio::net::TcpStream;
 use crate::support::{Act, Client, End, Mock, Router, TOKEN, chat, eventually, timed};
 
 /// All that comes until the router closes.
-async fn rest(stream: &mut TcpStream) -> String {
+pub async fn rest(stream: &mut TcpStream) -> String {
     let mut all = Vec::new();
     let _ = stream.read_to_end(&mut all).await; // a reset is an end, too
     String::from_utf8_lossy(&all).into_owned()
 }
 
-async fn cuts(router: &Router, reason: &str) -> f64 {
+pub async fn cuts(router: &Router, reason: &str) -> f64 {
     let line = format!("baton_router_client_cuts_total{{reason=\"{reason}\"}}");
     router.metric(&line).await
 }
@@ -129,39 +129,6 @@ async fn head_too_long_is_a_431() {
     .await;
 }
 
-#[tokio::test]
-async fn connections_beyond_the_limit_wait_for_a_place() {
-    timed(async {
-        let router = Router::start(&["--max-connections", "1"]).await;
-        let mut first = Client::connect(router.running.addr).await;
-        let get = |client: Client| async move {
-            let mut client = client;
-            let answer = client.send(Method::GET, "/health", &[], "").await;
-            answer.read().await.status
-        };
-        let answer = first.send(Method::GET, "/metrics", &[], "").await;
-        let text = answer.read().await.text();
-        assert!(text.contains("baton_router_client_connections 1"), "{text}");
-        // The kernel accepts it, the router does not.
-        let second = Client::connect(router.running.addr).await;
-        // So do as many as a burst brings.
-        let somaxconn = std::fs::read_to_string("/proc/sys/net/core/somaxconn").unwrap();
-        let mut burst = Vec::new();
-        for _ in 0..300.min(somaxconn.trim().parse().unwrap()) - 1 {
-            burst.push(TcpStream::connect(router.running.addr).await.unwrap());
-        }
-        let waiting = tokio::spawn(get(second));
-        for _ in 0..20 {
-            let answer = first.send(Method::GET, "/health", &[], "").await;
-            assert_eq!(answer.read().await.status, 200);
-        }
-        assert!(!waiting.is_finished());
-        drop(first);
-        assert_eq!(waiting.await.unwrap(), 200);
-    })
-    .await;
-}
-
 // ---- HTTP/2 ----
 
 pub struct H2(SendRequest<Full<Bytes>>);
@@ -180,8 +147,15 @@ impl H2 {
         H2(sender)
     }
 
-    async fn connect(router: &Router) -> H2 {
+    pub async fn connect(router: &Router) -> H2 {
         H2::over(TcpStream::connect(router.running.addr).await.unwrap()).await
+    }
+
+    /// Waits until the router has closed the connection.
+    pub async fn closed(mut self) {
+        while self.0.ready().await.is_ok() {
+            tokio::task::yield_now().await;
+        }
     }
 
     pub async fn get(&mut self, path: &str) -> String {

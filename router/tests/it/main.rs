@@ -5,6 +5,7 @@
 mod access;
 mod admin;
 mod compat;
+mod connections;
 mod dialect_failover;
 mod discovery;
 mod docs;

@@ -67,7 +67,12 @@ impl RouteGroup {
 }
 
 fn all_routes() -> Vec<Route> {
-    let groups = [client_routes(), open_routes(), control_routes()];
+    let groups = [
+        client_routes(),
+        health_routes(),
+        open_routes(),
+        control_routes(),
+    ];
     groups.into_iter().flat_map(|group| group.routes).collect()
 }
 
@@ -105,12 +110,18 @@ fn client_routes() -> RouteGroup {
     group
 }
 
-/// Routes of probes and of the web page.
-fn open_routes() -> RouteGroup {
+/// Routes of probes.
+fn health_routes() -> RouteGroup {
     let mut group = RouteGroup::new(AccessLevel::Open);
     group.add(&["/health", "/ping"], get(admin::health));
     group.add(&["/livez", "/liveness"], get(admin::live));
     group.add(&["/readyz", "/readiness"], get(admin::ready));
+    group
+}
+
+/// Routes of scrapers and of the web page.
+fn open_routes() -> RouteGroup {
+    let mut group = RouteGroup::new(AccessLevel::Open);
     group.add(&["/metrics"], get(admin::metrics));
     group.add(&["/"], get(admin::index));
     group.add(&["/version"], get(admin::version));
@@ -184,6 +195,18 @@ pub fn router(app: Arc<AppState>) -> Router {
 pub fn metrics_router(app: Arc<AppState>) -> Router {
     Router::new()
         .route("/metrics", get(admin::metrics))
+        .fallback(not_found)
+        .method_not_allowed_fallback(method_not_allowed)
+        .with_state(app)
+}
+
+/// Only the health paths, for --health-port.
+pub fn health_router(app: Arc<AppState>) -> Router {
+    let add = |all: Router<Arc<AppState>>, (path, _, methods): Route| all.route(path, methods);
+    health_routes()
+        .routes
+        .into_iter()
+        .fold(Router::new(), add)
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
         .with_state(app)
