@@ -1,4 +1,4 @@
-"""One engine of `baton up`: its role, its ports and its command line."""
+"""Engine of `baton up`: its role, its ports and its command line."""
 
 from __future__ import annotations
 

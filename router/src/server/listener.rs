@@ -223,6 +223,7 @@ async fn run(
     if let Some(tls) = terms.tls.take() {
         let tls = tls.borrow().clone();
         let handshake = tokio::select! {
+            biased;
             handshake = timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)) => handshake,
             () = place.until_claimed() => return terms.cut("displaced"),
             _ = closing.changed() => return,
@@ -241,6 +242,7 @@ async fn run(
         return serve_h1(stream, client, terms, watcher, place).await;
     }
     let is_h2 = tokio::select! {
+        biased;
         is_h2 = speaks_h2(&stream, &terms) => is_h2,
         () = place.until_claimed() => return terms.cut("displaced"),
         _ = closing.changed() => return,

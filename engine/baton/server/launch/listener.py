@@ -60,19 +60,22 @@ class ConnectionLimits:
 
 def fit_descriptors(wanted: int) -> int:
     """Raises the limit of open files as far as it goes; returns how many of `wanted` connections fit it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard == resource.RLIM_INFINITY:
+        limit = hard
+    except (OSError, ValueError) as err:  # some sandboxes refuse it
+        log.warning("cannot raise the limit of open files from %d to %d: %s", limit, hard, err)
+    if limit == resource.RLIM_INFINITY:
         return wanted
-    fitting = max(hard - RESERVED_DESCRIPTORS, hard // 2, 1)
+    fitting = max(limit - RESERVED_DESCRIPTORS, limit // 2, 1)
     if fitting < wanted:
         log.warning(
             "--max-connections is lowered from %d to %d, so that it fits the limit of open files, %d; raise the limit "
             "(ulimit -Hn)",
             wanted,
             fitting,
-            hard,
+            limit,
         )
     return min(wanted, fitting)
 

@@ -16,7 +16,7 @@ import pytest
 from tests.support.processes.cluster import eventually
 from tests.support.processes.front import FakeEngine, fake_engine, model, script_fields
 
-HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 SECS = 60.0
 """Far above what any wait here takes."""
 
@@ -42,7 +42,7 @@ class Clients:
         """A request whose answer ends when `gate` exists."""
         fields = script_fields(hold=str(gate), reply="a")
         body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 1, **fields}).encode()
-        headers = f"host: x\r\nconnection: close\r\ncontent-length: {len(body)}"
+        headers = f"host: localhost\r\nconnection: close\r\ncontent-length: {len(body)}"
         connection = self.connect(engine)
         connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
         return connection
@@ -77,7 +77,7 @@ def until_closed(connection: socket.socket) -> None:
 
 def ask(connection: socket.socket, target: str = "/livez") -> int:
     """Status of a request on an open connection."""
-    connection.sendall(f"GET {target} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+    connection.sendall(f"GET {target} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
     answer = http.client.HTTPResponse(connection)
     answer.begin()
     answer.read()
