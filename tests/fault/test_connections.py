@@ -20,7 +20,7 @@ from tests.support.processes.front import FakeEngine, fake_engine, model, script
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 SECS = 120.0
 MIB = 1 << 20
 

@@ -20,6 +20,7 @@ mod tokens;
 mod unsupported_flags;
 mod workers;
 
+use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
@@ -109,6 +110,10 @@ pub struct ListenFlags {
     /// Origins a browser page may call from; '*' allows all
     #[arg(long, value_name = "ORIGIN", num_args = 0.., value_delimiter = ',')]
     pub cors_allowed_origins: Vec<String>,
+    /// Without --api-key: names by which this router may be asked besides addresses, localhost and,
+    /// beyond loopback, names without a dot; '*' allows all
+    #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    pub allowed_hosts: Vec<String>,
     /// Headers that may carry the request id; the first one present is used [default: x-request-id
     /// x-correlation-id x-trace-id request-id]
     #[arg(long, value_name = "HEADER", num_args = 1.., value_delimiter = ',')]
@@ -120,6 +125,15 @@ pub struct ListenFlags {
     /// On SIGTERM wait this long for running requests [s]
     #[arg(long, default_value_t = 180, value_name = "SECS")]
     pub shutdown_grace_period_secs: u64,
+}
+
+impl ListenFlags {
+    /// True if other machines cannot reach the router.
+    pub fn is_on_loopback(&self) -> bool {
+        let address = self.host.parse::<IpAddr>();
+        self.host == "localhost"
+            || address.is_ok_and(|address| address.to_canonical().is_loopback())
+    }
 }
 
 #[derive(Debug, Clone, Args)]
@@ -422,6 +436,13 @@ impl RouterConfig {
         for origin in &self.listen.cors_allowed_origins {
             if http::HeaderValue::try_from(origin.as_str()).is_err() {
                 errors.push(format!("--cors-allowed-origins {origin}: not an origin"));
+            }
+        }
+        for name in &self.listen.allowed_hosts {
+            if name.is_empty() || name.contains(['/', ':', '[']) {
+                errors.push(format!(
+                    "--allowed-hosts {name}: give names without scheme and port; addresses are allowed"
+                ));
             }
         }
         errors.extend(self.between_groups().map(str::to_owned));

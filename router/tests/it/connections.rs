@@ -58,7 +58,7 @@ async fn connections_without_a_request_give_their_places_and_streams_keep_theirs
             let source = format!("127.0.0.{}", 2 + i % 20);
             let mut one = connect_from(&source, router.running.addr).await;
             if i % 2 == 0 {
-                let half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\n";
+                let half = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n";
                 one.write_all(half).await.unwrap();
             }
             silent.push(one);
@@ -86,7 +86,7 @@ async fn client_waits_for_a_place_while_all_connections_have_requests() {
         assert_eq!(stream.piece().await.unwrap(), TOKEN);
         // The kernel accepts it, and so many others as a burst brings.
         let mut waiting = connect_from("127.0.2.1", router.running.addr).await;
-        let request = b"GET /livez HTTP/1.1\r\nhost: r\r\nconnection: close\r\n\r\n";
+        let request = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n";
         waiting.write_all(request).await.unwrap();
         let mut waiting = tokio::spawn(async move { rest(&mut waiting).await });
         let somaxconn = std::fs::read_to_string("/proc/sys/net/core/somaxconn").unwrap();

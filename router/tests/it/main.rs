@@ -4,6 +4,7 @@
 
 mod access;
 mod admin;
+mod browsers;
 mod compat;
 mod connections;
 mod dialect_failover;
