@@ -109,6 +109,7 @@ def check_ports(objects: Sequence[Object]) -> Problems:
         args = arguments(workload, objects)
         flags = {
             "http": "--port",
+            "health": "--health-port",
             "bootstrap": "--disaggregation-bootstrap-port",
             "transfer": "--transfer-port",
         }
@@ -213,13 +214,14 @@ def open_paths(role: str) -> set[str]:
     if role != "router":
         return set(app.OPEN_PATHS)
     source = (ROOT / "router" / "src" / "server" / "api" / "mod.rs").read_text()
-    _, _, behind = source.partition("fn open_routes()")
+    _, _, behind = source.partition("fn health_routes()")
     function, _, _ = behind.partition("\n}\n")
     return set(re.findall(r'"(/\w+)"', function))
 
 
 def check_probes(objects: Sequence[Object]) -> Problems:
-    """Startup and readiness ask /readyz, liveness /livez, on the http port; a router may start without workers."""
+    """Startup and readiness ask /readyz, liveness /livez, on the health port, whose connections clients cannot take; a
+    router may start without workers."""
     for role, workload in workloads(objects).items():
         expected = {
             "startupProbe": "/readyz",
@@ -228,17 +230,16 @@ def check_probes(objects: Sequence[Object]) -> Problems:
         }
         if role == "router":
             expected["startupProbe"] = "/livez"
-        has_tls = flag_value(arguments(workload, objects), "--tls-cert-path") is not None
-        scheme = {"scheme": "HTTPS"} if has_tls else {}
         for probe, path in expected.items():
             get = main_container(workload).get(probe, {}).get("httpGet", {})
-            if get != {"path": path, "port": "http", **scheme}:
+            if get != {"path": path, "port": "health"}:
                 yield f"{role}: {probe} asks {get}, not {path}"
             if path not in open_paths(role):
                 yield f"{role}: the program does not serve {path} without a key"
     for role, container in sidecar_engines(objects).items():
         port = int(
-            flag_value(arguments(workloads(objects)["router"], objects, container), "--port") or 0
+            flag_value(arguments(workloads(objects)["router"], objects, container), "--health-port")
+            or 0
         )
         for probe, path in {
             "startupProbe": "/readyz",

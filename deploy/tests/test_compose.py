@@ -93,7 +93,9 @@ def test_router_accepts_its_flags_and_finds_the_engines(services: dict[str, Any]
     port = port_of("router", "http")
     assert f"--port={port}" in command
     assert services["router"]["ports"] == [f"127.0.0.1:{port}:{port}"]
-    assert f"/dev/tcp/127.0.0.1/{port} " in services["router"]["healthcheck"]["test"][-1]
+    health = port_of("router", "health")
+    assert f"--health-port={health}" in command
+    assert f"/dev/tcp/127.0.0.1/{health} " in services["router"]["healthcheck"]["test"][-1]
     assert f"--shutdown-grace-period-secs={timing()['ROUTER_DRAIN_SECONDS']}" in command
 
 
@@ -115,7 +117,8 @@ def test_engine_accepts_its_flags_and_uses_the_common_ports(
     parsed = engine_config(command[1:])
     assert parsed.disaggregation_mode == role
     assert parsed.port == port_of(role, "http")
-    assert f":{parsed.port}/readyz" in services[name]["healthcheck"]["test"][-1]
+    assert parsed.health_port == port_of(role, "health")
+    assert f":{parsed.health_port}/readyz" in services[name]["healthcheck"]["test"][-1]
     assert parsed.drain_timeout_secs == timing()["ENGINE_DRAIN_SECONDS"]
     if role == "prefill":
         assert parsed.disaggregation_bootstrap_port == port_of("prefill", "bootstrap")

@@ -104,6 +104,10 @@ def _liveness_on_readyz(objects: list[Object]) -> None:
     main_container(workloads(objects)["prefill"])["livenessProbe"]["httpGet"]["path"] = "/readyz"
 
 
+def _liveness_on_port_of_clients(objects: list[Object]) -> None:
+    main_container(workloads(objects)["router"])["livenessProbe"]["httpGet"]["port"] = "http"
+
+
 def _no_startup_probe(objects: list[Object]) -> None:
     del main_container(workloads(objects)["prefill"])["startupProbe"]
 
@@ -173,6 +177,11 @@ FAULTS: dict[str, tuple[Callable[[list[Object]], None], str, str]] = {
         _liveness_on_readyz,
         "kube.probes",
         "deployment/prefill: its liveness probe asks /readyz",
+    ),
+    "port": (
+        _liveness_on_port_of_clients,
+        "kube.probes",
+        "deployment/router: a probe asks a port of clients",
     ),
     "startup": (
         _no_startup_probe,

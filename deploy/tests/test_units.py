@@ -65,6 +65,7 @@ def test_router_accepts_the_command_of_its_unit() -> None:
     assert program.endswith("/baton-router")
     check_router_flags(args)
     assert f"--port={port_of('router', 'http')}" in args
+    assert f"--health-port={port_of('router', 'health')}" in args
     assert f"--shutdown-grace-period-secs={timing()['ROUTER_DRAIN_SECONDS']}" in args
 
 

@@ -37,6 +37,18 @@ pub enum RouteError {
     InvalidControlKey,
     #[error("key {id} has the role user; this path needs the role admin")]
     Forbidden { id: String },
+    #[error(
+        "a page of {origin} may not send {method} {path}; name its origin in --cors-allowed-origins if it may"
+    )]
+    ForeignOrigin {
+        origin: String,
+        method: String,
+        path: String,
+    },
+    #[error(
+        "this router has no --api-key and is not known as {host}; ask it by its address, or start it with --allowed-hosts NAME or a key"
+    )]
+    HostNotAllowed { host: String },
     #[error("no such path: {path}; GET /openapi.json lists the paths")]
     NotFound { path: String },
     #[error(
@@ -219,6 +231,8 @@ impl RouteError {
             }
             InvalidApiKey | InvalidControlKey => ("invalid_api_key", 401),
             Forbidden { .. } => ("forbidden", 403),
+            ForeignOrigin { .. } => ("foreign_origin", 403),
+            HostNotAllowed { .. } => ("host_not_allowed", 403),
             NotFound { .. }
             | NoRequestPath { .. }
             | NoTokenCount

@@ -73,7 +73,7 @@ def malformed_bodies(victim: Victim) -> None:
 
 def bodies_that_never_come(victim: Victim) -> None:
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
         f"content-type: application/json\r\ncontent-length: {32 * MIB}\r\n\r\n"
     ).encode()
     with contextlib.ExitStack() as stack:
@@ -96,7 +96,7 @@ def aborted_requests(victim: Victim) -> None:
                 ignore_eos=True,
             )
             head = (
-                f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+                f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
             ).encode()
             data = head + body

@@ -86,6 +86,7 @@ SECOND_FLOOR = {
         "smoke_test",
         "holdings",
         "drill",
+        "cluster_node",
         "local_cluster",
     ),
     "engine/baton_ops/bench": (
@@ -200,6 +201,7 @@ SECOND_FLOOR = {
     ),
     "router/src/server": (
         "http_util",
+        "connections",
         "header_timeout",
         "head_errors",
         "ui",

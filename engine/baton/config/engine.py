@@ -159,10 +159,29 @@ class EngineConfig:
 
     host: str = opt("127.0.0.1", "address the HTTP server listens on")
     port: int = opt(30000, "port of the HTTP server; 0 picks a free one", ge=0, le=65535)
+    health_port: int | None = opt(
+        None,
+        "answer the health endpoints on this port of --host too, so that clients cannot take the connections of "
+        "probes; 0 picks a free one",
+        ge=0,
+        le=65535,
+    )
     api_key: str | None = opt(
         None,
         "require 'Authorization: Bearer KEY' on all but health endpoints",
         env=SECRETS["api_key"],
+    )
+    max_connections: int = opt(
+        65_536,
+        "most connections at once; a new one closes the one that has waited longest without a request (an address "
+        "with a quarter of them that wait closes its own), or is closed while all have requests",
+        ge=1,
+    )
+    header_read_timeout_secs: float = opt(
+        10.0, "longest time from the first byte of a request's head to its last [s]", gt=0, lt=1e9
+    )
+    idle_connection_timeout_secs: float = opt(
+        90.0, "longest time that a connection may be idle [s]", gt=0, lt=1e9
     )
 
     disaggregation_mode: str = opt(

@@ -331,12 +331,23 @@ def check_probes(view: KubeView) -> Iterator[CheckResult]:
         if "/health_generate" in (readiness, liveness, startup):
             sentence = f"{who}: a probe asks /health_generate, which computes a token and waits behind requests"
             yield warn(sentence, "use /readyz and /livez")
+        health_port = flag_value(arguments(workload, view), "--health-port")
+        if any(_port_of(probe, container) not in (None, health_port) for probe in probes):
+            sentence = f"{who}: a probe asks a port of clients, who can take all its connections"
+            yield warn(sentence, "probe the port of --health-port")
         if is_engine and container.get("livenessProbe") and not container.get("startupProbe"):
             sentence = f"{who} has a liveness probe and no startup probe: a slow load may be taken for a hang"
             yield warn(
                 sentence, "startupProbe: httpGet /readyz, failureThreshold for the longest load"
             )
     yield ok(f"probes of {len(view.workloads)} workloads ask the right paths")
+
+
+def _port_of(probe: Object, container: Object) -> str | None:
+    """Number of the port that a probe asks over HTTP; None: it asks otherwise."""
+    port = probe.get("httpGet", {}).get("port")
+    numbers = {named.get("name"): named["containerPort"] for named in container.get("ports", [])}
+    return None if port is None else str(numbers.get(port, port))
 
 
 @add_check(KUBE_CHECKS, "kube.grace")

@@ -19,7 +19,14 @@ from baton.config.flags import (
 from baton.errors import ConfigError
 
 PROG = "baton up"
-PER_NODE = {"host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "transfer_port"}
+PER_NODE = {
+    "host",
+    "port",
+    "health_port",
+    "disaggregation_mode",
+    "disaggregation_bootstrap_port",
+    "transfer_port",
+}
 """Engine flags that `up` sets itself, different for each node."""
 _OWN = {
     flag_name(
@@ -29,7 +36,15 @@ _OWN = {
     for name in sorted(PER_NODE - {"host", "port"})
 }
 """Flags of an engine that mean nothing to a whole cluster."""
-_ROUTER_OWN = ("--host", "--port", "--pd-disaggregation", "--prefill", "--decode", "--worker-urls")
+_ROUTER_OWN = (
+    "--host",
+    "--port",
+    "--health-port",
+    "--pd-disaggregation",
+    "--prefill",
+    "--decode",
+    "--worker-urls",
+)
 """Flags of the router that follow from those of `up`."""
 SHARED_WITH_ROUTER = ("enable_trace", "otlp_traces_endpoint", "log_format")
 """Engine flags that the router has too, with the same meaning."""

@@ -27,23 +27,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from baton.config import SECRETS, build_config, uses_four_bytes
 from baton.config.files import read_regular_file, refuse_unwritable_kinds
-from baton.config.flags import exit_with_mistakes, flag_name
+from baton.config.flags import exit_with_mistakes
 from baton.errors import ConfigError
 from baton.models import checkpoint
 from baton.server.launch.process_group import cancel, describe_exit, first_of
 from baton.server.text import model_info
 from baton_ops.clients.http_client import HttpClient
 from baton_ops.clients.instance import OtherProcess, stated_incarnation, wait_until_well
+from baton_ops.launch.cluster_node import ClusterNode, command_words
 from baton_ops.launch.cluster_plan import (
-    MODE,
     PROG,
     ROLES,
     SHARED_WITH_ROUTER,
@@ -73,46 +72,6 @@ ROUTER_PORT_TRIES = 5
 DRAW_SECS = 0.25
 PROGRESS_SECS = 3.0
 """Between two lines about a node that loads its model; small ones are ready sooner."""
-
-
-@dataclass
-class ClusterNode:
-    """Engine of the cluster.
-
-    Port 0 until it has reported the one it got; from then on it keeps it.
-    """
-
-    role: str
-    name: str
-    plan: ClusterPlan
-    port: int = 0
-    bootstrap_port: int = 0
-    child: ChildProcess = field(init=False)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        return self.child.pid
-
-    def argv(self) -> list[str]:
-        node_flags = {
-            "host": "127.0.0.1",
-            "port": self.port,
-            "disaggregation_mode": MODE[self.role],
-        }
-        if self.role == "prefill":
-            node_flags["disaggregation_bootstrap_port"] = self.bootstrap_port
-        threads = (
-            {}
-            if "simulate" in self.plan.engine
-            else {"cpu_threads": max(1, _count_cores() // self.plan.processes)}
-        )
-        shared = {name: value for name, value in self.plan.engine.items() if name not in SECRETS}
-        flags = _command_words({**node_flags, **threads, **self.plan.gpu_share, **shared})
-        return [sys.executable, "-m", "baton_ops.cli", "engine", *flags, *self.plan.args[self.role]]
 
 
 class LocalCluster:
@@ -149,6 +108,8 @@ class LocalCluster:
         self.router = ChildProcess("router", self._router_argv, log_dir / "router.log", env)
         self.host = plan.up.host
         self.port = 0
+        self._router_health_port = 0
+        """Port of its probes, which clients cannot fill; 0 until it has reported the one it got."""
         self._state_text: str | None = None
         """Content of the state file when it was last written."""
 
@@ -186,15 +147,15 @@ class LocalCluster:
         """Restart what dies, until cancelled."""
         await asyncio.gather(
             *(
-                self._keep_alive(
-                    node.child, partial(self._start_node, node), partial(_health_url, node)
-                )
+                self._keep_alive(node.child, partial(self._start_node, node), node.health_url)
                 for node in self.nodes
             ),
             # A restarted router is well when it answers: it may be waiting for a node that is down
             # too.
             self._keep_alive(
-                self.router, partial(self._start_router, "/livez"), lambda: f"{self.url}/livez"
+                self.router,
+                partial(self._start_router, "/livez"),
+                lambda: f"{self.url.rpartition(':')[0]}:{self._router_health_port}/livez",
             ),
         )
 
@@ -278,6 +239,7 @@ class LocalCluster:
         await node.child.start()
         ready = await node.child.until_ready(self.plan.start_timeout_secs)
         node.port = int(ready["url"].rpartition(":")[2])
+        node.health_port = int(ready["health_port"])
         node.bootstrap_port = int(ready.get("bootstrap_port") or 0)
         self._print_line(f"{node.name:<10} ready at {node.url}")
 
@@ -332,6 +294,7 @@ class LocalCluster:
         What answers there before that router has opened its address is another program.
         """
         ready = await self.router.announced()
+        self._router_health_port = int(ready["health_port"])
         try:
             await wait_until_well(url, ready["incarnation"])
         except OtherProcess as err:
@@ -361,6 +324,8 @@ class LocalCluster:
             self.host,
             "--port",
             str(self.port),
+            "--health-port",
+            str(self._router_health_port),
         ]
         # A laptop's cluster comes and goes: probe it every second, and do not linger when it has to
         # stop.
@@ -427,10 +392,6 @@ async def _wait_forever() -> None:
     await asyncio.Event().wait()
 
 
-def _health_url(node: ClusterNode) -> str:
-    return f"{node.url}/health"
-
-
 async def _fail_at_end(child: ChildProcess) -> None:
     raise ChildFailed(f"{child.name} {describe_exit(await child.wait())} just after it was ready")
 
@@ -468,18 +429,6 @@ def _probe_port(host: str, port: int) -> int | None:
         except OSError:
             return None
         return int(probe.getsockname()[1])
-
-
-def _command_words(flags: Mapping[str, object]) -> list[str]:
-    """Command line of flags by their field names; the value of a switch is True."""
-    named = ((flag_name(name), value) for name, value in flags.items())
-    return [
-        word for flag, value in named for word in ([flag] if value is True else [flag, str(value)])
-    ]
-
-
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _indent_text(text: str) -> str:
@@ -608,7 +557,7 @@ def _router_flags(plan: ClusterPlan) -> list[str]:
         name: getattr(plan.up, name) for name in ("policy", "prefill_policy", "decode_policy")
     }
     return (
-        _command_words({name: value for name, value in (shared | policies).items() if value})
+        command_words({name: value for name, value in (shared | policies).items() if value})
         + plan.args["router"]
     )
 

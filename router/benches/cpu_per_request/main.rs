@@ -295,7 +295,7 @@ fn ask(name: &str, bytes: usize, stream: bool) -> Request<Full<Bytes>> {
         "{{\"model\":\"m\",\"stream\":{stream},\"messages\":[{{\"role\":\"user\",\"content\":\"{prompt}\"}}]}}"
     );
     Request::post("/v1/chat/completions")
-        .header("host", "router")
+        .header("host", "localhost")
         .header("content-type", "application/json")
         .body(Full::new(Bytes::from(body)))
         .expect("a request")

@@ -1,5 +1,7 @@
 //! Limits: what a client may take, how long it may take it, and how many at once.
 
+use std::net::IpAddr;
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
@@ -20,11 +22,21 @@ pub struct LimitFlags {
     /// Longest head of a request accepted; a longer one is answered 431 [bytes]
     #[arg(long, default_value_t = 262_144, value_name = "BYTES")]
     pub max_header_bytes: usize,
-    /// Most connections of clients at once; more wait in the kernel's queue
+    /// Most connections of clients at once; a new one closes the one that has waited longest
+    /// without a request, or waits in the kernel's queue while all have requests
     #[arg(long, default_value_t = 65_536, value_name = "N")]
     pub max_connections: usize,
+    /// Most connections of one client address (of one /64 network with IPv6), by which it closes
+    /// its own; more with requests are closed at once; 0: no limit [default: a quarter of
+    /// --max-connections]
+    #[arg(long, value_name = "N")]
+    pub max_connections_per_address: Option<usize>,
+    /// Addresses, or blocks like 10.0.0.0/8, of load balancers and gateways that connect for many
+    /// clients: --max-connections-per-address is not for them
+    #[arg(long, value_name = "ADDRESS", num_args = 1.., value_delimiter = ',')]
+    pub trusted_proxies: Vec<AddressBlock>,
     /// Longest time from the first byte of a request's head to its last [s]
-    #[arg(long, default_value_t = 30, value_name = "SECS")]
+    #[arg(long, default_value_t = 10, value_name = "SECS")]
     pub header_read_timeout_secs: u64,
     /// Longest time that a client's connection may be idle; longer than that of load balancers in
     /// front (60 s) [s]
@@ -125,6 +137,15 @@ impl LimitFlags {
         }
     }
 
+    /// `None`: an address may have all connections.
+    pub fn connections_per_address(&self) -> Option<usize> {
+        match self.max_connections_per_address {
+            Some(0) => None,
+            Some(given) => Some(given),
+            None => Some((self.max_connections / 4).max(1)),
+        }
+    }
+
     pub fn header_read_timeout(&self) -> Duration {
         Duration::from_secs(self.header_read_timeout_secs)
     }
@@ -135,5 +156,104 @@ impl LimitFlags {
 
     pub fn stall_timeout(&self) -> Duration {
         Duration::from_secs(self.stream_body_stall_timeout_secs)
+    }
+}
+
+/// The addresses that begin with the same bits: `10.0.0.0/8`, or one address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AddressBlock {
+    first: IpAddr,
+    prefix_bits: u32,
+}
+
+impl AddressBlock {
+    /// An IPv4 address is in an IPv4 block in either of its forms.
+    pub fn contains(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        let differing = left_aligned(self.first) ^ left_aligned(address);
+        let is_same_family = self.first.is_ipv4() == address.is_ipv4();
+        is_same_family && differing.leading_zeros() >= self.prefix_bits
+    }
+}
+
+/// The bits of an address, the first one highest.
+fn left_aligned(address: IpAddr) -> u128 {
+    match address {
+        IpAddr::V4(address) => u128::from(address.to_bits()) << 96,
+        IpAddr::V6(address) => address.to_bits(),
+    }
+}
+
+impl FromStr for AddressBlock {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        const FORM: &str = "give an address, or a block like 10.0.0.0/8";
+        let (address, prefix) = match text.split_once('/') {
+            Some((address, prefix)) => (address, Some(prefix)),
+            None => (text, None),
+        };
+        let first: IpAddr = address.parse().map_err(|_| FORM.to_owned())?;
+        let width = if first.is_ipv4() { 32 } else { 128 };
+        let prefix_bits = match prefix {
+            None => width,
+            Some(prefix) => prefix.parse().map_err(|_| FORM.to_owned())?,
+        };
+        if prefix_bits > width {
+            return Err(format!(
+                "/{prefix_bits}: an address has {width} bits; {FORM}"
+            ));
+        }
+        let other_bits = left_aligned(first).checked_shl(prefix_bits);
+        // 10.0.0.1/8 is a mistake more often than another name of 10.0.0.0/8.
+        if other_bits.unwrap_or_default() != 0 {
+            return Err(format!(
+                "bits are set behind the first {prefix_bits}; {FORM}"
+            ));
+        }
+        Ok(Self { first, prefix_bits })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn block_holds_addresses_with_its_first_bits() {
+        let holds = |block: &str, address: &str| {
+            let block: AddressBlock = block.parse().unwrap();
+            block.contains(address.parse().unwrap())
+        };
+        for (block, address) in [
+            ("10.0.0.0/8", "10.255.0.1"),
+            ("10.0.0.0/8", "::ffff:10.1.1.1"),
+            ("10.1.1.1", "10.1.1.1"),
+            ("0.0.0.0/0", "192.0.2.1"),
+            ("fd00::/8", "fdff::1"),
+            ("::1", "::1"),
+        ] {
+            assert!(holds(block, address), "{block} {address}");
+        }
+        for (block, address) in [
+            ("10.0.0.0/8", "11.0.0.1"),
+            ("10.1.1.1", "10.1.1.0"),
+            ("0.0.0.0/0", "::1"),
+            ("::/0", "10.0.0.1"),
+            ("fd00::/8", "fe00::1"),
+        ] {
+            assert!(!holds(block, address), "{block} {address}");
+        }
+        for wrong in [
+            "",
+            "router",
+            "10.0.0.0/33",
+            "10.0.0.1/8",
+            "10.0.0.0/x",
+            "::1/129",
+        ] {
+            assert!(wrong.parse::<AddressBlock>().is_err(), "{wrong}");
+        }
     }
 }

@@ -20,6 +20,7 @@ mod tokens;
 mod unsupported_flags;
 mod workers;
 
+use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
@@ -34,7 +35,7 @@ pub use docs::{flags_markdown, flags_to_complete};
 
 pub use keys::{ControlKey, KeyRole};
 pub use kv_events::{KvEventEndpoint, KvEventFlags, KvEventsMode};
-pub use limits::LimitFlags;
+pub use limits::{AddressBlock, LimitFlags};
 pub use observe::{ObservabilityFlags, TraceEndpoint, TraceProtocol};
 pub use tls::TlsFlags;
 pub use tokens::TokenizerFlags;
@@ -92,6 +93,10 @@ pub struct ListenFlags {
     /// Port the router listens on; 0 picks a free one, which the log names
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
+    /// Answer the health paths on this port of --host too, over HTTP without TLS, so that clients
+    /// cannot take the connections of probes; 0 picks a free one
+    #[arg(long, value_name = "PORT")]
+    pub health_port: Option<u16>,
     /// Require 'Authorization: Bearer KEY' on all but health paths and /metrics; also sent to
     /// workers by health checks
     #[arg(long, value_name = "KEY")]
@@ -105,6 +110,10 @@ pub struct ListenFlags {
     /// Origins a browser page may call from; '*' allows all
     #[arg(long, value_name = "ORIGIN", num_args = 0.., value_delimiter = ',')]
     pub cors_allowed_origins: Vec<String>,
+    /// Without --api-key: names by which this router may be asked besides addresses, localhost and,
+    /// beyond loopback, names without a dot; '*' allows all
+    #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    pub allowed_hosts: Vec<String>,
     /// Headers that may carry the request id; the first one present is used [default: x-request-id
     /// x-correlation-id x-trace-id request-id]
     #[arg(long, value_name = "HEADER", num_args = 1.., value_delimiter = ',')]
@@ -116,6 +125,15 @@ pub struct ListenFlags {
     /// On SIGTERM wait this long for running requests [s]
     #[arg(long, default_value_t = 180, value_name = "SECS")]
     pub shutdown_grace_period_secs: u64,
+}
+
+impl ListenFlags {
+    /// True if other machines cannot reach the router.
+    pub fn is_on_loopback(&self) -> bool {
+        let address = self.host.parse::<IpAddr>();
+        self.host == "localhost"
+            || address.is_ok_and(|address| address.to_canonical().is_loopback())
+    }
 }
 
 #[derive(Debug, Clone, Args)]
@@ -418,6 +436,13 @@ impl RouterConfig {
         for origin in &self.listen.cors_allowed_origins {
             if http::HeaderValue::try_from(origin.as_str()).is_err() {
                 errors.push(format!("--cors-allowed-origins {origin}: not an origin"));
+            }
+        }
+        for name in &self.listen.allowed_hosts {
+            if name.is_empty() || name.contains(['/', ':', '[']) {
+                errors.push(format!(
+                    "--allowed-hosts {name}: give names without scheme and port; addresses are allowed"
+                ));
             }
         }
         errors.extend(self.between_groups().map(str::to_owned));

@@ -146,7 +146,7 @@ router_metrics! {
     pub connections: Gauge = "baton_router_client_connections" []
         "Open connections of clients";
     pub client_cuts: IntCounterVec = "baton_router_client_cuts_total" ["reason"]
-        "Clients cut for taking too long; reason is handshake (TLS), head (of a request) or stalled (an HTTP/2 stream not read)";
+        "Connections of clients that the router cut, by reason: too long over the TLS handshake (handshake) or a request's head (head), an HTTP/2 stream not read (stalled), without a request when another client needed its place (displaced), or refused because its address has its share (share)";
     pub shed: IntCounterVec = "baton_router_shed_requests_total" ["role"]
         "Requests refused because their first token was predicted too late (--max-ttft-ms)";
     pub tokenize: HistogramVec = "baton_router_tokenize_seconds" ["route"]

@@ -1,6 +1,6 @@
 //! How long an HTTP/1 client may take over a request's head: hyper has one timer for that, which
 //! begins when the connection begins to wait. Here a connection may lie idle for one time and take
-//! another, shorter one from the first byte.
+//! another, shorter one from the first byte. While it waits, its place may be claimed for another.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -11,6 +11,8 @@ use std::time::Duration;
 use hyper::rt::{Sleep, Timer};
 use tokio::time::Instant;
 
+use crate::server::connections::Place;
+
 /// Timer of one connection, and what its reads tell the timer.
 #[derive(Clone)]
 pub struct HeaderReadTimeout {
@@ -18,14 +20,16 @@ pub struct HeaderReadTimeout {
     head: Duration,
     /// A byte came since the connection began to wait for a head.
     head_started: Arc<AtomicBool>,
+    place: Arc<Place>,
 }
 
 impl HeaderReadTimeout {
-    pub fn new(idle: Duration, head: Duration) -> Self {
+    pub fn new(idle: Duration, head: Duration, place: Arc<Place>) -> Self {
         Self {
             idle,
             head,
             head_started: Arc::default(),
+            place,
         }
     }
 
@@ -40,10 +44,11 @@ impl HeaderReadTimeout {
     }
 }
 
-/// hyper starts the timer; this decides how long it runs.
+/// hyper starts the timer when all of the last answer was sent; this decides how long it runs.
 impl Timer for HeaderReadTimeout {
     fn sleep(&self, _duration: Duration) -> Pin<Box<dyn Sleep>> {
         self.head_started.store(false, Ordering::Relaxed);
+        self.place.await_request();
         let sleep = Box::pin(tokio::time::sleep(self.idle));
         Box::pin(Wait {
             limits: self.clone(),

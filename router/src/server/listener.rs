@@ -2,8 +2,8 @@
 //!
 //! The life of a connection:
 //!
-//! 1. accepted when there is a place (--max-connections); until then it waits in the kernel's
-//!    queue;
+//! 1. accepted, and given a place (connections.rs): a full listener closes a connection without a
+//!    request for it, or lets it wait while all have requests;
 //! 2. TLS, if the router speaks it. HTTP/2 is what TLS agreed on, or what the first bytes say
 //!    (prior knowledge);
 //! 3. HTTP/1: `HeaderReadTimeout` bounds idleness and heads, the kernel cuts a client that takes
@@ -33,7 +33,7 @@ use hyper_util::service::TowerToHyperService;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
+use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::clock::now_ms;
@@ -41,6 +41,7 @@ use crate::config::LimitFlags;
 use crate::observability::access_log::ClientAddress;
 use crate::observability::metrics::RouterMetrics;
 use crate::request::admission::GaugeGuard;
+use crate::server::connections::{Place, PlaceLimits, PlaceTable};
 use crate::server::head_errors::{HeadErrors, MAX_HEADERS};
 use crate::server::header_timeout::HeaderReadTimeout;
 use crate::server::http_util::trim_trailing_slash;
@@ -58,8 +59,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Pause between two warnings that connections cannot be accepted, which is tried 20 times a
 /// second.
 const ACCEPT_WARNING_PAUSE: Duration = Duration::from_secs(1);
-/// Pause between two warnings that all places are taken: a full router takes a new client whenever
-/// one leaves.
+/// Pause between two warnings that all places, or those of an address, are taken: a full router
+/// takes a new client whenever one leaves.
 const FULL_WARNING_PAUSE: Duration = Duration::from_secs(60);
 /// HTTP/2 by prior knowledge begins with these bytes; no HTTP/1 method does.
 const PREFACE: &[u8] = b"PRI ";
@@ -79,12 +80,13 @@ pub struct ConnectionConfig {
     pub routes: Router,
     pub tls: Option<ClientTls>,
     pub limits: LimitFlags,
+    pub places: PlaceLimits,
     pub metrics: Arc<RouterMetrics>,
 }
 
 impl ConnectionConfig {
     fn cut(&self, reason: &str) {
-        tracing::debug!(reason, "a client took too long");
+        tracing::debug!(reason, "a client's connection was cut");
         self.metrics.client_cuts.with_label_values(&[reason]).inc();
     }
 }
@@ -96,19 +98,23 @@ pub async fn accept(
     mut closed: oneshot::Receiver<()>,
 ) -> GracefulShutdown {
     let connections = GracefulShutdown::new();
-    let places = terms.limits.max_connections.min(Semaphore::MAX_PERMITS);
-    let places = Arc::new(Semaphore::new(places));
-    let mut full = ThrottledWarning::new(FULL_WARNING_PAUSE);
+    let mut acceptor = Acceptor {
+        places: PlaceTable::new(terms.places.clone()),
+        listener,
+        full: ThrottledWarning::new(FULL_WARNING_PAUSE),
+        share: ThrottledWarning::new(FULL_WARNING_PAUSE),
+    };
     let mut failures = ThrottledWarning::new(ACCEPT_WARNING_PAUSE);
     // Dropped when accepting ends: idle connections close.
     let (_closing, closing) = watch::channel(());
     loop {
         let accepted = tokio::select! {
             _ = &mut closed => return connections,
-            accepted = accept_one(&listener, &places, &terms.limits, &mut full) => accepted,
+            accepted = acceptor.accept_one(&terms) => accepted,
         };
         let (stream, client, place) = match accepted {
-            Ok(accepted) => accepted,
+            Ok(Some(accepted)) => accepted,
+            Ok(None) => continue,
             Err(err) => {
                 if let Some(failures) = failures.count(Instant::now()) {
                     tracing::warn!(%err, failures, "cannot accept a connection");
@@ -124,35 +130,57 @@ pub async fn accept(
         let terms = terms.clone();
         let closing = closing.clone();
         let watcher = connections.watcher();
-        let held = (GaugeGuard::new(&terms.metrics.connections), place);
+        let gauge = GaugeGuard::new(&terms.metrics.connections);
         tokio::spawn(async move {
-            let _held = held;
-            run(stream, client, terms, closing, watcher).await;
+            let _gauge = gauge;
+            // Dropped after the stream: until then the place is in use.
+            let place = Arc::new(place);
+            run(stream, client, terms, closing, watcher, &place).await;
         });
     }
 }
 
-async fn accept_one(
-    listener: &TcpListener,
-    places: &Arc<Semaphore>,
-    limits: &LimitFlags,
-    full: &mut ThrottledWarning,
-) -> std::io::Result<(TcpStream, ClientAddress, OwnedSemaphorePermit)> {
-    if places.available_permits() == 0 && full.count(Instant::now()).is_some() {
-        let limit = limits.max_connections;
-        tracing::warn!(
-            limit,
-            "all --max-connections are in use; new clients wait until one ends"
-        );
+/// A listener with the places of its connections.
+struct Acceptor {
+    listener: TcpListener,
+    places: Arc<PlaceTable>,
+    full: ThrottledWarning,
+    share: ThrottledWarning,
+}
+
+impl Acceptor {
+    /// `None`: the client's address has its share.
+    async fn accept_one(
+        &mut self,
+        terms: &ConnectionConfig,
+    ) -> std::io::Result<Option<(TcpStream, ClientAddress, Place)>> {
+        let (stream, address) = self.listener.accept().await?;
+        let client = address.ip().to_canonical();
+        let limit = terms.places.all;
+        let on_full = || {
+            if self.full.count(Instant::now()).is_some() {
+                tracing::warn!(
+                    limit,
+                    "all --max-connections are in use; new clients take the places of connections \
+                     without a request, or wait until one ends"
+                );
+            }
+        };
+        let Some(place) = self.places.take(client, on_full).await else {
+            terms.cut("share");
+            if self.share.count(Instant::now()).is_some() {
+                let limit = terms.places.per_address;
+                tracing::warn!(
+                    %client,
+                    limit,
+                    "a client has as many connections with requests as one address may have; \
+                     raise --max-connections-per-address, or name a load balancer in --trusted-proxies"
+                );
+            }
+            return Ok(None);
+        };
+        Ok(Some((stream, ClientAddress(client), place)))
     }
-    let place = places
-        .clone()
-        .acquire_owned()
-        .await
-        .map_err(std::io::Error::other)?;
-    let (stream, address) = listener.accept().await?;
-    let client = ClientAddress(address.ip().to_canonical());
-    Ok((stream, client, place))
 }
 
 /// A warning given at most once in `pause`.
@@ -190,33 +218,38 @@ async fn run(
     mut terms: ConnectionConfig,
     mut closing: watch::Receiver<()>,
     watcher: Watcher,
+    place: &Arc<Place>,
 ) {
     if let Some(tls) = terms.tls.take() {
         let tls = tls.borrow().clone();
         let handshake = tokio::select! {
+            biased;
             handshake = timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)) => handshake,
+            () = place.until_claimed() => return terms.cut("displaced"),
             _ = closing.changed() => return,
         };
         match handshake {
             Ok(Ok(stream)) if stream.get_ref().1.alpn_protocol() == Some(HTTP_2) => {
-                serve_h2(stream, client, terms, closing, watcher).await;
+                serve_h2(stream, client, terms, closing, watcher, place).await;
             }
-            Ok(Ok(stream)) => serve_h1(stream, client, terms, watcher).await,
+            Ok(Ok(stream)) => serve_h1(stream, client, terms, watcher, place).await,
             Ok(Err(err)) => tracing::debug!(%err, "no TLS with a client"),
             Err(_) => terms.cut("handshake"),
         }
         return;
     }
     if terms.limits.http2_max_streams == 0 {
-        return serve_h1(stream, client, terms, watcher).await;
+        return serve_h1(stream, client, terms, watcher, place).await;
     }
     let is_h2 = tokio::select! {
+        biased;
         is_h2 = speaks_h2(&stream, &terms) => is_h2,
+        () = place.until_claimed() => return terms.cut("displaced"),
         _ = closing.changed() => return,
     };
     match is_h2 {
-        Some(true) => serve_h2(stream, client, terms, closing, watcher).await,
-        Some(false) => serve_h1(stream, client, terms, watcher).await,
+        Some(true) => serve_h2(stream, client, terms, closing, watcher, place).await,
+        Some(false) => serve_h1(stream, client, terms, watcher, place).await,
         None => {}
     }
 }
@@ -247,15 +280,22 @@ async fn speaks_h2(stream: &TcpStream, terms: &ConnectionConfig) -> Option<bool>
     Some(first == *PREFACE)
 }
 
-async fn serve_h1<S>(stream: S, client: ClientAddress, terms: ConnectionConfig, watcher: Watcher)
-where
+async fn serve_h1<S>(
+    stream: S,
+    client: ClientAddress,
+    terms: ConnectionConfig,
+    watcher: Watcher,
+    place: &Arc<Place>,
+) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let limits = &terms.limits;
+    let idle_timeout = limits.idle_timeout();
     let header_timeout =
-        HeaderReadTimeout::new(limits.idle_timeout(), limits.header_read_timeout());
+        HeaderReadTimeout::new(idle_timeout, limits.header_read_timeout(), place.clone());
     let routes = TowerToHyperService::new(terms.routes.clone());
-    let service = service_fn(move |mut request: Request<Incoming>| {
+    let service = service_fn(|mut request: Request<Incoming>| {
+        place.begin_request();
         request.extensions_mut().insert(client);
         trim_trailing_slash(request.uri_mut());
         routes.call(request)
@@ -269,13 +309,19 @@ where
     );
     let connection = http1::Builder::new()
         .timer(header_timeout.clone())
-        .header_read_timeout(limits.idle_timeout())
+        .header_read_timeout(idle_timeout)
         .max_buf_size(limits.max_header_bytes.saturating_add(HEAD_SLACK))
         .max_header_size(limits.max_header_bytes)
         .max_headers(MAX_HEADERS)
         .serve_connection(TokioIo::new(stream), service);
+    let ended = tokio::select! {
+        // First: what a client has sent already may be a request, which keeps the place.
+        biased;
+        ended = watcher.watch(connection) => ended,
+        () = place.until_claimed() => return terms.cut("displaced"),
+    };
     // The client left, or sent no HTTP: its request's record says so where there was one.
-    if let Err(err) = watcher.watch(connection).await {
+    if let Err(err) = ended {
         tracing::debug!(%err, "connection ended");
         if err.is_timeout() && header_timeout.head_started() {
             terms.cut("head");
@@ -290,6 +336,7 @@ async fn serve_h2<S>(
     terms: ConnectionConfig,
     mut closing: watch::Receiver<()>,
     _watcher: Watcher,
+    place: &Place,
 ) where
     S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
@@ -299,6 +346,7 @@ async fn serve_h2<S>(
     let service = service_fn(|mut request: Request<Incoming>| {
         request.extensions_mut().insert(client);
         trim_trailing_slash(request.uri_mut());
+        place.begin_request();
         let stream = streams.open();
         let answering = routes.call(request);
         async move { Ok::<_, Infallible>(answering.await?.map(|body| stream.watch(body))) }
@@ -316,11 +364,19 @@ async fn serve_h2<S>(
     let mut busy_at = Instant::now();
     loop {
         tokio::select! {
+            // First: what a client has sent already may be a request, which keeps the place.
+            biased;
             ended = &mut connection => {
                 if let Err(err) = ended {
                     tracing::debug!(%err, "connection ended");
                 }
                 return;
+            }
+            () = place.until_claimed() => {
+                connection.as_mut().graceful_shutdown();
+                // Once: the client learns why if its socket takes the frame.
+                let _ = timeout(Duration::ZERO, connection).await;
+                return terms.cut("displaced");
             }
             _ = closing.changed(), if !is_closing => {
                 is_closing = true;
@@ -329,6 +385,10 @@ async fn serve_h2<S>(
             () = sleep(SWEEP_INTERVAL) => {
                 let (open, stalled) = streams.sweep_stalled(limits.stall_timeout());
                 (0..stalled).for_each(|_| terms.cut("stalled"));
+                if open == 0 {
+                    // A round ago at most the last answer ended: it has left by now.
+                    place.await_request();
+                }
                 if open > 0 {
                     busy_at = Instant::now();
                 } else if is_closing {

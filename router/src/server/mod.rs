@@ -11,6 +11,8 @@
 
 /// HTTP routes and handlers.
 pub(crate) mod api;
+/// Places of client connections.
+mod connections;
 /// Answers to requests whose head cannot be parsed.
 mod head_errors;
 /// Timeout for reading request headers.
@@ -48,7 +50,8 @@ use crate::observability::metrics::{RouterMetrics, metrics_markdown};
 use crate::observability::otlp::{SpanExporter, TraceService};
 use crate::observability::replay;
 use crate::request::tokenize::PromptTokenizer;
-use crate::server::api::{metrics_router, router};
+use crate::server::api::{health_router, metrics_router, router};
+use crate::server::connections::PlaceLimits;
 use crate::server::listener::{ConnectionConfig, accept};
 use crate::transport::descriptors;
 use crate::transport::files::refuse_unwritable_kinds;
@@ -60,6 +63,8 @@ use crate::workers::kv_events;
 
 /// After the cut streams still get their last event within this.
 const AFTER_CUT: Duration = Duration::from_secs(2);
+/// Connections of --health-port, or of --prometheus-port: probes and scrapers need a few.
+const SIDE_CONNECTIONS: usize = 64;
 /// A collector gets this long to take the spans of the last requests.
 const LAST_SPANS: Duration = Duration::from_secs(2);
 
@@ -180,6 +185,9 @@ fn ready_line(running: &RunningServer, is_json: bool) -> String {
         "pid": std::process::id(),
         "incarnation": running.app.incarnation,
     });
+    if let Some(addr) = running.health_addr {
+        facts["health_port"] = addr.port().into();
+    }
     if !is_json {
         return format!("READY {facts}");
     }
@@ -198,8 +206,9 @@ pub struct RunningServer {
     scheme: &'static str,
     pub addr: SocketAddr,
     pub metrics_addr: Option<SocketAddr>,
-    /// Held to the end: the last scrape may come late.
-    _metrics_open: Option<oneshot::Sender<()>>,
+    pub health_addr: Option<SocketAddr>,
+    /// Held to the end: the last scrape may come late, and probes do not end with the clients.
+    _side_listeners: Vec<oneshot::Sender<()>>,
     app: Arc<AppState>,
     log: Option<decision_log::LogWriter>,
     cut: watch::Sender<bool>,
@@ -216,13 +225,7 @@ impl RunningServer {
         let host = config.listen.host.clone();
         let port = config.listen.port;
         let (listener, addr) = bind(&host, port, "--port").await?;
-        let metrics_listener = match config.observe.prometheus_port {
-            None => None,
-            Some(port) => {
-                let host = config.observe.prometheus_host.as_ref().unwrap_or(&host);
-                Some(bind(host, port, "--prometheus-port").await?)
-            }
-        };
+        let side_listeners = SideListeners::bind(&config).await?;
         let tls_files = TlsFiles::open(&config.tls, config.limits.http2_max_streams > 0)?;
         let tls = tls_files.for_clients();
         let to_workers = tls_files.for_workers();
@@ -262,13 +265,9 @@ impl RunningServer {
         evict_regularly(&app);
         ui::sample_regularly(&app);
         app.admission.keep_filling(&app.config.limits);
-        let metrics = metrics_listener.map(|(listener, addr)| {
-            let (open, closed) = oneshot::channel();
-            let terms = connection_config(&app, metrics_router(app.clone()), None);
-            tokio::spawn(accept(listener, terms, closed));
-            (addr, open)
-        });
-        let (metrics_addr, _metrics_open) = metrics.unzip();
+        let metrics_addr = side_listeners.metrics.as_ref().map(|(_, addr)| *addr);
+        let health_addr = side_listeners.health.as_ref().map(|(_, addr)| *addr);
+        let side_listeners = side_listeners.serve(&app);
         let (close, closed) = oneshot::channel();
         let terms = connection_config(&app, router(app.clone()), tls);
         let accepting = tokio::spawn(accept(listener, terms, closed));
@@ -280,7 +279,8 @@ impl RunningServer {
             scheme,
             addr,
             metrics_addr,
-            _metrics_open,
+            health_addr,
+            _side_listeners: side_listeners,
             app,
             log,
             cut,
@@ -333,6 +333,50 @@ impl RunningServer {
             self.cut.send_replace(true);
             let _ = timeout(AFTER_CUT, finished).await; // a client that does not read its last event is not waited for
         }
+    }
+}
+
+/// A socket that listens, and its address.
+type BoundListener = (TcpListener, SocketAddr);
+
+/// Listeners beside the one for clients: of scrapers and of probes.
+struct SideListeners {
+    metrics: Option<BoundListener>,
+    health: Option<BoundListener>,
+}
+
+impl SideListeners {
+    async fn bind(config: &RouterConfig) -> Result<Self, String> {
+        let host = &config.listen.host;
+        let metrics = match config.observe.prometheus_port {
+            None => None,
+            Some(port) => {
+                let host = config.observe.prometheus_host.as_ref().unwrap_or(host);
+                Some(bind(host, port, "--prometheus-port").await?)
+            }
+        };
+        let health = match config.listen.health_port {
+            None => None,
+            Some(port) => Some(bind(host, port, "--health-port").await?),
+        };
+        Ok(Self { metrics, health })
+    }
+
+    /// Accept connections of these listeners; each ends when its sender is dropped.
+    fn serve(self, app: &Arc<AppState>) -> Vec<oneshot::Sender<()>> {
+        let metrics = self
+            .metrics
+            .map(|bound| (bound, metrics_router(app.clone())));
+        let health = self.health.map(|bound| (bound, health_router(app.clone())));
+        let served = metrics.into_iter().chain(health);
+        served
+            .map(|((listener, _), routes)| {
+                let (open, closed) = oneshot::channel();
+                let terms = side_connection_config(app, routes);
+                tokio::spawn(accept(listener, terms, closed));
+                open
+            })
+            .collect()
     }
 }
 
@@ -408,7 +452,7 @@ fn exposure_warning(listen: &ListenFlags, addr: SocketAddr) -> Option<String> {
     }
 }
 
-async fn bind(host: &str, port: u16, flag: &str) -> Result<(TcpListener, SocketAddr), String> {
+async fn bind(host: &str, port: u16, flag: &str) -> Result<BoundListener, String> {
     let bound = TcpListener::bind((host, port)).await;
     let bound = bound.and_then(|listener| {
         tune_listener(&listener)?;
@@ -427,13 +471,26 @@ async fn bind(host: &str, port: u16, flag: &str) -> Result<(TcpListener, SocketA
 
 fn connection_config(app: &AppState, routes: Router, tls: Option<ClientTls>) -> ConnectionConfig {
     let limits = app.config.limits.clone();
+    let places = PlaceLimits::of(&limits);
     let metrics = app.metrics.clone();
     ConnectionConfig {
         routes,
         tls,
         limits,
+        places,
         metrics,
     }
+}
+
+/// Configuration of the listeners for probes and for scrapers.
+fn side_connection_config(app: &AppState, routes: Router) -> ConnectionConfig {
+    let mut terms = connection_config(app, routes, None);
+    terms.places = PlaceLimits {
+        all: SIDE_CONNECTIONS,
+        per_address: None,
+        trusted_proxies: Vec::new(),
+    };
+    terms
 }
 
 fn evict_regularly(app: &Arc<AppState>) {

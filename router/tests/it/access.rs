@@ -99,6 +99,7 @@ async fn status(router: &Router, method: &str, path: &str, key: &str, explain: &
     let is_head = method == Method::HEAD;
     let key = format!("Bearer {key}");
     let headers = [
+        ("content-type", "application/json"),
         ("authorization", key.as_str()),
         ("x-baton-explain", explain),
     ];

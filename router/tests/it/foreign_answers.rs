@@ -379,7 +379,7 @@ async fn answer_with_many_headers_passes() {
             let mut client = TcpStream::connect(router.running.addr).await.unwrap();
             let length = request.len();
             let sent = format!(
-                "POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{request}"
+                "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{request}"
             );
             client.write_all(sent.as_bytes()).await.unwrap();
             let mut reply = String::new();

@@ -4,7 +4,9 @@
 
 mod access;
 mod admin;
+mod browsers;
 mod compat;
+mod connections;
 mod dialect_failover;
 mod discovery;
 mod docs;

@@ -129,7 +129,7 @@ async fn limit_is_that_of_the_workers_that_serve_the_model() {
 async fn answer_to_head(router: &Router, path: &str, length: &str) -> (u16, Value) {
     let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
     let head = format!(
-        "POST {path} HTTP/1.1\r\nhost: router\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n"
+        "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).await.unwrap();
     let mut answer = String::new();

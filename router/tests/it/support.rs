@@ -762,7 +762,9 @@ impl Router {
     }
 
     pub async fn post(&self, path: &str, body: &Value) -> Reply {
-        self.send(Method::POST, path, &[], &body.to_string()).await
+        let headers = [("content-type", "application/json")];
+        self.send(Method::POST, path, &headers, &body.to_string())
+            .await
     }
 
     pub async fn chat(&self) -> Reply {

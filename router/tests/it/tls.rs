@@ -497,3 +497,21 @@ async fn unusable_tls_files_end_the_start() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn unfinished_handshake_gives_its_place_to_a_new_client() {
+    timed(async {
+        let authority = Authority::new();
+        let own = authority.issue("127.0.0.1");
+        let flags = ["--tls-cert-path", own.cert.path(), "--max-connections", "1"];
+        let flags = [&flags[..], &["--tls-key-path", own.key.path()]].concat();
+        let router = Router::start(&flags).await;
+        let mut silent = TcpStream::connect(router.running.addr).await.unwrap();
+        let mut client = connect(&router, &authority).await.unwrap();
+        assert_eq!(get(&mut client, "/livez").await["status"], "ok");
+        let mut first = [0];
+        let read = tokio::io::AsyncReadExt::read(&mut silent, &mut first).await;
+        assert!(!matches!(read, Ok(1..)), "an answer came");
+    })
+    .await;
+}

@@ -111,7 +111,8 @@ async fn unknown_path_below_a_request_is_404_that_names_the_known_ones() {
         let router = Router::regular(&[&worker], &[]).await;
         for method in [Method::GET, Method::POST, Method::DELETE] {
             for path in ["/v1/requests/r-1/bogus", "/v1/requests/r-1/suspend/now"] {
-                let reply = router.send(method.clone(), path, &[], "{}").await;
+                let json = [("content-type", "application/json")];
+                let reply = router.send(method.clone(), path, &json, "{}").await;
                 let got = (reply.status, reply.code());
                 assert_eq!(got, (404, "not_found".to_owned()), "{method} {path}");
                 for part in [path, "GET /v1/requests/ID", "/suspend", "/resume"] {

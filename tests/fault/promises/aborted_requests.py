@@ -116,7 +116,7 @@ async def _abort(host: str, port: int, number: int, rng: random.Random) -> str:
     }
     data = json.dumps(body).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         f"content-length: {len(data)}\r\n\r\n"
     ).encode()
     stay_secs = rng.random() ** 2 * LONGEST_STAY_SECS

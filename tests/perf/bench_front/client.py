@@ -59,7 +59,7 @@ def stream_request(path: str, content: str, max_tokens: int, members: dict[str, 
         **members,
     }
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 

@@ -567,6 +567,16 @@ class HttpServer:
 
     # ---- the application ---------------------------------------------------------------------------------------
 
+    def _health_routes(self) -> list[web.RouteDef]:
+        ready = [web.get(path, self.health) for path in ("/health", "/readyz", "/ping")]
+        return [*ready, web.get("/livez", self.livez)]
+
+    def health_application(self) -> web.Application:
+        """The health endpoints alone, for --health-port."""
+        app = web.Application()
+        app.add_routes(self._health_routes())
+        return app
+
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._guard])
         app.on_response_prepare.append(_common_headers)
@@ -588,8 +598,7 @@ class HttpServer:
                 web.get("/v1/models/{name:.+}", self.model),
                 *(web.post(path, self.tokenize) for path in ("/tokenize", "/v1/tokenize")),
                 *(web.post(path, self.detokenize) for path in ("/detokenize", "/v1/detokenize")),
-                *(web.get(path, self.health) for path in ("/health", "/readyz", "/ping")),
-                web.get("/livez", self.livez),
+                *self._health_routes(),
                 web.get("/health_generate", self.health_generate),
                 *(web.get(path, self.model_info) for path in ("/get_model_info", "/model_info")),
                 *(web.get(path, self.server_info) for path in ("/get_server_info", "/server_info")),

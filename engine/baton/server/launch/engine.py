@@ -35,11 +35,20 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 import baton
 from baton.config import LOOPBACK, UNSPECIFIED_HOSTS, EngineConfig, parse_config, uses_four_bytes
+from baton.config.flags import flag_name
 from baton.errors import ConfigError, EngineError, counted
 from baton.models import checkpoint
 from baton.sched.metrics.histogram import GAP_BUCKETS
 from baton.server import logs
 from baton.server.http.app import HttpServer
+from baton.server.launch.listener import (
+    BACKLOG,
+    HEALTH_CONNECTIONS,
+    ConnectionLimits,
+    ConnectionTable,
+    HttpConnection,
+    fit_descriptors,
+)
 from baton.server.launch.process_group import ProcessGroup, describe_exit, first_of
 from baton.server.text import model_info
 from baton.server.text.answer_format import AnswerFormat, load_answer_format
@@ -121,6 +130,7 @@ class _Launcher:
         self._signalled = asyncio.Event()
         self._hurry = asyncio.Event()
         self._closing = False
+        self._health_port: int | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -184,6 +194,8 @@ class _Launcher:
                 "bootstrap_port": port,
                 "incarnation": front.incarnation,
             }
+            if self._health_port is not None:
+                ready["health_port"] = self._health_port
             logs.announce_ready(self._config.log_format, ready)
             return await self._serve_until_end(front, ranks)
 
@@ -208,16 +220,31 @@ class _Launcher:
         return context, RankSet(pull, pushes, limit, answers, self._config.tp_size)
 
     async def _serve_http(self, stack: contextlib.AsyncExitStack, front: HttpServer) -> str:
-        app = front.application()
-        runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS_SECS
-        )
+        most = fit_descriptors(self._config.max_connections)
+        port = await self._listen(stack, front.application(), "port", most)
+        if self._config.health_port is not None:
+            app = front.health_application()
+            self._health_port = await self._listen(stack, app, "health_port", HEALTH_CONNECTIONS)
+        return url_of(self._config.host, port)
+
+    async def _listen(
+        self, stack: contextlib.AsyncExitStack, app: web.Application, field: str, most: int
+    ) -> int:
+        """Serve `app` on the port that this field names; returns the port."""
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=LAST_ANSWERS_SECS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
+        idle_secs = self._config.idle_connection_timeout_secs
+        limits = ConnectionLimits(most, self._config.header_read_timeout_secs, idle_secs)
+        table = ConnectionTable(limits)
+        server = runner.server
+        assert server is not None, "set up above"
         host = self._config.host
-        port = self._config.port
+        port = getattr(self._config, field)
         try:
-            await web.TCPSite(runner, host, port, backlog=1024).start()
+            listener = await asyncio.get_running_loop().create_server(
+                lambda: HttpConnection(table, server, idle_secs), host, port, backlog=BACKLOG
+            )
         except OSError as err:
             why = (
                 "is already in use"
@@ -225,9 +252,11 @@ class _Launcher:
                 else f"cannot be bound ({err.strerror or err})"
             )
             raise ConfigError(
-                f"--host {host} --port {port} {why}; choose another, or 0 for a free port"
+                f"--host {host} {flag_name(field)} {port} {why}; choose another, or 0 for a free port"
             ) from err
-        return url_of(host, runner.addresses[0][1])
+        stack.callback(listener.close)  # before the connections end
+        bound: int = listener.sockets[0].getsockname()[1]
+        return bound
 
     def _start_bootstrap(self, stack: contextlib.AsyncExitStack) -> Any:
         """On a P node the server where D's transfer runtime finds our ranks."""

@@ -9,6 +9,8 @@ mod admin;
 mod anthropic;
 /// API keys and access levels.
 mod auth;
+/// Requests of web pages of other sites.
+mod browsers;
 /// Routes that drain workers.
 mod draining;
 /// Generation requests.
@@ -20,7 +22,7 @@ mod openapi;
 /// Requests passed through to workers.
 mod proxy;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use axum::Router;
@@ -67,7 +69,12 @@ impl RouteGroup {
 }
 
 fn all_routes() -> Vec<Route> {
-    let groups = [client_routes(), open_routes(), control_routes()];
+    let groups = [
+        client_routes(),
+        health_routes(),
+        open_routes(),
+        control_routes(),
+    ];
     groups.into_iter().flat_map(|group| group.routes).collect()
 }
 
@@ -105,12 +112,18 @@ fn client_routes() -> RouteGroup {
     group
 }
 
-/// Routes of probes and of the web page.
-fn open_routes() -> RouteGroup {
+/// Routes of probes.
+fn health_routes() -> RouteGroup {
     let mut group = RouteGroup::new(AccessLevel::Open);
     group.add(&["/health", "/ping"], get(admin::health));
     group.add(&["/livez", "/liveness"], get(admin::live));
     group.add(&["/readyz", "/readiness"], get(admin::ready));
+    group
+}
+
+/// Routes of scrapers and of the web page.
+fn open_routes() -> RouteGroup {
+    let mut group = RouteGroup::new(AccessLevel::Open);
     group.add(&["/metrics"], get(admin::metrics));
     group.add(&["/"], get(admin::index));
     group.add(&["/version"], get(admin::version));
@@ -163,6 +176,8 @@ pub fn route_access() -> Vec<(&'static str, &'static str)> {
 struct EdgeState {
     app: Arc<AppState>,
     levels: Arc<HashMap<&'static str, AccessLevel>>,
+    /// Paths of probes, which show and change nothing: they are asked by any name.
+    probes: Arc<HashSet<&'static str>>,
 }
 
 pub fn router(app: Arc<AppState>) -> Router {
@@ -171,6 +186,7 @@ pub fn router(app: Arc<AppState>) -> Router {
     let state = EdgeState {
         app: app.clone(),
         levels: Arc::new(levels.collect()),
+        probes: Arc::new(health_routes().routes.iter().map(|route| route.0).collect()),
     };
     let add = |all: Router<Arc<AppState>>, (path, _, methods): Route| all.route(path, methods);
     let all = routes.into_iter().fold(Router::new(), add);
@@ -184,6 +200,18 @@ pub fn router(app: Arc<AppState>) -> Router {
 pub fn metrics_router(app: Arc<AppState>) -> Router {
     Router::new()
         .route("/metrics", get(admin::metrics))
+        .fallback(not_found)
+        .method_not_allowed_fallback(method_not_allowed)
+        .with_state(app)
+}
+
+/// Only the health paths, for --health-port.
+pub fn health_router(app: Arc<AppState>) -> Router {
+    let add = |all: Router<Arc<AppState>>, (path, _, methods): Route| all.route(path, methods);
+    health_routes()
+        .routes
+        .into_iter()
+        .fold(Router::new(), add)
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
         .with_state(app)
@@ -211,7 +239,7 @@ async fn method_not_allowed(request: Request) -> RouteError {
     RouteError::MethodNotAllowed { method, path }
 }
 
-/// Around every route: request id in and out, CORS, API key.
+/// Around every route: request id in and out, CORS, pages of other sites, API key.
 ///
 /// Layers of tower-http cannot do this. `CorsLayer` answers every OPTIONS request with 200, also
 /// those from other origins, which here meet the key and get 405. `SetRequestIdLayer` reads one
@@ -227,7 +255,10 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
         .as_ref()
         .and_then(|path| state.levels.get(path.as_str()));
     let level = level.copied().unwrap_or(AccessLevel::Client);
-    let access = check_host(&request).and_then(|()| auth::check(app, level, &request));
+    let access = check_host(&request)
+        .and_then(|()| check_page(&state, path.as_ref(), &request))
+        .and_then(|()| auth::check(app, level, &request))
+        .and_then(|label| browsers::check_media_type(level, &request).map(|()| label));
     let is_recorded = access.is_ok() && !is_preflight && keeps_record(&request);
     let unrecorded = (!is_recorded).then(|| (label(request.method()), path));
     let mut response = if is_preflight {
@@ -275,6 +306,18 @@ fn check_host(request: &Request) -> Result<(), RouteError> {
         return Err(RouteError::MalformedHead { problem });
     }
     Ok(())
+}
+
+/// Requests of foreign pages, and by foreign names.
+fn check_page(
+    state: &EdgeState,
+    path: Option<&MatchedPath>,
+    request: &Request,
+) -> Result<(), RouteError> {
+    if path.is_some_and(|path| state.probes.contains(path.as_str())) {
+        return Ok(());
+    }
+    browsers::check(&state.app.config.listen, request)
 }
 
 /// Metric label of a method: a closed set.

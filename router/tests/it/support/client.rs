@@ -44,10 +44,10 @@ impl Client {
         headers: &[(&str, &str)],
         body: &str,
     ) -> Answering {
-        let mut request = Request::builder()
-            .method(method)
-            .uri(path)
-            .header("host", "router");
+        let mut request = Request::builder().method(method).uri(path);
+        if !headers.iter().any(|(name, _)| *name == "host") {
+            request = request.header("host", "localhost");
+        }
         for (name, value) in headers {
             request = request.header(*name, *value);
         }

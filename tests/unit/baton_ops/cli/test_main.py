@@ -19,7 +19,7 @@ import pytest
 from baton import DISTRIBUTION
 from baton.server.launch import process_group
 from baton_ops.cli import main
-from baton_ops.launch import cluster_plan, local_cluster
+from baton_ops.launch import cluster_node, cluster_plan, local_cluster
 from baton_ops.launch.supervisor import ChildFailed
 
 
@@ -228,7 +228,7 @@ def test_nodes_get_a_cluster_key_of_their_own(
 
 def test_cores_are_divided_between_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(cores: int, *flags: str) -> list[str]:
-        monkeypatch.setattr(local_cluster, "_count_cores", lambda: cores)
+        monkeypatch.setattr(cluster_node, "_count_cores", lambda: cores)
         argv = (
             local_cluster.LocalCluster(cluster_plan.parse_flags(flags), tmp_path, print)
             .nodes[0]
@@ -378,7 +378,7 @@ def test_node_that_dies_while_the_router_starts_ends_the_start() -> None:
 
 def test_engines_of_one_gpu_share_its_memory() -> None:
     def share(*argv: str) -> str:
-        words = local_cluster.ClusterNode(
+        words = cluster_node.ClusterNode(
             "prefill", "p0", cluster_plan.parse_flags(list(argv))
         ).argv()
         return (

@@ -135,7 +135,7 @@ def held_port() -> Iterator[int]:
 def router_process(tmp_path: Path, port: int) -> ChildProcess:
     """Real router of workers that are not there."""
     argv = [sys.executable, "-m", "baton_ops.cli", "router", "--port", str(port)]
-    argv += ["--host", "127.0.0.1", "--worker-urls", "http://127.0.0.1:1"]
+    argv += ["--host", "127.0.0.1", "--health-port", "0", "--worker-urls", "http://127.0.0.1:1"]
     return ChildProcess("router", lambda: argv, tmp_path / "router.log", os.environ)
 
 
