@@ -122,7 +122,7 @@ class UnsupportedMediaType(EngineError):
 
 
 class RateLimited(EngineError):
-    """A tenant has used up its tokens of the minute."""
+    """A tenant has used up its tokens of the minute, or a client its CPU time for slow grammars."""
 
     code = "rate_limit_exceeded"
     status = 429

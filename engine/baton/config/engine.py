@@ -151,6 +151,12 @@ class EngineConfig:
         "the memory of the tokenizer's trie is saved, 0.03 to 0.5 GB per rank",
         choices=("on", "off"),
     )
+    grammar_check_secs_per_minute: float = opt(
+        10.0,
+        "CPU time that a client may use per minute for schemas and grammars whose check takes longer than usual, then "
+        "429; 0: without limit [seconds]",
+        ge=0,
+    )
     structured_whitespace: str = opt(
         "bounded",
         "white space between the parts of constrained JSON; bounded: one space, or a line break and at most 40 blanks; "

@@ -28,14 +28,15 @@ from baton.sched.setup.from_config import resolve_policy
 from baton.sched.types.request import SamplingParams
 from baton.server import fields
 from baton.server.http import tracer
-from baton.server.http.anthropic_errors import (
+from baton.server.http.access.client_identity import client_of
+from baton.server.http.body_decoder import BodyDecoder
+from baton.server.http.dialects.anthropic_errors import (
     COUNT_TOKENS_PATH,
     MESSAGES_PATH,
     anthropic_error_response,
     is_anthropic_path,
 )
-from baton.server.http.body_decoder import BodyDecoder
-from baton.server.http.dialect_paths import (
+from baton.server.http.dialects.dialect_paths import (
     STORED_RESPONSES,
     models_response,
     refuse_stored_response,
@@ -63,7 +64,7 @@ from baton.server.http.translation import RequestTranslator
 from baton.server.observability import diagnosis, load_report
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
-from baton.server.request.grammar.checks.reader import grammar_fingerprint
+from baton.server.request.grammar.checks.reader import CHECK_CLIENT, grammar_fingerprint
 from baton.server.request.prompt.items import PromptItem
 from baton.server.request.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.request.text_rules import TextRules
@@ -166,6 +167,7 @@ class HttpServer:
         )
         ranks.on_stats = self._on_stats
         self.metrics.gaps.counts = ranks.answers.gaps
+        self.metrics.watch_checks(self.validator.grammars.checks)
 
     def _on_stats(self, rank: RankClient) -> None:
         self.metrics.report(rank.stats)
@@ -619,6 +621,8 @@ class HttpServer:
         request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else new_id()
         try:
             self._check_key(request)
+            has_tenants = self.validator.tenancy.limits_rates
+            CHECK_CLIENT.set(client_of(request, has_tenants=has_tenants))
             return await handler(request)
         except errors.EngineError as err:
             response = _error_response(request, err)

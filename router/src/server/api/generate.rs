@@ -24,6 +24,7 @@ use serde_json::json;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::auth;
+use super::client_label;
 use crate::dispatch;
 use crate::dispatch::app::AppState;
 use crate::dispatch::context::{KnownPrompt, RequestContext, read_header_deadlines};
@@ -159,6 +160,7 @@ async fn take_in(
     timeline.mark(RequestStage::Parsed);
     refuse_oversized(app, &scan, &body).await?;
     let mut headers = forwarded(parts.headers);
+    client_label::insert(&mut headers, parts.extensions.get());
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     let session_key = header_session_key.or_else(|| scan.session_key.clone());

@@ -9,6 +9,8 @@ mod admin;
 mod anthropic;
 /// API keys and access levels.
 mod auth;
+/// Which client a request is from, for workers.
+mod client_label;
 /// Routes that drain workers.
 mod draining;
 /// Generation requests.

@@ -1,0 +1,1 @@
+"""Who may send a request: keys, web pages, names of hosts; and which client it is from."""
