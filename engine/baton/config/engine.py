@@ -172,6 +172,12 @@ class EngineConfig:
         env=SECRETS["api_key"],
     )
 
+    allowed_hosts: str = opt(
+        "",
+        "without --api-key: names, separated by commas, by which this engine may be asked besides addresses and "
+        "localhost; *: any (docs/guide/security.md)",
+    )
+
     disaggregation_mode: str = opt(
         "null",
         "null: both phases here; prefill / decode: one half of a pair",
@@ -621,6 +627,12 @@ class EngineConfig:
         The transfer runtime derives its other limits from this one (kv_transfer/src/node/config.rs).
         """
         return 2 * (self.max_queued_requests + self.max_running_requests)
+
+    @property
+    def host_names(self) -> frozenset[str]:
+        """Names of --allowed-hosts, and that of --host, in lower case."""
+        names = (name.strip().lower() for name in (self.host, *self.allowed_hosts.split(",")))
+        return frozenset(filter(None, names))
 
     @property
     def is_kv_open(self) -> bool:

@@ -14,7 +14,7 @@ use baton_text::dialect::prompt_limit::{MAX_ENGINE_BODY_BYTES, REST_BYTES, overs
 use baton_text::prompt::PromptTruncation;
 use bytes::{Bytes, BytesMut};
 use http::header::{
-    ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT, HOST,
+    ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT, HOST, ORIGIN,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
@@ -53,13 +53,16 @@ const UNMEASURED_BYTES: usize = 16 << 10;
 /// prompts the engine complains about the member the client sent, not about ours.
 const MAX_FORWARDED: usize = 1024;
 /// Headers that stay here: those of the client's connection, cookies, which no worker set, and those
-/// between clients, routers and workers. No accept-encoding: streams are watched as they pass.
-static NOT_FORWARDED: [HeaderName; 7] = [
+/// between clients, routers and workers. Whether a web page may send a request is decided here: a
+/// worker would compare the page's origin with its own address. No accept-encoding: streams are watched as they pass.
+static NOT_FORWARDED: [HeaderName; 9] = [
     HOST,
     CONTENT_LENGTH,
     EXPECT,
     ACCEPT_ENCODING,
     COOKIE,
+    ORIGIN,
+    HeaderName::from_static("sec-fetch-site"),
     explain::HEADER,
     failover::HEADER,
 ];

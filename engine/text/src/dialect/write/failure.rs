@@ -117,7 +117,7 @@ impl ErrorObject {
     fn anthropic_type(&self) -> &'static str {
         match self.code.as_str() {
             "invalid_api_key" => "authentication_error",
-            "forbidden" => "permission_error",
+            "forbidden" | "foreign_origin" | "host_not_allowed" => "permission_error",
             "model_not_found" | "not_found" => "not_found_error",
             "payload_too_large" => "request_too_large",
             "rate_limit_exceeded" | "tenant_queue_full" => "rate_limit_error",
