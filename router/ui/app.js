@@ -83,7 +83,7 @@ export function shortUrl(url) {
 
 // `baton up` links to the page with its key behind "#", which browsers send to no server. It is taken
 // out of the address at once, so that no bookmark holds it.
-const givenKey = /^#control-key=([0-9a-f]+)$/.exec(location.hash);
+const givenKey = /^#control-key=([\w-]+)$/.exec(location.hash);
 if (givenKey) {
   sessionStorage.setItem(CONTROL_KEY, givenKey[1]);
   history.replaceState(null, "", location.pathname + location.search);

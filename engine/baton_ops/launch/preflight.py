@@ -1,4 +1,4 @@
-"""What `baton up` checks before it starts a process: the address, the files and the model that its flags name."""
+"""Checks of `baton up` before it starts a process: of the address, the files and the model that its flags name."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class HttpServer:
             config.metrics_compat,
         )
         self.lifecycle = ServerLifecycle(ranks, config.disaggregation_mode)
-        self._health_probe = HealthProbe(ranks)
+        self._health_probe = HealthProbe(ranks, Dialect.GENERATE)
         self._counted_refused = dict.fromkeys(ROUTE_REFUSALS, 0)
         """P nodes: refusals of the bootstrap server that are in the metric."""
         self.started_at = int(time.time())

@@ -22,8 +22,10 @@ HEALTH_GENERATE_SECS = 20.0
 class HealthProbe:
     """Generates a token on every rank; those that ask meanwhile wait for the same one."""
 
-    def __init__(self, ranks: RankSet) -> None:
+    def __init__(self, ranks: RankSet, dialect: Dialect) -> None:
+        """`dialect`: form of the answer, which nothing reads."""
         self._ranks = ranks
+        self._dialect = dialect
         self._running: asyncio.Task[None] | None = None
 
     async def run(self, token: int) -> None:
@@ -45,7 +47,7 @@ class HealthProbe:
             rid=rid,
             request_id=rid,
             accepted=AcceptedRequest(rid=None, items=items, n=1, text=TextRules()),
-            dialect=Dialect.GENERATE,
+            dialect=self._dialect,
             ranks=self._ranks,
             metrics=EngineMetrics(),
             endpoint="health",

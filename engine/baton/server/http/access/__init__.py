@@ -1,1 +1,1 @@
-"""Who may send a request: keys, web pages, names of hosts; and which client it is from."""
+"""Access to an engine: its key, web pages, names of hosts, and the identity of clients."""

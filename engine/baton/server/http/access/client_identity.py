@@ -1,4 +1,4 @@
-"""Which client a request is from, where clients share something by turns."""
+"""Identity of the client that a request is from, where clients share something by turns."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What paths of other APIs than OpenAI's chats and completions answer in a form of their own."""
+"""Paths and errors of other APIs than OpenAI's chats and completions."""

@@ -1,4 +1,4 @@
-"""What clients and texts have cost before: CPU time by client, and checks that were too slow.
+"""Costs of earlier checks: CPU time by client, and checks that were too slow.
 
 Deterministic, no I/O. Times are seconds of one clock that does not go back.
 """

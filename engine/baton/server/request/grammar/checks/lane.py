@@ -24,7 +24,7 @@ class CheckOrder:
     param: str
     """Field of the body that is named where the check takes too long."""
     client: str
-    """Whose turn it takes."""
+    """Client whose turn it takes."""
 
 
 OnEnd = Callable[[CheckOrder, float, bool], None]

@@ -16,7 +16,7 @@ from baton.server.request.grammar.request_grammar import GrammarCheck, RequestGr
 
 LENGTH_BYTES = 8
 LIMIT_BYTES = 4
-"""Of the CPU time of a check [ms]."""
+"""Size of the CPU time that a check may take [ms]."""
 
 TOO_DEEP_EXIT = 3
 """Exit code of a process whose check was nested too deeply for Python."""
@@ -41,7 +41,7 @@ class CheckReply(msgspec.Struct, kw_only=True):
     message: str = ""
     param: str | None = None
     exit_code: int | None = None
-    """Of the process that the check has ended (negative: a signal); None: it goes on."""
+    """Exit code of the process that the check has ended (negative: a signal); None: it goes on."""
     cpu_secs: float = 0.0
     """CPU time that the check took; 0.0 where it ended its process."""
 

@@ -41,7 +41,7 @@ TOO_SLOW = f"was not checked within {LARGE_LANE.cpu_secs:g} s of CPU time"
 
 
 class CheckOutcome(Enum):
-    """What has become of checks, for the metric."""
+    """Outcome of a check, for the metric."""
 
     CHECKED = "checked"
     """Accepted, or refused for what it says."""
