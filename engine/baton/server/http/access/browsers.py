@@ -25,7 +25,7 @@ ANY_HOST = "*"
 def refuse_foreign_page(request: web.BaseRequest, path: str) -> None:
     """Raise ForeignOrigin for a request that changes something and that a page of another site has sent.
 
-    Programs that are no browsers send neither header. The rule is that of CrossOriginProtection in Go's net/http.
+    Programs that are no browsers send neither header. The rule is that of Go 1.25 (net/http, cross-origin protection).
     """
     if request.method in READING_METHODS and path not in CHANGING_PATHS:
         return

@@ -14,7 +14,7 @@ CLIENT_HEADER = "x-baton-client"
 """Routers write here which client a request is from, whatever the client has written; an engine trusts it."""
 _CLIENT_NAME = re.compile(r"[\x21-\x7e]{1,64}")
 NETWORK_BITS = 64
-"""Of an IPv6 address: a host may take any address of its network."""
+"""Bits of an IPv6 address that name its network: a host may take any address of it."""
 
 
 def client_of(request: web.BaseRequest, *, has_tenants: bool) -> str:
