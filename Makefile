@@ -1,5 +1,5 @@
 # Thin: the work is in .ci/setup.sh and the tools themselves. `make run ARGS="--prefill 2 --decode 2"` passes flags on.
-.PHONY: help setup wheel run smoke test test-all test-deploy test-kube bench lint lock
+.PHONY: help setup wheel run smoke test test-all test-deploy test-kube bench lint audit lock
 py := .venv/bin/
 # Tests and nodes are hundreds of processes that import the same modules: their bytecode is kept.
 unexport PYTHONDONTWRITEBYTECODE
@@ -44,5 +44,7 @@ lint: setup ## formatters, linters, types, structure and language of the sources
 	$(py)ruff format --check
 	$(py)mypy
 	$(py)pytest -q tests/structure
+audit: setup ## known weaknesses of locked crates and packages; needs the network (not part of lint or test)
+	@.ci/audit.sh
 lock:      ## resolve engine/requirements*.lock from pyproject.toml again
 	@.ci/lock.sh

@@ -71,6 +71,22 @@ class InvalidApiKey(EngineError):
     type = "authentication_error"
 
 
+class ForeignOrigin(EngineError):
+    """A page of another site has a browser send the request."""
+
+    code = "foreign_origin"
+    status = 403
+    type = "permission_error"
+
+
+class HostNotAllowed(EngineError):
+    """A server without keys is asked by a name that may be anyone's."""
+
+    code = "host_not_allowed"
+    status = 403
+    type = "permission_error"
+
+
 class ModelNotFound(EngineError):
     code = "model_not_found"
     status = 404
@@ -122,7 +138,7 @@ class UnsupportedMediaType(EngineError):
 
 
 class RateLimited(EngineError):
-    """A tenant has used up its tokens of the minute."""
+    """A tenant has used up its tokens of the minute, or a client its CPU time for slow grammars."""
 
     code = "rate_limit_exceeded"
     status = 429

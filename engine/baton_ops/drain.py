@@ -37,6 +37,7 @@ from baton.errors import counted
 from baton_ops.clients.flags import API_KEY_ENV, make_client
 from baton_ops.clients.http_client import NO_HTTP, connection_remedy
 from baton_ops.clients.kubectl import Kubectl, KubectlError
+from baton_ops.clients.local_keys import known_control_key
 
 PROG = "baton drain"
 LOOK_EVERY_SECS = 1.0
@@ -282,7 +283,8 @@ def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
                 "pods", "-l", config.selector, "--field-selector", f"spec.nodeName={name}"
             )
         else:
-            places[target] = UrlPlace(target, target.rstrip("/"), config.key, opener)
+            key = config.key or known_control_key(target)
+            places[target] = UrlPlace(target, target.rstrip("/"), key, opener)
             continue
         engines = [place for pod in pods for place in _find_engines(pod, config, kubectl, opener)]
         if not engines:
@@ -322,7 +324,8 @@ def _find_engines(
             yield PodPlace(name, meta["name"], container, url, kubectl)
         else:
             worker = f"{config.router.rstrip('/')}/workers/{urllib.parse.quote(url, safe='')}"
-            yield UrlPlace(name, worker, config.key, opener)
+            key = config.key or known_control_key(config.router)
+            yield UrlPlace(name, worker, key, opener)
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from baton_ops.clients.http_client import (
     StreamEnded,
     connection_remedy,
 )
+from baton_ops.clients.local_keys import known_control_key
 from baton_ops.clients.metrics import MetricSample, parse_metrics, select_samples, sum_samples
 
 PROG = "baton top"
@@ -418,7 +419,7 @@ def main(argv: Sequence[str]) -> int:
 def watch_fleet(config: TopConfig, client: HttpClient, out: TextIO) -> int:
     """Show snapshots until Ctrl-C; a router that is away is asked again each second."""
     router = config.router.rstrip("/")
-    key = config.key or config.api_key
+    key = config.key or config.api_key or known_control_key(router)
     is_screen = out.isatty() and not config.json and not config.once
     columns = shutil.get_terminal_size().columns if out.isatty() else 1000
     is_colored = is_screen and "NO_COLOR" not in os.environ

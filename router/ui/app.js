@@ -81,6 +81,14 @@ export function shortUrl(url) {
 
 // ---- keys ----
 
+// `baton up` links to the page with its key behind "#", which browsers send to no server. It is taken
+// out of the address at once, so that no bookmark holds it.
+const givenKey = /^#control-key=([\w-]+)$/.exec(location.hash);
+if (givenKey) {
+  sessionStorage.setItem(CONTROL_KEY, givenKey[1]);
+  history.replaceState(null, "", location.pathname + location.search);
+}
+
 function stored(name) {
   return sessionStorage.getItem(name) ?? "";
 }

@@ -203,7 +203,8 @@ def test_client_that_does_not_read_does_not_hold_the_rank(engine: FakeEngine) ->
             {"prompt": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
         ).encode()
         deaf.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+            % len(body)
             + body
         )
         deaf.recv(1)
@@ -398,6 +399,11 @@ def test_api_key() -> None:
     ):
         for path in ("/health", "/livez", "/readyz", "/metrics"):
             assert client.get(path).status_code == 200
+        assert client.get("/health_generate").status_code == 401
+        right = {"authorization": "Bearer secret"}
+        assert client.get("/health_generate", headers=right).status_code == 200
+        named = {**right, "host": "evil.example", "origin": "http://evil.example"}
+        assert client.post("/undrain", headers=named).status_code == 200, "a page has no key"
         r = client.get("/v1/models")
         assert (r.status_code, r.json()["error"]["code"]) == (401, "invalid_api_key")
         assert (
@@ -410,6 +416,38 @@ def test_api_key() -> None:
             "secret"
             not in client.get("/get_server_info", headers={"authorization": "Bearer secret"}).text
         )
+
+
+def test_pages_of_other_sites_and_unknown_names_are_refused(http: httpx.Client) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
+        for path in ("/v1/completions", "/v1/messages", "/drain", "/flush_cache"):
+            r = http.post(path, json=body, headers=headers)
+            error = r.json()["error"]
+            assert (r.status_code, error["type"]) == (403, "permission_error")
+            assert error["code"] == "foreign_origin"
+        assert http.get("/flush_cache", headers=headers).status_code == 403
+        assert http.get("/v1/models", headers=headers).status_code == 200
+    renamed = {"host": "evil.example"}
+    for path in ("/v1/models", "/get_server_info", "/debug/ledger"):
+        r = http.get(path, headers=renamed)
+        assert (r.status_code, r.json()["error"]["code"]) == (403, "host_not_allowed")
+    for path in ("/health", "/metrics"):
+        assert http.get(path, headers=renamed).status_code == 200, "open to all, as with a key"
+    own = {"origin": str(http.base_url).rstrip("/")}
+    assert http.post("/v1/completions", json=body, headers=own).status_code == 200
+
+
+def test_control_paths_read_declared_json_alone(http: httpx.Client) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        headers = {"content-type": kind}
+        for path in ("/abort_request", "/debug/diagnosis"):
+            r = http.post(path, content=b'{"abort_all": true}', headers=headers)
+            assert (r.status_code, r.json()["error"]["code"]) == (415, "unsupported_media_type")
+        r = http.post(
+            "/v1/completions", content=b'{"prompt": "a", "max_tokens": 1}', headers=headers
+        )
+        assert r.status_code == 200, "curl -d calls it a form"
 
 
 # ---- native endpoints --------------------------------------------------------------------------------------------

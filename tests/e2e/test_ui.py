@@ -701,6 +701,10 @@ def test_keys_are_asked_for_and_open_what_they_are_for() -> None:
                 await page.until(ANSWERED)
                 facts = await page.evaluate("document.querySelector('.facts-line').textContent")
                 assert "control-plane key" not in facts
+                # The link of `baton up` brings the key, which then stands in no address.
+                linked = await browser.open(f"{url}/ui/#control-key=fleet-key")
+                await linked.until("document.querySelectorAll('.node').length === 1")
+                assert await linked.evaluate("location.href") == f"{url}/ui/"
                 # Without the key of the fleet chat works, and says what is missing.
                 await page.evaluate("sessionStorage.removeItem('baton.control_key')")
                 await ask(page, "hi")

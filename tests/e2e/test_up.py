@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import urllib.parse
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -61,6 +64,54 @@ def test_killed_up_leaves_nothing_behind() -> None:
         cluster.process.send_signal(signal.SIGKILL)
         cluster.process.wait(10)
         assert_gone(processes, 20)
+
+
+def test_commands_find_the_control_key_and_clients_need_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BATON_API_KEY", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with Cluster.up("--workers", "1", makes_control_key=True) as cluster:
+        url = cluster.url
+        key = cluster.state["router"]["control_key"]
+        worker = cluster.node("worker")["url"]
+        assert cluster.complete("a", max_tokens=1) is not None, "without a key"
+        for path in ("/workers", "/ui/feed", "/get_loads"):
+            assert httpx.get(url + path).status_code == 401
+        assert httpx.post(f"{url}/workers", json={"url": worker}).status_code == 401
+        right = {"authorization": f"Bearer {key}"}
+        assert httpx.get(f"{url}/workers", headers=right).status_code == 200
+        for page in ("/ui/", "/health", "/v1/models"):
+            assert httpx.get(url + page).status_code == 200
+        place = f"{url}/workers/{urllib.parse.quote(worker, safe='')}"
+        for command in (
+            ["top", "--once", "--router", url],
+            ["doctor", url],
+            ["drain", place, "--force"],
+            ["drain", place, "--undo"],
+        ):
+            done = baton(*command)
+            assert done.returncode in ((0, 1) if command[0] == "doctor" else (0,)), done
+            port = worker.rpartition(":")[2]
+            assert port in done.stdout + done.stderr, done
+        listed = baton(*["top", "--once", "--router", url], XDG_RUNTIME_DIR=str(tmp_path / "x"))
+        assert listed.returncode != 0, "another user has no key"
+        argv = [
+            Path(f"/proc/{process.pid}/cmdline").read_text()
+            for process in family(cluster.process.pid)
+        ]
+        assert not any(key in words for words in argv)
+
+
+def baton(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "baton_ops.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **env},
+    )
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ SECOND_FLOOR = {
         "flags",
         "metrics",
         "kubectl",
+        "local_keys",
     ),
     "engine/baton_ops/sim": (
         "chart",
@@ -80,6 +81,7 @@ SECOND_FLOOR = {
     ),
     "engine/baton_ops/launch": (
         "cluster_plan",
+        "preflight",
         "supervisor",
         "screen",
         "traffic",

@@ -150,6 +150,12 @@ class EngineConfig:
         "the memory of the tokenizer's trie is saved, 0.03 to 0.5 GB per rank",
         choices=("on", "off"),
     )
+    grammar_check_secs_per_minute: float = opt(
+        10.0,
+        "CPU time that a client may use per minute for schemas and grammars whose check takes longer than usual, then "
+        "429; 0: without limit [seconds]",
+        ge=0,
+    )
     structured_whitespace: str = opt(
         "bounded",
         "white space between the parts of constrained JSON; bounded: one space, or a line break and at most 40 blanks; "
@@ -182,6 +188,12 @@ class EngineConfig:
     )
     idle_connection_timeout_secs: float = opt(
         90.0, "longest time that a connection may be idle [s]", gt=0, lt=1e9
+    )
+
+    allowed_hosts: str = opt(
+        "",
+        "without --api-key: names, separated by commas, by which this engine may be asked besides addresses, localhost "
+        "and, beyond loopback, names without a dot; *: any (docs/guide/security.md)",
     )
 
     disaggregation_mode: str = opt(
@@ -627,6 +639,17 @@ class EngineConfig:
         The transfer runtime derives its other limits from this one (kv_transfer/src/node/config.rs).
         """
         return 2 * (self.max_queued_requests + self.max_running_requests)
+
+    @property
+    def host_names(self) -> frozenset[str]:
+        """Names of --allowed-hosts, and that of --host, in lower case."""
+        names = (name.strip().lower() for name in (self.host, *self.allowed_hosts.split(",")))
+        return frozenset(filter(None, names))
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """True if the HTTP server listens on this machine alone."""
+        return is_loopback(self.host)
 
     @property
     def is_kv_open(self) -> bool:

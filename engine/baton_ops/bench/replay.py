@@ -27,6 +27,7 @@ from baton.config.simulated import BLOCK_TOKENS, scale_tokens
 from baton.errors import counted
 from baton_ops.bench.load import LoadRound, RequestTiming, send_request
 from baton_ops.bench.words import CHARS, make_words
+from baton_ops.clients.local_keys import known_control_key
 from baton_ops.clients.metrics import parse_metrics, sum_samples
 from baton_ops.sim.report import SummaryStat
 from baton_ops.sim.trace import TraceRequest, arrival_times
@@ -138,7 +139,7 @@ async def replay_trace(
 async def worker_urls(session: aiohttp.ClientSession, url: str) -> list[str]:
     """The workers that a router at `url` names; empty when it names none."""
     try:
-        body = json.loads(await _read_page(session, f"{url}/workers"))
+        body = json.loads(await _read_page(session, f"{url}/workers", known_control_key(url)))
     except ValueError:
         return []
     workers = body.get("workers", []) if isinstance(body, dict) else []
@@ -162,10 +163,12 @@ async def worker_counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> 
     }
 
 
-async def _read_page(session: aiohttp.ClientSession, url: str) -> str:
+async def _read_page(session: aiohttp.ClientSession, url: str, key: str | None = None) -> str:
     """Body of the page, empty when nothing answers."""
+    headers = None if key is None else {"authorization": f"Bearer {key}"}
+    timeout = aiohttp.ClientTimeout(total=PROBE_SECS)
     with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
-        async with session.get(url, timeout=aiohttp.ClientTimeout(total=PROBE_SECS)) as response:
+        async with session.get(url, timeout=timeout, headers=headers) as response:
             return await response.text(errors="replace")
     return ""
 

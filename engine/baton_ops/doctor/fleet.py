@@ -20,6 +20,7 @@ from baton.server.request.schema import MAX_PROBES
 from baton.server.worker.transfer_setup import source_address
 from baton_ops.clients.http_client import HttpClient, in_parallel
 from baton_ops.clients.instance import stated_incarnation
+from baton_ops.clients.local_keys import known_control_key
 from baton_ops.clients.metrics import MetricSample, parse_metrics
 
 CONNECT_SECS = 3.0
@@ -157,10 +158,11 @@ def _is_closed(address: tuple[str, int]) -> bool:
 
 def read_router(url: str, keys: FleetKeys, client: HttpClient) -> RouterView:
     without_key = client.get(f"{url}/workers")
+    control_key = keys.control or known_control_key(url)
     listed = (
         without_key
-        if without_key.is_ok or keys.control is None
-        else client.get(f"{url}/workers", keys.control)
+        if without_key.is_ok or control_key is None
+        else client.get(f"{url}/workers", control_key)
     )
     if listed.status == 0:
         return RouterView(url, listed.problem)

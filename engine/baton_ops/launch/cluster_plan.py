@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.config import KV_TRANSPORTS, MEM_FRACTION, EngineConfig, build_config
+from baton.config import KV_TRANSPORTS, MEM_FRACTION, SECRETS, EngineConfig, build_config
 from baton.config.flags import (
     FlagParser,
     add_flags,
@@ -46,6 +46,13 @@ _ROUTER_OWN = (
     "--worker-urls",
 )
 """Flags of the router that follow from those of `up`."""
+CONTROL_KEYS_ENV = "BATON_ROUTER_FLAG_CONTROL_PLANE_API_KEYS"
+"""Environment variable of the router's --control-plane-api-keys."""
+_ROUTER_SECRETS = {
+    "--api-key": SECRETS["api_key"],
+    "--control-plane-api-keys": CONTROL_KEYS_ENV,
+}
+"""Flags of the router whose values are secret, and their environment variables."""
 SHARED_WITH_ROUTER = ("enable_trace", "otlp_traces_endpoint", "log_format")
 """Engine flags that the router has too, with the same meaning."""
 
@@ -212,19 +219,25 @@ def _read_args(
         return [], {}, [f"{err}; it is read as a shell would"]
     if name == "router":
         names = [word.partition("=")[0] for word in words]
-        return (
-            words,
-            {},
-            [
-                f"{flag} is set by baton up; give its own flags"
-                for flag in names
-                if flag in _ROUTER_OWN
-            ],
-        )
+        mistakes = [
+            f"{flag} is set by baton up; give its own flags"
+            for flag in names
+            if flag in _ROUTER_OWN
+        ]
+        secret = {flag: _ROUTER_SECRETS[flag] for flag in names if flag in _ROUTER_SECRETS}
+        return words, {}, [*mistakes, *map(_secret_mistake, secret.items())]
     parser = FlagParser(f"{PROG}: {flag_name(f'{name}_args')}", "")
     add_flags(parser, EngineConfig)
     values, mistakes = parser.read(words)
+    secret = {flag_name(field): SECRETS[field] for field in values if field in SECRETS}
+    mistakes += map(_secret_mistake, secret.items())
     return words, values, [*mistakes, *(_engine_mistakes({**engine, **values}) if values else [])]
+
+
+def _secret_mistake(secret: tuple[str, str]) -> str:
+    """Sentence about a flag whose value would stand in the command line of a process, with its variable."""
+    flag, variable = secret
+    return f"{flag} is secret, and all users of this machine see command lines; set {variable} for baton up instead"
 
 
 def _drill_mistakes(up: UpConfig) -> Iterator[str]:

@@ -27,28 +27,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from baton.config import SECRETS, build_config, uses_four_bytes
-from baton.config.files import read_regular_file, refuse_unwritable_kinds
 from baton.config.flags import exit_with_mistakes
-from baton.errors import ConfigError
-from baton.models import checkpoint
 from baton.server.launch.process_group import cancel, describe_exit, first_of
 from baton.server.text import model_info
-from baton_ops.clients.http_client import HttpClient
-from baton_ops.clients.instance import OtherProcess, stated_incarnation, wait_until_well
+from baton_ops.clients.instance import OtherProcess, wait_until_well
+from baton_ops.clients.local_keys import forget_control_key, keep_control_key, write_private
 from baton_ops.launch.cluster_node import ClusterNode, command_words
 from baton_ops.launch.cluster_plan import (
+    CONTROL_KEYS_ENV,
     PROG,
     ROLES,
     SHARED_WITH_ROUTER,
     ClusterPlan,
     parse_flags,
 )
+from baton_ops.launch.preflight import check_place
 from baton_ops.launch.screen import StatusScreen, is_live, make_greeting
 from baton_ops.launch.supervisor import (
     ChildFailed,
@@ -105,7 +104,12 @@ class LocalCluster:
             node.child = ChildProcess(
                 node.name, node.argv, log_dir / f"{node.name.replace(' ', '-')}.log", env
             )
-        self.router = ChildProcess("router", self._router_argv, log_dir / "router.log", env)
+        self.control_key = make_control_key(plan, env)
+        if self.control_key is not None:
+            env = {**env, CONTROL_KEYS_ENV: f"up:baton-up:admin:{self.control_key}"}
+        self.router = ChildProcess(
+            "router", self._router_argv, log_dir / "router.log", without_empty_keys(env)
+        )
         self.host = plan.up.host
         self.port = 0
         self._router_health_port = 0
@@ -141,6 +145,7 @@ class LocalCluster:
         ends = [self._start_guarded(node.child, _fail_at_end(node.child)) for node in self.nodes]
         # The router would wait for a node that is gone.
         await first_of(self._start_guarded(self.router, self._start_router_first()), *ends)
+        self._keep_control_key()
         self.write_state()
 
     async def watch(self) -> None:
@@ -181,8 +186,22 @@ class LocalCluster:
         await asyncio.gather(
             *(self._stop_child(node.child, NODE_GRACE_SECS) for node in self.nodes)
         )
+        if self.control_key is not None:
+            forget_control_key(self.port, self.control_key)
         if self._owns_state_file():
             Path(str(self.plan.up.state_file)).unlink(missing_ok=True)
+
+    def _keep_control_key(self) -> None:
+        """Let other commands of this user find the key."""
+        if self.control_key is None:
+            return
+        try:
+            keep_control_key(self.port, self.control_key)
+        except OSError as err:
+            self._print_line(
+                f"the control key cannot be kept for baton top, drain and doctor ({err}); "
+                "give them --key, or set BATON_CONTROL_KEY"
+            )
 
     async def _stop_child(self, child: ChildProcess, grace_secs: float) -> None:
         if not await child.stop(grace_secs):
@@ -208,6 +227,7 @@ class LocalCluster:
                 "pid": self.router.pid,
                 "url": self.url,
                 "incarnation": self.router.incarnation,
+                "control_key": self.control_key,
             },
             "nodes": [
                 {
@@ -223,7 +243,7 @@ class LocalCluster:
         }
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         self._state_text = json.dumps(state, indent=1) + "\n"
-        temporary.write_text(self._state_text)
+        write_private(temporary, self._state_text)
         temporary.replace(path)
 
     def _owns_state_file(self) -> bool:
@@ -388,6 +408,20 @@ class LocalCluster:
             self.write_state()
 
 
+def make_control_key(plan: ClusterPlan, env: Mapping[str, str]) -> str | None:
+    """A new key for the paths that show or change the fleet; None where the user has decided about them.
+
+    That is by an API key, which opens them too, by keys of the control plane, or by their variable without a value.
+    """
+    has_api_key = bool(plan.engine.get("api_key") or env.get(SECRETS["api_key"]))
+    return None if has_api_key or CONTROL_KEYS_ENV in env else secrets.token_hex(32)
+
+
+def without_empty_keys(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a router, which reads keys of the control plane without a value as a wrong key."""
+    return {name: value for name, value in env.items() if value or name != CONTROL_KEYS_ENV}
+
+
 async def _wait_forever() -> None:
     await asyncio.Event().wait()
 
@@ -470,10 +504,16 @@ async def _serve_cluster(cluster: LocalCluster, api_key: str | None, screen: Sta
             finally:
                 await cancel(watch)
         is_in_environment = os.environ.get(SECRETS["api_key"]) == api_key
-        screen.print_text(
-            make_greeting(cluster.url, model, api_key=api_key, key_in_environment=is_in_environment)
+        greeting = make_greeting(
+            cluster.url,
+            model,
+            api_key=api_key,
+            key_in_environment=is_in_environment,
+            control_key=cluster.control_key,
         )
-        traffic = TrafficMonitor(cluster.url, api_key, lambda: cluster.router.incarnation)
+        screen.print_text(greeting)
+        feed_key = cluster.control_key or api_key
+        traffic = TrafficMonitor(cluster.url, feed_key, lambda: cluster.router.incarnation)
         await first_of(cluster.watch(), traffic.run() if screen.is_live else _wait_forever())
         return 0
     finally:
@@ -564,71 +604,16 @@ def _router_flags(plan: ClusterPlan) -> list[str]:
 
 def check_router_flags(plan: ClusterPlan) -> str | None:
     """The router's complaint about its flags, read before any node has loaded a model."""
-    if any(word == "--api-key" or word.startswith("--api-key=") for word in plan.args["router"]):
-        return "--router-args: give --api-key to baton up itself, which gives it to the router and the nodes"
     argv = [sys.executable, "-m", "baton_ops.cli", "router", *_router_flags(plan), "--print-flags"]
     outcome = subprocess.run(
-        argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        argv,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env=without_empty_keys(os.environ),
     )
     return outcome.stderr.strip() if outcome.returncode == 2 else None
-
-
-def check_place(plan: ClusterPlan) -> str | None:
-    """Faults of the address, the files and the model that the flags name."""
-    up = plan.up
-    try:
-        socket.create_server(
-            (up.host, 0), family=socket.AF_INET6 if ":" in up.host else socket.AF_INET
-        ).close()
-    except OSError as err:
-        reason = (err.strerror or str(err)).partition(" (while")[0]
-        return f"--host {up.host} cannot be bound ({reason}); give an address of this machine"
-    for name, path in (
-        ("--log-dir", up.log_dir),
-        ("--state-file", up.state_file and Path(up.state_file).parent),
-    ):
-        try:
-            if path and name == "--log-dir":
-                Path(path).mkdir(parents=True, exist_ok=True)
-            if path:
-                tempfile.TemporaryFile(dir=path).close()
-        except OSError as err:
-            return f"{name}: {path} cannot be written to ({err.strerror}); give another directory"
-    for name in ("router", *(f"{role}-{i}" for role in ROLES for i in range(plan.counts[role]))):
-        file = Path(up.log_dir or "") / f"{name}.log"
-        try:
-            if up.log_dir:
-                refuse_unwritable_kinds(file)
-        except OSError as err:
-            return f"--log-dir: {file} cannot be written to ({err.strerror}); remove it"
-    if up.state_file and (complaint := living_cluster(Path(up.state_file))):
-        return complaint
-    try:
-        config = build_config(dict(plan.engine))
-        facts = model_info.load(config)
-        if config.simulate is None:
-            checkpoint.check_checkpoint(config, facts.path, sum(plan.counts.values()))
-    except ConfigError as err:
-        return err.message
-    return None
-
-
-def living_cluster(path: Path) -> str | None:
-    """Complaint about a state file of a cluster that runs; one that a dead cluster left is replaced."""
-    try:
-        router = json.loads(read_regular_file(path))["router"]
-        url = router["url"]
-        incarnation = router["incarnation"]
-    except FileNotFoundError:
-        return None
-    except OSError as err:
-        return f"--state-file: {path} cannot be read ({err.strerror}); give another file"
-    except (ValueError, KeyError, TypeError):  # empty, or of no cluster: it is replaced
-        return None
-    stated = stated_incarnation(HttpClient().get(f"{url}/livez").text)
-    if stated is None or stated != incarnation:
-        return None
-    return f"--state-file: {path} is that of a cluster that runs, its router at {url}; give another file"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -68,9 +68,18 @@ class StatusScreen:
 
 
 def make_greeting(
-    url: str, model: str, *, api_key: str | None = None, key_in_environment: bool = False
+    url: str,
+    model: str,
+    *,
+    api_key: str | None = None,
+    key_in_environment: bool = False,
+    control_key: str | None = None,
 ) -> str:
-    """Lines to paste for a first answer. A key that comes from BATON_API_KEY stays there."""
+    """Lines to paste for a first answer. A key that comes from BATON_API_KEY stays there.
+
+    `control_key`: the page takes it from its address; browsers send that part to no server.
+    """
+    page = f"{url}/ui/" if control_key is None else f"{url}/ui/#control-key={control_key}"
     header = ""
     setup = ""
     key = '"none"'
@@ -83,7 +92,7 @@ def make_greeting(
         key = repr(api_key)
     return f"""
 Baton is up at {url}    Ctrl-C stops it.
-In a browser: {url}/ui/
+In a browser: {page}
 In a terminal: baton chat {url}
 
 curl -s {url}/v1/chat/completions -H 'content-type: application/json'{header} \\

@@ -1,11 +1,12 @@
 //! Which key opens which path, for every route there is.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use http::Method;
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use crate::support::{Client, Mock, Router, chat, eventually, timed};
+use crate::support::{Client, Mock, Router, Seen, chat, eventually, timed};
 
 /// Method, path as it is registered, the key it needs, and the status with that key.
 const ROUTES: &[(&str, &str, &str, u16)] = &[
@@ -155,6 +156,80 @@ fn every_route_is_described() {
 }
 
 #[tokio::test]
+async fn worker_reads_which_client_a_request_is_from() {
+    timed(async {
+        let mock = Mock::start(&[]).await;
+        let router = ready_router(&mock, &[]).await;
+        for given in ["1", "2"] {
+            let headers = [
+                ("x-baton-client", given),
+                ("connection", "x-baton-client"),
+                ("origin", "http://app.example"),
+                ("sec-fetch-site", "same-origin"),
+            ];
+            let mut client = Client::connect(router.running.addr).await;
+            let path = "/v1/chat/completions";
+            let body = chat(false).to_string();
+            let answering = client.send(Method::POST, path, &headers, &body).await;
+            assert_eq!(answering.read().await.status, 200);
+        }
+        let clients: Vec<_> = mock
+            .seen()
+            .iter()
+            .map(|seen| seen.headers["x-baton-client"].clone())
+            .collect();
+        assert_eq!(clients.len(), 2);
+        for name in ["origin", "sec-fetch-site"] {
+            let is_there = |seen: &Arc<Seen>| seen.headers.contains_key(name);
+            assert!(
+                !mock.seen().iter().any(is_there),
+                "{name} is for the router"
+            );
+        }
+        assert_eq!(
+            clients[0], clients[1],
+            "one address is one client, whatever it says"
+        );
+        assert!(clients[0] != "1" && clients[0] != "2");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn clients_see_less_of_a_worker_than_operators() {
+    timed(async {
+        let info = json!({
+            "served_model_name": "demo", "context_length": 4096, "tokenizer_fingerprint": "f",
+            "model_path": "/srv/models/demo", "pids": [[17]], "host": "10.1.2.3",
+            "kv_events_config": "{}", "internal_states": [{"pids": [17]}],
+        });
+        let mock = Mock::start(&[]).await.with_info(info.clone());
+        let few = json!({
+            "served_model_name": "demo", "context_length": 4096, "tokenizer_fingerprint": "f",
+        });
+        let flags = [&API_KEY[..], &CONTROL_KEYS[..]].concat();
+        for (flags, key, shown) in [
+            (&flags[..], "shared", &few),
+            (&flags[..], "boss", &info),
+            (&CONTROL_KEYS[..], "any", &few),
+            (&CONTROL_KEYS[..], "guest", &few),
+            (&CONTROL_KEYS[..], "boss", &info),
+            (&API_KEY[..], "shared", &info),
+        ] {
+            let router = ready_router(&mock, flags).await;
+            let key = format!("Bearer {key}");
+            let headers = [("authorization", key.as_str())];
+            let mut client = Client::connect(router.running.addr).await;
+            let path = "/get_server_info";
+            let answering = client.send(Method::GET, path, &headers, "").await;
+            let reply = answering.read().await;
+            assert_eq!(reply.json(), *shown, "{flags:?} {key}");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn errors_below_messages_have_anthropics_form() {
     timed(async {
         let mock = Mock::start(&[]).await;
@@ -267,10 +342,13 @@ async fn each_route_takes_its_key_and_workers_never_see_a_control_key() {
         for (method, path, level, with_key) in ROUTES {
             // (router, statuses for no key, the API key, a user key and an admin key)
             let with_key = *with_key;
+            // Operators are shown more there than clients.
+            let is_info = path.ends_with("server_info");
+            let with_admin_key = if is_info { with_key } else { 401 };
             let expected = match *level {
                 "open" => [(&both, [with_key; 4]), (&api_only, [with_key; 4])],
                 "client" => [
-                    (&both, [401, with_key, 401, 401]),
+                    (&both, [401, with_key, 401, with_admin_key]),
                     (&api_only, [401, with_key, 401, 401]),
                 ],
                 _ => [

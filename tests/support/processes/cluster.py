@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import openai
 import psutil
 
+from baton_ops.launch.cluster_plan import CONTROL_KEYS_ENV
 from baton_ops.launch.holdings import is_holding
 
 T = TypeVar("T")
@@ -135,9 +136,17 @@ class Cluster:
     @classmethod
     @contextlib.contextmanager
     def up(
-        cls, *flags: str, env: dict[str, str] | None = None, start_secs: float = START_SECS
+        cls,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        start_secs: float = START_SECS,
+        makes_control_key: bool = False,
     ) -> Iterator[Cluster]:
-        """Start with `flags`, wait until it is ready, stop it at the end; on a failure its logs are printed."""
+        """Start with `flags`, wait until it is ready, stop it at the end; on a failure its logs are printed.
+
+        Its control paths need no key, unless `makes_control_key`: tests ask them as they ask others.
+        """
+        no_control_key = {} if makes_control_key else {CONTROL_KEYS_ENV: ""}
         with tempfile.TemporaryDirectory(prefix="baton-e2e-") as name:
             folder = Path(name)
             command = [
@@ -156,7 +165,7 @@ class Cluster:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, **(env or {})},
+                env={**os.environ, **no_control_key, **(env or {})},
                 start_new_session=True,
             )
             cluster = cls(process, folder)

@@ -288,3 +288,8 @@ def test_no_refused_flag_name_exists_and_every_flag_named_instead_does() -> None
     assert (
         set(re.findall(r"--[a-z][a-z-]+", " ".join(INSTEAD.values()))) - known - of_others == set()
     )
+
+
+def test_host_names_are_those_of_both_flags() -> None:
+    made = config.parse_config(["--host", "GPU1", "--allowed-hosts", " gpu1.lan, Gpu2 ,"])
+    assert made.host_names == {"gpu1", "gpu1.lan", "gpu2"}

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import logging
 import os
 import re
 import time
-from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -25,17 +23,23 @@ from baton import DISTRIBUTION, errors
 from baton.config import SECRETS, EngineConfig, kv_events
 from baton.sched.metrics import step_log
 from baton.sched.setup.from_config import resolve_policy
-from baton.sched.types.request import SamplingParams
 from baton.server import fields
 from baton.server.http import tracer
-from baton.server.http.anthropic_errors import (
+from baton.server.http.access.browsers import (
+    refuse_foreign_page,
+    refuse_other_media_types,
+    refuse_unknown_host,
+)
+from baton.server.http.access.client_identity import client_of
+from baton.server.http.access.keys import OPEN_PATHS, check_key
+from baton.server.http.body_decoder import BodyDecoder
+from baton.server.http.dialects.anthropic_errors import (
     COUNT_TOKENS_PATH,
     MESSAGES_PATH,
     anthropic_error_response,
     is_anthropic_path,
 )
-from baton.server.http.body_decoder import BodyDecoder
-from baton.server.http.dialect_paths import (
+from baton.server.http.dialects.dialect_paths import (
     STORED_RESPONSES,
     models_response,
     refuse_stored_response,
@@ -57,19 +61,16 @@ from baton.server.http.lifecycle import (
     ServerLifecycle,
 )
 from baton.server.http.openapi.handlers import answer_document, answer_page
-from baton.server.http.openapi.operations import Access, Server, operations_of
 from baton.server.http.request_handler import RequestHandler, Validate
 from baton.server.http.translation import RequestTranslator
 from baton.server.observability import diagnosis, load_report
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
-from baton.server.request.grammar.checks.reader import grammar_fingerprint
-from baton.server.request.prompt.items import PromptItem
+from baton.server.request.grammar.checks.reader import CHECK_CLIENT, grammar_fingerprint
 from baton.server.request.schema import INT64_MAX, MAX_ITEMS, AbortRequest
-from baton.server.request.text_rules import TextRules
 from baton.server.request.validation import AcceptedRequest, RequestValidator
 from baton.server.response.answer_spec import Dialect
-from baton.server.response.generation import Generation
+from baton.server.response.health_probe import HealthProbe
 from baton.server.response.kv_event_stream import KvStreams
 from baton.server.text.answer_format import AnswerFormat
 from baton.server.text.model_info import ModelFacts
@@ -90,16 +91,10 @@ from baton.server.worker.messages import ReplyMessage
 log = logging.getLogger("baton.front")
 
 CONTROL_SECS = 10.0
-HEALTH_GENERATE_SECS = 20.0
 NONFINITE_IN_A_ROW = 3
 """So many answers that ended in NaN or infinity, with none that did not between them, make the node unhealthy."""
 NONFINITE_SECS = 30.0
 """Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at once."""
-OPEN_PATHS = frozenset(
-    operation.path
-    for operation in operations_of(Server.ENGINE)
-    if operation.access(Server.ENGINE) is Access.OPEN
-)
 RESPONSES_PATH = "/v1/responses"
 GENERATION_PATHS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/generate", RESPONSES_PATH, MESSAGES_PATH}
@@ -148,6 +143,7 @@ class HttpServer:
             config.metrics_compat,
         )
         self.lifecycle = ServerLifecycle(ranks, config.disaggregation_mode)
+        self._health_probe = HealthProbe(ranks, Dialect.GENERATE)
         self._counted_refused = dict.fromkeys(ROUTE_REFUSALS, 0)
         """P nodes: refusals of the bootstrap server that are in the metric."""
         self.started_at = int(time.time())
@@ -166,6 +162,7 @@ class HttpServer:
         )
         ranks.on_stats = self._on_stats
         self.metrics.gaps.counts = ranks.answers.gaps
+        self.metrics.watch_checks(self.validator.grammars.checks)
 
     def _on_stats(self, rank: RankClient) -> None:
         self.metrics.report(rank.stats)
@@ -409,29 +406,8 @@ class HttpServer:
         """Generate a real token on every rank, on the path that requests take."""
         self._refuse_if_not_accepting()
         token = next(iter(self.validator.eos_token_ids), 0)  # only ids that the model takes
-        params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-        items = tuple(
-            PromptItem(r.dp_rank, 0, array("i", [token]), params, None, r.dp_rank)
-            for r in self.ranks.ranks
-        )
-        rid = "health-" + new_id()
-        probe = Generation(
-            rid=rid,
-            request_id=rid,
-            accepted=AcceptedRequest(rid=None, items=items, n=1, text=TextRules()),
-            dialect=Dialect.GENERATE,
-            ranks=self.ranks,
-            metrics=EngineMetrics(),
-            endpoint="health",
-            arrived=time.monotonic(),
-            timeout_secs=HEALTH_GENERATE_SECS,
-        )
-        try:
-            probe.start()
-            while not probe.finished:
-                await probe.next()
-        finally:
-            probe.close()
+        with self.answering.arrival(time.monotonic()):
+            await self._health_probe.run(token)
         return json_response({"status": "ok"})
 
     # ---- control -----------------------------------------------------------------------------------------------
@@ -474,6 +450,7 @@ class HttpServer:
             if any(r.ready for r in self.ranks.ranks)
             else []
         )
+        refuse_other_media_types(request)
         return json_response(
             await diagnosis.diagnose(self.config, await read_object(request), books)
         )
@@ -507,6 +484,7 @@ class HttpServer:
         return dict(zip(operations, replies, strict=True))
 
     async def abort_request(self, request: web.Request) -> web.Response:
+        refuse_other_media_types(request)
         asked = fields.read(AbortRequest, await read_object(request))
         everything = asked.abort_all or False
         _, rid = fields.first(asked, "rid", "request_id")
@@ -627,7 +605,9 @@ class HttpServer:
         given = request.headers.get("x-request-id", "")
         request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else new_id()
         try:
-            self._check_key(request)
+            self._check_access(request)
+            has_tenants = self.validator.tenancy.limits_rates
+            CHECK_CLIENT.set(client_of(request, has_tenants=has_tenants))
             return await handler(request)
         except errors.EngineError as err:
             response = _error_response(request, err)
@@ -660,18 +640,19 @@ class HttpServer:
                 request, errors.EngineError("internal error; the engine's log has the details")
             )
 
-    def _check_key(self, request: web.Request) -> None:
-        key = self.config.api_key
-        if key is None or canonical_path(request) in OPEN_PATHS:
+    def _check_access(self, request: web.Request) -> None:
+        path = canonical_path(request)
+        if path in OPEN_PATHS:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme == "" and "x-api-key" in request.headers:  # clients of Anthropic's API
-            scheme = "bearer"
-            given = request.headers["x-api-key"]
-        if scheme.lower() != "bearer" or not hmac.compare_digest(
-            given.strip().encode(), key.encode()
-        ):
-            raise errors.InvalidApiKey("send the engine's --api-key as 'Authorization: Bearer KEY'")
+        key = self.config.api_key
+        if key is not None:
+            check_key(request, key)
+            return
+        # A web page has no key: where there is one, its requests have ended above.
+        refuse_unknown_host(
+            request, self.config.host_names, is_on_loopback=self.config.is_on_loopback
+        )
+        refuse_foreign_page(request, path)
 
 
 def _error_response(request: web.Request, err: errors.EngineError) -> web.Response:

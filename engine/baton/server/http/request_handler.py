@@ -15,7 +15,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,11 +108,36 @@ class RequestHandler:
         plain = plain_id(rid)
         return equal or [live for live in self._live if plain_id(live.rid) == plain]
 
+    @contextmanager
+    def arrival(self, arrived: float) -> Iterator[None]:
+        """Count a request among those in progress, which a drain waits for."""
+        ticket = object()
+        self.arrivals[ticket] = arrived
+        self.is_idle.clear()
+        try:
+            yield
+        finally:
+            del self.arrivals[ticket]
+            if not self.arrivals:
+                self.is_idle.set()
+
     async def answer(
         self, request: web.Request, endpoint: str, validate: Validate, dialect: Dialect
     ) -> web.StreamResponse:
         """The whole life of one request. Raises EngineError when no byte of the answer was sent."""
         arrived = time.monotonic()
+        with self.arrival(arrived):
+            return await self._answer(request, endpoint, validate, dialect, arrived=arrived)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        endpoint: str,
+        validate: Validate,
+        dialect: Dialect,
+        *,
+        arrived: float,
+    ) -> web.StreamResponse:
         status: int | None = 500
         outcome = "internal_error"
         parent = None if self.tracer is None else self.tracer.begin(request.headers)
@@ -121,9 +147,6 @@ class RequestHandler:
             limit + SLOW_CLIENT_SECS, _cut_connection, request
         )
         self.metrics.of_endpoint(endpoint).in_flight.inc()
-        ticket = object()
-        self.arrivals[ticket] = arrived
-        self.is_idle.clear()
         try:
             self.admit()
             body = await read_body(request, self.validator.refuse_oversized)
@@ -176,9 +199,6 @@ class RequestHandler:
             raise
         finally:
             cut.cancel()
-            del self.arrivals[ticket]
-            if not self.arrivals:
-                self.is_idle.set()
             self.metrics.of_endpoint(endpoint).in_flight.dec()
             self.metrics.requests.labels(endpoint, outcome).inc()
             if generation is not None:

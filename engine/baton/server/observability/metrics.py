@@ -31,6 +31,7 @@ from prometheus_client.utils import floatToGoString
 
 from baton.sched.metrics.histogram import GAP_BUCKETS, STAGE_BUCKETS, TOKEN_BUCKETS, Histogram
 from baton.server.observability import metric_aliases
+from baton.server.request.grammar.checks.queue import CheckQueue
 from baton.server.worker.messages import StatsMessage
 
 PREFIX = "baton_"
@@ -331,6 +332,22 @@ class _GapCollector(Collector):
         yield family
 
 
+class _CountsCollector(Collector):
+    """Renders values that another part of the front counts, by one label."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.read: Callable[[], Mapping[str, float]] = dict
+        """Values by label."""
+
+    def collect(self) -> Iterator[Metric]:
+        made = GaugeMetricFamily if self.spec.kind == "gauge" else CounterMetricFamily
+        family = made(PREFIX + self.spec.name, self.spec.help, labels=self.spec.labels)
+        for label, value in self.read().items():
+            family.add_metric([label], value)
+        yield family
+
+
 @dataclass(frozen=True, slots=True)
 class EndpointMetrics:
     """Series of one endpoint."""
@@ -360,6 +377,7 @@ class EngineMetrics:
         """Metrics of the front."""
         self._add_request_metrics()
         self._add_state_metrics()
+        self._add_check_metrics()
         self._add_build_info(version, mode)
         self._add_route_refusals()
         prometheus.ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
@@ -448,6 +466,44 @@ class EngineMetrics:
             "load_progress_ratio", "share of the model's weights that are in memory, 0 to 1"
         )
         self.ranks_alive = self._add_gauge("ranks_alive", "DP ranks of this engine that live")
+
+    def _add_check_metrics(self) -> None:
+        self._check_outcomes = self._add_counts(
+            _counter(
+                "grammar_checks",
+                "checks of schemas and grammars by outcome: checked, moved (to the lane of large ones, with a second "
+                "outcome), too_slow, known_slow, over_budget, queue_full",
+                ("outcome",),
+            )
+        )
+        self._check_cpu_secs = self._add_counts(
+            _counter(
+                "grammar_check_cpu_seconds",
+                "CPU time of checks of schemas and grammars by lane: small, large",
+                ("lane",),
+            )
+        )
+        self._waiting_checks = self._add_counts(
+            _gauge(
+                "grammar_checks_waiting",
+                "checks of schemas and grammars that wait for their turn, by lane: small, large",
+                ("lane",),
+            )
+        )
+
+    def watch_checks(self, checks: CheckQueue) -> None:
+        """Show what this queue counts."""
+        self._check_outcomes.read = lambda: {
+            outcome.value: count for outcome, count in checks.outcomes.items()
+        }
+        self._check_cpu_secs.read = lambda: checks.cpu_secs
+        self._waiting_checks.read = lambda: checks.waiting
+
+    def _add_counts(self, spec: Spec) -> _CountsCollector:
+        counts = _CountsCollector(spec)
+        self.registry.register(counts)
+        self.table[spec] = counts
+        return counts
 
     def _add_gaps(self, model: str) -> _GapCollector:
         gaps = _GapCollector(

@@ -65,6 +65,8 @@ pub enum ProtocolCode {
     ContextLengthExceeded,
     InvalidApiKey,
     Forbidden,
+    ForeignOrigin,
+    HostNotAllowed,
     ModelNotFound,
     NotFound,
     MethodNotAllowed,
@@ -125,6 +127,8 @@ impl ProtocolCode {
             | ContextLengthExceeded
             | InvalidApiKey
             | Forbidden
+            | ForeignOrigin
+            | HostNotAllowed
             | ModelNotFound
             | NotFound
             | MethodNotAllowed

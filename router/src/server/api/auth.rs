@@ -38,6 +38,8 @@ fn is_dry_run(request: &Request) -> bool {
     is_generation(request) && matches!(ExplainMode::of(request.headers()), Ok(ExplainMode::DryRun))
 }
 
+/// Paths of clients that show operators more.
+pub const INFO_PATHS: [&str; 2] = ["/get_server_info", "/server_info"];
 /// Label of the key of --api-key, which all clients share.
 const CLIENT_KEY: &str = "api_key";
 
@@ -69,6 +71,13 @@ pub fn check(
     }
     match &app.config.listen.api_key {
         Some(key) if level != AccessLevel::Open => {
+            // What operators are shown of a worker is more than what clients are.
+            if INFO_PATHS.contains(&path)
+                && let Some(known) = given.and_then(|given| control_key(app, given))
+                && known.role == KeyRole::Admin
+            {
+                return Ok(Some(KeyLabel(Cow::Owned(known.id.clone()))));
+            }
             let given = given.or_else(|| anthropic_key(request.headers()));
             let is_right = given.is_some_and(|given| is_same(given, key.as_bytes()));
             if !is_right {
@@ -80,12 +89,20 @@ pub fn check(
     }
 }
 
-/// Replace a key of the control plane by the router's own key for workers.
-pub fn hide_control_key(app: &AppState, headers: &mut HeaderMap) {
-    if bearer(headers).is_some_and(|given| control_key(app, given).is_some()) {
-        headers.remove(header::AUTHORIZATION);
-        headers.extend(app.fleet.worker_headers());
-    }
+/// Mark of a request that came with an `admin` key of the control plane.
+#[derive(Debug, Clone, Copy)]
+pub struct OperatorRequest;
+
+/// Replace a key of the control plane by the router's own key for workers. Returns true for one
+/// with the role `admin`.
+pub fn hide_control_key(app: &AppState, headers: &mut HeaderMap) -> bool {
+    let Some(key) = bearer(headers).and_then(|given| control_key(app, given)) else {
+        return false;
+    };
+    let is_admin = key.role == KeyRole::Admin;
+    headers.remove(header::AUTHORIZATION);
+    headers.extend(app.fleet.worker_headers());
+    is_admin
 }
 
 /// KEY of `Authorization: Bearer KEY`; the scheme in any case (RFC 9110, 11.1).

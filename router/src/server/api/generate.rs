@@ -16,7 +16,7 @@ use baton_text::dialect::prompt_limit::{MAX_ENGINE_BODY_BYTES, REST_BYTES, overs
 use baton_text::prompt::PromptTruncation;
 use bytes::{Bytes, BytesMut};
 use http::header::{
-    ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT, HOST,
+    ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE, EXPECT, HOST, ORIGIN,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
@@ -26,6 +26,7 @@ use serde_json::json;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::auth;
+use super::client_label;
 use crate::dispatch;
 use crate::dispatch::app::AppState;
 use crate::dispatch::context::{KnownPrompt, RequestContext, read_header_deadlines};
@@ -53,8 +54,18 @@ const UNMEASURED_BYTES: usize = 16 << 10;
 /// prompts the engine complains about the member the client sent, not about ours.
 const MAX_FORWARDED: usize = 1024;
 /// Headers that stay here beside those of routers: those of the client's connection, and cookies,
-/// which no worker set. No accept-encoding: streams are watched as they pass.
-static NOT_FORWARDED: [HeaderName; 5] = [HOST, CONTENT_LENGTH, EXPECT, ACCEPT_ENCODING, COOKIE];
+/// which no worker set. Whether a web page may send a request is decided here: a worker would
+/// compare the page's origin with its own address. No accept-encoding: streams are watched as they
+/// pass.
+static NOT_FORWARDED: [HeaderName; 7] = [
+    HOST,
+    CONTENT_LENGTH,
+    EXPECT,
+    ACCEPT_ENCODING,
+    COOKIE,
+    ORIGIN,
+    HeaderName::from_static("sec-fetch-site"),
+];
 /// A client's own affinity key.
 const ROUTING_KEY: HeaderName = HeaderName::from_static("x-smg-routing-key");
 /// Headers that name a client's session. Of several that are present the first one counts.
@@ -152,6 +163,7 @@ async fn take_in(
     timeline.mark(RequestStage::Parsed);
     refuse_oversized(app, &scan, &body).await?;
     let mut headers = forwarded(parts.headers);
+    client_label::insert(&mut headers, parts.extensions.get());
     // It was read as JSON, whatever the client called it (curl -d calls it a form).
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     let session_key = header_session_key.or_else(|| scan.session_key.clone());

@@ -11,6 +11,8 @@ mod anthropic;
 mod auth;
 /// Requests of web pages of other sites.
 mod browsers;
+/// Which client a request is from, for workers.
+mod client_label;
 /// Routes that drain workers.
 mod draining;
 /// Generation requests.
@@ -21,6 +23,8 @@ mod metrics_merge;
 mod openapi;
 /// Requests passed through to workers.
 mod proxy;
+/// Description of a worker, for clients.
+mod server_info;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -34,7 +38,7 @@ use baton_text::dialect::Dialect;
 use http::{HeaderMap, HeaderValue, Method, StatusCode, Version, header};
 
 use self::anthropic::{COUNT_TOKENS_PATH, to_anthropic_form};
-use self::auth::AccessLevel;
+use self::auth::{AccessLevel, OperatorRequest};
 use self::generate::handler;
 use crate::dispatch::app::AppState;
 use crate::dispatch::attempt::status_label;
@@ -107,7 +111,7 @@ fn client_routes() -> RouteGroup {
     group.add(&["/v1/models"], get(proxy::models));
     group.add(&["/v1/models/{id}"], get(proxy::model));
     group.add(&["/get_model_info", "/model_info"], get(proxy::forward));
-    group.add(&["/get_server_info", "/server_info"], get(proxy::forward));
+    group.add(&auth::INFO_PATHS, get(server_info::server_info));
     group.add(&proxy::PROXIED_PATHS, post(proxy::forward_work));
     group
 }
@@ -269,7 +273,9 @@ async fn edge(State(state): State<EdgeState>, mut request: Request, next: Next) 
         if let Ok(Some(label)) = access {
             request.extensions_mut().insert(label);
         }
-        auth::hide_control_key(app, request.headers_mut());
+        if auth::hide_control_key(app, request.headers_mut()) {
+            request.extensions_mut().insert(OperatorRequest);
+        }
         request.headers_mut().insert(REQUEST_ID, rid.clone());
         next.run(request).await
     };

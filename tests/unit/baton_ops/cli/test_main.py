@@ -289,7 +289,9 @@ def test_state_file_has_exactly_the_agreed_fields(tmp_path: Path) -> None:
     cluster.nodes[0].port, cluster.nodes[0].bootstrap_port = 30000, 8998
     cluster.write_state()
     state = json.loads(path.read_text())
-    assert state["router"] == {"pid": 0, "url": "http://127.0.0.1:8123", "incarnation": None}
+    assert state["router"] == {
+        "pid": 0, "url": "http://127.0.0.1:8123", "incarnation": None, "control_key": cluster.control_key,
+    }  # fmt: skip
     assert state["nodes"][0] == {
         "role": "prefill", "pid": 0, "url": "http://127.0.0.1:30000", "incarnation": None, "bootstrap_port": 8998,
         "restarts": 0,
@@ -304,8 +306,6 @@ def test_wrong_router_flag_is_reported_before_any_node_starts(
     for flags, complaint in (
         (["--policy", "nope"], "invalid value 'nope' for '--policy"),
         (["--router-args=--no-such-flag"], "--no-such-flag"),
-        (["--router-args=--api-key secret"], "give --api-key to baton up itself"),
-        (["--router-args=--api-key=secret"], "give --api-key to baton up itself"),
     ):
         assert local_cluster.main([*flags, "--log-dir", str(tmp_path / "logs")]) == 2
         assert complaint in capsys.readouterr().err
@@ -318,6 +318,12 @@ def test_wrong_router_flag_is_reported_before_any_node_starts(
         ("--page-size 0", "--page-size 0: use a power of two"),
         ("--host 192.0.2.1", "--host 192.0.2.1 cannot be bound"),
         ("--router-args=--port=9", "--router-args: --port is set by baton up"),
+        ("--router-args=--api-key=secret", "set BATON_API_KEY for baton up instead"),
+        (
+            "--router-args=--control-plane-api-keys=a:b:admin:c",
+            "set BATON_ROUTER_FLAG_CONTROL_PLANE_API_KEYS for baton up instead",
+        ),
+        ("--decode-args=--cluster-key=secret", "--decode-args: --cluster-key is secret"),
         ("--log-dir /proc/x", "--log-dir: /proc/x cannot be written to"),
         (
             "--state-file /no-such-directory/x",

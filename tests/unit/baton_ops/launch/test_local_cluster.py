@@ -16,13 +16,14 @@ import pytest
 
 from baton_ops.clients.http_client import HttpClient
 from baton_ops.clients.instance import is_answered_by, stated_incarnation, wait_until_well
+from baton_ops.clients.local_keys import forget_control_key, known_control_key
 from baton_ops.launch.cluster_plan import parse_flags
 from baton_ops.launch.local_cluster import (
     PORT_TAKEN,
     ROUTER_PORT_TRIES,
     LocalCluster,
-    living_cluster,
 )
+from baton_ops.launch.preflight import living_cluster
 from baton_ops.launch.screen import make_greeting
 from baton_ops.launch.supervisor import ChildFailed, ChildProcess
 from tests.support.processes.http_server import QuietHandler, serve_requests
@@ -41,6 +42,94 @@ def test_greeting_sends_the_key_that_the_cluster_wants() -> None:
     given = make_greeting(URL, "m", api_key="it's a $KEY")
     assert header in curl(given)
     assert """api_key="it's a $KEY")""" in given
+
+
+def test_greeting_links_to_the_page_with_its_control_key() -> None:
+    text = make_greeting(URL, "m", control_key="0af3")
+    assert f"In a browser: {URL}/ui/#control-key=0af3\n" in text
+    assert text.count("0af3") == 1, "clients need none"
+    assert "authorization" not in text
+
+
+CONTROL = "BATON_ROUTER_FLAG_CONTROL_PLANE_API_KEYS"
+
+
+@pytest.fixture
+def no_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No key comes from the environment; returns the folder of this user's keys."""
+    for name in ("BATON_API_KEY", CONTROL):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "baton"
+
+
+def router_keys(cluster: LocalCluster) -> str | None:
+    return cluster.router._env.get(CONTROL)
+
+
+def test_cluster_makes_a_control_key_for_its_router_alone(no_keys: Path, tmp_path: Path) -> None:
+    first, second = (LocalCluster(parse_flags([]), tmp_path, print) for _ in range(2))
+    assert first.control_key
+    assert first.control_key != second.control_key
+    assert router_keys(first) == f"up:baton-up:admin:{first.control_key}"
+    assert all(CONTROL not in node.child._env for node in first.nodes)
+    assert first.control_key not in " ".join(first._router_argv())
+
+
+def test_cluster_makes_no_control_key_where_the_user_has_decided(
+    no_keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = LocalCluster(parse_flags(["--api-key", "k"]), tmp_path, print)
+    assert (cluster.control_key, router_keys(cluster)) == (None, None)
+    for given in ("a:b:admin:c", ""):
+        monkeypatch.setenv(CONTROL, given)
+        cluster = LocalCluster(parse_flags([]), tmp_path, print)
+        assert (cluster.control_key, router_keys(cluster)) == (None, given or None)
+
+
+def test_control_key_is_found_by_this_user_while_the_cluster_runs(
+    no_keys: Path, tmp_path: Path
+) -> None:
+    state = tmp_path / "state.json"
+    plan = parse_flags(["--state-file", str(state)])
+    cluster = LocalCluster(plan, tmp_path, print)
+    cluster.port = 8123
+    cluster._keep_control_key()
+    cluster.write_state()
+    for host in ("127.0.0.1", "localhost", "[::1]"):
+        assert known_control_key(f"http://{host}:8123") == cluster.control_key
+    for other in (
+        "http://127.0.0.1:8124",
+        "http://10.0.0.1:8123",
+        "http://127.0.0.1",
+        "http://x:y",
+    ):
+        assert known_control_key(other) is None
+    assert json.loads(state.read_text())["router"]["control_key"] == cluster.control_key
+    for path, mode in ((state, 0o600), (no_keys, 0o700), (no_keys / "router-8123.key", 0o600)):
+        assert path.stat().st_mode & 0o777 == mode
+    no_keys.chmod(0o755)
+    assert known_control_key("http://127.0.0.1:8123") is None, "others may have written it"
+    no_keys.chmod(0o700)
+    forget_control_key(8123, "another cluster's")
+    assert known_control_key("http://127.0.0.1:8123") == cluster.control_key
+    asyncio.run(cluster.stop())
+    assert known_control_key("http://127.0.0.1:8123") is None
+    assert not state.exists()
+
+
+def test_folder_that_another_user_could_have_made_is_not_written_to(
+    no_keys: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    no_keys.symlink_to(elsewhere)
+    lines: list[str] = []
+    cluster = LocalCluster(parse_flags([]), tmp_path, lines.append)
+    cluster.port = 8123
+    cluster._keep_control_key()
+    assert "cannot be kept for baton top" in lines[0]
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_greeting_leaves_a_key_of_the_environment_there() -> None:

@@ -29,6 +29,7 @@ REF = "#/components/schemas/{name}"
 BODY_ERRORS = (
     errors.BadRequest,
     errors.InvalidApiKey,
+    errors.ForeignOrigin,
     errors.NotFound,
     errors.PayloadTooLarge,
     errors.UnsupportedMediaType,
@@ -38,12 +39,18 @@ BODY_ERRORS = (
     errors.RequestTimeout,
 )
 """An error for each status that a request with a body may be answered with."""
-OTHER_ERRORS = (errors.BadRequest, errors.InvalidApiKey, errors.NotFound, errors.NotReady)
+OTHER_ERRORS = (
+    errors.BadRequest,
+    errors.InvalidApiKey,
+    errors.HostNotAllowed,
+    errors.NotFound,
+    errors.NotReady,
+)
 """The same without a body."""
 DESCRIPTIONS = {
     "400": "The request is wrong",
     "401": "The key is missing or unknown",
-    "403": "The key does not open this path",
+    "403": "The key does not open this path, or a web page may not ask for it",
     "404": "There is no such path, model or request",
     "413": "The body is too large",
     "415": "The body is not plain JSON",
@@ -54,7 +61,7 @@ DESCRIPTIONS = {
     "504": "The request took too long",
     "default": "Any other error",
 }
-ROUTER_STATUSES = frozenset({"403", "502"})
+ROUTER_STATUSES = frozenset({"502"})
 _PATH_PARAMETER = re.compile(r"\{(\w+)\}")
 
 _ERROR_PREFIX = {False: "Error", True: "AnthropicError"}

@@ -315,7 +315,6 @@ HEALTH = [
         path="/health_generate",
         summary="Generate a token on every rank",
         tag="health",
-        engine_access=Access.OPEN,
         router_access=Access.CONTROL,
     ),
     Operation(

@@ -1,7 +1,7 @@
 """Messages between a front and the processes that check grammars: JSON in frames, each behind its length.
 
 The first frame to a process is `CheckSetup`, which it answers with an empty frame. Each further one is a check
-(`GrammarCheck`), answered with one `CheckReply`.
+(`GrammarCheck`) behind the CPU time that it may take, answered with one `CheckReply`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from baton.server.fields import exact_decimal
 from baton.server.request.grammar.request_grammar import GrammarCheck, RequestGrammar
 
 LENGTH_BYTES = 8
-CHECK_CPU_SECS = 5.0
-"""CPU time of a check. llguidance's own limits end one after some 2.5 s."""
+LIMIT_BYTES = 4
+"""Size of the CPU time that a check may take [ms]."""
 
 TOO_DEEP_EXIT = 3
 """Exit code of a process whose check was nested too deeply for Python."""
@@ -31,8 +31,8 @@ class CheckSetup(msgspec.Struct):
     """As `MarkerTokens.ids`."""
 
 
-class CheckReply(msgspec.Struct):
-    """The grammar, or the refusal of it."""
+class CheckReply(msgspec.Struct, kw_only=True):
+    """The grammar, or the refusal of it, or the end of the process that checked it."""
 
     text: str = ""
     ignored: tuple[str, ...] = ()
@@ -40,6 +40,10 @@ class CheckReply(msgspec.Struct):
     """Code of the refusal; None: the grammar is accepted."""
     message: str = ""
     param: str | None = None
+    exit_code: int | None = None
+    """Exit code of the process that the check has ended (negative: a signal); None: it goes on."""
+    cpu_secs: float = 0.0
+    """CPU time that the check took; 0.0 where it ended its process."""
 
     @classmethod
     def of_grammar(cls, grammar: RequestGrammar) -> CheckReply:
@@ -59,6 +63,17 @@ class CheckReply(msgspec.Struct):
 check_decoder = msgspec.json.Decoder(GrammarCheck, float_hook=exact_decimal)
 reply_decoder = msgspec.json.Decoder(CheckReply)
 setup_decoder = msgspec.json.Decoder(CheckSetup)
+
+
+def limited_check(check: bytes, cpu_secs: float) -> bytes:
+    """The frame of a check that may take so much CPU time."""
+    return round(cpu_secs * 1000).to_bytes(LIMIT_BYTES, "little") + check
+
+
+def read_limited_check(frame: bytes) -> tuple[memoryview, float]:
+    """The check in a frame, and its CPU time [seconds]."""
+    limit_ms = int.from_bytes(frame[:LIMIT_BYTES], "little")
+    return memoryview(frame)[LIMIT_BYTES:], limit_ms / 1000
 
 
 def write_frame(stream: IO[bytes], body: bytes) -> None:

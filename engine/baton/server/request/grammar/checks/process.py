@@ -1,9 +1,10 @@
 """A process that checks grammars, as the front sees it.
 
 1. the first check starts it;
-2. a check that takes more than `CHECK_CPU_SECS` ends it, and so does one that overflows its stack: the request is
-   refused, and the next check starts another process;
-3. `close` ends it, and so does the end of this object.
+2. a check that takes more CPU time than it may ends a child of it, and so does one that overflows the stack; the next
+   check goes on without a new start (`worker`);
+3. a check that is not answered within `CHECK_LIMIT_SECS` ends it: the next check starts another process;
+4. `close` ends it, and so does the end of this object.
 
 A process, and not a thread: parts of a check hold Python's lock for 40 ms per MB of schema, a translation from EBNF may
 take minutes, and chains of some thousand rules or references overflow the stack.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -20,17 +22,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import IO
+from typing import IO, NoReturn
 
 import msgspec
 
 from baton.errors import EngineError
 from baton.server.fields import bad
 from baton.server.request.grammar.checks.messages import (
-    CHECK_CPU_SECS,
     TOO_DEEP_EXIT,
     CheckReply,
     CheckSetup,
+    limited_check,
     read_frame,
     reply_decoder,
     write_frame,
@@ -44,46 +46,63 @@ START_LIMIT_SECS = 60.0
 """A start takes 0.2 s of CPU time."""
 EXIT_LIMIT_SECS = 5.0
 """Between the end of a process's pipe and its own."""
-TOO_SLOW = f"was not checked within {CHECK_CPU_SECS:g} s"
+TOO_SLOW = f"was not checked within {CHECK_LIMIT_SECS:g} s"
 TOO_DEEP = (
     "cannot be checked: its rules or references are nested too deeply, or it needs too much memory"
 )
 WORKER = "baton.server.request.grammar.checks.worker"
 
 
-class CheckProcess:
-    """All methods but `close` are called from one thread, which waits in them without Python's lock."""
+class SlowCheck(Exception):
+    """A check took more CPU time than it may."""
 
-    def __init__(self, load_setup: Callable[[], CheckSetup]) -> None:
+
+class CheckProcess:
+    """All methods but `close` are called from one thread at a time, which waits in them without Python's lock."""
+
+    def __init__(self, load_setup: Callable[[], CheckSetup], niceness: int = 0) -> None:
         """`load_setup`: called before the first start."""
         self._load_setup = load_setup
+        self._niceness = niceness
         self._setup: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ending: weakref.finalize[..., CheckProcess] | None = None
         """Ends the process, at the latest with this object."""
         self._is_closed = False
 
-    def check(self, request: bytes, param: str) -> CheckReply:
+    def check(self, request: bytes, param: str, cpu_secs: float) -> CheckReply:
         """The reply to a check (JSON of a `GrammarCheck`).
 
-        Raises BadRequest, which names `param`, for one that takes too long or ends the process, and EngineError where
-        the process fails or is closed.
+        Raises SlowCheck for one that takes more than `cpu_secs`, BadRequest, which names `param`, for one that
+        overflows the stack or is not answered, and EngineError where the process fails or is closed.
         """
         process = self._process or self._start()
         started = time.monotonic()
         with kill_after(process, CHECK_LIMIT_SECS):
-            reply = exchange(process, request)
-        if reply is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(EXIT_LIMIT_SECS)  # for an exit code of its own
-            code = self._end()
-            is_late = time.monotonic() - started >= CHECK_LIMIT_SECS
-            log.warning("the check of a grammar ended its process (exit code %s): %s", code, param)
-            if code is None or (code >= 0 and code != TOO_DEEP_EXIT):
-                raise EngineError("the process that checks grammars has ended; see the log")
-            reason = TOO_SLOW if is_late or code == -signal.SIGPROF else TOO_DEEP
-            raise bad(param, f"{reason}; simplify it")
-        return reply_decoder.decode(reply)
+            answer = exchange(process, limited_check(request, cpu_secs))
+        if answer is None:
+            self._end_without_answer(process, param, time.monotonic() - started)
+        reply = reply_decoder.decode(answer)
+        code = reply.exit_code
+        if code is None:
+            return reply
+        if code == -signal.SIGPROF:
+            raise SlowCheck
+        log.warning("the check of a grammar ended its process (exit code %s): %s", code, param)
+        if code >= 0 and code != TOO_DEEP_EXIT:
+            raise EngineError("the process that checks grammars has ended; see the log")
+        raise bad(param, f"{TOO_DEEP}; simplify it")
+
+    def _end_without_answer(
+        self, process: subprocess.Popen[bytes], param: str, waited_secs: float
+    ) -> NoReturn:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(EXIT_LIMIT_SECS)  # for an exit code of its own
+        code = self._end()
+        log.warning("no answer to the check of a grammar (exit code %s): %s", code, param)
+        if code is not None and waited_secs >= CHECK_LIMIT_SECS:
+            raise bad(param, f"{TOO_SLOW}; simplify it")
+        raise EngineError("the process that checks grammars has ended; see the log")
 
     def close(self) -> None:
         self._is_closed = True
@@ -95,7 +114,7 @@ class CheckProcess:
             self._setup = msgspec.json.encode(self._load_setup())
         # A session of its own: Ctrl-C in the terminal reaches the front alone.
         process = subprocess.Popen(
-            [sys.executable, "-m", WORKER],
+            [sys.executable, "-m", WORKER, str(self._niceness)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -120,7 +139,7 @@ class CheckProcess:
 @contextlib.contextmanager
 def kill_after(process: subprocess.Popen[bytes], limit_secs: float) -> Iterator[None]:
     """Kill a process that is still waited for then: its pipes end, and with them the wait."""
-    timer = threading.Timer(limit_secs, process.kill)
+    timer = threading.Timer(limit_secs, kill_group, (process,))
     timer.daemon = True
     timer.start()
     try:
@@ -137,9 +156,16 @@ def exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes | None:
     return read_frame(replies)
 
 
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads its session, and its child. Of one that has ended, the child ends by itself."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):  # another thread has just reaped it
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def end_process(process: subprocess.Popen[bytes]) -> int:
-    """Kill a process and close its pipes; returns its exit code."""
-    process.kill()
+    """Kill a process and its child, and close its pipes; returns its exit code."""
+    kill_group(process)
     code = process.wait()
     for pipe in _pipes(process):
         with contextlib.suppress(BrokenPipeError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextvars import ContextVar
 from importlib.metadata import version
 from typing import Any
 
@@ -21,6 +22,7 @@ import msgspec
 from baton.config import EngineConfig
 from baton.errors import UnsupportedParameter
 from baton.server.fields import encode_exact
+from baton.server.request.grammar.checks.lane import CheckOrder
 from baton.server.request.grammar.checks.messages import CheckSetup
 from baton.server.request.grammar.checks.queue import CheckQueue
 from baton.server.request.grammar.constraint import read_constraint, stated_fields
@@ -36,6 +38,9 @@ from baton.server.request.tools import ToolChoice
 
 GRAMMAR_REVISION = 2
 """Counts changes of the grammars that this package makes of the same request."""
+CHECK_CLIENT: ContextVar[str] = ContextVar("CHECK_CLIENT", default="")
+"""Client whose request this task reads: its grammar takes turns with those of others. A server sets it for each
+request; between it and this module lie the readers of all forms of requests, which have no use for it."""
 KEPT_CHECKS = 1024
 KEPT_CHARS = 16 * 2**20
 """Length of all their texts."""
@@ -46,7 +51,11 @@ class GrammarReader:
 
     def __init__(self, config: EngineConfig, markers: MarkerTokens) -> None:
         self._config = config
-        self._checks = CheckQueue(lambda: CheckSetup(config.structured_whitespace, markers.ids))
+        self.checks = CheckQueue(
+            lambda: CheckSetup(config.structured_whitespace, markers.ids),
+            config.grammar_check_secs_per_minute,
+            lambda digest: self._kept.get(digest),
+        )
         self._kept: OrderedDict[bytes, RequestGrammar] = OrderedDict()
         self._kept_chars = 0
 
@@ -99,7 +108,8 @@ class GrammarReader:
         key = hashlib.sha256(request).digest()
         kept = self._kept.get(key)
         if kept is None:
-            kept = await self._checks.check(request, check.param)
+            order = CheckOrder(request, key, check.param, CHECK_CLIENT.get())
+            kept = await self.checks.check(order)
             self._keep(key, kept)
         else:
             self._kept.move_to_end(key)
@@ -115,7 +125,7 @@ class GrammarReader:
             self._kept_chars -= len(oldest.text)
 
     def close(self) -> None:
-        self._checks.close()
+        self.checks.close()
 
     @property
     def _reason_where_off(self) -> str | None:

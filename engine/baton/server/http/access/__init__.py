@@ -1,0 +1,1 @@
+"""Access to an engine: its key, web pages, names of hosts, and the identity of clients."""

@@ -1,0 +1,1 @@
+"""Paths and errors of other APIs than OpenAI's chats and completions."""
