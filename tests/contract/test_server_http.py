@@ -203,7 +203,8 @@ def test_client_that_does_not_read_does_not_hold_the_rank(engine: FakeEngine) ->
             {"prompt": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
         ).encode()
         deaf.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+            % len(body)
             + body
         )
         deaf.recv(1)
