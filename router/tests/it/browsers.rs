@@ -99,7 +99,7 @@ async fn own_pages_allowed_origins_and_programs_are_served() {
             &[JSON][..],
             &[("content-type", "application/x-www-form-urlencoded")],
             &[],
-            // The page /ui/: over localhost or TLS, over plain HTTP, behind a proxy that changes Host.
+            // The page /ui/: over TLS, over plain HTTP, behind a proxy that changes Host.
             &[JSON, ("origin", &own), ("sec-fetch-site", "same-origin")],
             &[JSON, ("origin", &own), ("host", host)],
             &[

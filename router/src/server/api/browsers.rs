@@ -68,8 +68,8 @@ fn host_name(host: &str) -> String {
     name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase()
 }
 
-/// Refuses what a page of another site wants changed, by the rule of Go 1.25's
-/// CrossOriginProtection. Programs that are no browsers send neither header.
+/// Refuses what a page of another site wants changed, by the rule of Go 1.25's HTTP server.
+/// Programs that are no browsers send neither header.
 fn check_origin(listen: &ListenFlags, request: &Request) -> Result<(), RouteError> {
     if is_reading(request) && !CHANGING_PATHS.contains(&request.uri().path()) {
         return Ok(());
@@ -127,12 +127,12 @@ fn is_own_origin(listen: &ListenFlags, request: &Request, origin: &str) -> bool 
     without_port(from) == without_port(to) || listen.allowed_hosts.iter().any(is_named)
 }
 
-/// Refuses a body of a control path that is not declared as JSON. A browser lets any page send forms
-/// and plain text to any server, but asks the server before it sends JSON. Generation paths take any
-/// type: `curl -d` declares a form.
+/// Refuses a body of a control path that is not declared as JSON. A browser lets any page send
+/// forms and plain text to any server, but asks the server before it sends JSON. Generation paths
+/// take any type: `curl -d` declares a form.
 pub fn check_media_type(level: AccessLevel, request: &Request) -> Result<(), RouteError> {
-    let has_no_use_of_it = is_reading(request) || request.body().is_end_stream();
-    if level != AccessLevel::Control || has_no_use_of_it {
+    let is_read = !is_reading(request) && !request.body().is_end_stream();
+    if level != AccessLevel::Control || !is_read {
         return Ok(());
     }
     let given = text(request.headers(), &header::CONTENT_TYPE).unwrap_or_default();
