@@ -435,7 +435,7 @@ mod tests {
             let canonical = format!("tool_parser=none,reasoning_parser={expected}");
             assert_eq!(detect("none", name), Ok(canonical), "{name}");
         }
-        // SGLang 0.5: `KimiDetector` reads `◁think▷`, which no family here does.
+        // SGLang 0.5 reads `◁think▷` under this name, as no family here does.
         assert!(detect("none", "kimi").is_err());
         let is_listed = |name: &str, names: &[(&str, &str)]| names.iter().any(|row| row.0 == name);
         let mut tool_names = TOOL_ALIASES.iter().map(|(name, _)| name);
