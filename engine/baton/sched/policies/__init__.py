@@ -7,7 +7,7 @@ hence their place.
 | policy | smallest first | good for | who suffers |
 |---|---|---|---|
 | fcfs | arrival | fairness | short requests behind long ones |
-| lpm | - cached tokens | hit rate of a single engine | cold prompts, unless `lpm_aging` |
+| lpm | - cached tokens | hit rate of a single engine | cold prompts, unless `lpm_aging_tokens_per_s` |
 | dfs-weight | place in a walk of the radix tree, heaviest first | sharing among queued requests | cold prompts |
 | lof | - max_new_tokens | keeping a decode batch full at the end of a job | all requests of a prefill node |
 | random | a hash of (step, request) | comparison | p99 |

@@ -13,8 +13,8 @@
 //!    them (page_release.rs).
 //!
 //! Or D computes the prompt itself (router-core's `local_prefill`): then it gets the client's body
-//! without fields of routers. Answers with logprobs of their prompts come from one worker: from P alone where they have
-//! at most one token, else from D alone.
+//! without fields of routers. Answers with logprobs of their prompts come from one worker: from P
+//! alone where they have at most one token, else from D alone.
 
 /// Input logprobs of a pair's answer.
 mod input_logprobs;
