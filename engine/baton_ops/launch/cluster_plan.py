@@ -53,7 +53,7 @@ _ROUTER_SECRETS = {
     "--control-plane-api-keys": CONTROL_KEYS_ENV,
 }
 """Flags of the router whose values are secret, and their environment variables."""
-SHARED_WITH_ROUTER = ("enable_trace", "otlp_traces_endpoint", "log_format")
+SHARED_WITH_ROUTER = ("enable_trace", "otlp_traces_endpoint", "log_format", "allowed_hosts")
 """Engine flags that the router has too, with the same meaning."""
 
 ROLES = ("prefill", "decode", "worker")

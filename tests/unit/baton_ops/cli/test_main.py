@@ -256,10 +256,12 @@ def test_ranks_of_one_role_are_passed_to_the_router(tmp_path: Path) -> None:
 
 def test_traces_go_to_one_place_from_all(tmp_path: Path) -> None:
     flags = ["--enable-trace", "--otlp-traces-endpoint", "http://c:4318"]
+    flags += ["--allowed-hosts", "a.lan,b.lan"]
     cluster = local_cluster.LocalCluster(cluster_plan.parse_flags(flags), tmp_path, print)
     for argv in (cluster._router_argv(), *(node.argv() for node in cluster.nodes)):
         assert "--enable-trace" in argv
         assert argv[argv.index("--otlp-traces-endpoint") + 1] == "http://c:4318"
+        assert argv[argv.index("--allowed-hosts") + 1] == "a.lan,b.lan"
     assert (
         "--enable-trace"
         not in local_cluster.LocalCluster(
