@@ -27,6 +27,8 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from baton.config import EngineConfig
+
 log = logging.getLogger("baton.launch")
 
 HEALTH_CONNECTIONS = 64
@@ -70,7 +72,10 @@ def fit_descriptors(wanted: int) -> int:
         return wanted
     fitting = max(limit - RESERVED_DESCRIPTORS, limit // 2, 1)
     if fitting < wanted:
-        log.warning(
+        # The default is no wish of the user: a start with it on a machine with a lower limit is healthy.
+        level = logging.DEBUG if wanted == EngineConfig().max_connections else logging.WARNING
+        log.log(
+            level,
             "--max-connections is lowered from %d to %d, so that it fits the limit of open files, %d; raise the limit "
             "(ulimit -Hn)",
             wanted,

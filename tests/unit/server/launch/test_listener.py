@@ -29,6 +29,16 @@ def test_connections_leave_descriptors_for_the_process(
     assert raised == [(hard, hard)]
 
 
+@pytest.mark.parametrize(("wanted", "warnings"), [(65_536, 0), (30_000, 1)])
+def test_lower_limit_is_a_warning_to_who_asked_for_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wanted: int, warnings: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1_024, 20_000))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    listener.fit_descriptors(wanted)
+    assert len([line for line in caplog.records if line.levelname == "WARNING"]) == warnings
+
+
 def test_limit_that_cannot_be_raised_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: int, limits: tuple[int, int]) -> None:
         raise PermissionError("not here")
