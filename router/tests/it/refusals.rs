@@ -35,7 +35,8 @@ async fn refusing_worker_costs_no_client_an_answer_under_any_policy() {
 async fn request_that_every_worker_denies_is_refused_and_penalizes_none() {
     timed(async {
         let deny = || [Act::Answer, Act::Status(404, "model_not_found")];
-        let (a, b) = (Mock::start(&deny()).await, Mock::start(&deny()).await);
+        let a = Mock::start(&deny()).await;
+        let b = Mock::start(&deny()).await;
         let router = Router::regular(&[&a, &b], &[]).await;
         for _ in 0..2 {
             assert_eq!(router.chat().await.status, 200);
@@ -58,7 +59,8 @@ async fn request_that_every_worker_denies_is_refused_and_penalizes_none() {
 async fn denials_that_a_client_causes_count_against_no_worker() {
     timed(async {
         let deny = || [Act::Status(401, "invalid_api_key")];
-        let (a, b) = (Mock::start(&deny()).await, Mock::start(&deny()).await);
+        let a = Mock::start(&deny()).await;
+        let b = Mock::start(&deny()).await;
         let flags = ["--policy", "manual"];
         let router = Router::regular(&[&a, &b], &flags).await;
         let headers = [("x-smg-routing-key", "k"), ("authorization", "Bearer no")];

@@ -52,7 +52,8 @@ def test_decode_node_refuses_a_rank_that_its_prefill_node_has_not(pair: Cluster)
         "bootstrap_port": prefill["bootstrap_port"],
         "bootstrap_room": 4_000_000_000_000,
     }
-    new_name, old_name = {"disagg_prefill_dp_rank": 9}, {"data_parallel_rank": 9}
+    new_name = {"disagg_prefill_dp_rank": 9}
+    old_name = {"data_parallel_rank": 9}
     cases = [(path, body, new_name) for path, body in REQUESTS] + [(*REQUESTS[0], old_name)]
     for path, body, rank in cases:
         url = decode["url"] + path

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -328,6 +331,25 @@ def test_equal_check_that_ended_meanwhile_spares_the_next(monkeypatch: pytest.Mo
 
     asyncio.run(go())
     checks.close()
+
+
+def test_check_without_a_process_is_answered_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, checks: CheckQueue
+) -> None:
+    """Out of memory or descriptors: no process starts."""
+
+    async def ask_twice() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess, "Popen", fail_to_start)
+            with pytest.raises(EngineError, match="cannot be checked"):
+                await asyncio.wait_for(checks.check(order(SMALL)), 60)
+        assert (await asyncio.wait_for(checks.check(order(SMALL)), 60)).text
+
+    asyncio.run(ask_twice())
+
+
+def fail_to_start(*_: object, **__: object) -> NoReturn:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
 def test_waiting_checks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ from baton.errors import EngineError, QueueFull
 from baton.server.request.grammar.checks.messages import CheckReply, CheckSetup
 from baton.server.request.grammar.checks.process import CheckProcess, SlowCheck
 from baton.server.request.grammar.checks.turns import CheckTurns
+
+log = logging.getLogger("baton.grammar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,5 +166,10 @@ class CheckLane:
             at_most_secs = min(time.monotonic() - started, self._limits.cpu_secs)
             self._on_end(order, at_most_secs, isinstance(err, SlowCheck))
             return err
+        except Exception:
+            # No process can be started, say. Without an outcome the request would wait for ever, because its
+            # expiry is cancelled and no caller awaits this task.
+            log.exception("a grammar cannot be checked")
+            return EngineError("the grammar cannot be checked; see the log")
         self._on_end(order, reply.cpu_secs, False)
         return reply
