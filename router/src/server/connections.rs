@@ -306,8 +306,8 @@ impl Drop for Place {
     }
 }
 
-/// Source that a share is counted for: an IPv4 address, or the network of an IPv6 address.
-fn source_of(client: IpAddr) -> IpAddr {
+/// Source that counts as one client: an IPv4 address, or the network of an IPv6 address.
+pub fn source_of(client: IpAddr) -> IpAddr {
     match client.to_canonical() {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & IPV6_NETWORK).into(),
         address @ IpAddr::V4(_) => address,

@@ -16,18 +16,18 @@ from __future__ import annotations
 import array
 import asyncio
 import fcntl
-import ipaddress
 import itertools
 import logging
 import resource
 import termios
 import time
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from aiohttp import web
 
 from baton.config import EngineConfig
+from baton.server.http.access.client_identity import network_of
 
 log = logging.getLogger("baton.launch")
 
@@ -43,8 +43,6 @@ WARNING_PAUSE_SECS = 60.0
 """Between two warnings that all connections are in use."""
 CANDIDATES = 32
 """Connections looked at for one that can end: the event loop does nothing else meanwhile."""
-IPV6_NETWORK_BITS: Final = 64
-"""A client chooses its own addresses within such a network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ def fit_descriptors(wanted: int) -> int:
         return wanted
     fitting = max(limit - RESERVED_DESCRIPTORS, limit // 2, 1)
     if fitting < wanted:
-        # The default is no wish of the user: a start with it on a machine with a lower limit is healthy.
+        # No warning about the default, because a start with it on a machine with a lower limit is healthy.
         level = logging.DEBUG if wanted == EngineConfig().max_connections else logging.WARNING
         log.log(
             level,
@@ -244,13 +242,5 @@ class HttpConnection(web.RequestHandler):
 
 def _source_of(peer: Any) -> str:
     """Source that a share is counted for: an IPv4 address, or the network of an IPv6 address."""
-    host = str(peer[0]) if isinstance(peer, tuple) else ""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:  # the client has left already
-        return host
-    if isinstance(address, ipaddress.IPv4Address):
-        return host
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((int(address), IPV6_NETWORK_BITS), strict=False))
+    # Without a peer, the client has left already.
+    return network_of(str(peer[0]) if isinstance(peer, tuple) else None)

@@ -45,8 +45,7 @@ fn check_host(listen: &ListenFlags, request: &Request) -> Result<(), RouteError>
 }
 
 /// True for a name by which no page of another site can know this router. A page cannot be of an
-/// address, nor of `localhost`, which browsers
-/// resolve themselves.
+/// address, nor of `localhost`, because browsers resolve that name themselves.
 fn is_own_name(listen: &ListenFlags, name: &str) -> bool {
     let allowed = &listen.allowed_hosts;
     let is_named = |allowed: &String| allowed == ANY || allowed.eq_ignore_ascii_case(name);

@@ -9,10 +9,9 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use sha2::{Digest, Sha256};
 
 use crate::observability::access_log::ClientAddress;
+use crate::server::connections::source_of;
 
 pub const HEADER: HeaderName = HeaderName::from_static("x-baton-client");
-/// Bits of an IPv6 address that name a network: a host may take any address in it.
-const NETWORK_MASK: u128 = !0 << 64;
 
 /// Replaces what a client has written itself.
 pub fn insert(headers: &mut HeaderMap, client: Option<&ClientAddress>) {
@@ -28,9 +27,9 @@ pub fn insert(headers: &mut HeaderMap, client: Option<&ClientAddress>) {
 
 /// A digest: what it is made of is not for workers.
 fn label(address: IpAddr) -> HeaderValue {
-    let bits = match address.to_canonical() {
+    let bits = match source_of(address) {
         IpAddr::V4(address) => u128::from(address.to_bits()),
-        IpAddr::V6(address) => address.to_bits() & NETWORK_MASK,
+        IpAddr::V6(address) => address.to_bits(),
     };
     let digest = Sha256::digest(bits.to_be_bytes());
     let mut first = [0; 8];
