@@ -183,7 +183,7 @@ def test_row_with_nan_ends_its_request_as_on_the_cpu(
     for engine in (host, late):
         got, errors = until_idle(engine, prompts(), params)
         assert got == [*want[:bad], want[bad][: steps + 1], *want[bad + 1 :]]
-        assert [(i, code) for i, (code, _) in errors.items()] == [(bad, "nonfinite_logits")]
+        assert [(i, error.code) for i, error in errors.items()] == [(bad, "nonfinite_logits")]
         engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
         engine.close()
     assert host.counters["nonfinite_logits_total"] == late.counters["nonfinite_logits_total"] > 0

@@ -97,9 +97,9 @@ def test_full_queue_gives_the_newest_of_the_least_important_up() -> None:
     node = full_node(1, 0, 0)
     node.sched.add(ask(4, 2))
     node.absorb()
-    code, message = node.errors[3]
-    assert code == "queue_full"
-    assert "left the full queue for one of higher priority; retry after" in message
+    error = node.errors[3]
+    assert error.code == "queue_full"
+    assert "left the full queue for one of higher priority; retry after" in error.message
     assert node.sched.counters()['queue_turned_away_total{reason="evicted"}'] == 1
     with pytest.raises(QueueFull, match="3 requests are waiting, the limit is 3") as caught:
         node.sched.add(ask(5, 0))

@@ -248,7 +248,7 @@ def test_deadline_ends_waiting_and_running_requests_with_timeout() -> None:
     assert not node.errors
     node.sched.expire(5.0)
     node.run()
-    assert {h: code for h, (code, _) in node.errors.items()} == {0: "timeout", 1: "timeout"}
+    assert {h: error.code for h, error in node.errors.items()} == {0: "timeout", 1: "timeout"}
     node.sched.ledger().check_idle(64)
 
 

@@ -53,7 +53,8 @@ NOT_SIMULATED = frozenset({
     "kv_lease_secs", "test_kv_fault", "kv_host", "kv_advertise_host", "kv_copy_threads", "kv_tcp_streams",
     "nccl_max_ctas", "kv_transfer_timeout_secs", "num_reserved_decode_tokens", "dp_size",
     "priority_adjustment_function", "priority_adjust_interval_ms", "schedule_policy", "random_seed", "log_level",
-    "log_format",
+    "log_format", "health_port", "max_connections", "header_read_timeout_secs", "idle_connection_timeout_secs",
+    "allowed_hosts", "grammar_check_secs_per_minute",
     "abort_on_priority_when_disabled", "stream_interval", "drain_timeout_secs", "decision_log", "scheduler_trace",
     "kv_events_config", "metrics_compat", "enable_trace", "otlp_traces_endpoint",
 })  # fmt: skip
