@@ -339,10 +339,10 @@ def test_checks_run_beside_the_event_loop(make: Make, monkeypatch: pytest.Monkey
     threads = []
     work = CheckProcess.check
 
-    def held(process: CheckProcess, request: bytes, param: str) -> CheckReply:
+    def held(process: CheckProcess, request: bytes, param: str, cpu_secs: float) -> CheckReply:
         threads.append(threading.current_thread())
         assert release.wait(30)
-        return work(process, request, param)
+        return work(process, request, param, cpu_secs)
 
     monkeypatch.setattr(CheckProcess, "check", held)
     reader = make()
