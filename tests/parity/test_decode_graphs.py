@@ -61,7 +61,7 @@ def test_graphs_on_off_and_the_cpu(
     assert answers(replayed) == want
     assert device.recorder.replays > 20
     if "max_total_tokens" in flags:
-        assert replayed.sched.counters()["retractions_total"] > 0, (
+        assert replayed.sched.report.counters()["retractions_total"] > 0, (
             "the pool was meant to be too small"
         )
     for engine in (cpu, eager, replayed):

@@ -88,7 +88,9 @@ def test_tokens_of_the_cpu(
             "with joins and prefix hits"
         )
     if "max_total_tokens" in flags:
-        assert late.sched.counters()["retractions_total"] > 0, "the pool was meant to be too small"
+        assert late.sched.report.counters()["retractions_total"] > 0, (
+            "the pool was meant to be too small"
+        )
     waits = bool(params.frequency_penalty or params.bad_words)
     assert bool(device.stream.held_up) == waits, (
         "launching waits for earlier tokens only where penalties or bad words look at them"

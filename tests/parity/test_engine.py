@@ -48,7 +48,7 @@ def test_engine_equals_transformers(
         "second round, with prefix hits"
     )
     if "max_total_tokens" in flags:
-        assert engine.sched.counters()["retractions_total"] > 0, (
+        assert engine.sched.report.counters()["retractions_total"] > 0, (
             "the pool was meant to be too small"
         )
     engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
@@ -90,4 +90,6 @@ def test_real_engines_trace_replays_to_the_same_plans(
     planned = sum(engine.sched.decisions.steps.values())
     done = recording.replay(lines)
     assert (done.difference, done.requests, done.plans) == (None, len(prompts), planned)
-    assert engine.sched.counters()["retractions_total"] > 0, "the pool was meant to be too small"
+    assert engine.sched.report.counters()["retractions_total"] > 0, (
+        "the pool was meant to be too small"
+    )

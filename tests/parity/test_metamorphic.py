@@ -205,9 +205,9 @@ def test_whole_product(plain: Plain, number: int) -> None:
                 which=(number + i) % len(PROBES),
             )
         if engine_case["disturbance"] == "retract" and engine_case["route"] == "one":
-            assert cluster.engines[-1].sched.counters()["retractions_total"] > 0
+            assert cluster.engines[-1].sched.report.counters()["retractions_total"] > 0
         if engine_case["disturbance"] == "preempt" and engine_case["route"] == "one":
-            assert cluster.engines[-1].sched.counters()["preemptions_total"] > 0
+            assert cluster.engines[-1].sched.report.counters()["preemptions_total"] > 0
     finally:
         cluster.close()
 
@@ -235,7 +235,7 @@ def test_disturbed_before_every_turn_in_turn(plain: Plain, kind: str, mode: str)
                     f"{sampling}, before turn {turn}"
                 )
         if kind == "preempt":
-            assert cluster.engines[0].sched.counters()["preemptions_total"] > LAST_TURN
+            assert cluster.engines[0].sched.report.counters()["preemptions_total"] > LAST_TURN
         else:
             assert cluster.suspended > LAST_TURN
     finally:

@@ -29,7 +29,7 @@ def storm(engine: EngineLoop, rng: random.Random) -> Callable[[list[int]], None]
             try:
                 engine.sched.suspend([handle])
             except WrongState:
-                assert engine.sched.counts()["suspended"] >= 0
+                assert engine.sched.report.counts()["suspended"] >= 0
         engine.sched.resume(rng.sample(handles, rng.randint(0, len(handles))))
         engine.sched.ledger()
 
@@ -51,7 +51,7 @@ def test_suspended_at_random_steps_the_tokens_are_transformers(
         answer(engine, prompts, greedy(STEPS), disturb=storm(engine, random.Random(page_size)))
         == want
     )
-    assert engine.sched.counters()["suspensions_total"] > 10
+    assert engine.sched.report.counters()["suspensions_total"] > 10
     plain = answer(engine, prompts, SEEDED)
     assert answer(engine, prompts, SEEDED, disturb=storm(engine, random.Random(page_size))) == plain
     engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
@@ -111,8 +111,8 @@ def test_suspended_on_either_node_of_a_pair_the_tokens_are_transformers(
         for _ in range(2):
             want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
             assert pair.answer(prompts, greedy(STEPS), disturb) == want
-        assert pair.p.engine.sched.counters()["suspensions_total"] > 0
-        assert pair.d.engine.sched.counters()["suspensions_total"] > 0
+        assert pair.p.engine.sched.report.counters()["suspensions_total"] > 0
+        assert pair.d.engine.sched.report.counters()["suspensions_total"] > 0
         if flags:
             assert pair.d.engine.counters['kv_host_copies_total{direction="in"}'] > 0
     finally:

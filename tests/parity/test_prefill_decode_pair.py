@@ -161,7 +161,7 @@ def test_prompt_that_no_decode_node_fetches_is_released_on_request(
         p.submit(
             ValidatedRequest(1, "orphan", array("i", range(1, 20)), greedy(4), rendezvous=meet)
         )
-        while not p.sched.counts()["leased"]:
+        while not p.sched.report.counts()["leased"]:
             pair.p.turn()
         assert p.abort_where([], "another", all_leases=False) == 0
         assert p.abort_where([77], None, all_leases=False) == 1

@@ -125,7 +125,7 @@ def test_chunks_hits_overlap_retraction_and_host_pages_change_nothing(
         )
         assert sum(engine.sched.hit_tokens.values()) > 0
         if "max_total_tokens" in flags:
-            assert engine.sched.counters()["retractions_total"] > 0, (
+            assert engine.sched.report.counters()["retractions_total"] > 0, (
                 "the pool was meant to be too small"
             )
         if "host_kv_gib" in flags:

@@ -150,7 +150,7 @@ def short_of_memory(policy: str) -> Scheduler:
         sched.add(request(handle, tokens_of(rng, 2048), 1, room=handle))
     while _turn(sched).stopped_by is not StopReason.NO_PAGES:
         pass
-    for handle in range(4 * ROWS, 4 * ROWS + 1000 - sched.counts()["waiting"]):
+    for handle in range(4 * ROWS, 4 * ROWS + 1000 - sched.report.counts()["waiting"]):
         sched.add(request(handle, tokens_of(rng, 2048), 1, room=handle))
     return sched
 
@@ -216,7 +216,7 @@ def _time_admission(limits: Limits, seconds: float) -> None:
     handle = 0
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(planning.spent) < MIN_ROUNDS:
-        while sched.counts()["waiting"] < 1000:
+        while sched.report.counts()["waiting"] < 1000:
             sched.add(request(handle, tokens_of(rng, 512), 1, room=handle))
             handle += 1
         plan = planning.call(lambda: sched.plan(0.0))

@@ -64,7 +64,7 @@ def test_requests_of_known_length_are_never_retracted(seed: int) -> None:
             node.step()
     node.run()
     assert node.outputs == want
-    assert node.sched.counters()["retractions_total"] == 0
+    assert node.sched.report.counters()["retractions_total"] == 0
 
 
 def test_known_endings_let_a_request_in_that_the_sum_of_all_growth_would_keep_out() -> None:
@@ -75,9 +75,9 @@ def test_known_endings_let_a_request_in_that_the_sum_of_all_growth_would_keep_ou
     node.step()
     node.sched.add(request(2, [3, 3], 3, ignore_eos=True))
     node.step()
-    assert node.sched.counts()["running"] == 3
+    assert node.sched.report.counts()["running"] == 3
     node.run()
-    assert node.sched.counters()["retractions_total"] == 0
+    assert node.sched.report.counters()["retractions_total"] == 0
 
 
 # ---------------------------------------------------------------------- watermark, clip
@@ -89,7 +89,7 @@ def test_watermark_keeps_pages_back_beside_others_but_never_from_a_lone_request(
         node.sched.add(request(0, [1] * 8, 2, ignore_eos=True))
         node.sched.add(request(1, [2] * 8, 2, ignore_eos=True))
         node.step()
-        return node.sched.counts()["running"]
+        return node.sched.report.counts()["running"]
 
     assert running(0.0) == 2
     assert running(0.1) == 1
@@ -108,7 +108,7 @@ def test_clip_bounds_what_an_answer_is_expected_to_take(monkeypatch: pytest.Monk
                 dataclasses.replace(req, params=dataclasses.replace(req.params, stop_token_ids=()))
             )
         node.step()
-        return node.sched.counts()["running"]
+        return node.sched.report.counts()["running"]
 
     assert (running(4096), running(30)) == (1, 2)
     monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "77")
@@ -198,7 +198,7 @@ def test_prefill_rate_is_learned_beside_decode_rows_and_kept_through_short_promp
         node.sched.add(request(handle, [handle % VOCAB] * 8, 1, ignore_eos=True))
     steps = run_timed(node, clockwork)
     assert sum(plan.num_decode > 0 and len(plan.rows) > plan.num_decode for plan, _ in steps) > 10
-    assert node.sched.load().prefill_tokens_per_s == pytest.approx(10_000, rel=0.1)
+    assert node.sched.report.load().prefill_tokens_per_s == pytest.approx(10_000, rel=0.1)
 
 
 def test_long_prompt_leaves_tokens_of_each_step_to_short_ones_behind_it() -> None:
@@ -251,7 +251,7 @@ def test_request_is_admitted_only_into_a_step_that_computes_some_of_it(budget: i
     assert plan is not None
     admitted = 2 if budget == 100 else 1
     assert len(plan.rows) == len(plan.admitted) == admitted
-    assert node.sched.counts()["running"] == admitted
+    assert node.sched.report.counts()["running"] == admitted
 
 
 def test_vllm_names_are_aliases() -> None:

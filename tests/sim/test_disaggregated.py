@@ -69,7 +69,7 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
         d.sched.ledger()
     for _ in range(5000):
         turn()
-        counts = p.sched.counts()
+        counts = p.sched.report.counts()
         if d.sched.is_idle and sum(counts.values()) == counts["leased"]:
             break
     d.absorb()
@@ -83,7 +83,7 @@ def test_prefill_here_decode_there_equals_one_node(seed: int) -> None:
         p.sched.release(room)
     for each in (p, d):
         each.absorb()
-        assert each.sched.is_idle, each.sched.counts()
+        assert each.sched.is_idle, each.sched.report.counts()
         each.sched.ledger().check_idle(each.limits.num_pages)
 
 
@@ -190,11 +190,11 @@ def test_decode_node_reports_the_order_of_arriving_prompts() -> None:
     d.step()
     active = [
         name
-        for name, is_it in d.sched.gauges().items()
+        for name, is_it in d.sched.report.gauges().items()
         if is_it and name.startswith("schedule_policy")
     ]
     assert active == ['schedule_policy_active{policy="fcfs"}']
-    assert d.sched.counters()["schedule_policy_degraded_total"] == 1
+    assert d.sched.report.counters()["schedule_policy_degraded_total"] == 1
 
 
 def test_two_full_nodes_do_not_wait_for_each_other() -> None:
@@ -251,7 +251,7 @@ def test_answers_that_outgrow_p_take_no_page_that_d_may_be_reading(depth: int) -
         for room in list(p.done):
             del p.done[room], p.final_pages[room]
             p.sched.release(room)
-    assert p.sched.counters()["retractions_total"] > 0
+    assert p.sched.report.counters()["retractions_total"] > 0
     assert p.sched.is_idle
     assert p.outputs[0] == reference(own.prompt, 40, True)
     p.sched.ledger().check_idle(12)
@@ -312,7 +312,7 @@ def test_damaged_pages_serve_no_later_prompt_and_are_free_when_their_users_end()
     assert (p.cached[3], p.cached[4], p.cached[5]) == (20, 0, 16), (
         "only what was computed again is shared"
     )
-    assert p.sched.counters()["kv_quarantined_pages_total"] >= 5
+    assert p.sched.report.counters()["kv_quarantined_pages_total"] >= 5
     assert sorted(p.done) == [101, 102, 103, 104, 105]
     for room in (102, 103, 104, 105):
         p.sched.release(room)
@@ -362,7 +362,7 @@ def test_transfer_that_had_ended_before_its_abort_holds_no_page() -> None:
     d.step()
     assert 1 in d.grants
     d.sched.abort(0)
-    assert d.sched.counts()["aborting"] == 1
+    assert d.sched.report.counts()["aborting"] == 1
     d.sched.transfer_committed(1, 3, 0, None)
     assert d.sched.is_idle
     d.sched.ledger().check_idle(32)

@@ -104,7 +104,7 @@ def test_finding_ones_own_pages_after_a_retraction_is_no_reuse() -> None:
     for handle in range(3):
         node.sched.add(request(handle, [handle + 1, 3], 5, ignore_eos=True, is_length_known=False))
     node.run()
-    assert node.sched.counters()["retractions_total"] > 0
+    assert node.sched.report.counters()["retractions_total"] > 0
     tree = node.sched._state.memory.cache
     nodes = [child for root in tree._roots.values() for child in root.children.values()]
     while nodes:

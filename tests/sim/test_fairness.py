@@ -147,7 +147,7 @@ def test_class_alone_gets_everything_and_owes_nothing_for_it() -> None:
     assert counters[last] == sum(books.prompt_tokens(p).get("coal", 0) for p in books.steps)
     assert (
         books.sched.sharing.gauges()['class_waiting{class="coal"}']
-        == books.sched.counts()["waiting"]
+        == books.sched.report.counts()["waiting"]
     )
 
 
@@ -487,7 +487,7 @@ def test_decode_node_admits_prompts_on_their_way_by_class_and_tenant() -> None:
             dataclasses.replace(plain, priority_class="b" if handle < 20 else "a", tenant=tenant)
         )
     sched.plan()
-    assert sched.counts()["transfer"] == 10
+    assert sched.report.counts()["transfer"] == 10
     got = sorted(sched._state.transfer)
     assert sum(h < 20 for h in got) in (2, 3), "b came first, and has a quarter"
     assert sum(h in (20, 21, 22) for h in got) <= 1, (
@@ -504,12 +504,12 @@ def test_preemption_makes_room_for_the_request_whose_turn_it_is() -> None:
     books.step()
     books.add(ask(2, 4, of="a", by="capped", max_new=2, priority=9), "capped")
     books.step()
-    assert books.sched.counters()["preemptions_total"] == 0, (
+    assert books.sched.report.counters()["preemptions_total"] == 0, (
         "its tenant is at its limit: no request gives way for it"
     )
     books.add(ask(3, 4, of="b", by="other", max_new=2, priority=9), "other")
     while 3 not in books.ended:
         books.step()
-    assert books.sched.counters()["preemptions_total"] == 1
+    assert books.sched.report.counters()["preemptions_total"] == 1
     while len(books.ended) < 4:
         assert books.step() is not None

@@ -85,7 +85,7 @@ def test_replay_gives_what_is_cached_and_computed(seed: int) -> None:
     )
     assert len(in_memory(node)) == len(consumer.blocks)
     fresh = Consumer(page * 4)
-    for event in node.sched.cached_blocks():
+    for event in node.sched.report.cached_blocks():
         fresh.apply(event)
     assert fresh.blocks == consumer.blocks
 
@@ -120,5 +120,5 @@ def test_pages_that_arrive_on_d_are_announced_without_a_step() -> None:
 def test_no_events_cost_nothing_unless_asked_for() -> None:
     plain = Node(Limits(16, 2, 4, 100, 64), depth=1)
     assert plain.sched.kv_events is None
-    assert plain.sched.cached_blocks() == []
+    assert plain.sched.report.cached_blocks() == []
     assert dataclasses.replace(plain.limits, kv_event_batches=1).kv_event_batches == 1

@@ -37,7 +37,7 @@ def test_numbers_of_a_scripted_state() -> None:
     node.step(1.0)
     node.add(2, 1.5, 12)
     node.add(3, 1.5, 9)
-    load = node.sched.load()
+    load = node.sched.report.load()
     assert (load.running_requests, load.slots_free) == (2, 0)
     assert load.running_tokens == (8 + 2) + 40
     assert load.started_tokens == 40 - 12, "15 after the decode row, cut to whole pages"
@@ -56,7 +56,7 @@ def test_cached_prefixes_are_no_work() -> None:
     node.add(0, 1.0, 4, max_new=9)
     node.step(1.0)
     node.add(5, 2.0, 12)
-    assert node.sched.load().queued_tokens == 12 - 8, (
+    assert node.sched.report.load().queued_tokens == 12 - 8, (
         "two whole pages and the token to be computed anyway"
     )
 
@@ -64,15 +64,15 @@ def test_cached_prefixes_are_no_work() -> None:
 def test_rates_and_other_states() -> None:
     node = Clocked(dataclasses.replace(LIMITS, role="decode"))
     node.add(0, 0.0, 8, rendezvous=Rendezvous("p", 1, 0))
-    assert node.sched.load().queued_requests == 1
+    assert node.sched.report.load().queued_requests == 1
     node.step(0.0)
-    load = node.sched.load()
+    load = node.sched.report.load()
     assert (load.queued_requests, load.transfer_requests, load.decode_tokens_per_s) == (0, 1, 0.0)
     node.sched.transfer_committed(0, 1, 0, None)
     plan = node.step(1.0)
     assert plan is not None
     node.sched.observe(plan, 0.01)
-    assert node.sched.load().decode_tokens_per_s == pytest.approx(100.0)
+    assert node.sched.report.load().decode_tokens_per_s == pytest.approx(100.0)
 
 
 def tokens_ahead(load: LoadReport, priority: float | None = None) -> int:
@@ -102,7 +102,7 @@ def test_tokens_ahead_bound_the_work_before_a_new_request(seed: int) -> None:
             priority=rng.choice((None, -9, 0, 2, 50)),
         )
     node.step(now)
-    load = node.sched.load()
+    load = node.sched.report.load()
     for priority in (None, -20, -9, 0, 3, 50, 5000):
         mine = LOWEST_PRIORITY if priority is None else priority
         ahead = behind = load.started_tokens
@@ -142,7 +142,7 @@ class Cluster:
         self.rate = rate
         self.choose = choose
         self.nodes = [Clocked(limits) for _ in range(WORKERS)]
-        self.published: list[LoadReport] = [node.sched.load() for node in self.nodes]
+        self.published: list[LoadReport] = [node.sched.report.load() for node in self.nodes]
         self.sent: list[list[Job]] = [[] for _ in self.nodes]
         """Since the last publication."""
         self.held: list[tuple[float, int, Job]] = []
@@ -156,7 +156,7 @@ class Cluster:
 
     def tick(self) -> None:
         if self.now % INTERVAL == 0:
-            self.published = [node.sched.load() for node in self.nodes]
+            self.published = [node.sched.report.load() for node in self.nodes]
             self.sent = [[] for _ in self.nodes]
         while self.held:
             job = self.held[0][2]

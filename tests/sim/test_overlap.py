@@ -111,7 +111,7 @@ def test_row_preempted_in_flight_keeps_the_token_it_was_computing() -> None:
     assert rows_in_flight(at) == [0]
     at.sched.add(dataclasses.replace(request(1, [3, 2, 1], 3, ignore_eos=True), priority=9))
     at.step()
-    assert at.sched.counters()["preemptions_total"] == 1
+    assert at.sched.report.counters()["preemptions_total"] == 1
     assert len(at.outputs[0]) == known + 1, "the step in flight was committed after the preemption"
     at.run()
     assert at.outputs == {

@@ -377,7 +377,7 @@ def test_more_important_request_takes_a_slot_and_the_victim_resumes_exactly(mode
         node.step()
     assert not node.finished.keys() & {0, 1}, "it did not wait for the others"
     node.run()
-    assert node.sched.counters()["preemptions_total"] == 1
+    assert node.sched.report.counters()["preemptions_total"] == 1
     for handle in (0, 1, 2):
         req = ranked(handle, 0)
         want = reference(req.prompt, 4 if handle == 2 else 30, True)  # type: ignore[attr-defined]
@@ -392,7 +392,7 @@ def test_threshold_is_strict_and_memory_preempts_too() -> None:
     node.step()
     node.sched.add(ranked(2, 10))  # type: ignore[arg-type]
     node.run()
-    assert node.sched.counters()["preemptions_total"] == 0, (
+    assert node.sched.report.counters()["preemptions_total"] == 0, (
         "a difference of exactly the threshold does not preempt"
     )
 
@@ -403,7 +403,7 @@ def test_threshold_is_strict_and_memory_preempts_too() -> None:
     tight.sched.add(ranked(1, 50, prompt=[3] * 30, max_new=10))  # type: ignore[arg-type]
     while 1 not in tight.finished:
         tight.step()
-    assert tight.sched.counters()["preemptions_total"] == 1
+    assert tight.sched.report.counters()["preemptions_total"] == 1
     assert 0 not in tight.finished
     tight.run()
     assert tight.outputs[0] == reference(ranked(0, 0).prompt, 36, True)  # type: ignore[attr-defined]
@@ -417,7 +417,7 @@ def test_no_request_is_preempted_more_often_than_allowed_or_close_to_the_end() -
             node.step()
         node.sched.add(ranked(handle, 20 * handle, max_new=3))  # type: ignore[arg-type]
     node.run()
-    assert node.sched.counters()["preemptions_total"] == 2
+    assert node.sched.report.counters()["preemptions_total"] == 2
     assert node.outputs[0] == reference(ranked(0, 0).prompt, 60, True)  # type: ignore[attr-defined]
 
     short = preempting(max_running_requests=1, preemption_min_remaining_tokens=8)
@@ -426,7 +426,7 @@ def test_no_request_is_preempted_more_often_than_allowed_or_close_to_the_end() -
         short.step()
     short.sched.add(ranked(1, 100))  # type: ignore[arg-type]
     short.run()
-    assert short.sched.counters()["preemptions_total"] == 0
+    assert short.sched.report.counters()["preemptions_total"] == 0
 
 
 @pytest.mark.parametrize("seed", range(60))

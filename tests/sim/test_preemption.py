@@ -127,7 +127,7 @@ def test_on_a_decode_node_an_important_transfer_preempts_running_requests(scarce
             transfer.tick()
     assert not set(d.sched._state.running) >= {0, 1}, "one was sent back"
     assert not d.finished.keys() & {0, 1}, "and no request waited for its end"
-    assert d.sched.counters()["preemptions_total"] >= 1
+    assert d.sched.report.counters()["preemptions_total"] >= 1
     while not d.sched.is_idle:
         p.step()
         d.step()
@@ -185,7 +185,7 @@ def test_priority_storms_are_bounded_and_exact(seed: int) -> None:
     node.run()
     assert node.outputs == want
     assert all(s.preemptions <= most for s in seqs)
-    assert node.sched.counters()["preemptions_total"] == sum(s.preemptions for s in seqs)
+    assert node.sched.report.counters()["preemptions_total"] == sum(s.preemptions for s in seqs)
     node.sched.ledger().check_idle(node.limits.num_pages)
 
 
@@ -200,7 +200,7 @@ def test_aged_request_preempts_no_other() -> None:
         assert plan is not None
         assert [row.handle for row in plan.rows] == [0]
         sched.commit(plan, StepResult([1]), 900.0)
-    assert sched.counters()["preemptions_total"] == 0, (
+    assert sched.report.counters()["preemptions_total"] == 0, (
         "5 against 3 is no more than the threshold, however long it has waited"
     )
 
@@ -253,7 +253,7 @@ def test_request_preempts_no_other_that_precedes_it_in_the_order() -> None:
         assert plan is not None
         assert [row.handle for row in plan.rows] == [0], "100 against 5 + 10"
         sched.commit(plan, StepResult([1]), 100.0)
-    assert sched.counters()["preemptions_total"] == 0
+    assert sched.report.counters()["preemptions_total"] == 0
 
 
 def test_first_request_that_may_preempt_gets_the_slot_it_makes_free() -> None:
@@ -270,7 +270,7 @@ def test_first_request_that_may_preempt_gets_the_slot_it_makes_free() -> None:
     plan = sched.plan(90.0)
     assert plan is not None
     assert [row.handle for row in plan.rows] == [2]
-    assert sched.counters()["preemptions_total"] == 1
+    assert sched.report.counters()["preemptions_total"] == 1
 
 
 @pytest.mark.parametrize(("under_way", "preempts"), [(200, False), (0, True)])
@@ -289,7 +289,7 @@ def test_request_preempts_only_if_the_step_has_tokens_for_it(
     step()
     sched.add(asked(2, [3] * 4, 50, 5))
     step()
-    assert sched.counters()["preemptions_total"] == preempts, (
+    assert sched.report.counters()["preemptions_total"] == preempts, (
         "the prompt of priority 9 takes every step's tokens while it is under way"
     )
 
@@ -313,7 +313,7 @@ def test_nothing_is_preempted_for_a_request_that_a_reservation_keeps_out() -> No
     node.sched.add(asked(7, [1] * 60, 4, 5))
     while 6 not in node.finished:
         node.step()
-        assert node.sched.counters()["preemptions_total"] == 0
+        assert node.sched.report.counters()["preemptions_total"] == 0
         assert 1 in node.sched._state.running
         assert node.steps < 100
     while not {1, 2, 7} <= node.finished.keys():
@@ -350,7 +350,7 @@ def median_wait_of_the_important(threshold: int) -> tuple[float, int]:
         for sample in sampled:
             first.setdefault(sample, now)
     waits = [first[h] - at for h, at in begun.items() if h in first]
-    return statistics.median(waits), sched.counters()["preemptions_total"]
+    return statistics.median(waits), sched.report.counters()["preemptions_total"]
 
 
 def test_preemption_without_a_cache_does_not_make_the_important_wait_longer() -> None:

@@ -100,7 +100,7 @@ def test_full_queue_gives_the_newest_of_the_least_important_up() -> None:
     error = node.errors[3]
     assert error.code == "queue_full"
     assert "left the full queue for one of higher priority; retry after" in error.message
-    assert node.sched.counters()['queue_turned_away_total{reason="evicted"}'] == 1
+    assert node.sched.report.counters()['queue_turned_away_total{reason="evicted"}'] == 1
     with pytest.raises(QueueFull, match="3 requests are waiting, the limit is 3") as caught:
         node.sched.add(ask(5, 0))
     assert caught.value.retry_after_secs is not None
@@ -143,7 +143,7 @@ def test_preempted_request_keeps_its_place_in_a_full_queue() -> None:
     node = full_node(max_queued_requests=1)
     node.sched.add(ask(1, 20))
     node.step()
-    assert node.sched.counters()["preemptions_total"] == 1
+    assert node.sched.report.counters()["preemptions_total"] == 1
     with pytest.raises(QueueFull):
         node.sched.add(ask(2, 15))
     node.run()
@@ -182,7 +182,7 @@ def test_request_not_started_in_time_ends_with_queue_timeout(role: str) -> None:
     assert node.errors[1][0] == "queue_timeout"
     assert "waited 10 s and had not started" in node.errors[1][1]
     assert node.sched.next_deadline() is None
-    assert node.sched.counts()["waiting" if role == "null" else "opening"] == 0
+    assert node.sched.report.counts()["waiting" if role == "null" else "opening"] == 0
     assert [a.code for a in node.aborts] == (["NO_CAPACITY"] if room else [])
 
 
@@ -193,7 +193,7 @@ def test_retracted_requests_wait_as_long_as_they_must() -> None:
     node.sched.expire(100.0)
     node.absorb()
     assert not node.errors, "0 was preempted, 1 runs"
-    assert node.sched.counts()["waiting"] == 1
+    assert node.sched.report.counts()["waiting"] == 1
 
 
 def test_suspended_request_is_never_refused() -> None:
@@ -316,7 +316,7 @@ def test_deadline_abort_ends_what_has_no_first_token_in_time() -> None:
     assert node.errors[1][0] == "deadline"
     node.run()
     assert node.finished[2] is FinishReason.LENGTH
-    assert node.sched.counters()['queue_turned_away_total{reason="deadline"}'] == 1
+    assert node.sched.report.counters()['queue_turned_away_total{reason="deadline"}'] == 1
 
 
 @pytest.mark.parametrize(

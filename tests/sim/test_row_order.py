@@ -114,7 +114,7 @@ def test_chunk_tokens_go_to_the_more_important_prompt_first(
     assert [(row.handle, row.n) for row in turn(sched).rows] == [(1, 8), (0, 8)]
     if policy in ("fcfs", "lof", "hrrn"):
         assert rows(turn(sched)) == [1, 0], "among equals the prompt under way goes on"
-    assert sched.counters()["preemptions_total"] == 0
+    assert sched.report.counters()["preemptions_total"] == 0
 
 
 def test_cap_on_unfinished_prompts_never_delays_a_more_important_one() -> None:
@@ -172,7 +172,7 @@ def test_most_important_row_gets_the_last_page_and_is_sent_back_last() -> None:
         sched.add(important(handle, priority, 4, 20))
         turn(sched)
     gone: list[int] = []
-    while sched.counts()["running"] > 1:
+    while sched.report.counts()["running"] > 1:
         plan = turn(sched)
         running = set(sched._state.running)
         gone += [h for h in (0, 1, 2, 3) if h not in running and h not in gone]

@@ -156,7 +156,7 @@ def test_pages_that_gave_nan_serve_no_later_request(depth: int, born: str) -> No
         node.run()
         assert node.outputs[handle] == reference(array("i", prompt), 6, True)
     assert (node.cached[2], node.cached[3]) == (0, 16), "computed once more, then shared"
-    assert node.sched.counters()["kv_quarantined_pages_total"] > 0
+    assert node.sched.report.counters()["kv_quarantined_pages_total"] > 0
     node.sched.ledger().check_idle(64)
 
 
@@ -169,7 +169,7 @@ def test_memory_pressure_retracts_and_still_answers_exactly() -> None:
         want[handle] = reference(req.prompt, 18, True)
     node.run()
     assert node.outputs == want
-    assert node.sched.counters()["retractions_total"] > 0, (
+    assert node.sched.report.counters()["retractions_total"] > 0, (
         "the pool was meant to be too small for all"
     )
 

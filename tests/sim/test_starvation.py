@@ -51,7 +51,7 @@ def wait_of(
     sched.add(dataclasses.replace(unlucky, arrival=0.0))
     handle = 1000
     while sched.clock < LIMIT_SECS:
-        while sched.counts()["waiting"] < 4:
+        while sched.report.counts()["waiting"] < 4:
             sched.add(dataclasses.replace(lucky(handle), arrival=sched.clock))
             handle += 1
         plan = sched.plan()

@@ -287,7 +287,7 @@ def test_random_traces_follow_the_definitions(seed: int) -> None:
     classes = [
         n for name, n in node.stats.counters().items() if name.startswith("priority_preemption")
     ]
-    sent_back = node.sched.counters()
+    sent_back = node.sched.report.counters()
     assert (
         sum(reasons)
         == sum(classes)

@@ -79,7 +79,7 @@ def test_storms_of_suspend_resume_abort_and_preempt_change_no_token(seed: int) -
             f"seed {seed} request {handle}"
         )
     assert node.sched.is_idle
-    assert node.sched.counters()["suspensions_total"] > 0
+    assert node.sched.report.counters()["suspensions_total"] > 0
     node.sched.ledger().check_idle(node.limits.num_pages)
 
 
@@ -134,7 +134,11 @@ def test_storms_on_both_nodes_of_a_pair_change_no_token(seed: int) -> None:
             break
     d.absorb()
     assert d.outputs == want
-    assert p.sched.counters()["suspensions_total"] + d.sched.counters()["suspensions_total"] > 0
+    assert (
+        p.sched.report.counters()["suspensions_total"]
+        + d.sched.report.counters()["suspensions_total"]
+        > 0
+    )
     for each in (p, d):
         each.sched.ledger().check_idle(each.limits.num_pages)
 
@@ -145,7 +149,7 @@ def test_suspended_request_keeps_its_place_and_passes_a_full_queue() -> None:
         node.sched.add(request(handle, [1] * 5, 6, ignore_eos=True))
     node.step()
     assert node.sched.suspend([0, 1]) == 2
-    assert not node.step() or node.sched.counts()["suspended"] == 2
+    assert not node.step() or node.sched.report.counts()["suspended"] == 2
     for handle in (2, 3):
         node.sched.add(request(handle, [1] * 5, 6, ignore_eos=True))
     with pytest.raises(QueueFull):
@@ -183,7 +187,7 @@ def test_states_in_which_a_request_cannot_be_suspended_change_nothing() -> None:
     d.step()
     with pytest.raises(WrongState, match="request r0 is transfer"):
         d.sched.suspend([1, 0])
-    assert d.sched.counts()["suspended"] == 0, "all or none"
+    assert d.sched.report.counts()["suspended"] == 0, "all or none"
     assert (d.sched.suspend([77]), d.sched.resume([77])) == (0, 0)
     assert d.sched.resume([0, 1]) == 2, "not suspended: nothing to do"
     p = Node(Limits(64, 4, 4, 100, 64, role="prefill"), depth=1)

@@ -344,11 +344,11 @@ class EngineLoop:
 
     def request_counts(self) -> dict[str, int]:
         """Requests by state."""
-        return {**self.sched.counts(), "grammar": self.grammars.count}
+        return {**self.sched.report.counts(), "grammar": self.grammars.count}
 
     def oldest_arrival(self) -> float | None:
         """When the oldest request that is not over arrived; None: there is none."""
-        arrivals = (self.sched.oldest_arrival(), self.grammars.oldest_arrival())
+        arrivals = (self.sched.report.oldest_arrival(), self.grammars.oldest_arrival())
         return min((time for time in arrivals if time is not None), default=None)
 
     def page_gauges(self) -> dict[str, float]:
@@ -380,7 +380,9 @@ class EngineLoop:
         """
         self.not_accepting_reason = reason
         log.error(
-            "%s; all requests end, no new ones are taken; %s", reason, json.dumps(self.sched.dump())
+            "%s; all requests end, no new ones are taken; %s",
+            reason,
+            json.dumps(self.sched.report.dump()),
         )
         error = EngineDead(
             f"the request ended because this rank has failed: {reason}", retry_after_secs=5
@@ -398,7 +400,7 @@ class EngineLoop:
         is_healthy = self.not_accepting_reason is None
         waiting = {'requests{state="grammar"}': float(self.grammars.count)}
         health = {"page_ledger_healthy": float(is_healthy)}
-        return {**pages, **self.sched.gauges(), **waiting, **health}
+        return {**pages, **self.sched.report.gauges(), **waiting, **health}
 
 
 def refused_output(handle: int, error: EngineError) -> EmittedTokens:

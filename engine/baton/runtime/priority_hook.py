@@ -95,7 +95,7 @@ class PriorityHook:
         """Call the function for what is due at `now` (the clock of ValidatedRequest.arrival)."""
         if self.is_off or not self._due or self._due[0][0] > now:
             return
-        load_view = sched.load_view()
+        load_view = sched.report.load_view()
         changed: dict[int, float | None] = {}
         started = self._clock()
         calls = 0
@@ -104,7 +104,7 @@ class PriorityHook:
             if not sched.is_alive(handle):
                 continue
             heapq.heappush(self._due, (now + self._interval, handle))
-            view = sched.request_view(handle, now)
+            view = sched.report.request_view(handle, now)
             if view is not None:
                 calls += 1
                 self._call_function(handle, view, load_view, changed)

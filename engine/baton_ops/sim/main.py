@@ -365,7 +365,7 @@ class ProgressLine:
             if node.done
             else "no end in sight yet"
         )
-        counts = node.sched.counts()
+        counts = node.sched.report.counts()
         where = f"{node.done}/{total} requests, {counts['waiting']} waiting, at {node.now:.0f} s"
         print(f"{self.policy}: {where}, about {eta}", file=sys.stderr, flush=True)
 

@@ -305,7 +305,7 @@ class SimNode:
             self.now = max(self.now, min(coming))
         elif not self.sched.is_idle:
             reason = f"at {self.now:.3f} s nothing is planned and nothing will happen"
-            raise StuckSimulation(f"{reason}: {self.sched.counts()}")
+            raise StuckSimulation(f"{reason}: {self.sched.report.counts()}")
         return bool(coming)
 
 

@@ -93,7 +93,7 @@ def summarize_run(
     is_partial: bool = False,
 ) -> RunSummary:
     records = node.records
-    counters = node.sched.counters()
+    counters = node.sched.report.counters()
     begun = [r for r in records if r.first_token is not None]
     prompts = sum(r.prompt_tokens for r in begun)
     span = node.now - (records[0].arrival if records else 0.0)

@@ -75,7 +75,7 @@ def _hold_one_copy(
         try:
             rooms = pair.submit(prompts, params)
             pair.until(lambda: hold.with_suffix(".reached").exists())
-            pair.turn_until(pair.p, lambda: not pair.p.engine.sched.counts()["leased"])
+            pair.turn_until(pair.p, lambda: not pair.p.engine.sched.report.counts()["leased"])
             pages = range(pair.p.native.num_pages)
             before = [pair.p.native.generation(page) for page in pages]
             fillers = [[2000 + i] * 180 for i in range(3)]

@@ -89,7 +89,7 @@ def test_prompt_suspended_between_chunks_says_each_position_once(
 
     for asked, wanted in zip(ask(engine, prompts, params, suspend_and_resume), params, strict=True):
         check_logprobs(asked, wanted, reference_logprobs(model.model, asked.prompt))
-    assert engine.sched.counters()["suspensions_total"] >= 4
+    assert engine.sched.report.counters()["suspensions_total"] >= 4
     replayed = replay(lines)
     assert replayed.difference is None, "logprobs, which recordings leave out, decide nothing"
 

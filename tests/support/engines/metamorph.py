@@ -86,7 +86,7 @@ class Cluster:
             disturb(number)
             self.turn()
         raise AssertionError(
-            f"no end in sight: {[engine.sched.counts() for engine in self.engines]}"
+            f"no end in sight: {[engine.sched.report.counts() for engine in self.engines]}"
         )
 
     def rest(self) -> None:

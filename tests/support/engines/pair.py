@@ -159,8 +159,8 @@ class Pair:
         deadline = time.monotonic() + TIMEOUT_SECS
         while not done():
             assert time.monotonic() < deadline, (
-                self.p.engine.sched.counts(),
-                self.d.engine.sched.counts(),
+                self.p.engine.sched.report.counts(),
+                self.d.engine.sched.report.counts(),
             )
             busy = []
             for half in (self.p, self.d):

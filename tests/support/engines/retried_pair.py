@@ -114,7 +114,7 @@ class RetriedPair(Pair):
         """Let one half work while the other one stands still."""
         deadline = time.monotonic() + 60
         while not done():
-            assert time.monotonic() < deadline, half.engine.sched.counts()
+            assert time.monotonic() < deadline, half.engine.sched.report.counts()
             if not half.turn():
                 time.sleep(0.002)  # its runtime's threads work
 

@@ -324,7 +324,7 @@ class ScenarioRun:
             self.log.checked["lease expired"] = self.transfer.expired
         front = self.front
         assert not self.alive(), (
-            f"never answered: {sorted(self.alive())}, {[n.sched.counts() for n in self.nodes]}"
+            f"never answered: {sorted(self.alive())}, {[n.sched.report.counts() for n in self.nodes]}"
         )
         for handle, tokens in self.expected.items():
             got = front.outputs.get(handle, [])
@@ -350,7 +350,7 @@ class ScenarioRun:
         for node in self.nodes:
             sched = node.sched
             assert isinstance(sched, WatchedScheduler)
-            assert sched.is_idle, sched.counts()
+            assert sched.is_idle, sched.report.counts()
             sched.ledger().check_idle(node.limits.num_pages)
             sched.flush_cache()
             assert sched.ledger().free == node.limits.num_pages

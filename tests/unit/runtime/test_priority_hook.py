@@ -88,7 +88,7 @@ def test_adjusted_priority_never_preempts() -> None:
     add(at, hook, 1)
     hook.run_due(at.sched, 0.0)
     at.run()
-    assert at.sched.counters()["preemptions_total"] == 0
+    assert at.sched.report.counters()["preemptions_total"] == 0
 
 
 def test_it_sees_what_it_should_decide_on() -> None:

@@ -363,7 +363,7 @@ class RankProcess:
             case EndTransfers():
                 if self._node is not None:
                     self._node.drain()
-                return sched.counts()
+                return sched.report.counts()
             case SuspendItems():
                 return {"found": sched.suspend(operation.handles)}
             case ResumeItems():
@@ -412,7 +412,7 @@ class RankProcess:
         counters = {
             **engine.counters,
             **(engine.driver.counters if engine.driver is not None else {}),
-            **sched.counters(),
+            **sched.report.counters(),
             **sched.stats.counters(),
             **sched.sharing.counters(),
             **sched.decisions.counters(),
@@ -437,7 +437,9 @@ class RankProcess:
             gauges["kv_oldest_lease_seconds"] = sched.stats.oldest_lease_seconds(now)
         histograms = {**sched.stats.histograms(), **engine.grammars.histograms()}
         self._send(
-            messages.StatsMessage(self.dp_rank, gauges, counters, histograms, sched.load(), reason)
+            messages.StatsMessage(
+                self.dp_rank, gauges, counters, histograms, sched.report.load(), reason
+            )
         )
 
 

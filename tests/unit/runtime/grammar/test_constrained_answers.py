@@ -71,7 +71,7 @@ def test_preempted_answers_are_equal(checkpoint: Path, store: GrammarStore) -> N
         assert all(PATTERN.fullmatch(text_of(answer.tokens)) for answer in answers)
         results.append([answer.tokens for answer in answers])
         if flags:
-            assert engine.sched.counters()["retractions_total"] > 0
+            assert engine.sched.report.counters()["retractions_total"] > 0
         engine.close()
     assert results[0] == results[1]
 

@@ -190,7 +190,7 @@ def test_preempted_answers_are_equal(checkpoint: Path, store: GrammarStore) -> N
         answers = run_to_end(engine, [request(PROMPT, each) for each in params])
         results.append([answer.tokens for answer in answers])
         if flags:
-            assert engine.sched.counters()["retractions_total"] > 0
+            assert engine.sched.report.counters()["retractions_total"] > 0
         engine.close()
     assert results[0] == results[1]
 

@@ -97,7 +97,7 @@ class KvPublisher:
     def snapshot(self) -> dict[str, Any]:
         """Everything cached, and the number of the first batch that is not in it."""
         self.publish()
-        blocks: list[Stored] = self.sched.cached_blocks()
+        blocks: list[Stored] = self.sched.report.cached_blocks()
         payload = self._encode(blocks, time.time())
         return {"epoch": self.epoch, "seq": self._log.next_seq, "payload": payload}
 
