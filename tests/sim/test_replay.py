@@ -25,8 +25,7 @@ from baton_ops.sim import main as sim
 
 GOLDEN = Path(__file__).parent / "golden"
 LOOKS = {
-    "next_deadline", "drain_events", "counts", "ledger", "host_ledger", "load", "counters", "cached_blocks",
-    "gauges", "is_alive", "request_view", "load_view", "in_rooms", "leased", "dump", "handles", "oldest_arrival",
+    "next_deadline", "drain_events", "ledger", "host_ledger", "is_alive", "in_rooms", "leased", "handles",
 }  # fmt: skip
 """Public methods of Scheduler that decide nothing. A new method belongs here or into replay.INPUTS."""
 
