@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 
+from baton.disagg.calls import FinishCall, GrantCall, OfferCall, OpenCall, PublishCall
 from baton.disagg.events import NodeEvent, RoomFailed, RoomReleased
 from baton.disagg.native_node import NativeTransferNode
 from baton.layers.cuda.device_pages import DevicePages
@@ -191,11 +192,11 @@ def test_page_given_away_under_the_copy_fails_its_room_only(
     with Rig(ref.path, ["cuda_ipc"], d_settings=held) as rig:
         p, d = rig.pair.p.node, rig.pair.d.node
         pages = b"".join(page.to_bytes(4, "little") for page in range(4))
-        p.offer(5, 0, b"h", 20_000)
-        d.open(5, 0, "127.0.0.1", rig.pair.bootstrap.port, 0, b"h", 20_000)
-        d.grant(5, 0, pages)
-        p.publish(5, 0, pages)
-        p.finish(5, 4, 1, b"")
+        p.call(OfferCall(5, 0, b"h", 20_000))
+        d.call(OpenCall(5, 0, "127.0.0.1", rig.pair.bootstrap.port, 0, b"h", 20_000))
+        d.call(GrantCall(5, 0, pages))
+        p.call(PublishCall(5, 0, pages))
+        p.call(FinishCall(5, 4, 1, b""))
         eventually("a copy is made", (tmp_path / "copied.reached").exists)
         rig.pair.p.native.begin_write(pages[:4])
         (tmp_path / "copied.go").touch()
@@ -235,11 +236,11 @@ def test_deadline_ends_a_room_whose_copies_do_not(reference: Callable[[str], Ref
         rig.d_gpu.slow_secs = 0.6
         p, d = rig.pair.p.node, rig.pair.d.node
         pages = b"".join(page.to_bytes(4, "little") for page in range(4))
-        p.offer(5, 0, b"h", 20_000)
-        d.open(5, 0, "127.0.0.1", rig.pair.bootstrap.port, 0, b"h", 300)
-        d.grant(5, 0, pages)
-        p.publish(5, 0, pages)
-        p.finish(5, 4, 1, b"")
+        p.call(OfferCall(5, 0, b"h", 20_000))
+        d.call(OpenCall(5, 0, "127.0.0.1", rig.pair.bootstrap.port, 0, b"h", 300))
+        d.call(GrantCall(5, 0, pages))
+        p.call(PublishCall(5, 0, pages))
+        p.call(FinishCall(5, 4, 1, b""))
         failed = heard(d)
         assert isinstance(failed, RoomFailed)
         assert (failed.room, failed.code) == (5, "DEADLINE")

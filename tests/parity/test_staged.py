@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.disagg.calls import FinishCall, GrantCall, OfferCall, OpenCall, PublishCall
 from baton.disagg.events import RoomFailed
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
@@ -132,12 +133,12 @@ def test_peer_that_closes_in_the_middle(reference: Callable[[str], Reference]) -
         {"settings": {**WAITS, **slow}},
         {"settings": {**WAITS, "comm_op_ms": 20_000}},
     )
-    pair.p.node.offer(5, 0, b"h", 20_000)
+    pair.p.node.call(OfferCall(5, 0, b"h", 20_000))
     pages = b"".join(page.to_bytes(4, "little") for page in range(4))
-    pair.d.node.open(5, 0, "127.0.0.1", pair.bootstrap.port, 0, b"h", 20_000)
-    pair.d.node.grant(5, 0, pages)
-    pair.p.node.publish(5, 0, pages)
-    pair.p.node.finish(5, 4, 1, b"")
+    pair.d.node.call(OpenCall(5, 0, "127.0.0.1", pair.bootstrap.port, 0, b"h", 20_000))
+    pair.d.node.call(GrantCall(5, 0, pages))
+    pair.p.node.call(PublishCall(5, 0, pages))
+    pair.p.node.call(FinishCall(5, 4, 1, b""))
     pair.until(lambda: gauges(pair.p)['kv_communicators{state="open"}'] == 1)
     pair.p.node.close()
     pair.wait()

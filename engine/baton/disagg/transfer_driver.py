@@ -18,13 +18,23 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Protocol
 
 import msgspec
 
 from baton import errors
+from baton.disagg.calls import (
+    AbortCall,
+    FinishCall,
+    GrantCall,
+    OfferCall,
+    OpenCall,
+    PublishCall,
+    RevokeCall,
+    TransferCall,
+)
 from baton.disagg.events import (
     GrantRevoked,
     NodeEvent,
@@ -104,18 +114,9 @@ class TransferDriver(Protocol):
 class TransferNode(Protocol):
     """The part of a transfer runtime used here (see the docstrings of baton._native.TransferNode)."""
 
-    def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None: ...
-    def publish(self, room: int, first_page: int, pages: bytes) -> None: ...
-    def finish(
-        self, room: int, total_pages: int, last_page_tokens: int, payload: bytes
-    ) -> None: ...
-    def open(
-        self, room: int, attempt: int, bootstrap_host: str, bootstrap_port: int, prefill_dp_rank: int,
-        prompt_hash: bytes, deadline_ms: int,
-    ) -> None: ...  # fmt: skip
-    def grant(self, room: int, start_page: int, dst_pages: bytes) -> None: ...
-    def revoke(self, room: int) -> None: ...
-    def abort(self, room: int, code: str) -> None: ...
+    def call(self, call: TransferCall) -> None:
+        """Raises ValueError (a room's number is in use, or an argument is wrong) or RuntimeError."""
+
     def poll(self, max: int) -> Sequence[NodeEvent]: ...
 
 
@@ -197,14 +198,13 @@ class RoomCalls:
         self._timeout_ms = int(timeout_secs * 1000)
         self.counters = {kind.counter: 0.0 for kind in RoomErrorKind}
 
-    def _begin(self, req: ValidatedRequest, call: Callable[..., None], *peer: str | int) -> None:
+    def _begin(self, call: OfferCall | OpenCall) -> None:
         """Make the call that starts a room. Raises DuplicateRoom or QueueFull; the runtime knows no such room then."""
-        rendezvous = _rendezvous(req)
         try:
-            call(rendezvous.room, rendezvous.attempt, *peer, prompt_hash(req), self._timeout_ms)
+            self._node.call(call)
         except ValueError as err:
             raise errors.DuplicateRoom(
-                f"bootstrap room {rendezvous.room} is in use: {err}", param="bootstrap_room"
+                f"bootstrap room {call.room} is in use: {err}", param="bootstrap_room"
             ) from err
         except RuntimeError as err:
             self._count(RoomErrorKind.REFUSED)
@@ -214,15 +214,17 @@ class RoomCalls:
             ) from err
 
     def _continue(
-        self, sched: Scheduler, req: ValidatedRequest, call: Callable[..., None], *args: int | bytes
+        self,
+        sched: Scheduler,
+        req: ValidatedRequest,
+        call: PublishCall | FinishCall | GrantCall | RevokeCall,
     ) -> None:
         """Make a call about a live room; when it fails, the request ends with TRANSPORT_BROKEN."""
-        room = _rendezvous(req).room
         try:
-            call(room, *args)
+            self._node.call(call)
         except (ValueError, RuntimeError) as err:
             self._count(RoomErrorKind.CALL)
-            log.error("room %d ends: %s", room, err)
+            log.error("room %d ends: %s", call.room, err)
             sched.fail(
                 req.handle,
                 error_of("TRANSPORT_BROKEN", str(err), retryable=True),
@@ -233,7 +235,7 @@ class RoomCalls:
         """Give the room up. A runtime that cannot take the call ends the room at its deadline, or has ended it."""
         room = _rendezvous(req).room
         try:
-            self._node.abort(room, code)
+            self._node.call(AbortCall(room, code))
         except (ValueError, RuntimeError) as err:
             self._count(RoomErrorKind.CALL)
             log.error("room %d was not aborted: %s", room, err)
@@ -252,8 +254,10 @@ class PrefillTransferDriver(RoomCalls):
 
     def accept(self, req: ValidatedRequest) -> None:
         """Called before the scheduler queues a request with a room."""
-        self._begin(req, self._node.offer)
-        self._offered[_rendezvous(req).room] += 1
+        rendezvous = _rendezvous(req)
+        room = rendezvous.room
+        self._begin(OfferCall(room, rendezvous.attempt, prompt_hash(req), self._timeout_ms))
+        self._offered[room] += 1
 
     def refuse(self, req: ValidatedRequest, error: errors.EngineError) -> None:
         """The scheduler did not take a request that `accept` had offered."""
@@ -262,13 +266,17 @@ class PrefillTransferDriver(RoomCalls):
 
     def apply_event(self, event: events.Event, sched: Scheduler) -> None:
         if isinstance(event, events.PagesFinal):
-            self._continue(
-                sched, event.req, self._node.publish, event.first_page, event.pages.tobytes()
-            )
+            room = _rendezvous(event.req).room
+            publish = PublishCall(room, event.first_page, event.pages.tobytes())
+            self._continue(sched, event.req, publish)
         elif isinstance(event, events.PrefillDone):
-            total = event.total_pages
-            last = event.last_page_tokens
-            self._continue(sched, event.req, self._node.finish, total, last, _payload_of(event))
+            finish = FinishCall(
+                room=_rendezvous(event.req).room,
+                total_pages=event.total_pages,
+                last_page_tokens=event.last_page_tokens,
+                payload=_payload_of(event),
+            )
+            self._continue(sched, event.req, finish)
         elif isinstance(event, events.AbortTransfer):
             self._abort(event.req, event.code)
 
@@ -310,22 +318,25 @@ class DecodeTransferDriver(RoomCalls):
     def apply_event(self, event: events.Event, sched: Scheduler) -> None:
         if isinstance(event, events.OpenTransfer):
             rendezvous = _rendezvous(event.req)
+            open_call = OpenCall(
+                room=rendezvous.room,
+                attempt=rendezvous.attempt,
+                bootstrap_host=rendezvous.host,
+                bootstrap_port=rendezvous.port,
+                prefill_dp_rank=rendezvous.prefill_dp_rank,
+                prompt_hash=prompt_hash(event.req),
+                deadline_ms=self._timeout_ms,
+            )
             try:
-                self._begin(
-                    event.req,
-                    self._node.open,
-                    rendezvous.host,
-                    rendezvous.port,
-                    rendezvous.prefill_dp_rank,
-                )
+                self._begin(open_call)
             except errors.EngineError as err:
                 sched.transfer_failed(rendezvous.room, err)
         elif isinstance(event, events.GrantPages):
-            self._continue(
-                sched, event.req, self._node.grant, event.start_page, event.pages.tobytes()
-            )
+            room = _rendezvous(event.req).room
+            grant = GrantCall(room, event.start_page, event.pages.tobytes())
+            self._continue(sched, event.req, grant)
         elif isinstance(event, events.RevokeGrant):
-            self._continue(sched, event.req, self._node.revoke)
+            self._continue(sched, event.req, RevokeCall(_rendezvous(event.req).room))
         elif isinstance(event, events.AbortTransfer):
             self._abort(event.req, event.code)
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from baton.disagg.calls import FinishCall, GrantCall, RevokeCall, TransferCall
 from tests.fault.promises.show import Show, run_script
 from tests.support.engines.engine_run import greedy
 from tests.support.engines.retried_pair import RetriedPair
@@ -41,27 +42,25 @@ class Grants:
 
     def watch(self, pair: RetriedPair) -> None:
         """Note every call of the two engines to their transfer runtimes."""
-        grant = pair.d.node.grant
-        revoke = pair.d.node.revoke
-        finish = pair.p.node.finish
+        for node in (pair.d.node, pair.p.node):
+            # The drivers look the call up each time.
+            vars(node).update(call=self._noting(node.call))
 
-        def noting_grant(room: int, start_page: int, pages: bytes) -> None:
-            self.granted[room] = (time.monotonic(), len(pages) // 4)
-            grant(room, start_page, pages)
+    def _noting(self, make_call: Callable[[TransferCall], None]) -> Callable[[TransferCall], None]:
+        def note(call: TransferCall) -> None:
+            now = time.monotonic()
+            match call:
+                case GrantCall():
+                    self.granted[call.room] = (now, len(call.dst_pages) // 4)
+                case RevokeCall():
+                    since, pages = self.granted.pop(call.room)
+                    self.revoked += 1
+                    self.revoked_page_secs += pages * (now - since)
+                case FinishCall():
+                    self.computed[call.room] = now
+            make_call(call)
 
-        def noting_revoke(room: int) -> None:
-            since, pages = self.granted.pop(room)
-            self.revoked += 1
-            self.revoked_page_secs += pages * (time.monotonic() - since)
-            revoke(room)
-
-        def noting_finish(room: int, total: int, last: int, payload: bytes) -> None:
-            self.computed[room] = time.monotonic()
-            finish(room, total, last, payload)
-
-        # The drivers look the calls up each time.
-        vars(pair.d.node).update(grant=noting_grant, revoke=noting_revoke)
-        vars(pair.p.node).update(finish=noting_finish)
+        return note
 
     def note_commits(self, pair: RetriedPair) -> None:
         for room in pair.d.got.keys() - self.committed.keys():

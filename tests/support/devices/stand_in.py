@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from baton.disagg.calls import PublishCall, TransferCall
 from baton.layers.cuda.device_pages import DevicePages
 from baton.layers.kv_pool import KvTensors
 from baton.layers.model_spec import KVSpec
@@ -130,14 +131,15 @@ class StandIn:
             def __getattr__(self, name: str) -> Any:
                 return getattr(node, name)
 
-            def publish(self, room: int, first_page: int, pages: bytes) -> None:
-                assert stand_in.stream is not None
-                for page in array("i", pages):
-                    assert stand_in._written[page] <= stand_in.stream.reached, (
-                        f"page {page} is still being written"
-                    )
-                    stand_in.announced += 1
-                node.publish(room, first_page, pages)
+            def call(self, call: TransferCall) -> None:
+                if isinstance(call, PublishCall):
+                    assert stand_in.stream is not None
+                    for page in array("i", call.pages):
+                        assert stand_in._written[page] <= stand_in.stream.reached, (
+                            f"page {page} is still being written"
+                        )
+                        stand_in.announced += 1
+                node.call(call)
 
         return node if self.stream is None else Watched()
 

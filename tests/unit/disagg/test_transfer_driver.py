@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton.disagg.calls import TransferCall
 from baton.disagg.events import (
     GrantRevoked,
     NodeEvent,
@@ -45,13 +46,11 @@ class Runtime:
         self.calls: list[tuple[Any, ...]] = []
         self.events: list[NodeEvent] = []
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> None:
-            self.calls.append((name, *args))
-            if name in self.broken:
-                raise self.broken[name]
-
-        return call
+    def call(self, call: TransferCall) -> None:
+        name = call.__struct_config__.tag
+        self.calls.append((name, *msgspec.structs.astuple(call)))
+        if name in self.broken:
+            raise self.broken[name]
 
     def poll(self, _max: int) -> list[NodeEvent]:
         events = self.events

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import select
 import time
 from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
+from baton.disagg.calls import TransferCall
 from baton.disagg.events import (
     RELEASED_AFTER_PULL,
     NodeEvent,
@@ -167,3 +169,10 @@ def test_every_number_has_a_documented_metric(pair: tuple[Any, Any, Any, Any, An
                 tuple(part.split("=")[0] for part in labels.rstrip("}").split(",") if part)
                 == spec.labels
             ), series
+
+
+@pytest.mark.parametrize("kind", get_args(TransferCall))
+def test_fields_of_a_call_are_the_arguments_of_its_native_method(kind: type[Any]) -> None:
+    method = getattr(native.TransferNode, kind.__struct_config__.tag)
+    _, *arguments = inspect.signature(method).parameters
+    assert list(kind.__struct_fields__) == arguments

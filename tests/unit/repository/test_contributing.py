@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,13 +10,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from baton.models import spec_reader
+from baton.server.request.grammar.lark_builder import LarkBuilder
+from baton.server.request.grammar.tool_calls.call_format import CallScope, GrammarTool
+from baton.server.request.grammar.tool_calls.call_rules import arguments_constraint
+from baton.server.request.grammar.tool_calls.formats import call_format_of
+from baton.server.request.tools import CallableTool
 from baton.server.response.answer_spec import Dialect
+from baton.server.text.tool_formats import ToolFormat, tool_formats
 from tests.structure.rules import product_files
 from tests.structure.sources import rust_code, text
+from tests.support.grammars.call_walks import follows, make_vocabulary
 from tests.support.models import checkpoints
 from tests.support.models.model_loop import ModelLoop
 from tests.support.models.whole_model import load_model
@@ -28,8 +37,8 @@ def example(title: str) -> str:
     return PAGE.split(f"## Example: {title}\n")[1].split("\n## ")[0]
 
 
-def code_of(title: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", example(title), re.DOTALL)
+def code_of(title: str, language: str = "python") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", example(title), re.DOTALL | re.MULTILINE)
 
 
 def insert(path: Path, anchor: str, text: str) -> None:
@@ -129,6 +138,39 @@ def test_example_of_a_family_computes_what_transformers_computes(
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_row_of_the_tool_format_example_makes_a_grammar(tmp_path: Path) -> None:
+    """A test of the text layer reads answers with the same row, and compares it with `row.json`."""
+    folder = ROOT / "engine/text/src/stream/tests/families/new_format"
+    (row_code,) = code_of("a format of tool calls", "rust")
+    assert row_code in (folder / "mod.rs").read_text(encoding="utf-8")
+    assert "jamba" not in tool_formats(), "the format is known by now; take another example"
+    row = msgspec.json.decode((folder / "row.json").read_bytes(), type=ToolFormat)
+    vocabulary = make_vocabulary(tmp_path, row.markers)
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    tool = CallableTool("f", parameters, "tools[0].function", is_strict=True)
+    builder = LarkBuilder(vocabulary.markers, "bounded")
+    grammar_tool = GrammarTool(tool.name, arguments_constraint(tool))
+    scope = CallScope(builder, (grammar_tool,), is_single=False)
+    grammar = builder.text(call_format_of(row).calls_alone(scope))
+    cases = json.loads((folder / "jamba.json").read_text(encoding="utf-8"))
+    (text,) = (case["text"] for case in cases if case["name"] == "one call")
+    assert follows(vocabulary, grammar, text)
+    assert not follows(vocabulary, grammar, text.replace("x", "y"))
+    assert not follows(vocabulary, grammar, text.removesuffix("</tool_calls>"))
+
+
+def test_guide_has_a_row_of_each_tool_format() -> None:
+    page = (ROOT / "docs/guide/tools.md").read_text(encoding="utf-8")
+    table = page.split("| `--tool-parser` | models |\n")[1].split("\n\n")[0]
+    first_cells = "".join(row.split("|")[1] for row in table.splitlines()[1:])
+    assert set(re.findall(r"`(\w+)`", first_cells)) == set(tool_formats())
+
+
 @pytest.mark.parametrize(("path", "function"), re.findall(r"`([\w/]+\.(?:rs|py)):(\w+)`", PAGE))
 def test_functions_it_names_are_defined_there(path: str, function: str) -> None:
     defined = rf"^ *(?:pub(?:\(\w+\))? )?(?:async )?(?:def|fn) {function}\b"
@@ -156,6 +198,7 @@ def test_its_places_exist_and_hold_the_names_it_gives_them() -> None:
         "engine/text/src/dialect/mod.rs": ["Dialect", "DialectFields"],
         "engine/text/src/dialect/write/mod.rs": ["AnswerWriter"],
         "engine/baton/server/request/validation.py": ["AcceptedRequest"],
+        "engine/text/src/stream/tools/formats.rs": ["CallSyntax", "template_mark"],
     }.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         for name in names:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from baton.config import EngineConfig
 from baton.config.simulated import CONTEXT_LENGTH, PAGE_BYTES, VOCAB_SIZE, Simulated, parse_device
+from baton.disagg.calls import AbortCall, FinishCall, TransferCall
 from baton.disagg.events import NodeEvent
 from baton.disagg.transfer_driver import TransferDriver, TransferNode
 from baton.errors import ConfigError
@@ -104,7 +105,7 @@ def load_simulated(config: EngineConfig) -> SimLoaded:
 
 
 class PacedTransfer:
-    """A P node's TransferNode whose `finish` takes effect after the modeled time of the transfer."""
+    """A P node's TransferNode whose `FinishCall` takes effect after the modeled time of the transfer."""
 
     def __init__(self, node: TransferNode, simulated: Simulated, page_size: int) -> None:
         self._node = node
@@ -113,40 +114,42 @@ class PacedTransfer:
         self._changed = threading.Condition()
         self._due: list[tuple[float, int, int]] = []
         """(when, order, room), soonest first."""
-        self._waiting: dict[int, tuple[int, int, bytes]] = {}
-        """Room → the other arguments of `finish`; an aborted room is not in it."""
+        self._waiting: dict[int, FinishCall] = {}
+        """By room; an aborted room is not in it."""
         self._order = itertools.count()
         self._error: Exception | None = None
         self.stopped = threading.Event()
         """An end could not be reported; `poll` raises why."""
         threading.Thread(target=self._run_due, name="paced-transfer", daemon=True).start()
 
-    def finish(self, room: int, total_pages: int, last_page_tokens: int, payload: bytes) -> None:
+    def call(self, call: TransferCall) -> None:
+        """Calls other than `FinishCall` take effect at once."""
+        match call:
+            case FinishCall():
+                self._delay(call)
+                return
+            case AbortCall():
+                with self._changed:
+                    self._waiting.pop(call.room, None)
+        self._node.call(call)
+
+    def _delay(self, call: FinishCall) -> None:
         tokens = (
-            (total_pages - 1) * self._page_size + last_page_tokens
+            (call.total_pages - 1) * self._page_size + call.last_page_tokens
         ) * self._simulated.length_scale
         due_at = (
             time.monotonic()
             + self._simulated.model.transfer_seconds(tokens) / self._simulated.speed
         )
         with self._changed:
-            self._waiting[room] = (total_pages, last_page_tokens, payload)
-            heapq.heappush(self._due, (due_at, next(self._order), room))
+            self._waiting[call.room] = call
+            heapq.heappush(self._due, (due_at, next(self._order), call.room))
             self._changed.notify()
-
-    def abort(self, room: int, code: str) -> None:
-        with self._changed:
-            self._waiting.pop(room, None)
-        self._node.abort(room, code)
 
     def poll(self, max: int) -> Sequence[NodeEvent]:
         if self._error is not None:
             raise self._error
         return self._node.poll(max)
-
-    def __getattr__(self, name: str) -> Any:
-        """The other calls take effect at once."""
-        return getattr(self._node, name)
 
     def _run_due(self) -> None:
         while True:
@@ -154,11 +157,11 @@ class PacedTransfer:
                 while not self._due or self._due[0][0] > time.monotonic():
                     self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
                 room = heapq.heappop(self._due)[2]
-                args = self._waiting.pop(room, None)
-            if args is None:
+                call = self._waiting.pop(room, None)
+            if call is None:
                 continue
             try:
-                self._node.finish(room, *args)
+                self._node.call(call)
             except Exception as err:  # noqa: BLE001 - the rank's thread raises it at its next poll
                 self._error = err
                 self.stopped.set()

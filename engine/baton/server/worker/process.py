@@ -32,6 +32,7 @@ import zmq
 from baton.config import EngineConfig, kv_events
 from baton.config.files import read_regular_file
 from baton.config.flags import flag_name
+from baton.disagg.calls import DrainCall
 from baton.disagg.native_node import TransferRuntime
 from baton.disagg.transfer_driver import (
     DecodeTransferDriver,
@@ -362,7 +363,7 @@ class RankProcess:
                 return {"aborted": aborted}
             case EndTransfers():
                 if self._node is not None:
-                    self._node.drain()
+                    self._node.call(DrainCall())
                 return sched.report.counts()
             case SuspendItems():
                 return {"found": sched.suspend(operation.handles)}

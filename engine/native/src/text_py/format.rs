@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use baton_text::stream::answer::{AnswerFormat, CheckpointFacts, ParserChoice, detect_format};
 use baton_text::stream::reasoning::{BlockText, ReasoningFamily, ReasoningStart};
-use baton_text::stream::tools::UnknownToolCalls;
+use baton_text::stream::tools::{UnknownToolCalls, named_formats};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use super::tokenizer::PyTokenizer;
 
@@ -114,4 +115,12 @@ impl PyAnswerFormat {
     fn canonical(&self) -> String {
         self.0.canonical()
     }
+}
+
+/// The table of the formats of tool calls, by the names of --tool-parser, as JSON.
+#[pyfunction]
+pub fn tool_formats(py: Python<'_>) -> PyResult<Bound<'_, PyBytes>> {
+    let table = serde_json::to_vec(&named_formats());
+    let table = table.map_err(|err| PyValueError::new_err(err.to_string()))?;
+    Ok(PyBytes::new(py, &table))
 }

@@ -50,6 +50,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("TextRefusal", m.py().get_type::<TextRefusal>())?;
     m.add_class::<files::PyTokenizerFiles>()?;
     m.add_class::<format::PyAnswerFormat>()?;
+    m.add_function(wrap_pyfunction!(format::tool_formats, m)?)?;
     m.add_class::<template::PyChatTemplate>()?;
     m.add_class::<tokenizer::PyTokenizer>()?;
     answers::register(m)?;

@@ -12,7 +12,7 @@ use crate::dialect::write::{
 };
 use crate::dialect::{PromptLogprobsForm, response_id};
 use crate::stream::answer::{AnswerFormat, ReaderOptions};
-use crate::stream::tools::{ToolFamily, ToolSignature};
+use crate::stream::tools::{IdForm, ToolSignature};
 use crate::stream::{TextOffsets, TextRules};
 use crate::tokenizer::TokenDecoder;
 
@@ -351,12 +351,13 @@ impl<'a> SharedReading<'a> {
     fn new(spec: ReadingSpec, format: &'a AnswerFormat) -> Self {
         // The front wrote them a moment ago.
         let tools: Vec<ToolSignature> = serde_json::from_str(&spec.tools).unwrap_or_default();
-        let call_ids = match format.tools() {
-            Some(ToolFamily::Mistral | ToolFamily::MistralV13) => CallIdForm::NineLetters,
-            Some(ToolFamily::KimiK2) => CallIdForm::Numbered {
+        let id_form = format.tools().map(|family| family.format().id_form);
+        let call_ids = match id_form {
+            Some(IdForm::NineLetters) => CallIdForm::NineLetters,
+            Some(IdForm::Numbered) => CallIdForm::Numbered {
                 before: spec.calls_before,
             },
-            _ => CallIdForm::Usual,
+            Some(IdForm::Usual) | None => CallIdForm::Usual,
         };
         Self {
             format,

@@ -6,10 +6,12 @@ import threading
 from array import array
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.config import build_config
 from baton.config.simulated import parse_device
+from baton.disagg.calls import AbortCall, FinishCall, TransferCall
 from baton.errors import ConfigError
 from baton.runtime.simulated.device import SimRunner, answer_tokens
 from baton.runtime.simulated.engine import PacedTransfer
@@ -109,14 +111,12 @@ class Wire:
         self.heard = threading.Event()
         self.error = error
 
-    def finish(self, *args: Any) -> None:
-        self.calls.append(args)
-        self.heard.set()
-        if self.error is not None:
-            raise self.error
-
-    def abort(self, room: int, code: str) -> None:
-        self.calls.append((room, code))
+    def call(self, call: TransferCall) -> None:
+        self.calls.append(msgspec.structs.astuple(call))
+        if isinstance(call, FinishCall):
+            self.heard.set()
+            if self.error is not None:
+                raise self.error
 
     def poll(self, max: int) -> list[tuple[object, ...]]:
         return []
@@ -125,10 +125,10 @@ class Wire:
 def test_ends_reach_d_in_order_of_their_transfers_and_not_after_an_abort() -> None:
     wire = Wire()
     paced = PacedTransfer(wire, parse_device("reference,transfer_ms=20,transfer_us=10000"), 16)  # type: ignore[arg-type]
-    paced.finish(1, 1, 9, b"long")
-    paced.finish(2, 1, 5, b"aborted")
-    paced.finish(3, 1, 1, b"short")
-    paced.abort(2, "CLIENT_GONE")
+    paced.call(FinishCall(1, 1, 9, b"long"))
+    paced.call(FinishCall(2, 1, 5, b"aborted"))
+    paced.call(FinishCall(3, 1, 1, b"short"))
+    paced.call(AbortCall(2, "CLIENT_GONE"))
     while len(wire.calls) < 3:
         assert wire.heard.wait(10)
         wire.heard.clear()
@@ -138,7 +138,7 @@ def test_ends_reach_d_in_order_of_their_transfers_and_not_after_an_abort() -> No
 def test_error_of_the_transfer_runtime_reaches_the_rank() -> None:
     wire = Wire(RuntimeError("full"))
     paced = PacedTransfer(wire, parse_device("reference,transfer_ms=0,transfer_us=0"), 16)  # type: ignore[arg-type]
-    paced.finish(1, 1, 1, b"")
+    paced.call(FinishCall(1, 1, 1, b""))
     assert wire.heard.wait(10)
     paced.stopped.wait(10)
     with pytest.raises(RuntimeError, match="full"):

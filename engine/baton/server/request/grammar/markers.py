@@ -14,9 +14,8 @@ import msgspec
 
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.tokenizer import Tokenizer
+from baton.server.text.tool_formats import tool_formats
 
-DSML_TOKEN = "\uff5cDSML\uff5c"
-"""Token in the tags of `deepseek_v32`, by which the text layer knows them whether it is special or not."""
 LITERAL_SIGNS = re.compile(r"""["\\\s]+""")
 """Signs between and within the literals of a grammar."""
 
@@ -103,5 +102,8 @@ def marker_tokens(facts: ModelFacts, tokenizer: Tokenizer) -> MarkerTokens:
 
 
 def is_marker(text: str, *, is_special: bool) -> bool:
-    """True for tokens that text in a grammar never allows, by llguidance's rule, and for DSML_TOKEN."""
-    return is_special or (text.startswith("<") and text.endswith(">")) or text == DSML_TOKEN
+    """True for tokens that text in a grammar never allows, by llguidance's rule, and for the token in the tags of
+    `deepseek_v32`, by which the text layer knows them whether it is special or not.
+    """
+    is_tag = text.startswith("<") and text.endswith(">")
+    return is_special or is_tag or text in tool_formats()["deepseek_v32"].markers

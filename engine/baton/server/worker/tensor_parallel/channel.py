@@ -30,7 +30,7 @@ import msgspec
 import zmq
 
 from baton.disagg.events import NodeEvent
-from baton.server.worker.tensor_parallel.calls import TransferCall, encode_call
+from baton.server.worker.tensor_parallel.calls import TpCall, encode_call
 
 if TYPE_CHECKING:
     from baton.layers.collectives import ProcessGroup
@@ -140,7 +140,7 @@ class TpExecutors:
     def send_step(self, order: bytes) -> None:
         self._broadcast(OrderKind.STEP, order)
 
-    def send_call(self, call: TransferCall) -> None:
+    def send_call(self, call: TpCall) -> None:
         """Have all executors make this call on their transfer runtime."""
         self._broadcast(OrderKind.CALL, encode_call(call))
 

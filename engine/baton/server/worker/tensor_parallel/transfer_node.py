@@ -25,6 +25,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import msgspec
+
+from baton.disagg.calls import (
+    AbortCall,
+    DrainCall,
+    GrantCall,
+    OfferCall,
+    OpenCall,
+    RevokeCall,
+    RoomCall,
+    TransferCall,
+)
 from baton.disagg.events import (
     RELEASED_AFTER_PULL,
     GrantRevoked,
@@ -37,19 +49,7 @@ from baton.disagg.events import (
     RoomReleased,
 )
 from baton.disagg.native_node import TransferRuntime
-from baton.server.worker.tensor_parallel.calls import (
-    AbortCall,
-    DrainCall,
-    FinishCall,
-    GrantAgainCall,
-    GrantCall,
-    OfferCall,
-    OpenCall,
-    PublishCall,
-    RevokeCall,
-    RoomCall,
-    TransferCall,
-)
+from baton.server.worker.tensor_parallel.calls import GrantAgainCall, TpCall
 from baton.server.worker.tensor_parallel.channel import ExecutorStuck, TpExecutors, TpGroup
 
 log = logging.getLogger("baton.tp_transfer")
@@ -71,14 +71,14 @@ class Room:
     announced: set[int] = field(default_factory=set)
     answers: dict[int, RevocationAnswer] | None = None
     """To a revocation that not all have answered."""
-    grant: tuple[int, bytes] | None = None
+    grant: GrantCall | None = None
     is_aborted: bool = False
 
 
 class EventMerger:
     """Turns the ranks' events into those of one runtime. `broadcast` makes all ranks do something about a room."""
 
-    def __init__(self, size: int, broadcast: Callable[[TransferCall], None]) -> None:
+    def __init__(self, size: int, broadcast: Callable[[TpCall], None]) -> None:
         self._size = size
         self._broadcast = broadcast
         self._rooms: dict[int, Room] = {}
@@ -94,9 +94,9 @@ class EventMerger:
     def begin(self, room: int) -> None:
         self._rooms[room] = Room()
 
-    def granted(self, room: int, start_page: int, pages: bytes) -> None:
-        if (known := self._rooms.get(room)) is not None:
-            known.grant = (start_page, pages)
+    def granted(self, call: GrantCall) -> None:
+        if (known := self._rooms.get(call.room)) is not None:
+            known.grant = call
 
     def revoking(self, room: int) -> None:
         if (known := self._rooms.get(room)) is not None:
@@ -187,8 +187,7 @@ class EventMerger:
             return [GrantRevoked(number)]
         tp_ranks = [rank for rank, given in answers.items() if given is RevocationAnswer.REVOKED]
         if tp_ranks and room.grant is not None:
-            start_page, pages = room.grant
-            self._broadcast(GrantAgainCall(number, start_page, pages, tp_ranks))
+            self._broadcast(GrantAgainCall(room.grant, tp_ranks))
         return [RoomAnnounced(number)]
 
 
@@ -229,45 +228,18 @@ class TpTransferNode:
         """Why an executor's runtime does not work any more."""
         self._merger = EventMerger(executors.group.tp_size, self._call_everywhere)
 
-    def offer(self, room: int, attempt: int, prompt_hash: bytes, deadline_ms: int) -> None:
-        self._begin(OfferCall(room, attempt, prompt_hash, deadline_ms))
-
-    def open(
-        self, room: int, attempt: int, bootstrap_host: str, bootstrap_port: int, prefill_dp_rank: int,
-        prompt_hash: bytes, deadline_ms: int,
-    ) -> None:  # fmt: skip
-        self._begin(
-            OpenCall(
-                room,
-                attempt,
-                bootstrap_host,
-                bootstrap_port,
-                prefill_dp_rank,
-                prompt_hash,
-                deadline_ms,
-            )
-        )
-
-    def publish(self, room: int, first_page: int, pages: bytes) -> None:
-        self._call_everywhere(PublishCall(room, first_page, pages))
-
-    def finish(self, room: int, total_pages: int, last_page_tokens: int, payload: bytes) -> None:
-        self._call_everywhere(FinishCall(room, total_pages, last_page_tokens, payload))
-
-    def grant(self, room: int, start_page: int, dst_pages: bytes) -> None:
-        self._merger.granted(room, start_page, dst_pages)
-        self._call_everywhere(GrantCall(room, start_page, dst_pages))
-
-    def revoke(self, room: int) -> None:
-        self._merger.revoking(room)
-        self._call_everywhere(RevokeCall(room))
-
-    def abort(self, room: int, code: str) -> None:
-        self._merger.aborted(room)
-        self._call_everywhere(AbortCall(room, code))
-
-    def drain(self) -> None:
-        self._call_everywhere(DrainCall())
+    def call(self, call: TransferCall) -> None:
+        match call:
+            case OfferCall() | OpenCall():
+                self._begin(call)
+                return
+            case GrantCall():
+                self._merger.granted(call)
+            case RevokeCall():
+                self._merger.revoking(call.room)
+            case AbortCall():
+                self._merger.aborted(call.room)
+        self._call_everywhere(call)
 
     def _begin(self, call: OfferCall | OpenCall) -> None:
         """Raises what the first rank's runtime raises, ValueError while an executor's room of this number lives."""
@@ -277,7 +249,7 @@ class TpTransferNode:
         self._merger.begin(call.room)
         self._executors.send_call(call)
 
-    def _call_everywhere(self, call: TransferCall) -> None:
+    def _call_everywhere(self, call: TpCall) -> None:
         make_call(self._node, self._executors.group, call)
         self._executors.send_call(call)
 
@@ -312,42 +284,22 @@ class TpTransferNode:
         return json.dumps({**json.loads(text), "healthy": False, "unhealthy_reason": self._failure})
 
 
-def make_call(node: TransferRuntime, group: TpGroup, call: TransferCall) -> None:
+def make_call(node: TransferRuntime, group: TpGroup, call: TpCall) -> None:
     """Make a call of `TpTransferNode` on one rank's own runtime. Raises what the runtime raises."""
     match call:
-        case OfferCall():
-            node.offer(call.room, call.attempt, call.prompt_hash, call.deadline_ms)
         case OpenCall():
             # P's processes are registered like DP ranks (server.worker.transfer_setup), and a divided P has one DP
             # rank.
             peer = max(call.prefill_dp_rank, 0) * group.tp_size + group.tp_rank
-            node.open(
-                call.room,
-                call.attempt,
-                call.bootstrap_host,
-                call.bootstrap_port,
-                peer,
-                call.prompt_hash,
-                call.deadline_ms,
-            )
-        case PublishCall():
-            node.publish(call.room, call.first_page, call.pages)
-        case FinishCall():
-            node.finish(call.room, call.total_pages, call.last_page_tokens, call.payload)
-        case GrantCall():
-            node.grant(call.room, call.start_page, call.dst_pages)
+            node.call(msgspec.structs.replace(call, prefill_dp_rank=peer))
         case GrantAgainCall():
             if group.tp_rank in call.tp_ranks:
-                node.grant(call.room, call.start_page, call.dst_pages)
-        case RevokeCall():
-            node.revoke(call.room)
-        case AbortCall():
-            node.abort(call.room, call.code)
-        case DrainCall():
-            node.drain()
+                node.call(call.grant)
+        case _:
+            node.call(call)
 
 
-def execute_call(node: TransferRuntime, group: TpGroup, call: TransferCall) -> RoomEnd | None:
+def execute_call(node: TransferRuntime, group: TpGroup, call: TpCall) -> RoomEnd | None:
     """As `make_call`, on an executor, where a call that fails ends its room only.
 
     Returns the end of a room that its runtime does not take. A live room is aborted; its runtime reports its end.
@@ -355,17 +307,18 @@ def execute_call(node: TransferRuntime, group: TpGroup, call: TransferCall) -> R
     try:
         make_call(node, group, call)
     except (ValueError, RuntimeError) as err:
-        room = call.room if isinstance(call, RoomCall) else None
+        about = call.grant if isinstance(call, GrantAgainCall) else call
+        room = about.room if isinstance(about, RoomCall) else None
         log.error("%s of room %s: %s", call.__struct_config__.tag, room, err)
         code = "DUP_ROOM" if isinstance(err, ValueError) else "NO_CAPACITY"
-        match call:
+        match about:
             case OfferCall():
-                return RoomReleased(call.room, code)
+                return RoomReleased(about.room, code)
             case OpenCall():
-                return RoomFailed(call.room, code, str(err), is_retryable=True)
+                return RoomFailed(about.room, code, str(err), is_retryable=True)
             case AbortCall() | DrainCall():
                 return None
             case _:
                 with contextlib.suppress(RuntimeError):
-                    node.abort(call.room, "TRANSPORT_BROKEN")
+                    node.call(AbortCall(about.room, "TRANSPORT_BROKEN"))
     return None

@@ -49,36 +49,19 @@ pub fn detect_format(
 ) -> Result<AnswerFormat, String> {
     let tools = match choice.tool_parser {
         "auto" => checkpoint.find_tools(tokenizer),
-        name => read_name("--tool-parser", name, &TOOL_ALIASES)?,
+        name => read_name("--tool-parser", name, |name| {
+            ToolFamily::iter().find(|family| family.format().aliases.contains(&name))
+        })?,
     };
     let reasoning = match choice.reasoning_parser {
         "auto" => checkpoint.find_reasoning(tokenizer),
-        name => read_name("--reasoning-parser", name, &REASONING_ALIASES)?,
+        name => read_name("--reasoning-parser", name, |name| {
+            let alias = REASONING_ALIASES.iter().find(|(alias, _)| *alias == name);
+            alias.map(|(_, family)| *family)
+        })?,
     };
     Ok(AnswerFormat::new(tools, reasoning, tokenizer))
 }
-
-/// Names that vLLM and SGLang have for formats of tool calls.
-const TOOL_ALIASES: [(&str, ToolFamily); 18] = [
-    ("qwen", ToolFamily::Hermes),
-    ("qwen25", ToolFamily::Hermes),
-    ("granite4", ToolFamily::Hermes),
-    ("qwen3_xml", ToolFamily::Qwen3Coder),
-    ("mimo", ToolFamily::Qwen3Coder),
-    ("step3p5", ToolFamily::Qwen3Coder),
-    ("llama3_json", ToolFamily::Llama3),
-    ("llama4_json", ToolFamily::Llama3),
-    ("llama4_pythonic", ToolFamily::Pythonic),
-    ("olmo3", ToolFamily::Pythonic),
-    ("deepseekv3", ToolFamily::DeepseekV3),
-    ("deepseekv31", ToolFamily::DeepseekV31),
-    ("deepseekv32", ToolFamily::DeepseekV32),
-    ("gpt-oss", ToolFamily::GptOss),
-    ("openai", ToolFamily::GptOss),
-    ("glm", ToolFamily::Glm45),
-    ("kimi", ToolFamily::KimiK2),
-    ("phi4_mini_json", ToolFamily::Phi4),
-];
 
 /// Names that vLLM and SGLang have for formats of reasoning. SGLang's `kimi` (`◁think▷`, of models
 /// that Baton does not serve) is absent: an alias of `<think>` would find no reasoning.
@@ -106,16 +89,20 @@ const REASONING_ALIASES: [(&str, ReasoningFamily); 21] = [
     ("openai_gptoss", ReasoningFamily::GptOss),
 ];
 
-fn read_name<F>(flag: &str, name: &str, aliases: &[(&str, F)]) -> Result<Option<F>, String>
+/// Format of a name. `find_alias`: the format that other engines name so.
+fn read_name<F>(
+    flag: &str,
+    name: &str,
+    find_alias: impl FnOnce(&str) -> Option<F>,
+) -> Result<Option<F>, String>
 where
     F: Copy + std::str::FromStr + IntoEnumIterator + Into<&'static str>,
 {
     if name == "none" {
         return Ok(None);
     }
-    let alias = aliases.iter().find(|(alias, _)| *alias == name);
-    if let Some((_, family)) = alias {
-        return Ok(Some(*family));
+    if let Some(family) = find_alias(name) {
+        return Ok(Some(family));
     }
     name.parse().map(Some).map_err(|_| {
         let names: Vec<&str> = F::iter().map(Into::into).collect();
@@ -126,9 +113,14 @@ where
     })
 }
 
-/// First match, as in SGLang's detection by templates.
+/// The format of which a template has the mark, else the first match, as in SGLang's detection by
+/// templates.
 fn detect_tools(template: &str, tokenizer: &dyn TextTokenizer) -> Option<ToolFamily> {
     let has = |text: &str| template.contains(text);
+    let has_mark = |family: &ToolFamily| family.format().template_mark.is_some_and(has);
+    if let Some(family) = ToolFamily::iter().find(has_mark) {
+        return Some(family);
+    }
     let is_token = |text: &str| tokenizer.added_id_of(text).is_some();
     // The template of Phi-4-mini has the tag of its tools only, its vocabulary those of calls.
     let has_phi4_tags = has("<|tool_call|>") && has("<|/tool_call|>")
@@ -136,12 +128,8 @@ fn detect_tools(template: &str, tokenizer: &dyn TextTokenizer) -> Option<ToolFam
     // Granite 4 closes the tag.
     let is_granite =
         has("<|tool_call|>") || has("<tool_call>") && has("Granite") && !has("</tool_call>");
-    let family = if has("<|channel|>") {
-        ToolFamily::GptOss
-    } else if is_token("<|tool_calls_section_begin|>") {
+    let family = if is_token("<|tool_calls_section_begin|>") {
         ToolFamily::KimiK2
-    } else if has("｜DSML｜") {
-        ToolFamily::DeepseekV32
     } else if has("<｜tool▁calls▁begin｜>") {
         detect_deepseek(template)
     } else if has("[TOOL_CALLS]") && is_token("[ARGS]") {
@@ -438,7 +426,7 @@ mod tests {
         // SGLang 0.5 reads `◁think▷` under this name, as no family here does.
         assert!(detect("none", "kimi").is_err());
         let is_listed = |name: &str, names: &[(&str, &str)]| names.iter().any(|row| row.0 == name);
-        let mut tool_names = TOOL_ALIASES.iter().map(|(name, _)| name);
+        let mut tool_names = ToolFamily::iter().flat_map(|family| family.format().aliases);
         assert!(tool_names.all(|name| is_listed(name, &PEER_TOOL_PARSERS)));
         let mut reasoning_names = REASONING_ALIASES.iter().map(|(name, _)| name);
         assert!(reasoning_names.all(|name| is_listed(name, &PEER_REASONING_PARSERS)));

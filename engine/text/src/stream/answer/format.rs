@@ -5,9 +5,7 @@ use std::sync::Arc;
 
 use crate::stream::markers::{MarkerRole, MarkerTable};
 use crate::stream::reasoning::{ReasoningFamily, ReasoningStart, find_start};
-use crate::stream::tools::{
-    CallableTools, ToolFamily, ToolSignature, UnknownToolCalls, new_tool_reader,
-};
+use crate::stream::tools::{CallableTools, ToolFamily, ToolSignature, UnknownToolCalls};
 use crate::tokenizer::{TextTokenizer, TokenDecoder};
 
 /// How a model writes reasoning and tool calls. Made once per model.
@@ -33,8 +31,7 @@ impl AnswerFormat {
         }
         let reasoning_markers = markers.len();
         if let Some(family) = tools.or(channel_tools(reasoning)) {
-            let reader = new_tool_reader(family, no_tools());
-            let texts = reader.markers().iter().enumerate();
+            let texts = family.format().markers.iter().enumerate();
             markers.extend(texts.map(|(place, &text)| (text, call_role(family, place))));
         }
         Self {
@@ -111,27 +108,15 @@ impl AnswerFormat {
     }
 }
 
-fn no_tools() -> CallableTools {
-    let none: Arc<[ToolSignature]> = Arc::new([]);
-    none.into()
-}
-
 /// Channels of gpt-oss are read by the reader of its calls.
 fn channel_tools(reasoning: Option<ReasoningFamily>) -> Option<ToolFamily> {
     let is_channels = reasoning == Some(ReasoningFamily::GptOss);
     is_channels.then_some(ToolFamily::GptOss)
 }
 
-/// Role of a family's marker by its place. Models of some families forget the end of their reasoning
-/// in front of a call: vLLM and SGLang end it at these tokens, llama.cpp also at the one of a call of
-/// Kimi K2 without a section.
+/// Role of a family's marker by its place.
 fn call_role(family: ToolFamily, place: usize) -> MarkerRole {
-    let ending_markers = match family {
-        ToolFamily::Hermes | ToolFamily::Qwen3Coder | ToolFamily::Glm45 | ToolFamily::Glm47 => 1,
-        ToolFamily::KimiK2 => 2,
-        _ => 0,
-    };
-    if place < ending_markers {
+    if place < family.format().reasoning_ends {
         MarkerRole::CallBegin
     } else {
         MarkerRole::Call

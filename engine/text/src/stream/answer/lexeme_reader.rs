@@ -42,7 +42,7 @@ impl LexemeReader {
         let tools = options.tools;
         let family = format.reader_family(!tools.is_empty());
         let mut calls = family.map(|family| CallReader {
-            reader: new_tool_reader(family, format.callable_tools(tools)),
+            reader: new_tool_reader(family.format(), format.callable_tools(tools)),
             markers: format.call_markers(),
         });
         let mut reasoning = options

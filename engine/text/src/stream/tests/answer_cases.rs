@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::answers::{JSON_FORMATS, count_complete_calls, make_format, see_answer};
+use super::answers::{count_complete_calls, make_format, see_answer};
 use super::fixtures::{read_answer, reader_options};
 use super::piece_tokens::PieceTokens;
 use crate::stream::TextRules;
@@ -15,7 +15,7 @@ use crate::tokenizer::TextTokenizer;
 use crate::tokenizer::golden::load;
 
 fn hermes() -> (AnswerFormat, PieceTokens) {
-    make_format(JSON_FORMATS[0], true)
+    make_format((ToolFamily::Hermes, ReasoningFamily::ThinkTags), true)
 }
 
 const TWO_CALLS: &str = "I look.<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>\n\

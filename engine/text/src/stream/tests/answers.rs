@@ -8,7 +8,7 @@ use proptest::sample::select;
 use strum::IntoEnumIterator;
 
 use super::decoders::*;
-use super::fixtures::{read_answer, reader_options};
+use super::fixtures::{json_formats, read_answer, reader_options};
 use super::model::stream_answer;
 use super::piece_tokens::PieceTokens;
 use crate::stream::TextRules;
@@ -19,23 +19,10 @@ use crate::stream::reasoning::{BlockText, ReasoningFamily, ReasoningStart};
 use crate::stream::tools::ToolFamily;
 use crate::tokenizer::TokenDecoder;
 
-/// Formats in which calls are JSON objects.
-pub const JSON_FORMATS: [(ToolFamily, ReasoningFamily); 6] = [
-    (ToolFamily::Hermes, ReasoningFamily::ThinkTags),
-    (ToolFamily::Llama3, ReasoningFamily::ThinkTags),
-    (ToolFamily::Mistral, ReasoningFamily::Mistral),
-    (ToolFamily::Granite, ReasoningFamily::Granite),
-    (ToolFamily::Phi4, ReasoningFamily::Mistral),
-    (ToolFamily::Json, ReasoningFamily::ThinkTags),
-];
-
 /// All formats.
 fn any_format() -> impl Strategy<Value = (ToolFamily, ReasoningFamily)> {
     let others = ToolFamily::iter().map(|family| (family, ReasoningFamily::ThinkTags));
-    prop_oneof![
-        select(JSON_FORMATS.to_vec()),
-        select(others.collect::<Vec<_>>()),
-    ]
+    prop_oneof![select(json_formats()), select(others.collect::<Vec<_>>()),]
 }
 
 /// Parts of answers; `{B}`, `{E}`, `{R}` and `{S}` stand for markers of the format.
@@ -284,7 +271,7 @@ proptest! {
         fragments in vec(select(vec!["{R}", "{S}", "a", "\n", "\n\n", " ", "é"]), 0..16),
         start in any_start(),
     ) {
-        let (format, mut tokens) = make_format(JSON_FORMATS[2], are_tokens);
+        let (format, mut tokens) = make_format((ToolFamily::Mistral, ReasoningFamily::Mistral), are_tokens);
         let text = answer_text(&format, &fragments);
         let ids = tokens.cut(&text, &|_| false);
         let options = ReaderOptions { separate_reasoning: false, ..reader_options(start) };

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use serde::Deserialize;
+use strum::IntoEnumIterator;
 
 use super::piece_tokens::PieceTokens;
 use crate::stream::TextRules;
 use crate::stream::answer::{AnswerFormat, AnswerReader, ReaderOptions};
 use crate::stream::parts::AnswerParts;
 use crate::stream::reasoning::{ReasoningFamily, ReasoningStart};
-use crate::stream::tools::{ToolFamily, ToolSignature};
+use crate::stream::tools::{CallSyntax, ToolFamily, ToolSignature};
 use crate::tokenizer::TextTokenizer;
 
 /// An answer and its parts.
@@ -61,6 +62,18 @@ impl AnswerFixture {
         }
         parts
     }
+}
+
+/// Formats in which calls are JSON objects, each beside a reasoning.
+pub fn json_formats() -> Vec<(ToolFamily, ReasoningFamily)> {
+    let is_json = |family: &ToolFamily| matches!(family.format().syntax, CallSyntax::Json(_));
+    let families = ToolFamily::iter().filter(is_json);
+    let formats = families.map(|family| match family {
+        ToolFamily::Mistral | ToolFamily::Phi4 => (family, ReasoningFamily::Mistral),
+        ToolFamily::Granite => (family, ReasoningFamily::Granite),
+        _ => (family, ReasoningFamily::ThinkTags),
+    });
+    formats.collect()
 }
 
 /// Tools of all fixtures.
@@ -150,47 +163,26 @@ fn check_fixtures(json: &str, tools: Option<ToolFamily>, reasoning: Option<Reaso
     }
 }
 
+fn tool_fixtures(name: &str) -> String {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src/stream/tools/fixtures");
+    std::fs::read_to_string(format!("{folder}/{name}.json")).unwrap()
+}
+
 #[test]
-fn fixtures_have_their_parts() {
-    use ReasoningFamily::{Granite, Mistral, ThinkTags};
-    let of_tools = [
-        (
-            include_str!("../tools/fixtures/hermes.json"),
-            ToolFamily::Hermes,
-            ThinkTags,
-        ),
-        (
-            include_str!("../tools/fixtures/llama3.json"),
-            ToolFamily::Llama3,
-            ThinkTags,
-        ),
-        (
-            include_str!("../tools/fixtures/mistral.json"),
-            ToolFamily::Mistral,
-            Mistral,
-        ),
-        (
-            include_str!("../tools/fixtures/granite.json"),
-            ToolFamily::Granite,
-            Granite,
-        ),
-        (
-            include_str!("../tools/fixtures/phi4.json"),
-            ToolFamily::Phi4,
-            ThinkTags,
-        ),
-        (
-            include_str!("../tools/fixtures/json.json"),
-            ToolFamily::Json,
-            ThinkTags,
-        ),
-        (
-            include_str!("../reasoning/fixtures/mistral.json"),
-            ToolFamily::Mistral,
-            Mistral,
-        ),
-    ];
-    for (json, tools, reasoning) in of_tools {
-        check_fixtures(json, Some(tools), Some(reasoning));
+fn fixtures_of_json_formats_have_their_parts() {
+    for (family, reasoning) in json_formats() {
+        let reasoning = match family {
+            ToolFamily::Phi4 => ReasoningFamily::ThinkTags,
+            _ => reasoning,
+        };
+        let json = tool_fixtures(family.into());
+        check_fixtures(&json, Some(family), Some(reasoning));
     }
+}
+
+#[test]
+fn fixtures_of_reasoning_have_their_parts() {
+    let json = include_str!("../reasoning/fixtures/mistral.json");
+    let reasoning = ReasoningFamily::Mistral;
+    check_fixtures(json, Some(ToolFamily::Mistral), Some(reasoning));
 }

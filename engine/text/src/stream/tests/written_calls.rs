@@ -4,8 +4,8 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::answers::{JSON_FORMATS, make_format};
-use super::fixtures::{read_answer, reader_options, tools};
+use super::answers::make_format;
+use super::fixtures::{json_formats, read_answer, reader_options, tools};
 use crate::stream::TextRules;
 use crate::stream::parts::AnswerParts;
 use crate::stream::reasoning::ReasoningStart;
@@ -16,7 +16,7 @@ proptest! {
 
     #[test]
     fn written_calls_are_read_back(
-        (format, are_tokens) in (select(JSON_FORMATS.to_vec()), any::<bool>()),
+        (format, are_tokens) in (select(json_formats()), any::<bool>()),
         calls in vec((0..5usize, any_arguments()), 1..4),
         style in any_style(),
         cut_places in vec(1..40usize, 1..4),
@@ -167,6 +167,11 @@ fn write_calls(family: ToolFamily, calls: &[String]) -> String {
         ToolFamily::Mistral => format!("[TOOL_CALLS] [{list}]"),
         ToolFamily::Granite => format!("<|tool_call|>[{list}]"),
         ToolFamily::Phi4 => format!("<|tool_call|>[{list}]<|/tool_call|>"),
-        _ => format!("[{list}]"),
+        other => {
+            let mut markers = other.format().markers.iter();
+            let begin = markers.next().unwrap_or(&"");
+            let end = markers.next_back().unwrap_or(&"");
+            format!("{begin}[{list}]{end}")
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! Tool calls in an answer: one reader per format in which models write them.
 //!
-//! * [`reader`]: the interface of the readers, and the names of the formats;
+//! * [`formats`]: the table of the formats;
+//! * [`reader`]: the interface of the readers;
 //! * [`callable`]: the tools that an answer may call, and calls of others;
 //! * [`scan`]: parts that several readers share;
 //! * [`json`]: formats in which calls are JSON objects;
@@ -11,6 +12,7 @@
 //! * [`new_reader`]: the reader of each format.
 
 mod callable;
+mod formats;
 mod gpt_oss;
 mod headers;
 mod json;
@@ -21,6 +23,9 @@ mod scan;
 mod xml;
 
 pub use callable::{CallableTools, UnknownToolCalls};
+pub use formats::{CallSyntax, IdForm, JsonCalls, ToolFamily, ToolFormat, named_formats};
+#[cfg(test)]
+pub(crate) use formats::{PLAIN, tool_formats};
 pub use json::scanner::ValueScanner;
 pub use new_reader::new_tool_reader;
-pub use reader::{ToolFamily, ToolReader, ToolSignature};
+pub use reader::{ToolReader, ToolSignature};

@@ -3,32 +3,6 @@
 use crate::stream::markers::Lexeme;
 use crate::stream::parts::AnswerParts;
 
-/// Format in which a model writes tool calls. The names are values of `--tool-parser`.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, strum::EnumString, strum::IntoStaticStr, strum::EnumIter,
-)]
-#[strum(serialize_all = "snake_case")]
-pub enum ToolFamily {
-    Hermes,
-    Qwen3Coder,
-    Llama3,
-    Pythonic,
-    /// Mistral up to tokenizer version 7: a list of objects.
-    Mistral,
-    /// Mistral from tokenizer version 11 on: a name and an object behind each marker.
-    MistralV13,
-    DeepseekV3,
-    DeepseekV31,
-    DeepseekV32,
-    GptOss,
-    Glm45,
-    Glm47,
-    KimiK2,
-    Granite,
-    Phi4,
-    Json,
-}
-
 /// A tool that the client offers.
 #[derive(Debug, Clone, PartialEq, serde::Deserialize)]
 pub struct ToolSignature {
@@ -40,9 +14,6 @@ pub struct ToolSignature {
 /// Reads the calls in the text behind the reasoning. Deterministic: the joined parts depend on the
 /// joined lexemes alone.
 pub trait ToolReader: Send {
-    /// Texts of the markers that [`Lexeme::Marker`] counts by. The first ones begin a call.
-    fn markers(&self) -> &'static [&'static str];
-
     fn read(&mut self, lexeme: Lexeme<'_>, out: &mut AnswerParts);
 
     /// The answer has ended: appends what was held back.

@@ -20,8 +20,9 @@ from baton.server.request.grammar.constraint import AnswerConstraint, Constraint
 from baton.server.request.grammar.markers import MarkerTokens
 from baton.server.request.grammar.request_grammar import RequestGrammar, make_call_grammar
 from baton.server.request.grammar.tool_calls.call_rules import CallRules
-from baton.server.request.grammar.tool_calls.formats import CALL_FORMATS
+from baton.server.request.grammar.tool_calls.formats import call_formats
 from baton.server.request.tools import CallableTool, ChoiceMode, ToolChoice
+from baton.server.text.tool_formats import tool_formats
 from tests.support.grammars.call_walks import (
     MarkedVocabulary,
     follows,
@@ -31,37 +32,11 @@ from tests.support.grammars.call_walks import (
 )
 from tests.support.grammars.random_schemas import random_schema
 
-DEEPSEEK = [
-    f"<\uff5ctool\u2581{name}\uff5c>"
-    for name in ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
-]
-GLM = [f"<{end}{name}>" for name in ("tool_call", "arg_key", "arg_value") for end in ("", "/")]
+TEXT_MARKERS = {"granite": ["<tool_call>"], "phi4": ["functools"]}
+"""Markers that no vocabulary of the models has as a token."""
 MARKERS: dict[str, list[str]] = {
-    "hermes": ["<tool_call>", "</tool_call>"],
-    "qwen3_coder": ["<tool_call>", "</tool_call>"],
-    "llama3": ["<|python_tag|>"],
-    "pythonic": ["<|python_start|>", "<|python_end|>", "<function_calls>", "</function_calls>"],
-    "mistral": ["[TOOL_CALLS]"],
-    "mistral_v13": ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"],
-    "deepseek_v3": DEEPSEEK,
-    "deepseek_v31": DEEPSEEK,
-    "deepseek_v32": ["\uff5cDSML\uff5c"],
-    "gpt_oss": [
-        f"<|{name}|>"
-        for name in ("channel", "start", "message", "constrain", "end", "call", "return")
-    ],
-    "glm45": GLM,
-    "glm47": GLM,
-    "kimi_k2": [
-        "<|tool_calls_section_begin|>",
-        "<|tool_call_begin|>",
-        "<|tool_call_argument_begin|>",
-        "<|tool_call_end|>",
-        "<|tool_calls_section_end|>",
-    ],
-    "granite": ["<|tool_call|>"],
-    "phi4": ["<|tool_call|>", "<|/tool_call|>"],
-    "json": [],
+    family: [marker for marker in row.markers if marker not in TEXT_MARKERS.get(family, [])]
+    for family, row in tool_formats().items()
 }
 """Markers that vocabularies of the models have as tokens."""
 IN_TEXT = (
@@ -143,10 +118,6 @@ def grammar_of(vocabulary: MarkedVocabulary, rules: CallRules) -> str:
     return make_call_grammar(rules, None, "bounded", vocabulary.markers).text
 
 
-def test_every_format_has_a_grammar() -> None:
-    assert MARKERS.keys() == CALL_FORMATS.keys()
-
-
 @pytest.mark.parametrize(("family", "has_tokens"), CASES)
 def test_forced_calls_are_read_back(
     vocabulary_of: Callable[..., MarkedVocabulary], family: str, has_tokens: bool
@@ -177,7 +148,7 @@ def test_calls_in_text_follow_their_schemas(
         rules = CallRules(family, tools, ChoiceMode.AUTO, is_parallel=rng.random() < 0.5)
         grammar = grammar_of(vocabulary, rules)
         begins = ["\n[", *(f"\n[{tool.name}(" for tool in tools), "{", "["]
-        begins += getattr(CALL_FORMATS[family], "begins", MARKERS[family]) * 2
+        begins += getattr(call_formats()[family], "begins", MARKERS[family]) * 2
         answer = random_answer(vocabulary, grammar, rng, PIECES + begins * 3, end_chance=0.02)
         message = read_message(vocabulary, family, tools, answer)
         called += check_calls(message, tools)
@@ -205,7 +176,6 @@ F_AND_G = (
 )
 FIXTURES = Path("engine/text/src/stream/tools/fixtures")
 SAMPLES: dict[str, set[str]] = {
-    "hermes": {"one call"},
     "llama3": {"one call", "tag in front"},
     "mistral": {"two calls"},
     "mistral_v13": {"v13", "v11"},
@@ -228,7 +198,7 @@ SAMPLES: dict[str, set[str]] = {
     "phi4": {"list"},
     "json": {"object of the tool"},
 }
-"""Cases of the text layer's tests that have a format as its models write it."""
+"""Cases of the text layer's tests that have a format as its models write it; of other formats, the case `one call`."""
 TYPED_SAMPLES = {
     "pythonic": ['<|python_start|>[f(a="x")]<|python_end|>'],
     "json": ['{"name": "f", "arguments": {"a": "x"}}'],
@@ -240,10 +210,11 @@ def sample_texts(family: str) -> list[str]:
     cases = json.loads(
         (FIXTURES / f"{family.removesuffix('45').removesuffix('47')}.json").read_text()
     )
-    texts = [
-        case["text"].removesuffix("<|call|>") for case in cases if case["name"] in SAMPLES[family]
-    ]
-    return texts + TYPED_SAMPLES.get(family, [])
+    samples = SAMPLES.get(family, {"one call"})
+    texts = [case["text"].removesuffix("<|call|>") for case in cases if case["name"] in samples]
+    texts += TYPED_SAMPLES.get(family, [])
+    assert len(texts) == len(samples)
+    return texts
 
 
 @pytest.mark.parametrize("family", MARKERS)
@@ -253,9 +224,7 @@ def test_samples_of_the_format_are_allowed(
     vocabulary = vocabulary_of(family, has_tokens=True)
     rules = CallRules(family, F_AND_G, ChoiceMode.REQUIRED, is_parallel=True)
     grammar = grammar_of(vocabulary, rules)
-    texts = sample_texts(family)
-    assert len(texts) == len(SAMPLES[family])
-    for text in texts:
+    for text in sample_texts(family):
         assert follows(vocabulary, grammar, text), (text, grammar)
         assert not follows(vocabulary, grammar, text + "text")
         assert not follows(vocabulary, grammar, text.replace("f", "zz", 1))

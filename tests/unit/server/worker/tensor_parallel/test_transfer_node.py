@@ -8,10 +8,22 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.disagg.calls import (
+    AbortCall,
+    DrainCall,
+    FinishCall,
+    GrantCall,
+    OfferCall,
+    OpenCall,
+    PublishCall,
+    RevokeCall,
+    TransferCall,
+)
 from baton.disagg.events import (
     GrantRevoked,
     NodeEvent,
@@ -25,11 +37,8 @@ from baton.disagg.events import (
 from baton.sched.types.request_timeline import PulledPages
 from baton.server.worker.tensor_parallel import channel
 from baton.server.worker.tensor_parallel.calls import (
-    AbortCall,
     GrantAgainCall,
-    GrantCall,
-    RevokeCall,
-    TransferCall,
+    TpCall,
     call_decoder,
     encode_call,
 )
@@ -53,7 +62,7 @@ class Rank:
     delivered later."""
 
     def __init__(self) -> None:
-        self.calls: deque[TransferCall] = deque()
+        self.calls: deque[TpCall] = deque()
         self.events: deque[NodeEvent] = deque()
         self.has_grant = False
         self.p_holds = False
@@ -104,7 +113,7 @@ class RoomOnRanks:
         self.heard: list[NodeEvent] = []
         self.granted = self.revoking = self.aborted = False
 
-    def call_ranks(self, call: TransferCall) -> None:
+    def call_ranks(self, call: TpCall) -> None:
         for number, rank in enumerate(self.ranks):
             if not isinstance(call, GrantAgainCall) or number in call.tp_ranks:
                 rank.calls.append(call)
@@ -112,8 +121,9 @@ class RoomOnRanks:
     def grant(self) -> None:
         if not self.granted and not self.ended:
             self.granted = True
-            self.merger.granted(ROOM, 0, b"pages")
-            self.call_ranks(GrantCall(ROOM, 0, b"pages"))
+            grant = GrantCall(ROOM, 0, b"pages")
+            self.merger.granted(grant)
+            self.call_ranks(grant)
 
     def revoke(self) -> None:
         if self.granted and not self.revoking and not self.ended:
@@ -208,7 +218,7 @@ def test_all_heads_of_a_page_are_there_or_none_is_used(size: int, seed: int) -> 
 
 
 def test_failure_of_one_rank_ends_the_others_and_is_reported() -> None:
-    calls: list[TransferCall] = []
+    calls: list[TpCall] = []
     merger = EventMerger(3, calls.append)
     stale = RoomFailed(ROOM, "STALE_PAGE", "page 3", True)
     merger.begin(ROOM)
@@ -227,7 +237,7 @@ def test_committed_carries_the_first_ranks_data_once_all_have_committed() -> Non
 
 
 def test_prompt_is_released_when_no_rank_of_p_serves_it_any_more() -> None:
-    calls: list[TransferCall] = []
+    calls: list[TpCall] = []
     merger = EventMerger(2, calls.append)
     merger.begin(ROOM)
     assert merger.take(1, [RoomReleased(ROOM, "DONE")], 0.0) == []
@@ -250,13 +260,10 @@ class FakeNode:
         self.taken = taken or set()
         self.events: list[NodeEvent] = []
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> None:
-            if name in ("open", "offer") and args[0] in self.taken:
-                raise ValueError("room is in use")
-            self.calls.append((name, *args))
-
-        return call
+    def call(self, call: TransferCall) -> None:
+        if isinstance(call, OpenCall | OfferCall) and call.room in self.taken:
+            raise ValueError("room is in use")
+        self.calls.append((call.__struct_config__.tag, *msgspec.structs.astuple(call)))
 
     def poll(self, _max: int) -> list[NodeEvent]:
         events = self.events
@@ -272,7 +279,7 @@ class InlineExecutors:
         self.nodes = nodes
         self.reports: list[channel.TransferEvents] = []
 
-    def send_call(self, call: TransferCall) -> None:
+    def send_call(self, call: TpCall) -> None:
         for group, node in zip(self.groups, self.nodes, strict=True):
             if refused := execute_call(node, group, call_decoder.decode(encode_call(call))):
                 report = channel.TransferEvents(group.tp_rank, [refused])
@@ -295,21 +302,21 @@ def tp_node_of(nodes: list[FakeNode]) -> tuple[TpTransferNode, InlineExecutors]:
 def test_each_process_of_d_reads_from_the_one_of_p_with_its_heads() -> None:
     nodes = [FakeNode() for _ in range(3)]
     tp_node, _ = tp_node_of(nodes)
-    tp_node.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
+    tp_node.call(OpenCall(ROOM, 0, "host", 8998, -1, b"hash", 1000))
     assert [node.calls[0][5] for node in nodes] == [0, 1, 2]
-    tp_node.grant(ROOM, 0, b"pages")
+    tp_node.call(GrantCall(ROOM, 0, b"pages"))
     assert all(node.calls[-1] == ("grant", ROOM, 0, b"pages") for node in nodes)
 
 
 def test_each_call_reaches_all_ranks_with_its_arguments() -> None:
     nodes = [FakeNode(), FakeNode()]
     tp_node, _ = tp_node_of(nodes)
-    tp_node.offer(ROOM, 2, b"hash", 1000)
-    tp_node.publish(ROOM, 3, b"pages")
-    tp_node.finish(ROOM, 9, 5, b"token")
-    tp_node.revoke(ROOM)
-    tp_node.abort(ROOM, "CLIENT_GONE")
-    tp_node.drain()
+    tp_node.call(OfferCall(ROOM, 2, b"hash", 1000))
+    tp_node.call(PublishCall(ROOM, 3, b"pages"))
+    tp_node.call(FinishCall(ROOM, 9, 5, b"token"))
+    tp_node.call(RevokeCall(ROOM))
+    tp_node.call(AbortCall(ROOM, "CLIENT_GONE"))
+    tp_node.call(DrainCall())
     expected = [
         ("offer", ROOM, 2, b"hash", 1000),
         ("publish", ROOM, 3, b"pages"),
@@ -338,14 +345,14 @@ def test_room_that_the_first_rank_refuses_reaches_no_other() -> None:
     nodes = [FakeNode({ROOM}), FakeNode()]
     tp_node, _ = tp_node_of(nodes)
     with pytest.raises(ValueError, match="in use"):
-        tp_node.offer(ROOM, 0, b"hash", 1000)
+        tp_node.call(OfferCall(ROOM, 0, b"hash", 1000))
     assert nodes[1].calls == []
 
 
 def test_room_that_an_executor_refuses_fails_everywhere() -> None:
     nodes = [FakeNode(), FakeNode({ROOM})]
     tp_node, _ = tp_node_of(nodes)
-    tp_node.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
+    tp_node.call(OpenCall(ROOM, 0, "host", 8998, -1, b"hash", 1000))
     assert tp_node.poll(10) == []
     assert nodes[0].calls[-1] == ("abort", ROOM, "DUP_ROOM")
     nodes[0].events = [RoomAborted(ROOM)]
@@ -354,25 +361,29 @@ def test_room_that_an_executor_refuses_fails_everywhere() -> None:
 
 def test_executor_without_capacity_fails_the_room_and_lives() -> None:
     class Full(FakeNode):
-        def open(self, *_: Any) -> None:
-            raise RuntimeError("4 rooms are live")
+        def call(self, call: TransferCall) -> None:
+            if isinstance(call, OpenCall):
+                raise RuntimeError("4 rooms are live")
+            super().call(call)
 
     nodes = [FakeNode(), Full()]
     tp_node, _ = tp_node_of(nodes)
-    tp_node.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
+    tp_node.call(OpenCall(ROOM, 0, "host", 8998, -1, b"hash", 1000))
     nodes[0].events = [RoomAborted(ROOM)]
     assert tp_node.poll(10) == [RoomFailed(ROOM, "NO_CAPACITY", "4 rooms are live", True)]
 
 
 def test_call_that_an_executor_refuses_aborts_the_room() -> None:
     class Broken(FakeNode):
-        def grant(self, *_: Any) -> None:
-            raise ValueError("5 pages are not int32")
+        def call(self, call: TransferCall) -> None:
+            if isinstance(call, GrantCall):
+                raise ValueError("5 pages are not int32")
+            super().call(call)
 
     nodes = [FakeNode(), Broken()]
     tp_node, _ = tp_node_of(nodes)
-    tp_node.open(ROOM, 0, "host", 8998, -1, b"hash", 1000)
-    tp_node.grant(ROOM, 0, b"odd")
+    tp_node.call(OpenCall(ROOM, 0, "host", 8998, -1, b"hash", 1000))
+    tp_node.call(GrantCall(ROOM, 0, b"odd"))
     assert nodes[1].calls[-1] == ("abort", ROOM, "TRANSPORT_BROKEN")
 
 
@@ -392,11 +403,11 @@ def test_runtime_that_failed_on_an_executor_shows_in_the_health_of_all() -> None
 def test_room_that_lives_on_an_executor_is_not_begun_again() -> None:
     nodes = [FakeNode(), FakeNode()]
     tp_node, _ = tp_node_of(nodes)
-    tp_node.offer(ROOM, 0, b"hash", 1000)
+    tp_node.call(OfferCall(ROOM, 0, b"hash", 1000))
     nodes[0].events = [RoomReleased(ROOM, "CLIENT_GONE")]
     assert tp_node.poll(10) == []
     with pytest.raises(ValueError, match="room 7 is live on another tensor-parallel rank"):
-        tp_node.offer(ROOM, 1, b"hash", 1000)
+        tp_node.call(OfferCall(ROOM, 1, b"hash", 1000))
 
 
 def test_rank_that_never_ends_a_room_is_noticed() -> None:

@@ -18,6 +18,8 @@ LEADING_NEWLINES = r"/\n{0,2}/"
 LINE_START = r"((.|\n)*\n)?[ \t]*"
 """Regex of a text up to a place at which nothing but blanks stands in its line."""
 SPACE = r"[ \t\r\n]*"
+NINE_LETTERS = "/[a-zA-Z0-9]{9}/"
+"""Id of a call whose template takes nine letters and digits."""
 
 
 @dataclass(frozen=True, slots=True)

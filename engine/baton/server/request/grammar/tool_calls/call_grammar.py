@@ -9,7 +9,7 @@ from baton.server.request.grammar.lark_builder import LarkBuilder
 from baton.server.request.grammar.markers import MarkerTokens
 from baton.server.request.grammar.tool_calls.call_format import CallScope, GrammarTool
 from baton.server.request.grammar.tool_calls.call_rules import CallRules
-from baton.server.request.grammar.tool_calls.formats import CALL_FORMATS
+from baton.server.request.grammar.tool_calls.formats import call_formats
 from baton.server.request.tools import ChoiceMode
 
 
@@ -33,7 +33,7 @@ def call_grammar(
         for tool, constraint in zip(rules.tools, arguments, strict=True)
     )
     scope = CallScope(builder, tools, rules.is_single)
-    call_format = CALL_FORMATS[rules.family]
+    call_format = call_formats()[rules.family]
     if rules.mode is not ChoiceMode.AUTO:
         root = call_format.calls_behind_reasoning(scope)
     elif answer is None:

@@ -3,85 +3,54 @@
 from __future__ import annotations
 
 from baton.server.request.grammar.tool_calls.call_format import (
+    NINE_LETTERS,
     CallScope,
     GrammarTool,
     MarkedFormat,
 )
+from baton.server.text.tool_formats import HeaderCalls, ToolFormat
 
-CALLS_BEGIN = "<｜tool▁calls▁begin｜>"  # noqa: RUF001
-CALL_BEGIN = "<｜tool▁call▁begin｜>"  # noqa: RUF001
-SEPARATOR = "<｜tool▁sep｜>"  # noqa: RUF001
-CALL_END = "<｜tool▁call▁end｜>"  # noqa: RUF001
-CALLS_END = "<｜tool▁calls▁end｜>"  # noqa: RUF001
-"""Markers of `deepseek_v3` and `deepseek_v31`, whose bars are no ASCII."""
+NUMBER = r"/0|[1-9][0-9]{0,3}/"
 
 
-class DeepseekV3Format(MarkedFormat):
-    """The object stands in a fence."""
+class HeaderFormat(MarkedFormat):
+    """A block of calls between markers, or a marker in front of each call."""
 
-    begins = (CALLS_BEGIN,)
-
-    def write_block(self, scope: CallScope, begin: str) -> str:
-        literal = scope.builder.literal
-
-        def write_call(tool: GrammarTool) -> str:
-            header = literal(f"{CALL_BEGIN}function{SEPARATOR}{tool.name}\n```json\n")
-            end = literal(f"\n```{CALL_END}")
-            return f"{header} {scope.arguments(tool)} {end}"
-
-        calls = scope.repeat(scope.any_tool(write_call), literal("\n"))
-        return f"{calls} {literal(CALLS_END)}"
-
-
-class DeepseekV31Format(MarkedFormat):
-    """The object follows the name."""
-
-    begins = (CALLS_BEGIN,)
+    def __init__(self, row: ToolFormat, calls: HeaderCalls) -> None:
+        self._id_form = row.id_form
+        self._calls = calls
+        header, self._call_end = calls.call.split("{arguments}")
+        self._name_begin, behind_name = header.split("{name}")
+        self._name_end, id_part, self._arguments_begin = behind_name.rpartition("{id}")
+        self._has_id = bool(id_part)
+        self.begins = (row.markers[0],)
+        self.separator = calls.separator if calls.end is None else None
 
     def write_block(self, scope: CallScope, begin: str) -> str:
+        call = scope.any_tool(lambda tool: self._write_call(scope, tool))
+        if self._calls.end is None:
+            return call
         literal = scope.builder.literal
+        separator = self._calls.separator
+        calls = scope.repeat(call, literal(separator) if separator else "")
+        return f"{calls} {literal(self._calls.end)}"
 
-        def write_call(tool: GrammarTool) -> str:
-            header = literal(f"{CALL_BEGIN}{tool.name}{SEPARATOR}")
-            return f"{header} {scope.arguments(tool)} {literal(CALL_END)}"
-
-        calls = scope.repeat(scope.any_tool(write_call), "")
-        return f"{calls} {literal(CALLS_END)}"
-
-
-class KimiK2Format(MarkedFormat):
-    """The header is an id with a number."""
-
-    begins = ("<|tool_calls_section_begin|>",)
-
-    def write_block(self, scope: CallScope, begin: str) -> str:
+    def _write_call(self, scope: CallScope, tool: GrammarTool) -> str:
         literal = scope.builder.literal
-        number = r"/0|[1-9][0-9]{0,3}/"
+        name = f"{self._name_begin}{tool.name}{self._name_end}"
+        if self._has_id:
+            header = f"{literal(name)} {self._write_id(scope)} {literal(self._arguments_begin)}"
+        else:
+            header = literal(name + self._arguments_begin)
+        call = f"{header} {scope.arguments(tool)}"
+        return f"{call} {literal(self._call_end)}" if self._call_end else call
 
-        def write_call(tool: GrammarTool) -> str:
-            header = f"{literal(f'<|tool_call_begin|>functions.{tool.name}:')} {number}"
-            begin = literal("<|tool_call_argument_begin|>")
-            end = literal("<|tool_call_end|>")
-            return f"{header} {begin} {scope.arguments(tool)} {end}"
-
-        calls = scope.repeat(scope.any_tool(write_call), "")
-        return f"{calls} {literal('<|tool_calls_section_end|>')}"
-
-
-class MistralV13Format(MarkedFormat):
-    """A marker in front of each name. Version 11 writes an id of nine characters behind the name."""
-
-    begins = ("[TOOL_CALLS]",)
-    separator = ""
-
-    def write_block(self, scope: CallScope, begin: str) -> str:
-        literal = scope.builder.literal
-        call_id = ""
-        if scope.builder.is_token("[CALL_ID]"):
-            call_id = f"({literal('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?"
-
-        def write_call(tool: GrammarTool) -> str:
-            header = f"{literal(tool.name)} {call_id} {literal('[ARGS]')}"
-            return f"{header} {scope.arguments(tool)}"
-
-        return scope.any_tool(write_call)
+    def _write_id(self, scope: CallScope) -> str:
+        """Part of a rule for what a header has of an id. Empty: the vocabulary has no marker of ids."""
+        form = NUMBER if self._id_form == "numbered" else NINE_LETTERS
+        marker = self._calls.id_begin
+        if marker is None:
+            return form
+        return (
+            f"({scope.builder.literal(marker)} {form})?" if scope.builder.is_token(marker) else ""
+        )

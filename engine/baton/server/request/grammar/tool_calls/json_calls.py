@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 
+from baton.server.request.grammar.lark import escape_regex
 from baton.server.request.grammar.lark_builder import FREE_TEXT
 from baton.server.request.grammar.tool_calls.call_format import (
+    NINE_LETTERS,
     SPACE,
     CallFormat,
     CallScope,
     GrammarTool,
     MarkedFormat,
 )
+from baton.server.text.tool_formats import JsonCalls, ToolFormat
 
 NO_TEXT = rf"{SPACE}(\[{FREE_TEXT})?\{{{FREE_TEXT}"
 """Answers that begin with an object, or with a list that may have one: without a marker, those are read
@@ -19,12 +22,23 @@ for calls.
 """
 
 
-def object_call(
-    scope: CallScope, tool: GrammarTool, key: str = "arguments", others: str = ""
-) -> str:
-    """`{"name": "f", "arguments": {…}}`. `others`: part of a rule for further members."""
-    front = scope.builder.literal(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
-    return f'{front} {scope.arguments(tool)} {others} "}}"'
+class CallObjects:
+    """The JSON objects of a format's calls."""
+
+    def __init__(self, row: ToolFormat, calls: JsonCalls) -> None:
+        self._arguments_key = calls.arguments_key
+        self._has_id = row.id_form == "nine_letters"
+        """A further member may hold an id."""
+
+    def any_call(self, scope: CallScope) -> str:
+        return scope.any_tool(lambda tool: self._write_call(scope, tool))
+
+    def _write_call(self, scope: CallScope, tool: GrammarTool) -> str:
+        """`{"name": "f", "arguments": {…}}`"""
+        key = self._arguments_key
+        front = scope.builder.literal(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
+        call_id = f'(", \\"id\\": \\"" {NINE_LETTERS} "\\"")?' if self._has_id else ""
+        return f'{front} {scope.arguments(tool)} {call_id} "}}"'
 
 
 def call_list(scope: CallScope, call: str) -> str:
@@ -38,84 +52,74 @@ def list_body(scope: CallScope, call: str) -> str:
     return f'{elements} "]"'
 
 
-class HermesFormat(MarkedFormat):
-    """An object between two markers."""
+class MarkedJsonFormat(MarkedFormat):
+    """A marker in front of each object, or of a list of them."""
 
-    begins = ("<tool_call>",)
-    separator = "\n"
-
-    def write_block(self, scope: CallScope, begin: str) -> str:
-        call = scope.any_tool(lambda tool: object_call(scope, tool))
-        front = scope.builder.literal("\n")
-        end = scope.builder.literal("\n</tool_call>")
-        return f"{front} {call} {end}"
-
-
-class MistralFormat(MarkedFormat):
-    """A list behind a marker, whose elements may have an id of nine characters."""
-
-    begins = ("[TOOL_CALLS]",)
-
-    def write_block(self, scope: CallScope, begin: str) -> str:
-        call_id = '(", \\"id\\": \\"" /[a-zA-Z0-9]{9}/ "\\"")?'
-        call = scope.any_tool(lambda tool: object_call(scope, tool, others=call_id))
-        return f'" "? {call_list(scope, call)}'
-
-
-class GraniteFormat(MarkedFormat):
-    """A list behind a marker, of which there are two spellings."""
-
-    begins = ("<|tool_call|>", "<tool_call>")
+    def __init__(self, row: ToolFormat, calls: JsonCalls) -> None:
+        count = len(calls.begins)
+        self._calls = calls
+        self._objects = CallObjects(row, calls)
+        self._ends = row.markers[count:]
+        kinds = dict(zip(row.markers, calls.begins, strict=False))
+        words = [marker for marker, kind in kinds.items() if kind == "word"]
+        self._word_begins = [f"{word}[" for word in words]
+        self.begins = tuple(
+            f"{marker}[" if kind == "word" else marker for marker, kind in kinds.items()
+        )
+        self.separator = calls.separators[0] if calls.separators else None
+        self.lenient_begins = tuple(
+            rf"{FREE_TEXT}{escape_regex(word)}({SPACE}\{{|[ \t\r\n]+\[){FREE_TEXT}"
+            for word in words
+        )
 
     def write_block(self, scope: CallScope, begin: str) -> str:
-        return call_list(scope, scope.any_tool(lambda tool: object_call(scope, tool)))
-
-
-class Phi4Format(MarkedFormat):
-    """A list between two markers, or behind `functools`."""
-
-    begins = ("<|tool_call|>", "functools[")
-    lenient_begins = (rf"{FREE_TEXT}functools({SPACE}\{{|[ \t\r\n]+\[){FREE_TEXT}",)
-
-    def write_block(self, scope: CallScope, begin: str) -> str:
-        call = scope.any_tool(lambda tool: object_call(scope, tool))
-        if begin == "functools[":
+        call = self._objects.any_call(scope)
+        if begin in self._word_begins:
             return list_body(scope, call)
-        return f"{call_list(scope, call)} {scope.builder.literal('<|/tool_call|>')}"
+        calls = call if self.separator is not None else call_list(scope, call)
+        parts = [calls]
+        padding = self._calls.padding
+        if padding:
+            is_optional = self._calls.has_optional_padding
+            parts.insert(0, scope.builder.literal(padding) + ("?" if is_optional else ""))
+        for end in self._ends:
+            parts.append(scope.builder.literal(padding + end))
+        return " ".join(parts)
 
 
-class Llama3Format(CallFormat):
+class StartJsonFormat(CallFormat):
     """Objects from the answer's start on, or behind a marker."""
 
-    marker = "<|python_tag|>"
+    def __init__(self, row: ToolFormat, calls: JsonCalls) -> None:
+        self._objects = CallObjects(row, calls)
+        self._markers = row.markers
+        self._separators = calls.separators
 
     def calls_alone(self, scope: CallScope) -> str:
         calls = self._write_calls(scope)
-        return f"({scope.builder.literal(self.marker)})? {calls}"
+        if not self._markers:
+            return calls
+        return f"({' | '.join(map(scope.builder.literal, self._markers))})? {calls}"
 
     def calls_in_text(self, scope: CallScope) -> str:
         calls = self._write_calls(scope)
-        head, _ = scope.builder.text_until(self.marker)
+        heads = [self._write_head(scope, marker) for marker in self._markers]
         text = scope.builder.terminal([FREE_TEXT], [NO_TEXT])
         space = scope.builder.terminal([SPACE])
-        return f"({space} {calls} | {head} {calls} | {text})"
+        options = [f"{front} {calls}" for front in (space, *heads)]
+        return f"({' | '.join([*options, text])})"
+
+    def _write_head(self, scope: CallScope, marker: str) -> str:
+        """Free text up to the end of a marker."""
+        head, included = scope.builder.text_until(marker)
+        rest = marker[len(included) :]
+        return f"{head} {scope.builder.literal(rest)}" if rest else head
 
     def _write_calls(self, scope: CallScope) -> str:
-        call = scope.any_tool(lambda tool: object_call(scope, tool, key="parameters"))
-        return scope.builder.add_rule(scope.repeat(call, '("; " | "\\n")'), "calls")
-
-
-class UnmarkedFormat(CallFormat):
-    """An object, or a list: the whole answer."""
-
-    def calls_alone(self, scope: CallScope) -> str:
-        call = scope.any_tool(lambda tool: object_call(scope, tool))
+        call = self._objects.any_call(scope)
+        if self._separators:
+            separator = f"({' | '.join(map(scope.builder.literal, self._separators))})"
+            return scope.builder.add_rule(scope.repeat(call, separator), "calls")
         if scope.is_single:
             return call
         return scope.builder.add_rule(f"{call} | {call_list(scope, call)}", "calls")
-
-    def calls_in_text(self, scope: CallScope) -> str:
-        calls = self.calls_alone(scope)
-        text = scope.builder.terminal([FREE_TEXT], [NO_TEXT])
-        space = scope.builder.terminal([SPACE])
-        return f"({space} {calls} | {text})"

@@ -32,6 +32,7 @@ from baton.server.request.grammar.tool_calls.parameters import (
     parameter_lists,
     unclear,
 )
+from baton.server.text.tool_formats import ToolFormat
 
 ARGUMENT_NAME = re.compile(r"[^\W\d][\w-]{0,199}")
 ANY_NAME = "/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"
@@ -40,6 +41,9 @@ PYTHON_WORDS: dict[Any, tuple[str, ...]] = {"boolean": ("True", "False"), "null"
 
 class PythonicFormat(CallFormat):
     """A list in brackets, which may stand between markers."""
+
+    def __init__(self, row: ToolFormat) -> None:
+        self._list_begin, self._list_end, self._lines_begin, self._lines_end = row.markers
 
     def calls_alone(self, scope: CallScope) -> str:
         literal = scope.builder.literal
@@ -78,18 +82,18 @@ class PythonicFormat(CallFormat):
     def _marked_lists(self) -> list[tuple[str, Callable[[CallScope], str]]]:
         """Markers in front of a list, and how the rest of it is written."""
         return [
-            ("<|python_start|>", self._write_marked_list),
-            ("<function_calls>", self._write_lines),
+            (self._list_begin, self._write_marked_list),
+            (self._lines_begin, self._write_lines),
         ]
 
     def _write_marked_list(self, scope: CallScope) -> str:
-        return f'"[" {self._write_list_body(scope)} {scope.builder.literal("<|python_end|>")}'
+        return f'"[" {self._write_list_body(scope)} {scope.builder.literal(self._list_end)}'
 
     def _write_lines(self, scope: CallScope) -> str:
         """Calls on lines of their own, as OLMo 3 writes them."""
         newline = scope.builder.literal("\n")
         calls = scope.repeat(self._write_call(scope), newline)
-        return f"{newline} {calls} {newline} {scope.builder.literal('</function_calls>')}"
+        return f"{newline} {calls} {newline} {scope.builder.literal(self._lines_end)}"
 
     def _write_list_body(self, scope: CallScope) -> str:
         separator = scope.builder.literal(", ")

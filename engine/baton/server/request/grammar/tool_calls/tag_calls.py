@@ -6,7 +6,6 @@ from abc import abstractmethod
 
 from baton.server.request.grammar.lark import escape_regex
 from baton.server.request.grammar.lark_builder import FREE_TEXT
-from baton.server.request.grammar.markers import DSML_TOKEN
 from baton.server.request.grammar.tool_calls.call_format import (
     LINE_START,
     CallScope,
@@ -27,6 +26,7 @@ from baton.server.request.grammar.tool_calls.parameters import (
     parameter_lists,
     unclear,
 )
+from baton.server.text.tool_formats import ToolFormat
 
 ANY_NAME = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"
 """Names of parameters of a tool whose schema names none."""
@@ -115,17 +115,20 @@ class ParameterTagFormat(MarkedFormat):
 class Qwen3CoderFormat(ParameterTagFormat):
     """A tag with the name, then a tag for each parameter; values stand on lines of their own."""
 
-    begins = ("<tool_call>",)
     separator = "\n"
     lenient_begins = (f"{LINE_START}<function={FREE_TEXT}",)
     value_end = "\n</parameter>\n"
+
+    def __init__(self, row: ToolFormat) -> None:
+        begin, self._call_end = row.markers
+        self.begins = (begin,)
 
     def write_block(self, scope: CallScope, begin: str) -> str:
         literal = scope.builder.literal
 
         def write_call(tool: GrammarTool) -> str:
             front = literal(f"\n<function={tool.name}>\n")
-            end = literal("</function>\n</tool_call>")
+            end = literal(f"</function>\n{self._call_end}")
             return f"{front} {self.write_parameters(scope, tool)} {end}"
 
         return scope.any_tool(write_call)
@@ -138,53 +141,53 @@ class Qwen3CoderFormat(ParameterTagFormat):
             rf"{FREE_TEXT}</parameter>{FREE_TEXT}</parameter>\n",
             rf"({FREE_TEXT}\n)?<parameter=[^>\s<]+>{FREE_TEXT}",
         )
-        if scope.builder.is_token("</tool_call>"):
+        if scope.builder.is_token(self._call_end):
             return excluded
-        return (*excluded, f"{FREE_TEXT}</tool_call>{FREE_TEXT}")
+        return (*excluded, f"{FREE_TEXT}{self._call_end}{FREE_TEXT}")
 
 
-class Glm45Format(ParameterTagFormat):
-    """A name, then keys and values, on lines of their own."""
+class GlmFormat(ParameterTagFormat):
+    """A name, then keys and values."""
 
-    begins = ("<tool_call>",)
-    separator = "\n"
-    value_end = "</arg_value>\n"
-    newline = "\n"
+    def __init__(self, row: ToolFormat, newline: str) -> None:
+        """`newline`: text behind the name and behind each tag."""
+        begin, self._call_end, self._key_begin, self._key_end, self._value_begin, value_end = (
+            row.markers
+        )
+        self.begins = (begin,)
+        self.separator = newline
+        self.value_end = value_end + newline
+        self._newline = newline
 
     def write_block(self, scope: CallScope, begin: str) -> str:
         literal = scope.builder.literal
 
         def write_call(tool: GrammarTool) -> str:
-            front = literal(f"{tool.name}{self.newline}")
-            return f"{front} {self.write_parameters(scope, tool)} {literal('</tool_call>')}"
+            front = literal(f"{tool.name}{self._newline}")
+            return f"{front} {self.write_parameters(scope, tool)} {literal(self._call_end)}"
 
         return scope.any_tool(write_call)
 
     def value_tags(self, *, is_text: bool) -> tuple[str, str]:
-        return "<arg_key>", f"</arg_key>{self.newline}<arg_value>"
-
-
-class Glm47Format(Glm45Format):
-    """The same without line breaks."""
-
-    separator = ""
-    value_end = "</arg_value>"
-    newline = ""
+        return self._key_begin, f"{self._key_end}{self._newline}{self._value_begin}"
 
 
 class DeepseekV32Format(ParameterTagFormat):
     """Tags that hold a token, and state of each value whether it is a string. V4 names the block `tool_calls`."""
 
-    begins = (f"<{DSML_TOKEN}function_calls>", f"<{DSML_TOKEN}tool_calls>")
-    value_end = f"</{DSML_TOKEN}parameter>\n"
     states_types = True
+
+    def __init__(self, row: ToolFormat) -> None:
+        (self._token,) = row.markers
+        self.begins = (f"<{self._token}function_calls>", f"<{self._token}tool_calls>")
+        self.value_end = f"</{self._token}parameter>\n"
 
     def write_block(self, scope: CallScope, begin: str) -> str:
         literal = scope.builder.literal
 
         def write_call(tool: GrammarTool) -> str:
-            front = literal(f'\n<{DSML_TOKEN}invoke name="{tool.name}">\n')
-            end = literal(f"</{DSML_TOKEN}invoke>")
+            front = literal(f'\n<{self._token}invoke name="{tool.name}">\n')
+            end = literal(f"</{self._token}invoke>")
             return f"{front} {self.write_parameters(scope, tool)} {end}"
 
         calls = scope.repeat(scope.any_tool(write_call), "")
@@ -192,9 +195,9 @@ class DeepseekV32Format(ParameterTagFormat):
         return f"{calls} {end}"
 
     def value_tags(self, *, is_text: bool) -> tuple[str, str]:
-        return f'<{DSML_TOKEN}parameter name="', f'" string="{str(is_text).lower()}">'
+        return f'<{self._token}parameter name="', f'" string="{str(is_text).lower()}">'
 
     def excluded_texts(self, scope: CallScope) -> tuple[str, ...]:
-        token = f"{FREE_TEXT}{DSML_TOKEN}"
-        times = 1 if scope.builder.is_token(DSML_TOKEN) else 2
+        token = f"{FREE_TEXT}{self._token}"
+        times = 1 if scope.builder.is_token(self._token) else 2
         return (token * times + FREE_TEXT,)

@@ -8,7 +8,7 @@ use crate::stream::TextRules;
 use crate::stream::answer::{AnswerFormat, AnswerReader, ReaderOptions};
 use crate::stream::parts::{AnswerPart, AnswerParts};
 use crate::stream::tests::piece_tokens::PieceTokens;
-use crate::stream::tools::{ToolFamily, ToolSignature, new_tool_reader};
+use crate::stream::tools::{ToolFamily, ToolSignature};
 
 /// Families whose readers are tested here.
 pub const FAMILIES: &[ToolFamily] = &[
@@ -26,8 +26,7 @@ pub const FAMILIES: &[ToolFamily] = &[
 
 /// Texts of a family's markers.
 pub fn markers_of(family: ToolFamily) -> &'static [&'static str] {
-    let no_tools: Arc<[ToolSignature]> = Arc::new([]);
-    new_tool_reader(family, no_tools.into()).markers()
+    family.format().markers
 }
 
 /// Tools that fixtures and random texts call.

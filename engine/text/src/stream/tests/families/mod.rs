@@ -5,6 +5,7 @@ mod cutting;
 mod feeding;
 mod fixtures;
 mod harmony;
+mod new_format;
 mod peers;
 mod promptness;
 mod round_trips;

@@ -9,7 +9,7 @@ use super::feeding::{ReadPart, join_calls, markers_of};
 use super::writers::{FormatPiece, WrittenCall, write_calls};
 use crate::stream::answer::AnswerFormat;
 use crate::stream::text_stream::TextRules;
-use crate::stream::tools::{ToolFamily, UnknownToolCalls};
+use crate::stream::tools::{CallSyntax, ToolFamily, UnknownToolCalls};
 
 const UNKNOWN: &str = "no_such_tool";
 
@@ -21,7 +21,7 @@ fn answer_text(family: ToolFamily, name: &str) -> String {
     match family {
         ToolFamily::Hermes => format!("{marker}\n{named}\n</tool_call>"),
         ToolFamily::Llama3 | ToolFamily::Json => named.to_string(),
-        ToolFamily::Mistral | ToolFamily::Granite | ToolFamily::Phi4 => {
+        other if matches!(other.format().syntax, CallSyntax::Json(_)) => {
             format!("{marker}[{named}]")
         }
         other => {

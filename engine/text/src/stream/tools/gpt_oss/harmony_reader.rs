@@ -22,7 +22,7 @@ use super::super::scan::held_lexemes::{
 use super::super::scan::line_tracker::LineTracker;
 use super::super::scan::reader_step::ReaderStep;
 use super::message_header::{
-    CALL, CHANNEL, END, MARKERS, MESSAGE, MessageHeader, RETURN, START, read_message_header,
+    CALL, CHANNEL, END, MESSAGE, MessageHeader, RETURN, START, read_message_header,
 };
 use crate::stream::markers::Lexeme;
 use crate::stream::parts::AnswerParts;
@@ -64,6 +64,8 @@ struct WrittenMessages {
 
 /// Reader of `gpt_oss`.
 pub struct HarmonyReader {
+    /// Texts that [`Lexeme::Marker`] counts by.
+    markers: &'static [&'static str],
     tools: CallableTools,
     held: HeldLexemes,
     content: LineTracker,
@@ -76,8 +78,9 @@ pub struct HarmonyReader {
 }
 
 impl HarmonyReader {
-    pub fn new(tools: CallableTools) -> Self {
+    pub fn new(markers: &'static [&'static str], tools: CallableTools) -> Self {
         Self {
+            markers,
             tools,
             held: HeldLexemes::default(),
             content: LineTracker::default(),
@@ -96,12 +99,8 @@ impl HarmonyReader {
                 MessageState::Arguments(scanner) => self.read_arguments(scanner, out),
                 MessageState::CallTail => self.read_call_tail(out),
             };
-            match step {
-                ReaderStep::Continue(state) => self.state = state,
-                ReaderStep::Wait(state) => {
-                    self.state = state;
-                    return;
-                }
+            if !step.enter(&mut self.state) {
+                return;
             }
         }
     }
@@ -302,12 +301,8 @@ impl HarmonyReader {
 }
 
 impl ToolReader for HarmonyReader {
-    fn markers(&self) -> &'static [&'static str] {
-        MARKERS
-    }
-
     fn read(&mut self, lexeme: Lexeme<'_>, out: &mut AnswerParts) {
-        self.held.push(lexeme, MARKERS);
+        self.held.push(lexeme, self.markers);
         self.read_held(out);
     }
 

@@ -11,16 +11,7 @@
 
 use super::super::scan::held_lexemes::{PatternCursor, PatternMatch, PatternMismatch, read_any};
 
-/// Texts of the markers.
-pub const MARKERS: &[&str] = &[
-    "<|channel|>",
-    "<|start|>",
-    "<|message|>",
-    "<|constrain|>",
-    "<|end|>",
-    "<|call|>",
-    "<|return|>",
-];
+/// Places in the markers of the row.
 pub const CHANNEL: usize = 0;
 pub const START: usize = 1;
 pub const MESSAGE: usize = 2;

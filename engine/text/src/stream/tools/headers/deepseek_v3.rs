@@ -15,6 +15,7 @@ use super::super::scan::held_lexemes::{
 };
 use super::header_reader::{HeaderSyntax, MAX_HEADER_BYTES};
 
+/// Places in the markers of the row.
 const CALLS_BEGIN: usize = 0;
 const CALL_BEGIN: usize = 1;
 const SEPARATOR: usize = 2;
@@ -31,16 +32,6 @@ pub enum DeepseekHeaders {
 }
 
 impl HeaderSyntax for DeepseekHeaders {
-    fn markers(&self) -> &'static [&'static str] {
-        &[
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁sep｜>",
-            "<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁end｜>",
-        ]
-    }
-
     fn read_header<'a>(&self, cursor: &mut PatternCursor<'a>) -> PatternMatch<&'a str> {
         let inner = |cursor: &mut PatternCursor<'a>| {
             read_repeated(cursor, &|cursor| cursor.read_marker(CALL_BEGIN))

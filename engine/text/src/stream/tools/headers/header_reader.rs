@@ -24,8 +24,6 @@ pub const MAX_HEADER_BYTES: usize = 512;
 
 /// Headers of a family. Reading functions leave the cursor behind a pattern.
 pub trait HeaderSyntax: Send {
-    fn markers(&self) -> &'static [&'static str];
-
     /// Reads what begins a call, up to its object, and returns its name. Known names alone begin
     /// one.
     fn read_header<'a>(&self, cursor: &mut PatternCursor<'a>) -> PatternMatch<&'a str>;
@@ -48,6 +46,8 @@ enum HeaderState {
 /// Reader of a family whose calls are a header and an object.
 pub struct HeaderReader<S> {
     syntax: S,
+    /// Texts that [`Lexeme::Marker`] counts by.
+    markers: &'static [&'static str],
     tools: CallableTools,
     held: HeldLexemes,
     content: LineTracker,
@@ -55,9 +55,10 @@ pub struct HeaderReader<S> {
 }
 
 impl<S: HeaderSyntax> HeaderReader<S> {
-    pub fn new(syntax: S, tools: CallableTools) -> Self {
+    pub fn new(syntax: S, markers: &'static [&'static str], tools: CallableTools) -> Self {
         Self {
             syntax,
+            markers,
             tools,
             held: HeldLexemes::default(),
             content: LineTracker::default(),
@@ -72,12 +73,8 @@ impl<S: HeaderSyntax> HeaderReader<S> {
                 HeaderState::Arguments(scanner) => self.read_arguments(scanner, out),
                 HeaderState::Closing => self.read_closing(),
             };
-            match step {
-                ReaderStep::Continue(state) => self.state = state,
-                ReaderStep::Wait(state) => {
-                    self.state = state;
-                    return;
-                }
+            if !step.enter(&mut self.state) {
+                return;
             }
         }
     }
@@ -157,12 +154,8 @@ impl<S: HeaderSyntax> HeaderReader<S> {
 }
 
 impl<S: HeaderSyntax> ToolReader for HeaderReader<S> {
-    fn markers(&self) -> &'static [&'static str] {
-        self.syntax.markers()
-    }
-
     fn read(&mut self, lexeme: Lexeme<'_>, out: &mut AnswerParts) {
-        self.held.push(lexeme, self.syntax.markers());
+        self.held.push(lexeme, self.markers);
         self.read_held(out);
     }
 

@@ -12,6 +12,7 @@ use super::super::scan::held_lexemes::{
 };
 use super::header_reader::{HeaderSyntax, MAX_HEADER_BYTES};
 
+/// Places in the markers of the row.
 const SECTION_BEGIN: usize = 0;
 const CALL_BEGIN: usize = 1;
 const ARGUMENT_BEGIN: usize = 2;
@@ -22,16 +23,6 @@ const SECTION_END: usize = 4;
 pub struct KimiHeaders;
 
 impl HeaderSyntax for KimiHeaders {
-    fn markers(&self) -> &'static [&'static str] {
-        &[
-            "<|tool_calls_section_begin|>",
-            "<|tool_call_begin|>",
-            "<|tool_call_argument_begin|>",
-            "<|tool_call_end|>",
-            "<|tool_calls_section_end|>",
-        ]
-    }
-
     fn read_header<'a>(&self, cursor: &mut PatternCursor<'a>) -> PatternMatch<&'a str> {
         let inner = |cursor: &mut PatternCursor<'a>| {
             read_repeated(cursor, &|cursor| cursor.read_marker(CALL_BEGIN))

@@ -12,6 +12,7 @@ use super::super::scan::held_lexemes::{
 };
 use super::header_reader::{HeaderSyntax, MAX_HEADER_BYTES};
 
+/// Places in the markers of the row.
 const CALL_BEGIN: usize = 0;
 const CALL_ID: usize = 1;
 const ARGUMENTS_BEGIN: usize = 2;
@@ -20,10 +21,6 @@ const ARGUMENTS_BEGIN: usize = 2;
 pub struct MistralHeaders;
 
 impl HeaderSyntax for MistralHeaders {
-    fn markers(&self) -> &'static [&'static str] {
-        &["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]
-    }
-
     fn read_header<'a>(&self, cursor: &mut PatternCursor<'a>) -> PatternMatch<&'a str> {
         read_repeated(cursor, &|cursor| cursor.read_marker(CALL_BEGIN))?;
         let name = cursor.read_until(&['{'], MAX_HEADER_BYTES)?;

@@ -4,24 +4,7 @@ use super::call_object::{CallObject, MAX_HELD_BYTES, ObjectEnd};
 use super::scanner::ValueScanner;
 use crate::stream::markers::Lexeme;
 use crate::stream::parts::AnswerParts;
-use crate::stream::tools::{CallableTools, ToolReader};
-
-/// Places of calls in one format.
-#[derive(Debug)]
-pub struct CallPlaces {
-    pub markers: &'static [&'static str],
-    /// Markers in front of calls: the first ones.
-    pub begin_markers: usize,
-    /// Index of the marker behind calls.
-    pub end_marker: Option<usize>,
-    /// The answer's first text may be a call, without a marker.
-    pub at_start: bool,
-    /// Calls may be the elements of a list.
-    pub in_lists: bool,
-    /// Characters beside white space between calls that follow each other without a list. `None`:
-    /// no call follows another one so.
-    pub separators: Option<&'static str>,
-}
+use crate::stream::tools::{CallableTools, JsonCalls, ToolReader};
 
 /// Reads calls that are JSON objects. Deterministic.
 ///
@@ -34,7 +17,9 @@ pub struct CallPlaces {
 /// Elements of a list that are no calls are content, and the calls behind them are read. A begin
 /// marker that is repeated in front of a call belongs to it.
 pub struct JsonCallReader {
-    places: &'static CallPlaces,
+    /// Texts that [`Lexeme::Marker`] counts by: those in front of calls, then one behind them.
+    markers: &'static [&'static str],
+    format: &'static JsonCalls,
     tools: CallableTools,
     state: ReaderState,
     /// Text since the last marker, call or content, of which nothing is shown yet.
@@ -70,14 +55,19 @@ enum ReaderState {
 const MAX_WORD_BYTES: usize = 64;
 
 impl JsonCallReader {
-    pub fn new(places: &'static CallPlaces, tools: CallableTools) -> Self {
-        let state = if places.at_start {
+    pub fn new(
+        markers: &'static [&'static str],
+        format: &'static JsonCalls,
+        tools: CallableTools,
+    ) -> Self {
+        let state = if format.at_start {
             ReaderState::Start
         } else {
             ReaderState::Content
         };
         Self {
-            places,
+            markers,
+            format,
             tools,
             state,
             held: String::new(),
@@ -143,7 +133,7 @@ impl JsonCallReader {
             (ReaderState::Start | ReaderState::Opening | ReaderState::Element, '{') => {
                 self.begin_object()
             }
-            (ReaderState::Start | ReaderState::Opening, '[') if self.places.in_lists => {
+            (ReaderState::Start | ReaderState::Opening, '[') => {
                 self.is_in_list = true;
                 ReaderState::Element
             }
@@ -203,12 +193,12 @@ impl JsonCallReader {
     }
 
     fn may_follow(&self) -> bool {
-        !self.is_in_list && self.places.separators.is_some()
+        !self.is_in_list && !self.format.separators.is_empty()
     }
 
     fn is_separator(&self, character: char) -> bool {
-        let separators = self.places.separators.unwrap_or_default();
-        !self.is_in_list && separators.contains(character)
+        let mut separators = self.format.separators.iter();
+        !self.is_in_list && separators.any(|separator| separator.contains(character))
     }
 
     /// `rest`: scanner of the rest of an object that is no call.
@@ -240,7 +230,7 @@ impl JsonCallReader {
     }
 
     fn read_marker(&mut self, index: usize, out: &mut AnswerParts) {
-        let text = self.places.markers[index];
+        let text = self.markers[index];
         let is_data = match &self.state {
             ReaderState::Object(object) => object.is_in_value_string(),
             ReaderState::SkippedValue(scanner) => scanner.is_in_string(),
@@ -253,7 +243,7 @@ impl JsonCallReader {
         if let ReaderState::Object(object) = &mut self.state {
             object.finish(false, out);
         }
-        if index < self.places.begin_markers {
+        if index < self.format.begins.len() {
             let is_repeated = matches!(self.state, ReaderState::Opening);
             if !is_repeated {
                 self.leave_calls(out);
@@ -265,7 +255,7 @@ impl JsonCallReader {
         }
         let is_expected = self.has_call && self.is_marked;
         self.leave_calls(out);
-        if !is_expected || Some(index) != self.places.end_marker {
+        if !is_expected {
             out.push_content(text);
         }
     }
@@ -289,10 +279,6 @@ fn is_word_char(character: char) -> bool {
 }
 
 impl ToolReader for JsonCallReader {
-    fn markers(&self) -> &'static [&'static str] {
-        self.places.markers
-    }
-
     fn read(&mut self, lexeme: Lexeme<'_>, out: &mut AnswerParts) {
         match lexeme {
             Lexeme::Text(text) => self.read_text(text, out),

@@ -9,6 +9,7 @@
 //! </function_calls>
 //! ```
 
+use super::super::formats::ToolFamily;
 use super::super::scan::held_lexemes::{
     PatternCursor, PatternMatch, PatternMismatch, read_any, read_repeated,
 };
@@ -16,13 +17,7 @@ use super::super::scan::python_literal::python_literal_to_json;
 use super::call_arguments::is_argument_name_char;
 use super::expression_scanner::ExpressionScanner;
 
-/// Texts of the markers.
-pub const MARKERS: &[&str] = &[
-    "<|python_start|>",
-    "<|python_end|>",
-    "<function_calls>",
-    "</function_calls>",
-];
+/// Places in the markers of the row.
 pub const PYTHON_START: usize = 0;
 pub const PYTHON_END: usize = 1;
 pub const BLOCK_BEGIN: usize = 2;
@@ -32,6 +27,11 @@ pub const BLOCK_END: usize = 3;
 const MAX_NAME_BYTES: usize = 256;
 /// Longest positional argument that may begin a call's arguments [bytes].
 const MAX_FIRST_ARGUMENT_BYTES: usize = 4096;
+
+/// Texts of the markers.
+pub fn markers() -> &'static [&'static str] {
+    ToolFamily::Pythonic.format().markers
+}
 
 /// Form of a list of calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -16,7 +16,7 @@ use super::super::scan::line_tracker::LineTracker;
 use super::super::scan::reader_step::ReaderStep;
 use super::call_arguments::{ArgumentList, is_python_argument, is_readable_argument};
 use super::call_list::{
-    BLOCK_BEGIN, BLOCK_END, ListForm, MARKERS, PYTHON_END, PYTHON_START, match_arguments_begin,
+    BLOCK_BEGIN, BLOCK_END, ListForm, PYTHON_END, PYTHON_START, markers, match_arguments_begin,
     read_end_marker, read_list_begin, read_list_end, read_next_name,
 };
 use super::expression_scanner::ExpressionScanner;
@@ -109,12 +109,8 @@ impl PythonicReader {
                 PythonState::ListEnd => self.read_list_end(),
                 PythonState::Unreadable => self.read_unreadable(out),
             };
-            match step {
-                PythonStep::Continue(state) => self.state = state,
-                PythonStep::Wait(state) => {
-                    self.state = state;
-                    return;
-                }
+            if !step.enter(&mut self.state) {
+                return;
             }
         }
     }
@@ -423,12 +419,8 @@ impl PythonicReader {
 }
 
 impl ToolReader for PythonicReader {
-    fn markers(&self) -> &'static [&'static str] {
-        MARKERS
-    }
-
     fn read(&mut self, lexeme: Lexeme<'_>, out: &mut AnswerParts) {
-        self.held.push(lexeme, MARKERS);
+        self.held.push(lexeme, markers());
         self.read_held(out);
     }
 

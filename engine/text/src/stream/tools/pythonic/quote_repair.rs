@@ -11,7 +11,7 @@
 use super::super::callable::{CallableTools, CalledTool};
 use super::super::reader::ToolSignature;
 use super::call_arguments::ArgumentList;
-use super::call_list::{BLOCK_END, ListForm, MARKERS, PYTHON_END};
+use super::call_list::{BLOCK_END, ListForm, PYTHON_END, markers};
 use super::expression_scanner::ExpressionScanner;
 
 /// Longest text that is repaired [bytes].
@@ -169,7 +169,10 @@ fn is_list_end(text: &str, form: ListForm) -> bool {
         ListForm::Bracketed => text.strip_prefix(']').map(str::trim_start),
         ListForm::Bare => Some(text),
     };
-    behind.is_some_and(|behind| {
-        behind.is_empty() || [MARKERS[PYTHON_END], MARKERS[BLOCK_END]].contains(&behind)
-    })
+    let is_end_marker = |behind| {
+        [PYTHON_END, BLOCK_END]
+            .map(|end| markers()[end])
+            .contains(&behind)
+    };
+    behind.is_some_and(|behind| behind.is_empty() || is_end_marker(behind))
 }

@@ -16,16 +16,13 @@ use super::super::scan::held_lexemes::{
 use super::argument_writer::ValueForm;
 use super::tag_reader::{MAX_NAME_BYTES, ParameterTag, TagSyntax};
 
+/// Places in the markers of the row.
 const DSML: usize = 0;
 
 /// Tags of `deepseek_v32`.
 pub struct DsmlTags;
 
 impl TagSyntax for DsmlTags {
-    fn markers(&self) -> &'static [&'static str] {
-        &["｜DSML｜"]
-    }
-
     fn trims_newlines(&self) -> bool {
         false
     }

@@ -14,6 +14,7 @@ use super::super::scan::held_lexemes::{
 use super::argument_writer::ValueForm;
 use super::tag_reader::{MAX_NAME_BYTES, ParameterTag, TagSyntax};
 
+/// Places in the markers of the row.
 const CALL_BEGIN: usize = 0;
 const CALL_END: usize = 1;
 const KEY_BEGIN: usize = 2;
@@ -25,17 +26,6 @@ const VALUE_END: usize = 5;
 pub struct KeyValueTags;
 
 impl TagSyntax for KeyValueTags {
-    fn markers(&self) -> &'static [&'static str] {
-        &[
-            "<tool_call>",
-            "</tool_call>",
-            "<arg_key>",
-            "</arg_key>",
-            "<arg_value>",
-            "</arg_value>",
-        ]
-    }
-
     fn trims_newlines(&self) -> bool {
         false
     }

@@ -20,6 +20,7 @@ use super::super::scan::held_lexemes::{
 use super::argument_writer::ValueForm;
 use super::tag_reader::{MAX_NAME_BYTES, ParameterTag, TagSyntax};
 
+/// Places in the markers of the row.
 const CALL_BEGIN: usize = 0;
 const CALL_END: usize = 1;
 
@@ -27,10 +28,6 @@ const CALL_END: usize = 1;
 pub struct FunctionTags;
 
 impl TagSyntax for FunctionTags {
-    fn markers(&self) -> &'static [&'static str] {
-        &["<tool_call>", "</tool_call>"]
-    }
-
     fn trims_newlines(&self) -> bool {
         true
     }

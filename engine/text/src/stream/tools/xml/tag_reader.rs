@@ -29,8 +29,6 @@ pub struct ParameterTag<'a> {
 
 /// Tags of a family. All begin with `<`. Reading functions leave the cursor behind a tag.
 pub trait TagSyntax: Send {
-    fn markers(&self) -> &'static [&'static str];
-
     /// True if one newline at each end of a value belongs to the tags.
     fn trims_newlines(&self) -> bool;
 
@@ -121,6 +119,8 @@ enum TagState {
 /// Reader of a family whose calls are tags.
 pub struct TagReader<S> {
     syntax: S,
+    /// Texts that [`Lexeme::Marker`] counts by.
+    markers: &'static [&'static str],
     tools: CallableTools,
     held: HeldLexemes,
     content: LineTracker,
@@ -128,9 +128,10 @@ pub struct TagReader<S> {
 }
 
 impl<S: TagSyntax> TagReader<S> {
-    pub fn new(syntax: S, tools: CallableTools) -> Self {
+    pub fn new(syntax: S, markers: &'static [&'static str], tools: CallableTools) -> Self {
         Self {
             syntax,
+            markers,
             tools,
             held: HeldLexemes::default(),
             content: LineTracker::default(),
@@ -146,12 +147,8 @@ impl<S: TagSyntax> TagReader<S> {
                 TagState::Value(call, trim) => self.read_value(call, trim, out),
                 TagState::BlockEnd => self.read_block_end(),
             };
-            match step {
-                ReaderStep::Continue(state) => self.state = state,
-                ReaderStep::Wait(state) => {
-                    self.state = state;
-                    return;
-                }
+            if !step.enter(&mut self.state) {
+                return;
             }
         }
     }
@@ -285,12 +282,8 @@ impl<S: TagSyntax> TagReader<S> {
 }
 
 impl<S: TagSyntax> ToolReader for TagReader<S> {
-    fn markers(&self) -> &'static [&'static str] {
-        self.syntax.markers()
-    }
-
     fn read(&mut self, lexeme: Lexeme<'_>, out: &mut AnswerParts) {
-        self.held.push(lexeme, self.syntax.markers());
+        self.held.push(lexeme, self.markers);
         self.read_held(out);
     }
 

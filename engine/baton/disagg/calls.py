@@ -1,0 +1,85 @@
+"""Calls of a transfer node about its rooms, one struct each: what `TransferNode.call` takes.
+
+A tag is the name of the method of baton._native.TransferNode, and the fields are its arguments in their order. No call
+waits for the network.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RoomCall(msgspec.Struct, frozen=True):
+    """A call about one room."""
+
+    room: int
+
+
+class OfferCall(RoomCall, frozen=True, tag="offer"):
+    """P: a request was accepted; `deadline_ms` from now it is given up unless it is finished."""
+
+    attempt: int
+    prompt_hash: bytes
+    deadline_ms: int
+
+
+class OpenCall(RoomCall, frozen=True, tag="open"):
+    """D: fetch a prompt's pages from the prefill rank behind a bootstrap server."""
+
+    attempt: int
+    bootstrap_host: str
+    bootstrap_port: int
+    prefill_dp_rank: int
+    """As the driver names it; below 0: room modulo P's DP size. With tensor parallelism, each process reads from the
+    one of P with its heads.
+    """
+    prompt_hash: bytes
+    deadline_ms: int
+    """From now."""
+
+
+class PublishCall(RoomCall, frozen=True, tag="publish"):
+    """P: prompt pages from `first_page` on are final. Seals them."""
+
+    first_page: int
+    pages: bytes
+    """Their pages of the pool: int32, little endian."""
+
+
+class FinishCall(RoomCall, frozen=True, tag="finish"):
+    """P: prefill has ended, and all pages are published. The lease begins."""
+
+    total_pages: int
+    last_page_tokens: int
+    payload: bytes
+    """At most 2 MiB, which D gets unread."""
+
+
+class GrantCall(RoomCall, frozen=True, tag="grant"):
+    """D: prompt pages before `start_page` are here; the others, all of them, go to these pages of the pool. They are
+    written until the room ends, and not after.
+    """
+
+    start_page: int
+    dst_pages: bytes
+    """int32, little endian."""
+
+
+class RevokeCall(RoomCall, frozen=True, tag="revoke"):
+    """D: take the grant back. `poll` answers GrantRevoked, or RoomAnnounced: P came first, the pages stay granted."""
+
+
+class AbortCall(RoomCall, frozen=True, tag="abort"):
+    """Either side; idempotent. On P also for a room that was never offered: a D that waits for it is refused."""
+
+    code: str
+    """Reason code of kv_transfer."""
+
+
+class DrainCall(msgspec.Struct, frozen=True, tag="drain"):
+    """Refuse the transfers that begin from now on; live rooms continue."""
+
+
+TransferCall = (
+    OfferCall | OpenCall | PublishCall | FinishCall | GrantCall | RevokeCall | AbortCall | DrainCall
+)
