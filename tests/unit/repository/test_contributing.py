@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from baton.models import spec_reader
-from baton.server.response.answer_spec import Dialect
+from baton.server.text.answer_spec import Dialect
 from tests.structure.rules import product_files
 from tests.structure.sources import rust_code, text
 from tests.support.models import checkpoints
