@@ -284,6 +284,7 @@ SECOND_FLOOR = {
         "json",
         "call_ids",
         "logprobs",
+        "spec",
         "failure",
         "openai",
         "chat",
@@ -295,7 +296,6 @@ SECOND_FLOOR = {
     ),
     "engine/text/src/answers": (
         "gap_histogram",
-        "spec",
         "token_batch",
         "choice",
         "answer",

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.server.response.answer_spec import Dialect
+from baton.server.text.answer_spec import Dialect
 from tests.support.engines.local_engine import ReadAnswer, read_stream, read_whole
 from tests.support.engines.naive_ends import (
     api_body,

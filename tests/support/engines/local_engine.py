@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from baton._native import AnswerTable, translate_request
 
 from baton.config import build_config
@@ -23,10 +22,10 @@ from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import ValidatedRequest
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.request.validation import AcceptedRequest, RequestValidator
-from baton.server.response.answer_spec import Dialect
 from baton.server.response.generation import Generation
 from baton.server.text import model_info
 from baton.server.text.answer_format import load_answer_format
+from baton.server.text.answer_spec import Dialect
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import AnswerSink, RankClient, RankSet
 from baton.server.worker.messages import TokenBatch, encoder
@@ -160,7 +159,7 @@ class LocalEngine:
                 translated = translate_request(api.value, json.dumps(body).encode())
                 chat = json.loads(translated.chat)
                 accepted = await self.validator.chat(chat, clamps_limit=True)
-                return msgspec.structs.replace(accepted, facts=translated.facts)
+                return accepted.with_options(facts=translated.facts)
 
 
 def read_whole(api: Dialect, answer: dict[str, Any]) -> ReadAnswer:

@@ -14,7 +14,7 @@ from typing import Any
 
 import regex
 
-from baton.server.response.answer_spec import Dialect
+from baton.server.text.answer_spec import Dialect
 from tests.support.engines.local_engine import ReadAnswer
 from tests.support.models.chain_model import CHAIN, END_THINK, EOS, IDS, THINK
 from tests.support.pairwise import Case, pairs, product

@@ -20,8 +20,14 @@ from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason
 from baton.server.request.grammar.markers import MarkerTokens, marker_tokens
 from baton.server.request.tools import CallableTool
-from baton.server.response.answer_spec import ChoiceSpec, Dialect, ReadingSpec, encode_spec
 from baton.server.text import model_info
+from baton.server.text.answer_spec import (
+    ChoiceSpec,
+    Dialect,
+    ReadingSpec,
+    ReasoningNames,
+    encode_spec,
+)
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.messages import TokenBatch, encoder
 from tests.support.models import tiny_model
@@ -131,24 +137,17 @@ def read_message(
         handle=HANDLE,
         counts_prompt=True,
         prompt_tokens=1,
-        left_context=(),
-        prompt_end=(),
-        stop_token_ids=(),
-        echo="",
     )
     signatures = [{"name": tool.name, "parameters": tool.parameters} for tool in tools]
     reading = ReadingSpec(
         tools=json.dumps(signatures),
-        calls_before=0,
         parallel_tool_calls=True,
         separate_reasoning=True,
         stream_reasoning=True,
         include_reasoning=True,
-        reasoning_field="reasoning_content",
+        reasoning_field=ReasoningNames.REASONING_CONTENT,
     )
-    spec = msgspec.structs.replace(
-        stream_spec(Dialect.CHAT, choice), is_stream=False, reading=reading
-    )
+    spec = msgspec.structs.replace(stream_spec(Dialect.CHAT, choice), stream=False, reading=reading)
     answers.open(encode_spec(spec))
     row = EmittedTokens(HANDLE, tuple(ids), FinishReason.STOP, 0)
     fed = answers.feed(encoder.encode(TokenBatch(0, [row])), 0.0)

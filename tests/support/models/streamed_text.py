@@ -9,7 +9,7 @@ from baton._native import AnswerFormat, AnswerTable
 
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason
-from baton.server.response.answer_spec import AnswerSpec, ChoiceSpec, Dialect, encode_spec
+from baton.server.text.answer_spec import AnswerSpec, ChoiceSpec, Dialect, encode_spec
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.messages import TokenBatch, encoder
 
@@ -25,9 +25,6 @@ def stream_text(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int])
         counts_prompt=True,
         prompt_tokens=len(prompt),
         left_context=prompt,
-        prompt_end=(),
-        stop_token_ids=(),
-        echo="",
     )
     answers.open(encode_spec(stream_spec(Dialect.COMPLETIONS, choice)))
     text = ""
@@ -50,33 +47,9 @@ def stream_spec(dialect: Dialect, choice: ChoiceSpec) -> AnswerSpec:
     """A stream of one choice without any option."""
     return AnswerSpec(
         dialect=dialect,
-        rid=None,
         request_id="r",
         model="m",
-        created=0,
-        arrived=0.0,
-        is_stream=True,
-        includes_usage=False,
-        has_continuous_usage=False,
-        returns_token_ids=False,
-        logprobs=-1,
-        logprob_token_ids=(),
-        names_tokens_by_id=False,
-        prompt_logprobs=None,
-        returns_prompt_ids=False,
-        is_batch=False,
-        stops=(),
-        include_stop=False,
+        stream=True,
         skip_special_tokens=True,
-        min_tokens=0,
-        follows_grammar=False,
-        comment_seed=None,
-        is_metered=False,
-        is_empty=False,
-        resumed_ids=(),
-        resumed_events=None,
-        is_limited_by_context=False,
-        facts="",
-        reading=None,
         choices=[choice],
     )

@@ -20,7 +20,7 @@ from baton.server.request.grammar.tool_calls.call_format import CallScope, Gramm
 from baton.server.request.grammar.tool_calls.call_rules import arguments_constraint
 from baton.server.request.grammar.tool_calls.formats import call_format_of
 from baton.server.request.tools import CallableTool
-from baton.server.response.answer_spec import Dialect
+from baton.server.text.answer_spec import Dialect
 from baton.server.text.tool_formats import ToolFormat, tool_formats
 from tests.structure.rules import product_files
 from tests.structure.sources import rust_code, text

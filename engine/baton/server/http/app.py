@@ -69,10 +69,10 @@ from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
 from baton.server.request.grammar.checks.reader import CHECK_CLIENT, grammar_fingerprint
 from baton.server.request.schema import INT64_MAX, MAX_ITEMS, AbortRequest
 from baton.server.request.validation import AcceptedRequest, RequestValidator
-from baton.server.response.answer_spec import Dialect
 from baton.server.response.health_probe import HealthProbe
 from baton.server.response.kv_event_stream import KvStreams
 from baton.server.text.answer_format import AnswerFormat
+from baton.server.text.answer_spec import Dialect
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.native import native_extension
 from baton.server.text.tokenizer import Tokenizer
@@ -143,7 +143,7 @@ class HttpServer:
             config.metrics_compat,
         )
         self.lifecycle = ServerLifecycle(ranks, config.disaggregation_mode)
-        self._health_probe = HealthProbe(ranks, Dialect.GENERATE)
+        self._health_probe = HealthProbe(ranks)
         self._counted_refused = dict.fromkeys(ROUTE_REFUSALS, 0)
         """P nodes: refusals of the bootstrap server that are in the metric."""
         self.started_at = int(time.time())
@@ -152,7 +152,7 @@ class HttpServer:
         self.tracer = tracer.start(config)
         self.answering = RequestHandler(
             ranks, self.metrics, config.request_timeout_secs, self._refuse_if_not_accepting, self.validator,
-            self.tracer, self.incarnation, config.reasoning_field,
+            self.tracer, self.incarnation,
         )  # fmt: skip
         self.lifecycle.answers = self.answering
         if self.tracer is not None:

@@ -32,8 +32,8 @@ from baton.server.observability import load_report
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.request.resume import EMIT_HEADER
 from baton.server.request.validation import AcceptedRequest, RequestValidator
-from baton.server.response.answer_spec import Dialect
 from baton.server.response.generation import ClientConnection, Generation
+from baton.server.text.answer_spec import Dialect
 from baton.server.text.native import native_extension
 from baton.server.worker.client import RankSet
 
@@ -69,8 +69,6 @@ class RequestHandler:
     tracer: SpanTracer | None
     incarnation: str
     """Id of this process, for the load reports."""
-    reasoning_field: str = "reasoning_content"
-    """Member of chat answers that holds the reasoning."""
 
     def __post_init__(self) -> None:
         self._live: set[Generation] = set()
@@ -83,7 +81,7 @@ class RequestHandler:
     @property
     def streams(self) -> int:
         """Answers in progress that are streams."""
-        return sum(generation.accepted.stream for generation in self._live)
+        return sum(generation.accepted.answer.stream for generation in self._live)
 
     def cut_all(self) -> None:
         """End every live request with an error: this process is about to go."""
@@ -158,7 +156,7 @@ class RequestHandler:
             request_id = request[REQUEST_ID]
             counts_tokens = self.validator.tenancy.limits_rates
             generation = Generation(
-                rid=accepted.rid or request_id,
+                rid=accepted.answer.rid or request_id,
                 request_id=request_id,
                 accepted=accepted,
                 dialect=dialect,
@@ -170,13 +168,12 @@ class RequestHandler:
                 eos_token_ids=self.validator.eos_token_ids,
                 on_generated=partial(self._spend, accepted.tenant) if counts_tokens else None,
                 parent=parent,
-                reasoning_field=self.reasoning_field,
-                reports_tokens=EMIT_HEADER in request.headers and _is_resumable(accepted, dialect),
+                reports_tokens=EMIT_HEADER in request.headers and accepted.is_resumable(dialect),
             )
             self._live.add(generation)
             generation.start()
             headers = _ignored_header(accepted)
-            if accepted.stream:
+            if accepted.answer.stream:
                 response, outcome = await self._stream(request, generation, headers)
                 status = 200
                 return response
@@ -318,15 +315,6 @@ class RequestHandler:
                 e2e_ms=round(e2e * 1e3, 1),
             ),
         )
-
-
-def _is_resumable(accepted: AcceptedRequest, dialect: Dialect) -> bool:
-    """Tell whether another engine could send the rest: the last event of a response repeats all logprobs, which only
-    the engine that computed them has, as it has those of the prompt."""
-    repeats_logprobs = dialect.repeats_logprobs and accepted.logprobs >= 0
-    has_prompt_logprobs = accepted.prompt_logprobs is not None
-    is_alone = accepted.stream and len(accepted.items) == 1
-    return is_alone and not repeats_logprobs and not has_prompt_logprobs
 
 
 def _connection_of(request: web.Request) -> ClientConnection:

@@ -43,10 +43,9 @@ class RequestTranslator:
             accepted = await self.validator.chat(chat, clamps_limit=True)
         except EngineError as err:
             raise _with_client_param(err, translated) from None
+        accepted = accepted.with_options(facts=translated.facts)
         ignored = (*translated.ignored, *map(translated.client_param, accepted.ignored))
-        return msgspec.structs.replace(
-            accepted, facts=translated.facts, ignored=tuple(dict.fromkeys(ignored))
-        )
+        return msgspec.structs.replace(accepted, ignored=tuple(dict.fromkeys(ignored)))
 
 
 def _with_client_param(err: EngineError, translated: Any) -> EngineError:

@@ -17,30 +17,20 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from baton.errors import EngineError, RequestTimeout
 from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages
-from baton.server.fields import encode_exact
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.spans import ParentSpan
 from baton.server.request.prompt.items import PromptItem
-from baton.server.request.text_rules import ReadingRules
-from baton.server.request.tools import CallableTool
 from baton.server.request.validation import AcceptedRequest
-from baton.server.response.answer_spec import (
-    AnswerSpec,
-    ChoiceSpec,
-    Dialect,
-    PromptLogprobsSpec,
-    ReadingSpec,
-    encode_spec,
-)
+from baton.server.text.answer_spec import AnswerSpec, ChoiceSpec, Dialect, encode_spec
 from baton.server.text.native import native_extension
 from baton.server.text.reasoning_format import MAX_CONTEXT_TOKENS, end_of_prompt
 from baton.server.worker.client import RankClient, RankSet
@@ -99,8 +89,6 @@ class Generation:
     """Called with the number of tokens as they come."""
     parent: ParentSpan | None = None
     """Parent of the ranks' spans."""
-    reasoning_field: str = "reasoning_content"
-    """Member of chat answers that holds the reasoning."""
     reports_tokens: bool = False
     """The stream has comments with which a router can resume it."""
 
@@ -169,78 +157,39 @@ class Generation:
             running.handle = self.ranks.submit(rank, request, self)
 
     def _spec(self) -> AnswerSpec:
-        accepted = self.accepted
-        rules = accepted.text
-        resume = accepted.resume
-        return AnswerSpec(
+        """The options of the request, with what is known now that its items are on their ranks."""
+        seed = self.items[0].item.params.seed
+        return msgspec.structs.replace(
+            self.accepted.answer,
             dialect=self.dialect,
-            rid=accepted.rid,
             request_id=self.request_id,
             model=self.metrics.model_name,
             created=self.created,
             arrived=self.arrived,
-            is_stream=accepted.stream,
-            includes_usage=accepted.include_usage,
-            has_continuous_usage=accepted.continuous_usage,
-            returns_token_ids=accepted.return_token_ids,
-            logprobs=accepted.logprobs,
-            logprob_token_ids=self.items[0].item.params.logprob_token_ids,
-            names_tokens_by_id=accepted.names_tokens_by_id,
-            prompt_logprobs=_prompt_logprobs_spec(accepted),
-            returns_prompt_ids=accepted.return_prompt_ids,
-            is_batch=accepted.is_batch,
-            stops=rules.stops,
-            include_stop=rules.include_stop,
-            skip_special_tokens=rules.skip_special_tokens,
-            min_tokens=rules.min_tokens,
-            follows_grammar=bool(self.items[0].item.params.grammar),
-            comment_seed=self.items[0].item.params.seed if self.reports_tokens else None,
+            comment_seed=seed if self.reports_tokens else None,
             is_metered=self.on_generated is not None,
-            is_empty=accepted.max_tokens_zero,
-            resumed_ids=() if resume is None else resume.ids,
-            resumed_events=None if resume is None else resume.events,
-            is_limited_by_context=accepted.is_limited_by_context,
-            facts=accepted.facts,
-            reading=None if accepted.reading is None else self._reading_spec(accepted.reading),
             choices=[self._choice_spec(running) for running in self.items],
-        )
-
-    def _reading_spec(self, rules: ReadingRules) -> ReadingSpec:
-        params = self.items[0].item.params
-        return ReadingSpec(
-            tools=encode_exact([_signature(tool) for tool in rules.tools]).decode(),
-            is_named_choice=rules.is_named_choice,
-            is_function_call=rules.is_function_call,
-            calls_before=rules.calls_before,
-            is_gated=bool(params.grammar) and params.reasoning is not None,
-            parallel_tool_calls=rules.parallel_tool_calls,
-            separate_reasoning=rules.separate_reasoning,
-            stream_reasoning=rules.stream_reasoning,
-            include_reasoning=rules.include_reasoning,
-            reasoning_field=self.reasoning_field,
         )
 
     def _choice_spec(self, running: RunningItem) -> ChoiceSpec:
         item = running.item
         accepted = self.accepted
+        answer = accepted.answer
         prompt = item.prompt[: item.asked_tokens]
-        continues_prompt = accepted.text.continues_prompt
+        continues_prompt = accepted.continues_prompt
         left_context = prompt[-MAX_CONTEXT_TOKENS:]
         prompt_end = end_of_prompt(prompt, continues_prompt=continues_prompt)
-        rules = accepted.prompt_logprobs
-        has_prompt_logprobs = rules is not None and rules.are_in_choice(item.choice)
-        has_prompt_ids = has_prompt_logprobs or accepted.return_prompt_ids
+        has_prompt_ids = answer.return_prompt_ids or answer.prompt_logprobs is not None
         return ChoiceSpec(
             handle=running.handle,
             counts_prompt=item.choice == 0,
             prompt_tokens=item.asked_tokens,
             left_context=left_context.tolist() if continues_prompt else (),
-            prompt_end=() if accepted.reading is None else prompt_end.tolist(),
+            prompt_end=() if answer.reading is None else prompt_end.tolist(),
             stop_token_ids=item.params.stop_token_ids,
             grammar_end_ids=self.eos_token_ids if item.params.grammar else (),
             echo=accepted.echo[item.prompt_index] if accepted.echo else "",
             prompt_ids=prompt.tolist() if has_prompt_ids else (),
-            has_prompt_logprobs=has_prompt_logprobs,
         )
 
     # ---- from the ranks and the text layer ---------------------------------------------------------------------
@@ -297,7 +246,7 @@ class Generation:
         native = native_extension()
         body = encode_json(error.body())
         self._failure_end = native.broken_stream_end(body)
-        if self._answer is None or not self.dialect.has_named_events:
+        if self._answer is None:
             return
         try:
             end = self.ranks.answers.write_failure(self._answer, body)
@@ -415,17 +364,3 @@ class Generation:
     @property
     def completion_tokens(self) -> int:
         return 0 if self.counts is None else self.counts.completion_tokens
-
-
-def _signature(tool: CallableTool) -> Mapping[str, Any]:
-    """A tool as the text layer takes it (`ToolSignature` of engine/text/src/stream/tools/reader.rs)."""
-    return {"name": tool.name, "parameters": tool.parameters}
-
-
-def _prompt_logprobs_spec(accepted: AcceptedRequest) -> PromptLogprobsSpec | None:
-    rules = accepted.prompt_logprobs
-    if rules is None:
-        return None
-    return PromptLogprobsSpec(
-        start=rules.start, joins_logprobs=rules.joins_logprobs, objects=rules.objects
-    )

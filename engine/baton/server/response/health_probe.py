@@ -10,10 +10,9 @@ from array import array
 from baton.sched.types.request import SamplingParams
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.request.prompt.items import PromptItem
-from baton.server.request.text_rules import TextRules
 from baton.server.request.validation import AcceptedRequest
-from baton.server.response.answer_spec import Dialect
 from baton.server.response.generation import Generation
+from baton.server.text.answer_spec import AnswerSpec
 from baton.server.worker.client import RankSet
 
 HEALTH_GENERATE_SECS = 20.0
@@ -22,10 +21,8 @@ HEALTH_GENERATE_SECS = 20.0
 class HealthProbe:
     """Generates a token on every rank; those that ask meanwhile wait for the same one."""
 
-    def __init__(self, ranks: RankSet, dialect: Dialect) -> None:
-        """`dialect`: form of the answer, which nothing reads."""
+    def __init__(self, ranks: RankSet) -> None:
         self._ranks = ranks
-        self._dialect = dialect
         self._running: asyncio.Task[None] | None = None
 
     async def run(self, token: int) -> None:
@@ -42,12 +39,14 @@ class HealthProbe:
             PromptItem(r.dp_rank, 0, array("i", [token]), params, None, r.dp_rank)
             for r in self._ranks.ranks
         )
+        # Nothing reads the answer: any form will do.
+        answer = AnswerSpec(skip_special_tokens=True)
         rid = "health-" + uuid.uuid4().hex
         probe = Generation(
             rid=rid,
             request_id=rid,
-            accepted=AcceptedRequest(rid=None, items=items, n=1, text=TextRules()),
-            dialect=self._dialect,
+            accepted=AcceptedRequest(items=items, n=1, answer=answer),
+            dialect=answer.dialect,
             ranks=self._ranks,
             metrics=EngineMetrics(),
             endpoint="health",

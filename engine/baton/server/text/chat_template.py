@@ -14,16 +14,11 @@ from baton.server.fields import encode_exact
 from baton.server.text.native import call_or_refuse, native_extension
 from baton.server.text.tokenizer import ContextLimit, Tokenizer
 
-CHAT_FIELDS = (
-    "messages", "tools", "functions", "documents", "chat_template_kwargs", "reasoning_effort", "reasoning", "thinking",
-    "enable_thinking", "continue_final_message", "add_generation_prompt", "add_special_tokens",
-)  # fmt: skip
-"""Members of a chat body that decide its prompt: `ChatPrompt` of engine/text/src/prompt/chat.rs."""
-
 
 def encode_chat_fields(body: Mapping[str, Any]) -> bytes:
-    """JSON of the members of a chat body that decide its prompt."""
-    return encode_exact({name: body[name] for name in CHAT_FIELDS if name in body})
+    """JSON of the members of a chat body that decide its prompt: `ChatPrompt` of engine/text/src/prompt/chat.rs."""
+    names = native_extension().CHAT_FIELDS
+    return encode_exact({name: body[name] for name in names if name in body})
 
 
 class ChatTemplate:

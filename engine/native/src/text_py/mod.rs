@@ -52,6 +52,10 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<format::PyAnswerFormat>()?;
     m.add_function(wrap_pyfunction!(format::tool_formats, m)?)?;
     m.add_class::<template::PyChatTemplate>()?;
+    m.add(
+        "CHAT_FIELDS",
+        baton_text::prompt::chat_member_names().to_vec(),
+    )?;
     m.add_class::<tokenizer::PyTokenizer>()?;
     answers::register(m)?;
     dialects::register(m)?;

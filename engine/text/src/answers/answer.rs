@@ -3,11 +3,10 @@
 use std::sync::Arc;
 
 use super::choice::{ChoiceReading, EndTokens, LogprobsRules, RunningChoice};
-use super::spec::{AnswerSpec, ReadingSpec};
 use crate::dialect::sse::DONE_EVENT;
 use crate::dialect::write::{
-    AnswerCounts, AnswerHead, AnswerWriter, CallIdForm, ChoiceOutput, Delta, PromptForms,
-    PromptRecords, PromptText, ReasoningNames, ResumeComments, ResumedOutput, TokenNames,
+    AnswerCounts, AnswerIds, AnswerSpec, AnswerWriter, CallIdForm, ChoiceOutput, Delta,
+    PromptForms, PromptRecords, PromptText, ReadingSpec, ResumeComments, ResumedOutput,
     WriteContext, new_writer,
 };
 use crate::dialect::{PromptLogprobsForm, response_id};
@@ -18,7 +17,7 @@ use crate::tokenizer::TokenDecoder;
 
 /// See the module.
 pub struct RunningAnswer {
-    head: AnswerHead,
+    pub spec: Arc<AnswerSpec>,
     /// Usage counts the tokens of the reasoning.
     reads_reasoning: bool,
     writer: Box<dyn AnswerWriter>,
@@ -27,8 +26,6 @@ pub struct RunningAnswer {
     pub outputs: Vec<ChoiceOutput>,
     comments: Option<ResumeComments>,
     pub logprobs: LogprobsRules,
-    pub is_metered: bool,
-    is_stream: bool,
     /// Chunks have the framing of HTTP/1.1's chunked coding: the head of the response is out.
     pub is_framed: bool,
     /// The client reads slowly: output waits.
@@ -43,19 +40,20 @@ pub struct RunningAnswer {
 
 impl RunningAnswer {
     pub fn new(mut spec: AnswerSpec, decoder: &dyn TokenDecoder, format: &AnswerFormat) -> Self {
-        let rules = Arc::new(new_text_rules(&mut spec));
-        let reads_parts = spec.dialect.fields().reads_parts;
+        let rules = Arc::new(new_text_rules(&spec));
+        if spec.dialect.fields().reads_parts {
+            spec.reading.get_or_insert_default();
+        }
+        let spec = Arc::new(spec);
         let reading = spec
             .reading
-            .take()
-            .or_else(|| reads_parts.then(ReadingSpec::default))
+            .as_ref()
             .map(|reading| SharedReading::new(reading, format));
-        let head = new_head(&mut spec, reading.as_ref());
-        let mut writer = new_writer(spec.dialect, head.clone(), spec.choices.len());
+        let mut writer = new_writer(spec.clone(), new_ids(&spec, format));
         let prompts = SharedPrompts::new(&spec);
         let mut choices = Vec::with_capacity(spec.choices.len());
         let mut outputs = Vec::with_capacity(spec.choices.len());
-        for (index, choice) in spec.choices.into_iter().enumerate() {
+        for (index, choice) in spec.choices.iter().enumerate() {
             let mut running = RunningChoice::new(
                 choice.handle,
                 choice.counts_prompt,
@@ -67,21 +65,25 @@ impl RunningAnswer {
                     options: reading
                         .as_ref()
                         .map(|r| r.options(&choice.prompt_end, decoder)),
-                    includes_reasoning: reading.as_ref().is_some_and(|r| r.includes),
-                    is_named_choice: reading.as_ref().is_some_and(|r| r.is_named_choice),
+                    includes_reasoning: reading.as_ref().is_some_and(|r| r.spec.include_reasoning),
+                    is_named_choice: reading.as_ref().is_some_and(|r| r.spec.is_named_choice),
                 },
                 EndTokens {
-                    stop_ids: choice.stop_token_ids,
-                    grammar_ids: choice.grammar_end_ids,
+                    stop_ids: choice.stop_token_ids.clone(),
+                    grammar_ids: choice.grammar_end_ids.clone(),
                 },
             );
-            let mut output = new_output(index, choice.prompt_tokens, choice.echo);
+            let mut output = new_output(index, choice.prompt_tokens, choice.echo.clone());
+            let has_prompt_logprobs = spec
+                .prompt_logprobs
+                .as_ref()
+                .is_some_and(|wanted| wanted.are_in_choice(choice));
             output.has_parts = reading.is_some();
-            if choice.has_prompt_logprobs {
-                output.prompt_text =
-                    Some(prompts.new_text(choice.prompt_ids.clone(), &head, decoder));
+            if has_prompt_logprobs {
+                let ids = choice.prompt_ids.clone();
+                output.prompt_text = Some(prompts.new_text(ids, &spec, decoder));
             }
-            output.prompt_ids = choice.prompt_ids;
+            output.prompt_ids.clone_from(&choice.prompt_ids);
             if !spec.resumed_ids.is_empty() {
                 let resumed = ResumedOutput {
                     output: running.resume(&spec.resumed_ids, decoder),
@@ -90,7 +92,7 @@ impl RunningAnswer {
                 output.completion_tokens = spec.resumed_ids.len() as u64;
                 writer.resume(&mut output, &resumed, decoder);
             }
-            if spec.is_empty && choice.has_prompt_logprobs {
+            if spec.is_empty && has_prompt_logprobs {
                 running.is_silent = true;
             } else if spec.is_empty {
                 running.end_empty(&mut output);
@@ -99,7 +101,6 @@ impl RunningAnswer {
             outputs.push(output);
         }
         Self {
-            head,
             reads_reasoning: reading.is_some() && format.reasoning().is_some(),
             writer,
             choices,
@@ -109,10 +110,9 @@ impl RunningAnswer {
                 .map(|seed| ResumeComments::new(seed, spec.created)),
             logprobs: LogprobsRules {
                 top: spec.logprobs,
-                token_ids: spec.logprob_token_ids,
+                token_ids: spec.logprob_token_ids.clone(),
             },
-            is_metered: spec.is_metered,
-            is_stream: spec.is_stream,
+            spec,
             is_framed: false,
             is_held: false,
             is_finished: false,
@@ -172,7 +172,7 @@ impl RunningAnswer {
             now,
         };
         let is_done = self.is_done();
-        if !self.is_stream {
+        if !self.spec.stream {
             for (choice, output) in self.choices.iter_mut().zip(&mut self.outputs) {
                 if std::mem::take(&mut choice.has_delta) {
                     self.writer.gather(output, &context);
@@ -194,7 +194,7 @@ impl RunningAnswer {
                 choice.has_delta = true; // another choice brings them
                 continue;
             }
-            if output.has_parts && !output.is_ready(&self.head, &*self.writer) {
+            if output.has_parts && !output.is_ready(&self.spec, &*self.writer) {
                 choice.has_delta = true; // its tokens count as sent once their parts are
                 continue;
             }
@@ -229,10 +229,9 @@ impl RunningAnswer {
     }
 }
 
-/// Facts of the answer for its writer, moved out of the front's statement.
-fn new_text_rules(spec: &mut AnswerSpec) -> TextRules {
+fn new_text_rules(spec: &AnswerSpec) -> TextRules {
     TextRules {
-        stops: std::mem::take(&mut spec.stops),
+        stops: spec.stops.clone(),
         include_stop: spec.include_stop,
         skip_special_tokens: spec.skip_special_tokens,
         min_tokens: spec.min_tokens,
@@ -240,32 +239,18 @@ fn new_text_rules(spec: &mut AnswerSpec) -> TextRules {
     }
 }
 
-fn new_head(spec: &mut AnswerSpec, reading: Option<&SharedReading<'_>>) -> AnswerHead {
-    AnswerHead {
-        id: response_id(spec.dialect, spec.rid.take(), &spec.request_id),
-        model: std::mem::take(&mut spec.model),
-        created: spec.created,
-        includes_usage: spec.includes_usage,
-        has_continuous_usage: spec.has_continuous_usage,
-        returns_token_ids: spec.returns_token_ids,
-        returns_prompt_ids: spec.returns_prompt_ids,
-        token_names: if spec.names_tokens_by_id {
-            TokenNames::Ids
-        } else {
-            TokenNames::Texts
+fn new_ids(spec: &AnswerSpec, format: &AnswerFormat) -> AnswerIds {
+    let id_form = format.tools().map(|family| family.format().id_form);
+    let call_form = match (&spec.reading, id_form) {
+        (Some(_), Some(IdForm::NineLetters)) => CallIdForm::NineLetters,
+        (Some(reading), Some(IdForm::Numbered)) => CallIdForm::Numbered {
+            before: reading.calls_before,
         },
-        logprobs: spec.logprobs,
-        is_batch: spec.is_batch,
-        skips_special_tokens: spec.skip_special_tokens,
-        reasoning_names: reading.map_or_else(Default::default, |r| r.names),
-        gathers_reasoning: reading.is_some_and(|r| r.gathers),
-        call_ids: reading
-            .as_ref()
-            .map_or_else(Default::default, |r| r.call_ids),
-        is_function_call: reading.is_some_and(|r| r.is_function_call),
-        arrived: spec.arrived,
-        is_limited_by_context: spec.is_limited_by_context,
-        facts: std::mem::take(&mut spec.facts),
+        _ => CallIdForm::Usual,
+    };
+    AnswerIds {
+        response: response_id(spec.dialect, spec.rid.clone(), &spec.request_id),
+        call_form,
     }
 }
 
@@ -282,8 +267,7 @@ impl SharedPrompts {
         let Some(wanted) = &spec.prompt_logprobs else {
             return Self::default();
         };
-        let top = usize::try_from(spec.logprobs).ok();
-        let joined = top.filter(|_| wanted.joins_logprobs);
+        let joined = spec.logprobs.filter(|_| wanted.joins_logprobs);
         let form = spec.dialect.fields().prompt_logprobs;
         Self {
             start: wanted.start,
@@ -297,15 +281,13 @@ impl SharedPrompts {
     }
 
     /// Logprobs of one prompt, none of which have come.
-    fn new_text(&self, ids: Vec<u32>, head: &AnswerHead, decoder: &dyn TokenDecoder) -> PromptText {
-        let skips_special_tokens = head.skips_special_tokens;
-        let forms = self.forms.clone();
+    fn new_text(&self, ids: Vec<u32>, spec: &AnswerSpec, decoder: &dyn TokenDecoder) -> PromptText {
         PromptText::new(
             ids,
             self.start,
-            forms,
-            head.token_names,
-            skips_special_tokens,
+            self.forms.clone(),
+            spec.token_names,
+            spec.skip_special_tokens,
             decoder,
         )
     }
@@ -334,43 +316,19 @@ fn new_output(index: usize, prompt_tokens: u64, echo: String) -> ChoiceOutput {
 
 /// Reading rules of the choices of an answer, made once.
 struct SharedReading<'a> {
+    spec: &'a ReadingSpec,
     format: &'a AnswerFormat,
     tools: Arc<[ToolSignature]>,
-    parallel_tool_calls: bool,
-    separate_reasoning: bool,
-    names: ReasoningNames,
-    gathers: bool,
-    includes: bool,
-    is_named_choice: bool,
-    is_function_call: bool,
-    is_gated: bool,
-    call_ids: CallIdForm,
 }
 
 impl<'a> SharedReading<'a> {
-    fn new(spec: ReadingSpec, format: &'a AnswerFormat) -> Self {
+    fn new(spec: &'a ReadingSpec, format: &'a AnswerFormat) -> Self {
         // The front wrote them a moment ago.
         let tools: Vec<ToolSignature> = serde_json::from_str(&spec.tools).unwrap_or_default();
-        let id_form = format.tools().map(|family| family.format().id_form);
-        let call_ids = match id_form {
-            Some(IdForm::NineLetters) => CallIdForm::NineLetters,
-            Some(IdForm::Numbered) => CallIdForm::Numbered {
-                before: spec.calls_before,
-            },
-            Some(IdForm::Usual) | None => CallIdForm::Usual,
-        };
         Self {
+            spec,
             format,
             tools: tools.into(),
-            parallel_tool_calls: spec.parallel_tool_calls,
-            separate_reasoning: spec.separate_reasoning,
-            names: spec.reasoning_field,
-            gathers: !spec.stream_reasoning,
-            includes: spec.include_reasoning,
-            is_named_choice: spec.is_named_choice,
-            is_function_call: spec.is_function_call,
-            is_gated: spec.is_gated,
-            call_ids,
         }
     }
 
@@ -378,9 +336,9 @@ impl<'a> SharedReading<'a> {
         ReaderOptions {
             tools: self.tools.clone(),
             start: self.format.reasoning_start(prompt_end, decoder),
-            separate_reasoning: self.separate_reasoning,
-            parallel_tool_calls: self.parallel_tool_calls,
-            is_gated: self.is_gated,
+            separate_reasoning: self.spec.separate_reasoning,
+            parallel_tool_calls: self.spec.parallel_tool_calls,
+            is_gated: self.spec.is_gated,
         }
     }
 }

@@ -76,7 +76,7 @@ pub struct ChoiceReading<'a> {
     /// `None`: the answer is one text.
     pub options: Option<ReaderOptions>,
     pub includes_reasoning: bool,
-    /// See [`ReadingSpec`](super::spec::ReadingSpec).
+    /// See [`ReadingSpec`](crate::dialect::write::ReadingSpec).
     pub is_named_choice: bool,
 }
 
@@ -98,8 +98,8 @@ impl EndTokens {
 
 /// Logprobs that an answer has.
 pub struct LogprobsRules {
-    /// Alternatives per position; -1: no logprobs.
-    pub top: i32,
+    /// Alternatives per position; `None`: no logprobs.
+    pub top: Option<usize>,
     /// Ids whose logprobs are reported.
     pub token_ids: Vec<u32>,
 }
@@ -108,7 +108,7 @@ impl LogprobsRules {
     /// Adds the logprobs of a token to the output, if the answer has any. `None`: the token does not
     /// count.
     fn keep(&self, found: &RowLogprobs, id: Option<&u32>, output: &mut ChoiceOutput) {
-        let Ok(most) = usize::try_from(self.top) else {
+        let Some(most) = self.top else {
             return;
         };
         let rows = output.delta.logprobs.get_or_insert_default();

@@ -25,7 +25,7 @@ fn rows_of(handle: u64, ids: &[u32]) -> Vec<Row> {
 }
 
 /// Choices of an answer, each fed with the same tokens: objects of events, or of the whole answer.
-fn choices_of(tokens: &PieceTokens, ids: &[u32], is_stream: bool, more: &Value) -> Vec<Value> {
+fn choices_of(tokens: &PieceTokens, ids: &[u32], stream: bool, more: &Value) -> Vec<Value> {
     let format = AnswerFormat::new(
         Some(ToolFamily::Hermes),
         Some(ReasoningFamily::ThinkTags),
@@ -33,7 +33,7 @@ fn choices_of(tokens: &PieceTokens, ids: &[u32], is_stream: bool, more: &Value) 
     );
     let mut table = AnswerTable::new(Arc::new(tokens.clone()), Arc::new(format), vec![1.0]);
     let mut fields = json!({
-        "is_stream": is_stream, "logprobs": 0, "returns_token_ids": true, "stops": ["STOP"],
+        "stream": stream, "logprobs": 0, "return_token_ids": true, "stops": ["STOP"],
         "reading": {
             "tools": TOOLS, "calls_before": 0, "parallel_tool_calls": true,
             "separate_reasoning": true, "stream_reasoning": true, "include_reasoning": true,
@@ -49,7 +49,7 @@ fn choices_of(tokens: &PieceTokens, ids: &[u32], is_stream: bool, more: &Value) 
     for (first, second) in rows[0].iter().zip(&rows[1]) {
         text += &text_of(&feed(&mut table, &[first.clone(), second.clone()], 1.0));
     }
-    let objects = if is_stream {
+    let objects = if stream {
         events_of(&text)
     } else {
         vec![serde_json::from_str(&text).unwrap()]
@@ -96,11 +96,11 @@ fn stream_lists_every_token_of_an_answer() {
                 (0..ids.len()).map(|place| -(place as f64)).collect(),
                 ids.iter().map(|&id| u64::from(id)).collect(),
             );
-            for is_stream in [false, true] {
-                let choices = choices_of(&tokens, &ids, is_stream, &more);
+            for stream in [false, true] {
+                let choices = choices_of(&tokens, &ids, stream, &more);
                 for index in 0..2 {
                     let listed = listed_tokens(&choices, index);
-                    assert_eq!(listed, expected, "{text} stream: {is_stream} {more}");
+                    assert_eq!(listed, expected, "{text} stream: {stream} {more}");
                 }
             }
         }

@@ -12,7 +12,6 @@
 mod answer;
 mod choice;
 mod gap_histogram;
-mod spec;
 mod table;
 mod token_batch;
 
@@ -25,7 +24,7 @@ mod tests;
 mod held_token_tests;
 
 pub use crate::dialect::write::AnswerCounts;
+pub use crate::dialect::write::{AnswerSpec, ChoiceSpec};
 pub use gap_histogram::GapHistogram;
-pub use spec::{AnswerSpec, ChoiceSpec};
 pub use table::{AnswerError, AnswerPanic, AnswerTable, FailedAnswer, FedBatch, FirstToken};
 pub use token_batch::{BatchError, FirstTokenStages, PulledPages};

@@ -7,11 +7,11 @@ use std::sync::Arc;
 
 use super::answer::RunningAnswer;
 use super::gap_histogram::GapHistogram;
-use super::spec::AnswerSpec;
 use super::token_batch::{
     BatchError, FirstTokenStages, RankFinish, RowError, TokenBatch, TokenRow,
 };
 use crate::dialect::write::AnswerCounts;
+use crate::dialect::write::AnswerSpec;
 use crate::stream::answer::AnswerFormat;
 use crate::tokenizer::TokenDecoder;
 
@@ -248,7 +248,7 @@ impl AnswerTable {
         };
         answer.is_touched = false;
         let tokens = std::mem::take(&mut answer.fresh_tokens);
-        if answer.is_metered && tokens > 0 {
+        if answer.spec.is_metered && tokens > 0 {
             fed.metered.push((id, tokens));
         }
         let mut chunk = Vec::with_capacity(512);

@@ -77,8 +77,8 @@ pub fn spec(dialect: &str, handles: &[u64], more: Value) -> AnswerSpec {
     };
     let mut spec = json!({
         "dialect": dialect, "rid": null, "request_id": "7", "model": "m", "created": 9, "arrived": 1.0,
-        "is_stream": true, "includes_usage": true, "has_continuous_usage": false,
-        "returns_token_ids": false, "logprobs": -1, "is_batch": false, "stops": [],
+        "stream": true, "include_usage": true, "continuous_usage_stats": false,
+        "return_token_ids": false, "logprobs": null, "is_batch": false, "stops": [],
         "include_stop": false, "skip_special_tokens": true, "min_tokens": 0, "comment_seed": null,
         "is_metered": false, "is_empty": false, "resumed_ids": [], "reading": null,
         "choices": handles.iter().map(choice).collect::<Vec<_>>(),
@@ -234,7 +234,7 @@ fn stop_string_ends_choice_and_stops_its_item() {
         .open(spec(
             "generate",
             &[1],
-            json!({"stops": [" re"], "is_stream": false}),
+            json!({"stops": [" re"], "stream": false}),
         ))
         .unwrap();
     let fed = feed(
@@ -258,7 +258,7 @@ fn answer_without_anything_to_generate_is_released_at_once() {
     let mut echo = spec(
         "completions",
         &[0],
-        json!({"is_empty": true, "is_stream": false}),
+        json!({"is_empty": true, "stream": false}),
     );
     echo.choices[0].echo = "x".to_owned();
     let id = table.open(echo).unwrap();
@@ -296,7 +296,7 @@ proptest! {
         let rules = json!({"stops": stop_strings, "comment_seed": 4});
         let mut whole_table = table();
         let mut whole_spec = rules.clone();
-        whole_spec["is_stream"] = json!(false);
+        whole_spec["stream"] = json!(false);
         whole_table.open(spec(dialect, &[1], whole_spec)).unwrap();
         let fed = feed(&mut whole_table, &[row(1, &tokens, Some(finish))], 0.0);
         let whole: Value = serde_json::from_str(&text_of(&fed)).unwrap();
@@ -540,14 +540,14 @@ fn feed_prompt(table: &mut AnswerTable, handle: u64, positions: std::ops::Range<
     table.feed(&packed, 1.0).unwrap().unwrap()
 }
 
-fn with_prompt(is_stream: bool, more: Value) -> AnswerSpec {
+fn with_prompt(stream: bool, more: Value) -> AnswerSpec {
     let mut fields = json!({
-        "is_stream": is_stream, "logprobs": 2,
+        "stream": stream, "logprobs": 2,
         "prompt_logprobs": {"start": 0, "joins_logprobs": true, "objects": null},
         "choices": [{
             "handle": 1, "counts_prompt": true, "prompt_tokens": 5, "left_context": [],
             "prompt_end": [], "stop_token_ids": [END], "echo": "the relay the",
-            "prompt_ids": [2, 3, 4, 2, 5], "has_prompt_logprobs": true,
+            "prompt_ids": [2, 3, 4, 2, 5],
         }],
     });
     for (name, value) in more.as_object().unwrap() {
@@ -558,18 +558,18 @@ fn with_prompt(is_stream: bool, more: Value) -> AnswerSpec {
 
 #[test]
 fn prompt_logprobs_of_any_parts_stand_in_front_of_the_answers() {
-    for is_stream in [false, true] {
+    for stream in [false, true] {
         let whole = 1..5;
         for parts in [vec![whole], vec![1..2, 2..4, 4..5], vec![1..3, 1..3, 3..5]] {
             let mut table = table();
-            table.open(with_prompt(is_stream, json!({}))).unwrap();
+            table.open(with_prompt(stream, json!({}))).unwrap();
             let mut text = String::new();
             for part in parts {
                 assert!(text.is_empty(), "no event before the prompt is complete");
                 text += &text_of(&feed_prompt(&mut table, 1, part));
             }
             text += &text_of(&feed(&mut table, &[row(1, &[2], Some(2))], 2.0));
-            let answers = if is_stream {
+            let answers = if stream {
                 events_of(&text)
             } else {
                 vec![serde_json::from_str(&text).unwrap()]
@@ -597,9 +597,9 @@ fn prompt_logprobs_of_any_parts_stand_in_front_of_the_answers() {
 
 #[test]
 fn choices_of_a_prompt_wait_for_the_logprobs_that_its_first_one_brings() {
-    for is_stream in [false, true] {
-        let mut spec = with_prompt(is_stream, json!({}));
-        let mut other = with_prompt(is_stream, json!({})).choices.remove(0);
+    for stream in [false, true] {
+        let mut spec = with_prompt(stream, json!({}));
+        let mut other = with_prompt(stream, json!({})).choices.remove(0);
         other.handle = 2;
         other.counts_prompt = false;
         spec.choices.push(other);
@@ -609,7 +609,7 @@ fn choices_of_a_prompt_wait_for_the_logprobs_that_its_first_one_brings() {
         assert!(early.is_empty(), "{early}");
         let mut text = text_of(&feed_prompt(&mut table, 1, 1..5));
         text += &text_of(&feed(&mut table, &[row(1, &[2], Some(2))], 2.0));
-        let answers = if is_stream {
+        let answers = if stream {
             events_of(&text)
         } else {
             vec![serde_json::from_str(&text).unwrap()]

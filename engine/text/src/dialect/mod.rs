@@ -30,10 +30,11 @@ pub use response_ids::{derived_id, id_spellings, response_id};
 use serde::Deserialize;
 
 /// An API that generates text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Dialect {
     /// OpenAI's chat completions.
+    #[default]
     Chat,
     /// OpenAI's completions.
     Completions,

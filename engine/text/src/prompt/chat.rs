@@ -4,7 +4,8 @@
 
 use minijinja::Value;
 use serde::Deserialize;
-use serde::de::IgnoredAny;
+use serde::de::value::Error as FieldError;
+use serde::de::{Deserializer, Error as _, IgnoredAny, Visitor};
 use serde_json::value::RawValue;
 
 use crate::refusal::{RefusalCode, TextRefusal};
@@ -58,6 +59,40 @@ struct ReasoningOptions {
 #[derive(Deserialize)]
 struct ThinkingOptions {
     r#type: Option<String>,
+}
+
+/// Names of the members of a chat body that decide its prompt: the fields of [`ChatPrompt`].
+pub fn chat_member_names() -> &'static [&'static str] {
+    let mut names: &[&str] = &[];
+    // It reads no value: it stops as soon as it has the names.
+    let _ = ChatPrompt::deserialize(FieldNames(&mut names));
+    names
+}
+
+/// Keeps the names of a struct's fields, instead of reading their values.
+struct FieldNames<'a>(&'a mut &'static [&'static str]);
+
+impl<'de> Deserializer<'de> for FieldNames<'_> {
+    type Error = FieldError;
+
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _name: &'static str,
+        fields: &'static [&'static str],
+        _visitor: V,
+    ) -> Result<V::Value, FieldError> {
+        *self.0 = fields;
+        Err(FieldError::custom("names of fields alone are read"))
+    }
+
+    fn deserialize_any<V: Visitor<'de>>(self, _visitor: V) -> Result<V::Value, FieldError> {
+        Err(FieldError::custom("names of fields alone are read"))
+    }
+
+    serde::forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option
+        unit unit_struct newtype_struct seq tuple tuple_struct map enum identifier ignored_any
+    }
 }
 
 /// Variables that a body states, the first of a name counts.

@@ -8,7 +8,7 @@ mod cut;
 
 use std::sync::Arc;
 
-pub use chat::{ChatPrompt, REASONING_EFFORTS};
+pub use chat::{ChatPrompt, REASONING_EFFORTS, chat_member_names};
 pub use cut::{CUT_TEXT_CHARS, PromptCut, PromptTruncation, TruncationSide};
 
 use crate::refusal::{RefusalCode, TextRefusal};

@@ -1,9 +1,9 @@
 //! A worker's chat answer as an answer of the API that the client speaks.
 
+use baton_text::dialect::Dialect;
 use baton_text::dialect::chat_answer::{ChatAnswerTranslator, UnreadableAnswer};
 use baton_text::dialect::sse::events;
-use baton_text::dialect::write::{AnswerHead, ErrorObject};
-use baton_text::dialect::{Dialect, response_id};
+use baton_text::dialect::write::{AnswerSpec, ErrorObject};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use tokio::time::Instant;
@@ -31,17 +31,17 @@ impl AnswerTranslation {
     pub fn new(request: &RequestContext, form: &ChatForm) -> Self {
         let dialect = request.scan.dialect;
         let request_id = request.record.rid.clone();
-        let head = AnswerHead {
-            id: response_id(dialect, None, &request_id),
+        let spec = AnswerSpec {
+            dialect,
+            request_id: request_id.clone(),
             model: request.scan.model.clone().unwrap_or_default(),
             created: unix_time().as_secs(),
-            logprobs: -1,
             facts: form.facts.clone(),
-            ..AnswerHead::default()
+            ..AnswerSpec::default()
         };
         let ignored = form.ignored.join(",");
         Self {
-            translator: ChatAnswerTranslator::new(dialect, head),
+            translator: ChatAnswerTranslator::new(spec),
             dialect,
             error_form: StreamErrorForm::of_request(&request.scan, &request_id),
             request_id,

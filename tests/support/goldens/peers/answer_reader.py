@@ -14,11 +14,12 @@ from tokenizers import Tokenizer as TokenizerFile
 
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import FinishReason
-from baton.server.response.answer_spec import (
+from baton.server.text.answer_spec import (
     AnswerSpec,
     ChoiceSpec,
     Dialect,
     ReadingSpec,
+    ReasoningNames,
     encode_spec,
 )
 from baton.server.text.tokenizer import Tokenizer
@@ -102,22 +103,18 @@ class AnswerReader:
             handle=HANDLE,
             counts_prompt=True,
             prompt_tokens=1,
-            left_context=(),
             prompt_end=tuple(self._prompt_end),
-            stop_token_ids=(),
-            echo="",
         )
         reading = ReadingSpec(
             tools=self._tools,
-            calls_before=0,
             parallel_tool_calls=True,
             separate_reasoning=True,
             stream_reasoning=True,
             include_reasoning=True,
-            reasoning_field="reasoning_content",
+            reasoning_field=ReasoningNames.REASONING_CONTENT,
         )
         spec = stream_spec(Dialect.CHAT, choice)
-        return msgspec.structs.replace(spec, is_stream=is_stream, reading=reading)
+        return msgspec.structs.replace(spec, stream=is_stream, reading=reading)
 
 
 def _deltas(chunk: bytes) -> Iterator[dict[str, Any]]:

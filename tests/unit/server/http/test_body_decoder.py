@@ -103,8 +103,9 @@ def accept(
         accepted = asyncio.run(validate(body))
     except EngineError as err:
         return err.code, err.message, err.param
-    tools = accepted.reading.tools if accepted.reading is not None else ()
-    return msgspec.structs.replace(accepted, reading=None), json.loads(msgspec.json.encode(tools))
+    reading = accepted.answer.reading
+    tools = "[]" if reading is None else reading.tools
+    return accepted.with_options(reading=None), json.loads(tools)
 
 
 @pytest.mark.parametrize(

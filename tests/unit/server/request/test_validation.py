@@ -75,10 +75,10 @@ def generate(v: RequestValidator, **body: Any) -> AcceptedRequest:
 
 def test_answers_continue_their_prompts_but_for_chats(make: Make) -> None:
     validator = make()
-    assert completion(validator).text.continues_prompt
-    assert generate(validator).text.continues_prompt
-    assert not chat(validator).text.continues_prompt
-    assert chat(validator, continue_final_message=True).text.continues_prompt
+    assert completion(validator).continues_prompt
+    assert generate(validator).continues_prompt
+    assert not chat(validator).continues_prompt
+    assert chat(validator, continue_final_message=True).continues_prompt
 
 
 # ---- work that is bounded before it begins -----------------------------------------------------------------------
@@ -563,8 +563,8 @@ def test_ids_beside_a_text_are_the_prompt(make: Make) -> None:
     assert [list(i.prompt) for i in completion(v, prompt=["a"], input_ids=[[5]]).items] == [[5]]
     both = asyncio.run(v.generate({"text": "hello", "input_ids": [5, 6]}))
     assert [list(i.prompt) for i in both.items] == [[5, 6]]
-    assert not both.is_batch
-    assert asyncio.run(v.generate({"text": ["a", "b"], "input_ids": [[5], [6]]})).is_batch
+    assert not both.answer.is_batch
+    assert asyncio.run(v.generate({"text": ["a", "b"], "input_ids": [[5], [6]]})).answer.is_batch
 
 
 def test_ids_that_are_too_many_are_reported_as_the_field_that_the_client_sent(make: Make) -> None:
@@ -642,7 +642,7 @@ def test_null_means_absent(make: Make) -> None:
     nothing = dict.fromkeys(
         ["temperature", "stop", "tools", "response_format", "logit_bias", "seed", "rid", "stream"]
     )
-    assert chat(make(), **nothing).stream is False
+    assert chat(make(), **nothing).answer.stream is False
 
 
 def test_harmless_values_of_unsupported_fields_pass(make: Make) -> None:
@@ -923,15 +923,15 @@ def test_bodies_with_cut_prompts_pass_the_check_of_their_size(make: Make) -> Non
 
 
 def test_empty_stop_texts_end_no_answer(make: Make) -> None:
-    assert completion(make(), stop=["", "x", ""]).text.stops == ("x",)
-    assert completion(make(), stop="").text.stops == ()
+    assert completion(make(), stop=["", "x", ""]).answer.stops == ("x",)
+    assert completion(make(), stop="").answer.stops == ()
 
 
 def test_logprobs_of_a_chat_may_be_0(make: Make) -> None:
     v = make()
-    asked = [chat(v, logprobs=value).logprobs for value in (0, False, None, True)]
-    assert asked == [0, -1, -1, 0]
-    assert chat(v, logprobs=0, top_logprobs=3).logprobs == 3
+    asked = [chat(v, logprobs=value).answer.logprobs for value in (0, False, None, True)]
+    assert asked == [0, None, None, 0]
+    assert chat(v, logprobs=0, top_logprobs=3).answer.logprobs == 3
     with pytest.raises(BadRequest) as caught:
         chat(v, logprobs=2)
     assert caught.value.param == "logprobs"

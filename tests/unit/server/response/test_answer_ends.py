@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.errors import BadRequest
-from baton.server.response.answer_spec import Dialect
+from baton.server.text.answer_spec import Dialect
 from tests.support.engines.local_engine import LocalEngine, ReadAnswer
 from tests.support.engines.naive_ends import (
     GRAMMAR,

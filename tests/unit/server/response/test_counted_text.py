@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.server.response.answer_spec import Dialect
+from baton.server.text.answer_spec import Dialect
 from tests.support.engines.local_engine import LocalEngine, ReadAnswer, read_stream
 from tests.support.models.chain_model import IDS, PLAIN_TEMPLATE, TEMPLATE, make_chain_checkpoint
 

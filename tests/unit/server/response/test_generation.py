@@ -23,15 +23,16 @@ from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.request.prompt.items import PromptItem
-from baton.server.request.text_rules import TextRules
 from baton.server.request.validation import AcceptedRequest
-from baton.server.response.answer_spec import Dialect
 from baton.server.response.generation import ClientConnection, Generation
+from baton.server.text.answer_spec import AnswerSpec, Dialect
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import AnswerSink, RankClient, RankSet
 from baton.server.worker.messages import TokenBatch, encoder
 from tests.support.models import tiny_model
 
+Options = dict[str, Any]
+"""Fields of AnswerSpec."""
 METRICS = EngineMetrics()
 EOS = 1
 PAD = 2
@@ -73,19 +74,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(tiny_model.make(tmp_path_factory.mktemp("model")))
 
 
-def accept(n: int, rules: TextRules, logprobs: int, *, stream: bool = True) -> AcceptedRequest:
+def accept(n: int, options: Options, logprobs: int, *, stream: bool = True) -> AcceptedRequest:
     params = SamplingParams(max_new_tokens=64, stop_token_ids=(EOS,), logprobs=logprobs)
     items = tuple(PromptItem(0, i, array("i", [5, 6]), params) for i in range(n))
-    return AcceptedRequest(
+    answer = AnswerSpec(
         rid="r",
-        items=items,
-        n=n,
-        text=rules,
         stream=stream,
         include_usage=True,
-        logprobs=logprobs,
+        logprobs=logprobs if logprobs >= 0 else None,
         is_batch=n > 1,
+        skip_special_tokens=True,
+        **options,
     )
+    return AcceptedRequest(items=items, n=n, answer=answer)
 
 
 def plain_format(tokenizer: Tokenizer) -> AnswerFormat:
@@ -158,7 +159,7 @@ def play(
     tokenizer: Tokenizer,
     dialect: Dialect,
     given: list[Script],
-    rules: TextRules,
+    options: Options,
     logprobs: int,
     takes: list[bool],
     stream: bool,
@@ -166,7 +167,7 @@ def play(
     """Run the scripts side by side; `takes` says after which rows the handler takes bytes."""
 
     async def run() -> tuple[Any, StubRanks]:
-        accepted = accept(len(given), rules, logprobs, stream=stream)
+        accepted = accept(len(given), options, logprobs, stream=stream)
         g, ranks = begin(accepted, tokenizer, dialect=dialect)
         out = b""
         queues = {i + 1: rows(s) for i, s in enumerate(given)}
@@ -208,9 +209,9 @@ def test_stream_and_whole_answer_agree(
     tokenizer: Tokenizer, given: list[Script], stops: list[str], include: bool, min_tokens: int, logprobs: int,
     takes: list[bool], form: Any,
 ) -> None:  # fmt: skip
-    rules = TextRules(tuple(stops), include, True, min_tokens)
-    whole, _ = play(tokenizer, form, given, rules, logprobs, [False], stream=False)
-    events, ranks = play(tokenizer, form, given, rules, logprobs, takes, stream=True)
+    options = {"stops": tuple(stops), "include_stop": include, "min_tokens": min_tokens}
+    whole, _ = play(tokenizer, form, given, options, logprobs, [False], stream=False)
+    events, ranks = play(tokenizer, form, given, options, logprobs, takes, stream=True)
     *chunks, last = events
     assert last["choices"] == []
     assert last["usage"] == whole["usage"]
@@ -279,7 +280,7 @@ def test_offset_of_a_token_is_the_place_of_its_character(
         starts.append(at)
         at += len(tokenizer.token_bytes(token))
     script = Script([[i] for i in ids], FinishReason.LENGTH, True)
-    events, _ = play(tokenizer, Dialect.COMPLETIONS, [script], TextRules(), 0, takes, stream=True)
+    events, _ = play(tokenizer, Dialect.COMPLETIONS, [script], {}, 0, takes, stream=True)
     choices = [event["choices"][0] for event in events if event["choices"]]
     assert "".join(choice["text"] for choice in choices) == text
     offsets = [at for c in choices if c["logprobs"] for at in c["logprobs"]["text_offset"]]
@@ -298,8 +299,8 @@ def _is_boundary(raw: bytes, at: int) -> bool:
 def test_native_stream_ends_with_the_whole_answer(
     tokenizer: Tokenizer, given: list[Script], takes: list[bool]
 ) -> None:
-    whole, _ = play(tokenizer, Dialect.GENERATE, given, TextRules(), 1, [False], stream=False)
-    events, _ = play(tokenizer, Dialect.GENERATE, given, TextRules(), 1, takes, stream=True)
+    whole, _ = play(tokenizer, Dialect.GENERATE, given, {}, 1, [False], stream=False)
+    events, _ = play(tokenizer, Dialect.GENERATE, given, {}, 1, takes, stream=True)
     whole = whole if isinstance(whole, list) else [whole]
     for answer in [*whole, *events]:
         del answer["meta_info"]["e2e_latency"]
@@ -314,7 +315,7 @@ def test_error_comes_after_what_was_there_and_stops_the_other_items(
     tokenizer: Tokenizer,
 ) -> None:
     async def run() -> None:
-        g, ranks = begin(accept(2, TextRules(), -1), tokenizer, dialect=Dialect.COMPLETIONS)
+        g, ranks = begin(accept(2, {}, -1), tokenizer, dialect=Dialect.COMPLETIONS)
         error = RowError("kv_transfer_failed", "PEER_DEAD")
         row = EmittedTokens(1, (260,), None, 1)
         ranks.feed([row, EmittedTokens(2, (), FinishReason.ERROR, 0, error=error)])
@@ -336,7 +337,7 @@ def test_silent_rank_is_given_up_after_the_deadline(
     monkeypatch.setattr("baton.server.response.generation.DEADLINE_GRACE_SECS", 0.02)
 
     async def run() -> EngineError:
-        g, _ = begin(accept(1, TextRules(), -1), tokenizer, timeout_secs=0.03)
+        g, _ = begin(accept(1, {}, -1), tokenizer, timeout_secs=0.03)
         assert await g.next(0.001) is None, "the wait ends before the deadline"
         with pytest.raises(RequestTimeout) as caught:
             await g.next(60)
@@ -348,7 +349,7 @@ def test_silent_rank_is_given_up_after_the_deadline(
 def test_tokens_after_a_stop_string_do_not_count(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         ids = tokenizer.encode("the relay race hands", add_special_tokens=False)
-        accepted = accept(1, TextRules(("race",)), -1, stream=False)
+        accepted = accept(1, {"stops": ("race",)}, -1, stream=False)
         g, ranks = begin(accepted, tokenizer)
         send(ranks, 1, ids, None, -1)
         (choice,) = json.loads(await g.next() or b"")["choices"]
@@ -392,7 +393,7 @@ def test_output_gathers_while_the_client_reads_slowly(
     tokenizer: Tokenizer, is_chunked: bool
 ) -> None:
     async def run() -> None:
-        g, ranks = begin(accept(1, TextRules(), -1), tokenizer)
+        g, ranks = begin(accept(1, {}, -1), tokenizer)
         connection = SlowConnection()
         send(ranks, 1, [260], None, -1)
         g.write_directly(ClientConnection(connection, connection.drain, 100, is_chunked))
@@ -443,9 +444,8 @@ def test_echo_alone_asks_no_rank(tmp_path: Path) -> None:
     """No row is needed when nothing is to be generated."""
     tokenizer = Tokenizer(tiny_model.make(tmp_path))
     item = PromptItem(0, 0, array("i", [5]), SamplingParams())
-    accepted = AcceptedRequest(
-        rid=None, items=(item,), n=1, text=TextRules(), echo=("x",), max_tokens_zero=True
-    )
+    answer = AnswerSpec(is_empty=True, skip_special_tokens=True)
+    accepted = AcceptedRequest(items=(item,), n=1, answer=answer, echo=("x",))
 
     async def run() -> Any:
         g, ranks = begin(accepted, tokenizer, dialect=Dialect.COMPLETIONS)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from baton.errors import EngineDead
-from baton.server.response.answer_spec import Dialect
 from baton.server.response.health_probe import HealthProbe
 
 
@@ -29,7 +28,7 @@ def test_probes_that_come_meanwhile_wait_for_the_same_token(
 
         monkeypatch.setattr(HealthProbe, "_generate", generate)
         ranks: Any = None
-        probe = HealthProbe(ranks, Dialect.GENERATE)
+        probe = HealthProbe(ranks)
         asking = [asyncio.create_task(probe.run(7)) for _ in range(50)]
         await asyncio.sleep(0)
         asking[0].cancel()

@@ -8,6 +8,7 @@ from array import array
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from baton._native import AnswerTable
 from hypothesis import given, settings
@@ -18,9 +19,15 @@ from baton.runtime.grammar.reasoning_tracker import ReasoningTracker, tokens_of_
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.reasoning import ReasoningPhase
 from baton.sched.types.request import FinishReason
-from baton.server.response.answer_spec import ChoiceSpec, Dialect, ReadingSpec, encode_spec
 from baton.server.text import model_info
 from baton.server.text.answer_format import AnswerFormat, load_answer_format
+from baton.server.text.answer_spec import (
+    ChoiceSpec,
+    Dialect,
+    ReadingSpec,
+    ReasoningNames,
+    encode_spec,
+)
 from baton.server.text.reasoning_format import ReasoningFormat, ReasoningRules
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.messages import TokenBatch, encoder
@@ -77,13 +84,27 @@ def read_answer(
     is_gated: bool,
 ) -> tuple[int, dict[str, Any]]:
     """Tokens of the reasoning, as the usage of the answer counts them, and the message."""
-    choice = ChoiceSpec(HANDLE, True, len(prompt), (), prompt.tolist(), (), "")
-    spec = stream_spec(Dialect.CHAT, choice)
-    spec.is_stream = False
-    spec.reading = ReadingSpec(
-        tools, 0, True, True, True, True, "reasoning_content", is_gated=is_gated
+    choice = ChoiceSpec(
+        handle=HANDLE,
+        counts_prompt=True,
+        prompt_tokens=len(prompt),
+        prompt_end=prompt.tolist(),
     )
-    spec.follows_grammar = is_gated
+    reading = ReadingSpec(
+        tools=tools,
+        parallel_tool_calls=True,
+        separate_reasoning=True,
+        stream_reasoning=True,
+        include_reasoning=True,
+        reasoning_field=ReasoningNames.REASONING_CONTENT,
+        is_gated=is_gated,
+    )
+    spec = msgspec.structs.replace(
+        stream_spec(Dialect.CHAT, choice),
+        stream=False,
+        reading=reading,
+        follows_grammar=is_gated,
+    )
     answers = AnswerTable(tokenizer.native, answer_format.native, [1.0])
     answers.open(encode_spec(spec))
     row = EmittedTokens(HANDLE, tuple(tokens), FinishReason.LENGTH, 0)

@@ -20,8 +20,8 @@ from baton.sched.types.events import EmittedTokens, RowError
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages
 from baton.server.http.lifecycle import NodeState, ServerLifecycle
-from baton.server.response.answer_spec import ChoiceSpec, Dialect, encode_spec
 from baton.server.response.generation import decode_stages
+from baton.server.text.answer_spec import ChoiceSpec, Dialect, encode_spec
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankSet
 from baton.server.worker.control import (
@@ -124,10 +124,6 @@ class Stage:
             handle=handle,
             counts_prompt=True,
             prompt_tokens=prompt,
-            left_context=(),
-            prompt_end=(),
-            stop_token_ids=(),
-            echo="",
         )
         spec = encode_spec(stream_spec(Dialect.GENERATE, choice))
         sink.answer = self.ranks.open_answer(spec, sink)

@@ -19,26 +19,9 @@ from baton.sched.types.request import Rendezvous, SamplingParams
 from baton.server.fields import bad
 from baton.server.request import schema
 from baton.server.request.token_ids import ModelVocabulary
+from baton.server.text.answer_spec import PromptLogprobsSpec
 
 MAX_LOGPROB_IDS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobRules:
-    """Logprobs of the prompts in an answer."""
-
-    start: int = 0
-    """Position of the first token that is listed; it has no logprob."""
-    joins_logprobs: bool = False
-    """They are part of the answer's own logprobs: completions with echo, and /generate."""
-    objects: int | None = None
-    """Alternatives per position in `prompt_logprobs`; None: the answer has no such member."""
-    is_once: bool = False
-    """The answer has them once, whatever n is."""
-
-    def are_in_choice(self, choice: int) -> bool:
-        """True if this choice of a prompt shows them; the first one computes them for all."""
-        return choice == 0 or not self.is_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +30,7 @@ class RequestedLogprobs:
     """Alternatives at each position of the answer; -1: no logprobs."""
     token_ids: tuple[int, ...] = ()
     """Ids whose logprobs are reported at each position."""
-    prompt: PromptLogprobRules | None = None
+    prompt: PromptLogprobsSpec | None = None
     """None: the answer has no logprobs of its prompts."""
 
     @property
@@ -72,7 +55,7 @@ def read_chat_logprobs(
     return RequestedLogprobs(
         top=(request.top_logprobs or 0) if is_wanted else -1,
         token_ids=token_ids,
-        prompt=None if objects is None else PromptLogprobRules(objects=objects, is_once=True),
+        prompt=None if objects is None else PromptLogprobsSpec(objects=objects, is_once=True),
     )
 
 
@@ -86,7 +69,7 @@ def read_completion_logprobs(
     joins = bool(request.echo) and request.logprobs is not None
     prompt = None
     if joins or objects is not None:
-        prompt = PromptLogprobRules(joins_logprobs=joins, objects=objects)
+        prompt = PromptLogprobsSpec(joins_logprobs=joins, objects=objects)
     return RequestedLogprobs(
         top=-1 if request.logprobs is None else request.logprobs,
         token_ids=token_ids,
@@ -103,7 +86,7 @@ def read_generate_logprobs(
     start = request.logprob_start_len
     prompt = None
     if start is not None and start >= 0:
-        prompt = PromptLogprobRules(start=start, joins_logprobs=True)
+        prompt = PromptLogprobsSpec(start=start, joins_logprobs=True)
     return RequestedLogprobs(
         top=request.top_logprobs_num or 0,
         token_ids=_read_token_ids("token_ids_logprob", request.token_ids_logprob, vocabulary),
@@ -111,7 +94,7 @@ def read_generate_logprobs(
     )
 
 
-def check_prompt_start(rules: PromptLogprobRules | None, prompt_tokens: int) -> None:
+def check_prompt_start(rules: PromptLogprobsSpec | None, prompt_tokens: int) -> None:
     """Raise BadRequest where the logprobs of a prompt would begin behind it."""
     if rules is not None and rules.start >= prompt_tokens:
         raise bad(
@@ -120,7 +103,7 @@ def check_prompt_start(rules: PromptLogprobRules | None, prompt_tokens: int) -> 
         )
 
 
-def check_placement(rules: PromptLogprobRules | None, rendezvous: Rendezvous | None) -> None:
+def check_placement(rules: PromptLogprobsSpec | None, rendezvous: Rendezvous | None) -> None:
     """Raise UnsupportedParameter for logprobs of a prompt that two nodes compute."""
     if rules is not None and rendezvous is not None:
         raise UnsupportedParameter(

@@ -28,6 +28,8 @@ from baton.server.text.tokenizer import Tokenizer
 
 DEFAULT_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of generation_config.json that are used."""
+NEUTRAL = SamplingParams()
+"""Values that change nothing."""
 
 
 def read_defaults(facts: ModelFacts) -> SamplingFields:
@@ -67,12 +69,13 @@ def read_params(
         prefix: stands before the names of fields in errors.
     """
 
-    def choose(name: str, neutral: Any) -> Any:
+    def choose(name: str) -> Any:
         """The request's value, else the checkpoint's, else the one that changes nothing."""
-        value = getattr(stated, name)
-        if value is None:
-            value = getattr(defaults, name)
-        return neutral if value is None else value
+        for fields_of_source in (stated, defaults):
+            value = getattr(fields_of_source, name)
+            if value is not None:
+                return value
+        return getattr(NEUTRAL, name)
 
     stop_ids = vocabulary.read_ids(prefix + "stop_token_ids", stated.stop_token_ids, MAX_STOP_IDS)
     if not stated.ignore_eos:
@@ -80,13 +83,13 @@ def read_params(
     _, min_tokens = first(stated, "min_tokens", "min_new_tokens")
     return SamplingParams(
         min_new_tokens=min_tokens or 0,
-        temperature=choose("temperature", 1.0),
-        top_p=choose("top_p", 1.0),
-        top_k=max(choose("top_k", 0), 0),
-        min_p=choose("min_p", 0.0),
-        presence_penalty=choose("presence_penalty", 0.0),
-        frequency_penalty=choose("frequency_penalty", 0.0),
-        repetition_penalty=choose("repetition_penalty", 1.0),
+        temperature=choose("temperature"),
+        top_p=choose("top_p"),
+        top_k=max(choose("top_k"), 0),
+        min_p=choose("min_p"),
+        presence_penalty=choose("presence_penalty"),
+        frequency_penalty=choose("frequency_penalty"),
+        repetition_penalty=choose("repetition_penalty"),
         stop_token_ids=stop_ids,
         ignore_eos=stated.ignore_eos or False,
         allowed_tokens=read_allowed_tokens(
@@ -98,6 +101,12 @@ def read_params(
         prompt_logprobs=logprobs.prompt_top,
         prompt_logprobs_start=1 if logprobs.prompt is None else logprobs.prompt.start + 1,
     )
+
+
+def read_stops(stated: SamplingFields) -> tuple[str, ...]:
+    """Texts that end the answer. An empty one ends none."""
+    stop = stated.stop
+    return tuple(filter(None, (stop,) if isinstance(stop, str) else stop or ()))
 
 
 def read_max_tokens(least: int, **given: int | None) -> int | None:

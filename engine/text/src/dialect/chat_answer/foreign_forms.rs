@@ -7,6 +7,7 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
+use super::tests::spec_of;
 use super::*;
 
 const APIS: [Dialect; 2] = [Dialect::Messages, Dialect::Responses];
@@ -47,7 +48,7 @@ struct ClientView {
 }
 
 fn translated(api: Dialect, stream: &[u8]) -> String {
-    let mut translator = ChatAnswerTranslator::new(api, AnswerHead::default());
+    let mut translator = ChatAnswerTranslator::new(spec_of(api));
     let mut out = translator.translate_events(stream, 0.0);
     out.extend(translator.finish_stream(0.0));
     String::from_utf8(out).unwrap()
@@ -190,7 +191,7 @@ fn error_in_any_form_ends_the_stream_with_its_message() {
 #[test]
 fn whole_answer_that_is_none_is_an_error() {
     let whole = |answer: &Value| {
-        let mut translator = ChatAnswerTranslator::new(Dialect::Messages, AnswerHead::default());
+        let mut translator = ChatAnswerTranslator::new(spec_of(Dialect::Messages));
         translator.translate_whole(answer.to_string().as_bytes(), 0.0)
     };
     let choice =

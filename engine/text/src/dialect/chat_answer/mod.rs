@@ -29,14 +29,14 @@ use std::borrow::Cow;
 use self::answer_json::{AnswerJson, ChoiceJson, MessageJson};
 use self::call_order::AnswerBlocks;
 pub use self::unreadable::UnreadableAnswer;
-use crate::dialect::Dialect;
 use crate::dialect::sse::{
     DONE_EVENT, event_data, event_name, events, is_done_data, lines, without_mark,
 };
 use crate::dialect::write::{
-    AnswerCounts, AnswerHead, AnswerWriter, ChoiceOutput, Delta, ErrorObject, FinishReason,
-    MatchedStop, WriteContext, new_writer,
+    AnswerCounts, AnswerIds, AnswerSpec, AnswerWriter, ChoiceOutput, Delta, ErrorObject,
+    FinishReason, MatchedStop, WriteContext, new_writer,
 };
+use crate::dialect::{Dialect, response_id};
 use crate::stream::TextOffsets;
 use crate::tokenizer::TokenDecoder;
 
@@ -72,10 +72,14 @@ pub struct ChatAnswerTranslator {
 }
 
 impl ChatAnswerTranslator {
-    /// `head.arrived` is on the clock of the `now` of the calls that follow.
-    pub fn new(dialect: Dialect, head: AnswerHead) -> Self {
+    /// `spec.arrived` is on the clock of the `now` of the calls that follow.
+    pub fn new(spec: AnswerSpec) -> Self {
+        let ids = AnswerIds {
+            response: response_id(spec.dialect, None, &spec.request_id),
+            ..AnswerIds::default()
+        };
         Self {
-            writer: new_writer(dialect, head, 1),
+            writer: new_writer(spec.into(), ids),
             choice: empty_choice(),
             index: None,
             counts: AnswerCounts::default(),
@@ -86,7 +90,10 @@ impl ChatAnswerTranslator {
 
     /// Reason why a stream cannot be translated that begins with this event.
     pub fn check_first_event(event: &[u8]) -> Result<(), UnreadableAnswer> {
-        let mut translator = Self::new(Dialect::Messages, AnswerHead::default());
+        let mut translator = Self::new(AnswerSpec {
+            dialect: Dialect::Messages,
+            ..AnswerSpec::default()
+        });
         translator.take_event(event).map(|_| ())
     }
 

@@ -74,18 +74,26 @@ fn chunk(delta: &Value) -> Value {
     })
 }
 
+/// An answer of this API without options.
+pub fn spec_of(dialect: Dialect) -> AnswerSpec {
+    AnswerSpec {
+        dialect,
+        ..AnswerSpec::default()
+    }
+}
+
 impl GoldenCase {
-    fn head(&self, dialect: Dialect) -> AnswerHead {
+    fn spec(&self, dialect: Dialect) -> AnswerSpec {
         let translated = translate_body(dialect, self.request.get().as_bytes());
         let facts: RequestFacts = translated.unwrap().unwrap().facts;
-        AnswerHead {
-            id: format!("{}7", dialect.id_prefix()),
+        AnswerSpec {
+            dialect,
+            request_id: format!("{}7", dialect.id_prefix()),
             model: "m".to_owned(),
             created: 1_000,
-            logprobs: -1,
             arrived: 1.0,
             facts,
-            ..AnswerHead::default()
+            ..AnswerSpec::default()
         }
     }
 
@@ -183,7 +191,7 @@ fn streams_are_those_of_engines() {
     for (dialect, case) in all_cases() {
         for make in [Make::Sglang, Make::Vllm] {
             for has_done in [true, false] {
-                let mut translator = ChatAnswerTranslator::new(dialect, case.head(dialect));
+                let mut translator = ChatAnswerTranslator::new(case.spec(dialect));
                 let mut stream = Vec::new();
                 for data in case.chunks(make) {
                     stream.extend(translator.translate_events(event(&data).as_bytes(), 3.5));
@@ -208,7 +216,7 @@ fn whole_answers_are_those_of_engines() {
             let Some(answer) = case.whole(make).filter(|_| case.error.is_none()) else {
                 continue;
             };
-            let mut translator = ChatAnswerTranslator::new(dialect, case.head(dialect));
+            let mut translator = ChatAnswerTranslator::new(case.spec(dialect));
             let whole = translator.translate_whole(answer.to_string().as_bytes(), 3.5);
             let whole = String::from_utf8(whole.unwrap()).unwrap();
             assert_eq!(Some(whole), case.expected.whole, "{}", case.name);
@@ -220,7 +228,7 @@ fn whole_answers_are_those_of_engines() {
 
 #[test]
 fn stream_that_breaks_off_or_cannot_be_read_has_no_end_but_an_error() {
-    let translator = || ChatAnswerTranslator::new(Dialect::Messages, AnswerHead::default());
+    let translator = || ChatAnswerTranslator::new(spec_of(Dialect::Messages));
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     let mut broken = translator();
     let begun = event(&chunk(&json!({"content": "a"})));
@@ -241,7 +249,7 @@ fn stream_that_breaks_off_or_cannot_be_read_has_no_end_but_an_error() {
 
 #[test]
 fn comments_pass_and_write_nothing_else() {
-    let mut stream = ChatAnswerTranslator::new(Dialect::Responses, AnswerHead::default());
+    let mut stream = ChatAnswerTranslator::new(spec_of(Dialect::Responses));
     let shown = stream.translate_events(b": keep-alive\n\n", 0.0);
     assert_eq!(shown, b": keep-alive\n\n");
 }

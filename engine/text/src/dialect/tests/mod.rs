@@ -61,15 +61,21 @@ fn context() -> WriteContext<'static> {
     }
 }
 
-pub fn head(dialect: Dialect, facts: RequestFacts) -> AnswerHead {
-    AnswerHead {
-        id: format!("{}7", dialect.id_prefix()),
+pub fn spec(dialect: Dialect, facts: RequestFacts) -> AnswerSpec {
+    AnswerSpec {
+        dialect,
         model: "m".to_owned(),
         created: 1_000,
-        logprobs: -1,
         arrived: 1.0,
         facts,
-        ..AnswerHead::default()
+        ..AnswerSpec::default()
+    }
+}
+
+pub fn ids(dialect: Dialect) -> AnswerIds {
+    AnswerIds {
+        response: format!("{}7", dialect.id_prefix()),
+        ..AnswerIds::default()
     }
 }
 
@@ -116,7 +122,7 @@ pub struct ScriptedAnswer {
 impl ScriptedAnswer {
     pub fn new(dialect: Dialect, facts: RequestFacts) -> Self {
         Self {
-            writer: new_writer(dialect, head(dialect, facts), 1),
+            writer: new_writer(spec(dialect, facts).into(), ids(dialect)),
             choice: choice(),
         }
     }

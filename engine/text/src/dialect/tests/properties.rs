@@ -323,10 +323,10 @@ fn other_processes_end_a_stream_in_its_form() {
 
 #[test]
 fn logprobs_of_held_back_tokens_come_with_the_text_that_releases_them() {
-    let mut request_head = head(Dialect::Responses, RequestFacts::default());
-    request_head.logprobs = 0;
+    let mut request_spec = spec(Dialect::Responses, RequestFacts::default());
+    request_spec.logprobs = Some(0);
     let mut answer = ScriptedAnswer {
-        writer: new_writer(Dialect::Responses, request_head, 1),
+        writer: new_writer(request_spec.into(), ids(Dialect::Responses)),
         choice: choice(),
     };
     let rows = |count| {

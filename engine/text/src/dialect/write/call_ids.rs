@@ -39,6 +39,22 @@ impl CallIdForm {
     }
 }
 
+/// Id of a response, from which those of its parts are derived.
+#[derive(Debug, Clone, Default)]
+pub struct AnswerIds {
+    /// With the API's prefix.
+    pub response: String,
+    pub call_form: CallIdForm,
+}
+
+impl AnswerIds {
+    /// Id of a call. `index`: its place among the calls of its choice.
+    pub fn call_id(&self, prefix: &str, choice: usize, index: usize, name: &str) -> String {
+        self.call_form
+            .call_id(prefix, &self.response, choice, index, name)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,18 +1,21 @@
 //! /v1/chat/completions.
 
+use std::sync::Arc;
+
 use super::json::{push_number, push_text};
 use super::logprobs::push_chat_logprobs;
 use super::openai::OpenAiHead;
-use super::{AnswerHead, AnswerWriter, ChoiceOutput, ResumedOutput, WriteContext};
+use super::{AnswerIds, AnswerSpec, AnswerWriter, ChoiceOutput, ResumedOutput, WriteContext};
 use crate::stream::parts::AnswerPart;
 use crate::tokenizer::TokenDecoder;
 
 pub struct ChatWriter(OpenAiHead);
 
 impl ChatWriter {
-    pub fn new(head: AnswerHead) -> Self {
+    pub fn new(spec: Arc<AnswerSpec>, ids: AnswerIds) -> Self {
         Self(OpenAiHead::new(
-            head,
+            spec,
+            ids,
             "chat.completion.chunk",
             "chat.completion",
         ))
@@ -74,7 +77,7 @@ impl ChatWriter {
         out.extend_from_slice(b"},\"logprobs\":");
         match choice.delta.logprobs.take() {
             Some(rows) => {
-                push_chat_logprobs(out, &rows, self.0.head.token_names, context.decoder);
+                push_chat_logprobs(out, &rows, self.0.spec.token_names, context.decoder);
             }
             None => out.extend_from_slice(b"null"),
         }
@@ -89,10 +92,10 @@ impl ChatWriter {
                 out.extend_from_slice(b"\"content\":");
                 push_text(out, text);
             }
-            PartMember::CallBegin { name, .. } if self.0.head.is_function_call => {
+            PartMember::CallBegin { name, .. } if self.0.spec.is_function_call() => {
                 push_function_call(name, "", out);
             }
-            PartMember::Arguments { text, .. } if self.0.head.is_function_call => {
+            PartMember::Arguments { text, .. } if self.0.spec.is_function_call() => {
                 out.extend_from_slice(b"\"function_call\":{\"arguments\":");
                 push_text(out, text);
                 out.push(b'}');
@@ -115,7 +118,7 @@ impl ChatWriter {
     }
 
     fn push_reasoning(&self, text: &str, out: &mut Vec<u8>) {
-        for (place, name) in self.0.head.reasoning_names.members().iter().enumerate() {
+        for (place, name) in self.0.spec.reasoning_field().members().iter().enumerate() {
             if place > 0 {
                 out.push(b',');
             }
@@ -127,11 +130,8 @@ impl ChatWriter {
 
     /// Members of a call up to its arguments.
     fn push_call_begin(&self, choice: usize, index: usize, name: &str, out: &mut Vec<u8>) {
-        let head = &self.0.head;
         out.extend_from_slice(b"\"id\":");
-        let id = head
-            .call_ids
-            .call_id("call_", &head.id, choice, index, name);
+        let id = self.0.ids.call_id("call_", choice, index, name);
         push_text(out, &id);
         out.extend_from_slice(b",\"type\":\"function\",\"function\":{\"name\":");
         push_text(out, name);
@@ -170,7 +170,7 @@ impl ChatWriter {
             }
         }
         // There is one: the answer ends behind it.
-        if let Some((name, arguments)) = calls.first().filter(|_| self.0.head.is_function_call) {
+        if let Some((name, arguments)) = calls.first().filter(|_| self.0.spec.is_function_call()) {
             push_function_call(name, arguments, out);
             return;
         }
@@ -236,7 +236,7 @@ impl AnswerWriter for ChatWriter {
         }
         match &delta.logprobs {
             Some(rows) => {
-                push_chat_logprobs(out, rows, self.0.head.token_names, context.decoder);
+                push_chat_logprobs(out, rows, self.0.spec.token_names, context.decoder);
             }
             None => out.extend_from_slice(b"null"),
         }
@@ -271,7 +271,7 @@ impl AnswerWriter for ChatWriter {
         let write_logprobs =
             |choice: &mut ChoiceOutput, out: &mut Vec<u8>| match &choice.so_far.logprobs {
                 Some(rows) => {
-                    push_chat_logprobs(out, rows, self.0.head.token_names, context.decoder);
+                    push_chat_logprobs(out, rows, self.0.spec.token_names, context.decoder);
                 }
                 None => out.extend_from_slice(b"null"),
             };

@@ -1,16 +1,21 @@
 //! /v1/completions.
 
+use std::sync::Arc;
+
 use super::json::push_text;
 use super::logprobs::{ColumnRules, place_token, push_completion_logprobs};
 use super::openai::OpenAiHead;
-use super::{AnswerHead, AnswerWriter, ChoiceOutput, ResumedOutput, TokenLogprobs, WriteContext};
+use super::{
+    AnswerIds, AnswerSpec, AnswerWriter, ChoiceOutput, ResumedOutput, TokenLogprobs, WriteContext,
+};
 use crate::tokenizer::TokenDecoder;
 
 pub struct CompletionWriter(OpenAiHead);
 
 impl CompletionWriter {
-    pub fn new(head: AnswerHead) -> Self {
-        Self(OpenAiHead::new(head, "text_completion", "text_completion"))
+    pub fn new(spec: Arc<AnswerSpec>, ids: AnswerIds) -> Self {
+        let object = "text_completion";
+        Self(OpenAiHead::new(spec, ids, object, object))
     }
 
     /// Logprobs of an event or of a whole answer: those of the prompt once, then `rows`.
@@ -29,12 +34,12 @@ impl CompletionWriter {
             out.extend_from_slice(b"null");
             return;
         }
-        let head = &self.0.head;
+        let spec = &self.0.spec;
         let rows = rows.unwrap_or_default();
         let rules = ColumnRules {
-            has_top: head.logprobs > 0 || rows.has_ids(),
-            skips_special_tokens: head.skips_special_tokens,
-            names: head.token_names,
+            has_top: spec.logprobs > Some(0) || rows.has_ids(),
+            skips_special_tokens: spec.skip_special_tokens,
+            names: spec.token_names,
         };
         push_completion_logprobs(
             out,
@@ -113,7 +118,7 @@ impl AnswerWriter for CompletionWriter {
             place_token(
                 &mut choice.offsets,
                 *id,
-                self.0.head.skips_special_tokens,
+                self.0.spec.skip_special_tokens,
                 decoder,
             );
         }

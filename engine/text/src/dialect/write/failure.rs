@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::json::push_text;
-use super::{AnswerHead, new_writer};
+use super::{AnswerIds, AnswerSpec, new_writer};
 use crate::dialect::Dialect;
 use crate::dialect::sse::{DONE_EVENT, stated_status};
 
@@ -224,14 +224,17 @@ pub struct InterruptedStream<'a> {
 impl InterruptedStream<'_> {
     /// The end of the stream: an error event and `[DONE]`. `error`: its JSON, in one line.
     pub fn end_with(&self, error: &[u8]) -> Vec<u8> {
-        let head = AnswerHead {
-            id: self.response_id.to_owned(),
+        let spec = AnswerSpec {
+            dialect: self.dialect,
             model: self.model.to_owned(),
             created: self.created,
-            logprobs: -1,
-            ..AnswerHead::default()
+            ..AnswerSpec::default()
         };
-        let mut writer = new_writer(self.dialect, head, 1);
+        let ids = AnswerIds {
+            response: self.response_id.to_owned(),
+            ..AnswerIds::default()
+        };
+        let mut writer = new_writer(spec.into(), ids);
         writer.set_event_count(self.events);
         let mut out = Vec::new();
         writer.write_failure(error, &mut out);

@@ -1,23 +1,24 @@
 //! /generate in SGLang's native form (matches SGLang 0.5.7): a stream's event carries the text so
 //! far.
 
+use std::sync::Arc;
+
 use super::json::{push_array, push_float, push_ids, push_number, push_text};
 use super::logprobs::{PromptText, push_chosen_triples, push_triples};
 use super::openai::push_stop;
-use super::{AnswerHead, AnswerWriter, ChoiceOutput, FinishReason, ResumedOutput, WriteContext};
+use super::{
+    AnswerIds, AnswerSpec, AnswerWriter, ChoiceOutput, FinishReason, ResumedOutput, WriteContext,
+};
 use crate::tokenizer::TokenDecoder;
 
 pub struct GenerateWriter {
-    head: AnswerHead,
-    has_many: bool,
+    spec: Arc<AnswerSpec>,
+    ids: AnswerIds,
 }
 
 impl GenerateWriter {
-    pub fn new(head: AnswerHead, choices: usize) -> Self {
-        Self {
-            head,
-            has_many: choices > 1,
-        }
+    pub fn new(spec: Arc<AnswerSpec>, ids: AnswerIds) -> Self {
+        Self { spec, ids }
     }
 
     /// The object of a choice without its closing brace.
@@ -28,10 +29,10 @@ impl GenerateWriter {
         out.extend_from_slice(b",\"output_ids\":");
         push_ids(out, &whole.tokens);
         out.extend_from_slice(b",\"meta_info\":{\"id\":");
-        if self.has_many {
-            push_text(out, &format!("{}-{}", self.head.id, choice.index));
+        if self.spec.choices.len() > 1 {
+            push_text(out, &format!("{}-{}", self.ids.response, choice.index));
         } else {
-            push_text(out, &self.head.id);
+            push_text(out, &self.ids.response);
         }
         out.extend_from_slice(b",\"finish_reason\":");
         push_finish(out, choice);
@@ -42,8 +43,8 @@ impl GenerateWriter {
         out.extend_from_slice(b",\"cached_tokens\":");
         push_number(out, choice.cached_tokens);
         out.extend_from_slice(b",\"e2e_latency\":");
-        push_float(out, ((context.now - self.head.arrived) * 1e6).round() / 1e6);
-        if self.head.logprobs >= 0 {
+        push_float(out, ((context.now - self.spec.arrived) * 1e6).round() / 1e6);
+        if self.spec.logprobs.is_some() {
             self.push_logprobs(choice, context, out);
         }
         out.push(b'}');
@@ -53,7 +54,7 @@ impl GenerateWriter {
         let none = Default::default();
         let rows = choice.so_far.logprobs.as_ref().unwrap_or(&none);
         let prompt = choice.prompt_text.as_ref().and_then(PromptText::triples);
-        let has_top = self.head.logprobs > 0;
+        let has_top = self.spec.logprobs > Some(0);
         let none = Default::default();
         let prompt = prompt.unwrap_or(&none);
         push_written_array(out, ",\"input_token_logprobs\":", &prompt.tokens);
@@ -119,7 +120,7 @@ impl AnswerWriter for GenerateWriter {
         let begin = out.len();
         out.extend_from_slice(b"data: ");
         self.push_item(choice, context, out);
-        if self.head.is_batch {
+        if self.spec.is_batch {
             out.extend_from_slice(b",\"index\":");
             push_number(out, choice.index as u64);
         }
@@ -139,7 +140,7 @@ impl AnswerWriter for GenerateWriter {
             self.push_item(choice, context, out);
             out.push(b'}');
         };
-        if self.head.is_batch {
+        if self.spec.is_batch {
             push_array(out, choices.iter(), push_object);
         } else if let Some(choice) = choices.first() {
             push_object(out, choice);

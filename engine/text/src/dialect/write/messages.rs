@@ -9,12 +9,13 @@
 //! An answer that is no stream takes the same way; its events are dropped.
 
 use std::mem;
+use std::sync::Arc;
 
 use super::failure::{ErrorObject, push_named_end, push_named_event};
 use super::json::{push_joined, push_number, push_text, push_text_member};
 use super::{
-    AnswerCounts, AnswerHead, AnswerWriter, ChoiceOutput, FinishReason, MatchedStop, ResumedOutput,
-    WriteContext,
+    AnswerCounts, AnswerIds, AnswerSpec, AnswerWriter, ChoiceOutput, FinishReason, MatchedStop,
+    ResumedOutput, WriteContext,
 };
 use crate::dialect::translate::reasoning_text::{PREFIX, encode_reasoning};
 use crate::stream::parts::AnswerPart;
@@ -41,7 +42,8 @@ enum BlockKind {
 
 /// See the module.
 pub struct MessagesWriter {
-    head: AnswerHead,
+    spec: Arc<AnswerSpec>,
+    ids: AnswerIds,
     /// JSON of the blocks that are complete.
     blocks: Vec<Vec<u8>>,
     open: Option<OpenBlock>,
@@ -54,9 +56,10 @@ pub struct MessagesWriter {
 }
 
 impl MessagesWriter {
-    pub fn new(head: AnswerHead) -> Self {
+    pub fn new(spec: Arc<AnswerSpec>, ids: AnswerIds) -> Self {
         Self {
-            head,
+            spec,
+            ids,
             blocks: Vec::new(),
             open: None,
             calls: 0,
@@ -109,7 +112,7 @@ impl MessagesWriter {
             AnswerPart::Reasoning(text) => {
                 self.ensure_open(BlockKind::Thinking, out);
                 self.append(text);
-                if !self.head.facts.hides_thinking {
+                if !self.spec.facts.hides_thinking {
                     self.write_delta("thinking_delta", "thinking", text, out);
                 }
             }
@@ -120,8 +123,7 @@ impl MessagesWriter {
             }
             AnswerPart::CallBegin(name) => {
                 self.close_block(out);
-                let form = self.head.call_ids;
-                let id = form.call_id("toolu_", &self.head.id, 0, self.calls, name);
+                let id = self.ids.call_id("toolu_", 0, self.calls, name);
                 self.calls += 1;
                 let name = name.clone();
                 self.open_block(BlockKind::ToolUse { id, name }, out);
@@ -178,7 +180,7 @@ impl MessagesWriter {
             BlockKind::Thinking => {
                 let signature = self.sign_thinking(&block.text);
                 self.write_delta("signature_delta", "signature", &signature, out);
-                let shown = if self.head.facts.hides_thinking {
+                let shown = if self.spec.facts.hides_thinking {
                     ""
                 } else {
                     &block.text
@@ -205,7 +207,7 @@ impl MessagesWriter {
 
     /// Signature of a thinking block: its text where the block does not show it.
     fn sign_thinking(&self, text: &str) -> String {
-        if self.head.facts.hides_thinking {
+        if self.spec.facts.hides_thinking {
             encode_reasoning(text)
         } else {
             PREFIX.to_owned()
@@ -233,7 +235,7 @@ impl MessagesWriter {
 
     fn stop_reason(&self) -> Option<&'static str> {
         Some(match self.finish? {
-            FinishReason::Length if self.head.is_limited_by_context => {
+            FinishReason::Length if self.spec.is_limited_by_context => {
                 "model_context_window_exceeded"
             }
             FinishReason::Length => "max_tokens",
@@ -256,9 +258,9 @@ impl MessagesWriter {
 
     fn push_message(&self, usage: AnswerCounts, out: &mut Vec<u8>) {
         out.extend_from_slice(b"{\"id\":");
-        push_text(out, &self.head.id);
+        push_text(out, &self.ids.response);
         out.extend_from_slice(b",\"type\":\"message\",\"role\":\"assistant\"");
-        push_text_member(out, "model", &self.head.model);
+        push_text_member(out, "model", &self.spec.model);
         out.extend_from_slice(b",\"content\":[");
         push_joined(out, &self.blocks, |out, block| {
             out.extend_from_slice(block);

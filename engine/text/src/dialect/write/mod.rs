@@ -19,8 +19,9 @@ mod messages;
 mod openai;
 mod responses;
 mod resume_comment;
+mod spec;
 
-pub use call_ids::CallIdForm;
+pub use call_ids::{AnswerIds, CallIdForm};
 use chat::ChatWriter;
 use completions::CompletionWriter;
 pub use failure::{ErrorObject, InterruptedStream, anthropic_error_body};
@@ -29,55 +30,17 @@ pub use logprobs::{PromptForms, PromptRecords, PromptText, TokenLogprobs, TokenN
 use messages::MessagesWriter;
 use responses::ResponsesWriter;
 pub use resume_comment::ResumeComments;
+pub use spec::{AnswerSpec, ChoiceSpec, PromptLogprobsSpec, ReadingSpec};
+
+use std::sync::Arc;
 
 use serde::Deserialize;
 
 use super::Dialect;
 use super::sse::error_end;
-use super::translate::RequestFacts;
 use crate::stream::TextOffsets;
 use crate::stream::parts::{AnswerPart, AnswerParts};
 use crate::tokenizer::TokenDecoder;
-
-/// Facts that hold for the whole answer.
-#[derive(Debug, Clone, Default)]
-pub struct AnswerHead {
-    /// Id of the response, with the API's prefix.
-    pub id: String,
-    /// Name under which the model is served.
-    pub model: String,
-    /// Unix seconds.
-    pub created: u64,
-    /// Usage comes in an event of its own at the end.
-    pub includes_usage: bool,
-    /// Every event has the usage so far.
-    pub has_continuous_usage: bool,
-    /// Token ids stand beside the text.
-    pub returns_token_ids: bool,
-    /// Ids of the prompt stand beside the answer.
-    pub returns_prompt_ids: bool,
-    /// How logprobs name their tokens.
-    pub token_names: TokenNames,
-    /// Alternatives per position; -1: no logprobs.
-    pub logprobs: i32,
-    /// /generate: the request asked for a list.
-    pub is_batch: bool,
-    /// Special tokens have no text.
-    pub skips_special_tokens: bool,
-    /// Members that hold the reasoning.
-    pub reasoning_names: ReasoningNames,
-    /// Reasoning is sent once it is complete.
-    pub gathers_reasoning: bool,
-    pub call_ids: CallIdForm,
-    /// Chat: the call is `function_call` of the message, as in OpenAI's older API.
-    pub is_function_call: bool,
-    /// When the request came, on the clock of [`WriteContext::now`] [seconds].
-    pub arrived: f64,
-    /// The context ends where the answer's limit is, before the limit that the client set.
-    pub is_limited_by_context: bool,
-    /// /v1/responses and /v1/messages: facts of the client's request.
-    pub facts: RequestFacts,
-}
 
 /// Members of a chat answer that hold its reasoning.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
@@ -199,10 +162,11 @@ pub struct ChoiceOutput {
 
 impl ChoiceOutput {
     /// The delta has parts for the client, or the end.
-    pub fn is_ready(&self, head: &AnswerHead, writer: &dyn AnswerWriter) -> bool {
+    pub fn is_ready(&self, spec: &AnswerSpec, writer: &dyn AnswerWriter) -> bool {
         let delta = &self.delta;
+        let gathers_reasoning = spec.gathers_reasoning();
         let shows = |part: &AnswerPart| {
-            let is_gathered = head.gathers_reasoning && matches!(part, AnswerPart::Reasoning(_));
+            let is_gathered = gathers_reasoning && matches!(part, AnswerPart::Reasoning(_));
             !is_gathered && writer.shows_part(part)
         };
         delta.finish.is_some() || delta.parts.iter().any(shows)
@@ -250,18 +214,18 @@ pub struct AnswerCounts {
 pub struct WriteContext<'a> {
     pub decoder: &'a dyn TokenDecoder,
     pub usage: AnswerCounts,
-    /// On the clock of [`AnswerHead::arrived`] [seconds].
+    /// On the clock of [`AnswerSpec::arrived`] [seconds].
     pub now: f64,
 }
 
-/// The writer of an API's answers. `choices`: how many the answer has.
-pub fn new_writer(dialect: Dialect, head: AnswerHead, choices: usize) -> Box<dyn AnswerWriter> {
-    match dialect {
-        Dialect::Chat => Box::new(ChatWriter::new(head)),
-        Dialect::Completions => Box::new(CompletionWriter::new(head)),
-        Dialect::Generate => Box::new(GenerateWriter::new(head, choices)),
-        Dialect::Responses => Box::new(ResponsesWriter::new(head)),
-        Dialect::Messages => Box::new(MessagesWriter::new(head)),
+/// The writer of the answers of `spec.dialect`.
+pub fn new_writer(spec: Arc<AnswerSpec>, ids: AnswerIds) -> Box<dyn AnswerWriter> {
+    match spec.dialect {
+        Dialect::Chat => Box::new(ChatWriter::new(spec, ids)),
+        Dialect::Completions => Box::new(CompletionWriter::new(spec, ids)),
+        Dialect::Generate => Box::new(GenerateWriter::new(spec, ids)),
+        Dialect::Responses => Box::new(ResponsesWriter::new(spec, ids)),
+        Dialect::Messages => Box::new(MessagesWriter::new(spec, ids)),
     }
 }
 

@@ -1,14 +1,18 @@
 //! Parts that chat and completion answers share.
 
+use std::sync::Arc;
+
 use super::json::{push_ids, push_number, push_text};
 use super::{
-    AnswerCounts, AnswerHead, ChoiceOutput, Delta, FinishReason, MatchedStop, WriteContext,
+    AnswerCounts, AnswerIds, AnswerSpec, ChoiceOutput, Delta, FinishReason, MatchedStop,
+    WriteContext,
 };
 
 /// Parts of every event and answer, made once.
 #[derive(Debug)]
 pub struct OpenAiHead {
-    pub head: AnswerHead,
+    pub spec: Arc<AnswerSpec>,
+    pub ids: AnswerIds,
     /// Event up to the index of its choice.
     event_begin: Vec<u8>,
     /// Event without choices, up to its usage.
@@ -18,13 +22,19 @@ pub struct OpenAiHead {
 }
 
 impl OpenAiHead {
-    pub fn new(head: AnswerHead, event_object: &str, whole_object: &str) -> Self {
-        let event_head = members_before_choices(&head, event_object);
+    pub fn new(
+        spec: Arc<AnswerSpec>,
+        ids: AnswerIds,
+        event_object: &str,
+        whole_object: &str,
+    ) -> Self {
+        let event_head = members_before_choices(&spec, &ids, event_object);
         Self {
             event_begin: [b"data: ", &event_head[..], b"[{\"index\":"].concat(),
             last_event_begin: [b"data: ", &event_head[..], b"[],\"usage\":"].concat(),
-            whole_begin: members_before_choices(&head, whole_object),
-            head,
+            whole_begin: members_before_choices(&spec, &ids, whole_object),
+            spec,
+            ids,
         }
     }
 
@@ -33,7 +43,7 @@ impl OpenAiHead {
         !delta.text.is_empty()
             || delta.finish.is_some()
             || delta.logprobs.is_some()
-            || (self.head.returns_token_ids && !delta.tokens.is_empty())
+            || (self.spec.return_token_ids && !delta.tokens.is_empty())
     }
 
     /// Begins an event: what follows is the member that holds the text.
@@ -48,7 +58,7 @@ impl OpenAiHead {
     pub fn end_event(&self, choice: &ChoiceOutput, context: &WriteContext<'_>, out: &mut Vec<u8>) {
         let delta = &choice.delta;
         self.push_finish_reason(delta, out);
-        if self.head.returns_token_ids {
+        if self.spec.return_token_ids {
             out.extend_from_slice(b",\"token_ids\":");
             push_ids(out, &delta.tokens);
         }
@@ -61,7 +71,7 @@ impl OpenAiHead {
     fn push_finish_reason(&self, delta: &Delta, out: &mut Vec<u8>) {
         out.extend_from_slice(b",\"finish_reason\":");
         match delta.finish {
-            Some(FinishReason::ToolCalls) if self.head.is_function_call => {
+            Some(FinishReason::ToolCalls) if self.spec.is_function_call() => {
                 push_text(out, "function_call");
             }
             Some(reason) => push_text(out, reason.name()),
@@ -78,17 +88,17 @@ impl OpenAiHead {
     /// Ends the choice of an event, and writes the usage so far.
     pub fn end_choice(&self, context: &WriteContext<'_>, out: &mut Vec<u8>) {
         out.extend_from_slice(b"}]");
-        if self.head.has_continuous_usage {
+        if self.spec.continuous_usage_stats {
             out.extend_from_slice(b",\"usage\":");
             push_usage(out, context.usage);
-        } else if self.head.includes_usage {
+        } else if self.spec.include_usage {
             out.extend_from_slice(b",\"usage\":null");
         }
     }
 
     /// The event with the usage of the whole answer, if it was asked for.
     pub fn write_end(&self, context: &WriteContext<'_>, out: &mut Vec<u8>) {
-        if self.head.includes_usage {
+        if self.spec.include_usage {
             out.extend_from_slice(&self.last_event_begin);
             push_usage(out, context.usage);
             out.extend_from_slice(b"}\n\n");
@@ -97,7 +107,7 @@ impl OpenAiHead {
 
     /// Ids of a choice's prompt, if they were asked for.
     pub fn push_prompt_ids(&self, choice: &ChoiceOutput, out: &mut Vec<u8>) {
-        if self.head.returns_prompt_ids {
+        if self.spec.return_prompt_ids {
             out.extend_from_slice(b",\"prompt_token_ids\":");
             push_ids(out, &choice.prompt_ids);
         }
@@ -134,13 +144,13 @@ impl OpenAiHead {
             out.push(b',');
             write_message(choice, out);
             out.extend_from_slice(b",\"logprobs\":");
-            if self.head.logprobs >= 0 {
+            if self.spec.logprobs.is_some() {
                 choice.so_far.logprobs.get_or_insert_default();
             }
             write_logprobs(choice, out);
             self.push_finish_reason(&choice.so_far, out);
             push_matched_stop(out, choice.matched_stop.as_ref());
-            if self.head.returns_token_ids {
+            if self.spec.return_token_ids {
                 out.extend_from_slice(b",\"token_ids\":");
                 push_ids(out, &choice.so_far.tokens);
             }
@@ -152,15 +162,15 @@ impl OpenAiHead {
 }
 
 /// `{"id":…,"object":…,"created":…,"model":…,"choices":`
-fn members_before_choices(head: &AnswerHead, object: &str) -> Vec<u8> {
+fn members_before_choices(spec: &AnswerSpec, ids: &AnswerIds, object: &str) -> Vec<u8> {
     let mut out = b"{\"id\":".to_vec();
-    push_text(&mut out, &head.id);
+    push_text(&mut out, &ids.response);
     out.extend_from_slice(b",\"object\":");
     push_text(&mut out, object);
     out.extend_from_slice(b",\"created\":");
-    push_number(&mut out, head.created);
+    push_number(&mut out, spec.created);
     out.extend_from_slice(b",\"model\":");
-    push_text(&mut out, &head.model);
+    push_text(&mut out, &spec.model);
     out.extend_from_slice(b",\"choices\":");
     out
 }

@@ -8,12 +8,13 @@
 //! An answer that is no stream takes the same way; its events are dropped.
 
 use std::mem;
+use std::sync::Arc;
 
 use super::failure::ErrorObject;
 use super::json::{push_joined, push_number, push_text, push_text_member};
 use super::logprobs::{TokenNames, push_chat_entries};
 use super::{
-    AnswerCounts, AnswerHead, AnswerWriter, ChoiceOutput, FinishReason, ResumedOutput,
+    AnswerCounts, AnswerIds, AnswerSpec, AnswerWriter, ChoiceOutput, FinishReason, ResumedOutput,
     TokenLogprobs, WriteContext,
 };
 use crate::dialect::derived_id;
@@ -56,9 +57,8 @@ enum ItemKind {
 
 /// See the module.
 pub struct ResponsesWriter {
-    head: AnswerHead,
-    /// Members of the response that repeat the request.
-    echo: String,
+    spec: Arc<AnswerSpec>,
+    ids: AnswerIds,
     /// Events so far: the number of the next one.
     events: u64,
     /// Place of the last event of the present write.
@@ -75,14 +75,10 @@ pub struct ResponsesWriter {
 }
 
 impl ResponsesWriter {
-    pub fn new(mut head: AnswerHead) -> Self {
-        let mut echo = mem::take(&mut head.facts.echo);
-        if echo.is_empty() {
-            DEFAULT_ECHO.clone_into(&mut echo);
-        }
+    pub fn new(spec: Arc<AnswerSpec>, ids: AnswerIds) -> Self {
         Self {
-            head,
-            echo,
+            spec,
+            ids,
             events: 0,
             last_event: None,
             items: Vec::new(),
@@ -181,7 +177,7 @@ impl ResponsesWriter {
 
     fn begin_call(&mut self, name: &str, out: &mut Vec<u8>) {
         self.close_item(ItemStatus::Completed, out);
-        let tools = &self.head.facts.tools;
+        let tools = &self.spec.facts.tools;
         let tool = tools.iter().find(|tool| tool.flat_name == name).cloned();
         let tool = tool.unwrap_or_else(|| ClientTool {
             flat_name: name.to_owned(),
@@ -189,8 +185,7 @@ impl ResponsesWriter {
             namespace: None,
             is_custom: false,
         });
-        let form = self.head.call_ids;
-        let call_id = form.call_id("call_", &self.head.id, 0, self.calls, name);
+        let call_id = self.ids.call_id("call_", 0, self.calls, name);
         self.calls += 1;
         let prefix = if tool.is_custom { "ctc_" } else { "fc_" };
         let item = self.open_item(prefix, ItemKind::Call { call_id, tool }, out);
@@ -199,7 +194,7 @@ impl ResponsesWriter {
 
     fn open_item(&mut self, prefix: &str, kind: ItemKind, out: &mut Vec<u8>) -> OpenItem {
         let item = OpenItem {
-            id: derived_id(prefix, &self.head.id, 0, self.items.len()),
+            id: derived_id(prefix, &self.ids.response, 0, self.items.len()),
             kind,
             text: String::new(),
             logprobs: Vec::new(),
@@ -317,7 +312,7 @@ impl ResponsesWriter {
                     push_part(item, out);
                 }
                 out.push(b']');
-                if is_begun && self.head.facts.includes_encrypted_content {
+                if is_begun && self.spec.facts.includes_encrypted_content {
                     push_text_member(out, "encrypted_content", &encode_reasoning(&item.text));
                 }
             }
@@ -344,14 +339,14 @@ impl ResponsesWriter {
         out: &mut Vec<u8>,
     ) {
         out.extend_from_slice(b"{\"id\":");
-        push_text(out, &self.head.id);
+        push_text(out, &self.ids.response);
         out.extend_from_slice(b",\"object\":\"response\",\"created_at\":");
-        push_number(out, self.head.created);
+        push_number(out, self.spec.created);
         out.extend_from_slice(b",\"completed_at\":");
         match ended {
             Some(context) if status == ItemStatus::Completed => {
-                let secs = (context.now - self.head.arrived).max(0.0) as u64;
-                push_number(out, self.head.created + secs);
+                let secs = (context.now - self.spec.arrived).max(0.0) as u64;
+                push_number(out, self.spec.created + secs);
             }
             _ => out.extend_from_slice(b"null"),
         }
@@ -370,9 +365,11 @@ impl ResponsesWriter {
             }
             _ => b",\"incomplete_details\":null",
         });
-        push_text_member(out, "model", &self.head.model);
+        push_text_member(out, "model", &self.spec.model);
         out.push(b',');
-        out.extend_from_slice(self.echo.as_bytes());
+        let echo = &self.spec.facts.echo;
+        let echo = if echo.is_empty() { DEFAULT_ECHO } else { echo };
+        out.extend_from_slice(echo.as_bytes());
         out.extend_from_slice(b",\"output\":[");
         push_joined(out, &self.items, |out, item| out.extend_from_slice(item));
         out.extend_from_slice(b"],\"usage\":");

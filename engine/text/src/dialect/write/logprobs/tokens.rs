@@ -2,6 +2,8 @@
 
 use std::fmt::Write as _;
 
+use serde::Deserialize;
+
 use super::super::json::{push_array, push_float, push_joined, push_number, push_text};
 use crate::stream::TextOffsets;
 use crate::tokenizer::TokenDecoder;
@@ -9,8 +11,9 @@ use crate::tokenizer::TokenDecoder;
 /// JSON has no -inf; OpenAI writes this for an impossible token.
 const IMPOSSIBLE: f64 = -9999.0;
 
-/// How tokens are named in logprobs.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+/// Names of tokens in logprobs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum TokenNames {
     /// By their texts.
     #[default]
