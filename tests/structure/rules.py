@@ -34,9 +34,6 @@ from tests.structure.sources import (
     text,
 )
 
-MAX_ENTRIES = 12
-MAX_FILE_LINES = 700
-MAX_FUNCTION_LINES = 80
 MAX_ONE_WORD_PERCENT = 30
 MAX_ONE_WORD_FUNCTIONS_PERCENT = 40
 MAX_DOC_COLUMNS = 100
@@ -52,9 +49,6 @@ ROUTER_ORDER = (
     "server", "lib", "main",
 )  # fmt: skip
 """Modules of the router, lowest first: each uses only those before it."""
-
-STATE_MACHINES = {"kv_transfer/src/state_machine/decode.rs:apply_event"}
-"""Functions that match over all states of one machine; these stay in one place, however long."""
 
 BRITISH_VERB = (
     "[a-z]*(tokeni|prioriti|utili|normali|optimi|initiali|synchroni|seriali|vectori|quanti|summari|recogni|organi|minimi)"
@@ -170,35 +164,6 @@ def upward_imports_of_a_package() -> Offenses:
             for other in imports[path] & inside:
                 if place[entry(other, folder)] > place[entry(path, folder)]:
                     yield f"{path} -> {other}", 1
-
-
-def folder_entries() -> Offenses:
-    """Folders of sources and tests that list too many files and folders."""
-    listed: dict[str, set[str]] = {}
-    for path in [
-        *product_files(),
-        *(path for folder in CRATES.values() for path in files(folder, ".rs")),
-        *files("tests", ".py"),
-    ]:
-        parts = path.split("/")
-        for n in range(1, len(parts)):
-            listed.setdefault("/".join(parts[:n]), set()).add(parts[n])
-    for folder, entries in listed.items():
-        if len(entries) > MAX_ENTRIES:
-            yield folder, len(entries)
-
-
-def long_files() -> Offenses:
-    for path in product_files():
-        if (lines := text(path).count("\n")) > MAX_FILE_LINES:
-            yield path, lines
-
-
-def long_functions() -> Offenses:
-    for path in product_files():
-        for name, lines in functions(path):
-            if lines > MAX_FUNCTION_LINES and f"{path}:{name}" not in STATE_MACHINES:
-                yield f"{path}:{name}", lines
 
 
 def packages() -> dict[str, list[str]]:
@@ -369,18 +334,6 @@ RULES: dict[str, tuple[Callable[[], Offenses], str]] = {
         upward_imports_of_a_package,
         "inside a package a file imports only entries before its own (second_floor.py): "
         "move what both need into the lower one, or pass it in",
-    ),
-    "folder-entries": (
-        folder_entries,
-        f"a folder lists at most {MAX_ENTRIES} entries: group them by a noun of the field",
-    ),
-    "file-lines": (
-        long_files,
-        f"a file has at most {MAX_FILE_LINES} lines and one subject: divide it",
-    ),
-    "function-lines": (
-        long_functions,
-        f"a function has at most {MAX_FUNCTION_LINES} lines: divide it",
     ),
     "one-word-types": (
         one_word_types,

@@ -53,18 +53,12 @@ def test_count_below_its_entry_is_outdated() -> None:
     limits = {
         ("private-word", "docs:second"): 3,
         ("private-word", "docs:first"): 1,
-        ("file-lines", "a.py"): 1000,
     }
-    found = {("private-word", "docs:second"): 2, ("file-lines", "a.py"): 960}
+    found = {("private-word", "docs:second"): 2}
     assert outdated(limits, found) == [
         "private-word docs:first: 0, allowed 1",
         "private-word docs:second: 2, allowed 3",
     ]
-
-
-def test_sizes_in_lines_follow_after_five_percent() -> None:
-    limits = {("file-lines", "a.py"): 1000}
-    assert outdated(limits, {("file-lines", "a.py"): 949}) == ["file-lines a.py: 949, allowed 1000"]
 
 
 def test_renamed_file_keeps_the_sum_and_a_new_exception_does_not() -> None:
