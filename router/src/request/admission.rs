@@ -48,7 +48,7 @@ impl AdmissionController {
                 };
                 owed += f64::from(rate) * (now - last).as_secs_f64();
                 last = now;
-                let (add, forget) = fill(&mut owed, places.available_permits(), size);
+                let (add, forget) = balance_bucket(&mut owed, places.available_permits(), size);
                 places.add_permits(add);
                 places.forget_permits(forget);
             }
@@ -120,7 +120,7 @@ impl AdmissionController {
 /// (tokens to add, tokens to take out) of a bucket that has `there` of `size`, when `owed` have
 /// come in the meantime. Ended requests give theirs back to a bucket that may have been filled: it
 /// never keeps more than its size.
-fn fill(owed: &mut f64, there: usize, size: usize) -> (usize, usize) {
+fn balance_bucket(owed: &mut f64, there: usize, size: usize) -> (usize, usize) {
     let whole = owed.floor();
     *owed -= whole;
     let add = size.saturating_sub(there).min(whole as usize);
@@ -151,20 +151,20 @@ impl Drop for GaugeGuard {
 
 #[cfg(test)]
 mod tests {
-    use super::fill;
+    use super::balance_bucket;
 
     #[test]
     fn bucket_takes_whole_tokens_up_to_its_size() {
         let mut owed = 2.75;
-        assert_eq!(fill(&mut owed, 0, 8), (2, 0));
+        assert_eq!(balance_bucket(&mut owed, 0, 8), (2, 0));
         owed += 0.25;
-        assert_eq!(fill(&mut owed, 2, 8), (1, 0));
+        assert_eq!(balance_bucket(&mut owed, 2, 8), (1, 0));
         owed += 100.0;
         assert_eq!(
-            (fill(&mut owed, 7, 8), owed),
+            (balance_bucket(&mut owed, 7, 8), owed),
             ((1, 0), 0.0),
             "a full bucket overflows"
         );
-        assert_eq!(fill(&mut owed, 11, 8), (0, 3));
+        assert_eq!(balance_bucket(&mut owed, 11, 8), (0, 3));
     }
 }

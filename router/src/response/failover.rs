@@ -100,10 +100,14 @@ impl ResumeBuffer {
     }
 
     /// Take a run of whole events; what is for the client comes to `out`.
-    pub fn pass_run(&mut self, run: Bytes, out: &mut VecDeque<Bytes>) -> Result<(), BrokenStream> {
+    pub fn forward_run(
+        &mut self,
+        run: Bytes,
+        out: &mut VecDeque<Bytes>,
+    ) -> Result<(), BrokenStream> {
         let mut from = 0;
         while let Some(len) = event_len(&run[from..]) {
-            self.pass_event(&run, from..from + len, out)?;
+            self.forward_event(&run, from..from + len, out)?;
             from += len;
         }
         if from < run.len() || self.waiting_len > MAX_WAITING {
@@ -115,7 +119,7 @@ impl ResumeBuffer {
     }
 
     /// Find an event with the empty line behind it, where it lies in `text`.
-    fn pass_event(
+    fn forward_event(
         &mut self,
         text: &Bytes,
         at: Range<usize>,
@@ -271,20 +275,20 @@ mod tests {
     }
 
     /// `text`: the next piece of a worker's stream.
-    fn pass_piece(
+    fn forward_piece(
         events: &mut EventSplitter,
         buffer: &mut ResumeBuffer,
         text: &str,
     ) -> Result<String, BrokenStream> {
         let mut out = VecDeque::new();
         if let Some(run) = events.push(Bytes::copy_from_slice(text.as_bytes())) {
-            buffer.pass_run(run, &mut out)?;
+            buffer.forward_run(run, &mut out)?;
         }
         Ok(String::from_utf8(out.into_iter().flatten().collect()).unwrap())
     }
 
-    fn pass(buffer: &mut ResumeBuffer, text: &str) -> Result<String, BrokenStream> {
-        pass_piece(&mut EventSplitter::default(), buffer, text)
+    fn forward_text(buffer: &mut ResumeBuffer, text: &str) -> Result<String, BrokenStream> {
+        forward_piece(&mut EventSplitter::default(), buffer, text)
     }
 
     #[test]
@@ -292,7 +296,7 @@ mod tests {
         let mut buffer = buffer();
         let stream = ": baton {\"ids\":[5],\"seed\":7,\"created\":9,\"events\":4}\ndata: 3\n\n\
             : baton {\"ids\":[],\"events\":5}\ndata: 4\n\ndata: 5\n\n";
-        pass(&mut buffer, stream).unwrap();
+        forward_text(&mut buffer, stream).unwrap();
         buffer.forget_unpassed();
         assert_eq!(
             buffer.to_json_field(&BTreeMap::new()),
@@ -310,7 +314,7 @@ mod tests {
             let mut buffer = buffer();
             let mut shown = String::new();
             for pair in cuts.windows(2) {
-                shown += &pass_piece(&mut events, &mut buffer, &STREAM[pair[0]..pair[1]]).unwrap();
+                shown += &forward_piece(&mut events, &mut buffer, &STREAM[pair[0]..pair[1]]).unwrap();
                 let expected = match (shown.contains("\"a\""), shown.contains("\"b\"")) {
                     (_, true) => 3,
                     (true, false) => 2,
@@ -333,8 +337,8 @@ mod tests {
             let list = serde_json::to_string(&ids).unwrap();
             let list = if spaced { list.replace(',', " , ") } else { list };
             let mut buffer = buffer();
-            pass(&mut buffer, ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n").unwrap();
-            pass(&mut buffer, &format!(": baton {{\"ids\":{list}}}\ndata: {{}}\n\n")).unwrap();
+            forward_text(&mut buffer, ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n").unwrap();
+            forward_text(&mut buffer, &format!(": baton {{\"ids\":{list}}}\ndata: {{}}\n\n")).unwrap();
             prop_assert_eq!(buffer.lost(), None);
             prop_assert_eq!(&buffer.ids[1..], &ids[..]);
         }
@@ -344,7 +348,7 @@ mod tests {
     fn what_the_client_has_not_seen_is_forgotten() {
         let mut buffer = buffer();
         let cut = STREAM.find("data: {\"b\"").unwrap() + 8;
-        pass(&mut buffer, &STREAM[..cut]).unwrap();
+        forward_text(&mut buffer, &STREAM[..cut]).unwrap();
         buffer.forget_unpassed();
         assert_eq!(
             buffer.to_json_field(&BTreeMap::new()),
@@ -357,7 +361,10 @@ mod tests {
         );
         // The next worker tells seed and time again; the first ones stay.
         let next = ": baton {\"ids\":[8,9],\"seed\":1,\"created\":1}\ndata: {\"b\":2}\n\n";
-        assert_eq!(pass(&mut buffer, next).unwrap(), "data: {\"b\":2}\n\n");
+        assert_eq!(
+            forward_text(&mut buffer, next).unwrap(),
+            "data: {\"b\":2}\n\n"
+        );
         assert!(
             buffer
                 .to_json_field(&BTreeMap::new())
@@ -369,11 +376,14 @@ mod tests {
     fn client_that_has_seen_nothing_gets_another_answer_whole() {
         let mut buffer = buffer();
         let cut = STREAM.find("data: {\"a\"").unwrap() + 8;
-        assert_eq!(pass(&mut buffer, &STREAM[..cut]).unwrap(), ": waiting\n\n");
+        assert_eq!(
+            forward_text(&mut buffer, &STREAM[..cut]).unwrap(),
+            ": waiting\n\n"
+        );
         assert!(buffer.can_resume());
         assert_eq!(buffer.to_json_field(&BTreeMap::new()), "");
         buffer.forget_unpassed();
-        pass(&mut buffer, STREAM).unwrap();
+        forward_text(&mut buffer, STREAM).unwrap();
         assert!(
             buffer
                 .to_json_field(&BTreeMap::new())
@@ -385,13 +395,19 @@ mod tests {
     fn errors_that_another_worker_may_mend_end_it_and_others_pass() {
         let error = |code: &str| format!("data: {{\"error\":{{\"code\":\"{code}\"}}}}\n\n");
         let mut buffer = buffer();
-        pass(&mut buffer, &STREAM[..STREAM.find("data: {\"c\"").unwrap()]).unwrap();
+        forward_text(&mut buffer, &STREAM[..STREAM.find("data: {\"c\"").unwrap()]).unwrap();
         for code in ["internal_error", "timeout", "queue_full", "unknown"] {
-            assert_eq!(pass(&mut buffer, &error(code)).unwrap(), error(code));
+            assert_eq!(
+                forward_text(&mut buffer, &error(code)).unwrap(),
+                error(code)
+            );
         }
         for code in ["engine_dead", "draining"] {
             assert_eq!(
-                pass(&mut buffer, &error(code)).unwrap_err().code.into_str(),
+                forward_text(&mut buffer, &error(code))
+                    .unwrap_err()
+                    .code
+                    .into_str(),
                 code
             );
         }
@@ -402,12 +418,12 @@ mod tests {
         let mut buffer = buffer();
         let plain = "data: {\"a\":1}\n\n";
         assert_eq!(
-            pass(&mut buffer, &format!(": baton what\n{plain}")).unwrap(),
+            forward_text(&mut buffer, &format!(": baton what\n{plain}")).unwrap(),
             plain
         );
         assert_eq!(buffer.lost(), Some(NotResumable::Malformed));
         assert!(!buffer.can_resume());
-        assert_eq!(pass(&mut buffer, plain).unwrap(), plain);
+        assert_eq!(forward_text(&mut buffer, plain).unwrap(), plain);
     }
 
     #[test]
@@ -420,12 +436,12 @@ mod tests {
         );
         let mut second = ResumeBuffer::new(&memory, 300);
         let comment = ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n";
-        assert_eq!(pass(&mut second, comment).unwrap(), "data: {}\n\n");
+        assert_eq!(forward_text(&mut second, comment).unwrap(), "data: {}\n\n");
         assert_eq!(second.lost(), Some(NotResumable::Memory));
         drop((first, second));
         assert_eq!(memory.check(1000), Ok(()));
         let mut alone = ResumeBuffer::new(&memory, 300);
-        pass(&mut alone, comment).unwrap();
+        forward_text(&mut alone, comment).unwrap();
         assert!(alone.can_resume());
     }
 
@@ -433,7 +449,7 @@ mod tests {
     fn event_without_end_is_not_held_for_ever() {
         let mut buffer = buffer();
         let long = "x".repeat(MAX_WAITING + 1);
-        assert_eq!(pass(&mut buffer, &long).unwrap(), long);
+        assert_eq!(forward_text(&mut buffer, &long).unwrap(), long);
         assert_eq!(buffer.lost(), Some(NotResumable::TooLong));
     }
 }

@@ -113,7 +113,7 @@ impl ClientAnswer {
                 Ok(())
             }
             AnswerForm::Stream { tail } => {
-                tail.pass([piece], &mut self.queued);
+                tail.forward_pieces([piece], &mut self.queued);
                 Ok(())
             }
             AnswerForm::ReportedStream {
@@ -121,8 +121,8 @@ impl ClientAnswer {
                 buffer,
                 passed,
             } => {
-                let result = buffer.pass_run(piece, passed);
-                tail.pass(passed.drain(..), &mut self.queued);
+                let result = buffer.forward_run(piece, passed);
+                tail.forward_pieces(passed.drain(..), &mut self.queued);
                 result
             }
         }
@@ -160,7 +160,7 @@ impl ClientAnswer {
         } = &mut self.form
         {
             buffer.release_waiting(passed);
-            tail.pass(passed.drain(..), &mut self.queued);
+            tail.forward_pieces(passed.drain(..), &mut self.queued);
         }
     }
 

@@ -89,17 +89,17 @@ impl ProxyBody {
             answer,
             phase: BodyPhase::Relaying(relay),
         };
-        body.pass_read();
+        body.forward_opened_pieces();
         body
     }
 
     /// Pass on all that was read when the answer opened: hyper asks for the size of a complete answer
     /// before it polls the body.
-    fn pass_read(&mut self) {
+    fn forward_opened_pieces(&mut self) {
         while let BodyPhase::Relaying(relay) = &mut self.phase
             && relay.has_read()
         {
-            if let Some(event) = relay.pass_read(&mut self.answer) {
+            if let Some(event) = relay.forward_opened_piece(&mut self.answer) {
                 self.handle(event);
             }
         }

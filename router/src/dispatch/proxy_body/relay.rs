@@ -127,8 +127,8 @@ impl Relay {
 
     /// Pass on one piece that was read already, or the end of the answer. `None`: a piece was
     /// queued for the client.
-    pub fn pass_read(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
-        let event = self.leg.pass_read(answer);
+    pub fn forward_opened_piece(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+        let event = self.leg.forward_opened_piece(answer);
         event.or_else(|| self.disabled_resume(answer))
     }
 
@@ -140,7 +140,7 @@ impl Relay {
         answer: &mut ClientAnswer,
     ) -> Poll<Option<BodyEvent>> {
         if self.has_read() {
-            return Poll::Ready(self.pass_read(answer));
+            return Poll::Ready(self.forward_opened_piece(answer));
         }
         let event = ready!(self.leg.poll_event(cx, app, answer));
         Poll::Ready(event.or_else(|| self.disabled_resume(answer)))
@@ -216,10 +216,10 @@ impl Relay {
 }
 
 impl RelayedLeg {
-    fn pass_read(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+    fn forward_opened_piece(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
         match self.opened_pieces.next() {
-            Some(piece) => self.pass_piece(piece, answer),
-            None => self.pass_end(answer),
+            Some(piece) => self.forward_piece(piece, answer),
+            None => self.forward_end(answer),
         }
     }
 
@@ -230,7 +230,7 @@ impl RelayedLeg {
         answer: &mut ClientAnswer,
     ) -> Poll<Option<BodyEvent>> {
         let Some(remaining) = &mut self.remaining else {
-            return Poll::Ready(self.pass_end(answer));
+            return Poll::Ready(self.forward_end(answer));
         };
         match remaining.poll_piece(cx) {
             Poll::Ready(Some(Ok(piece))) => {
@@ -240,11 +240,11 @@ impl RelayedLeg {
                 } else {
                     Some(piece)
                 };
-                Poll::Ready(run.and_then(|run| self.pass_piece(run, answer)))
+                Poll::Ready(run.and_then(|run| self.forward_piece(run, answer)))
             }
             Poll::Ready(None) => {
                 self.remaining = None;
-                Poll::Ready(self.pass_end(answer))
+                Poll::Ready(self.forward_end(answer))
             }
             Poll::Ready(Some(Err(err))) => {
                 let detail = with_source(&err);
@@ -262,21 +262,27 @@ impl RelayedLeg {
     }
 
     /// Queue a piece for the client, in the client's API.
-    fn pass_piece(&mut self, piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+    fn forward_piece(&mut self, piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
         match &mut self.translation {
-            None if self.is_merged && answer.is_stream() => self.pass_merged(piece, answer),
-            None => pass_piece(piece, answer),
-            Some(translation) => pass_piece(translation.translate_run(&piece)?, answer),
+            None if self.is_merged && answer.is_stream() => {
+                self.forward_merged_piece(piece, answer)
+            }
+            None => queue_piece(piece, answer),
+            Some(translation) => queue_piece(translation.translate_run(&piece)?, answer),
         }
     }
 
     /// Queue a piece of a merged stream. `[DONE]` alone does not finish it.
-    fn pass_merged(&mut self, piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+    fn forward_merged_piece(
+        &mut self,
+        piece: Bytes,
+        answer: &mut ClientAnswer,
+    ) -> Option<BodyEvent> {
         let Some(done_at) = done_place(&piece) else {
-            return pass_piece(piece, answer);
+            return queue_piece(piece, answer);
         };
         if done_at > 0
-            && let Some(event) = pass_piece(piece.slice(..done_at), answer)
+            && let Some(event) = queue_piece(piece.slice(..done_at), answer)
         {
             return Some(event);
         }
@@ -284,17 +290,17 @@ impl RelayedLeg {
             let problem = "ended the stream without finishing it";
             return Some(self.broken(AttemptReason::Reset, problem, String::new()));
         }
-        pass_piece(piece.slice(done_at..), answer)
+        queue_piece(piece.slice(done_at..), answer)
     }
 
     /// The worker ended its answer; a stream must also have been finished.
-    fn pass_end(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+    fn forward_end(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
         if let Some(last_event) = self.events.finish() {
-            return self.pass_piece(last_event, answer);
+            return self.forward_piece(last_event, answer);
         }
         let translation = self.translation.as_mut();
         if let Some(end) = translation.and_then(|translation| translation.finish_stream()) {
-            return pass_piece(end, answer);
+            return queue_piece(end, answer);
         }
         match answer.stream_end() {
             // The worker's own error is the end.
@@ -368,7 +374,7 @@ fn worker_lost(reason: AttemptReason, err: RouteError) -> BodyEvent {
 }
 
 /// Queue a piece for the client.
-fn pass_piece(piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+fn queue_piece(piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
     if let Err(broken) = answer.push(piece) {
         return Some(BodyEvent::WorkerLost(WorkerLoss {
             reason: AttemptReason::Code(broken.code),
