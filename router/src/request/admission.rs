@@ -43,6 +43,7 @@ impl AdmissionController {
             let mut owed = 0.0;
             loop {
                 let now = turn.tick().await;
+                // The router has ended; a strong reference would keep the task alive for ever.
                 let Some(places) = places.upgrade() else {
                     return;
                 };
@@ -80,6 +81,7 @@ impl AdmissionController {
 
     /// Refuse a request that would find the queue full, before its body is read.
     pub fn check_queue(&self) -> Result<(), RouteError> {
+        // Without --max-concurrent-requests nothing waits here.
         let Some(places) = &self.places else {
             return Ok(());
         };
@@ -94,7 +96,8 @@ impl AdmissionController {
         }
     }
 
-    /// Wait for a place. Dropping the future leaves the queue.
+    /// Wait for a place. Dropping the future leaves the queue, so that a client that leaves blocks
+    /// none.
     pub async fn enter(
         &self,
         metrics: &RouterMetrics,
@@ -102,6 +105,7 @@ impl AdmissionController {
         let Some(places) = &self.places else {
             return Ok(None);
         };
+        // The usual case takes no place in the queue, shows up in no gauge and reads no clock.
         if let Ok(place) = places.clone().try_acquire_owned() {
             return Ok(Some(place));
         }
@@ -117,14 +121,14 @@ impl AdmissionController {
     }
 }
 
-/// (tokens to add, tokens to take out) of a bucket that has `there` of `size`, when `owed` have
-/// come in the meantime. Ended requests give theirs back to a bucket that may have been filled: it
-/// never keeps more than its size.
-fn balance_bucket(owed: &mut f64, there: usize, size: usize) -> (usize, usize) {
+/// Tokens to add to, and to take out of, a bucket with `available` of `size` tokens, when `owed`
+/// have come in the meantime. Ended requests give theirs back to a bucket that may have been filled
+/// since: above its size it would let larger bursts through.
+fn balance_bucket(owed: &mut f64, available: usize, size: usize) -> (usize, usize) {
     let whole = owed.floor();
     *owed -= whole;
-    let add = size.saturating_sub(there).min(whole as usize);
-    (add, there.saturating_sub(size))
+    let add = size.saturating_sub(available).min(whole as usize);
+    (add, available.saturating_sub(size))
 }
 
 /// A place of --queue-size; free when dropped.

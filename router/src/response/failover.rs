@@ -2,8 +2,8 @@
 //!
 //! 1. A header asks workers with the feature `resume` for a comment in front of the last event of
 //!    each write: the tokens sent with the events so far (docs/protocol.md §2);
-//! 2. [`ResumeBuffer`] takes these comments out of the stream and remembers the tokens of the events
-//!    that passed;
+//! 2. [`ResumeBuffer`] takes these comments out of the stream and remembers the tokens of the
+//!    events that passed;
 //! 3. the worker breaks off: the same body with `baton_resume` goes to another worker
 //!    (`dispatch::proxy_body`), whose stream passes the same buffer.
 //!
@@ -38,8 +38,8 @@ const MAX_WAITING: usize = MAX_EVENT;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 pub enum NotResumable {
-    /// The stream has more than `MAX_TOKENS`, more than `MAX_WAITING` without a comment, or an event
-    /// of more than `MAX_EVENT`.
+    /// The stream has more than `MAX_TOKENS`, more than `MAX_WAITING` without a comment, or an
+    /// event of more than `MAX_EVENT`.
     TooLong,
     /// --failover-max-bytes.
     Memory,
@@ -93,6 +93,8 @@ impl ResumeBuffer {
             share: memory.share(),
             lost: None,
         };
+        // Streams may not fill the router's memory: beyond --failover-max-bytes they pass, and are
+        // not resumed.
         if buffer.share.grow(held).is_err() {
             buffer.disable(NotResumable::Memory);
         }
@@ -110,10 +112,12 @@ impl ResumeBuffer {
             self.forward_event(&run, from..from + len, out)?;
             from += len;
         }
+        // A worker that sends no comments any more would make the buffer grow without end.
         if from < run.len() || self.waiting_len > MAX_WAITING {
             self.disable(NotResumable::TooLong);
             self.release_waiting(out);
-            out.extend((from < run.len()).then(|| run.slice(from..))); // a part of an event that is too long
+            // A part of an event that is too long.
+            out.extend((from < run.len()).then(|| run.slice(from..)));
         }
         Ok(())
     }
@@ -137,12 +141,16 @@ impl ResumeBuffer {
             self.passed = self.ids.len();
             return Ok(());
         }
+        // A comment has no tokens to wait for. Behind waiting events it waits, too, to keep the
+        // order.
         let is_comment = event.starts_with(b":");
         if self.lost.is_some() || (is_comment && self.waiting.is_empty()) {
             out.push_back(text.slice(at));
             return Ok(());
         }
         let error = error_event(event);
+        // The client may not see an error that another worker mends. If none can, it needs the
+        // event.
         if let Some(code) = error.and_then(resumable_error)
             && self.can_resume()
         {
@@ -154,6 +162,7 @@ impl ResumeBuffer {
         let is_last = error.is_some() || is_done(event);
         self.waiting_len += event.len();
         self.waiting.push(text.slice(at));
+        // No comment follows the last event: the events before it would wait for ever.
         if is_last {
             self.release_waiting(out);
         }

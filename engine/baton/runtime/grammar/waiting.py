@@ -144,7 +144,7 @@ class GrammarQueue:
                     req,
                     DeadlineMissed(
                         f"request {req.rid} waits for its grammar and its first token cannot come "
-                        "within its ttft_deadline_ms any more; retry with a longer one, or simplify "
-                        "the schema"
+                        "within its ttft_deadline_ms any more; retry with a longer one, or "
+                        "simplify the schema"
                     ),
                 )

@@ -47,7 +47,8 @@ impl StreamTail {
         }
     }
 
-    /// Forwards pieces to the client and remembers the last four: `ending` reads them.
+    /// Forwards pieces to the client through `out` and remembers the last four: `ending` reads
+    /// them.
     pub fn forward_pieces(
         &mut self,
         pieces: impl IntoIterator<Item = Bytes>,
@@ -112,7 +113,8 @@ fn is_last_event_name(line: &[u8]) -> bool {
     name.is_some_and(|name| LAST_EVENTS.iter().any(|last| last.as_bytes() == name))
 }
 
-/// True if the last event has the type of a last event: `transformers serve` (5.24) writes no names.
+/// True if the last event has the type of a last event: `transformers serve` (5.24) writes no
+/// names.
 fn has_last_event_type(tail: &[u8]) -> bool {
     #[derive(Deserialize)]
     struct EventJson<'a> {

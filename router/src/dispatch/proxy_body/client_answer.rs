@@ -1,7 +1,8 @@
 //! An answer as the client gets it: pieces queued for the client, and how far the stream got.
 //!
-//! Deterministic, no I/O. Where the worker reports the tokens behind the text (`response::failover`),
-//! the answer knows which tokens the client has, across all workers that gave parts of it.
+//! Deterministic, no I/O. Where the worker reports the tokens behind the text
+//! (`response::failover`), the answer knows which tokens the client has, across all workers that
+//! gave parts of it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

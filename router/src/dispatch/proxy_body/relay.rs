@@ -128,6 +128,7 @@ impl Relay {
     /// Pass on one piece that was read already, or the end of the answer. `None`: a piece was
     /// queued for the client.
     pub fn forward_opened_piece(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+        // The end of an answer goes before the loss of its resumption, which does not matter then.
         let event = self.leg.forward_opened_piece(answer);
         event.or_else(|| self.disabled_resume(answer))
     }
@@ -146,10 +147,11 @@ impl Relay {
         Poll::Ready(event.or_else(|| self.disabled_resume(answer)))
     }
 
-    /// The last piece may have made it impossible to resume the stream.
+    /// Event that releases the request when the last piece has made a resumption impossible.
     fn disabled_resume(&self, answer: &ClientAnswer) -> Option<BodyEvent> {
         match self.request {
             RelayedRequest::Resumable(_) => answer.not_resumable().map(BodyEvent::ResumeDisabled),
+            // The event has been sent: a second one would count the stream twice.
             RelayedRequest::Recorded { .. } => None,
         }
     }
@@ -163,6 +165,7 @@ impl Relay {
         };
         self.leg.guard.read_usage(answer.last_pieces().into_iter());
         self.request.record().end(answer.status, outcome);
+        // The prefill leg is read to its end, so that its connection can serve the next request.
         if let Some(prefill) = self.leg.prefill {
             prefill.drain_in_background();
         }
@@ -177,6 +180,7 @@ impl Relay {
     pub fn complete_unread(mut self, answer: &ClientAnswer) {
         let remaining = self.leg.remaining.take();
         drop(self.complete(answer));
+        // Dropped here, the connection could not serve another request.
         if let Some(remaining) = remaining {
             remaining.drain_in_background();
         }
@@ -185,9 +189,11 @@ impl Relay {
     /// The worker is lost, and no other one resumes its answer.
     pub fn end_after_loss(mut self, loss: WorkerLoss, answer: &mut ClientAnswer) -> EndedAnswer {
         answer.release_waiting();
+        // The client has the finish_reason: the worker died behind its answer, which is complete.
         if !answer.is_open() {
             let is_unfinished = answer.stream_end() == Some(StreamEnd::Finished);
             let ended = self.complete(answer);
+            // Clients read on until `[DONE]`.
             if is_unfinished {
                 answer.push_done();
             }
@@ -235,6 +241,8 @@ impl RelayedLeg {
         match remaining.poll_piece(cx) {
             Poll::Ready(Some(Ok(piece))) => {
                 self.silence.restart();
+                // A part of an event may not be queued: an error event or a comment would land
+                // inside it.
                 let run = if answer.is_stream() {
                     self.events.push(piece)
                 } else {
@@ -254,6 +262,7 @@ impl RelayedLeg {
                     detail,
                 )))
             }
+            // The timer is asked only now: a worker that sends is not silent.
             Poll::Pending => match self.poll_silence(cx, app, answer) {
                 Some(event) => Poll::Ready(Some(event)),
                 None => Poll::Pending,
@@ -281,11 +290,13 @@ impl RelayedLeg {
         let Some(done_at) = done_place(&piece) else {
             return queue_piece(piece, answer);
         };
+        // The events before `[DONE]` may hold the finish_reason that decides below.
         if done_at > 0
             && let Some(event) = queue_piece(piece.slice(..done_at), answer)
         {
             return Some(event);
         }
+        // A relayed `[DONE]` would make an answer without a finish_reason look complete.
         if answer.is_open() && !answer.has_error() {
             let problem = "ended the stream without finishing it";
             return Some(self.broken(AttemptReason::Reset, problem, String::new()));
@@ -295,6 +306,7 @@ impl RelayedLeg {
 
     /// The worker ended its answer; a stream must also have been finished.
     fn forward_end(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+        // A last event without its empty line, as some servers end a stream.
         if let Some(last_event) = self.events.finish() {
             return self.forward_piece(last_event, answer);
         }
@@ -303,13 +315,13 @@ impl RelayedLeg {
             return queue_piece(end, answer);
         }
         match answer.stream_end() {
-            // The worker's own error is the end.
+            // The worker's own error event is the end: a second error would contradict it.
             Some(StreamEnd::Open) if answer.has_error() => answer.push_done(),
             Some(StreamEnd::Open) => {
                 let problem = "ended the stream without finishing it";
                 return Some(self.broken(AttemptReason::Reset, problem, String::new()));
             }
-            // A client may wait for it.
+            // Clients read on until `[DONE]`, which some servers leave out.
             Some(StreamEnd::Finished) => answer.push_done(),
             Some(StreamEnd::Done) | None => {}
         }
@@ -332,10 +344,13 @@ impl RelayedLeg {
                 }
                 Silence::Lookup => {
                     let worker = &self.guard.candidate.worker;
+                    // A hung worker keeps its connection open: without this look-up the client
+                    // would wait for all of --request-timeout-secs.
                     if let WorkerState::Unhealthy { reason, .. } = worker.state() {
                         let problem = "fell silent and fails its health checks";
                         return Some(self.broken(AttemptReason::Hung, problem, reason));
                     }
+                    // The next health check may be seconds away; the probe finds a hung worker now.
                     if app.config.silent_request_probe().is_some() {
                         worker.silent.notify_one();
                     }
@@ -355,6 +370,7 @@ impl RelayedLeg {
 
     /// Attribute the loss to the worker, if the worker is to blame.
     pub fn attribute_loss(&mut self, loss: &WorkerLoss, record: &AccessLogEntry) {
+        // A shutdown or an error of the request says nothing about the worker's health.
         if !loss.failure.blames_worker() {
             self.guard.settle(RequestOutcome::Unknown);
             return;
@@ -427,6 +443,7 @@ impl SilenceTimer {
             .get_or_insert_with(|| Box::pin(sleep_until(first_lookup_at)));
         while timer.as_mut().poll(cx).is_ready() {
             let now = Instant::now();
+            // The limit goes before a look-up that fires in the same moment.
             if now >= ends_at {
                 return Some(Silence::Limit);
             }
@@ -434,7 +451,7 @@ impl SilenceTimer {
                 timer.as_mut().reset((now + interval).min(ends_at));
                 return Some(Silence::Lookup);
             }
-            // The timer was armed before the last piece.
+            // The timer was armed before the last piece, which does not touch it.
             timer.as_mut().reset(first_lookup_at);
         }
         None

@@ -322,7 +322,8 @@ fn model_cards(answers: &[Asked]) -> Vec<Value> {
             }
             let mut card = model.take();
             if asked.is_baton {
-                // Engines name another owner there for the sake of other routers (docs/protocol.md).
+                // Engines name another owner there for the sake of other routers
+                // (docs/protocol.md).
                 card["owned_by"] = "baton".into();
             }
             cards.push(card);
