@@ -193,7 +193,7 @@ class EngineLoop:
             if self.limits is not None:
                 self.limits.check_request(req)
             # It is queued when its grammar is compiled (`_queue_settled`).
-            if self.grammars.holds(req):
+            if self.grammars.hold_request(req):
                 return
             self.sched.add(req)
         except EngineError as err:

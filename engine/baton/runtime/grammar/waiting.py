@@ -43,8 +43,8 @@ class GrammarQueue:
     def count(self) -> int:
         return len(self._requests)
 
-    def holds(self, req: ValidatedRequest) -> bool:
-        """Take the request if it has to wait; False: it may be queued now.
+    def hold_request(self, req: ValidatedRequest) -> bool:
+        """Keep a request that has to wait for its grammar. False: it may be queued now.
 
         Raises UnsupportedParameter or QueueFull.
         """

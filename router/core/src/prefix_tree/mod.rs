@@ -247,7 +247,6 @@ where
             };
             (id, suffix) = next;
         }
-        // The caller inserts then, under the write lock.
         if id != ROOT && find_holder(&self.node(id).holders, worker).is_err() {
             return false;
         }
@@ -485,7 +484,6 @@ where
             tenant.leaves.remove(&holder.queued);
             tenant.units -= units;
         }
-        // The root lists no holders.
         if parent != ROOT {
             let holder = self.holder_mut(parent, worker);
             holder.below -= 1;
@@ -624,7 +622,6 @@ where
 
     fn dequeue_leaf(&mut self, leaf: NodeId, worker: WorkerId) {
         let queued = std::mem::replace(&mut self.holder_mut(leaf, worker).queued, NOT_QUEUED);
-        // Inner nodes are not queued.
         if queued != NOT_QUEUED {
             self.tenant_mut(worker).leaves.remove(&queued);
         }

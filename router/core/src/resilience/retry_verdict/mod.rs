@@ -244,6 +244,9 @@ impl RetryHistory {
     ) -> RetryVerdict {
         let is_first_opinion = self.second_opinion == SecondOpinion::NotAsked;
         let may_help = self.may_help(failure);
+        if may_help {
+            self.ask_second_opinion(failure);
+        }
         self.failed
             .add_attempt(failure.held_ms, failure.reason.is_pair_loss());
         let is_poison = self.add_break(failure.worker_break);
@@ -336,12 +339,12 @@ impl RetryHistory {
 
     /// True if another attempt may help. A failure that may be the request's own fault gets one
     /// second opinion.
-    fn may_help(&mut self, failure: &FailedAttempt) -> bool {
+    fn may_help(&self, failure: &FailedAttempt) -> bool {
         let is_first_opinion = self.second_opinion == SecondOpinion::NotAsked;
         match failure.class {
             RetryClass::Broken | RetryClass::Leaving => true,
-            // Without another worker only this one can help, once its pause is over. A client is
-            // told to come back rather than kept waiting for longer.
+            // Without another worker only this one can help, after its pause. A client gets the
+            // error and its Retry-After rather than a longer wait.
             RetryClass::Overloaded => {
                 let retry_after_ms = failure.retry_after_ms.unwrap_or(0);
                 failure.has_other_worker || retry_after_ms <= LONGEST_RETRY_AFTER_MS
@@ -349,25 +352,21 @@ impl RetryHistory {
             // Workers of one role that differ in keys or models: another one may take the request.
             // One second opinion, because the request itself may be wrong.
             RetryClass::Refused => {
-                let may_help =
-                    is_first_opinion && failure.is_worker_denial && failure.has_other_worker;
-                if may_help {
-                    self.ask_second_opinion(failure, DoubtfulFailure::Denial);
-                }
-                may_help
+                is_first_opinion && failure.is_worker_denial && failure.has_other_worker
             }
             // A second failure of this kind is the request's own: more attempts would only spread
             // it.
-            RetryClass::Unexplained => {
-                if is_first_opinion {
-                    self.ask_second_opinion(failure, DoubtfulFailure::Error);
-                }
-                is_first_opinion
-            }
+            RetryClass::Unexplained => is_first_opinion,
         }
     }
 
-    fn ask_second_opinion(&mut self, failure: &FailedAttempt, doubt: DoubtfulFailure) {
+    /// Remember the worker of a failure that may be the request's own fault: the next attempt tells.
+    fn ask_second_opinion(&mut self, failure: &FailedAttempt) {
+        let doubt = match failure.class {
+            RetryClass::Refused => DoubtfulFailure::Denial,
+            RetryClass::Unexplained => DoubtfulFailure::Error,
+            RetryClass::Broken | RetryClass::Leaving | RetryClass::Overloaded => return,
+        };
         self.second_opinion = SecondOpinion::Asked(RefutedWorker {
             role: failure.role,
             worker: failure.worker,
