@@ -1,14 +1,17 @@
-"""Engine of one rank: scheduler, device and (on P and D) the transfer driver, advanced by one thread.
+"""Engine of one rank: scheduler, device and (on P and D) the transfer driver, in one thread.
 
-Life of a step: (1) `step` takes in transfer events and deadlines, (2) plans, (3) carries out the events (final
-pages leave, reserved pages are granted), (4) hands the plan to the device thread, (5) waits for the oldest
-step if `depth` are in flight or there was nothing to plan, commits it and collects what requests get to hear.
+Life of a step: (1) `step` takes in transfer events and deadlines, (2) plans, (3) carries out the
+events (final pages leave, reserved pages are granted), (4) hands the plan to the device thread,
+(5) waits for the oldest step if `depth` are in flight or there was nothing to plan, commits it and
+collects the outputs for requests.
 
-With overlap (`depth` 2) step n+1 is planned and queued while n computes; results, finishes and streaming of step n
-happen while n+1 computes. Output is the same with and without. A device that computes by itself (a GPU) is given n+1
-before n has ended: its thread launches, and the thread that runs all of this waits.
+With overlap (`depth` 2) step n+1 is planned and queued while n computes; results, finishes and
+streaming of step n happen while n+1 computes. Output is the same with and without. A device that
+computes by itself (a GPU) is given n+1 before n has ended: its thread launches, and the thread of
+the loop waits.
 
-Invariants: plans execute and commit in order; every event is carried out before the next plan is made.
+Invariants: plans execute and commit in order; every event is carried out before the next plan is
+made.
 
 Nothing here knows torch: the device is a model with its pool (runtime.build), or the times of one
 (runtime.simulated.engine).
@@ -52,21 +55,24 @@ class Device(Protocol):
     """Executor of plans, on the device thread, in plan order."""
 
     def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
-        """Run one step, to its end or until all its work is queued. What it raises ends the rank."""
+        """Run one step, to its end or until all its work is queued. An exception ends the rank."""
 
 
 class LaunchedStep(Protocol):
     """A step in progress on the device, behind those launched before it."""
 
     def wait(self) -> Done:
-        """Until it has ended, on the thread that collects; the next step may have been launched. Called once."""
+        """Wait until it has ended. Called once, on the thread of the loop.
+
+        The next step may have been launched before.
+        """
 
 
 Done = tuple[StepResult, float]
 """A step's result and how long it computed [s]."""
 Outcome: TypeAlias = StepResult | LaunchedStep
 Answer: TypeAlias = "queue.SimpleQueue[tuple[Outcome, float] | BaseException]"
-"""Gets what became of one job, and how long the job took [s]."""
+"""Gets the outcome of one job, and how long the job took [s]."""
 
 
 class JobThread(Protocol):
@@ -77,9 +83,9 @@ class JobThread(Protocol):
 
 
 class DeviceThread:
-    """Runs jobs in order on one thread, so that the caller can plan meanwhile. Daemon: it ends with the process.
+    """Runs jobs in order on one thread, so that the caller can plan meanwhile.
 
-    `prepare` is called first on that thread.
+    The thread is a daemon: it ends with the process. `prepare` is called first on it.
     """
 
     def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
@@ -107,7 +113,9 @@ class DeviceThread:
             try:
                 result = job()
                 answer.put((result, time.monotonic() - started))
-            except BaseException as err:  # noqa: BLE001 - handed to the waiting thread, which raises it
+            # Handed to the thread of the loop, which raises it: here it would end this thread
+            # alone, and the loop would wait for ever.
+            except BaseException as err:  # noqa: BLE001
                 answer.put(err)
 
 
@@ -117,7 +125,7 @@ class InFlightStep:
     answer: Answer
 
     def wait(self) -> Done:
-        """Raises RuntimeError with what went wrong on the device."""
+        """Wait for the result. Raises RuntimeError with the error of the device."""
         result = self.answer.get()
         try:
             if isinstance(result, BaseException):
@@ -151,7 +159,7 @@ class EngineLoop:
         self._depth = 2 if self.overlap else 1
         self._flight: deque[InFlightStep] = deque()
         self.not_accepting_reason: str | None = None
-        """Why no requests are taken or computed any more: the page ledger does not balance."""
+        """Reason to take and compute no more requests: the page ledger does not balance."""
         self._outputs: list[EmittedTokens] = []
         self._timelines: list[RequestTimeline] = []
         self.counters: dict[str, float] = {
@@ -171,9 +179,12 @@ class EngineLoop:
     def submit(self, req: ValidatedRequest) -> None:
         """Queue a request. Raises EngineError when it is refused; nothing is held for it then."""
         driver = None if req.rendezvous is None else self.driver
+        # First of all, so that a refusal below reaches D, which would wait for its timeout.
         if driver is not None:
             driver.accept(req)
         try:
+            # A page may belong to two requests: an answer could be computed from a stranger's
+            # prompt.
             if self.not_accepting_reason is not None:
                 raise EngineDead(
                     f"this rank takes no new requests: {self.not_accepting_reason}",
@@ -181,7 +192,8 @@ class EngineLoop:
                 )
             if self.limits is not None:
                 self.limits.check_request(req)
-            if self.grammars.holds(req):
+            # It is queued when its grammar is compiled (`_queue_settled`).
+            if self.grammars.hold_request(req):
                 return
             self.sched.add(req)
         except EngineError as err:
@@ -195,11 +207,13 @@ class EngineLoop:
             self.hook.watch_request(req.handle, req.arrival)
 
     def _queue_settled(self, now: float) -> None:
-        """Queue the requests whose grammar is there; those that cannot have it end with an error."""
+        """Queue requests whose grammar is compiled; end those whose grammar failed."""
         for req, error in self.grammars.take_settled(now):
             if error is not None:
                 self._refuse_waiting(req, error)
                 continue
+            # The queue may have filled up while the grammar was compiled. `submit` has returned:
+            # the error reaches the client as an output.
             try:
                 self.sched.add(req)
             except EngineError as err:
@@ -212,6 +226,7 @@ class EngineLoop:
 
     def _refuse_waiting(self, req: ValidatedRequest, error: EngineError) -> None:
         """End a request that the scheduler does not have."""
+        # The other node of the pair would wait for its timeout.
         if req.rendezvous is not None and self.driver is not None:
             self.driver.refuse(req, error)
         self._outputs.append(refused_output(req.handle, error))
@@ -229,10 +244,13 @@ class EngineLoop:
             self.driver.refuse(waiting, Aborted("the client is gone"))
 
     def abort_where(self, rooms: Collection[int], rid: str | None, *, all_leases: bool) -> int:
-        """POST /abort_request: end what has one of these bootstrap rooms, and prompts leased to D by rid or altogether.
+        """POST /abort_request: end requests of these bootstrap rooms, and prompts leased to D.
+
+        Leases end by rid or altogether. Requests that are still answered get an error; the front
+        itself ends those that it knows by rid.
 
         Returns:
-            How many. Requests that are still answered hear of it; those the front knows by rid it ends itself.
+            How many requests ended.
         """
         handles = set(self.sched.in_rooms(rooms))
         if rid is not None or all_leases:
@@ -254,7 +272,7 @@ class EngineLoop:
     # ------------------------------------------------------------------ the loop
 
     def step(self, now: float) -> tuple[list[EmittedTokens], bool]:
-        """Do one turn. Returns what requests get to hear, and whether to call again without waiting for messages."""
+        """Do one turn. Returns outputs, and whether to call again without waiting for messages."""
         self.set_time(now)
         if self.driver is not None:
             self.driver.poll(self.sched)
@@ -262,13 +280,17 @@ class EngineLoop:
         self.sched.expire(now)
         if self.hook is not None:
             self.hook.run_due(self.sched, now)
+        # With a broken ledger nothing is computed: it could write into another request's pages.
         plan = self.sched.plan(now) if self.not_accepting_reason is None else None
+        # Before the device gets the plan: a final page must leave before its next owner writes to
+        # it.
         self._carry_out()
         if plan is not None:
             self._flight.append(
                 InFlightStep(plan, self.device.submit_job(lambda: self.runner.execute(plan)))
             )
         busy = plan is not None
+        # Without a plan there is nothing to overlap with, and only a commit can make progress.
         if self._flight and (plan is None or len(self._flight) >= self._depth):
             self._collect_step()
             self._carry_out()
@@ -276,7 +298,7 @@ class EngineLoop:
         return self.take_outputs(), busy
 
     def set_time(self, now: float) -> None:
-        """Set the time: for the timelines of requests that messages or the transfer peer end before the next plan."""
+        """Set the time for timelines of requests that end before the next plan."""
         self.sched.stats.now = now
 
     def take_outputs(self) -> list[EmittedTokens]:
@@ -313,9 +335,9 @@ class EngineLoop:
         self.counters["grammar_failures_total"] += failed
 
     def _carry_out(self) -> None:
-        while (
-            events := self.sched.drain_events()
-        ):  # a call that fails ends its request, which is an event again
+        # A call that fails ends its request, which is an event again: left for the next turn, it
+        # would be carried out after the next plan.
+        while events := self.sched.drain_events():
             for event in events:
                 self._carry_out_one(event)
 
@@ -338,7 +360,7 @@ class EngineLoop:
         return self.sched.is_idle and self.grammars.count == 0
 
     def next_deadline(self) -> float | None:
-        """When the first request ends for want of time."""
+        """Earliest deadline of a request here."""
         deadlines = (self.sched.next_deadline(), self.grammars.next_deadline())
         return min((time for time in deadlines if time is not None), default=None)
 
@@ -347,21 +369,23 @@ class EngineLoop:
         return {**self.sched.report.counts(), "grammar": self.grammars.count}
 
     def oldest_arrival(self) -> float | None:
-        """When the oldest request that is not over arrived; None: there is none."""
+        """Arrival of the oldest unanswered request. None: every request is answered."""
         arrivals = (self.sched.report.oldest_arrival(), self.grammars.oldest_arrival())
         return min((time for time in arrivals if time is not None), default=None)
 
     def page_gauges(self) -> dict[str, float]:
-        """Where the pages are. Empty when the ledger does not balance: then the engine takes no more requests."""
+        """Pages by state. Empty if the ledger does not balance: then the rank takes no requests."""
         sched = self.sched
         try:
             ledger = sched.ledger()
             host = sched.host_ledger()
+            # Without requests every page must be free or cached: any other one is leaked.
             if sched.is_idle:
                 ledger.check_idle(sched.limits.num_pages)
                 if host is not None:
                     host.check_idle(sched.limits.host_pages)
         except LedgerError as err:
+            # Once: the requests have ended, and the log has the state of the first error.
             if self.not_accepting_reason is None:
                 self._stop_accepting(f"its page ledger is broken: {err}")
             return {}
@@ -376,7 +400,8 @@ class EngineLoop:
     def _stop_accepting(self, reason: str) -> None:
         """Take no new requests and end all others with an error: a page may belong to two of them.
 
-        The state is logged first. The process stays: /health reports the reason, and a router goes elsewhere.
+        The state is logged first. The process stays, so that /health reports the reason and routers
+        choose other workers.
         """
         self.not_accepting_reason = reason
         log.error(
@@ -388,6 +413,8 @@ class EngineLoop:
             f"the request ended because this rank has failed: {reason}", retry_after_secs=5
         )
         for handle in self.sched.handles():
+            # Its pages are part of the broken ledger; the requests behind it still need their
+            # error.
             try:
                 self.sched.fail(handle, error, "NO_CAPACITY")
             except PageError as err:
@@ -431,7 +458,10 @@ def make_engine(
     model_limits: ModelLimits | None = None,
     grammars: GrammarQueue | None = None,
 ) -> EngineLoop:
-    """A scheduler for `runner` as the flags say. `trace` gets each of its inputs as a line (sched.recording)."""
+    """Make the loop of a rank from its flags.
+
+    `trace` gets each input of the scheduler as a line (sched.recording).
+    """
     limits = from_config.limits(config, *sizes)
     if trace is None:
         scheduler = Scheduler(limits)

@@ -1,13 +1,15 @@
-"""--priority-adjustment-function: the operator's own idea of what should run next, called between plans.
+"""--priority-adjustment-function: the operator's own order of requests, called between plans.
 
-1. `load` imports `module:callable` at the start; a mistake there ends the start with a sentence.
-2. A request is due when it was submitted, and again every --priority-adjust-interval-ms while it waits. `run` calls
-   the function for those that are due, at most MAX_CALLS per turn, the longest due first, and hands the scheduler what
-   came back: a number replaces the priority in the queue order (never in preemption), None gives it its own again.
-3. An answer that is no number within the bounds of a request's priority, or a call that raises, changes nothing and is
-   counted.
-4. A hook that takes more than 1 ms per turn in the mean of 10 s is switched off, with one warning; what it said before
-   stays in force.
+1. `load_function` imports `module:callable` at the start; a mistake there ends the start with a
+   sentence.
+2. A request is due when it was submitted, and again every --priority-adjust-interval-ms while it
+   waits. `run_due` calls the function for requests that are due, at most MAX_CALLS per turn, the
+   longest due first, and hands the results to the scheduler: a number replaces the priority in the
+   queue order (never in preemption), None gives the request its own again.
+3. An answer that is no number within the bounds of a request's priority, or a call that raises,
+   changes nothing and is counted.
+4. A hook that takes more than 1 ms per turn in the mean of 10 s is switched off, with one warning;
+   the priorities that it has given stay in force.
 
 The clock is here and not in the scheduler: `baton replay` repeats the numbers, not the calls.
 """
@@ -35,7 +37,7 @@ JUDGED_EVERY_SECS = 10.0
 
 
 def load_function(spec: str) -> Adjust:
-    """The function that `module:callable` names. Raises ConfigError."""
+    """Import the function that `module:callable` names. Raises ConfigError."""
     flag = f"--priority-adjustment-function {spec}"
     module, _, name = spec.partition(":")
     if not module or not name:
@@ -44,7 +46,8 @@ def load_function(spec: str) -> Adjust:
         target = importlib.import_module(module)
     except Exception as err:
         raise ConfigError(
-            f"{flag}: {module} cannot be imported ({type(err).__name__}: {err}); is its folder in PYTHONPATH?"
+            f"{flag}: {module} cannot be imported ({type(err).__name__}: {err}); "
+            "is its folder in PYTHONPATH?"
         ) from err
     for part in name.split("."):
         if not hasattr(target, part):
@@ -56,7 +59,7 @@ def load_function(spec: str) -> Adjust:
 
 
 def read_priority(answer: object) -> float | None:
-    """The answer of an adjustment function as a priority; None: the request's own.
+    """Read the answer of an adjustment function as a priority; None: the request's own.
 
     Raises TypeError for what is no number, ValueError beyond the bounds of a request's `priority`.
     """
@@ -67,7 +70,8 @@ def read_priority(answer: object) -> float | None:
     priority = float(answer)
     if not LEAST_PRIORITY <= priority <= MOST_PRIORITY:
         raise ValueError(
-            f"{priority} is no priority; return a number from {LEAST_PRIORITY} to {MOST_PRIORITY}, or None"
+            f"{priority} is no priority; "
+            f"return a number from {LEAST_PRIORITY} to {MOST_PRIORITY}, or None"
         )
     return priority
 
@@ -87,12 +91,12 @@ class PriorityHook:
         self._spent_secs = 0.0
 
     def watch_request(self, handle: int, now: float) -> None:
-        """A request was submitted."""
+        """Call the function for a new request from now on."""
         if not self.is_off:
             heapq.heappush(self._due, (now, handle))
 
     def run_due(self, sched: Scheduler, now: float) -> None:
-        """Call the function for what is due at `now` (the clock of ValidatedRequest.arrival)."""
+        """Call the function for requests due at `now` (the clock of ValidatedRequest.arrival)."""
         if self.is_off or not self._due or self._due[0][0] > now:
             return
         load_view = sched.report.load_view()
@@ -101,10 +105,12 @@ class PriorityHook:
         calls = 0
         while self._due and self._due[0][0] <= now and calls < MAX_CALLS:
             _, handle = heapq.heappop(self._due)
+            # A request that has ended is not due again: the heap would keep its handle for ever.
             if not sched.is_alive(handle):
                 continue
             heapq.heappush(self._due, (now + self._interval, handle))
             view = sched.report.request_view(handle, now)
+            # It runs: a priority of the queue changes nothing until it waits again.
             if view is not None:
                 calls += 1
                 self._call_function(handle, view, load_view, changed)
@@ -118,7 +124,8 @@ class PriorityHook:
     ) -> None:
         try:
             value = read_priority(self._adjust(view, load_view))
-        except (Exception, SystemExit) as err:  # noqa: BLE001 - foreign code may raise anything; counted, first one logged
+        # Foreign code may raise anything, and no request may suffer from it.
+        except (Exception, SystemExit) as err:  # noqa: BLE001
             self.errors += 1
             if self.errors == 1:
                 log.warning(
@@ -140,8 +147,8 @@ class PriorityHook:
             self.is_off = True
             self._due.clear()
             log.warning(
-                "--priority-adjustment-function is switched off: it took %.1f ms per turn over the last %.0f s, "
-                "1 ms is allowed", mean * 1e3, now - self._judged_from,
+                "--priority-adjustment-function is switched off: it took %.1f ms per turn over the "
+                "last %.0f s, 1 ms is allowed", mean * 1e3, now - self._judged_from,
             )  # fmt: skip
         self._judged_from = now
         self._turns = 0

@@ -126,8 +126,9 @@ class Scheduler:
             state.end_with_error(seq, error, "NO_CAPACITY")
 
     def abort(self, handle: int, code: str = "CLIENT_GONE") -> None:
-        """Stop a request and free what it holds; unknown or finished handles are ignored. No
-        Emitted follows.
+        """Stop a request and free its slot and pages; unknown or ended handles are ignored.
+
+        No EmittedTokens follow.
 
         P: a prompt that is computed and waits for D is released, too, as soon as the transfer
         runtime releases it.

@@ -31,7 +31,8 @@ impl<'a> ResumeTurn<'a> {
         let (ticket, due) = app.resume_pacer.lock().enter(waker, limit);
         let turn = Self { app, ticket };
         wake_streams(app, due);
-        let _ = is_due.await; // the sender is dropped only together with this place
+        // The sender is dropped only together with this place: an error cannot come.
+        let _ = is_due.await;
         turn
     }
 }
@@ -56,7 +57,8 @@ fn wake_streams(app: &AppState, due: Vec<oneshot::Sender<()>>) {
     let waiting = app.resume_pacer.lock().waiting_count();
     app.metrics.resumes_waiting.set(waiting as f64);
     for waker in due {
-        let _ = waker.send(()); // its client left: dropping the turn passes it on
+        // The client of a stream may have left: dropping its turn gives the turn to the next one.
+        let _ = waker.send(());
     }
 }
 
@@ -78,6 +80,8 @@ impl WorkerWait {
     /// --worker-wait-timeout-secs have passed.
     pub async fn wait_for_change(&mut self, app: &AppState, request: &mut RequestContext) -> bool {
         let limit = Duration::from_secs(app.config.retry.worker_wait_timeout_secs);
+        // A router that ends gets no worker any more, and the requests that wait are bounded by
+        // --queue-size.
         if limit.is_zero() || app.is_cut() || !request.take_place(app) {
             return false;
         }
@@ -96,6 +100,7 @@ impl WorkerWait {
         let mut cut = app.cut.clone();
         let is_over = waits_since >= until;
         tokio::select! {
+            // A shutdown does not wait for requests that no worker has.
             _ = cut.wait_for(|is_cut| *is_cut) => return false,
             _ = changes.changed(), if !is_over => {}
             () = sleep_until(until.min(waits_since + RECHECK)) => {}

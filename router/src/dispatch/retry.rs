@@ -32,14 +32,19 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
     loop {
         let failure = match attempt_in_turn(app, request, &mut reusable_prefill).await {
             Ok(answer) => {
+                // Another worker answered, so that the first one's error was its own fault. Without
+                // this a worker that fails every request would keep its good name.
                 if let Some(refuted) = request.retries.take_refuted_worker() {
                     app.fleet.blame_refuted(refuted);
                 }
+                // The place is for waiting requests: kept by an open answer, it would refuse
+                // others.
                 request.place = None;
                 return Ok(answer);
             }
             Err(AttemptFailure::Refused(err)) => {
                 let refusal = selection_refusal(app, &err);
+                // No change of the fleet could help, and the client would wait for nothing.
                 if !request.retries.waits_for_worker(refusal) {
                     return Err(err.into());
                 }
@@ -48,7 +53,8 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
                 if !may_attempt {
                     return Err(err.into());
                 }
-                request.record.attempts -= 1; // nothing was sent
+                // Nothing was sent: the access log counts attempts at workers.
+                request.record.attempts -= 1;
                 continue;
             }
             Err(AttemptFailure::Failed(failure)) => failure,
@@ -56,6 +62,8 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
         match decide_retry(app, request, &failure) {
             RetryVerdict::Retry(plan) => pause_before_retry(app, request, &failure, plan).await,
             RetryVerdict::RetryInTurn(plan) => {
+                // Waiting requests are bounded by --queue-size, or a dead fleet would gather them
+                // without end.
                 if !request.take_place(app) {
                     count_refused_retry(app, GiveUpReason::BudgetUsed);
                     return Err(failure.into());
@@ -79,11 +87,15 @@ async fn attempt_in_turn(
     request: &mut RequestContext,
     reusable_prefill: &mut Option<PendingPrefill>,
 ) -> AttemptResult {
+    // When a busy worker dies, all of its requests come at once: in turn they do not overload the
+    // others.
     let _turn = if request.retries.is_paced() {
         Some(ResumeTurn::wait(app).await)
     } else {
         None
     };
+    // A first attempt sends the client's body unchanged; a later one has less time left, and may
+    // resume.
     if request.record.attempts > 0 || request.is_deadline_shrunk() {
         request.prepare_retry()?;
     }
@@ -115,6 +127,7 @@ async fn attempt_single(app: &Arc<AppState>, request: &mut RequestContext) -> At
     let input_ids = forwarded_ids(app, request, candidate);
     let is_vllm = candidate.description.is_vllm();
     let body = match candidate.rank {
+        // vLLM takes the rank as a header.
         Some(rank) if !is_vllm => {
             let fields = format!("\"data_parallel_rank\":{rank},\"routed_dp_rank\":{rank}");
             request.body_for(&form, &[], input_ids, &fields)
@@ -138,6 +151,8 @@ fn withdraw_refused_ids(
     mut refusal: AttemptError,
 ) -> AttemptError {
     let is_mismatch = refusal.reason == AttemptReason::Code(ProtocolCode::FingerprintMismatch);
+    // Without ids of this router the mismatch is the client's own, and sending it again cannot
+    // help.
     if is_mismatch && request.prompt.input_ids.take().is_some() {
         app.fleet.contradicted(refusal.role, refusal.worker);
         refusal.class = RetryClass::Leaving;
@@ -208,6 +223,7 @@ fn decide_retry(
         }
         RetryVerdict::Retry(_) | RetryVerdict::RetryInTurn(_) => {}
     }
+    // Breaks of one request at several workers mark it as poisonous for all of them.
     if let Some(worker_break) = failure.worker_break {
         request.report_break(app, failure.worker, worker_break, is_poison);
     }
@@ -266,6 +282,7 @@ async fn pause_before_retry(
         .retries
         .with_label_values(&[failure.reason.into_str()])
         .inc();
+    // Without a pause no timer is started: another worker is ready now.
     if plan.backoff_ms > 0 {
         sleep(Duration::from_millis(plan.backoff_ms)).await;
     }

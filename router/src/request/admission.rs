@@ -43,12 +43,13 @@ impl AdmissionController {
             let mut owed = 0.0;
             loop {
                 let now = turn.tick().await;
+                // The router has ended; a strong reference would keep the task alive for ever.
                 let Some(places) = places.upgrade() else {
                     return;
                 };
                 owed += f64::from(rate) * (now - last).as_secs_f64();
                 last = now;
-                let (add, forget) = fill(&mut owed, places.available_permits(), size);
+                let (add, forget) = balance_bucket(&mut owed, places.available_permits(), size);
                 places.add_permits(add);
                 places.forget_permits(forget);
             }
@@ -80,6 +81,7 @@ impl AdmissionController {
 
     /// Refuse a request that would find the queue full, before its body is read.
     pub fn check_queue(&self) -> Result<(), RouteError> {
+        // Without --max-concurrent-requests nothing waits here.
         let Some(places) = &self.places else {
             return Ok(());
         };
@@ -94,7 +96,8 @@ impl AdmissionController {
         }
     }
 
-    /// Wait for a place. Dropping the future leaves the queue.
+    /// Wait for a place. Dropping the future leaves the queue, so that a client that leaves blocks
+    /// none.
     pub async fn enter(
         &self,
         metrics: &RouterMetrics,
@@ -102,6 +105,7 @@ impl AdmissionController {
         let Some(places) = &self.places else {
             return Ok(None);
         };
+        // The usual case takes no place in the queue, shows up in no gauge and reads no clock.
         if let Ok(place) = places.clone().try_acquire_owned() {
             return Ok(Some(place));
         }
@@ -117,14 +121,14 @@ impl AdmissionController {
     }
 }
 
-/// (tokens to add, tokens to take out) of a bucket that has `there` of `size`, when `owed` have
-/// come in the meantime. Ended requests give theirs back to a bucket that may have been filled: it
-/// never keeps more than its size.
-fn fill(owed: &mut f64, there: usize, size: usize) -> (usize, usize) {
+/// Tokens to add to, and to take out of, a bucket with `available` of `size` tokens, when `owed`
+/// have come in the meantime. Ended requests give theirs back to a bucket that may have been filled
+/// since: above its size it would let larger bursts through.
+fn balance_bucket(owed: &mut f64, available: usize, size: usize) -> (usize, usize) {
     let whole = owed.floor();
     *owed -= whole;
-    let add = size.saturating_sub(there).min(whole as usize);
-    (add, there.saturating_sub(size))
+    let add = size.saturating_sub(available).min(whole as usize);
+    (add, available.saturating_sub(size))
 }
 
 /// A place of --queue-size; free when dropped.
@@ -151,20 +155,20 @@ impl Drop for GaugeGuard {
 
 #[cfg(test)]
 mod tests {
-    use super::fill;
+    use super::balance_bucket;
 
     #[test]
     fn bucket_takes_whole_tokens_up_to_its_size() {
         let mut owed = 2.75;
-        assert_eq!(fill(&mut owed, 0, 8), (2, 0));
+        assert_eq!(balance_bucket(&mut owed, 0, 8), (2, 0));
         owed += 0.25;
-        assert_eq!(fill(&mut owed, 2, 8), (1, 0));
+        assert_eq!(balance_bucket(&mut owed, 2, 8), (1, 0));
         owed += 100.0;
         assert_eq!(
-            (fill(&mut owed, 7, 8), owed),
+            (balance_bucket(&mut owed, 7, 8), owed),
             ((1, 0), 0.0),
             "a full bucket overflows"
         );
-        assert_eq!(fill(&mut owed, 11, 8), (0, 3));
+        assert_eq!(balance_bucket(&mut owed, 11, 8), (0, 3));
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! 1. A header asks workers with the feature `resume` for a comment in front of the last event of
 //!    each write: the tokens sent with the events so far (docs/protocol.md §2);
-//! 2. [`ResumeBuffer`] takes these comments out of the stream and remembers the tokens of the events
-//!    that passed;
+//! 2. [`ResumeBuffer`] takes these comments out of the stream and remembers the tokens of the
+//!    events that passed;
 //! 3. the worker breaks off: the same body with `baton_resume` goes to another worker
 //!    (`dispatch::proxy_body`), whose stream passes the same buffer.
 //!
@@ -38,8 +38,8 @@ const MAX_WAITING: usize = MAX_EVENT;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 pub enum NotResumable {
-    /// The stream has more than `MAX_TOKENS`, more than `MAX_WAITING` without a comment, or an event
-    /// of more than `MAX_EVENT`.
+    /// The stream has more than `MAX_TOKENS`, more than `MAX_WAITING` without a comment, or an
+    /// event of more than `MAX_EVENT`.
     TooLong,
     /// --failover-max-bytes.
     Memory,
@@ -93,6 +93,8 @@ impl ResumeBuffer {
             share: memory.share(),
             lost: None,
         };
+        // Streams may not fill the router's memory: beyond --failover-max-bytes they pass, and are
+        // not resumed.
         if buffer.share.grow(held).is_err() {
             buffer.disable(NotResumable::Memory);
         }
@@ -100,22 +102,28 @@ impl ResumeBuffer {
     }
 
     /// Take a run of whole events; what is for the client comes to `out`.
-    pub fn pass_run(&mut self, run: Bytes, out: &mut VecDeque<Bytes>) -> Result<(), BrokenStream> {
+    pub fn forward_run(
+        &mut self,
+        run: Bytes,
+        out: &mut VecDeque<Bytes>,
+    ) -> Result<(), BrokenStream> {
         let mut from = 0;
         while let Some(len) = event_len(&run[from..]) {
-            self.pass_event(&run, from..from + len, out)?;
+            self.forward_event(&run, from..from + len, out)?;
             from += len;
         }
+        // A worker that sends no comments any more would make the buffer grow without end.
         if from < run.len() || self.waiting_len > MAX_WAITING {
             self.disable(NotResumable::TooLong);
             self.release_waiting(out);
-            out.extend((from < run.len()).then(|| run.slice(from..))); // a part of an event that is too long
+            // A part of an event that is too long.
+            out.extend((from < run.len()).then(|| run.slice(from..)));
         }
         Ok(())
     }
 
     /// Find an event with the empty line behind it, where it lies in `text`.
-    fn pass_event(
+    fn forward_event(
         &mut self,
         text: &Bytes,
         at: Range<usize>,
@@ -133,12 +141,16 @@ impl ResumeBuffer {
             self.passed = self.ids.len();
             return Ok(());
         }
+        // A comment has no tokens to wait for. Behind waiting events it waits, too, to keep the
+        // order.
         let is_comment = event.starts_with(b":");
         if self.lost.is_some() || (is_comment && self.waiting.is_empty()) {
             out.push_back(text.slice(at));
             return Ok(());
         }
         let error = error_event(event);
+        // The client may not see an error that another worker mends. If none can, it needs the
+        // event.
         if let Some(code) = error.and_then(resumable_error)
             && self.can_resume()
         {
@@ -150,6 +162,7 @@ impl ResumeBuffer {
         let is_last = error.is_some() || is_done(event);
         self.waiting_len += event.len();
         self.waiting.push(text.slice(at));
+        // No comment follows the last event: the events before it would wait for ever.
         if is_last {
             self.release_waiting(out);
         }
@@ -271,20 +284,20 @@ mod tests {
     }
 
     /// `text`: the next piece of a worker's stream.
-    fn pass_piece(
+    fn forward_piece(
         events: &mut EventSplitter,
         buffer: &mut ResumeBuffer,
         text: &str,
     ) -> Result<String, BrokenStream> {
         let mut out = VecDeque::new();
         if let Some(run) = events.push(Bytes::copy_from_slice(text.as_bytes())) {
-            buffer.pass_run(run, &mut out)?;
+            buffer.forward_run(run, &mut out)?;
         }
         Ok(String::from_utf8(out.into_iter().flatten().collect()).unwrap())
     }
 
-    fn pass(buffer: &mut ResumeBuffer, text: &str) -> Result<String, BrokenStream> {
-        pass_piece(&mut EventSplitter::default(), buffer, text)
+    fn forward_text(buffer: &mut ResumeBuffer, text: &str) -> Result<String, BrokenStream> {
+        forward_piece(&mut EventSplitter::default(), buffer, text)
     }
 
     #[test]
@@ -292,7 +305,7 @@ mod tests {
         let mut buffer = buffer();
         let stream = ": baton {\"ids\":[5],\"seed\":7,\"created\":9,\"events\":4}\ndata: 3\n\n\
             : baton {\"ids\":[],\"events\":5}\ndata: 4\n\ndata: 5\n\n";
-        pass(&mut buffer, stream).unwrap();
+        forward_text(&mut buffer, stream).unwrap();
         buffer.forget_unpassed();
         assert_eq!(
             buffer.to_json_field(&BTreeMap::new()),
@@ -310,7 +323,7 @@ mod tests {
             let mut buffer = buffer();
             let mut shown = String::new();
             for pair in cuts.windows(2) {
-                shown += &pass_piece(&mut events, &mut buffer, &STREAM[pair[0]..pair[1]]).unwrap();
+                shown += &forward_piece(&mut events, &mut buffer, &STREAM[pair[0]..pair[1]]).unwrap();
                 let expected = match (shown.contains("\"a\""), shown.contains("\"b\"")) {
                     (_, true) => 3,
                     (true, false) => 2,
@@ -333,8 +346,8 @@ mod tests {
             let list = serde_json::to_string(&ids).unwrap();
             let list = if spaced { list.replace(',', " , ") } else { list };
             let mut buffer = buffer();
-            pass(&mut buffer, ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n").unwrap();
-            pass(&mut buffer, &format!(": baton {{\"ids\":{list}}}\ndata: {{}}\n\n")).unwrap();
+            forward_text(&mut buffer, ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n").unwrap();
+            forward_text(&mut buffer, &format!(": baton {{\"ids\":{list}}}\ndata: {{}}\n\n")).unwrap();
             prop_assert_eq!(buffer.lost(), None);
             prop_assert_eq!(&buffer.ids[1..], &ids[..]);
         }
@@ -344,7 +357,7 @@ mod tests {
     fn what_the_client_has_not_seen_is_forgotten() {
         let mut buffer = buffer();
         let cut = STREAM.find("data: {\"b\"").unwrap() + 8;
-        pass(&mut buffer, &STREAM[..cut]).unwrap();
+        forward_text(&mut buffer, &STREAM[..cut]).unwrap();
         buffer.forget_unpassed();
         assert_eq!(
             buffer.to_json_field(&BTreeMap::new()),
@@ -357,7 +370,10 @@ mod tests {
         );
         // The next worker tells seed and time again; the first ones stay.
         let next = ": baton {\"ids\":[8,9],\"seed\":1,\"created\":1}\ndata: {\"b\":2}\n\n";
-        assert_eq!(pass(&mut buffer, next).unwrap(), "data: {\"b\":2}\n\n");
+        assert_eq!(
+            forward_text(&mut buffer, next).unwrap(),
+            "data: {\"b\":2}\n\n"
+        );
         assert!(
             buffer
                 .to_json_field(&BTreeMap::new())
@@ -369,11 +385,14 @@ mod tests {
     fn client_that_has_seen_nothing_gets_another_answer_whole() {
         let mut buffer = buffer();
         let cut = STREAM.find("data: {\"a\"").unwrap() + 8;
-        assert_eq!(pass(&mut buffer, &STREAM[..cut]).unwrap(), ": waiting\n\n");
+        assert_eq!(
+            forward_text(&mut buffer, &STREAM[..cut]).unwrap(),
+            ": waiting\n\n"
+        );
         assert!(buffer.can_resume());
         assert_eq!(buffer.to_json_field(&BTreeMap::new()), "");
         buffer.forget_unpassed();
-        pass(&mut buffer, STREAM).unwrap();
+        forward_text(&mut buffer, STREAM).unwrap();
         assert!(
             buffer
                 .to_json_field(&BTreeMap::new())
@@ -385,13 +404,19 @@ mod tests {
     fn errors_that_another_worker_may_mend_end_it_and_others_pass() {
         let error = |code: &str| format!("data: {{\"error\":{{\"code\":\"{code}\"}}}}\n\n");
         let mut buffer = buffer();
-        pass(&mut buffer, &STREAM[..STREAM.find("data: {\"c\"").unwrap()]).unwrap();
+        forward_text(&mut buffer, &STREAM[..STREAM.find("data: {\"c\"").unwrap()]).unwrap();
         for code in ["internal_error", "timeout", "queue_full", "unknown"] {
-            assert_eq!(pass(&mut buffer, &error(code)).unwrap(), error(code));
+            assert_eq!(
+                forward_text(&mut buffer, &error(code)).unwrap(),
+                error(code)
+            );
         }
         for code in ["engine_dead", "draining"] {
             assert_eq!(
-                pass(&mut buffer, &error(code)).unwrap_err().code.into_str(),
+                forward_text(&mut buffer, &error(code))
+                    .unwrap_err()
+                    .code
+                    .into_str(),
                 code
             );
         }
@@ -402,12 +427,12 @@ mod tests {
         let mut buffer = buffer();
         let plain = "data: {\"a\":1}\n\n";
         assert_eq!(
-            pass(&mut buffer, &format!(": baton what\n{plain}")).unwrap(),
+            forward_text(&mut buffer, &format!(": baton what\n{plain}")).unwrap(),
             plain
         );
         assert_eq!(buffer.lost(), Some(NotResumable::Malformed));
         assert!(!buffer.can_resume());
-        assert_eq!(pass(&mut buffer, plain).unwrap(), plain);
+        assert_eq!(forward_text(&mut buffer, plain).unwrap(), plain);
     }
 
     #[test]
@@ -420,12 +445,12 @@ mod tests {
         );
         let mut second = ResumeBuffer::new(&memory, 300);
         let comment = ": baton {\"ids\":[1],\"seed\":2,\"created\":3}\ndata: {}\n\n";
-        assert_eq!(pass(&mut second, comment).unwrap(), "data: {}\n\n");
+        assert_eq!(forward_text(&mut second, comment).unwrap(), "data: {}\n\n");
         assert_eq!(second.lost(), Some(NotResumable::Memory));
         drop((first, second));
         assert_eq!(memory.check(1000), Ok(()));
         let mut alone = ResumeBuffer::new(&memory, 300);
-        pass(&mut alone, comment).unwrap();
+        forward_text(&mut alone, comment).unwrap();
         assert!(alone.can_resume());
     }
 
@@ -433,7 +458,7 @@ mod tests {
     fn event_without_end_is_not_held_for_ever() {
         let mut buffer = buffer();
         let long = "x".repeat(MAX_WAITING + 1);
-        assert_eq!(pass(&mut buffer, &long).unwrap(), long);
+        assert_eq!(forward_text(&mut buffer, &long).unwrap(), long);
         assert_eq!(buffer.lost(), Some(NotResumable::TooLong));
     }
 }

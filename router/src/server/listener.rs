@@ -347,7 +347,7 @@ async fn serve_h2<S>(
         request.extensions_mut().insert(client);
         trim_trailing_slash(request.uri_mut());
         place.begin_request();
-        let stream = streams.open();
+        let stream = streams.register_stream();
         let answering = routes.call(request);
         async move { Ok::<_, Infallible>(answering.await?.map(|body| stream.watch(body))) }
     });
@@ -415,19 +415,19 @@ struct Stream {
 }
 
 impl Streams {
-    fn open(&self) -> Arc<Stream> {
+    fn register_stream(&self) -> Arc<Stream> {
         let stream = Arc::new(Stream::default());
-        let mut open = self.0.lock();
-        // At most as many live at once as --http2-max-streams; the dead ones go here and every
-        // round.
-        if open.len() == open.capacity() {
-            open.retain(|stream| stream.strong_count() > 0);
+        let mut streams = self.0.lock();
+        // Full, perhaps of ended streams, which `sweep_stalled` removes once a round: without a
+        // sweep here a busy connection would grow the list far beyond --http2-max-streams.
+        if streams.len() == streams.capacity() {
+            streams.retain(|stream| stream.strong_count() > 0);
         }
-        open.push(Arc::downgrade(&stream));
+        streams.push(Arc::downgrade(&stream));
         stream
     }
 
-    /// (open ones, ones just given up because their client takes nothing)
+    /// Give up streams whose client takes nothing. Returns the numbers of open ones and of those.
     fn sweep_stalled(&self, stall: Duration) -> (usize, usize) {
         let mut open = 0;
         let mut stalled = 0;

@@ -9,9 +9,9 @@
 //!    --silent-request-probe-secs has the worker probed within `SILENCE_PAUSE`. If neither the
 //!    probe nor any request gets a byte for as long as `silence_limit` allows, the worker hangs:
 //!    `Unhealthy` now;
-//! 4. our engines are asked with each good probe, and while they drain, how much they have to do
-//!    (GET /v1/loads): no answer may report it; vLLM's for the names of their models (GET /v1/models), to which LoRA
-//!    adapters are added while they run;
+//! 4. our engines are asked for their load (GET /v1/loads) with each good probe, and while they
+//!    drain, because no answer may report it; vLLM's for the names of their models
+//!    (GET /v1/models), to which LoRA adapters are added while they run;
 //! 5. a probe answered 503 `draining`: `Draining`, probed every second (or the interval, if
 //!    shorter) until it is good: back to 2;
 //! 6. unhealthy: probe every second (or the interval, if shorter) until --health-success-threshold
@@ -45,7 +45,7 @@ use crate::workers::worker::{Worker, WorkerDescription, WorkerState};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const RECOVERY_PAUSE: Duration = Duration::from_secs(1);
-/// Without health checks it is looked this often whether a description is due.
+/// Pause between two looks for a due description, where no health checks run.
 const DESCRIPTION_PAUSE: Duration = Duration::from_secs(60);
 /// Longest answer read from /get_server_info [bytes].
 const MAX_DESCRIPTION: usize = 1 << 20;
@@ -288,7 +288,12 @@ impl Watch {
         if self.registered.elapsed() >= limit && !self.is_reported_late {
             self.is_reported_late = true;
             let waited_s = limit.as_secs();
-            tracing::error!(url = %worker.url(), waited_s, reason, "worker did not start in time; still trying");
+            tracing::error!(
+                url = %worker.url(),
+                waited_s,
+                reason,
+                "worker did not start in time; still trying"
+            );
         }
         let reason = Some(reason.to_owned());
         fleet.set_state(worker, WorkerState::Starting { reason }, None);
@@ -454,9 +459,9 @@ async fn describe(
     }))
 }
 
-/// APIs for which the router has a translation and the worker no path: GET on a path that takes POST
-/// alone is answered 405, on a path that is not there 404. A worker that gives no answer keeps what
-/// is known of it.
+/// APIs for which the router has a translation and the worker no path: GET on a path that takes
+/// POST alone is answered 405, on a path that is not there 404. A worker that gives no answer keeps
+/// its description.
 async fn missing_apis(fleet: &WorkerFleet, worker: &Worker) -> Vec<Dialect> {
     let known = worker.description();
     let mut missing = Vec::new();
@@ -494,7 +499,12 @@ async fn read_description(
         match serde_json::from_slice(&body) {
             Ok(description) => return Ok(Some(description)),
             Err(err) => {
-                tracing::warn!(url = %worker.url(), path, %err, "cannot read the worker's description");
+                tracing::warn!(
+                    url = %worker.url(),
+                    path,
+                    %err,
+                    "cannot read the worker's description"
+                );
             }
         }
     }
@@ -599,7 +609,11 @@ async fn describe_again(fleet: &WorkerFleet, worker: &Arc<Worker>) {
         Ok(Some(described)) => enter(fleet, worker, Some(described)),
         Ok(None) => worker.process_described(DescribedProcess::Unread),
         Err(err) => {
-            tracing::debug!(url = %worker.url(), %err, "cannot read the worker's description again");
+            tracing::debug!(
+                url = %worker.url(),
+                %err,
+                "cannot read the worker's description again"
+            );
         }
     }
 }
@@ -618,7 +632,12 @@ fn enter(fleet: &WorkerFleet, worker: &Arc<Worker>, described: Option<WorkerDesc
     let mut description = described.unwrap_or_default();
     if let Some(given) = fleet.config.workers.dp_size(worker.role()) {
         if let Some(reported) = description.dp_size.filter(|reported| *reported != given) {
-            tracing::warn!(url = %worker.url(), reported, given, "the worker tells another number of ranks than the flag; the flag counts");
+            tracing::warn!(
+                url = %worker.url(),
+                reported,
+                given,
+                "the worker reports another number of ranks than the flag; the flag counts"
+            );
         }
         description.dp_size = Some(given);
     }

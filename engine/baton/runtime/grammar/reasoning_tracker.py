@@ -6,8 +6,8 @@
 * UNDECIDED: white space, and the beginning of a begin marker, decide nothing;
 * INSIDE: ends with an end marker; in answers that may call tools, also with a call's begin marker,
   which belongs to the answer already. A reasoning that has reached its limit is ended by force;
-  Where the reasoning is messages (gpt-oss), the messages in front of the content are INSIDE, and only the text of
-  those with reasoning counts and is ended at the limit;
+  Where the reasoning is messages (gpt-oss), the messages in front of the content are INSIDE, and
+  only the text of those with reasoning counts and is ended at the limit;
 * BEHIND: tokens of newlines alone belong to neither side, up to the number that models write. A
   begin marker begins a second block;
 * CONTENT: markers are text.
@@ -61,7 +61,7 @@ class ReasoningTracker:
         self._token_count = 0
         """Tokens of the reasoning, without its markers and its forced end."""
         self._forced_count: int | None = None
-        """Tokens of the forced end that are there; None: the reasoning has not reached its limit."""
+        """Tokens of the forced end so far; None: the reasoning has not reached its limit."""
         self._end_texts = [marker.text.encode() for marker in gate.ends if marker.text]
         self._longest_end_text = max(map(len, self._end_texts), default=0)
         self._end_ids = [marker.ids for marker in gate.ends if not marker.text]
@@ -263,13 +263,13 @@ class ReasoningTracker:
         if (token,) in self._begin_ids:
             self._begin_block(b"")
             return TokenPlace.REASONING
-        if is_newlines and self._takes_lead(len(text)):
+        if is_newlines and self._count_lead_newlines(len(text)):
             return TokenPlace.REASONING
         self.phase = ReasoningPhase.CONTENT
         return TokenPlace.ANSWER
 
-    def _takes_lead(self, newlines: int) -> bool:
-        """Behind: count newlines that are no part of the answer; False: these are part of it."""
+    def _count_lead_newlines(self, newlines: int) -> bool:
+        """Count newlines in front of the answer. Returns False if these are part of it."""
         if self.lead_newlines is None:
             return True
         if newlines > self.lead_newlines:

@@ -43,8 +43,8 @@ class GrammarQueue:
     def count(self) -> int:
         return len(self._requests)
 
-    def holds(self, req: ValidatedRequest) -> bool:
-        """Take the request if it has to wait; False: it may be queued now.
+    def hold_request(self, req: ValidatedRequest) -> bool:
+        """Keep a request that has to wait for its grammar. False: it may be queued now.
 
         Raises UnsupportedParameter or QueueFull.
         """
@@ -54,10 +54,12 @@ class GrammarQueue:
         if self.store is None:
             cause = "a schema or grammar" if params.grammar else "a limit of its reasoning"
             raise UnsupportedParameter(f"{self.unavailable}; send the request without {cause}")
+        # A limit of the reasoning alone needs no compiled grammar.
         if not params.grammar:
             return False
         resumed = params.resumed
         output = req.prompt[len(req.prompt) - resumed :].tolist() if resumed else ()
+        # The grammar is compiled already: the request loses no time.
         if self.store.request(req.handle, params.grammar, output, params.reasoning):
             return False
         self._requests[req.handle] = req
@@ -69,6 +71,7 @@ class GrammarQueue:
             return
         for outcome in self.store.take_outcomes():
             req = self._requests.pop(outcome.handle, None)
+            # Aborted or expired while the grammar was compiled.
             if req is not None:
                 yield req, outcome.error
         yield from self._take_expired(now)
@@ -78,7 +81,8 @@ class GrammarQueue:
             yield (
                 late,
                 BadRequest(
-                    f"the grammar was not compiled within {COMPILE_LIMIT_SECS:g} s; simplify the schema or grammar"
+                    f"the grammar was not compiled within {COMPILE_LIMIT_SECS:g} s; "
+                    "simplify the schema or grammar"
                 ),
             )
 
@@ -111,7 +115,7 @@ class GrammarQueue:
         return handle in self._requests
 
     def next_deadline(self) -> float | None:
-        """When the first of them ends for want of time."""
+        """Earliest deadline of a request here."""
         return min(filter(None, map(self._deadline_of, self._requests.values())), default=None)
 
     def oldest_arrival(self) -> float | None:
@@ -139,7 +143,8 @@ class GrammarQueue:
                 yield (
                     req,
                     DeadlineMissed(
-                        f"request {req.rid} waits for its grammar and its first token cannot come within its "
-                        "ttft_deadline_ms any more; retry with a longer one, or simplify the schema"
+                        f"request {req.rid} waits for its grammar and its first token cannot come "
+                        "within its ttft_deadline_ms any more; retry with a longer one, or "
+                        "simplify the schema"
                     ),
                 )

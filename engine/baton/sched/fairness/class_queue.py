@@ -25,7 +25,7 @@ class StartVerdict(enum.Enum):
 
     STARTS = "starts"
     PASSED_OVER = "passed_over"
-    """Too many unfinished prompts precede it; others of its class are looked at."""
+    """Too many unfinished prompts precede it; others of its class may start."""
     TENANT_STOPS = "tenant_stops"
     """No waiting request of its tenant may start."""
 
@@ -47,14 +47,17 @@ class StartRule:
         self._progress = progress
 
     def check_start(self, seq: Seq, class_queue: ClassQueue) -> StartVerdict:
-        """Judge a waiting request. Only unfinished prompts of its own class make others count."""
+        """Judge a waiting request."""
         progress = self._progress
+        # A class without an unfinished prompt may start one: those of other classes must not keep
+        # it from its share.
         if (
             progress is not None
             and class_queue.num_ahead
             and not progress.may_start(seq, self.num_ahead)
         ):
             return PASSED_OVER
+        # A tenant at its limit stops altogether: a smaller request would pass its earlier ones.
         if self.is_open and self._usage.has_room_for(seq):
             return STARTS
         return StartVerdict.TENANT_STOPS
@@ -94,13 +97,18 @@ class ClassQueue:
 
     def next_candidate(self, rule: StartRule) -> Seq | None:
         """The next prompt in progress, or request that may start now."""
+        # Prompts in progress hold pages until they are computed.
         if self.first:
             return self.first.popleft()
+        # Built at the first use: a class that gets no turn in this plan costs no look at its
+        # tenants.
         if self._heap is None:
             self._heap = self._heap_of_tenants()
         while self._heap:
             rank, number, tenant = self._heap[0]
             current_rank = self._rank_of(tenant)
+            # The last candidate was charged to its tenant, or refused: another one may have had
+            # less.
             if rank != current_rank:
                 heapq.heapreplace(self._heap, (current_rank, number, tenant))
                 continue
@@ -124,7 +132,9 @@ class ClassQueue:
     def _next_of(self, tenant: str, rule: StartRule) -> Seq | None:
         queue = self.queues[tenant]
         while queue or self._pull(tenant):
+            # Only prompts in progress may follow, which no limit stops.
             is_closed = tenant in self._stopped or self._skips_left < 0
+            # Reading on would walk the whole order of the policy without yielding a candidate.
             if not self.pending and is_closed:
                 break
             seq = queue.popleft()

@@ -1,4 +1,4 @@
-"""Fair order of candidates: classes by weight, their tenants by what they got, then the policy.
+"""Fair order of candidates: classes by weight, their tenants by tokens got, then the policy.
 
     candidates ──▶ class ──▶ prompts in progress, in the order of the policy
     (policy order)      └▶ tenant ──▶ its requests, in the order of the policy (priority first)
@@ -84,10 +84,12 @@ class FairnessRules:
         tenants = self.tenants or TenantRules()
         rule = tenants.rule_of(tenant)
         priority = rule.clamp_priority(priority, self.classes.low_values_first)
+        # Without --priority-classes all requests are in one class, which has no name.
         if not self.classes.classes:
             return priority, ""
         if requested_class is None:
             return priority, rule.priority_class or self.classes.of_priority(priority)
+        # A tenant's class is the best its requests may have: stating a better one gains nothing.
         if rule.priority_class is None:
             return priority, requested_class
         return priority, self.classes.no_better(requested_class, rule.priority_class)
@@ -152,6 +154,7 @@ class FairQueue(SharingStrategy):
         """
         tenant = self._limits.tenant_of(req)
         rule = self._limits.rule_of(tenant)
+        # In the queue it would wait for ever: its tenant's limit never lets it start.
         if rule.max_kv_tokens is not None and len(req.prompt) + 1 > rule.max_kv_tokens:
             raise PromptTooLong(
                 f"prompt has {len(req.prompt)} tokens, "
@@ -172,6 +175,8 @@ class FairQueue(SharingStrategy):
     def on_queued(self, seq: Seq) -> None:
         number, tenant = self._place_of(seq)
         self._waiting[number][tenant] += 1
+        # A tenant that returns starts at the least counter of those that wait: idle time gives no
+        # credit.
         if self._waiting[number][tenant] == 1:
             self._counters[number].activate(tenant)
 
@@ -179,6 +184,7 @@ class FairQueue(SharingStrategy):
         number, tenant = self._place_of(seq)
         self._limits.on_dequeued(seq)
         self._waiting[number][tenant] -= 1
+        # Plans visit every tenant with an entry; without requests it would cost them time.
         if not self._waiting[number][tenant]:
             del self._waiting[number][tenant]
             self._counters[number].deactivate(tenant)
@@ -186,14 +192,16 @@ class FairQueue(SharingStrategy):
     # ------------------------------------------------------------------ the order (SharingStrategy)
 
     def order_prefill(self, context: PrefillContext) -> Candidates:
-        """Prompts to compute in this step: the policy orders the requests of each class and tenant."""
+        """Prompts to compute in this step; the policy orders those of each class and tenant."""
         progress = PrefillProgress(context)
+        # Others were preempted for this one: the turn of another class could use its slot.
         if context.preemptor is not None:
             outcome = yield context.preemptor
             progress.record(context.preemptor, outcome)
         order = (
             seq
             for seq in context.queries.order_candidates(context)
+            # A retracted request waits until the row in flight has brought its token.
             if seq.state is not SeqState.WAITING or not seq.inflight_steps
         )
         pool = self._make_pool(order, context.skip_ahead)
@@ -201,17 +209,19 @@ class FairQueue(SharingStrategy):
             pool.add_unfinished(seq, is_in_order=context.reorders_unfinished)
         yield from self._merge(pool, progress)
         reserved = progress.untried_reservation()
+        # The limits of its tenant hold for the reserved request as well.
         if reserved is None or not any(self.filter_startable([reserved])):
             return
         unfinished = partial_of([*context.unfinished, *progress.admitted])
         num_ahead = self._count_ahead(reserved, unfinished)
+        # --max-partial-prefills holds for it, too.
         if progress.may_start(reserved, num_ahead):
             yield reserved
 
     def _count_ahead(self, seq: Seq, unfinished: list[Seq]) -> int:
         """Unfinished prompts ahead of a request that is tried last.
 
-        0 if its class has none, as `_merge` counts.
+        0 if its class has none, so that each class has a prompt in progress, as in `_merge`.
         """
         number = self.class_of(seq)
         if any(self.class_of(other) == number for other in unfinished):
@@ -219,10 +229,12 @@ class FairQueue(SharingStrategy):
         return 0
 
     def order_transfers(self, waiting: Iterable[Seq], skip_ahead: int) -> Candidates:
-        # The pool is made when the first candidate is asked for: who waits may change until then.
+        # `yield from`, not `return`: the pool is made when the first candidate is asked for,
+        # because the queue may change until then.
         yield from self._merge(self._make_pool(waiting, skip_ahead), progress=None)
 
     def preview_order(self, waiting: Iterable[Seq], count: int) -> Iterator[Seq]:
+        # Asking for candidates passes turns on, and a preview computes none of them.
         saved = self._rounds.save()
         try:
             candidates = self._merge(self._make_pool(waiting, count), progress=None)
@@ -256,27 +268,33 @@ class FairQueue(SharingStrategy):
         usage = TenantUsage(self._limits, self._holders())
         rule = StartRule(usage, progress)
         while ready:
+            # Without a slot only prompts in progress follow: reading the queue would be in vain.
             if progress is not None and not progress.may_admit:
                 rule.is_open = False
             if rule.is_open:
                 number = self._rounds.next_turn(ready)
             else:
+                # The turn stays where it is: a class whose requests lack a slot keeps it for them.
                 number = self._rounds.least_served(ready)
             class_queue = pool.classes[number]
             seq: Seq | None = None
+            # A closed plan reads no further than the last prompt in progress of the class.
             if rule.is_open or class_queue.first or class_queue.pending:
                 seq = class_queue.next_candidate(rule)
             if seq is None:
                 ready.discard(number)
+                # A class without work loses its credit; one whose requests lack a slot keeps it.
                 if rule.is_open or not self._waiting[number]:
                     self._rounds.leave(number)
                 continue
             outcome = yield seq
             if progress is not None:
                 progress.record(seq, outcome)
+            # The other tenants of the class follow: one large request delays none of them.
             if isinstance(outcome, CandidateRefused):
                 class_queue.skip_tenant(self._limits.tenant_of(seq.req))
             elif isinstance(outcome, CandidatePlanned):
+                # The limits of a tenant count what this very plan has admitted.
                 if outcome.was_admitted:
                     usage.add(seq)
                 rule.num_ahead += outcome.is_unfinished
@@ -284,9 +302,11 @@ class FairQueue(SharingStrategy):
 
     def _leave_idle_classes(self, pool: CandidatePool, ready: set[int]) -> None:
         """Void the credit of classes with nothing to compute; all accounts if no class has any."""
+        # With nothing to compute there is no debt either: a class that was alone owes nothing.
         if not ready:
             self._rounds.settle()
         for number in range(len(pool.classes)):
+            # Idle time gives no credit: a class that returns would starve the others with it.
             if number not in ready:
                 self._rounds.leave(number)
 
@@ -311,6 +331,7 @@ class FairQueue(SharingStrategy):
 
     def charge_generated(self, seq: Seq) -> None:
         number, tenant = self._place_of(seq)
+        # --disable-class-charge-decode: long answers cost their class no prompt tokens.
         if self._rules.charge_decode:
             self._rounds.charge(number, 1)
         cost = self._rules.output_token_weight
@@ -323,6 +344,7 @@ class FairQueue(SharingStrategy):
         tokens = self._tenant_tokens
         label = tenant or INTERNAL
         most_labels = MAX_LABELS + len(self._limits.rules.named)
+        # Clients choose the names of tenants: without a bound the metrics would grow for ever.
         if label not in tokens and len(tokens) >= most_labels:
             label = OTHER
         return tokens.setdefault(label, [0, 0, 0])

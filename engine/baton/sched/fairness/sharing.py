@@ -40,19 +40,22 @@ class PrefillProgress:
     def may_start(self, seq: Seq, unfinished_ahead: int) -> bool:
         """True if a waiting request may start behind so many unfinished prompts."""
         limit = self._context.max_partial_prefills
+        # A prompt that this step completes holds no later one back, whatever the limit.
         if limit is None or unfinished_ahead < limit:
             return True
         return self._context.queries.extend_tokens(seq) <= self._tokens_left
 
     def untried_reservation(self) -> Seq | None:
-        """The request that pages are kept for, if it waits, was not tried, and there is a slot."""
+        """The request that pages are kept for, if it can be tried at the end of the plan."""
         seq = self._reserved
+        # Without a slot it would be refused; tried, admitted or ended, it waits no longer.
         if seq is None or not self._slots_left or seq.state is not SeqState.WAITING:
             return None
         return seq
 
     def record(self, seq: Seq, outcome: CandidateOutcome) -> None:
-        """Count what became of a candidate."""
+        """Count the outcome of a candidate."""
+        # A request is tried once per plan: a second try would find no more pages.
         if seq is self._reserved:
             self._reserved = None
         if isinstance(outcome, CandidatePlanned):
@@ -65,6 +68,7 @@ class PrefillProgress:
                     self.may_admit = False
         elif isinstance(outcome, CandidateRefused):
             self.num_refused += 1
+            # This request holds the reservation now, and the one that had it before waits in order.
             if outcome.has_reservation:
                 self._reserved = None
             if outcome.fits_no_other:
@@ -94,13 +98,16 @@ class SharingStrategy:
 
         Here all prompts in progress, and those of the waiting queue that may start. Where both
         compete, a request starts only if this step completes it, or if fewer than
-        `max_partial_prefills` unfinished prompts precede it: those behind it hold back nothing.
+        `max_partial_prefills` unfinished prompts precede it. Prompts behind it do not count, so
+        that the limit never delays a more important request.
         """
         progress = PrefillProgress(context)
+        # Under most policies prompts in progress go first, because they hold pages already.
         if not context.reorders_unfinished:
             for seq in context.unfinished:
                 outcome = yield seq
                 progress.record(seq, outcome)
+            # The order of the queue is not read when no request may start: it costs a walk.
             if not progress.may_admit:
                 return
         tried: set[int] = set()
@@ -110,12 +117,18 @@ class SharingStrategy:
         for seq in context.queries.order_candidates(context):
             if seq.state is SeqState.WAITING:
                 is_skipping = num_passed + progress.num_refused > context.skip_ahead
+                # Past --admission-skip-ahead refusals, or without a slot, no request behind may
+                # start.
                 if is_skipping or not progress.may_admit:
                     break
                 if seq.inflight_steps:
-                    continue  # retracted: its row in flight is committed first
+                    # Retracted with a row in flight: the token of that row is not known yet.
+                    continue
                 if preemptor is not None and seq is not preemptor:
-                    continue  # the slot and the pages were taken for the preemptor
+                    # The victims' slot and pages are for the preemptor: another request would
+                    # make the preemption pointless.
+                    continue
+                # A short prompt behind may start: this step completes it.
                 if is_limited and not progress.may_start(seq, progress.num_unfinished):
                     num_passed += 1
                     continue
@@ -123,10 +136,12 @@ class SharingStrategy:
                 tried.add(seq.handle)
             outcome = yield seq
             progress.record(seq, outcome)
+            # Requests behind the preemptor compete for what it leaves.
             if seq is preemptor:
                 preemptor = None
         for seq in self._untried_candidates(context, progress, tried):
             is_waiting = seq.state is SeqState.WAITING
+            # --max-partial-prefills holds for the reserved request as well.
             if is_waiting and not progress.may_start(seq, progress.num_unfinished):
                 continue
             outcome = yield seq
@@ -140,6 +155,8 @@ class SharingStrategy:
         Sorted by importance: the request comes behind prompts in progress that are as important.
         """
         untried: list[Seq] = []
+        # The loop over the queue may end before it reaches prompts in progress, which hold pages
+        # and must advance.
         if context.reorders_unfinished and len(tried) < len(context.unfinished):
             untried = [
                 seq for seq in context.queries.sort_unfinished(context) if seq.handle not in tried

@@ -45,8 +45,8 @@ HIT_SOURCES = ("device", "in_flight", "host", "decode_tree", "rematch")
 | `decode_tree` | D: its own tree, so that P does not send them |
 | `rematch` | found again by a request that had released its pages |
 
-`in_flight` is of prompts that arrive together. `rematch` (after a retraction, preemption or suspension)
-saves nothing over a run without them, and is counted in no request's cached_tokens.
+`in_flight` is of prompts that arrive together. `rematch` (after a retraction, preemption or
+suspension) saves nothing over a run without them, and is counted in no request's cached_tokens.
 """
 
 COPY_RATE_SMOOTHING = 0.1
@@ -96,6 +96,7 @@ class KvManager:
 
     def observe_copies(self, copies: Iterable[CopyRun], seconds: float) -> None:
         pages = sum(len(run.pages) for run in copies)
+        # A step without copies measures no rate.
         if pages and seconds > 0:
             self.host_pages_per_s += COPY_RATE_SMOOTHING * (pages / seconds - self.host_pages_per_s)
 
@@ -118,6 +119,7 @@ class KvManager:
         """Pages that an allocation for a waiting sequence can get: it is going to share its cached
         prefix, and evicting that makes no room for it.
         """
+        # A retained request holds its pages already, and shares no prefix when it is admitted.
         if seq.pages:
             return self.available
         return self.available - self.cache.unlocked_pages(refresh_probe(seq, self.cache))
@@ -127,6 +129,7 @@ class KvManager:
         makes it have.
         """
         left = seq.max_new_tokens - seq.generated
+        # P generates one token for a lease, which needs no page: D computes the answer.
         if seq.is_lease:
             return 0
         return left if seq.has_fixed_length else self.ratio.estimate(left)
@@ -205,9 +208,12 @@ class KvManager:
         many.
         """
         short = n - self.allocator.free_count
+        # Cached pages stay as long as there are free ones: each may spare a later request its
+        # prefill.
         if short > 0:
             self.cache.evict(short)
         pages = self.allocator.alloc(n)
+        # The next plan tells the runner which pages have a new owner.
         if pages is not None:
             self._new_pages.extend(pages)
         return pages
@@ -217,7 +223,9 @@ class KvManager:
         its node.
         """
         if seq.node is not None and self.cache.is_quarantined(seq.node):
-            self.cache.lock(seq.node)  # what it has stays; the tree has nothing that continues it
+            # A damaged prefix has left the tree: the sequence keeps its own path, and no other
+            # sequence's pages continue it.
+            self.cache.lock(seq.node)
             return PrefixMatch(seq.node, seq.pages[: seq.published], seq.published * self.page_size)
         match = self.cache.match(seq.key, seq.req.namespace, max_tokens)
         self.cache.lock(match.node)
@@ -231,6 +239,7 @@ class KvManager:
 
     def _hold_path(self, seq: Seq, node: RadixNode | None, published: int) -> None:
         """Let a sequence hold this path, which is locked for it, in place of the one it had."""
+        # A path that stays locked without a sequence is never evicted.
         if seq.node is not None:
             self.cache.unlock(seq.node)
         seq.node = node
@@ -238,12 +247,14 @@ class KvManager:
 
     def _count_hit(self, seq: Seq, match: PrefixMatch) -> None:
         tokens = (len(match.pages) - len(seq.pages)) * self.page_size
+        # Its own pages again: no work was saved, and no reuse keeps them from eviction for longer.
         if seq.pages_were_released:
             self.hit_tokens["rematch"] += tokens
             return
         priority = self._priority.base(seq)
         fresh_pages = self.cache.reuse(match.node, priority, beyond=seq.node)
         fresh_tokens = fresh_pages * self.page_size
+        # P reports the cached tokens of the request: D's own would be added to them.
         if seq.state is SeqState.TRANSFER:
             self.hit_tokens["decode_tree"] += tokens
             return
@@ -252,8 +263,9 @@ class KvManager:
         seq.cached_tokens = max(seq.cached_tokens, 0) + tokens
 
     def restore_prefix(self, seq: Seq, max_tokens: int) -> None:
-        """Bring back from the host what follows the sequence's shared prefix: copied before the
-        next step's rows.
+        """Bring back pages from the host that follow the sequence's shared prefix.
+
+        They are copied before the next step's rows.
         """
         if self.host is None:
             return
@@ -263,9 +275,11 @@ class KvManager:
             seq.node, seq.key, seq.req.namespace, first, max_tokens // self.page_size
         )
         if host_pages:
-            # The allocation below may evict, and evicting makes room on the host.
+            # The allocation below may evict, and a page that moves to the host could take the place
+            # of one that is to be copied back.
             self.host.pin(host_pages)
             pages = self.allocate(len(host_pages))
+            # Without pages for them the sequence computes these tokens again.
             if pages is not None:
                 self.host.copy_in(host_pages, pages)
                 self._share_restored(seq, pages, host_pages[0])
@@ -296,7 +310,7 @@ class KvManager:
     def extend(self, seq: Seq, tokens: int) -> bool:
         """Make room for the sequence's first `tokens` tokens.
 
-        False: there is none, nothing changed.
+        Returns whether there is room; if not, nothing has changed.
         """
         need = -(-tokens // self.page_size) - len(seq.pages)
         if need <= 0:
@@ -309,11 +323,13 @@ class KvManager:
         return True
 
     def adopt_prefix(self, seq: Seq) -> None:
-        """Between two chunks of a prompt: take over pages that another sequence computed meanwhile."""
+        """Share pages that another sequence computed since the last chunk of this prompt."""
         ends_at_page = len(seq.pages) * self.page_size == seq.computed
+        # The last page holds computed tokens already; a shared one would have to replace it.
         if not ends_at_page:
             return
         match = self.match_prefix(seq, seq.reusable_tokens)
+        # The tree has nothing beyond the tokens computed here.
         if match.num_tokens <= seq.computed:
             self.cache.unlock(match.node)
             return
@@ -326,10 +342,12 @@ class KvManager:
         """Offer every whole page of known tokens whose computation is scheduled to the tree."""
         first = seq.published
         last = min(seq.computed, len(seq.tokens)) // self.page_size
+        # Without a radix cache all pages stay private, and are free when the sequence ends.
         if last <= first or not self._publishes:
             return
         if seq.node is not None and self.cache.is_quarantined(seq.node):
-            return  # what follows a damaged page is of no use to others
+            # Pages computed from a damaged one would give other sequences wrong tokens.
+            return
         priority = self._priority.base(seq)
         inserted = self.cache.insert(
             seq.key, seq.pages[first:last], seq.req.namespace, first, priority
@@ -341,14 +359,14 @@ class KvManager:
         seq.private.difference_update(seq.pages[first_taken:last])
 
     def release_device_memory(self, seq: Seq, mode: str, prefill_rate: float) -> None:
-        """Release everything a sequence holds that is going to come back.
+        """Release everything that a sequence holds, which is going to come back.
 
         Args:
-            mode: recompute: the KV is lost, but for what was published. cache: it stays in the
-                tree, evictable. offload: what no other sequence uses goes to the host now, so that
-                its pages are free, and stays there until the sequence is back; without room there,
-                as cache. auto: offload if copying the pages takes less time than computing them at
-                `prefill_rate` [tokens/s], else cache.
+            mode: recompute: the KV is lost, but for published pages. cache: it stays in the
+                tree, evictable. offload: pages that no other sequence uses go to the host now, so
+                that they are free here, and stay there until the sequence is back; without room
+                there, as cache. auto: offload if copying the pages takes less time than computing
+                them at `prefill_rate` [tokens/s], else cache.
 
         The last page, if it is not full, is always computed again: it goes into the same forward
         pass as the token that has to be computed anyway, and a page that is not full has no place
@@ -356,6 +374,7 @@ class KvManager:
         """
         if mode != "recompute":
             self.publish(seq)
+        # Remembered, because the sequence leaves its path before the end of it may be moved.
         node = seq.node
         self.release_pages(seq)
         copy_rate = self.host_pages_per_s * self.page_size
@@ -364,8 +383,9 @@ class KvManager:
             self._offload_branch(seq, node, self.host)
 
     def _offload_branch(self, seq: Seq, node: RadixNode, host: HostTier) -> None:
-        """Send the end of a branch without users to the host, and keep it there for this sequence."""
+        """Send the end of a branch without users to the host, pinned for this sequence."""
         count = self.cache.branch_pages(node)
+        # Without room on the host the pages stay in the tree, where the sequence may find them.
         if not count or not host.reserve(count):
             return
         keys = host.path_keys(node)[-count:]
@@ -377,6 +397,7 @@ class KvManager:
         """Free what a sequence holds; what it published stays cached."""
         seq.pages_were_released = True
         self._unpin_pages(seq)
+        # Sorted, so that equal inputs give equal pages: recordings replay to identical plans.
         if seq.private:
             self.allocator.free(array("i", sorted(seq.private)))
             seq.private.clear()

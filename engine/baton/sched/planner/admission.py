@@ -1,4 +1,4 @@
-"""Pages that a waiting request needs, and whether a step's budget can compute it. Changes nothing."""
+"""Pages and tokens that a waiting request needs, and whether it can be in time. Changes nothing."""
 
 from __future__ import annotations
 
@@ -25,14 +25,19 @@ class AdmissionEstimate:
         memory = state.memory
         work = memory.pages(len(seq.tokens)) - cached_pages
         if not state.running and not state.transfer and not state.leased:
-            return work  # alone: it must run, and it fits (see Scheduler.add)
+            # Alone it must run, or nothing would ever run: no end would free a page for it.
+            # Scheduler.add has refused what exceeds the pool.
+            return work
         answer_pages = memory.pages(memory.answer_tokens(seq))
         need = work + answer_pages + memory.watermark
         growth = self._growth.pages()
+        # The peak costs a walk through all endings: it is computed only where it changes the
+        # answer.
         is_decided_by_growth = need + growth > available >= need
         if is_decided_by_growth and any(s.has_fixed_length for s in state.running.values()):
             peak = memory.peak_growth(list(self._growth.growing()))
             growth = min(growth, peak)
+        # The sum of all growth includes that of retained requests.
         if seq.handle in state.retained:
             growth -= memory.growth(seq)
         return need + growth
@@ -42,23 +47,23 @@ class AdmissionEstimate:
         return seq.total_len - cached_tokens(seq, self._state.memory.cache)
 
     def is_too_late(self, seq: Seq) -> bool:
-        """Under --deadline-miss-action abort: no first token can come in time any more, so nothing
-        is begun.
-
-        An estimate that no comparable prompt has confirmed refuses nothing.
-        """
+        """True if a first token in time is impossible, under --deadline-miss-action abort."""
         state = self._state
         deadline = seq.req.ttft_deadline
+        # A request that has started goes on: its work is paid.
         if deadline is None or seq.has_started or not state.limits.aborts_missed_deadlines:
             return False
         cached = cached_tokens(seq, state.memory.cache)
         tokens = seq.total_len - cached
+        # An estimate that no comparable recent prompt has confirmed refuses nothing: after one slow
+        # step it could refuse every request, and would never be measured again.
         if not state.times.confirms(tokens, state.now):
             return False
         return state.now + state.times.chunk_seconds(cached, tokens) > deadline
 
     def can_start(self, seq: Seq) -> bool:
-        """True if it waits, and its tenant is below its limits."""
+        """True if a request waits, and its tenant is below its limits."""
+        # Pages kept for one that ended, or was admitted by another way, would be of use to no one.
         if seq.state is not SeqState.WAITING:
             return False
         return any(self._state.sharing.filter_startable([seq]))

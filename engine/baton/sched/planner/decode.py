@@ -16,16 +16,16 @@ NO_PAGES = array("i")
 
 
 def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
-    """Plan one token for every decoding sequence. Returns the running sequences that do not decode
-    now.
+    """Plan one token for every decoding sequence. Returns the other running sequences.
 
-    Pages that may be short are found before any row is made: one with pages may still fall victim.
     The hot loop of the planner: 256 rows in 0.1 ms, hence no property and no call per row.
     """
     memory = state.memory
     page_size = state.limits.page_size
     running = state.running
     rows = draft.rows
+    # A sequence takes at most one page: only with fewer pages than sequences can one lack its own.
+    # Found before any row is made, because a retraction may take a sequence whose row exists.
     starved = _find_starved(state) if memory.available < len(running) else ()
     prompts: list[Seq] = []
     for seq in running.values():
@@ -33,14 +33,17 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
         inflight = seq.inflight
         start = seq.computed
         total = len(tokens_known) + inflight
+        # Its prompt is not computed, or its last token is in flight: one more row would be wasted.
         if total - start != 1 or not seq.prompt_len < total < seq.max_total_tokens:
             prompts.append(seq)
             continue
+        # Without a page it skips this step: its token has no place, and none is lost.
         if total > len(seq.pages) * page_size and (
             seq.handle in starved or not memory.extend(seq, total)
         ):
             continue
         sent = seq.pages_sent_to_runner
+        # The runner does not know the sequence: its row brings tokens, parameters and all pages.
         if sent == 0:
             draft.add_row(seq, 1)
             continue
@@ -58,9 +61,9 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
 
 
 def _find_starved(state: SchedulerState) -> set[int]:
-    """Pages for the next tokens where there may be too few, by retraction if need be.
+    """Find pages for the next tokens, by retraction if need be.
 
-    Returns who gets none.
+    Returns the handles of sequences that get none.
     """
     page_size = state.limits.page_size
     running = state.running.values()
@@ -69,6 +72,7 @@ def _find_starved(state: SchedulerState) -> set[int]:
         for seq in running
         if is_ready_to_decode(seq) and seq.total_len > len(seq.pages) * page_size
     ]
+    # One that a retraction has sent back meanwhile takes no page.
     return {
         seq.handle
         for seq in short
@@ -79,7 +83,7 @@ def _find_starved(state: SchedulerState) -> set[int]:
 def _find_pages_for(state: SchedulerState, seq: Seq) -> bool:
     """Make room for the next token of a decoding sequence, retracting others if need be.
 
-    False: not this step.
+    Returns whether there is room.
     """
     while not state.memory.extend(seq, seq.total_len):
         if not retract_for(state, seq):
@@ -88,7 +92,10 @@ def _find_pages_for(state: SchedulerState, seq: Seq) -> bool:
 
 
 def retract_for(state: SchedulerState, keep: Seq) -> bool:
-    """Send one running sequence back to the queue. False: `keep` gets no page by it."""
+    """Send one running sequence back to the queue.
+
+    Returns whether `keep` may get its pages. False: it was `keep` itself, or none may go.
+    """
     victim = retraction_victim(state.running.values(), keep, state.limits.priority)
     if victim is not None:
         state.retract(victim, keep)

@@ -23,6 +23,7 @@ class PlanDraft:
         start = seq.computed
         sent = seq.pages_sent_to_runner
         end = seq.computed + n
+        # The runner learns of a sequence by its first row.
         if sent == 0:
             history = array("i", seq.tokens)
             is_missing_logprobs = seq.logprob_position < seq.prompt_len
@@ -37,6 +38,7 @@ class PlanDraft:
             self.admitted.append(admitted)
         tokens = seq.tokens[start:end]
         if len(tokens) < n:
+            # The step in flight samples it: the runner reads it from its own table.
             tokens.append(UNKNOWN_TOKEN)
         samples = end == seq.total_len
         self.rows.append(
@@ -46,6 +48,5 @@ class PlanDraft:
         seq.computed = end
         seq.inflight_steps += 1
         seq.has_started = True
-        # The token before this one is known or in flight; from now on the newest unknown one is
-        # this row's.
+        # The newest unknown token is now the one that this row samples.
         seq.inflight += samples

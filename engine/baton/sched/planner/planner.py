@@ -56,8 +56,9 @@ class Planner:
         self._preemption = PreemptionPlanner(state, estimate, self.reservation)
         self.prefill = PrefillPlanner(state, self._growth, estimate, self.reservation)
         self._prefill_run_secs: float | None = None
-        """Predicted time of the steps without decode rows since the last step with some; None: that
-        was it.
+        """Predicted time of the steps since the last one with decode rows.
+
+        None: the last step had decode rows.
         """
 
     def plan(self, now: float) -> PlanOutcome:
@@ -72,22 +73,28 @@ class Planner:
         state.release_grants()
         self._growth.reset()
         draft = PlanDraft()
+        # Without priorities no request is worth more than another's work, and none is preempted.
         if limits.priority.enabled:
             can_mix = not limits.prefill_first or limits.enable_mixed_chunk
             can_prefill = can_mix or self._skips_decode()
             self._preemption.plan(draft, can_prefill=can_prefill)
         retractions = state.retractions
         skip_decode = self._skips_decode()
+        # A step under --prefill-first has prompts alone, so that these get all of its tokens.
         if skip_decode:
             prompts = list(state.running.values())
         else:
             prompts = plan_decode_rows(state, draft)
         num_decode = len(draft.rows)
         stopped_by = StopReason.PREEMPTED
+        # Under --prefill-first a step has either prompts or decode rows, as in SGLang.
         if num_decode and limits.prefill_first and not limits.enable_mixed_chunk:
             stopped_by = StopReason.DECODE_ONLY
+        # A prompt would take the pages that a retraction freed, and the next step would retract
+        # again; vLLM v1 plans no prompt after a preemption either.
         elif state.retractions == retractions:
             stopped_by = self.prefill.plan(draft, prompts)
+        # No prompt got a row: an empty step would delay the running answers for nothing.
         if skip_decode and not draft.rows:
             plan_decode_rows(state, draft)
             num_decode = len(draft.rows)
@@ -105,17 +112,22 @@ class Planner:
         state = self._state
         memory = state.memory
         if not draft.rows:
+            # The pages that the last burst needed say nothing about the next one (SGLang resets,
+            # too).
             if not state.running:
                 memory.ratio.on_idle()
             elif state.planned_step == state.committed_step:
-                # No answer finds a page, and idle transfers hold some.
+                # No running answer finds a page and no step in flight will free one, but a grant of
+                # which P has announced nothing may hold some.
                 self._transfers.revoke_grants(1)
+            # Evicted pages are copied to the host by a plan: without one they would be lost.
             if not memory.has_copies:
                 return None
         if num_decode:
             memory.ratio.on_decode_step()
             self._prefill_run_secs = None
-        else:  # a step for copies alone adds nothing
+        else:
+            # A step for copies alone adds nothing: it delays no decode row.
             times = state.times
             prefill_secs = sum(times.chunk_seconds(row.start, row.n) for row in draft.rows)
             self._prefill_run_secs = (self._prefill_run_secs or 0.0) + prefill_secs
@@ -131,29 +143,31 @@ class Planner:
         )
 
     def _release_retained(self, stopped_by: StopReason) -> bool:
-        """P: prompts wait for pages and nothing runs: have a retained one release its pages.
-
-        Leases come first: D takes them before anything that is still to be computed here.
-        """
+        """P: release the pages of a retained prompt if prompts wait for pages and nothing runs."""
         state = self._state
+        # A lease ends by itself: D reads its pages before it asks for others, and they are free
+        # then.
         if stopped_by is not StopReason.NO_PAGES or state.leased:
             return False
+        # A step in flight may end a request, and a retained prompt would be computed again in vain.
         is_device_idle = state.planned_step == state.committed_step
         return is_device_idle and state.release_retained()
 
     def _skips_decode(self) -> bool:
-        """True if this step leaves decode rows out: under prefill_first, while prompts wait and the
-        gap allows it.
+        """True if this step has no decode rows: under --prefill-first, while prompts wait and
+        --max-decode-gap-ms allows it.
         """
         state = self._state
         limits = state.limits
+        # All other steps carry decode rows beside prompts, so that no running answer waits.
         if not limits.prefill_first or limits.enable_mixed_chunk:
             return False
         if self._prefill_run_secs is not None:
             next_secs = state.times.chunk_seconds(0, limits.step_tokens)
             gap_secs = self._prefill_run_secs + next_secs
             gap_limit = limits.max_decode_gap_secs
-            # Without a limit it is one prefill step, whatever its prediction, which may be 0.
+            # Without a limit one prefill step in a row is allowed; its predicted time may be 0, and
+            # says nothing.
             if not gap_limit or gap_secs > gap_limit:
                 return False
         return bool(state.waiting) or any(not seq.is_decoding for seq in state.running.values())

@@ -40,6 +40,7 @@ class PreemptionPlanner:
             return
         least_priority = min(map(rule.base, state.running.values()))
         self._reservation.review(self._estimate.can_start, was_tried=False)
+        # A row in flight is committed before its request can be admitted again.
         waiting = (seq for seq in state.waiting.in_order() if not seq.inflight_steps)
         preemptors = state.sharing.preview_order(waiting, MAX_PREEMPTORS)
         for slots, seq in enumerate(preemptors, start=1):
@@ -47,13 +48,16 @@ class PreemptionPlanner:
             cached_pages = memory.cached_pages(seq)
             need = self._estimate.pages_for(seq, cached_pages=cached_pages, available=available)
             short = need - available
+            # This request is admitted without a preemption, and those behind it come after it.
             if state.slots and short <= 0:
                 return
+            # Without tokens in this very step the victims' slots would stay empty until the next
+            # one.
             lead = rule.base(seq) - least_priority
             if lead <= rule.preemption_threshold or not self._could_run(seq, can_prefill):
                 continue
             if self._estimate.is_too_late(seq):
-                continue  # it ends as soon as its turn comes
+                continue  # its turn ends it: the victims would lose their work for nothing
             victims = priority_victims(
                 seq,
                 short,
@@ -62,12 +66,15 @@ class PreemptionPlanner:
                 memory.freed_by,
                 rule.sort_key(seq, state.now),
             )
+            # The reservation would keep the request out after the victims have lost their slots.
             if not self._reservation.may_pass(seq, victims):
                 continue
             if not self._saves_time(victims, slots=slots, short=short):
                 continue
             for victim in victims:
                 state.preempt(victim, seq)
+            # One preemptor per plan: no other request may take the slot and pages before it is
+            # tried.
             if victims:
                 draft.preemptor = seq
                 return
@@ -76,7 +83,9 @@ class PreemptionPlanner:
         """True if what `victims` lose is computed again sooner than running requests end.
 
         The comparison is with the end that frees so many `slots` and `short` pages. Without this,
-        preemption under overload makes even important requests wait for the work that it repeats.
+        preemption under overload makes even important requests wait for the work that it repeats:
+        their median time to first token is 1.64 s instead of 0.42 s
+        (docs/scheduling/preemption.md).
         An unconfirmed estimate holds no preemption back.
         """
         state = self._state
@@ -85,9 +94,10 @@ class PreemptionPlanner:
         limits = state.limits
         mode = limits.preemption_mode if limits.radix_cache else "recompute"
         if mode == "offload" or (mode != "recompute" and short <= 0):
-            return True  # their KV stays
+            return True  # their KV stays, on the host or in the tree: nothing is computed again
         lost_tokens = sum(memory.freed_by(victim)[1] for victim in victims)
         step_secs = times.decode_seconds(len(state.running))
+        # A rate that no comparable prompt has confirmed may be wrong by any factor.
         if not lost_tokens or step_secs <= 0 or not times.confirms(lost_tokens, state.now):
             return True
         recompute_secs = lost_tokens / times.prefill_rate
@@ -114,6 +124,7 @@ class PreemptionPlanner:
         limits = state.limits
         running = state.running.values()
         num_decode = sum(other.is_decoding for other in running)
+        # Under --prefill-first this step is for decode rows alone.
         if num_decode and not can_prefill:
             return False
         importance = limits.priority.sort_key(seq, state.now)[0]
@@ -124,13 +135,16 @@ class PreemptionPlanner:
             if prompt.sort_key[0] < importance
             or (unfinished_go_first and prompt.sort_key[0] == importance)
         ]
-        budget = max(limits.step_tokens - num_decode, limits.page_size)
+        budget = limits.prompt_tokens(num_decode)
         budget -= sum(prompt.extend_tokens for prompt in prompts_ahead)
+        # Prompts ahead take all tokens.
         if budget <= 0:
             return False
         most_prompts = limits.prefill_max_requests
+        # --prefill-max-requests ends the plan before its turn.
         if most_prompts is not None and len(prompts_ahead) >= most_prompts:
             return False
+        # As `PrefillProgress.may_start`: what this step completes holds no later prompt back.
         if self._estimate.extend_tokens(seq) <= budget:
             return True
         return len(prompts_ahead) < limits.max_partial_prefills and budget >= limits.page_size

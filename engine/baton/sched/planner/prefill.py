@@ -74,18 +74,21 @@ class PrefillPlanner:
         first_refusal: StopReason | None = None
         seq = next(candidates, None)
         while seq is not None:
+            # Admitted now, a request would hold a slot and pages without a token to compute.
             if budget.exhausted_by is not None:
                 return budget.exhausted_by
             outcome = self._try_candidate(seq, draft, budget)
             if not isinstance(outcome, CandidatePlanned):
                 if isinstance(outcome, PrefillStopped):
                     return outcome.reason
-                # Prompts in progress continue beside a request that is refused; so may others.
+                # A refusal ends no plan: prompts in progress hold their pages already, and a
+                # smaller request may fit.
                 if first_refusal is None and isinstance(outcome, CandidateRefused):
                     first_refusal = outcome.reason
             seq = next_candidate(candidates, outcome)
         if first_refusal is not None:
             return first_refusal
+        # Without a free slot the strategy offers no waiting request, so that none was refused.
         if state.waiting and not state.slots:
             return StopReason.NO_SLOT
         return StopReason.QUEUE_EMPTY
@@ -96,7 +99,8 @@ class PrefillPlanner:
         state = self._state
         limits = state.limits
         reservation = self._reservation
-        # A request that was preempted for others might come behind a less important one.
+        # A plan that preempts does not try the reserved request, because the preemptor may be the
+        # less important of the two, and its row would come first.
         reservation.review(self._estimate.can_start, was_tried=draft.preemptor is not None)
         unfinished = partial_of(prompts)
         reorders = state.policy.reorders_partial_prefills or limits.priority.enabled
@@ -116,6 +120,7 @@ class PrefillPlanner:
         waiting = self._state.waiting
         if context.reorders_unfinished:
             yield from waiting.in_order(context.unfinished)
+        # An empty queue is not brought up to date, which would cost every step of decoding alone.
         elif waiting:
             yield from waiting.in_order()
 
@@ -133,25 +138,32 @@ class PrefillPlanner:
         state = self._state
         memory = state.memory
         is_waiting = seq.state is SeqState.WAITING
+        # Computing a prompt that misses its deadline anyway delays those that can still meet
+        # theirs.
         if is_waiting and self._estimate.is_too_late(seq):
             state.miss_deadline(seq)
             return CandidateEnded()
+        # A retracted request finds its own pages again: its tenant has paid for them.
         is_first_chunk = is_waiting and (seq.cached_tokens < 0 or not seq.has_started)
+        # The growth of running and retained requests is in the sum; a new one adds all of its own.
         is_counted = not is_waiting or seq.handle in state.retained
         growth_before = memory.growth(seq) if is_counted else 0
         if is_waiting:
+            # Asked before the admission, which takes a slot and pages.
             if not self._has_budget_for(seq, budget):
                 return PrefillStopped(StopReason.TOKEN_BUDGET)
             refusal = self._admit_candidate(seq)
             if refusal is not None:
                 return refusal
         else:
+            # Another request may have computed the next pages since the last chunk.
             memory.adopt_prefix(seq)
         start = seq.computed
         remaining = seq.extend_tokens
         num_tokens = budget.chunk_tokens(start, remaining)
         if num_tokens == 0 or not memory.extend(seq, start + num_tokens):
             return self._stop_at(seq, draft, num_tokens=num_tokens, was_admitted=is_waiting)
+        # Counted only now, because `_stop_at` takes an admission without a row back.
         if is_waiting:
             state.stats.on_admitted(seq, state.now)
         budget.spend(start, num_tokens)
@@ -165,14 +177,17 @@ class PrefillPlanner:
     def _stop_at(
         self, seq: Seq, draft: PlanDraft, *, num_tokens: int, was_admitted: bool
     ) -> PrefillStopped:
-        """End the plan at a candidate: pages or budget for its chunk of `num_tokens` are missing."""
+        """End the plan at a candidate whose chunk of `num_tokens` lacks pages or budget."""
         state = self._state
         is_device_idle = not draft.rows and state.planned_step == state.committed_step
         if was_admitted:
-            # Without a token to compute: the host tier had more of it than the tree.
+            # The host tier restored more of the prompt than `_has_budget_for` found in the tree,
+            # and the chunk behind that has no page or no budget. The request waits again: without a
+            # row it would hold its slot and pages until a later step has room.
             state.cancel_admission(seq)
         elif num_tokens and is_device_idle:
-            # Nothing else runs that could free pages: let the youngest prompt give way.
+            # No row and no step in flight will free pages. One request gives way, because prompts
+            # that hold a part of the pool each would wait for each other for ever.
             retract_for(state, seq)
         return PrefillStopped(StopReason.NO_PAGES if num_tokens else StopReason.TOKEN_BUDGET)
 
@@ -180,6 +195,7 @@ class PrefillPlanner:
         """True if this step could compute some of a waiting request."""
         limits = self._state.limits
         is_sized_by_tokens = budget.seconds is None and limits.is_chunked
+        # A page of tokens is left, and a chunk may be a page: the tree need not be asked.
         if is_sized_by_tokens and budget.tokens >= limits.page_size:
             return True
         cached = cached_tokens(seq, self._state.memory.cache)
@@ -196,15 +212,19 @@ class PrefillPlanner:
         available = memory.available  # without the prefix, which is locked
         need = self._estimate.pages_for(seq, cached_pages=num_cached, available=available)
         lacks_pages = need > available
+        # A request that passes the reserved one for ever would keep it out for ever.
         if lacks_pages or not self._reservation.may_pass(seq):
+            # The lock of a request that is not admitted would keep the prefix from being evicted.
             memory.cache.unlock(match.node)
+            # A request that only the reservation keeps out needs no pages kept for itself.
             return self._refuse_candidate(seq) if lacks_pages else REFUSED
         self._reservation.on_admitted(seq)
         state.dequeue(seq)
         state.start_running(seq)
         seq.slot = state.slots.pop()
         seq.admitted_step = state.planned_step
-        if seq.pages:  # retained: it resumes where it was
+        if seq.pages:
+            # A retained request resumes where it was: D may be reading the pages it holds.
             memory.cache.unlock(match.node)
             return None
         memory.share_prefix(seq, match)

@@ -13,7 +13,7 @@ class PromptBudget:
     def __init__(self, limits: Limits, times: StepTime, num_decode: int) -> None:
         self._limits = limits
         self._times = times
-        self.tokens = max(limits.step_tokens - num_decode, limits.page_size)
+        self.tokens = limits.prompt_tokens(num_decode)
         """Prompt tokens that may still be taken."""
         self.seconds = self._initial_seconds(num_decode)
         """Predicted time that prompt chunks may still add; None: they are sized by tokens alone."""
@@ -24,8 +24,10 @@ class PromptBudget:
     def _initial_seconds(self, num_decode: int) -> float | None:
         limits = self._limits
         if limits.step_target_secs:
+            # The target holds for the whole step, and decode rows are not negotiable.
             decode_secs = self._times.decode_seconds(num_decode)
             return max(limits.step_target_secs - decode_secs, 0.0)
+        # A chunk may take as long as the first of a prompt, whose attention costs least.
         if limits.enable_dynamic_chunking:
             return self._times.chunk_seconds(0, limits.step_tokens)
         return None
@@ -40,17 +42,21 @@ class PromptBudget:
         limits = self._limits
         most = self.tokens
         is_first = not self._num_prompts
+        # Refused, the first prompt of a step would never be computed if it exceeds every budget.
         if not limits.is_chunked:
             return remaining if remaining <= most or is_first else 0
+        # A long prompt leaves tokens of each step to the short ones behind it, as in vLLM.
         if limits.long_prefill_token_threshold:
             most = min(most, limits.long_prefill_token_threshold)
         if self.seconds is not None:
             timed = self._times.chunk_tokens(start, self.seconds)
+            # Decode rows alone may exceed the target: without a page per step no prompt would end.
             if is_first:
                 timed = max(timed, limits.page_size)
             most = min(most, timed)
         if remaining <= most:
             return remaining
+        # Only whole pages are shared, published and sent to D.
         end = start + most
         page_end = end - end % limits.page_size
         return max(page_end - start, 0)
@@ -64,5 +70,6 @@ class PromptBudget:
         most_prompts = self._limits.prefill_max_requests
         if self.tokens <= 0:
             self.exhausted_by = StopReason.TOKEN_BUDGET
+        # --prefill-max-requests: SGLang's bound of the prompts in one step.
         elif most_prompts is not None and self._num_prompts >= most_prompts:
             self.exhausted_by = StopReason.MAX_REQUESTS

@@ -1,6 +1,4 @@
-"""Pages kept for a request that did not fit, so that those that pass it cannot keep it out for
-ever.
-"""
+"""Pages kept for a request that did not fit, so that requests that pass it cannot starve it."""
 
 from __future__ import annotations
 
@@ -48,26 +46,30 @@ class ReservationHolder:
         if reservation is not None and reservation.seq is seq:
             reservation.was_tried = True
             return True
+        # One reservation at a time: pages kept for two requests could be the whole pool.
         if reservation is None or self._is_more_important(seq, reservation.seq):
             self.current = PageReservation(seq, since=self._state.planned_step)
             return True
         return False
 
     def review(self, can_start: Callable[[Seq], bool], *, was_tried: bool) -> None:
-        """Drop the reservation of a request that cannot start any more; mark another one for this
-        plan.
+        """Drop the reservation of a request that cannot start any more.
+
+        Args:
+            was_tried: keeps this plan from trying the request once more.
         """
         reservation = self.current
         if reservation is None:
             return
+        # Pages kept for a request that ended, or whose tenant is at its limit, would stay unused.
         if can_start(reservation.seq):
             reservation.was_tried = was_tried
         else:
             self.current = None
 
     def may_pass(self, seq: Seq, without: Sequence[Seq] = ()) -> bool:
-        """May a request be admitted, once those of `without` are preempted, although another one
-        waits for pages?
+        """True if a request may be admitted, once those of `without` are preempted, although pages
+        are kept for another one.
 
         Each page given to one that passes is set aside for the one that waits, until all of its
         pages are. So those that pass hold at most the rest of the pool, and it starts as soon as
@@ -78,10 +80,12 @@ class ReservationHolder:
         reservation = self.current
         if reservation is None or reservation.seq is seq:
             return True
+        # A less important request would hold up a more important one that fits.
         if self._is_more_important(seq, reservation.seq):
             return True
         active = itertools.chain(state.running.values(), state.transfer.values())
         holders = [holder for holder in active if holder not in without]
+        # Nothing holds pages, so that nothing will end and free them: kept, they idle for ever.
         if not holders and not state.leased:
             return True
         pages_passed = sum(
@@ -110,8 +114,9 @@ class ReservationHolder:
 
 
 class ReservedGrowth:
-    """Pages that running requests are expected to still take; counted when first asked for in a
-    plan.
+    """Pages that running requests are expected to still take.
+
+    Counted when a plan first asks: most plans admit nothing, and the sum visits every request.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -134,8 +139,9 @@ class ReservedGrowth:
             self.counted += pages
 
     def growing(self) -> Iterator[Seq]:
-        """Sequences for whose growth room is kept: a retained one could not be finished later
-        without.
+        """Sequences that room is kept for to grow.
+
+        A retained one is among them, because it could not be finished later without that room.
         """
         state = self._state
         return itertools.chain(

@@ -29,15 +29,16 @@ class TransferPlanner:
         """Pages kept for one of the prompts on their way."""
 
     def plan(self) -> None:
-        """Reserve pages for prompts on their way, leaving room for running answers of the same
+        """Grant pages to prompts on their way, leaving room for running answers of the same
         importance.
 
-        Pages are set aside before P has computed anything, so that they can be filled without
-        asking here again. But P may be full of finished prompts that wait for room here, which the
-        room set aside is not: it is taken back then.
+        Pages are granted before P has computed anything, so that D pulls them as P publishes. But P
+        may be full of finished prompts that lack room here: then grants of which P has announced
+        nothing are revoked.
         """
         state = self._state
         limits = state.limits
+        # The usual case, and the only one on nodes that do not decode: it costs a plan nothing.
         if not state.opening:
             return
         self._growth.reset()
@@ -47,18 +48,24 @@ class TransferPlanner:
         candidates = self._order_candidates()
         seq = next(candidates, None)
         while seq is not None:
+            # Without priorities no running request gives up its slot for a candidate.
             if not state.slots and not limits.priority.enabled:
                 return
-            # A requeued request that ran here comes first, as long as one runs whose end will free
-            # pages for it: transfers alone may be waiting for a P that is full of prompts for the
-            # very requests held up here.
+            # A retracted request gets the next pages before the candidates behind it, or transfers
+            # would keep it out for ever. Only a running request is sure to free pages: transfers
+            # may wait for a P that is full, with prompts for the very requests that are held up
+            # here.
             if state.running and first_requeued and first_requeued < self._sort_key(seq):
                 return
+            # The next plan would revoke a grant to a prompt that P has not begun.
             if announced_only and not seq.is_announced:
                 return
             match, short = self._match_prefix(seq)
             lacks_room = short > 0 or not state.slots
+            # Only the first candidate preempts: a later one would run on its victims' pages before
+            # the refused one ahead of it.
             if lacks_room and limits.priority.enabled and not num_refused:
+                # The victims wait again, and may precede the candidates that follow.
                 if self._preempt_for(seq, match, short):
                     first_requeued = self._first_requeued()
                 match, short = self._match_prefix(seq)
@@ -69,23 +76,26 @@ class TransferPlanner:
             else:
                 state.memory.cache.unlock(match.node)
                 if lacks_room and seq.is_announced and not announced_only:
-                    # Pages granted to a prompt of which P holds nothing would be taken back in the
-                    # next plan.
+                    # P holds the pages of this prompt until D has read them, and may be too full to
+                    # compute the prompts that hold grants here: neither node would ever go on.
                     announced_only = self._announced_first()
                     if announced_only:
                         self.revoke_grants(short)
                 outcome = self._refuse_candidate(seq, short)
                 num_refused += 1
+                # Each further candidate would cost a look-up in the tree in order to be refused.
                 if outcome.fits_no_other:
                     return
             seq = next_candidate(candidates, outcome)
 
     def _refuse_candidate(self, seq: Seq, short: int) -> CandidateRefused:
-        """Note a prompt that lacks a slot or `short` pages, or would pass one that pages are kept
-        for.
+        """Refuse a prompt that lacks a slot or `short` pages, or would pass the reserved one.
+
+        Keeps pages for it if it lacks pages.
         """
         state = self._state
         memory = state.memory
+        # Pages kept for a prompt that lacks only a slot, or is held back, would stay unused.
         has_reservation = short > 0 and self.reservation.reserve_pages(seq)
         if not state.slots:
             return CandidateRefused(StopReason.NO_SLOT, has_reservation, fits_no_other=True)
@@ -116,9 +126,9 @@ class TransferPlanner:
         return CandidatePlanned(fetched_tokens, was_admitted=True, is_unfinished=False)
 
     def _preempt_for(self, seq: Seq, match: PrefixMatch, short: int) -> bool:
-        """Suspend less important running requests if that gives it a slot and `short` pages.
+        """Suspend less important running requests if that gives `seq` a slot and `short` pages.
 
-        Unlocks `match`.
+        Unlocks `match`. Returns whether any request was suspended.
         """
         state = self._state
         victims = priority_victims(
@@ -130,6 +140,7 @@ class TransferPlanner:
             self._sort_key(seq),
         )
         state.memory.cache.unlock(match.node)
+        # The reservation would keep it out after the victims have lost their slots.
         if not self._may_overtake(seq, without=victims):
             return False
         for victim in victims:
@@ -139,9 +150,7 @@ class TransferPlanner:
         return bool(victims)
 
     def _order_candidates(self) -> Candidates:
-        """Prompts on their way, in order, until too many lacked room; then the one with the
-        reservation.
-        """
+        """Prompts on their way, in order, until too many lacked room; then the reserved one."""
         self.reservation.review(lambda seq: seq.state is SeqState.OPENING, was_tried=False)
         skip_ahead = self._state.limits.admission_skip_ahead
         num_refused = 0
@@ -152,32 +161,31 @@ class TransferPlanner:
             num_refused += isinstance(outcome, CandidateRefused)
             seq = next_candidate(pending, outcome)
         reserved = self.reservation.untried_request
+        # Behind more than `skip_ahead` refused prompts it would never use the pages kept for it.
         if reserved is not None:
             yield reserved
 
     def _may_overtake(self, seq: Seq, without: Sequence[Seq] = ()) -> bool:
-        """As for waiting requests.
-
-        What P has computed need not wait for what P may have no room to compute.
-        """
+        """True if no reservation keeps a prompt out, once those of `without` are preempted."""
         reservation = self.reservation.current
         if reservation is None:
             return True
+        # P may lack room for the reserved prompt until D has read what P holds of this one.
         passes_unannounced = seq.is_announced and not reservation.seq.is_announced
         if passes_unannounced and self._announced_first():
             return True
         return self.reservation.may_pass(seq, without)
 
     def _match_prefix(self, seq: Seq) -> tuple[PrefixMatch, int]:
-        """Return the cached prefix, locked, and how many pages are missing for the rest and for the
-        answers.
-        """
+        """Return the cached prefix, locked, and how many pages the prompt and the answers lack."""
         state = self._state
         memory = state.memory
         match = memory.match_prefix(seq, seq.prompt_len)
         need = memory.pages(seq.prompt_len) - len(match.pages)
+        # Alone it must be admitted: nothing that ends would ever free a page for it.
         is_alone = not (state.running or state.transfer or state.waiting)
         if not is_alone:
+            # SGLang's bound: D rather retracts than keeps room for whole answers.
             answer_tokens = min(state.limits.num_reserved_decode_tokens, memory.answer_tokens(seq))
             need += memory.pages(answer_tokens) + self._growth.pages() + memory.watermark
         return match, need - memory.available
@@ -188,6 +196,7 @@ class TransferPlanner:
         candidates = state.sharing.order_transfers(
             state.opening.in_order(), state.limits.admission_skip_ahead
         )
+        # The order of the queue holds, without the sort below.
         if not state.announced or not self._announced_first():
             yield from candidates
             return
@@ -195,27 +204,29 @@ class TransferPlanner:
         seq = next(candidates, None)
         while seq is not None:
             outcome: CandidateOutcome = REFUSED
+            # Announced prompts were yielded above.
             if not seq.is_announced:
                 outcome = yield seq
             seq = next_candidate(candidates, outcome)
 
     def _announced_first(self) -> bool:
-        """True if prompts whose pages P holds go before all others.
-
-        Where requests differ in importance only if nothing else here can end by itself; that they
-        go first at least then is what keeps two full nodes from waiting for each other.
-        """
+        """True if prompts whose pages P holds go before all others."""
         state = self._state
         if not state.sharing.orders_requests and not state.limits.priority.enabled:
             return True
+        # Importance decides as long as something here ends by itself. When nothing does, P waits
+        # for D to read the announced pages, and D for P to compute: two full nodes would never go
+        # on.
         return not state.running and not any(seq.is_announced for seq in state.transfer.values())
 
     def revoke_grants(self, short: int) -> None:
-        """Revoke grants of which nothing has come, the newest first, for one that needs a slot and
-        `short` pages.
+        """Revoke grants of which P has announced nothing, the newest first.
+
+        For a prompt that needs a slot and `short` pages.
         """
         state = self._state
         idle = [seq for seq in state.transfer.values() if not seq.is_announced]
+        # The pages of the last revocation come back when the peer has answered: they may be enough.
         if any(seq.is_revoking for seq in idle):
             return
         chosen: list[Seq] = []
@@ -226,12 +237,13 @@ class TransferPlanner:
             chosen.append(seq)
             short -= state.memory.freed_by(seq)[0]
         others_end = bool(state.running) or len(idle) < len(state.transfer)
+        # Too few pages help the prompt only if nothing else will end and free the others.
         if short <= 0 or not others_end:
             for seq in chosen:
                 state.revoke_grant(seq)
 
     def _first_requeued(self) -> SortKey | None:
-        """Sort key of the first that ran here and waits for room again, within its tenant's limits."""
+        """Sort key of the first retracted or preempted request that its tenant's limits let run."""
         state = self._state
         requeued = (seq for seq in state.waiting if seq.generated)
         startable = state.sharing.filter_startable(requeued)

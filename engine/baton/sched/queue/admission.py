@@ -53,6 +53,7 @@ class DrainRate:
         nothing of now.
         """
         is_stale = was_empty and now - self._at > self._horizon
+        # A rate that has faded for hours is denormal, and its inverse, Retry-After, infinite.
         if self._since is None or is_stale:
             self._since = self._at = now
             self._requests = self._tokens = 0.0
@@ -66,6 +67,7 @@ class DrainRate:
 
     def per_second(self, now: float) -> tuple[float, float]:
         """(requests, tokens); zeros while nothing is known."""
+        # No time has passed: a rate would divide by zero.
         if self._since is None or now <= self._since:
             return 0.0, 0.0
         weight = self._horizon * -math.expm1((self._since - max(self._at, now)) / self._horizon)
@@ -78,7 +80,10 @@ class DrainRate:
 
 
 def _pop_handle(heap: list[Entry]) -> int:
-    """The handle of the first entry, which is there once for each time that its request came in."""
+    """Remove the first entry with its equals, and return its handle.
+
+    A request has one entry for each time that it was added: it may have run in between.
+    """
     entry = heapq.heappop(heap)
     while heap and heap[0] == entry:
         heapq.heappop(heap)
@@ -107,12 +112,14 @@ class AdmissionController:
         self._due: list[tuple[float, int]] = []
 
     def add(self, seq: Seq, tokens: int, now: float) -> None:
-        """`tokens` counts towards --max-queued-tokens."""
+        """Add a request whose `tokens` count towards --max-queued-tokens."""
         self._rate.start_clock(now, was_empty=not self._queued)
         self._queued[seq.handle] = seq, tokens
         self.queued_tokens += tokens
+        # Its work is paid: it is not turned away, and cannot be overdue.
         if seq.has_started:
             return
+        # Without priorities no waiting request gives its place to a new one.
         if self._limits.priority.enabled:
             self._drop_dead_entries(self._eviction_heap)
             self._push_candidate(seq)
@@ -124,6 +131,7 @@ class AdmissionController:
 
     def remove(self, seq: Seq, now: float) -> None:
         """Remove a request; one that is not inside is ignored."""
+        # Each end of a request calls this, and some end before they wait.
         _, tokens = self._queued.pop(seq.handle, (None, -1))
         if tokens >= 0:
             self.queued_tokens -= tokens
@@ -142,9 +150,10 @@ class AdmissionController:
         requests = len(self._queued) + 1 - limits.max_queued_requests
         waiting = self.queued_tokens
         victims: list[Seq] = []
-        # A prompt longer than the token limit may wait alone: it would be refused for ever.
+        # A prompt longer than the token limit may wait alone, or it would be refused for ever.
         while requests > len(victims) or (waiting and waiting + prompt > most_tokens):
             victim = self._pop_least(limits.priority.base_of(req))
+            # Too few victims: none of them leaves, because the new request is refused anyway.
             if victim is None:
                 for seq in victims:
                     self._push_candidate(seq)
@@ -156,11 +165,10 @@ class AdmissionController:
         return victims
 
     def pop_overdue(self, now: float) -> list[Seq]:
-        """Requests that have waited too long without having started; each is named once, however
-        often it came in.
-        """
+        """Requests that have waited too long without having started, each once."""
         overdue: dict[int, Seq] = {}
         while self._due and self._due[0][0] <= now:
+            # The entry of a request that left, or has run meanwhile, says nothing.
             seq, _ = self._queued.get(_pop_handle(self._due), (None, 0))
             if seq is not None and not seq.has_started:
                 overdue[seq.handle] = seq
@@ -180,6 +188,7 @@ class AdmissionController:
         request_rate, token_rate = self._rate.per_second(now)
         mean = self.queued_tokens / len(self._queued) if self._queued else 0.0
         wait = requests / request_rate if request_rate else requests * mean / prefill_rate
+        # Room for the request alone does not help a long prompt: its tokens must have left, too.
         if tokens > 0:
             wait = max(wait, tokens / (token_rate or prefill_rate))
         return math.ceil(min(max(wait, MIN_RETRY_SECS), MAX_RETRY_SECS))
@@ -187,6 +196,7 @@ class AdmissionController:
     def _pop_least(self, above: int) -> Seq | None:
         """The first to be turned away, if it is less important than `above`."""
         while self._eviction_heap and self._eviction_heap[0][0] < above:
+            # A request that ran since it was pushed is not turned away: its work is paid.
             seq, _ = self._queued.get(_pop_handle(self._eviction_heap), (None, 0))
             if seq is not None and not seq.has_started:
                 return seq
@@ -220,7 +230,10 @@ class AdmissionController:
         heapq.heappush(self._eviction_heap, entry)
 
     def _drop_dead_entries(self, heap: list[Entry]) -> None:
-        """Drop what has left, once it is the larger part."""
+        """Drop entries of requests that have left.
+
+        Once they are the larger part, so that an entry costs O(1) of such sweeps.
+        """
         if len(heap) > 1024 + 2 * len(self._queued):
             heap[:] = [entry for entry in heap if entry[-1] in self._queued]
             heapq.heapify(heap)

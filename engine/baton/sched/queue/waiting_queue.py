@@ -42,7 +42,10 @@ EXACT_UP_TO = 64
 KEYS_PER_LOOK = 32
 """Sequences of a longer queue that are placed, or moved, at each look: some 0.2 ms."""
 KINDS = 4
-"""Reasons for that; each gets a share of KEYS_PER_LOOK at least, and what those before it left."""
+"""Reasons to place or move a sequence.
+
+Each gets at least its share of KEYS_PER_LOOK, and the sequences that the ones before it left.
+"""
 MAX_DEAD_ENTRIES = 64
 """Superseded entries of a heap that are tolerated beside one per sequence."""
 
@@ -73,18 +76,22 @@ class _Order:
     ) -> None:
         """Put in sequences, or move them to other places.
 
-        `expiries`: when their keys are other ones.
+        Args:
+            expiries: times at which their keys change; may have no end.
         """
         rule = self._rule
         entries = self.entries
         has_priority = rule.enabled
         is_capped = rule.is_capped
-        for seq, key, due in zip(seqs, keys, expiries, strict=False):  # expiries may have no end
+        for seq, key, due in zip(seqs, keys, expiries, strict=False):
             handle = seq.handle
             lane = self.aging
+            # Entered twice, a request would be planned twice.
             if handle in entries:
                 self.remove(handle)
             rank = rule.aging_key(seq) if has_priority else 0.0
+            # Aging changes no order among requests that still age, nor among those that have aged
+            # all they can: each kind has a list of its own.
             if is_capped:
                 capped_from = rule.capped_from(seq)
                 if capped_from <= now:
@@ -101,6 +108,7 @@ class _Order:
     def _enter_again(self, handle: int, due: float) -> None:
         self._due[handle] = due
         heapq.heappush(self._moves, (due, handle))
+        # Each move of a request leaves an entry behind: without a sweep the heap grows for ever.
         if len(self._moves) > 2 * len(self.entries) + MAX_DEAD_ENTRIES:
             self._moves = [(due, handle) for handle, due in self._due.items()]
             heapq.heapify(self._moves)
@@ -113,6 +121,7 @@ class _Order:
             return
         for lane in (self.aging, self.aged):
             index = bisect.bisect_left(lane, entry)
+            # The entry is in one of the two lists.
             if index < len(lane) and lane[index][3] == handle:
                 del lane[index]
         self.changes += 1
@@ -122,6 +131,7 @@ class _Order:
         due_seqs: list[Seq] = []
         while self._moves and self._moves[0][0] <= now and len(due_seqs) < limit:
             due, handle = heapq.heappop(self._moves)
+            # Other entries are of requests that have moved or left since.
             if self._due.get(handle) == due:
                 del self._due[handle]
                 due_seqs.append(self.entries[handle][4])
@@ -187,6 +197,7 @@ class WaitingQueue:
     def discard(self, seq: Seq) -> None:
         """Take a sequence out; one that is not waiting is ignored."""
         handle = seq.handle
+        # Each end of a request calls this; counting it twice would break its tenant's account.
         if self._seqs.pop(handle, None) is None:
             return
         self._joined.pop(handle, None)
@@ -201,6 +212,7 @@ class WaitingQueue:
     def reprioritize(self, seq: Seq) -> None:
         """Move a sequence after a change of its adjusted priority."""
         view = self._view()
+        # Requests without a place have an entry in the heap of those that join.
         if seq.handle in self._joined:
             self._await_place(seq, self._joined[seq.handle])
         for order in self._all_orders():
@@ -210,7 +222,7 @@ class WaitingQueue:
                 order.enter((seq,), (key,), expiries, view.now)
 
     def on_tokens(self, seq: Seq) -> None:
-        """A waiting sequence has more tokens than when its cached prefix was looked up."""
+        """Look up the cached prefix again: a waiting sequence has got more tokens."""
         seq.probe = None
         if self._probes is not None and seq.handle in self._order.entries:
             self._probes.stale[seq.handle] = None
@@ -226,6 +238,7 @@ class WaitingQueue:
         self._update_order(view)
         order = self._order
         waiting = self._waiting_entries(order, view, self._joins)
+        # The merge below costs a comparison per request.
         if not unfinished:
             return (seq for _, _, _, _, seq in waiting)
         unfinished_handles = {seq.handle for seq in unfinished}
@@ -281,8 +294,11 @@ class WaitingQueue:
             entries = heapq.merge(entries, _walk_lane(order, order.aged, 0.0))
         for entry in entries:
             _, _, _, handle, _ = entry
+            # It may have left while the caller iterates: a plan admits what it is given.
             if handle in self._seqs:
                 yield entry
+        # Another order has taken its place meanwhile: what joins is placed there, and comes with
+        # the next look.
         while order is self._order:
             joined = self._place_joined(view, last_join)
             if not joined:
@@ -306,6 +322,7 @@ class WaitingQueue:
         heapq.heappush(
             self._to_join, (self.priority.aging_key(seq), seq.req.arrival, seq.handle, number)
         )
+        # A request that leaves, or gets another priority, leaves an entry behind.
         if len(self._to_join) > 2 * len(self._joined) + MAX_DEAD_ENTRIES:
             self._to_join = [
                 entry for entry in self._to_join if self._joined.get(entry[2]) == entry[3]
@@ -316,14 +333,19 @@ class WaitingQueue:
         cache_key = self.policy.cache_key(len(self._seqs), view)
         if self._probes is None:
             self._probes = view.index.watch()
+        # A key that depends on all requests cannot be brought up to date for one of them.
         if not self.policy.keys_are_independent:
             self._sort_all(view, cache_key)
             return
+        # Nothing has a place yet: a second order would have nothing to be built from.
         if not self._order.entries:
             self._order = _Order(self.priority, cache_key)
             self._next = None
+        # The policy has returned to the key of the order in force: that order is right again.
         elif cache_key == self._order.cache_key:
             self._next = None
+        # An order that is being built is completed first, even for a key that has passed: a key
+        # that changes at every look would else never have an order.
         elif self._next is None:
             self._next = _Order(self.priority, cache_key)
             self._to_build = list(self._order.entries)
@@ -337,7 +359,7 @@ class WaitingQueue:
         self._place_joined(view, self._joins, keys_left)
 
     def _build_next(self, view: PolicyContext, limit: int) -> int:
-        """Continue with the next order. Returns by how many sequences."""
+        """Enter up to `limit` sequences in the next order. Returns how many."""
         if self._next is None:
             return 0
         handles = self._to_build[-limit:]
@@ -346,13 +368,14 @@ class WaitingQueue:
         self._place_in(
             self._next, [entries[handle][4] for handle in handles if handle in entries], view
         )
+        # Complete: requests that joined meanwhile were placed in both orders.
         if not self._to_build:
             self._order = self._next
             self._next = None
         return len(handles)
 
     def _move_stale(self, probes: ProbeWatch, view: PolicyContext, limit: int) -> int:
-        """Bring those to their places whose cached prefix may have changed. Returns how many."""
+        """Move sequences whose cached prefix may have changed. Returns how many."""
         stale = [self._seqs[handle] for handle in itertools.islice(probes.stale, limit)]
         for order in self._all_orders() if stale else ():
             self._place_in(order, [seq for seq in stale if seq.handle in order.entries], view)
@@ -363,14 +386,18 @@ class WaitingQueue:
     def _place_joined(
         self, view: PolicyContext, last_join: int, limit: int = KEYS_PER_LOOK
     ) -> list[Seq]:
-        """Give those a place that came last so far back, the `limit` most important. Returns them."""
+        """Place sequences that had joined by `last_join`, the `limit` most important ones.
+
+        Returns them.
+        """
         placed: list[Seq] = []
         not_yet: list[tuple[float, float, int, int]] = []
         while self._to_join and len(placed) < limit:
             entry = heapq.heappop(self._to_join)
             _, _, handle, number = entry
             if self._joined.get(handle) != number:
-                continue  # it has left, or has another priority
+                continue  # an old entry: it has left, or has another priority
+            # It joined during the look of the caller, who would be given it although it came later.
             if number > last_join:
                 not_yet.append(entry)
                 continue
@@ -391,7 +418,8 @@ class WaitingQueue:
         else:
             keys = [math.inf] * len(seqs)
             for seq in seqs:
-                cached_tokens(seq, view.index)  # so that sorting all finds most of them looked up
+                # Looked up now, a few at a time, so that sorting all of them takes no longer step.
+                cached_tokens(seq, view.index)
         order.enter(seqs, keys, policy.expiries(seqs, view, order.cache_key), view.now)
         if policy.keys_are_independent and self._probes is not None:
             for seq in seqs:
@@ -399,15 +427,21 @@ class WaitingQueue:
                     self._probes.watch(seq.handle, seq.probe, seq.req.namespace)
 
     def _sort_all(self, view: PolicyContext, cache_key: Hashable) -> None:
-        """Where each number depends on all: sort everything, a long queue over many looks."""
+        """Sort everything, because each key depends on all requests.
+
+        A long queue is sorted over many looks.
+        """
+        # A request that joins changes the keys of the others.
         if self._place_joined(view, self._joins, EXACT_UP_TO):
             self._tree = None
         due = self._order.pop_due(view.now, KEYS_PER_LOOK)
         self._order.enter(due, [self._order.entries[seq.handle][1] for seq in due], NEVER, view.now)
         is_long = len(self._order.entries) >= 2 * EXACT_UP_TO
+        # A queue that has become short is sorted at once; the parts made so far are of another one.
         if not is_long:
             self._sorting = self._next = None
         if self._sorting is None:
+            # Nothing that the keys depend on has changed: a blocked queue costs its looks nothing.
             if cache_key == self._order.cache_key and self._tree == view.index.version:
                 return
             self._tree = view.index.version  # a request that joins or leaves meanwhile resets it

@@ -76,6 +76,13 @@ class Limits:
     starvation_secs: float = 10.0
     """Waiting for longer, overtaken by later requests, is starving (metrics only)."""
 
+    def prompt_tokens(self, num_decode: int) -> int:
+        """Prompt tokens of a step with so many decode rows.
+
+        At least a page: beside more decode rows than `step_tokens` no prompt would advance.
+        """
+        return max(self.step_tokens - num_decode, self.page_size)
+
     @property
     def capacity_tokens(self) -> int:
         return self.num_pages * self.page_size

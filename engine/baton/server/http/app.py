@@ -354,12 +354,12 @@ class HttpServer:
     async def load(self, request: web.Request) -> web.Response:
         ranks = self.ranks.ranks
         if canonical_path(request) == "/get_load":  # SGLang's
-            return json_response([load_report.short(rank) for rank in ranks])
+            return json_response([load_report.make_sglang_load(rank) for rank in ranks])
         return json_response(
             {
                 "incarnation": self.incarnation,
                 "dp_rank_count": len(ranks),
-                "loads": [load_report.full(rank) for rank in ranks],
+                "loads": [load_report.make_load(rank) for rank in ranks],
             }
         )
 
@@ -614,7 +614,7 @@ class HttpServer:
             if (
                 canonical_path(request) in GENERATION_PATHS
             ):  # a router that expected another process asks again
-                own = load_report.incarnation(self.incarnation)
+                own = load_report.format_incarnation_header(self.incarnation)
                 response.headers[load_report.LOAD_HEADER] = own
             return response
         except web.HTTPNotFound:

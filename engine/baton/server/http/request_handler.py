@@ -276,12 +276,12 @@ class RequestHandler:
         """For routers: load of the rank that answers (the first item's) at this moment, way to its first token."""
         first = generation.items[0]
         if first.rank is None:
-            load = load_report.incarnation(self.incarnation)
+            load = load_report.format_incarnation_header(self.incarnation)
         else:
-            load = load_report.header(first.rank, self.incarnation)
+            load = load_report.format_load_header(first.rank, self.incarnation)
         headers = {load_report.LOAD_HEADER: load}
         if generation.stages is not None:
-            headers[load_report.STAGES_HEADER] = load_report.stages_header(generation.stages)
+            headers[load_report.STAGES_HEADER] = load_report.format_stages_header(generation.stages)
         return headers
 
     def _account(self, g: Generation, endpoint: str, outcome: str, arrived: float) -> None:

@@ -1,7 +1,8 @@
-"""Load reports of the front's ranks for routers: GET /v1/loads, GET /get_load and the header of every answer.
+"""Load reports of the front's ranks for routers: GET /v1/loads, GET /get_load, answer headers.
 
-The ranks report their load with their metrics, once a second and when they turn idle; what is in flight in this process
-is known at any moment. A dead rank, or one that has not reported, shows only the latter.
+The ranks report their load with their metrics, once a second and when they turn idle; the front
+itself counts requests and tokens in flight. A dead rank, or one that has not reported, shows only
+the counts of the front.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ LOAD_HEADER = "x-baton-load"
 STAGES_HEADER = "x-baton-stages"
 
 
-def short(rank: RankClient) -> dict[str, Any]:
-    """Element of SGLang's GET /get_load."""
+def make_sglang_load(rank: RankClient) -> dict[str, Any]:
+    """Make an element of SGLang's GET /get_load."""
     return {
         "dp_rank": rank.dp_rank,
         "num_reqs": len(rank.items),
@@ -28,32 +29,36 @@ def short(rank: RankClient) -> dict[str, Any]:
     }
 
 
-def full(rank: RankClient) -> dict[str, Any]:
-    """Element of GET /v1/loads: the same, tokens since the start, and all of sched.state.load_report.LoadReport."""
+def make_load(rank: RankClient) -> dict[str, Any]:
+    """Make an element of GET /v1/loads: SGLang's keys, token counts, and the LoadReport."""
     return {
-        **short(rank),
-        **_totals(rank, "_tokens"),
-        "age_ms": _age_ms(rank),
+        **make_sglang_load(rank),
+        **_count_tokens(rank, "_tokens"),
+        "age_ms": _report_age_ms(rank),
         "load": rank.stats.load,
     }
 
 
-def incarnation(process_id: str) -> str:
-    """Header of an answer that no rank gave: the id of the front's process alone."""
+def format_incarnation_header(process_id: str) -> str:
+    """The `x-baton-load` header of an answer that no rank gave: the id of the front's process."""
     return f"inc={process_id}"
 
 
-def header(rank: RankClient, process_id: str) -> str:
-    """The part of it that changes quickly, as `name=number` with semicolons between (docs/protocol.md)."""
+def format_load_header(rank: RankClient, process_id: str) -> str:
+    """The `x-baton-load` header: the load of this rank, as `name=number;…`.
+
+    Keys: docs/protocol.md §2 (Load), read by router/src/workers/load_report.rs.
+    """
     values: dict[str, Any] = {
         "inc": process_id,
         "rank": rank.dp_rank,
         "reqs": len(rank.items),
         "tokens": rank.tokens_in_flight,
     }
-    if (load := rank.stats.load) is not None:
+    load = rank.stats.load
+    if load is not None:
         values |= {
-            "age_ms": _age_ms(rank),
+            "age_ms": _report_age_ms(rank),
             "running": load.running_requests,
             "queued": load.queued_requests,
             "queued_tokens": load.queued_tokens,
@@ -62,7 +67,7 @@ def header(rank: RankClient, process_id: str) -> str:
             "pages": load.pages,
             "prefill_rate": round(load.prefill_tokens_per_s),
             "decode_rate": round(load.decode_tokens_per_s),
-            **_totals(rank),
+            **_count_tokens(rank),
         }
         if load.bands:
             values["bands"] = ",".join(
@@ -71,10 +76,11 @@ def header(rank: RankClient, process_id: str) -> str:
     return ";".join(f"{name}={value}" for name, value in values.items())
 
 
-def stages_header(stages: FirstTokenStages) -> str:
-    """The way to the first token, in the same form; times in µs (docs/protocol.md)."""
+def format_stages_header(stages: FirstTokenStages) -> str:
+    """The `x-baton-stages` header: stages up to the first token, as `name=number;…` in µs."""
     values: dict[str, Any] = {"queue_us": round(stages.queue_seconds * 1e6)}
-    if (pulled := stages.pulled) is not None:
+    pulled = stages.pulled
+    if pulled is not None:
         values |= {
             "transport": pulled.transport,
             "pages": pulled.pages,
@@ -84,13 +90,13 @@ def stages_header(stages: FirstTokenStages) -> str:
     return ";".join(f"{name}={value}" for name, value in values.items())
 
 
-def _totals(rank: RankClient, suffix: str = "") -> dict[str, int]:
-    """Tokens since the rank's start, as of its last report."""
+def _count_tokens(rank: RankClient, suffix: str = "") -> dict[str, int]:
+    """Count tokens since the rank's start, as of its last report."""
     return {
         f"prefilled{suffix}": int(rank.stats.counters.get("prompt_tokens_computed_total", 0)),
         f"generated{suffix}": int(rank.stats.counters.get("generated_tokens_total", 0)),
     }
 
 
-def _age_ms(rank: RankClient) -> int | None:
+def _report_age_ms(rank: RankClient) -> int | None:
     return round((time.monotonic() - rank.reported_at) * 1000) if rank.stats.load else None

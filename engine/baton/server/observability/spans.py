@@ -6,7 +6,7 @@
           ├ prefill | transfer     to the first token: computed here | by P and pulled (D)
           └ lease | decode         P: until D has the pages | to the last token   timeline_spans
 
-A span that its request did not live to begin is not there; the last one carries how the request ended.
+A request that ends early has no spans of later stages; its last span has its end.
 """
 
 from __future__ import annotations
@@ -64,14 +64,18 @@ class ParentSpan:
 
 
 def continue_trace(traceparent: str | None) -> ParentSpan | None:
-    """A span below the caller's (W3C Trace Context), or of a new trace; None: the caller does not sample this one."""
-    found = _TRACEPARENT.fullmatch((traceparent or "").strip())
-    if found is not None:
-        version, trace, above, flags, more = found.groups()
+    """Begin a span below the caller's (W3C Trace Context), or of a new trace.
+
+    None: the caller does not sample this request.
+    """
+    match = _TRACEPARENT.fullmatch((traceparent or "").strip())
+    if match is not None:
+        version, trace, above, flags, more = match.groups()
+        # An invalid header begins a new trace, as the standard asks: zero is no id, and version 00
+        # has no further fields.
         if int(trace, 16) and int(above, 16) and not (version == "00" and more):
-            return (
-                ParentSpan(int(trace, 16), new_id(), int(above, 16)) if int(flags, 16) & 1 else None
-            )
+            is_sampled = int(flags, 16) & 1
+            return ParentSpan(int(trace, 16), new_id(), int(above, 16)) if is_sampled else None
     return ParentSpan(random.getrandbits(128) or 1, new_id(), None)
 
 
@@ -108,64 +112,48 @@ def request_span(parent: ParentSpan, answered: AnsweredRequest, unix: ToUnix) ->
     events: list[tuple[int, str, Attributes]] = [
         (unix(at), name, []) for name, at in marks if at is not None
     ]
-    failed = (
+    # A client's own mistake, or its leaving, is no failure of the server.
+    is_failure = (
         answered.outcome not in ("ok", "client_disconnected")
         and by_code(answered.outcome).status >= 500
     )
     return Span(
-        parent.trace, parent.span, parent.above, f"{answered.method} {answered.route}", True, unix(answered.arrived),
-        unix(answered.ended), attributes, events, answered.outcome if failed else None,
-    )  # fmt: skip
+        trace=parent.trace,
+        id=parent.span,
+        parent=parent.above,
+        name=f"{answered.method} {answered.route}",
+        is_server=True,
+        start=unix(answered.arrived),
+        end=unix(answered.ended),
+        attributes=attributes,
+        events=events,
+        error=answered.outcome if is_failure else None,
+    )
 
 
 def timeline_spans(timeline: RequestTimeline, dp_rank: int, unix: ToUnix) -> list[Span]:
     """Stages of one item at a rank, in order of time. Children of the front's span."""
     trace, parent, submitted = _PACKED.unpack(timeline.trace)
-    stages = [_Stage("queue", submitted, [("baton.prompt_tokens", timeline.prompt_tokens)])]
-    if timeline.admitted_at is not None:
-        name, attributes = (
-            ("transfer", _transfer(timeline))
-            if timeline.is_transfer
-            else ("prefill", _prefill(timeline))
-        )
-        stages.append(_Stage(name, timeline.admitted_at, attributes))
-    if timeline.first_token_at is not None:
-        leased: Attributes = [("baton.pages", timeline.leased_pages)]
-        name, attributes = (
-            ("lease", leased) if timeline.leased_pages else ("decode", _decode(timeline))
-        )
-        stages.append(_Stage(name, timeline.first_token_at, attributes))
-    stages[-1].attributes.append(("baton.finish", timeline.finish))
-    if timeline.lost_events:
-        stages[-1].attributes.append(("baton.lost_events", timeline.lost_events))
-    ends = [stage.start for stage in stages[1:]] + [max(timeline.ended_at, stages[-1].start)]
-    events: list[tuple[float, str, Attributes]] = [
-        (at, name, [("baton.tokens", n)]) for at, name, n in timeline.events
-    ]
-    if timeline.announced_at is not None:
-        events = sorted(
-            [*events, (timeline.announced_at, "announced", [])], key=lambda event: event[0]
-        )
-    who: Attributes = [("baton.dp_rank", dp_rank), ("baton.handle", timeline.handle)]
+    trace_id = int.from_bytes(trace, "big")
+    rank_attributes: Attributes = [("baton.dp_rank", dp_rank), ("baton.handle", timeline.handle)]
+    events = _sort_events(timeline)
     spans = []
-    for (name, start, attributes), end in zip(stages, ends, strict=True):
-        # What happens at the border of two belongs to the first: the step that made the first token.
-        happened = [event for event in events if event[0] <= end]
-        events = events[len(happened) :]
-        noted = [(unix(at), what, more) for at, what, more in happened]
-        trace_id = int.from_bytes(trace, "big")
-        attributes = who + attributes
+    for stage in _list_stages(timeline, submitted):
+        # An event at the border of two stages belongs to the first: the step that made the first
+        # token is the end of the prefill.
+        stage_events = [event for event in events if event.at <= stage.end]
+        events = events[len(stage_events) :]
         spans.append(
             Span(
-                trace_id,
-                new_id(),
-                parent,
-                name,
-                False,
-                unix(start),
-                unix(end),
-                attributes,
-                noted,
+                trace=trace_id,
+                id=new_id(),
+                parent=parent,
+                name=stage.name,
+                is_server=False,
+                start=unix(stage.start),
+                end=unix(stage.end),
+                attributes=rank_attributes + stage.attributes,
+                events=[(unix(event.at), event.name, event.attributes) for event in stage_events],
                 error=None,
             )
         )
@@ -174,12 +162,60 @@ def timeline_spans(timeline: RequestTimeline, dp_rank: int, unix: ToUnix) -> lis
 
 
 class _Stage(NamedTuple):
+    """Times are monotonic seconds."""
+
     name: str
     start: float
+    end: float
     attributes: Attributes
 
 
-def _prefill(timeline: RequestTimeline) -> Attributes:
+class _StageEvent(NamedTuple):
+    at: float
+    name: str
+    attributes: Attributes
+
+
+def _list_stages(timeline: RequestTimeline, submitted: float) -> list[_Stage]:
+    """Stages that the request lived to begin, in order of time; the last one has its end."""
+    begun: list[tuple[str, float, Attributes]] = [
+        ("queue", submitted, [("baton.prompt_tokens", timeline.prompt_tokens)])
+    ]
+    if timeline.admitted_at is not None:
+        if timeline.is_transfer:
+            begun.append(("transfer", timeline.admitted_at, _describe_transfer(timeline)))
+        else:
+            begun.append(("prefill", timeline.admitted_at, _describe_prefill(timeline)))
+    if timeline.first_token_at is not None:
+        if timeline.leased_pages:
+            leased: Attributes = [("baton.pages", timeline.leased_pages)]
+            begun.append(("lease", timeline.first_token_at, leased))
+        else:
+            begun.append(("decode", timeline.first_token_at, _describe_decode(timeline)))
+    _, last_start, last_attributes = begun[-1]
+    last_attributes.append(("baton.finish", timeline.finish))
+    if timeline.lost_events:
+        last_attributes.append(("baton.lost_events", timeline.lost_events))
+    # A request may end before the stage that an event in flight has begun: no span is negative.
+    ends = [start for _, start, _ in begun[1:]] + [max(timeline.ended_at, last_start)]
+    return [
+        _Stage(name, start, end, attributes)
+        for (name, start, attributes), end in zip(begun, ends, strict=True)
+    ]
+
+
+def _sort_events(timeline: RequestTimeline) -> list[_StageEvent]:
+    events = [
+        _StageEvent(at, name, [("baton.tokens", tokens)]) for at, name, tokens in timeline.events
+    ]
+    # Recorded by itself, because it may come before the request is admitted.
+    if timeline.announced_at is not None:
+        events.append(_StageEvent(timeline.announced_at, "announced", []))
+        events.sort(key=lambda event: event.at)
+    return events
+
+
+def _describe_prefill(timeline: RequestTimeline) -> Attributes:
     return [
         ("baton.cached_tokens", timeline.cached_tokens),
         ("baton.computed_tokens", timeline.computed_tokens),
@@ -187,7 +223,7 @@ def _prefill(timeline: RequestTimeline) -> Attributes:
     ]
 
 
-def _transfer(timeline: RequestTimeline) -> Attributes:
+def _describe_transfer(timeline: RequestTimeline) -> Attributes:
     attributes: Attributes = [("baton.cached_tokens", timeline.cached_tokens)]
     if (pulled := timeline.pulled) is not None:
         attributes += [
@@ -199,7 +235,7 @@ def _transfer(timeline: RequestTimeline) -> Attributes:
     return attributes
 
 
-def _decode(timeline: RequestTimeline) -> Attributes:
+def _describe_decode(timeline: RequestTimeline) -> Attributes:
     return [
         ("gen_ai.usage.output_tokens", timeline.output_tokens),
         ("baton.retractions", timeline.retractions),

@@ -47,8 +47,13 @@ impl StreamTail {
         }
     }
 
-    /// Put pieces into `out`, for the client.
-    pub fn pass(&mut self, pieces: impl IntoIterator<Item = Bytes>, out: &mut VecDeque<Bytes>) {
+    /// Forwards pieces to the client through `out` and remembers the last four: `ending` reads
+    /// them.
+    pub fn forward_pieces(
+        &mut self,
+        pieces: impl IntoIterator<Item = Bytes>,
+        out: &mut VecDeque<Bytes>,
+    ) {
         for piece in pieces {
             if self.recent.len() == REMEMBERED {
                 self.recent.pop_front();
@@ -108,7 +113,8 @@ fn is_last_event_name(line: &[u8]) -> bool {
     name.is_some_and(|name| LAST_EVENTS.iter().any(|last| last.as_bytes() == name))
 }
 
-/// True if the last event has the type of a last event: `transformers serve` (5.24) writes no names.
+/// True if the last event has the type of a last event: `transformers serve` (5.24) writes no
+/// names.
 fn has_last_event_type(tail: &[u8]) -> bool {
     #[derive(Deserialize)]
     struct EventJson<'a> {
@@ -195,7 +201,7 @@ mod tests {
         let mut out = VecDeque::new();
         for piece in pieces {
             if let Some(run) = events.push(Bytes::copy_from_slice(piece.as_bytes())) {
-                tail.pass([run], &mut out);
+                tail.forward_pieces([run], &mut out);
             }
         }
         let text: Vec<u8> = out.into_iter().flatten().collect();
@@ -297,7 +303,7 @@ mod tests {
         let mut numbered = StreamTail::new(false);
         assert_eq!(numbered.event_count(), 0);
         let events = "data: {\"sequence_number\":6}\n\ndata: {\"sequence_number\":7,\"x\":1}\n\n";
-        numbered.pass(
+        numbered.forward_pieces(
             [Bytes::from_static(events.as_bytes())],
             &mut VecDeque::new(),
         );

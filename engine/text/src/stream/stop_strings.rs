@@ -107,7 +107,7 @@ impl StopMatcher {
                 continue;
             }
             if !may_end {
-                automaton.pass_over();
+                automaton.restart_after_match();
                 continue;
             }
             if longest.is_none_or(|(_, len)| len < stop_len) {
@@ -160,7 +160,7 @@ impl StopAutomaton {
     }
 
     /// The complete stop string counts for nothing. Its end may begin the next one.
-    fn pass_over(&mut self) {
+    fn restart_after_match(&mut self) {
         self.matched_len = self.shorter_len[self.matched_len];
     }
 }

@@ -102,8 +102,16 @@ pub async fn establish_connection(
         );
         return Err(mismatch(reason).into());
     }
+    let reach = socket_reach(&identity.hello, peer);
+    if reach == SocketReach::OtherNamespace && mapped.is_some() {
+        tracing::info!(
+            peer = %peer.addr,
+            "the peer is on this host in another network namespace: KV pages do not travel by its \
+             memory"
+        );
+    }
     let (remote, map_problem) = if let Some(via) = mapped
-        && reaches_sockets_of(&identity.hello, peer)
+        && reach == SocketReach::Same
         && peer.transports.iter().any(|t| t == via.as_str())
         && peer.page_bytes == identity.hello.page_bytes
     {
@@ -174,17 +182,30 @@ async fn connect_tcp(
     timeout.await.unwrap_or_else(timeout_error)
 }
 
-/// True if this node can connect to the peer's abstract sockets. A peer of an older version names
-/// no network namespace.
-fn reaches_sockets_of(own: &Hello, peer: &Hello) -> bool {
-    let is_same_host = !peer.boot_id.is_empty() && peer.boot_id == own.boot_id;
+/// Place of the peer's abstract sockets, as seen from this node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum SocketReach {
+    /// This node can connect to them.
+    Same,
+    /// On this host, but in another network namespace.
+    OtherNamespace,
+    OtherHost,
+}
+
+fn socket_reach(own: &Hello, peer: &Hello) -> SocketReach {
+    // Two nodes that cannot read their boot id are on any two hosts.
+    if peer.boot_id.is_empty() || peer.boot_id != own.boot_id {
+        return SocketReach::OtherHost;
+    }
+    // A peer of an older version names no network namespace; connecting finds out.
     let is_same_namespace = peer.network_namespace.is_empty()
         || own.network_namespace.is_empty()
         || peer.network_namespace == own.network_namespace;
-    if is_same_host && !is_same_namespace {
-        tracing::info!(peer = %peer.addr, "the peer is on this host in another network namespace: KV pages do not travel by its memory");
+    if is_same_namespace {
+        SocketReach::Same
+    } else {
+        SocketReach::OtherNamespace
     }
-    is_same_host && is_same_namespace
 }
 
 pub fn unreachable(err: &HttpError) -> ConnectFailure {
@@ -405,15 +426,15 @@ mod tests {
     #[test]
     fn only_sockets_of_the_own_network_namespace_are_tried() {
         let own = hello_of("host", Some("net:[1]"));
-        for (boot_id, namespace, is_reached) in [
-            ("host", Some("net:[1]"), true),
-            ("host", None, true),
-            ("host", Some("net:[2]"), false),
-            ("other host", Some("net:[1]"), false),
-            ("", Some("net:[1]"), false),
+        for (boot_id, namespace, reach) in [
+            ("host", Some("net:[1]"), SocketReach::Same),
+            ("host", None, SocketReach::Same),
+            ("host", Some("net:[2]"), SocketReach::OtherNamespace),
+            ("other host", Some("net:[1]"), SocketReach::OtherHost),
+            ("", Some("net:[1]"), SocketReach::OtherHost),
         ] {
             let peer = hello_of(boot_id, namespace);
-            assert_eq!(reaches_sockets_of(&own, &peer), is_reached, "{peer:?}");
+            assert_eq!(socket_reach(&own, &peer), reach, "{peer:?}");
         }
         assert!(shm::network_namespace().starts_with("net:["));
     }

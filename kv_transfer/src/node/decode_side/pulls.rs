@@ -62,6 +62,25 @@ impl PullJob {
         remote.filter(|_| conn.is_none_or(|conn| conn.mapped_works))
     }
 
+    fn is_cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Relaxed)
+    }
+
+    /// Submit the pull again. The room of a cancelled one waits for the end of all writes to its
+    /// pages, and gets that instead.
+    fn resubmit_by(self, via: Transport) -> AfterPull {
+        if self.is_cancelled() {
+            return AfterPull::Step(self.stopped_event());
+        }
+        AfterPull::Resubmit(PullJob { via, ..self })
+    }
+
+    fn stopped_event(&self) -> DecodeEvent {
+        DecodeEvent::PullStopped {
+            ticket: self.ticket,
+        }
+    }
+
     pub fn failure_event(&self, reason: impl Into<String>) -> DecodeEvent {
         DecodeEvent::PullFailed {
             ticket: self.ticket,
@@ -173,8 +192,13 @@ impl PullJobs {
                 if !is_tcp && has_tcp(ctx, job.peer) =>
             {
                 // Another path shows whether the transport or the prefill rank damaged the pages.
-                tracing::warn!(room, via = job.via.as_str(), why = %reason, "damaged pages: pulled again by tcp");
-                resubmit_by(job, Transport::Tcp)
+                tracing::warn!(
+                    room,
+                    via = job.via.as_str(),
+                    why = %reason,
+                    "damaged pages: pulled again by tcp"
+                );
+                job.resubmit_by(Transport::Tcp)
             }
             Err(PullError::Failed(code, reason)) => AfterPull::Step(DecodeEvent::PullFailed {
                 ticket,
@@ -202,17 +226,22 @@ impl PullJobs {
     }
 }
 
-fn resubmit_by(job: PullJob, via: Transport) -> AfterPull {
-    if job.cancel.load(Ordering::Relaxed) {
-        return AfterPull::Step(DecodeEvent::PullStopped { ticket: job.ticket });
-    }
-    AfterPull::Resubmit(PullJob { via, ..job })
-}
-
 /// Continue a pull whose transport stopped working by the next one. The peer's memory is not used
 /// until the connection is established again, its communicator not until the breaker allows it
 /// (`communicators`).
 fn fall_back(ctx: &mut LoopContext, job: PullJob, reason: &str) -> AfterPull {
+    record_mapped_failure(ctx, &job, reason);
+    // Asked first, because choosing a transport may start a communicator.
+    if job.is_cancelled() {
+        return AfterPull::Step(job.stopped_event());
+    }
+    let via = next_transport(ctx, &job).unwrap_or(Transport::Tcp);
+    AfterPull::Resubmit(PullJob { via, ..job })
+}
+
+/// Stop using the peer's memory after a failure. Its other pulls in flight fail, too: only the
+/// first of them is a fallback.
+fn record_mapped_failure(ctx: &mut LoopContext, job: &PullJob, reason: &str) {
     if job.via.is_mapped()
         && let Some(conn) = ctx.connections.get_mut(&job.peer)
         && conn.mapped_works
@@ -220,13 +249,14 @@ fn fall_back(ctx: &mut LoopContext, job: PullJob, reason: &str) -> AfterPull {
         conn.mapped_works = false;
         ctx.record_fallback(job.peer, job.via, reason);
     }
-    let is_cancelled = job.cancel.load(Ordering::Relaxed);
-    let via = match job.via {
-        _ if is_cancelled => None,
+}
+
+/// The transport to try after `job.via` has failed; `None`: only tcp is left.
+fn next_transport(ctx: &mut LoopContext, job: &PullJob) -> Option<Transport> {
+    match job.via {
         Transport::Shm | Transport::CudaIpc => ctx.transport_for(job.peer),
         _ => job.mapped_transport(ctx),
-    };
-    resubmit_by(job, via.unwrap_or(Transport::Tcp))
+    }
 }
 
 /// The peer is connected, and both sides may use tcp.

@@ -14,8 +14,8 @@ pub(super) struct Holder {
     /// When it last was sent a path that passes through the whole node.
     pub stamp: AtomicU64,
     /// Under which key the node waits in the worker's `leaves`; [`NOT_QUEUED`] unless `below` is 0.
-    /// This key may be older than `stamp`, which moves under the read lock; eviction detects that and queues
-    /// the node again.
+    /// This key may be older than `stamp`, which moves under the read lock; eviction detects that
+    /// and queues the node again.
     pub queued: u64,
     /// Children of the node that the worker holds too.
     pub below: u32,

@@ -175,6 +175,7 @@ where
             let node = self.node(next?);
             let common = node.label.common_length(suffix);
             let (matched, behind) = suffix.split_at(common);
+            // Inside a label no child can follow: its part is the end of the match.
             if common == node.label.len() {
                 units += node.units;
                 next = node.child_for(behind);
@@ -191,7 +192,7 @@ where
     /// The longest prefix of `path` that at least one of `ready` holds.
     pub fn longest_match<'t>(&'t self, path: &'t S, ready: &[WorkerView]) -> PrefixMatch<'t> {
         let mut path: Vec<PrefixMatch<'_>> = self.walk_matches(path).collect();
-        // Holders only get fewer along the path.
+        // holders(child) ⊆ holders(parent), so that a binary search finds the last step held.
         let held_steps =
             path.partition_point(|step| ready.iter().any(|worker| step.is_held_by(worker.id)));
         path.truncate(held_steps);
@@ -222,8 +223,8 @@ where
         let mut last: Option<PrefixMatch<'_>> = None;
         for step in self.walk_matches(path) {
             deepest = step.units;
-            // Holders only get fewer along the path: as many are the same ones, and only the last
-            // step of them counts.
+            // Holders only get fewer along the path. Equally many are the same workers, so that
+            // only the last such step is noted: a long path under one holder costs one pass.
             match last.replace(step) {
                 Some(before) if before.holders.len() != step.holders.len() => note(before),
                 _ => {}
@@ -268,6 +269,7 @@ where
     pub fn insert(&mut self, worker: WorkerId, path: &S) -> AccessStamp {
         let stamp = self.next_stamp();
         let tenant = self.tenants.get(&worker);
+        // A worker that is gone would hold these nodes for ever: no later call retires it again.
         if tenant.is_none_or(|tenant| tenant.is_leaving) {
             return AccessStamp(stamp);
         }
@@ -281,6 +283,7 @@ where
                     let label = &self.node(child).label;
                     let common = label.common_length(suffix);
                     let len = label.len();
+                    // The paths part inside this label: the worker holds the upper half alone.
                     if common < len {
                         self.split_node(child, common)
                     } else {
@@ -292,6 +295,8 @@ where
             suffix = suffix.split_at(self.node(child).label.len()).1;
             parent = child;
         }
+        // Only ends of paths are evicted: a node with children held by the worker is queued when
+        // they go.
         if parent != ROOT && self.holder_mut(parent, worker).below == 0 {
             self.queue_leaf(parent, worker);
         }
@@ -318,11 +323,14 @@ where
             let Ok(index) = find_holder(&node.holders, worker) else {
                 break; // merged: its other holders continue from there
             };
+            // A later request passed through here or beyond, so that the worker has this part after
+            // all.
             if node.holders[index].below > 0 || node.holders[index].stamp() != stamp.0 {
                 break;
             }
             let parent = node.parent;
             let above = units - node.units;
+            // The first `keep` units were the worker's before this insert.
             if above < keep {
                 self.split_node(id, node.label.position_of_unit(keep - above));
                 self.release_leaf(id, worker);
@@ -402,6 +410,7 @@ where
                 break;
             };
             let units = self.node(leaf).units;
+            // A long label is cut, so that the worker keeps as much as its limit allows.
             if excess < units {
                 let cut = self.node(leaf).label.position_of_unit(units - excess);
                 self.split_node(leaf, cut); // `leaf` is now the end only
@@ -424,7 +433,8 @@ where
             return false;
         };
         if self.holder_mut(leaf, worker).stamp() != key {
-            self.queue_leaf(leaf, worker); // touched since it was queued
+            // Touched since it was queued, under the read lock, which cannot move it in the queue.
+            self.queue_leaf(leaf, worker);
         } else {
             self.evicted_units_total += self.node(leaf).units as u64;
             self.release_leaf(leaf, worker);
@@ -444,7 +454,7 @@ where
         {}
     }
 
-    /// How many slots the arena grows by: an eighth, so that little memory is allocated without use.
+    /// Slots that the arena grows by: an eighth, so that little memory is allocated without use.
     fn arena_step(&self) -> usize {
         (self.nodes.len() / 8).max(16)
     }
@@ -456,7 +466,8 @@ where
             if self.holder_mut(leaf, worker).stamp() == key {
                 return Some((key, leaf));
             }
-            self.queue_leaf(leaf, worker); // touched since it was queued
+            // Touched since it was queued, under the read lock, which cannot move it in the queue.
+            self.queue_leaf(leaf, worker);
         }
     }
 
@@ -476,10 +487,12 @@ where
         if parent != ROOT {
             let holder = self.holder_mut(parent, worker);
             holder.below -= 1;
+            // The parent is an end now: never queued, it could never be evicted.
             if holder.below == 0 {
                 self.queue_leaf(parent, worker);
             }
         }
+        // A node that no worker holds matches nothing and would stay for ever.
         if self.node(leaf).holders.is_empty() {
             self.unlink_node(leaf);
             self.join_with_only_child(parent);
@@ -521,6 +534,7 @@ where
         };
         let is_same = |(a, b): (&Holder, &Holder)| a.worker == b.worker && a.stamp() == b.stamp();
         let below = &self.node(child).holders;
+        // Nodes with other holders or stamps differ in what they match, or in when they are evicted.
         if id == ROOT
             || node.children.len() > 1
             || node.holders.len() != below.len()
@@ -583,6 +597,8 @@ where
                 self.holder_slots += node.holders.capacity() - before;
                 node.holders.insert(index, Holder::new(worker, stamp, 0));
                 self.tenant_mut(worker).units += units;
+                // The parent is no end any more: evicted, it would leave a child without its
+                // prefix.
                 if parent != ROOT {
                     self.dequeue_leaf(parent, worker);
                     self.holder_mut(parent, worker).below += 1;
@@ -622,6 +638,7 @@ where
             self.nodes[id as usize] = node;
             return id;
         }
+        // `push` alone would double the arena, half of it unused and counted in `bytes`.
         if self.nodes.len() == self.nodes.capacity() {
             self.nodes.reserve_exact(self.arena_step());
         }

@@ -46,6 +46,8 @@ impl FailedAttempts {
     /// Count an attempt that failed `held_ms` after it was sent; `lost_worker`: because a worker
     /// went away.
     pub fn add_attempt(&mut self, held_ms: u64, lost_worker: bool) {
+        // A request of minutes may outlive several workers; counted in full, their ends would fail
+        // it.
         if lost_worker && held_ms >= HELD_MS {
             self.losses += 1;
         } else {
@@ -74,6 +76,7 @@ impl RetryConfig {
         let cap_ms = self.max_backoff_ms as f64;
         let base_ms = (self.initial_backoff_ms as f64 * growth).min(cap_ms);
         let jitter = self.jitter.clamp(0.0, 1.0);
+        // An empty range has no random number.
         let factor = if jitter > 0.0 {
             rng.random_range(1.0 - jitter..=1.0 + jitter)
         } else {
@@ -135,6 +138,7 @@ impl RetryBudget {
         let retries: u64 = self.slices.iter().map(|slice| slice.retries).sum();
         let allowed = f64::from(self.floor) + self.ratio * requests as f64;
         let is_granted = (retries + 1) as f64 <= allowed;
+        // Only granted retries count, or refused ones would keep the budget used up for ever.
         if is_granted {
             self.advance_window(now_ms).retries += 1;
         }

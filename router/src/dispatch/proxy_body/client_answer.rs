@@ -1,7 +1,8 @@
 //! An answer as the client gets it: pieces queued for the client, and how far the stream got.
 //!
-//! Deterministic, no I/O. Where the worker reports the tokens behind the text (`response::failover`),
-//! the answer knows which tokens the client has, across all workers that gave parts of it.
+//! Deterministic, no I/O. Where the worker reports the tokens behind the text
+//! (`response::failover`), the answer knows which tokens the client has, across all workers that
+//! gave parts of it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -113,7 +114,7 @@ impl ClientAnswer {
                 Ok(())
             }
             AnswerForm::Stream { tail } => {
-                tail.pass([piece], &mut self.queued);
+                tail.forward_pieces([piece], &mut self.queued);
                 Ok(())
             }
             AnswerForm::ReportedStream {
@@ -121,8 +122,8 @@ impl ClientAnswer {
                 buffer,
                 passed,
             } => {
-                let result = buffer.pass_run(piece, passed);
-                tail.pass(passed.drain(..), &mut self.queued);
+                let result = buffer.forward_run(piece, passed);
+                tail.forward_pieces(passed.drain(..), &mut self.queued);
                 result
             }
         }
@@ -160,7 +161,7 @@ impl ClientAnswer {
         } = &mut self.form
         {
             buffer.release_waiting(passed);
-            tail.pass(passed.drain(..), &mut self.queued);
+            tail.forward_pieces(passed.drain(..), &mut self.queued);
         }
     }
 

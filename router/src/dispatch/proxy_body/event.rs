@@ -86,6 +86,8 @@ impl StreamFailure {
         match self {
             StreamFailure::Router(err) => {
                 tracing::warn!(rid = record.rid, %err, "answer broke off");
+                // No event can report the error, and a complete body would look like the whole
+                // answer.
                 if !answer.is_stream() {
                     return Some(TruncatedResponse(err));
                 }

@@ -1,5 +1,5 @@
-//! The body of an answer to a client: a worker's pieces pass through, and all that the request holds
-//! is held here.
+//! The body of an answer to a client: a worker's pieces pass through, and all that the request
+//! holds is held here.
 //!
 //! 1. `ProxyBody::new` gets the request, the pieces that the leg has read, and the rest of the
 //!    answer. The phase is `Relaying` ([`phase`]);
@@ -9,12 +9,12 @@
 //! 4. the worker is lost, and it reported the tokens behind the text (failover.rs): other workers
 //!    are asked to resume the stream, and the phase is `Resuming`. The client sees a pause, with
 //!    comments that keep its connection alive. The request waits for its turn and for a worker
-//!    (resume_pacing.rs), and is given up only after --retry-max-retries attempts without a token of
-//!    progress. When another worker's answer opens, the phase is `Relaying` again;
+//!    (resume_pacing.rs), and is given up only after --retry-max-retries attempts without a token
+//!    of progress. When another worker's answer opens, the phase is `Relaying` again;
 //! 5. the worker is lost, and no other resumes its answer: a stream ends with one error event and
 //!    [DONE], any other answer by a cut of the connection. The phase is `Ended`;
-//! 6. the body is dropped before its end (the client left): the guards close the connections of both
-//!    legs and free the load.
+//! 6. the body is dropped before its end (the client left): the guards close the connections of
+//!    both legs and free the load.
 
 /// Pieces for the client, and how far the stream got.
 mod client_answer;
@@ -71,14 +71,18 @@ impl ProxyBody {
         } else {
             ClientAnswer::whole(status)
         };
+        // An answer that is no stream has no place for an error: its connection is cut instead.
         if opened.is_sse || opened.has_token_ids {
             let form = StreamErrorForm::of_request(&request.scan, &request.record.rid);
             answer = answer.with_error_form(form);
         }
+        // The worker was restarted since it was described: its fingerprint is not known, and
+        // another worker could sample other tokens.
         if opened.answer.is_of_other_process {
             answer.disable_resume(NotResumable::UnknownWorker);
         }
         let mut request_state = RelayedRequest::Resumable(request);
+        // Nothing can be resumed, so the body of the request is freed now: it may be megabytes.
         if !opened.has_token_ids {
             request_state = request_state.into_recorded();
         }
@@ -89,17 +93,17 @@ impl ProxyBody {
             answer,
             phase: BodyPhase::Relaying(relay),
         };
-        body.pass_read();
+        body.forward_opened_pieces();
         body
     }
 
-    /// Pass on all that was read when the answer opened: hyper asks for the size of a complete answer
-    /// before it polls the body.
-    fn pass_read(&mut self) {
+    /// Pass on all that was read when the answer opened: hyper asks for the size of a complete
+    /// answer before it polls the body.
+    fn forward_opened_pieces(&mut self) {
         while let BodyPhase::Relaying(relay) = &mut self.phase
             && relay.has_read()
         {
-            if let Some(event) = relay.pass_read(&mut self.answer) {
+            if let Some(event) = relay.forward_opened_piece(&mut self.answer) {
                 self.handle(event);
             }
         }
@@ -136,6 +140,8 @@ impl Body for ProxyBody {
     ) -> Poll<Option<Result<Frame<Bytes>, TruncatedResponse>>> {
         let this = &mut *self;
         loop {
+            // Queued pieces go before the next read, so that a slow client slows the worker down
+            // and no pieces pile up.
             if let Some(piece) = this.answer.pop() {
                 if let Some(record) = this.phase.record() {
                     record.first_byte(this.answer.status);
@@ -175,6 +181,8 @@ impl Body for ProxyBody {
 impl Drop for ProxyBody {
     /// Clients may leave at `[DONE]`, before the worker has ended its answer: they have all of it.
     fn drop(&mut self) {
+        // Without this, openai-python's requests, which it closes at `[DONE]`, would be recorded as
+        // 499 and their usage lost.
         if self.answer.is_delivered()
             && let BodyPhase::Relaying(relay) = std::mem::take(&mut self.phase)
         {

@@ -113,6 +113,8 @@ fn resume_or_end(
     leg.close_connection();
     let is_open = answer.is_open();
     let request = match (request, answer.resumable()) {
+        // A client that has the whole answer needs no other worker, and a router that ends has no
+        // time for one.
         (RelayedRequest::Resumable(mut request), Some(buffer)) if is_open && !app.is_cut() => {
             let verdict = decide_resume(app, &mut request, &leg, &loss, buffer);
             if verdict == ResumeVerdict::Resume {
@@ -123,6 +125,7 @@ fn resume_or_end(
         }
         (request, _) => request,
     };
+    // The shutdown cut the answer off: blamed on the worker, it would open the worker's breaker.
     if is_open && app.is_cut() {
         loss.failure = StreamFailure::Router(RouteError::Draining);
     }

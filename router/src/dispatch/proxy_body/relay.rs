@@ -127,8 +127,9 @@ impl Relay {
 
     /// Pass on one piece that was read already, or the end of the answer. `None`: a piece was
     /// queued for the client.
-    pub fn pass_read(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
-        let event = self.leg.pass_read(answer);
+    pub fn forward_opened_piece(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+        // The end of an answer goes before the loss of its resumption, which does not matter then.
+        let event = self.leg.forward_opened_piece(answer);
         event.or_else(|| self.disabled_resume(answer))
     }
 
@@ -140,16 +141,17 @@ impl Relay {
         answer: &mut ClientAnswer,
     ) -> Poll<Option<BodyEvent>> {
         if self.has_read() {
-            return Poll::Ready(self.pass_read(answer));
+            return Poll::Ready(self.forward_opened_piece(answer));
         }
         let event = ready!(self.leg.poll_event(cx, app, answer));
         Poll::Ready(event.or_else(|| self.disabled_resume(answer)))
     }
 
-    /// The last piece may have made it impossible to resume the stream.
+    /// Event that releases the request when the last piece has made a resumption impossible.
     fn disabled_resume(&self, answer: &ClientAnswer) -> Option<BodyEvent> {
         match self.request {
             RelayedRequest::Resumable(_) => answer.not_resumable().map(BodyEvent::ResumeDisabled),
+            // The event has been sent: a second one would count the stream twice.
             RelayedRequest::Recorded { .. } => None,
         }
     }
@@ -163,6 +165,7 @@ impl Relay {
         };
         self.leg.guard.read_usage(answer.last_pieces().into_iter());
         self.request.record().end(answer.status, outcome);
+        // The prefill leg is read to its end, so that its connection can serve the next request.
         if let Some(prefill) = self.leg.prefill {
             prefill.drain_in_background();
         }
@@ -177,6 +180,7 @@ impl Relay {
     pub fn complete_unread(mut self, answer: &ClientAnswer) {
         let remaining = self.leg.remaining.take();
         drop(self.complete(answer));
+        // Dropped here, the connection could not serve another request.
         if let Some(remaining) = remaining {
             remaining.drain_in_background();
         }
@@ -185,9 +189,11 @@ impl Relay {
     /// The worker is lost, and no other one resumes its answer.
     pub fn end_after_loss(mut self, loss: WorkerLoss, answer: &mut ClientAnswer) -> EndedAnswer {
         answer.release_waiting();
+        // The client has the finish_reason: the worker died behind its answer, which is complete.
         if !answer.is_open() {
             let is_unfinished = answer.stream_end() == Some(StreamEnd::Finished);
             let ended = self.complete(answer);
+            // Clients read on until `[DONE]`.
             if is_unfinished {
                 answer.push_done();
             }
@@ -216,10 +222,10 @@ impl Relay {
 }
 
 impl RelayedLeg {
-    fn pass_read(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+    fn forward_opened_piece(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
         match self.opened_pieces.next() {
-            Some(piece) => self.pass_piece(piece, answer),
-            None => self.pass_end(answer),
+            Some(piece) => self.forward_piece(piece, answer),
+            None => self.forward_end(answer),
         }
     }
 
@@ -230,21 +236,23 @@ impl RelayedLeg {
         answer: &mut ClientAnswer,
     ) -> Poll<Option<BodyEvent>> {
         let Some(remaining) = &mut self.remaining else {
-            return Poll::Ready(self.pass_end(answer));
+            return Poll::Ready(self.forward_end(answer));
         };
         match remaining.poll_piece(cx) {
             Poll::Ready(Some(Ok(piece))) => {
                 self.silence.restart();
+                // A part of an event may not be queued: an error event or a comment would land
+                // inside it.
                 let run = if answer.is_stream() {
                     self.events.push(piece)
                 } else {
                     Some(piece)
                 };
-                Poll::Ready(run.and_then(|run| self.pass_piece(run, answer)))
+                Poll::Ready(run.and_then(|run| self.forward_piece(run, answer)))
             }
             Poll::Ready(None) => {
                 self.remaining = None;
-                Poll::Ready(self.pass_end(answer))
+                Poll::Ready(self.forward_end(answer))
             }
             Poll::Ready(Some(Err(err))) => {
                 let detail = with_source(&err);
@@ -254,6 +262,7 @@ impl RelayedLeg {
                     detail,
                 )))
             }
+            // The timer is asked only now: a worker that sends is not silent.
             Poll::Pending => match self.poll_silence(cx, app, answer) {
                 Some(event) => Poll::Ready(Some(event)),
                 None => Poll::Pending,
@@ -262,48 +271,57 @@ impl RelayedLeg {
     }
 
     /// Queue a piece for the client, in the client's API.
-    fn pass_piece(&mut self, piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+    fn forward_piece(&mut self, piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
         match &mut self.translation {
-            None if self.is_merged && answer.is_stream() => self.pass_merged(piece, answer),
-            None => pass_piece(piece, answer),
-            Some(translation) => pass_piece(translation.translate_run(&piece)?, answer),
+            None if self.is_merged && answer.is_stream() => {
+                self.forward_merged_piece(piece, answer)
+            }
+            None => queue_piece(piece, answer),
+            Some(translation) => queue_piece(translation.translate_run(&piece)?, answer),
         }
     }
 
     /// Queue a piece of a merged stream. `[DONE]` alone does not finish it.
-    fn pass_merged(&mut self, piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+    fn forward_merged_piece(
+        &mut self,
+        piece: Bytes,
+        answer: &mut ClientAnswer,
+    ) -> Option<BodyEvent> {
         let Some(done_at) = done_place(&piece) else {
-            return pass_piece(piece, answer);
+            return queue_piece(piece, answer);
         };
+        // The events before `[DONE]` may hold the finish_reason that decides below.
         if done_at > 0
-            && let Some(event) = pass_piece(piece.slice(..done_at), answer)
+            && let Some(event) = queue_piece(piece.slice(..done_at), answer)
         {
             return Some(event);
         }
+        // A relayed `[DONE]` would make an answer without a finish_reason look complete.
         if answer.is_open() && !answer.has_error() {
             let problem = "ended the stream without finishing it";
             return Some(self.broken(AttemptReason::Reset, problem, String::new()));
         }
-        pass_piece(piece.slice(done_at..), answer)
+        queue_piece(piece.slice(done_at..), answer)
     }
 
     /// The worker ended its answer; a stream must also have been finished.
-    fn pass_end(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+    fn forward_end(&mut self, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+        // A last event without its empty line, as some servers end a stream.
         if let Some(last_event) = self.events.finish() {
-            return self.pass_piece(last_event, answer);
+            return self.forward_piece(last_event, answer);
         }
         let translation = self.translation.as_mut();
         if let Some(end) = translation.and_then(|translation| translation.finish_stream()) {
-            return pass_piece(end, answer);
+            return queue_piece(end, answer);
         }
         match answer.stream_end() {
-            // The worker's own error is the end.
+            // The worker's own error event is the end: a second error would contradict it.
             Some(StreamEnd::Open) if answer.has_error() => answer.push_done(),
             Some(StreamEnd::Open) => {
                 let problem = "ended the stream without finishing it";
                 return Some(self.broken(AttemptReason::Reset, problem, String::new()));
             }
-            // A client may wait for it.
+            // Clients read on until `[DONE]`, which some servers leave out.
             Some(StreamEnd::Finished) => answer.push_done(),
             Some(StreamEnd::Done) | None => {}
         }
@@ -326,10 +344,13 @@ impl RelayedLeg {
                 }
                 Silence::Lookup => {
                     let worker = &self.guard.candidate.worker;
+                    // A hung worker keeps its connection open: without this look-up the client
+                    // would wait for all of --request-timeout-secs.
                     if let WorkerState::Unhealthy { reason, .. } = worker.state() {
                         let problem = "fell silent and fails its health checks";
                         return Some(self.broken(AttemptReason::Hung, problem, reason));
                     }
+                    // The next health check may be seconds away; the probe finds a hung worker now.
                     if app.config.silent_request_probe().is_some() {
                         worker.silent.notify_one();
                     }
@@ -349,6 +370,7 @@ impl RelayedLeg {
 
     /// Attribute the loss to the worker, if the worker is to blame.
     pub fn attribute_loss(&mut self, loss: &WorkerLoss, record: &AccessLogEntry) {
+        // A shutdown or an error of the request says nothing about the worker's health.
         if !loss.failure.blames_worker() {
             self.guard.settle(RequestOutcome::Unknown);
             return;
@@ -368,7 +390,7 @@ fn worker_lost(reason: AttemptReason, err: RouteError) -> BodyEvent {
 }
 
 /// Queue a piece for the client.
-fn pass_piece(piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
+fn queue_piece(piece: Bytes, answer: &mut ClientAnswer) -> Option<BodyEvent> {
     if let Err(broken) = answer.push(piece) {
         return Some(BodyEvent::WorkerLost(WorkerLoss {
             reason: AttemptReason::Code(broken.code),
@@ -421,6 +443,7 @@ impl SilenceTimer {
             .get_or_insert_with(|| Box::pin(sleep_until(first_lookup_at)));
         while timer.as_mut().poll(cx).is_ready() {
             let now = Instant::now();
+            // The limit goes before a look-up that fires in the same moment.
             if now >= ends_at {
                 return Some(Silence::Limit);
             }
@@ -428,7 +451,7 @@ impl SilenceTimer {
                 timer.as_mut().reset((now + interval).min(ends_at));
                 return Some(Silence::Lookup);
             }
-            // The timer was armed before the last piece.
+            // The timer was armed before the last piece, which does not touch it.
             timer.as_mut().reset(first_lookup_at);
         }
         None

@@ -45,11 +45,15 @@ pub fn decide_resume(
         tokens,
         resume: buffer.to_json_field(&candidate.description.fingerprint),
     });
+    // A worker that gave the client tokens has answered the request: others that failed it before
+    // may be tried again.
     let excluded = if has_progress {
         vec![candidate.id]
     } else {
         request.retries.excluded_with(candidate.id)
     };
+    // A silent worker or an error event is no break: only a broken worker may have been broken by
+    // the request.
     let worker_break = if loss.reason.is_break() {
         Some(candidate.worker.note_break(now_ms()))
     } else {
@@ -61,18 +65,21 @@ pub fn decide_resume(
         worker_break,
         held_ms: request.attempt_ms(),
         has_progress,
+        // Read for silent workers only, and the look-up visits every worker.
         has_other_worker: loss.reason != AttemptReason::Silent
             || app.fleet.has_other(role, &request.wanted(), &excluded),
         is_shutting_down: app.is_cut(),
     };
     let verdict = request.retries.decide_resume(&facts, &app.retry);
     let is_poison = verdict == ResumeVerdict::GiveUp(GiveUpReason::PoisonRequest);
+    // A request whose stream moved did not break its worker.
     if !has_progress && let Some(worker_break) = worker_break {
         request.report_break(app, candidate.id, worker_break, is_poison);
     }
     if let ResumeVerdict::GiveUp(reason) = verdict
         && !is_poison
     {
+        // A poisonous request has a metric of its own.
         count_refused_retry(app, reason);
         count_failover(&app.metrics, role, FailoverOutcome::Refused);
     }
@@ -96,7 +103,8 @@ fn count_failover(metrics: &RouterMetrics, role: Role, outcome: FailoverOutcome)
         .inc();
 }
 
-/// Counts the outcome of a resumption when it is dropped: that the client left, if no other was set.
+/// Counts the outcome of a resumption when it is dropped: that the client left, if no other was
+/// set.
 struct FailoverCount {
     role: Role,
     outcome: FailoverOutcome,
@@ -165,7 +173,8 @@ impl ResumeAttempt {
         }
     }
 
-    /// Wait for the attempts. `None`: a comment was queued that keeps the client's connection alive.
+    /// Wait for the attempts. `None`: a comment was queued that keeps the client's connection
+    /// alive.
     pub fn poll_event(
         &mut self,
         cx: &mut Context<'_>,
@@ -184,6 +193,7 @@ impl ResumeAttempt {
                     prefill,
                 }))
             }
+            // Its bytes would land in the middle of the client's stream.
             Ok(_) => BodyEvent::ResumeFailed(request, ResumeFailure::NotAStream),
             Err(failure) => BodyEvent::ResumeFailed(request, ResumeFailure::Attempts(failure)),
         };
@@ -217,10 +227,13 @@ impl ResumeAttempt {
             "a stream was resumed"
         );
         let mut relayed = RelayedRequest::Resumable(request);
+        // The next loss could not be resumed: without the tokens of this part the client would get
+        // some of them twice.
         if !opened.has_token_ids {
             answer.end_reports();
             relayed = relayed.into_recorded();
         }
+        // The worker was restarted since it was described: its fingerprint is not known.
         if opened.answer.is_of_other_process {
             answer.disable_resume(NotResumable::UnknownWorker);
         }
@@ -236,6 +249,7 @@ impl ResumeAttempt {
         answer: &mut ClientAnswer,
     ) -> EndedAnswer {
         self.count.outcome = FailoverOutcome::Failed;
+        // The shutdown ended the attempts; the worker that was lost is not the reason.
         let failure = if app.is_cut() {
             StreamFailure::Router(RouteError::Draining)
         } else {
@@ -273,6 +287,7 @@ async fn attempt_resume(app: Arc<AppState>, mut request: Box<RequestContext>) ->
 fn merge_failures(worker_failure: StreamFailure, resume_failure: ResumeFailure) -> StreamFailure {
     let explanation = match resume_failure {
         ResumeFailure::Attempts(AttemptFailure::Refused(err)) if err.code() == "timeout" => {
+            // The client's own deadline: it explains more than the worker that was lost.
             return StreamFailure::Router(err);
         }
         ResumeFailure::Attempts(AttemptFailure::Refused(err)) => err.client_message(),

@@ -65,8 +65,8 @@ pub async fn version() -> Response {
 }
 
 pub async fn ready(State(app): SharedApp) -> Response {
-    let refusal = not_ready_because(&app);
-    let missing = cannot_serve_because(&app);
+    let refusal = not_ready_error(&app);
+    let missing = app.fleet.readiness_error();
     let mut body = json!({
         "status": if refusal.is_none() { "ready" } else { "not_ready" },
         "serves": missing.is_none(),
@@ -90,10 +90,9 @@ pub async fn ready(State(app): SharedApp) -> Response {
     }
 }
 
-/// Why this router should get no requests: it drains, or does not know its workers yet. Later a
-/// lack of workers is no such reason: a router that left its Service would turn 503 with
-/// Retry-After into refused connections.
-fn not_ready_because(app: &AppState) -> Option<RouteError> {
+/// Error of a router that should get no requests, because it drains or does not know its workers
+/// yet.
+fn not_ready_error(app: &AppState) -> Option<RouteError> {
     if app.is_draining() {
         return Some(RouteError::Draining);
     }
@@ -103,30 +102,18 @@ fn not_ready_because(app: &AppState) -> Option<RouteError> {
         return Some(RouteError::Undiscovered { synced, sources });
     }
     let finds_workers = sources > 0 && !app.config.has_static_workers();
+    // Once it has served, a lack of workers is no reason: a router that left its Service would turn
+    // 503 with Retry-After into refused connections.
     if finds_workers || app.fleet.has_served() {
         None
     } else {
-        cannot_serve_because(app)
+        app.fleet.readiness_error()
     }
-}
-
-/// Why a request that comes now would find no worker.
-fn cannot_serve_because(app: &AppState) -> Option<RouteError> {
-    let fleet = &app.fleet;
-    for &role in fleet.serving_roles() {
-        let (known, ready) = fleet.count(role);
-        if ready == 0 {
-            return Some(RouteError::NoWorker { role, known, ready });
-        }
-    }
-    let [prefill, decode] = [Role::Prefill, Role::Decode].map(|role| fleet.count(role).1);
-    let lacks_pair = fleet.is_pd() && !fleet.has_pair();
-    lacks_pair.then_some(RouteError::NoPair { prefill, decode })
 }
 
 /// Every ready worker is asked to generate something, which counts as one running request.
 pub async fn health_generate(State(app): SharedApp) -> HandlerResult {
-    if let Some(err) = not_ready_because(&app).or_else(|| cannot_serve_because(&app)) {
+    if let Some(err) = not_ready_error(&app).or_else(|| app.fleet.readiness_error()) {
         return Err(err);
     }
     let _place = app.admission.enter(&app.metrics).await?;

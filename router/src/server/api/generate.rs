@@ -234,7 +234,8 @@ async fn scanned(
     Ok(Arc::new(scan))
 }
 
-/// Refuses what no worker takes: each would read all of it first.
+/// Refuses a body that is larger than every worker's limit, because a worker would read the whole
+/// body before it refuses.
 async fn refuse_oversized(
     app: &AppState,
     scan: &Arc<BodyIndex>,
@@ -464,6 +465,7 @@ pub async fn read_at_most(
     let limit_bytes = limit.bytes;
     let announced = announced_bytes(headers);
     if announced.is_some_and(|announced| announced > limit_bytes) {
+        // A client that expects 100 Continue has not sent its body.
         if !headers.contains_key(EXPECT) {
             tokio::spawn(timeout(DISCARD_TIME, discard(body)));
         }
@@ -476,6 +478,7 @@ pub async fn read_at_most(
     loop {
         let silence_limit = Instant::now() + BODY_SILENCE;
         let Ok(frame) = timeout_at(until.min(silence_limit), body.frame()).await else {
+            // A silent client and a slow one exceed different limits: each error names its own.
             if until > silence_limit {
                 let waited_ms = BODY_SILENCE.as_millis() as u64;
                 return Err(RouteError::BodySilent { waited_ms });
@@ -494,16 +497,19 @@ pub async fn read_at_most(
         let Ok(piece) = frame.into_data() else {
             continue; // trailers
         };
+        // The announced length may be missing, or too small.
         if first.len() + all.len() + piece.len() > limit_bytes {
             return Err(limit.refusal());
         }
         share.grow(piece.len())?;
+        // A body of one piece, the usual case, is not copied.
         if first.is_empty() && all.is_empty() {
             first = piece;
             continue;
         }
         if all.is_empty() {
-            // What is announced is allocated once, but not before a second piece shows it is meant.
+            // The announced length is allocated at once, but only when a second piece has come: a
+            // client that announces a large body and sends nothing costs no memory.
             let hint = announced.or_else(|| body.size_hint().upper().map(|n| n as usize));
             all.reserve(hint.unwrap_or(2 * first.len()).min(limit_bytes));
             all.extend_from_slice(&std::mem::take(&mut first));

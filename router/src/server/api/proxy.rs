@@ -67,7 +67,7 @@ pub const PROXIED_PATHS: [&str; 12] = [
 /// Proxy to any worker: one's answer is as good as another's, and it comes at once.
 pub async fn forward(State(app): SharedApp, request: Request) -> HandlerResult {
     let (head, body) = read_client_request(&app, request).await?;
-    pass_through(&app, head, body).await
+    forward_unrecorded(&app, head, body).await
 }
 
 /// Counts the tokens of a request to /v1/messages, at a worker that has the path.
@@ -97,7 +97,7 @@ fn is_anthropic_error(body: &[u8]) -> bool {
 }
 
 /// Pass a request without a record on to any worker. Workers that failed are named in the log only.
-async fn pass_through(app: &AppState, head: RequestHead, body: Bytes) -> HandlerResult {
+async fn forward_unrecorded(app: &AppState, head: RequestHead, body: Bytes) -> HandlerResult {
     let result = proxy_to_any(app, head, body, ASK_TIMEOUT, None).await;
     if let Err(err) = &result
         && err.is_upstream()
@@ -254,7 +254,7 @@ pub async fn models(State(app): SharedApp, request: Request) -> HandlerResult {
     if cards.is_empty()
         && let Some(first) = answers.into_iter().next()
     {
-        return first.pass_to_client();
+        return first.into_client_result();
     }
     Ok(form.answer(json!({"object": "list", "data": cards})))
 }
@@ -305,7 +305,7 @@ pub async fn model(
         .find(|card| card["id"] == id.as_str());
     match card {
         Some(card) => Ok(form.answer(card)),
-        None => pass_through(&app, head, body).await,
+        None => forward_unrecorded(&app, head, body).await,
     }
 }
 
@@ -322,7 +322,8 @@ fn model_cards(answers: &[Asked]) -> Vec<Value> {
             }
             let mut card = model.take();
             if asked.is_baton {
-                // Engines name another owner there for the sake of other routers (docs/protocol.md).
+                // Engines name another owner there for the sake of other routers
+                // (docs/protocol.md).
                 card["owned_by"] = "baton".into();
             }
             cards.push(card);
@@ -362,7 +363,7 @@ pub async fn about_request(
         Some(_) => 1,
         None => 2,
     });
-    Ok(answers.swap_remove(0).passed_on())
+    Ok(answers.swap_remove(0).into_operator_response())
 }
 
 /// Refuse what needs a worker when none is ready.
@@ -518,7 +519,7 @@ impl Asked {
     }
 
     /// The worker's answer, for an operator.
-    fn passed_on(self) -> Response {
+    fn into_operator_response(self) -> Response {
         match self.status {
             Some(status) => response(status, self.headers, self.text.into()),
             None => {
@@ -529,7 +530,7 @@ impl Asked {
     }
 
     /// The worker's answer, for a client, to whom no worker is named.
-    fn pass_to_client(self) -> HandlerResult {
+    fn into_client_result(self) -> HandlerResult {
         if let Some(status) = self.status {
             return Ok(response(status, self.headers, self.text.into()));
         }

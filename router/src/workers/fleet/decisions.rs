@@ -228,6 +228,18 @@ impl WorkerFleet {
         SendTicket(self.next_ticket.fetch_add(1, Ordering::Relaxed))
     }
 
+    /// Error that a request would get that comes now; `None`: a worker or pair is ready.
+    pub fn readiness_error(&self) -> Option<RouteError> {
+        for &role in self.serving_roles() {
+            let (known, ready) = self.count(role);
+            if ready == 0 {
+                return Some(RouteError::NoWorker { role, known, ready });
+            }
+        }
+        let lacks_pair = self.is_pd() && !self.has_pair();
+        lacks_pair.then(|| self.unmatched_error())
+    }
+
     /// Ready workers are always candidates, but for the rest of an answer that they cannot resume.
     fn no_worker_error(&self, role: Role, wanted: &SelectionRequest<'_>) -> RouteError {
         let (known, ready) = self.count(role);
@@ -250,7 +262,12 @@ impl WorkerFleet {
         if !has_decode {
             return self.no_worker_error(Role::Decode, wanted);
         }
-        // Ready workers, as GET /workers counts them: not the candidates that are left of them.
+        self.unmatched_error()
+    }
+
+    /// Error of workers that are ready but do not fit together. It counts ready workers, as
+    /// GET /workers does, and not the candidates that are left of them.
+    fn unmatched_error(&self) -> RouteError {
         let (_, prefill) = self.count(Role::Prefill);
         let (_, decode) = self.count(Role::Decode);
         RouteError::NoPair { prefill, decode }

@@ -134,10 +134,10 @@ impl LexemeReader {
         let calls = &mut self.calls;
         match &mut self.reasoning {
             Some(reasoning) => {
-                let mut pass = |lexeme: Lexeme<'_>, out: &mut AnswerParts| {
+                let mut forward = |lexeme: Lexeme<'_>, out: &mut AnswerParts| {
                     read_behind_reasoning(calls, table, lexeme, out);
                 };
-                reasoning.read(lexeme, table, out, &mut pass);
+                reasoning.read(lexeme, table, out, &mut forward);
             }
             None => read_behind_reasoning(calls, table, lexeme, out),
         }
@@ -155,10 +155,10 @@ impl LexemeReader {
         let table = &self.table;
         let calls = &mut self.calls;
         if let Some(reasoning) = &mut self.reasoning {
-            let mut pass = |lexeme: Lexeme<'_>, out: &mut AnswerParts| {
+            let mut forward = |lexeme: Lexeme<'_>, out: &mut AnswerParts| {
                 read_behind_reasoning(calls, table, lexeme, out);
             };
-            reasoning.finish(out, &mut pass);
+            reasoning.finish(out, &mut forward);
         }
         if let Some(calls) = calls {
             calls.reader.finish(out);

@@ -5,7 +5,7 @@ use crate::stream::markers::{Lexeme, MarkerRole, MarkerTable};
 use crate::stream::parts::AnswerParts;
 
 /// Reader of what is behind the reasoning.
-pub type PassLexeme<'a> = dyn FnMut(Lexeme<'_>, &mut AnswerParts) + 'a;
+pub type ForwardLexeme<'a> = dyn FnMut(Lexeme<'_>, &mut AnswerParts) + 'a;
 
 /// Reads the reasoning of an answer and passes what is behind it on. Deterministic: the joined
 /// parts depend on the joined lexemes alone.
@@ -132,7 +132,7 @@ impl ReasoningReader {
         lexeme: Lexeme<'_>,
         table: &MarkerTable,
         out: &mut AnswerParts,
-        pass: &mut PassLexeme<'_>,
+        forward: &mut ForwardLexeme<'_>,
     ) {
         if let Lexeme::Text(text) = lexeme
             && !self.late_begin.is_empty()
@@ -141,41 +141,41 @@ impl ReasoningReader {
             self.late_begin.push_str(text);
             return;
         }
-        self.show_late_begin(out, pass);
+        self.show_late_begin(out, forward);
         match lexeme {
-            Lexeme::Text(text) => self.read_text(text, out, pass),
+            Lexeme::Text(text) => self.read_text(text, out, forward),
             Lexeme::Marker(index) => {
                 let text = table.text_of(index);
                 match table.role_of(index) {
-                    MarkerRole::ReasoningBegin => self.read_begin(text, out, pass),
-                    MarkerRole::ReasoningEnd => self.read_end(text, out, pass),
+                    MarkerRole::ReasoningBegin => self.read_begin(text, out, forward),
+                    MarkerRole::ReasoningEnd => self.read_end(text, out, forward),
                     MarkerRole::CallBegin => {
                         let ends_reasoning = table.is_token(index);
-                        self.read_call_marker(lexeme, text, ends_reasoning, out, pass);
+                        self.read_call_marker(lexeme, text, ends_reasoning, out, forward);
                     }
-                    MarkerRole::Call => self.read_call_marker(lexeme, text, false, out, pass),
+                    MarkerRole::Call => self.read_call_marker(lexeme, text, false, out, forward),
                 }
             }
         }
     }
 
     /// The answer has ended: appends what was held back.
-    pub fn finish(&mut self, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+    pub fn finish(&mut self, out: &mut AnswerParts, forward: &mut ForwardLexeme<'_>) {
         match self.state {
-            ReasoningState::Undecided => self.pass_held(out, pass),
+            ReasoningState::Undecided => self.forward_held(out, forward),
             ReasoningState::Inside { .. } => self.push_held_reasoning(out),
             ReasoningState::Behind | ReasoningState::Content => {}
         }
     }
 
-    fn read_text(&mut self, text: &str, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+    fn read_text(&mut self, text: &str, out: &mut AnswerParts, forward: &mut ForwardLexeme<'_>) {
         match self.state {
             ReasoningState::Undecided => {
                 let rest = text.trim_start_matches(is_blank_char);
                 self.held.push_str(&text[..text.len() - rest.len()]);
                 if !rest.is_empty() {
-                    self.begin_content(out, pass);
-                    pass(Lexeme::Text(rest), out);
+                    self.begin_content(out, forward);
+                    forward(Lexeme::Text(rest), out);
                 }
             }
             ReasoningState::Inside { .. } => self.read_reasoning(text, out),
@@ -190,10 +190,10 @@ impl ReasoningReader {
                 if !rest.is_empty() {
                     self.held.clear();
                     self.state = ReasoningState::Content;
-                    pass(Lexeme::Text(rest), out);
+                    forward(Lexeme::Text(rest), out);
                 }
             }
-            ReasoningState::Content => pass(Lexeme::Text(text), out),
+            ReasoningState::Content => forward(Lexeme::Text(text), out),
         }
     }
 
@@ -229,11 +229,11 @@ impl ReasoningReader {
         self.held.push_str(&shown[body.len()..]);
     }
 
-    fn read_begin(&mut self, text: &str, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+    fn read_begin(&mut self, text: &str, out: &mut AnswerParts, forward: &mut ForwardLexeme<'_>) {
         match self.state {
             ReasoningState::Undecided => {
                 if !self.is_separate {
-                    self.pass_held(out, pass);
+                    self.forward_held(out, forward);
                 }
                 self.begin_block(text, out);
             }
@@ -251,13 +251,13 @@ impl ReasoningReader {
                 // What a grammar has counted is in the answer, also at its end.
                 let is_counted = matches!(self.lead, LeadNewlines::Counted { .. });
                 if !self.is_separate || (is_counted && self.state == ReasoningState::Content) {
-                    self.show_late_begin(out, pass);
+                    self.show_late_begin(out, forward);
                 }
             }
         }
     }
 
-    fn show_late_begin(&mut self, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+    fn show_late_begin(&mut self, out: &mut AnswerParts, forward: &mut ForwardLexeme<'_>) {
         if self.late_begin.is_empty() {
             return;
         }
@@ -265,7 +265,7 @@ impl ReasoningReader {
         if self.is_inside() {
             self.read_reasoning(&text, out);
         } else {
-            pass(Lexeme::Text(&text), out);
+            forward(Lexeme::Text(&text), out);
         }
     }
 
@@ -277,7 +277,7 @@ impl ReasoningReader {
         }
     }
 
-    fn read_end(&mut self, text: &str, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+    fn read_end(&mut self, text: &str, out: &mut AnswerParts, forward: &mut ForwardLexeme<'_>) {
         if self.is_inside() {
             self.held.clear();
             self.has_block_end = true;
@@ -290,8 +290,8 @@ impl ReasoningReader {
             }
             return;
         }
-        self.begin_content(out, pass);
-        pass(Lexeme::Text(text), out);
+        self.begin_content(out, forward);
+        forward(Lexeme::Text(text), out);
     }
 
     fn read_call_marker(
@@ -300,7 +300,7 @@ impl ReasoningReader {
         text: &str,
         ends_reasoning: bool,
         out: &mut AnswerParts,
-        pass: &mut PassLexeme<'_>,
+        forward: &mut ForwardLexeme<'_>,
     ) {
         if self.is_inside() {
             if !ends_reasoning {
@@ -309,22 +309,22 @@ impl ReasoningReader {
             }
             self.held.clear();
         }
-        self.begin_content(out, pass);
-        pass(marker, out);
+        self.begin_content(out, forward);
+        forward(marker, out);
     }
 
     /// Ends the reasoning. White space in front of a content without reasoning is its beginning.
-    fn begin_content(&mut self, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+    fn begin_content(&mut self, out: &mut AnswerParts, forward: &mut ForwardLexeme<'_>) {
         if self.state == ReasoningState::Undecided {
-            self.pass_held(out, pass);
+            self.forward_held(out, forward);
         }
         self.held.clear();
         self.state = ReasoningState::Content;
     }
 
-    fn pass_held(&mut self, out: &mut AnswerParts, pass: &mut PassLexeme<'_>) {
+    fn forward_held(&mut self, out: &mut AnswerParts, forward: &mut ForwardLexeme<'_>) {
         if !self.held.is_empty() {
-            pass(Lexeme::Text(&self.held), out);
+            forward(Lexeme::Text(&self.held), out);
             self.held.clear();
         }
     }

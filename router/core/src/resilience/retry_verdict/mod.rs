@@ -1,5 +1,5 @@
-//! Decisions after a failed attempt: whether the request is attempted again, at which workers, after
-//! which pause, or what it waits for.
+//! Decisions after a failed attempt: whether the request is attempted again, at which workers,
+//! after which pause, or what it waits for.
 //!
 //! 1. An attempt at a worker fails: [`RetryHistory::decide_retry`].
 //! 2. No worker could be chosen: [`RetryHistory::waits_for_worker`].
@@ -221,6 +221,7 @@ impl RetryHistory {
 
     /// From here on attempts wait for their turn; the request has a place in the queue.
     pub fn begin_pacing(&mut self) {
+        // A resuming request stays one: `InTurn` would let it be refused a turn.
         if self.pacing == RequestPacing::Budgeted {
             self.pacing = RequestPacing::InTurn;
         }
@@ -243,6 +244,9 @@ impl RetryHistory {
     ) -> RetryVerdict {
         let is_first_opinion = self.second_opinion == SecondOpinion::NotAsked;
         let may_help = self.may_help(failure);
+        if may_help {
+            self.ask_second_opinion(failure);
+        }
         self.failed
             .add_attempt(failure.held_ms, failure.reason.is_pair_loss());
         let is_poison = self.add_break(failure.worker_break);
@@ -251,26 +255,31 @@ impl RetryHistory {
             reason,
             blames_worker: is_first_opinion && failure.class == RetryClass::Unexplained,
         };
+        // First, so that the client gets its own error and not that of a limit.
         if !may_help {
             return give_up(GiveUpReason::NotRetryable);
         }
+        // A body that crashes engines would take down one worker after the other.
         if is_poison {
             return give_up(GiveUpReason::PoisonRequest);
         }
+        // The router ends before another worker could answer.
         if failure.is_shutting_down {
             return give_up(GiveUpReason::ShuttingDown);
         }
         if !limits.config.allows_another(self.failed) {
-            // Nothing reached the worker: an attempt at it, or its successor, does no harm.
+            // Nothing reached the worker, so that another attempt repeats no work. Workers of a
+            // small fleet that restarts refuse connections for longer than the attempts last.
             return match failure.reason {
                 AttemptReason::Connect => RetryVerdict::WaitForWorker,
                 _ => give_up(GiveUpReason::AttemptsUsed),
             };
         }
-        // A stale attempt costs no worker anything.
+        // A stale attempt cost no worker anything, and a paced one waits for its turn instead.
         let is_granted =
             failure.is_stale || self.is_paced() || limits.budget.try_retry(limits.now_ms);
-        // To the budget, the end of a busy worker looks like a storm of retries.
+        // The end of a busy worker brings all its requests at once, more than any budget. Each had
+        // its place in the fleet, and would be lost; in turn they overload no other worker.
         let may_be_paced = limits.waits_for_workers && failure.reason.is_worker_loss();
         if !is_granted && !may_be_paced {
             return give_up(GiveUpReason::BudgetUsed);
@@ -287,7 +296,11 @@ impl RetryHistory {
     /// being refused.
     pub fn waits_for_worker(&self, refusal: SelectionRefusal) -> bool {
         match refusal {
+            // A new request is refused at once where no worker may return. A client that has a part
+            // of its answer loses more, and waits for a worker that may be registered.
             SelectionRefusal::NoWorker { may_return } => may_return || self.is_resuming(),
+            // The ready workers do not fit each other, which time does not change for a new
+            // request.
             SelectionRefusal::NoFit => self.is_resuming(),
             SelectionRefusal::Final => false,
         }
@@ -295,6 +308,8 @@ impl RetryHistory {
 
     /// Decide whether another worker is asked to resume an answer that broke off, and record it.
     pub fn decide_resume(&mut self, loss: &LostAnswer, config: &RetryConfig) -> ResumeVerdict {
+        // Tokens came from this worker: the request harms none, and earlier failures say nothing
+        // about the rest of the answer.
         if loss.has_progress {
             self.failed = FailedAttempts::default();
             self.breaks = RequestBreaks::default();
@@ -308,10 +323,11 @@ impl RetryHistory {
         self.second_opinion = SecondOpinion::NotAsked;
         self.pacing = RequestPacing::Resuming;
 
-        // A worker that was silent once would be waited for as long again.
+        // The same worker would be silent for --request-timeout-secs again.
         if loss.reason == AttemptReason::Silent && !loss.has_other_worker {
             return ResumeVerdict::GiveUp(GiveUpReason::NoOtherWorker);
         }
+        // The router ends before another worker could answer.
         if loss.is_shutting_down {
             return ResumeVerdict::GiveUp(GiveUpReason::ShuttingDown);
         }
@@ -323,33 +339,34 @@ impl RetryHistory {
 
     /// True if another attempt may help. A failure that may be the request's own fault gets one
     /// second opinion.
-    fn may_help(&mut self, failure: &FailedAttempt) -> bool {
+    fn may_help(&self, failure: &FailedAttempt) -> bool {
         let is_first_opinion = self.second_opinion == SecondOpinion::NotAsked;
         match failure.class {
             RetryClass::Broken | RetryClass::Leaving => true,
-            // Without another worker, only this one's own pause could help: not a long one.
+            // Without another worker only this one can help, after its pause. A client gets the
+            // error and its Retry-After rather than a longer wait.
             RetryClass::Overloaded => {
                 let retry_after_ms = failure.retry_after_ms.unwrap_or(0);
                 failure.has_other_worker || retry_after_ms <= LONGEST_RETRY_AFTER_MS
             }
+            // Workers of one role that differ in keys or models: another one may take the request.
+            // One second opinion, because the request itself may be wrong.
             RetryClass::Refused => {
-                let may_help =
-                    is_first_opinion && failure.is_worker_denial && failure.has_other_worker;
-                if may_help {
-                    self.ask_second_opinion(failure, DoubtfulFailure::Denial);
-                }
-                may_help
+                is_first_opinion && failure.is_worker_denial && failure.has_other_worker
             }
-            RetryClass::Unexplained => {
-                if is_first_opinion {
-                    self.ask_second_opinion(failure, DoubtfulFailure::Error);
-                }
-                is_first_opinion
-            }
+            // A second failure of this kind is the request's own: more attempts would only spread
+            // it.
+            RetryClass::Unexplained => is_first_opinion,
         }
     }
 
-    fn ask_second_opinion(&mut self, failure: &FailedAttempt, doubt: DoubtfulFailure) {
+    /// Remember the worker of a failure that may be the request's own fault: the next attempt tells.
+    fn ask_second_opinion(&mut self, failure: &FailedAttempt) {
+        let doubt = match failure.class {
+            RetryClass::Refused => DoubtfulFailure::Denial,
+            RetryClass::Unexplained => DoubtfulFailure::Error,
+            RetryClass::Broken | RetryClass::Leaving | RetryClass::Overloaded => return,
+        };
         self.second_opinion = SecondOpinion::Asked(RefutedWorker {
             role: failure.role,
             worker: failure.worker,
@@ -357,7 +374,7 @@ impl RetryHistory {
         });
     }
 
-    /// True if the request is not to be attempted again.
+    /// Count a break. Returns whether the request broke as many workers as one request may.
     fn add_break(&mut self, worker_break: Option<WorkerBreak>) -> bool {
         worker_break.is_some_and(|worker_break| self.breaks.add_break(worker_break))
     }
@@ -368,6 +385,7 @@ impl RetryHistory {
         config: &RetryConfig,
         rng: &mut dyn RngCore,
     ) -> RetryPlan {
+        // No worker was at fault, so none is excluded and none needs a pause.
         if failure.is_stale {
             return RetryPlan {
                 target: RetryTarget::SameWorkers,
@@ -375,6 +393,7 @@ impl RetryHistory {
             };
         }
         self.excluded.push(failure.worker);
+        // Sent at once, the same worker would fail in the same way; another one is ready now.
         let needs_pause = failure.class == RetryClass::Overloaded || !failure.has_other_worker;
         let backoff_ms = if needs_pause {
             config.backoff_ms(self.failed.count(), rng)

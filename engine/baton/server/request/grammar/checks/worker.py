@@ -52,11 +52,11 @@ def main() -> int:
     os.nice(int(sys.argv[1]))
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no reply
-    pass_checks(sys.stdin.buffer, replies)
+    forward_checks(sys.stdin.buffer, replies)
     return 0
 
 
-def pass_checks(requests: IO[bytes], replies: IO[bytes]) -> None:
+def forward_checks(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Have each check answered by a child until the stream ends."""
     setup_bytes = read_frame(requests)
     if setup_bytes is None:
