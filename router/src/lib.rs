@@ -29,6 +29,7 @@ pub use error::RouteError;
 pub use observability::engine_logs;
 pub use observability::metrics::metrics_markdown;
 pub use observability::otlp as trace;
+pub use server::api::browsers::CHANGING_PATHS;
 pub use server::api::route_access;
 pub use server::{RunningServer, run};
 pub use transport::files::read_regular_file;

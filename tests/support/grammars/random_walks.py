@@ -6,12 +6,14 @@ letters that they like, so that answers do not all look alike.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import select
+import signal
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from baton.runtime.sampling.sampler import SampleRow
 from baton.runtime.sampling.step_sampler import sample_tokens
 from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, AdmittedSeq
 from baton.sched.types.request import FinishReason, SamplingParams
+from baton.server.request.grammar.checks.process import SlowCheck
+from baton.server.request.grammar.checks.queue import LARGE_LANE, TOO_SLOW
 from baton.server.request.grammar.markers import MarkerTokens
 from baton.server.request.grammar.request_grammar import (
     GrammarCheck,
@@ -130,13 +134,35 @@ def _check(
 ) -> RequestGrammar | None:
     """The grammar as a front makes it; None: it is refused."""
     check = GrammarCheck(dict(constraint.body))
+    whitespace = rng.choice(("bounded", "any", "none"))
     try:
-        grammar = make_request_grammar(check, rng.choice(("bounded", "any", "none")), MARKERS)
+        with limited_cpu_time(LARGE_LANE.cpu_secs):
+            grammar = make_request_grammar(check, whitespace, MARKERS)
     except (BadRequest, UnsupportedParameter):
         report.outcomes["refused"] += 1
         return None
+    except SlowCheck:
+        report.outcomes["refused"] += 1
+        report.outcomes["too slow"] += 1
+        return None
     report.outcomes["accepted"] += 1
     return grammar
+
+
+@contextlib.contextmanager
+def limited_cpu_time(secs: float) -> Iterator[None]:
+    """Raise SlowCheck where the body takes more CPU time of this process; for its main thread."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise SlowCheck(TOO_SLOW)
+
+    former = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, secs)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, former)
 
 
 def can_judge(constraint: RandomConstraint, text: str) -> bool:

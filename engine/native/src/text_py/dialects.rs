@@ -1,5 +1,6 @@
 //! Requests of /v1/responses and /v1/messages as chat requests, and errors in Anthropic's form.
 
+use baton_text::dialect::body::router_fields;
 use baton_text::dialect::translate::chat_translation::{ChatTranslation, read_utf8};
 use baton_text::dialect::translate::model_list::to_anthropic_models;
 use baton_text::dialect::translate::{TranslatedRequest, messages, responses};
@@ -77,10 +78,17 @@ fn anthropic_models<'py>(py: Python<'py>, models: &[u8]) -> PyResult<Bound<'py, 
     Ok(PyBytes::new(py, body.as_bytes()))
 }
 
+/// True for a member of a body that only routers set: a client's reaches no worker through a router.
+#[pyfunction]
+fn is_router_field(name: &str) -> bool {
+    router_fields::is_router_field(name)
+}
+
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<PyTranslatedRequest>()?;
     m.add_function(wrap_pyfunction!(translate_request, m)?)?;
     m.add_function(wrap_pyfunction!(anthropic_error_body, m)?)?;
     m.add_function(wrap_pyfunction!(anthropic_models, m)?)?;
+    m.add_function(wrap_pyfunction!(is_router_field, m)?)?;
     m.add("NO_STORED_RESPONSES", responses::NO_STORED_RESPONSES)
 }

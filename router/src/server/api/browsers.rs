@@ -17,8 +17,8 @@ use crate::config::ListenFlags;
 use crate::error::RouteError;
 
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
-/// Paths whose GET changes something, or has workers compute.
-const CHANGING_PATHS: [&str; 2] = ["/flush_cache", "/health_generate"];
+/// Paths whose GET changes something, or has workers compute; of engines too, which read this list.
+pub const CHANGING_PATHS: [&str; 2] = ["/flush_cache", "/health_generate"];
 /// Value of --allowed-hosts and --cors-allowed-origins that allows all.
 const ANY: &str = "*";
 

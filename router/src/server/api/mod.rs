@@ -10,7 +10,7 @@ mod anthropic;
 /// API keys and access levels.
 mod auth;
 /// Requests of web pages of other sites.
-mod browsers;
+pub(crate) mod browsers;
 /// Which client a request is from, for workers.
 mod client_label;
 /// Routes that drain workers.

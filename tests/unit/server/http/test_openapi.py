@@ -81,6 +81,29 @@ def test_error_schema_takes_the_errors_of_the_engine() -> None:
     assert not validator.is_valid({"error": "n is 0"})
 
 
+def test_router_describes_no_fields_that_only_routers_set() -> None:
+    described = {
+        server: openapi_document(server)["components"]["schemas"]["ChatCompletionRequest"]
+        for server in Server
+    }
+    router, engine = (described[server]["properties"] for server in (Server.ROUTER, Server.ENGINE))
+    assert set(engine) - set(router) == {
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "data_parallel_rank",
+        "data_parallel_rank_decode",
+        "routed_dp_rank",
+        "disagg_prefill_dp_rank",
+        "baton_resume",
+    }
+    assert set(router) < set(engine)
+    schemas = openapi_document(Server.ROUTER)["components"]["schemas"]
+    # Control paths: the operator's fields.
+    assert "bootstrap_port" in schemas["AddWorkerRequest"]["properties"]
+    assert "bootstrap_room" in schemas["AbortRequest"]["properties"]
+
+
 @pytest.mark.parametrize("server", Server)
 def test_page_lists_every_operation_and_loads_nothing(server: Server) -> None:
     page = docs_page(openapi_document(server), server)

@@ -13,10 +13,9 @@ from urllib.parse import urlsplit
 from aiohttp import hdrs, web
 
 from baton.errors import ForeignOrigin, HostNotAllowed, UnsupportedMediaType
+from baton.server.text.native import native_extension
 
 READING_METHODS = frozenset({hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS})
-CHANGING_PATHS = frozenset({"/flush_cache", "/health_generate"})
-"""Paths whose GET changes something, or computes."""
 OWN_SITES = frozenset({"same-origin", "none"})
 """Values of Sec-Fetch-Site: of a page of this server, and of the user's own (an address that was typed)."""
 ANY_HOST = "*"
@@ -27,7 +26,7 @@ def refuse_foreign_page(request: web.BaseRequest, path: str) -> None:
 
     Programs that are no browsers send neither header. The rule is that of Go 1.25 (net/http, cross-origin protection).
     """
-    if request.method in READING_METHODS and path not in CHANGING_PATHS:
+    if request.method in READING_METHODS and path not in native_extension().CHANGING_PATHS:
         return
     site = request.headers.get("sec-fetch-site")
     origin = request.headers.get(hdrs.ORIGIN)

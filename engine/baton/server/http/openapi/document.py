@@ -24,6 +24,7 @@ from baton.server.http.openapi.operations import (
     Server,
     operations_of,
 )
+from baton.server.text.native import native_extension
 
 REF = "#/components/schemas/{name}"
 BODY_ERRORS = (
@@ -86,7 +87,7 @@ def openapi_document(server: Server) -> Json:
         "info": {"title": f"Baton {server.value}", "version": "1"},
         "paths": paths,
         "components": {
-            "schemas": _schemas(operations),
+            "schemas": _schemas(operations, server),
             "responses": _error_responses(),
             "securitySchemes": {
                 access.name.lower(): {"type": "http", "scheme": "bearer"}
@@ -96,7 +97,7 @@ def openapi_document(server: Server) -> Json:
     }
 
 
-def _schemas(operations: list[Operation]) -> Json:
+def _schemas(operations: list[Operation], server: Server) -> Json:
     structs: set[type[Struct]] = {answers.ErrorAnswer, answers.AnthropicErrorAnswer}
     for operation in operations:
         structs.update(operation.body)
@@ -106,7 +107,22 @@ def _schemas(operations: list[Operation]) -> Json:
     _, schemas = msgspec.json.schema_components(by_name, ref_template=REF)
     for schema in schemas.values():
         schema["additionalProperties"] = True
+    if server is Server.ROUTER:
+        _leave_out_router_fields(operations, schemas)
     return dict(sorted(schemas.items()))
+
+
+def _leave_out_router_fields(operations: list[Operation], schemas: dict[str, Json]) -> None:
+    """Remove the members of clients' bodies that reach no worker. Bodies of control paths keep theirs: an
+    operator says where P's bootstrap server is, or which room to abort."""
+    is_router_field = native_extension().is_router_field
+    for operation in operations:
+        if operation.access(Server.ROUTER) is Access.CONTROL:
+            continue
+        for struct in operation.body:
+            properties = schemas[struct.__name__]["properties"]
+            for name in [name for name in properties if is_router_field(name)]:
+                del properties[name]
 
 
 def _operation(operation: Operation, server: Server) -> Json:
