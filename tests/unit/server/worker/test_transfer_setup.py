@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,6 +27,12 @@ from baton.server.worker.transfer_setup import (
     warn_of_reach,
 )
 from baton_ops.launch import cluster_plan
+
+
+def record_node(made: list[dict[str, object]], settings: str) -> Mock:
+    """Stands in for the native node, whose methods the wrapper looks up."""
+    made.append(json.loads(settings))
+    return Mock()
 
 
 def choices(of: type, field: str) -> set[str]:
@@ -204,7 +211,7 @@ def test_threads_and_streams_reach_the_transfer_runtime(
 ) -> None:
     made: list[dict[str, object]] = []
     monkeypatch.setattr(
-        _native, "TransferNode", lambda pool, settings, backend: made.append(json.loads(settings))
+        _native, "TransferNode", lambda pool, settings, backend: record_node(made, settings)
     )
     flags = {"kv_copy_threads": threads, "kv_tcp_streams": threads + 1}
     start(config.build_config(flags), SimpleNamespace(on_device=False), {}, 0, 0, None)
@@ -228,7 +235,7 @@ def test_pages_on_a_gpu_have_one_copy_thread() -> None:
 def test_slabs_on_a_gpu_are_few_and_large(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, object]] = []
     monkeypatch.setattr(
-        _native, "TransferNode", lambda pool, settings, backend: made.append(json.loads(settings))
+        _native, "TransferNode", lambda pool, settings, backend: record_node(made, settings)
     )
     for on_device in (False, True):
         start(build("tcp"), SimpleNamespace(on_device=on_device), {}, 0, 0, None)
