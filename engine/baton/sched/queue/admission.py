@@ -232,7 +232,7 @@ class AdmissionController:
     def _drop_dead_entries(self, heap: list[Entry]) -> None:
         """Drop entries of requests that have left.
 
-        Once they are the larger part, so that an entry costs O(1) of such sweeps.
+        A sweep waits until they are the larger part, because it then costs O(1) per entry.
         """
         if len(heap) > 1024 + 2 * len(self._queued):
             heap[:] = [entry for entry in heap if entry[-1] in self._queued]

@@ -44,7 +44,7 @@ KEYS_PER_LOOK = 32
 KINDS = 4
 """Reasons to place or move a sequence.
 
-Each gets at least its share of KEYS_PER_LOOK, and the sequences that the ones before it left.
+Each gets its share of KEYS_PER_LOOK, and what the reasons before it did not use of theirs.
 """
 MAX_DEAD_ENTRIES = 64
 """Superseded entries of a heap that are tolerated beside one per sequence."""

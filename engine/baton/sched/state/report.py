@@ -1,7 +1,6 @@
-"""Read-only views of a rank's scheduler: counts for metrics, its load for routers, a dump for the log.
+"""Read-only views of a rank's scheduler, for metrics, routers, the priority hook and the log.
 
-Nothing here changes the state. The page ledger, which also checks the books, is
-`Scheduler.ledger`.
+The page ledger is `Scheduler.ledger`, because counting it also checks the books.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ DUMPED_DECISIONS = 20
 
 
 class SchedulerReport:
+    """Views of one scheduler's state; no method changes it."""
+
     def __init__(self, state: SchedulerState, decisions: StepLog) -> None:
         self._state = state
         self._decisions = decisions
