@@ -88,6 +88,8 @@ class ReadAnswer:
     """`finish_reason`, and its like in other APIs."""
     matched: int | str | None
     """The stop text or id that ended it, where the API tells it."""
+    calls: tuple[tuple[str, str], ...] = ()
+    """Name and arguments of each call of a chat."""
 
 
 class LocalEngine:
@@ -173,6 +175,7 @@ def read_whole(api: Dialect, answer: dict[str, Any]) -> ReadAnswer:
                 message.get("reasoning_content") or "",
                 choice["finish_reason"],
                 choice["matched_stop"],
+                tuple(_read_function(call) for call in message.get("tool_calls") or ()),
             )
         case Dialect.COMPLETIONS:
             choice = answer["choices"][0]
@@ -229,7 +232,24 @@ def _read_chunks(events: list[dict[str, Any]]) -> ReadAnswer:
         "".join(delta.get("reasoning_content") or "" for delta in deltas),
         last["finish_reason"],
         last["matched_stop"],
+        _join_calls(deltas),
     )
+
+
+def _read_function(call: dict[str, Any]) -> tuple[str, str]:
+    return call["function"]["name"], call["function"]["arguments"]
+
+
+def _join_calls(deltas: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """The calls of a streamed chat: a name comes once, arguments in pieces."""
+    calls: dict[int, tuple[str, str]] = {}
+    for delta in deltas:
+        for part in delta.get("tool_calls") or ():
+            name, arguments = calls.get(part["index"], ("", ""))
+            function = part["function"]
+            piece = function.get("arguments") or ""
+            calls[part["index"]] = (name + (function.get("name") or ""), arguments + piece)
+    return tuple(calls[index] for index in sorted(calls))
 
 
 def _read_response(answer: dict[str, Any]) -> ReadAnswer:

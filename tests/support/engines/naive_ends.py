@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,14 +53,14 @@ CHAT_AXES: dict[str, tuple[Any, ...]] = {
 
 def text_cases(*, is_whole: bool = False) -> list[Case]:
     """Settings with every pair of values; `is_whole`: all combinations."""
-    return product(TEXT_AXES, _is_valid) if is_whole else _pair_cases(TEXT_AXES)
+    return product(TEXT_AXES, _is_valid) if is_whole else pair_cases(TEXT_AXES, _is_valid)
 
 
 def chat_cases(*, is_whole: bool = False) -> list[Case]:
-    return product(CHAT_AXES, _is_valid) if is_whole else _pair_cases(CHAT_AXES)
+    return product(CHAT_AXES, _is_valid) if is_whole else pair_cases(CHAT_AXES, _is_valid)
 
 
-def _pair_cases(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
+def pair_cases(axes: dict[str, tuple[Any, ...]], is_valid: Callable[[Case], bool]) -> list[Case]:
     """A case for each pair of values that no case before has, its other values at random: the same ones every time."""
     rng = random.Random(7)
     cases: list[Case] = []
@@ -72,7 +72,7 @@ def _pair_cases(axes: dict[str, tuple[Any, ...]]) -> list[Case]:
         for _ in range(MOST_TRIES):
             others = {name: rng.choice(choices) for name, choices in axes.items()}
             case = {**others, first: values[0], second: values[1]}
-            if _is_valid(case):
+            if is_valid(case):
                 cases.append(case)
                 covered.update(pairs(case))
                 break

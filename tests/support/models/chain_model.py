@@ -17,6 +17,15 @@ WORDS = (
 CHARACTERS = "▁abcdefghijklmnopqrstuvwxyzPR[]().,:\"'{}-_0123456789"
 UNK, BOS, EOS = 0, 1, 2
 THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+MARKERS = (THINK, END_THINK, CALL, END_CALL)
+CALL_PARTS = ('\n{"name": "sum", ', '"arguments": ', '{"x":', "7}", "}\n")
+"""Tokens of a call in hermes' format, in front of its end marker."""
+NO_ARGUMENTS = "{}"
+ADDED = (*MARKERS, *CALL_PARTS, NO_ARGUMENTS)
+"""Tokens that the tokenizer finds before all others: a grammar allows of a text that it forces those alone that the
+tokenizer would write.
+"""
 CHAIN: dict[str, tuple[str, ...]] = {
     "o": ("▁al", "▁de"),  # ends of prompts
     "e": ("</s>", "▁al", "▁de"),
@@ -35,12 +44,45 @@ CHAIN: dict[str, tuple[str, ...]] = {
     "▁de": ("lta",),
     "lta": ("▁al", "▁be"),
 }
+CALL_CHAIN: dict[str, tuple[str, ...]] = {
+    "c": ("▁al", CALL),  # ends of prompts
+    "e": ("</s>", "▁al", CALL),
+    THINK: ("▁ha",),
+    "▁ha": ("▁bb",),
+    "▁bb": (CALL, "▁ha"),
+    END_THINK: ("▁al", CALL),
+    "<0x0A>": ("▁al", CALL),
+    "▁al": ("pha", "ta"),
+    "pha": (CALL, "▁be"),
+    "ta": (CALL, "▁be"),
+    "▁be": ("lta",),
+    "lta": ("▁al",),
+    CALL: (CALL_PARTS[0],),
+    CALL_PARTS[0]: (CALL_PARTS[1],),
+    CALL_PARTS[1]: (CALL_PARTS[2], NO_ARGUMENTS),
+    CALL_PARTS[2]: (CALL_PARTS[3],),
+    CALL_PARTS[3]: (CALL_PARTS[4], "}"),
+    NO_ARGUMENTS: (CALL_PARTS[4], "}"),
+    CALL_PARTS[4]: (END_CALL, "▁be"),
+    "}": (END_CALL, "▁be"),
+    END_CALL: ("▁ga", "</s>"),
+    "▁ga": ("mma", "lta"),
+    "mma": ("</s>", "▁be"),
+    "</s>": ("▁al", CALL),
+}
+"""For a model that calls the tool `sum` behind its reasoning and a word."""
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}<think>{% endif %}"
 )
 PLAIN_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}go"
 """For a model that does not reason."""
+CALL_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+    "{% for t in tools %}({{ t.function.name }}){% endfor %}"
+    "{% if add_generation_prompt %}{{ end }}{% endif %}"
+)
+"""The prompt ends with the token `end` of `chat_template_kwargs`."""
 
 
 def vocabulary() -> dict[str, int]:
@@ -48,7 +90,7 @@ def vocabulary() -> dict[str, int]:
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *CHARACTERS]
     ids: dict[str, int] = {}
     beginnings = [word[:length] for word in WORDS for length in range(1, len(word))]
-    for name in (*names, *beginnings, *WORDS, THINK, END_THINK):
+    for name in (*names, *beginnings, *WORDS, *ADDED):
         ids.setdefault(name, len(ids))
     return ids
 
@@ -61,19 +103,23 @@ MERGES = list(
 
 
 def make_chain_checkpoint(
-    path: Path, *, template: str = TEMPLATE, are_markers_special: bool = False
+    path: Path,
+    *,
+    template: str = TEMPLATE,
+    chain: dict[str, tuple[str, ...]] = CHAIN,
+    are_markers_special: bool = False,
 ) -> Path:
     """Write the checkpoint to directory `path`; returns `path`."""
     path.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(path, template, are_markers_special=are_markers_special)
-    _write_model(path)
+    _write_model(path, chain)
     return path
 
 
 def _write_tokenizer(path: Path, template: str, *, are_markers_special: bool) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-    words = {name: token for name, token in IDS.items() if name not in (THINK, END_THINK)}
+    words = {name: token for name, token in IDS.items() if name not in ADDED}
     tokenizer = Tokenizer(
         models.BPE(vocab=words, merges=MERGES, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
     )
@@ -86,14 +132,13 @@ def _write_tokenizer(path: Path, template: str, *, are_markers_special: bool) ->
     tokenizer.add_special_tokens(
         [AddedToken(name, special=True, normalized=False) for name in ("<unk>", "<s>", "</s>")]
     )
-    markers = [
-        AddedToken(name, special=are_markers_special, normalized=False)
-        for name in (THINK, END_THINK)
-    ]
+    markers = [AddedToken(name, special=are_markers_special, normalized=False) for name in MARKERS]
     if are_markers_special:
         tokenizer.add_special_tokens(markers)
     else:
         tokenizer.add_tokens(markers)
+    parts = (AddedToken(name, normalized=False) for name in ADDED[len(MARKERS) :])
+    tokenizer.add_tokens(list(parts))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", BOS)]
     )
@@ -104,7 +149,7 @@ def _write_tokenizer(path: Path, template: str, *, are_markers_special: bool) ->
     (path / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def _write_model(path: Path) -> None:
+def _write_model(path: Path, chain: dict[str, tuple[str, ...]]) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -119,7 +164,7 @@ def _write_model(path: Path) -> None:
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
     head = torch.zeros(len(IDS), size)
-    for name, next_names in CHAIN.items():
+    for name, next_names in chain.items():
         for place, next_name in enumerate(next_names):
             head[IDS[next_name], IDS[name]] = 1.0 / (place + 1)
     layer = "model.layers.0."

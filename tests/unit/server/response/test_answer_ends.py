@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from baton.errors import BadRequest
 from baton.server.text.answer_spec import Dialect
 from tests.support.engines.local_engine import LocalEngine, ReadAnswer
+from tests.support.engines.naive_calls import call_body, call_cases, naive_call_answer
 from tests.support.engines.naive_ends import (
     GRAMMAR,
     LONG,
@@ -21,7 +23,13 @@ from tests.support.engines.naive_ends import (
     settings_of,
     text_cases,
 )
-from tests.support.models.chain_model import EOS, IDS, make_chain_checkpoint
+from tests.support.models.chain_model import (
+    CALL_CHAIN,
+    CALL_TEMPLATE,
+    EOS,
+    IDS,
+    make_chain_checkpoint,
+)
 from tests.support.pairwise import Case
 
 
@@ -94,3 +102,31 @@ def test_limit_below_the_least_length_is_refused(local: LocalEngine) -> None:
     body = api_body(Dialect.COMPLETIONS, {"min_tokens": 9, "max_tokens": 8}, "o")
     with pytest.raises(BadRequest, match="min_tokens"):
         local.ask(Dialect.COMPLETIONS, body)
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
+    path = make_chain_checkpoint(
+        tmp_path_factory.mktemp("calls") / "chain", template=CALL_TEMPLATE, chain=CALL_CHAIN
+    )
+    engine = LocalEngine(path, tool_parser="hermes", reasoning_parser="think_tags")
+    yield engine
+    engine.close()
+
+
+def check_calls(caller: LocalEngine, cases: list[Case]) -> None:
+    for case in cases:
+        body = call_body(case)
+        assert caller.read(Dialect.CHAT, body) == naive_call_answer(case), case
+
+
+def test_pairs_of_conditions_with_a_call(caller: LocalEngine) -> None:
+    """Every pair of values, of which one may be that of the only call."""
+    check_calls(caller, call_cases())
+
+
+@pytest.mark.slow
+def test_many_conditions_with_a_call(caller: LocalEngine) -> None:
+    """A sample of the 52,800 combinations, which take 25 ms each."""
+    cases = random.Random(11).sample(call_cases(is_whole=True), 3000)
+    check_calls(caller, cases)
