@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 
+from baton.runtime.grammar.gated_grammar import GatedGrammar, GateVocabulary
 from baton.runtime.grammar.reasoning_tracker import ReasoningTracker
 from baton.sched.types.reasoning import (
     ReasoningGate,
@@ -42,6 +45,15 @@ def gate(budget: int, forced_end: str, *, starts_inside: bool = False) -> Reason
         forced_end=ids_of(forced_end),
         message=ReasoningMessage(ids_of(HEADER), ends, starts_inside),
     )
+
+
+class PieceTrie:
+    """The part of llguidance's tokenizer that a gate without a grammar needs."""
+
+    eos_tokens = ()
+
+    def decode_bytes(self, tokens: list[int]) -> bytes:
+        return b"".join(map(piece_bytes, tokens))
 
 
 def piece_bytes(token: int) -> bytes:
@@ -96,6 +108,17 @@ def test_text_of_all_messages_has_at_most_the_limit(
     for token in ids_of(answer):
         again.advance(token)
     assert (again.phase, again.forced_token) == (tracker.phase, tracker.forced_token)
+
+
+def test_second_header_is_banned_behind_the_limit() -> None:
+    vocabulary = GateVocabulary(cast(LLTokenizer, PieceTrie()))
+    constraint = GatedGrammar(gate(1, TO_NEXT, starts_inside=True), vocabulary, None)
+    for token in ids_of("a" + TO_NEXT):
+        assert constraint.banned_ids == ()
+        constraint.advance(token)
+    assert constraint.banned_ids == ()
+    constraint.advance(PIECES.index("C"))
+    assert list(constraint.banned_ids) == [PIECES.index("A")]
 
 
 def test_no_reasoning_follows_its_limit() -> None:

@@ -139,13 +139,17 @@ def test_deadline_of_the_first_token_counts_where_it_aborts(
 
 def test_room_of_a_waiting_request_can_be_aborted(engine: EngineLoop) -> None:
     meet = Rendezvous("h", 1, 77)
+    alone = request(PROMPT, constrained())
     waiting = request(PROMPT, constrained(), rendezvous=meet)
+    engine.submit(alone)
     engine.submit(waiting)
     assert engine.abort_where([5], None, all_leases=False) == 0
     assert engine.abort_where([77], None, all_leases=False) == 1
     (out,) = engine.take_outputs()
     assert out.error is not None
-    assert out.error[0] == "aborted"
+    assert (out.handle, out.error[0]) == (waiting.handle, "aborted")
+    assert not engine.is_idle, "a request without a room waits on"
+    engine.abort(alone.handle)
     assert engine.is_idle
 
 

@@ -212,6 +212,15 @@ def test_last_token_completes(trie: LLTokenizer) -> None:
     assert again.completed == frozenset((0,))
 
 
+def test_bans_do_not_fail_an_answer_that_is_complete(trie: LLTokenizer) -> None:
+    filler = MaskFiller(trie.vocab_size, VOCAB, 1)
+    params = SamplingParams(temperature=0.0, bad_words=((EOS,),))
+    row = SampleRow(params, 1, [0], grammar(trie, 'start: "no"'))
+    outcomes = [sample_tokens(torch.zeros((1, VOCAB)), [row], filler) for _ in range(3)]
+    assert [outcome.completed for outcome in outcomes[1:]] == [frozenset((0,))] * 2
+    assert GRAMMAR_FAILED_TOKEN not in outcomes[2].tokens
+
+
 def test_trie_wider_than_the_model_allows_none_of_the_ids_beyond(trie: LLTokenizer) -> None:
     filler = MaskFiller(trie.vocab_size, 70, 1)
     (mask,), usable = filler.fill_masks([grammar(trie, "start: /(?s:.)*/")])

@@ -76,6 +76,16 @@ def test_row_with_nonfinite_logits_gets_no_token_and_others_keep_theirs(
     assert set(result.logprobs) == ({0, 2} if "logprobs" in params else set())
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_ban_of_a_nonfinite_logit_gives_its_row_no_other_token(value: float) -> None:
+    logits = noise(3, 300)
+    logits[1, 5] = value
+    rows = [row(temperature=0.0), row(temperature=0.0, bad_words=((5,),)), row(temperature=0.0)]
+    expected = [int(logits[0].argmax()), INVALID_TOKEN, int(logits[2].argmax())]
+    assert sample_tokens(logits.clone(), rows).tokens == expected
+    assert sample_tokens(logits[1:2].clone(), rows[1:2]).tokens == [INVALID_TOKEN]
+
+
 def test_one_nan_among_the_logits_is_enough() -> None:
     logits = noise(1, 300)
     logits[0, 299] = math.nan
@@ -366,6 +376,18 @@ def test_row_whose_tokens_are_all_banned_gets_none(params: dict[str, float]) -> 
         INVALID_TOKEN,
         int(logits[1].argmax()),
     ]
+
+
+def test_top_k_of_one_is_greedy_and_of_two_draws() -> None:
+    logits = torch.zeros((1, 300))
+    logits[0, [7, 9]] = 5.0
+    drawn = {
+        top_k: {
+            sample_tokens(logits.clone(), [row(seed=i, top_k=top_k)]).tokens[0] for i in range(30)
+        }
+        for top_k in (1, 2)
+    }
+    assert drawn == {1: {7}, 2: {7, 9}}
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])

@@ -163,9 +163,20 @@ def test_priorities_are_clamped_before_they_choose_a_class(tmp_path: Path) -> No
 def test_without_the_flags_nothing_is_read_and_nothing_changes() -> None:
     t = Tenancy(config.EngineConfig())
     body = {"tenant": 'a"b', "priority_class": 7, "service_tier": "gold", "priority": 3}
+    assert t.read(read(RequestFields, body)) == ("", "")
+    assert t.unused_fields == ("priority_class", "tenant")
     assert placed(t, body, {"x-tenant-id": "a b"}) == Placed(3)
     t.admit("", 10**9, 0.0)
     t.spend("", 10**9, 0.0)
+
+
+def test_fields_are_unused_without_their_own_flag(tmp_path: Path) -> None:
+    with_tenants = tenancy(tmp_path, {})
+    with_classes = tenancy(tmp_path, priority_classes="a:1")
+    assert with_tenants.unused_fields == ("priority_class",)
+    assert with_classes.unused_fields == ("tenant",)
+    assert tenancy(tmp_path, {}, priority_classes="a:1").unused_fields == ()
+    assert with_tenants.read(read(RequestFields, {})) == ("", "")
 
 
 def test_used_up_minute_is_429_with_the_seconds_to_wait(tmp_path: Path) -> None:

@@ -126,6 +126,19 @@ def test_other_things_than_ids_are_refused(
         chat(validator, **{field: [5, bad]})
 
 
+@pytest.mark.parametrize("bias", [-100, 100, -100.0, 99.5])
+def test_bias_up_to_100_is_accepted(validator: RequestValidator, bias: float) -> None:
+    """OpenAI's reference: "a bias value from -100 to 100"."""
+    (item,) = chat(validator, logit_bias={"5": bias}).items
+    assert item.params.logit_bias == ((5, bias),)
+
+
+@pytest.mark.parametrize("bias", [-100.5, 101, "1", None, True])
+def test_other_bias_is_refused(validator: RequestValidator, bias: object) -> None:
+    with pytest.raises(BadRequest, match="from -100 to 100"):
+        chat(validator, logit_bias={"5": bias})
+
+
 @pytest.mark.parametrize("key", ["-1", "1.0", "x", "", "²", "0" * 12 + "9" * 30])
 def test_other_keys_than_ids_have_no_bias(validator: RequestValidator, key: str) -> None:
     with pytest.raises(BadRequest, match="logit_bias has the key"):

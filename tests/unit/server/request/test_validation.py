@@ -490,9 +490,17 @@ def test_defaults_of_the_three_forms(make: Make) -> None:
     assert generate(v).items[0].params.max_new_tokens == CONTEXT - 3, (
         "128 would not fit behind the prompt"
     )
+    assert completion(v, best_of=1).n == 1, "best_of is n's default, too"
     params = completion(v).items[0].params
     assert (params.temperature, params.top_p, params.top_k, params.logprobs) == (1.0, 1.0, 0, -1)
     assert params.stop_token_ids == (1,), "the model's end-of-sequence id"
+
+
+def test_limit_of_generate_is_sglangs_where_the_context_has_room(tmp_path: Path) -> None:
+    path = tiny_model.make(tmp_path / "model", context_length=512)
+    config = build_config({"model_path": str(path)})
+    validator = RequestValidator(config, model_info.load(config), Tokenizer(path))
+    assert generate(validator).items[0].params.max_new_tokens == 128
 
 
 def test_priority_is_kept_as_given_and_refused_only_where_the_flag_says_so(make: Make) -> None:
