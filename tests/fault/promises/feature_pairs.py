@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -65,7 +66,52 @@ def _not_done(first: str, second: str, test: str, reason: str) -> FeaturePair:
     return FeaturePair(first, second, Verdict.NOT_DONE, test, reason)
 
 
+IN_ONE_PROCESS = "tests/unit/server/response/test_answer_pairs.py"
+ANSWER_FEATURES = ("grammar", "tools", "choices", "logprobs", "prompts")
+"""Asked for by a request; each has a test with each feature of the engine below."""
+ENGINE_TESTS = {
+    "host": "test_answer_behind_pages_of_the_host_is_the_plain_one",
+    "preempt": "test_answer_that_is_suspended_again_and_again_is_the_plain_one",
+    "events": "test_events_of_an_answer_name_what_is_cached",
+    "tenants": "test_answer_of_a_tenants_class_is_the_plain_one_and_charged",
+}
+
+
+def _pairs_in_one_process() -> Iterator[FeaturePair]:
+    """Pairs that one parametrized test shows."""
+    for engine_feature, test in ENGINE_TESTS.items():
+        for feature in ANSWER_FEATURES:
+            # Pages of such a prompt are not taken from any cache.
+            if (engine_feature, feature) != ("host", "prompts"):
+                yield _works(engine_feature, feature, f"{IN_ONE_PROCESS}:{test}")
+    shown_elsewhere = [("grammar", "tools"), ("choices", "prompts")]
+    for first, second in itertools.combinations(ANSWER_FEATURES, 2):
+        if (first, second) not in shown_elsewhere:
+            test = "test_answer_of_a_pair_has_what_each_gives_alone"
+            yield _works(first, second, f"{IN_ONE_PROCESS}:{test}")
+    for first, second in (
+        ("host", "tenants"),
+        ("host", "events"),
+        ("events", "tenants"),
+        ("preempt", "events"),
+    ):
+        yield _works(first, second, f"{IN_ONE_PROCESS}:test_engine_with_two_features_has_both")
+
+
 PAIRS = (
+    *_pairs_in_one_process(),
+    _not_done(
+        "host",
+        "prompts",
+        f"{IN_ONE_PROCESS}:{ENGINE_TESTS['host']}",
+        "a prompt whose logprobs are asked for is computed again, wherever its pages are",
+    ),
+    _not_done(
+        "resume",
+        "choices",
+        f"{IN_ONE_PROCESS}:test_only_a_single_answer_is_resumable",
+        "an interrupted stream of several choices ends with an error event",
+    ),
     _works(
         "pd",
         "resume",

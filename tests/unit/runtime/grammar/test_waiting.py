@@ -194,6 +194,17 @@ def test_too_many_waiting_texts_are_refused(
     assert engine.request_counts()["grammar"] == 5
 
 
+def test_store_reports_its_histograms_and_counters(store: GrammarStore) -> None:
+    followed = GrammarQueue(store)
+    assert followed.histograms() == {
+        "grammar_compile_seconds": store.compile_seconds,
+        "grammar_mask_seconds": store.filler.seconds,
+    }
+    assert followed.counters() == store.counters
+    assert GrammarQueue(None).histograms() == {}
+    assert GrammarQueue(None).counters() == {}
+
+
 def test_engine_without_grammars_refuses_with_the_reason(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
     engine.grammars = GrammarQueue(None, "this engine was started with --grammar off")

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.runtime.grammar import token_masks
 from baton.runtime.grammar.sequence_grammar import SequenceGrammar
 from baton.runtime.grammar.token_constraint import GrammarState
-from baton.runtime.grammar.token_masks import MaskFiller, allowed_ids, count_allowed
+from baton.runtime.grammar.token_masks import MaskFiller, allowed_ids, count_allowed, is_allowed
 from baton.runtime.sampling import grammar_masks
 from baton.runtime.sampling.grammar_masks import apply_packed_masks
 from baton.runtime.sampling.sampler import SampleRow
@@ -71,6 +71,7 @@ def test_mask_holds_exactly_the_tokens_that_are_accepted(
                 expected = sorted({*accepted, *([EOS] if row.matcher.is_accepting() else [])})
                 assert allowed_ids(mask).tolist() == expected
                 assert count_allowed(mask) == len(expected)
+                assert [t for t in range(VOCAB) if is_allowed(mask, t)] == expected
             choices = [t for t in allowed_ids(mask).tolist() if t != EOS]
             if choices and row.state is GrammarState.OPEN:
                 row.advance(rng.choice(choices))
