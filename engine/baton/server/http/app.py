@@ -135,8 +135,8 @@ class HttpServer:
             for rank in self._ranks.ranks
             if isinstance(tokens := rank.info.get("max_total_num_tokens"), int)
         ]
-        self.validator.context_length = min([self._facts.context_length, *pools])
-        self.validator.fingerprint = self._node.fingerprint()
+        context_length = min([self._facts.context_length, *pools])
+        self.validator.set_node_facts(context_length, self._node.fingerprint())
         self.lifecycle.is_loaded = True
 
     def health_application(self) -> web.Application:

@@ -30,8 +30,9 @@ from baton.server.http.tracer import SpanTracer
 from baton.server.logs import fields
 from baton.server.observability import load_report
 from baton.server.observability.metrics import EngineMetrics
+from baton.server.request.accepted import AcceptedRequest
 from baton.server.request.resume import EMIT_HEADER
-from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.request.validation import RequestValidator
 from baton.server.response.generation import ClientConnection, Generation
 from baton.server.text.answer_spec import Dialect
 from baton.server.text.native import native_extension
@@ -147,7 +148,7 @@ class RequestHandler:
         self.metrics.of_endpoint(endpoint).in_flight.inc()
         try:
             self.admit()
-            body = await read_body(request, self.validator.refuse_oversized)
+            body = await read_body(request, self.validator.limits.refuse_oversized)
             accepted = with_deadline_headers(await validate(body), request.headers)
             accepted = self._take_tokens(accepted, request.headers)
             limit = min(limit, accepted.deadline_secs or limit)

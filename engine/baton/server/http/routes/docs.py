@@ -30,7 +30,7 @@ CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-"""Of the page of /docs, which has a style of its own and nothing else."""
+"""Policy of the page of /docs, which has a style of its own and nothing else."""
 FEATURES = {
     "null": ["resume"],
     "prefill": ["local_answer", "reopen", "resume"],
@@ -48,7 +48,7 @@ def version() -> str:
 
 @dataclass(slots=True)
 class NodeDescription:
-    """What clients and routers may know of this node."""
+    """Facts of this node for clients and routers."""
 
     config: EngineConfig
     facts: ModelFacts
@@ -83,7 +83,7 @@ class NodeDescription:
             "owned_by": "sglang",
             "root": self.facts.name,
             "parent": None,
-            "max_model_len": self.validator.context_length,
+            "max_model_len": self.validator.limits.context_length,
         }
 
     def model_info(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class NodeDescription:
             "is_generation": True,
             "model_type": self.facts.model_type,
             "architectures": self.facts.architectures,
-            "context_length": self.validator.context_length,
+            "context_length": self.validator.limits.context_length,
             "has_chat_template": self.facts.chat_template is not None,
         }
 
@@ -113,8 +113,8 @@ class NodeDescription:
             **config,
             **ranks[0].info,  # max_total_num_tokens, dtype, layout: equal on all ranks
             # A rank's pool may hold less than the rank says.
-            "context_length": self.validator.context_length,
-            "max_prompt_chars": self.validator.max_prompt_chars,
+            "context_length": self.validator.limits.context_length,
+            "max_prompt_chars": self.validator.limits.max_prompt_chars,
             "engine": "baton",
             "incarnation": self.incarnation,
             "tokenizer_fingerprint": self.facts.tokenizer_fingerprint,
@@ -162,7 +162,7 @@ async def show_model(request: web.Request) -> web.Response:
 
 
 def _models_response(request: web.Request, models: dict[str, Any]) -> web.Response:
-    """`models`: a list in OpenAI's form, or one of it. The answer has the form of the client's API."""
+    """The answer in the form of the client's API. `models`: a list in OpenAI's form, or one of it."""
     body = encode_json(models)
     if ANTHROPIC_VERSION_HEADER in request.headers:
         body = native_extension().anthropic_models(body)

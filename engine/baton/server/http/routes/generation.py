@@ -13,7 +13,8 @@ from baton.server.http.body_decoder import BodyDecoder
 from baton.server.http.http_utils import json_response, read_body
 from baton.server.http.request_handler import RequestHandler, Validate
 from baton.server.http.translation import RequestTranslator
-from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.request.accepted import AcceptedRequest
+from baton.server.request.validation import RequestValidator
 from baton.server.text.answer_spec import Dialect
 from baton.server.text.native import native_extension
 from baton.server.text.tokenizer import Tokenizer
@@ -75,7 +76,7 @@ async def refuse_stored_response(request: web.Request) -> web.StreamResponse:
 async def count_tokens(request: web.Request) -> web.Response:
     """Tokens of the prompt that the request would have."""
     context = request.app[GENERATION]
-    raw = await read_body(request, context.validator.refuse_oversized)
+    raw = await read_body(request, context.validator.limits.refuse_oversized)
     return json_response({"input_tokens": await context.translator.count_tokens(raw)})
 
 
@@ -88,7 +89,7 @@ async def tokenize(request: web.Request) -> web.Response:
     answer: dict[str, Any] = {
         "tokens": ids,
         "count": count,
-        "max_model_len": context.validator.context_length,
+        "max_model_len": context.validator.limits.context_length,
     }
     if body.get("return_token_strs"):
         names_of = context.tokenizer.names_of
