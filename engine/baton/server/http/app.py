@@ -48,6 +48,7 @@ from baton.server.response.health_probe import HealthProbe
 from baton.server.response.kv_event_stream import KvStreams
 from baton.server.text.answer_format import AnswerFormat
 from baton.server.text.model_info import ModelFacts
+from baton.server.text.native import native_extension
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import RankClient, RankSet
 
@@ -181,7 +182,7 @@ class HttpServer:
                 canonical_path(request) in GENERATION_PATHS
             ):  # a router that expected another process asks again
                 own = load_report.format_incarnation_header(self.incarnation)
-                response.headers[load_report.LOAD_HEADER] = own
+                response.headers[native_extension().headers.LOAD] = own
             return response
         except web.HTTPNotFound:
             return _error_response(request, errors.NotFound(f"no such path: {request.path[:200]}"))

@@ -33,8 +33,6 @@ NONFINITE_IN_A_ROW = 3
 """Number of answers in a row that end in NaN or infinity and make the node unhealthy."""
 NONFINITE_SECS = 30.0
 """Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at once."""
-READY_PEERS_HEADER = "x-baton-ready-peers"
-"""Header of a router's health probe: other ready workers that could take this one's requests."""
 PEERS_VALID_SECS = 30.0
 """A router probes each 5 s by default; a number that is older says nothing about now."""
 

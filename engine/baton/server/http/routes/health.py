@@ -9,11 +9,12 @@ from typing import Any
 from aiohttp import web
 
 from baton.server.http.http_utils import error_response, json_response
-from baton.server.http.lifecycle import READY_PEERS_HEADER, NodeState, ServerLifecycle
+from baton.server.http.lifecycle import NodeState, ServerLifecycle
 from baton.server.http.request_handler import RequestHandler
 from baton.server.http.tracer import SpanTracer
 from baton.server.observability.metrics import ROUTE_REFUSALS, EngineMetrics
 from baton.server.response.health_probe import HealthProbe
+from baton.server.text.native import native_extension
 from baton.server.worker.client import RankSet
 
 
@@ -78,7 +79,7 @@ async def show_liveness(request: web.Request) -> web.Response:
 
 async def show_readiness(request: web.Request) -> web.Response:
     context = request.app[HEALTH]
-    context.lifecycle.note_ready_peers(request.headers.get(READY_PEERS_HEADER))
+    context.lifecycle.note_ready_peers(request.headers.get(native_extension().headers.READY_PEERS))
     now = context.lifecycle.probe_condition()
     state = {"state": now.state.value, "incarnation": context.incarnation}
     if now.refusal is None:
