@@ -29,6 +29,7 @@ pub use error::RouteError;
 pub use observability::engine_logs;
 pub use observability::metrics::metrics_markdown;
 pub use observability::otlp as trace;
+pub use observability::worker_headers::{headers, load_keys, stage_keys};
 pub use server::api::browsers::CHANGING_PATHS;
 pub use server::api::route_access;
 pub use server::{RunningServer, run};

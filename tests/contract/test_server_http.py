@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.server.http.app import version as front_version
 from baton.server.http.openapi.document import openapi_document
-from baton.server.http.openapi.operations import Server
+from baton.server.http.routes.docs import version as front_version
+from baton.server.http.routes.route import Server
 from tests.support.processes.front import FakeEngine, fake_engine, model
 
 HI = [{"role": "user", "content": "hi"}]

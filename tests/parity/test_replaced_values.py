@@ -26,7 +26,8 @@ from baton.models import checkpoint
 from baton.models.spec_reader import read_spec
 from baton.runtime.engine_loop import EngineLoop
 from baton.sched.types.request import FinishReason, ValidatedRequest
-from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.request.accepted import AcceptedRequest
+from baton.server.request.validation import RequestValidator
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
 from tests.support.engines.engine_run import FLAGS, make_engine

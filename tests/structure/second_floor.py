@@ -140,6 +140,7 @@ SECOND_FLOOR = {
         "docs",
     ),
     "router/src/observability": (
+        "worker_headers",
         "decision_log",
         "engine_logs",
         "engine_stages",

@@ -17,6 +17,7 @@ import msgspec
 from baton.errors import BadRequest, MissingField
 
 Schema = TypeVar("Schema", bound=msgspec.Struct)
+Given = TypeVar("Given")
 
 KINDS = {
     "int": "an integer", "float": "a number", "decimal": "a number", "bool": "a boolean", "str": "a string",
@@ -53,6 +54,10 @@ def first(fields: msgspec.Struct, *names: str) -> tuple[str, Any]:
     """Name and value of the first of several names for one thing that is present; else the first name and None."""
     present = ((name, value) for name in names if (value := getattr(fields, name)) is not None)
     return next(present, (names[0], None))
+
+
+def value_or(value: Given | None, default: Given) -> Given:
+    return default if value is None else value
 
 
 def integers(name: str, value: Any, most: int, low: int, high: int) -> tuple[int, ...]:

@@ -9,7 +9,9 @@
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::Serialize;
 
-pub const HEADER: HeaderName = HeaderName::from_static("x-baton-stages");
+use super::worker_headers::{headers, stage_keys};
+
+pub const HEADER: HeaderName = HeaderName::from_static(headers::STAGES);
 /// Longest name of a transport that is believed [bytes].
 const MAX_TRANSPORT: usize = 16;
 
@@ -53,10 +55,10 @@ fn read(value: &HeaderValue) -> EngineStages {
         (1..=MAX_TRANSPORT).contains(&name.len()) && name.bytes().all(is_plain)
     };
     let pull = || {
-        let transport = part("transport").filter(is_name)?.to_owned();
-        let pages = number("pages")?;
-        let bytes = number("bytes")?;
-        let pull_ms = ms("pull_us")?;
+        let transport = part(stage_keys::TRANSPORT).filter(is_name)?.to_owned();
+        let pages = number(stage_keys::PAGES)?;
+        let bytes = number(stage_keys::BYTES)?;
+        let pull_ms = ms(stage_keys::PULL_US)?;
         Some(PagePull {
             transport,
             pages,
@@ -65,7 +67,7 @@ fn read(value: &HeaderValue) -> EngineStages {
         })
     };
     EngineStages {
-        queue_ms: ms("queue_us"),
+        queue_ms: ms(stage_keys::QUEUE_US),
         pull: pull(),
     }
 }

@@ -20,3 +20,5 @@ pub mod otlp;
 pub(crate) mod replay;
 /// Timeline of each request.
 pub(crate) mod request_timeline;
+/// Names of headers between engines and routers.
+pub(crate) mod worker_headers;

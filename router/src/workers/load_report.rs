@@ -13,9 +13,10 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use router_core::RunningLoad;
 use serde::Deserialize;
 
+use crate::observability::worker_headers::{headers, load_keys};
 use crate::workers::kv_event_status::lenient;
 
-pub const HEADER: HeaderName = HeaderName::from_static("x-baton-load");
+pub const HEADER: HeaderName = HeaderName::from_static(headers::LOAD);
 
 /// Queue of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,20 +108,20 @@ pub fn of_header(value: &HeaderValue) -> Result<LoadHeader<'_>, MalformedReport>
     for part in text.split(';') {
         let (name, value) = part.split_once('=').ok_or(MalformedReport)?;
         let place = match name.trim() {
-            "inc" => {
+            load_keys::INCARNATION => {
                 incarnation = Some(value.trim());
                 continue;
             }
-            "rank" => &mut rank,
-            "queued_tokens" => &mut queued,
-            "started_tokens" => &mut started,
-            "age_ms" => &mut age_ms,
-            "running" => &mut running,
-            "queued" => &mut waiting,
-            "pages_free" => &mut pages_free,
-            "pages" => &mut pages,
-            "prefilled" => &mut prefilled,
-            "generated" => &mut generated,
+            load_keys::RANK => &mut rank,
+            load_keys::QUEUED_TOKENS => &mut queued,
+            load_keys::STARTED_TOKENS => &mut started,
+            load_keys::AGE_MS => &mut age_ms,
+            load_keys::RUNNING => &mut running,
+            load_keys::QUEUED => &mut waiting,
+            load_keys::PAGES_FREE => &mut pages_free,
+            load_keys::PAGES => &mut pages,
+            load_keys::PREFILLED => &mut prefilled,
+            load_keys::GENERATED => &mut generated,
             _ => continue,
         };
         *place = Some(value.trim().parse::<u64>().map_err(|_| MalformedReport)?);

@@ -21,7 +21,8 @@ from baton.sched.metrics.histogram import GAP_BUCKETS
 from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import ValidatedRequest
 from baton.server.observability.metrics import EngineMetrics
-from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.request.accepted import AcceptedRequest
+from baton.server.request.validation import RequestValidator
 from baton.server.response.generation import Generation
 from baton.server.text import model_info
 from baton.server.text.answer_format import load_answer_format

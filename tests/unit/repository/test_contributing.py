@@ -197,7 +197,7 @@ def test_its_places_exist_and_hold_the_names_it_gives_them() -> None:
         "engine/baton/runtime/memory/warmup.py": ["SAMPLINGS"],
         "engine/text/src/dialect/mod.rs": ["Dialect", "DialectFields"],
         "engine/text/src/dialect/write/mod.rs": ["AnswerWriter"],
-        "engine/baton/server/request/validation.py": ["AcceptedRequest"],
+        "engine/baton/server/request/accepted.py": ["AcceptedRequest"],
         "engine/text/src/stream/tools/formats.rs": ["CallSyntax", "template_mark"],
     }.items():
         text = (ROOT / path).read_text(encoding="utf-8")

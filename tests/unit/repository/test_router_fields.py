@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from baton.server.http.lifecycle import READY_PEERS_HEADER
-from baton.server.request.resume import EMIT_HEADER
 from baton.server.request.schema import RequestFields
+from baton.server.text.native import native_extension
 from tests.structure.sources import text
 
 TABLE = "engine/text/src/dialect/body/router_fields.rs"
@@ -23,5 +22,6 @@ def test_fields_of_routers_that_engines_read_are_in_the_routers_table() -> None:
 
 def test_headers_of_routers_that_engines_read_have_the_routers_prefix() -> None:
     (prefix,) = re.findall(r'ROUTER_HEADER_PREFIX: &str = "(\S+)"', text(TABLE))
-    assert READY_PEERS_HEADER.startswith(prefix)
-    assert EMIT_HEADER.startswith(prefix)
+    headers = native_extension().headers
+    for name in ("AUTH", "CLIENT", "EMIT_TOKENS", "LOAD", "READY_PEERS", "STAGES"):
+        assert getattr(headers, name).startswith(prefix), name

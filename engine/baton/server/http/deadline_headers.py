@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from baton.errors import BadRequest
+from baton.server.request.accepted import AcceptedRequest
 from baton.server.request.schema import MAX_DEADLINE_MS
-from baton.server.request.validation import AcceptedRequest
 
 DEADLINE_HEADER = "x-deadline-remaining-ms"
 TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")

@@ -29,8 +29,10 @@ ASK_SECS = 10.0
 POLL_SECS = 0.05
 """Between two looks at what the ranks have left: nothing announces to the front that D has pulled."""
 RETRY_SECS = 2
-READY_PEERS_HEADER = "x-baton-ready-peers"
-"""Header of a router's health probe: other ready workers that could take this one's requests."""
+NONFINITE_IN_A_ROW = 3
+"""Number of answers in a row that end in NaN or infinity and make the node unhealthy."""
+NONFINITE_SECS = 30.0
+"""Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at once."""
 PEERS_VALID_SECS = 30.0
 """A router probes each 5 s by default; a number that is older says nothing about now."""
 
@@ -109,6 +111,34 @@ class ServerLifecycle:
             )
             return NodeCondition(state, f"loading {ready}/{len(ranks)}", refusal)
         return NodeCondition(NodeState.READY)
+
+    def probe_condition(self) -> NodeCondition:
+        """The state that probes read. Keeps routers away from a rank that computes NaN or infinity,
+        for a while; requests are still accepted."""
+        condition = self.condition()
+        if condition.refusal is not None:
+            return condition
+        nonfinite = self._nonfinite_refusal()
+        if nonfinite is None:
+            return condition
+        return NodeCondition(condition.state, "nonfinite_logits", nonfinite)
+
+    def _nonfinite_refusal(self) -> EngineDead | None:
+        since = time.monotonic() - NONFINITE_SECS
+        for rank in self._ranks.ranks:
+            if rank.nonfinite >= NONFINITE_IN_A_ROW and rank.nonfinite_at > since:
+                return EngineDead(
+                    f"the last {rank.nonfinite} answers of rank {rank.dp_rank} ended because the model computed NaN or "
+                    "infinity; check the checkpoint and --dtype, or restart the engine",
+                    retry_after_secs=int(NONFINITE_SECS),
+                )
+        return None
+
+    def refuse_if_not_accepting(self) -> None:
+        """Raise the error that refuses a request sent now, if it is refused."""
+        refusal = self.condition().refusal
+        if refusal is not None:
+            raise refusal
 
     def _dead(self, reason: str, why: str) -> NodeCondition:
         """A draining node that died says `draining` to requests: it is leaving, whatever else it is."""

@@ -30,8 +30,8 @@ from baton.server.http.tracer import SpanTracer
 from baton.server.logs import fields
 from baton.server.observability import load_report
 from baton.server.observability.metrics import EngineMetrics
-from baton.server.request.resume import EMIT_HEADER
-from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.request.accepted import AcceptedRequest
+from baton.server.request.validation import RequestValidator
 from baton.server.response.generation import ClientConnection, Generation
 from baton.server.text.answer_spec import Dialect
 from baton.server.text.native import native_extension
@@ -147,7 +147,7 @@ class RequestHandler:
         self.metrics.of_endpoint(endpoint).in_flight.inc()
         try:
             self.admit()
-            body = await read_body(request, self.validator.refuse_oversized)
+            body = await read_body(request, self.validator.limits.refuse_oversized)
             accepted = with_deadline_headers(await validate(body), request.headers)
             accepted = self._take_tokens(accepted, request.headers)
             limit = min(limit, accepted.deadline_secs or limit)
@@ -168,7 +168,8 @@ class RequestHandler:
                 eos_token_ids=self.validator.eos_token_ids,
                 on_generated=partial(self._spend, accepted.tenant) if counts_tokens else None,
                 parent=parent,
-                reports_tokens=EMIT_HEADER in request.headers and accepted.is_resumable(dialect),
+                reports_tokens=native_extension().headers.EMIT_TOKENS in request.headers
+                and accepted.is_resumable(dialect),
             )
             self._live.add(generation)
             generation.start()
@@ -279,9 +280,10 @@ class RequestHandler:
             load = load_report.format_incarnation_header(self.incarnation)
         else:
             load = load_report.format_load_header(first.rank, self.incarnation)
-        headers = {load_report.LOAD_HEADER: load}
+        names = native_extension().headers
+        headers = {names.LOAD: load}
         if generation.stages is not None:
-            headers[load_report.STAGES_HEADER] = load_report.format_stages_header(generation.stages)
+            headers[names.STAGES] = load_report.format_stages_header(generation.stages)
         return headers
 
     def _account(self, g: Generation, endpoint: str, outcome: str, arrived: float) -> None:

@@ -13,7 +13,8 @@ import msgspec
 
 from baton.errors import EngineError
 from baton.server.http.body_decoder import BodyDecoder
-from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.request.accepted import AcceptedRequest
+from baton.server.request.validation import RequestValidator
 from baton.server.text.native import call_or_refuse, native_extension
 
 

@@ -27,9 +27,9 @@ from baton.config import KV_REMEDY, EngineConfig, is_loopback
 from baton.server import fields
 from baton.server.observability.host_facts import HostFacts
 from baton.server.request.schema import DiagnosisRequest
+from baton.server.text.native import native_extension
 
 PROOF_LABEL = b"baton doctor: equal cluster keys"
-AUTH_HEADER = "x-baton-auth"
 PROBE_SECS = 3.0
 """For each request to a bootstrap server and each connection."""
 MAX_RANKS = 64
@@ -109,13 +109,12 @@ class PrefillProbe:
         key = self._config.cluster_key
         header = "" if key is None else sign_request(key, path, int(time.time() * 1000))
         url = f"http://{_address(host, port)}{path}"
+        auth = native_extension().headers.AUTH
         try:
-            async with self._session.get(
-                url, headers={AUTH_HEADER: header} if header else {}
-            ) as response:
+            async with self._session.get(url, headers={auth: header} if header else {}) as response:
                 body = await response.content.read(1 << 16)
                 status = response.status
-                proof = response.headers.get(AUTH_HEADER, "")
+                proof = response.headers.get(auth, "")
         except aiohttp.ClientConnectorError as err:
             return (
                 "unreachable",

@@ -11,10 +11,8 @@ import time
 from typing import Any
 
 from baton.sched.types.request_timeline import FirstTokenStages
+from baton.server.text.native import native_extension
 from baton.server.worker.client import RankClient
-
-LOAD_HEADER = "x-baton-load"
-STAGES_HEADER = "x-baton-stages"
 
 
 def make_sglang_load(rank: RankClient) -> dict[str, Any]:
@@ -41,36 +39,37 @@ def make_load(rank: RankClient) -> dict[str, Any]:
 
 def format_incarnation_header(process_id: str) -> str:
     """The `x-baton-load` header of an answer that no rank gave: the id of the front's process."""
-    return f"inc={process_id}"
+    return f"{native_extension().load_keys.INCARNATION}={process_id}"
 
 
 def format_load_header(rank: RankClient, process_id: str) -> str:
     """The `x-baton-load` header: the load of this rank, as `name=number;…`.
 
-    Keys: docs/protocol.md §2 (Load), read by router/src/workers/load_report.rs.
+    Keys: docs/protocol.md §2 (Load), defined in router/src/observability/worker_headers.rs.
     """
+    keys = native_extension().load_keys
     values: dict[str, Any] = {
-        "inc": process_id,
-        "rank": rank.dp_rank,
-        "reqs": len(rank.items),
-        "tokens": rank.tokens_in_flight,
+        keys.INCARNATION: process_id,
+        keys.RANK: rank.dp_rank,
+        keys.REQUESTS: len(rank.items),
+        keys.TOKENS: rank.tokens_in_flight,
     }
     load = rank.stats.load
     if load is not None:
         values |= {
-            "age_ms": _report_age_ms(rank),
-            "running": load.running_requests,
-            "queued": load.queued_requests,
-            "queued_tokens": load.queued_tokens,
-            "started_tokens": load.started_tokens,
-            "pages_free": load.pages_free + load.pages_evictable,
-            "pages": load.pages,
-            "prefill_rate": round(load.prefill_tokens_per_s),
-            "decode_rate": round(load.decode_tokens_per_s),
+            keys.AGE_MS: _report_age_ms(rank),
+            keys.RUNNING: load.running_requests,
+            keys.QUEUED: load.queued_requests,
+            keys.QUEUED_TOKENS: load.queued_tokens,
+            keys.STARTED_TOKENS: load.started_tokens,
+            keys.PAGES_FREE: load.pages_free + load.pages_evictable,
+            keys.PAGES: load.pages,
+            keys.PREFILL_RATE: round(load.prefill_tokens_per_s),
+            keys.DECODE_RATE: round(load.decode_tokens_per_s),
             **_count_tokens(rank),
         }
         if load.bands:
-            values["bands"] = ",".join(
+            values[keys.BANDS] = ",".join(
                 f"{name}:{entry.tokens}" for name, entry in load.bands.items()
             )
     return ";".join(f"{name}={value}" for name, value in values.items())
@@ -78,23 +77,27 @@ def format_load_header(rank: RankClient, process_id: str) -> str:
 
 def format_stages_header(stages: FirstTokenStages) -> str:
     """The `x-baton-stages` header: stages up to the first token, as `name=number;…` in µs."""
-    values: dict[str, Any] = {"queue_us": round(stages.queue_seconds * 1e6)}
+    keys = native_extension().stage_keys
+    values: dict[str, Any] = {keys.QUEUE_US: round(stages.queue_seconds * 1e6)}
     pulled = stages.pulled
     if pulled is not None:
         values |= {
-            "transport": pulled.transport,
-            "pages": pulled.pages,
-            "bytes": pulled.bytes,
-            "pull_us": round(pulled.pull_seconds * 1e6),
+            keys.TRANSPORT: pulled.transport,
+            keys.PAGES: pulled.pages,
+            keys.BYTES: pulled.bytes,
+            keys.PULL_US: round(pulled.pull_seconds * 1e6),
         }
     return ";".join(f"{name}={value}" for name, value in values.items())
 
 
 def _count_tokens(rank: RankClient, suffix: str = "") -> dict[str, int]:
     """Count tokens since the rank's start, as of its last report."""
+    keys = native_extension().load_keys
     return {
-        f"prefilled{suffix}": int(rank.stats.counters.get("prompt_tokens_computed_total", 0)),
-        f"generated{suffix}": int(rank.stats.counters.get("generated_tokens_total", 0)),
+        f"{keys.PREFILLED}{suffix}": int(
+            rank.stats.counters.get("prompt_tokens_computed_total", 0)
+        ),
+        f"{keys.GENERATED}{suffix}": int(rank.stats.counters.get("generated_tokens_total", 0)),
     }
 
 

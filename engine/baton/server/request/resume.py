@@ -20,8 +20,6 @@ from baton.server import fields
 from baton.server.request.schema import RequestFields, ResumeFields
 from baton.server.request.token_ids import ModelVocabulary
 
-EMIT_HEADER = "x-baton-emit-tokens"
-
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:

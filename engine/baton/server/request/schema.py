@@ -1,7 +1,8 @@
 """Bodies of requests as structs: name, type and bounds of each field that an engine serves.
 
-Fields are absent by default (None), so that defaults which depend on the model stay in validation.py, as do checks
-across fields. A field of type Any has a form that a check of its own knows (prompts, rooms).
+Fields are absent by default (None), because some defaults depend on the model: the modules in
+`dialects` have them, as they have checks across fields. A field of type Any has a form that a check
+of its own knows (prompts, rooms).
 Sources: OpenAI's API reference, SGLang 0.5.7 (`io_struct`), docs/protocol.md §2 for the fields of routers.
 """
 

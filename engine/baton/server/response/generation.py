@@ -28,8 +28,8 @@ from baton.sched.types.request import ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages
 from baton.server.observability.metrics import EngineMetrics
 from baton.server.observability.spans import ParentSpan
+from baton.server.request.accepted import AcceptedRequest
 from baton.server.request.prompt.items import PromptItem
-from baton.server.request.validation import AcceptedRequest
 from baton.server.text.answer_spec import AnswerSpec, ChoiceSpec, Dialect, encode_spec
 from baton.server.text.native import native_extension
 from baton.server.text.reasoning_format import MAX_CONTEXT_TOKENS, end_of_prompt

@@ -9,8 +9,8 @@ from array import array
 
 from baton.sched.types.request import SamplingParams
 from baton.server.observability.metrics import EngineMetrics
+from baton.server.request.accepted import AcceptedRequest
 from baton.server.request.prompt.items import PromptItem
-from baton.server.request.validation import AcceptedRequest
 from baton.server.response.generation import Generation
 from baton.server.text.answer_spec import AnswerSpec
 from baton.server.worker.client import RankSet

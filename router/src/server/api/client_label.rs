@@ -9,9 +9,10 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use sha2::{Digest, Sha256};
 
 use crate::observability::access_log::ClientAddress;
+use crate::observability::worker_headers::headers;
 use crate::server::connections::source_of;
 
-pub const HEADER: HeaderName = HeaderName::from_static("x-baton-client");
+pub const HEADER: HeaderName = HeaderName::from_static(headers::CLIENT);
 
 /// Replaces what a client has written itself.
 pub fn insert(headers: &mut HeaderMap, client: Option<&ClientAddress>) {

@@ -21,8 +21,9 @@ from baton.server.http.body_decoder import (
     decode_large_object,
 )
 from baton.server.http.http_utils import INLINE_BYTES, decode_object
+from baton.server.request.accepted import AcceptedRequest
 from baton.server.request.schema import SamplingFields
-from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.request.validation import RequestValidator
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
 from tests.support.goldens import token_goldens

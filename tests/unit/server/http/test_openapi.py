@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import jsonschema
 import pytest
+from aiohttp import web
 
 from baton import errors
-from baton.server.http.app import HttpServer
+from baton.server.http.app import engine_routes
 from baton.server.http.openapi import __main__ as generator
 from baton.server.http.openapi.document import openapi_document
-from baton.server.http.openapi.operations import Server, operations_of
 from baton.server.http.openapi.page import api_table, docs_page
+from baton.server.http.routes.route import Server
+from baton.server.http.routes.table import GENERATION_PATHS, OPEN_PATHS, ROUTES, routes_of
+from baton.server.text.answer_spec import Dialect
 
 ROOT = Path(__file__).parents[4]
 
@@ -31,21 +32,28 @@ def test_page_of_all_paths_is_current() -> None:
     assert api_table() in page, "run: python -m baton.server.http.openapi"
 
 
-async def answer_nothing(request: Any) -> None:
-    """In place of a handler: the routes are looked at and not called."""
-
-
-def test_every_route_of_the_engine_is_described_and_takes_a_slash() -> None:
-    server: Any = HttpServer.__new__(HttpServer)
-    server.kv_streams = SimpleNamespace(close=answer_nothing, serve=answer_nothing)
+def test_application_has_the_described_routes_with_and_without_a_slash() -> None:
+    app = web.Application()
+    app.add_routes(engine_routes(ROUTES))
     routes = set()
-    for route in server.application().router.routes():
-        path = re.sub(r"\{\w+\}", "{id}", route.resource.canonical)
+    for route in app.router.routes():
         if route.method != "HEAD":  # aiohttp makes one beside each GET
-            routes.add((route.method.lower(), path))
-    described = {(operation.method, operation.path) for operation in operations_of(Server.ENGINE)}
+            assert route.resource is not None
+            routes.add((route.method.lower(), route.resource.canonical))
+    described = {
+        (method, path)
+        for path, methods in openapi_document(Server.ENGINE)["paths"].items()
+        for method in methods
+    }
     slashed = {(method, path + "/") for method, path in described}
     assert routes == described | slashed
+
+
+def test_lists_of_paths_are_read_from_the_table() -> None:
+    assert len(GENERATION_PATHS) == len(Dialect)
+    assert {route.dialect for route in ROUTES if route.generates} == set(Dialect)
+    assert OPEN_PATHS.isdisjoint(GENERATION_PATHS)
+    assert {"/health", "/livez", "/metrics", "/openapi.json"} <= OPEN_PATHS
 
 
 @pytest.mark.parametrize("server", Server)
@@ -107,6 +115,6 @@ def test_router_describes_no_fields_that_only_routers_set() -> None:
 @pytest.mark.parametrize("server", Server)
 def test_page_lists_every_operation_and_loads_nothing(server: Server) -> None:
     page = docs_page(openapi_document(server), server)
-    for operation in operations_of(server):
-        assert f"<code>{operation.path}</code>" in page
+    for route in routes_of(server):
+        assert f"<code>{route.described_path}</code>" in page
     assert re.findall(r"<script|<link|<img|https?://|url\(", page) == []

@@ -13,7 +13,8 @@ from baton.config import build_config
 from baton.errors import BadRequest, EngineError, UnsupportedParameter
 from baton.runtime.grammar.reasoning_tracker import tokens_of_answer
 from baton.sched.types.reasoning import ReasoningGate, ReasoningPhase
-from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.request.accepted import AcceptedRequest
+from baton.server.request.validation import RequestValidator
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
 

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from baton.config import build_config
 from baton.errors import BadRequest, ConfigError
+from baton.server.request.accepted import AcceptedRequest
 from baton.server.request.token_ids import SHOWN_TOKENS, ModelVocabulary
-from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.request.validation import RequestValidator
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
 from tests.support.models import tiny_model

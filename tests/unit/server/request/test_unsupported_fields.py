@@ -15,7 +15,8 @@ from baton.config import build_config
 from baton.errors import BadRequest, UnsupportedParameter
 from baton.server.http.body_decoder import BodyDecoder
 from baton.server.http.translation import RequestTranslator
-from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.request.accepted import AcceptedRequest
+from baton.server.request.validation import RequestValidator
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
 from tests.support.models import tiny_model

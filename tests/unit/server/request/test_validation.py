@@ -28,9 +28,10 @@ from baton.errors import (
 )
 from baton.server.http.deadline_headers import with_deadline_headers
 from baton.server.request import schema
+from baton.server.request.accepted import AcceptedRequest
 from baton.server.request.grammar.constraint import GrammarFields
 from baton.server.request.prompt.placement import seed_of_room
-from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.request.validation import RequestValidator
 from baton.server.text import model_info
 from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.tokenizer import Tokenizer
@@ -173,12 +174,12 @@ def test_text_is_refused_unparsed_exactly_if_it_would_be_parsed(
 ) -> None:
     config = build_config({"model_path": str(path), "served_model_name": "tiny"})
     validator = RequestValidator(config, model_info.load(config), tokenizer)
-    text = character * (validator.max_prompt_chars + excess)
+    text = character * (validator.limits.max_prompt_chars + excess)
     url, field, parsed = form
     prompt = ["a", text] if in_list else text
     body = json.dumps({field: prompt, "model": "tiny"}, ensure_ascii=escaped).encode()
     try:
-        validator.refuse_oversized(url, body)
+        validator.limits.refuse_oversized(url, body)
         unparsed = None
     except PromptTooLong as err:
         unparsed = err.body()
@@ -198,10 +199,10 @@ def test_ids_are_refused_unparsed_exactly_if_they_would_be_parsed(make: Make) ->
             for ids in ([7] * count, [[7], [7] * count]):
                 body = json.dumps({field: ids}).encode()
                 if count <= CONTEXT:
-                    validator.refuse_oversized(url, body)
+                    validator.limits.refuse_oversized(url, body)
                     continue
                 with pytest.raises(PromptTooLong) as unparsed:
-                    validator.refuse_oversized(url, body)
+                    validator.limits.refuse_oversized(url, body)
                 with pytest.raises(PromptTooLong) as caught:
                     parsed(validator, **{field: ids})
                 assert unparsed.value.body() == caught.value.body()
@@ -209,17 +210,19 @@ def test_ids_are_refused_unparsed_exactly_if_they_would_be_parsed(make: Make) ->
 
 def test_messages_and_other_members_are_bounded_before_they_are_parsed(make: Make) -> None:
     validator = make()
-    messages = [{"role": "user", "content": "x"}] * (12 * validator.max_prompt_chars // 30)
+    messages = [{"role": "user", "content": "x"}] * (12 * validator.limits.max_prompt_chars // 30)
     with pytest.raises(PromptTooLong, match="bytes of messages, at most ") as caught:
-        validator.refuse_oversized(
+        validator.limits.refuse_oversized(
             "/v1/chat/completions", json.dumps({"messages": messages}).encode()
         )
     assert caught.value.param == "messages"
     rest = json.dumps({"messages": [], "tools": ["x"] * (1 << 20)}).encode()
     with pytest.raises(PayloadTooLarge, match="members beside the prompt have "):
-        validator.refuse_oversized("/v1/chat/completions", rest)
+        validator.limits.refuse_oversized("/v1/chat/completions", rest)
     with pytest.raises(InvalidJson, match="not a JSON object: "):
-        validator.refuse_oversized("/v1/chat/completions", b'{"messages": [' + b" " * CONTEXT)
+        validator.limits.refuse_oversized(
+            "/v1/chat/completions", b'{"messages": [' + b" " * CONTEXT
+        )
 
 
 def test_too_many_ids_are_refused_before_they_are_looked_at(make: Make) -> None:
@@ -577,7 +580,7 @@ def test_ids_beside_a_text_are_the_prompt(make: Make) -> None:
 
 def test_ids_that_are_too_many_are_reported_as_the_field_that_the_client_sent(make: Make) -> None:
     v = make()
-    ids = [5] * (v.context_length + 1)
+    ids = [5] * (v.limits.context_length + 1)
     for form, sent in ((chat, "messages"), (completion, "prompt")):
         with pytest.raises(PromptTooLong) as err:
             form(v, input_ids=ids)
@@ -609,7 +612,7 @@ def test_ids_for_another_tokenizer_are_refused(make: Make, path: Path) -> None:
 
 def test_tokens_of_an_engine_with_another_fingerprint_are_not_resumed(make: Make) -> None:
     v = make()
-    v.fingerprint = {"model": "a", "tokenizer": "b"}
+    v.set_node_facts(CONTEXT, {"model": "a", "tokenizer": "b"})
     begun = {"ids": [5], "seed": 1, "created": 2}
     for known in ({}, {"model": "a"}, {"model": "a", "kv_layout": "c"}):
         accepted = completion(v, stream=True, baton_resume={**begun, "fingerprint": known})
@@ -704,10 +707,10 @@ def test_namespaces_differ_by_salt_and_key(make: Make) -> None:
 
 def test_small_pool_lowers_the_context(make: Make) -> None:
     v = make()
-    v.context_length = 40
+    v.limits.context_length = 40
     prompt, answer = (item := chat(v).items[0]).prompt, item.params.max_new_tokens
     assert len(prompt) + answer == 40
-    v.context_length = 20
+    v.limits.context_length = 20
     with pytest.raises(
         EngineError,
         match=r"length is 20 tokens here, but the prompt has 3 and max_tokens asks for 18",
@@ -923,8 +926,10 @@ def test_bodies_with_cut_prompts_pass_the_check_of_their_size(make: Make) -> Non
     for path, body in (("/v1/completions", {"prompt": ids}), ("/generate", {"input_ids": ids})):
         raw = json.dumps(body).encode()
         with pytest.raises(PromptTooLong):
-            make().refuse_oversized(path, raw)
-        make().refuse_oversized(path, json.dumps(body | {"truncate_prompt_tokens": 9}).encode())
+            make().limits.refuse_oversized(path, raw)
+        make().limits.refuse_oversized(
+            path, json.dumps(body | {"truncate_prompt_tokens": 9}).encode()
+        )
 
 
 # ---- small forms -----------------------------------------------------------------------------------------------------

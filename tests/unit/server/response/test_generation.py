@@ -22,8 +22,8 @@ from baton.sched.types.events import EmittedTokens, RowError
 from baton.sched.types.plan import TokenLogprobs
 from baton.sched.types.request import FinishReason, SamplingParams, ValidatedRequest
 from baton.server.observability.metrics import EngineMetrics
+from baton.server.request.accepted import AcceptedRequest
 from baton.server.request.prompt.items import PromptItem
-from baton.server.request.validation import AcceptedRequest
 from baton.server.response.generation import ClientConnection, Generation
 from baton.server.text.answer_spec import AnswerSpec, Dialect
 from baton.server.text.tokenizer import Tokenizer

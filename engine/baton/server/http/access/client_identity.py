@@ -9,9 +9,8 @@ from aiohttp import web
 
 from baton.config.tenants import TENANT_NAME
 from baton.server.request.tenancy import TENANT_HEADER
+from baton.server.text.native import native_extension
 
-CLIENT_HEADER = "x-baton-client"
-"""Routers write here which client a request is from, whatever the client has written; an engine trusts it."""
 _CLIENT_NAME = re.compile(r"[\x21-\x7e]{1,64}")
 NETWORK_BITS = 64
 """Bits of an IPv6 address that name its network: a host may take any address of it."""
@@ -26,7 +25,8 @@ def client_of(request: web.BaseRequest, *, has_tenants: bool) -> str:
     tenant = request.headers.get(TENANT_HEADER, "")
     if has_tenants and TENANT_NAME.fullmatch(tenant):
         return f"tenant {tenant}"
-    stated = request.headers.get(CLIENT_HEADER, "")
+    # Routers replace what a client has written in this header: an engine trusts it.
+    stated = request.headers.get(native_extension().headers.CLIENT, "")
     if _CLIENT_NAME.fullmatch(stated):
         return f"client {stated}"
     return f"address {network_of(request.remote)}"

@@ -1,4 +1,4 @@
-"""The key of an engine: which paths need it, and how clients send it."""
+"""The key of an engine, as clients send it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ import hmac
 from aiohttp import web
 
 from baton.errors import InvalidApiKey
-from baton.server.http.openapi.operations import Access, Server, operations_of
-
-OPEN_PATHS = frozenset(
-    operation.path
-    for operation in operations_of(Server.ENGINE)
-    if operation.access(Server.ENGINE) is Access.OPEN
-)
 
 
 def check_key(request: web.BaseRequest, key: str) -> None:

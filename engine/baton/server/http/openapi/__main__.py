@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from baton.server.http.openapi.document import openapi_document
-from baton.server.http.openapi.operations import Server
 from baton.server.http.openapi.page import api_table, docs_page
+from baton.server.http.routes.route import Server
 
 ROUTER_FOLDER = "router/src/server/api/openapi"
 

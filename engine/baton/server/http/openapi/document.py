@@ -1,4 +1,4 @@
-"""The OpenAPI document of a server, from the table of operations and the structs that read bodies.
+"""The OpenAPI document of a server, from the table of routes and the structs that read bodies.
 
 Objects may have more members than the document names: clients send what other servers know, and
 fields without effect are named in the header `x-ignored-params`.
@@ -15,15 +15,9 @@ import msgspec
 from msgspec import Struct
 
 from baton import errors
-from baton.server.http.openapi import answers
-from baton.server.http.openapi.operations import (
-    EVENT_STREAM,
-    JSON,
-    Access,
-    Operation,
-    Server,
-    operations_of,
-)
+from baton.server.http.routes import answers
+from baton.server.http.routes.route import EVENT_STREAM, JSON, Access, Route, Server
+from baton.server.http.routes.table import routes_of
 from baton.server.text.native import native_extension
 
 REF = "#/components/schemas/{name}"
@@ -78,16 +72,17 @@ Json = dict[str, Any]
 def openapi_document(server: Server) -> Json:
     """The OpenAPI 3.1 document of an engine or a router. Equal for equal servers: no version of the
     program, no address."""
-    operations = operations_of(server)
+    routes = routes_of(server)
     paths: dict[str, Json] = {}
-    for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, server)
+    for route in routes:
+        for method in route.methods:
+            paths.setdefault(route.described_path, {})[method] = _operation(route, method, server)
     return {
         "openapi": "3.1.0",
         "info": {"title": f"Baton {server.value}", "version": "1"},
         "paths": paths,
         "components": {
-            "schemas": _schemas(operations, server),
+            "schemas": _schemas(routes, server),
             "responses": _error_responses(),
             "securitySchemes": {
                 access.name.lower(): {"type": "http", "scheme": "bearer"}
@@ -97,78 +92,80 @@ def openapi_document(server: Server) -> Json:
     }
 
 
-def _schemas(operations: list[Operation], server: Server) -> Json:
+def _schemas(routes: list[Route], server: Server) -> Json:
     structs: set[type[Struct]] = {answers.ErrorAnswer, answers.AnthropicErrorAnswer}
-    for operation in operations:
-        structs.update(operation.body)
-        if operation.answer is not None:
-            structs.add(operation.answer)
+    for route in routes:
+        structs.update(route.body)
+        if route.answer is not None:
+            structs.add(route.answer)
     by_name = sorted(structs, key=lambda struct: struct.__name__)
     _, schemas = msgspec.json.schema_components(by_name, ref_template=REF)
     for schema in schemas.values():
         schema["additionalProperties"] = True
     if server is Server.ROUTER:
-        _leave_out_router_fields(operations, schemas)
+        _leave_out_router_fields(routes, schemas)
     return dict(sorted(schemas.items()))
 
 
-def _leave_out_router_fields(operations: list[Operation], schemas: dict[str, Json]) -> None:
+def _leave_out_router_fields(routes: list[Route], schemas: dict[str, Json]) -> None:
     """Remove the members of clients' bodies that reach no worker. Bodies of control paths keep theirs: an
     operator says where P's bootstrap server is, or which room to abort."""
     is_router_field = native_extension().is_router_field
-    for operation in operations:
-        if operation.access(Server.ROUTER) is Access.CONTROL:
+    for route in routes:
+        if route.access(Server.ROUTER) is Access.CONTROL:
             continue
-        for struct in operation.body:
+        for struct in route.body:
             properties = schemas[struct.__name__]["properties"]
             for name in [name for name in properties if is_router_field(name)]:
                 del properties[name]
 
 
-def _operation(operation: Operation, server: Server) -> Json:
+def _operation(route: Route, method: str, server: Server) -> Json:
     described: Json = {
-        "operationId": _operation_id(operation),
-        "summary": operation.summary,
-        "tags": [operation.tag],
-        "responses": _responses(operation, server),
+        "operationId": _operation_id(route, method),
+        "summary": route.summary,
+        "tags": [route.tag],
+        "responses": _responses(route, server),
     }
-    access = operation.access(server)
+    access = route.access(server)
     if access is not Access.OPEN:
         # Servers without keys take requests without one.
         described["security"] = [{access.name.lower(): []}, {}]
-    parameters = _parameters(operation)
+    parameters = _parameters(route)
     if parameters:
         described["parameters"] = parameters
-    if operation.body:
-        schemas = [_ref(struct) for struct in operation.body]
+    if route.body:
+        schemas = [_ref(struct) for struct in route.body]
         schema = schemas[0] if len(schemas) == 1 else {"allOf": schemas}
         content: Json = {"schema": schema}
-        if operation.example is not None:
-            content["example"] = operation.example
+        if route.example is not None:
+            content["example"] = route.example
         described["requestBody"] = {"required": True, "content": {JSON: content}}
     return described
 
 
-def _operation_id(operation: Operation) -> str:
-    path = operation.path + "index" if operation.path.endswith("/") else operation.path
+def _operation_id(route: Route, method: str) -> str:
+    path = route.described_path
+    if path.endswith("/"):
+        path += "index"
     words = re.findall(r"\w+", path)
-    return "_".join([operation.method, *words])
+    return "_".join([method, *words])
 
 
-def _parameters(operation: Operation) -> list[Json]:
-    names = _PATH_PARAMETER.findall(operation.path)
+def _parameters(route: Route) -> list[Json]:
+    names = _PATH_PARAMETER.findall(route.described_path)
     in_path = [{"name": name, "in": "path", "required": True} for name in names]
-    in_query = [{"name": name, "in": "query", "required": False} for name in operation.query]
+    in_query = [{"name": name, "in": "query", "required": False} for name in route.query]
     return [{**place, "schema": {"type": "string"}} for place in in_path + in_query]
 
 
-def _responses(operation: Operation, server: Server) -> Json:
-    responses: Json = {str(operation.status): _good_answer(operation)}
-    kinds = BODY_ERRORS if operation.body else OTHER_ERRORS
+def _responses(route: Route, server: Server) -> Json:
+    responses: Json = {str(route.status): _good_answer(route)}
+    kinds = BODY_ERRORS if route.body else OTHER_ERRORS
     statuses = {str(kind.status) for kind in kinds} | {"default"}
     if server is Server.ROUTER:
         statuses |= ROUTER_STATUSES
-    prefix = _ERROR_PREFIX[operation.has_anthropic_errors]
+    prefix = _ERROR_PREFIX[route.has_anthropic_errors]
     for status in sorted(statuses):
         responses[status] = {"$ref": f"#/components/responses/{prefix}{status}"}
     return responses
@@ -184,17 +181,17 @@ def _error_responses() -> Json:
     return responses
 
 
-def _good_answer(operation: Operation) -> Json:
-    if operation.status >= HTTPStatus.MULTIPLE_CHOICES:
+def _good_answer(route: Route) -> Json:
+    if route.status >= HTTPStatus.MULTIPLE_CHOICES:
         return {"description": "A redirect"}
-    if operation.answer is not None:
-        schema = _ref(operation.answer)
-    elif operation.media_type == JSON:
+    if route.answer is not None:
+        schema = _ref(route.answer)
+    elif route.media_type == JSON:
         schema = {}
     else:
         schema = {"type": "string"}
-    content: Json = {operation.media_type: {"schema": schema}}
-    if operation.streams:
+    content: Json = {route.media_type: {"schema": schema}}
+    if route.generates:
         # A schema here is one of each event (OpenAPI 3.2), and events differ.
         content[EVENT_STREAM] = {}
     return {"description": "The answer", "content": content}

@@ -1,6 +1,6 @@
 """The page of /docs: one HTML file without scripts and without anything from another server.
 
-The table of docs/guide/api.md is made of the same operations.
+The table of docs/guide/api.md is made of the same routes.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ import json
 from html import escape
 from typing import Any
 
-from baton.server.http.openapi.operations import OPERATIONS, Operation, Server, operations_of
+from baton.server.http.routes.route import Route, Server
+from baton.server.http.routes.table import ROUTES, routes_of
 
-CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
-)
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -30,8 +27,8 @@ td { padding: .1rem 1rem .1rem 0; vertical-align: top; overflow-wrap: anywhere; 
 
 def docs_page(document: dict[str, Any], server: Server) -> str:
     """The page of an OpenAPI document: each operation with its fields."""
-    operations = operations_of(server)
-    tags = list(dict.fromkeys(operation.tag for operation in operations))
+    routes = routes_of(server)
+    tags = list(dict.fromkeys(route.tag for route in routes))
     title = escape(document["info"]["title"])
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
@@ -42,27 +39,31 @@ def docs_page(document: dict[str, Any], server: Server) -> str:
     ]
     for tag in tags:
         parts.append(f"<h2>{escape(tag.capitalize())}</h2>")
-        same_tag = [operation for operation in operations if operation.tag == tag]
-        parts.extend(_operation(operation, server, document) for operation in same_tag)
+        same_tag = [route for route in routes if route.tag == tag]
+        parts.extend(
+            _operation(route, method, server, document)
+            for route in same_tag
+            for method in route.methods
+        )
     parts.append("</body></html>\n")
     return "\n".join(parts)
 
 
-def _operation(operation: Operation, server: Server, document: dict[str, Any]) -> str:
-    key = operation.access(server).value
+def _operation(route: Route, method: str, server: Server, document: dict[str, Any]) -> str:
+    key = route.access(server).value
     schemas = document["components"]["schemas"]
     rows = [
         f"<tr><td><code>{escape(name)}</code></td><td>{escape(_type_of(schema))}</td></tr>"
-        for struct in operation.body
+        for struct in route.body
         for name, schema in schemas[struct.__name__]["properties"].items()
     ]
     fields = f"<table>{''.join(rows)}</table>" if rows else ""
-    if operation.example is not None:
-        example = escape(json.dumps(operation.example), quote=False)
+    if route.example is not None:
+        example = escape(json.dumps(route.example), quote=False)
         fields = f"<pre>{example}</pre>{fields}"
     return (
-        f'<details><summary><span class="method">{operation.method}</span>'
-        f"<code>{escape(operation.path)}</code> {escape(operation.summary)}</summary>"
+        f'<details><summary><span class="method">{method}</span>'
+        f"<code>{escape(route.described_path)}</code> {escape(route.summary)}</summary>"
         f'<p class="help">Key: {escape(key)}.</p>{fields}</details>'
     )
 
@@ -87,17 +88,17 @@ def _words_of(schema: dict[str, Any]) -> str:
 def api_table() -> str:
     """The table of docs/guide/api.md: every path with its methods, servers and keys."""
     rows = ["| path | methods | | key on engines | key on the router |", "|---|---|---|---|---|"]
-    by_path: dict[str, list[Operation]] = {}
-    for operation in OPERATIONS:
-        by_path.setdefault(operation.path, []).append(operation)
-    for path, operations in by_path.items():
-        methods = ", ".join(operation.method.upper() for operation in operations)
-        summary = "; ".join(dict.fromkeys(operation.summary for operation in operations))
-        keys = [_key_of(operations[0], server) for server in Server]
+    by_path: dict[str, list[Route]] = {}
+    for route in ROUTES:
+        by_path.setdefault(route.described_path, []).append(route)
+    for path, routes in by_path.items():
+        methods = ", ".join(method.upper() for route in routes for method in route.methods)
+        summary = "; ".join(dict.fromkeys(route.summary for route in routes))
+        keys = [_key_of(routes[0], server) for server in Server]
         rows.append(" | ".join([f"| `{path}`", methods, summary, *keys]) + " |")
     return "\n".join(rows)
 
 
-def _key_of(operation: Operation, server: Server) -> str:
+def _key_of(route: Route, server: Server) -> str:
     """The key in words; a dash where the server does not have the path."""
-    return operation.access(server).value if server in operation.servers else "-"
+    return route.access(server).value if server in route.servers else "-"

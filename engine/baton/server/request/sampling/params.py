@@ -126,6 +126,9 @@ class ReasoningLimit(NamedTuple):
     """Most tokens; None: no limit."""
 
 
+NO_LIMIT = ReasoningLimit("", None)
+
+
 def read_chat_limit(request: ChatCompletionRequest) -> ReasoningLimit:
     """The limit in vLLM's field, else in SGLang's, else in Anthropic's."""
     if request.thinking_token_budget is not None:

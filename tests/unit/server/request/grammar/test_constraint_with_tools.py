@@ -10,7 +10,8 @@ import pytest
 
 from baton.config import build_config
 from baton.errors import BadRequest, EngineError, UnsupportedParameter
-from baton.server.request.validation import AcceptedRequest, RequestValidator
+from baton.server.request.accepted import AcceptedRequest
+from baton.server.request.validation import RequestValidator
 from baton.server.text import model_info
 from baton.server.text.tokenizer import Tokenizer
 

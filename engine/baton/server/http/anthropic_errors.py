@@ -11,7 +11,6 @@ from baton.server.http.http_utils import encode_json, json_body_response
 from baton.server.text.native import native_extension
 
 MESSAGES_PATH = "/v1/messages"
-COUNT_TOKENS_PATH = "/v1/messages/count_tokens"
 _LIMIT = re.compile(r"maximum context length is (\d+) tokens")
 _SIZE = re.compile(r"the prompt has (?:\d+ characters, at least )?(\d+)(?: tokens|;| and)")
 

@@ -1,1 +1,0 @@
-"""Paths and errors of other APIs than OpenAI's chats and completions."""
