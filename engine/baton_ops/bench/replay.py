@@ -25,7 +25,7 @@ import aiohttp
 
 from baton.config.simulated import BLOCK_TOKENS, scale_tokens
 from baton.errors import counted
-from baton_ops.bench.load import LoadRound, RequestTiming, send_request
+from baton_ops.bench.measured_request import RequestTiming, send_request
 from baton_ops.bench.words import CHARS, make_words
 from baton_ops.clients.local_keys import known_control_key
 from baton_ops.clients.metrics import parse_metrics, sum_samples
@@ -78,9 +78,12 @@ def prompt_text(request: TraceRequest, scale: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayRound(LoadRound):
-    """Outcome of a replay."""
+class ReplayRound:
+    """Outcome of a replay: the timings of all answers, and why the other requests failed."""
 
+    seconds: float
+    timings: tuple[RequestTiming, ...]
+    failures: tuple[str, ...]
     late_secs: float
     """How much after its time the latest request left, because this process was busy."""
 

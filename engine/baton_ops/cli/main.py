@@ -46,8 +46,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     ),
     "top": ("show nodes, pairs and slow requests of a running fleet", _main_of("baton_ops.top")),
     "bench": (
-        "send the same load to several servers and compare them",
-        _main_of("baton_ops.bench.serving"),
+        "replay a recorded trace against servers",
+        _main_of("baton_ops.bench.main"),
     ),
     "simulate": (
         "replay a trace through the scheduler in virtual time and compare queue orders",
@@ -68,7 +68,7 @@ PARSERS = {
     "drain": "baton_ops.drain",
     "doctor": "baton_ops.doctor.main",
     "top": "baton_ops.top",
-    "bench": "baton_ops.bench.serving",
+    "bench": "baton_ops.bench.main",
     "simulate": "baton_ops.sim.main",
     "completion": "baton_ops.cli.completion",
 }
