@@ -45,7 +45,7 @@ QUEUE_ORDERS = (
 EVICTION_ORDERS = ("lru", "lfu", "fifo", "mru", "filo", "priority")
 """Values of --radix-eviction-policy: the names of cache.eviction.EVICTION_POLICIES (a test compares)."""
 MEM_FRACTION = 0.85
-"""Not measured on a GPU yet; what steps need besides is (runtime.memory.device_memory), and comes first."""
+"""Steps need memory besides, which is measured and comes first (runtime.memory.device_memory)."""
 
 
 CUDA_DEFAULTS: Mapping[str, int] = {"max_running_requests": 256, "chunked_prefill_size": 8192}
