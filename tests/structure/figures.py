@@ -1,7 +1,8 @@
 """Lengths of functions and lines per package and crate, and their trend against committed figures.
 
 A figure is no ceiling: code is never cut to fit one. `steps_backwards` reports what got worse by
-more than 5 % and more than `SLACK`, so that no single function decides, not even in a small package.
+more than 5 % and more than `SLACK`, so that no single function decides, not even in a small
+package.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Figures = dict[str, int]
 
 
 def measure() -> dict[str, Figures]:
-    """Figures of each package and crate, and of all Python and all Rust; of other files, long lines."""
+    """Figures of each package and crate, and of all Python and all Rust; of other files, long
+    lines.
+    """
     areas = packages() | {folder: list(product_rust(folder)) for folder in CRATES}
     areas["all Python"] = python_files()
     areas["all Rust"] = [path for folder in CRATES for path in product_rust(folder)]
@@ -72,7 +75,10 @@ def percentile(ordered: Sequence[int], percent: int) -> int:
 
 
 def long_lines(path: str) -> int:
-    """Lines over 100 columns. Tables, headings and code of a page are left out: they do not wrap."""
+    """Lines over 100 columns.
+
+    Tables, headings and code of a page are left out: they do not wrap.
+    """
     lines = text(path)
     if path.endswith(".md"):
         lines = re.sub(r"^ *```.*?^ *```", "", lines, flags=re.MULTILINE | re.DOTALL)
@@ -94,7 +100,9 @@ def steps_backwards(measured: dict[str, Figures], committed: dict[str, Figures])
 
 
 def table(measured: dict[str, Figures], committed: dict[str, Figures]) -> str:
-    """A line per area; a figure that differs from the committed one has the difference behind it."""
+    """A line per area; a figure that differs from the committed one has the difference behind
+    it.
+    """
     columns = ("functions", *SLACK)
     width = max(map(len, measured))
     lines = [" " * width + "".join(f"{column:>14}" for column in columns)]

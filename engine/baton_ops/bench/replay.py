@@ -189,7 +189,8 @@ def format_report(outcome: ReplayRound, split: dict[str, int]) -> str:
         lines.append(f"first failure: {outcome.failures[0]}")
     if outcome.late_secs > 0.1:
         lines.append(
-            f"this client was up to {outcome.late_secs:.1f} s late: it is the bottleneck; send slower"
+            f"this client was up to {outcome.late_secs:.1f} s late: it is the bottleneck; send "
+            "slower"
         )
     if outcome.timings:
         lines += ["", HEAD]
@@ -200,7 +201,8 @@ def format_report(outcome: ReplayRound, split: dict[str, int]) -> str:
     if split:
         mean = sum(split.values()) / len(split)
         lines.append(
-            f"requests per worker, the most over the mean {max(split.values()) / max(mean, 1e-9):.2f}:"
+            "requests per worker, the most over the mean "
+            f"{max(split.values()) / max(mean, 1e-9):.2f}:"
         )
         lines += [f"  {url}  {count}" for url, count in split.items()]
     return "\n".join(lines)

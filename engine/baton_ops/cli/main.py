@@ -79,14 +79,21 @@ Those of the others are the router's.
 
 ELSEWHERE = dict.fromkeys(
     ("serve", "launch", "launch_server", "run", "start"),
-    "baton up --model-path MODEL starts a whole cluster here, baton engine --model-path MODEL one engine",
+    "baton up --model-path MODEL starts a whole cluster here, baton engine --model-path "
+    "MODEL one engine",
 )
 """Words that start a server elsewhere, and what to do here."""
 
 
 def format_usage() -> str:
     rows = "\n".join(f"  {name:<10} {text}" for name, (text, _) in COMMANDS.items())
-    return f"usage: baton COMMAND [options]    (baton COMMAND --help lists them)\n\n{rows}\n\n  --version\n"
+    return (
+        "usage: baton COMMAND [options]    (baton COMMAND --help lists them)\n"
+        "\n"
+        f"{rows}\n"
+        "\n"
+        "  --version\n"
+    )
 
 
 def own_version() -> str:

@@ -109,7 +109,9 @@ class ChildProcess:
         self.log_path = log_path
         self.restarts = 0
         self.incarnation: str | None = None
-        """Incarnation in its READY line; another process that answers at its address states another one."""
+        """Incarnation in its READY line; another process that answers at its address states another
+        one.
+        """
         self.ready_at: float | None = None
         """When the last `until_ready` succeeded (monotonic seconds); None while it is not ready."""
         self._argv = argv
