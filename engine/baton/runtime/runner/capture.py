@@ -41,7 +41,7 @@ from baton.layers.attention.paged_indices import (
 from baton.layers.cuda.stream import CudaStream
 from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
-from baton.runtime.runner.step_inputs import StepIndices, StepInputs
+from baton.runtime.runner.step_inputs import StepArrays, StepInputs
 from baton.runtime.runner.token_table import TokenTable
 from baton.runtime.sampling.step_sampler import greedy_tokens
 
@@ -171,7 +171,7 @@ class DecodeGraphs:
         self._static.fill(self.stream, filled, padded)
         self.attn.plan_replay(size, padded)
 
-    def size_for(self, step: StepInputs, indices: StepIndices) -> int | None:
+    def size_for(self, step: StepInputs, indices: StepArrays) -> int | None:
         """Capture size that runs this step; None: it runs eagerly."""
         rows = len(step.slots)
         if step.num_decode < rows or len(indices.sample_index) < rows:
@@ -181,7 +181,7 @@ class DecodeGraphs:
             return None
         return size
 
-    def load_step(self, size: int, step: StepInputs, indices: StepIndices) -> None:
+    def load_step(self, size: int, step: StepInputs, indices: StepArrays) -> None:
         """Queue the step's index arrays, and plan for them.
 
         Waits for nothing but the plan before.

@@ -41,7 +41,7 @@ from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
 from baton.runtime.runner.capture import CudaRecorder, DecodeGraphs
 from baton.runtime.runner.model_runner import ModelRunner
-from baton.runtime.runner.step_inputs import StepIndices, StepInputs
+from baton.runtime.runner.step_inputs import StepArrays, StepInputs
 from baton.runtime.runner.token_table import TokenTable
 from baton.runtime.sampling.prompt_logprobs import PromptRows
 from baton.runtime.sampling.sampler import SampleRow
@@ -183,7 +183,7 @@ class DeviceRunner(ModelRunner):
             self._stream.mark().wait()
 
     def _compute_logits(
-        self, step: StepInputs, indices: StepIndices
+        self, step: StepInputs, indices: StepArrays
     ) -> tuple[CudaMark, ComputedStep]:
         """Queue the model.
 
@@ -271,10 +271,10 @@ class DeviceRunner(ModelRunner):
             else self._table.make_references(slots)
         )
 
-    def _make_batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
+    def _make_batch(self, step: StepInputs, indices: StepArrays) -> ForwardBatch:
         return self._upload_step(step, indices)[0]
 
-    def _upload_step(self, step: StepInputs, indices: StepIndices) -> tuple[ForwardBatch, Tensor]:
+    def _upload_step(self, step: StepInputs, indices: StepArrays) -> tuple[ForwardBatch, Tensor]:
         """The step's tensors, and the slots of the rows that sample: int64 [S] on the device."""
         token_ids, positions, slot_mapping, sample_index, slots = self._stream.put_all(
             (

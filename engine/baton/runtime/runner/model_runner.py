@@ -36,7 +36,7 @@ from baton.runtime.grammar.store import GrammarStore
 from baton.runtime.grammar.token_masks import MaskFiller
 from baton.runtime.runner.step_inputs import (
     Growth,
-    StepIndices,
+    StepArrays,
     StepInputs,
     StepMismatch,
     checksum_step,
@@ -163,7 +163,7 @@ class ModelRunner:
 
     def _begin_step(
         self, plan: StepPlan
-    ) -> tuple[StepInputs, StepIndices | None, PromptRows | None]:
+    ) -> tuple[StepInputs, StepArrays | None, PromptRows | None]:
         """All that comes before the device has work: what the plan says, sent to the other
         ranks.
         """
@@ -241,7 +241,7 @@ class ModelRunner:
         """The last token sampled in each of these slots."""
         return self._last_token[slots]
 
-    def _make_indices(self, step: StepInputs) -> StepIndices | None:
+    def _make_indices(self, step: StepInputs) -> StepArrays | None:
         """Index arrays of a step, after its pages joined the page table; None when it has no
         rows.
         """
@@ -268,7 +268,7 @@ class ModelRunner:
         sampling = qo_indptr[1:][step.samples].astype(np.int64) - 1
         page_indptr = np.zeros(count + 1, np.int32)
         np.cumsum(num_pages, out=page_indptr[1:])
-        return StepIndices(
+        return StepArrays(
             token_ids=step.token_ids,
             positions=positions,
             slot_mapping=pages * self._kv.page_size + positions % self._kv.page_size,
@@ -281,7 +281,7 @@ class ModelRunner:
             ),
         )
 
-    def _make_batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
+    def _make_batch(self, step: StepInputs, indices: StepArrays) -> ForwardBatch:
         return ForwardBatch(
             token_ids=torch.from_numpy(indices.token_ids),
             positions=torch.from_numpy(indices.positions),

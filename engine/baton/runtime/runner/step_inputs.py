@@ -67,7 +67,7 @@ class StepInputs:
     """
 
 
-class StepIndices(NamedTuple):
+class StepArrays(NamedTuple):
     """Inputs of a step on the host: the tensors of `ForwardBatch` as arrays, in its order."""
 
     token_ids: Int64
@@ -100,7 +100,7 @@ def decode_step(message: bytes) -> tuple[StepInputs, int]:
     return _decoder.decode(message)
 
 
-def checksum_step(step: StepInputs, indices: StepIndices | None, before: int) -> int:
+def checksum_step(step: StepInputs, indices: StepArrays | None, before: int) -> int:
     """A number over what a step does, chained to that of the step before.
 
     `indices`: None when it has no rows.

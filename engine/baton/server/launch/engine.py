@@ -49,7 +49,7 @@ from baton.server.launch.listener import (
     HttpConnection,
     fit_descriptors,
 )
-from baton.server.launch.process_group import ProcessGroup, describe_exit, first_of
+from baton.server.launch.process_group import ChildProcessGroup, describe_exit, first_of
 from baton.server.text import model_info
 from baton.server.text.answer_format import AnswerFormat, load_answer_format
 from baton.server.text.native import native_extension
@@ -123,7 +123,7 @@ class _Launcher:
     def __init__(self, config: EngineConfig, rank_command: Sequence[str]) -> None:
         self._config = config
         self._rank_command = rank_command
-        self._children: dict[tuple[int, int], ProcessGroup] = {}
+        self._children: dict[tuple[int, int], ChildProcessGroup] = {}
         """By DP and TP rank."""
         self._watchers: list[asyncio.Task[None]] = []
         self._exit_codes: list[int] = []
@@ -310,7 +310,7 @@ class _Launcher:
             grammar=grammar,
         )
         env = {**os.environ, "PYTHONPATH": search_path}
-        self._children[dp_rank, tp_rank] = await ProcessGroup.spawn(
+        self._children[dp_rank, tp_rank] = await ChildProcessGroup.spawn(
             self._rank_command,
             env,
             stdout=sys.stderr.fileno(),
