@@ -37,13 +37,16 @@ bench: setup ## ratios of interleaved arms, the quick ones; the long ones and al
 	$(py)python -m tests.perf.bench_hot --rounds 1 --concurrency 48
 	$(py)python -m tests.perf.bench_routing --limit 600 --arms cost,cache_aware,round_robin
 	cargo bench --locked --quiet -p baton-router --bench cpu_per_request
-lint: setup ## formatters, linters, types, structure and language of the sources
+lint: setup ## formatters, linters, types, imports, spelling, structure of the sources and its figures
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
 	$(py)ruff check
 	$(py)ruff format --check
 	$(py)mypy
-	$(py)pytest -q tests/structure
+	$(py)lint-imports --no-cache
+	$(py)typos
+	$(py)pytest -q tests/structure tests/unit/repository/test_prose_names.py
+	$(py)python -m tests.structure
 audit: setup ## known weaknesses of locked crates and packages; needs the network (not part of lint or test)
 	@.ci/audit.sh
 lock:      ## resolve engine/requirements*.lock from pyproject.toml again

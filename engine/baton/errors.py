@@ -1,6 +1,7 @@
 """Every error the engine raises on purpose: one class, one stable code, one HTTP status.
 
-The same codes are used by the router and listed in docs/protocol.md; a test keeps the three in step.
+The same codes are used by the router and listed in docs/protocol.md; a test keeps the three in
+step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ def counted(count: int, noun: str) -> str:
 
 
 class EngineError(Exception):
-    """Base of all deliberate errors. The message says what happened, with the numbers, and what to do next."""
+    """Base of all deliberate errors.
+
+    The message says what happened, with the numbers, and what to do next.
+    """
 
     code: ClassVar[str] = "internal_error"
     status: ClassVar[int] = 500
@@ -152,7 +156,9 @@ class QueueFull(EngineError):
 
 
 class TenantQueueFull(QueueFull):
-    """A tenant's own limit: other nodes have room, but not for this tenant (a router does not try them)."""
+    """A tenant's own limit: other nodes have room, but not for this tenant (a router does not try
+    them).
+    """
 
     code = "tenant_queue_full"
     status = 429
@@ -199,7 +205,9 @@ class RequestTimeout(EngineError):
 
 
 class DeadlineMissed(EngineError):
-    """The first token did not come in the time that the client gave (--deadline-miss-action abort)."""
+    """The first token did not come in the time that the client gave (--deadline-miss-action
+    abort).
+    """
 
     code = "deadline"
     status = 504
@@ -216,7 +224,9 @@ class PrefillFailed(EngineError):
 
 
 class KvTransferFailed(EngineError):
-    """The prompt's KV pages did not arrive; `reason` is the transfer reason code (docs/protocol.md)."""
+    """The prompt's KV pages did not arrive; `reason` is the transfer reason code
+    (docs/protocol.md).
+    """
 
     code = "kv_transfer_failed"
     status = 502
@@ -233,7 +243,9 @@ class PairIncompatible(EngineError):
 
 
 class PromptMismatch(EngineError):
-    """Prefill and decode node tokenized different prompts: about this request, not about the pair."""
+    """Prefill and decode node tokenized different prompts: about this request, not about the
+    pair.
+    """
 
     code = "prompt_mismatch"
     status = 502

@@ -202,7 +202,9 @@ class ChatServer:
         return str(models[0]["id"])
 
     def stream_answer(self, body: dict[str, Any], answer: ChatAnswer) -> Iterator[AnswerPart]:
-        """Parts of reasoning and text; `answer` gets them too, and the calls. Raises AnswerFailed."""
+        """Parts of reasoning and text; `answer` gets them too, and the calls. Raises
+        AnswerFailed.
+        """
         url = f"{self.url}/v1/chat/completions"
         lines = self.client.lines(url, self.key, body=body, timeout_secs=SILENCE_SECS)
         with contextlib.closing(lines):
@@ -405,8 +407,8 @@ class ChatSession:
 def make_parser() -> FlagParser:
     parser = FlagParser(
         PROG,
-        "Talk to a model in the terminal. Without a terminal standard input is one message, and the answer goes to "
-        "standard output.",
+        "Talk to a model in the terminal. Without a terminal standard input is one message, and "
+        "the answer goes to standard output.",
     )
     parser.usage = f"{PROG} [URL] [flags]"
     parser.epilog = "exit code: 0, 1 when the server gave no answer, 2 wrong flags"

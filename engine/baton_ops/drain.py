@@ -51,8 +51,9 @@ FAILED = 1
 LEFT = 3
 REFUSED = 4
 EXIT_CODES = (
-    "exit code: 0 done, 1 a target could not be asked or returned to service meanwhile, 2 wrong flags, 3 work is left "
-    "after --timeout, 4 a target is the last ready node of its role and --force is missing"
+    "exit code: 0 done, 1 a target could not be asked or returned to service meanwhile, 2 wrong "
+    "flags, 3 work is left after --timeout, 4 a target is the last ready node of its role and "
+    "--force is missing"
 )
 
 
@@ -289,7 +290,8 @@ def places_of(config: DrainConfig, targets: Iterable[str]) -> list[Place]:
         engines = [place for pod in pods for place in _find_engines(pod, config, kubectl, opener)]
         if not engines:
             raise DrainFailed(
-                f"{target}: no running pod of {len(pods)} has an engine (a container port named http…)"
+                f"{target}: no running pod of {len(pods)} has an engine (a container port named "
+                "http…)"
             )
         places |= {place.name: place for place in engines}
     return list(places.values())
@@ -337,7 +339,10 @@ def make_parser() -> FlagParser:
     )
     parser.usage = f"{PROG} TARGET… [flags]"
     parser.epilog = EXIT_CODES
-    forms = "URL of an engine, ROUTER/workers/ID, pod/NAME, or node/NAME: all engine pods of a Kubernetes node"
+    forms = (
+        "URL of an engine, ROUTER/workers/ID, pod/NAME, or node/NAME: all engine pods of a "
+        "Kubernetes node"
+    )
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=forms)
     add_flags(parser, DrainConfig)
     return parser

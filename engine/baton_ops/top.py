@@ -331,16 +331,16 @@ def render_screen(router: str, snapshot: TopSnapshot, *, is_colored: bool, colum
     shown = sorted(snapshot.nodes, key=lambda node: (node.role, node.url))
     head, *rows = format_table(NODE_COLUMNS, [_node_cells(node) for node in shown])
     lines = [
-        TextLine(f"{router}  {ready} of {len(shown)} nodes ready, {queued} queued"),
-        TextLine(""),
-        TextLine(head, BOLD),
+        ScreenLine(f"{router}  {ready} of {len(shown)} nodes ready, {queued} queued"),
+        ScreenLine(""),
+        ScreenLine(head, BOLD),
     ]
     lines += [
-        TextLine(row, STATE_COLORS.get(node.state, RED))
+        ScreenLine(row, STATE_COLORS.get(node.state, RED))
         for row, node in zip(rows, shown, strict=True)
     ]
     lines += [
-        TextLine(f"  {short_address(node.url)}: {node.reason}") for node in shown if node.reason
+        ScreenLine(f"  {short_address(node.url)}: {node.reason}") for node in shown if node.reason
     ]
     for columns_of, cells in (
         (PAIR_COLUMNS, [_pair_cells(pair) for pair in snapshot.pairs]),
@@ -348,15 +348,15 @@ def render_screen(router: str, snapshot: TopSnapshot, *, is_colored: bool, colum
     ):
         if cells:
             head, *rows = format_table(columns_of, cells)
-            lines += [TextLine(""), TextLine(head, BOLD), *map(TextLine, rows)]
+            lines += [ScreenLine(""), ScreenLine(head, BOLD), *map(ScreenLine, rows)]
     if snapshot.source == "poll":
         unknown = "pairs and requests are unknown: this router serves no /ui/feed"
-        lines += [TextLine(""), TextLine(unknown)]
+        lines += [ScreenLine(""), ScreenLine(unknown)]
     return "\n".join(line.shown(columns, is_colored=is_colored) for line in lines)
 
 
 @dataclass(frozen=True, slots=True)
-class TextLine:
+class ScreenLine:
     """Line of the screen. `style`: an escape sequence, or empty."""
 
     text: str

@@ -54,7 +54,7 @@ class TestOpenai:
         said: dict[str, Any] = run_script(f"openai-{major}", SCRIPTS / "ask_openai.py", cluster.url)
         assert said["version"].startswith(f"{major}.")
         eventually(
-            "a KV page travelled: these answers did not come from one node",
+            "a KV page traveled: these answers did not come from one node",
             lambda: pulled(cluster) > before,
         )
         return said
@@ -187,6 +187,6 @@ def test_input_of_a_call_that_was_cut_off(messages: dict[str, Any]) -> None:
     assert seen["whole"][0]["input"] == {"INVALID_JSON": '{"path": "a'}
 
 
-def test_error_in_a_stream_is_the_librarys_own(messages: dict[str, Any]) -> None:
+def test_error_in_a_stream_is_that_of_the_library(messages: dict[str, Any]) -> None:
     assert messages["broken"]["error"] == "APIStatusError"
     assert "this node is leaving" in messages["broken"]["message"]

@@ -146,7 +146,7 @@ class Owner:
         self.process.stdout.close()
 
 
-def test_another_processs_pages_are_copied_until_they_are_closed(
+def test_pages_of_another_process_are_copied_until_they_are_closed(
     gpu: torch.device, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours, pages = pool(300, gpu)

@@ -1,5 +1,6 @@
-"""Structure and language of the sources, measured: import cycles, sizes of folders, files and functions, names, prose.
+"""Structure of the sources, as far as no tool checks it: order of Rust modules, names in prose,
+figures.
 
-`allowed.txt` lists what does not keep the rules yet, and may only shrink. `python -m tests.structure write`
-rewrites it; without `write` the command prints figures of each package and crate.
+`python -m tests.structure` prints figures of each package and crate, and fails where they got worse
+than the committed ones; `python -m tests.structure accept` commits to those of today.
 """

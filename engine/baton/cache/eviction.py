@@ -19,7 +19,7 @@ Names and meaning match SGLang 0.5.7, with three differences: a split does not m
 "new" (there it is created at that moment); reuses are counted here (there only the hierarchical
 cache counts them, so that lfu is lru); and eviction takes a leaf's last pages only, as many as are
 needed, instead of whole leaves.
-"""
+"""  # noqa: W505 - a table does not wrap
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ LOWEST_PRIORITY = -(2**31)
 
 
 class PageMemory(Protocol):
-    """Memory of a tree node about the use of its pages. Counters of the tree's own clock, no times."""
+    """Memory of a tree node about the use of its pages.
+
+    Counters of the tree's own clock, no times.
+    """
 
     stamp: int
     """Last use."""

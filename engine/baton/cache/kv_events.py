@@ -1,12 +1,13 @@
 """Contents of the radix tree as a log: others (routers) keep a copy of it by replaying the events.
 
 Life of a block (one page of tokens, named by a hash of its whole prefix):
- 1. A page is published to the tree when its computation is *scheduled*; `on_stored` keeps it pending.
+ 1. A page is published to the tree when its computation is *scheduled*; `on_stored` keeps it
+    pending.
  2. When its step has committed, `on_settled` announces it: Stored.
  3. It is evicted: Removed. One that was never announced leaves without a word.
- 4. `take_batch` closes what happened since the last call into a batch with the next sequence number; the
-    last `keep` batches can be replayed. Who has missed more asks for a `snapshot` and goes on from
-    its number.
+ 4. `take_batch` closes what happened since the last call into a batch with the next sequence
+    number; the last `keep` batches can be replayed. Who has missed more asks for a `snapshot` and
+    goes on from its number.
 
 The hash of a block is the first 8 bytes, big-endian, of SHA-256(hash of its parent, 8 bytes
 big-endian | its tokens, little-endian int32); a first block's parent is 0, or for a namespace the

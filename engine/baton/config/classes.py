@@ -1,4 +1,6 @@
-"""--priority-classes: their names, weights and priorities, and the class that a request belongs to."""
+"""--priority-classes: their names, weights and priorities, and the class that a request belongs
+to.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from dataclasses import dataclass
 
 LEAST_PRIORITY = -(2**31)
 MOST_PRIORITY = 2**31 - 1
-"""Bounds of a priority, wherever it is stated: requests, tenants, traces, the adjustment function."""
+"""Bounds of a priority, wherever it is stated: requests, tenants, traces, the adjustment
+function.
+"""
 MAX_CLASSES = 16
 MAX_WEIGHT = 1000
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
@@ -36,7 +40,9 @@ class ClassRules:
 
     classes: tuple[PriorityClass, ...] = ()
     low_values_first: bool = False
-    """Smaller priority values are more important: a bound is then the largest value of its class."""
+    """Smaller priority values are more important: a bound is then the largest value of its
+    class.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,7 +54,9 @@ class ClassRules:
         return self.classes[places[_TIERS[tier]]].name
 
     def of_priority(self, priority: int | None) -> str:
-        """The class of a request that names none: by its priority where the classes have bounds, else the middle."""
+        """The class of a request that names none: by its priority where the classes have bounds,
+        else the middle.
+        """
         if priority is None or self.classes[0].bound is None:
             return self.of_tier("default")
         sign = -1 if self.low_values_first else 1
@@ -65,14 +73,17 @@ class ClassRules:
 
 
 def parse_classes(text: str, *, low_values_first: bool = False) -> tuple[ClassRules, list[str]]:
-    """`name:weight` or `name:weight:bound`, comma separated, most important first → rules and every mistake."""
+    """`name:weight` or `name:weight:bound`, comma separated, most important first → rules and every
+    mistake.
+    """
     classes: list[PriorityClass] = []
     bad: list[str] = []
     for part in text.split(","):
         name, *numbers = (piece.strip() for piece in part.split(":"))
         if not _NAME.fullmatch(name):
             bad.append(
-                f"{part.strip()!r}: a class begins with its name, a letter and up to 31 letters, digits, - or _"
+                f"{part.strip()!r}: a class begins with its name, a letter and up to 31 letters, "
+                "digits, - or _"
             )
         elif not 1 <= len(numbers) <= 2 or not all(
             re.fullmatch(r"-?\d{1,10}", number) for number in numbers

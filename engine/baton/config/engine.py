@@ -1,8 +1,9 @@
-"""Engine configuration: one frozen dataclass; flags, help, defaults and docs/flags.md are all built from its fields.
+"""Engine configuration: one frozen dataclass; flags, help, defaults and docs/flags.md are all built
+from its fields.
 
 Two steps: `parse(argv)` reads no file but --tenant-config's and reports all mistakes at once;
-`EngineConfig.resolve(...)` (runtime) reads the model's config and the machine. SGLang's flag names are used where the
-semantics agree.
+`EngineConfig.resolve(...)` (runtime) reads the model's config and the machine. SGLang's flag names
+are used where the semantics agree.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ LOOPBACK = "127.0.0.1"
 UNSPECIFIED_HOSTS = ("0.0.0.0", "::", "")
 """Values of --host that listen on every address."""
 KV_REMEDY = (
-    "give all engines the same --cluster-key (BATON_CLUSTER_KEY), or --insecure-kv where every host of the network is "
-    "trusted"
+    "give all engines the same --cluster-key (BATON_CLUSTER_KEY), or --insecure-kv where every "
+    "host of the network is trusted"
 )
 SECRETS: Mapping[str, str] = {
     "api_key": "BATON_API_KEY",
@@ -43,14 +44,18 @@ QUEUE_ORDERS = (
 )
 """Values of --schedule-policy: auto and the names of sched.policies.POLICIES (a test compares)."""
 EVICTION_ORDERS = ("lru", "lfu", "fifo", "mru", "filo", "priority")
-"""Values of --radix-eviction-policy: the names of cache.eviction.EVICTION_POLICIES (a test compares)."""
+"""Values of --radix-eviction-policy: the names of cache.eviction.EVICTION_POLICIES (a test
+compares).
+"""
 MEM_FRACTION = 0.85
-"""Not measured on a GPU yet; what steps need besides is (runtime.memory.device_memory), and comes first."""
+"""Steps need memory besides, which is measured and comes first (runtime.memory.device_memory)."""
 
 
 CUDA_DEFAULTS: Mapping[str, int] = {"max_running_requests": 256, "chunked_prefill_size": 8192}
-"""Defaults with --device cuda of flags that are not given. Small steps leave a GPU waiting for launches; 8192 tokens
-match SGLang's on an H200, 256 rows are the largest recorded decode step (runtime.runner.capture)."""
+"""Defaults with --device cuda of flags that are not given. Small steps leave a GPU waiting for
+launches; 8192 tokens match SGLang's on an H200, 256 rows are the largest recorded decode step
+(runtime.runner.capture).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +92,8 @@ class EngineConfig:
 
     model_path: str = opt(
         "demo",
-        "Hugging Face model directory, owner/name of one in the Hugging Face cache, or 'demo' for the built-in model",
+        "Hugging Face model directory, owner/name of one in the Hugging Face cache, or 'demo' for "
+        "the built-in model",
         also=("--model",),
     )
     tokenizer_path: str | None = opt(
@@ -105,13 +111,15 @@ class EngineConfig:
     )
     dtype: str = opt(
         "auto",
-        "compute type; auto: the checkpoint's; on the CPU bfloat16 for float16, which torch computes slowly there",
+        "compute type; auto: the checkpoint's; on the CPU bfloat16 for float16, which torch "
+        "computes slowly there",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     simulate: str | None = opt(
         None,
-        "no model: steps take the time of this device, reference or h200-8b; then name=number, separated by commas, "
-        "for speed, length_scale and single numbers of the device (docs/simulate.md)",
+        "no model: steps take the time of this device, reference or h200-8b; then name=number, "
+        "separated by commas, for speed, length_scale and single numbers of the device "
+        "(docs/simulate.md)",
     )
     context_length: int | None = opt(
         None,
@@ -124,20 +132,20 @@ class EngineConfig:
     )
     tool_parser: str = opt(
         "auto",
-        "format in which the model writes tool calls, such as hermes or llama3; auto: found in its chat template, else "
-        "by its model_type; none: calls are not read",
+        "format in which the model writes tool calls, such as hermes or llama3; auto: found in its "
+        "chat template, else by its model_type; none: calls are not read",
         also=("--tool-call-parser",),
     )
     unknown_tool_calls: str = opt(
         "text",
-        "calls of tools that a request does not have; text: they are content; forward: they are calls, which clients "
-        "answer with an error",
+        "calls of tools that a request does not have; text: they are content; forward: they are "
+        "calls, which clients answer with an error",
         choices=("text", "forward"),
     )
     reasoning_parser: str = opt(
         "auto",
-        "markers between which the model reasons, such as think_tags; auto: found in its chat template, else by its "
-        "model_type; none: reasoning is part of the content",
+        "markers between which the model reasons, such as think_tags; auto: found in its chat "
+        "template, else by its model_type; none: reasoning is part of the content",
     )
     reasoning_field: str = opt(
         "reasoning_content",
@@ -146,20 +154,22 @@ class EngineConfig:
     )
     grammar: str = opt(
         "on",
-        "structured output (docs/guide/structured-output.md); off: requests with a schema or grammar are refused, and "
-        "the memory of the tokenizer's trie is saved, 0.03 to 0.5 GB per rank",
+        "structured output (docs/guide/structured-output.md); off: requests with a schema or "
+        "grammar are refused, and the memory of the tokenizer's trie is saved, 0.03 to 0.5 GB per "
+        "rank",
         choices=("on", "off"),
     )
     grammar_check_secs_per_minute: float = opt(
         10.0,
-        "CPU time that a client may use per minute for schemas and grammars whose check takes longer than usual, then "
-        "429; 0: without limit [seconds]",
+        "CPU time that a client may use per minute for schemas and grammars whose check takes "
+        "longer than usual, then 429; 0: without limit [seconds]",
         ge=0,
     )
     structured_whitespace: str = opt(
         "bounded",
-        "white space between the parts of constrained JSON; bounded: one space, or a line break and at most 40 blanks; "
-        "any: unlimited, with which some models write blanks until max_tokens; none: compact JSON",
+        "white space between the parts of constrained JSON; bounded: one space, or a line break "
+        "and at most 40 blanks; any: unlimited, with which some models write blanks until "
+        "max_tokens; none: compact JSON",
         choices=("bounded", "any", "none"),
     )
 
@@ -167,8 +177,8 @@ class EngineConfig:
     port: int = opt(30000, "port of the HTTP server; 0 picks a free one", ge=0, le=65535)
     health_port: int | None = opt(
         None,
-        "answer the health endpoints on this port of --host too, so that clients cannot take the connections of "
-        "probes; 0 picks a free one",
+        "answer the health endpoints on this port of --host too, so that clients cannot take the "
+        "connections of probes; 0 picks a free one",
         ge=0,
         le=65535,
     )
@@ -179,8 +189,9 @@ class EngineConfig:
     )
     max_connections: int = opt(
         65_536,
-        "most connections at once; a new one closes the one that has waited longest without a request (an address "
-        "with a quarter of them that wait closes its own), or is closed while all have requests",
+        "most connections at once; a new one closes the one that has waited longest without a "
+        "request (an address with a quarter of them that wait closes its own), or is closed while "
+        "all have requests",
         ge=1,
     )
     header_read_timeout_secs: float = opt(
@@ -192,8 +203,9 @@ class EngineConfig:
 
     allowed_hosts: str = opt(
         "",
-        "without --api-key: names, separated by commas, by which this engine may be asked besides addresses, localhost "
-        "and, beyond loopback, names without a dot; *: any (docs/guide/security.md)",
+        "without --api-key: names, separated by commas, by which this engine may be asked besides "
+        "addresses, localhost and, beyond loopback, names without a dot; *: any "
+        "(docs/guide/security.md)",
     )
 
     disaggregation_mode: str = opt(
@@ -206,8 +218,9 @@ class EngineConfig:
     )
     disaggregation_transfer_backend: str = opt(
         "auto",
-        "how KV pages travel; auto: shm on one host, else tcp; with --device cuda: cuda_ipc on one GPU, else nccl, "
-        "else tcp; nccl has not run on GPUs yet (docs/gpu.md); gloo: nccl's code path through host memory",
+        "how KV pages travel; auto: shm on one host, else tcp; with --device cuda: cuda_ipc on one "
+        "GPU, else nccl, else tcp; nccl has not run on GPUs yet (docs/gpu.md); gloo: nccl's code "
+        "path through host memory",
         choices=("auto", *KV_TRANSPORTS),
     )
     transfer_port: int = opt(
@@ -218,41 +231,42 @@ class EngineConfig:
     )
     cluster_key: str | None = opt(
         None,
-        "shared secret of all engines that authenticates KV transfers; without it they stay on loopback",
+        "shared secret of all engines that authenticates KV transfers; without it they "
+        "stay on loopback",
         env=SECRETS["cluster_key"],
     )
     second_cluster_key: str | None = opt(
         None,
-        "key that is accepted besides cluster-key; only cluster-key signs. For changing the key node by node "
-        "(docs/guide/security.md)",
+        "key that is accepted besides cluster-key; only cluster-key signs. For changing the key "
+        "node by node (docs/guide/security.md)",
         env=SECRETS["second_cluster_key"],
     )
     insecure_kv: bool = opt(
         False,
-        "without cluster-key: listen for KV transfers on --host or --kv-host, and take KV from any host; any client "
-        "of these ports can read prompts and forge answers",
+        "without cluster-key: listen for KV transfers on --host or --kv-host, and take KV from any "
+        "host; any client of these ports can read prompts and forge answers",
     )
     kv_host: str | None = opt(
         None,
-        "address the transfer ports listen on, e.g. of a network for KV; the bootstrap server stays on --host "
-        "(default: --host, or 127.0.0.1 without cluster-key)",
+        "address the transfer ports listen on, e.g. of a network for KV; the bootstrap server "
+        "stays on --host (default: --host, or 127.0.0.1 without cluster-key)",
     )
     kv_advertise_host: str | None = opt(
         None,
-        "P node: address or host name that D nodes connect to for KV (default: what the transfer ports listen on, "
-        "and for 0.0.0.0 or :: the address of the default route)",
+        "P node: address or host name that D nodes connect to for KV (default: what the transfer "
+        "ports listen on, and for 0.0.0.0 or :: the address of the default route)",
     )
     kv_copy_threads: int = opt(
         1,
-        "threads per rank that take checksums of KV pages in host memory and copy them by shm; one room keeps at most "
-        "two busy",
+        "threads per rank that take checksums of KV pages in host memory and copy them by shm; one "
+        "room keeps at most two busy",
         ge=1,
         le=32,
     )
     kv_tcp_streams: int = opt(
         1,
-        "tcp streams from a D rank to each P rank, which share every prompt's pages, and threads per rank that serve "
-        "tcp; more than 1 pays where a core or the network limits one stream",
+        "tcp streams from a D rank to each P rank, which share every prompt's pages, and threads "
+        "per rank that serve tcp; more than 1 pays where a core or the network limits one stream",
         ge=1,
         le=8,
     )
@@ -264,7 +278,8 @@ class EngineConfig:
     )
     kv_transfer_timeout_secs: float = opt(
         60.0,
-        "D: longest wait for P's answer and for a page being copied; waiting in a queue does not count [s]",
+        "D: longest wait for P's answer and for a page being copied; waiting in a queue "
+        "does not count [s]",
         gt=0,
         lt=1e9,
     )
@@ -275,19 +290,22 @@ class EngineConfig:
     )
     nccl_max_ctas: int | None = opt(
         None,
-        "thread blocks that NCCL may use per KV transfer, 1 to 32; each occupies an SM and moves some 20 GB/s; P's "
-        "value applies to the pair (default: 8, or 1 with NCCL_MULTI_RANK_GPU_ENABLE=1, for P and D on one GPU)",
+        "thread blocks that NCCL may use per KV transfer, 1 to 32; each occupies an SM and moves "
+        "some 20 GB/s; P's value applies to the pair (default: 8, or 1 with "
+        "NCCL_MULTI_RANK_GPU_ENABLE=1, for P and D on one GPU)",
         ge=1,
         le=32,
     )
     test_kv_fault: str | None = opt(
         None,
-        "for tests: damage KV transfers by these rules, a JSON object (kv_transfer/src/transport/fault_injection.rs)",
+        "for tests: damage KV transfers by these rules, a JSON object "
+        "(kv_transfer/src/transport/fault_injection.rs)",
     )
 
     tp_size: int = opt(
         1,
-        "tensor-parallel ranks: processes per DP rank that divide every layer's heads and weights among them",
+        "tensor-parallel ranks: processes per DP rank that divide every layer's heads "
+        "and weights among them",
         also=("--tp", "--tensor-parallel-size"),
         ge=1,
         le=64,
@@ -312,8 +330,8 @@ class EngineConfig:
     )
     attention_backend: str = opt(
         "auto",
-        "cpu: native paged kernels; flashinfer: CUDA devices only; torch: reference on any device; auto: the fastest "
-        "that can serve here",
+        "cpu: native paged kernels; flashinfer: CUDA devices only; torch: reference on any device; "
+        "auto: the fastest that can serve here",
         choices=("auto", "cpu", "torch", "flashinfer"),
     )
     disable_cuda_graph: bool = opt(
@@ -323,14 +341,15 @@ class EngineConfig:
     )
     cuda_graph_max_bs: int | None = opt(
         None,
-        "CUDA: most rows of a decode step that is recorded, 1 to 1024; larger steps launch every kernel (default: 256; "
-        "never more than max-running-requests)",
+        "CUDA: most rows of a decode step that is recorded, 1 to 1024; larger steps launch every "
+        "kernel (default: 256; never more than max-running-requests)",
         ge=1,
         le=1024,
     )
     cpu_threads: int = opt(
         0,
-        "compute threads per process, of which there are dp-size times tp-size; 0: cores / processes",
+        "compute threads per process, of which there are dp-size times tp-size; 0: "
+        "cores / processes",
         ge=0,
     )
 
@@ -339,19 +358,21 @@ class EngineConfig:
     )
     max_total_tokens: int = opt(
         0,
-        "KV pool size per DP rank; 0: sized from kv-pool-mib, or on a GPU from mem-fraction-static [tokens]",
+        "KV pool size per DP rank; 0: sized from kv-pool-mib, or on a GPU "
+        "from mem-fraction-static [tokens]",
         ge=0,
     )
     kv_pool_mib: int | None = opt(
         None,
-        "memory of the KV pool per process when max-total-tokens is 0; tensor-parallel ranks each hold their heads' "
-        "share of all pages (default: 128 on the CPU; on a CUDA device sized by mem-fraction-static) [MiB]",
+        "memory of the KV pool per process when max-total-tokens is 0; tensor-parallel ranks each "
+        "hold their heads' share of all pages (default: 128 on the CPU; on a CUDA device sized by "
+        "mem-fraction-static) [MiB]",
         ge=1,
     )
     mem_fraction_static: float = opt(
         MEM_FRACTION,
-        "CUDA: share of the device's whole memory for weights and KV pool together; less is taken when less is free. "
-        "Several engines on one device share it, 0.4 each for two",
+        "CUDA: share of the device's whole memory for weights and KV pool together; less is taken "
+        "when less is free. Several engines on one device share it, 0.4 each for two",
         gt=0,
         lt=1,
     )
@@ -378,8 +399,8 @@ class EngineConfig:
     )
     chunked_prefill_size: int = opt(
         512,
-        "token budget of one step: decode rows first, then prompts; -1: prompts are not split, the budget is "
-        "max-prefill-tokens (default with --device cuda: 8192) [tokens]",
+        "token budget of one step: decode rows first, then prompts; -1: prompts are not split, the "
+        "budget is max-prefill-tokens (default with --device cuda: 8192) [tokens]",
         also=("--max-num-batched-tokens",),
     )
     max_prefill_tokens: int = opt(
@@ -387,29 +408,34 @@ class EngineConfig:
     )
     long_prefill_token_threshold: int = opt(
         0,
-        "most tokens of one prompt per step, so that other prompts get a part of it; 0: no limit (as vLLM) [tokens]",
+        "most tokens of one prompt per step, so that other prompts get a part of it; 0: no limit "
+        "(as vLLM) [tokens]",
     )
     prefill_max_requests: int | None = opt(None, "most prompts that one step may work on", ge=1)
     enable_dynamic_chunking: bool = opt(
         False,
-        "size chunks by predicted time, so that steps deep in a long prompt take no longer than its first one",
+        "size chunks by predicted time, so that steps deep in a long prompt take no longer than "
+        "its first one",
     )
     step_target_ms: float = opt(
         0.0,
-        "size chunks so that a step takes about this long, decode rows included; at least one page, at most "
-        "chunked-prefill-size; 0: no target, or with enable-dynamic-chunking the time of a full first chunk [ms]",
+        "size chunks so that a step takes about this long, decode rows included; at least one "
+        "page, at most chunked-prefill-size; 0: no target, or with enable-dynamic-chunking the "
+        "time of a full first chunk [ms]",
         ge=0,
         le=60_000,
     )
     watermark: float = opt(
         0.01,
-        "share of the KV pool that must stay available when a request is admitted while others run, 0 to 0.5",
+        "share of the KV pool that must stay available when a request is admitted while others "
+        "run, 0 to 0.5",
         ge=0,
         le=0.5,
     )
     clip_max_new_tokens: int = opt(
         4096,
-        "an answer is never expected to be longer than this, unless ignore_eos fixes its length [tokens]",
+        "an answer is never expected to be longer than this, unless ignore_eos fixes "
+        "its length [tokens]",
         env="SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
         ge=1,
     )
@@ -426,8 +452,9 @@ class EngineConfig:
     )
     in_batch_prefix_caching_check_threshold: int = opt(
         -1,
-        "lpm: a request with at most this many cached tokens goes last if an earlier waiting one has the same first "
-        "tokens (SGLang: 32); -1: off, since requests of one step share their pages anyway [tokens]",
+        "lpm: a request with at most this many cached tokens goes last if an earlier waiting one "
+        "has the same first tokens (SGLang: 32); -1: off, since requests of one step share their "
+        "pages anyway [tokens]",
         env="IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD",
         ge=-1,
     )
@@ -439,7 +466,8 @@ class EngineConfig:
     )
     short_first_output_weight: str = opt(
         "auto",
-        "short-first: share of max_tokens that counts as work; auto: as the engine measures; 0: prompts only",
+        "short-first: share of max_tokens that counts as work; auto: as the engine measures; 0: "
+        "prompts only",
     )
     short_first_aging_tokens_per_s: float = opt(
         500.0, "short-first: a waiting request counts as shorter by this [tokens/s]", ge=0, lt=1e12
@@ -452,7 +480,8 @@ class EngineConfig:
     )
     srpt_aging_backlog_secs: float = opt(
         60.0,
-        "srpt-aging: with more work than this waiting, aging shrinks in proportion; 0: never [s of prefill]",
+        "srpt-aging: with more work than this waiting, aging shrinks in proportion; 0: never "
+        "[s of prefill]",
         ge=0,
         lt=1e12,
     )
@@ -461,40 +490,41 @@ class EngineConfig:
     )
     deadline_miss_action: str = opt(
         "demote",
-        "for a request that cannot meet its ttft_deadline_ms: demote: edf moves it back by edf-demotion-secs; keep: it "
-        "keeps its place; abort: it ends with 504",
+        "for a request that cannot meet its ttft_deadline_ms: demote: edf moves it back by "
+        "edf-demotion-secs; keep: it keeps its place; abort: it ends with 504",
         choices=("demote", "keep", "abort"),
     )
     edf_demotion_secs: float = opt(
         300.0,
-        "edf: a request that cannot meet its deadline is ordered as if the deadline were this much later, which bounds "
-        "its wait behind requests that can [s]",
+        "edf: a request that cannot meet its deadline is ordered as if the deadline were this much "
+        "later, which bounds its wait behind requests that can [s]",
         ge=0,
         lt=1e12,
     )
     max_partial_prefills: int = opt(
         4,
-        "srpt-aging, edf, or with priorities: behind this many unfinished prompts, which hold pages, a request starts "
-        "only if one step completes it",
+        "srpt-aging, edf, or with priorities: behind this many unfinished prompts, which hold "
+        "pages, a request starts only if one step completes it",
         ge=1,
     )
     admission_skip_ahead: int = opt(
         8,
-        "waiting requests without enough pages (or behind max-partial-prefills) that a step may pass over, per class; "
-        "pages are kept for the first of them; 0: nothing passes",
+        "waiting requests without enough pages (or behind max-partial-prefills) that a step may "
+        "pass over, per class; pages are kept for the first of them; 0: nothing passes",
         ge=0,
     )
     priority_classes: str | None = opt(
         None,
-        "classes that share by weight, most important first: name:weight or name:weight:min_priority, with commas "
-        "between, e.g. interactive:8,standard:4,batch:1",
+        "classes that share by weight, most important first: name:weight or "
+        "name:weight:min_priority, with commas between, e.g. interactive:8,standard:4,batch:1",
     )
     disable_class_charge_decode: bool = opt(
         False, "generated tokens do not count against their class, only prompts"
     )
     tenant_config: str | None = opt(
         None,
-        "JSON file (or the JSON itself) with limits of tenants; the tenants of a class then share by weight",
+        "JSON file (or the JSON itself) with limits of tenants; the tenants of a class "
+        "then share by weight",
     )
     prompt_token_weight: float = opt(
         1.0, "weight of a computed prompt token in its tenant's account", gt=0, le=1e6
@@ -541,15 +571,16 @@ class EngineConfig:
     )
     priority_adjustment_function: str | None = opt(
         None,
-        "module:callable that may replace a waiting request's priority, called as fn(request, load)",
+        "module:callable that may replace a waiting request's priority, called "
+        "as fn(request, load)",
     )
     priority_adjust_interval_ms: int = opt(
         250, "interval of the calls of that function for a waiting request [ms]", ge=1, le=3_600_000
     )
     preemption_mode: str = opt(
         "cache",
-        "a preempted request's KV: recompute drops it, cache keeps it evictable, offload moves it to the host pool, "
-        "auto offloads where copying is faster than computing",
+        "a preempted request's KV: recompute drops it, cache keeps it evictable, offload moves it "
+        "to the host pool, auto offloads where copying is faster than computing",
         choices=("recompute", "cache", "offload", "auto"),
     )
     max_preemptions_per_request: int = opt(
@@ -560,7 +591,8 @@ class EngineConfig:
     )
     starvation_threshold_ms: int = opt(
         10000,
-        "a request waiting for longer, overtaken by later ones, counts as starving in the metrics [ms]",
+        "a request waiting for longer, overtaken by later ones, counts as starving in "
+        "the metrics [ms]",
         ge=1,
         le=86_400_000,
     )
@@ -575,12 +607,14 @@ class EngineConfig:
     )
     kv_events_config: str = opt(
         "",
-        "announce what is cached: JSON object with the keys of vLLM's option (docs/scheduling/cache.md)",
+        "announce what is cached: JSON object with the keys of vLLM's option "
+        "(docs/scheduling/cache.md)",
     )
     disable_overlap_schedule: bool = opt(False, "plan step n+1 only after step n has finished")
     prefill_first: bool = opt(
         False,
-        "SGLang's order, for comparison: while prompts wait, steps alternate between prompts and decode rows",
+        "SGLang's order, for comparison: while prompts wait, steps alternate between "
+        "prompts and decode rows",
     )
     enable_mixed_chunk: bool = opt(
         False,
@@ -588,8 +622,8 @@ class EngineConfig:
     )
     max_decode_gap_ms: float = opt(
         0.0,
-        "with prefill-first: several prefill steps may follow each other while decode rows wait no longer than this; "
-        "0: one step [ms]",
+        "with prefill-first: several prefill steps may follow each other while decode rows wait no "
+        "longer than this; 0: one step [ms]",
         ge=0,
         le=60_000,
     )
@@ -611,7 +645,8 @@ class EngineConfig:
     )
     otlp_traces_endpoint: str = opt(
         "localhost:4317",
-        "address of the trace collector: HOST:PORT for OTLP/gRPC, http://HOST:PORT[/PATH] for OTLP/HTTP",
+        "address of the trace collector: HOST:PORT for OTLP/gRPC, "
+        "http://HOST:PORT[/PATH] for OTLP/HTTP",
     )
     decision_log: str | None = opt(
         None,
@@ -634,9 +669,11 @@ class EngineConfig:
 
     @property
     def max_rooms(self) -> int:
-        """Most KV transfers of a rank: one per request that waits or runs, and as many that are leased or closing.
+        """Most KV transfers of a rank: one per request that waits or runs, and as many that are
+        leased or closing.
 
-        The transfer runtime derives its other limits from this one (kv_transfer/src/node/config.rs).
+        The transfer runtime derives its other limits from this one
+        (kv_transfer/src/node/config.rs).
         """
         return 2 * (self.max_queued_requests + self.max_running_requests)
 
@@ -658,7 +695,9 @@ class EngineConfig:
 
     @property
     def bootstrap_listen_host(self) -> str:
-        """Address that the bootstrap server listens on: --host, where routers tell D to ask, or loopback."""
+        """Address that the bootstrap server listens on: --host, where routers tell D to ask, or
+        loopback.
+        """
         return self.host if self.is_kv_open or is_loopback(self.host) else LOOPBACK
 
     @property
@@ -677,7 +716,10 @@ def uses_four_bytes(config: EngineConfig) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine reaches the address. A name other than localhost counts as reachable."""
+    """True if only this machine reaches the address.
+
+    A name other than localhost counts as reachable.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

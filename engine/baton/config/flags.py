@@ -1,6 +1,8 @@
-"""Flags made of a dataclass: `opt` describes a field, `FlagParser` reads it and reports all mistakes at once.
+"""Flags made of a dataclass: `opt` describes a field, `FlagParser` reads it and reports all
+mistakes at once.
 
-A program with many flags names the few that a first start needs (`essentials`): --help shows these, --help-all all.
+A program with many flags names the few that a first start needs (`essentials`): --help shows these,
+--help-all all.
 """
 
 from __future__ import annotations
@@ -74,11 +76,13 @@ def opt(
     also: Sequence[str] = (),
     **bounds: float,
 ) -> Any:
-    """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag is absent.
+    """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag
+    is absent.
 
     Args:
         also: names of the same flag in SGLang and vLLM.
-        bounds: `ge`, `gt`, `le`, `lt` of a number; checked by `out_of_range`, shown in docs/flags.md.
+        bounds: `ge`, `gt`, `le`, `lt` of a number; checked by `out_of_range`, shown in
+            docs/flags.md.
     """
     metadata = {"help": help, "choices": choices, "env": env, "also": also}
     return dataclasses.field(
@@ -87,7 +91,10 @@ def opt(
 
 
 def out_of_range(config: Any) -> Iterator[str]:
-    """Sentences about the fields of a config whose number is outside its bounds. None is always inside."""
+    """Sentences about the fields of a config whose number is outside its bounds.
+
+    None is always inside.
+    """
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         allowed = f.metadata["range"]
@@ -108,7 +115,9 @@ def base_type(annotation: Any) -> Callable[[str], Any]:
 
 
 class FlagMistake(str):
-    """Sentence that stands where a value would be, so that parsing continues and finds the other mistakes."""
+    """Sentence that stands where a value would be, so that parsing continues and finds the other
+    mistakes.
+    """
 
 
 def make_reader(
@@ -134,7 +143,9 @@ def _metavar(field_name: str) -> str:
 
 
 def add_environment(cls: type, values: dict[str, Any]) -> list[str]:
-    """Add to `values` the fields of `cls` that are absent and whose environment variable is set; returns mistakes."""
+    """Add to `values` the fields of `cls` that are absent and whose environment variable is set;
+    returns mistakes.
+    """
     hints = typing.get_type_hints(cls)
     bad = []
     for f in dataclasses.fields(cls):
@@ -151,14 +162,17 @@ def add_environment(cls: type, values: dict[str, Any]) -> list[str]:
 
 
 def _read_headings(cls: type) -> dict[str, str]:
-    """Titles by the first field that each stands above: GROUPS of a config class, which may have none."""
+    """Titles by the first field that each stands above: GROUPS of a config class, which may have
+    none.
+    """
     return {first: title for title, first in getattr(cls, "GROUPS", ())}
 
 
 def add_flags(
     parser: argparse._ActionsContainer, cls: type, skip: Collection[str] = frozenset()
 ) -> None:
-    """Add one flag per field of `cls` to `parser` (or to a group of it), except the fields in `skip`.
+    """Add one flag per field of `cls` to `parser` (or to a group of it), except the fields in
+    `skip`.
 
     They come under the headings of `cls` (GROUPS), unless `parser` is a group already.
     """
@@ -193,7 +207,9 @@ class _FlagHelpFormatter(argparse.HelpFormatter):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser for `add_flags` that collects mistakes, one sentence each, where argparse ends at the first."""
+    """A parser for `add_flags` that collects mistakes, one sentence each, where argparse ends at
+    the first.
+    """
 
     def __init__(
         self,
@@ -207,7 +223,8 @@ class FlagParser(argparse.ArgumentParser):
         """
         Args:
             elsewhere: flags that are not for this program, with what to do instead.
-            essentials: fields whose flags --help shows; --help-all shows all. Empty: --help shows all.
+            essentials: fields whose flags --help shows; --help-all shows all. Empty: --help shows
+                all.
             word_remedy: advice for a word that follows no flag; {word} stands for it.
         """
         super().__init__(
@@ -262,7 +279,9 @@ class FlagParser(argparse.ArgumentParser):
     def read_config(
         self, cls: type[Config], argv: Sequence[str]
     ) -> tuple[Config, dict[str, Any], list[str]]:
-        """A config of the values given and of the environment, the values that are not its own, and all mistakes."""
+        """A config of the values given and of the environment, the values that are not its own, and
+        all mistakes.
+        """
         values, bad = self.read(argv)
         bad += add_environment(cls, values)
         own_values = {

@@ -1,6 +1,7 @@
 """--kv-events-config: the keys of vLLM's option of that name, checked.
 
-Pure: read by baton.config (the check), sched.setup.from_config (how much is kept) and the server (where it goes).
+Pure: read by baton.config (the check), sched.setup.from_config (how much is kept) and the server
+(where it goes).
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class KvEventsConfig:
     publisher: str = ""
     """zmq, or null: only over HTTP (GET /v1/kv_events). Empty: zmq if enabled."""
     endpoint: str = "tcp://*:5557"
-    """PUB socket: bound if it has a *, :: or ipc://, else connected to. DP rank r adds r to the port."""
+    """PUB socket: bound if it has a *, :: or ipc://, else connected to.
+
+    DP rank r adds r to the port.
+    """
     replay_endpoint: str | None = None
     """ROUTER socket for missed batches, always bound; None: there is none."""
     buffer_steps: int = 10_000
@@ -142,13 +146,15 @@ def _port_mistakes(config: KvEventsConfig, dp_size: int) -> list[str]:
                 continue
             if address is not None and not 1 <= int(address[2]) <= 65535:
                 bad.append(
-                    f"{FLAG}: {key} {mine} of DP rank {rank}: ports are 1 to 65535; choose a lower first port"
+                    f"{FLAG}: {key} {mine} of DP rank {rank}: ports are 1 to 65535; choose a lower "
+                    "first port"
                 )
                 break
             place = mine if address is None else address[2]
             if place in users:
                 bad.append(
-                    f"{FLAG}: {key} {mine} of DP rank {rank} is also {users[place]}; leave {dp_size} between"
+                    f"{FLAG}: {key} {mine} of DP rank {rank} is also {users[place]}; leave "
+                    f"{dp_size} between"
                 )
                 break
             users[place] = f"the {key} of DP rank {rank}"

@@ -48,7 +48,8 @@ def parse_config(
     """Turn flags into a config; prints every mistake and exits with 2 when there is one.
 
     Args:
-        find_others: mistakes that only the caller can see, such as those of files; asked when there are others.
+        find_others: mistakes that only the caller can see, such as those of files; asked when there
+            are others.
     """
     values, bad = make_parser(prog).read(argv)
     try:

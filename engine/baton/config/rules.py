@@ -1,4 +1,7 @@
-"""Rules between flags of an engine. Each yields sentences that name the flag, the value and what to do."""
+"""Rules between flags of an engine.
+
+Each yields sentences that name the flag, the value and what to do.
+"""
 
 from __future__ import annotations
 
@@ -44,18 +47,27 @@ def _check_transfer(c: EngineConfig) -> Iterator[str]:
     if c.second_cluster_key == "":
         yield "--second-cluster-key is empty: give the other key, or leave it out"
     if c.second_cluster_key is not None and c.cluster_key is None:
-        yield "--second-cluster-key needs --cluster-key, the key that signs; give both, or only --cluster-key"
+        yield (
+            "--second-cluster-key needs --cluster-key, the key that signs; give both, or only "
+            "--cluster-key"
+        )
     if (
         c.disaggregation_mode == "prefill"
         and c.bootstrap_listen_host != c.host
         and c.host not in UNSPECIFIED_HOSTS
     ):
-        reason = f"without a cluster key KV transfers stay on {LOOPBACK}, where no decode node would look for them"
+        reason = (
+            f"without a cluster key KV transfers stay on {LOOPBACK}, where no decode node "
+            "would look for them"
+        )
         yield f"--host {c.host}: {reason}; {KV_REMEDY}"
     for name in ("kv_host", "kv_advertise_host"):
         host = getattr(c, name)
         if host is not None and not c.is_kv_open and not is_loopback(host):
-            yield f"{flag_name(name)} {host}: without a cluster key KV transfers stay on loopback; {KV_REMEDY}"
+            yield (
+                f"{flag_name(name)} {host}: without a cluster key KV transfers stay on loopback; "
+                f"{KV_REMEDY}"
+            )
     if c.kv_advertise_host is not None and not _is_address_or_name(c.kv_advertise_host):
         form = "one IPv4 address, IPv6 address without brackets or host name, without a port"
         yield f"--kv-advertise-host {c.kv_advertise_host}: give {form}"
@@ -72,9 +84,15 @@ def _is_address_or_name(text: str) -> bool:
 
 def _check_device(c: EngineConfig) -> Iterator[str]:
     if c.tp_size > 1 and c.dp_size > 1 and c.disaggregation_mode == "prefill":
-        yield f"--dp-size {c.dp_size}: with --tp-size {c.tp_size} a prefill node has one DP rank; start more nodes"
+        yield (
+            f"--dp-size {c.dp_size}: with --tp-size {c.tp_size} a prefill node has one DP rank; "
+            "start more nodes"
+        )
     if c.attention_backend == "flashinfer" and c.device == "cpu":
-        yield f"--attention-backend flashinfer: needs a CUDA device, --device is {c.device}; use auto, cpu or torch"
+        yield (
+            f"--attention-backend flashinfer: needs a CUDA device, --device is {c.device}; use "
+            "auto, cpu or torch"
+        )
     if c.cuda_graph_max_bs is not None:
         for why_not, reason in (
             (c.device == "cpu", "there are no CUDA graphs on --device cpu"),
@@ -90,22 +108,34 @@ def _check_step(c: EngineConfig) -> Iterator[str]:
         yield f"--page-size {c.page_size}: use a power of two from 1 to 128"
     chunk = c.chunked_prefill_size
     if chunk != -1 and (chunk < c.page_size or chunk % max(c.page_size, 1)):
-        remedy = f"use a positive multiple of --page-size ({c.page_size}), or -1 to compute each prompt in one step"
+        remedy = (
+            f"use a positive multiple of --page-size ({c.page_size}), or -1 to compute each "
+            "prompt in one step"
+        )
         yield f"--chunked-prefill-size {chunk}: {remedy}"
     for name in ("enable_dynamic_chunking", "step_target_ms", "long_prefill_token_threshold"):
         if chunk == -1 and getattr(c, name):
-            yield f"{flag_name(name)}: --chunked-prefill-size -1 splits no prompt; leave one of the two out"
+            yield (
+                f"{flag_name(name)}: --chunked-prefill-size -1 splits no prompt; leave one of "
+                "the two out"
+            )
     if c.long_prefill_token_threshold and c.long_prefill_token_threshold < c.page_size:
         remedy = f"use at least --page-size ({c.page_size}), or 0 for no limit"
         yield f"--long-prefill-token-threshold {c.long_prefill_token_threshold}: {remedy}"
     if c.max_decode_gap_ms and (not c.prefill_first or c.enable_mixed_chunk):
         reason = "decode rows wait only with --prefill-first and without --enable-mixed-chunk"
-        yield f"--max-decode-gap-ms {c.max_decode_gap_ms}: {reason}; otherwise they join every step: leave it out"
+        yield (
+            f"--max-decode-gap-ms {c.max_decode_gap_ms}: {reason}; otherwise they join every "
+            "step: leave it out"
+        )
 
 
 def _check_queue(c: EngineConfig) -> Iterator[str]:
     if c.short_first_output_weight != "auto" and not _is_share(c.short_first_output_weight):
-        yield f"--short-first-output-weight {c.short_first_output_weight}: use auto, or a number from 0 to 1"
+        yield (
+            f"--short-first-output-weight {c.short_first_output_weight}: use auto, or a number "
+            "from 0 to 1"
+        )
     if c.decision_log is not None and c.decision_log == c.scheduler_trace:
         yield f"--scheduler-trace {c.scheduler_trace}: is also --decision-log; give two files"
 
@@ -126,7 +156,10 @@ def _check_sharing(c: EngineConfig) -> Iterator[str]:
         class_names = classes.names
         yield from (f"--priority-classes {c.priority_classes}: {mistake}" for mistake in wrong)
     elif c.disable_class_charge_decode:
-        yield "--disable-class-charge-decode: there are no classes; give --priority-classes, or leave it out"
+        yield (
+            "--disable-class-charge-decode: there are no classes; give --priority-classes, or "
+            "leave it out"
+        )
     if c.tenant_config is not None:
         try:
             tenants.load_rules(c.tenant_config, class_names)
@@ -138,9 +171,15 @@ def _check_priority(c: EngineConfig) -> Iterator[str]:
     if c.priority_aging_max is not None and c.priority_aging_rate <= 0:
         yield f"--priority-aging-max {c.priority_aging_max}: needs a --priority-aging-rate above 0"
     if c.priority_adjustment_function is not None and not c.enable_priority_scheduling:
-        yield f"--priority-adjustment-function {c.priority_adjustment_function}: needs --enable-priority-scheduling"
+        yield (
+            f"--priority-adjustment-function {c.priority_adjustment_function}: needs "
+            "--enable-priority-scheduling"
+        )
     if c.preemption_mode == "offload" and not c.host_kv_gib:
-        yield "--preemption-mode offload: there is no host pool to offload to; set --host-kv-gib, or use auto or cache"
+        yield (
+            "--preemption-mode offload: there is no host pool to offload to; set --host-kv-gib, "
+            "or use auto or cache"
+        )
 
 
 def _check_memory(c: EngineConfig) -> Iterator[str]:
@@ -159,7 +198,10 @@ def _check_memory(c: EngineConfig) -> Iterator[str]:
             ("--host-kv-gib", f"{c.host_kv_gib:g}" if c.host_kv_gib else ""),
         ):
             if value:
-                yield f"{flag} {value}: nothing is cached with --disable-radix-cache; drop one of the two"
+                yield (
+                    f"{flag} {value}: nothing is cached with --disable-radix-cache; drop one of "
+                    "the two"
+                )
 
 
 def _check_simulated(c: EngineConfig) -> Iterator[str]:

@@ -1,17 +1,24 @@
-"""--simulate: an engine whose device is a step-time model, a roofline with five numbers, and two for copies of KV.
+"""--simulate: an engine whose device is a step-time model, a roofline with five numbers, and two
+for copies of KV.
 
-    step = fixed + max(weights, per-token * tokens) + attention * sum(new * context) + KV reading * sum(decode contexts)
+    step = fixed + max(weights, per-token * tokens) + attention * sum(new * context)
+         + KV reading * sum(decode contexts)
 
-The linear layers either wait for their weights (small steps, decode) or compute (prompts); attention comes on top. This
-is the usual roofline of a decoder; it knows no kernels, no clocks of a real card and no host time (overlap hides it).
+The linear layers either wait for their weights (small steps, decode) or compute (prompts);
+attention comes on top. This is the usual roofline of a decoder; it knows no kernels, no clocks of a
+real card and no host time (overlap hides it).
 
-`reference` is a device of round numbers: 10 000 prompt tokens/s, a prompt of 100 000 tokens takes 25 s. Ratios between
-policies are what it is good for. `h200-8b` is derived: 8e9 parameters in bf16, 32 layers, 32 query and 8 KV heads of
-128, on 4.8 TB/s and 990 Tflop/s, of which 80 % (memory), 60 % (linear layers) and 40 % (attention) are reached:
+`reference` is a device of round numbers: 10 000 prompt tokens/s, a prompt of 100 000 tokens takes
+25 s. Ratios between policies are what it is good for. `h200-8b` is derived: 8e9 parameters in bf16,
+32 layers, 32 query and 8 KV heads of 128, on 4.8 TB/s and 990 Tflop/s, of which 80 % (memory), 60 %
+(linear layers) and 40 % (attention) are reached:
 
-    weights     16e9 B / 3.84e12 B/s = 4.2 ms           KV      2*32*8*128*2 B = 131 kB / 3.84e12 B/s = 34 ns
-    per token   16e9 flop / 594e12 = 27 us              attention  4*32*32*128 flop / 396e12 = 1.3 ns
-    transfer    131 kB / 20e9 B/s = 6.6 us           host copy  131 kB / 10e9 B/s = 13 us
+    weights     16e9 B / 3.84e12 B/s = 4.2 ms
+    KV          2*32*8*128*2 B = 131 kB / 3.84e12 B/s = 34 ns
+    per token   16e9 flop / 594e12 = 27 us
+    attention   4*32*32*128 flop / 396e12 = 1.3 ns
+    transfer    131 kB / 20e9 B/s = 6.6 us
+    host copy   131 kB / 10e9 B/s = 13 us
 """
 
 from __future__ import annotations
@@ -30,16 +37,21 @@ PAGE_BYTES = 64
 """The least the transfer runtime moves: a simulated page is never read, and its journey is modeled
 (runtime.simulated.engine)."""
 NODE = {"max_total_tokens": 1_000_000, "chunked_prefill_size": 8192, "max_running_requests": 256}
-"""A node of the size that the step-time models speak of; the engine's own defaults are for a laptop."""
+"""A node of the size that the step-time models speak of; the engine's own defaults are for a
+laptop.
+"""
 TOKEN_BYTES = 4
 """Bytes of text per token, where a simulated engine has no tokenizer."""
 CONTEXT_LENGTH = 1 << 24
 """No model limits it; the pool does."""
 VOCAB_SIZE = 1 << 31
-"""Simulated tokens are four bytes of text without the top bit; ids of a tokenizer are below it, too."""
+"""Simulated tokens are four bytes of text without the top bit; ids of a tokenizer are below it,
+too.
+"""
 NO_MEANING = (
-    "load_format", "dtype", "tp_size", "dist_timeout", "device", "attention_backend", "disable_cuda_graph",
-    "cuda_graph_max_bs", "cpu_threads", "kv_pool_mib", "mem_fraction_static", "host_kv_gib",
+    "load_format", "dtype", "tp_size", "dist_timeout", "device", "attention_backend",
+    "disable_cuda_graph", "cuda_graph_max_bs", "cpu_threads", "kv_pool_mib", "mem_fraction_static",
+    "host_kv_gib",
 )  # fmt: skip
 """Engine flags about a device that is there: refused, not swallowed."""
 
@@ -62,7 +74,9 @@ class StepModel:
     transfer_us: float = opt(6.6, "P: that time per prompt token [us]")
 
     def prefill_seconds(self, new: int, cached: int) -> float:
-        """A prompt's own share of the steps that compute `new` tokens behind `cached` ones, without fixed times."""
+        """A prompt's own share of the steps that compute `new` tokens behind `cached` ones, without
+        fixed times.
+        """
         return (
             new * self.token_us * 1e-6 + new * (cached + (new + 1) / 2) * self.attention_ns * 1e-9
         )
@@ -100,7 +114,10 @@ class Simulated:
 
 
 def parse_device(text: str) -> Simulated:
-    """`reference` or `h200-8b,speed=8,length_scale=8,token_us=50`. Raises ConfigError with every mistake."""
+    """`reference` or `h200-8b,speed=8,length_scale=8,token_us=50`.
+
+    Raises ConfigError with every mistake.
+    """
     preset, *changes = text.split(",")
     bad: list[str] = []
     if preset not in PRESETS:
@@ -130,7 +147,10 @@ def parse_device(text: str) -> Simulated:
 
 
 def flag_defaults(text: str) -> dict[str, Any]:
-    """Engine flags whose default differs with --simulate, in simulated tokens. Raises ConfigError."""
+    """Engine flags whose default differs with --simulate, in simulated tokens.
+
+    Raises ConfigError.
+    """
     scale = parse_device(text).length_scale
     return {
         name: value if name == "max_running_requests" else scale_tokens(value, scale)

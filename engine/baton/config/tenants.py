@@ -1,4 +1,6 @@
-"""--tenant-config, a JSON file or the JSON itself: limits by tenant; every mistake in it is reported at once."""
+"""--tenant-config, a JSON file or the JSON itself: limits by tenant; every mistake in it is
+reported at once.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,10 @@ def _parse_rule(
 
 
 def text_of(value: str) -> str:
-    """The JSON that the flag stands for. Raises ConfigError when it names a file that cannot be read."""
+    """The JSON that the flag stands for.
+
+    Raises ConfigError when it names a file that cannot be read.
+    """
     if value.lstrip().startswith("{"):
         return value
     try:
@@ -154,7 +159,9 @@ def text_of(value: str) -> str:
 
 
 def load_rules(value: str, class_names: Collection[str]) -> TenantRules:
-    """Raises ConfigError: the file cannot be read, or holds something else than limits of tenants."""
+    """Raises ConfigError: the file cannot be read, or holds something else than limits of
+    tenants.
+    """
     text = text_of(value)
     where = "--tenant-config" if text is value else f"--tenant-config {value}"
     try:

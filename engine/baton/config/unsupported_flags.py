@@ -1,7 +1,8 @@
-"""Flags of SGLang's and vLLM's servers that an engine does not have, and what to say instead. Stdlib only.
+"""Flags of SGLang's and vLLM's servers that an engine does not have, and what to say instead.
+Stdlib only.
 
-Flags with equal meaning are aliases (`also` in `config.flags.opt`). The others are refused with a sentence that says
-what to do instead.
+Flags with equal meaning are aliases (`also` in `config.flags.opt`). The others are refused with a
+sentence that says what to do instead.
 """
 
 from __future__ import annotations
@@ -11,14 +12,23 @@ _ONE_MACHINE = (
     "and name them to baton router with --prefill and --decode"
 )
 _GPUS = "choose GPUs with the environment variable CUDA_VISIBLE_DEVICES"
-_TOOLS = "tool calls are read where a request has tools; leave it out, or choose their format with --tool-parser"
+_TOOLS = (
+    "tool calls are read where a request has tools; leave it out, or choose their format with "
+    "--tool-parser"
+)
 _TOOL_SERVER = "the server runs no tools; leave it out"
 _GRAMMARS = "llguidance is the only one; leave it out"
-_REASONING = "reasoning is separated where there is some; leave it out, or choose its markers with --reasoning-parser"
+_REASONING = (
+    "reasoning is separated where there is some; leave it out, or choose its markers with "
+    "--reasoning-parser"
+)
 _LORA = "there are no LoRA adapters in this version; merge the adapter into the checkpoint"
 _SPECULATIVE = "there is no speculative decoding in this version; leave it out"
 _EXPERTS = "there are no mixture-of-experts models in this version; leave it out"
-_DOWNLOAD = "nothing is downloaded at start; run hf download MODEL first, with its own --revision and --local-dir"
+_DOWNLOAD = (
+    "nothing is downloaded at start; run hf download MODEL first, with its own --revision "
+    "and --local-dir"
+)
 _LOGS = "an engine logs one line per request; use --log-level warning for none"
 _TLS = (
     "engines speak HTTP; for clients give baton router --tls-cert-path and --tls-key-path, "
@@ -69,8 +79,10 @@ INSTEAD: dict[str, str] = {
     ),
     "--no-enable-prefix-caching": "use --disable-radix-cache",
     "--trust-remote-code": "no code of a checkpoint is ever run; leave it out",
-    "--gpu-memory-utilization": "use --mem-fraction-static: the share for weights and KV pool, without activations",
-    "--quantization": "there are no quantized models in this version; use the unquantized checkpoint",
+    "--gpu-memory-utilization": "use --mem-fraction-static: the share for weights and KV pool, "
+    "without activations",
+    "--quantization": "there are no quantized models in this version; use "
+    "the unquantized checkpoint",
     "--kv-cache-dtype": "KV is kept in the compute type; use --dtype",
     **dict.fromkeys(
         ("--pp-size", "--pipeline-parallel-size"), "there are no pipeline stages; use --tp-size"

@@ -1,7 +1,7 @@
 """Calls of a transfer node about its rooms, one struct each: what `TransferNode.call` takes.
 
-A tag is the name of the method of baton._native.TransferNode, and the fields are its arguments in their order. No call
-waits for the network.
+A tag is the name of the method of baton._native.TransferNode, and the fields are its arguments in
+their order. No call waits for the network.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class OpenCall(RoomCall, frozen=True, tag="open"):
     bootstrap_host: str
     bootstrap_port: int
     prefill_dp_rank: int
-    """As the driver names it; below 0: room modulo P's DP size. With tensor parallelism, each process reads from the
-    one of P with its heads.
+    """As the driver names it; below 0: room modulo P's DP size. With tensor parallelism, each
+    process reads from the one of P with its heads.
     """
     prompt_hash: bytes
     deadline_ms: int
@@ -56,8 +56,8 @@ class FinishCall(RoomCall, frozen=True, tag="finish"):
 
 
 class GrantCall(RoomCall, frozen=True, tag="grant"):
-    """D: prompt pages before `start_page` are here; the others, all of them, go to these pages of the pool. They are
-    written until the room ends, and not after.
+    """D: prompt pages before `start_page` are here; the others, all of them, go to these pages of
+    the pool. They are written until the room ends, and not after.
     """
 
     start_page: int
@@ -66,11 +66,17 @@ class GrantCall(RoomCall, frozen=True, tag="grant"):
 
 
 class RevokeCall(RoomCall, frozen=True, tag="revoke"):
-    """D: take the grant back. `poll` answers GrantRevoked, or RoomAnnounced: P came first, the pages stay granted."""
+    """D: take the grant back.
+
+    `poll` answers GrantRevoked, or RoomAnnounced: P came first, the pages stay granted.
+    """
 
 
 class AbortCall(RoomCall, frozen=True, tag="abort"):
-    """Either side; idempotent. On P also for a room that was never offered: a D that waits for it is refused."""
+    """Either side; idempotent.
+
+    On P also for a room that was never offered: a D that waits for it is refused.
+    """
 
     code: str
     """Reason code of kv_transfer."""

@@ -1,7 +1,7 @@
 """Events of a rank's transfer runtime, one struct each: what `poll` returns.
 
-Exactly one event ends each room: RoomCommitted, RoomFailed or RoomAborted on D, RoomReleased on P. Before it come, on D
-only, RoomAnnounced and the answers to `revoke`: RoomAnnounced or GrantRevoked.
+Exactly one event ends each room: RoomCommitted, RoomFailed or RoomAborted on D, RoomReleased on P.
+Before it come, on D only, RoomAnnounced and the answers to `revoke`: RoomAnnounced or GrantRevoked.
 """
 
 from __future__ import annotations
@@ -87,6 +87,6 @@ def read_event(native: tuple[Any, ...]) -> NodeEvent:
         case ("released", room, code):
             return RoomReleased(room, code)
     raise ValueError(
-        f"the transfer runtime reports {native[0]!r} with {len(native) - 1} values, which this version does not "
-        "know; build the native extension again"
+        f"the transfer runtime reports {native[0]!r} with {len(native) - 1} values, which this "
+        "version does not know; build the native extension again"
     )

@@ -1,16 +1,21 @@
-"""The life of a disaggregated request on its two nodes: scheduler events in, native transfer calls out, and back.
+"""The life of a disaggregated request on its two nodes: scheduler events in, native transfer calls
+out, and back.
 
-    P   offer ──▶ publish* (final pages, per chunk) ──▶ finish (first token, lease) ──▶ released ─▶ Scheduler.release
+    P   offer ──▶ publish* (final pages, per chunk) ──▶ finish (first token, lease)
+        ──▶ released ─▶ Scheduler.release
     D   open ──▶ grant (pages reserved) ──▶ committed (all verified) ─▶ Scheduler.transfer_committed
         announced (P holds pages, no grant yet) ─▶ Scheduler.transfer_announced
         revoke ──▶ revoked ─▶ Scheduler.grant_revoked, or announced: P came first
                                         └─▶ failed ─▶ Scheduler.transfer_failed
-        abort ──▶ aborted ─▶ Scheduler.transfer_failed, which frees the pages of what had ended already
+        abort ──▶ aborted ─▶ Scheduler.transfer_failed, which frees the pages of what had
+                             ended already
 
-What fails about one room (the runtime's table is full, a call is refused, P's payload cannot be used) ends that room.
+What fails about one room (the runtime's table is full, a call is refused, P's payload cannot be
+used) ends that room.
 
-Native calls never block: sockets and copies live in the transfer runtime's threads (crate kv_transfer), which wakes the
-scheduler process through `event_fd`. Nothing here knows torch or a socket.
+Native calls never block: sockets and copies live in the transfer runtime's threads (crate
+kv_transfer), which wakes the scheduler process through `event_fd`. Nothing here knows torch or a
+socket.
 """
 
 from __future__ import annotations
@@ -54,7 +59,9 @@ log = logging.getLogger("baton.transfer")
 POLL_BATCH = 256
 """Transfer events taken per scheduler turn."""
 RETRY_AFTER_SECS = 2
-"""Retry-After of a request whose room the transfer runtime does not take: leases and transfers end within seconds."""
+"""Retry-After of a request whose room the transfer runtime does not take: leases and transfers end
+within seconds.
+"""
 
 
 class RoomErrorKind(Enum):
@@ -112,10 +119,14 @@ class TransferDriver(Protocol):
 
 
 class TransferNode(Protocol):
-    """The part of a transfer runtime used here (see the docstrings of baton._native.TransferNode)."""
+    """The part of a transfer runtime used here (see the docstrings of
+    baton._native.TransferNode).
+    """
 
     def call(self, call: TransferCall) -> None:
-        """Raises ValueError (a room's number is in use, or an argument is wrong) or RuntimeError."""
+        """Raises ValueError (a room's number is in use, or an argument is wrong) or
+        RuntimeError.
+        """
 
     def poll(self, max: int) -> Sequence[NodeEvent]: ...
 
@@ -158,15 +169,21 @@ def _rendezvous(req: ValidatedRequest) -> Rendezvous:
 
 
 _CLIENT_MESSAGES = {
-    "AUTH": "the cluster keys of the prefill and the decode node differ; give all engines the same --cluster-key "
-    "(the decode node's log names both nodes)",
-    "UNREACHABLE": "the decode node does not reach the prefill node; the decode node's log says why",
+    "AUTH": "the cluster keys of the prefill and the decode node differ; give all engines the same "
+    "--cluster-key (the decode node's log names both nodes)",
+    "UNREACHABLE": "the decode node does not reach the prefill node; the decode node's "
+    "log says why",
 }
-"""Messages for clients in the place of those that name addresses of the fleet and what a peer answered."""
+"""Messages for clients in the place of those that name addresses of the fleet and what a peer
+answered.
+"""
 
 
 _FIELDS_AT_FAULT = {"RANK_UNKNOWN": "disagg_prefill_dp_rank"}
-"""Fields of a request that is refused for the reason. The older name of this one is data_parallel_rank."""
+"""Fields of a request that is refused for the reason.
+
+The older name of this one is data_parallel_rank.
+"""
 
 
 def error_of(reason: str, message: str, retryable: bool) -> errors.EngineError:
@@ -191,7 +208,10 @@ def read_first_token(payload: bytes, vocab_size: int) -> FirstToken:
 
 
 class RoomCalls:
-    """Calls to the transfer runtime, one room each. A call that fails ends its own room; the rank continues."""
+    """Calls to the transfer runtime, one room each.
+
+    A call that fails ends its own room; the rank continues.
+    """
 
     def __init__(self, node: TransferNode, timeout_secs: float) -> None:
         self._node = node
@@ -199,7 +219,10 @@ class RoomCalls:
         self.counters = {kind.counter: 0.0 for kind in RoomErrorKind}
 
     def _begin(self, call: OfferCall | OpenCall) -> None:
-        """Make the call that starts a room. Raises DuplicateRoom or QueueFull; the runtime knows no such room then."""
+        """Make the call that starts a room.
+
+        Raises DuplicateRoom or QueueFull; the runtime knows no such room then.
+        """
         try:
             self._node.call(call)
         except ValueError as err:
@@ -232,7 +255,10 @@ class RoomCalls:
             )
 
     def _abort(self, req: ValidatedRequest, code: str) -> None:
-        """Give the room up. A runtime that cannot take the call ends the room at its deadline, or has ended it."""
+        """Give the room up.
+
+        A runtime that cannot take the call ends the room at its deadline, or has ended it.
+        """
         room = _rendezvous(req).room
         try:
             self._node.call(AbortCall(room, code))
@@ -245,12 +271,19 @@ class RoomCalls:
 
 
 class PrefillTransferDriver(RoomCalls):
-    """P's half. Raises DuplicateRoom or QueueFull from `accept` when the transfer runtime does not take the room."""
+    """P's half.
+
+    Raises DuplicateRoom or QueueFull from `accept` when the transfer runtime does not take the
+    room.
+    """
 
     def __init__(self, node: TransferNode, timeout_secs: float) -> None:
         super().__init__(node, timeout_secs)
         self._offered = Counter[int]()
-        """Offers of each room whose end was not polled yet. A number may be offered again before its first end is."""
+        """Offers of each room whose end was not polled yet.
+
+        A number may be offered again before its first end is.
+        """
 
     def accept(self, req: ValidatedRequest) -> None:
         """Called before the scheduler queues a request with a room."""

@@ -40,7 +40,10 @@ log = logging.getLogger("baton.engine")
 
 
 def device_thread() -> DeviceThread:
-    """For torch's work. OpenMP keeps its number of threads per thread: without this, MKL takes all cores, and spins."""
+    """For torch's work.
+
+    OpenMP keeps its number of threads per thread: without this, MKL takes all cores, and spins.
+    """
     threads = torch.get_num_threads()
     return DeviceThread(lambda: torch.set_num_threads(threads))
 
@@ -97,7 +100,9 @@ class LoadedModel:
 
 
 def compute_threads(config: EngineConfig) -> int:
-    """Compute threads of one process: --cpu-threads, else this machine's cores shared among this engine's processes."""
+    """Compute threads of one process: --cpu-threads, else this machine's cores shared among this
+    engine's processes.
+    """
     return config.cpu_threads or max(
         1, len(os.sched_getaffinity(0)) // (config.dp_size * config.tp_size)
     )
@@ -149,7 +154,8 @@ def load_rank(
     if memory is not None and isinstance(runner, DeviceRunner):
         _record_graphs(runner, config, compute, context, memory)
     log.info(
-        "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, %d thread(s), %.1f s",
+        "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, "
+        "%d thread(s), %.1f s",
         model_dir, whole_spec.num_parameters / 1e6, spec.kv.dtype, pages, config.page_size,
         pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
@@ -179,7 +185,8 @@ def _read_spec(
     spec = read_spec(model_dir, config.dtype, config.load_format, config.random_seed, on_cpu=on_cpu)
     if on_cpu and spec.dtype == "float16":
         log.warning(
-            "--dtype float16: the native CPU kernels do not compute it, slow torch code does; bfloat16 is faster"
+            "--dtype float16: the native CPU kernels do not compute it, slow torch code does; "
+            "bfloat16 is faster"
         )
     share_of(spec, shard)  # what cannot be divided is reported before any rank waits for another
     return spec
@@ -217,7 +224,8 @@ def _context_length(config: EngineConfig, spec: ModelSpec) -> int:
     context = config.context_length or spec.max_context
     if context > spec.max_context:
         raise ConfigError(
-            f"--context-length {context}: the model was made for {spec.max_context} tokens; lower it"
+            f"--context-length {context}: the model was made for {spec.max_context} tokens; lower "
+            "it"
         )
     return context
 
@@ -270,7 +278,8 @@ def _record_graphs(
         return
     if not runner.can_record:
         log.warning(
-            "CUDA graphs: none, the torch attention backend cannot be recorded; steps are launched in pieces"
+            "CUDA graphs: none, the torch attention backend cannot be recorded; steps "
+            "are launched in pieces"
         )
         return
     started = time.monotonic()

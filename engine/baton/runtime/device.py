@@ -1,7 +1,7 @@
 """Where an engine computes: --device as a torch device, checked at start.
 
-What is written here holds for one device per process. Everything that is not said to be on the host (index arrays of a
-`ForwardBatch`, sampling) lives on it.
+What is written here holds for one device per process. Everything that is not said to be on the host
+(index arrays of a `ForwardBatch`, sampling) lives on it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ def no_cuda() -> str | None:
     if is_there:
         return None
     reason = f" ({str(driver_warnings[0].message).split('. ')[0]})" if driver_warnings else ""
-    return f"torch {torch.__version__} finds no CUDA device{reason}; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return (
+        f"torch {torch.__version__} finds no CUDA device{reason}; check nvidia-smi and "
+        "CUDA_VISIBLE_DEVICES"
+    )
 
 
 def resolve_device(config: EngineConfig, tp_rank: int = 0) -> torch.device:
-    """The device of --device: tensor-parallel rank i computes on the i-th CUDA device. `auto` takes CUDA where there is
-    one and nothing asked for is in its way.
+    """The device of --device: tensor-parallel rank i computes on the i-th CUDA device. `auto` takes
+    CUDA where there is one and nothing asked for is in its way.
 
     Raises ConfigError when the device is not there, or cannot do what the other flags ask.
     """
@@ -63,9 +66,15 @@ def _beyond_cuda(config: EngineConfig) -> str | None:
     if config.dp_size > 1:
         return f"one rank per engine is served, not --dp-size {config.dp_size}"
     if config.tp_size > 1 and config.tp_size > torch.cuda.device_count():
-        return f"--tp-size {config.tp_size} needs as many CUDA devices, torch finds {torch.cuda.device_count()}"
+        return (
+            f"--tp-size {config.tp_size} needs as many CUDA devices, torch finds "
+            f"{torch.cuda.device_count()}"
+        )
     if config.attention_backend == "cpu":
         return "the kernels of --attention-backend cpu work in host memory; use auto"
     if config.attention_backend != "torch" and (missing := flashinfer_loader.find_obstacle()):
-        return f"flashinfer cannot be used: {missing}; or use --attention-backend {flashinfer_loader.SLOWER}"
+        return (
+            f"flashinfer cannot be used: {missing}; or use --attention-backend "
+            f"{flashinfer_loader.SLOWER}"
+        )
     return None

@@ -1,8 +1,10 @@
-"""Values of a request that a model and its sampler can compute with, checked before the request joins a batch.
+"""Values of a request that a model and its sampler can compute with, checked before the request
+joins a batch.
 
-The front has checked them against the same model and reports them to clients (`server.request`). Here they are checked
-once more, because what one request brings is computed together with all others: an id beyond the embedding or a
-parameter that the sampler cannot use would end the step, and the process with it.
+The front has checked them against the same model and reports them to clients (`server.request`).
+Here they are checked once more, because what one request brings is computed together with all
+others: an id beyond the embedding or a parameter that the sampler cannot use would end the step,
+and the process with it.
 """
 
 from __future__ import annotations
@@ -27,29 +29,34 @@ class ModelLimits:
     """Longest prompt + answer [tokens]."""
 
     def check_request(self, req: ValidatedRequest) -> None:
-        """Raise BadRequest or PromptTooLong for a request that this model cannot compute. Cost: microseconds."""
+        """Raise BadRequest or PromptTooLong for a request that this model cannot compute.
+
+        Cost: microseconds.
+        """
         tokens = len(req.prompt)
         if not tokens:
             raise BadRequest("the prompt is empty; give at least one token")
         longest = tokens + max(req.params.max_new_tokens, 1)
         if longest > self.max_context:
             raise PromptTooLong(
-                f"prompt and answer may have {longest} tokens together, this model takes {self.max_context}; shorten "
-                "the prompt or lower max_tokens"
+                f"prompt and answer may have {longest} tokens together, this model takes "
+                f"{self.max_context}; shorten the prompt or lower max_tokens"
             )
         ids = np.frombuffer(req.prompt, np.int32)
         lowest = int(ids.min())
         highest = int(ids.max())
         if lowest < 0 or highest >= self.vocab_size:
             raise BadRequest(
-                f"the prompt has the token id {lowest if lowest < 0 else highest}, but the model's vocabulary has "
-                f"{self.vocab_size} ids, 0 to {self.vocab_size - 1}; leave that token out"
+                f"the prompt has the token id {lowest if lowest < 0 else highest}, but the model's "
+                f"vocabulary has {self.vocab_size} ids, 0 to {self.vocab_size - 1}; leave that "
+                "token out"
             )
         for token_id in req.params.logprob_token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise BadRequest(
-                    f"logprobs of the token id {token_id} are asked for, but the model's vocabulary has "
-                    f"{self.vocab_size} ids, 0 to {self.vocab_size - 1}; leave that id out"
+                    f"logprobs of the token id {token_id} are asked for, but the model's "
+                    f"vocabulary has {self.vocab_size} ids, 0 to {self.vocab_size - 1}; leave that "
+                    "id out"
                 )
         for problem in _find_mistakes(req.params, tokens, self.vocab_size):
             raise BadRequest(f"{problem}; correct the request's sampling parameters")

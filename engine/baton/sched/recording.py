@@ -34,8 +34,8 @@ VERSION = 1
 MAX_SIZE = 2**27
 """Above the number of pages and the bytes of a page that a header may state."""
 REMOVED_FLAGS = frozenset({"adaptive_window_secs", "adaptive_tail_weight"})
-"""Flags of a removed queue order. A header names all flags, so files that were recorded with another
-order name these too; they decide nothing there.
+"""Flags of a removed queue order. A header names all flags, so files that were recorded with
+another order name these too; they decide nothing there.
 """
 INPUTS = (
     "add",

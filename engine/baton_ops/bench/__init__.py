@@ -1,7 +1,7 @@
-"""`baton bench`: load generators.
+"""`baton bench`: a recorded trace, sent to servers.
 
-words     text of exact length for prompts
-load      one measured request, and rounds of a closed loop
-replay    a recorded trace, at its own times
-serving   the command: arms that are compared round by round
+words              text of exact length for prompts
+measured_request   one request, and the times its client saw
+replay             the requests of a trace, at its own times
+main               the command
 """

@@ -25,7 +25,7 @@ import aiohttp
 
 from baton.config.simulated import BLOCK_TOKENS, scale_tokens
 from baton.errors import counted
-from baton_ops.bench.load import LoadRound, RequestTiming, send_request
+from baton_ops.bench.measured_request import RequestTiming, send_request
 from baton_ops.bench.words import CHARS, make_words
 from baton_ops.clients.local_keys import known_control_key
 from baton_ops.clients.metrics import parse_metrics, sum_samples
@@ -78,9 +78,12 @@ def prompt_text(request: TraceRequest, scale: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayRound(LoadRound):
-    """Outcome of a replay."""
+class ReplayRound:
+    """Outcome of a replay: the timings of all answers, and why the other requests failed."""
 
+    seconds: float
+    timings: tuple[RequestTiming, ...]
+    failures: tuple[str, ...]
     late_secs: float
     """How much after its time the latest request left, because this process was busy."""
 
@@ -186,7 +189,8 @@ def format_report(outcome: ReplayRound, split: dict[str, int]) -> str:
         lines.append(f"first failure: {outcome.failures[0]}")
     if outcome.late_secs > 0.1:
         lines.append(
-            f"this client was up to {outcome.late_secs:.1f} s late: it is the bottleneck; send slower"
+            f"this client was up to {outcome.late_secs:.1f} s late: it is the bottleneck; send "
+            "slower"
         )
     if outcome.timings:
         lines += ["", HEAD]
@@ -197,7 +201,8 @@ def format_report(outcome: ReplayRound, split: dict[str, int]) -> str:
     if split:
         mean = sum(split.values()) / len(split)
         lines.append(
-            f"requests per worker, the most over the mean {max(split.values()) / max(mean, 1e-9):.2f}:"
+            "requests per worker, the most over the mean "
+            f"{max(split.values()) / max(mean, 1e-9):.2f}:"
         )
         lines += [f"  {url}  {count}" for url, count in split.items()]
     return "\n".join(lines)

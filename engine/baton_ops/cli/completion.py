@@ -159,7 +159,8 @@ def zsh_script(commands: Sequence[CommandWords]) -> str:
             if flag.values:
                 values = " ".join(flag.values)
                 lines.append(
-                    f"        '{command.name} {flag.name}') found=({values}); _describe value found; return ;;"
+                    f"        '{command.name} {flag.name}') found=({values}); _describe value "
+                    "found; return ;;"
                 )
     lines += ["    esac", '    case "$words[2]" in']
     for command in commands:
@@ -187,7 +188,8 @@ def fish_script(commands: Sequence[CommandWords]) -> str:
     lines = ["# Completion of baton for fish.", "complete -c baton -n __fish_use_subcommand -f"]
     for command in commands:
         lines.append(
-            f"complete -c baton -n __fish_use_subcommand -a {command.name} -d {quoted(command.help)}"
+            f"complete -c baton -n __fish_use_subcommand -a {command.name} -d "
+            f"{quoted(command.help)}"
         )
     for command in commands:
         condition = quoted(f"__fish_seen_subcommand_from {command.name}")
@@ -198,7 +200,8 @@ def fish_script(commands: Sequence[CommandWords]) -> str:
                 continue
             values = f" -x -a {quoted(' '.join(flag.values))}" if flag.values else ""
             lines.append(
-                f"complete -c baton -n {condition} -l {flag.name[2:]} -d {quoted(flag.help)}{values}"
+                f"complete -c baton -n {condition} -l {flag.name[2:]} -d "
+                f"{quoted(flag.help)}{values}"
             )
     return "\n".join(lines) + "\n"
 

@@ -46,8 +46,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     ),
     "top": ("show nodes, pairs and slow requests of a running fleet", _main_of("baton_ops.top")),
     "bench": (
-        "send the same load to several servers and compare them",
-        _main_of("baton_ops.bench.serving"),
+        "replay a recorded trace against servers",
+        _main_of("baton_ops.bench.main"),
     ),
     "simulate": (
         "replay a trace through the scheduler in virtual time and compare queue orders",
@@ -68,7 +68,7 @@ PARSERS = {
     "drain": "baton_ops.drain",
     "doctor": "baton_ops.doctor.main",
     "top": "baton_ops.top",
-    "bench": "baton_ops.bench.serving",
+    "bench": "baton_ops.bench.main",
     "simulate": "baton_ops.sim.main",
     "completion": "baton_ops.cli.completion",
 }
@@ -79,14 +79,21 @@ Those of the others are the router's.
 
 ELSEWHERE = dict.fromkeys(
     ("serve", "launch", "launch_server", "run", "start"),
-    "baton up --model-path MODEL starts a whole cluster here, baton engine --model-path MODEL one engine",
+    "baton up --model-path MODEL starts a whole cluster here, baton engine --model-path "
+    "MODEL one engine",
 )
 """Words that start a server elsewhere, and what to do here."""
 
 
 def format_usage() -> str:
     rows = "\n".join(f"  {name:<10} {text}" for name, (text, _) in COMMANDS.items())
-    return f"usage: baton COMMAND [options]    (baton COMMAND --help lists them)\n\n{rows}\n\n  --version\n"
+    return (
+        "usage: baton COMMAND [options]    (baton COMMAND --help lists them)\n"
+        "\n"
+        f"{rows}\n"
+        "\n"
+        "  --version\n"
+    )
 
 
 def own_version() -> str:

@@ -1,7 +1,8 @@
 """Control keys of the clusters that `baton up` runs for this user: other commands find them here.
 
-One file per cluster, named by the port of its router, in a folder that only this user can enter. `baton up` writes it
-when the router is ready and removes it at the end; the key of a cluster that was killed is that of no router any more.
+One file per cluster, named by the port of its router, in a folder that only this user can enter.
+`baton up` writes it when the router is ready and removes it at the end; the key of a cluster that
+was killed is that of no router any more.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def forget_control_key(port: int, key: str) -> None:
 
 
 def known_control_key(url: str) -> str | None:
-    """Key of the cluster of this user whose router is at `url` on this machine; None: there is none."""
+    """Key of the cluster of this user whose router is at `url` on this machine; None: there is
+    none.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -71,7 +74,10 @@ def _file_of(folder: Path, port: int) -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """True for a folder, and no link, into which no other user can put a file. In /tmp another one may have made it."""
+    """True for a folder, and no link, into which no other user can put a file.
+
+    In /tmp another one may have made it.
+    """
     try:
         found = folder.lstat()
     except OSError:

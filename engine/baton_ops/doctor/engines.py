@@ -79,7 +79,10 @@ def check_engine_states(view: FleetView) -> Iterator[CheckResult]:
                 f"{engine.label} is {seen} for the router{because}", "its /readyz and log say why"
             )
         elif engine.worker.get("circuit") not in (None, "closed"):
-            sentence = f"the router's circuit of {engine.label} is {engine.worker['circuit']}: its requests failed"
+            sentence = (
+                f"the router's circuit of {engine.label} is {engine.worker['circuit']}: its "
+                "requests failed"
+            )
             yield warn(sentence, "look at baton_router_upstream_errors_total and the engine's log")
     yield ok(f"engines that are ready: {len(view.engines)}")
 
@@ -129,8 +132,14 @@ def check_engine_keys(view: FleetView) -> Iterator[CheckResult]:
         listens = str(engine.info.get("host", ""))
         if engine.is_open and listens and not is_loopback(listens):
             everywhere = "all addresses" if listens in UNSPECIFIED_HOSTS else listens
-            sentence = f"{engine.label} listens on {everywhere} without a key: who reaches it can use and flush it"
-            remedy = "give engines and routers the same --api-key (BATON_API_KEY), or --host an inner address"
+            sentence = (
+                f"{engine.label} listens on {everywhere} without a key: who reaches it can "
+                "use and flush it"
+            )
+            remedy = (
+                "give engines and routers the same --api-key (BATON_API_KEY), or --host an "
+                "inner address"
+            )
             yield warn(sentence, remedy)
         if engine.info.get("insecure_kv"):
             risk = "who reaches its KV ports can read prompts and forge answers"
@@ -231,12 +240,18 @@ def check_time_limits(view: FleetView) -> Iterator[CheckResult]:
         queue = limits.get("queue_timeout_secs", 0.0)
         transfer = limits.get("kv_transfer_timeout_secs", 60.0)
         if engine.role == "prefill" and drain < lease:
-            text = f"it drains for at most {drain:g} s, but leases of KV last {lease:g} s: transfers would break"
+            text = (
+                f"it drains for at most {drain:g} s, but leases of KV last {lease:g} s: "
+                "transfers would break"
+            )
             yield warn(
                 f"{engine.label}: {text}", "raise --drain-timeout-secs above --kv-lease-secs"
             )
         if engine.role == "prefill" and lease < HEARTBEATS_SECS:
-            text = f"it holds KV for {lease:g} s, but decode nodes may be silent for {HEARTBEATS_SECS:g} s"
+            text = (
+                f"it holds KV for {lease:g} s, but decode nodes may be silent for "
+                f"{HEARTBEATS_SECS:g} s"
+            )
             yield warn(f"{engine.label}: {text}", "raise --kv-lease-secs")
         if queue >= request:
             text = (
@@ -244,7 +259,10 @@ def check_time_limits(view: FleetView) -> Iterator[CheckResult]:
             )
             yield warn(f"{engine.label}: {text}", "lower it")
         if engine.role == "decode" and transfer >= request:
-            text = f"--kv-transfer-timeout-secs {transfer:g} is never reached: requests end after {request:g} s"
+            text = (
+                f"--kv-transfer-timeout-secs {transfer:g} is never reached: requests end after "
+                f"{request:g} s"
+            )
             yield warn(f"{engine.label}: {text}", "lower it")
     yield ok("no time limit contradicts another")
 

@@ -103,7 +103,10 @@ def check_driver(facts: GpuFacts) -> CheckResult:
     if not facts.driver_problem:
         names = ", ".join(sorted(set(facts.devices)))
         return ok(f"{len(facts.devices)} GPUs ({names}), driver {facts.driver}")
-    remedy = "run nvidia-smi and dmesg | grep -i nvrm; containers: give the GPU to them (--gpus all, nvidia.com/gpu)"
+    remedy = (
+        "run nvidia-smi and dmesg | grep -i nvrm; containers: give the GPU to them (--gpus "
+        "all, nvidia.com/gpu)"
+    )
     return fail(f"the NVIDIA driver does not answer: {facts.driver_problem}", remedy)
 
 
@@ -144,7 +147,10 @@ def check_p2p(facts: GpuFacts) -> CheckResult:
         sentence = (
             f"{len(blocked)} pairs of GPUs reach each other through host memory only ({pairs})"
         )
-        remedy = "nvidia-smi topo -p2p r says why; in virtual machines: turn off ACS, or pass the switch through"
+        remedy = (
+            "nvidia-smi topo -p2p r says why; in virtual machines: turn off ACS, or pass the "
+            "switch through"
+        )
         return warn(sentence, remedy)
     return ok(f"all {count} GPUs read each other's memory directly")
 
@@ -169,7 +175,10 @@ def check_flashinfer(facts: GpuFacts) -> CheckResult:
         return skip("torch does not run")
     if version := facts.torch.get("flashinfer"):
         return ok(f"flashinfer {version} can be imported")
-    remedy = "pip install 'baton-serve[gpu]'; without it only --attention-backend torch serves, 10 to 100 times slower"
+    remedy = (
+        "pip install 'baton-serve[gpu]'; without it only --attention-backend torch serves, 10 "
+        "to 100 times slower"
+    )
     return fail(
         f"flashinfer cannot be imported: {facts.torch.get('flashinfer_error', 'unknown')}", remedy
     )

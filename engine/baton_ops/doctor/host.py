@@ -34,7 +34,10 @@ def check_memfd(facts: HostFacts) -> CheckResult:
     if facts.sealed_memfd_error is None:
         return ok(f"kernel {facts.kernel} makes sealed memory files, which KV pools are")
     sentence = f"kernel {facts.kernel} makes no sealed memory file: {facts.sealed_memfd_error}"
-    remedy = "use Linux 3.17 or newer, and a seccomp profile that allows memfd_create and fcntl(F_ADD_SEALS)"
+    remedy = (
+        "use Linux 3.17 or newer, and a seccomp profile that allows memfd_create and "
+        "fcntl(F_ADD_SEALS)"
+    )
     return fail(sentence, remedy)
 
 
@@ -44,7 +47,10 @@ def check_shm(facts: HostFacts) -> CheckResult:
         return warn("/dev/shm is not there: NCCL and gloo groups cannot start", remedy)
     if facts.shm_total < MIN_SHM_BYTES:
         wanted_size = format_mib(MIN_SHM_BYTES)
-        sentence = f"/dev/shm has {format_mib(facts.shm_total)}, tensor parallelism and NCCL want {wanted_size}"
+        sentence = (
+            f"/dev/shm has {format_mib(facts.shm_total)}, tensor parallelism and NCCL want "
+            f"{wanted_size}"
+        )
         return warn(sentence, remedy)
     return ok(f"/dev/shm has {format_mib(facts.shm_total)}")
 
@@ -55,7 +61,10 @@ def check_open_files(facts: HostFacts, needed: int = MIN_OPEN_FILES) -> CheckRes
             f"{facts.open_files_limit or 'any number of'} files can be open, {needed} are wanted"
         )
     hard = "unlimited" if facts.open_files_hard_limit is None else facts.open_files_hard_limit
-    sentence = f"only {facts.open_files_limit} files can be open, {needed} are wanted: connections would be refused"
+    sentence = (
+        f"only {facts.open_files_limit} files can be open, {needed} are wanted: connections "
+        "would be refused"
+    )
     remedy = (
         f"ulimit -n {max(needed, 65536)} (the hard limit is {hard}); systemd: LimitNOFILE=65536"
     )
@@ -68,7 +77,8 @@ def check_locked_memory(facts: HostFacts) -> CheckResult:
         return skip("no RDMA device: the limit of locked memory does not matter")
     if limit is None or limit >= MIN_LOCKED_BYTES:
         return ok(
-            f"{'any amount' if limit is None else format_mib(limit)} of memory can be locked for RDMA"
+            f"{'any amount' if limit is None else format_mib(limit)} of memory can be locked for "
+            "RDMA"
         )
     sentence = f"only {format_mib(limit)} of memory can be locked, RDMA registers whole buffers"
     return warn(
@@ -113,7 +123,10 @@ def check_cpu(facts: HostFacts) -> CheckResult:
         return skip(
             f"{facts.cpu_count} cores; the native extension that chooses kernels is not installed"
         )
-    sentence = f"{facts.cpu_count} cores, kernels of level {facts.cpu_isa} ({' '.join(facts.cpu_features)})"
+    sentence = (
+        f"{facts.cpu_count} cores, kernels of level {facts.cpu_isa} "
+        f"({' '.join(facts.cpu_features)})"
+    )
     if facts.cpu_isa == "scalar" and facts.machine == "x86_64":
         return warn(
             sentence,
@@ -126,7 +139,10 @@ def check_clock(facts: HostFacts) -> CheckResult:
     if facts.is_clock_synchronized is None:
         return skip("this kernel does not tell whether the clock is synchronized")
     if not facts.is_clock_synchronized:
-        remedy = "run chronyd or systemd-timesyncd; in a virtual machine whose host keeps the time, ignore this"
+        remedy = (
+            "run chronyd or systemd-timesyncd; in a virtual machine whose host keeps the "
+            "time, ignore this"
+        )
         return warn("the kernel says that no time service disciplines the clock", remedy)
     return ok("the clock is synchronized")
 
@@ -151,8 +167,14 @@ def check_versions(facts: HostFacts) -> CheckResult:
 
 def check_skew(subject: str, offset_secs: float) -> CheckResult:
     """Judge the difference of two clocks."""
-    sentence = f"the clock of {subject} is {abs(offset_secs):.1f} s {'ahead' if offset_secs > 0 else 'behind'}"
-    remedy = "synchronize the clocks (chronyd, systemd-timesyncd); engines refuse signatures older than 300 s"
+    sentence = (
+        f"the clock of {subject} is {abs(offset_secs):.1f} s "
+        f"{'ahead' if offset_secs > 0 else 'behind'}"
+    )
+    remedy = (
+        "synchronize the clocks (chronyd, systemd-timesyncd); engines refuse "
+        "signatures older than 300 s"
+    )
     if abs(offset_secs) >= UNSAFE_SKEW_SECS:
         return fail(sentence, remedy)
     if abs(offset_secs) >= NOTED_SKEW_SECS:

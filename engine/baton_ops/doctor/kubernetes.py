@@ -205,7 +205,10 @@ KUBE_CHECKS: list[Check[KubeView]] = []
 @add_check(KUBE_CHECKS, "kube.workloads")
 def check_workloads(view: KubeView) -> Iterator[CheckResult]:
     if not view.workloads:
-        sentence = f"namespace {view.namespace} has no Deployment or StatefulSet that runs baton router or baton engine"
+        sentence = (
+            f"namespace {view.namespace} has no Deployment or StatefulSet that runs baton "
+            "router or baton engine"
+        )
         yield fail(
             sentence,
             "kubectl apply --server-side -k deploy/kubernetes/overlays/…; check --namespace",
@@ -262,7 +265,10 @@ def _describe_trouble(pod: Object) -> str:
     if status.get("phase") == "Pending":
         for condition in status.get("conditions", []):
             if condition["type"] == "PodScheduled" and condition["status"] != "True":
-                return f"it is not scheduled: {condition.get('message', condition.get('reason', 'no reason given'))}"
+                return (
+                    "it is not scheduled: "
+                    f"{condition.get('message', condition.get('reason', 'no reason given'))}"
+                )
     if status.get("phase") == "Failed":
         return f"it failed: {status.get('message') or status.get('reason', 'no reason given')}"
     return ""
@@ -323,20 +329,32 @@ def check_probes(view: KubeView) -> Iterator[CheckResult]:
             sentence = f"{who} has no readiness probe: pods get requests while they load"
             yield fail(sentence, "readinessProbe: httpGet /readyz")
         elif readiness in ("/livez", "/liveness", "/ping"):
-            sentence = f"{who}: its readiness probe asks {readiness}, which answers 200 while it loads and drains"
+            sentence = (
+                f"{who}: its readiness probe asks {readiness}, which answers 200 while it "
+                "loads and drains"
+            )
             yield fail(sentence, "readinessProbe: httpGet /readyz")
         if is_engine and liveness in ("/readyz", "/health", "/readiness", "/health_generate"):
-            sentence = f"{who}: its liveness probe asks {liveness}, so Kubernetes kills it while it loads or drains"
+            sentence = (
+                f"{who}: its liveness probe asks {liveness}, so Kubernetes kills it while "
+                "it loads or drains"
+            )
             yield fail(sentence, "livenessProbe: httpGet /livez")
         if "/health_generate" in (readiness, liveness, startup):
-            sentence = f"{who}: a probe asks /health_generate, which computes a token and waits behind requests"
+            sentence = (
+                f"{who}: a probe asks /health_generate, which computes a token and waits "
+                "behind requests"
+            )
             yield warn(sentence, "use /readyz and /livez")
         health_port = flag_value(arguments(workload, view), "--health-port")
         if any(_port_of(probe, container) not in (None, health_port) for probe in probes):
             sentence = f"{who}: a probe asks a port of clients, who can take all its connections"
             yield warn(sentence, "probe the port of --health-port")
         if is_engine and container.get("livenessProbe") and not container.get("startupProbe"):
-            sentence = f"{who} has a liveness probe and no startup probe: a slow load may be taken for a hang"
+            sentence = (
+                f"{who} has a liveness probe and no startup probe: a slow load may be taken "
+                "for a hang"
+            )
             yield warn(
                 sentence, "startupProbe: httpGet /readyz, failureThreshold for the longest load"
             )
@@ -378,7 +396,10 @@ def check_grace(view: KubeView) -> Iterator[CheckResult]:
             sentence = f"{label(workload)}: Kubernetes kills its pods after {grace} s, but {reason}"
             yield fail(sentence, f"terminationGracePeriodSeconds: {needed:g}, or a smaller {flag}")
         if pause == 0:
-            sentence = f"{label(workload)} has no preStop pause: requests still arrive when it refuses them already"
+            sentence = (
+                f"{label(workload)} has no preStop pause: requests still arrive when it "
+                "refuses them already"
+            )
             yield warn(sentence, "lifecycle: preStop: sleep: seconds: 5")
     yield ok("; ".join(notes))
 
@@ -412,7 +433,10 @@ def check_access(view: KubeView) -> Iterator[CheckResult]:
             sentence = (
                 f"the router's service account {account} may not {verb} pods: it finds no worker"
             )
-            remedy = "bind it to a Role that may list and watch pods, as deploy/kubernetes/base/rbac.yaml does"
+            remedy = (
+                "bind it to a Role that may list and watch pods, as "
+                "deploy/kubernetes/base/rbac.yaml does"
+            )
             yield fail(sentence, remedy)
     yield ok(f"{', '.join(sorted(accounts))} may list and watch pods")
 
@@ -469,7 +493,10 @@ def check_gpus(view: KubeView) -> Iterator[CheckResult]:
             )
             extra = _count_gpus(workload) if workload.get("kind") != "StatefulSet" else 0
             if extra and str(surge) not in ("0", "0%") and there < wanted_gpus + extra:
-                sentence = f"{label(workload)}: maxSurge {surge}, but no GPU of {there} is left: a rollout would hang"
+                sentence = (
+                    f"{label(workload)}: maxSurge {surge}, but no GPU of {there} is left: a "
+                    "rollout would hang"
+                )
                 yield warn(sentence, "strategy: rollingUpdate: {maxSurge: 0, maxUnavailable: 1}")
         yield ok(f"GPUs asked for: {wanted_gpus}, offered by nodes: {there}")
 

@@ -41,8 +41,8 @@ class DoctorConfig:
     fleet: bool = opt(False, "check routers and all engines that they list")
     router: str | None = opt(
         None,
-        f"router to ask, or several with commas between (default with --fleet: {DEFAULT_ROUTER}); without --fleet its "
-        "clock is compared with that of this machine",
+        f"router to ask, or several with commas between (default with --fleet: {DEFAULT_ROUTER}); "
+        "without --fleet its clock is compared with that of this machine",
     )
     namespace: str | None = opt(None, "check the objects of this Kubernetes namespace with kubectl")
     node: bool = opt(False, "check this machine, besides what --fleet and --namespace name")

@@ -51,17 +51,24 @@ def check_cluster_keys(view: FleetView) -> Iterator[CheckResult]:
         for engine in others
         if not all(_accept_each_other(engine, one) for one in largest)
     ]
-    remedy = "give all engines the same --cluster-key (BATON_CLUSTER_KEY, or its Secret) and restart them"
+    remedy = (
+        "give all engines the same --cluster-key (BATON_CLUSTER_KEY, or its Secret) and "
+        "restart them"
+    )
     if refused:
         largest_text = join_labels([e.label for e in largest])
         sentence = f"{join_labels(refused)}: the cluster key differs from that of {largest_text}"
         yield fail(sentence, remedy)
     elif others:
-        sentence = f"{join_labels([e.label for e in others])} signs with another cluster key, which all others accept"
+        sentence = (
+            f"{join_labels([e.label for e in others])} signs with another cluster key, "
+            "which all others accept"
+        )
         yield warn(sentence, "finish the change of keys (docs/guide/security.md)")
     if without:
         yield fail(
-            f"{join_labels([e.label for e in without])}: no cluster key, the other engines have one",
+            f"{join_labels([e.label for e in without])}: no cluster key, the other engines have "
+            "one",
             remedy,
         )
     yield ok(f"{len(largest)} engines have the same cluster key")
@@ -121,7 +128,10 @@ def check_fingerprints(view: FleetView) -> Iterator[CheckResult]:
         text = "; ".join(
             next(differences for urls, differences in pairs.items() if engine.url in urls)
         )
-        sentence = f"{engine.label} pairs with none of {len(others)} {others[0].role} nodes: {text} (prefill / decode)"
+        sentence = (
+            f"{engine.label} pairs with none of {len(others)} {others[0].role} nodes: "
+            f"{text} (prefill / decode)"
+        )
         field = text.split(" ", 1)[0]
         yield fail(sentence, REMEDIES.get(field, "start both with the same checkpoint and flags"))
     misfits = [
@@ -141,16 +151,18 @@ def check_fingerprints(view: FleetView) -> Iterator[CheckResult]:
 # ---- reachability --------------------------------------------------------------------------------
 
 BOOTSTRAP_REMEDIES = {
-    "unreachable": "open the bootstrap port from D to P; without a cluster key P listens on 127.0.0.1 only",
+    "unreachable": "open the bootstrap port from D to P; without a cluster key P listens on "
+    "127.0.0.1 only",
     "refused": "give both engines the same --cluster-key, and synchronize their clocks",
     "untrusted": "give both engines the same --cluster-key",
-    "empty": "the prefill node's ranks have not registered: its log says why; a moment after its start this is normal",
+    "empty": "the prefill node's ranks have not registered: its log says why; a moment after its "
+    "start this is normal",
 }
 
 
 TRANSFER_REMEDY = (
-    "open the transfer ports from decode to prefill nodes (--transfer-port fixes them), and check --kv-host and "
-    "--kv-advertise-host of the prefill node"
+    "open the transfer ports from decode to prefill nodes (--transfer-port fixes them), and check "
+    "--kv-host and --kv-advertise-host of the prefill node"
 )
 
 
@@ -178,7 +190,10 @@ def check_reachability(view: FleetView) -> Iterator[CheckResult]:
     closed = [p.label for address, p in by_address.items() if address in view.closed_from_here]
     if unseen and closed:
         closed_text = join_labels(closed)
-        sentence = f"{join_labels(unseen)}: the way to prefill nodes is unknown; from this host {closed_text} is closed"
+        sentence = (
+            f"{join_labels(unseen)}: the way to prefill nodes is unknown; from this host "
+            f"{closed_text} is closed"
+        )
         yield warn(sentence, "open the bootstrap port, or run baton doctor beside the decode nodes")
     if unseen:
         yield ok(
@@ -193,8 +208,9 @@ def _reach_remedy(prefill: EngineView, kind: str) -> str:
     own_port = prefill.info.get("disaggregation_bootstrap_port")
     if kind.startswith("bootstrap ") and own_port is not None and given != own_port:
         return (
-            f"the router was given bootstrap port {given}, the node's is {own_port}: give the router "
-            f"--prefill {prefill.url} {own_port}, or no port, which it then asks the node for"
+            f"the router was given bootstrap port {given}, the node's is {own_port}: give the "
+            f"router --prefill {prefill.url} {own_port}, or no port, which it then asks the node "
+            "for"
         )
     return BOOTSTRAP_REMEDIES.get(kind.removeprefix("bootstrap "), TRANSFER_REMEDY)
 
@@ -289,7 +305,10 @@ def check_transports(view: FleetView) -> Iterator[CheckResult]:
                 sentence = (
                     f"{pair}: KV travels by {', '.join(used)}, {choice.best} should work{refusals}"
                 )
-                remedy = "the decode node's log says why it changed; baton_kv_transport_fallbacks_total counts it"
+                remedy = (
+                    "the decode node's log says why it changed; "
+                    "baton_kv_transport_fallbacks_total counts it"
+                )
                 yield warn(sentence, remedy)
             else:
                 notes.append(f"{pair}: {', '.join(used)}{refusals}")

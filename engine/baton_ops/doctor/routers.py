@@ -59,7 +59,10 @@ def check_routers_ready(view: FleetView) -> Iterator[CheckResult]:
         reason = (
             router.readiness.get("reason") or router.readiness.get("status") or "no reason given"
         )
-        remedy = "start engines of the missing role, or add them: POST /workers; GET /workers says why one is not ready"
+        remedy = (
+            "start engines of the missing role, or add them: POST /workers; GET /workers says "
+            "why one is not ready"
+        )
         yield fail(f"{router.url} is not ready: {reason}", remedy)
     yield ok(f"routers that accept requests: {len(view.routers)}")
 
@@ -72,8 +75,9 @@ def check_routers_serve(view: FleetView) -> Iterator[CheckResult]:
             continue  # router.ready names those that are not ready
         reason = router.readiness.get("reason") or "no reason given"
         remedy = (
-            "return drained engines to service (baton drain ENGINE --undo), start engines of the missing role, or give "
-            "both roles the same checkpoint and flags; the checks below name what is wrong with each"
+            "return drained engines to service (baton drain ENGINE --undo), start engines of the "
+            "missing role, or give both roles the same checkpoint and flags; the checks below name "
+            "what is wrong with each"
         )
         yield fail(f"{router.url} can serve no request: {reason}", remedy)
     if any("serves" in router.readiness for router in view.routers):
@@ -102,7 +106,10 @@ def check_discovery(view: FleetView) -> Iterator[CheckResult]:
                     sentence = (
                         f"{router.url} cannot read its workers from {source}: the last list stays"
                     )
-                    remedy = "its log names the error; check the discovery file, or the API server and the Role"
+                    remedy = (
+                        "its log names the error; check the discovery file, or the API server "
+                        "and the Role"
+                    )
                     yield fail(sentence, remedy)
             is_kept = (
                 sample.name == "baton_router_discovered_workers"
@@ -125,8 +132,14 @@ def check_discovery(view: FleetView) -> Iterator[CheckResult]:
 def check_router_keys(view: FleetView) -> Iterator[CheckResult]:
     for router in view.routers:
         if router.is_open and router.outer_address is not None:
-            sentence = f"{router.url} changes its fleet without a key for anyone who reaches {router.outer_address}"
-            remedy = "set --api-key or --control-plane-api-keys (docs/guide/security.md), or --host 127.0.0.1"
+            sentence = (
+                f"{router.url} changes its fleet without a key for anyone who reaches "
+                f"{router.outer_address}"
+            )
+            remedy = (
+                "set --api-key or --control-plane-api-keys (docs/guide/security.md), or "
+                "--host 127.0.0.1"
+            )
             yield warn(sentence, remedy)
     guarded = sum(not router.problem and not router.is_open for router in view.routers)
     local = sum(router.is_open for router in view.routers)
@@ -182,7 +195,10 @@ def check_kv_events(view: FleetView) -> Iterator[CheckResult]:
                 )
     off = sorted(url for url, feed_states in states.items() if "off" in feed_states)
     if len(view.routers) > 1 and off:
-        sentence = f"{', '.join(off)}: without KV events each router knows only the prefixes that it sent itself"
+        sentence = (
+            f"{', '.join(off)}: without KV events each router knows only the prefixes that "
+            "it sent itself"
+        )
         engine_flag = "--kv-events-config '{\"enable_kv_cache_events\": true}'"
         yield warn(sentence, f"--kv-events on for all routers, {engine_flag} for all engines")
     yield ok(f"KV events: {', '.join(sorted(set().union(*states.values()))) or 'no worker'}")

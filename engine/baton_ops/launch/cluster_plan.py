@@ -31,8 +31,9 @@ PER_NODE = {
 _OWN = {
     flag_name(
         name
-    ): "baton up sets it for each node; say how many of which with --prefill, --decode or --workers, and "
-    "give nodes of one role more flags with --prefill-args, --decode-args or --worker-args"
+    ): "baton up sets it for each node; say how many of which with --prefill, --decode or "
+    "--workers, and give nodes of one role more flags with --prefill-args, --decode-args or "
+    "--worker-args"
     for name in sorted(PER_NODE - {"host", "port"})
 }
 """Flags of an engine that mean nothing to a whole cluster."""
@@ -64,10 +65,13 @@ DRILL_LEASE_SECS = 1
 """--kv-lease-secs with --drill, unless it is given: its slow node is slower than that."""
 WORKER_WAIT_FLAG = "--worker-wait-timeout-secs"
 DRILL_WAIT_SECS = 120
-"""Longest wait of a drill's streams for the node that was killed, to start again on a slow machine."""
+"""Longest wait of a drill's streams for the node that was killed, to start again on a slow
+machine.
+"""
 
 ESSENTIALS = (
-    "model_path", "prefill", "decode", "workers", "host", "port", "api_key", "policy", "log_dir", "router_args",
+    "model_path", "prefill", "decode", "workers", "host", "port", "api_key", "policy", "log_dir",
+    "router_args",
 )  # fmt: skip
 """Fields whose flags --help shows."""
 
@@ -96,25 +100,27 @@ class UpConfig:
     )
     drill: bool = opt(
         False,
-        "show three promises on the cluster: abort requests, stop and kill a decode node, print the outcome, "
-        "stop; exit code 0 or 1",
+        "show three promises on the cluster: abort requests, stop and kill a decode node, print "
+        "the outcome, stop; exit code 0 or 1",
     )
     state_file: str | None = opt(
         None, "write who runs where to this JSON file, now and after every change"
     )
     log_dir: str | None = opt(
         None,
-        "directory for one log file per process (default: a temporary one, removed after a stop without errors)",
+        "directory for one log file per process (default: a temporary one, removed after a stop "
+        "without errors)",
     )
     start_timeout_secs: float | None = opt(
         None,
-        "give up when a process is not ready after this long (default: 300; 1800 with --device cuda or auto, since "
-        "kernels are compiled at the first start) [s]",
+        "give up when a process is not ready after this long (default: 300; 1800 with --device "
+        "cuda or auto, since kernels are compiled at the first start) [s]",
         gt=0,
     )
     hang_timeout_secs: float = opt(
         60.0,
-        "end and restart a process that was ready and has not answered its health check for this long; 0: never [s]",
+        "end and restart a process that was ready and has not answered its health check for this "
+        "long; 0: never [s]",
         ge=0,
     )
     router_args: str = opt(
@@ -235,14 +241,22 @@ def _read_args(
 
 
 def _secret_mistake(secret: tuple[str, str]) -> str:
-    """Sentence about a flag whose value would stand in the command line of a process, with its variable."""
+    """Sentence about a flag whose value would stand in the command line of a process, with its
+    variable.
+    """
     flag, variable = secret
-    return f"{flag} is secret, and all users of this machine see command lines; set {variable} for baton up instead"
+    return (
+        f"{flag} is secret, and all users of this machine see command lines; set {variable} for "
+        "baton up instead"
+    )
 
 
 def _drill_mistakes(up: UpConfig) -> Iterator[str]:
     if up.drill and up.workers:
-        yield f"--drill with --workers {up.workers}: it stops and kills a decode node; give --prefill and --decode"
+        yield (
+            f"--drill with --workers {up.workers}: it stops and kills a decode node; give "
+            "--prefill and --decode"
+        )
     if up.drill and up.smoke:
         yield "--drill with --smoke: each ends the cluster; give one of the two"
 
@@ -252,9 +266,15 @@ def _count_mistakes(counts: dict[str, int]) -> Iterator[str]:
     if min(prefill, decode, workers) < 0:
         yield f"--prefill {prefill} --decode {decode} --workers {workers}: none may be negative"
     elif workers and (prefill or decode):
-        yield f"--workers {workers} with --prefill {prefill} --decode {decode}: give workers, or both of the others"
+        yield (
+            f"--workers {workers} with --prefill {prefill} --decode {decode}: give workers, or "
+            "both of the others"
+        )
     elif not workers and not (prefill and decode):
-        yield f"--prefill {prefill} --decode {decode}: a request needs one of each; give both, or --workers"
+        yield (
+            f"--prefill {prefill} --decode {decode}: a request needs one of each; give both, or "
+            "--workers"
+        )
 
 
 if __name__ == "__main__":

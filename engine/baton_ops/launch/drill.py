@@ -4,7 +4,8 @@
  2. a slow D: its processes are stopped while prompts arrive, for longer than a lease of pages;
  3. a dead D: it is killed while it answers, is restarted, and the stream continues where it was.
 
-Each compares answers with those of the same cluster before. The scripts of docs/guarantees.md go further.
+Each compares answers with those of the same cluster before. The scripts of docs/guarantees.md go
+further.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Gauges of an engine that count what requests hold: pages, pins, requests, rooms and leases. Idle engines have 0."""
+"""Gauges of an engine that count what requests hold: pages, pins, requests, rooms and leases.
+
+Idle engines have 0.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ def is_holding(name: str, state: str | None) -> bool:
 
 
 def holdings(gauges: Mapping[str, float]) -> dict[str, float]:
-    """The gauges among these, named as a rank reports them, that are not zero and should be when it is idle."""
+    """The gauges among these, named as a rank reports them, that are not zero and should be when it
+    is idle.
+    """
     found = {}
     for key, value in gauges.items():
         match = _NAME.match(key)

@@ -206,7 +206,8 @@ class LocalCluster:
     async def _stop_child(self, child: ChildProcess, grace_secs: float) -> None:
         if not await child.stop(grace_secs):
             self._print_line(
-                f"{child.name} did not end within {grace_secs:g} s and was killed; its log: {child.log_path}"
+                f"{child.name} did not end within {grace_secs:g} s and was killed; its log: "
+                f"{child.log_path}"
             )
 
     def kill(self) -> None:
@@ -395,7 +396,8 @@ class LocalCluster:
                 0.0 if child.ready_at is None else time.monotonic() - child.ready_at
             )
             self._print_line(
-                f"{child.name} {describe_exit(code)}; restarting it in {pause:g} s. {child.log_path} says:"
+                f"{child.name} {describe_exit(code)}; restarting it in {pause:g} s. "
+                f"{child.log_path} says:"
             )
             self._print_line(_indent_text(child.last_errors()))
             await asyncio.sleep(pause)
@@ -409,16 +411,20 @@ class LocalCluster:
 
 
 def make_control_key(plan: ClusterPlan, env: Mapping[str, str]) -> str | None:
-    """A new key for the paths that show or change the fleet; None where the user has decided about them.
+    """A new key for the paths that show or change the fleet; None where the user has decided about
+    them.
 
-    That is by an API key, which opens them too, by keys of the control plane, or by their variable without a value.
+    That is by an API key, which opens them too, by keys of the control plane, or by their variable
+    without a value.
     """
     has_api_key = bool(plan.engine.get("api_key") or env.get(SECRETS["api_key"]))
     return None if has_api_key or CONTROL_KEYS_ENV in env else secrets.token_hex(32)
 
 
 def without_empty_keys(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a router, which reads keys of the control plane without a value as a wrong key."""
+    """The environment for a router, which reads keys of the control plane without a value as a
+    wrong key.
+    """
     return {name: value for name, value in env.items() if value or name != CONTROL_KEYS_ENV}
 
 
@@ -439,7 +445,8 @@ def choose_port(host: str, wanted_port: int | None) -> tuple[int, str | None]:
         if (port := _probe_port(host, wanted_port)) is not None:
             return port, None
         raise ChildFailed(
-            f"port {wanted_port} on {host} is taken; give another --port, or none to take the next free one",
+            f"port {wanted_port} on {host} is taken; give another --port, or none to take the next "
+            "free one",
             exit_code=2,
         )
     for candidate in range(8000, 8000 + PORTS_TRIED):

@@ -1,4 +1,6 @@
-"""Checks of `baton up` before it starts a process: of the address, the files and the model that its flags name."""
+"""Checks of `baton up` before it starts a process: of the address, the files and the model that its
+flags name.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def check_place(plan: ClusterPlan) -> str | None:
 
 
 def living_cluster(path: Path) -> str | None:
-    """Complaint about a state file of a cluster that runs; one that a dead cluster left is replaced."""
+    """Complaint about a state file of a cluster that runs; one that a dead cluster left is
+    replaced.
+    """
     try:
         router = json.loads(read_regular_file(path))["router"]
         url = router["url"]
@@ -72,4 +76,7 @@ def living_cluster(path: Path) -> str | None:
     stated = stated_incarnation(HttpClient().get(f"{url}/livez").text)
     if stated is None or stated != incarnation:
         return None
-    return f"--state-file: {path} is that of a cluster that runs, its router at {url}; give another file"
+    return (
+        f"--state-file: {path} is that of a cluster that runs, its router at {url}; give "
+        "another file"
+    )

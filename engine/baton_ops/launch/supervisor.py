@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from baton.server import logs
-from baton.server.launch.process_group import ProcessGroup, cancel, describe_exit, first_of
+from baton.server.launch.process_group import ChildProcessGroup, cancel, describe_exit, first_of
 from baton_ops.clients.instance import read_incarnation
 
 PIPE_CHUNK = 65536
@@ -109,12 +109,14 @@ class ChildProcess:
         self.log_path = log_path
         self.restarts = 0
         self.incarnation: str | None = None
-        """Incarnation in its READY line; another process that answers at its address states another one."""
+        """Incarnation in its READY line; another process that answers at its address states another
+        one.
+        """
         self.ready_at: float | None = None
         """When the last `until_ready` succeeded (monotonic seconds); None while it is not ready."""
         self._argv = argv
         self._env = env
-        self._group: ProcessGroup | None = None
+        self._group: ChildProcessGroup | None = None
         self._output: asyncio.Task[None] | None = None
         self._announced: asyncio.Future[dict[str, Any]] | None = None
         self._log_start = 0
@@ -135,7 +137,7 @@ class ChildProcess:
         try:
             with os.fdopen(write_end, "wb"), self.log_path.open("ab") as log:
                 self._log_start = log.tell()
-                self._group = await ProcessGroup.spawn(
+                self._group = await ChildProcessGroup.spawn(
                     self._argv(), self._env, stdout=write_end, stderr=log.fileno()
                 )
         except BaseException:

@@ -46,17 +46,18 @@ INTERRUPTED = 130
 PROGRESS_SECS = 2.0
 
 NOT_SIMULATED = frozenset({
-    *NO_MEANING, "simulate", "model_path", "tokenizer_path", "served_model_name", "context_length", "chat_template",
-    "tool_parser", "unknown_tool_calls", "reasoning_parser", "reasoning_field", "grammar",
-    "structured_whitespace", "host", "port", "api_key", "disaggregation_mode", "disaggregation_bootstrap_port",
-    "disaggregation_transfer_backend", "transfer_port", "cluster_key", "second_cluster_key", "insecure_kv",
-    "kv_lease_secs", "test_kv_fault", "kv_host", "kv_advertise_host", "kv_copy_threads", "kv_tcp_streams",
-    "nccl_max_ctas", "kv_transfer_timeout_secs", "num_reserved_decode_tokens", "dp_size",
-    "priority_adjustment_function", "priority_adjust_interval_ms", "schedule_policy", "random_seed", "log_level",
-    "log_format", "health_port", "max_connections", "header_read_timeout_secs", "idle_connection_timeout_secs",
-    "allowed_hosts", "grammar_check_secs_per_minute",
-    "abort_on_priority_when_disabled", "stream_interval", "drain_timeout_secs", "decision_log", "scheduler_trace",
-    "kv_events_config", "metrics_compat", "enable_trace", "otlp_traces_endpoint",
+    *NO_MEANING, "simulate", "model_path", "tokenizer_path", "served_model_name", "context_length",
+    "chat_template", "tool_parser", "unknown_tool_calls", "reasoning_parser", "reasoning_field",
+    "grammar", "structured_whitespace", "host", "port", "api_key", "disaggregation_mode",
+    "disaggregation_bootstrap_port", "disaggregation_transfer_backend", "transfer_port",
+    "cluster_key", "second_cluster_key", "insecure_kv", "kv_lease_secs", "test_kv_fault", "kv_host",
+    "kv_advertise_host", "kv_copy_threads", "kv_tcp_streams", "nccl_max_ctas",
+    "kv_transfer_timeout_secs", "num_reserved_decode_tokens", "dp_size",
+    "priority_adjustment_function", "priority_adjust_interval_ms", "schedule_policy", "random_seed",
+    "log_level", "log_format", "health_port", "max_connections", "header_read_timeout_secs",
+    "idle_connection_timeout_secs", "allowed_hosts", "grammar_check_secs_per_minute",
+    "abort_on_priority_when_disabled", "stream_interval", "drain_timeout_secs", "decision_log",
+    "scheduler_trace", "kv_events_config", "metrics_compat", "enable_trace", "otlp_traces_endpoint",
 })  # fmt: skip
 """Engine flags without a meaning here: refused, not swallowed.
 
@@ -98,7 +99,8 @@ class SimConfig:
     seed: int = opt(0, "seed of --jitter")
     replay: str | None = opt(
         None,
-        "instead of --trace: repeat the decisions in this file of an engine's --scheduler-trace and compare",
+        "instead of --trace: repeat the decisions in this file of an "
+        "engine's --scheduler-trace and compare",
     )
     json: str | None = opt(None, "write settings and results to this file")
     plot: str | None = opt(None, "write the distribution of TTFT per policy to this .svg file")
@@ -185,12 +187,14 @@ def check_classes(run: SimulatedRun, trace: Sequence[TraceRequest]) -> None:
     if names and unknown:
         there = ", ".join(sorted(map(str, unknown)))
         raise ConfigError(
-            f"--priority-classes {run.engine.priority_classes}: the trace has requests of class {there}"
+            f"--priority-classes {run.engine.priority_classes}: the trace has requests of class "
+            f"{there}"
         )
 
 
 ESSENTIALS = (
-    "trace", "limit", "schedule_policy", "role", "model", "load", "speedup", "length_scale", "json", "plot",
+    "trace", "limit", "schedule_policy", "role", "model", "load", "speedup", "length_scale", "json",
+    "plot",
 )  # fmt: skip
 """Fields whose flags --help shows."""
 
@@ -240,7 +244,8 @@ def parse_flags(argv: Sequence[str]) -> SimulatedRun:
         engine = engine_config.build_config(engine_values)
         if not engine.max_total_tokens:
             bad.append(
-                "--max-total-tokens 0: there is no model here to size the pool from; give a number of tokens"
+                "--max-total-tokens 0: there is no model here to size the pool from; give "
+                "a number of tokens"
             )
     except ConfigError as err:
         # Its size is counted in tokens here.
@@ -265,7 +270,9 @@ def _find_violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) 
         yield "--trace is missing; give a file or the name of a trace that comes with Baton"
     for name in policies:
         if name not in POLICIES:
-            yield f"--schedule-policy {name}: there is no such order; there are {', '.join(POLICIES)}"
+            yield (
+                f"--schedule-policy {name}: there is no such order; there are {', '.join(POLICIES)}"
+            )
     if len(set(policies)) < len(policies):
         yield f"--schedule-policy {sim.schedule_policy}: names an order twice"
     if sim.speedup is not None and sim.load is not None:
@@ -285,7 +292,9 @@ def _find_violations(sim: SimConfig, model: StepModel, policies: Sequence[str]) 
         yield f"--plot {sim.plot}: only .svg can be written"
     for f in dataclasses.fields(model):
         if not 0 <= getattr(model, f.name) < math.inf:
-            yield f"{engine_config.flag_name(f.name)} {getattr(model, f.name)}: must not be negative"
+            yield (
+                f"{engine_config.flag_name(f.name)} {getattr(model, f.name)}: must not be negative"
+            )
     if not (model.step_ms or (model.token_us and model.weights_ms)):
         yield "--step-ms 0: a step must take time, or the clock would stand still"
 
@@ -419,7 +428,8 @@ def replay_main(sim: SimConfig) -> int:
     differs = outcome.difference
     plan_here = _summarize_plan(differs.got)
     print(
-        f"line {differs.line}, at {differs.now:.6f} s: recorded plan {differs.expected}, here {plan_here}"
+        f"line {differs.line}, at {differs.now:.6f} s: recorded plan {differs.expected}, here "
+        f"{plan_here}"
     )
     return 1
 

@@ -148,7 +148,8 @@ def _count_outcome(records: Sequence[RequestRecord], outcome: RequestOutcome) ->
 
 HEADER = (
     "policy", "requests", "completed", "TTFT s", "p50", "p95", "p99", "vs first", "in time",
-    "TPOT ms", "p50", "p95", "p99", "wait s", "p50", "p95", "p99", "max", "hits", "busy", "steps", "sim s", "wall s",
+    "TPOT ms", "p50", "p95", "p99", "wait s", "p50", "p95", "p99", "max", "hits", "busy", "steps",
+    "sim s", "wall s",
 )  # fmt: skip
 
 
@@ -206,7 +207,10 @@ def _group_line(s: RunSummary, group: RecordGroup) -> str:
     mean, p50, p95, p99, longest = _format_stat(group.ttft)
     refused = f", {group.refused} refused" if group.refused else ""
     counts = f"{group.completed} of {group.requests} completed{refused}"
-    return f"{s.policy}, {group.name}: {counts}; TTFT s {mean}, p50 {p50}, p95 {p95}, p99 {p99}, max {longest}"
+    return (
+        f"{s.policy}, {group.name}: {counts}; TTFT s {mean}, p50 {p50}, p95 {p95}, p99 {p99}, "
+        f"max {longest}"
+    )
 
 
 def _summary_cells(s: RunSummary, first_mean: float) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
 """Trace files → requests: arrival times, lengths, and prompts whose prefixes are equal exactly
 where the trace says so.
 
- 1. `read_trace` parses and checks JSON Lines (gzip'd or not): timestamp [ms], input_length, output_length
-    [tokens], hash_ids (one id per 512-token block of the prompt), and who asks: priority,
-    priority_class, tenant (all four optional). A bad line is an error with its number.
- 2. `arrival_times` turns time stamps into seconds: stamps of coarse clocks are spread evenly over the
-    gap to the next one.
+ 1. `read_trace` parses and checks JSON Lines (gzip'd or not): timestamp [ms], input_length,
+    output_length [tokens], hash_ids (one id per 512-token block of the prompt), and who asks:
+    priority, priority_class, tenant (all four optional). A bad line is an error with its number.
+ 2. `arrival_times` turns time stamps into seconds: stamps of coarse clocks are spread evenly over
+    the gap to the next one.
  3. `prompt_tokens` makes token ids when a request arrives: each token of a block is the block's
     number, so equal ids behind equal prefixes are equal tokens, different ids differ in every page,
     and a partial block is a prefix of the whole one. Answers use numbers of their own
@@ -119,7 +119,8 @@ def _parse_line(line: str, ids: dict[tuple[int, int], int], previous_ms: float) 
         or not 0 <= timestamp <= MAX_TIMESTAMP_MS
     ):
         raise _BadLine(
-            f"timestamp is {timestamp!r:.40}; give milliseconds from the start, 0 to {MAX_TIMESTAMP_MS:g}"
+            f"timestamp is {timestamp!r:.40}; give milliseconds from the start, 0 to "
+            f"{MAX_TIMESTAMP_MS:g}"
         )
     if timestamp < previous_ms:
         raise _BadLine(
@@ -132,7 +133,8 @@ def _parse_line(line: str, ids: dict[tuple[int, int], int], previous_ms: float) 
         type(priority) is not int or not LEAST_PRIORITY <= priority <= MOST_PRIORITY
     ):
         raise _BadLine(
-            f"priority is {priority!r:.40}; give an integer from {LEAST_PRIORITY} to {MOST_PRIORITY}, or leave it out"
+            f"priority is {priority!r:.40}; give an integer from {LEAST_PRIORITY} to "
+            f"{MOST_PRIORITY}, or leave it out"
         )
     blocks = _read_blocks(row.get("hash_ids"), prompt, ids)
     return TraceRequest(

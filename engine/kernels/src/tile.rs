@@ -143,6 +143,10 @@ const fn is_shape<S: Simd>(rows: usize, vecs: usize) -> bool {
     rows <= S::TILE_ROWS && vecs <= S::TILE_VECS || rows <= S::TALL_ROWS && vecs <= S::TALL_VECS
 }
 
+#[allow(
+    clippy::cognitive_complexity,
+    reason = "the macro writes one arm per shape of a tile"
+)]
 #[inline(always)]
 unsafe fn one_tile<S: Simd, E: ElementType, const XS: usize, const STREAMS: bool>(
     mr: usize,

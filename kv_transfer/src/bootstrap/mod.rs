@@ -3,7 +3,7 @@
 //!
 //! Life of a route: a P rank PUTs `/route` when it starts (again every few seconds, so a restarted
 //! server fills up by itself); a D rank GETs it when it opens its first room with that rank; the P
-//! rank DELETEs it when it leaves. The table is not queried per request.
+//! rank removes it (DELETE) when it leaves. The table is not queried per request.
 //!
 //! With a cluster key every request but `/health` carries
 //! `x-baton-auth: <unix ms> <nonce> <HMAC-SHA256>`, at most five minutes old, and its answer is

@@ -67,7 +67,7 @@ impl RankRegistration {
         }
     }
 
-    pub(super) fn rank_position(&self) -> RankPosition {
+    fn rank_position(&self) -> RankPosition {
         let dp_group = if self.system_dp_size == 1 {
             self.attn_dp_rank
         } else {
@@ -90,7 +90,7 @@ pub struct TopologySizes {
 
 impl TopologySizes {
     /// Ranks of the whole node.
-    pub fn num_ranks(self) -> u64 {
+    fn num_ranks(self) -> u64 {
         let sizes = [
             self.prefill_attn_tp_size,
             self.prefill_dp_size,

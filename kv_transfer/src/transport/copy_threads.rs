@@ -99,7 +99,7 @@ impl CopyThreads {
 
     /// Drop jobs that have not started and wait for the others. After this no thread writes the
     /// pool.
-    pub fn stop_threads(&mut self) {
+    fn stop_threads(&mut self) {
         {
             let mut jobs = self.queue.jobs.lock();
             jobs.0.clear();
@@ -415,7 +415,7 @@ pub(super) unsafe fn corrupt_for_test(kind: SumKind, page: *mut u8, len: usize) 
     }
 }
 
-pub(super) fn check_generation(src: PageDigest, now: u64) -> Result<(), PullError> {
+fn check_generation(src: PageDigest, now: u64) -> Result<(), PullError> {
     if now == src.generation {
         return Ok(());
     }

@@ -58,7 +58,7 @@ impl Hold {
         self.go.exists() || self.since.elapsed() > HOLD_LIMIT
     }
 
-    pub fn wait_here(self) {
+    fn wait_here(self) {
         while !self.is_over() {
             std::thread::sleep(HOLD_POLL);
         }

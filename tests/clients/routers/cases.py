@@ -105,7 +105,7 @@ def check_many_at_once(front: str, reference: str, nodes: Cluster) -> None:
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         assert list(pool.map(lambda i: text(front, i), range(IN_FLIGHT))) == expected
     eventually(
-        "a KV page travelled: not one node did it all", lambda: before < 0 or pulled(nodes) > before
+        "a KV page traveled: not one node did it all", lambda: before < 0 or pulled(nodes) > before
     )
     nodes.assert_nothing_is_held()
 

@@ -88,8 +88,8 @@ def replay_anthropic(case: Case) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
     event_model: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-    datas = [data for data in events_of(case) if json.loads(data)["type"] not in ("ping", "error")]
-    kinds = [type(event_model.validate_json(data, strict=True)).__name__ for data in datas]
+    events = [data for data in events_of(case) if json.loads(data)["type"] not in ("ping", "error")]
+    kinds = [type(event_model.validate_json(data, strict=True)).__name__ for data in events]
     client = anthropic.Anthropic(
         base_url="http://baton.invalid",
         api_key="none",

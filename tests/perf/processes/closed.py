@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from baton_ops.bench.load import RequestTiming, send_request
+from baton_ops.bench.measured_request import RequestTiming, send_request
 from baton_ops.sim.report import percentile
 
 

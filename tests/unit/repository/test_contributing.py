@@ -22,8 +22,7 @@ from baton.server.request.grammar.tool_calls.formats import call_format_of
 from baton.server.request.tools import CallableTool
 from baton.server.text.answer_spec import Dialect
 from baton.server.text.tool_formats import ToolFormat, tool_formats
-from tests.structure.rules import product_files
-from tests.structure.sources import rust_code, text
+from tests.structure.sources import product_files, rust_code, text
 from tests.support.grammars.call_walks import follows, make_vocabulary
 from tests.support.models import checkpoints
 from tests.support.models.model_loop import ModelLoop

@@ -11,7 +11,8 @@ import pytest
 from baton import config, errors
 from baton.sched.state.load_report import LoadReport
 from baton_ops import drain
-from baton_ops.bench import serving
+from baton_ops.bench.main import LOAD_GENERATORS, TRACE
+from tests.perf.bench_serving import ROUNDS
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -159,7 +160,8 @@ def test_engine_flags_in_the_docs_exist() -> None:
         "--threads",
         "--seed",
     }
-    known |= {f"--{name.replace('_', '-')}" for name in (*serving.ROUNDS, *serving.TRACE)}
+    known |= {f"--{name.replace('_', '-')}" for name in (*ROUNDS, *TRACE)}
+    known |= set(re.findall(r"--[a-z-]+", " ".join(LOAD_GENERATORS.values())))
     known |= {"--url", "--hold-turns", "--chat", "--arms", "--fronts", "--bench", "--memory"}
     known |= {
         "--release",

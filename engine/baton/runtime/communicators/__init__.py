@@ -1,16 +1,17 @@
 """Two-rank communicators for the staged KV transports: `gloo` over host memory, `nccl` over a GPU.
 
-The transfer runtime (crate kv_transfer, `transport::comm`) calls these objects from threads of its own, one per
-communicator; they know slabs of memory and nothing of pages, rooms or the scheduler. An exception ends the communicator
-and is its reason. Waits release the GIL.
+The transfer runtime (crate kv_transfer, `transport::comm`) calls these objects from threads of its
+own, one per communicator; they know slabs of memory and nothing of pages, rooms or the scheduler.
+An exception ends the communicator and is its reason. Waits release the GIL.
 
     P: id = backend.unique_id()  ── the control connection ──▶  D
-    both: comm = backend.open(id, rank, slabs, ...)             P is rank 0 and sends, D is rank 1 and receives
+    both: comm = backend.open(id, rank, slabs, ...)
+          P is rank 0 and sends, D is rank 1 and receives
     k-th comm.send(slab, nbytes)  meets  k-th comm.recv(slab, nbytes), of the same size
     comm.abort() from another thread: the blocked call is to return soon
 
-Slabs are staging memory on the host; a backend with `works_on_device` takes them on the device too (tensors of uint8),
-and gets those when the pages are there.
+Slabs are staging memory on the host; a backend with `works_on_device` takes them on the device too
+(tensors of uint8), and gets those when the pages are there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 def make_backend(
     config: EngineConfig, host: str, transports: Sequence[str]
 ) -> GlooBackend | NcclBackend | None:
-    """The backend of the staged transport among `transports`; None when there is none. `host`: where peers reach us.
+    """The backend of the staged transport among `transports`; None when there is none. `host`:
+    where peers reach us.
 
     Raises ConfigError when it cannot work here.
     """
@@ -38,7 +40,8 @@ def make_backend(
         return None
     if config.simulate is not None:
         raise ConfigError(
-            f"--disaggregation-transfer-backend {name} needs torch, which --simulate does without: use auto, shm or tcp"
+            f"--disaggregation-transfer-backend {name} needs torch, which --simulate does without: "
+            "use auto, shm or tcp"
         )
     if name == "gloo":
         from baton.runtime.communicators.gloo import GlooBackend
@@ -48,6 +51,7 @@ def make_backend(
 
     if (reason := find_obstacle()) is not None:
         raise ConfigError(
-            f"--disaggregation-transfer-backend nccl: {reason}; use auto, or gloo for the same code path without a GPU"
+            f"--disaggregation-transfer-backend nccl: {reason}; use auto, or gloo for the same "
+            "code path without a GPU"
         )
     return NcclBackend(config.nccl_max_ctas)

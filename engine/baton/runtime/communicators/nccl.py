@@ -1,17 +1,19 @@
 """`nccl`: libnccl from the wheel that torch brings, two ranks per communicator, through ctypes.
 
-Slabs of a pool on the device are on it too, and NCCL sends from one into the other: page → slab → NCCL → slab → page.
-Pages in host memory cross the bus twice: page → pinned host slab → device slab → NCCL → device slab → pinned host slab
-→ page. All memory is allocated at open; copies and NCCL's kernels go to a private stream; nothing here waits for the
-device but by looking at an event until a deadline, so that a peer that never comes cannot hold the thread (a
-synchronization would).
+Slabs of a pool on the device are on it too, and NCCL sends from one into the other: page → slab →
+NCCL → slab → page. Pages in host memory cross the bus twice: page → pinned host slab → device slab
+→ NCCL → device slab → pinned host slab → page. All memory is allocated at open; copies and NCCL's
+kernels go to a private stream; nothing here waits for the device but by looking at an event until a
+deadline, so that a peer that never comes cannot hold the thread (a synchronization would).
 
 What NCCL demands, and what is done about it:
 * an init that blocks waits for an absent peer for ever: communicators are non-blocking, and polled;
-* a send waits on the device until it is met, on as many SMs as it has channels, of which one carries some 20 GB/s:
-  --nccl-max-ctas bounds them. Both ranks must have the same bound, so the host's travels behind the unique id;
-* only an abort ends it, from another thread, and that may hang: the transfer runtime gives it up then. The pointer is
-  taken from this object before the abort, so that nothing polls a communicator that is being freed;
+* a send waits on the device until it is met, on as many SMs as it has channels, of which one
+  carries some 20 GB/s: --nccl-max-ctas bounds them. Both ranks must have the same bound, so the
+  host's travels behind the unique id;
+* only an abort ends it, from another thread, and that may hang: the transfer runtime gives it up
+  then. The pointer is taken from this object before the abort, so that nothing polls a communicator
+  that is being freed;
 * two ranks on one GPU are refused unless NCCL >= 2.30 finds NCCL_MULTI_RANK_GPU_ENABLE=1.
 """
 
@@ -40,7 +42,9 @@ SUCCESS = 0
 IN_PROGRESS = 7
 CONFIG_MAGIC = 0xCAFEBEEF
 CONFIG_VERSION = 21700
-"""NCCL 2.17, whose config ends with the network's name: a later library takes its own defaults for what came after."""
+"""NCCL 2.17, whose config ends with the network's name: a later library takes its own defaults for
+what came after.
+"""
 UNDEFINED = -(2**31)
 FIRST_POLL_SECS = 0.00005
 LONGEST_POLL_SECS = 0.001
@@ -79,7 +83,9 @@ def make_config(max_ctas: int) -> Config:
 
 
 def default_ctas() -> int:
-    """Thread blocks per communicator: one if both ranks share a GPU, whose SMs the other engine needs."""
+    """Thread blocks per communicator: one if both ranks share a GPU, whose SMs the other engine
+    needs.
+    """
     return 1 if os.environ.get(SHARED_GPU) == "1" else DEFAULT_CTAS
 
 
@@ -246,7 +252,8 @@ class NcclCommunicator:
                 self._device_slabs.append(torch.empty_like(self._host[-1], device=device))
         self._stream = torch.cuda.Stream(device)
         self._event = torch.cuda.Event()
-        # A copy to or from memory that is not pinned would wait for the stream, and the stream may wait for the peer.
+        # A copy to or from memory that is not pinned would wait for the stream, and the stream may
+        # wait for the peer.
         with (
             contextlib.ExitStack() as undo
         ):  # slabs of which one cannot be registered are given back
@@ -261,7 +268,9 @@ class NcclCommunicator:
         self._handle.enqueue(name, pointer, nbytes, self._peer, stream, self._timeout_secs)
 
     def _wait_for_stream(self, operation: str) -> None:
-        """Until the stream is through, with an eye on errors NCCL reports meanwhile (the peer's death, an abort)."""
+        """Until the stream is through, with an eye on errors NCCL reports meanwhile (the peer's
+        death, an abort).
+        """
         self._event.record(self._stream)
 
         def is_done() -> bool:

@@ -48,7 +48,10 @@ log = logging.getLogger("baton.grammar")
 KEPT_GRAMMARS = 256
 """Some 100 kB each in most cases."""
 KEPT_CHARS = 4 * 2**20
-"""Length of all their texts. A schema of 75 kB with 1,800 properties takes 8 MB when it is compiled."""
+"""Length of all their texts.
+
+A schema of 75 kB with 1,800 properties takes 8 MB when it is compiled.
+"""
 MAX_WAITING_TEXTS = 256
 USERS_PER_LEXER = 16
 """Requests with a grammar until it gets a further lexer: masks of fewer rows take little time."""
@@ -56,8 +59,9 @@ COSTLY_COMPILE_SECS = 0.05
 """Grammars that took longer get no further lexer: other requests would wait for it."""
 SECONDS_BUCKETS = exponential(0.0001, 4.0, 10.0)
 COMPILE_STACK_BYTES = 64 * 2**20
-"""llguidance recurses along chains of rules. A front accepts those that it has checked with an eighth of this
-(`server.request.grammar.checks.worker.CHECK_STACK_BYTES`); pages that are not used take no memory.
+"""llguidance recurses along chains of rules. A front accepts those that it has checked with an
+eighth of this (`server.request.grammar.checks.worker.CHECK_STACK_BYTES`); pages that are not used
+take no memory.
 """
 MESSAGE_CHARS = 300
 """Longest part of llguidance's message that a client gets."""

@@ -1,7 +1,7 @@
 """Allowed tokens of the rows of a step, as packed bits and as ids.
 
-`fill_rows` asks the constraints' matchers; `masks[i]` has bit t % 32 of word t // 32 set where token t may come
-next in row i. llguidance fills a mask in 4 to 100 us, without the GIL.
+`fill_rows` asks the constraints' matchers; `masks[i]` has bit t % 32 of word t // 32 set where
+token t may come next in row i. llguidance fills a mask in 4 to 100 us, without the GIL.
 
 Copies of one matcher share a lexer, whose lock is held while a mask is filled: threads would wait
 for each other there. So the calling thread fills the masks of rows that share one, and several
@@ -30,8 +30,8 @@ WORD_BITS = 32
 MASK_BUCKETS = exponential(0.00001, 4.0, 1.0)
 ALL_BITS = 2**WORD_BITS - 1
 PARALLEL_SECS = 0.001
-"""Masks of a step that take less are filled by one thread: handing over takes 50 us, and much longer
-on a machine whose cores are busy.
+"""Masks of a step that take less are filled by one thread: handing over takes 50 us, and much
+longer on a machine whose cores are busy.
 """
 NEWEST_WEIGHT = 0.2
 """Weight of the latest step in the running mean of the time per row."""

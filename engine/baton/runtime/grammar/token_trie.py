@@ -45,8 +45,8 @@ def build_trie(source: TokenizerSource, vocab_size: int) -> LLTokenizer:
     """Build the trie for a model of `vocab_size` ids. Raises GrammarUnavailable."""
     if not source.eos_token_ids:
         raise GrammarUnavailable(
-            "the model's files name no end-of-sequence token, so no answer could end; set eos_token_id in "
-            "generation_config.json"
+            "the model's files name no end-of-sequence token, so no answer could end; set "
+            "eos_token_id in generation_config.json"
         )
     started = time.monotonic()
     text = text_for_trie(source.tokenizer_json, source.added_tokens)
@@ -62,8 +62,8 @@ def build_trie(source: TokenizerSource, vocab_size: int) -> LLTokenizer:
 
 
 def text_for_trie(tokenizer_json: str, added_tokens: Sequence[AddedToken]) -> str:
-    """Text of a tokenizer.json that has these tokens too, and whose blanks llguidance reads as the text layer does
-    (`TokenDecoder::token_bytes`). It is parsed only if something changes.
+    """Text of a tokenizer.json that has these tokens too, and whose blanks llguidance reads as the
+    text layer does (`TokenDecoder::token_bytes`). It is parsed only if something changes.
     """
     if not added_tokens and f'"{METASPACE}"' not in tokenizer_json:
         return tokenizer_json
@@ -74,7 +74,9 @@ def text_for_trie(tokenizer_json: str, added_tokens: Sequence[AddedToken]) -> st
 
 
 def _spell_blanks(tokenizer: dict[str, Any]) -> None:
-    """Say by another decoder what Metaspace says of blanks: llguidance looks for `Replace` alone."""
+    """Say by another decoder what Metaspace says of blanks: llguidance looks for `Replace`
+    alone.
+    """
     decoder = tokenizer.get("decoder") or {}
     parts = decoder.get("decoders", [])
     for part in parts:

@@ -1,14 +1,15 @@
 """How large the KV pool of a CUDA device may be: what is measured, and the arithmetic.
 
-1. The weights are on the device; 2. `run_warmup` runs the largest steps on a small pool and notes what they took
-on top (`MemoryNeeds`); 3. `size_pool` divides what is left:
+1. The weights are on the device; 2. `run_warmup` runs the largest steps on a small pool and notes
+what they took on top (`MemoryNeeds`); 3. `size_pool` divides what is left:
 
     |<-------------------------- total ---------------------------->|
     | weights | workspace |      pool      | activations | graphs | … |
     |<- at most --mem-fraction-static ---->|
 
-The fraction bounds what stays allocated, as SGLang's flag of that name does, and is of the device's whole memory, so
-that two engines on one GPU can be given 0.4 each. What is really free bounds it too: another process may be there.
+The fraction bounds what stays allocated, as SGLang's flag of that name does, and is of the device's
+whole memory, so that two engines on one GPU can be given 0.4 each. What is really free bounds it
+too: another process may be there.
 
 `DeviceMemory` is the only place that asks torch and the driver; the rest is arithmetic on bytes.
 """
@@ -25,25 +26,33 @@ from baton.errors import ConfigError
 MIB = 1 << 20
 GIB = 1 << 30
 MARGIN_BYTES = 256 * MIB
-"""Left free: kernels that the driver loads at their first use, NCCL's buffers, blocks that torch cannot reuse."""
+"""Left free: kernels that the driver loads at their first use, NCCL's buffers, blocks that torch
+cannot reuse.
+"""
 LEAST_PAGES = 2
 
 
 class DeviceMemory:
-    """Memory of a CUDA device as torch and the driver report it, in bytes. Torch's part is what it has reserved, not
-    what it has allocated: what its allocator cannot fill is gone for the pool as well."""
+    """Memory of a CUDA device as torch and the driver report it, in bytes. Torch's part is what it
+    has reserved, not what it has allocated: what its allocator cannot fill is gone for the pool as
+    well.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def free_bytes(self) -> tuple[int, int]:
-        """Bytes any process could still allocate, and the whole memory; unused blocks are given back first."""
+        """Bytes any process could still allocate, and the whole memory; unused blocks are given
+        back first.
+        """
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)
 
     def reserved_bytes(self) -> int:
-        """Bytes this process's torch has reserved; blocks without a tensor in them are given back first."""
+        """Bytes this process's torch has reserved; blocks without a tensor in them are given back
+        first.
+        """
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device)
 
@@ -86,7 +95,8 @@ class MemoryPlan(NamedTuple):
 def size_pool(
     needs: MemoryNeeds, page_bytes: int, fraction: float, wanted_pages: int | None = None
 ) -> MemoryPlan:
-    """Pages of the pool: `wanted` when the user said how many, else what `fraction` of the device's memory leaves.
+    """Pages of the pool: `wanted` when the user said how many, else what `fraction` of the device's
+    memory leaves.
 
     Raises ConfigError when `wanted` pages, or else two, do not fit.
     """
@@ -95,7 +105,8 @@ def size_pool(
             raise ConfigError(
                 f"the KV pool asked for has {_as_gib(wanted_pages * page_bytes)}, and "
                 f"{_as_gib(max(needs.room, 0))} are left for it "
-                f"({describe_needs(needs)}); lower --max-total-tokens or --kv-pool-mib, or {_MAKE_ROOM}"
+                f"({describe_needs(needs)}); lower --max-total-tokens or --kv-pool-mib, or "
+                f"{_MAKE_ROOM}"
             )
         return MemoryPlan(wanted_pages, "as asked for")
     allowed = int(needs.total * fraction) - needs.weights - needs.workspace
@@ -108,23 +119,27 @@ def size_pool(
     least_pool = f"{LEAST_PAGES} KV pages of {page_bytes / MIB:.2f} MiB"
     if allowed < needs.room:
         raise ConfigError(
-            f"--mem-fraction-static {fraction:g} leaves no room for {least_pool} beside the weights "
-            f"({describe_needs(needs)}); raise it"
+            f"--mem-fraction-static {fraction:g} leaves no room for {least_pool} beside the "
+            f"weights ({describe_needs(needs)}); raise it"
         )
     raise ConfigError(
         f"the device has no room for {least_pool} ({describe_needs(needs)}); {_MAKE_ROOM}"
     )
 
 
-_MAKE_ROOM = "lower --chunked-prefill-size or --max-running-requests, end other processes on this GPU, or use more GPUs"
+_MAKE_ROOM = (
+    "lower --chunked-prefill-size or --max-running-requests, end other processes on this "
+    "GPU, or use more GPUs"
+)
 
 
 def describe_needs(needs: MemoryNeeds) -> str:
     """All numbers, for the log and for errors."""
     return (
         f"GPU memory of {_as_gib(needs.total)}: free {_as_gib(needs.free)} beside weights of "
-        f"{_as_gib(needs.weights)}; a step takes {_as_gib(needs.activations)}, the attention backend "
-        f"{_as_gib(needs.workspace)}, CUDA graphs {_as_gib(needs.graphs)}, margin {_as_gib(MARGIN_BYTES)}"
+        f"{_as_gib(needs.weights)}; a step takes {_as_gib(needs.activations)}, the attention "
+        f"backend {_as_gib(needs.workspace)}, CUDA graphs {_as_gib(needs.graphs)}, margin "
+        f"{_as_gib(MARGIN_BYTES)}"
     )
 
 

@@ -1,10 +1,12 @@
-"""A model tried out on a CUDA device before it serves: which attention backend runs there, how large its pool may be.
+"""A model tried out on a CUDA device before it serves: which attention backend runs there, how
+large its pool may be.
 
-1. A small pool and a runner are made; 2. the warm-up steps run on them, which compiles and loads every kernel; a
-flashinfer that cannot do that ends the start; 3. what they took sizes the real pool; 4. the small one is dropped.
+1. A small pool and a runner are made; 2. the warm-up steps run on them, which compiles and loads
+every kernel; a flashinfer that cannot do that ends the start; 3. what they took sizes the real
+pool; 4. the small one is dropped.
 
-Tensor-parallel ranks go through this together: the first one tells its steps to the others as it does later, and all
-take the pool of the one that has the least room.
+Tensor-parallel ranks go through this together: the first one tells its steps to the others as it
+does later, and all take the pool of the one that has the least room.
 """
 
 from __future__ import annotations
@@ -39,12 +41,15 @@ log = logging.getLogger("baton.memory")
 
 
 def check_weights(needed: int, memory: DeviceMemory) -> None:
-    """Raises ConfigError when a model of so many bytes cannot be loaded: before minutes are spent on it."""
+    """Raises ConfigError when a model of so many bytes cannot be loaded: before minutes are spent
+    on it.
+    """
     free, total = memory.free_bytes()
     if needed > free:
         raise ConfigError(
-            f"the model's weights take {needed / GIB:.2f} GiB and of the GPU's {total / GIB:.2f} GiB {free / GIB:.2f} "
-            "are free; end other processes on it, use a smaller model, or divide it among more GPUs by --tp-size"
+            f"the model's weights take {needed / GIB:.2f} GiB and of the GPU's {total / GIB:.2f} "
+            f"GiB {free / GIB:.2f} are free; end other processes on it, use a smaller model, or "
+            "divide it among more GPUs by --tp-size"
         )
 
 
@@ -59,9 +64,11 @@ def profile_memory(
 ) -> int:
     """Pages of the pool.
 
-    Args: `wanted_pages`: as the user said; None: as many as fit. `model` has its weights on the device.
+    Args: `wanted_pages`: as the user said; None: as many as fit. `model` has its weights on the
+    device.
 
-    Raises ConfigError when the model, its steps and the pool do not fit, or the backend asked for cannot run here.
+    Raises ConfigError when the model, its steps and the pool do not fit, or the backend asked for
+    cannot run here.
     """
     weights = memory.reserved_bytes()
     most_tokens = (
@@ -81,10 +88,14 @@ def profile_memory(
             tried = _try_backend(model, config, limits, memory, place)
         except (torch.OutOfMemoryError, EngineError):
             raise
-        except Exception as err:  # of flashinfer: its compiler, its launches, arguments that another version has not
+        # of flashinfer: its compiler, its launches, arguments that another version has not
+        except Exception as err:
             if config.attention_backend == "torch":
                 raise
-            reason = f"kernels for this GPU cannot run here ({summarize_error(err)}); use --attention-backend {SLOWER}"
+            reason = (
+                f"kernels for this GPU cannot run here ({summarize_error(err)}); use "
+                f"--attention-backend {SLOWER}"
+            )
             raise ConfigError(f"--attention-backend {config.attention_backend}: {reason}") from err
     free, total = memory.free_bytes()
     needs = MemoryNeeds(total, free, weights, **tried)

@@ -1,12 +1,15 @@
-"""Steps without requests, run before the engine says that it is ready: kernels are compiled and loaded by them
-instead of by the first requests, and what they take tells how much memory is left for the KV pool (memory).
+"""Steps without requests, run before the engine says that it is ready: kernels are compiled and
+loaded by them instead of by the first requests, and what they take tells how much memory is left
+for the KV pool (memory).
 
-1. `steps` writes the plans: every kind of step (prompts only, decode rows only, both, each way of sampling, a chunk
-that samples nothing, a few tokens after a long cached prefix) small, then the largest that the limits allow;
-2. `run_warmup` executes them on a runner with a small pool (`pages_needed`), with a line of progress each; 3. that pool
-and runner are dropped, and the real ones are made.
+1. `steps` writes the plans: every kind of step (prompts only, decode rows only, both, each way of
+sampling, a chunk that samples nothing, a few tokens after a long cached prefix) small, then the
+largest that the limits allow;
+2. `run_warmup` executes them on a runner with a small pool (`pages_needed`), with a line of
+progress each; 3. that pool and runner are dropped, and the real ones are made.
 
-Plans are those of the scheduler in every respect, so that whatever a runner does for a request it does here.
+Plans are those of the scheduler in every respect, so that whatever a runner does for a request it
+does here.
 """
 
 from __future__ import annotations
@@ -42,12 +45,16 @@ SAMPLINGS = (
         stop_token_ids=(TOKEN,),
     ),
 )
-"""Rows that are sampled in different ways, in one step: together they state every parameter that the sampler reads."""
+"""Rows that are sampled in different ways, in one step: together they state every parameter that
+the sampler reads.
+"""
 PROMPT_LOGPROBS = SamplingParams(
     temperature=0.0, logprobs=20, prompt_logprobs=20, logprob_token_ids=(TOKEN,)
 )
 CACHED_TOKENS = 8192
-"""Long enough for attention to split one row's KV among thread blocks, which takes its workspace."""
+"""Long enough for attention to split one row's KV among thread blocks, which takes its
+workspace.
+"""
 FEW_TOKENS = 16
 LONG_PROMPT_TOKENS = 512
 """Attention may have other kernels for long rows."""
@@ -112,7 +119,10 @@ class _Step:
 
 
 def warmup_steps(limits: WarmupLimits) -> list[tuple[str, StepPlan]]:
-    """Each with a name for people. The last two are the largest of decode rows only, and the largest of all."""
+    """Each with a name for people.
+
+    The last two are the largest of decode rows only, and the largest of all.
+    """
     few = min(4, limits.running)
     short = min(
         2 * limits.page_size, limits.prompt_tokens, limits.context, max(1, limits.tokens - few + 1)
@@ -172,7 +182,8 @@ def run_warmup(
         memory.reset_peak()
         execute(plan)
         took.append(max(memory.peak_bytes() - before, 0))
-        memory.reserved_bytes()  # gives back what this step leaves behind, which the next one may not be able to use
+        # gives back what this step leaves behind, which the next one may not be able to use
+        memory.reserved_bytes()
         log.info(
             "warm-up step %d of %d: %s, %.2f s", i, len(plans), name, time.monotonic() - started
         )

@@ -1,17 +1,20 @@
 """Decode steps recorded once and replayed: CUDA graphs, which launch a whole step in one call.
 
-1. At start one graph is recorded per capture size (`paged_indices.capture_sizes`), the largest first, in
-one memory pool; 2. a step of decode rows only is padded to the next capture size: its rows are written to buffers at
-fixed places (`GraphInputs`) in one copy, the backend plans for them, the graph is replayed; 3. logits and argmax lie
-in fixed buffers, the argmax also in the token table. Any other step, and a larger one, runs eagerly.
+1. At start one graph is recorded per capture size (`paged_indices.capture_sizes`), the largest
+first, in one memory pool; 2. a step of decode rows only is padded to the next capture size: its
+rows are written to buffers at fixed places (`GraphInputs`) in one copy, the backend plans for them,
+the graph is replayed; 3. logits and argmax lie in fixed buffers, the argmax also in the token
+table. Any other step, and a larger one, runs eagerly.
 
     rows          | row 0 | row 1 | row 2 | padding |  → capture size 4
     pages             7 3     9       1      dummy      one page beyond those the scheduler knows
     token table       slots of the rows      dummy      one entry beyond the slots
 
-A padding row reads and writes the dummy page and the dummy entry only, so it changes no other row's tokens.
+A padding row reads and writes the dummy page and the dummy entry only, so it changes no other row's
+tokens.
 
-What is recorded may read nothing but `GraphInputs`, the table, the weights and the pool: Python runs at recording only.
+What is recorded may read nothing but `GraphInputs`, the table, the weights and the pool: Python
+runs at recording only.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from baton.layers.attention.paged_indices import (
 from baton.layers.cuda.stream import CudaStream
 from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
-from baton.runtime.runner.step_inputs import StepIndices, StepInputs
+from baton.runtime.runner.step_inputs import StepArrays, StepInputs
 from baton.runtime.runner.token_table import TokenTable
 from baton.runtime.sampling.step_sampler import greedy_tokens
 
@@ -46,14 +49,20 @@ log = logging.getLogger("baton.graphs")
 
 PROGRESS_SECS = 1.0
 MOST_ROWS = 256
-"""Most rows of a recorded step, by default (--cuda-graph-max-bs): 35 graphs. Larger steps keep a GPU busy anyway."""
+"""Most rows of a recorded step, by default (--cuda-graph-max-bs): 35 graphs.
+
+Larger steps keep a GPU busy anyway.
+"""
 BYTES_EACH = 8 << 20
-"""Memory of one graph besides what all share. On an H200 all 35 graphs of Qwen3-0.6B took 0.28 GiB, shared memory
-included."""
+"""Memory of one graph besides what all share. On an H200 all 35 graphs of Qwen3-0.6B took 0.28 GiB,
+shared memory included.
+"""
 
 
 def rows_to_record(config: EngineConfig) -> int:
-    """Rows of the largest step recorded on a CUDA device as the flags have it; 0: nothing is recorded."""
+    """Rows of the largest step recorded on a CUDA device as the flags have it; 0: nothing is
+    recorded.
+    """
     if config.disable_cuda_graph or config.tp_size > 1 or config.disaggregation_mode == "prefill":
         return 0
     return min(config.cuda_graph_max_bs or MOST_ROWS, config.max_running_requests)
@@ -67,8 +76,12 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` queues on the device, to be queued again by each call. `work` runs, perhaps twice."""
-        work()  # kernels are loaded and libraries set up outside of the recording, where they may allocate
+        """Record what `work` queues on the device, to be queued again by each call.
+
+        `work` runs, perhaps twice.
+        """
+        # kernels are loaded and libraries set up outside of the recording, where they may allocate
+        work()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -97,7 +110,8 @@ class DecodeGraphs:
         assert kv.dummy_page is not None, "the pool has no page for padding rows"
         self.sizes = capture_sizes(largest)
         device = kv.data.device
-        # Rows may share pages, so there can be more entries than pages; beyond twice as many a step runs eagerly.
+        # Rows may share pages, so there can be more entries than pages; beyond twice as many a step
+        # runs eagerly.
         pages = min(largest * -(-self.context // kv.page_size), 2 * kv.num_pages) + largest
         self._static = GraphInputs(largest, pages, device)
         self._logits = torch.zeros(
@@ -157,7 +171,7 @@ class DecodeGraphs:
         self._static.fill(self.stream, filled, padded)
         self.attn.plan_replay(size, padded)
 
-    def size_for(self, step: StepInputs, indices: StepIndices) -> int | None:
+    def size_for(self, step: StepInputs, indices: StepArrays) -> int | None:
         """Capture size that runs this step; None: it runs eagerly."""
         rows = len(step.slots)
         if step.num_decode < rows or len(indices.sample_index) < rows:
@@ -167,8 +181,11 @@ class DecodeGraphs:
             return None
         return size
 
-    def load_step(self, size: int, step: StepInputs, indices: StepIndices) -> None:
-        """Queue the step's index arrays, and plan for them. Waits for nothing but the plan before."""
+    def load_step(self, size: int, step: StepInputs, indices: StepArrays) -> None:
+        """Queue the step's index arrays, and plan for them.
+
+        Waits for nothing but the plan before.
+        """
         last_page_len = ((indices.kv_lens - 1) % self.kv.page_size + 1).astype(np.int32)
         rows = PagedRows(indices.page_indptr, indices.page_indices, last_page_len)
         columns = np.stack((indices.token_ids, indices.positions, step.slots))
@@ -178,8 +195,8 @@ class DecodeGraphs:
         """Queue the step of n rows that was loaded.
 
         Returns:
-            Logits float32 [n, vocab], their `greedy_tokens` int64 [n], in the token table already, and the rows'
-            entries of it. All three are overwritten by the next replay.
+            Logits float32 [n, vocab], their `greedy_tokens` int64 [n], in the token table already,
+            and the rows' entries of it. All three are overwritten by the next replay.
         """
         self._replays[size]()
         return self._logits[:n], self._greedy[:n], self._static.entries[:n]

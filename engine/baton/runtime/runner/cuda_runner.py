@@ -1,19 +1,24 @@
-"""Executes a StepPlan on a CUDA device asynchronously: `execute` queues a step and does not wait for it.
+"""Executes a StepPlan on a CUDA device asynchronously: `execute` queues a step and does not wait
+for it.
 
-1. The step's index arrays go to the device in one copy; 2. a token the plan leaves open, being sampled by the step
-before, is read on the device from the token table (one entry per slot), so that no step waits for it; 3. the model
-runs, the draw follows (`sampler`), and what it drew goes into the table; 4. tokens and logprobs are copied to
-the host, a mark is set, and collecting the result waits for that mark.
+1. The step's index arrays go to the device in one copy; 2. a token the plan leaves open, being
+sampled by the step before, is read on the device from the token table (one entry per slot), so that
+no step waits for it; 3. the model runs, the draw follows (`sampler`), and what it drew goes into
+the table; 4. tokens and logprobs are copied to the host, a mark is set, and collecting the result
+waits for that mark.
 
     host      plan n+1 | launch n+1 | collect n ...
-    device    ... step n ...........| step n+1 ...........     both queued: the device does not wait for the host
+    device    ... step n ...........| step n+1 ...........
+
+    both queued: the device does not wait for the host
 
 A step of decode rows only is replayed from a recording where there is one (`graphs`).
 
-The host needs to know the tokens of earlier steps, and waits for them, in three cases: a row with penalties is drawn
-(they count its tokens), a row whose answer follows a grammar is drawn (they decide what it allows next), or other
-tensor-parallel ranks receive the step. In the first two the step's model is queued before the host waits, so that the
-device computes meanwhile; only the draw is delayed.
+The host needs to know the tokens of earlier steps, and waits for them, in three cases: a row with
+penalties is drawn (they count its tokens), a row whose answer follows a grammar is drawn (they
+decide what it allows next), or other tensor-parallel ranks receive the step. In the first two the
+step's model is queued before the host waits, so that the device computes meanwhile; only the draw
+is delayed.
 
 Nothing here knows CUDA: `stream` does.
 """
@@ -36,7 +41,7 @@ from baton.layers.kv_pool import KvTensors
 from baton.models.decoder import Decoder
 from baton.runtime.runner.capture import CudaRecorder, DecodeGraphs
 from baton.runtime.runner.model_runner import ModelRunner
-from baton.runtime.runner.step_inputs import StepIndices, StepInputs
+from baton.runtime.runner.step_inputs import StepArrays, StepInputs
 from baton.runtime.runner.token_table import TokenTable
 from baton.runtime.sampling.prompt_logprobs import PromptRows
 from baton.runtime.sampling.sampler import SampleRow
@@ -60,8 +65,8 @@ class FetchedPrompts:
 class InFlight:
     """A launched step (loop.Launched).
 
-    Its commit comes after its end, also when nothing was sampled: from then on peers may read the pages it
-    wrote, and transfers may write those it used (layers.cuda.device_pages).
+    Its commit comes after its end, also when nothing was sampled: from then on peers may read the
+    pages it wrote, and transfers may write those it used (layers.cuda.device_pages).
     """
 
     began: CudaMark
@@ -131,11 +136,14 @@ class DeviceRunner(ModelRunner):
         self._table = TokenTable(max_slots, kv.data.device)
         self._graphs: DecodeGraphs | None = None
         self._unread: list[tuple[InFlight, list[tuple[int, int, SampleRow]]]] = []
-        """Steps with rows whose tokens the host has to know: which token of the step, the slot, the row."""
+        """Steps with rows whose tokens the host has to know: which token of the step, the slot, the
+        row.
+        """
 
     @torch.inference_mode()
     def record_graphs(self, recorder: CudaRecorder, largest: int, context: int) -> None:
-        """From now on steps of at most `largest` decode rows are replayed. Takes a while, and device memory.
+        """From now on steps of at most `largest` decode rows are replayed. Takes a while, and
+        device memory.
 
         Args: `context`: no sequence gets longer.
         """
@@ -146,7 +154,10 @@ class DeviceRunner(ModelRunner):
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> InFlight:
-        """Queue one step. Raises what torch raises, which may be of an earlier step; the runner is then unusable."""
+        """Queue one step.
+
+        Raises what torch raises, which may be of an earlier step; the runner is then unusable.
+        """
         if self._broadcast is not None:
             self._read_tokens()
         step, indices, prompt_rows = self._begin_step(plan)
@@ -168,15 +179,16 @@ class DeviceRunner(ModelRunner):
     def execute_remote(self, order: bytes) -> None:
         super().execute_remote(order)
         if self._kv.native is not None:
-            self._stream.mark().wait()  # the first rank may say next that the step's pages are final
+            # the first rank may say next that the step's pages are final
+            self._stream.mark().wait()
 
     def _compute_logits(
-        self, step: StepInputs, indices: StepIndices
+        self, step: StepInputs, indices: StepArrays
     ) -> tuple[CudaMark, ComputedStep]:
         """Queue the model.
 
-        The mark is where the model's first kernel is queued: earlier it would count a device that waits for the host's
-        planning as busy.
+        The mark is where the model's first kernel is queued: earlier it would count a device that
+        waits for the host's planning as busy.
         """
         size = None if self._graphs is None else self._graphs.size_for(step, indices)
         if self._graphs is not None and size is not None:
@@ -194,7 +206,9 @@ class DeviceRunner(ModelRunner):
     def _fetch_prompts(
         self, rows: PromptRows | None, hidden: Tensor | None
     ) -> FetchedPrompts | None:
-        """Queue the logprobs of the prompt tokens that a step's rows predict, and their way to the host."""
+        """Queue the logprobs of the prompt tokens that a step's rows predict, and their way to the
+        host.
+        """
         if rows is None or hidden is None:
             return None
         records = self._prompt_records(rows, hidden, self._stream.put)
@@ -248,17 +262,19 @@ class DeviceRunner(ModelRunner):
         self._unread.clear()
 
     def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Known to the host only where other ranks need it; else a reference stands for what the table holds."""
+        """Known to the host only where other ranks need it; else a reference stands for what the
+        table holds.
+        """
         return (
             super()._open_tokens(slots)
             if self._broadcast is not None
             else self._table.make_references(slots)
         )
 
-    def _make_batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
+    def _make_batch(self, step: StepInputs, indices: StepArrays) -> ForwardBatch:
         return self._upload_step(step, indices)[0]
 
-    def _upload_step(self, step: StepInputs, indices: StepIndices) -> tuple[ForwardBatch, Tensor]:
+    def _upload_step(self, step: StepInputs, indices: StepArrays) -> tuple[ForwardBatch, Tensor]:
         """The step's tensors, and the slots of the rows that sample: int64 [S] on the device."""
         token_ids, positions, slot_mapping, sample_index, slots = self._stream.put_all(
             (

@@ -3,14 +3,15 @@
 `ModelRunner` executes on the CPU, to the end; `cuda_runner.DeviceRunner` inherits the work on the
 host.
 
-Pages that the plan moves between device and host are copied before its rows run, in the plan's order.
+Pages that the plan moves between device and host are copied before its rows run, in the plan's
+order.
 
-With tensor parallelism the first rank executes plans and tells the others each step (runtime.runner.step_inputs),
-before it computes
-its own part; they run `execute_remote`.
+With tensor parallelism the first rank executes plans and tells the others each step
+(runtime.runner.step_inputs), before it computes its own part; they run `execute_remote`.
 
-Per slot it keeps what plans leave out: the page table (plans carry only its growth), the last sampled token (the token
-table that lets step n+1 be planned before step n's tokens are known) and the sampler's view of the sequence.
+Per slot it keeps what plans leave out: the page table (plans carry only its growth), the last
+sampled token (the token table that lets step n+1 be planned before step n's tokens are known) and
+the sampler's view of the sequence.
 
 Not thread-safe: one thread calls `execute` or `execute_remote`, in plan order.
 """
@@ -35,7 +36,7 @@ from baton.runtime.grammar.store import GrammarStore
 from baton.runtime.grammar.token_masks import MaskFiller
 from baton.runtime.runner.step_inputs import (
     Growth,
-    StepIndices,
+    StepArrays,
     StepInputs,
     StepMismatch,
     checksum_step,
@@ -54,7 +55,8 @@ NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 
 
 class ModelRunner:
-    """Args: `announces_writes`: tell the native pool which pages get new content, because peers may be reading it.
+    """Args: `announces_writes`: tell the native pool which pages get new content, because peers may
+    be reading it.
 
     `host`: the pool that plans copy to and from (kv_pool.make_host_pool).
     `broadcast`: on the first of several tensor-parallel ranks, sends a step's order to all others.
@@ -132,8 +134,9 @@ class ModelRunner:
         self._check = checksum_step(step, indices, self._check)
         if self._check != check:
             raise StepMismatch(
-                f"step {step.number}: what this tensor-parallel rank would compute is not what the first rank planned "
-                f"(checks {self._check:08x} and {check:08x}); nothing was computed"
+                f"step {step.number}: what this tensor-parallel rank would compute is not what the "
+                f"first rank planned (checks {self._check:08x} and {check:08x}); nothing was "
+                "computed"
             )
         self._begin_write(step)
         self._copy_pages(step)
@@ -160,8 +163,10 @@ class ModelRunner:
 
     def _begin_step(
         self, plan: StepPlan
-    ) -> tuple[StepInputs, StepIndices | None, PromptRows | None]:
-        """All that comes before the device has work: what the plan says, sent to the other ranks."""
+    ) -> tuple[StepInputs, StepArrays | None, PromptRows | None]:
+        """All that comes before the device has work: what the plan says, sent to the other
+        ranks.
+        """
         for adm in plan.admitted:
             grammar = None
             if adm.params.is_constrained:
@@ -236,8 +241,10 @@ class ModelRunner:
         """The last token sampled in each of these slots."""
         return self._last_token[slots]
 
-    def _make_indices(self, step: StepInputs) -> StepIndices | None:
-        """Index arrays of a step, after its pages joined the page table; None when it has no rows."""
+    def _make_indices(self, step: StepInputs) -> StepArrays | None:
+        """Index arrays of a step, after its pages joined the page table; None when it has no
+        rows.
+        """
         count = len(step.slots)
         if not count:
             return None
@@ -261,7 +268,7 @@ class ModelRunner:
         sampling = qo_indptr[1:][step.samples].astype(np.int64) - 1
         page_indptr = np.zeros(count + 1, np.int32)
         np.cumsum(num_pages, out=page_indptr[1:])
-        return StepIndices(
+        return StepArrays(
             token_ids=step.token_ids,
             positions=positions,
             slot_mapping=pages * self._kv.page_size + positions % self._kv.page_size,
@@ -274,7 +281,7 @@ class ModelRunner:
             ),
         )
 
-    def _make_batch(self, step: StepInputs, indices: StepIndices) -> ForwardBatch:
+    def _make_batch(self, step: StepInputs, indices: StepArrays) -> ForwardBatch:
         return ForwardBatch(
             token_ids=torch.from_numpy(indices.token_ids),
             positions=torch.from_numpy(indices.positions),

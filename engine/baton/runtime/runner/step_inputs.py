@@ -1,12 +1,15 @@
-"""A step as the device executes it: arrays of integers with every token known, made of a plan or of bytes.
+"""A step as the device executes it: arrays of integers with every token known, made of a plan or of
+bytes.
 
-With tensor parallelism only the first rank plans and samples. Of each plan it makes a `StepInputs`, in which the
-tokens that the plan leaves open are filled in, and sends it as bytes; the other ranks execute what they receive. So a
-step's tokens, admissions' prompts and growth of page tables all travel in one message.
+With tensor parallelism only the first rank plans and samples. Of each plan it makes a `StepInputs`,
+in which the tokens that the plan leaves open are filled in, and sends it as bytes; the other ranks
+execute what they receive. So a step's tokens, admissions' prompts and growth of page tables all
+travel in one message.
 
-The message ends with a number over the index arrays that the first rank computes with, chained to those of all steps
-before it. A rank whose own arrays give another number (a message lost or altered, a page table that differs) raises
-`StepMismatch` before it computes or writes anything: every rank does what was planned, or the group ends.
+The message ends with a number over the index arrays that the first rank computes with, chained to
+those of all steps before it. A rank whose own arrays give another number (a message lost or
+altered, a page table that differs) raises `StepMismatch` before it computes or writes anything:
+every rank does what was planned, or the group ends.
 """
 
 from __future__ import annotations
@@ -59,10 +62,12 @@ class StepInputs:
     growth: list[Growth]
     copies: tuple[CopyRun, ...]
     new_pages: IntArray
-    """Pages with new content, which peers must not take for the old (StepPlan); empty where no peer reads them."""
+    """Pages with new content, which peers must not take for the old (StepPlan); empty where no peer
+    reads them.
+    """
 
 
-class StepIndices(NamedTuple):
+class StepArrays(NamedTuple):
     """Inputs of a step on the host: the tensors of `ForwardBatch` as arrays, in its order."""
 
     token_ids: Int64
@@ -95,8 +100,11 @@ def decode_step(message: bytes) -> tuple[StepInputs, int]:
     return _decoder.decode(message)
 
 
-def checksum_step(step: StepInputs, indices: StepIndices | None, before: int) -> int:
-    """A number over what a step does, chained to that of the step before. `indices`: None when it has no rows."""
+def checksum_step(step: StepInputs, indices: StepArrays | None, before: int) -> int:
+    """A number over what a step does, chained to that of the step before.
+
+    `indices`: None when it has no rows.
+    """
     value = zlib.crc32(
         step.new_pages.tobytes(), zlib.crc32(f"{step.number}:{step.num_decode}".encode(), before)
     )
@@ -107,8 +115,8 @@ def checksum_step(step: StepInputs, indices: StepIndices | None, before: int) ->
     if indices is None:
         return value
     parts: tuple[NDArray[Any], ...] = (
-        indices.token_ids, indices.positions, indices.qo_indptr, indices.kv_lens, indices.page_indices,
-        indices.slot_mapping, indices.sample_index,
+        indices.token_ids, indices.positions, indices.qo_indptr, indices.kv_lens,
+        indices.page_indices, indices.slot_mapping, indices.sample_index,
     )  # fmt: skip
     for part in parts:
         value = zlib.crc32(np.ascontiguousarray(part).data, value)

@@ -1,7 +1,8 @@
-"""The last token sampled in each slot, on the device: the next step reads it there, and the host need not know it.
+"""The last token sampled in each slot, on the device: the next step reads it there, and the host
+need not know it.
 
-Invariant: every entry is an id of the vocabulary. The INVALID_TOKEN of a row that ends is stored as 0: the row may be
-part of a step that is planned already.
+Invariant: every entry is an id of the vocabulary. The INVALID_TOKEN of a row that ends is stored as
+0: the row may be part of a step that is planned already.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ class HostChoices(NamedTuple):
     few: list[AllowedTokens]
     """Rows with few allowed tokens."""
     masked: list[int]
-    """Greedy rows whose forbidden logits have been set to -inf, as those of other rows have been."""
+    """Greedy rows whose forbidden logits have been set to -inf, as those of other rows have
+    been.
+    """
 
 
 class GrammarMasks:

@@ -3,14 +3,14 @@
     position of a token       start + 1   ...   start + n
     row that predicts it        start     ...   start + n - 1        one chunk of a prompt
 
-1. `PromptTable` keeps the prompts of the slots whose logprobs are missing, and says which rows of a step
-predict their tokens (`PromptRows`);
+1. `PromptTable` keeps the prompts of the slots whose logprobs are missing, and says which rows of a
+step predict their tokens (`PromptRows`);
 2. their logits come in slices of SLICE_ROWS rows, and `describe_tokens` makes a record of each row:
 logits of a whole chunk would take 1.2 GB (2048 rows of 152 k);
 3. `split_records` divides the records among the prompts (`PromptLogprobs`).
 
-A token's logprob and those of the most likely tokens come from one row of log_softmax: where it is the
-most likely one, both numbers are equal.
+A token's logprob and those of the most likely tokens come from one row of log_softmax: where it is
+the most likely one, both numbers are equal.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class PromptRows:
             self._ids = pad_ids(wanted).repeat([part.num_tokens for part in parts], axis=0)
 
     def describe_tokens(self, logits: Tensor, first: int, put: Put) -> Tensor:
-        """Records of the rows [first, first + m): int32 [m, columns], on the logits' device. Waits for
-        nothing that `put` does not wait for.
+        """Records of the rows [first, first + m): int32 [m, columns], on the logits' device. Waits
+        for nothing that `put` does not wait for.
 
         Args:
             logits: float32 [m, vocab].

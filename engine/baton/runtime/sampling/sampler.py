@@ -1,25 +1,29 @@
 """From logits to tokens: penalties, filters, one draw per row, and logprobs.
 
-For each row of a step: (1) logprobs are taken from the raw logits, as OpenAI and vLLM do; (2) rows with logit_bias,
-penalties, bad words or min_new_tokens get their logits edited; (3) greedy rows take the largest logit, the lowest id
-among equals; (4) the others draw: temperature, then top_k, top_p, min_p in transformers' order, then one number u
-decides among the tokens that are kept, in order of id (the inverse of their distribution function). Where an answer
-follows a grammar, or has a list of allowed tokens, (3) and (4) see only those that are allowed (`grammar_masks`):
+For each row of a step: (1) logprobs are taken from the raw logits, as OpenAI and vLLM do; (2) rows
+with logit_bias, penalties, bad words or min_new_tokens get their logits edited; (3) greedy rows
+take the largest logit, the lowest id among equals; (4) the others draw: temperature, then top_k,
+top_p, min_p in transformers' order, then one number u decides among the tokens that are kept, in
+order of id (the inverse of their distribution function). Where an answer follows a grammar, or has
+a list of allowed tokens, (3) and (4) see only those that are allowed (`grammar_masks`):
 
     tokens kept, by id   |--- id 3 ---|----- id 7 -----|- id 12 -|
                          0              u * kept mass            kept mass
 
-A row whose largest logit is NaN or infinite, also after its edits, gets INVALID_TOKEN; the other rows of the step are
-not affected.
+A row whose largest logit is NaN or infinite, also after its edits, gets INVALID_TOKEN; the other
+rows of the step are not affected.
 
-u is a hash of (seed, position) and nothing else, so that a token does not depend on the rest of the batch, on
-preemption, on the page size, or on which node draws it (the first token is drawn on P, the others on D).
+u is a hash of (seed, position) and nothing else, so that a token does not depend on the rest of the
+batch, on preemption, on the page size, or on which node draws it (the first token is drawn on P,
+the others on D).
 
-Cost: sorting 152 k logits takes 15 ms, the 256 largest 0.3 ms (one thread), so filters are decided among those 256 and
-more is sorted only when they reach further. Rows of all-greedy steps cost one argmax.
+Cost: sorting 152 k logits takes 15 ms, the 256 largest 0.3 ms (one thread), so filters are decided
+among those 256 and more is sorted only when they reach further. Rows of all-greedy steps cost one
+argmax.
 
-`step_sampler` samples a step. Where logits lie on a device a kernel draws (`layers.kernels.draw`), elsewhere `draw`, by
-the same definition. What both must agree on is here: `LogitEdits` and `draw_columns`.
+`step_sampler` samples a step. Where logits lie on a device a kernel draws (`layers.kernels.draw`),
+elsewhere `draw`, by the same definition. What both must agree on is here: `LogitEdits` and
+`draw_columns`.
 """
 
 from __future__ import annotations
@@ -43,9 +47,13 @@ from baton.sched.types.request import SamplingParams
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow (matches vLLM)."""
 LEAST_TOP_P = 1e-12
-"""A smaller top_p keeps the most likely token alone as well, and its product with a mass would be 0."""
+"""A smaller top_p keeps the most likely token alone as well, and its product with a mass would be
+0.
+"""
 LARGEST_LOGIT = 1e30
-"""Bounds a logit that a tiny repetition_penalty divides: far from overflow when a temperature divides it, too."""
+"""Bounds a logit that a tiny repetition_penalty divides: far from overflow when a temperature
+divides it, too.
+"""
 HEAD = 256
 _ROWS_AT_ONCE = 8
 """Bounds the scratch memory of a draw to 8 * vocab floats."""
@@ -57,12 +65,14 @@ Put: TypeAlias = Callable[[np.ndarray], Tensor]
 class SampleRow:
     """State of one sequence in the sampler, from admission until it leaves its slot.
 
-    The owner calls `append` with every token drawn; `position` is where the next token will stand in prompt + output.
+    The owner calls `append` with every token drawn; `position` is where the next token will stand
+    in prompt + output.
     """
 
     __slots__ = (
-        "_bad_words", "_counts", "_ids", "_index", "allowed_bytes", "grammar", "has_penalties", "is_always_plain",
-        "is_greedy", "is_restricted", "needs_tokens", "params", "position", "prompt_tokens",
+        "_bad_words", "_counts", "_ids", "_index", "allowed_bytes", "grammar", "has_penalties",
+        "is_always_plain", "is_greedy", "is_restricted", "needs_tokens", "params", "position",
+        "prompt_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -92,12 +102,16 @@ class SampleRow:
         self._bad_words = BadWords(params.bad_words) if params.bad_words else None
         follows_words = self._bad_words is not None and self._bad_words.need_tokens
         self.needs_tokens = self.has_penalties or grammar is not None or follows_words
-        """True if draws depend on the tokens drawn before; other rows need not know which they were."""
+        """True if draws depend on the tokens drawn before; other rows need not know which they
+        were.
+        """
         self.is_always_plain = self.is_plain
         """`is_plain` now and later: nothing else about this row will matter."""
         self._index: dict[int, int] = {}
         self._ids = array("q")
-        """Distinct tokens of prompt and output, in order of appearance, while the row has penalties."""
+        """Distinct tokens of prompt and output, in order of appearance, while the row has
+        penalties.
+        """
         self._counts = array("q")
         """How often each occurs in the output; 0 for tokens of the prompt alone."""
         drawn_here = prompt_tokens - params.resumed
@@ -110,7 +124,10 @@ class SampleRow:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Record the token that now stands at `position`. The grammar learns it where the result is read."""
+        """Record the token that now stands at `position`.
+
+        The grammar learns it where the result is read.
+        """
         self.position += 1
         if self.has_penalties:
             self._count_token(token, 1)
@@ -147,7 +164,10 @@ class SampleRow:
 
     @property
     def must_continue(self) -> bool:
-        """True while the answer may not stop yet (min_new_tokens). Where there is a grammar it decides."""
+        """True while the answer may not stop yet (min_new_tokens).
+
+        Where there is a grammar it decides.
+        """
         if self.grammar is not None and self.grammar.decides_end:
             return False
         return self.position - self.prompt_tokens < self.params.min_new_tokens
@@ -175,20 +195,25 @@ class SampleRow:
 class LogitEdits:
     """Changes by logit_bias, penalties and bans to the logits [S, vocab] of a step, as flat arrays.
 
-    Order: bias, repetition (prompt and output), frequency and presence (output), then the bans: of stop ids, of bad
-    words, and of what a grammar bans. In rows with a mask the bans are part of it.
+    Order: bias, repetition (prompt and output), frequency and presence (output), then the bans: of
+    stop ids, of bad words, and of what a grammar bans. In rows with a mask the bans are part of it.
     """
 
     __slots__ = ("_banned", "_biased", "_penalties", "_seen")
 
     def __init__(self, rows: Iterable[tuple[int, SampleRow]], vocab: int) -> None:
-        """`rows`: those that are edited, with their row of the logits. They may advance before `apply`."""
+        """`rows`: those that are edited, with their row of the logits.
+
+        They may advance before `apply`.
+        """
         self._biased: list[tuple[int, int, float]] = []
         self._banned: list[tuple[int, int]] = []
         self._seen: list[np.ndarray] = []
         """int64 [2, n] each: row and id of the tokens that have been seen in it."""
         self._penalties: list[np.ndarray] = []
-        """float32 [4, n] each: how often they were drawn, repetition, frequency and presence penalty."""
+        """float32 [4, n] each: how often they were drawn, repetition, frequency and presence
+        penalty.
+        """
         # The edge checks ids against the tokenizer, which may know more tokens than the model.
         for i, row in rows:
             p = row.params
@@ -240,7 +265,8 @@ def draw_columns(row: SampleRow, vocab: int) -> DrawColumns:
 
 
 def draw_tokens(logits: Tensor, columns: Sequence[DrawColumns]) -> list[int]:
-    """Draw a token for each non-greedy row of logits [n, vocab]; INVALID_TOKEN where no probability is a number.
+    """Draw a token for each non-greedy row of logits [n, vocab]; INVALID_TOKEN where no probability
+    is a number.
 
     Args: `columns`: `draw_columns` of each.
     """
@@ -276,8 +302,9 @@ def kept_ids(logits: Tensor, probs: Tensor, top_k: int, top_p: float, min_p: flo
 def _candidate_ids(logits: Tensor, probs: Tensor, top_p: float, min_p: float) -> Tensor:
     """Ids of one row, most likely first, that surely hold all that top_p and min_p keep: int64 [m].
 
-    All tokens below (1 - top_p) / vocab together weigh less than 1 - top_p, so the nucleus lies above; half of that
-    leaves room for rounding. A peaked row thus sorts some thousands of its 152 k tokens.
+    All tokens below (1 - top_p) / vocab together weigh less than 1 - top_p, so the nucleus lies
+    above; half of that leaves room for rounding. A peaked row thus sorts some thousands of its 152
+    k tokens.
     """
     floor = max((1.0 - top_p) / (2 * len(logits)), 0.999 * min_p * float(probs.max()))
     ids = (probs >= floor).nonzero()[:, 0]
@@ -297,10 +324,11 @@ def largest_ids(logits: Tensor, k: int) -> Tensor:
 
 
 def _kept_count(probs: NDArray[np.float32], top_k: int, top_p: float, min_p: float) -> int:
-    """The definition of top_p and min_p: how many of a row's tokens, most likely first, are kept. With top_k these are
-    all there is.
+    """The definition of top_p and min_p: how many of a row's tokens, most likely first, are kept.
+    With top_k these are all there is.
 
-    A token survives top_p while the mass before it is below top_p, so the one that crosses the limit is kept.
+    A token survives top_p while the mass before it is below top_p, so the one that crosses the
+    limit is kept.
     """
     wide = probs.astype(np.float64)
     running = wide.cumsum()

@@ -1,14 +1,15 @@
 """The sampler's definition (`runtime.sampling.sampler`) without a look at the logits from the host.
 
-1. `SamplingLaunch(rows, vocab, put)` writes down what the rows ask for, from parameters and positions alone, and the
-tokens that they may draw, for which the results of all earlier steps must have been read;
-2. `queue_draw(logits)` queues the work, the draw in one launch (`kernels.draw`), and returns tensors on
-the logits' device;
+1. `SamplingLaunch(rows, vocab, put)` writes down what the rows ask for, from parameters and
+positions alone, and the tokens that they may draw, for which the results of all earlier steps must
+have been read;
+2. `queue_draw(logits)` queues the work, the draw in one launch (`kernels.draw`), and returns
+tensors on the logits' device;
 3. `read_result` turns their host copies into a result later, and the grammars take over the tokens.
 
-A row's token is the same in any batch, and but for the rounding of sums on any device; INVALID_TOKEN where its largest
-logit is NaN or infinite. `sampler.draw_tokens` draws from logits on the host (`sample_tokens` does all
-three), and where there is no Triton.
+A row's token is the same in any batch, and but for the rounding of sums on any device;
+INVALID_TOKEN where its largest logit is NaN or infinite. `sampler.draw_tokens` draws from logits on
+the host (`sample_tokens` does all three), and where there is no Triton.
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ from baton.sched.types.plan import INVALID_TOKEN, StepResult, TokenLogprobs
 
 
 class SamplingResult(NamedTuple):
-    """Tokens and logprobs of a step, on one device. Logprobs are of the m rows that asked, k is the most one asked."""
+    """Tokens and logprobs of a step, on one device.
+
+    Logprobs are of the m rows that asked, k is the most one asked.
+    """
 
     tokens: Tensor
-    """int64 [S]; INVALID_TOKEN of a row whose logits are not finite, and its logprobs mean nothing"""
+    """int64 [S]; INVALID_TOKEN of a row whose logits are not finite, and its logprobs mean
+    nothing
+    """
     chosen: Tensor | None = None
     """float32 [m]"""
     top_ids: Tensor | None = None
@@ -42,11 +48,17 @@ class SamplingResult(NamedTuple):
     top_logprobs: Tensor | None = None
     """float32 [m, k]"""
     id_logprobs: Tensor | None = None
-    """float32 [m, i], of the ids that were asked for; i is the most one asked. None: no row asked for any."""
+    """float32 [m, i], of the ids that were asked for; i is the most one asked.
+
+    None: no row asked for any.
+    """
 
 
 class SamplingLaunch:
-    """Draw of one token for each of S rows. The rows are read when it is made: they may advance before `run`."""
+    """Draw of one token for each of S rows.
+
+    The rows are read when it is made: they may advance before `run`.
+    """
 
     def __init__(
         self,
@@ -115,7 +127,9 @@ class SamplingLaunch:
     def _restrict_logits(
         self, masks: GrammarMasks, logits: Tensor, tokens: Tensor
     ) -> list[AllowedTokens]:
-        """Apply the masks; returns the rows where the choice among few tokens takes the place of a mask."""
+        """Apply the masks; returns the rows where the choice among few tokens takes the place of a
+        mask.
+        """
         if not is_on_host(logits):
             masks.apply(logits, self._put_rows(masks.rows), self._put)
             self._choose_largest(tokens, logits, masks.greedy_rows)
@@ -125,7 +139,9 @@ class SamplingLaunch:
         return choices.few
 
     def _choose_largest(self, tokens: Tensor, logits: Tensor, rows: Sequence[int]) -> None:
-        """Choose the tokens of these rows again, whose logits have changed; a row without a token gets none."""
+        """Choose the tokens of these rows again, whose logits have changed; a row without a token
+        gets none.
+        """
         if not rows:
             return
         if len(rows) == len(tokens):
@@ -136,7 +152,10 @@ class SamplingLaunch:
         tokens[index] = torch.where(before < 0, before, choose_greedy(logits[index]))
 
     def _put_rows(self, rows: Sequence[int]) -> Tensor:
-        """Numbers of rows on the logits' device: int64. Most lists are the same: each is copied once."""
+        """Numbers of rows on the logits' device: int64.
+
+        Most lists are the same: each is copied once.
+        """
         key = tuple(rows)
         index = self._row_indices.get(key)
         if index is None:
@@ -157,7 +176,10 @@ class SamplingLaunch:
             tokens[rows] = chosen.masked_fill_(is_bad, INVALID_TOKEN)
 
     def read_result(self, drawn: SamplingResult) -> StepResult:
-        """The result, of copies on the host. To be called once: the grammars of the rows take over their tokens."""
+        """The result, of copies on the host.
+
+        To be called once: the grammars of the rows take over their tokens.
+        """
         tokens = drawn.tokens.tolist()
         completed = frozenset[int]() if self._masks is None else self._masks.advance(tokens)
         if drawn.chosen is None or drawn.top_ids is None or drawn.top_logprobs is None:
@@ -180,8 +202,8 @@ class SamplingLaunch:
 def sample_tokens(
     logits: Tensor, rows: Sequence[SampleRow], filler: MaskFiller | None = None
 ) -> StepResult:
-    """Choose one token per row, of logits on the host. The rows are not advanced, only their grammars: call `append`
-    with what you keep.
+    """Choose one token per row, of logits on the host. The rows are not advanced, only their
+    grammars: call `append` with what you keep.
 
     Args:
         logits: float32 [S, vocab]; overwritten where rows edit theirs.
@@ -205,8 +227,8 @@ def is_on_host(logits: Tensor) -> bool:
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """Ids of the largest logits, the lowest among equals: int64 [S]; INVALID_TOKEN where that logit is not finite.
-    Can be recorded.
+    """Ids of the largest logits, the lowest among equals: int64 [S]; INVALID_TOKEN where that logit
+    is not finite. Can be recorded.
     """
     largest, ids = logits.max(-1)  # a NaN counts as the largest
     return ids.masked_fill_((largest - largest) != 0, INVALID_TOKEN)
@@ -224,7 +246,8 @@ def choose_greedy(logits: Tensor) -> Tensor:
 def choose_among(
     logits: NDArray[np.float32], ids: NDArray[np.int64], columns: DrawColumns | None
 ) -> int:
-    """Choose one of these ids, ascending, by one row's logits [vocab]; INVALID_TOKEN where no choice is defined.
+    """Choose one of these ids, ascending, by one row's logits [vocab]; INVALID_TOKEN where no
+    choice is defined.
 
     Args:
         columns: of the draw; None: the largest logit.

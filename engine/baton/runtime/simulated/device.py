@@ -1,9 +1,10 @@
-"""A device that is not there, in real time: `baton engine --simulate` runs the scheduler's plans on it
-(runtime.simulated.engine).
+"""A device that is not there, in real time: `baton engine --simulate` runs the scheduler's plans on
+it (runtime.simulated.engine).
 
-A step lasts as long as the step-time model says, divided by `speed`; an answer is a fixed text, as long as was asked
-for. Steps that follow each other begin where the one before ended, however late this process was woken, so that a
-busy machine delays single answers and does not slow the modeled device down.
+A step lasts as long as the step-time model says, divided by `speed`; an answer is a fixed text, as
+long as was asked for. Steps that follow each other begin where the one before ended, however late
+this process was woken, so that a busy machine delays single answers and does not slow the modeled
+device down.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ WORDS = (
 
 
 def answer_tokens(config: EngineConfig) -> Sequence[int]:
-    """Tokens that answers repeat: words of the four-byte tokenizer, or ids that every tokenizer has."""
+    """Tokens that answers repeat: words of the four-byte tokenizer, or ids that every tokenizer
+    has.
+    """
     if uses_four_bytes(config):
         return [int.from_bytes(word.rjust(TOKEN_BYTES).encode(), sys.byteorder) for word in WORDS]
     return range(3, 1000)
@@ -51,7 +54,8 @@ def answer_tokens(config: EngineConfig) -> Sequence[int]:
 def step_seconds(model: StepModel, plan: StepPlan, scale: int) -> float:
     """Seconds of this step, in which every token stands for `scale` real ones.
 
-    A step with decode rows then stands for `scale` real steps, over which its prompt chunks are spread.
+    A step with decode rows then stands for `scale` real steps, over which its prompt chunks are
+    spread.
     """
     new = attended = decode_context = 0
     for i, row in enumerate(plan.rows):

@@ -1,9 +1,12 @@
-"""A rank of a simulated engine: the production loop, scheduler and transfer before a device that only takes time.
+"""A rank of a simulated engine: the production loop, scheduler and transfer before a device that
+only takes time.
 
 1. `load` stands in for runtime.build.load: no torch, no model, pages of a few bytes;
-2. the rank process (server.worker.process) drives it like any other: messages, reports, events, rooms;
-3. on a P node `PacedTransfer` tells D of a finished prompt when a link of the modeled speed would have carried its
-   pages. They do travel, through the real transfer runtime, but they are too small for their time to count.
+2. the rank process (server.worker.process) drives it like any other: messages, reports, events,
+   rooms;
+3. on a P node `PacedTransfer` tells D of a finished prompt when a link of the modeled speed would
+   have carried its pages. They do travel, through the real transfer runtime, but they are too small
+   for their time to count.
 """
 
 from __future__ import annotations
@@ -77,8 +80,8 @@ def load_simulated(config: EngineConfig) -> SimLoaded:
             from baton._native import KvPool
         except ImportError as err:
             raise ConfigError(
-                f"--disaggregation-mode {config.disaggregation_mode} needs the native extension ({err}); "
-                "build it with maturin"
+                f"--disaggregation-mode {config.disaggregation_mode} needs the native extension "
+                f"({err}); build it with maturin"
             ) from err
         pool = KvPool(num_pages, PAGE_BYTES)
     tokens = num_pages * config.page_size
@@ -105,7 +108,9 @@ def load_simulated(config: EngineConfig) -> SimLoaded:
 
 
 class PacedTransfer:
-    """A P node's TransferNode whose `FinishCall` takes effect after the modeled time of the transfer."""
+    """A P node's TransferNode whose `FinishCall` takes effect after the modeled time of the
+    transfer.
+    """
 
     def __init__(self, node: TransferNode, simulated: Simulated, page_size: int) -> None:
         self._node = node

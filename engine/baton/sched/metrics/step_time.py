@@ -57,8 +57,8 @@ class StepTimeFit:
             self.b = (self._vy * self._uu - self._uy * self._uv) / det
             if self.a >= 0 and self.b >= 0:
                 return
-        # One of the two terms has no influence, or both have the same one: keep the one that fits better
-        # alone.
+        # One of the two terms has no influence, or both have the same one: keep the one that fits
+        # better alone.
         alone_a = self._uy / self._uu if self._uu else 0.0
         alone_b = self._vy / self._vv if self._vv else 0.0
         if alone_a * self._uy >= alone_b * self._vy:

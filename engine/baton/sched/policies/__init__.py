@@ -22,7 +22,7 @@ over several steps (waiting_queue.py).
 
 Sources: SGLang 0.5.7's semantics for fcfs, lpm, dfs-weight, lof and random, without its 128-request
 cliff; Schrage's SRPT with aging 0.05 as it did best on recorded traces (docs/scheduling/orders.md).
-"""
+"""  # noqa: W505 - a table does not wrap
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ class PolicyContext:
     now: float
     step: int
     index: RadixCache
-    """To look at only (`version`, `probe`, `find_outdated`, `watch`, `path_of`): what is evicted next
-    must not change.
+    """To look at only (`version`, `probe`, `find_outdated`, `watch`, `path_of`): what is evicted
+    next must not change.
     """
     prefill_rate: float
     """Prompt tokens the engine computes per second, measured."""

@@ -5,11 +5,15 @@ The weight of a tree node is the number of waiting requests whose cached prefix 
 Children come before the requests that end at their parent; of equal weights the older node comes
 first, and requests that end at the same node go by arrival, as under every policy.
 
-        root                queue: r1→C r2→F r3→D r4→C r5→A r6→G      (rX→N: the prefix of rX ends at node N)
+    queue: r1→C r2→F r3→D r4→C r5→A r6→G      (rX→N: the prefix of rX ends at node N)
+
+        root
        /    \              weights: A 4 (C 2, D 1, itself 1), B 2 (F 1, G 1)
       A      B              order: r1 r4 (C), r3 (D), r5 (A itself), r2 (F), r6 (G)
      / \    / \
-    C   D  F   G            Source: SGLang 0.5.7's _calc_weight / _get_dfs_priority, without its recursion.
+    C   D  F   G
+
+    Source: SGLang 0.5.7's _calc_weight / _get_dfs_priority, without its recursion.
 
 Only the nodes on the queue's own prefixes are known here, not the whole tree, and only they are
 walked through.

@@ -10,7 +10,9 @@ from baton.sched.types.sequence import Seq
 
 
 class LofPolicy(Policy):
-    """Longest answer by the client's limit: a prefill node itself produces one token per request."""
+    """Longest answer by the client's limit: a prefill node itself produces one token per
+    request.
+    """
 
     name = "lof"
 

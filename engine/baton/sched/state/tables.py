@@ -369,7 +369,10 @@ class SchedulerState:
     # ------------------------------------------------------------------ endings
 
     def end_request(self, seq: Seq, code: str) -> None:
-        """Take a sequence out of whatever state it is in. `code` != "": the transfer peer gets it."""
+        """Take a sequence out of whatever state it is in.
+
+        `code` != "": the transfer peer gets it.
+        """
         rendezvous = seq.req.rendezvous
         has_room = rendezvous is not None and rendezvous.room in self.rooms
         if has_room and code:
@@ -429,9 +432,10 @@ class SchedulerState:
         if token == GRAMMAR_FAILED_TOKEN:
             answered = len(seq.tokens) - seq.prompt_len
             failed = GrammarFailed(
-                f"after {counted(answered, 'token')} the answer's grammar, allowed_token_ids, bad_words and "
-                "min_tokens together allow no token of this model, or the grammar's matcher has reached a limit; "
-                "simplify the schema or grammar, or send the request without one of them"
+                f"after {counted(answered, 'token')} the answer's grammar, allowed_token_ids, "
+                "bad_words and min_tokens together allow no token of this model, or the grammar's "
+                "matcher has reached a limit; simplify the schema or grammar, or send the request "
+                "without one of them"
             )
             self.end_with_error(seq, failed, "CLIENT_GONE")
             return

@@ -105,7 +105,9 @@ class CandidateQueries:
     """Questions about candidates that have the same form in every plan; asking changes no table."""
 
     order_candidates: Callable[[PrefillContext], Iterator[Seq]]
-    """Waiting requests in policy order, the prompts in progress among them if they are reordered."""
+    """Waiting requests in policy order, the prompts in progress among them if they are
+    reordered.
+    """
     sort_unfinished: Callable[[PrefillContext], list[Seq]]
     """Prompts in progress in policy order."""
     extend_tokens: Callable[[Seq], int]

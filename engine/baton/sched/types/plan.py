@@ -92,7 +92,9 @@ class AdmittedSeq:
     prompt_tokens: int
     history: array[int]
     logprob_position: int | None = None
-    """First position of the prompt whose logprob is missing; None: no prompt logprobs are missing."""
+    """First position of the prompt whose logprob is missing; None: no prompt logprobs are
+    missing.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class TokenLogprobs:
 class PromptLogprobs:
     """Logprobs of consecutive prompt tokens, one record each.
 
-        | logprob | rank | k ids, most likely first | their k logprobs | logprobs of the ids asked for |
+        | logprob | rank | k ids, most likely first | their k logprobs | logprobs of ids asked for |
 
     Numbers of 4 bytes, little-endian: ids and ranks are int32, logprobs float32.
     """

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 
 class ReasoningPhase(enum.Enum):
-    """Place of an answer's end so far. The values are names of the text layer (`ReasoningStart`)."""
+    """Place of an answer's end so far.
+
+    The values are names of the text layer (`ReasoningStart`).
+    """
 
     UNDECIDED = "undecided"
     """The answer's first text decides: a begin marker begins the reasoning."""
@@ -30,7 +33,9 @@ class ReasoningMarker:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMessage:
-    """Tokens between which the text of a message of reasoning stands, for models that write messages."""
+    """Tokens between which the text of a message of reasoning stands, for models that write
+    messages.
+    """
 
     header: tuple[int, ...]
     ends: tuple[tuple[int, ...], ...]
@@ -40,7 +45,9 @@ class ReasoningMessage:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGate:
-    """The reasoning of an answer that follows a grammar behind it, or whose reasoning is limited."""
+    """The reasoning of an answer that follows a grammar behind it, or whose reasoning is
+    limited.
+    """
 
     start: ReasoningPhase
     """Phase in which the answer begins."""

@@ -59,7 +59,9 @@ class SamplingParams:
     prompt_logprobs_start: int = 1
     """First position of the prompt whose logprob is computed; the first token of all has none."""
     grammar: str = ""
-    """Text of the grammar that the answer follows, as llguidance reads it; "": the answer is free."""
+    """Text of the grammar that the answer follows, as llguidance reads it; "": the answer is
+    free.
+    """
     reasoning: ReasoningGate | None = None
     """Reasoning in front of the grammar, or with a limit; None: the grammar begins with the answer,
     and nothing is limited.

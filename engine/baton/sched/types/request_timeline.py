@@ -21,7 +21,9 @@ MAX_EVENTS = 64
 
 @dataclass(frozen=True, slots=True)
 class PulledPages:
-    """D: how a prompt's pages came, as the transfer runtime reports it (kv_transfer's PullStats)."""
+    """D: how a prompt's pages came, as the transfer runtime reports it (kv_transfer's
+    PullStats).
+    """
 
     transport: str
     """shm, tcp, or none: all of it was here."""
@@ -89,7 +91,9 @@ class RequestTimeline:
             self.lost_events += 1
 
     def on_computed(self, time: float, tokens: int) -> None:
-        """A step has computed so many of its tokens; said before the token that the step sampled."""
+        """A step has computed so many of its tokens; said before the token that the step
+        sampled.
+        """
         if self.first_token_at is None:
             self.steps += 1
             self.computed_tokens += tokens

@@ -7,8 +7,10 @@ Life of a sequence, by node role (`pages` in brackets = what it holds):
     decode   OPENING ─▶ TRANSFER [tree lock + private pages being filled] ─▶ RUNNING ─▶ FINISHED
     revoke   TRANSFER ─▶ OPENING (D: nothing had come; pages that P holds already go first)
     retract  RUNNING ─▶ WAITING (pages published to the tree, nothing held)
-    suspend  WAITING | RUNNING ─▶ SUSPENDED ─▶ WAITING (by an operator; a prompt already announced to D keeps its pages)
-    abort    OPENING | TRANSFER ─▶ ABORTING (until the transfer runtime has released the pages)─▶ FINISHED
+    suspend  WAITING | RUNNING ─▶ SUSPENDED ─▶ WAITING (by an operator; a prompt already announced
+             to D keeps its pages)
+    abort    OPENING | TRANSFER ─▶ ABORTING (until the transfer runtime has released the pages)
+             ─▶ FINISHED
 
 Invariants: `pages` only grows while RUNNING; `private` ⊆ pages; pages not in `private` belong to
 the radix tree and are locked through `node`; computed ≤ len(tokens) + inflight.
@@ -66,7 +68,9 @@ LEGAL: dict[SeqState, frozenset[SeqState]] = {
 
 
 class IllegalTransition(RuntimeError):
-    """A programmer error: the scheduler tried to move a sequence along an edge that does not exist."""
+    """A programmer error: the scheduler tried to move a sequence along an edge that does not
+    exist.
+    """
 
 
 @dataclass(slots=True, eq=False)

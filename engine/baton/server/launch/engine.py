@@ -49,7 +49,7 @@ from baton.server.launch.listener import (
     HttpConnection,
     fit_descriptors,
 )
-from baton.server.launch.process_group import ProcessGroup, describe_exit, first_of
+from baton.server.launch.process_group import ChildProcessGroup, describe_exit, first_of
 from baton.server.text import model_info
 from baton.server.text.answer_format import AnswerFormat, load_answer_format
 from baton.server.text.native import native_extension
@@ -123,11 +123,11 @@ class _Launcher:
     def __init__(self, config: EngineConfig, rank_command: Sequence[str]) -> None:
         self._config = config
         self._rank_command = rank_command
-        self._children: dict[tuple[int, int], ProcessGroup] = {}
+        self._children: dict[tuple[int, int], ChildProcessGroup] = {}
         """By DP and TP rank."""
         self._watchers: list[asyncio.Task[None]] = []
         self._exit_codes: list[int] = []
-        self._signalled = asyncio.Event()
+        self._signaled = asyncio.Event()
         self._hurry = asyncio.Event()
         self._closing = False
         self._health_port: int | None = None
@@ -310,7 +310,7 @@ class _Launcher:
             grammar=grammar,
         )
         env = {**os.environ, "PYTHONPATH": search_path}
-        self._children[dp_rank, tp_rank] = await ProcessGroup.spawn(
+        self._children[dp_rank, tp_rank] = await ChildProcessGroup.spawn(
             self._rank_command,
             env,
             stdout=sys.stderr.fileno(),
@@ -338,10 +338,10 @@ class _Launcher:
     async def _wait_ready(self, ranks: RankSet, started: float) -> bool:
         """True when all ranks are ready; False on a death or a signal."""
         while not ranks.all_ready:
-            if self._signalled.is_set() or not ranks.all_alive:
+            if self._signaled.is_set() or not ranks.all_alive:
                 return False
             ranks.changed.clear()
-            await first_of(ranks.changed.wait(), self._signalled.wait(), timeout_secs=PROGRESS_SECS)
+            await first_of(ranks.changed.wait(), self._signaled.wait(), timeout_secs=PROGRESS_SECS)
             if ranks.all_alive:
                 ready = sum(r.ready for r in ranks.ranks)
                 log.info(
@@ -369,14 +369,14 @@ class _Launcher:
     # ---- the end -----------------------------------------------------------------------------------------------
 
     def _on_signal(self) -> None:
-        if self._signalled.is_set():
+        if self._signaled.is_set():
             self._hurry.set()
-        self._signalled.set()
+        self._signaled.set()
 
     async def _serve_until_end(self, front: HttpServer, ranks: RankSet) -> int:
-        while ranks.all_alive and not self._signalled.is_set():
+        while ranks.all_alive and not self._signaled.is_set():
             ranks.changed.clear()
-            await first_of(ranks.changed.wait(), self._signalled.wait())
+            await first_of(ranks.changed.wait(), self._signaled.wait())
         is_whole = ranks.all_alive
         if not is_whole:
             alive = sum(r.dead is None for r in ranks.ranks)

@@ -29,7 +29,7 @@ def describe_exit(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-class ProcessGroup:
+class ChildProcessGroup:
     """Running child and its descendants; `wait` or `stop` it always."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -47,7 +47,7 @@ class ProcessGroup:
         stderr: int | None = None,
         stdin: bytes = b"",
         death_signal: signal.Signals = signal.SIGTERM,
-    ) -> ProcessGroup:
+    ) -> ChildProcessGroup:
         """`stdout`, `stderr`: file descriptors; `stdin`: all it can read there; `death_signal`: sent when we die."""
         process = await asyncio.create_subprocess_exec(
             *argv,

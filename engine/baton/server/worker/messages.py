@@ -99,7 +99,10 @@ class FatalMessage(FromRank, tag="fatal"):
 
 
 class KvEvents(FromRank, tag="kv_events"):
-    """Batch of KV events, in order of `seq`; only with --kv-events-config. `payload`: kv_events.codec.EventBatch."""
+    """Batch of KV events, in order of `seq`; only with --kv-events-config.
+
+    `payload`: kv_events.codec.WireEventBatch.
+    """
 
     seq: int
     payload: bytes

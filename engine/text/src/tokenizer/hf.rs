@@ -239,7 +239,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn texts_are_the_librarys(
+        fn texts_equal_those_of_the_library(
             ids in proptest::collection::vec(0u32..800, 0..24),
             skips in any::<bool>(),
         ) {

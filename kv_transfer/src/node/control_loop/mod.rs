@@ -362,7 +362,7 @@ impl ControlLoop {
 
     /// Fail or detach every room of the connection; the next room with this peer starts from GET
     /// /route.
-    pub fn on_connection_lost(&mut self, peer: ConnectionId, err: &ConnectionError) {
+    fn on_connection_lost(&mut self, peer: ConnectionId, err: &ConnectionError) {
         let Some(conn) = self.ctx.connections.remove(&peer) else {
             return;
         };

@@ -81,7 +81,7 @@ impl PullJob {
         }
     }
 
-    pub fn failure_event(&self, reason: impl Into<String>) -> DecodeEvent {
+    fn failure_event(&self, reason: impl Into<String>) -> DecodeEvent {
         DecodeEvent::PullFailed {
             ticket: self.ticket,
             code: ReasonCode::TransportBroken,

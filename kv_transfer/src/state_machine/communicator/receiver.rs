@@ -122,10 +122,6 @@ impl SlabReceiver {
         self.life.is_open() && self.pulls.is_empty() && self.chunks.is_empty()
     }
 
-    pub fn pull_count(&self) -> usize {
-        self.pulls.len()
-    }
-
     #[cfg(test)]
     pub(super) fn slabs(&self) -> (usize, usize) {
         (self.free.len(), self.chunks.len())

@@ -1,6 +1,6 @@
 //! A model fleet on a virtual clock: what a policy would do to the prompts of a trace.
 //!
-//! The policy is the real one, called as the router calls it; the workers are modelled:
+//! The policy is the real one, called as the router calls it; the workers are modeled:
 //!
 //! 1. an arrival is given to a worker by the policy and joins its queue;
 //! 2. the worker takes one prompt at a time, in order of arrival or shortest first in chunks; what

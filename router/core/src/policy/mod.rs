@@ -247,7 +247,7 @@ pub struct UnknownName {
 
 impl UnknownName {
     /// The variant with this name.
-    pub(crate) fn find_by_name<T>(what: &'static str, name: &str) -> Result<T, UnknownName>
+    fn find_by_name<T>(what: &'static str, name: &str) -> Result<T, UnknownName>
     where
         T: Copy + VariantArray + Into<&'static str>,
     {

@@ -84,7 +84,7 @@ mod tests {
     use super::merge;
 
     #[test]
-    fn families_are_joined_and_samples_labelled() {
+    fn families_are_joined_and_samples_labeled() {
         let a = "# HELP x_total things\n# TYPE x_total counter\nx_total 1\n# TYPE h histogram\nh_bucket{le=\"1\"} 2\nh_sum 3\n";
         let b =
             "# HELP x_total things\n# TYPE x_total counter\nx_total{worker=\"in\",k=\"v\"} 5 17\n";

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
-from baton_ops.bench.load import RequestTiming
+from baton_ops.bench import main
+from baton_ops.bench.measured_request import RequestTiming
 from baton_ops.bench.replay import (
     ReplayRound,
     find_parents,
@@ -14,8 +16,8 @@ from baton_ops.bench.replay import (
     prompt_text,
     timed_requests,
 )
-from baton_ops.bench.serving import parse_flags
 from baton_ops.bench.words import WORDS, make_words
+from baton_ops.sim.report import percentile
 from baton_ops.sim.trace import TraceRequest, locate_trace, prompt_tokens, read_trace
 
 
@@ -71,6 +73,17 @@ def test_arrivals_are_stretched() -> None:
     assert [ask.at for ask in timed_requests(trace, 0.5)] == [0.0, 1.0, 1.5]
 
 
+def test_tpot_counts_the_tokens_after_the_first() -> None:
+    assert RequestTiming(ttft=1.0, e2e=4.0, tokens=4).tpot == 1.0
+    assert RequestTiming(ttft=1.0, e2e=1.0, tokens=1).tpot == 0.0
+
+
+def test_percentiles_interpolate() -> None:
+    assert percentile(sorted([3, 1, 2]), 0.5) == 2
+    assert percentile([0, 10], 0.95) == 9.5
+    assert percentile([7], 0.95) == 7
+
+
 def test_report_says_what_came_back() -> None:
     outcome = ReplayRound(
         2.0,
@@ -97,9 +110,11 @@ def test_report_says_what_came_back() -> None:
     ("flags", "error"),
     [
         (["--trace", "x"], "needs the server to measure"),
-        (["--trace", "x", "--url", "u", "--rounds", "3"], "--rounds means nothing with --trace"),
-        (["--speed", "3"], "--speed means nothing without --trace"),
-        (["--hold-turns"], "mean nothing without --trace"),
+        (["--trace", "x", "--url", "u", "--rounds", "3"], "unrecognized arguments: --rounds"),
+        (["--url", "u"], "see aiperf, guidellm, vllm bench serve in --help"),
+        (["--trace", "x", "--url", "u", "--length-scale", "0"], "must be at least 1"),
+        (["--trace", "x", "--url", "u", "--timeout-secs", "0"], "must be above 0"),
+        (["--trace", "x", "--url", "u", "--limit", "-1"], "must not be negative"),
         (["--trace", "x", "--url", "u", "--speed", "2", "--rate", "3"], "both rescale"),
         (["--trace", "x", "--url", "u", "--length-scale", "3"], "divisor of 512"),
     ],
@@ -108,5 +123,21 @@ def test_flags_that_make_no_sense_are_refused(
     flags: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parse_flags(flags)
+        main.parse_flags(flags)
     assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", main.LOAD_GENERATORS)
+def test_help_has_the_command_of_each_load_generator(name: str) -> None:
+    """The tested commands are those of docs/guide/clients.md."""
+    command = main.LOAD_GENERATORS[name]
+    page = Path(__file__).parents[4] / "docs/guide/clients.md"
+    row = next(line for line in page.read_text().splitlines() if line.startswith(f"| {name} |"))
+    assert f"`{command}`" in row
+    shown = main.make_parser().format_help()
+    assert (
+        command.split()
+        == shown[shown.index(command.split(" -")[0]) :]
+        .replace("\\\n", "")
+        .split()[: len(command.split())]
+    )

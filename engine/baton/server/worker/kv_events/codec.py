@@ -44,7 +44,7 @@ class AllBlocksCleared(_Event):
 WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class EventBatch(msgspec.Struct, array_like=True, gc=False):
+class WireEventBatch(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: list[WireEvent]
     data_parallel_rank: int | None = None
@@ -53,13 +53,13 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
 EXTRAS = ("lora_name", "extra_keys")
 """Fields that JSON objects leave out when they are null."""
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBatch)
+_decoder: msgspec.msgpack.Decoder[WireEventBatch] = msgspec.msgpack.Decoder(WireEventBatch)
 
 
 def encode(events: Iterable[KvEvent], page_size: int, ts: float, dp_rank: int) -> bytes:
     """Encode a batch as a message's payload. `ts`: Unix time [s]."""
     return _encoder.encode(
-        EventBatch(ts, [_to_wire(event, page_size) for event in events], dp_rank)
+        WireEventBatch(ts, [_to_wire(event, page_size) for event in events], dp_rank)
     )
 
 

@@ -80,7 +80,7 @@ impl OpenAiHead {
     }
 
     /// Ends an event with nothing of a delta.
-    pub fn close_event(&self, context: &WriteContext<'_>, out: &mut Vec<u8>) {
+    fn close_event(&self, context: &WriteContext<'_>, out: &mut Vec<u8>) {
         self.end_choice(context, out);
         out.extend_from_slice(b"}\n\n");
     }

@@ -63,7 +63,7 @@ impl ContentStage {
         self.matched_stop().is_some() || self.is_ended_by_call()
     }
 
-    pub fn is_ended_by_call(&self) -> bool {
+    fn is_ended_by_call(&self) -> bool {
         self.ends_behind_call && self.completed_calls > 0
     }
 

@@ -72,15 +72,6 @@ def complement_ranges(ranges: CharRanges) -> CharRanges:
     return tuple(others)
 
 
-def ranges_meet(first: CharRanges, second: CharRanges) -> bool:
-    """True if the sets have a character in common."""
-    return any(
-        low <= other_high and other_low <= high
-        for low, high in first
-        for other_low, other_high in second
-    )
-
-
 def literal(text: str) -> EbnfNode:
     chars = tuple(CharSet(((ord(char), ord(char)),)) for char in text)
     return chars[0] if len(chars) == 1 else NodeSequence(chars)

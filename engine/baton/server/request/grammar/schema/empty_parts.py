@@ -65,7 +65,6 @@ class SatisfiableParts:
     """Which parts of one schema have a value. A part is called empty only where that is certain."""
 
     def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
         found = dict.fromkeys(references_of(root))
         # A schema with a name of its own is where references inside it begin.
         has_inner_root = any("$id" in part for part in objects_of(root) if part is not root)

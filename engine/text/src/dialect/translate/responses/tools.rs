@@ -78,7 +78,7 @@ pub fn read_tools(
     Ok(tools)
 }
 
-pub fn is_hosted(kind: &str) -> bool {
+fn is_hosted(kind: &str) -> bool {
     HOSTED.iter().any(|hosted| kind.starts_with(hosted))
 }
 

@@ -336,7 +336,7 @@ fn string_prefix(text: &str) -> Option<&str> {
 }
 
 /// Quote with which the text begins: one, or three.
-pub fn opening_quote(text: &str) -> Option<&str> {
+fn opening_quote(text: &str) -> Option<&str> {
     let quotes = ["\"\"\"", "'''", "\"", "'"];
     quotes
         .into_iter()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests.structure import names
-from tests.structure.sources import python_files
+from tests.structure.sources import product_files, python_files
+from tests.unit.repository import prose_names as names
 
 
 def found_in(paths: Iterable[str], find: Callable[[str], set[str]]) -> dict[str, list[str]]:
@@ -31,6 +31,10 @@ def test_names_in_backticks_of_source_files_exist() -> None:
     assert found_in(sources(), names.unknown_identifiers) == {}
 
 
+def test_files_that_sources_name_exist() -> None:
+    assert found_in(product_files(), names.missing_files) == {}
+
+
 def test_tables_of_contents_of_packages_list_their_entries() -> None:
     assert found_in(names.package_files(), names.unlisted_entries) == {}
 
@@ -52,7 +56,7 @@ def test_paths_are_resolved_by_module_and_class(dotted: str, is_resolved: bool |
 
 
 def test_names_from_comments_alone_are_unknown() -> None:
-    path = "tests/structure/test_names.py"  # NameOfThisComment stands here only
+    path = "tests/unit/repository/test_prose_names.py"  # NameOfThisComment stands here only
     assert "NameOfThisComment" in names.prose(path)
     assert "NameOfThisComment" not in names.code(path).replace('"NameOfThisComment"', "")
     assert names.CAMEL.findall("a KvRank, not SGLang, `RadixCache.insert`") == [

@@ -1,12 +1,20 @@
-"""`baton bench`: equal work for both arms, ratios taken within a round."""
+"""Bench of servers: equal work for both arms, ratios taken within a round."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton_ops.bench.load import LoadRound, LoadShape, RequestTiming, make_prompts
-from baton_ops.bench.serving import COLUMNS, BenchArm, format_table, parse_flags, rounds_as_json
-from baton_ops.sim.report import percentile
+from baton_ops.bench.measured_request import RequestTiming
+from tests.perf.bench_serving import (
+    COLUMNS,
+    BenchArm,
+    LoadRound,
+    LoadShape,
+    format_table,
+    make_prompts,
+    parse_flags,
+    rounds_as_json,
+)
 
 WORK = LoadShape(requests=3, concurrency=2, prompt_tokens=10, output_tokens=4, shared_tokens=6)
 
@@ -18,17 +26,6 @@ def test_prompts_share_their_start_and_depend_on_the_seed() -> None:
     assert {len(p) for p in first} == {10}
     assert len({tuple(p[:6]) for p in first + other}) == 1
     assert len({tuple(p[6:]) for p in first + other}) == 6
-
-
-def test_tpot_counts_the_tokens_after_the_first() -> None:
-    assert RequestTiming(ttft=1.0, e2e=4.0, tokens=4).tpot == 1.0
-    assert RequestTiming(ttft=1.0, e2e=1.0, tokens=1).tpot == 0.0
-
-
-def test_percentiles_interpolate() -> None:
-    assert percentile(sorted([3, 1, 2]), 0.5) == 2
-    assert percentile([0, 10], 0.95) == 9.5
-    assert percentile([7], 0.95) == 7
 
 
 def test_ratio_is_the_median_over_rounds_not_of_medians() -> None:
@@ -74,7 +71,7 @@ def test_table_fits_the_terminal_and_names_each_server(columns: int) -> None:
     assert all(name in shown for name, _ in COLUMNS)
 
 
-def test_results_without_a_trace_can_be_written_as_json() -> None:
+def test_results_can_be_written_as_json() -> None:
     assert parse_flags(["--json", "out.json"]).json == "out.json"
     first, second = rounds_as_json(two_servers())
     assert (first["url"], second["url"]) == ("http://127.0.0.1:33000", "http://127.0.0.1:33001")

@@ -1,11 +1,13 @@
-"""`baton bench`: the same load against several servers, interleaved, and the ratios between them.
+"""The same load against several servers, interleaved, and the ratios between them.
 
 Without --url it starts two clusters itself: one engine that does both phases, and a prefill/decode
 pair; only one of them works at a time. A ratio is taken within each round, so that what the machine
 does meanwhile hits both arms; its spread over the rounds is shown. One warm-up round per arm is
 thrown away.
 
-With --trace it replays a recorded trace instead, against one server after the other (replay.py).
+In a round `concurrency` clients each send their next request when the last is answered. Prompts are
+random token ids of a fixed length (the first `shared_tokens` equal in all of them), answers have a
+fixed length, so that servers get the same work. Clock: monotonic, in this process.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import platform
+import random
 import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, fields
@@ -28,16 +31,78 @@ from typing import Any
 
 import aiohttp
 
-from baton.config.flags import flag_name
-from baton.config.simulated import BLOCK_TOKENS
+from baton.config.flags import flag_name, opt
 from baton.errors import ConfigError
-from baton_ops.bench import replay
-from baton_ops.bench.load import LoadRound, LoadShape, run_round
+from baton_ops.bench.measured_request import RequestTiming, send_request
 from baton_ops.launch import cluster_plan, local_cluster
 from baton_ops.launch.smoke_test import served_model
 from baton_ops.launch.supervisor import ChildFailed
-from baton_ops.sim import trace as traces
 from baton_ops.sim.report import fit_table, percentile
+
+FIRST_ID = 3
+LAST_ID = 1000
+"""Ids every tokenizer has and that are not special in common models."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadShape:
+    """Requests of one round, as flags say."""
+
+    requests: int = opt(16, "requests per round")
+    concurrency: int = opt(4, "requests at once")
+    prompt_tokens: int = opt(512, "prompt length [tokens]")
+    output_tokens: int = opt(32, "answer length [tokens]")
+    shared_tokens: int = opt(0, "equal start of all prompts [tokens]")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRound:
+    """All timings of one round against one server."""
+
+    seconds: float
+    timings: tuple[RequestTiming, ...]
+    failures: tuple[str, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(t.tokens for t in self.timings) / self.seconds
+
+
+def make_prompts(work: LoadShape, seed: int) -> list[list[int]]:
+    """The round's prompts; the shared part depends on nothing, the rest on `seed`."""
+    shared = random.Random(0)
+    random_part = random.Random(seed)
+    start = [
+        shared.randrange(FIRST_ID, LAST_ID)
+        for _ in range(min(work.shared_tokens, work.prompt_tokens))
+    ]
+    remaining_tokens = work.prompt_tokens - len(start)
+    return [
+        start + [random_part.randrange(FIRST_ID, LAST_ID) for _ in range(remaining_tokens)]
+        for _ in range(work.requests)
+    ]
+
+
+async def run_round(
+    session: aiohttp.ClientSession, url: str, model: str, work: LoadShape, seed: int
+) -> LoadRound:
+    """Send one round to `url`; never raises for a failed request: its reason is in `failures`."""
+    queue = make_prompts(work, seed)
+    timings: list[RequestTiming] = []
+    failures: list[str] = []
+
+    async def run_client() -> None:
+        while queue:
+            prompt = queue.pop()
+            try:
+                timings.append(await send_request(session, url, model, prompt, work.output_tokens))
+            except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as err:
+                failures.append(f"{type(err).__name__}: {err}")
+
+    began = time.perf_counter()
+    await asyncio.gather(*(run_client() for _ in range(work.concurrency)))
+    return LoadRound(time.perf_counter() - began, tuple(timings), tuple(failures))
+
 
 BUILT_IN = (("one engine", ("--workers", "1")), ("P + D", ("--prefill", "1", "--decode", "1")))
 
@@ -116,24 +181,13 @@ ROUNDS: dict[str, tuple[Any, str]] = {
     "rounds": (5, "rounds per server"),
     **{f.name: (f.default, f.metadata["help"]) for f in fields(LoadShape)},
 }
-TRACE: dict[str, tuple[Any, str]] = {
-    "speed": (1.0, "let requests arrive this many times faster than recorded"),
-    "rate": (
-        0.0,
-        "instead of --speed: rescale arrivals to this mean rate; 0: as recorded [requests/s]",
-    ),
-    "limit": (0, "use only the first so many requests of the trace; 0: all"),
-    "length_scale": (1, "let one token stand for this many of the trace (a divisor of 512)"),
-    "timeout_secs": (600.0, "give up on a request after this long [s]"),
-}
-"""Flag → default and help, of the two things this command does."""
+"""Flag → default and help."""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    about = (
-        "Same load, several servers, interleaved; ratios. With --trace: a recorded day, replayed."
+def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.perf.bench_serving", description=__doc__, allow_abbrev=False
     )
-    parser = argparse.ArgumentParser(prog="baton bench", description=about, allow_abbrev=False)
     parser.add_argument(
         "--url",
         action="append",
@@ -143,67 +197,20 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model-path", default="demo", help="for the servers started here (default: demo)"
     )
-    _add_flags(parser.add_argument_group("rounds of equal requests"), ROUNDS)
-    group = parser.add_argument_group("a trace, against --url")
-    group.add_argument(
-        "--trace", help=f"trace file (.jsonl or .jsonl.gz), or {traces.SHIPPED_HELP}"
-    )
-    _add_flags(group, TRACE)
-    group.add_argument(
-        "--hold-turns",
-        action="store_true",
-        help="a request that continues another waits until that one is answered",
-    )
-    group.add_argument("--chat", action="store_true", help="send chat messages, not completions")
-    parser.add_argument("--json", metavar="FILE", help="write the results to this file too")
-    return parser
-
-
-def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser()
-    options = parser.parse_args(argv)
-    unused, condition = (ROUNDS, "with") if options.trace else (TRACE, "without")
-    for name in unused:
-        if hasattr(options, name):
-            parser.error(f"{flag_name(name)} means nothing {condition} --trace; leave it out")
-    for name, (default, _) in {**ROUNDS, **TRACE}.items():
-        setattr(options, name, getattr(options, name, default))
-    for name in (
-        "rounds",
-        "requests",
-        "concurrency",
-        "prompt_tokens",
-        "output_tokens",
-        "length_scale",
-    ):
-        if getattr(options, name) < 1:
-            parser.error(f"{flag_name(name)} {getattr(options, name)}: must be at least 1")
-    for name in ("speed", "timeout_secs"):
-        if not 0 < getattr(options, name) < math.inf:
-            parser.error(f"{flag_name(name)} {getattr(options, name)}: must be above 0")
-    for name in ("rate", "limit"):
-        if not 0 <= getattr(options, name) < math.inf:
-            parser.error(f"{flag_name(name)} {getattr(options, name)}: must not be negative")
-    if not options.trace and (options.hold_turns or options.chat):
-        parser.error("--hold-turns and --chat mean nothing without --trace; leave them out")
-    if options.trace and not options.url:
-        parser.error("--trace needs the server to measure: --url http://host:port")
-    if options.speed != 1 and options.rate:
-        parser.error("--speed and --rate both rescale arrivals; give one")
-    if BLOCK_TOKENS % options.length_scale:
-        parser.error(f"--length-scale {options.length_scale}: use a divisor of {BLOCK_TOKENS}")
-    return options
-
-
-def _add_flags(group: Any, flags: dict[str, tuple[Any, str]]) -> None:
-    for name, (default, text) in flags.items():
-        group.add_argument(
+    for name, (default, text) in ROUNDS.items():
+        parser.add_argument(
             flag_name(name),
-            type=type(default),
-            default=argparse.SUPPRESS,
+            type=int,
+            default=default,
             help=f"{text} (default: {default})",
             metavar=name.upper().rpartition("_")[2],
         )
+    parser.add_argument("--json", metavar="FILE", help="write the results to this file too")
+    options = parser.parse_args(argv)
+    for name in ("rounds", "requests", "concurrency", "prompt_tokens", "output_tokens"):
+        if getattr(options, name) < 1:
+            parser.error(f"{flag_name(name)} {getattr(options, name)}: must be at least 1")
+    return options
 
 
 async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[str, str]]:
@@ -223,8 +230,8 @@ async def _start_built_in(stack: AsyncExitStack, model_path: str) -> list[tuple[
     return started
 
 
-def _make_session(timeout_secs: float) -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(total=timeout_secs)
+def make_session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=600)
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 
@@ -235,7 +242,7 @@ async def _run_rounds(options: argparse.Namespace) -> int:
             stack, options.model_path
         )
         arms = [BenchArm(name, url.rstrip("/"), await served_model(url)) for name, url in named]
-        session = await stack.enter_async_context(_make_session(600))
+        session = await stack.enter_async_context(make_session())
         for number in range(-1, options.rounds):
             for arm in arms if number % 2 else reversed(arms):
                 done = await run_round(session, arm.url, arm.model, work, seed=number)
@@ -253,53 +260,21 @@ async def _run_rounds(options: argparse.Namespace) -> int:
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(format_table(arms, columns))
         if options.json:
-            _write_json(options, rounds_as_json(arms))
+            document = {"options": vars(options), "results": rounds_as_json(arms)}
+            Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
         return 0
 
 
-def _write_json(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    document = {"options": vars(options), "results": results}
-    Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
-
-
-async def _run_replay(options: argparse.Namespace) -> int:
-    trace = traces.read_trace(traces.locate_trace(options.trace), options.limit or None)
-    recorded = traces.arrival_times(trace)[-1]
-    factor = (
-        len(trace) / options.rate / recorded if options.rate and recorded else 1 / options.speed
-    )
-    work = replay.timed_requests(trace, factor)
-    turns_note = "; turns wait for the answer before" if options.hold_turns else ""
-    print(f"{options.trace}: {len(work)} requests in {work[-1].at:.1f} s{turns_note}", flush=True)
-    results = []
-    async with _make_session(options.timeout_secs) as session:
-        for url in (url.rstrip("/") for url in options.url):
-            workers = await replay.worker_urls(session, url) or [url]
-            before = await replay.worker_counts(session, workers)
-            outcome = await replay.replay_trace(
-                session,
-                url,
-                await served_model(url),
-                work,
-                scale=options.length_scale,
-                chat=options.chat,
-                hold_turns=options.hold_turns,
-            )
-            after = await replay.worker_counts(session, workers)
-            split = {worker: after[worker] - before[worker] for worker in before if worker in after}
-            print(f"\n{url}\n{replay.format_report(outcome, split)}", flush=True)
-            results.append({"url": url, **replay.as_json(outcome, split)})
-    if options.json:
-        _write_json(options, results)
-    return 1 if any(result["failures"] for result in results) else 0
-
-
-def main(argv: Sequence[str]) -> int:
-    options = parse_flags(argv)
+def main() -> int:
+    options = parse_flags()
     try:
-        return asyncio.run(_run_replay(options) if options.trace else _run_rounds(options))
+        return asyncio.run(_run_rounds(options))
     except (ChildFailed, ConfigError, aiohttp.ClientError) as err:
-        print(f"baton bench: {err}", file=sys.stderr)
+        print(f"bench_serving: {err}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

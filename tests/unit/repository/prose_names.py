@@ -146,7 +146,7 @@ def known_names() -> frozenset[str]:
     folders = ("engine", "router", "kv_transfer", "tests", "tools", "deploy")
     endings = (".py", ".rs", ".js", ".html", ".css", ".yaml", ".sh", ".go", ".json", ".toml")
     paths = [path for folder in folders for path in files(folder, *endings)]
-    own = "tests/structure/names.py"
+    own = "tests/unit/repository/prose_names.py"
     return frozenset().union(*(identifiers(path) for path in paths if path != own))
 
 
@@ -247,6 +247,12 @@ def unlisted_entries(path: str) -> set[str]:
     rows = re.findall(r"^\|([^|]*`[^|]*)\|", ast.get_docstring(tree(path)) or "", re.MULTILINE)
     named = {name.removesuffix("/") for row in rows for name in QUOTED.findall(row)}
     return {name for name in named if re.fullmatch(r"[a-z_]\w*", name)} - entries
+
+
+def missing_files(path: str) -> set[str]:
+    """Source files that a file names and that do not exist."""
+    named = set(re.findall(r"(?<![\w.*])\w+\.(?:rs|py|js)\b(?!\()", text(path)))
+    return named - {name.rsplit("/", 1)[-1] for name in files(".", ".rs", ".py", ".js")}
 
 
 def package_files() -> list[str]:

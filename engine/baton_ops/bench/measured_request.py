@@ -1,40 +1,19 @@
-"""Measured request, and the closed-loop load made of such.
+"""One measured request: a streamed answer of fixed length, and the times its client saw.
 
-In a round `concurrency` clients each send their next request when the last is answered. Prompts are
-random token ids of a fixed length (the first `shared_tokens` equal in all of them), answers have a
-fixed length, so that servers get the same work. Clock: monotonic, in this process.
+Clock: monotonic, in this process.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
-from baton.config.flags import opt
-
-FIRST_ID = 3
-LAST_ID = 1000
-"""Ids every tokenizer has and that are not special in common models."""
-
 OUTPUT_MEMBERS = ("content", "reasoning_content", "reasoning", "tool_calls")
 """Members of a chat event that hold output of the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadShape:
-    """Requests of one round, as flags say."""
-
-    requests: int = opt(16, "requests per round")
-    concurrency: int = opt(4, "requests at once")
-    prompt_tokens: int = opt(512, "prompt length [tokens]")
-    output_tokens: int = opt(32, "answer length [tokens]")
-    shared_tokens: int = opt(0, "equal start of all prompts [tokens]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,55 +30,6 @@ class RequestTiming:
     def tpot(self) -> float:
         """Mean time per token after the first."""
         return (self.e2e - self.ttft) / max(self.tokens - 1, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRound:
-    """All timings of one round against one server."""
-
-    seconds: float
-    timings: tuple[RequestTiming, ...]
-    failures: tuple[str, ...]
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(t.tokens for t in self.timings) / self.seconds
-
-
-def make_prompts(work: LoadShape, seed: int) -> list[list[int]]:
-    """The round's prompts; the shared part depends on nothing, the rest on `seed`."""
-    shared = random.Random(0)
-    random_part = random.Random(seed)
-    start = [
-        shared.randrange(FIRST_ID, LAST_ID)
-        for _ in range(min(work.shared_tokens, work.prompt_tokens))
-    ]
-    remaining_tokens = work.prompt_tokens - len(start)
-    return [
-        start + [random_part.randrange(FIRST_ID, LAST_ID) for _ in range(remaining_tokens)]
-        for _ in range(work.requests)
-    ]
-
-
-async def run_round(
-    session: aiohttp.ClientSession, url: str, model: str, work: LoadShape, seed: int
-) -> LoadRound:
-    """Send one round to `url`; never raises for a failed request: its reason is in `failures`."""
-    queue = make_prompts(work, seed)
-    timings: list[RequestTiming] = []
-    failures: list[str] = []
-
-    async def run_client() -> None:
-        while queue:
-            prompt = queue.pop()
-            try:
-                timings.append(await send_request(session, url, model, prompt, work.output_tokens))
-            except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as err:
-                failures.append(f"{type(err).__name__}: {err}")
-
-    began = time.perf_counter()
-    await asyncio.gather(*(run_client() for _ in range(work.concurrency)))
-    return LoadRound(time.perf_counter() - began, tuple(timings), tuple(failures))
 
 
 async def send_request(
