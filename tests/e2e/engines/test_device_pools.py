@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_equal import prompts
-from tests.e2e.test_faults import killed_node_is_survived
+from tests.e2e.engines.test_equal import prompts
+from tests.e2e.failover.test_faults import killed_node_is_survived
 from tests.support.processes.cluster import Cluster, eventually, metric
 
 pytestmark = pytest.mark.timeout(240)
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 SITE = REPO / "tests" / "support" / "devices" / "stand_in_site"
 SLOW = {"rules": [{"on": "PAGE", "do": {"delay_ms": 4}, "repeat": True}]}
 

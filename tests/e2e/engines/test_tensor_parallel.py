@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.test_equal import prompts
+from tests.e2e.engines.test_equal import prompts
 from tests.support.models import tiny_model
 from tests.support.processes.cluster import Cluster, metric
 from tests.support.processes.front import REPO

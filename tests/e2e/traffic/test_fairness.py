@@ -95,7 +95,7 @@ def test_refusals_come_through_the_router_with_their_codes(cluster: Cluster) -> 
 
 
 def test_class_of_a_request_reaches_both_nodes(cluster: Cluster) -> None:
-    """Which class goes first is decided by the scheduler alone: tests/sim/test_fairness.py."""
+    """Which class goes first is decided by the scheduler alone: tests/sim/queue/test_fairness.py."""
 
     def tokens(role: str, name: str, kind: str) -> float:
         return metric(

@@ -9,7 +9,7 @@ from baton.sched.metrics import step_log
 from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import ForwardMode, StopReason
 from baton.sched.types.priority import PriorityRule
-from tests.sim.test_stats import Clocked
+from tests.sim.metrics.test_stats import Clocked
 
 LIMITS = Limits(20, 4, 2, 100, 16)
 

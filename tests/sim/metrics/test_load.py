@@ -15,7 +15,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.state.load_report import LoadReport, WaitingLoad
 from baton.sched.types.priority import LOWEST_PRIORITY, PriorityRule
 from baton.sched.types.request import Rendezvous
-from tests.sim.test_stats import Clocked
+from tests.sim.metrics.test_stats import Clocked
 
 LIMITS = Limits(100, 4, 2, 1000, 16)
 RULE = PriorityRule(enabled=True, preemption_threshold=1000)

@@ -20,7 +20,7 @@ from baton.sched.queue import waiting_queue
 from baton.sched.queue.waiting_queue import EXACT_UP_TO, KEYS_PER_LOOK, WaitingQueue
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
-from tests.sim.test_policies import Plain
+from tests.sim.queue.test_policies import Plain
 from tests.support.sched.sched_sim import duplicates, ordered, ranks, request
 
 PARAMS = PolicyParams(

@@ -1,6 +1,6 @@
 """The tables of measured orders in docs/scheduling are what the simulator measures today.
 
-Regenerate: python -m tests.sim.test_orders_table
+Regenerate: python -m tests.sim.replay.test_orders_table
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs" / "scheduling"
+DOCS = Path(__file__).parents[3] / "docs" / "scheduling"
 CONVERSATION = "mooncake_conversation_first30min"
 RUNS = ((CONVERSATION, 0.7), (CONVERSATION, 0.9), ("gen_hot_system_prompt", 0.9))
 Results = dict[str, dict[str, object]]

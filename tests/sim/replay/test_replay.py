@@ -23,7 +23,7 @@ from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, StepPlan, StepResult, T
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from baton_ops.sim import main as sim
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 LOOKS = {
     "next_deadline", "drain_events", "ledger", "host_ledger", "is_alive", "in_rooms", "leased", "handles",
 }  # fmt: skip

@@ -654,7 +654,7 @@ def test_chart_is_drawn_for_any_values() -> None:
 
 @pytest.mark.parametrize("flags", [command.SimConfig, StepModel])
 def test_docs_list_exactly_the_flags_there_are(flags: type) -> None:
-    page = Path(__file__).parents[2] / "docs" / "simulate.md"
+    page = Path(__file__).parents[3] / "docs" / "simulate.md"
     assert flags_table(flags) in page.read_text(encoding="utf-8"), (
         "print(baton.config.markdown(...))"
     )

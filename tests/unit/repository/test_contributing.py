@@ -118,7 +118,7 @@ def test_steps_of_the_policy_example_make_a_policy(tmp_path: Path) -> None:
     run("-m", "pytest", "-p", "no:cacheprovider", "tests/unit/sched/policies/test_policy_lists.py",
         "tests/unit/repository/test_generated_docs.py::test_flags_table_is_current")  # fmt: skip
     run("-m", "pytest", "-p", "no:cacheprovider", "-k", "newest",
-        "tests/sim/test_scenarios.py", "tests/sim/test_recorded_plans.py")  # fmt: skip
+        "tests/sim/scenarios/test_scenarios.py", "tests/sim/replay/test_recorded_plans.py")  # fmt: skip
 
 
 def test_example_of_a_family_computes_what_transformers_computes(

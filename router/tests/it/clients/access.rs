@@ -139,7 +139,7 @@ fn every_route_has_a_row() {
 
 #[test]
 fn every_route_is_described() {
-    let text = include_str!("../../src/server/api/openapi/openapi.json");
+    let text = include_str!("../../../src/server/api/openapi/openapi.json");
     let document: Value = serde_json::from_str(text).unwrap();
     let mut described = BTreeSet::new();
     for (path, methods) in document["paths"].as_object().unwrap() {

@@ -6,7 +6,7 @@
 use http::Method;
 use serde_json::json;
 
-use crate::limits::H2;
+use crate::clients::limits::H2;
 use crate::support::{Mock, Reply, Router, chat, timed};
 
 const EVIL: &str = "http://evil.example";

@@ -7,7 +7,7 @@ use http::Method;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 
-use crate::limits::{H2, cuts, rest, text};
+use crate::clients::limits::{H2, cuts, rest, text};
 use crate::support::{Act, Client, End, Mock, Router, TOKEN, chat, timed};
 
 /// A connection from this address of the machine.

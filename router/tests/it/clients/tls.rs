@@ -14,7 +14,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-use crate::limits::H2;
+use crate::clients::limits::H2;
 
 use crate::support::{Client, Mock, Router, TempFile, chat, eventually, refused_start, timed};
 

@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 
-use crate::limits::{H2, text};
+use crate::clients::limits::{H2, text};
 use crate::support::{Act, Client, End, Mock, TOKEN, TempFile, chat, eventually, timed};
 
 fn command(flags: &[&str]) -> Command {

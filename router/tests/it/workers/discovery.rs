@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use crate::support::{
     Act, Client, End, Mock, Router, TOKEN, TempFile, eventually, refused_start, timed,
 };
-use crate::tls::{Authority, encrypted};
+use crate::clients::tls::{Authority, encrypted};
 
 async fn urls(router: &Router) -> Vec<String> {
     let listed = router.get("/workers").await.json();
