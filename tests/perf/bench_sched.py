@@ -34,6 +34,7 @@ from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from baton.sched.types.sequence import Seq
 from tests.support.sched.sched_sim import duplicates, ordered
+from tests.support.probes import RunnerProbe
 
 MIN_ROUNDS = 20
 
@@ -465,7 +466,7 @@ def _decode_alone(
 
     assert isinstance(engine, EngineLoop)
     runner: Any = engine.runner
-    model = runner._model
+    model = RunnerProbe(runner).model
     execute = runner.execute
     in_parts, in_job = Times(), Times()
     tokens: list[int] = []

@@ -76,7 +76,7 @@ def test_pages_that_another_prompt_computed_between_two_chunks_count() -> None:
     node.run()
     assert hits(node) == {"device": 16}
     assert node.cached == {1: 8, 0: 8}
-    assert node.sched._state.computed_tokens == 36 + 17 - 16
+    assert node.probe.computed_tokens == 36 + 17 - 16
 
 
 def test_pages_a_retracted_request_finds_again_are_no_hit() -> None:
@@ -146,4 +146,4 @@ def test_sources_add_up_to_the_reported_cached_tokens_and_the_work_saved(seed: i
     )
     assert counted["device"] + counted["in_flight"] == total > 0
     assert counted["rematch"] == counted["decode_tree"] == 0
-    assert node.sched._state.computed_tokens == sum(map(len, prompts.values())) - total
+    assert node.probe.computed_tokens == sum(map(len, prompts.values())) - total

@@ -12,6 +12,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
 from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.probes import RadixCacheProbe
 
 PAGE = 4
 
@@ -105,8 +106,7 @@ def test_finding_ones_own_pages_after_a_retraction_is_no_reuse() -> None:
         node.sched.add(request(handle, [handle + 1, 3], 5, ignore_eos=True, is_length_known=False))
     node.run()
     assert node.sched.report.counters()["retractions_total"] > 0
-    tree = node.sched._state.memory.cache
-    nodes = [child for root in tree._roots.values() for child in root.children.values()]
+    nodes = [child for _, child in RadixCacheProbe(node.probe.memory.cache).edges()]
     while nodes:
         at = nodes.pop()
         assert at.reuses == 0

@@ -12,6 +12,8 @@ from baton.cache.kv_events import EventBatch
 from baton.sched.setup.limits import Limits
 from tests.support.sched.kv_replay import Consumer, settled_prefixes
 from tests.support.sched.sched_sim import VOCAB, Node, chain, random_prompt, request
+from tests.support.probes import SchedulerProbe
+from tests.support.probes import RadixCacheProbe
 
 KEEP = 64
 
@@ -19,10 +21,10 @@ KEEP = 64
 def in_memory(node: Node) -> set[bytes]:
     """Token bytes of every announced block, after checking that the pretend device holds its KV."""
     sched = node.sched
-    log, cache = sched.kv_events, sched._state.memory.cache
+    log, cache = sched.kv_events, SchedulerProbe(sched).memory.cache
     assert log is not None
     found = set()
-    stack = [(b"", edge) for root in cache._roots.values() for edge in root.children.values()]
+    stack = [(b"", edge) for _, edge in RadixCacheProbe(cache).edges()]
     while stack:
         before, edge = stack.pop()
         for i, page in enumerate(edge.pages):
@@ -71,7 +73,7 @@ def test_replay_gives_what_is_cached_and_computed(seed: int) -> None:
             announced += drain(node, consumer) is not None
             held = in_memory(node)
             assert {tokens for _, tokens in consumer.prefixes} == held
-            assert consumer.prefixes == settled_prefixes(node.sched._state.memory.cache)
+            assert consumer.prefixes == settled_prefixes(node.probe.memory.cache)
         if rng.random() < 0.2:
             node.sched.abort(rng.randrange(handle + 1))
         if rng.random() < 0.05:

@@ -20,11 +20,11 @@ from tests.support.sched.sched_sim import (
 
 def run_one(node: Node, handle: int, prompt: list[int], max_new: int = 2) -> int:
     """Runs a request alone; returns how many tokens of its prompt and answer went through the model."""
-    before = node.sched._state.computed_tokens
+    before = node.probe.computed_tokens
     node.sched.add(request(handle, prompt, max_new, ignore_eos=True))
     node.run()
     assert node.outputs[handle] == reference(request(handle, prompt, 1).prompt, max_new, True)
-    return node.sched._state.computed_tokens - before
+    return node.probe.computed_tokens - before
 
 
 def test_evicted_prompt_comes_back_without_being_computed() -> None:
@@ -56,7 +56,7 @@ def test_offload_frees_the_pages_at_once_and_keeps_them_for_their_request(mode: 
     node.sched.add(request(0, [1] * 30, 20, ignore_eos=True))
     for _ in range(5):
         node.step()
-    computed = node.sched._state.computed_tokens
+    computed = node.probe.computed_tokens
     node.sched.suspend([0])
     host = node.sched.host_ledger()
     assert host is not None
@@ -73,11 +73,11 @@ def test_offload_frees_the_pages_at_once_and_keeps_them_for_their_request(mode: 
     for handle in range(1, 11):  # more than device and host hold, each asked for twice
         node.sched.add(request(handle, [handle // 2 + 2] * 100, 2, ignore_eos=True))
         node.run()
-    before = node.sched._state.computed_tokens
+    before = node.probe.computed_tokens
     node.sched.resume([0])
     node.run()
     assert node.outputs[0] == reference(request(0, [1] * 30, 1).prompt, 20, True)
-    tail = node.sched._state.computed_tokens - before
+    tail = node.probe.computed_tokens - before
     assert tail < 5 if mode == "offload" else tail > computed
     host = node.sched.host_ledger()
     assert host is not None

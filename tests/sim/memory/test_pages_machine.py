@@ -19,6 +19,8 @@ from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
 from tests.support.sched.sched_sim import Node, chain, reference, request
 from tests.support.sched.watched import WatchedScheduler
+from tests.support.probes import SchedulerProbe
+from tests.support.probes import RadixCacheProbe
 
 PAGES = 9
 
@@ -84,7 +86,7 @@ class PagesMachine(RuleBasedStateMachine):
     @rule(pages=st.integers(1, PAGES))
     def evict(self, pages: int) -> None:
         before = self.sched.ledger()
-        freed = self.sched._state.memory.cache.evict(pages)
+        freed = SchedulerProbe(self.sched).memory.cache.evict(pages)
         assert freed == min(pages, before.cached)
 
     @rule()
@@ -96,7 +98,7 @@ class PagesMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if hasattr(self, "sched"):
             self.sched.ledger()
-            self.sched._check_holders()
+            SchedulerProbe(self.sched).check_holders()
 
     @invariant()
     def every_cached_page_holds_what_its_tokens_compute(self) -> None:
@@ -106,8 +108,8 @@ class PagesMachine(RuleBasedStateMachine):
         unwritten = self._pages_of_flight()
         copied = (run for plan in self.node.flight for run in plan.copies if not run.to_host)
         unwritten.update(page for run in copied for page in run.pages)
-        cache = self.sched._state.memory.cache
-        stack: list[tuple[TreeNode, int]] = [(root, 1) for root in cache._roots.values()]
+        cache = SchedulerProbe(self.sched).memory.cache
+        stack: list[tuple[TreeNode, int]] = [(root, 1) for root in RadixCacheProbe(cache).roots.values()]
         while stack:
             node, state = stack.pop()
             if node.parent is not None:

@@ -64,7 +64,7 @@ def test_preempted_request_is_in_the_record_of_the_plan_that_preempted_it() -> N
 
 def test_waiting_without_a_plan_is_recorded_once() -> None:
     node = Clocked(dataclasses.replace(LIMITS, role="decode"))
-    state = node.sched._state
+    state = node.probe.state
     node.add(0, 0.0, 4)
     state.slots.clear()
     for now in (1.0, 2.0, 3.0):

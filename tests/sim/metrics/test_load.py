@@ -106,8 +106,8 @@ def test_tokens_ahead_bound_the_work_before_a_new_request(seed: int) -> None:
     for priority in (None, -20, -9, 0, 3, 50, 5000):
         mine = LOWEST_PRIORITY if priority is None else priority
         ahead = behind = load.started_tokens
-        for seq in node.sched._state.waiting:
-            value = -rule.key(seq, node.sched._state.now)
+        for seq in node.probe.state.waiting:
+            value = -rule.key(seq, node.probe.state.now)
             tokens = seq.total_len - (seq.probe.num_tokens if seq.probe else 0)
             ahead += tokens * (value >= mine)
             behind += tokens * (BANDS.index(band(value)) <= BANDS.index(band(mine)))

@@ -162,7 +162,7 @@ def test_suspended_request_does_not_wait_and_counts_as_sent_back_by_the_operator
     node.add(0, 0.0, 4, max_new=9)
     node.add(1, 0.0, 4, max_new=9)
     node.step(0.0)
-    state = node.sched._state
+    state = node.probe.state
     for handle in (0, 1):
         state.suspend(state.seqs[handle])
     assert node.stats.queued.total() == 0
@@ -257,9 +257,9 @@ def test_random_traces_follow_the_definitions(seed: int) -> None:
         seen = len(node.admissions)
         node.step(now, takes=0.25)
         # The last one admitted may have found no budget for its first row.
-        for admitted in [*node.admissions[seen:], *node.sched._state.running]:
+        for admitted in [*node.admissions[seen:], *node.probe.running]:
             first.setdefault(admitted, now)
-        waits = [s for s in node.sched._state.seqs.values() if s in node.sched._state.waiting]
+        waits = [s for s in node.probe.seqs.values() if s in node.probe.state.waiting]
         assert node.stats.queued.total() == len(waits)
         assert node.stats.starving.total() <= len(waits)
     order = list(first)
@@ -312,14 +312,14 @@ def test_admission_taken_back_keeps_the_wait(monkeypatch: pytest.MonkeyPatch) ->
     """The estimate said yes and allocation said no: the request waits on as if nothing had been."""
     node = Clocked(LIMITS)
     node.add(0, 0.0, 8)
-    memory = node.sched._state.memory
+    memory = node.probe.memory
     monkeypatch.setattr(type(memory), "extend", lambda self, seq, tokens: False)
     assert node.step(1.0) is None
     monkeypatch.undo()
     assert (node.stats.queued.total(), sum(node.stats.overtaken.counts)) == (1, 0)
     node.step(2.0)
     assert node.stats.waiting_time["default"].sum == 2.0
-    assert isinstance(node.sched._state.seqs[0], Seq)
+    assert isinstance(node.probe.seqs[0], Seq)
 
 
 def test_age_of_the_oldest_lease_follows_leases_that_begin_and_end() -> None:

@@ -29,6 +29,7 @@ from tests.support.sched.sched_sim import (
     reference,
     request,
 )
+from tests.support.probes import SchedulerProbe
 
 
 def ending_with_eos(length: int) -> list[int]:
@@ -93,7 +94,7 @@ def test_pages_of_an_aborted_row_in_flight_may_be_reused_by_the_next_step() -> N
     for _ in range(4):
         at.step()
     assert rows_in_flight(at) == [0]
-    held = {page for seq in at.sched._state.seqs.values() for page in seq.pages}
+    held = {page for seq in at.probe.seqs.values() for page in seq.pages}
     at.sched.abort(0)
     at.sched.add(request(1, [2] * 20, 3, ignore_eos=True))
     at.step()
@@ -143,7 +144,7 @@ def test_broken_page_ledger_ends_the_requests_and_not_the_process(
     try:
         engine.submit(request(1, [1, 2, 3], 5, ignore_eos=True))
         engine.step(0.0)
-        lost = engine.sched._state.memory.allocator.alloc(1)
+        lost = SchedulerProbe(engine.sched).memory.allocator.alloc(1)
         assert lost is not None
         assert not any(name.startswith("kv_pages") for name in engine.gauges())
         assert engine.not_accepting_reason is not None

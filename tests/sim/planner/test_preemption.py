@@ -49,7 +49,7 @@ def busy_node(rng: random.Random) -> Node:
 def test_victims_are_a_cheap_set_of_eligible_rows_that_is_enough_and_no_more(seed: int) -> None:
     rng = random.Random(seed)
     node = busy_node(rng)
-    state = node.sched._state
+    state = node.probe.state
     running = list(state.running.values())
     head = Seq(asked(99, [1, 2], 4, rng.choice([3, 6, 9])), request(99, [1, 2], 4).prompt, 4)
     freed = {s.handle: state.memory.freed_by(s) for s in running}
@@ -82,7 +82,7 @@ def test_victims_are_a_cheap_set_of_eligible_rows_that_is_enough_and_no_more(see
 def test_suspending_frees_what_was_promised(seed: int) -> None:
     rng = random.Random(seed)
     node = busy_node(rng)
-    state = node.sched._state
+    state = node.probe.state
     while state.running:
         seq = rng.choice(list(state.running.values()))
         promised = state.memory.freed_by(seq)[0] - state.memory.growth(seq)
@@ -101,7 +101,7 @@ def test_cheap_row_goes_before_a_less_important_dear_one() -> None:
         node.step()
     node.sched.add(asked(3, [4] * 4, 4, 10))
     node.step()
-    assert set(node.sched._state.running) == {0, 2, 3}, "1 costs 8 tokens, 0 costs 100"
+    assert set(node.probe.running) == {0, 2, 3}, "1 costs 8 tokens, 0 costs 100"
 
 
 @pytest.mark.parametrize("scarce", ["slots", "pages"])
@@ -114,18 +114,18 @@ def test_on_a_decode_node_an_important_transfer_preempts_running_requests(scarce
     asks = [(0, 40, 0), (1, 40, 2), (2, 5, 5), (3, 5, 9)]
     for handle, answer, priority in asks:
         if handle >= 2:
-            assert set(d.sched._state.running) == {0, 1}
+            assert set(d.probe.running) == {0, 1}
         req = request(handle, [handle] * 6, answer, ignore_eos=True, room=100 + handle)
         req = dataclasses.replace(req, priority=priority)
         p.sched.add(req)
         d.sched.add(req)
         if handle == 2:
             continue
-        while handle not in d.sched._state.running:
+        while handle not in d.probe.running:
             p.step()
             d.step()
             transfer.tick()
-    assert not set(d.sched._state.running) >= {0, 1}, "one was sent back"
+    assert not set(d.probe.running) >= {0, 1}, "one was sent back"
     assert not d.finished.keys() & {0, 1}, "and no request waited for its end"
     assert d.sched.report.counters()["preemptions_total"] >= 1
     while not d.sched.is_idle:
@@ -177,7 +177,7 @@ def test_priority_storms_are_bounded_and_exact(seed: int) -> None:
         prompt = random_prompt(rng, [], min(16, node.limits.capacity_tokens - 1))
         req = asked(handle, prompt, rng.randint(1, 20), rng.choice([None, 0, 4, 8, 20]))
         node.sched.add(req)
-        seqs.append(node.sched._state.seqs[handle])
+        seqs.append(node.probe.seqs[handle])
         room = node.limits.capacity_tokens - len(prompt)
         want[handle] = reference(req.prompt, min(req.params.max_new_tokens, room), True)
         for _ in range(rng.randint(0, 3)):
@@ -309,12 +309,12 @@ def test_nothing_is_preempted_for_a_request_that_a_reservation_keeps_out() -> No
             assert node.steps < 50, f"request {passes} did not pass"
     node.sched.add(asked(6, [1] * 60, 20, 5))
     node.step()
-    assert set(node.sched._state.running) == {0, 1, 6}, "every slot is taken"
+    assert set(node.probe.running) == {0, 1, 6}, "every slot is taken"
     node.sched.add(asked(7, [1] * 60, 4, 5))
     while 6 not in node.finished:
         node.step()
         assert node.sched.report.counters()["preemptions_total"] == 0
-        assert 1 in node.sched._state.running
+        assert 1 in node.probe.running
         assert node.steps < 100
     while not {1, 2, 7} <= node.finished.keys():
         node.step()
@@ -370,6 +370,6 @@ def test_request_short_of_pages_beside_its_own_prefix_preempts() -> None:
     node.step()
     node.sched.add(asked(2, [2] * 392, 4, 9))
     node.step()
-    assert set(node.sched._state.running) == {2}
+    assert set(node.probe.running) == {2}
     node.run()
-    assert node.sched._state.memory.hit_tokens["device"] == 200
+    assert node.sched.hit_tokens["device"] == 200

@@ -17,6 +17,7 @@ from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
 from tests.support.sched.scenarios import FAIR
 from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.probes import SchedulerProbe
 
 PRIORITY = PriorityRule(enabled=True)
 
@@ -155,7 +156,7 @@ def test_reserved_request_goes_before_less_important_prompts_under_way() -> None
     add(0, 5, 4, 60)
     turn(sched)
     add(1, 5, 60, 30)
-    while rows(turn(sched)) != [0, 1] or sched._state.seqs[1].computed < 60:
+    while rows(turn(sched)) != [0, 1] or SchedulerProbe(sched).seqs[1].computed < 60:
         pass
     add(2, 0, 60, 4)
     assert rows(turn(sched)) == [0, 1, 2]
@@ -174,11 +175,11 @@ def test_most_important_row_gets_the_last_page_and_is_sent_back_last() -> None:
     gone: list[int] = []
     while sched.report.counts()["running"] > 1:
         plan = turn(sched)
-        running = set(sched._state.running)
+        running = set(SchedulerProbe(sched).running)
         gone += [h for h in (0, 1, 2, 3) if h not in running and h not in gone]
         assert rows(plan) == sorted(rows(plan), key=lambda h: [2, 1, 0, 3].index(h))
     assert gone == [3, 0, 1]
-    assert set(sched._state.running) == {2}
+    assert set(SchedulerProbe(sched).running) == {2}
 
 
 @pytest.mark.parametrize("seed", range(6))

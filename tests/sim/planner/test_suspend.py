@@ -32,7 +32,7 @@ def storm(node: Node, rng: random.Random, handles: list[int]) -> None:
             try:
                 node.sched.suspend([handle])
             except WrongState:
-                assert node.sched._state.seqs[handle].state in (
+                assert node.probe.seqs[handle].state in (
                     SeqState.OPENING, SeqState.TRANSFER, SeqState.LEASED, SeqState.ABORTING,
                 )  # fmt: skip
         else:
@@ -41,7 +41,7 @@ def storm(node: Node, rng: random.Random, handles: list[int]) -> None:
 
 
 def settle(node: Node) -> None:
-    node.sched.resume(list(node.sched._state.suspended))
+    node.sched.resume(list(node.probe.state.suspended))
     node.run()
 
 

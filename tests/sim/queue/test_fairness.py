@@ -20,6 +20,7 @@ from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
 from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
+from tests.support.probes import SchedulerProbe
 
 STEP = 16
 
@@ -488,7 +489,7 @@ def test_decode_node_admits_prompts_on_their_way_by_class_and_tenant() -> None:
         )
     sched.plan()
     assert sched.report.counts()["transfer"] == 10
-    got = sorted(sched._state.transfer)
+    got = sorted(SchedulerProbe(sched).state.transfer)
     assert sum(h < 20 for h in got) in (2, 3), "b came first, and has a quarter"
     assert sum(h in (20, 21, 22) for h in got) <= 1, (
         "a tenant's limit holds for pages on their way too"

@@ -248,7 +248,7 @@ def test_request_without_a_priority_ages_past_important_ones_in_bounded_time() -
         node.sched.add(ask(2, arrival=0.0))
         node.sched.add(ask(3, priority=2, arrival=30.0))
         node.sched.add(ask(4, priority=8, arrival=30.0))
-        order = [seq.handle for seq in node.sched._state.waiting.in_order()]
+        order = [seq.handle for seq in node.probe.state.waiting.in_order()]
         assert order.index(2) == 2, (
             "after what was stated before it came, before what comes much later"
         )

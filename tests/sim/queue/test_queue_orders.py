@@ -22,6 +22,7 @@ from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
 from tests.sim.queue.test_policies import Plain
 from tests.support.sched.sched_sim import duplicates, ordered, ranks, request
+from tests.support.probes import RadixCacheProbe
 
 PARAMS = PolicyParams(
     lpm_degrade_threshold=0, lpm_aging_tokens_per_s=0.5, short_first_aging_tokens_per_s=2.0
@@ -251,17 +252,15 @@ def test_page_published_elsewhere_compares_no_prompt_again() -> None:
         world.change()
     list(world.queue.in_order())
     walks = 0
-    walk = world.cache._walk_edges
 
-    def counted(tokens: bytes, namespace: bytes, limit: int) -> object:
+    def count_walk() -> None:
         nonlocal walks
         walks += 1
-        return walk(tokens, namespace, limit)
 
     pages = world.allocator.alloc(2)
     assert pages is not None
     world.cache.insert(array("i", [7, 7, 7, 7]).tobytes(), pages, b"")
-    world.cache._walk_edges = counted  # type: ignore[method-assign, assignment]
+    RadixCacheProbe(world.cache).watch_walks(count_walk)
     assert [s.handle for s in world.queue.in_order()] == world.defined([])
     assert walks == 0
 

@@ -382,7 +382,7 @@ def test_reserved_request_does_not_start_behind_max_partial_prefills_either(shar
     node.step()
     node.sched.add(request(1, [2] * 280, 1))
     node.step()
-    held = node.sched._planner.reservation.current
+    held = node.probe.reservation
     assert held is not None
     assert held.seq.handle == 1
     node.sched.add(request(2, [3] * 96, 1))
@@ -390,7 +390,7 @@ def test_reserved_request_does_not_start_behind_max_partial_prefills_either(shar
     node.sched.abort(0)
     while 2 not in node.finished:
         node.step()
-        assert len(partial_of(node.sched._state.running.values())) <= 1
+        assert len(partial_of(node.probe.running.values())) <= 1
         assert node.steps < 20
     while 1 not in node.finished:
         node.step()
