@@ -20,8 +20,8 @@ from baton.runtime import build as runtime
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.models import shapes
 from tests.support.models.checkpoints import make_checkpoint
-from tests.support.processes.cluster import Cluster
 from tests.support.probes import RunnerProbe
+from tests.support.processes.cluster import Cluster
 
 CUDA = torch.device("cuda")
 pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use

@@ -33,8 +33,8 @@ from baton.sched.types.plan import Row, StepPlan, StepResult, StopReason
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from baton.sched.types.sequence import Seq
-from tests.support.sched.sched_sim import duplicates, ordered
 from tests.support.probes import RunnerProbe
+from tests.support.sched.sched_sim import duplicates, ordered
 
 MIN_ROUNDS = 20
 

@@ -1,5 +1,4 @@
-//! Flags of other routers that this one does not have: refused with what to do instead, never
-//! swallowed.
+//! Flags of other routers that this one does not have: refused with a remedy, never ignored.
 
 /// Flags (without dashes) of a line, and the sentence printed for each of them.
 const FLAGS: &str = "\

@@ -1,11 +1,11 @@
-//! Connections from clients: how many, which HTTP they speak, and how long each may take over what.
+//! Connections from clients: their number, their version of HTTP, and the time limit of each phase.
 //!
 //! The life of a connection:
 //!
 //! 1. accepted, and given a place (connections.rs): a full listener closes a connection without a
 //!    request for it, or lets it wait while all have requests;
-//! 2. TLS, if the router speaks it. HTTP/2 is what TLS agreed on, or what the first bytes say
-//!    (prior knowledge);
+//! 2. TLS, if the router speaks it. TLS agrees on HTTP/2, or the first bytes state it (prior
+//!    knowledge);
 //! 3. HTTP/1: `HeaderReadTimeout` bounds idleness and heads, the kernel cuts a client that takes
 //!    nothing of its answer;
 //! 4. HTTP/2: one task looks after its streams, since a client may stop taking one of them while

@@ -94,9 +94,13 @@ PAIRS = (
         "tests/parity/test_preempted_tokens.py:test_suspended_on_either_node_of_a_pair_the_tokens_are_transformers",
         "but for a request whose pages travel: 409",
     ),
-    _works("pd", "events", "tests/e2e/engines/test_dp.py:test_index_follows_each_rank_of_both_roles"),
     _works(
-        "pd", "tenants", "tests/e2e/traffic/test_fairness.py:test_class_of_a_request_reaches_both_nodes"
+        "pd", "events", "tests/e2e/engines/test_dp.py:test_index_follows_each_rank_of_both_roles"
+    ),
+    _works(
+        "pd",
+        "tenants",
+        "tests/e2e/traffic/test_fairness.py:test_class_of_a_request_reaches_both_nodes",
     ),
     _works(
         "pd",

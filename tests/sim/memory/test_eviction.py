@@ -11,8 +11,8 @@ from baton.cache.eviction import EVICTION_POLICIES
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
-from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.probes import RadixCacheProbe
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 PAGE = 4
 

@@ -10,10 +10,9 @@ import pytest
 from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.kv_events import EventBatch
 from baton.sched.setup.limits import Limits
+from tests.support.probes import RadixCacheProbe, SchedulerProbe
 from tests.support.sched.kv_replay import Consumer, settled_prefixes
 from tests.support.sched.sched_sim import VOCAB, Node, chain, random_prompt, request
-from tests.support.probes import SchedulerProbe
-from tests.support.probes import RadixCacheProbe
 
 KEEP = 64
 

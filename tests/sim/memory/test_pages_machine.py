@@ -17,10 +17,9 @@ from baton.cache.radix import RadixNode as TreeNode
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason
+from tests.support.probes import RadixCacheProbe, SchedulerProbe
 from tests.support.sched.sched_sim import Node, chain, reference, request
 from tests.support.sched.watched import WatchedScheduler
-from tests.support.probes import SchedulerProbe
-from tests.support.probes import RadixCacheProbe
 
 PAGES = 9
 
@@ -109,7 +108,9 @@ class PagesMachine(RuleBasedStateMachine):
         copied = (run for plan in self.node.flight for run in plan.copies if not run.to_host)
         unwritten.update(page for run in copied for page in run.pages)
         cache = SchedulerProbe(self.sched).memory.cache
-        stack: list[tuple[TreeNode, int]] = [(root, 1) for root in RadixCacheProbe(cache).roots.values()]
+        stack: list[tuple[TreeNode, int]] = [
+            (root, 1) for root in RadixCacheProbe(cache).roots.values()
+        ]
         while stack:
             node, state = stack.pop()
             if node.parent is not None:

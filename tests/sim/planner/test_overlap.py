@@ -20,6 +20,7 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, ValidatedRequest
+from tests.support.probes import SchedulerProbe
 from tests.support.sched.sched_sim import (
     EOS,
     VOCAB,
@@ -29,7 +30,6 @@ from tests.support.sched.sched_sim import (
     reference,
     request,
 )
-from tests.support.probes import SchedulerProbe
 
 
 def ending_with_eos(length: int) -> list[int]:

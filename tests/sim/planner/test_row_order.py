@@ -15,9 +15,9 @@ from baton.sched.types.events import EmittedTokens
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
+from tests.support.probes import SchedulerProbe
 from tests.support.sched.scenarios import FAIR
 from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
-from tests.support.probes import SchedulerProbe
 
 PRIORITY = PriorityRule(enabled=True)
 

@@ -19,8 +19,8 @@ from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import ValidatedRequest
-from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 from tests.support.probes import SchedulerProbe
+from tests.support.sched.sched_sim import VOCAB, Node, random_prompt, reference, request
 
 STEP = 16
 

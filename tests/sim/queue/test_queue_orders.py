@@ -21,8 +21,8 @@ from baton.sched.queue.waiting_queue import EXACT_UP_TO, KEYS_PER_LOOK, WaitingQ
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
 from tests.sim.queue.test_policies import Plain
-from tests.support.sched.sched_sim import duplicates, ordered, ranks, request
 from tests.support.probes import RadixCacheProbe
+from tests.support.sched.sched_sim import duplicates, ordered, ranks, request
 
 PARAMS = PolicyParams(
     lpm_degrade_threshold=0, lpm_aging_tokens_per_s=0.5, short_first_aging_tokens_per_s=2.0

@@ -21,8 +21,8 @@ from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.ledger import PageLedger
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import DEAD_ENTRIES, LOWEST_PRIORITY, InsertResult, PrefixProbe, RadixCache
-from tests.support.sched.sched_sim import duplicates
 from tests.support.probes import RadixCacheProbe
+from tests.support.sched.sched_sim import duplicates
 
 
 def encode(tokens: list[int]) -> bytes:

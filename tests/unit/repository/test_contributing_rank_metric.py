@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 from tests.unit.repository.test_contributing import ROOT, code_of, insert
@@ -53,9 +54,9 @@ def test_steps_of_the_rank_metric_example_make_a_metric(tmp_path: Path) -> None:
     method, member, row = code_of("a metric of a rank")
     collector = tmp_path / "engine/baton/sched/metrics/collector.py"
     metrics = tmp_path / "engine/baton/server/observability/metrics.py"
-    insert(collector, r"^    def gauges\(self\)", method)
+    insert(collector, r"^    def gauges\(self\)", textwrap.indent(method, "    ") + "\n")
     insert(collector, r"^            \*\*\{\n +f'starving_requests", member)
-    insert(metrics, r"^\)\n\n_FAMILIES = ", row)
+    insert(metrics, r"^\)\n\n_FAMILIES = ", textwrap.indent(row.rstrip() + ",\n", "    "))
 
     exported = run("-c", EXPORT)
     name = "baton_longest_wait_seconds"

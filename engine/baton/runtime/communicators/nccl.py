@@ -6,7 +6,7 @@ Pages in host memory cross the bus twice: page → pinned host slab → device s
 device but by looking at an event until a deadline, so that a peer that never comes cannot hold the thread (a
 synchronization would).
 
-What NCCL demands, and what is done about it:
+Demands of NCCL, and the answers to them:
 * an init that blocks waits for an absent peer for ever: communicators are non-blocking, and polled;
 * a send waits on the device until it is met, on as many SMs as it has channels, of which one carries some 20 GB/s:
   --nccl-max-ctas bounds them. Both ranks must have the same bound, so the host's travels behind the unique id;

@@ -1,4 +1,5 @@
-"""Constraint of an answer that reasons before it follows its grammar, or whose reasoning is limited.
+"""Constraint of an answer that reasons before it follows its grammar, or has a limit for its
+reasoning.
 
 1. inside the reasoning tokens are free, but for the end of the answer while a grammar waits, and
    for calls that the grammar could not begin with;

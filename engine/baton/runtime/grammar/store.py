@@ -2,7 +2,8 @@
 
 1. `request` asks for the grammar of a request; one that is not compiled yet is compiled on a thread
    of its own, because it takes 1 ms for most schemas and seconds for some;
-2. `take_outcomes` returns what that thread has done: the request may run, or why it cannot;
+2. `take_outcomes` returns the outcomes of that thread: the request may run, or the reason why it
+   cannot;
 3. `start_sequence` copies the grammar for a sequence that gets a slot, on the thread that runs the
    model.
 
@@ -13,10 +14,9 @@ shared out (`CompiledGrammar.start_matcher`).
 A request's grammar is kept until the request has ended (`release_ended`), and the latest ones
 longer, for later requests with the same text (`KEPT_GRAMMARS`).
 
-Bounds: `MAX_WAITING_TEXTS` grammars wait to be compiled. A request whose grammar is not compiled
-`COMPILE_LIMIT_SECS` after its turn came is refused; llguidance's own limits end a compilation after
-some 2.5 s.
-"""
+Bounds: `MAX_WAITING_TEXTS` grammars wait to be compiled. A request is refused if its grammar is not
+compiled `COMPILE_LIMIT_SECS` after its turn came; llguidance's own limits end a compilation after
+some 2.5 s."""
 
 from __future__ import annotations
 

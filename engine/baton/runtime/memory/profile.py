@@ -1,7 +1,8 @@
 """A model tried out on a CUDA device before it serves: which attention backend runs there, how large its pool may be.
 
-1. A small pool and a runner are made; 2. the warm-up steps run on them, which compiles and loads every kernel; a
-flashinfer that cannot do that ends the start; 3. what they took sizes the real pool; 4. the small one is dropped.
+1. A small pool and a runner are made; 2. the warm-up steps run on them, which compiles and loads
+every kernel; a flashinfer that cannot do that ends the start; 3. their memory sizes the real pool;
+4. the small one is dropped.
 
 Tensor-parallel ranks go through this together: the first one tells its steps to the others as it does later, and all
 take the pool of the one that has the least room.

@@ -11,8 +11,8 @@ in fixed buffers, the argmax also in the token table. Any other step, and a larg
 
 A padding row reads and writes the dummy page and the dummy entry only, so it changes no other row's tokens.
 
-What is recorded may read nothing but `GraphInputs`, the table, the weights and the pool: Python runs at recording only.
-"""
+A recorded step reads only `GraphInputs`, the table, the weights and the pool, because Python runs
+at recording only."""
 
 from __future__ import annotations
 

@@ -1,19 +1,20 @@
 """Executes a StepPlan on a CUDA device asynchronously: `execute` queues a step and does not wait for it.
 
-1. The step's index arrays go to the device in one copy; 2. a token the plan leaves open, being sampled by the step
-before, is read on the device from the token table (one entry per slot), so that no step waits for it; 3. the model
-runs, the draw follows (`sampler`), and what it drew goes into the table; 4. tokens and logprobs are copied to
-the host, a mark is set, and collecting the result waits for that mark.
+1. The step's index arrays go to the device in one copy; 2. a token the plan leaves open, being
+sampled by the step before, is read on the device from the token table (one entry per slot), so that
+no step waits for it; 3. the model runs, the draw follows (`sampler`), and the drawn tokens go into
+the table; 4. tokens and logprobs are copied to the host, a mark is set, and collecting the result
+waits for that mark.
 
     host      plan n+1 | launch n+1 | collect n ...
     device    ... step n ...........| step n+1 ...........     both queued: the device does not wait for the host
 
 A step of decode rows only is replayed from a recording where there is one (`graphs`).
 
-The host needs to know the tokens of earlier steps, and waits for them, in three cases: a row with penalties is drawn
-(they count its tokens), a row whose answer follows a grammar is drawn (they decide what it allows next), or other
-tensor-parallel ranks receive the step. In the first two the step's model is queued before the host waits, so that the
-device computes meanwhile; only the draw is delayed.
+The host needs to know the tokens of earlier steps, and waits for them, in three cases: a row with
+penalties is drawn (they count its tokens), a row with a grammar is drawn (they decide what it
+allows next), or other tensor-parallel ranks receive the step. In the first two the step's model is
+queued before the host waits, so that the device computes meanwhile; only the draw is delayed.
 
 Nothing here knows CUDA: `stream` does.
 """

@@ -9,8 +9,9 @@ With tensor parallelism the first rank executes plans and tells the others each 
 before it computes
 its own part; they run `execute_remote`.
 
-Per slot it keeps what plans leave out: the page table (plans carry only its growth), the last sampled token (the token
-table that lets step n+1 be planned before step n's tokens are known) and the sampler's view of the sequence.
+Per slot it keeps the state that plans leave out: the page table (plans carry only its growth), the
+last sampled token (the token table that lets step n+1 be planned before step n's tokens are known)
+and the sampler's view of the sequence.
 
 Not thread-safe: one thread calls `execute` or `execute_remote`, in plan order.
 """

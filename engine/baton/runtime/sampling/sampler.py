@@ -9,8 +9,8 @@ follows a grammar, or has a list of allowed tokens, (3) and (4) see only those t
     tokens kept, by id   |--- id 3 ---|----- id 7 -----|- id 12 -|
                          0              u * kept mass            kept mass
 
-A row whose largest logit is NaN or infinite, also after its edits, gets INVALID_TOKEN; the other rows of the step are
-not affected.
+A row gets INVALID_TOKEN if its largest logit is NaN or infinite, also after its edits; the other
+rows of the step are not affected.
 
 u is a hash of (seed, position) and nothing else, so that a token does not depend on the rest of the batch, on
 preemption, on the page size, or on which node draws it (the first token is drawn on P, the others on D).
@@ -18,9 +18,9 @@ preemption, on the page size, or on which node draws it (the first token is draw
 Cost: sorting 152 k logits takes 15 ms, the 256 largest 0.3 ms (one thread), so filters are decided among those 256 and
 more is sorted only when they reach further. Rows of all-greedy steps cost one argmax.
 
-`step_sampler` samples a step. Where logits lie on a device a kernel draws (`layers.kernels.draw`), elsewhere `draw`, by
-the same definition. What both must agree on is here: `LogitEdits` and `draw_columns`.
-"""
+`step_sampler` samples a step. Where logits lie on a device a kernel draws (`layers.kernels.draw`),
+elsewhere `draw`, by the same definition. This module has the parts that both share: `LogitEdits`
+and `draw_columns`."""
 
 from __future__ import annotations
 

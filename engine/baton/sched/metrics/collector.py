@@ -335,9 +335,7 @@ class SchedStats:
 
     def gauges(self) -> dict[str, float]:
         return {
-            **{
-                f'starving_requests{{class="{cls}"}}': float(n) for cls, n in self.starving.items()
-            },
+            **{f'starving_requests{{class="{cls}"}}': float(n) for cls, n in self.starving.items()},
         }
 
     def oldest_lease_seconds(self, now: float) -> float:

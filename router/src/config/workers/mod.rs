@@ -1,4 +1,4 @@
-//! Flags that name workers and say what they are.
+//! Flags that name workers and their roles.
 
 /// Flags of prefill and decode pairs.
 mod disaggregation;

@@ -14,10 +14,10 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
+use crate::clients::tls::{Authority, encrypted};
 use crate::support::{
     Act, Client, End, Mock, Router, TOKEN, TempFile, eventually, refused_start, timed,
 };
-use crate::clients::tls::{Authority, encrypted};
 
 async fn urls(router: &Router) -> Vec<String> {
     let listed = router.get("/workers").await.json();

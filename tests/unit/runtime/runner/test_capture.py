@@ -34,8 +34,8 @@ from tests.support.kernels.attention_batch import AttentionRow, build_batch
 from tests.support.kernels.attention_cases import Case
 from tests.support.models import tiny_model
 from tests.support.models.whole_model import load_model
-from tests.unit.runtime.test_device import CUDA, DeviceCheck, FakeStream
 from tests.support.probes import RunnerProbe
+from tests.unit.runtime.test_device import CUDA, DeviceCheck, FakeStream
 
 
 @pytest.fixture(scope="module", autouse=True)
