@@ -3,7 +3,7 @@
 //! ```text
 //!                 snapshot, batch 0, a batch with Cleared
 //!   nothing known ───────────────────────────────────────▶ exact ◀── snapshot, Cleared ──┐
-//!                └── skip (earlier ones are lost) ──▶ a guess ◀── gap skipped, Broken ──┘ (from exact)
+//!                └── skip (earlier ones are lost) ────▶ a guess ◀── gap skipped, Broken ──┘ (from exact)
 //! ```
 
 use serde::{Deserialize, Serialize};
