@@ -27,7 +27,8 @@ exactly its tokens, because a page's key is forgotten when the tree releases the
 Deliberately unknown here: requests, tensors, time.
 
 Sources: hash chains as in vLLM's prefix cache, demotion on eviction as in SGLang's hierarchical
-cache; both address device pages by their content, and so does this tier."""
+cache; both address device pages by their content, and so does this tier.
+"""
 
 from __future__ import annotations
 

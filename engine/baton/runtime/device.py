@@ -1,7 +1,8 @@
 """Device of an engine: --device as a torch device, checked at start.
 
 A process has one device. All tensors live on it, but for those that are said to be on the host
-(index arrays of a `ForwardBatch`, sampling)."""
+(index arrays of a `ForwardBatch`, sampling).
+"""
 
 from __future__ import annotations
 

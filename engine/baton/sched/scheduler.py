@@ -8,7 +8,8 @@ Two deterministic halves (no clock, no torch, no sockets):
 
 The tables are in sched.state.tables, the pages in sched.memory.kv_manager, sched.memory.preemption
 chooses the victims. After every call free + cached + locked + private pages = capacity
-(`ledger()`)."""
+(`ledger()`).
+"""
 
 from __future__ import annotations
 

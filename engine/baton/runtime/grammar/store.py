@@ -16,7 +16,8 @@ longer, for later requests with the same text (`KEPT_GRAMMARS`).
 
 Bounds: `MAX_WAITING_TEXTS` grammars wait to be compiled. A request is refused if its grammar is not
 compiled `COMPILE_LIMIT_SECS` after its turn came; llguidance's own limits end a compilation after
-some 2.5 s."""
+some 2.5 s.
+"""
 
 from __future__ import annotations
 

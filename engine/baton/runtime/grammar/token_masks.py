@@ -5,7 +5,8 @@ next in row i. llguidance fills a mask in 4 to 100 us, without the GIL.
 
 Copies of one matcher share a lexer, which is locked while a mask is filled: threads would wait for
 each other there. So the calling thread fills the masks of rows that share one, and several threads
-fill those of several lexers where that takes longer than handing over (`PARALLEL_SECS`)."""
+fill those of several lexers where that takes longer than handing over (`PARALLEL_SECS`).
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ that samples nothing, a few tokens after a long cached prefix) small, then the l
 and runner are dropped, and the real ones are made.
 
 Plans are those of the scheduler in every respect, so that a runner does all of its work for
-requests here."""
+requests here.
+"""
 
 from __future__ import annotations
 

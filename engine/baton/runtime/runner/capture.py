@@ -12,7 +12,8 @@ in fixed buffers, the argmax also in the token table. Any other step, and a larg
 A padding row reads and writes the dummy page and the dummy entry only, so it changes no other row's tokens.
 
 A recorded step reads only `GraphInputs`, the table, the weights and the pool, because Python runs
-at recording only."""
+at recording only.
+"""
 
 from __future__ import annotations
 

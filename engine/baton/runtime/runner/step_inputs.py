@@ -8,7 +8,8 @@ travel in one message.
 The message ends with a number over the index arrays that the first rank computes with, chained to
 those of all steps before it. A rank whose own arrays give another number (a message lost or
 altered, a page table that differs) raises `StepMismatch` before it computes or writes anything:
-every rank executes the plan, or the group ends."""
+every rank executes the plan, or the group ends.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ without those that are banned for now (`SampleRow.banned_tokens`).
 
 Host: a greedy row needs no mask if its largest logit is of an allowed token. Where few tokens are
 allowed their logits alone are gathered and drawn from. Elsewhere, and on a device, forbidden logits
-become -inf in place, on a GPU by a kernel (`layers.kernels.masks`)."""
+become -inf in place, on a GPU by a kernel (`layers.kernels.masks`).
+"""
 
 from __future__ import annotations
 

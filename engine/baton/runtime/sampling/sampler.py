@@ -20,7 +20,8 @@ more is sorted only when they reach further. Rows of all-greedy steps cost one a
 
 `step_sampler` samples a step. Where logits lie on a device a kernel draws (`layers.kernels.draw`),
 elsewhere `draw`, by the same definition. This module has the parts that both share: `LogitEdits`
-and `draw_columns`."""
+and `draw_columns`.
+"""
 
 from __future__ import annotations
 

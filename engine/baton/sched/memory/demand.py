@@ -7,7 +7,8 @@ turns idle (constants of SGLang 0.5.7).
 
 `peak_growth` is for answers of known length (ignore_eos): it walks through their endings, so that a
 request may count on pages which another one will have given back by then (SGLang does so for
-ignore_eos without a radix cache)."""
+ignore_eos without a radix cache).
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ of preemption, as plain numbers.
 
 Greedy by cost per gain, in which an item that would finish the set is tried as its end and then
 passed over: at most twice the optimum (Csirik, Frenk, Labbé, Zhang 1991, "Heuristics for the 0-1
-min-knapsack problem"). Items that the end makes superfluous are left out again."""
+min-knapsack problem"). Items that the end makes superfluous are left out again.
+"""
 
 from __future__ import annotations
 

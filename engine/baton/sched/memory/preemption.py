@@ -5,7 +5,8 @@ clearly higher priority. Both take sequences that are cheap to compute again, an
 with pages promised to a decode node: it was admitted with room for all of it. Neither repeats
 without end: the oldest running sequence (of the most important ones) is never retracted for
 another, only a strictly higher base priority preempts, and a sequence that was preempted
-`max_preemptions_per_request` times is immune."""
+`max_preemptions_per_request` times is immune.
+"""
 
 from __future__ import annotations
 

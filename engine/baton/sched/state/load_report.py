@@ -9,7 +9,8 @@ changes since the report.
 With priorities a band holds the requests with a present priority, aging included, that lies in it
 (sched.queue.priority_buckets). Priorities that age at the same rate everywhere order requests of
 different ranks consistently: P + R * (now - t0) orders like the constant P - R * t0, and t0 is
-stamped once."""
+stamped once.
+"""
 
 from __future__ import annotations
 
