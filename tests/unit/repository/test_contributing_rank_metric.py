@@ -55,7 +55,7 @@ def test_steps_of_the_rank_metric_example_make_a_metric(tmp_path: Path) -> None:
     collector = tmp_path / "engine/baton/sched/metrics/collector.py"
     metrics = tmp_path / "engine/baton/server/observability/metrics.py"
     insert(collector, r"^    def gauges\(self\)", textwrap.indent(method, "    ") + "\n")
-    insert(collector, r"^            \*\*\{\n +f'starving_requests", member)
+    insert(collector, r"^            \*\*\{f.starving_requests", member)
     insert(metrics, r"^\)\n\n_FAMILIES = ", textwrap.indent(row.rstrip() + ",\n", "    "))
 
     exported = run("-c", EXPORT)

@@ -48,6 +48,7 @@ class GlooBackend:
         timeout = timedelta(seconds=open_timeout_secs)
         with self._lock:
             store = self._hosted.pop(unique_id, None)
+        # Only the side that made the unique id has the store; the other one connects to it.
         if store is None:
             where = json.loads(unique_id)
             store = TCPStore(

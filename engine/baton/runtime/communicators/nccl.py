@@ -140,6 +140,8 @@ class Handle:
 
     def _call_comm(self, operation: str, call: Callable[[ctypes.c_void_p], int]) -> int:
         with self._lock:
+            # NCCL would read freed memory: an abort frees the communicator while other threads poll
+            # it.
             if self._comm is None:
                 raise RuntimeError(f"{operation}: the communicator was aborted")
             return self._check_code(operation, call(self._comm))
@@ -189,6 +191,8 @@ class Handle:
         with self._lock:
             comm = self._comm
             self._comm = None
+        # A second abort finds no pointer; before the init has returned one there is nothing to
+        # abort.
         if comm is not None and comm.value:
             self._check_code("ncclCommAbort", self._lib.ncclCommAbort(comm))
 

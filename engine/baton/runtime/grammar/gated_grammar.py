@@ -109,9 +109,11 @@ class GatedGrammar(TokenConstraint):
 
     def advance(self, token: int) -> GrammarState:
         self._optional_ids = []
+        # The next step is planned before the end of the answer is known, and brings one more token.
         if self.state is not GrammarState.OPEN:
             return self.state
         place = self._tracker.advance(token)
+        # Only the reasoning is limited; the answer behind it is free.
         if self._grammar is None:
             return self.state
         if self._tracker.has_overrun:

@@ -84,6 +84,8 @@ class MaskFiller:
         if not rows:
             return set()
         started = time.monotonic()
+        # The matchers write rows as wide as the trie, which may have more ids than the model has
+        # logits.
         if self._trie_words == self._words:
             self._fill_live_rows(rows, masks)
         else:

@@ -107,6 +107,7 @@ def size_pool(
             f"--mem-fraction-static {fraction:g}" if allowed <= needs.room else "all that is free",
         )
     least_pool = f"{LEAST_PAGES} KV pages of {page_bytes / MIB:.2f} MiB"
+    # The fraction is the tighter limit: raising it helps, freeing memory does not.
     if allowed < needs.room:
         raise ConfigError(
             f"--mem-fraction-static {fraction:g} leaves no room for {least_pool} beside the weights "

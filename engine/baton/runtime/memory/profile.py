@@ -80,9 +80,11 @@ def profile_memory(
     ):
         try:
             tried = _try_backend(model, config, limits, memory, place)
+        # `no_room` has the sentence for the first, and an EngineError has its own.
         except (torch.OutOfMemoryError, EngineError):
             raise
         except Exception as err:  # of flashinfer: its compiler, its launches, arguments that another version has not
+            # The advice below would name the backend that has just failed.
             if config.attention_backend == "torch":
                 raise
             reason = f"kernels for this GPU cannot run here ({summarize_error(err)}); use --attention-backend {SLOWER}"

@@ -161,9 +161,12 @@ class DecodeGraphs:
     def size_for(self, step: StepInputs, indices: StepIndices) -> int | None:
         """Capture size that runs this step; None: it runs eagerly."""
         rows = len(step.slots)
+        # A recording has one token per row, each sampled: prompts have more, or sample none.
         if step.num_decode < rows or len(indices.sample_index) < rows:
             return None
         size = capture_size(self.sizes, rows)
+        # Rows that share a long prefix name its pages once each, which may exceed the recorded
+        # buffer.
         if size is None or len(indices.page_indices) + size - rows > self._static.pages:
             return None
         return size

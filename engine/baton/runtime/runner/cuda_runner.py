@@ -148,9 +148,12 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> InFlight:
         """Queue one step. Raises what torch raises, which may be of an earlier step; the runner is then unusable."""
+        # The other ranks get tokens, because a reference to this rank's token table means nothing
+        # to them.
         if self._broadcast is not None:
             self._read_tokens()
         step, indices, prompt_rows = self._begin_step(plan)
+        # A step without rows is executed for its copies.
         if indices is None:
             began = self._stream.mark()
             self._copy_pages(step)
@@ -158,6 +161,8 @@ class DeviceRunner(ModelRunner):
         self._copy_pages(step)
         began, computed = self._compute_logits(step, indices)
         prompts = self._fetch_prompts(prompt_rows, computed.prompt_hidden)
+        # Chunks in the middle of a prompt draw nothing. Their step has a mark all the same, because
+        # peers read its pages after the commit.
         if not step.samples.any():
             return InFlight(began, self._stream.mark(), prompts=prompts)
         rows = [self._sample_row(row) for row in plan.rows if row.sample]
@@ -180,6 +185,7 @@ class DeviceRunner(ModelRunner):
         planning as busy.
         """
         size = None if self._graphs is None else self._graphs.size_for(step, indices)
+        # Without a size (prompts, more rows or pages than any recording has) the step runs eagerly.
         if self._graphs is not None and size is not None:
             self._graphs.load_step(size, step, indices)
             began = self._stream.mark()
@@ -209,6 +215,7 @@ class DeviceRunner(ModelRunner):
             self._read_tokens()
         draw = SamplingLaunch(rows, self.vocab_size, self._stream.put, self._mask_filler)
         drawn = draw.queue_draw(computed.logits, computed.greedy)
+        # A replayed step has written its argmax into the table itself.
         if drawn.tokens is not computed.greedy:
             self._table.write_tokens(computed.slots, drawn.tokens)
         fetched = SamplingResult(
@@ -229,6 +236,8 @@ class DeviceRunner(ModelRunner):
         """The rows stand one token further, which the host does not know yet."""
         later = []
         for i, row in enumerate(rows):
+            # Penalties and grammars of the row, and the other ranks, need the token later
+            # (`_read_tokens`).
             if row.needs_tokens or self._broadcast is not None:
                 later.append((i, int(slots[i]), row))
             elif not row.is_always_plain:
@@ -270,6 +279,7 @@ class DeviceRunner(ModelRunner):
                 step.slots[step.samples],
             )
         )
+        # Ids below 0 refer to entries of the table: tokens that the step before draws.
         if (indices.token_ids < 0).any():
             token_ids = self._table.resolve_tokens(token_ids)
         batch = replace(

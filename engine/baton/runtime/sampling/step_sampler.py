@@ -169,6 +169,7 @@ class SamplingLaunch:
         of_ids = None if drawn.id_logprobs is None else drawn.id_logprobs.tolist()
         found = {}
         for n, (i, params) in enumerate(self._logprobs):
+            # The logprobs of a row with logits that are not finite mean nothing.
             if tokens[i] < 0:
                 continue
             k = params.logprobs
