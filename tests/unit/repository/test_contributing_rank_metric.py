@@ -41,7 +41,7 @@ def test_steps_of_the_rank_metric_example_make_a_metric(tmp_path: Path) -> None:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=unneeded)
     for native in (ROOT / "engine/baton").glob("*.so"):
         (tmp_path / "engine/baton" / native.name).symlink_to(native)
-    for name in ("tests/__init__.py", "tests/support/__init__.py"):
+    for name in ("tests/__init__.py", "tests/support/__init__.py", "tests/support/probes.py"):
         shutil.copy(ROOT / name, tmp_path / name)
 
     def run(*arguments: str) -> str:
