@@ -63,14 +63,14 @@ class DrainConfig:
 
     wait: bool = opt(
         False,
-        "show each second what is left, and end when nothing is: exit code 0, or 3 after --timeout",
+        "show the remaining work each second, and end with it: exit code 0, or 3 after --timeout",
     )
     timeout_secs: float = opt(600.0, "longest wait [s]", also=("--timeout",))
     undo: bool = opt(False, "return the targets to service")
     force: bool = opt(
         False, "drain the last ready node of a role too: its requests wait for another one and fail"
     )
-    status: bool = opt(False, "show what is left, change nothing")
+    status: bool = opt(False, "show the remaining work, change nothing")
     json: bool = opt(False, "print one JSON object per look instead of text")
     key: str | None = opt(None, "key of engines, or of the router's control plane", env=API_KEY_ENV)
     ca_cert: str | None = opt(

@@ -8,8 +8,8 @@
 //!    final page: id, generation, checksum.
 //! 3. D's engine grants pages of its own pool; D pulls, page by page, and verifies generation and
 //!    checksum of each.
-//! 4. P's engine finishes: FINAL carries what decode needs beside the pages. P's pages stay locked
-//!    under a lease.
+//! 4. P's engine finishes: FINAL carries the values that decode needs beside the pages. P's pages
+//!    stay locked under a lease.
 //! 5. D commits when every page is verified and sends DONE, which ends P's lease.
 //!
 //! Invariants

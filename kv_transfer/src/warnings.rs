@@ -1,5 +1,5 @@
-//! Warnings about peers, one per subject and minute: what fails once between two nodes fails with
-//! every room of theirs.
+//! Warnings about peers, one per subject and minute, because a fault between two nodes repeats with
+//! each of their rooms.
 //!
 //! Deterministic, no I/O: the caller passes the time and writes the line.
 

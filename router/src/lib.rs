@@ -3,7 +3,7 @@
 //! Life of a request: `server::api` (routes, key, request id) → `server::api::generate` (`request`:
 //! body, admission, tokens) → `dispatch` (`workers` chooses P and D, attempts go out over
 //! `transport::upstream`, retries) → `dispatch::proxy_body`; `response::keepalive` keeps a stream's
-//! connection open while dispatch works. `workers::kv_events` follows what workers have cached,
+//! connection open while dispatch works. `workers::kv_events` follows the workers' caches,
 //! `workers::health` probes them, `observability::access_log` turns each request into one log line
 //! and its metrics.
 //!

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.e2e.test_failover import kill_busy, resumed
+from tests.e2e.failover.test_failover import kill_busy, resumed
 from tests.support.processes.cluster import Cluster, eventually
 
 

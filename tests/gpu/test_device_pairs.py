@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.e2e.test_faults import killed_node_is_survived
+from tests.e2e.failover.test_faults import killed_node_is_survived
 from tests.gpu.test_nccl import PROMPTS, SHARED_GPU
 from tests.support.processes.cluster import Cluster, metric
 

@@ -16,6 +16,7 @@ from tests.support.models.checkpoints import (
     reference_greedy,
     reference_model,
 )
+from tests.support.probes import RunnerProbe
 
 STEPS = 24
 
@@ -58,7 +59,7 @@ def test_demo_model_answers_alike_on_cpu_and_gpu() -> None:
     flags = {"dtype": "bfloat16", "page_size": 16}
     cpu = make_engine(path, **flags)
     gpu = make_engine(path, device="cuda", attention_backend="auto", **flags)
-    assert isinstance(gpu.runner._attn, FlashInferAttention)
+    assert isinstance(RunnerProbe(gpu.runner).attention, FlashInferAttention)
     a, b = (answer(e, ask[-1:], greedy(STEPS)) + answer(e, ask, greedy(STEPS)) for e in (cpu, gpu))
     pairs = [
         (x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=False)

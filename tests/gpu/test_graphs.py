@@ -26,6 +26,7 @@ from baton.sched.types.plan import (
 from baton.sched.types.request import SamplingParams, ValidatedRequest
 from tests.support.engines.engine_run import make_engine
 from tests.support.models import shapes
+from tests.support.probes import RunnerProbe
 
 pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use
 NEAR = 0.2
@@ -107,7 +108,7 @@ def test_graphs_and_overlap_on_and_off(demo: str) -> None:
         )
         runner = engine.runner
         assert isinstance(runner, DeviceRunner)
-        assert (runner._graphs is not None) == graphs
+        assert (RunnerProbe(runner).graphs is not None) == graphs
         found[graphs, overlap] = answers(engine, 30, **greedy)
         engine.close()
     agree(found[True, True], found[True, False])
@@ -120,14 +121,16 @@ def test_every_capture_size_computes_the_same_as_the_eager_step(demo: str) -> No
     engine = make_engine(demo, **FLAGS)
     runner = engine.runner
     assert isinstance(runner, DeviceRunner)
-    graphs = runner._graphs
+    probe = RunnerProbe(runner)
+    graphs = probe.graphs
     assert graphs is not None
-    runner._kv.data.normal_()
-    assert runner._kv.dummy_page is not None
-    runner._kv.data[runner._kv.dummy_page].fill_(torch.nan)
+    kv_pool = probe.kv_pool
+    kv_pool.data.normal_()
+    assert kv_pool.dummy_page is not None
+    kv_pool.data[kv_pool.dummy_page].fill_(torch.nan)
     for rows in range(1, 25):
         plan = decode_plan(rows, first=True)
-        step, indices, _ = runner._begin_step(plan)
+        step, indices, _ = probe.begin_step(plan)
         assert indices is not None
         size = graphs.size_for(step, indices)
         assert size is not None
@@ -135,7 +138,7 @@ def test_every_capture_size_computes_the_same_as_the_eager_step(demo: str) -> No
             graphs.load_step(size, step, indices)
             replayed, best, _ = graphs.replay_step(size, len(step.slots))
             replayed, best = replayed.clone(), best.clone()
-            eager = runner._model.forward(runner._make_batch(step, indices), runner._attn)
+            eager = probe.model.forward(probe.make_batch(step, indices), probe.attention)
         assert torch.isfinite(replayed).all()
         assert torch.equal(replayed.argmax(-1), best)
         spread = eager.std()
@@ -273,13 +276,14 @@ def test_steps_with_prompts_run_eagerly_between_recorded_ones(demo: str) -> None
     engine = make_engine(demo, **FLAGS)
     runner = engine.runner
     assert isinstance(runner, DeviceRunner)
-    assert runner._graphs is not None
+    recorded = RunnerProbe(runner).graphs
+    assert recorded is not None
     modes: list[ForwardMode] = []
     replayed: list[int] = []
     execute = runner.execute
-    replay = runner._graphs.replay_step
+    replay = recorded.replay_step
     runner.execute = lambda plan: (modes.append(plan.mode), execute(plan))[1]  # type: ignore[method-assign]
-    runner._graphs.replay_step = lambda size, *a: (replayed.append(size), replay(size, *a))[1]  # type: ignore[method-assign]
+    recorded.replay_step = lambda size, *a: (replayed.append(size), replay(size, *a))[1]
     answers(engine, 10, temperature=0.0)
     assert {ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.EXTEND} <= set(modes)
     assert len(replayed) == modes.count(ForwardMode.DECODE)

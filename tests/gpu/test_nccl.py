@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.runtime.communicators import nccl
-from tests.e2e.test_faults import killed_node_is_survived
+from tests.e2e.failover.test_faults import killed_node_is_survived
 from tests.support.processes.cluster import Cluster, metric
 
 pytestmark = pytest.mark.timeout(600)

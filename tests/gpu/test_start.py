@@ -20,6 +20,7 @@ from baton.runtime import build as runtime
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.models import shapes
 from tests.support.models.checkpoints import make_checkpoint
+from tests.support.probes import RunnerProbe
 from tests.support.processes.cluster import Cluster
 
 CUDA = torch.device("cuda")
@@ -108,7 +109,7 @@ def test_float16_is_near_the_cpus_float32(tmp_path: Path, backend: type) -> None
     gpu = make_engine(
         path, **{**shared, "device": "cuda", "dtype": "auto", "attention_backend": name}
     )
-    assert gpu.runner._kv.data.dtype == torch.float16
+    assert RunnerProbe(gpu.runner).kv_pool.data.dtype == torch.float16
     a, b = (answer(engine, prompts, greedy(1)) for engine in (cpu, gpu))
     assert sum(x == y for x, y in zip(a, b, strict=True)) >= 58, (
         "of 64; a near tie may fall the other way"

@@ -19,6 +19,7 @@ from tests.support.models.checkpoints import (
 )
 from tests.support.models.model_loop import ModelLoop
 from tests.support.models.whole_model import load_model
+from tests.support.probes import RunnerProbe
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -55,7 +56,7 @@ def test_float16_checkpoint_computed_as_it_is(reference, tmp_path):
     ref = reference("llama")
     path = make_checkpoint("llama", tmp_path / "half", dtype="float16")
     engine = make_engine(path, dtype="float16")
-    assert engine.runner._kv.data.dtype == torch.float16
+    assert RunnerProbe(engine.runner).kv_pool.data.dtype == torch.float16
     got = answer(
         engine, ref.prompts, greedy(24)
     )  # longer ones meet a near tie, which rounding decides

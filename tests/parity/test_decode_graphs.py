@@ -19,6 +19,7 @@ from tests.parity.conftest import Reference
 from tests.parity.test_device_runner import PARAMS, PLAIN, SMALL, mixed, prompts
 from tests.support.devices.device_engine import Device
 from tests.support.engines.engine_run import answer, make_engine
+from tests.support.probes import RunnerProbe
 
 FLAGS: list[dict[str, object]] = [
     {},
@@ -113,21 +114,20 @@ def test_every_capture_size_and_beyond(
     eager_rows: set[int] = set()
     made = device.runner
     assert made is not None
-    assert made._graphs is not None
-    replay = made._graphs.replay_step
-    execute = made._upload_step
+    probe = RunnerProbe(made)
+    assert probe.graphs is not None
+    replay = probe.graphs.replay_step
 
     def noted(size, n):  # type: ignore[no-untyped-def]
         sizes.add(size)
         return replay(size, n)
 
-    def noted_eager(step, indices):  # type: ignore[no-untyped-def]
+    def note_eager(step):  # type: ignore[no-untyped-def]
         if step.num_decode == len(step.slots):
             eager_rows.add(len(step.slots))
-        return execute(step, indices)
 
-    made._graphs.replay_step = noted  # type: ignore[method-assign]
-    made._upload_step = noted_eager  # type: ignore[method-assign]
+    probe.graphs.replay_step = noted
+    probe.watch_eager_steps(note_eager)
     for rows in range(1, 21):
         asked = [[rows, i, i + 1] for i in range(rows)]
         assert answer(replayed, asked, params) == answer(host, asked, params)
@@ -148,9 +148,10 @@ def test_step_whose_pages_do_not_fit_the_buffers_runs_eagerly(
     params = SamplingParams(**{**PLAIN, "max_new_tokens": 6})  # type: ignore[arg-type]
     host, replayed = make_engine(path, **flags), device.recorded(path, 8, **flags)
     assert device.runner is not None
-    assert device.runner._graphs is not None
+    graphs = RunnerProbe(device.runner).graphs
+    assert graphs is not None
     too_long: list[int] = []
-    size_for = device.runner._graphs.size_for
+    size_for = graphs.size_for
 
     def noted(step, indices):  # type: ignore[no-untyped-def]
         size = size_for(step, indices)
@@ -158,7 +159,7 @@ def test_step_whose_pages_do_not_fit_the_buffers_runs_eagerly(
             too_long.append(len(indices.page_indices))
         return size
 
-    device.runner._graphs.size_for = noted  # type: ignore[method-assign]
+    graphs.size_for = noted
     assert answer(replayed, asked, params) == answer(host, asked, params)
     assert too_long
     assert min(too_long) > 800

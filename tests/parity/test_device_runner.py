@@ -25,6 +25,7 @@ from tests.support.grammars.engines import follow_grammars, make_store, request,
 from tests.support.grammars.reasoning import FORCED_END, make_gate
 from tests.support.models.allowed_ids import pack_ids
 from tests.support.models.checkpoints import VOCAB
+from tests.support.probes import RunnerProbe
 
 STEPS = 20
 SMALL: dict[str, object] = {"max_total_tokens": 120, "schedule_conservativeness": 0.05}
@@ -227,7 +228,7 @@ def test_other_ranks_get_tokens_that_are_known(
     assert executor is not None
     for order in orders:
         executor.execute_remote(order)  # raises StepMismatch where its arrays differ
-    assert torch.equal(executor._kv.data, leader._kv.data)
+    assert torch.equal(RunnerProbe(executor).kv_pool.data, RunnerProbe(leader).kv_pool.data)
 
 
 def mixed(engine: EngineLoop) -> tuple[dict[int, list[int]], list[list[float]]]:

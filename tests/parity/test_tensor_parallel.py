@@ -18,6 +18,7 @@ from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.engines.executor_ranks import ExecutorProcesses
 from tests.support.models import tiny_model
 from tests.support.models.checkpoints import VOCAB, reference_greedy
+from tests.support.probes import RunnerProbe
 
 pytestmark = pytest.mark.timeout(
     300
@@ -49,7 +50,7 @@ class Logits:
         self.steps: list[torch.Tensor] = []
 
     def watch(self, loaded: LoadedModel) -> None:
-        model = loaded.runner._model
+        model = RunnerProbe(loaded.runner).model
         compute_logits = model.compute_logits
 
         def watched(hidden: torch.Tensor) -> torch.Tensor:

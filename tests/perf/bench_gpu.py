@@ -47,6 +47,7 @@ from baton.runtime.build import LoadedModel
 from baton.runtime.engine_loop import EngineLoop
 from baton.sched.types.request import SamplingParams, ValidatedRequest
 from tests.support.models import shapes
+from tests.support.probes import RunnerProbe
 
 _handles = itertools.count(1)
 
@@ -139,7 +140,7 @@ class Driver:
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.engine: EngineLoop = loaded.make_engine_loop()
-        self.vocab = int(loaded.runner._model.spec.vocab_size)
+        self.vocab = int(RunnerProbe(loaded.runner).model.spec.vocab_size)
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
         handle = next(_handles)
@@ -238,7 +239,7 @@ def decode(report: Report, driver: Driver, shape: str, bandwidth: float, effort:
         "tokens/s",
     )
     row = report.table(f"decode steps, rows of {effort.context} tokens and more", columns)
-    spec = driver.loaded.runner._model.spec
+    spec = RunnerProbe(driver.loaded.runner).model.spec
     weights = weight_bytes(spec)
     if not spec.tied:  # a row of the embedding is looked up; the head is a matrix of its own
         weights -= spec.vocab_size * spec.hidden_size * 2
@@ -277,7 +278,7 @@ def prefill(report: Report, driver: Driver, shape: str, effort: Effort) -> None:
     row = report.table("prefill, one prompt", ("shape", "prompt", "ms", "spread", "n", "tokens/s"))
     rng = random.Random(2)
     for length in effort.prompts:
-        if length >= driver.loaded.runner._model.spec.max_context:
+        if length >= RunnerProbe(driver.loaded.runner).model.spec.max_context:
             continue
         times = []
         for _ in range(effort.rounds + 1):

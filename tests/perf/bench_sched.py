@@ -33,6 +33,7 @@ from baton.sched.types.plan import Row, StepPlan, StepResult, StopReason
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import Rendezvous, SamplingParams, ValidatedRequest
 from baton.sched.types.sequence import Seq
+from tests.support.probes import RunnerProbe
 from tests.support.sched.sched_sim import duplicates, ordered
 
 MIN_ROUNDS = 20
@@ -465,7 +466,7 @@ def _decode_alone(
 
     assert isinstance(engine, EngineLoop)
     runner: Any = engine.runner
-    model = runner._model
+    model = RunnerProbe(runner).model
     execute = runner.execute
     in_parts, in_job = Times(), Times()
     tokens: list[int] = []

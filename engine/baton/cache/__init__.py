@@ -1,5 +1,5 @@
-"""KV page bookkeeping: which page is free, which holds which tokens, who still needs it. Pure:
-standard library only.
+"""KV page bookkeeping: free pages, the tokens of each page, and its users. Pure: standard library
+only.
 
 pages.py   PageAllocator: page ids 0..n-1, all or nothing
 radix.py   RadixCache: token prefix → pages, lock counts, eviction

@@ -1,19 +1,18 @@
-"""Which unlocked leaf of the radix tree goes first: a policy turns what a node remembers into a
-key, smallest first.
+"""Eviction order of the unlocked leaves of the radix tree: a policy turns the use counts of a node
+into a key, smallest first.
 
-| policy | evicted first | good for | who suffers |
+| policy | evicted first | good for | bad for |
 |---|---|---|---|
 | lru | longest unused | most traffic: used lately, used again soon | a popular prefix in a lull between bursts |
 | lfu | fewest reuses, then longest unused | few hot prefixes among many one-off prompts | new ones, until reused |
-| fifo | published first | a bound on the age of what is cached | long-lived system prompts |
+| fifo | published first | a bound on the age of cached pages | long-lived system prompts |
 | mru | used last | cyclic scans over more prompts than fit | conversations: the turn that just ended |
 | filo | published last | a fixed set of prompts, warmed up first | everything that comes after the warm-up |
 | priority | lowest priority, then longest unused | prefixes of important requests | unimportant ones |
 
-What a node remembers belongs to its pages, not to the node: a node that is split leaves the same
-memory to both halves, so that the choice does not depend on how the tree happens to be cut. Keys of
-two leaves never tie: `stamp` differs between leaves, and nodes with equal `created` lie on one
-path.
+Use counts belong to pages, not to nodes: both halves of a split node inherit them, so that the
+choice does not depend on the cuts of the tree. Keys of two leaves never tie: `stamp` differs
+between leaves, and nodes with equal `created` lie on one path.
 
 Names and meaning match SGLang 0.5.7, with three differences: a split does not make the upper half
 "new" (there it is created at that moment); reuses are counted here (there only the hierarchical

@@ -1,16 +1,16 @@
-"""A second tier for KV pages: host memory that takes what is evicted from the device, found again
-by its tokens.
+"""A second tier for KV pages: host memory that takes the pages evicted from the device and finds
+them again by their tokens.
 
 Life of a host page:
  1. The radix tree evicts a leaf; `demote` keys each of its pages by the tokens that lead to it (a
     chain of hashes, so a page is worth something even when the pages before it are gone) and asks
     for a copy to a slot of the host pool.
- 2. `find` follows the prompt of a request beyond what the tree holds; `copy_in` asks for copies
-    into device pages.
+ 2. `find` follows the prompt of a request beyond the tree; `copy_in` asks for copies into device
+    pages.
  3. The slot keeps the content of a page that went back to the device, but such slots are the first
     to be reused; if the page is evicted again before that, nothing needs to be copied.
- 4. Without free or duplicate slots the eviction policy decides between what is here and what wants
-    to come in, and nothing comes in that was never reused and continues nothing that was.
+ 4. Without free or duplicate slots the eviction policy decides between the kept pages and the new
+    one. A page that was never reused and continues no reused page is not taken.
  5. `pin` keeps pages of a preempted request until it runs again or ends, up to `PIN_SHARE` of the
     pool.
 
@@ -27,7 +27,7 @@ exactly its tokens, because a page's key is forgotten when the tree releases the
 Deliberately unknown here: requests, tensors, time.
 
 Sources: hash chains as in vLLM's prefix cache, demotion on eviction as in SGLang's hierarchical
-cache; both keep device pages addressable by what they hold and so does this.
+cache; both address device pages by their content, and so does this tier.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ Life of a block (one page of tokens, named by a hash of its whole prefix):
     pending.
  2. When its step has committed, `on_settled` announces it: Stored.
  3. It is evicted: Removed. One that was never announced leaves without a word.
- 4. `take_batch` closes what happened since the last call into a batch with the next sequence
-    number; the last `keep` batches can be replayed. Who has missed more asks for a `snapshot` and
-    goes on from its number.
+ 4. `take_batch` puts the events since the last call into a batch with the next sequence number; the
+    last `keep` batches can be replayed. A reader that has missed more asks for a `snapshot` and
+    resumes at its number.
 
 The hash of a block is the first 8 bytes, big-endian, of SHA-256(hash of its parent, 8 bytes
 big-endian | its tokens, little-endian int32); a first block's parent is 0, or for a namespace the
@@ -15,8 +15,7 @@ first 8 bytes of SHA-256(namespace). It can be computed from the tokens alone.
 
 Invariants: replaying all batches gives exactly the settled pages of the tree; a Stored comes after
 its parent's; pending + announced pages = pages in the tree; memory is bounded by the pool's pages
-and `keep`. Format and meaning of the events follow vLLM's KV events; how they travel is the
-server's business.
+and `keep`. Format and meaning of the events follow vLLM's KV events; the server transports them.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ mismatch is found by bisection. 4096 tokens match in under 10 us where a loop ov
 
 Invariants: sibling edges differ in their first page; a locked node's ancestors are locked;
 evictable_pages + locked_pages = pages in the tree; every evictable leaf has exactly one live heap
-entry (`queued`) whose key is at most its own (so the smallest up-to-date entry is the next victim),
-and dead entries are never more than live ones + a few. `quarantine` moves a branch with a damaged
-page, or one that holds NaN, under a root that no prompt matches; its users keep it until they end.
+entry (`queued`) with a key of at most its own (so the smallest up-to-date entry is the next
+victim), and dead entries are never more than live ones + a few. `quarantine` moves a branch with a
+damaged page, or one that holds NaN, under a root that no prompt matches; its users keep it until
+they end.
 
 Deliberately unknown here: requests, tensors, time (stamps are counts of a clock that ticks with
 each use).

@@ -67,7 +67,7 @@ class EngineConfig:
         ("ranks and device", "tp_size"),
         ("KV memory", "page_size"),
         ("limits", "max_running_requests"),
-        ("what one step holds", "chunked_prefill_size"),
+        ("size of a step", "chunked_prefill_size"),
         ("order of the queue", "schedule_policy"),
         ("classes and tenants", "priority_classes"),
         ("priority and preemption", "enable_priority_scheduling"),
@@ -161,8 +161,8 @@ class EngineConfig:
     )
     grammar_check_secs_per_minute: float = opt(
         10.0,
-        "CPU time that a client may use per minute for schemas and grammars whose check takes "
-        "longer than usual, then 429; 0: without limit [seconds]",
+        "CPU time per minute that a client may use for checks of schemas and grammars that take "
+        "longer than usual; later ones get 429; 0: no limit [seconds]",
         ge=0,
     )
     structured_whitespace: str = opt(
@@ -253,8 +253,8 @@ class EngineConfig:
     )
     kv_advertise_host: str | None = opt(
         None,
-        "P node: address or host name that D nodes connect to for KV (default: what the transfer "
-        "ports listen on, and for 0.0.0.0 or :: the address of the default route)",
+        "P node: address or host name that D nodes connect to for KV (default: the address that the "
+        "transfer ports listen on, and for 0.0.0.0 or :: the address of the default route)",
     )
     kv_copy_threads: int = opt(
         1,
@@ -404,7 +404,7 @@ class EngineConfig:
         also=("--max-num-batched-tokens",),
     )
     max_prefill_tokens: int = opt(
-        16384, "most prompt tokens in one step, whatever the chunk size [tokens]", ge=1
+        16384, "most prompt tokens in one step, for any chunk size [tokens]", ge=1
     )
     long_prefill_token_threshold: int = opt(
         0,
@@ -540,7 +540,7 @@ class EngineConfig:
     )
     max_idle_tenants: int = opt(
         10000,
-        "tenants without waiting requests whose accounts are kept; the longest idle is forgotten",
+        "kept accounts of tenants without waiting requests; the longest idle one is dropped",
         ge=1,
     )
     enable_priority_scheduling: bool = opt(
@@ -554,7 +554,7 @@ class EngineConfig:
     )
     priority_scheduling_preemption_threshold: int = opt(
         10,
-        "a waiting request preempts running ones whose priority is lower by more than this",
+        "a waiting request preempts running ones of a priority lower by more than this",
         ge=0,
     )
     default_priority: int | None = opt(
@@ -607,8 +607,7 @@ class EngineConfig:
     )
     kv_events_config: str = opt(
         "",
-        "announce what is cached: JSON object with the keys of vLLM's option "
-        "(docs/scheduling/cache.md)",
+        "announce cached pages: JSON object with the keys of vLLM's option (docs/scheduling/cache.md)",
     )
     disable_overlap_schedule: bool = opt(False, "plan step n+1 only after step n has finished")
     prefill_first: bool = opt(

@@ -1,4 +1,4 @@
-"""Calls of a transfer node about its rooms, one struct each: what `TransferNode.call` takes.
+"""Calls of a transfer node about its rooms, one struct each: the argument of `TransferNode.call`.
 
 A tag is the name of the method of baton._native.TransferNode, and the fields are its arguments in
 their order. No call waits for the network.

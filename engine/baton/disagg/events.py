@@ -1,4 +1,4 @@
-"""Events of a rank's transfer runtime, one struct each: what `poll` returns.
+"""Events of a rank's transfer runtime, one struct each: the results of `poll`.
 
 Exactly one event ends each room: RoomCommitted, RoomFailed or RoomAborted on D, RoomReleased on P.
 Before it come, on D only, RoomAnnounced and the answers to `revoke`: RoomAnnounced or GrantRevoked.

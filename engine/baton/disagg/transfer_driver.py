@@ -7,11 +7,10 @@ out, and back.
         announced (P holds pages, no grant yet) ─▶ Scheduler.transfer_announced
         revoke ──▶ revoked ─▶ Scheduler.grant_revoked, or announced: P came first
                                         └─▶ failed ─▶ Scheduler.transfer_failed
-        abort ──▶ aborted ─▶ Scheduler.transfer_failed, which frees the pages of what had
-                             ended already
+        abort ──▶ aborted ─▶ Scheduler.transfer_failed, which frees the pages of ended requests
 
-What fails about one room (the runtime's table is full, a call is refused, P's payload cannot be
-used) ends that room.
+A failure of one room (a full table of the runtime, a refused call, a payload of P that cannot be
+used) ends that room alone.
 
 Native calls never block: sockets and copies live in the transfer runtime's threads (crate
 kv_transfer), which wakes the scheduler process through `event_fd`. Nothing here knows torch or a

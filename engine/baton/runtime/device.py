@@ -1,7 +1,7 @@
-"""Where an engine computes: --device as a torch device, checked at start.
+"""Device of an engine: --device as a torch device, checked at start.
 
-What is written here holds for one device per process. Everything that is not said to be on the host
-(index arrays of a `ForwardBatch`, sampling) lives on it.
+A process has one device. All tensors live on it, but for those that are said to be on the host
+(index arrays of a `ForwardBatch`, sampling).
 """
 
 from __future__ import annotations

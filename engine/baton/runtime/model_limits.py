@@ -2,9 +2,9 @@
 joins a batch.
 
 The front has checked them against the same model and reports them to clients (`server.request`).
-Here they are checked once more, because what one request brings is computed together with all
-others: an id beyond the embedding or a parameter that the sampler cannot use would end the step,
-and the process with it.
+Here they are checked once more, because the values of one request are computed together with those
+of all others: an id beyond the embedding or a parameter that the sampler cannot use would end the
+step, and the process with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides what the next step computes. Deterministic: no torch, no sockets, no clock.
+"""Plans the next step. Deterministic: no torch, no sockets, no clock.
 
 | module | holds |
 |---|---|

@@ -6,8 +6,8 @@ Two deterministic halves (no clock, no torch, no sockets):
 2. `commit(plan, result)` takes the sampled tokens, finishes sequences, frees pages and returns
    events for the engine loop.
 
-The tables are in sched.state.tables, the pages in sched.memory.kv_manager, who gives way is decided
-in sched.memory.preemption. After every call free + cached + locked + private pages = capacity
+The tables are in sched.state.tables, the pages in sched.memory.kv_manager, sched.memory.preemption
+chooses the victims. After every call free + cached + locked + private pages = capacity
 (`ledger()`).
 """
 

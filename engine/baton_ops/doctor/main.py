@@ -45,7 +45,7 @@ class DoctorConfig:
         "without --fleet its clock is compared with that of this machine",
     )
     namespace: str | None = opt(None, "check the objects of this Kubernetes namespace with kubectl")
-    node: bool = opt(False, "check this machine, besides what --fleet and --namespace name")
+    node: bool = opt(False, "check this machine, beside the targets of --fleet and --namespace")
     json: bool = opt(False, "print one JSON object instead of text")
     key: str | None = opt(
         None, "key of the routers' control plane (default: --api-key)", env=CONTROL_KEY_ENV

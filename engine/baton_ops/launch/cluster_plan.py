@@ -96,7 +96,7 @@ class UpConfig:
     )
     smoke: bool = opt(
         False,
-        "send real requests through the cluster, print what came back, stop; exit code 0 or 1",
+        "send real requests through the cluster, print the answers, stop; exit code 0 or 1",
     )
     drill: bool = opt(
         False,
@@ -104,7 +104,7 @@ class UpConfig:
         "the outcome, stop; exit code 0 or 1",
     )
     state_file: str | None = opt(
-        None, "write who runs where to this JSON file, now and after every change"
+        None, "write processes and ports to this JSON file, now and after every change"
     )
     log_dir: str | None = opt(
         None,

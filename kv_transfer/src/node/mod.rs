@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `command` | calls of the engine on their way to the control loop |
 //! | `control_loop` | the loop, and the life of connections |
-//! | `prefill_side`, `decode_side` | rooms of P and of D, and what their state machines ask for |
+//! | `prefill_side`, `decode_side` | rooms of P and of D, and the actions of their state machines |
 //! | `communicators` | staged transports (`gloo`, `nccl`) of both sides |
 //! | `context` | state shared by both sides |
 //! | `connections` | accepting, establishing and serving control connections |

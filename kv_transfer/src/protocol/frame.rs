@@ -1,7 +1,7 @@
 //! Frames: `u32 length | u8 kind | tag | body`, all little endian; `length` counts everything after
-//! itself. The tag is an XXH3-64 over what the MAC would cover (kind 0, 8 bytes), or with a cluster
-//! key an HMAC-SHA256 (kind 1, 32 bytes). TCP's own checksum lets one damaged frame in some ten
-//! million through, and a FINAL carries a token.
+//! itself. The tag is an XXH3-64 over the bytes that the MAC would cover (kind 0, 8 bytes), or with
+//! a cluster key an HMAC-SHA256 (kind 1, 32 bytes). TCP's own checksum lets one damaged frame in
+//! some ten million through, and a FINAL carries a token.
 //!
 //! With a cluster key, HELLO is authenticated by the key itself together with the other side's
 //! nonce, and every later frame by a key derived from both nonces, over direction, sequence number

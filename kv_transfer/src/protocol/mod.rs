@@ -7,7 +7,7 @@
 //! ```text
 //! D ── OPEN ─────────────────────▶ P      D ◀── OPEN_OK | PARKED | REJECT ── P
 //! D ◀── PROGRESS (pages are final) ── P   (any number, in any order relative to D's grant)
-//! D ◀── FINAL (prefill is over) ───── P
+//! D ◀── FINAL (prefill has ended) ─── P
 //! D ── DONE (all pages verified) ─▶ P     either side, at any time: ABORT / ABORT_ACK
 //! ```
 //!

@@ -6,8 +6,8 @@
 //! with pages that are not used soon.
 //!
 //! Pages of more than 240 bytes and a multiple of 64 take the vector path (AVX-512 or AVX2, chosen
-//! once at run time); any other shape is copied plainly and hashed by the `xxhash-rust` crate,
-//! which is also what the tests compare with.
+//! once at run time); any other shape is copied plainly and hashed by the `xxhash-rust` crate, with
+//! which the tests compare, too.
 
 use std::sync::OnceLock;
 

@@ -1,4 +1,4 @@
-//! Explanations: what a policy weighed, filled in on demand by the code that decides
+//! Explanations: the terms that a policy weighed, filled in on demand by the code that decides
 //! ([`Policy::explain`](crate::Policy::explain)).
 
 use serde::Serialize;

@@ -9,8 +9,8 @@
 //!    take it.
 //! 3. [`Policy::choose`] returns a [`WorkerChoice`]: a worker and the reason. It changes nothing.
 //!    For a prefill and a decode worker together it is [`decide_pair`].
-//! 4. The router dispatches and reports what happened through [`Policy::observe`]: sent, first
-//!    token, usage, end.
+//! 4. The router dispatches and reports events through [`Policy::observe`]: sent, first token,
+//!    usage, end.
 //! 5. Every eviction interval the router calls [`Policy::evict`]; nothing here owns a thread or a
 //!    timer.
 //!

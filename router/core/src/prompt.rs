@@ -1,5 +1,4 @@
-//! A prompt as a chain of block hashes: what the index of the `cost` policy remembers instead of
-//! text.
+//! A prompt as a chain of block hashes: the index of the `cost` policy keeps them instead of text.
 //!
 //! ```text
 //!   text:    |---- 256 bytes ----|---- 256 bytes ----|-- rest --|     two prompts with equal text up to the end of a block
@@ -8,11 +7,11 @@
 //! ```
 //!
 //! Each hash covers everything before it, so one number names a prefix. The rest behind the last
-//! whole block has none: it is at most a few dozen tokens. 8 bytes stand for 256, and no prompt
-//! text stays in memory.
+//! whole block, at most a few dozen tokens, has no hash. 8 bytes stand for 256, and no prompt text
+//! stays in memory.
 //!
 //! A router with a tokenizer cuts the prompt's *token ids* into blocks as long as the engines'
-//! pages ([`token_blocks`]): what two prompts share is then what their caches share. Hashes of
+//! pages ([`token_blocks`]): two prompts then share as many blocks as their caches do. Hashes of
 //! token ids are continued from any of them ([`TokenChain`]), so that a page an engine announces
 //! gets the hash that a prompt through it has.
 //!

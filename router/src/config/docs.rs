@@ -111,7 +111,7 @@ pub fn flags_markdown() -> String {
         let help = help.replace('|', "\\|").replace('\n', " ");
         out += &format!("| `--{long}` | {default} | {help} |\n");
     }
-    out += "\n### Refused, with what to do instead\n\n| flag | instead |\n|---|---|\n";
+    out += "\n### Refused flags, with remedies\n\n| flag | instead |\n|---|---|\n";
     for (names, instead) in refused_flags() {
         let names: Vec<String> = names.iter().map(|n| format!("`--{n}`")).collect();
         out += &format!("| {} | {instead} |\n", names.join(" "));

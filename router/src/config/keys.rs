@@ -1,5 +1,4 @@
-//! Keys of those who may change the router: `id:name:role:key`, as SGLang's router and smg spell
-//! them.
+//! Keys of the router's operators: `id:name:role:key`, as SGLang's router and smg spell them.
 
 use std::fmt;
 use std::str::FromStr;

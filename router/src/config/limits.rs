@@ -1,4 +1,4 @@
-//! Limits: what a client may take, how long it may take it, and how many at once.
+//! Limits of clients: sizes, durations and counts.
 
 use std::net::IpAddr;
 use std::str::FromStr;

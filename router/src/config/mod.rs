@@ -175,8 +175,8 @@ pub struct RoutingFlags {
     /// cache_aware: characters remembered per worker
     #[arg(long, default_value_t = 67_108_864, value_name = "CHARS")]
     pub max_tree_size: usize,
-    /// cost, cache_aware: most memory of a role's prefix index; what was sent longest ago is
-    /// forgotten [bytes]
+    /// cost, cache_aware: most memory of a role's prefix index; the oldest entries are dropped
+    /// [bytes]
     #[arg(long, default_value_t = 1 << 30, value_name = "BYTES")]
     pub max_index_bytes: usize,
     /// cost: tokens that a worker's KV cache is taken to hold if the worker does not report it

@@ -1,4 +1,4 @@
-//! Flags of logs, metrics, traces and what is kept of requests.
+//! Flags of logs, metrics, traces and kept timelines of requests.
 
 use clap::Args;
 use tracing_subscriber::filter::LevelFilter;

@@ -1,4 +1,4 @@
-//! Explanations for people: worker names in the place of ids, and what a client may ask for with
+//! Explanations for operators, with worker names in the place of ids, and for clients that send
 //! `x-baton-explain`.
 //!
 //! * `x-baton-explain: 1`: the request is served as always; the answer has the decision in a header

@@ -2,10 +2,10 @@
 //! gives them back when the last slice of it is dropped. Answers of workers that are read whole
 //! before they are passed on count likewise.
 //!
-//! A body whose Content-Length exceeds what is free is refused before it is read. Bytes are taken
-//! as they arrive and not as announced: a client that announces a long body and sends nothing takes
-//! no memory from others. Bodies that grow past the limit together are refused one by one, and each
-//! refusal frees what the others need, so some of them always complete.
+//! A body is refused before it is read if its Content-Length exceeds the free memory. Bytes are
+//! taken as they arrive and not as announced: a client that announces a long body and sends nothing
+//! takes no memory from others. Bodies that grow past the limit together are refused one by one,
+//! and each refusal frees memory for the others, so some of them always complete.
 //!
 //! Resume buffers (`response::failover`) take their bytes from a budget of their own.
 

@@ -5,15 +5,15 @@
 //! 2. [`ResumeBuffer`] takes these comments out of the stream and remembers the tokens of the
 //!    events that passed;
 //! 3. the worker breaks off: the same body with `baton_resume` goes to another worker
-//!    (`dispatch::proxy_body`), whose stream passes the same buffer.
+//!    (`dispatch::proxy_body`), and its stream passes the same buffer.
 //!
-//! Invariant: a token is remembered if and only if its event went to the client whole. Events whose
-//! tokens are not known yet (those before the comment of their write, and a last write without
+//! Invariant: a token is remembered if and only if its event went to the client whole. Events with
+//! tokens that are not known yet (those before the comment of their write, and a last write without
 //! [DONE]) wait here.
 //!
 //! Memory: the request's body and 4 bytes per token and stream, of all streams together at most
-//! --failover-max-bytes; what does not fit passes, and cannot be resumed. Cost of an event, the
-//! usual case: about 0.2 µs, no allocation.
+//! --failover-max-bytes; a stream that does not fit passes, and cannot be resumed. Cost of an
+//! event, the usual case: about 0.2 µs, no allocation.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;

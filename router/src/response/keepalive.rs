@@ -3,8 +3,8 @@
 //!
 //! A prompt may wait in a queue longer than a proxy keeps a silent connection. After
 //! --sse-keepalive-secs the client gets its 200 and a comment, again every so often, while dispatch
-//! still works on the request and may still retry: comments are no answer. What then comes as an
-//! error with a status becomes an error event.
+//! still works on the request and may still retry: comments are no answer. A later error with a
+//! status becomes an error event.
 
 use std::future::poll_fn;
 use std::pin::Pin;

@@ -169,6 +169,8 @@ impl PlaceTable {
         let is_full = full_source.is_none();
         let turn = match full_source {
             Some(own) => own.waiting.first().copied(),
+            // The share of the address goes first: a client with many idle connections claims its
+            // own.
             None if places.open < self.limits.all => return Vacancy::Free,
             None => places.waiting.keys().next().copied(),
         };
@@ -279,6 +281,7 @@ impl Place {
 
 impl PlaceTable {
     fn note_change(&self, places: &mut Places) {
+        // A permit without a waiter would let a later wait end at once, for nothing.
         if std::mem::take(&mut places.is_awaited) {
             self.changed.notify_one();
         }

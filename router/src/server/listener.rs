@@ -1,11 +1,11 @@
-//! Connections from clients: how many, which HTTP they speak, and how long each may take over what.
+//! Connections from clients: their number, their version of HTTP, and the time limit of each phase.
 //!
 //! The life of a connection:
 //!
 //! 1. accepted, and given a place (connections.rs): a full listener closes a connection without a
 //!    request for it, or lets it wait while all have requests;
-//! 2. TLS, if the router speaks it. HTTP/2 is what TLS agreed on, or what the first bytes say
-//!    (prior knowledge);
+//! 2. TLS, if the router speaks it. TLS agrees on HTTP/2, or the first bytes state it (prior
+//!    knowledge);
 //! 3. HTTP/1: `HeaderReadTimeout` bounds idleness and heads, the kernel cuts a client that takes
 //!    nothing of its answer;
 //! 4. HTTP/2: one task looks after its streams, since a client may stop taking one of them while
@@ -238,6 +238,7 @@ async fn run(
         }
         return;
     }
+    // HTTP/2 is off: peeking would only delay the first request.
     if terms.limits.http2_max_streams == 0 {
         return serve_h1(stream, client, terms, watcher, place).await;
     }
@@ -266,9 +267,11 @@ async fn speaks_h2(stream: &TcpStream, terms: &ConnectionConfig) -> Option<bool>
     let mut pause = PEEK_BACKOFF_MIN;
     // A peek with some bytes there returns at once, so it cannot wait for more of them.
     while len < PREFACE.len() && PREFACE.starts_with(&first[..len]) {
+        // The client closed its side behind the first bytes.
         if len == 0 {
             return None;
         }
+        // A client could hold its place with one byte of the preface.
         if Instant::now() >= until {
             terms.cut("head");
             return None;
@@ -323,6 +326,7 @@ async fn serve_h1<S>(
     // The client left, or sent no HTTP: its request's record says so where there was one.
     if let Err(err) = ended {
         tracing::debug!(%err, "connection ended");
+        // A timeout between requests is the usual end of an idle connection, and counts as no cut.
         if err.is_timeout() && header_timeout.head_started() {
             terms.cut("head");
         }
@@ -378,6 +382,8 @@ async fn serve_h2<S>(
                 let _ = timeout(Duration::ZERO, connection).await;
                 return terms.cut("displaced");
             }
+            // The channel stays closed: without the condition this arm would be ready in every
+            // round.
             _ = closing.changed(), if !is_closing => {
                 is_closing = true;
                 connection.as_mut().graceful_shutdown();

@@ -1,7 +1,7 @@
 //! Files that flags name, or that a checkpoint consists of: regular files, or links to some.
 //!
-//! A directory, a socket or a device under the name of a file is refused with what it is. So is a
-//! pipe, whose reading or writing would wait for the other end.
+//! A directory, a socket or a device under the name of a file is refused, with its kind in the
+//! sentence. A pipe is refused, too, because reading or writing it would wait for the other end.
 
 use std::fs::FileType;
 use std::io;

@@ -1,4 +1,4 @@
-//! Status of a rank's events: what its worker announces, and how far its reader has come.
+//! Status of a rank's events: the announcement of its worker, and the progress of its reader.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Workers: who they are, what they report, and which of them a request goes to.
+//! Workers: their states, their reports, and the choice among them.
 //!
 //! `fleet` holds them and decides: `discovery` finds workers, `health` registers and probes them,
 //! `kv_events` follows their caches, `kv_event_status` is the progress of each reader. `load_guard`

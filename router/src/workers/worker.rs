@@ -1,4 +1,4 @@
-//! A worker: its state, what it says about itself, what runs on it.
+//! A worker: its state, its description, its running requests.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.test_resume import resume_points, streamed
+from tests.e2e.failover.test_resume import resume_points, streamed
 from tests.support.processes.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(240)

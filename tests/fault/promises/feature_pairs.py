@@ -115,23 +115,23 @@ PAIRS = (
     _works(
         "pd",
         "resume",
-        "tests/e2e/test_failover.py:test_killed_decode_node_in_mid_stream_changes_nothing",
+        "tests/e2e/failover/test_failover.py:test_killed_decode_node_in_mid_stream_changes_nothing",
     ),
     _works(
         "pd",
         "tp",
-        "tests/e2e/test_tensor_parallel.py:test_divided_nodes_exchange_pages_and_equal_one_process",
+        "tests/e2e/engines/test_tensor_parallel.py:test_divided_nodes_exchange_pages_and_equal_one_process",
         "P and D have the same `--tp-size`",
     ),
     _works(
         "pd",
         "dp",
-        "tests/e2e/test_dp.py:test_both_chosen_ranks_serve_and_the_room_names_the_prefill_rank",
+        "tests/e2e/engines/test_dp.py:test_both_chosen_ranks_serve_and_the_room_names_the_prefill_rank",
     ),
     _works(
         "pd",
         "host",
-        "tests/sim/test_offload.py:test_decode_node_takes_evicted_pages_from_its_host"
+        "tests/sim/memory/test_offload.py:test_decode_node_takes_evicted_pages_from_its_host"
         "_and_grants_the_rest_after_the_copies",
     ),
     _works(
@@ -140,14 +140,18 @@ PAIRS = (
         "tests/parity/test_preempted_tokens.py:test_suspended_on_either_node_of_a_pair_the_tokens_are_transformers",
         "but for a request whose pages travel: 409",
     ),
-    _works("pd", "events", "tests/e2e/test_dp.py:test_index_follows_each_rank_of_both_roles"),
     _works(
-        "pd", "tenants", "tests/e2e/test_fairness.py:test_class_of_a_request_reaches_both_nodes"
+        "pd", "events", "tests/e2e/engines/test_dp.py:test_index_follows_each_rank_of_both_roles"
+    ),
+    _works(
+        "pd",
+        "tenants",
+        "tests/e2e/traffic/test_fairness.py:test_class_of_a_request_reaches_both_nodes",
     ),
     _works(
         "pd",
         "grammar",
-        "tests/e2e/test_equal.py:test_constrained_answer_of_two_nodes_equals_that_of_one",
+        "tests/e2e/engines/test_equal.py:test_constrained_answer_of_two_nodes_equals_that_of_one",
     ),
     _works("pd", "tools", "tests/e2e/api/test_agents.py:test_answer_has_reasoning_and_a_call"),
     _works("pd", "choices", "tests/e2e/api/test_openai.py:test_several_choices_of_one_prompt"),
@@ -162,7 +166,7 @@ PAIRS = (
         "tests/e2e/api/test_prompt_logprobs.py:test_prefill_and_decode_nodes_refuse_to_share_the_work",
         "the router sends such a request to one node; two nodes refuse to share it",
     ),
-    _works("pd", "simulate", "tests/e2e/test_simulated.py:test_trace_of_twenty_requests"),
+    _works("pd", "simulate", "tests/e2e/traffic/test_simulated.py:test_trace_of_twenty_requests"),
     _works(
         "resume", "grammar", "tests/e2e/api/test_reasoning.py:test_answer_is_resumed_at_every_event"
     ),
@@ -204,7 +208,7 @@ PAIRS = (
         "tests/unit/config/test_feature_pairs.py:test_refused_pair_of_flags",
         "there is no device to divide",
     ),
-    _works("dp", "events", "tests/e2e/test_dp.py:test_index_follows_each_rank"),
+    _works("dp", "events", "tests/e2e/engines/test_dp.py:test_index_follows_each_rank"),
     _refused(
         "graphs",
         "simulate",
@@ -233,7 +237,7 @@ PAIRS = (
     _works(
         "tenants",
         "preempt",
-        "tests/sim/test_fairness.py:test_preemption_makes_room_for_the_request_whose_turn_it_is",
+        "tests/sim/queue/test_fairness.py:test_preemption_makes_room_for_the_request_whose_turn_it_is",
     ),
     _works(
         "grammar", "tools", "tests/e2e/api/test_forced_calls.py:test_answer_with_a_schema_may_call"
@@ -252,13 +256,13 @@ PAIRS = (
     _works(
         "logprobs",
         "simulate",
-        "tests/e2e/test_simulated.py:test_openai_surface_answers",
+        "tests/e2e/traffic/test_simulated.py:test_openai_surface_answers",
         "each is 0: simulated tokens are certain",
     ),
     _refused(
         "prompts",
         "simulate",
-        "tests/e2e/test_simulated.py:test_logprobs_of_prompts_are_refused",
+        "tests/e2e/traffic/test_simulated.py:test_logprobs_of_prompts_are_refused",
         "a simulated engine computes no logits",
     ),
 )

@@ -39,6 +39,7 @@ from tests.support.grammars.engines import (
 from tests.support.grammars.random_schemas import random_schema
 from tests.support.models import shapes
 from tests.support.models.checkpoints import VOCAB, make_checkpoint, write_tokenizer
+from tests.support.probes import RunnerProbe
 
 pytestmark = pytest.mark.timeout(300)
 CUDA = torch.device("cuda")
@@ -114,8 +115,8 @@ def test_answers_of_recorded_and_overlapped_steps_are_valid(
         disable_overlap_schedule=not overlap,
     )
     assert isinstance(engine.runner, DeviceRunner)
-    assert isinstance(engine.runner._attn, FlashInferAttention)
-    assert (engine.runner._graphs is not None) == graphs
+    assert isinstance(RunnerProbe(engine.runner).attention, FlashInferAttention)
+    assert (RunnerProbe(engine.runner).graphs is not None) == graphs
     follow_grammars(engine, make_store(path, threads=2))
     rng = random.Random(6)
     schemas = [random_schema(rng) for _ in range(60)]

@@ -21,6 +21,7 @@ from tests.support.engines.prompt_logprobs import (
     check_logprobs,
     reference_logprobs,
 )
+from tests.support.probes import RunnerProbe
 
 SMALL: dict[str, object] = {"max_total_tokens": 120, "schedule_conservativeness": 0.05}
 FLAGS: list[dict[str, object]] = [
@@ -127,7 +128,7 @@ def test_logits_of_a_prompt_come_in_slices(
     model = reference("llama")
     engine = make_engine(model.path, chunked_prefill_size=512)
     most_rows = []
-    decoder = engine.runner._model  # type: ignore[attr-defined]
+    decoder = RunnerProbe(engine.runner).model
     compute = decoder.compute_logits
 
     def count_rows(hidden: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,7 @@ class FakeTransfer:
     def _was_released(self, room: int) -> bool:
         """A suspended prompt releases announced pages when P is stuck without them (State.release_retained)."""
         (handle,) = self.p.sched.in_rooms([room])
-        return self.p.sched._state.seqs[handle].pages_were_released
+        return self.p.probe.seqs[handle].pages_were_released
 
     def close(self, room: int, notify_d: bool = True, code: str = "DONE") -> None:
         self.ended.add(room)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.cache.kv_events import Cleared, KvEvent, Removed, Stored, chain, first_parent
 from baton.cache.radix import RadixCache
+from tests.support.probes import RadixCacheProbe
 
 Prefix = tuple[bytes, bytes]
 """(namespace, token bytes from the start)."""
@@ -52,9 +53,7 @@ def settled_prefixes(cache: RadixCache) -> set[Prefix]:
     """Every whole-page prefix that the tree holds and that has been computed, read from the tree's nodes."""
     found = set()
     width = cache.page_size * 4
-    stack = [
-        (name, b"", node) for name, root in cache._roots.items() for node in root.children.values()
-    ]
+    stack = [(name, b"", node) for name, node in RadixCacheProbe(cache).edges()]
     while stack:
         name, before, node = stack.pop()
         if node.created <= cache.settled:

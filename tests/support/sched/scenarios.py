@@ -276,7 +276,7 @@ class ScenarioRun:
             node.absorb()
         halves = self.nodes if self.rng.random() < 0.7 else [self.rng.choice(self.nodes)]
         for node in halves:
-            seq = node.sched._state.seqs.get(handle)
+            seq = node.probe.seqs.get(handle)
             if seq is not None:
                 in_flight = " in flight" if seq.inflight_steps else ""
                 self.log.checked[f"abort {node.limits.role} {seq.state.value}{in_flight}"] += 1

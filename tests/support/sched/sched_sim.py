@@ -33,6 +33,7 @@ from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import FinishReason, Rendezvous, SamplingParams, ValidatedRequest
 from baton.sched.types.request_timeline import FirstTokenStages, RequestTimeline
 from baton.sched.types.sequence import Seq
+from tests.support.probes import SchedulerProbe
 
 VOCAB = 5
 EOS = 0
@@ -181,6 +182,10 @@ class Node:
         self.stages: dict[int, FirstTokenStages] = {}
         self.last_row: dict[int, int] = {}
         self.steps = 0
+
+    @property
+    def probe(self) -> SchedulerProbe:
+        return SchedulerProbe(self.sched)
 
     def absorb(self) -> None:
         for event in self.sched.drain_events():

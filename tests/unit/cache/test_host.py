@@ -14,6 +14,7 @@ from baton.cache.host import HostPage, HostTier
 from baton.cache.ledger import HostLedger, LedgerError
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache, RadixNode
+from tests.support.probes import RadixCacheProbe
 
 
 def key(tokens: list[int]) -> bytes:
@@ -102,7 +103,7 @@ class Machine:
             == len(self.device)
         )
         todo: list[tuple[RadixNode, bytes, bytes]] = [
-            (r, b"", ns) for ns, r in self.cache._roots.items()
+            (r, b"", ns) for ns, r in RadixCacheProbe(self.cache).roots.items()
         ]
         while todo:
             node, before, namespace = todo.pop()

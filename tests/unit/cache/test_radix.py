@@ -21,6 +21,7 @@ from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.ledger import PageLedger
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import DEAD_ENTRIES, LOWEST_PRIORITY, InsertResult, PrefixProbe, RadixCache
+from tests.support.probes import RadixCacheProbe
 from tests.support.sched.sched_sim import duplicates
 
 
@@ -326,7 +327,7 @@ class RadixMachine(RuleBasedStateMachine):
     def the_eviction_queue_is_bounded(self) -> None:
         if not hasattr(self, "cache"):
             return
-        assert len(self.cache._heap) <= 2 * self.CAPACITY + DEAD_ENTRIES
+        assert len(RadixCacheProbe(self.cache).eviction_queue) <= 2 * self.CAPACITY + DEAD_ENTRIES
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -336,8 +337,8 @@ class RadixMachine(RuleBasedStateMachine):
         self.allocator.free(self.private)
         self.cache.flush()
         assert self.allocator.free_count == self.CAPACITY
-        assert not self.cache._roots, "an empty namespace was kept"
-        assert not self.cache._heap, "a dead node was kept"
+        assert not RadixCacheProbe(self.cache).roots, "an empty namespace was kept"
+        assert not RadixCacheProbe(self.cache).eviction_queue, "a dead node was kept"
 
 
 RadixMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
@@ -366,7 +367,7 @@ def test_full_pool_evicts_what_the_policy_says(policy: str, seed: int) -> None:
                 shape, namespace, limit, rng.random() < 0.15, rng.random() < 0.7, beyond, priority
             )
         elif action < 0.85:
-            real_choices += len(machine.cache._heap) > 1
+            real_choices += len(RadixCacheProbe(machine.cache).eviction_queue) > 1
             machine.evict(rng.choice([1, 1, 2, 3]))
         elif machine.held:
             held = machine.held.pop(rng.randrange(len(machine.held)))
@@ -385,7 +386,7 @@ def test_prefix_used_all_the_time_does_not_grow_the_eviction_queue() -> None:
         fill(cache, allocator, [head, 9])
     for i in range(10_000):
         cache.match(encode([i % 4, 9]), b"", 2)
-    assert len(cache._heap) <= 2 * 4 + DEAD_ENTRIES
+    assert len(RadixCacheProbe(cache).eviction_queue) <= 2 * 4 + DEAD_ENTRIES
     assert cache.evict(2) == 2
     assert cache.probe(encode([3, 9]), b"", 2).num_tokens == 0
 
@@ -462,7 +463,7 @@ def test_misses_create_no_namespaces() -> None:
     cache = RadixCache(1, PageAllocator(4))
     for i in range(100):
         cache.match(encode([1]), b"%d" % i, 1)
-    assert not cache._roots
+    assert not RadixCacheProbe(cache).roots
 
 
 def test_matching_4096_tokens_is_far_from_a_loop_over_ints() -> None:

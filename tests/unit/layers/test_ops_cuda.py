@@ -19,6 +19,7 @@ from tests.support.devices import fake_flashinfer
 from tests.support.models import shapes
 from tests.support.models.model_loop import ModelLoop
 from tests.support.models.whole_model import load_model
+from tests.support.probes import DecoderProbe
 
 HALF = [torch.float16, torch.bfloat16]
 both_dtypes = pytest.mark.parametrize("dtype", HALF, ids=["float16", "bfloat16"])
@@ -101,9 +102,7 @@ def test_model_computes_alike_with_them(
     def logits(kernels: Any) -> Tensor:
         monkeypatch.setattr(ops, "_kernels_for", lambda _: kernels)
         model = load_model(path, dtype, "dummy")
-        model._rope.cos, model._rope.sin = torch.cat((model._rope.cos, model._rope.sin), 1).chunk(
-            2, 1
-        )
+        DecoderProbe(model).join_rope_tables()
         loop = ModelLoop(model, "torch", 4)
         work = [(loop.start(prompt, 0), len(prompt)) for prompt in prompts]
         return model.forward(loop.batch(work), loop.attn)
@@ -117,7 +116,7 @@ def test_chunk_that_samples_nothing_launches_no_kernel_over_no_rows(
     path = shapes.make("tiny", tmp_path / "m")
     monkeypatch.setattr(ops, "_kernels_for", lambda _: FAST)
     model = load_model(path, "bfloat16", "dummy")
-    model._rope.cos, model._rope.sin = torch.cat((model._rope.cos, model._rope.sin), 1).chunk(2, 1)
+    DecoderProbe(model).join_rope_tables()
     loop = ModelLoop(model, "torch", 4)
     seq = loop.start(list(range(9)), 0)
     assert model.forward(loop.batch([(seq, 4)]), loop.attn).shape == (0, model.spec.vocab_size)
@@ -125,11 +124,12 @@ def test_chunk_that_samples_nothing_launches_no_kernel_over_no_rows(
 
 def test_tables_elsewhere_than_on_the_cpu_are_whole_and_one(tmp_path: Path) -> None:
     model = load_model(shapes.make("tiny", tmp_path / "m"), load_format="dummy")
-    before = model._rope.cos
+    rope = DecoderProbe(model).rope
+    before = rope.cos
     model.to(CPU)
-    assert model._rope.cos is before
+    assert rope.cos is before
     model.to(torch.device("meta"))
-    cos, sin = model._rope.cos, model._rope.sin
+    cos, sin = rope.cos, rope.sin
     assert len(cos) == len(sin) == model.spec.max_context
     assert cos.stride() == sin.stride() == (64, 1)
     assert sin.storage_offset() == cos.storage_offset() + 32

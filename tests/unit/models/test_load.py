@@ -24,6 +24,7 @@ from baton.models.spec_reader import read_spec
 from baton.models.weights import plan_weights
 from tests.support.models import shapes
 from tests.support.models.whole_model import load_model
+from tests.support.probes import DecoderProbe
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
@@ -199,7 +200,7 @@ def test_weights_go_straight_to_their_device(tmp_path, load_format, shard):
     assert {x.device.type for x in held(there)} == {"meta"}
     assert [x.shape for x in held(there)] == [x.shape for x in held(here)]
     assert sum(x.nbytes for x in held(here)) == weight_bytes(spec, shard)
-    assert there._rope.cos.device.type == "meta"
+    assert DecoderProbe(there).rope.cos.device.type == "meta"
 
 
 def test_dummies_repeat_no_row(tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ from baton.sched.types.request import SamplingParams
 from tests.support.models import tiny_model
 from tests.support.models.model_loop import forward_all
 from tests.support.models.whole_model import load_model
+from tests.support.probes import RunnerProbe
 
 CUDA = torch.device("cuda", 0)
 
@@ -212,7 +213,7 @@ def test_step_on_cuda_mixes_no_devices(tmp_path: Path) -> None:
         step = run._make_step(plan_of(3), None)
         indices = run._make_indices(step)
         assert indices is not None
-        forward_all(model, run._make_batch(step, indices), check)
+        forward_all(model, RunnerProbe(run).make_batch(step, indices), check)
     assert check.seen == {
         ("token_ids", "cuda"), ("positions", "cuda"), ("slot_mapping", "cuda"), ("sample_index", "cuda"),
         ("qo_indptr", "cpu"), ("kv_lens", "cpu"), ("page_indptr", "cpu"), ("page_indices", "cpu"),

@@ -1,10 +1,10 @@
 """`gloo`: torch's process group for CPU tensors, two ranks per communicator, without
 torch.distributed's default group.
 
-P makes a TCPStore per communicator; its address is the unique id. gloo has what the state machine
-must cope with in NCCL: two sides, one order, and a pair that never works again after its first
-error. What it lacks is an abort that interrupts an operation: that one ends by its timeout, or when
-the peer closes its sockets.
+P makes a TCPStore per communicator; its address is the unique id. gloo shares the properties of
+NCCL that the state machine copes with: two sides, one order, and a pair that never works again
+after its first error. It lacks an abort that interrupts an operation: the operation ends by its
+timeout, or when the peer closes its sockets.
 
 Neither the store nor the sockets authenticate: like NCCL's, they belong on a trusted network.
 """
@@ -49,6 +49,7 @@ class GlooBackend:
         timeout = timedelta(seconds=open_timeout_secs)
         with self._lock:
             store = self._hosted.pop(unique_id, None)
+        # Only the side that made the unique id has the store; the other one connects to it.
         if store is None:
             where = json.loads(unique_id)
             store = TCPStore(

@@ -6,7 +6,7 @@ NCCL → slab → page. Pages in host memory cross the bus twice: page → pinne
 kernels go to a private stream; nothing here waits for the device but by looking at an event until a
 deadline, so that a peer that never comes cannot hold the thread (a synchronization would).
 
-What NCCL demands, and what is done about it:
+Demands of NCCL, and the answers to them:
 * an init that blocks waits for an absent peer for ever: communicators are non-blocking, and polled;
 * a send waits on the device until it is met, on as many SMs as it has channels, of which one
   carries some 20 GB/s: --nccl-max-ctas bounds them. Both ranks must have the same bound, so the
@@ -146,6 +146,8 @@ class Handle:
 
     def _call_comm(self, operation: str, call: Callable[[ctypes.c_void_p], int]) -> int:
         with self._lock:
+            # NCCL would read freed memory: an abort frees the communicator while other threads poll
+            # it.
             if self._comm is None:
                 raise RuntimeError(f"{operation}: the communicator was aborted")
             return self._check_code(operation, call(self._comm))
@@ -195,6 +197,8 @@ class Handle:
         with self._lock:
             comm = self._comm
             self._comm = None
+        # A second abort finds no pointer; before the init has returned one there is nothing to
+        # abort.
         if comm is not None and comm.value:
             self._check_code("ncclCommAbort", self._lib.ncclCommAbort(comm))
 

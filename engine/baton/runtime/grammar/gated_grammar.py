@@ -1,5 +1,5 @@
-"""Constraint of an answer that reasons before it follows its grammar, or whose reasoning is
-limited.
+"""Constraint of an answer that reasons before it follows its grammar, or has a limit for its
+reasoning.
 
 1. inside the reasoning tokens are free, but for the end of the answer while a grammar waits, and
    for calls that the grammar could not begin with;
@@ -109,9 +109,11 @@ class GatedGrammar(TokenConstraint):
 
     def advance(self, token: int) -> GrammarState:
         self._optional_ids = []
+        # The next step is planned before the end of the answer is known, and brings one more token.
         if self.state is not GrammarState.OPEN:
             return self.state
         place = self._tracker.advance(token)
+        # Only the reasoning is limited; the answer behind it is free.
         if self._grammar is None:
             return self.state
         if self._tracker.has_overrun:

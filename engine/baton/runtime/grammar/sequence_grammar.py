@@ -72,8 +72,11 @@ class SequenceGrammar(TokenConstraint):
 
     def advance(self, token: int) -> GrammarState:
         """Take over the token that the sequence has now; returns the state behind it."""
+        # The next step is planned before the end of the answer is known, and brings one more token.
         if self.state is not GrammarState.OPEN or self.matcher is None:
             return self.state
+        # Elsewhere an end token goes to the matcher, which refuses it: the answer fails instead of
+        # being complete.
         if token in self._eos_token_ids and self.matcher.is_accepting():
             self.state = GrammarState.COMPLETE
         elif not self.matcher.consume_token(token):

@@ -2,7 +2,8 @@
 
 1. `request` asks for the grammar of a request; one that is not compiled yet is compiled on a thread
    of its own, because it takes 1 ms for most schemas and seconds for some;
-2. `take_outcomes` returns what that thread has done: the request may run, or why it cannot;
+2. `take_outcomes` returns the outcomes of that thread: the request may run, or the reason why it
+   cannot;
 3. `start_sequence` copies the grammar for a sequence that gets a slot, on the thread that runs the
    model.
 
@@ -13,8 +14,8 @@ shared out (`CompiledGrammar.start_matcher`).
 A request's grammar is kept until the request has ended (`release_ended`), and the latest ones
 longer, for later requests with the same text (`KEPT_GRAMMARS`).
 
-Bounds: `MAX_WAITING_TEXTS` grammars wait to be compiled. A request whose grammar is not compiled
-`COMPILE_LIMIT_SECS` after its turn came is refused; llguidance's own limits end a compilation after
+Bounds: `MAX_WAITING_TEXTS` grammars wait to be compiled. A request is refused if its grammar is not
+compiled `COMPILE_LIMIT_SECS` after its turn came; llguidance's own limits end a compilation after
 some 2.5 s.
 """
 
@@ -106,6 +107,8 @@ class CompiledGrammar:
         """Count a request; True: call `add_lexer` with a further matcher of the same text."""
         self._users += 1
         is_due = self._users >= USERS_PER_LEXER * self._asked
+        # A costly grammar would hold up the jobs behind it; more lexers than threads fill no mask
+        # sooner.
         if self._is_costly or not is_due or self._asked >= most_lexers:
             return False
         self._asked += 1
@@ -204,10 +207,12 @@ class GrammarStore:
         """
         key = hash_text(text)
         compiled = self._find_kept(key)
+        # A resumed answer goes through the thread, which checks its beginning by the grammar.
         if compiled is not None and not resumed:
             self.counters["grammar_cache_hits_total"] += 1
             self._pin(handle, compiled)
             return True
+        # A text that waits already adds no compilation: its later jobs find the grammar kept.
         if key not in self._waiting_texts and len(self._waiting_texts) >= MAX_WAITING_TEXTS:
             raise QueueFull(
                 f"{MAX_WAITING_TEXTS} grammars wait to be compiled; retry after 2 s",
@@ -342,6 +347,8 @@ class GrammarStore:
             compiled = CompiledGrammar(job.text, result, is_costly=is_costly)
             self._keep(job.key, compiled)
         accepted = self._count_accepted(job, compiled)
+        # The sequence would begin with a failed matcher, and its answer would end with
+        # grammar_failed.
         if accepted < len(job.resumed):
             refusal = BadRequest(
                 f"baton_resume.ids: the answer's grammar refuses token {accepted + 1} of them; "

@@ -3,9 +3,9 @@
 `fill_rows` asks the constraints' matchers; `masks[i]` has bit t % 32 of word t // 32 set where
 token t may come next in row i. llguidance fills a mask in 4 to 100 us, without the GIL.
 
-Copies of one matcher share a lexer, whose lock is held while a mask is filled: threads would wait
-for each other there. So the calling thread fills the masks of rows that share one, and several
-threads fill those of several lexers where that takes longer than handing over (`PARALLEL_SECS`).
+Copies of one matcher share a lexer, which is locked while a mask is filled: threads would wait for
+each other there. So the calling thread fills the masks of rows that share one, and several threads
+fill those of several lexers where that takes longer than handing over (`PARALLEL_SECS`).
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ class MaskFiller:
         if not rows:
             return set()
         started = time.monotonic()
+        # The matchers write rows as wide as the trie, which may have more ids than the model has
+        # logits.
         if self._trie_words == self._words:
             self._fill_live_rows(rows, masks)
         else:

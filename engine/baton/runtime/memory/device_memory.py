@@ -1,15 +1,15 @@
-"""How large the KV pool of a CUDA device may be: what is measured, and the arithmetic.
+"""Size of the KV pool of a CUDA device: measurements and arithmetic.
 
 1. The weights are on the device; 2. `run_warmup` runs the largest steps on a small pool and notes
-what they took on top (`MemoryNeeds`); 3. `size_pool` divides what is left:
+the memory that they took on top (`MemoryNeeds`); 3. `size_pool` divides the rest:
 
     |<-------------------------- total ---------------------------->|
     | weights | workspace |      pool      | activations | graphs | … |
     |<- at most --mem-fraction-static ---->|
 
-The fraction bounds what stays allocated, as SGLang's flag of that name does, and is of the device's
-whole memory, so that two engines on one GPU can be given 0.4 each. What is really free bounds it
-too: another process may be there.
+The fraction bounds the memory that stays allocated, as SGLang's flag of that name does, and is of
+the device's whole memory, so that two engines on one GPU can be given 0.4 each. The free memory
+bounds the pool too, because another process may use the device.
 
 `DeviceMemory` is the only place that asks torch and the driver; the rest is arithmetic on bytes.
 """
@@ -117,6 +117,7 @@ def size_pool(
             f"--mem-fraction-static {fraction:g}" if allowed <= needs.room else "all that is free",
         )
     least_pool = f"{LEAST_PAGES} KV pages of {page_bytes / MIB:.2f} MiB"
+    # The fraction is the tighter limit: raising it helps, freeing memory does not.
     if allowed < needs.room:
         raise ConfigError(
             f"--mem-fraction-static {fraction:g} leaves no room for {least_pool} beside the "

@@ -2,8 +2,8 @@
 large its pool may be.
 
 1. A small pool and a runner are made; 2. the warm-up steps run on them, which compiles and loads
-every kernel; a flashinfer that cannot do that ends the start; 3. what they took sizes the real
-pool; 4. the small one is dropped.
+every kernel; a flashinfer that cannot do that ends the start; 3. their memory sizes the real pool;
+4. the small one is dropped.
 
 Tensor-parallel ranks go through this together: the first one tells its steps to the others as it
 does later, and all take the pool of the one that has the least room.
@@ -86,10 +86,11 @@ def profile_memory(
     ):
         try:
             tried = _try_backend(model, config, limits, memory, place)
+        # `no_room` has the sentence for the first, and an EngineError has its own.
         except (torch.OutOfMemoryError, EngineError):
             raise
-        # of flashinfer: its compiler, its launches, arguments that another version has not
-        except Exception as err:
+        except Exception as err:  # of flashinfer: its compiler, its launches, arguments that another version has not
+            # The advice below would name the backend that has just failed.
             if config.attention_backend == "torch":
                 raise
             reason = (

@@ -1,6 +1,6 @@
 """Steps without requests, run before the engine says that it is ready: kernels are compiled and
-loaded by them instead of by the first requests, and what they take tells how much memory is left
-for the KV pool (memory).
+loaded by them instead of by the first requests, and their memory tells how much is left for the KV
+pool (memory).
 
 1. `steps` writes the plans: every kind of step (prompts only, decode rows only, both, each way of
 sampling, a chunk that samples nothing, a few tokens after a long cached prefix) small, then the
@@ -8,8 +8,8 @@ largest that the limits allow;
 2. `run_warmup` executes them on a runner with a small pool (`pages_needed`), with a line of
 progress each; 3. that pool and runner are dropped, and the real ones are made.
 
-Plans are those of the scheduler in every respect, so that whatever a runner does for a request it
-does here.
+Plans are those of the scheduler in every respect, so that a runner does all of its work for
+requests here.
 """
 
 from __future__ import annotations

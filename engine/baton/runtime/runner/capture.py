@@ -13,8 +13,8 @@ table. Any other step, and a larger one, runs eagerly.
 A padding row reads and writes the dummy page and the dummy entry only, so it changes no other row's
 tokens.
 
-What is recorded may read nothing but `GraphInputs`, the table, the weights and the pool: Python
-runs at recording only.
+A recorded step reads only `GraphInputs`, the table, the weights and the pool, because Python runs
+at recording only.
 """
 
 from __future__ import annotations
@@ -174,9 +174,12 @@ class DecodeGraphs:
     def size_for(self, step: StepInputs, indices: StepArrays) -> int | None:
         """Capture size that runs this step; None: it runs eagerly."""
         rows = len(step.slots)
+        # A recording has one token per row, each sampled: prompts have more, or sample none.
         if step.num_decode < rows or len(indices.sample_index) < rows:
             return None
         size = capture_size(self.sizes, rows)
+        # Rows that share a long prefix name its pages once each, which may exceed the recorded
+        # buffer.
         if size is None or len(indices.page_indices) + size - rows > self._static.pages:
             return None
         return size

@@ -3,7 +3,7 @@ for it.
 
 1. The step's index arrays go to the device in one copy; 2. a token the plan leaves open, being
 sampled by the step before, is read on the device from the token table (one entry per slot), so that
-no step waits for it; 3. the model runs, the draw follows (`sampler`), and what it drew goes into
+no step waits for it; 3. the model runs, the draw follows (`sampler`), and the drawn tokens go into
 the table; 4. tokens and logprobs are copied to the host, a mark is set, and collecting the result
 waits for that mark.
 
@@ -15,10 +15,9 @@ waits for that mark.
 A step of decode rows only is replayed from a recording where there is one (`graphs`).
 
 The host needs to know the tokens of earlier steps, and waits for them, in three cases: a row with
-penalties is drawn (they count its tokens), a row whose answer follows a grammar is drawn (they
-decide what it allows next), or other tensor-parallel ranks receive the step. In the first two the
-step's model is queued before the host waits, so that the device computes meanwhile; only the draw
-is delayed.
+penalties is drawn (they count its tokens), a row with a grammar is drawn (they decide what it
+allows next), or other tensor-parallel ranks receive the step. In the first two the step's model is
+queued before the host waits, so that the device computes meanwhile; only the draw is delayed.
 
 Nothing here knows CUDA: `stream` does.
 """
@@ -154,13 +153,13 @@ class DeviceRunner(ModelRunner):
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> InFlight:
-        """Queue one step.
-
-        Raises what torch raises, which may be of an earlier step; the runner is then unusable.
-        """
+        """Queue one step. Raises what torch raises, which may be of an earlier step; the runner is then unusable."""
+        # The other ranks get tokens, because a reference to this rank's token table means nothing
+        # to them.
         if self._broadcast is not None:
             self._read_tokens()
         step, indices, prompt_rows = self._begin_step(plan)
+        # A step without rows is executed for its copies.
         if indices is None:
             began = self._stream.mark()
             self._copy_pages(step)
@@ -168,6 +167,8 @@ class DeviceRunner(ModelRunner):
         self._copy_pages(step)
         began, computed = self._compute_logits(step, indices)
         prompts = self._fetch_prompts(prompt_rows, computed.prompt_hidden)
+        # Chunks in the middle of a prompt draw nothing. Their step has a mark all the same, because
+        # peers read its pages after the commit.
         if not step.samples.any():
             return InFlight(began, self._stream.mark(), prompts=prompts)
         rows = [self._sample_row(row) for row in plan.rows if row.sample]
@@ -191,6 +192,7 @@ class DeviceRunner(ModelRunner):
         waits for the host's planning as busy.
         """
         size = None if self._graphs is None else self._graphs.size_for(step, indices)
+        # Without a size (prompts, more rows or pages than any recording has) the step runs eagerly.
         if self._graphs is not None and size is not None:
             self._graphs.load_step(size, step, indices)
             began = self._stream.mark()
@@ -222,6 +224,7 @@ class DeviceRunner(ModelRunner):
             self._read_tokens()
         draw = SamplingLaunch(rows, self.vocab_size, self._stream.put, self._mask_filler)
         drawn = draw.queue_draw(computed.logits, computed.greedy)
+        # A replayed step has written its argmax into the table itself.
         if drawn.tokens is not computed.greedy:
             self._table.write_tokens(computed.slots, drawn.tokens)
         fetched = SamplingResult(
@@ -242,6 +245,8 @@ class DeviceRunner(ModelRunner):
         """The rows stand one token further, which the host does not know yet."""
         later = []
         for i, row in enumerate(rows):
+            # Penalties and grammars of the row, and the other ranks, need the token later
+            # (`_read_tokens`).
             if row.needs_tokens or self._broadcast is not None:
                 later.append((i, int(slots[i]), row))
             elif not row.is_always_plain:
@@ -285,6 +290,7 @@ class DeviceRunner(ModelRunner):
                 step.slots[step.samples],
             )
         )
+        # Ids below 0 refer to entries of the table: tokens that the step before draws.
         if (indices.token_ids < 0).any():
             token_ids = self._table.resolve_tokens(token_ids)
         batch = replace(

@@ -9,9 +9,9 @@ order.
 With tensor parallelism the first rank executes plans and tells the others each step
 (runtime.runner.step_inputs), before it computes its own part; they run `execute_remote`.
 
-Per slot it keeps what plans leave out: the page table (plans carry only its growth), the last
-sampled token (the token table that lets step n+1 be planned before step n's tokens are known) and
-the sampler's view of the sequence.
+Per slot it keeps the state that plans leave out: the page table (plans carry only its growth), the
+last sampled token (the token table that lets step n+1 be planned before step n's tokens are known)
+and the sampler's view of the sequence.
 
 Not thread-safe: one thread calls `execute` or `execute_remote`, in plan order.
 """
@@ -97,6 +97,7 @@ class ModelRunner:
         """Run one step to its end. Raises what torch raises; the runner is then unusable."""
         step, indices, prompt_rows = self._begin_step(plan)
         copy_seconds = self._copy_pages(step)
+        # A step without rows is executed for its copies.
         if indices is None:
             return StepResult((), copy_seconds=copy_seconds)
         sampling = [row for row in plan.rows if row.sample]
@@ -132,6 +133,8 @@ class ModelRunner:
         step, check = decode_step(order)
         indices = self._make_indices(step)
         self._check = checksum_step(step, indices, self._check)
+        # Checked before anything is written: with another page table this rank would overwrite
+        # pages of other requests.
         if self._check != check:
             raise StepMismatch(
                 f"step {step.number}: what this tensor-parallel rank would compute is not what the "
@@ -179,12 +182,15 @@ class ModelRunner:
         step = self._make_step(plan, prompt_rows)
         self._begin_write(step)
         indices = self._make_indices(step)
+        # Before this rank computes, so that all ranks of the group run the step together.
         if self._broadcast is not None:
             self._check = checksum_step(step, indices, self._check)
             self._broadcast(encode_step(step, self._check))
         return step, indices, prompt_rows
 
     def _begin_write(self, step: StepInputs) -> None:
+        # Peers read pages of a native pool while this step runs: they must not take the new content
+        # for the old.
         if self._native_pool is not None and step.new_pages:
             self._native_pool.begin_write(step.new_pages.tobytes())
 

@@ -3,13 +3,13 @@ bytes.
 
 With tensor parallelism only the first rank plans and samples. Of each plan it makes a `StepInputs`,
 in which the tokens that the plan leaves open are filled in, and sends it as bytes; the other ranks
-execute what they receive. So a step's tokens, admissions' prompts and growth of page tables all
+execute them as received. So a step's tokens, admissions' prompts and growth of page tables all
 travel in one message.
 
 The message ends with a number over the index arrays that the first rank computes with, chained to
 those of all steps before it. A rank whose own arrays give another number (a message lost or
 altered, a page table that differs) raises `StepMismatch` before it computes or writes anything:
-every rank does what was planned, or the group ends.
+every rank executes the plan, or the group ends.
 """
 
 from __future__ import annotations

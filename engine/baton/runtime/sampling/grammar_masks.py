@@ -3,7 +3,7 @@
 A row's mask holds the tokens that its grammar allows and that the request lists (`allowed_tokens`),
 without those that are banned for now (`SampleRow.banned_tokens`).
 
-Host: a greedy row whose largest logit is of an allowed token needs no mask. Where few tokens are
+Host: a greedy row needs no mask if its largest logit is of an allowed token. Where few tokens are
 allowed their logits alone are gathered and drawn from. Elsewhere, and on a device, forbidden logits
 become -inf in place, on a GPU by a kernel (`layers.kernels.masks`).
 """
@@ -89,9 +89,11 @@ class GrammarMasks:
         choices = HostChoices([], [])
         table = logits.numpy()
         for index, (row, sample_row) in enumerate(self._rows):
+            # The row gets no token: its mask allows nothing, or its logits are not finite.
             if index in self._failed or largest[row] < 0:
                 continue
             mask = self._masks[index]
+            # No larger logit is allowed, so that the mask would change nothing.
             if sample_row.is_greedy and is_allowed(mask, largest[row]):
                 continue
             if count_allowed(mask) <= FEW_TOKENS:
@@ -140,6 +142,7 @@ class GrammarMasks:
             tokens[row] = GRAMMAR_FAILED_TOKEN
         completed = []
         for row, grammar in self._grammars:
+            # A row without a token ends with this step; its grammar would refuse the id.
             if tokens[row] < 0:
                 continue
             state = grammar.advance(tokens[row])
@@ -167,6 +170,7 @@ def _fill_masks(
         assert filler is not None, "rows with grammars come from an engine that has a filler"
         failed = filler.fill_rows(grammars, masks)
     for i, row in enumerate(rows):
+        # The token of such a row is not used, and an empty mask would count as a failure.
         if i in failed or _is_complete(row.grammar):
             continue
         if not _narrow_mask(masks[i], row):

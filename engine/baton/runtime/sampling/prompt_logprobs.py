@@ -148,6 +148,8 @@ class PromptTable:
             if missing is not None:
                 first = max(row.start + 1, missing.position)
                 end = min(row.start + row.n + 1, len(missing.prompt))
+                # A chunk that ends before the first missing position predicts none of the wanted
+                # tokens.
                 if first < end:
                     offset = row_begin - row.start - 1
                     index.append(np.arange(first + offset, end + offset, dtype=np.int64))
@@ -156,6 +158,7 @@ class PromptTable:
                         row.handle, first, end - first, missing.top, missing.token_ids
                     )
                     parts.append(part)
+                # Later rows of the slot compute the answer, and predict no prompt token.
                 if end == len(missing.prompt):
                     del self._of_slot[row.slot]
             row_begin += row.n

@@ -10,7 +10,7 @@ a list of allowed tokens, (3) and (4) see only those that are allowed (`grammar_
     tokens kept, by id   |--- id 3 ---|----- id 7 -----|- id 12 -|
                          0              u * kept mass            kept mass
 
-A row whose largest logit is NaN or infinite, also after its edits, gets INVALID_TOKEN; the other
+A row gets INVALID_TOKEN if its largest logit is NaN or infinite, also after its edits; the other
 rows of the step are not affected.
 
 u is a hash of (seed, position) and nothing else, so that a token does not depend on the rest of the
@@ -22,8 +22,8 @@ among those 256 and more is sorted only when they reach further. Rows of all-gre
 argmax.
 
 `step_sampler` samples a step. Where logits lie on a device a kernel draws (`layers.kernels.draw`),
-elsewhere `draw`, by the same definition. What both must agree on is here: `LogitEdits` and
-`draw_columns`.
+elsewhere `draw`, by the same definition. This module has the parts that both share: `LogitEdits`
+and `draw_columns`.
 """
 
 from __future__ import annotations
@@ -164,10 +164,8 @@ class SampleRow:
 
     @property
     def must_continue(self) -> bool:
-        """True while the answer may not stop yet (min_new_tokens).
-
-        Where there is a grammar it decides.
-        """
+        """True while the answer may not stop yet (min_new_tokens). Where there is a grammar it decides."""
+        # A ban of the end could leave a row no token where the grammar allows only the end.
         if self.grammar is not None and self.grammar.decides_end:
             return False
         return self.position - self.prompt_tokens < self.params.min_new_tokens

@@ -1,10 +1,10 @@
 """The sampler's definition (`runtime.sampling.sampler`) without a look at the logits from the host.
 
-1. `SamplingLaunch(rows, vocab, put)` writes down what the rows ask for, from parameters and
+1. `SamplingLaunch(rows, vocab, put)` writes down the draws of the rows, from parameters and
 positions alone, and the tokens that they may draw, for which the results of all earlier steps must
 have been read;
-2. `queue_draw(logits)` queues the work, the draw in one launch (`kernels.draw`), and returns
-tensors on the logits' device;
+2. `queue_draw(logits)` queues the work, the draw in one launch (`kernels.draw`), and returns tensors on
+the logits' device;
 3. `read_result` turns their host copies into a result later, and the grammars take over the tokens.
 
 A row's token is the same in any batch, and but for the rounding of sums on any device;
@@ -190,6 +190,7 @@ class SamplingLaunch:
         of_ids = None if drawn.id_logprobs is None else drawn.id_logprobs.tolist()
         found = {}
         for n, (i, params) in enumerate(self._logprobs):
+            # The logprobs of a row with logits that are not finite mean nothing.
             if tokens[i] < 0:
                 continue
             k = params.logprobs

@@ -3,21 +3,20 @@
 Each class owns a weight. While two classes want to compute, the tokens they get stand in the ratio
 of their weights; a class alone gets everything (work conserving). The accounts:
 
-1. the turn goes round; a class whose turn comes is given its share, `quantum * weight / largest
-   weight` tokens;
+1. the turn goes round and gives each class its share, `quantum * weight / largest weight` tokens;
 2. it keeps the turn while its credit is above 0; every token planned for it is taken off, the last
    chunk may overdraw;
-3. tokens of running answers are taken off too, whatever class has the turn: a running answer is
-   never held up;
-4. a class with nothing to compute loses what credit it has left (idle time earns nothing); its debt
-   is paid off round by round like any other. When no request waits, all accounts are settled: there
+3. tokens of running answers are taken off too, in the turn of any class: a running answer is never
+   held up;
+4. a class with nothing to compute loses its remaining credit (idle time earns nothing); its debt is
+   paid off round by round like any other. When no request waits, all accounts are settled: there
    was nothing to share.
 
 Bounds, with M the largest single charge (a chunk, at most the step's budget) and q the quantum:
 over any time in which classes i and j both want to compute prompts, |served_i / w_i - served_j /
 w_j| <= 2 q / w_max + M (1/w_i + 1/w_j), which is at most (M + q) (1/w_i + 1/w_j); and a class that
 comes back waits for at most the sum over the others of (share_j + M) tokens, since each of them has
-one turn. Answers add to M what the class's running requests may still generate.
+one turn. Answers add to M the tokens that the class's running requests may still generate.
 
 Source: Shreedhar and Varghese, "Efficient fair queueing using deficit round robin" (SIGCOMM 1995),
 with debt instead of saved credit: a prompt's next chunk is cut by the planner, so its size is not

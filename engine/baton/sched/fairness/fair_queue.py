@@ -4,15 +4,15 @@
     (policy order)      └▶ tenant ──▶ its requests, in the order of the policy (priority first)
 
 `_merge` hands the candidates out one by one: sched.fairness.classes says which class has the turn,
-sched.fairness.tenants which of its tenants has had least. The planner charges what it plans for a
-candidate before it sends the outcome and gets the next one.
+sched.fairness.tenants which of its tenants has had least. The planner charges the tokens that it
+plans for a candidate before it sends the outcome and gets the next one.
 
 * A tenant at its limit (`max_running`, `max_kv_tokens`) is skipped with everything it has waiting;
   others pass.
 * A candidate for which there are no pages is passed over: other tenants of its class follow, then
   its own tenant's later requests, then other classes. The planner keeps pages for it
-  (planner/reservation.py), so that those that pass cannot keep it out for ever. A class whose
-  requests all lack pages has no turn.
+  (planner/reservation.py), so that those that pass cannot keep it out for ever. A class has no turn
+  while all of its requests lack pages.
 * Recomputed tokens (after a retraction or preemption) are charged again: they are work. Tokens
   found in the cache cost a class nothing and a tenant `cached_token_weight` of computed ones. On D,
   fetched prompt tokens count as computed.

@@ -1,8 +1,8 @@
 """Order and rate of tenants inside a class; their limits are `baton.config.tenants.TenantRules`.
 
-* `VirtualCounters` decide between tenants who wait for the same class: the least counter first. A
-  counter grows by what was done for the tenant, divided by its weight. A tenant that comes back
-  from a pause starts at the least counter of those who wait (or of the last one that waited): a
+* `VirtualCounters` decide between tenants that wait for the same class: the least counter first. A
+  counter grows by the tenant's computed tokens, divided by its weight. A tenant that comes back
+  from a pause starts at the least counter of those that wait (or of the last one that waited): a
   pause earns nothing, and no tenant pays for capacity that none else wanted.
 * `RateLimits` are token buckets of one minute's tokens: they refuse, the counters only order.
 

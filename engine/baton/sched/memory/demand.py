@@ -5,8 +5,8 @@ as a small state machine. It starts at 0.7 x conservativeness, decays linearly t
 600 decode steps without trouble, jumps up when memory ran out, and starts afresh when the engine
 turns idle (constants of SGLang 0.5.7).
 
-`peak_growth` is for answers whose length is known (ignore_eos): it walks through their endings, so
-that a request may count on pages which another one will have given back by then (SGLang does so for
+`peak_growth` is for answers of known length (ignore_eos): it walks through their endings, so that a
+request may count on pages which another one will have given back by then (SGLang does so for
 ignore_eos without a radix cache).
 """
 

@@ -1,5 +1,5 @@
-"""Pages of sequences: who holds which, what the tree keeps, and how many more are going to be
-needed.
+"""Pages of sequences: their holders, the pages that the tree keeps, and the number that is going to
+be needed.
 
 A sequence's pages, in the order of its tokens:
 
@@ -9,9 +9,9 @@ A sequence's pages, in the order of its tokens:
 (private pages below `published` exist too: where the tree already had the same tokens, both copies
 live on.)
 
-Behind the device's pages stands the host tier, if there is one: what the tree evicts goes there (at
-once by `release_device_memory` with mode offload). A sequence that is admitted gets its
-continuation from there (`restore_prefix`).
+Behind the device's pages stands the host tier, if there is one: it takes the pages that the tree
+evicts (all of them by `release_device_memory` with mode offload). A sequence that is admitted gets
+its continuation from there (`restore_prefix`).
 
 Prompt tokens that need no computing are counted where a sequence gets them (`share_prefix`,
 `restore_prefix`), by source.

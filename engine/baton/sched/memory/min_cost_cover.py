@@ -1,9 +1,9 @@
-"""A cheap set of items whose gains add up to a need (minimum knapsack): whom to preempt, as plain
-numbers.
+"""A cheap set of items with gains that add up to a need (minimum knapsack): the choice of victims
+of preemption, as plain numbers.
 
 Greedy by cost per gain, in which an item that would finish the set is tried as its end and then
 passed over: at most twice the optimum (Csirik, Frenk, Labbé, Zhang 1991, "Heuristics for the 0-1
-min-knapsack problem"). What the end made superfluous is left out again.
+min-knapsack problem"). Items that the end makes superfluous are left out again.
 """
 
 from __future__ import annotations

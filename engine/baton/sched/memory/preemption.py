@@ -1,11 +1,11 @@
 """Victims of preemption and retraction: choices only; the planner carries them out.
 
 Retraction is for memory that the estimate did not foresee, preemption for a waiting request of
-clearly higher priority. Both take what is cheap to compute again, and never a prompt with pages
-promised to a decode node: it was admitted with room for all of it. Neither repeats without end: the
-oldest running sequence (of the most important ones) is never retracted for another, only a strictly
-higher base priority preempts, and a sequence that was preempted `max_preemptions_per_request` times
-is immune.
+clearly higher priority. Both take sequences that are cheap to compute again, and never a prompt
+with pages promised to a decode node: it was admitted with room for all of it. Neither repeats
+without end: the oldest running sequence (of the most important ones) is never retracted for
+another, only a strictly higher base priority preempts, and a sequence that was preempted
+`max_preemptions_per_request` times is immune.
 """
 
 from __future__ import annotations

@@ -334,7 +334,9 @@ class SchedStats:
     # ------------------------------------------------------------------ reports
 
     def gauges(self) -> dict[str, float]:
-        return {f'starving_requests{{class="{cls}"}}': float(n) for cls, n in self.starving.items()}
+        return {
+            **{f'starving_requests{{class="{cls}"}}': float(n) for cls, n in self.starving.items()},
+        }
 
     def oldest_lease_seconds(self, now: float) -> float:
         """Returns the age of the oldest live lease on P; 0 without leases."""

@@ -1,4 +1,4 @@
-"""How long a step will take, learned from those that ran: what sizes prompt chunks by time instead
+"""Predicted duration of a step, learned from those that ran: it sizes prompt chunks by time instead
 of tokens.
 
 Two small models, each a least-squares fit with exponentially fading memory:
@@ -9,8 +9,8 @@ Two small models, each a least-squares fit with exponentially fading memory:
 where pairs counts (new token, token it attends to): the part of a long prompt's cost that grows
 with its context. Steps with decode rows teach the second model too. The memory of each model fades
 only when a step of its own kind is seen, so that an hour of decoding forgets nothing about prompts;
-the second one's fades by tokens, so that many short prompts do not displace what a long one has
-shown. Coefficients are never negative; until something was observed a prompt token costs 1 /
+the second one's fades by tokens, so that many short prompts do not displace the observation of a
+long one. Coefficients are never negative; until something was observed a prompt token costs 1 /
 INITIAL_PREFILL_RATE.
 
 This is the engine's only estimate of prefill throughput. It may refuse a request only while

@@ -1,4 +1,4 @@
-"""The plan in the making: what one plan has taken so far."""
+"""A plan under construction: its rows, tokens and pages so far."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Prompt chunks after the decode rows, and admission from the waiting queue.
 
-1. `PrefillContext` states what the plan starts from; the sharing strategy chooses candidates by it.
+1. `PrefillContext` states the facts of the plan; the sharing strategy chooses candidates by it.
 2. Each candidate is tried (`_try_candidate`): its chunk is planned, or it is refused, or it ends.
 3. The outcome goes back to the strategy, which then yields the next candidate.
 4. The plan stops when a budget is used up, or pages for a chunk are missing (`PrefillStopped`).

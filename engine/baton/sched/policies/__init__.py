@@ -4,7 +4,7 @@ Priority, when enabled, comes before the policy's number; ties end with (arrival
 order is total and the same inputs give the same order. Retracted sequences keep their arrival,
 hence their place.
 
-| policy | smallest first | good for | who suffers |
+| policy | smallest first | good for | bad for |
 |---|---|---|---|
 | fcfs | arrival | fairness | short requests behind long ones |
 | lpm | - cached tokens | hit rate of a single engine | cold prompts, unless `lpm_aging_tokens_per_s` |
@@ -16,8 +16,8 @@ hence their place.
 | edf | first-token deadline, hopeless ones last | most requests inside their deadline | requests without a deadline |
 | hrrn | - (waited work / own work) | a compromise without a parameter | every request a little |
 
-A policy also says what its numbers depend on beside the sequences (`cache_key`): while that is
-equal, nothing is computed or sorted again, and when it has changed, a long queue is sorted again
+A policy also states the inputs of its numbers beside the sequences (`cache_key`): while they are
+equal, nothing is computed or sorted again, and when they have changed, a long queue is sorted again
 over several steps (waiting_queue.py).
 
 Sources: SGLang 0.5.7's semantics for fcfs, lpm, dfs-weight, lof and random, without its 128-request

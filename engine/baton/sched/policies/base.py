@@ -1,4 +1,4 @@
-"""Interface of the queue orders, and what several of them measure."""
+"""Interface of the queue orders, and measures that several of them share."""
 
 from __future__ import annotations
 

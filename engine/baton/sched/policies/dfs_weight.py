@@ -1,9 +1,9 @@
 r"""dfs-weight: walk the radix tree depth first, heaviest subtree first, and take requests as the
 walk passes them.
 
-The weight of a tree node is the number of waiting requests whose cached prefix ends in its subtree.
-Children come before the requests that end at their parent; of equal weights the older node comes
-first, and requests that end at the same node go by arrival, as under every policy.
+The weight of a tree node is the number of waiting requests with cached prefixes that end in its
+subtree. Children come before the requests that end at their parent; of equal weights the older node
+comes first, and requests that end at the same node go by arrival, as under every policy.
 
     queue: r1→C r2→F r3→D r4→C r5→A r6→G      (rX→N: the prefix of rX ends at node N)
 

@@ -7,16 +7,15 @@ step no more than these.
 
 1. A sequence that joins gets its number at the next look; of many that join together the most
    important first. Should a caller want more than those in order, it gets the next ones.
-2. When the radix tree changes, sequences whose cached prefix may be another one move
-   (`ProbeWatch`), and so do those whose number changes at a moment known before
-   (`Policy.expiries`).
+2. When the radix tree changes, sequences move if their cached prefix may be another one
+   (`ProbeWatch`), or if their number changes at a moment known before (`Policy.expiries`).
 3. When the policy's `cache_key` changes (a measured rate for srpt-aging, the work done for hrrn,
    ...), a second order with the new numbers is built beside the one in force, and takes its place
    when it is complete.
 
-A policy whose numbers depend on who else waits (dfs-weight, lpm with in-batch thresholds) sorts all
-again, a long queue over many looks: a second order is built as under 3, and those that join
-meanwhile go last in both.
+A policy with numbers that depend on the other waiting sequences (dfs-weight, lpm with in-batch
+thresholds) sorts all again, a long queue over many looks: a second order is built as under 3, and
+those that join meanwhile go last in both.
 
 Priority aging with a maximum needs two lists: among requests that still age the order never
 changes, among those that have aged all they can neither does; a look merges the two at the present

@@ -1,12 +1,12 @@
-"""Load of a rank: what a router needs to choose a rank, without a coordinator.
+"""Load of a rank: routers choose a rank by it, without a coordinator.
 
 The work that waits is reported by band of the order key, so that a router can ask how many tokens a
-new request would wait behind: what runs (`started_tokens`), and what waits in its band or a more
-important one. Its own band counts whole: who is there already arrived earlier. So the sum is exact
-but for those of its band that are less important than it, and for what has changed since the
-report.
+new request would wait behind: those of running requests (`started_tokens`), and of requests that
+wait in its band or a more important one. Its own band counts whole, because its requests arrived
+earlier. So the sum is exact but for those of its band that are less important than it, and for
+changes since the report.
 
-With priorities a band holds the requests whose priority now, aging included, lies in it
+With priorities a band holds the requests with a present priority, aging included, that lies in it
 (sched.queue.priority_buckets). Priorities that age at the same rate everywhere order requests of
 different ranks consistently: P + R * (now - t0) orders like the constant P - R * t0, and t0 is
 stamped once.

@@ -6,8 +6,8 @@ consistent.
 * A waiting sequence holds nothing. A retracted one publishes prompt and answer to the tree before
   its pages are released.
 * A suspended one holds nothing either and is not planned until it is resumed. Exception, on P: a
-  prompt whose pages were announced to D keeps them through a suspension (`retained`), because D may
-  be reading them.
+  prompt with pages announced to D keeps them through a suspension (`retained`), because D may be
+  reading them.
 * D takes pages back only from rooms of which P has announced nothing; the others P finishes by
   itself.
 * D's granted pages are written by the transfer runtime beside the compute, so they are handed over

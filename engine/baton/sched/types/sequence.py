@@ -1,6 +1,6 @@
 """Sequence: a request inside the scheduler: its tokens, its pages and where it stands.
 
-Life of a sequence, by node role (`pages` in brackets = what it holds):
+Life of a sequence, by node role (in brackets: the pages that it holds):
 
     null     WAITING ─▶ RUNNING [tree lock + private] ─▶ FINISHED
     prefill  WAITING ─▶ RUNNING ─▶ LEASED [same pages, for D to pull] ─▶ FINISHED

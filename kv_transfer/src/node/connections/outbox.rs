@@ -1,7 +1,7 @@
 //! Control frames queued for one peer. Bounded in bytes by back-pressure: above the limit the
 //! peer's own frames stay unread, so that a peer that asks faster than it reads waits for itself.
-//! Only answers to frames read before, and what the rooms of this node produce by themselves, come
-//! on top; a peer is disconnected when `CUT` times the limit is queued for it.
+//! Only answers to frames read before, and frames that the rooms of this node produce by
+//! themselves, come on top; a peer is disconnected when `CUT` times the limit is queued for it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,9 +1,8 @@
 //! Control loop of a node: dispatches commands, messages, finished copies and timers, one at a
 //! time, to the side concerned.
 //!
-//! The loop owns P's rooms (`prefill_side`), D's rooms (`decode_side`), the communicators and what
-//! all of them share (`context`); each of them gets the others as arguments and does not know the
-//! loop.
+//! The loop owns P's rooms (`prefill_side`), D's rooms (`decode_side`), the communicators and their
+//! shared state (`context`); each of them gets the others as arguments and does not know the loop.
 
 mod accept;
 

@@ -20,8 +20,8 @@
 //!
 //! Invariants: each pull ends exactly once, and none of its pages is written after that; a page
 //! counts only with the verdict of a checksum taken after the copy; free and held slabs add up to
-//! the ring; whatever waits has a deadline; a communicator that failed once is aborted and never
-//! used again.
+//! the ring; each wait has a deadline; a communicator that failed once is aborted and never used
+//! again.
 
 mod receiver;
 mod sender;

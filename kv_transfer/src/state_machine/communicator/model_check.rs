@@ -1,6 +1,6 @@
 //! Both sides, both threads and the two directions between them, explored exhaustively: every order
-//! of events, with a budget of faults. What is asserted in `Relay::check` and in `explore` holds in
-//! every state that can be reached.
+//! of events, with a budget of faults. The assertions of `Relay::check` and `explore` hold in every
+//! state that can be reached.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -1,14 +1,14 @@
-//! Cache of one rank as its events tell it, and what its blocks are called here.
+//! Cache of one rank as its events report it, and our names of its blocks.
 //!
 //! ```text
 //!   engine's blocks:  ├─ a ─┼─ b ─┼─ c ─┤        page of 4 tokens, router block of 8: b completes one, c begins the next
 //!   router's blocks:  ├──── h0 ───┼──── h1 …
 //! ```
 //!
-//! A block *counts* when it is stored and its parent counts: what lies behind a hole cannot be
-//! used. Engines remove inner blocks now and then (SGLang takes a node out and puts its halves back
-//! in one batch; vLLM evicts by its own order), so a removed block stays as a ghost as long as
-//! blocks behind it are stored, and they count again when it returns.
+//! A block *counts* when it is stored and its parent counts: blocks behind a hole cannot be used.
+//! Engines remove inner blocks now and then (SGLang takes a node out and puts its halves back in
+//! one batch; vLLM evicts by its own order), so a removed block stays as a ghost as long as blocks
+//! behind it are stored, and they count again when it returns.
 //!
 //! Invariants: counts(block) = copies > 0 and (it begins a prompt or counts(parent)); the changes
 //! handed out add up to the router blocks completed by blocks that count; a ghost has children.

@@ -8,13 +8,13 @@
 //! 2. A match looks for the longest prefix of a prompt in every set in use at once
 //!    ([`KvIndex::held_by`]): since sets are closed under prefixes, the holders only get fewer
 //!    along the path, and where they do is found by bisection.
-//! 3. A set that is replaced or forgotten is dead at once and answers nothing; its blocks are swept
-//!    out a shard at a time, with the changes that come after it. Its number is used again when all
-//!    shards are swept.
+//! 3. A replaced or dropped set answers nothing from then on; its blocks are swept out a shard at a
+//!    time, with the changes that come after it. Its number is used again when all shards are
+//!    swept.
 //!
 //! The hash map is cut into shards so that neither growing nor sweeping touches more than a small
-//! part of it at once. Memory, with what the mirrors behind the sets report, is bounded by
-//! `max_bytes`: updates that do not fit are refused.
+//! part of it at once. Memory, with that of the mirrors behind the sets, is bounded by `max_bytes`:
+//! updates that do not fit are refused.
 
 use std::collections::{BTreeMap, HashMap, hash_map::Entry};
 use std::hash::{BuildHasherDefault, Hasher};

@@ -1,4 +1,4 @@
-//! Exact index of what engines announce to have cached, beside the estimated one of
+//! Exact index of the blocks that engines announce, beside the estimated one of
 //! [`crate::prefix_tree`].
 //!
 //! The life of a rank's events (one worker, or one DP rank of it):
@@ -6,11 +6,11 @@
 //! 1. The shell reads numbered batches of [`KvEvent`]s, or a snapshot, and gives them to the rank's
 //!    [`CacheReplica`].
 //! 2. The replica watches the numbers and keeps a [`EngineBlockTree`]: which blocks the rank holds,
-//!    by the *engine's* names, and what each is called *here*. An engine's hash may be SHA-256,
-//!    Python's `hash` or anything else; ours is the chain hash of the tokens ([`crate::prompt`]),
-//!    computed once, when the block is announced.
-//! 3. What changed leaves as [`CacheUpdate`] in our names, and a policy's [`KvIndex`] takes it in:
-//!    from [`CacheUpdate::Serve`] on the rank's entry is its stored set, no more and no less.
+//!    by the *engine's* names, and our name of each. An engine's hash may be SHA-256, Python's
+//!    `hash` or anything else; ours is the chain hash of the tokens ([`crate::prompt`]), computed
+//!    once, when the block is announced.
+//! 3. Changes leave as [`CacheUpdate`] in our names, and a policy's [`KvIndex`] takes it in: from
+//!    [`CacheUpdate::Serve`] on the rank's entry is its stored set, no more and no less.
 //! 4. Batches were lost, or contradict each other: [`CacheUpdate::MarkInexact`]. The entry stays, as a
 //!    guess, until a snapshot, a replay or an `AllBlocksCleared` makes it exact again.
 //! 5. The rank is gone, or is another process with the same address (epoch): its entry is forgotten
@@ -19,8 +19,8 @@
 //! The engine's block (a page) and the router's need not have the same length: a router block is
 //! held when the pages that cover it are.
 //!
-//! Invariants (property tests in `model_test`): an exact entry is what a naive set of token
-//! prefixes says; what a rank holds is closed under prefixes, so that a match can be found by
+//! Invariants (property tests in `model_test`): an exact entry equals a naive set of token
+//! prefixes; the blocks of a rank are closed under prefixes, so that a match can be found by
 //! bisection.
 
 /// Tree of blocks that one engine holds.

@@ -1,10 +1,9 @@
-//! A rank's numbered batches, in order: what to take in, what is missing, and what is passed to the
-//! index.
+//! A rank's numbered batches, in order: it finds gaps and repeats, and passes changes to the index.
 //!
 //! ```text
 //!                 snapshot, batch 0, a batch with Cleared
 //!   nothing known ───────────────────────────────────────▶ exact ◀── snapshot, Cleared ──┐
-//!                └── skip (what was before is lost) ──▶ a guess ◀── gap skipped, Broken ──┘ (from exact)
+//!                └── skip (earlier ones are lost) ────▶ a guess ◀── gap skipped, Broken ──┘ (from exact)
 //! ```
 
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! Compatibility: what two workers must have in common before one decodes what the other prefilled.
+//! Compatibility: the facts that two workers must share before one decodes the other's prompts.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 

@@ -1,9 +1,9 @@
-//! Pairs of workers that proved unable to work together, though nothing they report differs: their
-//! cluster keys, or what else only a meeting shows.
+//! Pairs of workers that proved unable to work together, though their reports agree: only a
+//! connection shows a difference, such as that of cluster keys.
 //!
 //! 1. A decode worker reports that the pair cannot work: the pair is excluded for `FIRST_MS`, and
 //!    for twice as long each time it fails again, up to `LONGEST_MS`;
-//! 2. the exclusion is over: one request tries the pair, while others keep away from it for
+//! 2. the exclusion ends: one request tries the pair, while others keep away from it for
 //!    `TRIAL_MS`;
 //! 3. a transfer that works, or a restart of one of the two, ends the verdict.
 //!

@@ -307,9 +307,14 @@ mod tests {
             assert_eq!(miss.to_string().parse(), Ok(miss));
         }
         let error = "cache-aware".parse::<PolicyKind>().expect_err("not a name");
+        let names: Vec<&str> = PolicyKind::ALL.iter().map(|kind| kind.into_str()).collect();
+        assert!(names.starts_with(&["random", "round_robin"]));
         assert_eq!(
             error.to_string(),
-            "unknown policy 'cache-aware'; use one of: random, round_robin, power_of_two, cache_aware, manual, cost"
+            format!(
+                "unknown policy 'cache-aware'; use one of: {}",
+                names.join(", ")
+            )
         );
     }
 

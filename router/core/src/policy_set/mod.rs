@@ -4,7 +4,7 @@
 //!
 //! Without a journal this adds nothing to the policies but a match on `None`. With one, calls are
 //! made one at a time: the order of the lines is the order in which the policies saw the events,
-//! and an order is what makes them repeatable.
+//! and replay repeats that order.
 
 /// Decisions repeated from a log.
 pub mod replay;

@@ -2,12 +2,12 @@
 //!
 //! 1. every line goes to new policies as it went to the ones that wrote it; `choose` is asked again
 //!    with the same request, candidates and chance;
-//! 2. what it answers is compared, and judged by a `cost` policy of its own that observes the same:
-//!    how long until the first token, how much of the prompt is there already, for the recorded and
-//!    for the new choice;
-//! 3. the request goes where it went in truth: that is what all later lines are about. Another
-//!    policy is asked what it would have done in each situation the fleet was in, not what the
-//!    fleet would have become under it (that needs a model of the fleet: `examples/fleet`).
+//! 2. its answer is compared, and judged by a `cost` policy of its own that observes the same: how
+//!    long until the first token, how much of the prompt is there already, for the recorded and for
+//!    the new choice;
+//! 3. the request goes to its recorded worker, because all later lines follow from that. So another
+//!    policy decides in each recorded situation of the fleet, not in the situations that it would
+//!    have caused (that needs a model of the fleet: `examples/fleet`).
 //!
 //! With the same policies and parameters, and no line missing, every decision must be the recorded
 //! one: state, chance and time all come from the log. Invariant: memory is that of the policies and

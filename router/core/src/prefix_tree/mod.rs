@@ -7,15 +7,15 @@
 //!    ([`PrefixTree::insert`]), splitting a node where paths part. If it holds the path already,
 //!    only the stamps move, under a read lock ([`PrefixTree::touch_path`]).
 //! 2. A request looks for the longest prefix held by a candidate ([`PrefixTree::longest_match`]),
-//!    or for what each candidate holds ([`PrefixTree::held_by`]). That changes nothing.
+//!    or for the prefix of each candidate ([`PrefixTree::held_by`]). That changes nothing.
 //! 3. A worker above its limit of units forgets: least recently sent first, from the end of a path
 //!    towards its start. A tree above `max_bytes` does so for the worker that was sent something
 //!    longest ago. This happens at each insert, so memory is bounded at every moment, not from pass
 //!    to pass.
-//! 4. The request failed: what it alone had claimed is taken back ([`PrefixTree::retract`]).
+//! 4. The request failed: claims that it alone made are taken back ([`PrefixTree::retract`]).
 //! 5. A worker is gone: it forgets everything ([`PrefixTree::retire_worker`]). A node without
-//!    holders is freed, and a node whose only child has the same holders and stamps is joined with
-//!    it, so inner nodes do not pile up.
+//!    holders is freed, and a node is joined with its only child if both have the same holders and
+//!    stamps, so inner nodes do not pile up.
 //!
 //! ```text
 //!   root ─ "You are a helpful assistant. " {1,2,3} ─┬─ "Translate …" {1}
@@ -29,7 +29,7 @@
 //! Invariants (checked by the model test after every step):
 //!
 //! * holders(child) ⊆ holders(parent), and a holder's stamp never grows towards the leaves;
-//! * for each worker the nodes it holds form a tree, whose leaves are exactly its `leaves` queue;
+//! * the nodes of a worker form a tree, and its `leaves` queue has exactly the leaves of it;
 //! * `units` of a worker = sum of `units` over its nodes ≤ its limit after each call, and `bytes()`
 //!   ≤ `max_bytes`;
 //! * no node but the root is without a label or without holders.

@@ -1,4 +1,4 @@
-//! Flags that name workers and say what they are.
+//! Flags that name workers and their roles.
 
 /// Flags of prefill and decode pairs.
 mod disaggregation;
@@ -23,7 +23,7 @@ pub struct WorkerFlags {
     /// Route every request to a prefill and a decode worker
     #[arg(long)]
     pub pd_disaggregation: bool,
-    /// Prefill worker and its bootstrap port (or 'none'; default: what the worker reports);
+    /// Prefill worker and its bootstrap port (or 'none'; default: the worker's report);
     /// repeatable
     #[arg(long, value_names = ["URL", "PORT"], num_args = 1..=2)]
     pub prefill: Vec<String>,

@@ -1,5 +1,5 @@
-//! Errors in answers whose status is a success, and answers that cannot be translated: nothing has
-//! gone to the client, so that another worker may do better.
+//! Errors in answers with a status of success, and answers that cannot be translated. Another
+//! worker may do better, because the client has received nothing yet.
 
 use std::borrow::Cow;
 

@@ -4,10 +4,10 @@
 //!    to keep the blocks;
 //! 2. its answer's `kv_transfer_params` go, byte for byte, with the client's own body to D.
 //!
-//! P gives its blocks away when they were read once, and nothing verifies what a second reader
-//! would get: a failed decode leg is never retried with the same parameters. For the same reason a
-//! request for several answers, whose children would all read the blocks of one, goes to D alone:
-//! any vLLM worker can prefill.
+//! P gives its blocks away when they were read once, and nothing verifies the bytes of a second
+//! reader: a failed decode leg is never retried with the same parameters. A request for several
+//! answers goes to D alone, because its children would all read the blocks of one, and any vLLM
+//! worker can prefill.
 
 use std::sync::Arc;
 

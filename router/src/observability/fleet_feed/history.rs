@@ -1,7 +1,7 @@
 //! Load of the fleet over the last ten minutes, for the charts of the web page.
 //!
 //! 1. every `PERIOD` the server takes a [`FleetReading`]: counters since the router's start, and
-//!    what the workers reported last;
+//!    the last reports of the workers;
 //! 2. [`FleetHistory::add`] makes one sample of it and of the reading before;
 //! 3. each snapshot for the page holds all samples, a column per quantity.
 //!

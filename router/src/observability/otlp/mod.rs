@@ -5,13 +5,13 @@
 //!
 //! 1. a request comes with a W3C `traceparent`, or gets a new trace; a parent that was not sampled
 //!    is followed in that;
-//! 2. each leg has a span of its own, which the worker gets as its `traceparent`: what a worker
-//!    exports hangs below it;
+//! 2. each leg has a span of its own, which the worker gets as its `traceparent`: the worker's
+//!    spans hang below it;
 //! 3. when the request has ended, its timeline (`request_timeline`) is turned into spans: request,
 //!    decide and leg by attempt. Nothing is done while the request runs but drawing ids, so tracing
 //!    costs the same whether or not anybody collects;
-//! 4. a task of its own sends them in batches. Its queue is bounded: what does not fit, or cannot
-//!    be delivered, is dropped and counted. A request never waits for a collector.
+//! 4. a task of its own sends them in batches. Its queue is bounded: spans that do not fit, or
+//!    cannot be delivered, are dropped and counted. A request never waits for a collector.
 
 /// Exporter on a thread of its own.
 mod background;

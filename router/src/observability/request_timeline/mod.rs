@@ -1,12 +1,12 @@
-//! Timeline of a request, written by those who do the work: GET /v1/requests/{id}, the access log
-//! and the stage metrics read it.
+//! Timeline of a request, written by the code that does the work: GET /v1/requests/{id}, the access
+//! log and the stage metrics read it.
 //!
 //! The life of a timeline:
 //!
 //! 1. `RequestHistory::begin` when the head of a generation request is read; from then on it can be
 //!    asked for;
 //! 2. the code that does a step marks it: stages of the request, and a leg for each sending to a
-//!    worker, with what was decided, predicted and observed;
+//!    worker, with its decision, prediction and observation;
 //! 3. `RequestHistory::end` when the answer's body is dropped: it joins the last --request-history
 //!    ones, oldest out first, also when they take more than `history::MAX_BYTES`.
 //!

@@ -1,19 +1,19 @@
-//! The prompt in tokens: rendered and encoded once, here, so that policies count what engines
-//! compute and compare what engines cache, and so that engines need not do it again.
+//! The prompt in tokens: rendered and encoded once, here, so that policies count the tokens that
+//! engines compute and cache, and engines need not encode again.
 //!
 //! The life of a prompt:
 //!
 //! 1. `server::api::generate` has read the body; [`PromptTokenizer::read`] takes a place among the
 //!    tokenizing threads, or gives up;
-//! 2. [`prompt`] makes of the body what our engines make of it: the rendered template, or the texts
-//!    as they are;
+//! 2. [`prompt`] reads the body as our engines do: the rendered template, or the texts as they are;
 //! 3. the layer that engines use too ([`baton_text`]) turns text into ids, of which it remembers
 //!    many;
 //! 4. the ids become block hashes for the policies and, with --forward-input-ids, a member of the
-//!    body for workers whose fingerprint says that they would have come to the same ids.
+//!    body for workers with a fingerprint that promises the same ids.
 //!
-//! Whatever goes wrong is a counted [`TokenizeFallback`] to the text's bytes: it is the engine that
-//! refuses requests. Off the async threads: encoding takes 1 ms for about a thousand tokens.
+//! Each failure is a counted [`TokenizeFallback`] to the text's bytes, because engines refuse
+//! requests, not the tokenizer here. Off the async threads: encoding takes 1 ms for about a
+//! thousand tokens.
 
 mod prompt;
 

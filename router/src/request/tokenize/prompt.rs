@@ -1,7 +1,7 @@
-//! Texts of a request's prompts: what our engines make of the same body
-//! (engine/baton/server/request/prompt/reader.py).
+//! Texts of a request's prompts, as our engines read the same body
+//! (engine/baton/server/request/validation.py).
 //!
-//! Nothing is refused here. What an engine would refuse, or would read in its own way, is a
+//! Nothing is refused here. A body that an engine would refuse, or read in its own way, is a
 //! [`TokenizeFallback`]: the router goes by the text's bytes then, and the engine decides.
 
 use baton_text::dialect::Dialect;

@@ -1,4 +1,4 @@
-//! Against what transformers and the engines make of the same requests:
+//! Comparison with transformers and the engines on the same requests:
 //! tests/support/goldens/token_goldens.py.
 
 use std::collections::BTreeMap;

@@ -2,8 +2,8 @@
 //! router.
 //!
 //! A page needs no answer to do harm: a browser sends its POST to any address, that of this machine
-//! included. And a page whose host's name is changed to this machine's address meanwhile (DNS
-//! rebinding) reads answers too, as its own site's. Engines have the same rules.
+//! included. A page reads answers too, as its own site's, if its host's name is changed to this
+//! machine's address meanwhile (DNS rebinding). Engines have the same rules.
 
 use std::net::IpAddr;
 

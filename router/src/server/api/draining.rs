@@ -1,4 +1,4 @@
-//! Drain of a worker: POST /workers/{id}/drain, its opposite, and what is left.
+//! Drain of a worker: POST /workers/{id}/drain, its opposite, and the remaining requests.
 //!
 //! The drain lives in the engine, so that all routers agree: this router passes the order on, and
 //! every other one learns of it by its next probe or by the next refused request (health.rs). A

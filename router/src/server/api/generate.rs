@@ -104,6 +104,7 @@ async fn serve(app: Arc<AppState>, dialect: Dialect, request: Request) -> Respon
         Ok(with_record) => with_record(record),
         Err(err) => return dispatch::refuse(record, err),
     };
+    // Before shedding: a dry run shows the decision also where --max-ttft-ms would refuse.
     if asks == ExplainMode::DryRun {
         return dry_run(&app, inbound);
     }
@@ -208,6 +209,7 @@ fn shed(app: &AppState, request: &RequestContext) -> Result<(), RouteError> {
     let own = request.deadline_ms();
     let limit_ms = own.map_or(max_ms, |own| own.min(max_ms));
     let role = app.fleet.serving_roles()[0];
+    // No worker predicts a time, and an estimate that was never measured refuses nothing.
     let Some(ahead) = app.fleet.least_ttft(role, &request.wanted()) else {
         return Ok(());
     };
@@ -270,6 +272,7 @@ async fn prompt_of(
     let its = scan.clone();
     let bytes = body.clone();
     let reading = move || Some(known_ids(&its, &its.ids(&bytes)?, block_size, needs_blocks));
+    // The client sent ids: they are what the engine computes, whichever tokenizer the router has.
     if let Some(known) = app.body_threads.run(scan.prompt_len(), reading).await? {
         return Ok(known);
     }
@@ -290,6 +293,7 @@ async fn prompt_of(
             ..known_ids(scan, &made.joined(), block_size, needs_blocks)
         });
     }
+    // No policy reads blocks: hashing a long prompt would cost CPU for nothing.
     if !needs_blocks {
         return Ok(KnownPrompt::default());
     }

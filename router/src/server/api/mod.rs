@@ -1,7 +1,7 @@
 //! The HTTP face: routes, the API key, request ids, CORS, and errors for everything else.
 //!
-//! generate.rs takes generation requests in, admin.rs is what an operator or a probe asks the
-//! router, proxy.rs what it only passes on.
+//! generate.rs receives generation requests, admin.rs answers operators and probes, proxy.rs passes
+//! requests on.
 
 /// Routes of the control plane.
 mod admin;

@@ -81,6 +81,7 @@ pub async fn count_tokens(app: SharedApp, request: Request) -> HandlerResult {
     if is_anthropic_error(&body) {
         return Ok(Response::from_parts(head, body.into()));
     }
+    // Workers of other makes lack the path: their 404 says nothing about counting tokens.
     if head.status == StatusCode::NOT_FOUND {
         return Err(RouteError::NoTokenCount);
     }
@@ -186,6 +187,7 @@ async fn proxy_to_any(
             Ok(opened) => return whole(app, opened, limit).await,
             Err(failure) => failure,
         };
+        // One more worker, and only if the first received nothing: its work might be done twice.
         if failure.reason.is_unreached() && !std::mem::replace(&mut is_second, true) {
             avoid.push(failure.worker);
             continue;
@@ -229,6 +231,8 @@ async fn whole(
                 }
                 Err(_) => return Err(silent_error(&opened.guard, limit)),
             }
+            // The answer is in memory whole: a worker without end would take all of
+            // --max-total-body-bytes.
             if body.len() > MAX_PASSED {
                 let problem = format!("sent an answer longer than {MAX_PASSED} bytes");
                 return Err(upstream_error(&opened.guard, &problem, String::new()));
@@ -317,6 +321,7 @@ fn model_cards(answers: &[Asked]) -> Vec<Value> {
             continue;
         };
         for model in list["data"].as_array_mut().into_iter().flatten() {
+            // Several workers serve one model.
             if cards.iter().any(|known| known["id"] == model["id"]) {
                 continue;
             }

@@ -1,9 +1,9 @@
 //! The web page: static files in the binary, and the feed of the fleet's state that they show.
 //!
-//! `assets` serves the files of router/ui, open to anyone who reaches the router: they hold no
-//! data. `feed` sends one shared `snapshot` per second to all pages, which needs the key of the
-//! control plane, and only while a page listens. `sampling` keeps the load of the last ten minutes
-//! for it, whether a page listens or not.
+//! `assets` serves the files of router/ui, without a key, because they hold no data. `feed` sends
+//! one shared `snapshot` per second to all pages, which needs the key of the control plane, and
+//! only while a page listens. `sampling` keeps the load of the last ten minutes for it, whether a
+//! page listens or not.
 
 /// Files of the page.
 mod assets;

@@ -1,6 +1,6 @@
-//! Readings of the router's counters and of what the workers reported, one per
-//! [`PERIOD`](history::PERIOD), for the charts of the web page. Reads what the router knows; asks no
-//! worker anything.
+//! Readings of the router's counters and of the workers' reports, one per
+//! [`PERIOD`](history::PERIOD), for the charts of the web page. Reads the state of the router;
+//! sends no worker a request.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! Snapshot of the fleet, as the web page shows it. Reads what the router knows; asks no worker
-//! anything.
+//! Snapshot of the fleet, as the web page shows it. Reads the state of the router; sends no worker
+//! a request.
 
 use serde::Serialize;
 

@@ -2,7 +2,7 @@
 //!
 //! The file is read twice a second by its path, so that a replaced file and a ConfigMap's swapped
 //! link are seen as well as a written one. A change counts once two readings agree: half a file is
-//! not applied. What cannot be read or understood, and an empty list, change nothing.
+//! not applied. A file that cannot be read or parsed, and an empty list, change nothing.
 
 use std::fs::File;
 use std::io::Read;

@@ -1,5 +1,4 @@
-//! Workers that come and go by themselves: where they are looked for, and how what is found reaches
-//! the fleet.
+//! Workers that come and go by themselves: their sources, and the way of changes to the fleet.
 //!
 //! A source ([`file`], [`pods`]) owns a [`DiscoveryFeed`] and gives it the list of all its workers
 //! at each change. The feed registers new workers, drains those no longer listed, and replaces

@@ -8,7 +8,7 @@
 //! 2. the first good probe brings its description (DP size, bootstrap port): `Ready`, its
 //!    candidates enter the snapshot and the policies are notified;
 //! 3. probes fail or a connection is refused: `Unhealthy`, its candidates leave and the policies
-//!    forget them: what restarts comes back with an empty cache. A good probe makes it `Ready`
+//!    forget them, because a restarted worker has an empty cache. A good probe makes it `Ready`
 //!    again, with new candidates;
 //! 4. another process answers under its address: `Starting`, its candidates and its description are
 //!    dropped; the new process describes itself and gets candidates of its own: back to 2;

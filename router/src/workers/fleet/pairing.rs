@@ -1,5 +1,5 @@
-//! Pairs of prefill and decode workers that fit together: by their fingerprints, and by what the
-//! verdicts on pairs say that proved unable to work together.
+//! Pairs of prefill and decode workers that fit together: by their fingerprints, and by the
+//! verdicts on pairs that proved unable to work together.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -2,7 +2,7 @@
 //!
 //! One batch is `[ts, [event, …], dp_rank]`, or (vLLM of 2026) a map with these names; one event is
 //! `["BlockStored", …]` or a map with a `type`. Both forms are read wherever they stand, fields
-//! that a version does not have are absent, and what follows the known ones is passed over.
+//! that a version does not have are absent, and fields behind the known ones are passed over.
 
 use std::fmt;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher, Hash};

@@ -1,8 +1,8 @@
 //! Our engines' events: lines of JSON from `GET /v1/kv_events` (docs/scheduling/cache.md).
 //!
 //! Each connection begins with a snapshot and continues with batches; the engine puts another
-//! snapshot in the place of what it cannot repeat, so numbers never show a gap here. An empty line
-//! every 15 s shows that it lives.
+//! snapshot in the place of batches that it cannot repeat, so numbers never show a gap here. An
+//! empty line every 15 s shows that it lives.
 
 use std::convert::Infallible;
 use std::sync::Arc;

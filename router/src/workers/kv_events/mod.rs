@@ -1,16 +1,16 @@
 //! Cache events of workers, for the policy that routes by them (docs/routing.md).
 //!
-//! The life of a feed, one per candidate of a role whose policy is `cost`:
+//! The life of a feed, one per candidate of a role with the policy `cost`:
 //!
-//! 1. the worker has described itself ([`start`]): [`source`] says where its events are, or why
-//!    there are none;
+//! 1. the worker has described itself ([`start`]): [`source`] names the address of its events, or
+//!    the reason why it has no events;
 //! 2. a task reads them, over HTTP from our engines ([`http`]) or ZeroMQ from vLLM and SGLang
 //!    ([`zmq`], [`zmtp`]), in one wire format or the other ([`wire`]);
 //! 3. the [`reader`] keeps the rank's replica and reports changes to the policies; a stream that
 //!    ends is opened again, with growing pauses;
 //! 4. the candidate leaves the fleet: its task is stopped, and the policy forgets it.
 //!
-//! What waits to be read waits in the connection: there is no queue here that could grow.
+//! Unread events wait in the connection: there is no queue here that could grow.
 
 /// Encoding of events.
 mod codec;

@@ -1,4 +1,4 @@
-//! Where a worker's events are, from what it says about itself and from the flags.
+//! Address of a worker's events, from its description and from the flags.
 
 use serde::Deserialize;
 

@@ -1,4 +1,4 @@
-//! Reader of one rank: its replica, the policy it tells, and what is counted on the way.
+//! Reader of one rank: its replica, the policy that it informs, and its counters.
 
 use std::sync::Arc;
 

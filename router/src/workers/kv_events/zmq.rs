@@ -1,12 +1,12 @@
 //! vLLM's and SGLang's events: a PUB socket with numbered batches, and a ROUTER socket that repeats
 //! the last of them.
 //!
-//! 1. subscribe first, so that what is published meanwhile waits in the connection;
+//! 1. subscribe first, so that batches published meanwhile wait in the connection;
 //! 2. ask for a replay from the last batch that is known, that one included. It returns with the
 //!    same time: the publisher is still the same process, and everything behind it is taken in.
-//!    Another time, or none: another process, whose numbers restart;
-//! 3. read on. A number that is too large is a gap: back to 2. What no replay brings back makes the
-//!    entry a guess until the cache is cleared.
+//!    Another time, or no batch, means another process with numbers that restart;
+//! 3. read on. A number that is too large is a gap: back to 2. A batch that no replay brings back
+//!    makes the entry a guess until the cache is cleared.
 
 use std::convert::Infallible;
 use std::time::Duration;

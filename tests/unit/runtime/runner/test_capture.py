@@ -34,6 +34,7 @@ from tests.support.kernels.attention_batch import AttentionRow, build_batch
 from tests.support.kernels.attention_cases import Case
 from tests.support.models import tiny_model
 from tests.support.models.whole_model import load_model
+from tests.support.probes import RunnerProbe
 from tests.unit.runtime.test_device import CUDA, DeviceCheck, FakeStream
 
 
@@ -290,7 +291,7 @@ def test_failure_while_recording_leaves_an_engine_that_runs_eagerly(
     build._record_graphs(
         runner, config.build_config({"device": "cuda"}), torch.device("cpu"), 64, memory
     )
-    assert runner._graphs is None
+    assert RunnerProbe(runner).graphs is None
     assert (
         "recording failed (fast_decode_plan() got an unexpected keyword argument)"
         in caplog.messages[-1]

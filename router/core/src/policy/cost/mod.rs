@@ -10,20 +10,20 @@
 //! heat     recent arrivals that ended on the deepest shared block of this prompt, 10 s decay (`PrefixPopularity`)
 //! ```
 //!
-//! What each part is for:
+//! The parts:
 //! * time instead of counts: a prompt of 100 000 tokens is seconds of work, ten of 100 are nothing;
 //! * beta: computing a prefix again delays everyone behind it and evicts other blocks: nearly free
-//!   at low load, what keeps the cluster stable near saturation. The plain argmin of time to first
+//!   at low load, it keeps the cluster stable near saturation. The plain argmin of time to first
 //!   token has beta = 0;
 //! * in-flight blocks: a prefix counts from when its prompt is sent, so two turns close together
 //!   meet;
 //! * heat: a copy of a hot prefix pays back over its next users, so those are copied early.
 //!
 //! A request with a session key (a conversation, an agent, a user) is expected to find a share of
-//! the session's last prompt at the worker that got it, beside what the index knows (`sessions.rs`).
-//! T of that worker is less by it, so the key is worth at most what that prefix would be: a queue
-//! that is longer than the time saved goes before it, and a worker that is no candidate has no part
-//! in it.
+//! the session's last prompt at the worker that got it, beside the prefixes of the index
+//! (`sessions.rs`). T of that worker is less by it, so the key is worth at most that prefix: a
+//! queue that is longer than the time saved goes before it, and a worker that is no candidate has
+//! no part in it.
 //!
 //! Costs that differ by less than a prediction is worth are ties: they go to the session's worker,
 //! then to the smallest index, the fewest requests in flight, the least recent work, and to chance. A worker without
@@ -41,11 +41,11 @@
 //! lacks from i, as far as i's prefill does not hide it. A token takes longer from another machine
 //! than from the same, and longest from another topology domain (zone, rack), where both domains
 //! are known. [`CostPolicy::decide_pair`] minimizes the sum over pairs. Regular workers have both
-//! costs. Requests and k are what this router sent, and what other routers sent as far as j reports
-//! it.
+//! costs. Requests and k count the requests of this router, and those of other routers as far as j
+//! reports them.
 //!
 //! Sizes are tokens. Where they were not counted they are text units times a ratio that starts at a
-//! quarter (a token in four characters) and follows what workers report.
+//! quarter (a token in four characters) and follows the workers' reports.
 //!
 //! Budget: choose + observe < 100 µs (p99) at 128 workers and a prompt of 32 000 tokens
 //! (`benches/choose.rs`).

@@ -2,12 +2,12 @@
 //!
 //! | rank | prompt | held |
 //! |---|---|---|
-//! | announces what it stores, and nothing was missed | of token ids | *announced* ([`crate::kv`]) or *booked*: sent there and not announced yet |
+//! | announces its blocks, and no event was missed | of token ids | *announced* ([`crate::kv`]) or *booked*: sent there and not announced yet |
 //! | announces, but something was missed | of token ids | the most of announced, booked and remembered; half of it is believed |
-//! | else | any | *remembered*: what was sent there, least recently used out ([`crate::prefix_tree`]) |
+//! | else | any | *remembered*: prompts sent there, least recently used out ([`crate::prefix_tree`]) |
 //!
-//! A booking ends when its request fails, shortly after its first token (the rank announces what it
-//! stored then), or when it is too old. The bookings of a rank are one tree of paths; what no
+//! A booking ends when its request fails, shortly after its first token (the rank announces its
+//! blocks then), or when it is too old. The bookings of a rank are one tree of paths; what no
 //! booking that lasts was made after is dropped from it.
 
 use std::collections::BTreeMap;

@@ -5,12 +5,12 @@
 //!
 //! 1. sent: it joins the queue with its predicted time ([`RankEstimate::queue_prompt`]);
 //! 2. its first token is seen: it leaves; the time since the engine turned to it is an observation
-//!    of speed ([`RankEstimate::observe_first_token`]). Prompts whose first tokens come together
-//!    were computed together and are observed together. An engine that takes the shortest first
-//!    works at several in turns: there a whole busy period is one observation;
-//! 3. a request that does not stream shows no first token: its prompt leaves when the predicted
-//!    time is over. Its end is an observation of prefill and output together, where no stream took
-//!    part ([`RankEstimate::observe_answer`]);
+//!    of speed ([`RankEstimate::observe_first_token`]). Prompts were computed together if their
+//!    first tokens come together, and are observed together. An engine that takes the shortest
+//!    first works at several in turns: there a whole busy period is one observation;
+//! 3. a request that does not stream shows no first token: its prompt leaves after the predicted
+//!    time. Its end is an observation of prefill and output together, where no stream took part
+//!    ([`RankEstimate::observe_answer`]);
 //! 4. it fails or its client leaves: it leaves without an observation
 //! ([`RankEstimate::end_request`]).
 //!

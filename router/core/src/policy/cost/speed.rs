@@ -1,15 +1,15 @@
-//! How long a prefill takes, learned from what was observed.
+//! Duration of a prefill, learned from observations.
 //!
 //! ```text
 //! T(u, h) = a + b·u + c·u·(h + u/2)       u tokens to compute behind h cached ones; the last term is attention
 //! ```
 //!
 //! An answer that does not stream shows only when all of it is there: T + d·o for o tokens of
-//! output. It is fitted with the others, so that d takes what is not prefill.
+//! output. It is fitted with the others, so that d absorbs the time of decoding.
 //!
 //! One T for the fleet, by least squares with forgetting over observations, each weighted so that
-//! relative errors count alike. What the observations leave open (all prompts of one size, or none
-//! yet) comes from the prior's shape, scaled to them.
+//! relative errors count alike. Terms that the observations leave open (all prompts of one size, or
+//! no observation yet) come from the prior's shape, scaled to them.
 //!
 //! A worker's own pace is one factor on it ([`ObservedPace`]), and deliberately slow to believe: a
 //! worker that is thought slow gets nothing at low load, so nothing would ever correct a wrong

@@ -1,5 +1,5 @@
-//! State of `cost` for one role: the index, the ranks, the requests in flight, and what they
-//! taught.
+//! State of `cost` for one role: the index, the ranks, the requests in flight, and the estimates
+//! learned from them.
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -1,5 +1,5 @@
 //! Decisions after a failed attempt: whether the request is attempted again, at which workers,
-//! after which pause, or what it waits for.
+//! after which pause or event.
 //!
 //! 1. An attempt at a worker fails: [`RetryHistory::decide_retry`].
 //! 2. No worker could be chosen: [`RetryHistory::waits_for_worker`].

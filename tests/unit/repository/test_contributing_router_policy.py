@@ -1,0 +1,69 @@
+"""CONTRIBUTING.md's example of a router policy, followed in a copy of the crate `router-core`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from tests.unit.repository.test_contributing import ROOT, code_of, insert
+
+KINDS = re.search(
+    r"^pub enum PolicyKind \{\n(.*?)^\}",
+    (ROOT / "router/core/src/policy/mod.rs").read_text(encoding="utf-8"),
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def policy_names() -> list[str]:
+    assert KINDS is not None
+    variants = re.findall(r"^    (\w+),$", KINDS[1], re.MULTILINE)
+    return [re.sub(r"(?<!^)([A-Z])", r"_\1", variant).lower() for variant in variants]
+
+
+def test_steps_of_the_router_policy_example_make_a_policy(tmp_path: Path) -> None:
+    """The copy is compiled in the build folder of the workspace, where its dependencies are.
+
+    Its place below the copied workspace is another one than the crate's, so that neither replaces
+    what was built of the other.
+    """
+    crate = tmp_path / "example/core"
+    shutil.copytree(ROOT / "router/core", crate)
+    shutil.copy(ROOT / "Cargo.lock", tmp_path)
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs/protocol.md", tmp_path / "docs")
+    workspace = (ROOT / "Cargo.toml").read_text(encoding="utf-8")
+    alone, replaced = re.subn(
+        r"^members = .*$", 'members = ["example/core"]', workspace, flags=re.MULTILINE
+    )
+    assert replaced == 1
+    (tmp_path / "Cargo.toml").write_text(alone, encoding="utf-8")
+
+    policy, module, variant, constructor = code_of("a router policy", "rust")
+    policies = crate / "src/policy"
+    (policies / "least_requests.rs").write_text(policy, encoding="utf-8")
+    insert(policies / "mod.rs", r"^/// `manual`\.\nmod manual;", module)
+    insert(policies / "mod.rs", r"^\}\n\nnamed_choice!\(PolicyKind", variant)
+    insert(policies / "mod.rs", r"^        PolicyKind::Cost => ", constructor)
+
+    tests = ("policy::least_requests", "policy::tests")
+    command = ["cargo", "test", "--offline", "-p", "router-core", "--lib", "--", *tests]
+    env = {**os.environ, "CARGO_TARGET_DIR": str(ROOT / "target")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.findall(r"^test policy::(\S+) \.\.\. ok$", done.stdout, re.MULTILINE)
+    assert "least_requests::tests::worker_with_fewest_requests_is_chosen" in passed
+    assert "tests::only_candidates_are_chosen" in passed
+
+
+def test_help_and_page_list_every_policy() -> None:
+    config = (ROOT / "router/src/config/mod.rs").read_text(encoding="utf-8")
+    names = policy_names()
+    assert "cost" in names
+    assert f"/// How a worker is chosen: {', '.join(names)}\n" in config
+    routing = (ROOT / "docs/routing.md").read_text(encoding="utf-8")
+    table = routing.split("| policy | rule | what it is for |\n")[1].split("\n\n")[0]
+    first_cells = "".join(row.split("|")[1] for row in table.splitlines()[1:])
+    assert set(re.findall(r"`(\w+)`", first_cells)) == set(names)
