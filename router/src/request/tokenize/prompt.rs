@@ -1,5 +1,5 @@
 //! Texts of a request's prompts, as our engines read the same body
-//! (engine/baton/server/request/validation.py).
+//! (engine/baton/server/request/prompt/reader.py).
 //!
 //! Nothing is refused here. A body that an engine would refuse, or read in its own way, is a
 //! [`TokenizeFallback`]: the router goes by the text's bytes then, and the engine decides.
