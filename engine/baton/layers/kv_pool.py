@@ -28,8 +28,8 @@ from baton.cache.host import CopyRun
 from baton.errors import ConfigError
 from baton.layers.cuda import ipc
 from baton.layers.cuda.device_pages import CudaQueue, DevicePages
-from baton.layers.model_spec import KVSpec
 from baton.layers.ops import TORCH_DTYPES
+from baton.layers.spec import KVSpec
 
 log = logging.getLogger("baton.kv_pool")
 

@@ -24,9 +24,9 @@ from baton.layers import flashinfer_loader
 from baton.layers import kernels as triton_kernels
 
 if TYPE_CHECKING:
-    from baton.layers.model_spec import ModelSpec
     from baton.layers.ops_cpu import PackedWeight
     from baton.layers.ops_cuda import FlashInferOps
+    from baton.layers.spec import KernelShapes
 
 log = logging.getLogger("baton.ops")
 
@@ -49,7 +49,7 @@ _flashinfer: FlashInferOps | None = None
 _head_kernel: Callable[..., None] | None = None
 
 
-def choose_cuda(spec: ModelSpec, device: torch.device, *, required: bool = False) -> None:
+def choose_cuda(shapes: KernelShapes, device: torch.device, *, required: bool = False) -> None:
     """Decide for this process which kernels compute the model's functions on `device`, and compile them.
 
     Plain torch takes the place of those that cannot be used; the reason is logged.
@@ -57,14 +57,14 @@ def choose_cuda(spec: ModelSpec, device: torch.device, *, required: bool = False
     Raises:
         ConfigError: with `required`, kernels that take this model cannot be compiled here.
     """
-    _choose_triton(spec, device, required=required)
-    _choose_flashinfer(spec, device, required=required)
+    _choose_triton(shapes, device, required=required)
+    _choose_flashinfer(shapes, device, required=required)
 
 
-def _choose_triton(spec: ModelSpec, device: torch.device, *, required: bool) -> None:
+def _choose_triton(shapes: KernelShapes, device: torch.device, *, required: bool) -> None:
     global _head_kernel
     _head_kernel = None
-    problem = triton_kernels.find_obstacle(spec, device)
+    problem = triton_kernels.find_obstacle(shapes, device)
     if problem is None:
         from baton.layers.kernels.heads import store_heads
 
@@ -82,18 +82,18 @@ def _choose_triton(spec: ModelSpec, device: torch.device, *, required: bool) -> 
         )
 
 
-def _choose_flashinfer(spec: ModelSpec, device: torch.device, *, required: bool) -> None:
+def _choose_flashinfer(shapes: KernelShapes, device: torch.device, *, required: bool) -> None:
     from baton.layers import ops_cuda
 
     global _flashinfer
     _flashinfer = None
-    problem = ops_cuda.find_obstacle(spec)
+    problem = ops_cuda.find_obstacle(shapes)
     if problem is None:
         log.info(
             "flashinfer compiles its kernels at the first start, which takes minutes; later starts load them"
         )
         try:
-            _flashinfer = ops_cuda.try_out(spec, device)
+            _flashinfer = ops_cuda.try_out(shapes, device)
             log.info("norms, rotation and activation: flashinfer")
             return
         except torch.OutOfMemoryError:
@@ -198,7 +198,7 @@ def apply_rope(
     Args:
         q, k: may be views into one fused projection: strides of dimensions 0 and 1 are free.
         positions: int64 [T], each below len(cos).
-        cos, sin: float32 [C, D/2] tables (`models.rope`); dimension i turns with i + D/2, the layout of HF checkpoints.
+        cos, sin: float32 [C, D/2] tables (`models.blocks.rope`); dimension i turns with i + D/2, the layout of HF checkpoints.
     """
     if fast := _kernels_for(q):
         return fast.apply_rope(q, k, positions, cos, sin)

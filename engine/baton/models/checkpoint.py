@@ -6,16 +6,22 @@ minutes later. Every mistake is a ConfigError that names the file and what to do
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from baton.layers.model_spec import DTYPE_BYTES, ModelSpec
-from baton.layers.shard import WHOLE, Shard, share_of
+from baton.layers.shard import WHOLE, Shard
+from baton.models.spec.model import (
+    ModelSpec,
+    PlacedParam,
+    is_ignorable,
+    plan_weights,
+    share_of,
+    weight_bytes,
+)
 from baton.models.spec_reader import read_spec
-from baton.models.weight_files import read_tensor_entries, required_weight_files
-from baton.models.weights import Part, is_ignorable, plan_weights
+from baton.models.weight_files import TensorEntry, read_tensor_entries, required_weight_files
 
 CPU_POOL_MIB = 128
 """KV pool of each process on the CPU, whose memory is shared with all of the machine; --kv-pool-mib says more."""
@@ -35,41 +41,45 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
         _check_memory(config, spec, nodes)
 
 
-def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> dict[str, Path]:
-    """The file of each tensor that a rank reads, once all files fit the config by their headers.
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """A rank's tensors of a checkpoint, and where they are."""
+
+    params: tuple[PlacedParam, ...]
+    files: dict[str, Path]
+    """By checkpoint name, for the tensors that the rank reads; those of a file are neighbors."""
+
+
+def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeights:
+    """What a rank reads of the files, once all of them fit the config by their headers.
 
     Raises ConfigError for damaged files, and one that lists what is missing, unexpected or of another shape.
     """
-    places: dict[str, Part] = {
-        part.source: part for param in plan_weights(spec, shard) for part in param.parts
-    }
-    file_by_tensor: dict[str, Path] = {}
-    problems: list[str] = []
+    entries: dict[str, TensorEntry] = {}
     for file in required_weight_files(root):
-        for name, entry in read_tensor_entries(file).items():
-            if name not in places:
-                if not is_ignorable(spec, name, shard):
-                    problems.append(f"{file.name}: unexpected tensor {name}")
-                continue
-            file_by_tensor[name] = file
-            if entry.shape != places[name].whole:
-                problems.append(
-                    f"{file.name}: {name} is {list(entry.shape)}, config.json implies {list(places[name].whole)}"
-                )
-    problems += [f"missing tensor {name}" for name in sorted(places.keys() - file_by_tensor)]
+        entries |= read_tensor_entries(file)
+    params = tuple(plan_weights(spec, shard, entries))
+    shapes = {part.source: part.whole for _, param in params for part in param.parts}
+    files: dict[str, Path] = {}
+    problems: list[str] = []
+    for name, entry in entries.items():
+        if name not in shapes:
+            if not is_ignorable(spec, name, shard):
+                problems.append(f"{entry.file.name}: unexpected tensor {name}")
+            continue
+        files[name] = entry.file
+        if entry.shape != shapes[name]:
+            problems.append(
+                f"{entry.file.name}: {name} is {list(entry.shape)}, "
+                f"config.json implies {list(shapes[name])}"
+            )
+    problems += [f"missing tensor {name}" for name in sorted(shapes.keys() - files)]
     if problems:
         shown = problems[:_SHOWN] + (
             [f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         )
         raise ConfigError("\n  ".join([f"{root}: the weights do not fit its config.json:", *shown]))
-    return file_by_tensor
-
-
-def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:
-    """Size of a rank's weights."""
-    return DTYPE_BYTES[spec.dtype] * sum(
-        math.prod(param.shape) for param in plan_weights(spec, shard)
-    )
+    return StoredWeights(params, files)
 
 
 def _check_memory(config: EngineConfig, spec: ModelSpec, nodes: int) -> None:

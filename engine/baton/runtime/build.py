@@ -20,11 +20,11 @@ from baton.layers.attention.base import AttentionBackend
 from baton.layers.collectives import ALONE, ProcessGroup, TpContext, init_group
 from baton.layers.flashinfer_loader import summarize_error
 from baton.layers.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
-from baton.layers.model_spec import ModelSpec
-from baton.layers.shard import WHOLE, Shard, share_of
-from baton.models.checkpoint import CPU_POOL_MIB, weight_bytes
+from baton.layers.shard import WHOLE, Shard
+from baton.models.checkpoint import CPU_POOL_MIB
 from baton.models.decoder import Decoder
 from baton.models.load import OnProgress, load_weights
+from baton.models.spec.model import ModelSpec, share_of, weight_bytes
 from baton.models.spec_reader import read_spec
 from baton.runtime import device
 from baton.runtime.engine_loop import DeviceThread, EngineLoop, PoolSizes, make_engine
@@ -130,7 +130,7 @@ def load_rank(
     context = _context_length(config, spec)
     pages = _requested_pages(config, spec, compute)
     if memory is not None:
-        ops.choose_cuda(spec, compute, required=config.attention_backend != "torch")
+        ops.choose_cuda(spec.kernel_shapes, compute, required=config.attention_backend != "torch")
         pages = profile_memory(model, config, context, pages, memory, place, group)
     assert pages is not None, "a pool in host memory has a default size"
     kv, attn = _make_pool(config, spec, pages, compute)
@@ -246,7 +246,7 @@ def _make_pool(
             device=compute,
             dummy_page=recorded_rows > 0,
         )
-        attn = make_backend(config.attention_backend, spec, kv)
+        attn = make_backend(config.attention_backend, spec.attention, kv)
     return kv, attn
 
 

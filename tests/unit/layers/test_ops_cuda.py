@@ -15,6 +15,8 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.layers import flashinfer_loader, ops, ops_cuda
 from baton.layers.ops_cuda import FlashInferOps, try_out
+from baton.layers.spec import AttentionSpec, KernelShapes
+from baton.models.decoder import Decoder
 from tests.support.devices import fake_flashinfer
 from tests.support.models import shapes
 from tests.support.models.model_loop import ModelLoop
@@ -90,6 +92,12 @@ def test_tables_that_are_not_one_are_refused() -> None:
             FAST.apply_rope(q, q.clone(), torch.zeros(2, dtype=torch.int64), cos, sin)
 
 
+def join_tables(model: Decoder) -> None:
+    """Cosines and sines as halves of one table, as on a GPU."""
+    for rope in model._tables.values():
+        rope.cos, rope.sin = torch.cat((rope.cos, rope.sin), 1).chunk(2, 1)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 @pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": False, "attention_bias": True}])
 def test_model_computes_alike_with_them(
@@ -101,9 +109,7 @@ def test_model_computes_alike_with_them(
     def logits(kernels: Any) -> Tensor:
         monkeypatch.setattr(ops, "_kernels_for", lambda _: kernels)
         model = load_model(path, dtype, "dummy")
-        model._rope.cos, model._rope.sin = torch.cat((model._rope.cos, model._rope.sin), 1).chunk(
-            2, 1
-        )
+        join_tables(model)
         loop = ModelLoop(model, "torch", 4)
         work = [(loop.start(prompt, 0), len(prompt)) for prompt in prompts]
         return model.forward(loop.batch(work), loop.attn)
@@ -117,7 +123,7 @@ def test_chunk_that_samples_nothing_launches_no_kernel_over_no_rows(
     path = shapes.make("tiny", tmp_path / "m")
     monkeypatch.setattr(ops, "_kernels_for", lambda _: FAST)
     model = load_model(path, "bfloat16", "dummy")
-    model._rope.cos, model._rope.sin = torch.cat((model._rope.cos, model._rope.sin), 1).chunk(2, 1)
+    join_tables(model)
     loop = ModelLoop(model, "torch", 4)
     seq = loop.start(list(range(9)), 0)
     assert model.forward(loop.batch([(seq, 4)]), loop.attn).shape == (0, model.spec.vocab_size)
@@ -125,11 +131,12 @@ def test_chunk_that_samples_nothing_launches_no_kernel_over_no_rows(
 
 def test_tables_elsewhere_than_on_the_cpu_are_whole_and_one(tmp_path: Path) -> None:
     model = load_model(shapes.make("tiny", tmp_path / "m"), load_format="dummy")
-    before = model._rope.cos
+    (rope,) = model._tables.values()
+    before = rope.cos
     model.to(CPU)
-    assert model._rope.cos is before
+    assert rope.cos is before
     model.to(torch.device("meta"))
-    cos, sin = model._rope.cos, model._rope.sin
+    cos, sin = rope.cos, rope.sin
     assert len(cos) == len(sin) == model.spec.max_context
     assert cos.stride() == sin.stride() == (64, 1)
     assert sin.storage_offset() == cos.storage_offset() + 32
@@ -138,16 +145,18 @@ def test_tables_elsewhere_than_on_the_cpu_are_whole_and_one(tmp_path: Path) -> N
 # ---------------------------------------------------------------------------------------------- the choice
 
 
-def spec_of(tmp_path: Path, **changes: Any) -> Any:
-    return replace(
-        load_model(shapes.make("tiny", tmp_path / "m"), load_format="dummy").spec, **changes
-    )
+def shapes_of(tmp_path: Path, **changes: Any) -> KernelShapes:
+    path = shapes.make("tiny", tmp_path / "m")
+    return replace(load_model(path, load_format="dummy").spec.kernel_shapes, **changes)
 
 
 REFUSED = [
     ({"dtype": "float32"}, "they compute in float16 or bfloat16, the model in float32"),
-    ({"head_dim": 96}, "they take heads of 64, 128, 256, the model's have 96"),
-    ({"intermediate_size": 100}, "the model's intermediate_size on one rank is 100"),
+    ({"heads": AttentionSpec(4, 2, 96)}, "they take heads of 64, 128, 256, the model's have 96"),
+    (
+        {"inner_sizes": {"intermediate_size": 100}},
+        "the model's intermediate_size on one rank is 100",
+    ),
 ]
 
 
@@ -155,7 +164,7 @@ REFUSED = [
 def test_models_beyond_them_are_computed_by_plain_torch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], why: str
 ) -> None:
-    ops._choose_flashinfer(spec_of(tmp_path, **changes), CPU, required=False)
+    ops._choose_flashinfer(shapes_of(tmp_path, **changes), CPU, required=False)
     assert ops._flashinfer is None
     assert why in caplog.messages[-1]
     assert caplog.messages[-1].startswith("norms, rotation and activation: plain torch")
@@ -177,8 +186,8 @@ def test_every_function_is_run_once_and_one_that_does_not_compile_is_reported(
     monkeypatch.setattr(flashinfer_loader, "load_flashinfer", Library)
     monkeypatch.setattr(flashinfer_loader, "find_obstacle", lambda: None)
     monkeypatch.setattr(ops, "_flashinfer", None)
-    spec = spec_of(tmp_path)
-    ops._choose_flashinfer(spec, CPU, required=False)
+    kernel_shapes = shapes_of(tmp_path)
+    ops._choose_flashinfer(kernel_shapes, CPU, required=False)
     assert isinstance(ops._flashinfer, FlashInferOps)
     assert set(calls) == {
         "rmsnorm",
@@ -186,7 +195,7 @@ def test_every_function_is_run_once_and_one_that_does_not_compile_is_reported(
         "apply_rope_with_cos_sin_cache_inplace",
         "silu_and_mul",
     }
-    assert try_out(spec, CPU) is not None
+    assert try_out(kernel_shapes, CPU) is not None
 
     def broken(*_: Any) -> Any:
         raise RuntimeError(
@@ -194,13 +203,13 @@ def test_every_function_is_run_once_and_one_that_does_not_compile_is_reported(
         )
 
     monkeypatch.setattr(ops_cuda, "try_out", broken)
-    ops._choose_flashinfer(spec, CPU, required=False)
+    ops._choose_flashinfer(kernel_shapes, CPU, required=False)
     assert ops._flashinfer is None
     assert "flashinfer's: norm.cu(3): error: identifier is undefined" in caplog.messages[-1]
     with pytest.raises(
         ConfigError, match=r"norms cannot run here .*identifier is undefined.*cuBLAS and cuRAND"
     ):
-        ops._choose_flashinfer(spec, CPU, required=True)
+        ops._choose_flashinfer(kernel_shapes, CPU, required=True)
 
 
 @pytest.fixture

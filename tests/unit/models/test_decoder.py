@@ -49,7 +49,7 @@ def last_logits(
 ) -> torch.Tensor:
     """Logits after the prompt, computed in pieces that end at `cuts`; each piece shares its step with a stranger."""
     kv = make_pool(model.spec.kv, PAGE_SIZE, 64, native=False)
-    attn = CpuAttention(model.spec, kv)
+    attn = CpuAttention(model.spec.attention, kv)
     pages = list(range(64))
     random.Random(len(cuts)).shuffle(pages)
     mine, theirs = pages[:20], pages[20:40]

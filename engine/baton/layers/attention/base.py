@@ -24,11 +24,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.layers.spec import common_heads
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.layers.attention.paged_indices import PagedRows
     from baton.layers.cuda.stream import CudaStream
     from baton.layers.kv_pool import KvTensors
-    from baton.layers.model_spec import ModelSpec
+    from baton.layers.spec import AttentionSpec
 
 
 NOTHING = torch.empty(0, dtype=torch.int32)
@@ -78,18 +82,20 @@ class AttentionBackend(Protocol):
 class PagedAttention(AttentionBackend):
     """A backend on any device. A kernel may write K and V itself: then `attend` takes the place of `forward`."""
 
-    def __init__(self, spec: ModelSpec, kv: KvTensors) -> None:
-        self._spec = spec
+    def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
+        self._heads = common_heads(layers)
+        self._windows = tuple(layer.window for layer in layers)
+        """By layer."""
         self._kv = kv
         self._slot_mapping: Tensor | None = None
         self._slots: tuple[Tensor, Tensor] | None = None
         """Pages and offsets, once a layer of the step has asked for them."""
 
     @functools.cached_property
-    def _layers(self) -> list[tuple[Tensor, Tensor]]:
+    def _pages(self) -> list[tuple[Tensor, Tensor]]:
         return [
             (self._kv.data[:, layer, 0], self._kv.data[:, layer, 1])
-            for layer in range(self._spec.num_layers)
+            for layer in range(len(self._windows))
         ]
 
     def _set_slots(self, slot_mapping: Tensor) -> None:
@@ -103,14 +109,14 @@ class PagedAttention(AttentionBackend):
                 self._slot_mapping // self._kv.page_size,
                 self._slot_mapping % self._kv.page_size,
             )
-        keys, values = self._layers[layer]
+        keys, values = self._pages[layer]
         keys[self._slots] = k
         values[self._slots] = v
         return self.attend(layer, q)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, each [pages, page_size, Hk, D] with strides of the pool."""
-        return self._layers[layer]
+        return self._pages[layer]
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Attention by flashinfer's paged kernels, for a pool in CUDA memory.
 
-1. `FlashInferAttention(spec, kv)` makes a decode and one or two prefill wrappers per window size of the model, since a
+1. `FlashInferAttention(layers, kv)` makes a decode and one or two prefill wrappers per window size of the model, since a
 wrapper is planned for one window; 2. `plan(batch)` cuts the step into decode and prefill rows (`split_step`) and plans
 the wrappers that have rows; 3. `forward` per layer writes K and V into the pages and runs them; 4. the next `plan`
 replaces the step.
@@ -26,8 +26,7 @@ What is assumed of flashinfer 0.6:
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +40,7 @@ from baton.layers.attention.base import ForwardBatch, GraphInputs, PagedAttentio
 from baton.layers.attention.paged_indices import PagedRows, split_step
 from baton.layers.flashinfer_loader import SLOWER
 from baton.layers.kv_pool import KvTensors
-from baton.layers.model_spec import ModelSpec
+from baton.layers.spec import AttentionSpec, common_heads
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
@@ -61,14 +60,14 @@ LONG_TOKENS = 256
 """A step whose longest row computes so many tokens uses LONG_KERNELS."""
 
 
-def find_obstacle(spec: ModelSpec, kv: KvTensors) -> str | None:
+def find_obstacle(spec: AttentionSpec, kv: KvTensors) -> str | None:
     """Reason that keeps flashinfer from serving this model and pool, as the middle of a sentence; None: nothing."""
     device = kv.data.device.type
     missing = None if device == "cuda" else f"it needs a CUDA device, the KV pool is on {device}"
     return _find_unsupported(spec, kv) or missing or flashinfer_loader.find_obstacle()
 
 
-def _find_unsupported(spec: ModelSpec, kv: KvTensors) -> str | None:
+def _find_unsupported(spec: AttentionSpec, kv: KvTensors) -> str | None:
     if kv.data.dtype not in DTYPES:
         return f"it computes in float16 or bfloat16, the KV pool is {str(kv.data.dtype).removeprefix('torch.')}"
     if spec.head_dim not in HEAD_DIMS:
@@ -101,25 +100,30 @@ class FlashInferAttention(PagedAttention):
     """
 
     def __init__(
-        self, spec: ModelSpec, kv: KvTensors, library: Any = None, *, logits_soft_cap: float = 0.0
+        self,
+        layers: Sequence[AttentionSpec],
+        kv: KvTensors,
+        library: Any = None,
+        *,
+        logits_soft_cap: float = 0.0,
     ) -> None:
-        problem = find_obstacle(spec, kv) if library is None else _find_unsupported(spec, kv)
+        heads = common_heads(layers)
+        problem = find_obstacle(heads, kv) if library is None else _find_unsupported(heads, kv)
         if problem is not None:
             raise ConfigError(
                 f"--attention-backend flashinfer: {problem}; use --attention-backend {SLOWER}"
             )
         library = library or flashinfer_loader.load_flashinfer()
-        super().__init__(spec, kv)
-        self._sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.page_size)
+        super().__init__(layers, kv)
+        self._sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, kv.page_size)
         dtype = kv.data.dtype
-        scale = 1.0 / math.sqrt(spec.head_dim)
         self._arithmetic = {
-            "logits_soft_cap": logits_soft_cap, "sm_scale": scale, "q_data_type": dtype, "kv_data_type": dtype
+            "logits_soft_cap": logits_soft_cap, "sm_scale": heads.scale, "q_data_type": dtype, "kv_data_type": dtype
         }  # fmt: skip
         """Arguments that are the same for all plans."""
         self._library = library
         # The kernels without tensor cores are built for groups of 1 and 2 here; from 4 on tensor cores are faster.
-        self._group = spec.num_heads // spec.num_kv_heads
+        self._group = heads.num_heads // heads.num_kv_heads
         self._tensor_cores = self._group > 2
         self._make_decode = functools.partial(
             library.BatchDecodeWithPagedKVCacheWrapper,
@@ -131,7 +135,7 @@ class FlashInferAttention(PagedAttention):
         )
         self._wrappers = {
             window: self._make_wrappers(window, library.BatchPrefillWithPagedKVCacheWrapper)
-            for window in sorted(set(spec.windows))
+            for window in sorted(set(self._windows))
         }
         self._captured: dict[int, dict[int, _Wrappers]] = {}
         """By rows, then by window."""
@@ -157,7 +161,7 @@ class FlashInferAttention(PagedAttention):
         if not data.is_cuda or torch.cuda.get_device_capability(data.device)[0] != 9:
             return False
         is_plain = window == 0 and self._arithmetic["logits_soft_cap"] == 0.0
-        return is_plain and data.dtype == torch.bfloat16 and self._spec.head_dim in LONG_HEAD_DIMS
+        return is_plain and data.dtype == torch.bfloat16 and self._heads.head_dim in LONG_HEAD_DIMS
 
     def _prefill_of(self, wrappers: _Wrappers) -> Any:
         return wrappers.long_prefill if self._has_long_rows else wrappers.prefill
@@ -235,8 +239,10 @@ class FlashInferAttention(PagedAttention):
 
     def _eager_workspace_bytes(self) -> int:
         """The most that splitting the rows of a step takes: into at most two thread blocks per multiprocessor."""
-        tile = 64 if self._spec.head_dim >= 256 else 128
-        return self._split_bytes(2 * self._count_multiprocessors() // self._spec.num_kv_heads, tile)
+        tile = 64 if self._heads.head_dim >= 256 else 128
+        return self._split_bytes(
+            2 * self._count_multiprocessors() // self._heads.num_kv_heads, tile
+        )
 
     def _capture_workspace_bytes(self, size: int) -> int:
         """Workspace for splitting the rows of the largest capture; there are at least two blocks per multiprocessor."""
@@ -246,15 +252,15 @@ class FlashInferAttention(PagedAttention):
             16
             if self._group <= 16
             else 64
-            if self._group <= 64 or self._spec.head_dim >= 256
+            if self._group <= 64 or self._heads.head_dim >= 256
             else 128
         )
-        least = 2 * self._count_multiprocessors() // self._spec.num_kv_heads
+        least = 2 * self._count_multiprocessors() // self._heads.num_kv_heads
         return self._split_bytes(max(least, size - 1 + -(-size * self._group // tile)), tile)
 
     def _split_bytes(self, blocks: int, tile: int) -> int:
         """Partial results of thread blocks of `tile` queries (flashinfer's scheduler.cuh, PrefillPlan, step 2)."""
-        return self._spec.num_heads * blocks * tile * (self._spec.head_dim + 1) * 4 + (1 << 20)
+        return self._heads.num_heads * blocks * tile * (self._heads.head_dim + 1) * 4 + (1 << 20)
 
     def _count_multiprocessors(self) -> int:
         if not self._kv.data.is_cuda:
@@ -280,15 +286,15 @@ class FlashInferAttention(PagedAttention):
         plan(*rows, *self._sizes, window_left=window_left, **self._arithmetic, **only_prefill)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        pages = self._layers[layer]
+        pages = self._pages[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        wrappers = self._running[self._spec.windows[layer]]
+        wrappers = self._running[self._windows[layer]]
         n = self._num_decode
         if n:
             wrappers.decode.run(q[:n], pages, out=out[:n])
         if n < len(q):
             self._prefill_of(wrappers).run(q[n:], pages, out=out[n:])
-        return out.view(len(q), self._spec.q_size)
+        return out.view(len(q), self._heads.q_size)
 
     def _row_tensors(self, rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
         return (

@@ -12,6 +12,7 @@ A row with a window W reads only the pages its oldest query can see:
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 from baton.layers.attention.base import ForwardBatch, PagedAttention
 from baton.layers.kv_pool import KvTensors
-from baton.layers.model_spec import ModelSpec
+from baton.layers.spec import AttentionSpec
 
 
 class _Gather(NamedTuple):
@@ -45,9 +46,9 @@ class _Rows(NamedTuple):
 class TorchAttention(PagedAttention):
     """Paged causal attention with grouped queries and per-layer windows."""
 
-    def __init__(self, spec: ModelSpec, kv: KvTensors) -> None:
-        super().__init__(spec, kv)
-        self._windows = sorted(set(spec.windows))
+    def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
+        super().__init__(layers, kv)
+        self._window_sizes = sorted(set(self._windows))
         self._groups: list[_Rows] = []
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -65,11 +66,13 @@ class TorchAttention(PagedAttention):
             n = starts[rows[0] + 1] - starts[rows[0]]
             row_tables = [tables[r] for r in rows]
             row_lens = [kv_lens[r] for r in rows]
-            by_window = {w: self._gather_rows(row_tables, row_lens, n, w) for w in self._windows}
+            by_window = {
+                w: self._gather_rows(row_tables, row_lens, n, w) for w in self._window_sizes
+            }
             self._groups.append(_Rows(starts[rows[0]], n * len(rows), (len(rows), n), by_window))
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        out = torch.empty(len(q), self._spec.q_size, dtype=q.dtype, device=q.device)
+        out = torch.empty(len(q), self._heads.q_size, dtype=q.dtype, device=q.device)
         for rows in self._groups:
             tokens = slice(rows.first_token, rows.first_token + rows.num_tokens)
             out[tokens] = self._attend_rows(layer, q[tokens], rows)
@@ -98,9 +101,9 @@ class TorchAttention(PagedAttention):
         return _Gather(pages.to(device), visible.to(device), (row.to(device), slot.to(device)))
 
     def _attend_rows(self, layer: int, q: Tensor, rows: _Rows) -> Tensor:
-        spec = self._spec
+        spec = self._heads
         r, n = rows.shape
-        gather = rows.by_window[spec.windows[layer]]
+        gather = rows.by_window[self._windows[layer]]
         # [r, p, 2, page, Hk, D] -> two of [r, Hk, p * page, D]
         both = self._kv.data[:, layer][gather.pages].float().permute(2, 0, 4, 1, 3, 5).flatten(3, 4)
         # A slot no query sees may hold anything a former owner left, and 0 * NaN is NaN.

@@ -114,7 +114,7 @@ def _try_backend(
         device=memory.device,
     )
     before = memory.reserved_bytes()
-    attn = make_backend(config.attention_backend, model.spec, pool)
+    attn = make_backend(config.attention_backend, model.spec.attention, pool)
     workspace = memory.reserved_bytes() - before
     runner = make_runner(
         model,

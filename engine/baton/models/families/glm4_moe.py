@@ -1,0 +1,65 @@
+"""GLM 4.5, 4.6 and 4.7 with experts (transformers' Glm4MoeForCausalLM)."""
+
+from __future__ import annotations
+
+from baton.models.config_file import ModelConfig
+from baton.models.families.base import Biases, ModelFamily
+from baton.models.families.experts import read_experts, read_experts_per_token
+from baton.models.spec.mlp import MlpSpec
+from baton.models.spec.moe import MoeSpec, RouterSpec
+
+
+class Glm4Moe(ModelFamily):
+    """Half of each head turns; the first layers are dense, the others have experts beside shared ones."""
+
+    architecture = "Glm4MoeForCausalLM"
+    model_type = "glm4_moe"
+    max_position = 131072
+    kv_heads = 8
+    rms_eps = 1e-5
+    partial_rotary = 0.5
+    has_draft_layers = True
+    attention = "grouped queries, partial rotation, norms of q and k as config.json says"
+    feed_forward = "experts and shared experts; a gated MLP in the first layers"
+
+    def read_biases(self, config: ModelConfig) -> Biases:
+        return Biases(qkv=config.read_flag("attention_bias", False))
+
+    def has_qk_norm(self, config: ModelConfig) -> bool:
+        return config.read_flag("use_qk_norm", False)
+
+    def read_mlp(self, config: ModelConfig, layer: int) -> MlpSpec | MoeSpec:
+        first_sparse = config.read_index("first_k_dense_replace", 1) or 0
+        if layer < first_sparse:
+            return MlpSpec(config.read_integer("intermediate_size", 10944))
+        inner = config.read_integer("moe_intermediate_size", 1408)
+        shared = config.read_integer("n_shared_experts", 1) * inner
+        return MoeSpec(
+            _read_router(config),
+            inner,
+            shared=MlpSpec(
+                shared,
+                module="mlp.shared_experts",
+                size_field="n_shared_experts * moe_intermediate_size",
+            ),
+        )
+
+
+def _read_router(config: ModelConfig) -> RouterSpec:
+    experts = read_experts(config, ("n_routed_experts", "num_local_experts"), 128)
+    groups = config.read_integer("n_group", 1)
+    if experts % groups or experts // groups < 2:
+        config.refuse(
+            "n_group", groups, f"groups of at least 2 of the {experts} experts are needed"
+        )
+    return RouterSpec(
+        experts,
+        read_experts_per_token(config, 8, experts),
+        scoring="sigmoid",
+        normalizes=config.read_flag("norm_topk_prob", True),
+        rounds_weights=False,
+        has_bias=True,
+        num_groups=groups,
+        kept_groups=config.read_integer("topk_group", 1, most=groups),
+        scaling_factor=config.read_number("routed_scaling_factor", 1.0),
+    )
