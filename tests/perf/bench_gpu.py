@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from baton.config import build_config
-from baton.models.checkpoint import weight_bytes
+from baton.models.spec.model import weight_bytes
 from baton.runtime import build as runtime
 from baton.runtime.build import LoadedModel
 from baton.runtime.engine_loop import EngineLoop

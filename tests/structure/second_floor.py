@@ -17,7 +17,7 @@ SECOND_FLOOR = {
         "recording",
     ),
     "engine/baton/layers": (
-        "model_spec",
+        "spec",
         "shard",
         "collectives",
         "flashinfer_loader",

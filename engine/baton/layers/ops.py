@@ -1,11 +1,13 @@
 """The handful of tensor functions a decoder layer is made of, besides attention.
 
-Each public function first offers the call to the native CPU kernels (`ops_cpu`, same names and signatures), on a CUDA
-device to flashinfer's (`ops_cuda`), and else runs the plain torch version written here, which is also what the kernels
-are tested against. Which is in use is decided once and logged: for the CPU at import, for CUDA by `choose_cuda`. There
-a kernel of our own (`head_kernel`) does in one launch what lies between a layer's projection and its attention.
+Each public function first offers the call to the native CPU kernels (`ops_cpu`, same names and
+signatures), on a CUDA device to flashinfer's (`ops_cuda`), and else runs the plain torch version
+written here, which is also what the kernels are tested against. Which is in use is decided once and
+logged: for the CPU at import, for CUDA by `choose_cuda`. There a kernel of our own (`head_kernel`)
+does in one launch what lies between a layer's projection and its attention.
 
-Shapes: T tokens, H heads, D head size, N features; all tensors on one device, last dimension contiguous.
+Shapes: T tokens, H heads, D head size, N features; all tensors on one device, last dimension
+contiguous.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ _head_kernel: Callable[..., None] | None = None
 
 
 def choose_cuda(shapes: KernelShapes, device: torch.device, *, required: bool = False) -> None:
-    """Decide for this process which kernels compute the model's functions on `device`, and compile them.
+    """Decide for this process which kernels compute the model's functions on `device`, and compile
+    them.
 
     Plain torch takes the place of those that cannot be used; the reason is logged.
 
@@ -147,7 +150,8 @@ def set_threads(n: int) -> None:
 
 
 def pack_weight(weight: Matrix) -> Matrix:
-    """The weight re-ordered for the native kernels: as large, independent of it. Without them `weight`.
+    """The weight re-ordered for the native kernels: as large, independent of it. Without them
+    `weight`.
 
     A packed weight is returned as it is.
 
@@ -172,9 +176,11 @@ def embed_tokens(weight: Matrix, ids: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, times weight [N]. Any leading shape; a new tensor in x's dtype.
+    """x / rms(x) over the last dimension, times weight [N]. Any leading shape; a new tensor in x's
+    dtype.
 
-    The mean is taken in float32 and the quotient rounded to x's dtype before the product, as transformers does.
+    The mean is taken in float32 and the quotient rounded to x's dtype before the product, as
+    transformers does.
     """
     if fast := _kernels_for(x):
         return fast.rms_norm(x, weight, eps)
@@ -183,7 +189,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual) for x, residual [T, N]; either input may be overwritten."""
+    """(rms_norm(x + residual), x + residual) for x, residual [T, N]; either input may be
+    overwritten."""
     if fast := _kernels_for(x):
         return fast.add_rms_norm(x, residual, weight, eps)
     total = x + residual
@@ -198,7 +205,8 @@ def apply_rope(
     Args:
         q, k: may be views into one fused projection: strides of dimensions 0 and 1 are free.
         positions: int64 [T], each below len(cos).
-        cos, sin: float32 [C, D/2] tables (`models.blocks.rope`); dimension i turns with i + D/2, the layout of HF checkpoints.
+        cos, sin: float32 [C, D/2] tables (`models.blocks.rope`); dimension i turns with i + D/2,
+        the layout of HF checkpoints.
     """
     if fast := _kernels_for(q):
         return fast.apply_rope(q, k, positions, cos, sin)

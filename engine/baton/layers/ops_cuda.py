@@ -1,15 +1,21 @@
-"""The functions of `baton.layers.ops` by flashinfer's kernels: same names, float16 or bfloat16 on a CUDA device.
+"""The functions of `baton.layers.ops` by flashinfer's kernels: same names, float16 or bfloat16 on a
+CUDA device.
 
-One launch each where plain torch takes three to eight, and every one can be part of a CUDA graph: no call waits for the
-device or allocates outside torch. Numbers differ from plain torch's in the last bit only: the quotient of a norm is not
-rounded before its product with the weight, and silu uses the fast exponential.
+One launch each where plain torch takes three to eight, and every one can be part of a CUDA graph:
+no call waits for the device or allocates outside torch. Numbers differ from plain torch's in the
+last bit only: the quotient of a norm is not rounded before its product with the weight, and silu
+uses the fast exponential.
 
-What the kernels take (flashinfer 0.6.8 to 0.6.18, csrc/norm.cu, csrc/rope.cu, flashinfer/activation.cuh):
+What the kernels take (flashinfer 0.6.8 to 0.6.18, csrc/norm.cu, csrc/rope.cu,
+flashinfer/activation.cuh):
 
-* norms: the last dimension contiguous, others with any strides; reading 16 bytes at once wants sizes and strides that
+* norms: the last dimension contiguous, others with any strides; reading 16 bytes at once wants
+sizes and strides that
   are multiples of 8 values;
-* rotation: dimension i turns with i + D/2 (`is_neox`), in float32, rounded once, like ours; one float32 table
-  [positions, D] whose rows are [cos | sin], and positions as int64. Heads of 64, 128 or 256 (others: another kernel);
+* rotation: dimension i turns with i + D/2 (`is_neox`), in float32, rounded once, like ours; one
+float32 table
+  [positions, D] whose rows are [cos | sin], and positions as int64. Heads of 64, 128 or 256
+  (others: another kernel);
 * activation: contiguous rows [gate | up].
 """
 
@@ -29,7 +35,8 @@ _AT_ONCE = 8
 
 
 def find_obstacle(shapes: KernelShapes) -> str | None:
-    """Reason that keeps these kernels from computing this model here, as the middle of a sentence; None: nothing."""
+    """Reason that keeps these kernels from computing this model here, as the middle of a sentence;
+    None: nothing."""
     if shapes.dtype not in ("float16", "bfloat16"):
         return f"they compute in float16 or bfloat16, the model in {shapes.dtype}"
     if shapes.heads.head_dim not in HEAD_DIMS:
@@ -42,7 +49,8 @@ def find_obstacle(shapes: KernelShapes) -> str | None:
 
 
 def try_out(shapes: KernelShapes, device: torch.device) -> FlashInferOps:
-    """The kernels, each run once: that compiles them. Raises what that raises, RuntimeError mostly."""
+    """The kernels, each run once: that compiles them. Raises what that raises, RuntimeError
+    mostly."""
     kernels = FlashInferOps(flashinfer_loader.load_flashinfer())
     dtype = getattr(torch, shapes.dtype)
     x = torch.zeros(2, shapes.hidden_size, dtype=dtype, device=device)
@@ -84,7 +92,8 @@ class FlashInferOps:
     def apply_rope(
         self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`cos` and `sin` must be the two halves of one table, as `models.blocks.rope` makes them."""
+        """`cos` and `sin` must be the two halves of one table, as `models.blocks.rope` makes
+        them."""
         self._rope(positions, q, k, q.shape[-1], _join_tables(cos, sin), is_neox=True)
         return q, k
 
@@ -94,7 +103,8 @@ class FlashInferOps:
 
 
 def _join_tables(cos: Tensor, sin: Tensor) -> Tensor:
-    """The table [C, 2n] of which these are the left and the right half [C, n]. Raises ValueError when they are not."""
+    """The table [C, 2n] of which these are the left and the right half [C, n]. Raises ValueError
+    when they are not."""
     rows, half = cos.shape
     strides = (2 * half, 1)
     if (

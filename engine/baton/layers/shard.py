@@ -4,9 +4,11 @@
                             inner size     gate_up (rows), down (columns), of an MLP and of every expert
                             vocabulary     embedding and output head (rows)
     whole on every rank     norms, positions, routers, the residual stream
-    on the first rank only  biases of o and down: partial results are added up, so a bias may come once
+    on the first rank only  biases of o and down: partial results are added up, so a bias may come
+    once
 
-Each rank has whole groups of query heads with their KV head. With more ranks than KV heads, several hold the same one.
+Each rank has whole groups of query heads with their KV head. With more ranks than KV heads, several
+hold the same one.
 """
 
 from __future__ import annotations

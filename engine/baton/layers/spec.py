@@ -14,7 +14,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """The cache of one token: `tensors_per_layer` (K and V) of [num_kv_heads, head_dim] in each layer."""
+    """The cache of one token: `tensors_per_layer` (K and V) of [num_kv_heads, head_dim] in each
+    layer."""
 
     num_layers: int
     num_kv_heads: int

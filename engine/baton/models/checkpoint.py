@@ -1,4 +1,5 @@
-"""Facts about a checkpoint before it is loaded, from config.json and the headers of its files. No torch here.
+"""Facts about a checkpoint before it is loaded, from config.json and the headers of its files. No
+torch here.
 
 A start calls `check_checkpoint` first: in milliseconds it finds what would otherwise end the start
 minutes later. Every mistake is a ConfigError that names the file and what to do.
@@ -24,13 +25,15 @@ from baton.models.spec_reader import read_spec
 from baton.models.weight_files import TensorEntry, read_tensor_entries, required_weight_files
 
 CPU_POOL_MIB = 128
-"""KV pool of each process on the CPU, whose memory is shared with all of the machine; --kv-pool-mib says more."""
+"""KV pool of each process on the CPU, whose memory is shared with all of the machine; --kv-pool-mib
+says more."""
 GIB = 2**30
 _SHOWN = 8
 
 
 def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
-    """Raise ConfigError when engines with these flags cannot load the model at `path`, or `nodes` of them together."""
+    """Raise ConfigError when engines with these flags cannot load the model at `path`, or `nodes`
+    of them together."""
     spec = read_spec(
         path, config.dtype, config.load_format, config.random_seed, on_cpu=config.device == "cpu"
     )
@@ -51,9 +54,10 @@ class StoredWeights:
 
 
 def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeights:
-    """What a rank reads of the files, once all of them fit the config by their headers.
+    """Find the tensors that a rank reads, once the headers of all files fit the config.
 
-    Raises ConfigError for damaged files, and one that lists what is missing, unexpected or of another shape.
+    Raises ConfigError for damaged files, and one that lists what is missing, unexpected or of
+    another shape.
     """
     entries: dict[str, TensorEntry] = {}
     for file in required_weight_files(root):
@@ -100,7 +104,8 @@ def _check_memory(config: EngineConfig, spec: ModelSpec, nodes: int) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes this process and its children may still take: the machine's, or less where its cgroup says so."""
+    """Bytes this process and its children may still take: the machine's, or less where its cgroup
+    says so."""
     limits = []
     for line in _read_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):

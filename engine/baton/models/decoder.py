@@ -1,13 +1,15 @@
 """The decoder: one loop over layers made of blocks, for every family.
 
-One forward pass: (1) embed the step's tokens; (2) per layer norm → attention block, then norm → MLP or mixture of
-experts (`models.blocks`), each sum folded into the norm that follows it; (3) after the last layer's attention only the
-rows that sample go on, since the others are not read: a long prompt's chunk pays neither the last MLP nor the output
-head.
+One forward pass: (1) embed the step's tokens; (2) per layer norm → attention block, then norm → MLP
+or mixture of experts (`models.blocks`), each sum folded into the norm that follows it; (3) after
+the last layer's attention only the
+rows that sample go on, since the others are not read: a long prompt's chunk pays neither the last
+MLP nor the output head.
 
-Weights are plain tensors and layers plain function calls: at batch 1 a small model's time is call overhead.
-With tensor parallelism each rank computes this with its share of the weights (`layers.shard`): partial sums meet after
-the embedding, each attention and each MLP, and the shares of the logits at the first rank.
+Weights are plain tensors and layers plain function calls: at batch 1 a small model's time is call
+overhead. With tensor parallelism each rank computes this with its share of the weights
+(`layers.shard`): partial sums meet after the embedding, each attention and each MLP, and the shares
+of the logits at the first rank.
 
 Invariant: a row's logits do not depend on the other rows of the batch, beyond rounding.
 """
@@ -83,14 +85,15 @@ class Decoder:
         shard: Shard = WHOLE,
         tp: Collectives = ALONE,
     ) -> None:
-        """`spec`: of what is computed here (spec.model.share_of), which is all of it unless `tp` has more ranks."""
+        """`spec`: of what is computed here (spec.model.share_of), which is all of it unless `tp`
+        has more ranks."""
         self.spec = spec
         self.weights = weights
         self._tp = tp
         self._vocab = shard.slice_of(spec.vocab_size)
         self._tables = _make_rope_tables(spec)
         self._ropes = [self._tables[layer.attention.rope] for layer in spec.layers]
-        """Of each layer."""
+        """The table of each layer."""
 
     def to(self, device: torch.device) -> None:
         """Move weights and tables; before `pack`, which is for the CPU only."""
@@ -105,9 +108,11 @@ class Decoder:
             rope.to(device)
 
     def pack(self) -> None:
-        """Re-order the matrices for the CPU kernels, one after the other: peak memory is the model and its largest one.
+        """Re-order the matrices for the CPU kernels, one after the other: peak memory is the model
+        and its largest one.
 
-        The embedding is packed only as the output head it is tied to; else it is looked up, never multiplied.
+        The embedding is packed only as the output head it is tied to; else it is looked up, never
+        multiplied.
         """
         w = self.weights
         for layer in w.layers:
@@ -119,12 +124,14 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
-        """Compute one step: float32 logits [S, vocab], one row per `batch.sample_index` (S may be 0).
+        """Compute one step: float32 logits [S, vocab], one row per `batch.sample_index` (S may be
+        0).
 
         Calls `attn.plan(batch)` itself, then writes the KV of all T tokens through `attn`. Positions must be below
         the pool's and the model's limits; the scheduler checks both at admission.
 
-        All tensor-parallel ranks must be given the same batch. The first one gets the logits, the others S = 0.
+        All tensor-parallel ranks must be given the same batch. The first one gets the logits, the
+        others S = 0.
         """
         self.prepare(batch, attn)
         return self.compute(batch, attn).float()
@@ -142,7 +149,8 @@ class Decoder:
     def compute(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         """`forward` without `prepare`; the logits in compute type.
 
-        On a CUDA device it queues work and waits for nothing, so it can be recorded (runtime.runner.capture).
+        On a CUDA device it queues work and waits for nothing, so it can be recorded
+        (runtime.runner.capture).
         """
         return self.compute_logits(self.compute_hidden(batch, attn))
 
@@ -178,7 +186,8 @@ class Decoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The output head: logits [n, vocab] of rows of `compute_hidden`, in compute type.
 
-        All tensor-parallel ranks call it with as many rows; the first one gets the logits, the others none.
+        All tensor-parallel ranks call it with as many rows; the first one gets the logits, the
+        others none.
         """
         if len(hidden) == 0:
             return torch.empty(0, self.spec.vocab_size, device=hidden.device)

@@ -1,13 +1,15 @@
 """Checkpoint files to a ready `Decoder`.
 
 1. `read_spec` checks the config; `plan_weights` says which tensors must come and where each goes.
-2. Files are memory-mapped (safetensors) and copied tensor by tensor into their stacked places on the device, cast on
+2. Files are memory-mapped (safetensors) and copied tensor by tensor into their stacked places on
+the device, cast on
    the way; peak memory is the finished model there plus one tensor on the host. A tensor-parallel rank reads its
    shares of them and nothing else.
-3. Anything missing, unexpected or of another shape ends the start with one ConfigError that lists it.
+3. Anything missing, unexpected or of another shape ends the start with one ConfigError that lists
+it.
 
-`load_format="dummy"` fills the same places with seeded noise instead: same seed, same weights, on every node and
-device. It needs config.json only, and next to no host memory.
+`load_format="dummy"` fills the same places with seeded noise instead: same seed, same weights, on
+every node and device. It needs config.json only, and next to no host memory.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ log = logging.getLogger("baton.load")
 
 _DUMMY_STD = 0.02
 _NOISE = 4194301
-"""Values that are really drawn. A prime, so that no two rows of a matrix are the same stretch of them."""
+"""Values that are really drawn. A prime, so that no two rows of a matrix are the same stretch of
+them."""
 _PROGRESS_SECS = 5.0
 _CPU = torch.device("cpu")
 
 OnProgress = Callable[[int, int], None]
-"""Called with the parameters in memory and those to come in total, first with 0, last when they are equal."""
+"""Called with the parameters in memory and those to come in total, first with 0, last when they are
+equal."""
 LoadedTensors = dict[int, dict[str, Tensor]]
 """By layer, OUTSIDE for those that belong to none, and by name."""
 
@@ -57,13 +61,16 @@ def load_weights(
     device: torch.device = _CPU,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Decoder:
-    """The share of model `spec` that a tensor-parallel rank computes; only that is read of the files.
+    """The share of model `spec` that a tensor-parallel rank computes; only that is read of the
+    files.
 
     Args:
         path: a Hugging Face model directory, of which `read_spec` has made `spec`.
-        load_format: auto reads safetensors files; dummy needs config.json only and draws weights from `seed`.
+        load_format: auto reads safetensors files; dummy needs config.json only and draws weights
+        from `seed`.
         tp: how it meets the other ranks.
-        device: where the weights are put, one after the other; torch.OutOfMemoryError when they do not fit.
+        device: where the weights are put, one after the other; torch.OutOfMemoryError when they do
+        not fit.
     Raises:
         ConfigError: missing or malformed files, or the model cannot be divided so.
     """
@@ -92,9 +99,11 @@ def load_weights(
 def _dummy_tensors(
     spec: ModelSpec, seed: int, shard: Shard, device: torch.device, on_progress: OnProgress
 ) -> LoadedTensors:
-    """Whole tensors are filled, and this rank's shares kept: a model is the same however it is divided.
+    """Whole tensors are filled, and this rank's shares kept: a model is the same however it is
+    divided.
 
-    One stretch of noise is drawn on the host, which does it alike everywhere, and repeated over all matrices.
+    One stretch of noise is drawn on the host, which does it alike everywhere, and repeated over all
+    matrices.
     """
     dtype = TORCH_DTYPES[spec.dtype]
     generator = torch.Generator().manual_seed(seed)
@@ -135,7 +144,8 @@ def _dummy_tensors(
 
 
 class _Progress:
-    """Progress of loading `total` parameters: calls `on_progress`, and logs a line every few seconds."""
+    """Progress of loading `total` parameters: calls `on_progress`, and logs a line every few
+    seconds."""
 
     def __init__(self, total: int, on_progress: OnProgress) -> None:
         self._total = total

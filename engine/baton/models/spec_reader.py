@@ -1,4 +1,5 @@
-"""Reader of a checkpoint's config.json, the only one: limits and arithmetic come from the same fields. No torch here.
+"""Reader of a checkpoint's config.json, the only one: limits and arithmetic come from the same
+fields. No torch here.
 
 Where config.json has two spellings of one fact, the reader goes by transformers 5, or refuses:
 
@@ -9,7 +10,8 @@ Where config.json has two spellings of one fact, the reader goes by transformers
 | rotary embedding | `rope_scaling`, `rope_parameters`, `rope_theta` | see `families.rope_config` |
 | longest context | `max_position_embeddings`, stretched by the rotary embedding | the longer one |
 
-What differs between families stands in a file each (`models.families`); here is what all have alike.
+What differs between families stands in a file each (`models.families`); here is what all have
+alike.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ from baton.models.weight_files import (
 log = logging.getLogger("baton.spec")
 
 UNKNOWN_MAX_POSITION = 2048
-"""Context length of a family that we do not know and that names none: the shortest of the families we load."""
+"""Context length of a family that we do not know and that names none: the shortest of the families
+we load."""
 
 
 def read_spec(
@@ -58,8 +61,10 @@ def read_spec(
     """Read and check a Hugging Face model directory.
 
     Args:
-        dtype: auto takes the checkpoint's type, on a CPU bfloat16 for float16 (CPUs compute that ten times slower).
-        load_format, seed: enter `model_hash` only, so that dummy weights of two seeds are never paired.
+        dtype: auto takes the checkpoint's type, on a CPU bfloat16 for float16 (CPUs compute that
+        ten times slower).
+        load_format, seed: enter `model_hash` only, so that dummy weights of two seeds are never
+        paired.
     Raises:
         ConfigError: missing or unreadable files, or anything the decoder would not compute exactly.
     """
@@ -121,7 +126,8 @@ def read_architecture(config: ModelConfig) -> str:
 
 
 def read_max_context(config: ModelConfig) -> int:
-    """Longest prompt + answer the model was made for [tokens]; of a family that we do not know, what it states."""
+    """Longest prompt + answer the model was made for [tokens]; of a family that we do not know,
+    what it states."""
     architecture = find_architecture(config)
     if architecture is not None:
         return FAMILIES[architecture].read_max_context(config)

@@ -1,6 +1,7 @@
 """Attention backends behind one interface (`base.AttentionBackend`).
 
-`cpu` native kernels, `flashinfer` on CUDA devices, `torch` the reference on any device; `auto` chooses.
+`cpu` native kernels, `flashinfer` on CUDA devices, `torch` the reference on any device; `auto`
+chooses.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ log = logging.getLogger("baton.attention")
 
 
 def make_backend(name: str, layers: Sequence[AttentionSpec], kv: KvTensors) -> AttentionBackend:
-    """The backend called `name` (--attention-backend). Raises ConfigError when it cannot serve this pool here."""
+    """The backend called `name` (--attention-backend). Raises ConfigError when it cannot serve this
+    pool here."""
     if name == "auto":
         return _choose_backend(layers, kv)
     if name == "torch":
@@ -33,7 +35,8 @@ def make_backend(name: str, layers: Sequence[AttentionSpec], kv: KvTensors) -> A
 
 
 def _choose_backend(layers: Sequence[AttentionSpec], kv: KvTensors) -> AttentionBackend:
-    """The fastest that can serve this pool; says which one and why. On a GPU it is flashinfer or none."""
+    """The fastest that can serve this pool; says which one and why. On a GPU it is flashinfer or
+    none."""
     device = kv.data.device.type
     if device == "cuda":
         gpu_backend = make_backend("flashinfer", layers, kv)

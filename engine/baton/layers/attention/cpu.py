@@ -1,12 +1,14 @@
 """Attention by the native CPU kernels: the default backend.
 
-1. `CpuAttention(layers, kv)` describes each layer of the pool to the kernels once; 2. `plan(batch)` checks the step's
-index tensors and hands over their addresses; 3. `forward` per layer writes K and V into the pages and attends, in two
-native calls that release the GIL; 4. the next `plan` replaces the step.
+1. `CpuAttention(layers, kv)` describes each layer of the pool to the kernels once; 2. `plan(batch)`
+checks the step's index tensors and hands over their addresses; 3. `forward` per layer writes K and
+V into the pages and attends, in two native calls that release the GIL; 4. the next `plan` replaces
+the step.
 
-Exact, bit for bit (see engine/kernels/src/lib.rs): a token's output does not depend on the other rows of the batch, on
-how its prompt was cut into chunks, on prefill or decode, nor on the number of threads. It may differ in rounding
-between CPUs of different instruction levels (`baton._native.cpu_isa()`).
+Exact, bit for bit (see engine/kernels/src/lib.rs): a token's output does not depend on the other
+rows of the batch, on how its prompt was cut into chunks, on prefill or decode, nor on the number of
+threads. It may differ in rounding between CPUs of different instruction levels
+(`baton._native.cpu_isa()`).
 
 Shapes and layout are checked here and nowhere below: the kernels take addresses.
 """
@@ -30,7 +32,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuAttention:
-    """Paged causal attention with grouped queries and per-layer windows, on CPU tensors in float32 or bfloat16."""
+    """Paged causal attention with grouped queries and per-layer windows, on CPU tensors in float32
+    or bfloat16."""
 
     def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
         data = kv.data
@@ -54,7 +57,8 @@ class CpuAttention:
         self._tokens = 0
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Raises ValueError when an index tensor has the wrong type or length, or leads out of the pool."""
+        """Raises ValueError when an index tensor has the wrong type or length, or leads out of the
+        pool."""
         rows = len(batch.kv_lens)
         tokens = len(batch.slot_mapping)
         pages = len(batch.page_indices)

@@ -1,7 +1,8 @@
 """Reference attention in plain torch: the definition the fast backends are compared with.
 
-Decode rows are gathered together, padded to the longest, and attended in one batched product; each prefill row is
-attended alone. All arithmetic is float32, whatever the pool's type; results are rounded once, at the end.
+Decode rows are gathered together, padded to the longest, and attended in one batched product; each
+prefill row is attended alone. All arithmetic is float32, whatever the pool's type; results are
+rounded once, at the end.
 
 A row with a window W reads only the pages its oldest query can see:
 
@@ -30,7 +31,8 @@ class _Gather(NamedTuple):
     pages: Tensor
     """int64 [r, p]: padded with a page of the row itself."""
     visible: Tensor
-    """bool [r, n, p * page_size]: which gathered slots each query sees; padding and stale slots never."""
+    """bool [r, n, p * page_size]: which gathered slots each query sees; padding and stale slots
+    never."""
     unseen: tuple[Tensor, Tensor]
     """(row, slot) pairs that no query sees."""
 
@@ -81,7 +83,8 @@ class TorchAttention(PagedAttention):
     def _gather_rows(
         self, tables: list[Tensor], kv_lens: list[int], n: int, window: int
     ) -> _Gather:
-        """Pages and visibility of rows with n queries each, of which the last is at position kv_len - 1."""
+        """Pages and visibility of rows with n queries each, of which the last is at position kv_len
+        - 1."""
         size = self._kv.page_size
         skipped = [max(0, kv_len - n - window + 1) // size if window else 0 for kv_len in kv_lens]
         used = [-(-kv_len // size) for kv_len in kv_lens]

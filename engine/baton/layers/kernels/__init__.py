@@ -1,7 +1,8 @@
-"""Kernels of our own, in Triton, which comes with torch's CUDA builds: `draw` and `masks` for the sampler, `heads` for
-a layer.
+"""Kernels of our own, in Triton, which comes with torch's CUDA builds: `draw` and `masks` for the
+sampler, `heads` for a layer.
 
-Triton compiles a kernel at its first launch, and the launcher with a C compiler: `find_obstacle` does both at start.
+Triton compiles a kernel at its first launch, and the launcher with a C compiler: `find_obstacle`
+does both at start.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
     from baton.layers.spec import KernelShapes
 
 usable = True
-"""False once `find_obstacle` has found one: the sampler then draws on the host, which waits for the device."""
+"""False once `find_obstacle` has found one: the sampler then draws on the host, which waits for the
+device."""
 REMEDY = "install triton and a C compiler (gcc, or what CC names) with Python's headers"
 
 
 def find_obstacle(shapes: KernelShapes, device: torch.device) -> str | None:
-    """The reason why the kernels cannot run this model here, as the middle of a sentence; None: they can.
+    """The reason why the kernels cannot run this model here, as the middle of a sentence; None:
+    they can.
 
     Runs each once. Raises torch.OutOfMemoryError.
     """

@@ -1,4 +1,5 @@
-"""The attention block: q, k, v of one product, norms, rotation, attention over the pages, projection."""
+"""The attention block: q, k, v of one product, norms, rotation, attention over the pages,
+projection."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from baton.models.spec.attention import AttentionBlockSpec
 
 @dataclass(slots=True)
 class AttentionBlock:
-    """Weights in compute dtype, contiguous. Matrices are [out, in]; see `spec.attention` for the stacked one."""
+    """Weights in compute dtype, contiguous. Matrices are [out, in]; see `spec.attention` for the
+    stacked one."""
 
     spec: AttentionBlockSpec
-    """Of this rank's share."""
+    """This rank's share."""
     eps: float
-    """Of the norms of q and k."""
+    """Added to the mean square in the norms of q and k."""
     qkv: ops.Matrix
     o: ops.Matrix
     qkv_bias: Tensor | None = None
@@ -41,7 +43,8 @@ class AttentionBlock:
     def attend(
         self, layer: int, x: Tensor, batch: ForwardBatch, attn: AttentionBackend, rope: RopeTables
     ) -> Tensor:
-        """x [T, hidden]: the heads' results [T, Hq * D], after K and V of the step are in the pages."""
+        """x [T, hidden]: the heads' results [T, Hq * D], after K and V of the step are in the
+        pages."""
         spec = self.spec.heads
         heads = ops.linear(x, self.qkv, self.qkv_bias).view(len(x), -1, spec.head_dim)
         if (store_heads := ops.head_kernel(x)) is not None:

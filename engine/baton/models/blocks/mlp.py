@@ -13,7 +13,8 @@ from baton.models.blocks.tensors import move_tensors
 
 @dataclass(slots=True)
 class MlpBlock:
-    """Weights in compute dtype, contiguous. Matrices are [out, in]; see `spec.mlp` for the stacked ones."""
+    """Weights in compute dtype, contiguous. Matrices are [out, in]; see `spec.mlp` for the stacked
+    ones."""
 
     gate_up: ops.Matrix
     down: ops.Matrix
@@ -29,6 +30,7 @@ class MlpBlock:
         self.down = ops.pack_weight(self.down)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, hidden]: this rank's part of the result [T, hidden]; parts of all ranks are to be summed."""
+        """x [T, hidden]: this rank's part of the result [T, hidden]; parts of all ranks are to be
+        summed."""
         inner = ops.silu_mul(ops.linear(x, self.gate_up, self.gate_up_bias))
         return ops.linear(inner, self.down, self.down_bias)

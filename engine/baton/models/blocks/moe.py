@@ -1,12 +1,16 @@
-"""The mixture of experts: each token passes the experts that the router chooses, and their weighted sum is the result.
+"""The mixture of experts: each token passes the experts that the router chooses, and their weighted
+sum is the result.
 
 1. The router's logits, and from them each token's experts and weights (`blocks.router`).
 2. Rows are grouped by expert, so that a step reads the matrices of chosen experts only, each once.
-3. A token's results are multiplied by their weights and added in float32, in the order of its choice. A packed product
-   gives a row the same bits in any batch, and so does this sum: a token's result depends on nothing but the token.
+3. A token's results are multiplied by their weights and added in float32, in the order of its
+choice. A packed product
+   gives a row the same bits in any batch, and so does this sum: a token's result depends on nothing
+   but the token.
 4. The shared expert's result is added, if the model has one.
 
-Source: arXiv 2101.03961 (routing), arXiv 2401.06066 (shared experts); transformers' `Qwen3MoeSparseMoeBlock` and others.
+Source: arXiv 2101.03961 (routing), arXiv 2401.06066 (shared experts), and transformers' classes of
+the families.
 """
 
 from __future__ import annotations
@@ -28,13 +32,13 @@ class MoeBlock:
     """Weights in compute dtype, contiguous; the router's in float32 where its spec says so."""
 
     spec: MoeSpec
-    """Of this rank's share."""
+    """This rank's share."""
     router: ops.Matrix
     """[experts, hidden]"""
     gate_up: list[ops.Matrix]
-    """Of each expert, [2 * inner, hidden]: gate rows, then up rows."""
+    """[2 * inner, hidden] of each expert: gate rows, then up rows."""
     down: list[ops.Matrix]
-    """Of each expert, [hidden, inner]."""
+    """[hidden, inner] of each expert."""
     router_bias: Tensor | None = None
     shared: MlpBlock | None = None
     shared_gate: Tensor | None = None
@@ -70,7 +74,8 @@ class MoeBlock:
             self.shared.pack()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, hidden]: this rank's part of the result [T, hidden]; parts of all ranks are to be summed."""
+        """x [T, hidden]: this rank's part of the result [T, hidden]; parts of all ranks are to be
+        summed."""
         logits = ops.linear(x.float() if self.spec.router.has_bias else x, self.router)
         routing = route(logits, self.spec.router, self.router_bias)
         result = self._add_weighted(self._pass_experts(x, routing.experts), routing).to(x.dtype)

@@ -1,9 +1,12 @@
-"""Cosine and sine tables of rotary embedding, in float32 and with transformers' order of operations.
+"""Cosine and sine tables of rotary embedding, in float32 and with transformers' order of
+operations.
 
-A table row is a position, a column a frequency; dimension i of a head turns together with i + R/2, where R is the number
-of dimensions that turn: all of a head, or its first ones. On the CPU tables
-start short and double when a longer context appears, so that a model made for 128 Ki tokens does not pay for them at
-start. Elsewhere they are whole from the beginning, and stay where they are: captured CUDA graphs know their address.
+A table row is a position, a column a frequency; dimension i of a head turns together with i + R/2,
+where R is the number
+of dimensions that turn: all of a head, or its first ones. On the CPU tables start short and double
+when a longer context appears, so that a model made for 128 Ki tokens does not pay for them at
+start. Elsewhere they are whole from the beginning, and stay where they are: captured CUDA graphs
+know their address.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ def inverse_frequencies(rope: RopeSpec, rotary_dim: int) -> Tensor:
 
 
 def _scale_llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
-    """Slow turns are stretched by `factor`, fast ones kept, those between blended (Llama 3.1's reference code)."""
+    """Slow turns are stretched by `factor`, fast ones kept, those between blended (Llama 3.1's
+    reference code)."""
     wavelength = 2 * math.pi / plain
     longest_kept = rope.original_max_position / rope.high_freq_factor
     shortest_stretched = rope.original_max_position / rope.low_freq_factor

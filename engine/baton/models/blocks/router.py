@@ -1,7 +1,7 @@
 """Choice of a token's experts from a router's logits, as transformers' families compute it.
 
-Of equal scores the expert with the lowest number wins: torch.topk leaves that open, and a token's experts must not
-depend on the device or on the rows beside it.
+Of equal scores the expert with the lowest number wins: torch.topk leaves that open, and a token's
+experts must not depend on the device or on the rows beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 from baton.models.spec.moe import RouterSpec
 
 _LEAST_SUM = 1e-20
-"""Added to the sum of sigmoid scores before they are divided by it (transformers' DeepSeek V3 and GLM 4)."""
+"""Added to the sum of sigmoid scores before they are divided by it (transformers' `deepseek_v3` and
+`glm4_moe`)."""
 
 
 class Routing(NamedTuple):
@@ -28,7 +29,8 @@ class Routing(NamedTuple):
 
 
 def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routing:
-    """Choose experts for logits [T, num_experts]. Args: `bias`: float32 [num_experts] if spec.has_bias.
+    """Choose experts for logits [T, num_experts]. Args: `bias`: float32 [num_experts] if
+    spec.has_bias.
 
     A row's choice depends on that row alone.
     """
@@ -48,12 +50,14 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:
-    """Columns of the `count` highest entries of each row, in falling order, the lower column first of equal ones."""
+    """Columns of the `count` highest entries of each row, in falling order, the lower column first
+    of equal ones."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _drop_groups(ranking: Tensor, spec: RouterSpec) -> Tensor:
-    """Minus infinity for experts outside the kept groups; a group counts by the sum of its two best."""
+    """Minus infinity for experts outside the kept groups; a group counts by the sum of its two
+    best."""
     rows = len(ranking)
     grouped = ranking.view(rows, spec.num_groups, -1)
     best_sums = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def move_tensors(holder: Any, device: torch.device) -> None:
-    """Move each tensor field of a dataclass, those in lists and in other dataclasses of blocks too."""
+    """Move each tensor field of a dataclass, those in lists and in other dataclasses of blocks
+    too."""
     for field in fields(holder):
         value = getattr(holder, field.name)
         if isinstance(value, Tensor):

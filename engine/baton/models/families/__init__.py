@@ -8,24 +8,24 @@
 """
 
 from baton.models.families.base import ModelFamily
-from baton.models.families.glm4_moe import Glm4Moe
-from baton.models.families.llama import Llama
-from baton.models.families.mistral import Mistral
-from baton.models.families.mixtral import Mixtral
-from baton.models.families.qwen2 import Qwen2
-from baton.models.families.qwen2_moe import Qwen2Moe
-from baton.models.families.qwen3 import Qwen3
-from baton.models.families.qwen3_moe import Qwen3Moe
+from baton.models.families.glm4_moe import Glm4MoeFamily
+from baton.models.families.llama import LlamaFamily
+from baton.models.families.mistral import MistralFamily
+from baton.models.families.mixtral import MixtralFamily
+from baton.models.families.qwen2 import Qwen2Family
+from baton.models.families.qwen2_moe import Qwen2MoeFamily
+from baton.models.families.qwen3 import Qwen3Family
+from baton.models.families.qwen3_moe import Qwen3MoeFamily
 
 _ALL: tuple[ModelFamily, ...] = (
-    Llama(),
-    Mistral(),
-    Qwen2(),
-    Qwen3(),
-    Mixtral(),
-    Qwen2Moe(),
-    Qwen3Moe(),
-    Glm4Moe(),
+    LlamaFamily(),
+    MistralFamily(),
+    Qwen2Family(),
+    Qwen3Family(),
+    MixtralFamily(),
+    Qwen2MoeFamily(),
+    Qwen3MoeFamily(),
+    Glm4MoeFamily(),
 )
 FAMILIES = {family.architecture: family for family in _ALL}
 """By the name in `architectures` of config.json."""

@@ -1,7 +1,8 @@
-"""What every family reads of config.json alike. No torch here.
+"""The part of config.json that every family reads alike. No torch here.
 
-A family is one file that states how its class in transformers differs from this one: defaults of absent fields, and
-which blocks its layers have. A field that is absent means what it means to that class. So does null, but for the
+A family is one file that states how its class in transformers differs from this one: defaults of
+absent fields, and which blocks its layers have. A field that is absent means what it means to that
+class. So does null, but for the
 fields where the class takes null for a value of its own: `ModelConfig.is_null` tells the two apart.
 """
 
@@ -38,7 +39,8 @@ class ModelFamily:
     """Default head_dim; None: hidden_size / num_attention_heads."""
     rms_eps: float = 1e-6
     partial_rotary: float | None = None
-    """Default partial_rotary_factor; None: the class does not read the field, and all dimensions turn."""
+    """Default partial_rotary_factor; None: the class does not read the field, and all dimensions
+    turn."""
     has_draft_layers: bool = False
     """Files may hold layers that only draft tokens."""
     attention: str = "grouped queries"

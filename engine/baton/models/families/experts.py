@@ -21,7 +21,8 @@ def read_experts_per_token(config: ModelConfig, default: int, experts: int) -> i
 
 
 def is_sparse(config: ModelConfig, layer: int) -> bool:
-    """Return whether a layer has experts: each `decoder_sparse_step`-th one that `mlp_only_layers` does not list."""
+    """Return whether a layer has experts: each `decoder_sparse_step`-th one that `mlp_only_layers`
+    does not list."""
     dense = config.read_checked(
         "mlp_only_layers",
         [],

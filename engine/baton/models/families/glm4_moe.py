@@ -9,8 +9,9 @@ from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec, RouterSpec
 
 
-class Glm4Moe(ModelFamily):
-    """Half of each head turns; the first layers are dense, the others have experts beside shared ones."""
+class Glm4MoeFamily(ModelFamily):
+    """Half of each head turns; the first layers are dense, the others have experts beside shared
+    ones."""
 
     architecture = "Glm4MoeForCausalLM"
     model_type = "glm4_moe"

@@ -7,7 +7,7 @@ from baton.models.families.base import ModelFamily
 from baton.models.spec.mlp import MlpSpec
 
 
-class Llama(ModelFamily):
+class LlamaFamily(ModelFamily):
     """The plain decoder; `attention_bias` and `mlp_bias` switch biases on."""
 
     architecture = "LlamaForCausalLM"

@@ -7,7 +7,7 @@ from baton.models.families.base import Biases, ModelFamily
 from baton.models.families.windows import window_all_layers
 
 
-class Mistral(ModelFamily):
+class MistralFamily(ModelFamily):
     """Every layer has the window, if there is one."""
 
     architecture = "MistralForCausalLM"

@@ -18,7 +18,7 @@ _NAMES = ExpertNames(
 )
 
 
-class Mixtral(ModelFamily):
+class MixtralFamily(ModelFamily):
     """Mistral's attention; experts in every layer, whose weights stay float32."""
 
     architecture = "MixtralForCausalLM"

@@ -7,7 +7,7 @@ from baton.models.families.base import Biases, ModelFamily
 from baton.models.families.windows import types_from_layer, window_by_layer_types
 
 
-class Qwen2(ModelFamily):
+class Qwen2Family(ModelFamily):
     """Biases in q, k and v always; windows from a layer on, if `use_sliding_window`."""
 
     architecture = "Qwen2ForCausalLM"

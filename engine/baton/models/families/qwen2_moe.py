@@ -10,7 +10,7 @@ from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec, RouterSpec
 
 
-class Qwen2Moe(ModelFamily):
+class Qwen2MoeFamily(ModelFamily):
     """Qwen 2's attention; experts beside a shared expert, which a gate of its own weighs."""
 
     architecture = "Qwen2MoeForCausalLM"

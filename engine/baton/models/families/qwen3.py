@@ -7,7 +7,7 @@ from baton.models.families.base import ModelFamily
 from baton.models.families.windows import types_from_layer, window_by_layer_types
 
 
-class Qwen3(ModelFamily):
+class Qwen3Family(ModelFamily):
     """Heads of q and k are normed; `attention_bias` and windows as config.json says."""
 
     architecture = "Qwen3ForCausalLM"

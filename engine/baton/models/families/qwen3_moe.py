@@ -10,7 +10,7 @@ from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec, RouterSpec
 
 
-class Qwen3Moe(ModelFamily):
+class Qwen3MoeFamily(ModelFamily):
     """Qwen 3's attention; experts in the layers that are sparse, else an MLP."""
 
     architecture = "Qwen3MoeForCausalLM"

@@ -1,11 +1,13 @@
-"""Rotary embedding of a config.json: its frequencies, and the context length they were made for. No torch here.
+"""Rotary embedding of a config.json: its frequencies, and the context length they were made for. No
+torch here.
 
 As transformers 5 reads it (`RotaryEmbeddingConfigMixin.convert_rope_params_to_dict`):
 
 1. `rope_scaling`, if it is not empty, replaces `rope_parameters` as a whole;
 2. `rope_theta` in that object counts before the one beside it; without either it is 10000;
 3. `rope_type` counts before `type`;
-4. `original_max_position_embeddings` beside the object counts before the one in it; without either it is
+4. `original_max_position_embeddings` beside the object counts before the one in it; without either
+it is
    max_position_embeddings.
 
 Parameters that transformers warns of and does not use are refused.
@@ -34,7 +36,8 @@ _ROPE_FIELDS = {
 def read_rope(
     config: ModelConfig, max_position: int, default_partial: float | None = None
 ) -> RopeSpec:
-    """The rotary embedding of a model with `max_position` as its max_position_embeddings. Raises ConfigError.
+    """The rotary embedding of a model with `max_position` as its max_position_embeddings. Raises
+    ConfigError.
 
     Args: `default_partial`: the share of a head's dimensions that turns if config.json is silent; None: all turn,
     because the family's class does not read the field.
@@ -133,7 +136,8 @@ def _scaled_rope(
 
 
 def _yarn_attention_factor(rope: ModelConfig, factor: float) -> float:
-    """0.1 ln(factor) + 1 of the YaRN paper (arXiv 2309.00071 §3.4), or the ratio of two such with mscale weights."""
+    """0.1 ln(factor) + 1 of the YaRN paper (arXiv 2309.00071 §3.4), or the ratio of two such with
+    mscale weights."""
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,5 @@
-"""Which layers see only the last `sliding_window` tokens, in the spellings of several families. No torch here."""
+"""Which layers see only the last `sliding_window` tokens, in the spellings of several families. No
+torch here."""
 
 from __future__ import annotations
 

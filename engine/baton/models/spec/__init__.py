@@ -1,4 +1,4 @@
-"""What a model is, layer by layer, without torch.
+"""Description of a model, layer by layer, without torch.
 
 | module | holds |
 |---|---|

@@ -27,7 +27,8 @@ class AttentionBlockSpec:
         return replace(self, heads=replace(self.heads, window=window))
 
     def params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
-        """Tensors that a rank holds of the whole block; their checkpoint names start with `prefix`."""
+        """Tensors that a rank holds of the whole block; their checkpoint names start with
+        `prefix`."""
         heads = self.heads
         own_heads = shard.slice_of(heads.num_heads)
         own_kv_heads = shard.kv_heads(heads.num_kv_heads)

@@ -16,12 +16,13 @@ class MlpSpec:
     inner_size: int
     bias: bool = False
     module: str = "mlp"
-    """Its place in a layer, in checkpoint names."""
+    """The block's place in a layer, in checkpoint names."""
     size_field: str = "intermediate_size"
     """Field of config.json that states `inner_size`."""
 
     def params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
-        """Tensors that a rank holds of the whole block; their checkpoint names start with `prefix`."""
+        """Tensors that a rank holds of the whole block; their checkpoint names start with
+        `prefix`."""
         hidden = whole_axis(hidden_size)
         inner = TensorAxis(self.inner_size, shard.slice_of(self.inner_size))
         module = f"{prefix}{self.module}."

@@ -1,7 +1,8 @@
 """Description of a checkpoint's model, layer by layer, as far as computing it goes. No torch here.
 
-`models.spec_reader` makes it of config.json. It sizes the KV pool (`kv`), says which tensors a checkpoint must hold and
-where each goes (`plan_weights`), how the model is divided among ranks (`share_of`), and builds the decoder.
+`models.spec_reader` makes it of config.json. It sizes the KV pool (`kv`), says which tensors a
+checkpoint must hold and where each goes (`plan_weights`), how the model is divided among ranks
+(`share_of`), and builds the decoder.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ OUTSIDE = -1
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """norm → attention → norm → MLP or mixture of experts, each sum added to the residual stream."""
+    """norm → attention → norm → MLP or mixture of experts, each sum added to the residual
+    stream."""
 
     attention: AttentionBlockSpec
     mlp: MlpSpec | MoeSpec
@@ -60,7 +62,8 @@ class ModelSpec:
     """Longest prompt + answer the model was made for [tokens]."""
     rms_eps: float
     tied: bool
-    """The output head is the embedding matrix: config.json says so, and the files hold no other head."""
+    """The output head is the embedding matrix: config.json says so, and the files hold no other
+    head."""
     dtype: str
     """Compute type, also of the KV cache: float32 | bfloat16 | float16."""
     eos_token_ids: tuple[int, ...]
@@ -69,7 +72,8 @@ class ModelSpec:
     """Equal on nodes that may exchange KV pages: config, tokenizer and (sampled) weights, see `hash_model` of
     `models.spec_reader`."""
     has_draft_layers: bool = False
-    """Files may hold layers behind the last one, which predict further tokens; they are not read."""
+    """Files may hold layers behind the last one, which predict further tokens; they are not
+    read."""
 
     @property
     def num_layers(self) -> int:
@@ -77,7 +81,7 @@ class ModelSpec:
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """What an attention backend needs of each layer."""
+        """Attention of each layer, for a backend."""
         return tuple(layer.attention.heads for layer in self.layers)
 
     @property
@@ -120,7 +124,8 @@ def plan_weights(
 ) -> Iterator[PlacedParam]:
     """Every tensor that a rank holds of the model, in file order of a typical checkpoint.
 
-    Args: `spec`: the whole model's. `stored`: names in the checkpoint's files, where tensors have more than one form.
+    Args: `spec`: the whole model's. `stored`: names in the checkpoint's files, where tensors have
+    more than one form.
     """
     vocab = TensorAxis(spec.vocab_size, shard.slice_of(spec.vocab_size))
     hidden = whole_axis(spec.hidden_size)
@@ -163,7 +168,8 @@ def _layer_number(source: str) -> int:
 
 
 def share_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
-    """The model as one rank computes it: its heads and inner sizes; the vocabulary and the rest stay whole.
+    """The model as one rank computes it: its heads and inner sizes; the vocabulary and the rest
+    stay whole.
 
     Raises ConfigError when the model cannot be divided so.
     """

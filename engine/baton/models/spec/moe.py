@@ -1,8 +1,9 @@
 """The mixture of experts of a layer: its router, its sizes and its tensors. No torch here.
 
-Checkpoints store an expert's matrices one by one (`mlp.experts.7.gate_proj.weight`), or those of all experts in one
-tensor (`mlp.experts.gate_up_proj` [experts, 2 * inner, hidden], `mlp.experts.down_proj` [experts, hidden, inner]), as
-transformers 5 holds them. Which form a file has is seen from its tensors.
+Checkpoints store an expert's matrices one by one (`mlp.experts.7.gate_proj.weight`), or those of
+all experts in one tensor (`mlp.experts.gate_up_proj` [experts, 2 * inner, hidden],
+`mlp.experts.down_proj` [experts, hidden, inner]), as transformers 5 holds them. Which form a file
+has is seen from its tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Scoring = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """How a token's experts and their weights follow from the router's logits (`blocks.router.route`)."""
+    """How a token's experts and their weights follow from the router's logits
+    (`blocks.router.route`)."""
 
     num_experts: int
     experts_per_token: int
@@ -30,7 +32,8 @@ class RouterSpec:
     rounds_weights: bool = True
     """The weights are rounded to the type that the model computes in; else they stay float32."""
     has_bias: bool = False
-    """A bias per expert counts for the choice, and not for the weights; the router computes in float32 then."""
+    """A bias per expert counts for the choice, and not for the weights; the router computes in
+    float32 then."""
     num_groups: int = 1
     kept_groups: int = 1
     """Experts come from this many groups, whose two best scores have the highest sums."""
@@ -51,7 +54,8 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """Experts, each a gated MLP of `inner_size`, of which each token passes some; their weighted sum is the result."""
+    """Experts, each a gated MLP of `inner_size`, of which each token passes some; their weighted
+    sum is the result."""
 
     router: RouterSpec
     inner_size: int

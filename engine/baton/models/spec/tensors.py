@@ -1,7 +1,8 @@
 """Places of a checkpoint's tensors in the model. No torch here.
 
-Projections that read the same input are stacked into one matrix along dimension 0. A tensor-parallel rank takes its
-share (`layers.shard`) of each checkpoint tensor before it is stacked.
+Projections that read the same input are stacked into one matrix along dimension 0. A
+tensor-parallel rank takes its share (`layers.shard`) of each checkpoint tensor before it is
+stacked.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def make_param(
     *columns: TensorAxis,
     is_float32: bool = False,
 ) -> Param:
-    """Args: `rows_of`: the rows of each checkpoint tensor, in stacking order. `columns` are the same for all."""
+    """Args: `rows_of`: the rows of each checkpoint tensor, in stacking order. `columns` are the
+    same for all."""
     parts = []
     for source, rows in rows_of.items():
         axes = (rows, *columns)

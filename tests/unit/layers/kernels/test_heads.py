@@ -89,7 +89,8 @@ import torch
 from tests.support.models.whole_model import load_model
 from baton.layers import ops
 from baton.layers import kernels
-ops._choose_triton(load_model({str(path)!r}, load_format="dummy").spec.kernel_shapes, torch.device("cpu"), required=True)
+spec = load_model({str(path)!r}, load_format="dummy").spec
+ops._choose_triton(spec.kernel_shapes, torch.device("cpu"), required=True)
 print(ops.head_kernel(torch.empty(1, device="meta")).__name__, ops.head_kernel(torch.empty(1)), kernels.usable)
 """
     assert output("-c", code, TRITON_INTERPRET="1").splitlines()[-1] == "store_heads None True"
