@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from baton.models.config_file import ModelConfig
 from baton.models.families.base import Biases, ModelFamily
-from baton.models.families.experts import read_experts, read_experts_per_token
+from baton.models.families.experts import read_biased_router, read_shared_experts
 from baton.models.spec.mlp import MlpSpec
-from baton.models.spec.moe import MoeSpec, RouterSpec
+from baton.models.spec.moe import MoeSpec
 
 
 class Glm4MoeFamily(ModelFamily):
@@ -33,34 +33,6 @@ class Glm4MoeFamily(ModelFamily):
         first_sparse = config.read_index("first_k_dense_replace", 1) or 0
         if layer < first_sparse:
             return MlpSpec(config.read_integer("intermediate_size", 10944))
+        router = read_biased_router(config, experts=128, chosen=8, normalizes=True)
         inner = config.read_integer("moe_intermediate_size", 1408)
-        shared = config.read_integer("n_shared_experts", 1) * inner
-        return MoeSpec(
-            _read_router(config),
-            inner,
-            shared=MlpSpec(
-                shared,
-                module="mlp.shared_experts",
-                size_field="n_shared_experts * moe_intermediate_size",
-            ),
-        )
-
-
-def _read_router(config: ModelConfig) -> RouterSpec:
-    experts = read_experts(config, ("n_routed_experts", "num_local_experts"), 128)
-    groups = config.read_integer("n_group", 1)
-    if experts % groups or experts // groups < 2:
-        config.refuse(
-            "n_group", groups, f"groups of at least 2 of the {experts} experts are needed"
-        )
-    return RouterSpec(
-        experts,
-        read_experts_per_token(config, 8, experts),
-        scoring="sigmoid",
-        normalizes=config.read_flag("norm_topk_prob", True),
-        rounds_weights=False,
-        has_bias=True,
-        num_groups=groups,
-        kept_groups=config.read_integer("topk_group", 1, most=groups),
-        scaling_factor=config.read_number("routed_scaling_factor", 1.0),
-    )
+        return MoeSpec(router, inner, shared=read_shared_experts(config, inner, 1))

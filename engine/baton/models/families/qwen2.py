@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.models.config_file import ModelConfig
 from baton.models.families.base import Biases, ModelFamily
-from baton.models.families.windows import types_from_layer, window_by_layer_types
+from baton.models.families.windows import types_from_layer, window_if_used
 
 
 class Qwen2Family(ModelFamily):
@@ -21,4 +21,4 @@ class Qwen2Family(ModelFamily):
 
     def read_windows(self, config: ModelConfig, layers: int) -> tuple[int, ...]:
         types = types_from_layer(config, layers, 28)
-        return window_by_layer_types(config, layers, 4096, types)
+        return window_if_used(config, layers, 4096, types)

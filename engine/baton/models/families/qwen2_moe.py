@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.models.config_file import ModelConfig
 from baton.models.families.base import Biases, ModelFamily
 from baton.models.families.experts import is_sparse, read_experts, read_experts_per_token
-from baton.models.families.windows import types_of_even_layers, window_by_layer_types
+from baton.models.families.windows import types_of_even_layers, window_if_used
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec, RouterSpec
 
@@ -25,7 +25,7 @@ class Qwen2MoeFamily(ModelFamily):
 
     def read_windows(self, config: ModelConfig, layers: int) -> tuple[int, ...]:
         types = types_of_even_layers(config, layers, 28)
-        return window_by_layer_types(config, layers, 4096, types)
+        return window_if_used(config, layers, 4096, types)
 
     def read_mlp(self, config: ModelConfig, layer: int) -> MlpSpec | MoeSpec:
         if not is_sparse(config, layer):

@@ -16,7 +16,7 @@ def window_all_layers(config: ModelConfig, layers: int, default: int | None) -> 
     return (size,) * layers
 
 
-def window_by_layer_types(
+def window_if_used(
     config: ModelConfig, layers: int, default_window: int, default_types: list[str]
 ) -> tuple[int, ...]:
     """`use_sliding_window` switches windows on, and `layer_types` says for which layers (Qwen).
@@ -28,6 +28,16 @@ def window_by_layer_types(
         if _SLIDING in types:
             config.refuse("layer_types", types, "sliding_attention needs use_sliding_window true")
         return (0,) * layers
+    return window_by_layer_types(config, layers, default_window, default_types)
+
+
+def window_by_layer_types(
+    config: ModelConfig, layers: int, default_window: int, default_types: list[str]
+) -> tuple[int, ...]:
+    """`layer_types` says which layers have `sliding_window`, if it is not null.
+
+    Args: `default_types`: layer_types of the class if config.json is silent.
+    """
     if config.is_null("sliding_window"):
         return (0,) * layers
     window = config.read_integer("sliding_window", default_window)
