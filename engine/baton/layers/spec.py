@@ -46,6 +46,8 @@ class AttentionSpec:
     head_dim: int
     window: int = 0
     """0 sees everything before it, W > 0 the last W tokens including itself."""
+    factor: float | None = None
+    """Factor of the products of queries and keys; None: 1 / sqrt(head_dim)."""
 
     @property
     def q_size(self) -> int:
@@ -58,7 +60,7 @@ class AttentionSpec:
     @property
     def scale(self) -> float:
         """Factor of the products of queries and keys."""
-        return 1.0 / math.sqrt(self.head_dim)
+        return 1.0 / math.sqrt(self.head_dim) if self.factor is None else self.factor
 
 
 def common_heads(layers: Sequence[AttentionSpec]) -> AttentionSpec:

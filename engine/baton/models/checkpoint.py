@@ -22,6 +22,7 @@ from baton.models.spec.model import (
     weight_bytes,
 )
 from baton.models.spec_reader import read_spec
+from baton.models.transformers_backend.choice import choose_impl
 from baton.models.weight_files import TensorEntry, read_tensor_entries, required_weight_files
 
 CPU_POOL_MIB = 128
@@ -34,14 +35,27 @@ _SHOWN = 8
 def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     """Raise ConfigError when engines with these flags cannot load the model at `path`, or `nodes`
     of them together."""
+    if choose_impl(config, path) == "transformers":
+        _check_module(config, path, nodes)
+        return
     spec = read_spec(
-        path, config.dtype, config.load_format, config.random_seed, on_cpu=config.device == "cpu"
+        path, config.dtype, config.load_format, config.random_seed, on_cpu=config.device != "cuda"
     )
     share_of(spec, Shard(0, config.tp_size))
     if config.load_format != "dummy":
         check_files(spec, path)
     if config.device == "cpu":
-        _check_memory(config, spec, nodes)
+        _check_memory(config, weight_bytes(spec), spec.kv.token_bytes, nodes)
+
+
+def _check_module(config: EngineConfig, path: Path, nodes: int) -> None:
+    """The memory of a module's weights, as far as files tell; its class checks them as it loads."""
+    if config.load_format == "dummy":
+        return
+    files = required_weight_files(path)
+    entries = [entry for file in files for entry in read_tensor_entries(file).values()]
+    stored = sum(entry.end - entry.begin for entry in entries)
+    _check_memory(config, stored, 0, nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +100,11 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeig
     return StoredWeights(params, files)
 
 
-def _check_memory(config: EngineConfig, spec: ModelSpec, nodes: int) -> None:
-    weights = weight_bytes(spec) * config.dp_size
+def _check_memory(config: EngineConfig, weights: int, token_bytes: int, nodes: int) -> None:
+    """Args: `weights`: bytes of one replica. `token_bytes`: one token's KV."""
+    weights *= config.dp_size
     if config.max_total_tokens:
-        pools = config.max_total_tokens * spec.kv.token_bytes * config.dp_size
+        pools = config.max_total_tokens * token_bytes * config.dp_size
     else:
         pools = (config.kv_pool_mib or CPU_POOL_MIB) * 2**20 * config.dp_size * config.tp_size
     pools += int(config.host_kv_gib * GIB) * config.dp_size * config.tp_size

@@ -203,7 +203,7 @@ class Decoder:
 
 
 def _make_rope_tables(spec: ModelSpec) -> dict[RopeSpec, RopeTables]:
-    """One table for all layers that turn alike."""
+    """Make one table for all layers that turn alike."""
     tables: dict[RopeSpec, RopeTables] = {}
     for layer in spec.layers:
         rope = layer.attention.rope

@@ -31,7 +31,6 @@ from baton.models.config_file import (
     read_model_config,
 )
 from baton.models.families import FAMILIES
-from baton.models.families.rope_config import read_rope, stretched_context
 from baton.models.spec.model import ModelSpec
 from baton.models.spec.moe import MoeSpec
 from baton.models.weight_files import (
@@ -85,7 +84,7 @@ def read_spec(
         max_context=family.read_max_context(config),
         rms_eps=config.read_number("rms_norm_eps", family.rms_eps),
         tied=_is_tied(config, root, load_format),
-        dtype=_compute_dtype(dtype, _checkpoint_dtype(config, root), on_cpu=on_cpu),
+        dtype=compute_dtype(dtype, checkpoint_dtype(config, root), on_cpu=on_cpu),
         eos_token_ids=read_eos_token_ids(config, read_generation_config(root)),
         bos_token_id=config.read_index("bos_token_id"),
         model_hash=hash_model(root, load_format, seed),
@@ -126,13 +125,14 @@ def read_architecture(config: ModelConfig) -> str:
 
 
 def read_max_context(config: ModelConfig) -> int:
-    """Longest prompt + answer the model was made for [tokens]; of a family that we do not know,
-    what it states."""
+    """Longest prompt + answer the model was made for [tokens].
+
+    A family without blocks of our own has what it states, unstretched.
+    """
     architecture = find_architecture(config)
     if architecture is not None:
         return FAMILIES[architecture].read_max_context(config)
-    max_position = config.read_integer("max_position_embeddings", UNKNOWN_MAX_POSITION)
-    return stretched_context(read_rope(config, max_position), max_position)
+    return config.read_integer("max_position_embeddings", UNKNOWN_MAX_POSITION)
 
 
 def read_eos_token_ids(*sources: ModelConfig) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ def _refuse_unknown_arithmetic(config: ModelConfig) -> None:
         config.refuse("transformers_weights", named, supported)
 
 
-def _checkpoint_dtype(config: ModelConfig, root: Path) -> str:
+def checkpoint_dtype(config: ModelConfig, root: Path) -> str:
     """`dtype` (transformers 5), `torch_dtype` (4), or the type of the first tensor on disk."""
     named = config.get("dtype", config.get("torch_dtype"))
     if named is None:
@@ -190,7 +190,7 @@ def _is_tied(config: ModelConfig, root: Path, load_format: str) -> bool:
     return False
 
 
-def _compute_dtype(dtype: str, checkpoint: str, *, on_cpu: bool) -> str:
+def compute_dtype(dtype: str, checkpoint: str, *, on_cpu: bool) -> str:
     if dtype == "auto":
         return "bfloat16" if checkpoint == "float16" and on_cpu else checkpoint
     if dtype not in DTYPE_BYTES:

@@ -120,6 +120,7 @@ class TorchAttention(PagedAttention):
             values,
             attn_mask=gather.visible[:, None],
             enable_gqa=spec.num_heads != spec.num_kv_heads,
+            scale=spec.scale,
         )
         return out.transpose(1, 2).reshape(r * n, spec.q_size).to(q.dtype)
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from baton.layers.attention.base import AttentionBackend, ForwardBatch, GraphAttention
 from baton.layers.cuda.stream import CudaMark, CudaStream
 from baton.layers.kv_pool import KvTensors
-from baton.models.decoder import Decoder
+from baton.models.served import ServedModel
 from baton.runtime.runner.capture import CudaRecorder, DecodeGraphs
 from baton.runtime.runner.model_runner import ModelRunner
 from baton.runtime.runner.step_inputs import StepIndices, StepInputs
@@ -115,7 +115,7 @@ class DeviceRunner(ModelRunner):
 
     def __init__(
         self,
-        model: Decoder,
+        model: ServedModel,
         kv: KvTensors,
         attn: AttentionBackend,
         max_slots: int,
@@ -282,7 +282,7 @@ class DeviceRunner(ModelRunner):
 
 
 def make_runner(
-    model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, **more: Any
+    model: ServedModel, kv: KvTensors, attn: AttentionBackend, max_slots: int, **more: Any
 ) -> ModelRunner:
     """Make a runner of the kind that suits the pool's device."""
     if kv.data.is_cuda:
