@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def test_requests_come_out_as_dense_attention_has_them(case: Case) -> None:
     """Strided K and V, q as a view of the projection, windows, soft cap, NaN in unwritten slots: all at once."""
     check(
         case,
-        lambda spec, kv: FlashInferAttention(spec, kv, logits_soft_cap=case.soft_cap),
+        lambda layers, kv: FlashInferAttention(layers, kv, logits_soft_cap=case.soft_cap),
         device="cuda",
         tolerance=0.03,
     )
@@ -34,9 +35,9 @@ def test_requests_come_out_as_dense_attention_has_them(case: Case) -> None:
 def test_wrong_window_would_be_noticed() -> None:
     case = Case(windows=(5, 5))
 
-    def off_by_one(spec: Any, kv: Any) -> FlashInferAttention:
-        spec.windows = (6, 6)
-        return FlashInferAttention(spec, kv)
+    def off_by_one(layers: Any, kv: Any) -> FlashInferAttention:
+        wrong = [replace(layer, window=6) for layer in layers]
+        return FlashInferAttention(wrong, kv)
 
     with pytest.raises(AssertionError, match="window 5"):
         check(case, off_by_one, device="cuda", tolerance=0.03)
@@ -66,8 +67,8 @@ def test_kernels_for_long_rows_on_rows_of_any_length(
                 heads=8, kv_heads=2, page_size=page_size)  # fmt: skip
     backends = []
 
-    def make_and_keep(spec: Any, kv: Any) -> FlashInferAttention:
-        backends.append(FlashInferAttention(spec, kv))
+    def make_and_keep(layers: Any, kv: Any) -> FlashInferAttention:
+        backends.append(FlashInferAttention(layers, kv))
         return backends[0]
 
     check(case, make_and_keep, "cuda", 0.03)
@@ -85,8 +86,8 @@ def test_steps_planned_faster_than_they_run_keep_their_indices() -> None:
 def test_auto_chooses_flashinfer() -> None:
     case = Case()
     kv = case.pool("cuda")
-    assert find_obstacle(case.spec(), kv) is None
-    assert isinstance(make_backend("auto", case.spec(), kv), FlashInferAttention)
+    assert find_obstacle(case.layers()[0], kv) is None
+    assert isinstance(make_backend("auto", case.layers(), kv), FlashInferAttention)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.soft_cap], ids=str)
@@ -95,11 +96,11 @@ def test_torch_backend_on_cuda(case: Case) -> None:
 
 
 def make(name: str) -> Any:
-    return lambda spec, kv: make_backend(name, spec, kv)
+    return lambda layers, kv: make_backend(name, layers, kv)
 
 
 def test_workspace_lies_on_the_device() -> None:
     before = torch.cuda.memory_allocated()
-    backend = FlashInferAttention(Case().spec(), Case().pool("cuda"))
+    backend = FlashInferAttention(Case().layers(), Case().pool("cuda"))
     assert torch.cuda.memory_allocated() - before >= 128 << 20
     del backend

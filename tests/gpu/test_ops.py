@@ -26,11 +26,11 @@ def fast(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[FlashInferOps, torch.dtype]:
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-    spec = load_model(
+    kernel_shapes = load_model(
         shapes.make("tiny", tmp_path_factory.mktemp("m")), request.param, "dummy"
-    ).spec
-    assert find_obstacle(spec) is None
-    return try_out(spec, CUDA), getattr(torch, request.param)
+    ).spec.kernel_shapes
+    assert find_obstacle(kernel_shapes) is None
+    return try_out(kernel_shapes, CUDA), getattr(torch, request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +134,8 @@ def test_model_of_these_shapes_gets_them(tmp_path: Path, monkeypatch: pytest.Mon
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
     monkeypatch.setattr(ops, "_flashinfer", None)
     monkeypatch.setattr(ops, "_head_kernel", None)
-    ops.choose_cuda(load_model(shapes.make("tiny", tmp_path), load_format="dummy").spec, CUDA)
+    ops.choose_cuda(
+        load_model(shapes.make("tiny", tmp_path), load_format="dummy").spec.kernel_shapes, CUDA
+    )
     assert ops._flashinfer is not None
     assert ops.head_kernel(torch.empty(0, device=CUDA)) is not None

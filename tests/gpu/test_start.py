@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,19 +18,12 @@ from baton.runtime import build as runtime
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.models import shapes
 from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.whole_model import held_tensors
 from tests.support.probes import RunnerProbe
 from tests.support.processes.cluster import Cluster
 
 CUDA = torch.device("cuda")
 pytestmark = pytest.mark.timeout(600)  # kernels are compiled at their first use
-
-
-def held(decoder: Any) -> list[torch.Tensor]:
-    w = decoder.weights
-    both = [
-        getattr(holder, f.name) for holder in (w, *w.layers) for f in dataclasses.fields(holder)
-    ]
-    return [x for x in both if isinstance(x, torch.Tensor)]
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -42,7 +33,7 @@ def test_weights_on_the_device_are_those_on_the_host(tmp_path: Path, load_format
     here, there = (
         load_weights(spec, path, load_format, device=d) for d in (torch.device("cpu"), CUDA)
     )
-    for one, other in zip(held(here), held(there), strict=True):
+    for one, other in zip(held_tensors(here), held_tensors(there), strict=True):
         assert other.is_cuda
         assert one.equal(other.cpu())
 

@@ -38,8 +38,8 @@ def test_sharded_checkpoints_load_like_whole_ones(reference, tmp_path):
     assert len(list(path.glob("*.safetensors"))) > 2
     sharded = load_model(path)
     for a, b in zip(whole.weights.layers, sharded.weights.layers, strict=True):
-        assert torch.equal(a.qkv, b.qkv)
-        assert torch.equal(a.gate_up, b.gate_up)
+        assert torch.equal(a.attention.qkv, b.attention.qkv)
+        assert torch.equal(a.mlp.gate_up, b.mlp.gate_up)
     assert torch.equal(whole.weights.lm_head, sharded.weights.lm_head)
 
 
@@ -71,7 +71,7 @@ def test_tied_head_is_the_embedding_itself(reference):
 
 
 def test_positions_beyond_the_first_table_are_rotated_right(reference, monkeypatch):
-    monkeypatch.setattr("baton.models.rope._FIRST_POSITIONS", 8)
+    monkeypatch.setattr("baton.models.blocks.rope._FIRST_POSITIONS", 8)
     ref = reference("llama-yarn")
     logits = ModelLoop(load_model(ref.path), "torch", 4).prompt_logits(ref.prompts[2], 9)
     torch.testing.assert_close(logits, ref.logits[2], atol=1e-4, rtol=1e-4)

@@ -69,6 +69,10 @@ FAMILIES = [
     ("llama-tied-bias", 4),
     ("qwen3", 4),
     ("mistral-window", 4),
+    ("mixtral", 2),
+    ("qwen2-moe", 2),
+    ("qwen3-moe-mixed", 2),
+    ("glm4-moe", 4),
 ]
 """Four ranks hold each of two KV heads twice, or the only one four times."""
 

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from baton.config import build_config
-from baton.models.checkpoint import weight_bytes
+from baton.models.spec.model import ModelSpec, weight_bytes
 from baton.runtime import build as runtime
 from baton.runtime.build import LoadedModel
 from baton.runtime.engine_loop import EngineLoop
@@ -240,6 +240,7 @@ def decode(report: Report, driver: Driver, shape: str, bandwidth: float, effort:
     )
     row = report.table(f"decode steps, rows of {effort.context} tokens and more", columns)
     spec = RunnerProbe(driver.loaded.runner).model.spec
+    assert isinstance(spec, ModelSpec), "modules of transformers run on the CPU"
     weights = weight_bytes(spec)
     if not spec.tied:  # a row of the embedding is looked up; the head is a matrix of its own
         weights -= spec.vocab_size * spec.hidden_size * 2

@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from baton import _native
 from baton.layers import ops_cpu
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.kv_pool import make_pool
-from baton.layers.model_spec import KVSpec
+from baton.layers.spec import AttentionSpec, KVSpec
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
 Arm = Callable[[], Any]
@@ -94,15 +93,7 @@ def _attention_case(
     kv = make_pool(kv_spec, size, rows * each, native=False)
     kv.data.copy_(torch.randn(kv.data.shape))
     order = torch.randperm(rows * each, generator=torch.Generator().manual_seed(1)).tolist()
-    spec: Any = SimpleNamespace(
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        q_size=heads * dim,
-        windows=(0,),
-    )
-    backend = CpuAttention(spec, kv)
+    backend = CpuAttention([AttentionSpec(heads, kv_heads, dim)], kv)
     tables = [order[r * each : (r + 1) * each] for r in range(rows)]
     backend.plan(build_batch([AttentionRow(range(new), kv_len - new, t) for t in tables], size))
     q = torch.randn(rows * new, heads, dim).to(dtype)

@@ -141,7 +141,8 @@ class DecoderProbe:
     @property
     def rope(self) -> Any:
         """Cosines and sines of the positions."""
-        return self._decoder._rope
+        (rope,) = self._decoder._tables.values()
+        return rope
 
     def join_rope_tables(self) -> None:
         """Keep cosines and sines as halves of one table, as on a GPU."""

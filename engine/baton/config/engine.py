@@ -109,6 +109,12 @@ class EngineConfig:
         "auto: safetensors files; dummy: random weights of the config's shape",
         choices=("auto", "dummy"),
     )
+    model_impl: str = opt(
+        "auto",
+        "native: blocks of this engine; transformers: the class of transformers, on the CPU and in one process "
+        "(docs/support.md); auto: native where the family has blocks, else transformers",
+        choices=("auto", "native", "transformers"),
+    )
     dtype: str = opt(
         "auto",
         "compute type; auto: the checkpoint's; on the CPU bfloat16 for float16, which torch "

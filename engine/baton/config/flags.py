@@ -223,7 +223,8 @@ class FlagParser(argparse.ArgumentParser):
         """
         Args:
             elsewhere: flags that are not for this program, with a remedy.
-            essentials: fields whose flags --help shows; --help-all shows all. Empty: --help shows all.
+            essentials: fields whose flags --help shows; --help-all shows all. Empty: --help
+                shows all.
             word_remedy: advice for a word that follows no flag; {word} stands for it.
         """
         super().__init__(

@@ -49,7 +49,7 @@ VOCAB_SIZE = 1 << 31
 too.
 """
 NO_MEANING = (
-    "load_format", "dtype", "tp_size", "dist_timeout", "device", "attention_backend",
+    "load_format", "model_impl", "dtype", "tp_size", "dist_timeout", "device", "attention_backend",
     "disable_cuda_graph", "cuda_graph_max_bs", "cpu_threads", "kv_pool_mib", "mem_fraction_static",
     "host_kv_gib",
 )  # fmt: skip

@@ -24,7 +24,7 @@ _REASONING = (
 )
 _LORA = "there are no LoRA adapters in this version; merge the adapter into the checkpoint"
 _SPECULATIVE = "there is no speculative decoding in this version; leave it out"
-_EXPERTS = "there are no mixture-of-experts models in this version; leave it out"
+_EXPERTS = "experts are divided by --tp-size, each of them among all ranks; leave it out"
 _DOWNLOAD = (
     "nothing is downloaded at start; run hf download MODEL first, with its own --revision "
     "and --local-dir"

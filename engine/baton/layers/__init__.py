@@ -2,7 +2,7 @@
 
 | module | holds |
 |---|---|
-| `model_spec`, `shard` | sizes and options of a checkpoint; the share of a tensor-parallel rank |
+| `spec`, `shard` | sizes that kernels, backends and pool need; the share of a tensor-parallel rank |
 | `ops`, `ops_cpu`, `ops_cuda` | norms, rotation, activation: plain torch, CPU kernels, flashinfer |
 | `attention/` | attention backends over the paged KV pool |
 | `kv_pool` | memory of all slots |

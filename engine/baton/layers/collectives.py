@@ -1,14 +1,17 @@
-"""How tensor-parallel ranks put their parts together: the one seam between a model and the other processes.
+"""How tensor-parallel ranks put their parts together: the one seam between a model and the other
+processes.
 
 1. `ALONE` is the group of one: it returns what it is given;
-2. `init_group` meets the other processes of the group (a file of this engine's private directory is the meeting point:
+2. `init_group` meets the other processes of the group (a file of this engine's private directory is
+the meeting point:
    no port is opened for it) and returns a `ProcessGroup`: gloo on the CPU, NCCL on CUDA devices;
 3. the model calls `all_reduce` and `gather`; all ranks make the same calls in the same order;
-4. a rank that dies breaks the connections of the others, whose calls raise `PeerLost`; one that hangs does so after a
+4. a rank that dies breaks the connections of the others, whose calls raise `PeerLost`; one that
+hangs does so after a
    deadline.
 
-On the CPU partial sums are added in the order of the ranks, so that a row has the same bits alone and in any batch, as
-without tensor parallelism. NCCL adds in an order of its own.
+On the CPU partial sums are added in the order of the ranks, so that a row has the same bits alone
+and in any batch, as without tensor parallelism. NCCL adds in an order of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from baton.layers.shard import Shard
 
 
 class PeerLost(Exception):
-    """Another tensor-parallel process of this rank is gone or does not answer. The group cannot be used any more."""
+    """Another tensor-parallel process of this rank is gone or does not answer. The group cannot be
+    used any more."""
 
 
 class Collectives:
@@ -38,11 +42,13 @@ class Collectives:
     size = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, on every rank. Takes x over: it may be overwritten, and returned."""
+        """The sum of all ranks' x, on every rank. Takes x over: it may be overwritten, and
+        returned."""
         return x
 
     def gather(self, x: Tensor, columns: int) -> Tensor:
-        """Shares of columns (Shard.of) side by side: [S, columns] on the first rank, [0, columns] elsewhere."""
+        """Shares of columns (Shard.slice_of) side by side: [S, columns] on the first rank, [0,
+        columns] elsewhere."""
         return x
 
 
@@ -65,7 +71,8 @@ class TpContext:
 class ProcessGroup(Collectives):
     """torch.distributed's default group, as `init_group` made it.
 
-    `calls` and `seconds` count since the start; CUDA's calls return before they are done, so their time says little.
+    `calls` and `seconds` count since the start; CUDA's calls return before they are done, so their
+    time says little.
     """
 
     def __init__(self, shard: Shard, device: torch.device, timeout_secs: float) -> None:
@@ -135,7 +142,8 @@ def init_group(
         meeting_point: a file that does not exist yet, the same for all ranks and only for them.
         timeout_secs: for this, and later for every single call.
     """
-    # All ranks are processes of one machine. Without this gloo listens where the host's name leads to.
+    # All ranks are processes of one machine. Without this gloo listens where the host's name leads
+    # to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=timeout_secs)
     is_cuda = device.type == "cuda"
@@ -159,6 +167,7 @@ def init_group(
 
 
 def leave_group() -> None:
-    """Close the connections of `init_group`, so that the process can end in any order with the others."""
+    """Close the connections of `init_group`, so that the process can end in any order with the
+    others."""
     if dist.is_initialized():
         dist.destroy_process_group()

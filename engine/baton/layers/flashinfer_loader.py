@@ -1,7 +1,9 @@
-"""The flashinfer package: whether it can work here, said in one sentence when not, and the module itself.
+"""The flashinfer package: whether it can work here, said in one sentence when not, and the module
+itself.
 
-It compiles its kernels when they are first used, with nvcc and ninja, unless flashinfer-jit-cache holds them. What is
-missing is said before anything is compiled; what only shows while compiling is found by the warm-up steps.
+It compiles its kernels when they are first used, with nvcc and ninja, unless flashinfer-jit-cache
+holds them. What is missing is said before anything is compiled; what only shows while compiling is
+found by the warm-up steps.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ SLOWER = "torch, which is 10 to 100 times slower"
 
 
 def load_flashinfer() -> Any:
-    """The module. Raises ImportError, RuntimeError or OSError: absent, of mismatched versions, or without libraries."""
-    # Its norms are compiled by nvcc, or by CuTe where nvidia-cutlass-dsl is installed: take the same ones everywhere.
+    """The module. Raises ImportError, RuntimeError or OSError: absent, of mismatched versions, or
+    without libraries."""
+    # Its norms are compiled by nvcc, or by CuTe where nvidia-cutlass-dsl is installed: take the
+    # same ones everywhere.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     _use_wheels()
     return importlib.import_module("flashinfer")
@@ -32,7 +36,8 @@ def load_flashinfer() -> Any:
 
 @functools.cache
 def find_obstacle() -> str | None:
-    """Reason that keeps flashinfer from working in this process, as the middle of a sentence; None: nothing."""
+    """Reason that keeps flashinfer from working in this process, as the middle of a sentence; None:
+    nothing."""
     try:
         load_flashinfer()
     except (ImportError, RuntimeError, OSError) as err:
@@ -74,7 +79,8 @@ def find_nvcc() -> str | None:
 
 
 def _wheel_homes() -> list[Path]:
-    """Folders of NVIDIA's wheels for CUDA 13: those torch needs, and the compiler of nvidia-cuda-nvcc."""
+    """Folders of NVIDIA's wheels for CUDA 13: those torch needs, and the compiler of
+    nvidia-cuda-nvcc."""
     nvidia = importlib.util.find_spec("nvidia")
     return [
         Path(folder) / "cu13" for folder in (nvidia and nvidia.submodule_search_locations) or ()
@@ -82,7 +88,8 @@ def _wheel_homes() -> list[Path]:
 
 
 def _use_wheels() -> None:
-    """Let flashinfer compile with the wheels where no other nvcc is found; it links libcudart.so, which they lack."""
+    """Let flashinfer compile with the wheels where no other nvcc is found; it links libcudart.so,
+    which they lack."""
     nvcc = find_nvcc()
     home = next((home for home in _wheel_homes() if nvcc == str(home / "bin" / "nvcc")), None)
     if home is None or os.environ.get("CUDA_HOME") == str(home):
@@ -113,7 +120,8 @@ def nvcc_version(nvcc: str) -> str | None:
 
 
 def _no_ninja() -> str | None:
-    """Find ninja, which is called by name: an environment that was not activated has it beside its interpreter."""
+    """Find ninja, which is called by name: an environment that was not activated has it beside its
+    interpreter."""
     if shutil.which("ninja"):
         return None
     try:

@@ -2,12 +2,14 @@
 
     data [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]      index 0 of dimension 2 is K, 1 is V
 
-A page is one span of bytes, which is what travels between P and D. The memory belongs to the native `KvPool` (a sealed
-memfd other processes may map read-only) and the tensor is a view of it; without the native module it is ordinary torch
-memory, which serves a single process but cannot be transferred. On a GPU the native pool has the pages' generations
-only, and moves the pages through `layers.cuda.device_pages`.
+A page is one span of bytes, which is what travels between P and D. The memory belongs to the native
+`KvPool` (a sealed memfd other processes may map read-only) and the tensor is a view of it; without
+the native module it is ordinary torch memory, which serves a single process but cannot be
+transferred. On a GPU the native pool has the pages' generations only, and moves the pages through
+`layers.cuda.device_pages`.
 
-Behind it there may be a host pool of the same page shape (`--host-kv-gib`); whole pages are copied between the two.
+Behind it there may be a host pool of the same page shape (`--host-kv-gib`); whole pages are copied
+between the two.
 
 Which page belongs to whom is the cache's business (`baton.cache`), not this module's.
 """
@@ -28,8 +30,8 @@ from baton.cache.host import CopyRun
 from baton.errors import ConfigError
 from baton.layers.cuda import ipc
 from baton.layers.cuda.device_pages import CudaQueue, DevicePages
-from baton.layers.model_spec import KVSpec
 from baton.layers.ops import TORCH_DTYPES
+from baton.layers.spec import KVSpec
 
 log = logging.getLogger("baton.kv_pool")
 
@@ -40,7 +42,8 @@ GIB = 1 << 30
 
 @dataclass(slots=True)
 class KvTensors:
-    """A rank's KV pool. `native` owns the memory when set and must outlive `data`: keep this object."""
+    """A rank's KV pool. `native` owns the memory when set and must outlive `data`: keep this
+    object."""
 
     spec: KVSpec
     page_size: int
@@ -48,7 +51,8 @@ class KvTensors:
     native: Any = None
     """baton._native.KvPool, or None for plain memory."""
     dummy_page: int | None = None
-    """A page of `data` that does not count: rows that are only padding write it (runtime.runner.capture)."""
+    """A page of `data` that does not count: rows that are only padding write it
+    (runtime.runner.capture)."""
 
     @property
     def num_pages(self) -> int:
@@ -119,8 +123,10 @@ def make_pool(
 
     Args:
         dummy_page: one more page, for padding (KvTensors); not in a native pool's host memory.
-        device: None is the host; elsewhere the memory is torch's, or with `native` a block that can be transferred.
-        native: True takes the transferable memory and fails without it; False takes plain memory (tests);
+        device: None is the host; elsewhere the memory is torch's, or with `native` a block that can
+        be transferred.
+        native: True takes the transferable memory and fails without it; False takes plain memory
+        (tests);
             None takes the native one when this build has it.
     """
     total = num_pages + dummy_page
@@ -163,7 +169,8 @@ def make_device_pool(pool_class: Any, pages: Tensor, device: torch.device) -> An
 
 
 def host_pool_pages(spec: KVSpec, page_size: int, host_kv_gib: float, ranks: int) -> int:
-    """How many pages --host-kv-gib holds. Raises ConfigError when that is none, or more than this machine has."""
+    """How many pages --host-kv-gib holds. Raises ConfigError when that is none, or more than this
+    machine has."""
     page_bytes = spec.page_bytes(page_size)
     pages = int(host_kv_gib * GIB) // page_bytes
     if host_kv_gib and not pages:
@@ -180,9 +187,11 @@ def host_pool_pages(spec: KVSpec, page_size: int, host_kv_gib: float, ranks: int
 
 
 def make_host_pool(kv: KvTensors, num_pages: int) -> Tensor:
-    """Host memory for `num_pages` pages of kv's shape, taken as it is first written; for a CUDA device all at once.
+    """Host memory for `num_pages` pages of kv's shape, taken as it is first written; for a CUDA
+    device all at once.
 
-    Registered rather than allocated as pinned memory, which torch rounds up to a power of two: 40 GiB would take 64.
+    Registered rather than allocated as pinned memory, which torch rounds up to a power of two: 40
+    GiB would take 64.
     """
     memory = torch.frombuffer(mmap.mmap(-1, num_pages * kv.page_bytes), dtype=torch.uint8)
     if kv.data.device.type == "cuda":
@@ -195,7 +204,8 @@ def copy_pages(device: Tensor, host: Tensor, run: CopyRun) -> None:
 
     Args:
         device: the pool's data. host: from `make_host_pool`.
-    Cost: reads and writes each page once; on CUDA it is queued on the current stream and the host does not wait.
+    Cost: reads and writes each page once; on CUDA it is queued on the current stream and the host
+    does not wait.
     """
     for page, slot, count in _contiguous_runs(run.pages, run.slots):
         here = device[page : page + count]

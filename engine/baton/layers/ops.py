@@ -1,11 +1,13 @@
 """The handful of tensor functions a decoder layer is made of, besides attention.
 
-Each public function first offers the call to the native CPU kernels (`ops_cpu`, same names and signatures), on a CUDA
-device to flashinfer's (`ops_cuda`), and else runs the plain torch version written here, which is also what the kernels
-are tested against. Which is in use is decided once and logged: for the CPU at import, for CUDA by `choose_cuda`. There
-a kernel of our own (`head_kernel`) does in one launch what lies between a layer's projection and its attention.
+Each public function first offers the call to the native CPU kernels (`ops_cpu`, same names and
+signatures), on a CUDA device to flashinfer's (`ops_cuda`), and else runs the plain torch version
+written here, which is also what the kernels are tested against. Which is in use is decided once and
+logged: for the CPU at import, for CUDA by `choose_cuda`. There a kernel of our own (`head_kernel`)
+does in one launch what lies between a layer's projection and its attention.
 
-Shapes: T tokens, H heads, D head size, N features; all tensors on one device, last dimension contiguous.
+Shapes: T tokens, H heads, D head size, N features; all tensors on one device, last dimension
+contiguous.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from baton.layers import flashinfer_loader
 from baton.layers import kernels as triton_kernels
 
 if TYPE_CHECKING:
-    from baton.layers.model_spec import ModelSpec
     from baton.layers.ops_cpu import PackedWeight
     from baton.layers.ops_cuda import FlashInferOps
+    from baton.layers.spec import KernelShapes
 
 log = logging.getLogger("baton.ops")
 
@@ -49,22 +51,23 @@ _flashinfer: FlashInferOps | None = None
 _head_kernel: Callable[..., None] | None = None
 
 
-def choose_cuda(spec: ModelSpec, device: torch.device, *, required: bool = False) -> None:
-    """Decide for this process which kernels compute the model's functions on `device`, and compile them.
+def choose_cuda(shapes: KernelShapes, device: torch.device, *, required: bool = False) -> None:
+    """Decide for this process which kernels compute the model's functions on `device`, and compile
+    them.
 
     Plain torch takes the place of those that cannot be used; the reason is logged.
 
     Raises:
         ConfigError: with `required`, kernels that take this model cannot be compiled here.
     """
-    _choose_triton(spec, device, required=required)
-    _choose_flashinfer(spec, device, required=required)
+    _choose_triton(shapes, device, required=required)
+    _choose_flashinfer(shapes, device, required=required)
 
 
-def _choose_triton(spec: ModelSpec, device: torch.device, *, required: bool) -> None:
+def _choose_triton(shapes: KernelShapes, device: torch.device, *, required: bool) -> None:
     global _head_kernel
     _head_kernel = None
-    problem = triton_kernels.find_obstacle(spec, device)
+    problem = triton_kernels.find_obstacle(shapes, device)
     if problem is None:
         from baton.layers.kernels.heads import store_heads
 
@@ -82,18 +85,18 @@ def _choose_triton(spec: ModelSpec, device: torch.device, *, required: bool) -> 
         )
 
 
-def _choose_flashinfer(spec: ModelSpec, device: torch.device, *, required: bool) -> None:
+def _choose_flashinfer(shapes: KernelShapes, device: torch.device, *, required: bool) -> None:
     from baton.layers import ops_cuda
 
     global _flashinfer
     _flashinfer = None
-    problem = ops_cuda.find_obstacle(spec)
+    problem = ops_cuda.find_obstacle(shapes)
     if problem is None:
         log.info(
             "flashinfer compiles its kernels at the first start, which takes minutes; later starts load them"
         )
         try:
-            _flashinfer = ops_cuda.try_out(spec, device)
+            _flashinfer = ops_cuda.try_out(shapes, device)
             log.info("norms, rotation and activation: flashinfer")
             return
         except torch.OutOfMemoryError:
@@ -147,7 +150,8 @@ def set_threads(n: int) -> None:
 
 
 def pack_weight(weight: Matrix) -> Matrix:
-    """The weight re-ordered for the native kernels: as large, independent of it. Without them `weight`.
+    """The weight re-ordered for the native kernels: as large, independent of it. Without them
+    `weight`.
 
     A packed weight is returned as it is.
 
@@ -172,9 +176,11 @@ def embed_tokens(weight: Matrix, ids: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, times weight [N]. Any leading shape; a new tensor in x's dtype.
+    """x / rms(x) over the last dimension, times weight [N]. Any leading shape; a new tensor in x's
+    dtype.
 
-    The mean is taken in float32 and the quotient rounded to x's dtype before the product, as transformers does.
+    The mean is taken in float32 and the quotient rounded to x's dtype before the product, as
+    transformers does.
     """
     if fast := _kernels_for(x):
         return fast.rms_norm(x, weight, eps)
@@ -183,7 +189,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual) for x, residual [T, N]; either input may be overwritten."""
+    """(rms_norm(x + residual), x + residual) for x, residual [T, N]; either input may be
+    overwritten."""
     if fast := _kernels_for(x):
         return fast.add_rms_norm(x, residual, weight, eps)
     total = x + residual
@@ -198,7 +205,8 @@ def apply_rope(
     Args:
         q, k: may be views into one fused projection: strides of dimensions 0 and 1 are free.
         positions: int64 [T], each below len(cos).
-        cos, sin: float32 [C, D/2] tables (`models.rope`); dimension i turns with i + D/2, the layout of HF checkpoints.
+        cos, sin: float32 [C, D/2] tables (`models.blocks.rope`); dimension i turns with i + D/2,
+        the layout of HF checkpoints.
     """
     if fast := _kernels_for(q):
         return fast.apply_rope(q, k, positions, cos, sin)

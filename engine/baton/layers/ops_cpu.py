@@ -1,12 +1,14 @@
-"""The functions of `baton.layers.ops` by the native CPU kernels: same names and signatures, f32 or bf16 on the CPU.
+"""The functions of `baton.layers.ops` by the native CPU kernels: same names and signatures, f32 or
+bf16 on the CPU.
 
-Shapes and layout are checked here and nowhere below: the kernels take addresses. Each call computes without the GIL.
+Shapes and layout are checked here and nowhere below: the kernels take addresses. Each call computes
+without the GIL.
 
-`PackedWeight` is a matrix re-ordered once at load; its product has the same bits for any number of rows, so a prompt's
-chunks, single tokens and batches agree exactly.
+`PackedWeight` is a matrix re-ordered once at load; its product has the same bits for any number of
+rows, so a prompt's chunks, single tokens and batches agree exactly.
 
-Importing this module raises ImportError when the native module is absent or older than this file, and ConfigError when
-BATON_CPU_ISA names no instruction level.
+Importing this module raises ImportError when the native module is absent or older than this file,
+and ConfigError when BATON_CPU_ISA names no instruction level.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ except ValueError as err:
 
 
 class PackedWeight:
-    """A weight [outputs, inputs] in the kernels' order: as large as the tensor it is made from, which it does not keep.
+    """A weight [outputs, inputs] in the kernels' order: as large as the tensor it is made from,
+    which it does not keep.
 
     Reading rows back costs some 32 times a plain row: good for the few tokens of a step (an embedding that is also the
     output head), not for whole matrices.
@@ -42,7 +45,8 @@ class PackedWeight:
     __slots__ = ("_native", "dtype", "shape")
 
     def __init__(self, weight: Tensor) -> None:
-        """weight: contiguous [outputs, inputs], float32 or bfloat16, on the CPU. Raises ValueError otherwise."""
+        """weight: contiguous [outputs, inputs], float32 or bfloat16, on the CPU. Raises ValueError
+        otherwise."""
         has_known_dtype = weight.dtype in (torch.float32, _BF16)
         if (
             not has_known_dtype
@@ -59,7 +63,8 @@ class PackedWeight:
         self._native = _NativeWeight(weight.dtype == _BF16, *weight.shape, weight.data_ptr())
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, inputs] times the transpose, plus bias [outputs]: a new [T, outputs] in the weight's type."""
+        """x [T, inputs] times the transpose, plus bias [outputs]: a new [T, outputs] in the
+        weight's type."""
         outputs, inputs = self.shape
         if x.dtype != self.dtype or x.dim() != 2 or x.shape[1] != inputs or x.stride(1) != 1:
             expected_layout = f"{self.dtype} [T, {inputs}] with contiguous rows"
@@ -73,7 +78,8 @@ class PackedWeight:
         return y
 
     def gather_rows(self, ids: Tensor) -> Tensor:
-        """Rows of the original matrix: [T, inputs] for int64 ids [T]. Raises ValueError for an id out of range."""
+        """Rows of the original matrix: [T, inputs] for int64 ids [T]. Raises ValueError for an id
+        out of range."""
         out = torch.empty(len(ids), self.shape[1], dtype=self.dtype)
         self._native.rows(
             checked_address("ids", ids, torch.int64, ids.shape[:1]), len(ids), out.data_ptr()
@@ -153,7 +159,8 @@ def _vector_layout(name: str, x: Tensor) -> tuple[int, int, int, int, int, int]:
 
 
 def checked_address(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Where x begins. Raises ValueError unless it is contiguous, on the CPU, and of this type and shape."""
+    """Where x begins. Raises ValueError unless it is contiguous, on the CPU, and of this type and
+    shape."""
     if x.dtype is not dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
         description = f"{x.dtype} {list(x.shape)} with strides {x.stride()} on {x.device}"
         raise ValueError(f"{name} is {description}, not a contiguous {dtype} {list(shape)} on cpu")

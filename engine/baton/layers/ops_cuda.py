@@ -1,15 +1,21 @@
-"""The functions of `baton.layers.ops` by flashinfer's kernels: same names, float16 or bfloat16 on a CUDA device.
+"""The functions of `baton.layers.ops` by flashinfer's kernels: same names, float16 or bfloat16 on a
+CUDA device.
 
-One launch each where plain torch takes three to eight, and every one can be part of a CUDA graph: no call waits for the
-device or allocates outside torch. Numbers differ from plain torch's in the last bit only: the quotient of a norm is not
-rounded before its product with the weight, and silu uses the fast exponential.
+One launch each where plain torch takes three to eight, and every one can be part of a CUDA graph:
+no call waits for the device or allocates outside torch. Numbers differ from plain torch's in the
+last bit only: the quotient of a norm is not rounded before its product with the weight, and silu
+uses the fast exponential.
 
-What the kernels take (flashinfer 0.6.8 to 0.6.18, csrc/norm.cu, csrc/rope.cu, flashinfer/activation.cuh):
+What the kernels take (flashinfer 0.6.8 to 0.6.18, csrc/norm.cu, csrc/rope.cu,
+flashinfer/activation.cuh):
 
-* norms: the last dimension contiguous, others with any strides; reading 16 bytes at once wants sizes and strides that
+* norms: the last dimension contiguous, others with any strides; reading 16 bytes at once wants
+sizes and strides that
   are multiples of 8 values;
-* rotation: dimension i turns with i + D/2 (`is_neox`), in float32, rounded once, like ours; one float32 table
-  [positions, D] whose rows are [cos | sin], and positions as int64. Heads of 64, 128 or 256 (others: another kernel);
+* rotation: dimension i turns with i + D/2 (`is_neox`), in float32, rounded once, like ours; one
+float32 table
+  [positions, D] whose rows are [cos | sin], and positions as int64. Heads of 64, 128 or 256
+  (others: another kernel);
 * activation: contiguous rows [gate | up].
 """
 
@@ -21,42 +27,41 @@ import torch
 from torch import Tensor
 
 from baton.layers import flashinfer_loader
-from baton.layers.model_spec import ModelSpec
+from baton.layers.spec import KernelShapes
 
 HEAD_DIMS = (64, 128, 256)
 _AT_ONCE = 8
 """Values that one thread reads: 16 bytes."""
 
 
-def find_obstacle(spec: ModelSpec) -> str | None:
-    """Reason that keeps these kernels from computing this model here, as the middle of a sentence; None: nothing."""
-    if spec.dtype not in ("float16", "bfloat16"):
-        return f"they compute in float16 or bfloat16, the model in {spec.dtype}"
-    if spec.head_dim not in HEAD_DIMS:
-        return (
-            f"they take heads of {', '.join(map(str, HEAD_DIMS))}, the model's have {spec.head_dim}"
-        )
-    for name, size in (
-        ("hidden_size", spec.hidden_size),
-        ("intermediate_size", spec.intermediate_size),
-    ):
+def find_obstacle(shapes: KernelShapes) -> str | None:
+    """Reason that keeps these kernels from computing this model here, as the middle of a sentence;
+    None: nothing."""
+    if shapes.dtype not in ("float16", "bfloat16"):
+        return f"they compute in float16 or bfloat16, the model in {shapes.dtype}"
+    if shapes.heads.head_dim not in HEAD_DIMS:
+        return f"they take heads of {', '.join(map(str, HEAD_DIMS))}, the model's have {shapes.heads.head_dim}"
+    sizes = {"hidden_size": shapes.hidden_size} | shapes.inner_sizes
+    for name, size in sizes.items():
         if size % _AT_ONCE:
             return f"they take multiples of {_AT_ONCE}, the model's {name} on one rank is {size}"
     return flashinfer_loader.find_obstacle()
 
 
-def try_out(spec: ModelSpec, device: torch.device) -> FlashInferOps:
-    """The kernels, each run once: that compiles them. Raises what that raises, RuntimeError mostly."""
+def try_out(shapes: KernelShapes, device: torch.device) -> FlashInferOps:
+    """The kernels, each run once: that compiles them. Raises what that raises, RuntimeError
+    mostly."""
     kernels = FlashInferOps(flashinfer_loader.load_flashinfer())
-    dtype = getattr(torch, spec.dtype)
-    x = torch.zeros(2, spec.hidden_size, dtype=dtype, device=device)
-    heads = torch.zeros(2, 3, spec.head_dim, dtype=dtype, device=device)
+    dtype = getattr(torch, shapes.dtype)
+    x = torch.zeros(2, shapes.hidden_size, dtype=dtype, device=device)
+    heads = torch.zeros(2, 3, shapes.heads.head_dim, dtype=dtype, device=device)
     kernels.add_rms_norm(kernels.rms_norm(x, x[0], 1e-6), x, torch.ones_like(x[0]), 1e-6)
     kernels.rms_norm(heads[:, :2], heads[0, 2], 1e-6)
-    table = torch.zeros(1, spec.head_dim, device=device)
+    table = torch.zeros(1, shapes.heads.head_dim, device=device)
     positions = torch.zeros(2, dtype=torch.int64, device=device)
     kernels.apply_rope(heads[:, :2], heads[:, 2:], positions, *table.chunk(2, dim=1))
-    kernels.silu_mul(torch.zeros(2, 2 * spec.intermediate_size, dtype=dtype, device=device))
+    for size in shapes.inner_sizes.values():
+        kernels.silu_mul(torch.zeros(2, 2 * size, dtype=dtype, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # raises the error of a failed launch
     return kernels
@@ -87,7 +92,8 @@ class FlashInferOps:
     def apply_rope(
         self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`cos` and `sin` must be the two halves of one table, as `models.rope` makes them."""
+        """`cos` and `sin` must be the two halves of one table, as `models.blocks.rope` makes
+        them."""
         self._rope(positions, q, k, q.shape[-1], _join_tables(cos, sin), is_neox=True)
         return q, k
 
@@ -97,7 +103,8 @@ class FlashInferOps:
 
 
 def _join_tables(cos: Tensor, sin: Tensor) -> Tensor:
-    """The table [C, 2n] of which these are the left and the right half [C, n]. Raises ValueError when they are not."""
+    """The table [C, 2n] of which these are the left and the right half [C, n]. Raises ValueError
+    when they are not."""
     rows, half = cos.shape
     strides = (2 * half, 1)
     if (

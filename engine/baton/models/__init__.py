@@ -2,9 +2,11 @@
 
 | module | holds |
 |---|---|
-| `config_file`, `rope_config`, `spec_reader` | config.json, read once for limits and arithmetic (no torch) |
-| `weight_files`, `weights`, `checkpoint` | which files and tensors there must be, checked before the start (no torch) |
+| `spec/` | description of a model, layer by layer (no torch) |
+| `config_file`, `families/`, `spec_reader` | config.json, read once for limits and arithmetic (no torch) |
+| `weight_files`, `checkpoint` | which files and tensors there must be, checked before the start (no torch) |
+| `blocks/` | attention, MLP and mixture of experts with their weights |
+| `decoder` | forward pass: one loop over layers made of blocks |
 | `load` | files to a ready decoder |
-| `decoder`, `rope` | forward pass of the dense families, tables of the rotary embedding |
 | `demo/` | the model inside the package |
 """

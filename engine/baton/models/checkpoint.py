@@ -1,4 +1,5 @@
-"""Facts about a checkpoint before it is loaded, from config.json and the headers of its files. No torch here.
+"""Facts about a checkpoint before it is loaded, from config.json and the headers of its files. No
+torch here.
 
 A start calls `check_checkpoint` first: in milliseconds it finds what would otherwise end the start
 minutes later. Every mistake is a ConfigError that names the file and what to do.
@@ -6,76 +7,104 @@ minutes later. Every mistake is a ConfigError that names the file and what to do
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from baton.layers.model_spec import DTYPE_BYTES, ModelSpec
-from baton.layers.shard import WHOLE, Shard, share_of
+from baton.layers.shard import WHOLE, Shard
+from baton.models.spec.model import (
+    ModelSpec,
+    PlacedParam,
+    is_ignorable,
+    plan_weights,
+    share_of,
+    weight_bytes,
+)
 from baton.models.spec_reader import read_spec
-from baton.models.weight_files import read_tensor_entries, required_weight_files
-from baton.models.weights import Part, is_ignorable, plan_weights
+from baton.models.transformers_backend.choice import choose_impl
+from baton.models.weight_files import TensorEntry, read_tensor_entries, required_weight_files
 
 CPU_POOL_MIB = 128
-"""KV pool of each process on the CPU, whose memory is shared with all of the machine; --kv-pool-mib says more."""
+"""KV pool of each process on the CPU, whose memory is shared with all of the machine; --kv-pool-mib
+says more."""
 GIB = 2**30
 _SHOWN = 8
 
 
 def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
-    """Raise ConfigError when engines with these flags cannot load the model at `path`, or `nodes` of them together."""
+    """Raise ConfigError when engines with these flags cannot load the model at `path`, or `nodes`
+    of them together."""
+    if choose_impl(config, path) == "transformers":
+        _check_module(config, path, nodes)
+        return
     spec = read_spec(
-        path, config.dtype, config.load_format, config.random_seed, on_cpu=config.device == "cpu"
+        path, config.dtype, config.load_format, config.random_seed, on_cpu=config.device != "cuda"
     )
     share_of(spec, Shard(0, config.tp_size))
     if config.load_format != "dummy":
         check_files(spec, path)
     if config.device == "cpu":
-        _check_memory(config, spec, nodes)
+        _check_memory(config, weight_bytes(spec), spec.kv.token_bytes, nodes)
 
 
-def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> dict[str, Path]:
-    """The file of each tensor that a rank reads, once all files fit the config by their headers.
+def _check_module(config: EngineConfig, path: Path, nodes: int) -> None:
+    """The memory of a module's weights, as far as files tell; its class checks them as it loads."""
+    if config.load_format == "dummy":
+        return
+    files = required_weight_files(path)
+    entries = [entry for file in files for entry in read_tensor_entries(file).values()]
+    stored = sum(entry.end - entry.begin for entry in entries)
+    _check_memory(config, stored, 0, nodes)
 
-    Raises ConfigError for damaged files, and one that lists what is missing, unexpected or of another shape.
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """A rank's tensors of a checkpoint, and where they are."""
+
+    params: tuple[PlacedParam, ...]
+    files: dict[str, Path]
+    """By checkpoint name, for the tensors that the rank reads; those of a file are neighbors."""
+
+
+def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeights:
+    """Find the tensors that a rank reads, once the headers of all files fit the config.
+
+    Raises ConfigError for damaged files, and one that lists what is missing, unexpected or of
+    another shape.
     """
-    places: dict[str, Part] = {
-        part.source: part for param in plan_weights(spec, shard) for part in param.parts
-    }
-    file_by_tensor: dict[str, Path] = {}
-    problems: list[str] = []
+    entries: dict[str, TensorEntry] = {}
     for file in required_weight_files(root):
-        for name, entry in read_tensor_entries(file).items():
-            if name not in places:
-                if not is_ignorable(spec, name, shard):
-                    problems.append(f"{file.name}: unexpected tensor {name}")
-                continue
-            file_by_tensor[name] = file
-            if entry.shape != places[name].whole:
-                problems.append(
-                    f"{file.name}: {name} is {list(entry.shape)}, config.json implies {list(places[name].whole)}"
-                )
-    problems += [f"missing tensor {name}" for name in sorted(places.keys() - file_by_tensor)]
+        entries |= read_tensor_entries(file)
+    params = tuple(plan_weights(spec, shard, entries))
+    shapes = {part.source: part.whole for _, param in params for part in param.parts}
+    files: dict[str, Path] = {}
+    problems: list[str] = []
+    for name, entry in entries.items():
+        if name not in shapes:
+            if not is_ignorable(spec, name, shard):
+                problems.append(f"{entry.file.name}: unexpected tensor {name}")
+            continue
+        files[name] = entry.file
+        if entry.shape != shapes[name]:
+            problems.append(
+                f"{entry.file.name}: {name} is {list(entry.shape)}, "
+                f"config.json implies {list(shapes[name])}"
+            )
+    problems += [f"missing tensor {name}" for name in sorted(shapes.keys() - files)]
     if problems:
         shown = problems[:_SHOWN] + (
             [f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         )
         raise ConfigError("\n  ".join([f"{root}: the weights do not fit its config.json:", *shown]))
-    return file_by_tensor
+    return StoredWeights(params, files)
 
 
-def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:
-    """Size of a rank's weights."""
-    return DTYPE_BYTES[spec.dtype] * sum(
-        math.prod(param.shape) for param in plan_weights(spec, shard)
-    )
-
-
-def _check_memory(config: EngineConfig, spec: ModelSpec, nodes: int) -> None:
-    weights = weight_bytes(spec) * config.dp_size
+def _check_memory(config: EngineConfig, weights: int, token_bytes: int, nodes: int) -> None:
+    """Args: `weights`: bytes of one replica. `token_bytes`: one token's KV."""
+    weights *= config.dp_size
     if config.max_total_tokens:
-        pools = config.max_total_tokens * spec.kv.token_bytes * config.dp_size
+        pools = config.max_total_tokens * token_bytes * config.dp_size
     else:
         pools = (config.kv_pool_mib or CPU_POOL_MIB) * 2**20 * config.dp_size * config.tp_size
     pools += int(config.host_kv_gib * GIB) * config.dp_size * config.tp_size
@@ -90,7 +119,8 @@ def _check_memory(config: EngineConfig, spec: ModelSpec, nodes: int) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes this process and its children may still take: the machine's, or less where its cgroup says so."""
+    """Bytes this process and its children may still take: the machine's, or less where its cgroup
+    says so."""
     limits = []
     for line in _read_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):

@@ -18,7 +18,8 @@ MAX_LAYERS = 10_000
 
 
 class ModelConfig:
-    """config.json, or another JSON object of a checkpoint, with typed access; every complaint names file and field."""
+    """config.json, or another JSON object of a checkpoint, with typed access; every complaint names
+    file and field."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path = path

@@ -1,55 +1,75 @@
-"""The dense decoder: one class for Llama, Mistral, Qwen2 and Qwen3, distinguished by `ModelSpec` alone.
+"""The decoder: one loop over layers made of blocks, for every family.
 
-One forward pass: (1) embed the step's tokens; (2) per layer norm → q, k, v → rotate → attend over the pages → project,
-then norm → gated MLP, each sum folded into the norm that follows it; (3) after the last layer's attention only the rows
-that sample go on, since the others are not read: a long prompt's chunk pays neither the last MLP nor the output head.
+One forward pass: (1) embed the step's tokens; (2) per layer norm → attention block, then norm → MLP
+or mixture of experts (`models.blocks`), each sum folded into the norm that follows it; (3) after
+the last layer's attention only the
+rows that sample go on, since the others are not read: a long prompt's chunk pays neither the last
+MLP nor the output head.
 
-Weights are plain tensors and layers plain function calls: at batch 1 a small model's time is call overhead.
-With tensor parallelism each rank computes this with its share of the weights (`layers.shard`): partial sums meet after
-the embedding, each attention and each MLP, and the shares of the logits at the first rank.
+Weights are plain tensors and layers plain function calls: at batch 1 a small model's time is call
+overhead. With tensor parallelism each rank computes this with its share of the weights
+(`layers.shard`): partial sums meet after the embedding, each attention and each MLP, and the shares
+of the logits at the first rank.
 
 Invariant: a row's logits do not depend on the other rows of the batch, beyond rounding.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import cast
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from baton.layers import ops
-from baton.layers.attention.base import AttentionBackend, ForwardBatch, PagedAttention
+from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.collectives import ALONE, Collectives
-from baton.layers.model_spec import ModelSpec
 from baton.layers.shard import WHOLE, Shard
-from baton.models.rope import RopeTables
+from baton.models.blocks.attention import AttentionBlock
+from baton.models.blocks.mlp import MlpBlock
+from baton.models.blocks.moe import MoeBlock
+from baton.models.blocks.rope import RopeTables
+from baton.models.blocks.tensors import move_tensors
+from baton.models.spec.model import LayerSpec, ModelSpec
+from baton.models.spec.moe import MoeSpec
+from baton.models.spec.rope import RopeSpec
 
 
 @dataclass(slots=True)
-class LayerWeights:
-    """Layer weights in compute dtype, contiguous. Matrices are [out, in]; see `models.weights` for the stacked ones."""
+class DecoderLayer:
+    """Blocks of a layer and the norm in front of each."""
 
     input_norm: Tensor
-    qkv: ops.Matrix
-    o: ops.Matrix
+    attention: AttentionBlock
     post_norm: Tensor
-    gate_up: ops.Matrix
-    down: ops.Matrix
-    qkv_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    o_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
+    mlp: MlpBlock | MoeBlock
+
+    @staticmethod
+    def make(spec: LayerSpec, eps: float, tensors: dict[str, Tensor]) -> DecoderLayer:
+        """Args: `spec`: of this rank's share. `tensors`: by the names of `LayerSpec.params`."""
+        left = dict(tensors)
+        norms = {name: left.pop(name) for name in ("input_norm", "post_norm")}
+        names = ("qkv", "o", "qkv_bias", "q_norm", "k_norm", "o_bias")
+        of_attention = {name: left.pop(name) for name in names if name in left}
+        attention = AttentionBlock(spec.attention, eps, **of_attention)
+        mlp = MoeBlock.make(spec.mlp, left) if isinstance(spec.mlp, MoeSpec) else MlpBlock(**left)
+        return DecoderLayer(attention=attention, mlp=mlp, **norms)
+
+    def to(self, device: torch.device) -> None:
+        move_tensors(self, device)
+        self.attention.to(device)
+        self.mlp.to(device)
+
+    def pack(self) -> None:
+        self.attention.pack()
+        self.mlp.pack()
 
 
 @dataclass(slots=True)
 class DecoderWeights:
     embed: ops.Matrix
     """[vocab, hidden]"""
-    layers: list[LayerWeights]
+    layers: list[DecoderLayer]
     norm: Tensor
     lm_head: ops.Matrix
     """[vocab, hidden]; the very object `embed` when tied."""
@@ -65,38 +85,38 @@ class Decoder:
         shard: Shard = WHOLE,
         tp: Collectives = ALONE,
     ) -> None:
-        """`spec`: of what is computed here (layers.shard.share_of), which is all of it unless `tp` has more ranks."""
+        """`spec`: of what is computed here (spec.model.share_of), which is all of it unless `tp`
+        has more ranks."""
         self.spec = spec
         self.weights = weights
         self._tp = tp
         self._vocab = shard.slice_of(spec.vocab_size)
-        self._rope = RopeTables(spec.rope, spec.head_dim, spec.max_context)
+        self._tables = _make_rope_tables(spec)
+        self._ropes = [self._tables[layer.attention.rope] for layer in spec.layers]
+        """The table of each layer."""
 
     def to(self, device: torch.device) -> None:
         """Move weights and tables; before `pack`, which is for the CPU only."""
         w = self.weights
         tied = w.lm_head is w.embed
-        holders: list[DecoderWeights | LayerWeights] = [w, *w.layers]
-        for holder in holders:
-            for f in fields(holder):
-                value = getattr(holder, f.name)
-                if isinstance(value, Tensor):
-                    setattr(holder, f.name, value.to(device))
+        move_tensors(w, device)
+        for layer in w.layers:
+            layer.to(device)
         if tied:
             w.lm_head = w.embed
-        self._rope.to(device)
+        for rope in self._tables.values():
+            rope.to(device)
 
     def pack(self) -> None:
-        """Re-order the matrices for the CPU kernels, one after the other: peak memory is the model and its largest one.
+        """Re-order the matrices for the CPU kernels, one after the other: peak memory is the model
+        and its largest one.
 
-        The embedding is packed only as the output head it is tied to; else it is looked up, never multiplied.
+        The embedding is packed only as the output head it is tied to; else it is looked up, never
+        multiplied.
         """
         w = self.weights
         for layer in w.layers:
-            layer.qkv = ops.pack_weight(layer.qkv)
-            layer.o = ops.pack_weight(layer.o)
-            layer.gate_up = ops.pack_weight(layer.gate_up)
-            layer.down = ops.pack_weight(layer.down)
+            layer.pack()
         tied = w.lm_head is w.embed
         w.lm_head = ops.pack_weight(w.lm_head)
         if tied:
@@ -104,12 +124,14 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
-        """Compute one step: float32 logits [S, vocab], one row per `batch.sample_index` (S may be 0).
+        """Compute one step: float32 logits [S, vocab], one row per `batch.sample_index` (S may be
+        0).
 
         Calls `attn.plan(batch)` itself, then writes the KV of all T tokens through `attn`. Positions must be below
         the pool's and the model's limits; the scheduler checks both at admission.
 
-        All tensor-parallel ranks must be given the same batch. The first one gets the logits, the others S = 0.
+        All tensor-parallel ranks must be given the same batch. The first one gets the logits, the
+        others S = 0.
         """
         self.prepare(batch, attn)
         return self.compute(batch, attn).float()
@@ -121,12 +143,14 @@ class Decoder:
 
     def reserve(self, positions: int) -> None:
         """Make the tables that positions below this need; `forward` does so itself."""
-        self._rope.ensure_positions(positions)
+        for rope in self._tables.values():
+            rope.ensure_positions(positions)
 
     def compute(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         """`forward` without `prepare`; the logits in compute type.
 
-        On a CUDA device it queues work and waits for nothing, so it can be recorded (runtime.runner.capture).
+        On a CUDA device it queues work and waits for nothing, so it can be recorded
+        (runtime.runner.capture).
         """
         return self.compute_logits(self.compute_hidden(batch, attn))
 
@@ -137,13 +161,13 @@ class Decoder:
         tp = self._tp
         x = self._embed_tokens(batch.token_ids)
         residual: Tensor | None = None
-        for i, w in enumerate(self.weights.layers):
+        for i, layer in enumerate(self.weights.layers):
             if residual is None:
-                normed = ops.rms_norm(x, w.input_norm, eps)
+                normed = ops.rms_norm(x, layer.input_norm, eps)
                 residual = x
             else:
-                normed, residual = ops.add_rms_norm(x, residual, w.input_norm, eps)
-            attended = self._attend_layer(i, w, normed, batch, attn)
+                normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps)
+            attended = layer.attention.attend(i, normed, batch, attn, self._ropes[i])
             if (
                 i == last and len(batch.sample_index) == 0
             ):  # CUDA refuses to launch a kernel over no rows
@@ -152,10 +176,9 @@ class Decoder:
             if i == last and not is_in_order:
                 attended = attended[batch.sample_index]
                 residual = residual[batch.sample_index]
-            x = tp.all_reduce(ops.linear(attended, w.o, w.o_bias))
-            normed, residual = ops.add_rms_norm(x, residual, w.post_norm, eps)
-            inner = ops.silu_mul(ops.linear(normed, w.gate_up, w.gate_up_bias))
-            x = tp.all_reduce(ops.linear(inner, w.down, w.down_bias))
+            x = tp.all_reduce(layer.attention.project(attended))
+            normed, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = tp.all_reduce(layer.mlp.forward(normed))
         assert residual is not None, "a spec has at least one layer"
         normed, _ = ops.add_rms_norm(x, residual, self.weights.norm, eps)
         return normed
@@ -163,7 +186,8 @@ class Decoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The output head: logits [n, vocab] of rows of `compute_hidden`, in compute type.
 
-        All tensor-parallel ranks call it with as many rows; the first one gets the logits, the others none.
+        All tensor-parallel ranks call it with as many rows; the first one gets the logits, the
+        others none.
         """
         if len(hidden) == 0:
             return torch.empty(0, self.spec.vocab_size, device=hidden.device)
@@ -177,30 +201,12 @@ class Decoder:
         rows = ops.embed_tokens(self.weights.embed, (ids - share.start).masked_fill_(elsewhere, 0))
         return self._tp.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
-    def _attend_layer(
-        self, layer: int, w: LayerWeights, x: Tensor, batch: ForwardBatch, attn: AttentionBackend
-    ) -> Tensor:
-        spec = self.spec
-        heads = ops.linear(x, w.qkv, w.qkv_bias).view(len(x), -1, spec.head_dim)
-        if (store_heads := ops.head_kernel(x)) is not None:
-            norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-            paged = cast("PagedAttention", attn)
-            tables = (self._rope.cos, self._rope.sin)
-            pages = paged.pages(layer)
-            store_heads(
-                heads,
-                spec.num_heads,
-                norms,
-                spec.rms_eps,
-                batch.positions,
-                tables,
-                pages,
-                batch.slot_mapping,
-            )
-            return paged.attend(layer, heads[:, : spec.num_heads])
-        q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-        if w.q_norm is not None and w.k_norm is not None:
-            q = ops.rms_norm(q, w.q_norm, spec.rms_eps)
-            k = ops.rms_norm(k, w.k_norm, spec.rms_eps)
-        q, k = ops.apply_rope(q, k, batch.positions, self._rope.cos, self._rope.sin)
-        return attn.forward(layer, q, k, v)
+
+def _make_rope_tables(spec: ModelSpec) -> dict[RopeSpec, RopeTables]:
+    """Make one table for all layers that turn alike."""
+    tables: dict[RopeSpec, RopeTables] = {}
+    for layer in spec.layers:
+        rope = layer.attention.rope
+        if rope not in tables:
+            tables[rope] = RopeTables(rope, layer.attention.heads.head_dim, spec.max_context)
+    return tables

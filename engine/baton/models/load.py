@@ -1,20 +1,21 @@
 """Checkpoint files to a ready `Decoder`.
 
 1. `read_spec` checks the config; `plan_weights` says which tensors must come and where each goes.
-2. Files are memory-mapped (safetensors) and copied tensor by tensor into their stacked places on the device, cast on
+2. Files are memory-mapped (safetensors) and copied tensor by tensor into their stacked places on
+the device, cast on
    the way; peak memory is the finished model there plus one tensor on the host. A tensor-parallel rank reads its
    shares of them and nothing else.
-3. Anything missing, unexpected or of another shape ends the start with one ConfigError that lists it.
+3. Anything missing, unexpected or of another shape ends the start with one ConfigError that lists
+it.
 
-`load_format="dummy"` fills the same places with seeded noise instead: same seed, same weights, on every node and
-device. It needs config.json only, and next to no host memory.
+`load_format="dummy"` fills the same places with seeded noise instead: same seed, same weights, on
+every node and device. It needs config.json only, and next to no host memory.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,26 +27,28 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.layers.collectives import ALONE, Collectives
-from baton.layers.model_spec import ModelSpec
 from baton.layers.ops import TORCH_DTYPES
-from baton.layers.shard import WHOLE, Shard, share_of
+from baton.layers.shard import WHOLE, Shard
 from baton.models.checkpoint import check_files
-from baton.models.decoder import Decoder, DecoderWeights, LayerWeights
+from baton.models.decoder import Decoder, DecoderLayer, DecoderWeights
+from baton.models.spec.model import OUTSIDE, ModelSpec, plan_weights, share_of
+from baton.models.spec.tensors import Part
 from baton.models.weight_files import refuse_unreadable
-from baton.models.weights import Part, plan_weights
 
 log = logging.getLogger("baton.load")
 
 _DUMMY_STD = 0.02
 _NOISE = 4194301
-"""Values that are really drawn. A prime, so that no two rows of a matrix are the same stretch of them."""
+"""Values that are really drawn. A prime, so that no two rows of a matrix are the same stretch of
+them."""
 _PROGRESS_SECS = 5.0
 _CPU = torch.device("cpu")
 
 OnProgress = Callable[[int, int], None]
-"""Called with the parameters in memory and those to come in total, first with 0, last when they are equal."""
+"""Called with the parameters in memory and those to come in total, first with 0, last when they are
+equal."""
 LoadedTensors = dict[int, dict[str, Tensor]]
-"""By layer, -1 for those outside the layers, and by name."""
+"""By layer, OUTSIDE for those that belong to none, and by name."""
 
 
 def load_weights(
@@ -58,13 +61,16 @@ def load_weights(
     device: torch.device = _CPU,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Decoder:
-    """The share of model `spec` that a tensor-parallel rank computes; only that is read of the files.
+    """The share of model `spec` that a tensor-parallel rank computes; only that is read of the
+    files.
 
     Args:
         path: a Hugging Face model directory, of which `read_spec` has made `spec`.
-        load_format: auto reads safetensors files; dummy needs config.json only and draws weights from `seed`.
+        load_format: auto reads safetensors files; dummy needs config.json only and draws weights
+        from `seed`.
         tp: how it meets the other ranks.
-        device: where the weights are put, one after the other; torch.OutOfMemoryError when they do not fit.
+        device: where the weights are put, one after the other; torch.OutOfMemoryError when they do
+        not fit.
     Raises:
         ConfigError: missing or malformed files, or the model cannot be divided so.
     """
@@ -74,9 +80,12 @@ def load_weights(
         tensors = _dummy_tensors(spec, seed, shard, device, on_progress)
     else:
         tensors = _from_files(spec, Path(path), shard, device, on_progress)
-    outside = tensors.pop(-1)
+    outside = tensors.pop(OUTSIDE)
     outside.setdefault("lm_head", outside["embed"])
-    layers = [LayerWeights(**tensors[layer]) for layer in range(spec.num_layers)]
+    layers = [
+        DecoderLayer.make(layer, share.rms_eps, tensors[number])
+        for number, layer in enumerate(share.layers)
+    ]
     decoder = Decoder(share, DecoderWeights(layers=layers, **outside), shard, tp)
     decoder.to(device)
     log.info(
@@ -90,9 +99,11 @@ def load_weights(
 def _dummy_tensors(
     spec: ModelSpec, seed: int, shard: Shard, device: torch.device, on_progress: OnProgress
 ) -> LoadedTensors:
-    """Whole tensors are filled, and this rank's shares kept: a model is the same however it is divided.
+    """Whole tensors are filled, and this rank's shares kept: a model is the same however it is
+    divided.
 
-    One stretch of noise is drawn on the host, which does it alike everywhere, and repeated over all matrices.
+    One stretch of noise is drawn on the host, which does it alike everywhere, and repeated over all
+    matrices.
     """
     dtype = TORCH_DTYPES[spec.dtype]
     generator = torch.Generator().manual_seed(seed)
@@ -111,28 +122,30 @@ def _dummy_tensors(
             used = (used + len(stretch)) % _NOISE
         return tensor
 
-    own_params = {(p.layer, p.name): p for p in plan_weights(spec, shard)}
+    own_params = {(layer, param.name): param for layer, param in plan_weights(spec, shard)}
     tensors: LoadedTensors = defaultdict(dict)
-    progress = _Progress(sum(math.prod(param.shape) for param in own_params.values()), on_progress)
-    for param in plan_weights(spec):
+    progress = _Progress(sum(param.size for param in own_params.values()), on_progress)
+    for layer, param in plan_weights(spec):
         tensor = (
             torch.ones(param.shape, dtype=dtype, device=device)
             if param.is_norm
             else fill_noise(param.shape)
         )
-        if (mine := own_params.get((param.layer, param.name))) is None:
+        if (mine := own_params.get((layer, param.name))) is None:
             continue
         shares = [
             rows[part.share]
             for rows, part in zip(tensor.split(param.part_rows), mine.parts, strict=True)
         ]
-        share = tensors[param.layer][param.name] = tensor if mine == param else torch.cat(shares)
+        share = tensor if mine == param else torch.cat(shares)
+        tensors[layer][param.name] = share.to(TORCH_DTYPES[spec.dtype_of(param)])
         progress.add(share)
     return tensors
 
 
 class _Progress:
-    """Progress of loading `total` parameters: calls `on_progress`, and logs a line every few seconds."""
+    """Progress of loading `total` parameters: calls `on_progress`, and logs a line every few
+    seconds."""
 
     def __init__(self, total: int, on_progress: OnProgress) -> None:
         self._total = total
@@ -159,28 +172,28 @@ class _Progress:
 def _from_files(
     spec: ModelSpec, root: Path, shard: Shard, device: torch.device, on_progress: OnProgress
 ) -> LoadedTensors:
-    source_files = check_files(spec, root, shard)
-    params = list(plan_weights(spec, shard))
+    stored = check_files(spec, root, shard)
     tensors: LoadedTensors = defaultdict(dict)
-    places: dict[str, tuple[Part, Tensor]] = {}
-    for param in params:
-        target = torch.empty(param.shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
-        tensors[param.layer][param.name] = target
+    places: dict[str, list[tuple[Part, Tensor]]] = defaultdict(list)
+    for layer, param in stored.params:
+        dtype = TORCH_DTYPES[spec.dtype_of(param)]
+        target = torch.empty(param.shape, dtype=dtype, device=device)
+        tensors[layer][param.name] = target
         for part, rows in zip(param.parts, target.split(param.part_rows), strict=True):
-            places[part.source] = part, rows
-    progress = _Progress(sum(math.prod(param.shape) for param in params), on_progress)
-    for file, sources in itertools.groupby(source_files, source_files.__getitem__):
+            places[part.source].append((part, rows))
+    progress = _Progress(sum(param.size for _, param in stored.params), on_progress)
+    for file, sources in itertools.groupby(stored.files, stored.files.__getitem__):
         try:
             with refuse_unreadable(file), safe_open(str(file), framework="pt") as f:
                 for source in sources:
-                    part, rows = places[source]
-                    taken = (
-                        f.get_tensor(source)
-                        if part.shape == part.whole
-                        else f.get_slice(source)[part.share]
-                    )
-                    rows.copy_(taken)
-                    progress.add(taken)
+                    for part, rows in places[source]:
+                        taken = (
+                            f.get_tensor(source)
+                            if part.shape == part.whole
+                            else f.get_slice(source)[part.share]
+                        )
+                        rows.copy_(taken)
+                        progress.add(taken)
         except SafetensorError as err:
             raise ConfigError(f"{file}: {err}; the file is damaged, download it again") from err
     return tensors

@@ -1,4 +1,5 @@
-"""Reader of a checkpoint's config.json, the only one: limits and arithmetic come from the same fields. No torch here.
+"""Reader of a checkpoint's config.json, the only one: limits and arithmetic come from the same
+fields. No torch here.
 
 Where config.json has two spellings of one fact, the reader goes by transformers 5, or refuses:
 
@@ -6,11 +7,11 @@ Where config.json has two spellings of one fact, the reader goes by transformers
 |---|---|---|
 | family | `model_type`, `architectures` | either alone; two that disagree are refused |
 | type of the weights | `dtype`, `torch_dtype` | the first that is not null, else the first tensor's type |
-| rotary embedding | `rope_scaling`, `rope_parameters`, `rope_theta` | see `models.rope_config` |
+| rotary embedding | `rope_scaling`, `rope_parameters`, `rope_theta` | see `families.rope_config` |
 | longest context | `max_position_embeddings`, stretched by the rotary embedding | the longer one |
 
-A field that is absent means what it means to the family's class in transformers (`FAMILIES`). So does null, but for
-the fields where the class takes null for a value of its own: `ModelConfig.is_null` tells the two apart.
+What differs between families stands in a file each (`models.families`); here is what all have
+alike.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 from baton.config.files import is_given, read_regular_file
 from baton.errors import ConfigError
-from baton.layers.model_spec import DTYPE_BYTES, ModelSpec
+from baton.layers.spec import DTYPE_BYTES
 from baton.models.config_file import (
-    MAX_LAYERS,
     ModelConfig,
     read_generation_config,
     read_json,
     read_model_config,
 )
-from baton.models.rope_config import read_rope, stretched_context
+from baton.models.families import FAMILIES
+from baton.models.spec.model import ModelSpec
+from baton.models.spec.moe import MoeSpec
 from baton.models.weight_files import (
     find_tensor,
     first_float_type,
@@ -44,44 +45,8 @@ from baton.models.weight_files import (
 log = logging.getLogger("baton.spec")
 
 UNKNOWN_MAX_POSITION = 2048
-"""Context length of a family that we do not know and that names none: the shortest of the families we load."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFamily:
-    """Defaults of transformers' class of an architecture where config.json has no value."""
-
-    model_type: str
-    kv_heads: int | None
-    """Default num_key_value_heads; None: num_attention_heads."""
-    max_position: int
-    head_dim: int | None = None
-    window: int | None = None
-    always_windowed: bool = False
-    """sliding_window applies to all layers whenever it is set (Mistral), else use_sliding_window decides (Qwen)."""
-    qkv_bias: bool | None = None
-    """None: attention_bias decides, for q, k, v and o."""
-    mlp_bias_field: bool = False
-    qk_norm: bool = False
-
-
-FAMILIES = {
-    "LlamaForCausalLM": ModelFamily("llama", kv_heads=None, max_position=2048, mlp_bias_field=True),
-    "MistralForCausalLM": ModelFamily(
-        "mistral",
-        kv_heads=8,
-        max_position=131072,
-        window=4096,
-        always_windowed=True,
-        qkv_bias=False,
-    ),
-    "Qwen2ForCausalLM": ModelFamily(
-        "qwen2", kv_heads=32, max_position=32768, window=4096, qkv_bias=True
-    ),
-    "Qwen3ForCausalLM": ModelFamily(
-        "qwen3", kv_heads=32, max_position=32768, head_dim=128, window=4096, qk_norm=True
-    ),
-}
+"""Context length of a family that we do not know and that names none: the shortest of the families
+we load."""
 
 
 def read_spec(
@@ -95,8 +60,10 @@ def read_spec(
     """Read and check a Hugging Face model directory.
 
     Args:
-        dtype: auto takes the checkpoint's type, on a CPU bfloat16 for float16 (CPUs compute that ten times slower).
-        load_format, seed: enter `model_hash` only, so that dummy weights of two seeds are never paired.
+        dtype: auto takes the checkpoint's type, on a CPU bfloat16 for float16 (CPUs compute that
+        ten times slower).
+        load_format, seed: enter `model_hash` only, so that dummy weights of two seeds are never
+        paired.
     Raises:
         ConfigError: missing or unreadable files, or anything the decoder would not compute exactly.
     """
@@ -106,48 +73,22 @@ def read_spec(
     family = FAMILIES[architecture]
     _refuse_unknown_arithmetic(config)
 
-    hidden = config.read_integer("hidden_size")
-    heads = config.read_integer("num_attention_heads")
-    default_kv_heads = heads if config.is_null("num_key_value_heads") else family.kv_heads or heads
-    kv_heads = config.read_integer("num_key_value_heads", default_kv_heads)
-    if heads % kv_heads:
-        config.refuse(
-            "num_key_value_heads", kv_heads, f"it must divide num_attention_heads ({heads})"
-        )
-    if "head_dim" not in config.values and family.head_dim is None and hidden % heads:
-        config.refuse(
-            "hidden_size",
-            hidden,
-            f"without head_dim it must be a multiple of num_attention_heads ({heads})",
-        )
-    head_dim = config.read_integer("head_dim", family.head_dim or hidden // heads)
-    if head_dim % 2:
-        config.refuse("head_dim", head_dim, "rotary embedding needs an even size")
-
-    layers = config.read_integer("num_hidden_layers", most=MAX_LAYERS)
-    attention_bias = config.read_flag("attention_bias", False) if family.qkv_bias is None else False
+    layers = family.read_layers(config)
+    if not on_cpu and any(isinstance(layer.mlp, MoeSpec) for layer in layers):
+        config.refuse("architectures", [architecture], "experts need --device cpu")
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.read_integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=config.read_integer("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_context=read_max_context(config),
-        rms_eps=config.read_number("rms_norm_eps", 1e-6),
-        rope=read_rope(config, read_max_position(config)),
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        o_bias=attention_bias,
-        mlp_bias=config.read_flag("mlp_bias", False) if family.mlp_bias_field else False,
-        qk_norm=family.qk_norm,
+        hidden_size=config.read_integer("hidden_size"),
+        layers=layers,
+        max_context=family.read_max_context(config),
+        rms_eps=config.read_number("rms_norm_eps", family.rms_eps),
         tied=_is_tied(config, root, load_format),
-        windows=_read_windows(config, family, layers),
-        dtype=_compute_dtype(dtype, _checkpoint_dtype(config, root), on_cpu=on_cpu),
+        dtype=compute_dtype(dtype, checkpoint_dtype(config, root), on_cpu=on_cpu),
         eos_token_ids=read_eos_token_ids(config, read_generation_config(root)),
         bos_token_id=config.read_index("bos_token_id"),
         model_hash=hash_model(root, load_format, seed),
+        has_draft_layers=family.has_draft_layers,
     )
 
 
@@ -183,17 +124,15 @@ def read_architecture(config: ModelConfig) -> str:
     return architecture
 
 
-def read_max_position(config: ModelConfig) -> int:
-    """`max_position_embeddings`, or the family's default [tokens]."""
-    architecture = find_architecture(config)
-    default = UNKNOWN_MAX_POSITION if architecture is None else FAMILIES[architecture].max_position
-    return config.read_integer("max_position_embeddings", default)
-
-
 def read_max_context(config: ModelConfig) -> int:
-    """Longest prompt + answer the model was made for [tokens]."""
-    max_position = read_max_position(config)
-    return stretched_context(read_rope(config, max_position), max_position)
+    """Longest prompt + answer the model was made for [tokens].
+
+    A family without blocks of our own has what it states, unstretched.
+    """
+    architecture = find_architecture(config)
+    if architecture is not None:
+        return FAMILIES[architecture].read_max_context(config)
+    return config.read_integer("max_position_embeddings", UNKNOWN_MAX_POSITION)
 
 
 def read_eos_token_ids(*sources: ModelConfig) -> tuple[int, ...]:
@@ -220,7 +159,7 @@ def _refuse_unknown_arithmetic(config: ModelConfig) -> None:
         config.refuse("transformers_weights", named, supported)
 
 
-def _checkpoint_dtype(config: ModelConfig, root: Path) -> str:
+def checkpoint_dtype(config: ModelConfig, root: Path) -> str:
     """`dtype` (transformers 5), `torch_dtype` (4), or the type of the first tensor on disk."""
     named = config.get("dtype", config.get("torch_dtype"))
     if named is None:
@@ -251,39 +190,12 @@ def _is_tied(config: ModelConfig, root: Path, load_format: str) -> bool:
     return False
 
 
-def _compute_dtype(dtype: str, checkpoint: str, *, on_cpu: bool) -> str:
+def compute_dtype(dtype: str, checkpoint: str, *, on_cpu: bool) -> str:
     if dtype == "auto":
         return "bfloat16" if checkpoint == "float16" and on_cpu else checkpoint
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"--dtype {dtype}: supported: auto, {', '.join(DTYPE_BYTES)}")
     return dtype
-
-
-def _read_windows(config: ModelConfig, family: ModelFamily, layers: int) -> tuple[int, ...]:
-    """Which layers see only the last `sliding_window` tokens."""
-    if family.window is None:
-        return (0,) * layers
-    if family.always_windowed:
-        window = config.values.get("sliding_window", family.window)
-        return (
-            (config.read_integer("sliding_window", window) if window is not None else 0),
-        ) * layers
-    if not config.read_flag("use_sliding_window", False):
-        types = config.read_names("layer_types", [])
-        if "sliding_attention" in types:
-            config.refuse("layer_types", types, "sliding_attention needs use_sliding_window true")
-        return (0,) * layers
-    if config.is_null("sliding_window"):
-        return (0,) * layers
-    window = config.read_integer("sliding_window", family.window)
-    first = config.read_index("max_window_layers", 28) or 0
-    default = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    types = config.read_names("layer_types", default)
-    if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
-        config.refuse(
-            "layer_types", types, f"supported: {layers} times full_attention or sliding_attention"
-        )
-    return tuple(window if t == "sliding_attention" else 0 for t in types)
 
 
 _TOKENIZER_FILES = (

@@ -1,7 +1,7 @@
 """Weight files of a checkpoint: which ones count, and what their headers say. No torch here.
 
-As transformers chooses them in a directory: `model.safetensors` alone if it is there, else the files of
-`model.safetensors.index.json`. Files that neither names are left alone.
+As transformers chooses them in a directory: `model.safetensors` alone if it is there, else the
+files of `model.safetensors.index.json`. Files that neither names are left alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class TensorEntry:
 
 
 def weight_files(root: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; where neither usual name exists, all that there are. May be empty.
+    """The safetensors files of a checkpoint; where neither usual name exists, all that there are.
+    May be empty.
 
     Raises ConfigError for an index that cannot be read or names absent files, and for something else
     under the name of a file.
@@ -116,7 +117,8 @@ def safetensors_header(file: Path) -> bytes:
 
 
 def read_tensor_entries(file: Path) -> dict[str, TensorEntry]:
-    """Tensors of a safetensors file by name. Raises ConfigError when its header or its length is wrong."""
+    """Tensors of a safetensors file by name. Raises ConfigError when its header or its length is
+    wrong."""
     try:
         header = safetensors_header(file)
         data_begin = 8 + len(header)

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from baton.layers.attention.base import AttentionBackend
 from baton.layers.collectives import ALONE, ProcessGroup, TpContext, init_group
 from baton.layers.flashinfer_loader import summarize_error
 from baton.layers.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
-from baton.layers.model_spec import ModelSpec
-from baton.layers.shard import WHOLE, Shard, share_of
-from baton.models.checkpoint import CPU_POOL_MIB, weight_bytes
+from baton.layers.shard import WHOLE, Shard
+from baton.models.checkpoint import CPU_POOL_MIB
 from baton.models.decoder import Decoder
 from baton.models.load import OnProgress, load_weights
+from baton.models.served import ServedModel, ServedSpec
+from baton.models.spec.model import ModelSpec, share_of, weight_bytes
 from baton.models.spec_reader import read_spec
+from baton.models.transformers_backend.choice import choose_impl
 from baton.runtime import device
 from baton.runtime.engine_loop import DeviceThread, EngineLoop, PoolSizes, make_engine
 from baton.runtime.grammar.waiting import GrammarQueue
@@ -122,21 +125,19 @@ def load_rank(
     threads = compute_threads(config)
     ops.set_threads(threads)
     shard = WHOLE if place is None else place.shard
-    compute = device.resolve_device(config, shard.rank)
-    whole_spec = _read_spec(config, model_dir, compute, shard)
-    group = None
-    if place is not None:
-        group = init_group(shard, compute, place.meeting_point, config.dist_timeout)
-    memory = None if compute.type == "cpu" else DeviceMemory(compute)
-    if memory is not None:
-        check_weights(weight_bytes(whole_spec, shard), memory)
-    model = _load_model(config, model_dir, whole_spec, shard, group, compute, on_progress)
+    impl = choose_impl(config, Path(model_dir))
+    if impl == "transformers":
+        placed = _load_module(config, model_dir, on_progress)
+    else:
+        placed = _load_native(config, model_dir, shard, place, on_progress)
+    model = placed.model
+    compute = placed.device
     spec = model.spec
     context = _context_length(config, spec)
     pages = _requested_pages(config, spec, compute)
+    memory = placed.memory
     if memory is not None:
-        ops.choose_cuda(spec, compute, required=config.attention_backend != "torch")
-        pages = profile_memory(model, config, context, pages, memory, place, group)
+        pages = profile_memory(model, config, context, pages, memory, place, placed.group)
     assert pages is not None, "a pool in host memory has a default size"
     kv, attn = _make_pool(config, spec, pages, compute)
     host_pages = host_pool_pages(
@@ -156,14 +157,15 @@ def load_rank(
     log.info(
         "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, "
         "%d thread(s), %.1f s",
-        model_dir, whole_spec.num_parameters / 1e6, spec.kv.dtype, pages, config.page_size,
+        model_dir, placed.num_parameters / 1e6, spec.kv.dtype, pages, config.page_size,
         pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
     layout = kv.layout(spec.model_hash)
     if shard.size > 1:
         layout["tp_size"] = shard.size
     info: dict[str, object] = {
-        "num_parameters": whole_spec.num_parameters,
+        "num_parameters": placed.num_parameters,
+        "model_impl": impl,
         "cpu_threads": threads,
         "device": str(compute),
         "context_length": context,
@@ -174,7 +176,7 @@ def load_rank(
         "kv_pool_bytes": pages * kv.page_bytes,
         "num_pages": pages,
     }
-    return LoadedModel(config, runner, kv, layout, info, spec.max_context, host_pages, group)
+    return LoadedModel(config, runner, kv, layout, info, spec.max_context, host_pages, placed.group)
 
 
 def _read_spec(
@@ -192,7 +194,53 @@ def _read_spec(
     return spec
 
 
-def _load_model(
+@dataclass(frozen=True, slots=True)
+class _PlacedModel:
+    """A model, or a rank's share of it, on its device."""
+
+    model: ServedModel
+    device: torch.device
+    num_parameters: int
+    """Those of the whole model."""
+    group: ProcessGroup | None = None
+    memory: DeviceMemory | None = None
+    """None on the CPU."""
+
+
+def _load_module(config: EngineConfig, model_dir: str, on_progress: OnProgress) -> _PlacedModel:
+    """transformers' module, which computes on the CPU in one process."""
+    from baton.models.transformers_backend.model import load_module
+
+    model = load_module(
+        model_dir, config.dtype, config.load_format, config.random_seed, on_progress
+    )
+    return _PlacedModel(model, torch.device("cpu"), model.spec.num_parameters)
+
+
+def _load_native(
+    config: EngineConfig,
+    model_dir: str,
+    shard: Shard,
+    place: TpContext | None,
+    on_progress: OnProgress,
+) -> _PlacedModel:
+    """Blocks of our own, of which a rank computes its share."""
+    compute = device.resolve_device(config, shard.rank)
+    whole_spec = _read_spec(config, model_dir, compute, shard)
+    group = None
+    if place is not None:
+        group = init_group(shard, compute, place.meeting_point, config.dist_timeout)
+    memory = None if compute.type == "cpu" else DeviceMemory(compute)
+    if memory is not None:
+        check_weights(weight_bytes(whole_spec, shard), memory)
+    model = _load_share(config, model_dir, whole_spec, shard, group, compute, on_progress)
+    if memory is not None:
+        shapes = model.spec.kernel_shapes
+        ops.choose_cuda(shapes, compute, required=config.attention_backend != "torch")
+    return _PlacedModel(model, compute, whole_spec.num_parameters, group, memory)
+
+
+def _load_share(
     config: EngineConfig,
     model_dir: str,
     whole_spec: ModelSpec,
@@ -220,7 +268,7 @@ def _load_model(
     return model
 
 
-def _context_length(config: EngineConfig, spec: ModelSpec) -> int:
+def _context_length(config: EngineConfig, spec: ServedSpec) -> int:
     context = config.context_length or spec.max_context
     if context > spec.max_context:
         raise ConfigError(
@@ -230,7 +278,7 @@ def _context_length(config: EngineConfig, spec: ModelSpec) -> int:
     return context
 
 
-def _requested_pages(config: EngineConfig, spec: ModelSpec, compute: torch.device) -> int | None:
+def _requested_pages(config: EngineConfig, spec: ServedSpec, compute: torch.device) -> int | None:
     """Pages of the KV pool by the flags; None: as many as the device has room for."""
     default_mib = CPU_POOL_MIB if compute.type == "cpu" else None
     mib = config.kv_pool_mib or default_mib
@@ -238,7 +286,7 @@ def _requested_pages(config: EngineConfig, spec: ModelSpec, compute: torch.devic
 
 
 def _make_pool(
-    config: EngineConfig, spec: ModelSpec, pages: int, compute: torch.device
+    config: EngineConfig, spec: ServedSpec, pages: int, compute: torch.device
 ) -> tuple[KvTensors, AttentionBackend]:
     recorded_rows = 0 if compute.type == "cpu" else rows_to_record(config)
     disaggregated = config.disaggregation_mode != "null"
@@ -254,7 +302,7 @@ def _make_pool(
             device=compute,
             dummy_page=recorded_rows > 0,
         )
-        attn = make_backend(config.attention_backend, spec, kv)
+        attn = make_backend(config.attention_backend, spec.attention, kv)
     return kv, attn
 
 

@@ -74,7 +74,7 @@ class Device:
             pool = make_pool(
                 model.spec.kv, kv.page_size, kv.num_pages, native=False, dummy_page=True
             )
-            backend = flashinfer.FlashInferAttention(model.spec, pool, fake_flashinfer)
+            backend = flashinfer.FlashInferAttention(model.spec.attention, pool, fake_flashinfer)
             made = _Poisoning if poison else DeviceRunner
             self.runner = made(model, pool, backend, max_slots, stream=self.stream, **more)
             if largest:

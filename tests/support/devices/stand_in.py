@@ -25,8 +25,8 @@ from torch import Tensor
 from baton.disagg.calls import PublishCall, TransferCall
 from baton.layers.cuda.device_pages import DevicePages
 from baton.layers.kv_pool import KvTensors
-from baton.layers.model_spec import KVSpec
 from baton.layers.ops import TORCH_DTYPES
+from baton.layers.spec import KVSpec
 from baton.runtime import build
 from baton.runtime.runner.cuda_runner import DeviceRunner, InFlight
 from baton.runtime.runner.model_runner import ModelRunner

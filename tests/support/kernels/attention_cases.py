@@ -9,15 +9,13 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.layers.attention.base import AttentionBackend
 from baton.layers.kv_pool import KvTensors
-from baton.layers.model_spec import KVSpec
+from baton.layers.spec import AttentionSpec, KVSpec
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
 
@@ -35,20 +33,20 @@ class Case:
     longest_chunk: int = 24
     seed: int = 0
 
-    def spec(self) -> Any:
-        """As much of a ModelSpec as attention reads."""
-        return SimpleNamespace(
-            num_layers=len(self.windows), num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.dim,
-            q_size=self.heads * self.dim, windows=self.windows,
-            kv=KVSpec(len(self.windows), self.kv_heads, self.dim, "bfloat16"),
-        )  # fmt: skip
+    def layers(self) -> list[AttentionSpec]:
+        return [
+            AttentionSpec(self.heads, self.kv_heads, self.dim, window) for window in self.windows
+        ]
+
+    def kv_spec(self) -> KVSpec:
+        return KVSpec(len(self.windows), self.kv_heads, self.dim, "bfloat16")
 
     def pool(self, device: str) -> KvTensors:
         """Filled with NaN: unwritten slots must not be read. Twice the pages needed, so that they lie scattered."""
         pages = 2 * sum(-(-n // self.page_size) for n in self.lengths)
         shape = (pages, len(self.windows), 2, self.page_size, self.kv_heads, self.dim)
         return KvTensors(
-            self.spec().kv,
+            self.kv_spec(),
             self.page_size,
             torch.full(shape, math.nan, dtype=self.dtype, device=device),
         )
@@ -90,13 +88,13 @@ def dense(case: Case, window: int, qkv: Tensor) -> Tensor:
 
 def check(
     case: Case,
-    make: Callable[[Any, KvTensors], AttentionBackend],
+    make: Callable[[list[AttentionSpec], KvTensors], AttentionBackend],
     device: str = "cpu",
     tolerance: float = 0.02,
 ) -> None:
     """Run the case's requests through the backend and compare every token's output in every layer."""
-    spec, kv = case.spec(), case.pool(device)
-    backend = make(spec, kv)
+    kv = case.pool(device)
+    backend = make(case.layers(), kv)
     rng = torch.Generator().manual_seed(case.seed)
     width = case.heads + 2 * case.kv_heads
     layers = range(len(case.windows))
@@ -111,7 +109,7 @@ def check(
         needed = -(-n // case.page_size)
         tables.append(pages[:needed])
         pages = pages[needed:]
-    got = [torch.full((len(layers), n, spec.q_size), math.nan) for n in case.lengths]
+    got = [torch.full((len(layers), n, case.heads * case.dim), math.nan) for n in case.lengths]
     outputs = []
     for step in chunks(case):
         batch = build_batch(

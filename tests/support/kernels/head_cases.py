@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 from baton.layers import ops
 from baton.layers.kernels.heads import store_heads
 from baton.layers.kv_pool import KvTensors, make_pool
-from baton.layers.model_spec import KVSpec
+from baton.layers.spec import KVSpec
 
 EPS = 1e-6
 CPU = torch.device("cpu")

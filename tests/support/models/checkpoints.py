@@ -28,6 +28,7 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -58,6 +59,45 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 9}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 48,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "head_dim": 16,
+        },
+    ),
 }
 
 
@@ -70,7 +110,9 @@ def make_checkpoint(
     model = _model_class(variant)(_config(variant))
     generator = torch.Generator().manual_seed(sum(variant.encode()))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("inv_freq"):
+                continue
             noise = torch.empty(parameter.shape).normal_(0, 0.15, generator=generator)
             parameter.copy_(noise + 1 if name.endswith("norm.weight") else noise)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)

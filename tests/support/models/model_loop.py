@@ -39,7 +39,7 @@ class ModelLoop:
         self.page_size = page_size
         self.kv = make_pool(decoder.spec.kv, page_size, max_tokens // page_size, native=False)
         self.kv.data.fill_(torch.nan)
-        self.attn = make_backend(backend, decoder.spec, self.kv)
+        self.attn = make_backend(backend, decoder.spec.attention, self.kv)
         self._free = list(range(self.kv.num_pages))
         random.Random(page_size).shuffle(self._free)
 

@@ -10,7 +10,7 @@ import torch
 from baton.errors import ConfigError
 from baton.layers.cuda import ipc
 from baton.layers.kv_pool import asked_pages, make_host_pool, make_pool
-from baton.layers.model_spec import KVSpec
+from baton.layers.spec import KVSpec
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 PAGE = 4 * 3 * 2 * 2 * 8 * 2

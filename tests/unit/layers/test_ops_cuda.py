@@ -15,6 +15,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.layers import flashinfer_loader, ops, ops_cuda
 from baton.layers.ops_cuda import FlashInferOps, try_out
+from baton.layers.spec import AttentionSpec, KernelShapes
 from tests.support.devices import fake_flashinfer
 from tests.support.models import shapes
 from tests.support.models.model_loop import ModelLoop
@@ -138,16 +139,18 @@ def test_tables_elsewhere_than_on_the_cpu_are_whole_and_one(tmp_path: Path) -> N
 # ---------------------------------------------------------------------------------------------- the choice
 
 
-def spec_of(tmp_path: Path, **changes: Any) -> Any:
-    return replace(
-        load_model(shapes.make("tiny", tmp_path / "m"), load_format="dummy").spec, **changes
-    )
+def shapes_of(tmp_path: Path, **changes: Any) -> KernelShapes:
+    path = shapes.make("tiny", tmp_path / "m")
+    return replace(load_model(path, load_format="dummy").spec.kernel_shapes, **changes)
 
 
 REFUSED = [
     ({"dtype": "float32"}, "they compute in float16 or bfloat16, the model in float32"),
-    ({"head_dim": 96}, "they take heads of 64, 128, 256, the model's have 96"),
-    ({"intermediate_size": 100}, "the model's intermediate_size on one rank is 100"),
+    ({"heads": AttentionSpec(4, 2, 96)}, "they take heads of 64, 128, 256, the model's have 96"),
+    (
+        {"inner_sizes": {"intermediate_size": 100}},
+        "the model's intermediate_size on one rank is 100",
+    ),
 ]
 
 
@@ -155,7 +158,7 @@ REFUSED = [
 def test_models_beyond_them_are_computed_by_plain_torch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], why: str
 ) -> None:
-    ops._choose_flashinfer(spec_of(tmp_path, **changes), CPU, required=False)
+    ops._choose_flashinfer(shapes_of(tmp_path, **changes), CPU, required=False)
     assert ops._flashinfer is None
     assert why in caplog.messages[-1]
     assert caplog.messages[-1].startswith("norms, rotation and activation: plain torch")
@@ -177,8 +180,8 @@ def test_every_function_is_run_once_and_one_that_does_not_compile_is_reported(
     monkeypatch.setattr(flashinfer_loader, "load_flashinfer", Library)
     monkeypatch.setattr(flashinfer_loader, "find_obstacle", lambda: None)
     monkeypatch.setattr(ops, "_flashinfer", None)
-    spec = spec_of(tmp_path)
-    ops._choose_flashinfer(spec, CPU, required=False)
+    kernel_shapes = shapes_of(tmp_path)
+    ops._choose_flashinfer(kernel_shapes, CPU, required=False)
     assert isinstance(ops._flashinfer, FlashInferOps)
     assert set(calls) == {
         "rmsnorm",
@@ -186,7 +189,7 @@ def test_every_function_is_run_once_and_one_that_does_not_compile_is_reported(
         "apply_rope_with_cos_sin_cache_inplace",
         "silu_and_mul",
     }
-    assert try_out(spec, CPU) is not None
+    assert try_out(kernel_shapes, CPU) is not None
 
     def broken(*_: Any) -> Any:
         raise RuntimeError(
@@ -194,13 +197,13 @@ def test_every_function_is_run_once_and_one_that_does_not_compile_is_reported(
         )
 
     monkeypatch.setattr(ops_cuda, "try_out", broken)
-    ops._choose_flashinfer(spec, CPU, required=False)
+    ops._choose_flashinfer(kernel_shapes, CPU, required=False)
     assert ops._flashinfer is None
     assert "flashinfer's: norm.cu(3): error: identifier is undefined" in caplog.messages[-1]
     with pytest.raises(
         ConfigError, match=r"norms cannot run here .*identifier is undefined.*cuBLAS and cuRAND"
     ):
-        ops._choose_flashinfer(spec, CPU, required=True)
+        ops._choose_flashinfer(kernel_shapes, CPU, required=True)
 
 
 @pytest.fixture

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from baton.errors import ConfigError
-from baton.layers.model_spec import ModelSpec
-from baton.layers.shard import WHOLE, Shard, share_of
+from baton.layers.shard import WHOLE, Shard
+from baton.layers.spec import AttentionSpec
 from baton.models import load
 from baton.models.load import load_weights
+from baton.models.spec.model import ModelSpec, plan_weights, share_of
+from baton.models.spec.tensors import Part
 from baton.models.spec_reader import read_spec
-from baton.models.weights import Part, plan_weights
 from tests.unit.models.test_load import checkpoint
 
 SHAPE = {
@@ -64,10 +65,10 @@ def test_every_weight_is_on_one_rank_and_kv_heads_on_their_readers(
     spec = read_spec(checkpoint(tmp_path, **SHAPE))
     held: dict[str, Counter[tuple[int, ...]]] = {}
     for rank in range(size):
-        for param in plan_weights(spec, Shard(rank, size)):
+        for _, param in plan_weights(spec, Shard(rank, size)):
             for part in param.parts:
                 held.setdefault(part.source, Counter()).update(cells(part))
-    for param in plan_weights(spec):
+    for _, param in plan_weights(spec):
         for part in param.parts:
             times = set(held[part.source].values())
             assert len(held[part.source]) == len(cells(part)), (
@@ -88,15 +89,16 @@ def test_shares_are_slices_of_the_file(tmp_path: Path, rank: int) -> None:
     mlp = slice(rank * 12, rank * 12 + 12)
     layer, p = weights.layers[1], "model.layers.1."
     q, k, v = (kept[f"{p}self_attn.{x}_proj.weight"] for x in "qkv")
-    assert torch.equal(layer.qkv, torch.cat([q[half], k[one], v[one]]))
-    assert torch.equal(layer.o, kept[f"{p}self_attn.o_proj.weight"][:, half])
+    assert torch.equal(layer.attention.qkv, torch.cat([q[half], k[one], v[one]]))
+    assert torch.equal(layer.attention.o, kept[f"{p}self_attn.o_proj.weight"][:, half])
     assert torch.equal(
-        layer.gate_up, torch.cat([kept[f"{p}mlp.{x}_proj.weight"][mlp] for x in ("gate", "up")])
+        layer.mlp.gate_up, torch.cat([kept[f"{p}mlp.{x}_proj.weight"][mlp] for x in ("gate", "up")])
     )
-    assert torch.equal(layer.down, kept[f"{p}mlp.down_proj.weight"][:, mlp])
-    assert (layer.o_bias is None, layer.down_bias is None) == (rank == 1, rank == 1), (
-        "a bias is added once"
-    )
+    assert torch.equal(layer.mlp.down, kept[f"{p}mlp.down_proj.weight"][:, mlp])
+    assert (layer.attention.o_bias is None, layer.mlp.down_bias is None) == (
+        rank == 1,
+        rank == 1,
+    ), "a bias is added once"
     vocab = slice(0, 17) if rank == 0 else slice(17, 35)
     assert torch.equal(weights.embed, kept["model.embed_tokens.weight"][vocab])
     assert torch.equal(weights.lm_head, kept["lm_head.weight"][vocab])
@@ -185,14 +187,12 @@ def test_indivisible_shapes_are_refused_with_the_possible_sizes(
 def test_share_has_its_heads_and_its_part_of_the_kv_pool(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
     assert share_of(spec, WHOLE) == spec
-    two, four = share_of(spec, Shard(1, 2)), share_of(spec, Shard(3, 4))
-    assert (two.num_heads, two.num_kv_heads, two.intermediate_size, two.vocab_size) == (
-        2,
-        1,
-        12,
-        35,
-    )
-    assert (four.num_heads, four.num_kv_heads) == (1, 1)
+    two = share_of(spec, Shard(1, 2))
+    four = share_of(spec, Shard(3, 4))
+    assert two.attention == (AttentionSpec(2, 1, 4),) * 2
+    assert [layer.mlp.inner_size for layer in two.layers] == [12, 12]
+    assert two.vocab_size == 35
+    assert four.attention == (AttentionSpec(1, 1, 4),) * 2
     assert spec.kv.page_bytes(16) == 2 * two.kv.page_bytes(16) == 2 * four.kv.page_bytes(16), (
         "replicated beyond two"
     )

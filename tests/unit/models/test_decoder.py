@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,11 +34,19 @@ CONFIG = {
     "tie_word_embeddings": True,
     "hidden_act": "silu",
 }
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
 PAGE_SIZE = 16
 
 
-def decoder(path: Path, dtype: str, *, packed: bool) -> Decoder:
-    (path / "config.json").write_text(json.dumps(CONFIG))
+def decoder(path: Path, dtype: str, *, packed: bool, **changes: Any) -> Decoder:
+    (path / "config.json").write_text(json.dumps(CONFIG | changes))
     model = load_model(path, dtype, "dummy", seed=3)
     if packed:
         model.pack()
@@ -49,7 +58,7 @@ def last_logits(
 ) -> torch.Tensor:
     """Logits after the prompt, computed in pieces that end at `cuts`; each piece shares its step with a stranger."""
     kv = make_pool(model.spec.kv, PAGE_SIZE, 64, native=False)
-    attn = CpuAttention(model.spec, kv)
+    attn = CpuAttention(model.spec.attention, kv)
     pages = list(range(64))
     random.Random(len(cuts)).shuffle(pages)
     mine, theirs = pages[:20], pages[20:40]
@@ -63,11 +72,12 @@ def last_logits(
     return logits
 
 
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunks_decode_steps_and_company_leave_the_logits_as_they_are(
-    tmp_path: Path, dtype: str
+    tmp_path: Path, dtype: str, changes: dict[str, Any]
 ) -> None:
-    model = decoder(tmp_path, dtype, packed=True)
+    model = decoder(tmp_path, dtype, packed=True, **changes)
     rng = random.Random(5)
     prompt = [rng.randrange(300) for _ in range(130)]
     whole = last_logits(model, prompt, [], [])

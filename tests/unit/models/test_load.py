@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,12 @@ from baton.errors import ConfigError
 from baton.layers.shard import Shard
 from baton.models import checkpoint as checkpoint_module
 from baton.models import load
-from baton.models.checkpoint import check_checkpoint, weight_bytes
+from baton.models.checkpoint import check_checkpoint
 from baton.models.load import load_weights
+from baton.models.spec.model import plan_weights, weight_bytes
 from baton.models.spec_reader import read_spec
-from baton.models.weights import plan_weights
 from tests.support.models import shapes
-from tests.support.models.whole_model import load_model
+from tests.support.models.whole_model import held_tensors, load_model
 from tests.support.probes import DecoderProbe
 
 CONFIG = {
@@ -38,7 +36,7 @@ def checkpoint(path: Path, edit: Edit = lambda tensors: None, **changes: Any) ->
     """A directory with random weights in checkpoint names, after `edit`."""
     (path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     generator = torch.Generator().manual_seed(0)
-    parts = [part for param in plan_weights(read_spec(path)) for part in param.parts]
+    parts = [part for _, param in plan_weights(read_spec(path)) for part in param.parts]
     tensors = {part.source: torch.randn(part.shape, generator=generator) for part in parts}
     edit(tensors)
     save_file(tensors, path / "model.safetensors")
@@ -53,11 +51,11 @@ def test_projections_are_stacked_in_order(tmp_path):
     qkv = [kept[f"{prefix}self_attn.{x}_proj.weight"] for x in "qkv"]
     bias = [kept[f"{prefix}self_attn.{x}_proj.bias"] for x in "qkv"]
     gate_up = [kept[f"{prefix}mlp.{x}_proj.weight"] for x in ("gate", "up")]
-    assert torch.equal(weights.layers[1].qkv, torch.cat(qkv))
-    assert torch.equal(weights.layers[1].qkv_bias, torch.cat(bias))
-    assert torch.equal(weights.layers[1].gate_up, torch.cat(gate_up))
+    assert torch.equal(weights.layers[1].attention.qkv, torch.cat(qkv))
+    assert torch.equal(weights.layers[1].attention.qkv_bias, torch.cat(bias))
+    assert torch.equal(weights.layers[1].mlp.gate_up, torch.cat(gate_up))
     assert torch.equal(weights.lm_head, kept["lm_head.weight"])
-    assert weights.layers[0].o_bias is None
+    assert weights.layers[0].attention.o_bias is None
 
 
 @pytest.mark.parametrize(
@@ -175,19 +173,11 @@ def test_absent_and_damaged_files_are_named(tmp_path):
 def test_dummy_weights_depend_on_the_seed_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     a, b, c = (load_model(tmp_path, load_format="dummy", seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(a.weights.layers[1].down, b.weights.layers[1].down)
-    assert not torch.equal(a.weights.layers[1].down, c.weights.layers[1].down)
+    assert torch.equal(a.weights.layers[1].mlp.down, b.weights.layers[1].mlp.down)
+    assert not torch.equal(a.weights.layers[1].mlp.down, c.weights.layers[1].mlp.down)
     assert a.spec.model_hash == b.spec.model_hash != c.spec.model_hash
     half = load_model(tmp_path, dtype="bfloat16", load_format="dummy", seed=1)
     assert torch.equal(half.weights.embed, a.weights.embed.bfloat16())
-
-
-def held(decoder: Any) -> list[torch.Tensor]:
-    w = decoder.weights
-    both = [
-        getattr(holder, f.name) for holder in (w, *w.layers) for f in dataclasses.fields(holder)
-    ]
-    return [x for x in both if isinstance(x, torch.Tensor)]
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -197,9 +187,9 @@ def test_weights_go_straight_to_their_device(tmp_path, load_format, shard):
     spec = read_spec(checkpoint(tmp_path, num_attention_heads=4, num_key_value_heads=2))
     there = load_weights(spec, tmp_path, load_format, 0, shard, device=torch.device("meta"))
     here = load_weights(spec, tmp_path, load_format, 0, shard)
-    assert {x.device.type for x in held(there)} == {"meta"}
-    assert [x.shape for x in held(there)] == [x.shape for x in held(here)]
-    assert sum(x.nbytes for x in held(here)) == weight_bytes(spec, shard)
+    assert {x.device.type for x in held_tensors(there)} == {"meta"}
+    assert [x.shape for x in held_tensors(there)] == [x.shape for x in held_tensors(here)]
+    assert sum(x.nbytes for x in held_tensors(here)) == weight_bytes(spec, shard)
     assert DecoderProbe(there).rope.cos.device.type == "meta"
 
 
@@ -232,7 +222,7 @@ def test_progress_grows_from_nothing_to_all_parameters_of_the_share(tmp_path, lo
         shard,
         on_progress=lambda done, total: progress.append((done, total)),
     )
-    mine = sum(math.prod(param.shape) for param in plan_weights(spec, shard))
+    mine = sum(param.size for _, param in plan_weights(spec, shard))
     assert progress[0] == (0, mine)
     assert progress[-1] == (mine, mine)
     assert len(progress) > 5
@@ -248,4 +238,7 @@ def test_shapes_of_well_known_models_are_theirs(tmp_path, shape, parameters):
     spec = read_spec(path, load_format="dummy")
     assert weight_bytes(spec) == 2 * parameters
     meta = load_weights(spec, path, "dummy", device=torch.device("meta"))
-    assert sum(x.numel() for x in held(meta)) - meta.weights.embed.numel() * spec.tied == parameters
+    assert (
+        sum(x.numel() for x in held_tensors(meta)) - meta.weights.embed.numel() * spec.tied
+        == parameters
+    )

@@ -1,51 +1,55 @@
 """Attention backends behind one interface (`base.AttentionBackend`).
 
-`cpu` native kernels, `flashinfer` on CUDA devices, `torch` the reference on any device; `auto` chooses.
+`cpu` native kernels, `flashinfer` on CUDA devices, `torch` the reference on any device; `auto`
+chooses.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from baton.errors import ConfigError
 from baton.layers.attention.base import AttentionBackend
 from baton.layers.attention.reference import TorchAttention
 from baton.layers.kv_pool import KvTensors
-from baton.layers.model_spec import ModelSpec
+from baton.layers.spec import AttentionSpec
 
 log = logging.getLogger("baton.attention")
 
 
-def make_backend(name: str, spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
-    """The backend called `name` (--attention-backend). Raises ConfigError when it cannot serve this pool here."""
+def make_backend(name: str, layers: Sequence[AttentionSpec], kv: KvTensors) -> AttentionBackend:
+    """The backend called `name` (--attention-backend). Raises ConfigError when it cannot serve this
+    pool here."""
     if name == "auto":
-        return _choose_backend(spec, kv)
+        return _choose_backend(layers, kv)
     if name == "torch":
-        return TorchAttention(spec, kv)
+        return TorchAttention(layers, kv)
     if name == "cpu":
-        return _create_cpu_backend(spec, kv)
+        return _create_cpu_backend(layers, kv)
     if name == "flashinfer":
         from baton.layers.attention.flashinfer import FlashInferAttention
 
-        return FlashInferAttention(spec, kv)
+        return FlashInferAttention(layers, kv)
     raise ConfigError(f"--attention-backend {name}: supported: auto, cpu, torch, flashinfer")
 
 
-def _choose_backend(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
-    """The fastest that can serve this pool; says which one and why. On a GPU it is flashinfer or none."""
+def _choose_backend(layers: Sequence[AttentionSpec], kv: KvTensors) -> AttentionBackend:
+    """The fastest that can serve this pool; says which one and why. On a GPU it is flashinfer or
+    none."""
     device = kv.data.device.type
     if device == "cuda":
-        gpu_backend = make_backend("flashinfer", spec, kv)
+        gpu_backend = make_backend("flashinfer", layers, kv)
         log.info("attention: flashinfer")
         return gpu_backend
     try:
-        backend = _create_cpu_backend(spec, kv)
+        backend = _create_cpu_backend(layers, kv)
     except ConfigError as err:
         log.warning(
             "--attention-backend auto: the native CPU kernels cannot be used (%s); the slow torch reference is used "
             "instead", err.message,
         )  # fmt: skip
-        return TorchAttention(spec, kv)
+        return TorchAttention(layers, kv)
     log.info(
         "attention: native CPU kernels (flashinfer needs a CUDA device, the KV pool is on %s)",
         device,
@@ -53,10 +57,10 @@ def _choose_backend(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
     return backend
 
 
-def _create_cpu_backend(spec: ModelSpec, kv: KvTensors) -> AttentionBackend:
+def _create_cpu_backend(layers: Sequence[AttentionSpec], kv: KvTensors) -> AttentionBackend:
     try:
         from baton.layers.attention.cpu import CpuAttention
     except ImportError as err:
         hint = "build the native module with maturin, or use torch"
         raise ConfigError(f"--attention-backend cpu: {err}; {hint}") from err
-    return CpuAttention(spec, kv)
+    return CpuAttention(layers, kv)

@@ -1,7 +1,8 @@
 """Description of a forward pass's rows, and the protocol of attention backends.
 
-A step: (1) the runner turns a plan into one `ForwardBatch`; (2) `backend.plan(batch)` once; (3) per layer
-`backend.forward(layer, q, k, v)` writes the step's K and V into the pool, then attends; (4) the batch is dropped.
+A step: (1) the runner turns a plan into one `ForwardBatch`; (2) `backend.plan(batch)` once; (3) per
+layer `backend.forward(layer, q, k, v)` writes the step's K and V into the pool, then attends; (4)
+the batch is dropped.
 
     row r:  its pages    page_indices[page_indptr[r] : page_indptr[r+1]], position p lives in page p // page_size
             its queries  tokens [qo_indptr[r] : qo_indptr[r+1]), the last of kv_lens[r] positions
@@ -9,7 +10,8 @@ A step: (1) the runner turns a plan into one `ForwardBatch`; (2) `backend.plan(b
                  |<------------- kv_lens[r] ------------->|
                  |  already in the pool  |  n new tokens  |
 
-Invariants: decode rows (n = 1) come first; kv_lens[r] >= n >= 1; page ids are in the pool; no slot is written twice.
+Invariants: decode rows (n = 1) come first; kv_lens[r] >= n >= 1; page ids are in the pool; no slot
+is written twice.
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.layers.spec import common_heads
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from baton.layers.attention.paged_indices import PagedRows
     from baton.layers.cuda.stream import CudaStream
     from baton.layers.kv_pool import KvTensors
-    from baton.layers.model_spec import ModelSpec
+    from baton.layers.spec import AttentionSpec
 
 
 NOTHING = torch.empty(0, dtype=torch.int32)
@@ -72,24 +78,28 @@ class AttentionBackend(Protocol):
         """Prepare for the layers of one step."""
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k, v [T, Hk, D] of the step into the pool, then attend with q [T, Hq, D]: returns [T, Hq * D]."""
+        """Write k, v [T, Hk, D] of the step into the pool, then attend with q [T, Hq, D]: returns
+        [T, Hq * D]."""
 
 
 class PagedAttention(AttentionBackend):
-    """A backend on any device. A kernel may write K and V itself: then `attend` takes the place of `forward`."""
+    """A backend on any device. A kernel may write K and V itself: then `attend` takes the place of
+    `forward`."""
 
-    def __init__(self, spec: ModelSpec, kv: KvTensors) -> None:
-        self._spec = spec
+    def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
+        self._heads = common_heads(layers)
+        self._windows = tuple(layer.window for layer in layers)
+        """By layer."""
         self._kv = kv
         self._slot_mapping: Tensor | None = None
         self._slots: tuple[Tensor, Tensor] | None = None
         """Pages and offsets, once a layer of the step has asked for them."""
 
     @functools.cached_property
-    def _layers(self) -> list[tuple[Tensor, Tensor]]:
+    def _pages(self) -> list[tuple[Tensor, Tensor]]:
         return [
             (self._kv.data[:, layer, 0], self._kv.data[:, layer, 1])
-            for layer in range(self._spec.num_layers)
+            for layer in range(len(self._windows))
         ]
 
     def _set_slots(self, slot_mapping: Tensor) -> None:
@@ -103,14 +113,14 @@ class PagedAttention(AttentionBackend):
                 self._slot_mapping // self._kv.page_size,
                 self._slot_mapping % self._kv.page_size,
             )
-        keys, values = self._layers[layer]
+        keys, values = self._pages[layer]
         keys[self._slots] = k
         values[self._slots] = v
         return self.attend(layer, q)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, each [pages, page_size, Hk, D] with strides of the pool."""
-        return self._layers[layer]
+        return self._pages[layer]
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor) -> Tensor:
@@ -118,7 +128,8 @@ class PagedAttention(AttentionBackend):
 
 
 class GraphInputs:
-    """The buffers a recorded step reads, in one piece of device memory, so that one copy fills them.
+    """The buffers a recorded step reads, in one piece of device memory, so that one copy fills
+    them.
 
     int64   token ids [B] | positions [B] | KV slots [B] | table entries [B]
     int32   fill of the last page [B] | page indptr [B + 1] | page indices
@@ -145,7 +156,8 @@ class GraphInputs:
         return (2 * self.rows + 1 + pages + 1) // 2
 
     def fill(self, stream: CudaStream, columns: NDArray[np.int64], rows: PagedRows) -> None:
-        """Args: `columns`: [4, n] in the order above, for the n `rows`. What lies behind them stays as it was."""
+        """Args: `columns`: [4, n] in the order above, for the n `rows`. What lies behind them stays
+        as it was."""
         n = len(rows)
         pages = len(rows.kv_indices)
         words = np.zeros(self._head + self._tail_words(pages), np.int64)
@@ -159,7 +171,8 @@ class GraphInputs:
 
 @runtime_checkable
 class GraphAttention(AttentionBackend, Protocol):
-    """A backend whose `forward` can be recorded (runtime.runner.capture), for steps of `size` decode rows.
+    """A backend whose `forward` can be recorded (runtime.runner.capture), for steps of `size`
+    decode rows.
 
     `capture_bytes` says what all captures will take; `prepare_capture` runs once per size, the largest first;
     `plan_replay` before recording and before each replay; `use_capture` is the first thing recorded, the layers'
@@ -167,13 +180,16 @@ class GraphAttention(AttentionBackend, Protocol):
     """
 
     def capture_bytes(self, largest: int) -> int:
-        """Device memory that captures of up to `largest` rows take for good, besides what `forward` allocates."""
+        """Device memory that captures of up to `largest` rows take for good, besides what `forward`
+        allocates."""
 
     def prepare_capture(self, size: int, static: GraphInputs) -> None:
-        """`static`: where the step's index arrays will lie, filled before the work of `plan_replay` is done."""
+        """`static`: where the step's index arrays will lie, filled before the work of `plan_replay`
+        is done."""
 
     def plan_replay(self, size: int, rows: PagedRows) -> None:
         """Prepare for `rows`, padded to `size`; the same as in `static`."""
 
     def use_capture(self, size: int, slot_mapping: Tensor) -> None:
-        """Make `forward` use this capture's buffers. Args: `slot_mapping`: as in ForwardBatch, at a fixed place."""
+        """Make `forward` use this capture's buffers. Args: `slot_mapping`: as in ForwardBatch, at a
+        fixed place."""

@@ -1,19 +1,21 @@
 """Attention by the native CPU kernels: the default backend.
 
-1. `CpuAttention(spec, kv)` describes each layer of the pool to the kernels once; 2. `plan(batch)` checks the step's
-index tensors and hands over their addresses; 3. `forward` per layer writes K and V into the pages and attends, in two
-native calls that release the GIL; 4. the next `plan` replaces the step.
+1. `CpuAttention(layers, kv)` describes each layer of the pool to the kernels once; 2. `plan(batch)`
+checks the step's index tensors and hands over their addresses; 3. `forward` per layer writes K and
+V into the pages and attends, in two native calls that release the GIL; 4. the next `plan` replaces
+the step.
 
-Exact, bit for bit (see engine/kernels/src/lib.rs): a token's output does not depend on the other rows of the batch, on
-how its prompt was cut into chunks, on prefill or decode, nor on the number of threads. It may differ in rounding
-between CPUs of different instruction levels (`baton._native.cpu_isa()`).
+Exact, bit for bit (see engine/kernels/src/lib.rs): a token's output does not depend on the other
+rows of the batch, on how its prompt was cut into chunks, on prefill or decode, nor on the number of
+threads. It may differ in rounding between CPUs of different instruction levels
+(`baton._native.cpu_isa()`).
 
 Shapes and layout are checked here and nowhere below: the kernels take addresses.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,37 +24,41 @@ from baton import _native
 from baton.errors import ConfigError
 from baton.layers.attention.base import ForwardBatch
 from baton.layers.kv_pool import KvTensors
-from baton.layers.model_spec import ModelSpec
 from baton.layers.ops_cpu import checked_address
+from baton.layers.spec import AttentionSpec, common_heads
 
 MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuAttention:
-    """Paged causal attention with grouped queries and per-layer windows, on CPU tensors in float32 or bfloat16."""
+    """Paged causal attention with grouped queries and per-layer windows, on CPU tensors in float32
+    or bfloat16."""
 
-    def __init__(self, spec: ModelSpec, kv: KvTensors) -> None:
+    def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
         data = kv.data
-        _check_pool(spec, data)
+        heads = common_heads(layers)
+        _check_pool(heads, data)
         self._kv = kv  # keeps the memory the layers point into
-        self._spec = spec
+        self._windows = tuple(layer.window for layer in layers)
+        """By layer."""
         self._dtype = data.dtype
-        self._scale = 1.0 / math.sqrt(spec.head_dim)
+        self._scale = heads.scale
         bf16 = data.dtype == torch.bfloat16
-        shape = (kv.page_size, spec.num_kv_heads, spec.head_dim)
+        shape = (kv.page_size, heads.num_kv_heads, heads.head_dim)
         self._layers = [
             _native.KvLayer(data[0, layer, 0].data_ptr(), bf16, data.stride(0), *shape)
-            for layer in range(spec.num_layers)
+            for layer in range(len(layers))
         ]
-        self._q_shape = (spec.num_heads, spec.head_dim)
-        self._kv_shape = (spec.num_kv_heads, spec.head_dim)
+        self._q_shape = (heads.num_heads, heads.head_dim)
+        self._kv_shape = (heads.num_kv_heads, heads.head_dim)
         self._batch: ForwardBatch | None = None
         self._rows: _native.KvRows | None = None
         self._tokens = 0
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Raises ValueError when an index tensor has the wrong type or length, or leads out of the pool."""
+        """Raises ValueError when an index tensor has the wrong type or length, or leads out of the
+        pool."""
         rows = len(batch.kv_lens)
         tokens = len(batch.slot_mapping)
         pages = len(batch.page_indices)
@@ -83,7 +89,7 @@ class CpuAttention:
         out = torch.empty(self._tokens, heads * dim, dtype=self._dtype)
         pages = self._layers[layer]
         _native.append(pages, self._rows, k.data_ptr(), k_stride, v.data_ptr(), v_stride)
-        window = self._spec.windows[layer]
+        window = self._windows[layer]
         _native.attend(
             pages, self._rows, q.data_ptr(), q_stride, out.data_ptr(), heads, self._scale, window
         )
@@ -105,7 +111,7 @@ class CpuAttention:
         return strides[0]
 
 
-def _check_pool(spec: ModelSpec, data: Tensor) -> None:
+def _check_pool(spec: AttentionSpec, data: Tensor) -> None:
     if data.dtype not in _DTYPES or not data.is_cpu or not data.is_contiguous():
         raise ConfigError(
             f"--attention-backend cpu: the KV pool is {data.dtype} on {data.device}; use torch"

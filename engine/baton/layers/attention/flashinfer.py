@@ -1,33 +1,40 @@
 """Attention by flashinfer's paged kernels, for a pool in CUDA memory.
 
-1. `FlashInferAttention(spec, kv)` makes a decode and one or two prefill wrappers per window size of the model, since a
-wrapper is planned for one window; 2. `plan(batch)` cuts the step into decode and prefill rows (`split_step`) and plans
-the wrappers that have rows; 3. `forward` per layer writes K and V into the pages and runs them; 4. the next `plan`
-replaces the step.
+1. `FlashInferAttention(layers, kv)` makes a decode and one or two prefill wrappers per window size
+of the model, since a wrapper is planned for one window; 2. `plan(batch)` cuts the step into decode
+and prefill rows (`split_step`) and plans the wrappers that have rows; 3. `forward` per layer writes
+K and V into the pages and runs them; 4. the next `plan` replaces the step.
 
 What is assumed of flashinfer 0.6:
 
-* The cache is given as a tuple (K, V) of NHD views [pages, page_size, heads, dim] into the page-major pool. A view's
-  pages lie page_bytes apart instead of back to back; kernels take that stride from the tensor (flashinfer pull request
-  513), K's and V's strides are equal, and the last dimension is contiguous.
-* q may be a view into the fused projection: strides of tokens and heads are free (pull request 553).
-* With `causal`, the last query of a row is its last KV position; `window_left` counts the tokens to the left of a query
+* The cache is given as a tuple (K, V) of NHD views [pages, page_size, heads, dim] into the
+page-major pool. A view's
+  pages lie page_bytes apart instead of back to back; kernels take that stride from the tensor
+  (flashinfer pull request 513), K's and V's strides are equal, and the last dimension is
+  contiguous.
+* q may be a view into the fused projection: strides of tokens and heads are free (pull request
+553).
+* With `causal`, the last query of a row is its last KV position; `window_left` counts the tokens to
+the left of a query
   that it sees besides itself: our window W, which includes the token itself, is W - 1.
 * Slots behind a row's last token may hold anything, NaN included, without touching the result.
-* Wrappers that run one after the other on one stream may share the float workspace; the integer one is each its own.
-* `plan` stages its arrays in pinned memory that it uses again, and copies them asynchronously: the next `plan` has to
+* Wrappers that run one after the other on one stream may share the float workspace; the integer one
+is each its own.
+* `plan` stages its arrays in pinned memory that it uses again, and copies them asynchronously: the
+next `plan` has to
   wait until that copy is done.
-* In CUDA-graph mode a wrapper is for one batch size and reads the index arrays from the buffers it was made with. How
-  the work is divided is in its integer workspace, whose layout depends on the batch size alone; wrappers of which one
-  runs at a time may share it. `fast_decode_plan` fills only that workspace, given arrays on the host: ours are in the
-  buffers already, and `plan` would also compare lengths in a loop of Python. It wants a `plan` before it.
+* In CUDA-graph mode a wrapper is for one batch size and reads the index arrays from the buffers it
+was made with. How
+  the work is divided is in its integer workspace, whose layout depends on the batch size alone;
+  wrappers of which one runs at a time may share it. `fast_decode_plan` fills only that workspace,
+  given arrays on the host: ours are in the buffers already, and `plan` would also compare lengths
+  in a loop of Python. It wants a `plan` before it.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +48,7 @@ from baton.layers.attention.base import ForwardBatch, GraphInputs, PagedAttentio
 from baton.layers.attention.paged_indices import PagedRows, split_step
 from baton.layers.flashinfer_loader import SLOWER
 from baton.layers.kv_pool import KvTensors
-from baton.layers.model_spec import ModelSpec
+from baton.layers.spec import AttentionSpec, common_heads
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
@@ -49,26 +56,28 @@ MAX_PAGE_SIZE = 128
 LEAST_WORKSPACE_BYTES = 128 << 20
 """Workspace that flashinfer's documentation recommends for a wrapper."""
 CAPTURE_INT_WORKSPACE_BYTES = 1 << 20
-"""For the wrappers of all captures with one window together. A capture takes some 30 bytes for each row and each thread
-block, of which there are a few thousand."""
+"""For the wrappers of all captures with one window together. A capture takes some 30 bytes for each
+row and each thread block, of which there are a few thousand."""
 KERNELS = "fa2"
-"""Kernel family for all GPUs since Ampere: strides and windows are taken the same way everywhere."""
+"""Kernel family for all GPUs since Ampere: strides and windows are taken the same way
+everywhere."""
 LONG_KERNELS = "fa3"
-"""Kernel family of GPUs of compute capability 9.x (H100, H200) for steps that compute long parts of prompts. It does
-not divide a row's KV among thread blocks, as `fa2` does."""
+"""Kernel family of GPUs of compute capability 9.x (H100, H200) for steps that compute long parts of
+prompts. It does not divide a row's KV among thread blocks, as `fa2` does."""
 LONG_HEAD_DIMS = (64, 128)
 LONG_TOKENS = 256
 """A step whose longest row computes so many tokens uses LONG_KERNELS."""
 
 
-def find_obstacle(spec: ModelSpec, kv: KvTensors) -> str | None:
-    """Reason that keeps flashinfer from serving this model and pool, as the middle of a sentence; None: nothing."""
+def find_obstacle(spec: AttentionSpec, kv: KvTensors) -> str | None:
+    """Reason that keeps flashinfer from serving this model and pool, as the middle of a sentence;
+    None: nothing."""
     device = kv.data.device.type
     missing = None if device == "cuda" else f"it needs a CUDA device, the KV pool is on {device}"
     return _find_unsupported(spec, kv) or missing or flashinfer_loader.find_obstacle()
 
 
-def _find_unsupported(spec: ModelSpec, kv: KvTensors) -> str | None:
+def _find_unsupported(spec: AttentionSpec, kv: KvTensors) -> str | None:
     if kv.data.dtype not in DTYPES:
         return f"it computes in float16 or bfloat16, the KV pool is {str(kv.data.dtype).removeprefix('torch.')}"
     if spec.head_dim not in HEAD_DIMS:
@@ -97,29 +106,36 @@ class FlashInferAttention(PagedAttention):
         library: the flashinfer module; None imports it. The rest of this class knows no CUDA.
         logits_soft_cap: c > 0 turns a logit x into c * tanh(x / c), for all layers; 0 leaves it.
     Raises:
-        ConfigError: this model or pool is outside what the kernels take, or flashinfer cannot run here.
+        ConfigError: this model or pool is outside what the kernels take, or flashinfer cannot run
+        here.
     """
 
     def __init__(
-        self, spec: ModelSpec, kv: KvTensors, library: Any = None, *, logits_soft_cap: float = 0.0
+        self,
+        layers: Sequence[AttentionSpec],
+        kv: KvTensors,
+        library: Any = None,
+        *,
+        logits_soft_cap: float = 0.0,
     ) -> None:
-        problem = find_obstacle(spec, kv) if library is None else _find_unsupported(spec, kv)
+        heads = common_heads(layers)
+        problem = find_obstacle(heads, kv) if library is None else _find_unsupported(heads, kv)
         if problem is not None:
             raise ConfigError(
                 f"--attention-backend flashinfer: {problem}; use --attention-backend {SLOWER}"
             )
         library = library or flashinfer_loader.load_flashinfer()
-        super().__init__(spec, kv)
-        self._sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.page_size)
+        super().__init__(layers, kv)
+        self._sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, kv.page_size)
         dtype = kv.data.dtype
-        scale = 1.0 / math.sqrt(spec.head_dim)
         self._arithmetic = {
-            "logits_soft_cap": logits_soft_cap, "sm_scale": scale, "q_data_type": dtype, "kv_data_type": dtype
+            "logits_soft_cap": logits_soft_cap, "sm_scale": heads.scale, "q_data_type": dtype, "kv_data_type": dtype
         }  # fmt: skip
         """Arguments that are the same for all plans."""
         self._library = library
-        # The kernels without tensor cores are built for groups of 1 and 2 here; from 4 on tensor cores are faster.
-        self._group = spec.num_heads // spec.num_kv_heads
+        # The kernels without tensor cores are built for groups of 1 and 2 here; from 4 on tensor
+        # cores are faster.
+        self._group = heads.num_heads // heads.num_kv_heads
         self._tensor_cores = self._group > 2
         self._make_decode = functools.partial(
             library.BatchDecodeWithPagedKVCacheWrapper,
@@ -131,7 +147,7 @@ class FlashInferAttention(PagedAttention):
         )
         self._wrappers = {
             window: self._make_wrappers(window, library.BatchPrefillWithPagedKVCacheWrapper)
-            for window in sorted(set(spec.windows))
+            for window in sorted(set(self._windows))
         }
         self._captured: dict[int, dict[int, _Wrappers]] = {}
         """By rows, then by window."""
@@ -152,12 +168,13 @@ class FlashInferAttention(PagedAttention):
         return _Wrappers(decode, prefill, long_prefill)
 
     def _has_long_kernels(self, window: int) -> bool:
-        """Return whether this GPU has LONG_KERNELS, tried for such layers (tests/gpu/test_attention.py)."""
+        """Return whether this GPU has LONG_KERNELS, tried for such layers
+        (tests/gpu/test_attention.py)."""
         data = self._kv.data
         if not data.is_cuda or torch.cuda.get_device_capability(data.device)[0] != 9:
             return False
         is_plain = window == 0 and self._arithmetic["logits_soft_cap"] == 0.0
-        return is_plain and data.dtype == torch.bfloat16 and self._spec.head_dim in LONG_HEAD_DIMS
+        return is_plain and data.dtype == torch.bfloat16 and self._heads.head_dim in LONG_HEAD_DIMS
 
     def _prefill_of(self, wrappers: _Wrappers) -> Any:
         return wrappers.long_prefill if self._has_long_rows else wrappers.prefill
@@ -166,7 +183,8 @@ class FlashInferAttention(PagedAttention):
         return torch.zeros(size, dtype=torch.uint8, device=self._kv.data.device)
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Takes the batch's index tensors on the host. Raises ValueError when they contradict each other."""
+        """Takes the batch's index tensors on the host. Raises ValueError when they contradict each
+        other."""
         self._await_last_plan()
         self._running = self._wrappers
         indices = split_step(
@@ -234,27 +252,32 @@ class FlashInferAttention(PagedAttention):
         self._captured[size] = captured
 
     def _eager_workspace_bytes(self) -> int:
-        """The most that splitting the rows of a step takes: into at most two thread blocks per multiprocessor."""
-        tile = 64 if self._spec.head_dim >= 256 else 128
-        return self._split_bytes(2 * self._count_multiprocessors() // self._spec.num_kv_heads, tile)
+        """The most that splitting the rows of a step takes: into at most two thread blocks per
+        multiprocessor."""
+        tile = 64 if self._heads.head_dim >= 256 else 128
+        return self._split_bytes(
+            2 * self._count_multiprocessors() // self._heads.num_kv_heads, tile
+        )
 
     def _capture_workspace_bytes(self, size: int) -> int:
-        """Workspace for splitting the rows of the largest capture; there are at least two blocks per multiprocessor."""
+        """Workspace for splitting the rows of the largest capture; there are at least two blocks
+        per multiprocessor."""
         if not self._tensor_cores:
             return 0  # a head's share of few blocks: some MiB
         tile = (
             16
             if self._group <= 16
             else 64
-            if self._group <= 64 or self._spec.head_dim >= 256
+            if self._group <= 64 or self._heads.head_dim >= 256
             else 128
         )
-        least = 2 * self._count_multiprocessors() // self._spec.num_kv_heads
+        least = 2 * self._count_multiprocessors() // self._heads.num_kv_heads
         return self._split_bytes(max(least, size - 1 + -(-size * self._group // tile)), tile)
 
     def _split_bytes(self, blocks: int, tile: int) -> int:
-        """Partial results of thread blocks of `tile` queries (flashinfer's scheduler.cuh, PrefillPlan, step 2)."""
-        return self._spec.num_heads * blocks * tile * (self._spec.head_dim + 1) * 4 + (1 << 20)
+        """Partial results of thread blocks of `tile` queries (flashinfer's scheduler.cuh,
+        PrefillPlan, step 2)."""
+        return self._heads.num_heads * blocks * tile * (self._heads.head_dim + 1) * 4 + (1 << 20)
 
     def _count_multiprocessors(self) -> int:
         if not self._kv.data.is_cuda:
@@ -280,15 +303,15 @@ class FlashInferAttention(PagedAttention):
         plan(*rows, *self._sizes, window_left=window_left, **self._arithmetic, **only_prefill)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        pages = self._layers[layer]
+        pages = self._pages[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        wrappers = self._running[self._spec.windows[layer]]
+        wrappers = self._running[self._windows[layer]]
         n = self._num_decode
         if n:
             wrappers.decode.run(q[:n], pages, out=out[:n])
         if n < len(q):
             self._prefill_of(wrappers).run(q[n:], pages, out=out[n:])
-        return out.view(len(q), self._spec.q_size)
+        return out.view(len(q), self._heads.q_size)
 
     def _row_tensors(self, rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
         return (

@@ -1,17 +1,20 @@
-"""A step's rows as the index arrays that paged decode and paged prefill kernels take. Integers only, numpy only.
+"""A step's rows as the index arrays that paged decode and paged prefill kernels take. Integers
+only, numpy only.
 
-1. `split_step` cuts a step at `num_decode`: decode rows (one query each) go to one kernel, the others to the other, and
-each kernel sees arrays that start at 0. 2. For a captured CUDA graph, whose batch size is frozen, the decode rows are
-padded up to one of the `capture_sizes` with `pad_decode` and `pad_slots`.
+1. `split_step` cuts a step at `num_decode`: decode rows (one query each) go to one kernel, the
+others to the other, and each kernel sees arrays that start at 0. 2. For a captured CUDA graph,
+whose batch size is frozen, the decode rows are padded up to one of the `capture_sizes` with
+`pad_decode` and `pad_slots`.
 
-The arrays are those of flashinfer's paged wrappers (a CSR page table plus the fill of each last page):
+The arrays are those of flashinfer's paged wrappers (a CSR page table plus the fill of each last
+page):
 
     row r of a kernel:  kv_indices[kv_indptr[r] : kv_indptr[r+1]]     its pages, in order of position
                         (pages - 1) * page_size + last_page_len[r]    its tokens in KV; 1 <= last_page_len <= page_size
                         queries [qo_indptr[r] : qo_indptr[r+1])       prefill only; decode rows have one each
 
-Rows may share pages (a cached prefix). Invariant: a padding row names the dummy page only, reads one slot of it and
-writes that slot; its result is not used.
+Rows may share pages (a cached prefix). Invariant: a padding row names the dummy page only, reads
+one slot of it and writes that slot; its result is not used.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 LADDER_STEP = 8
-"""Distance of capture sizes from this size on: small enough that padding costs under 8 rows, large enough that a
-batch of 256 needs 35 graphs. mini-sglang and vLLM step by 8 too."""
+"""Distance of capture sizes from this size on: small enough that padding costs under 8 rows, large
+enough that a batch of 256 needs 35 graphs. mini-sglang and vLLM step by 8 too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ class StepIndices:
     decode: PagedRows
     prefill: PagedRows
     qo_indptr: Int32
-    """[len(prefill)+1], starts at 0: queries of the prefill rows, counted from the first of them."""
+    """[len(prefill)+1], starts at 0: queries of the prefill rows, counted from the first of
+    them."""
 
 
 def split_step(
@@ -62,7 +66,8 @@ def split_step(
     num_decode: int,
     page_size: int,
 ) -> StepIndices:
-    """Cut a step (the arrays of `ForwardBatch`) into its decode and its prefill rows. Either may be empty.
+    """Cut a step (the arrays of `ForwardBatch`) into its decode and its prefill rows. Either may be
+    empty.
 
     Raises ValueError when the arrays contradict each other; a kernel would read out of bounds instead.
     Cost: O(rows + pages) copies; no loop in Python.
@@ -116,7 +121,8 @@ def _check_step(
 
 
 def capture_sizes(largest: int) -> tuple[int, ...]:
-    """The batch sizes for which decode graphs are captured: 1, 2, 4, then multiples of 8 up to and with `largest`."""
+    """The batch sizes for which decode graphs are captured: 1, 2, 4, then multiples of 8 up to and
+    with `largest`."""
     if largest < 1:
         raise ValueError(f"largest batch {largest}: must be at least 1")
     sizes = [1, 2, 4, *range(LADDER_STEP, largest, LADDER_STEP)]
@@ -124,7 +130,8 @@ def capture_sizes(largest: int) -> tuple[int, ...]:
 
 
 def capture_size(sizes: tuple[int, ...], rows: int) -> int | None:
-    """The smallest batch size of the ladder that holds `rows` (at least 1) rows; None: run without a graph."""
+    """The smallest batch size of the ladder that holds `rows` (at least 1) rows; None: run without
+    a graph."""
     if rows < 1:
         raise ValueError(f"{rows} rows: an empty batch has no graph")
     index = int(np.searchsorted(sizes, rows))
@@ -153,7 +160,8 @@ def pad_decode(rows: PagedRows, batch_size: int, dummy_page: int) -> PagedRows:
 
 
 def pad_slots(slots: Int64, batch_size: int, dummy_page: int, page_size: int) -> Int64:
-    """Where the padded batch writes its K and V: padding rows all write the first slot of the dummy page.
+    """Where the padded batch writes its K and V: padding rows all write the first slot of the dummy
+    page.
 
     They may overwrite each other there; only padding rows read it, and their results are dropped.
     """

@@ -1,7 +1,8 @@
 """Reference attention in plain torch: the definition the fast backends are compared with.
 
-Decode rows are gathered together, padded to the longest, and attended in one batched product; each prefill row is
-attended alone. All arithmetic is float32, whatever the pool's type; results are rounded once, at the end.
+Decode rows are gathered together, padded to the longest, and attended in one batched product; each
+prefill row is attended alone. All arithmetic is float32, whatever the pool's type; results are
+rounded once, at the end.
 
 A row with a window W reads only the pages its oldest query can see:
 
@@ -12,6 +13,7 @@ A row with a window W reads only the pages its oldest query can see:
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from torch.nn import functional
 
 from baton.layers.attention.base import ForwardBatch, PagedAttention
 from baton.layers.kv_pool import KvTensors
-from baton.layers.model_spec import ModelSpec
+from baton.layers.spec import AttentionSpec
 
 
 class _Gather(NamedTuple):
@@ -29,7 +31,8 @@ class _Gather(NamedTuple):
     pages: Tensor
     """int64 [r, p]: padded with a page of the row itself."""
     visible: Tensor
-    """bool [r, n, p * page_size]: which gathered slots each query sees; padding and stale slots never."""
+    """bool [r, n, p * page_size]: which gathered slots each query sees; padding and stale slots
+    never."""
     unseen: tuple[Tensor, Tensor]
     """(row, slot) pairs that no query sees."""
 
@@ -45,9 +48,9 @@ class _Rows(NamedTuple):
 class TorchAttention(PagedAttention):
     """Paged causal attention with grouped queries and per-layer windows."""
 
-    def __init__(self, spec: ModelSpec, kv: KvTensors) -> None:
-        super().__init__(spec, kv)
-        self._windows = sorted(set(spec.windows))
+    def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
+        super().__init__(layers, kv)
+        self._window_sizes = sorted(set(self._windows))
         self._groups: list[_Rows] = []
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -65,11 +68,13 @@ class TorchAttention(PagedAttention):
             n = starts[rows[0] + 1] - starts[rows[0]]
             row_tables = [tables[r] for r in rows]
             row_lens = [kv_lens[r] for r in rows]
-            by_window = {w: self._gather_rows(row_tables, row_lens, n, w) for w in self._windows}
+            by_window = {
+                w: self._gather_rows(row_tables, row_lens, n, w) for w in self._window_sizes
+            }
             self._groups.append(_Rows(starts[rows[0]], n * len(rows), (len(rows), n), by_window))
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        out = torch.empty(len(q), self._spec.q_size, dtype=q.dtype, device=q.device)
+        out = torch.empty(len(q), self._heads.q_size, dtype=q.dtype, device=q.device)
         for rows in self._groups:
             tokens = slice(rows.first_token, rows.first_token + rows.num_tokens)
             out[tokens] = self._attend_rows(layer, q[tokens], rows)
@@ -78,7 +83,8 @@ class TorchAttention(PagedAttention):
     def _gather_rows(
         self, tables: list[Tensor], kv_lens: list[int], n: int, window: int
     ) -> _Gather:
-        """Pages and visibility of rows with n queries each, of which the last is at position kv_len - 1."""
+        """Pages and visibility of rows with n queries each, of which the last is at position kv_len
+        - 1."""
         size = self._kv.page_size
         skipped = [max(0, kv_len - n - window + 1) // size if window else 0 for kv_len in kv_lens]
         used = [-(-kv_len // size) for kv_len in kv_lens]
@@ -98,9 +104,9 @@ class TorchAttention(PagedAttention):
         return _Gather(pages.to(device), visible.to(device), (row.to(device), slot.to(device)))
 
     def _attend_rows(self, layer: int, q: Tensor, rows: _Rows) -> Tensor:
-        spec = self._spec
+        spec = self._heads
         r, n = rows.shape
-        gather = rows.by_window[spec.windows[layer]]
+        gather = rows.by_window[self._windows[layer]]
         # [r, p, 2, page, Hk, D] -> two of [r, Hk, p * page, D]
         both = self._kv.data[:, layer][gather.pages].float().permute(2, 0, 4, 1, 3, 5).flatten(3, 4)
         # A slot no query sees may hold anything a former owner left, and 0 * NaN is NaN.
@@ -114,6 +120,7 @@ class TorchAttention(PagedAttention):
             values,
             attn_mask=gather.visible[:, None],
             enable_gqa=spec.num_heads != spec.num_kv_heads,
+            scale=spec.scale,
         )
         return out.transpose(1, 2).reshape(r * n, spec.q_size).to(q.dtype)
 

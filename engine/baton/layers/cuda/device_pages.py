@@ -1,16 +1,17 @@
-"""The pages of a pool in device memory, as the transfer runtime moves them: to host memory and back, to slabs on the
-device, from a peer's pages; and their checksums. Called from the runtime's own threads (crate kv_transfer,
-`pool::device`).
+"""The pages of a pool in device memory, as the transfer runtime moves them: to host memory and
+back, to slabs on the device, from a peer's pages; and their checksums. Called from the runtime's
+own threads (crate kv_transfer, `pool::device`).
 
-Everything runs on streams of its own. A call waits for its event in CUDA, without the GIL, and returns when the device
-is through, never before: its caller gives the copy's memory to others. A device that does not get through is the end
-of the process (`CudaQueue`).
+Everything runs on streams of its own. A call waits for its event in CUDA, without the GIL, and
+returns when the device is through, never before: its caller gives the copy's memory to others. A
+device that does not get through is the end of the process (`CudaQueue`).
 
-Ordering with the model's steps. Pages are read here only after they were announced, and announced only after the step
-that wrote them was committed; pages are written here only while the scheduler has granted them, which it does not
-before the last step that used them was committed. Both rest on one invariant: **when a step is committed, its kernels
-have ended** (runner.InFlight). The other way round, a copy that was reported has ended, so that kernels launched
-later see it. Hence no stream waits for another.
+Ordering with the model's steps. Pages are read here only after they were announced, and announced
+only after the step that wrote them was committed; pages are written here only while the scheduler
+has granted them, which it does not before the last step that used them was committed. Both rest on
+one invariant: **when a step is committed, its kernels have ended** (runner.InFlight). The other way
+round, a copy that was reported has ended, so that kernels launched later see it. Hence no stream
+waits for another.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from baton.layers.flashinfer_loader import summarize_error
 log = logging.getLogger("baton.pages")
 
 SUM_BYTES = 8 << 20
-"""Pages whose checksums plain torch takes in one go, which needs three times as much meanwhile; a call queues any
-number."""
+"""Pages whose checksums plain torch takes in one go, which needs three times as much meanwhile; a
+call queues any number."""
 STUCK_SECS = 30.0
 """A copy of some MiB, behind whatever else the device has to do."""
 WATCH_SECS = 1.0
@@ -44,7 +45,8 @@ WATCH_SECS = 1.0
 
 
 def make_checksum_weights(words: int) -> NDArray[np.int64]:
-    """Checksum weights, one per 32-bit word: splitmix64 from state 0, made odd (kv_transfer, `pool::weighted`)."""
+    """Checksum weights, one per 32-bit word: splitmix64 from state 0, made odd (kv_transfer,
+    `pool::weighted`)."""
     z = np.arange(1, words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -53,7 +55,8 @@ def make_checksum_weights(words: int) -> NDArray[np.int64]:
 
 
 def page_kernels(rows: Tensor, checksum_weights: Tensor) -> ModuleType | None:
-    """The module `kernels.pages`, its kernels compiled and run once on page 0; None where they cannot run."""
+    """The module `kernels.pages`, its kernels compiled and run once on page 0; None where they
+    cannot run."""
     if not rows.is_cuda:
         return None
     try:
@@ -102,7 +105,8 @@ class PageAccess:
             self._sum_rows(self.rows.index_select(0, pages[part]), to[part])
 
     def queue_copy(self, theirs: Tensor, source: Tensor, target: Tensor, to: Tensor) -> None:
-        """Have the rows `source` of `theirs` copied to the pages `target`, and their checksums written to `to`."""
+        """Have the rows `source` of `theirs` copied to the pages `target`, and their checksums
+        written to `to`."""
         if self._kernels is not None:
             sums = torch.zeros_like(source)
             self._kernels.copy_pages(
@@ -211,7 +215,8 @@ class PeerPages:
         """Held while the peer's memory is read."""
 
     def copy(self, src: bytes, dst: bytes) -> bytes:
-        """Returns the checksums of what arrived, as `DevicePages.sums` does. Waits once for all of it."""
+        """Returns the checksums of what arrived, as `DevicePages.sums` does. Waits once for all of
+        it."""
         ours = self._ours
         sums = ours.queue.host_memory(len(src) // 4)
         with self._lock:
@@ -231,17 +236,20 @@ class PeerPages:
 
 
 def end_process(reason: str) -> NoReturn:
-    """Copies that were asked for may still write to memory that must not be used before: it cannot be given back."""
+    """Copies that were asked for may still write to memory that must not be used before: it cannot
+    be given back."""
     log.critical("%s; the process ends", reason)
     logging.shutdown()
     os._exit(1)
 
 
 class CudaQueue:
-    """Streams of its own: torch's of high priority, which the model's kernels do not use. Called from any thread.
+    """Streams of its own: torch's of high priority, which the model's kernels do not use. Called
+    from any thread.
 
     Args:
-        stuck: what to do when the device is not through within STUCK_SECS; called by a thread that watches.
+        stuck: what to do when the device is not through within STUCK_SECS; called by a thread that
+        watches.
     """
 
     def __init__(self, device: torch.device, stuck: Callable[[str], object] = end_process) -> None:

@@ -1,12 +1,14 @@
-"""Memory of a GPU that two processes of one host share: CUDA IPC, through the CUDA runtime that torch has loaded.
+"""Memory of a GPU that two processes of one host share: CUDA IPC, through the CUDA runtime that
+torch has loaded.
 
-The memory is one block of cudaMalloc, whole and by itself. Blocks of torch's allocator lie within larger ones, and with
-its `expandable_segments` they cannot be shared in this way at all.
+The memory is one block of cudaMalloc, whole and by itself. Blocks of torch's allocator lie within
+larger ones, and with its `expandable_segments` they cannot be shared in this way at all.
 
-What CUDA leaves to us: an opened block can be written as well as read (we never do), and what becomes of it when its
-owner dies is not said. In practice it stays until the last process closes it; here it is closed as soon as the owner is
-known to be gone, and what was read before counts only with its checksum. Only processes on the same GPU open each
-other's blocks: another's memory goes over NCCL.
+What CUDA leaves to us: an opened block can be written as well as read (we never do), and what
+becomes of it when its owner dies is not said. In practice it stays until the last process closes
+it; here it is closed as soon as the owner is known to be gone, and what was read before counts only
+with its checksum. Only processes on the same GPU open each other's blocks: another's memory goes
+over NCCL.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def load_runtime() -> Any:
 
 
 def declare_calls(lib: Any, calls: dict[str, list[Any]], error_string: Any) -> Any:
-    """The library; its calls take the arguments named here and return a code that `error_string` explains."""
+    """The library; its calls take the arguments named here and return a code that `error_string`
+    explains."""
     for name, arguments in calls.items():
         call = getattr(lib, name)
         call.argtypes = arguments
@@ -70,7 +73,8 @@ def call_runtime(name: str, *args: object) -> None:
 
 
 def register_memory(memory: Tensor) -> None:
-    """Page-lock host memory, so that copies from and to it are asynchronous. Takes all of it at once."""
+    """Page-lock host memory, so that copies from and to it are asynchronous. Takes all of it at
+    once."""
     call_runtime("cudaHostRegister", memory.data_ptr(), memory.nbytes, 0)
 
 
@@ -79,7 +83,8 @@ def unregister_memory(memory: Tensor) -> None:
 
 
 class Block:
-    """Device memory as __cuda_array_interface__ has it: torch takes it as it is, and keeps this object."""
+    """Device memory as __cuda_array_interface__ has it: torch takes it as it is, and keeps this
+    object."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -92,7 +97,8 @@ class Block:
 
 
 def allocate_memory(nbytes: int, device: torch.device) -> Tensor:
-    """A zeroed block of its own, for as long as the process lives. Raises torch.OutOfMemoryError."""
+    """A zeroed block of its own, for as long as the process lives. Raises
+    torch.OutOfMemoryError."""
     pointer = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # torch has made its context

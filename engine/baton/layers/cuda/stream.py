@@ -1,8 +1,9 @@
 """Work on a CUDA device beside the host's: copies in both directions, and marks to wait for.
 
-Work is queued on the current stream and done there in order. Host memory for copies is pinned and comes from torch's
-pool of it, which hands a block out again only when the copies that use it are done: any number of steps may be in
-flight without staging buffers of our own.
+Work is queued on the current stream and done there in order. Host memory for copies is pinned and
+comes from torch's
+pool of it, which hands a block out again only when the copies that use it are done: any number of
+steps may be in flight without staging buffers of our own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class CudaStream:
         return list(pinned.to(self._device, non_blocking=True).split(sizes))
 
     def put_into(self, target: Tensor, x: NDArray[np.int64]) -> None:
-        """Overwrite `target`, of x's length, when the work queued before is done with it; x may be changed at once."""
+        """Overwrite `target`, of x's length, when the work queued before is done with it; x may be
+        changed at once."""
         pinned = torch.empty(len(x), dtype=torch.int64, pin_memory=True)
         pinned.numpy()[:] = x
         target.copy_(pinned, non_blocking=True)

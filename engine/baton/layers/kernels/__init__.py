@@ -1,7 +1,8 @@
-"""Kernels of our own, in Triton, which comes with torch's CUDA builds: `draw` and `masks` for the sampler, `heads` for
-a layer.
+"""Kernels of our own, in Triton, which comes with torch's CUDA builds: `draw` and `masks` for the
+sampler, `heads` for a layer.
 
-Triton compiles a kernel at its first launch, and the launcher with a C compiler: `find_obstacle` does both at start.
+Triton compiles a kernel at its first launch, and the launcher with a C compiler: `find_obstacle`
+does both at start.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ import torch
 from baton.layers.flashinfer_loader import summarize_error
 
 if TYPE_CHECKING:
-    from baton.layers.model_spec import ModelSpec
+    from baton.layers.spec import KernelShapes
 
 usable = True
-"""False once `find_obstacle` has found one: the sampler then draws on the host, which waits for the device."""
+"""False once `find_obstacle` has found one: the sampler then draws on the host, which waits for the
+device."""
 REMEDY = "install triton and a C compiler (gcc, or what CC names) with Python's headers"
 
 
-def find_obstacle(spec: ModelSpec, device: torch.device) -> str | None:
-    """The reason why the kernels cannot run this model here, as the middle of a sentence; None: they can.
+def find_obstacle(shapes: KernelShapes, device: torch.device) -> str | None:
+    """The reason why the kernels cannot run this model here, as the middle of a sentence; None:
+    they can.
 
     Runs each once. Raises torch.OutOfMemoryError.
     """
     global usable
     usable = False
     try:
-        _try_out(spec, device)
+        _try_out(shapes, device)
         usable = True
     except torch.OutOfMemoryError:
         raise
@@ -37,7 +40,7 @@ def find_obstacle(spec: ModelSpec, device: torch.device) -> str | None:
     return None
 
 
-def _try_out(spec: ModelSpec, device: torch.device) -> None:
+def _try_out(shapes: KernelShapes, device: torch.device) -> None:
     from baton.layers.kernels.draw import draw_rows
     from baton.layers.kernels.draw_columns import DrawColumns
     from baton.layers.kernels.heads import store_heads
@@ -46,20 +49,20 @@ def _try_out(spec: ModelSpec, device: torch.device) -> None:
     integers = torch.zeros(2, dtype=torch.int64, device=device)
     of_row = DrawColumns(temperature=1.0, u=0.5, top_k=1, top_p=0.9, min_p=0.0)
     columns = torch.tensor(of_row, dtype=torch.float64, device=device)[:, None]
-    logits = torch.zeros(1, spec.vocab_size, device=device)
-    words = -(-spec.vocab_size // 32)
+    logits = torch.zeros(1, shapes.vocab_size, device=device)
+    words = -(-shapes.vocab_size // 32)
     mask_rows(logits, integers[:1], torch.full((1, words), -1, dtype=torch.int32, device=device))
     draw_rows(logits, integers[:1], columns, integers[1:])
-    dtype = getattr(torch, spec.dtype)
-    kv_heads = spec.num_kv_heads
-    dim = spec.head_dim
-    heads = torch.zeros(1, spec.num_heads + 2 * kv_heads, dim, dtype=dtype, device=device)
+    dtype = getattr(torch, shapes.dtype)
+    kv_heads = shapes.heads.num_kv_heads
+    dim = shapes.heads.head_dim
+    heads = torch.zeros(1, shapes.heads.num_heads + 2 * kv_heads, dim, dtype=dtype, device=device)
     pages = torch.zeros(2, 1, 1, kv_heads, dim, dtype=dtype, device=device)
     cos, sin = torch.zeros(1, dim, device=device).chunk(2, dim=1)
     for norms in (None, (heads[0, 0], heads[0, 0])):
         store_heads(
             heads,
-            spec.num_heads,
+            shapes.heads.num_heads,
             norms,
             1e-6,
             integers[:1],

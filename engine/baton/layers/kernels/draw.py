@@ -1,12 +1,15 @@
-"""Draw a token for each row of a step in one launch, by the definition of `runtime.sampling.sampler`, in Triton.
+"""Draw a token for each row of a step in one launch, by the definition of
+`runtime.sampling.sampler`, in Triton.
 
-One program per row: (1) its largest logit; (2) the smallest logit that top_k keeps, and then top_p, each found by
-comparing all logits with 16 pivots at a time, 4 bits of the answer per pass; (3) the mass of the kept tokens; (4) the
-first token, in order of id, at which their running sum passes u times that. A row without filters takes three passes.
-A row with a NaN, or whose largest logit is infinite, gets INVALID_TOKEN.
+One program per row: (1) its largest logit; (2) the smallest logit that top_k keeps, and then top_p,
+each found by comparing all logits with 16 pivots at a time, 4 bits of the answer per pass; (3) the
+mass of the kept tokens; (4) the first token, in order of id, at which their running sum passes u
+times that. A row without filters takes three passes. A row with a NaN, or whose largest logit is
+infinite, gets INVALID_TOKEN.
 
-Sums are float64 and in a fixed order, so a row's token does not depend on the other rows. Nothing is allocated and the
-host waits for nothing. Tested on the CPU by Triton's interpreter (tests/unit/layers/kernels/test_draw.py).
+Sums are float64 and in a fixed order, so a row's token does not depend on the other rows. Nothing
+is allocated and the host waits for nothing. Tested on the CPU by Triton's interpreter
+(tests/unit/layers/kernels/test_draw.py).
 """
 
 from __future__ import annotations
@@ -41,8 +44,10 @@ def draw_rows(
     Args:
         logits: float32 [S, vocab], each row contiguous.
         rows: int64 [n]: which of them draw.
-        columns: float64 [5, n], contiguous: a DrawColumns of each of those rows, one field per row of the tensor.
-        tokens: int64 [S], of which the entries of `rows` are overwritten, unless they are negative already.
+        columns: float64 [5, n], contiguous: a DrawColumns of each of those rows, one field per row
+        of the tensor.
+        tokens: int64 [S], of which the entries of `rows` are overwritten, unless they are negative
+        already.
     """
     vocab = logits.shape[1]
     _draw_token[(len(rows),)](
@@ -60,7 +65,8 @@ def draw_rows(
 
 @triton.jit
 def _load_scaled_logits(logits, start, vocab, temperature, BLOCK: tl.constexpr):
-    """Ids and logits of a block; -inf behind the vocabulary. Adding 0 makes -0 equal to 0 as a key, too."""
+    """Ids and logits of a block; -inf behind the vocabulary. Adding 0 makes -0 equal to 0 as a key,
+    too."""
     ids = start + tl.arange(0, BLOCK)
     x = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
     return ids, tl.math.div_rn(x, temperature) + 0.0
@@ -77,7 +83,8 @@ def _ordered_keys(x):
 def _find_threshold(
     logits, vocab, temperature, largest, least_weight, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The highest key that many tokens (COUNT), or tokens of so much mass exp(x - largest), have or exceed."""
+    """The highest key that many tokens (COUNT), or tokens of so much mass exp(x - largest), have or
+    exceed."""
     base = tl.zeros((), tl.int64)
     step = tl.full((), 1 << 28, tl.int64)
     for _ in range(PASSES):
@@ -114,7 +121,8 @@ def _sum_above(logits, vocab, temperature, largest, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _filter_weights(x, largest, min_p, k_key, k_left, p_key, p_left):
-    """Mass of the block's tokens that the filters keep, 0 for the others, and how many equal the two thresholds.
+    """Mass of the block's tokens that the filters keep, 0 for the others, and how many equal the
+    two thresholds.
 
     `k_left`, `p_left`: so many of the next tokens equal to a threshold are kept, lowest id first.
     """

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class DrawColumns(NamedTuple):
-    """All that a draw knows of a row. The kernel (`draw`) gets one column per field, in the order of the fields."""
+    """All that a draw knows of a row. The kernel (`draw`) gets one column per field, in the order
+    of the fields."""
 
     temperature: float
     u: float

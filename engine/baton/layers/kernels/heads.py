@@ -6,11 +6,12 @@ The heads are the fused projection [q | k | v] of each token. One program takes 
     k   RMS norm (models that have it), rotation    written to the token's slot in the KV pool
     v                                               written to the token's slot in the KV pool
 
-Arithmetic and rounding are those of plain torch (`layers.ops`): a norm's mean and the rotation in float32; a norm's
-quotient, its product with the weight, and the rotated value are each rounded to the heads' type.
+Arithmetic and rounding are those of plain torch (`layers.ops`): a norm's mean and the rotation in
+float32; a norm's quotient, its product with the weight, and the rotated value are each rounded to
+the heads' type.
 
-The host waits for nothing and nothing is allocated, so it can be part of a CUDA graph. Tested on the CPU by Triton's
-interpreter (tests/unit/layers/kernels/test_heads.py).
+The host waits for nothing and nothing is allocated, so it can be part of a CUDA graph. Tested on
+the CPU by Triton's interpreter (tests/unit/layers/kernels/test_heads.py).
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ def store_heads(
     """Rotate heads and write K and V into their pages.
 
     Args:
-        heads: [T, Hq + 2 * Hk, D], T >= 1, last dimension contiguous. The first Hq (`num_heads`) are overwritten.
+        heads: [T, Hq + 2 * Hk, D], T >= 1, last dimension contiguous. The first Hq (`num_heads`)
+        are overwritten.
         norms: weights [D] of the norms of q and k; None for models without.
         positions: int64 [T].
         tables: cos and sin, float32 [C, D/2] with equal strides; dimension i turns with i + D/2.
-        pages: K and V, each [pages, page_size, Hk, D] with equal strides, the last dimension contiguous.
-        slots: int64 [T]: page * page_size + offset; nothing is stored for a token whose slot is negative.
+        pages: K and V, each [pages, page_size, Hk, D] with equal strides, the last dimension
+        contiguous.
+        slots: int64 [T]: page * page_size + offset; nothing is stored for a token whose slot is
+        negative.
     """
     keys, values = pages
     cos, sin = tables
@@ -63,7 +67,8 @@ def _normalize_heads(x, scale, weight, is_v, DTYPE: tl.constexpr):
     return tl.where(is_v[:, None], x, (quotient * weight).to(DTYPE).to(tl.float32))
 
 
-# Where a step's arrays lie in their one copy depends on its size: without alignment there is one variant to compile.
+# Where a step's arrays lie in their one copy depends on its size: without alignment there is one
+# variant to compile.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _store_heads(
     heads, token_stride, head_stride, q_norm, k_norm, eps, positions, cos, sin, table_stride, slots,

@@ -1,7 +1,7 @@
 """Set the logits of forbidden tokens to -inf in one launch, in Triton.
 
-Each program has one block of one row: it reads the block's bits, and writes where they are 0. Logits
-are not read.
+Each program has one block of one row: it reads the block's bits, and writes where they are 0.
+Logits are not read.
 
 Tested on the CPU by Triton's interpreter (tests/unit/layers/kernels/test_masks.py).
 """

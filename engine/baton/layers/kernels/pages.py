@@ -1,8 +1,8 @@
 """Copy pages and take their checksums in one launch, in Triton.
 
-One program copies and sums BLOCK words of one page; programs of one page add up in device memory. Sums wrap around at
-64 bits, so their order does not matter. Tested on the CPU by Triton's interpreter
-(tests/unit/layers/kernels/test_pages.py).
+One program copies and sums BLOCK words of one page; programs of one page add up in device memory.
+Sums wrap around at 64 bits, so their order does not matter. Tested on the CPU by Triton's
+interpreter (tests/unit/layers/kernels/test_pages.py).
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ def sum_pages(rows: Tensor, pages: Tensor, weights: Tensor, sums: Tensor) -> Non
 def copy_pages(
     source: Tensor, source_pages: Tensor, target: Tensor, target_pages: Tensor, weights: Tensor, sums: Tensor
 ) -> None:  # fmt: skip
-    """Copy `source_pages` of `source` to `target_pages` of `target`, and add the checksum of each to `sums`.
+    """Copy `source_pages` of `source` to `target_pages` of `target`, and add the checksum of each
+    to `sums`.
 
-    Args: as of `sum_pages`; both matrices have rows of W words, both lists of pages have the same length.
+    Args: as of `sum_pages`; both matrices have rows of W words, both lists of pages have the same
+    length.
     """
     _launch_kernel(source, source_pages, target, target_pages, weights, sums, copies=True)
 

@@ -25,7 +25,7 @@ from baton.layers.attention.paged_indices import capture_sizes
 from baton.layers.collectives import ProcessGroup, TpContext
 from baton.layers.flashinfer_loader import SLOWER, summarize_error
 from baton.layers.kv_pool import make_pool
-from baton.models.decoder import Decoder
+from baton.models.served import ServedModel
 from baton.runtime.memory import warmup
 from baton.runtime.memory.device_memory import (
     GIB,
@@ -54,7 +54,7 @@ def check_weights(needed: int, memory: DeviceMemory) -> None:
 
 
 def profile_memory(
-    model: Decoder,
+    model: ServedModel,
     config: EngineConfig,
     context: int,
     wanted_pages: int | None,
@@ -111,7 +111,7 @@ def profile_memory(
 
 
 def _try_backend(
-    model: Decoder,
+    model: ServedModel,
     config: EngineConfig,
     limits: warmup.WarmupLimits,
     memory: DeviceMemory,
@@ -126,7 +126,7 @@ def _try_backend(
         device=memory.device,
     )
     before = memory.reserved_bytes()
-    attn = make_backend(config.attention_backend, model.spec, pool)
+    attn = make_backend(config.attention_backend, model.spec.attention, pool)
     workspace = memory.reserved_bytes() - before
     runner = make_runner(
         model,

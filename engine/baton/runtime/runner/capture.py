@@ -40,7 +40,7 @@ from baton.layers.attention.paged_indices import (
 )
 from baton.layers.cuda.stream import CudaStream
 from baton.layers.kv_pool import KvTensors
-from baton.models.decoder import Decoder
+from baton.models.served import ServedModel
 from baton.runtime.runner.step_inputs import StepArrays, StepInputs
 from baton.runtime.runner.token_table import TokenTable
 from baton.runtime.sampling.step_sampler import greedy_tokens
@@ -93,7 +93,7 @@ class CudaRecorder:
 class DecodeGraphs:
     """Recorded when it is made, which takes a while."""
 
-    model: Decoder
+    model: ServedModel
     kv: KvTensors
     attn: GraphAttention
     table: TokenTable

@@ -37,7 +37,7 @@ from torch import Tensor
 from baton.layers.attention.base import AttentionBackend, ForwardBatch, GraphAttention
 from baton.layers.cuda.stream import CudaMark, CudaStream
 from baton.layers.kv_pool import KvTensors
-from baton.models.decoder import Decoder
+from baton.models.served import ServedModel
 from baton.runtime.runner.capture import CudaRecorder, DecodeGraphs
 from baton.runtime.runner.model_runner import ModelRunner
 from baton.runtime.runner.step_inputs import StepArrays, StepInputs
@@ -119,7 +119,7 @@ class DeviceRunner(ModelRunner):
 
     def __init__(
         self,
-        model: Decoder,
+        model: ServedModel,
         kv: KvTensors,
         attn: AttentionBackend,
         max_slots: int,
@@ -153,7 +153,10 @@ class DeviceRunner(ModelRunner):
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> InFlight:
-        """Queue one step. Raises what torch raises, which may be of an earlier step; the runner is then unusable."""
+        """Queue one step.
+
+        Raises torch's errors, which may be of an earlier step; the runner is then unusable.
+        """
         # The other ranks get tokens, because a reference to this rank's token table means nothing
         # to them.
         if self._broadcast is not None:
@@ -304,7 +307,7 @@ class DeviceRunner(ModelRunner):
 
 
 def make_runner(
-    model: Decoder, kv: KvTensors, attn: AttentionBackend, max_slots: int, **more: Any
+    model: ServedModel, kv: KvTensors, attn: AttentionBackend, max_slots: int, **more: Any
 ) -> ModelRunner:
     """Make a runner of the kind that suits the pool's device."""
     if kv.data.is_cuda:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.kv_pool import KvTensors, copy_pages
-from baton.models.decoder import Decoder
+from baton.models.served import ServedModel
 from baton.runtime.grammar.store import GrammarStore
 from baton.runtime.grammar.token_masks import MaskFiller
 from baton.runtime.runner.step_inputs import (
@@ -64,7 +64,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: ServedModel,
         kv: KvTensors,
         attn: AttentionBackend,
         max_slots: int,

@@ -3,8 +3,8 @@
 1. `SamplingLaunch(rows, vocab, put)` writes down the draws of the rows, from parameters and
 positions alone, and the tokens that they may draw, for which the results of all earlier steps must
 have been read;
-2. `queue_draw(logits)` queues the work, the draw in one launch (`kernels.draw`), and returns tensors on
-the logits' device;
+2. `queue_draw(logits)` queues the work, the draw in one launch (`kernels.draw`), and returns
+tensors on the logits' device;
 3. `read_result` turns their host copies into a result later, and the grammars take over the tokens.
 
 A row's token is the same in any batch, and but for the rounding of sums on any device;

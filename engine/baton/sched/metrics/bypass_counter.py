@@ -5,7 +5,7 @@ counter: `passed[r]` is the number of admissions, since r came, of requests that
 and the next one waiting after it. A request was overtaken by all that is counted from its place on:
 
     waiting, by arrival     r0      r1        r2   r3
-    passed                   0       2         0    1        overtaken: 3 3 1 1, less the counts at its arrival
+    passed                   0       2         0    1     overtaken: 3 3 1 1, less those at arrival
 
 When a request leaves, its counter is added to its predecessor's. Cost of an operation: a search,
 and a sum over the shorter side of the list (10 µs in the middle of 4096; nothing at its ends, where

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,28 +17,33 @@ from baton.layers.attention.base import ForwardBatch
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.attention.reference import TorchAttention
 from baton.layers.kv_pool import KvTensors, make_pool
-from baton.layers.model_spec import KVSpec
+from baton.layers.spec import AttentionSpec, KVSpec
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
 LAYERS = 2
 
 
-def make_spec(
-    heads: int, kv_heads: int, dim: int, windows: tuple[int, int] = (0, 0), dtype: str = "float32"
-) -> Any:
-    kv = KVSpec(LAYERS, kv_heads, dim, dtype)
-    return SimpleNamespace(
-        num_layers=LAYERS,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        q_size=heads * dim,
-        windows=windows,
-        kv=kv,
-    )
+@dataclass
+class Sizes:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int, int] = (0, 0)
+    dtype: str = "float32"
+
+    @property
+    def kv(self) -> KVSpec:
+        return KVSpec(LAYERS, self.num_kv_heads, self.head_dim, self.dtype)
+
+    @property
+    def layers(self) -> list[AttentionSpec]:
+        return [
+            AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, window)
+            for window in self.windows
+        ]
 
 
-def make_kv(spec: Any, page_size: int, num_pages: int = 64) -> KvTensors:
+def make_kv(spec: Sizes, page_size: int, num_pages: int = 64) -> KvTensors:
     kv = make_pool(spec.kv, page_size, num_pages, native=False)
     kv.data.fill_(float("nan"))  # unwritten slots must not be read
     return kv
@@ -47,7 +52,9 @@ def make_kv(spec: Any, page_size: int, num_pages: int = 64) -> KvTensors:
 class Sequence:
     """A request with scattered pages and fixed q, k, v per layer and position."""
 
-    def __init__(self, spec: Any, length: int, page_size: int, pages: list[int], seed: int) -> None:
+    def __init__(
+        self, spec: Sizes, length: int, page_size: int, pages: list[int], seed: int
+    ) -> None:
         self.length = length
         count = -(-length // page_size)
         self.pages, pages[:] = pages[:count], pages[count:]
@@ -61,7 +68,7 @@ class Sequence:
 
 
 def run(
-    backend: Any, spec: Any, parts: list[tuple[Sequence, int, int]], page_size: int
+    backend: Any, spec: Sizes, parts: list[tuple[Sequence, int, int]], page_size: int
 ) -> list[torch.Tensor]:
     """Attend (sequence, start, n) as one step; per part [LAYERS, n, Hq * D]."""
     batch = build_batch([s.row(start, n) for s, start, n in parts], page_size)
@@ -89,13 +96,13 @@ def run(
 def test_equals_the_torch_backend(
     heads: int, kv_heads: int, dim: int, page_size: int, windows: tuple[int, int], dtype: str
 ) -> None:
-    spec = make_spec(heads, kv_heads, dim, windows, dtype)
+    spec = Sizes(heads, kv_heads, dim, windows, dtype)
     free = list(range(512))
     random.Random(dim).shuffle(free)
     sequences = [Sequence(spec, n, page_size, free, n) for n in (1, 17, 64, 65, 150)]
     results = []
     for backend_class in (CpuAttention, TorchAttention):
-        backend = backend_class(spec, make_kv(spec, page_size, 512))
+        backend = backend_class(spec.layers, make_kv(spec, page_size, 512))
         prefill = run(backend, spec, [(s, 0, max(1, s.length - 3)) for s in sequences], page_size)
         decode = [(s, s.length - 1, 1) for s in sequences if s.length > 3]
         middle = run(
@@ -109,7 +116,7 @@ def test_equals_the_torch_backend(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunks_neighbors_and_phase_do_not_change_a_bit(dtype: str) -> None:
-    spec = make_spec(4, 2, 32, (0, 50), dtype)
+    spec = Sizes(4, 2, 32, (0, 50), dtype)
     rng = random.Random(7)
     whole: torch.Tensor | None = None
     for case in range(12):
@@ -118,7 +125,7 @@ def test_chunks_neighbors_and_phase_do_not_change_a_bit(dtype: str) -> None:
         page_size = rng.choice((1, 4, 16, 64))
         ours = Sequence(spec, 140, page_size, free, seed=1)
         other = Sequence(spec, 90, page_size, free, seed=case)
-        backend = CpuAttention(spec, make_kv(spec, page_size, 512))
+        backend = CpuAttention(spec.layers, make_kv(spec, page_size, 512))
         cuts = sorted(rng.sample(range(1, 140), rng.choice((0, 1, 5, 139))))
         pieces = []
         for start, end in itertools.pairwise([0, *cuts, 140]):
@@ -130,8 +137,8 @@ def test_chunks_neighbors_and_phase_do_not_change_a_bit(dtype: str) -> None:
 
 
 def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
-    spec = make_spec(4, 2, 16)
-    backend = CpuAttention(spec, make_kv(spec, 16, 4))
+    spec = Sizes(4, 2, 16)
+    backend = CpuAttention(spec.layers, make_kv(spec, 16, 4))
     good = build_batch([AttentionRow([1, 2], 0, [3])], 16)
     backend.plan(good)
     q, kv = torch.zeros(2, 4, 16), torch.zeros(2, 2, 16)
@@ -149,6 +156,6 @@ def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
 
 
 def test_head_sizes_the_kernels_lack_are_refused_at_start() -> None:
-    spec = make_spec(2, 1, 512)
+    spec = Sizes(2, 1, 512)
     with pytest.raises(ConfigError, match="use torch"):
-        CpuAttention(spec, make_kv(spec, 16, 2))
+        CpuAttention(spec.layers, make_kv(spec, 16, 2))

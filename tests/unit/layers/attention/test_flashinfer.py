@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,8 @@ from tests.support.kernels.attention_cases import CASES, Case, check
 def run(case: Case) -> None:
     check(
         case,
-        lambda spec, kv: FlashInferAttention(
-            spec, kv, fake_flashinfer, logits_soft_cap=case.soft_cap
+        lambda layers, kv: FlashInferAttention(
+            layers, kv, fake_flashinfer, logits_soft_cap=case.soft_cap
         ),
     )
 
@@ -68,9 +69,9 @@ def test_torch_backend_passes_the_same_cases(case: Case) -> None:
 def test_wrong_window_would_be_noticed() -> None:
     case = Case(windows=(5, 5))
 
-    def off_by_one(spec: Any, kv: Any) -> FlashInferAttention:
-        spec.windows = (6, 6)
-        return FlashInferAttention(spec, kv, fake_flashinfer)
+    def off_by_one(layers: Any, kv: Any) -> FlashInferAttention:
+        wrong = [replace(layer, window=6) for layer in layers]
+        return FlashInferAttention(wrong, kv, fake_flashinfer)
 
     with pytest.raises(AssertionError, match="window 5"):
         check(case, off_by_one)
@@ -80,8 +81,8 @@ def test_one_plan_per_window_and_step_however_many_layers() -> None:
     case = Case(windows=(0, 5, 0, 5, 0, 5), lengths=(1,))
     made: list[FlashInferAttention] = []
 
-    def make(spec: Any, kv: Any) -> FlashInferAttention:
-        made.append(FlashInferAttention(spec, kv, fake_flashinfer))
+    def make(layers: Any, kv: Any) -> FlashInferAttention:
+        made.append(FlashInferAttention(layers, kv, fake_flashinfer))
         return made[0]
 
     check(case, make)
@@ -100,7 +101,7 @@ def test_workspace_holds_what_splitting_a_short_chunk_of_a_long_context_takes(
     heads: int, kv_heads: int, dim: int
 ) -> None:
     case = Case(heads=heads, kv_heads=kv_heads, dim=dim, windows=(0,), lengths=(1,))
-    backend = FlashInferAttention(case.spec(), case.pool("cpu"), fake_flashinfer)
+    backend = FlashInferAttention(case.layers(), case.pool("cpu"), fake_flashinfer)
     for new_tokens in (2, 5, 9, 12, 17, 32, 64, 128, 300):
         for context in (2048, 8192, 32768):
             pages = list(range(context // case.page_size))
@@ -114,7 +115,7 @@ def test_workspace_holds_what_splitting_a_short_chunk_of_a_long_context_takes(
 def test_tensor_cores_decode_from_groups_of_three() -> None:
     for heads, kv_heads, expected in ((2, 2, False), (4, 2, False), (3, 1, True), (8, 2, True)):
         case = Case(heads=heads, kv_heads=kv_heads)
-        made = FlashInferAttention(case.spec(), case.pool("cpu"), fake_flashinfer)
+        made = FlashInferAttention(case.layers(), case.pool("cpu"), fake_flashinfer)
         assert made._wrappers[0].decode.use_tensor_cores is expected
 
 
@@ -130,7 +131,7 @@ def test_shapes_outside_the_kernels_are_refused(case: Case, message: str) -> Non
     with pytest.raises(
         ConfigError, match=rf"flashinfer: .*{message}.*; use --attention-backend torch"
     ):
-        FlashInferAttention(case.spec(), case.pool("cpu"), fake_flashinfer)
+        FlashInferAttention(case.layers(), case.pool("cpu"), fake_flashinfer)
 
 
 def test_flashinfer_asked_for_by_name_is_an_error_on_a_cpu_pool() -> None:
@@ -139,14 +140,14 @@ def test_flashinfer_asked_for_by_name_is_an_error_on_a_cpu_pool() -> None:
         ConfigError,
         match="it needs a CUDA device, the KV pool is on cpu; use --attention-backend torch",
     ):
-        attention.make_backend("flashinfer", case.spec(), case.pool("cpu"))
+        attention.make_backend("flashinfer", case.layers(), case.pool("cpu"))
 
 
 def test_auto_takes_the_native_kernels_on_cpu(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("baton._native", reason="the native module is not built")
     case = Case()
     with caplog.at_level(logging.INFO):
-        made = attention.make_backend("auto", case.spec(), case.pool("cpu"))
+        made = attention.make_backend("auto", case.layers(), case.pool("cpu"))
     assert type(made).__name__ == "CpuAttention"
     ((_, level, message),) = caplog.record_tuples
     assert level == logging.INFO
@@ -161,7 +162,7 @@ def test_auto_says_in_one_sentence_why_the_reference_serves(
 ) -> None:
     """float16: neither the CPU kernels nor, on a CPU, flashinfer compute it."""
     case = Case(dtype=torch.float16)
-    made = attention.make_backend("auto", case.spec(), case.pool("cpu"))
+    made = attention.make_backend("auto", case.layers(), case.pool("cpu"))
     assert isinstance(made, TorchAttention)
     (message,) = caplog.messages
     assert "the KV pool is torch.float16 on cpu" in message
@@ -182,5 +183,5 @@ def test_auto_on_cuda_refuses_and_names_what_flashinfer_lacks(
             ConfigError,
             match=r"flashinfer: it cannot be imported: .*; use --attention-backend torch",
         ):
-            attention.make_backend(name, case.spec(), kv)
-    assert isinstance(attention.make_backend("torch", case.spec(), kv), TorchAttention)
+            attention.make_backend(name, case.layers(), kv)
+    assert isinstance(attention.make_backend("torch", case.layers(), kv), TorchAttention)

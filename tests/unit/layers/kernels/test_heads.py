@@ -13,7 +13,7 @@ import torch
 
 from baton.errors import ConfigError
 from baton.layers import kernels, ops
-from baton.layers.model_spec import ModelSpec
+from baton.layers.spec import KernelShapes
 from tests.support.models import shapes
 from tests.support.models.whole_model import load_model
 
@@ -71,8 +71,8 @@ def test_kernels_compile_for_a_gpu_of_compute_capability_9() -> None:
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> ModelSpec:
-    return load_model(shapes.make("tiny", tmp_path / "m"), load_format="dummy").spec
+def kernel_shapes(tmp_path: Path) -> KernelShapes:
+    return load_model(shapes.make("tiny", tmp_path / "m"), load_format="dummy").spec.kernel_shapes
 
 
 @pytest.fixture
@@ -89,7 +89,8 @@ import torch
 from tests.support.models.whole_model import load_model
 from baton.layers import ops
 from baton.layers import kernels
-ops._choose_triton(load_model({str(path)!r}, load_format="dummy").spec, torch.device("cpu"), required=True)
+spec = load_model({str(path)!r}, load_format="dummy").spec
+ops._choose_triton(spec.kernel_shapes, torch.device("cpu"), required=True)
 print(ops.head_kernel(torch.empty(1, device="meta")).__name__, ops.head_kernel(torch.empty(1)), kernels.usable)
 """
     assert output("-c", code, TRITON_INTERPRET="1").splitlines()[-1] == "store_heads None True"
@@ -97,7 +98,7 @@ print(ops.head_kernel(torch.empty(1, device="meta")).__name__, ops.head_kernel(t
 
 @pytest.mark.usefixtures("_undo")
 def test_kernels_that_cannot_be_compiled_end_the_start_unless_the_reference_is_asked_for(
-    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kernel_shapes: KernelShapes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
@@ -107,9 +108,9 @@ def test_kernels_that_cannot_be_compiled_end_the_start_unless_the_reference_is_a
         ConfigError,
         match=r"cannot run here \(Failed to find C compiler.*\); install triton and a C compiler .* or use --att",
     ):
-        ops.choose_cuda(spec, CPU, required=True)
+        ops.choose_cuda(kernel_shapes, CPU, required=True)
     caplog.clear()
-    ops._choose_triton(spec, CPU, required=False)
+    ops._choose_triton(kernel_shapes, CPU, required=False)
     assert len(caplog.messages) == 1
     assert (
         "tokens drawn on the host; Triton's kernels: Failed to find C compiler"
@@ -120,10 +121,12 @@ def test_kernels_that_cannot_be_compiled_end_the_start_unless_the_reference_is_a
 
 
 @pytest.mark.usefixtures("_undo")
-def test_absent_triton_is_one_sentence(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_triton_is_one_sentence(
+    kernel_shapes: KernelShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("triton", "baton.layers.kernels.draw", "baton.layers.kernels.heads"):
         monkeypatch.setitem(sys.modules, name, None)
     assert "ImportError: import of" in str(
-        kernels.find_obstacle(spec, CPU)
-    ) or "ModuleNotFoundError" in str(kernels.find_obstacle(spec, CPU))
+        kernels.find_obstacle(kernel_shapes, CPU)
+    ) or "ModuleNotFoundError" in str(kernels.find_obstacle(kernel_shapes, CPU))
     assert not kernels.usable

@@ -94,12 +94,12 @@ def test_recorded_forward_attends_as_the_eager_one(
         windows=windows,
         lengths=tuple(lengths),
     )
-    rng, spec = np.random.default_rng(seed), case.spec()
+    rng = np.random.default_rng(seed)
     pages = 2 * sum(-(-n // page_size) for n in lengths)
     data = torch.randn(pages + 1, 2, 2, page_size, heads[1], case.dim).bfloat16()
     data[pages] = torch.nan
-    kv = KvTensors(spec.kv, page_size, data, dummy_page=pages)
-    backend = FlashInferAttention(spec, kv, fake_flashinfer)
+    kv = KvTensors(case.kv_spec(), page_size, data, dummy_page=pages)
+    backend = FlashInferAttention(case.layers(), kv, fake_flashinfer)
     static = GraphInputs(4, pages + 4, torch.device("cpu"))
     q, k, v = (
         torch.zeros(4, h, case.dim, dtype=torch.bfloat16) for h in (heads[0], heads[1], heads[1])
@@ -160,7 +160,7 @@ def load(
 def test_large_sizes_of_many_heads_get_a_larger_workspace() -> None:
     """64 heads in groups of 8, 256 rows: 383 blocks of 16 queries. Eager steps take 33 blocks of 128."""
     case = Case(heads=64, kv_heads=8, dim=128, lengths=(1,))
-    backend = FlashInferAttention(case.spec(), case.pool("cpu"), fake_flashinfer)
+    backend = FlashInferAttention(case.layers(), case.pool("cpu"), fake_flashinfer)
     assert backend._capture_workspace_bytes(256) == 64 * 383 * 16 * 129 * 4 + (1 << 20)
     assert (
         backend._capture_workspace_bytes(256)

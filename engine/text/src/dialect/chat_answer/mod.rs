@@ -72,7 +72,7 @@ pub struct ChatAnswerTranslator {
 }
 
 impl ChatAnswerTranslator {
-    /// `spec.arrived` is on the clock of the `now` of the calls that follow.
+    /// The spec's `arrived` is on the clock of the `now` of the calls that follow.
     pub fn new(spec: AnswerSpec) -> Self {
         let ids = AnswerIds {
             response: response_id(spec.dialect, None, &spec.request_id),

@@ -218,7 +218,7 @@ pub struct WriteContext<'a> {
     pub now: f64,
 }
 
-/// The writer of the answers of `spec.dialect`.
+/// The writer of the answers of the spec's dialect.
 pub fn new_writer(spec: Arc<AnswerSpec>, ids: AnswerIds) -> Box<dyn AnswerWriter> {
     match spec.dialect {
         Dialect::Chat => Box::new(ChatWriter::new(spec, ids)),

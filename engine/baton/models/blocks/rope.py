@@ -1,8 +1,12 @@
-"""Cosine and sine tables of rotary embedding, in float32 and with transformers' order of operations.
+"""Cosine and sine tables of rotary embedding, in float32 and with transformers' order of
+operations.
 
-A table row is a position, a column a frequency; dimension i of a head turns together with i + D/2. On the CPU tables
-start short and double when a longer context appears, so that a model made for 128 Ki tokens does not pay for them at
-start. Elsewhere they are whole from the beginning, and stay where they are: captured CUDA graphs know their address.
+A table row is a position, a column a frequency; dimension i of a head turns together with i + R/2,
+where R is the number
+of dimensions that turn: all of a head, or its first ones. On the CPU tables start short and double
+when a longer context appears, so that a model made for 128 Ki tokens does not pay for them at
+start. Elsewhere they are whole from the beginning, and stay where they are: captured CUDA graphs
+know their address.
 """
 
 from __future__ import annotations
@@ -12,24 +16,25 @@ import math
 import torch
 from torch import Tensor
 
-from baton.layers.model_spec import RopeSpec
+from baton.models.spec.rope import RopeSpec
 
 _FIRST_POSITIONS = 4096
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """float32 [head_dim / 2]: radians per position of each pair of dimensions."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def inverse_frequencies(rope: RopeSpec, rotary_dim: int) -> Tensor:
+    """float32 [rotary_dim / 2]: radians per position of each pair of dimensions."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "llama3":
         return _scale_llama3(plain, rope)
     if rope.kind == "yarn":
-        return _scale_yarn(exponents, rope, head_dim)
+        return _scale_yarn(exponents, rope, rotary_dim)
     return plain / rope.factor  # linear; 1 for the default kind
 
 
 def _scale_llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
-    """Slow turns are stretched by `factor`, fast ones kept, those between blended (Llama 3.1's reference code)."""
+    """Slow turns are stretched by `factor`, fast ones kept, those between blended (Llama 3.1's
+    reference code)."""
     wavelength = 2 * math.pi / plain
     longest_kept = rope.original_max_position / rope.high_freq_factor
     shortest_stretched = rope.original_max_position / rope.low_freq_factor
@@ -41,13 +46,13 @@ def _scale_llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
     return torch.where(wavelength > shortest_stretched, plain / rope.factor, unstretched)
 
 
-def _scale_yarn(exponents: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
+def _scale_yarn(exponents: Tensor, rope: RopeSpec, rotary_dim: int) -> Tensor:
     """Dimensions turning more than beta_fast times in the original context are kept, fewer than beta_slow stretched,
     with a linear ramp between (arXiv 2309.00071 §3.2)."""
 
     def dimension_turning(times: float) -> float:
         per_turn = rope.original_max_position / (times * 2 * math.pi)
-        return head_dim * math.log(per_turn) / (2 * math.log(rope.theta))
+        return rotary_dim * math.log(per_turn) / (2 * math.log(rope.theta))
 
     low = dimension_turning(rope.beta_fast)
     high = dimension_turning(rope.beta_slow)
@@ -55,22 +60,22 @@ def _scale_yarn(exponents: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
         low = math.floor(low)
         high = math.ceil(high)
     low = max(low, 0)
-    high = min(high, head_dim - 1)
+    high = min(high, rotary_dim - 1)
     width = (high - low) or 0.001
-    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    stretched = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     period = rope.theta**exponents
     return (1.0 / (rope.factor * period)) * stretched + (1.0 / period) * (1 - stretched)
 
 
 class RopeTables:
-    """cos and sin, float32 [positions, head_dim / 2], long enough for every position asked for so far.
+    """cos and sin, float32 [positions, R / 2], long enough for every position asked for so far.
 
     They are computed on the host, whose rounding the tests know, and then put on their device: there they are the two
-    halves of one table [positions, head_dim], which is what kernels want (layers.ops_cuda).
+    halves of one table [positions, R], which is what kernels want (layers.ops_cuda).
     """
 
     def __init__(self, rope: RopeSpec, head_dim: int, max_context: int) -> None:
-        self._frequencies = inverse_frequencies(rope, head_dim)
+        self._frequencies = inverse_frequencies(rope, rope.rotary_dim(head_dim))
         self._scale = rope.attention_factor
         self._device = torch.device("cpu")
         self._max_context = max_context

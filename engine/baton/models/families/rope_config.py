@@ -1,11 +1,13 @@
-"""Rotary embedding of a config.json: its frequencies, and the context length they were made for. No torch here.
+"""Rotary embedding of a config.json: its frequencies, and the context length they were made for. No
+torch here.
 
 As transformers 5 reads it (`RotaryEmbeddingConfigMixin.convert_rope_params_to_dict`):
 
 1. `rope_scaling`, if it is not empty, replaces `rope_parameters` as a whole;
 2. `rope_theta` in that object counts before the one beside it; without either it is 10000;
 3. `rope_type` counts before `type`;
-4. `original_max_position_embeddings` beside the object counts before the one in it; without either it is
+4. `original_max_position_embeddings` beside the object counts before the one in it; without either
+it is
    max_position_embeddings.
 
 Parameters that transformers warns of and does not use are refused.
@@ -14,10 +16,11 @@ Parameters that transformers warns of and does not use are refused.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from baton.errors import ConfigError
-from baton.layers.model_spec import RopeSpec
 from baton.models.config_file import ModelConfig
+from baton.models.spec.rope import RopeSpec
 
 _ROPE_FIELDS = {
     "default": set(),
@@ -30,8 +33,15 @@ _ROPE_FIELDS = {
 }  # fmt: skip
 
 
-def read_rope(config: ModelConfig, max_position: int) -> RopeSpec:
-    """The rotary embedding of a model with `max_position` as its max_position_embeddings. Raises ConfigError."""
+def read_rope(
+    config: ModelConfig, max_position: int, default_partial: float | None = None
+) -> RopeSpec:
+    """The rotary embedding of a model with `max_position` as its max_position_embeddings. Raises
+    ConfigError.
+
+    Args: `default_partial`: the share of a head's dimensions that turns if config.json is silent; None: all turn,
+    because the family's class does not read the field.
+    """
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     params = config.get(field, {})
     if not isinstance(params, dict) or any(isinstance(v, dict) for v in params.values()):
@@ -50,16 +60,29 @@ def read_rope(config: ModelConfig, max_position: int) -> RopeSpec:
                 rope.values[name],
                 f"rope_type {kind} takes {sorted(_ROPE_FIELDS[kind])}",
             )
-    partial = params.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        config.refuse("partial_rotary_factor", partial, "supported: 1.0")
+    partial = _read_partial(config, rope, default_partial)
     theta = rope.read_number("rope_theta", config.read_number("rope_theta", 10000.0))
     if kind == "default":
-        return RopeSpec(theta)
+        return RopeSpec(theta, partial=partial)
     original = config.read_index("original_max_position_embeddings")
     if original:
         rope.values["original_max_position_embeddings"] = original
-    return _scaled_rope(rope, kind, theta, field, max_position)
+    return replace(_scaled_rope(rope, kind, theta, field, max_position), partial=partial)
+
+
+def _read_partial(config: ModelConfig, rope: ModelConfig, default: float | None) -> float:
+    """`partial_rotary_factor` in the object or beside it; `default` as in `read_rope`."""
+    beside = config.get("partial_rotary_factor", 1.0 if default is None else default)
+    if default is not None:
+        source = rope if "partial_rotary_factor" in rope.values else config
+        partial = source.read_number("partial_rotary_factor", beside)
+        if partial > 1.0:
+            source.refuse("partial_rotary_factor", partial, "supported: up to 1.0")
+        return partial
+    partial = rope.values.get("partial_rotary_factor", beside)
+    if partial != 1.0:
+        config.refuse("partial_rotary_factor", partial, "supported: 1.0")
+    return 1.0
 
 
 def stretched_context(rope: RopeSpec, max_position: int) -> int:
@@ -113,7 +136,8 @@ def _scaled_rope(
 
 
 def _yarn_attention_factor(rope: ModelConfig, factor: float) -> float:
-    """0.1 ln(factor) + 1 of the YaRN paper (arXiv 2309.00071 §3.4), or the ratio of two such with mscale weights."""
+    """0.1 ln(factor) + 1 of the YaRN paper (arXiv 2309.00071 §3.4), or the ratio of two such with
+    mscale weights."""
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,9 @@
+"""Blocks of a layer with their weights: each has `to`, `pack`, and computes.
+
+| module | holds |
+|---|---|
+| `attention`, `rope` | projections, norms and rotation around an attention backend; tables of the rotation |
+| `mlp` | the gated MLP |
+| `moe`, `router` | the mixture of experts, and the choice of a token's experts |
+| `tensors` | tensors of a block as a whole |
+"""

@@ -1,0 +1,114 @@
+"""The mixture of experts: each token passes the experts that the router chooses, and their weighted
+sum is the result.
+
+1. The router's logits, and from them each token's experts and weights (`blocks.router`).
+2. Rows are grouped by expert, so that a step reads the matrices of chosen experts only, each once.
+3. A token's results are multiplied by their weights and added in float32, in the order of its
+choice. A packed product
+   gives a row the same bits in any batch, and so does this sum: a token's result depends on nothing
+   but the token.
+4. The shared expert's result is added, if the model has one.
+
+Source: arXiv 2101.03961 (routing), arXiv 2401.06066 (shared experts), and transformers' classes of
+the families.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.layers import ops
+from baton.models.blocks.mlp import MlpBlock
+from baton.models.blocks.router import Routing, route
+from baton.models.blocks.tensors import move_tensors, take_prefixed
+from baton.models.spec.moe import MoeSpec
+
+
+@dataclass(slots=True)
+class MoeBlock:
+    """Weights in compute dtype, contiguous; the router's in float32 where its spec says so."""
+
+    spec: MoeSpec
+    """This rank's share."""
+    router: ops.Matrix
+    """[experts, hidden]"""
+    gate_up: list[ops.Matrix]
+    """[2 * inner, hidden] of each expert: gate rows, then up rows."""
+    down: list[ops.Matrix]
+    """[hidden, inner] of each expert."""
+    router_bias: Tensor | None = None
+    shared: MlpBlock | None = None
+    shared_gate: Tensor | None = None
+    """[1, hidden]"""
+
+    @staticmethod
+    def make(spec: MoeSpec, tensors: dict[str, Tensor]) -> MoeBlock:
+        """Args: `tensors`: by the names of `spec.moe.MoeSpec.params`."""
+        numbers = range(spec.router.num_experts)
+        shared = take_prefixed(tensors, "shared.")
+        return MoeBlock(
+            spec,
+            tensors["router"],
+            [tensors[f"experts.{number}.gate_up"] for number in numbers],
+            [tensors[f"experts.{number}.down"] for number in numbers],
+            tensors.get("router_bias"),
+            MlpBlock(**shared) if shared else None,
+            tensors.get("shared_gate"),
+        )
+
+    def to(self, device: torch.device) -> None:
+        move_tensors(self, device)
+        if self.shared is not None:
+            self.shared.to(device)
+
+    def pack(self) -> None:
+        """Re-order the matrices for the CPU kernels, one after the other."""
+        self.router = ops.pack_weight(self.router)
+        for matrices in (self.gate_up, self.down):
+            for number, matrix in enumerate(matrices):
+                matrices[number] = ops.pack_weight(matrix)
+        if self.shared is not None:
+            self.shared.pack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, hidden]: this rank's part of the result [T, hidden]; parts of all ranks are to be
+        summed."""
+        logits = ops.linear(x.float() if self.spec.router.has_bias else x, self.router)
+        routing = route(logits, self.spec.router, self.router_bias)
+        result = self._add_weighted(self._pass_experts(x, routing.experts), routing).to(x.dtype)
+        if self.shared is None:
+            return result
+        shared = self.shared.forward(x)
+        if self.shared_gate is not None:
+            shared = ops.linear(x, self.shared_gate).sigmoid() * shared
+        return result + shared
+
+    def _pass_experts(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Results of each token's experts: [T, experts_per_token, hidden]."""
+        slots = experts.flatten()
+        by_expert = slots.argsort(stable=True)
+        rows = x[by_expert // self.spec.router.experts_per_token]
+        results = torch.empty_like(rows)
+        first = 0
+        for expert, count in enumerate(slots.bincount().tolist()):
+            # The matrices of an expert that no token chose are not read.
+            if count == 0:
+                continue
+            chosen = slice(first, first + count)
+            inner = ops.silu_mul(ops.linear(rows[chosen], self.gate_up[expert]))
+            results[chosen] = ops.linear(inner, self.down[expert])
+            first += count
+        in_order = torch.empty_like(results)
+        in_order[by_expert] = results
+        return in_order.view(*experts.shape, -1)
+
+    def _add_weighted(self, results: Tensor, routing: Routing) -> Tensor:
+        """float32 [T, hidden]."""
+        total = torch.zeros(len(results), results.shape[-1])
+        for choice in range(results.shape[1]):
+            weight = routing.weights[:, choice, None].float()
+            total += results[:, choice].float() * weight
+        return total

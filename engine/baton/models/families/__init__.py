@@ -1,0 +1,31 @@
+"""Model families: one file each says what config.json means to it. No torch here.
+
+| module | holds |
+|---|---|
+| `base` | `ModelFamily`: what all read alike |
+| `windows`, `experts`, `rope_config` | fields that several families share |
+| the others | a family each |
+"""
+
+from baton.models.families.base import ModelFamily
+from baton.models.families.glm4_moe import Glm4MoeFamily
+from baton.models.families.llama import LlamaFamily
+from baton.models.families.mistral import MistralFamily
+from baton.models.families.mixtral import MixtralFamily
+from baton.models.families.qwen2 import Qwen2Family
+from baton.models.families.qwen2_moe import Qwen2MoeFamily
+from baton.models.families.qwen3 import Qwen3Family
+from baton.models.families.qwen3_moe import Qwen3MoeFamily
+
+_ALL: tuple[ModelFamily, ...] = (
+    LlamaFamily(),
+    MistralFamily(),
+    Qwen2Family(),
+    Qwen3Family(),
+    MixtralFamily(),
+    Qwen2MoeFamily(),
+    Qwen3MoeFamily(),
+    Glm4MoeFamily(),
+)
+FAMILIES = {family.architecture: family for family in _ALL}
+"""By the name in `architectures` of config.json."""

@@ -1,0 +1,120 @@
+"""The part of config.json that every family reads alike. No torch here.
+
+A family is one file that states how its class in transformers differs from this one: defaults of
+absent fields, and which blocks its layers have. A field that is absent means what it means to that
+class. So does null, but for the
+fields where the class takes null for a value of its own: `ModelConfig.is_null` tells the two apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.layers.spec import AttentionSpec
+from baton.models.config_file import MAX_LAYERS, ModelConfig
+from baton.models.families.rope_config import read_rope, stretched_context
+from baton.models.spec.attention import AttentionBlockSpec
+from baton.models.spec.mlp import MlpSpec
+from baton.models.spec.model import LayerSpec
+from baton.models.spec.moe import MoeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """Which projections of an attention block have one."""
+
+    qkv: bool = False
+    o: bool = False
+
+
+class ModelFamily:
+    """Reader of one architecture's config.json; attributes are defaults of transformers' class."""
+
+    architecture: str
+    model_type: str
+    max_position: int
+    kv_heads: int | None = None
+    """Default num_key_value_heads; None: num_attention_heads."""
+    head_dim: int | None = None
+    """Default head_dim; None: hidden_size / num_attention_heads."""
+    rms_eps: float = 1e-6
+    partial_rotary: float | None = None
+    """Default partial_rotary_factor; None: the class does not read the field, and all dimensions
+    turn."""
+    has_draft_layers: bool = False
+    """Files may hold layers that only draft tokens."""
+    attention: str = "grouped queries"
+    """For the table of families in the docs."""
+    feed_forward: str = "gated MLP"
+
+    def read_layers(self, config: ModelConfig) -> tuple[LayerSpec, ...]:
+        """Blocks of every layer. Raises ConfigError for what they do not compute."""
+        count = config.read_integer("num_hidden_layers", most=MAX_LAYERS)
+        windows = self.read_windows(config, count)
+        attention = self.read_attention(config)
+        blocks: dict[tuple[int, MlpSpec | MoeSpec], LayerSpec] = {}
+        layers = []
+        for number, window in enumerate(windows):
+            mlp = self.read_mlp(config, number)
+            # Equal layers are one object, because a deep model has thousands of them.
+            key = (window, mlp)
+            if key not in blocks:
+                blocks[key] = LayerSpec(attention.with_window(window), mlp)
+            layers.append(blocks[key])
+        return tuple(layers)
+
+    def read_attention(self, config: ModelConfig) -> AttentionBlockSpec:
+        """The attention block that all layers have, without windows."""
+        biases = self.read_biases(config)
+        rope = read_rope(config, self.read_max_position(config), self.partial_rotary)
+        return AttentionBlockSpec(
+            self._read_heads(config), rope, biases.qkv, biases.o, self.has_qk_norm(config)
+        )
+
+    def read_biases(self, config: ModelConfig) -> Biases:
+        """`attention_bias` decides for q, k, v and o."""
+        bias = config.read_flag("attention_bias", False)
+        return Biases(qkv=bias, o=bias)
+
+    def has_qk_norm(self, config: ModelConfig) -> bool:
+        """Return whether each head of q and k is normed before it turns."""
+        return False
+
+    def read_windows(self, config: ModelConfig, layers: int) -> tuple[int, ...]:
+        """The window of each layer, 0 where it sees everything."""
+        return (0,) * layers
+
+    def read_mlp(self, config: ModelConfig, layer: int) -> MlpSpec | MoeSpec:
+        """The block behind the attention of one layer."""
+        return MlpSpec(config.read_integer("intermediate_size"))
+
+    def read_max_position(self, config: ModelConfig) -> int:
+        """`max_position_embeddings` or the default [tokens]."""
+        return config.read_integer("max_position_embeddings", self.max_position)
+
+    def read_max_context(self, config: ModelConfig) -> int:
+        """Longest prompt + answer the model was made for [tokens]."""
+        max_position = self.read_max_position(config)
+        return stretched_context(read_rope(config, max_position, self.partial_rotary), max_position)
+
+    def _read_heads(self, config: ModelConfig) -> AttentionSpec:
+        hidden = config.read_integer("hidden_size")
+        heads = config.read_integer("num_attention_heads")
+        default_kv_heads = (
+            heads if config.is_null("num_key_value_heads") else self.kv_heads or heads
+        )
+        kv_heads = config.read_integer("num_key_value_heads", default_kv_heads)
+        if heads % kv_heads:
+            config.refuse(
+                "num_key_value_heads", kv_heads, f"it must divide num_attention_heads ({heads})"
+            )
+        if "head_dim" not in config.values and self.head_dim is None and hidden % heads:
+            config.refuse(
+                "hidden_size",
+                hidden,
+                f"without head_dim it must be a multiple of num_attention_heads ({heads})",
+            )
+        head_dim = config.read_integer("head_dim", self.head_dim or hidden // heads)
+        if head_dim % 2:
+            config.refuse("head_dim", head_dim, "rotary embedding needs an even size")
+        return AttentionSpec(heads, kv_heads, head_dim)

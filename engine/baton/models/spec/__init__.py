@@ -1,0 +1,9 @@
+"""Description of a model, layer by layer, without torch.
+
+| module | holds |
+|---|---|
+| `model` | `ModelSpec`: layers, shares of ranks, the plan of its tensors |
+| `attention`, `mlp`, `moe` | the blocks of a layer: sizes, tensors, shares |
+| `tensors` | places of a checkpoint's tensors in the model's |
+| `rope` | the rotary embedding |
+"""

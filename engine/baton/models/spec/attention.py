@@ -1,0 +1,76 @@
+"""The attention block of a layer: its sizes and its tensors. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from baton.layers.shard import Shard
+from baton.layers.spec import AttentionSpec
+from baton.models.spec.rope import RopeSpec
+from baton.models.spec.tensors import Param, TensorAxis, make_param, scale_slice, whole_axis
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBlockSpec:
+    """Grouped queries with a rotary embedding: qkv = [q_proj; k_proj; v_proj], then o."""
+
+    heads: AttentionSpec
+    rope: RopeSpec
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    """Each head of q and k is normed before it turns."""
+
+    def with_window(self, window: int) -> AttentionBlockSpec:
+        """The block of a layer that sees the last `window` tokens; 0 is all."""
+        return replace(self, heads=replace(self.heads, window=window))
+
+    def params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
+        """Tensors that a rank holds of the whole block; their checkpoint names start with
+        `prefix`."""
+        heads = self.heads
+        own_heads = shard.slice_of(heads.num_heads)
+        own_kv_heads = shard.kv_heads(heads.num_kv_heads)
+        q = TensorAxis(heads.q_size, scale_slice(own_heads, heads.head_dim))
+        kv = TensorAxis(heads.kv_size, scale_slice(own_kv_heads, heads.head_dim))
+        hidden = whole_axis(hidden_size)
+        rows_of = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+
+        def named(kind: str) -> dict[str, TensorAxis]:
+            return {f"{prefix}self_attn.{name}.{kind}": rows for name, rows in rows_of.items()}
+
+        yield make_param("qkv", named("weight"), hidden)
+        if self.qkv_bias:
+            yield make_param("qkv_bias", named("bias"))
+        if self.qk_norm:
+            dim = whole_axis(heads.head_dim)
+            yield make_param("q_norm", {f"{prefix}self_attn.q_norm.weight": dim})
+            yield make_param("k_norm", {f"{prefix}self_attn.k_norm.weight": dim})
+        yield make_param("o", {f"{prefix}self_attn.o_proj.weight": hidden}, q)
+        if self.o_bias and shard.rank == 0:
+            yield make_param("o_bias", {f"{prefix}self_attn.o_proj.bias": hidden})
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights that are multiplied, biases and norms left out."""
+        return hidden_size * 2 * (self.heads.q_size + self.heads.kv_size)
+
+    def share(self, shard: Shard) -> AttentionBlockSpec:
+        """The block as one rank computes it."""
+        kv_heads = shard.kv_heads(self.heads.num_kv_heads)
+        heads = replace(
+            self.heads,
+            num_heads=self.heads.num_heads // shard.size,
+            num_kv_heads=kv_heads.stop - kv_heads.start,
+        )
+        return replace(self, heads=heads)
+
+    def find_obstacle(self, size: int) -> str | None:
+        """Reason that keeps the block from being divided among `size` ranks; None: nothing."""
+        heads = self.heads.num_heads
+        if heads % size:
+            return f"the model's num_attention_heads = {heads} is no multiple of it"
+        kv_heads = self.heads.num_kv_heads
+        if kv_heads % size and size % kv_heads:
+            return f"the model's num_key_value_heads = {kv_heads} is neither a multiple nor a divisor of it"
+        return None

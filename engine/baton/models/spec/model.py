@@ -1,0 +1,191 @@
+"""Description of a checkpoint's model, layer by layer, as far as computing it goes. No torch here.
+
+`models.spec_reader` makes it of config.json. It sizes the KV pool (`kv`), says which tensors a
+checkpoint must hold and where each goes (`plan_weights`), how the model is divided among ranks
+(`share_of`), and builds the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from baton.errors import ConfigError
+from baton.layers.shard import MAX_SIZE, WHOLE, Shard
+from baton.layers.spec import DTYPE_BYTES, AttentionSpec, KernelShapes, KVSpec, common_heads
+from baton.models.spec.attention import AttentionBlockSpec
+from baton.models.spec.mlp import MlpSpec
+from baton.models.spec.moe import MoeSpec
+from baton.models.spec.tensors import Param, TensorAxis, make_param, whole_axis
+
+OUTSIDE = -1
+"""In place of a layer's number, for tensors outside the layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """norm → attention → norm → MLP or mixture of experts, each sum added to the residual
+    stream."""
+
+    attention: AttentionBlockSpec
+    mlp: MlpSpec | MoeSpec
+
+    def params(
+        self, layer: int, hidden_size: int, shard: Shard, stored: Container[str]
+    ) -> Iterator[Param]:
+        """Tensors that a rank holds of the layer."""
+        prefix = f"model.layers.{layer}."
+        hidden = whole_axis(hidden_size)
+        yield make_param("input_norm", {f"{prefix}input_layernorm.weight": hidden})
+        yield from self.attention.params(prefix, hidden_size, shard)
+        yield make_param("post_norm", {f"{prefix}post_attention_layernorm.weight": hidden})
+        if isinstance(self.mlp, MoeSpec):
+            yield from self.mlp.params(prefix, hidden_size, shard, stored)
+        else:
+            yield from self.mlp.params(prefix, hidden_size, shard)
+
+    def share(self, shard: Shard) -> LayerSpec:
+        """The layer as one rank computes it."""
+        return LayerSpec(self.attention.share(shard), self.mlp.share(shard))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder, as far as computing it goes."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    max_context: int
+    """Longest prompt + answer the model was made for [tokens]."""
+    rms_eps: float
+    tied: bool
+    """The output head is the embedding matrix: config.json says so, and the files hold no other
+    head."""
+    dtype: str
+    """Compute type, also of the KV cache: float32 | bfloat16 | float16."""
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    model_hash: str
+    """Equal on nodes that may exchange KV pages: config, tokenizer and (sampled) weights, see `hash_model` of
+    `models.spec_reader`."""
+    has_draft_layers: bool = False
+    """Files may hold layers behind the last one, which predict further tokens; they are not
+    read."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """Attention of each layer, for a backend."""
+        return tuple(layer.attention.heads for layer in self.layers)
+
+    @property
+    def kv(self) -> KVSpec:
+        heads = common_heads(self.attention)
+        return KVSpec(self.num_layers, heads.num_kv_heads, heads.head_dim, self.dtype)
+
+    @property
+    def kernel_shapes(self) -> KernelShapes:
+        inner_sizes: dict[str, int] = {}
+        for layer in self.layers:
+            inner_sizes |= layer.mlp.inner_sizes
+        heads = common_heads(self.attention)
+        return KernelShapes(self.dtype, self.vocab_size, self.hidden_size, inner_sizes, heads)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights that are multiplied or looked up, biases and norms left out."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return embeddings + sum(
+            block.num_parameters(self.hidden_size)
+            for layer in self.layers
+            for block in (layer.attention, layer.mlp)
+        )
+
+    def dtype_of(self, param: Param) -> str:
+        """Type in which a tensor is kept."""
+        return "float32" if param.is_float32 else self.dtype
+
+
+class PlacedParam(NamedTuple):
+    """A tensor of the model and the layer that it belongs to, or OUTSIDE."""
+
+    layer: int
+    param: Param
+
+
+def plan_weights(
+    spec: ModelSpec, shard: Shard = WHOLE, stored: Container[str] = ()
+) -> Iterator[PlacedParam]:
+    """Every tensor that a rank holds of the model, in file order of a typical checkpoint.
+
+    Args: `spec`: the whole model's. `stored`: names in the checkpoint's files, where tensors have
+    more than one form.
+    """
+    vocab = TensorAxis(spec.vocab_size, shard.slice_of(spec.vocab_size))
+    hidden = whole_axis(spec.hidden_size)
+    embed = make_param("embed", {"model.embed_tokens.weight": vocab}, hidden)
+    yield PlacedParam(OUTSIDE, embed)
+    for number, layer in enumerate(spec.layers):
+        for param in layer.params(number, spec.hidden_size, shard, stored):
+            yield PlacedParam(number, param)
+    yield PlacedParam(OUTSIDE, make_param("norm", {"model.norm.weight": hidden}))
+    if not spec.tied:
+        yield PlacedParam(OUTSIDE, make_param("lm_head", {"lm_head.weight": vocab}, hidden))
+
+
+def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:
+    """Size of a rank's weights."""
+    return sum(
+        DTYPE_BYTES[spec.dtype_of(param)] * param.size for _, param in plan_weights(spec, shard)
+    )
+
+
+def is_ignorable(spec: ModelSpec, source: str, shard: Shard = WHOLE) -> bool:
+    """Tell tensors that are not read although a checkpoint has them.
+
+    Some are computed (old rotary tables, a head that equals the embedding), some belong to other ranks, some to layers
+    that only draft tokens.
+    """
+    if shard.rank and source.endswith(("o_proj.bias", "down_proj.bias")):
+        return True
+    if source.endswith("rotary_emb.inv_freq") or (spec.tied and source == "lm_head.weight"):
+        return True
+    return spec.has_draft_layers and _layer_number(source) >= spec.num_layers
+
+
+def _layer_number(source: str) -> int:
+    """The number in a checkpoint name that begins with model.layers; OUTSIDE for others."""
+    if not source.startswith("model.layers."):
+        return OUTSIDE
+    number = source.split(".")[2]
+    return int(number) if number.isdecimal() else OUTSIDE
+
+
+def share_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
+    """The model as one rank computes it: its heads and inner sizes; the vocabulary and the rest
+    stay whole.
+
+    Raises ConfigError when the model cannot be divided so.
+    """
+    if problem := _find_obstacle(spec, shard.size):
+        fitting = [str(n) for n in range(1, MAX_SIZE + 1) if _find_obstacle(spec, n) is None]
+        raise ConfigError(
+            f"--tp-size {shard.size}: {problem}; this model takes {', '.join(fitting)}"
+        )
+    return replace(spec, layers=tuple(layer.share(shard) for layer in spec.layers))
+
+
+def _find_obstacle(spec: ModelSpec, size: int) -> str | None:
+    for layer in dict.fromkeys(spec.layers):
+        problem = layer.attention.find_obstacle(size) or layer.mlp.find_obstacle(size)
+        if problem:
+            return problem
+    if spec.vocab_size < size:
+        return f"the model's vocab_size = {spec.vocab_size} is smaller"
+    return None

@@ -1,0 +1,145 @@
+"""The mixture of experts of a layer: its router, its sizes and its tensors. No torch here.
+
+Checkpoints store an expert's matrices one by one (`mlp.experts.7.gate_proj.weight`), or those of
+all experts in one tensor (`mlp.experts.gate_up_proj` [experts, 2 * inner, hidden],
+`mlp.experts.down_proj` [experts, hidden, inner]), as transformers 5 holds them. Which form a file
+has is seen from its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from baton.layers.shard import Shard
+from baton.models.spec.mlp import MlpSpec
+from baton.models.spec.tensors import Param, TensorAxis, make_param, whole_axis
+
+Scoring = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How a token's experts and their weights follow from the router's logits
+    (`blocks.router.route`)."""
+
+    num_experts: int
+    experts_per_token: int
+    scoring: Scoring = "softmax"
+    normalizes: bool = False
+    """The weights of the chosen experts are divided by their sum."""
+    rounds_weights: bool = True
+    """The weights are rounded to the type that the model computes in; else they stay float32."""
+    has_bias: bool = False
+    """A bias per expert counts for the choice, and not for the weights; the router computes in
+    float32 then."""
+    num_groups: int = 1
+    kept_groups: int = 1
+    """Experts come from this many groups, whose two best scores have the highest sums."""
+    scaling_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Checkpoint names of a mixture's modules within a layer; {} is an expert's number."""
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+    all_gate_up: str = "mlp.experts.gate_up_proj"
+    all_down: str = "mlp.experts.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Experts, each a gated MLP of `inner_size`, of which each token passes some; their weighted
+    sum is the result."""
+
+    router: RouterSpec
+    inner_size: int
+    size_field: str = "moe_intermediate_size"
+    """Field of config.json that states `inner_size`."""
+    names: ExpertNames = ExpertNames()
+    shared: MlpSpec | None = None
+    """An MLP that every token passes; its result is added."""
+    has_shared_gate: bool = False
+    """The shared MLP's result is multiplied by the sigmoid of a projection to one value."""
+
+    def params(
+        self, prefix: str, hidden_size: int, shard: Shard, stored: Container[str] = ()
+    ) -> Iterator[Param]:
+        """Tensors that a rank holds of the whole block; their checkpoint names start with `prefix`.
+
+        Args: `stored`: names in the checkpoint's files.
+        """
+        hidden = whole_axis(hidden_size)
+        experts = whole_axis(self.router.num_experts)
+        gate = f"{prefix}{self.names.router}"
+        in_float32 = self.router.has_bias
+        yield make_param("router", {f"{gate}.weight": experts}, hidden, is_float32=in_float32)
+        if self.router.has_bias:
+            bias = f"{gate}.e_score_correction_bias"
+            yield make_param("router_bias", {bias: experts}, is_float32=True)
+        if f"{prefix}{self.names.all_gate_up}" in stored:
+            yield from self._joint_params(prefix, hidden_size, shard)
+        else:
+            yield from self._single_params(prefix, hidden_size, shard)
+        if self.shared is not None:
+            for param in self.shared.params(prefix, hidden_size, shard):
+                yield param._replace(name=f"shared.{param.name}")
+            if self.has_shared_gate:
+                source = f"{prefix}{self.shared.module}_gate.weight"
+                yield make_param("shared_gate", {source: whole_axis(1)}, hidden)
+
+    def _single_params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
+        hidden = whole_axis(hidden_size)
+        inner = TensorAxis(self.inner_size, shard.slice_of(self.inner_size))
+        for expert in range(self.router.num_experts):
+            gate, up, down = (
+                f"{prefix}{name.format(expert)}.weight"
+                for name in (self.names.gate, self.names.up, self.names.down)
+            )
+            yield make_param(f"experts.{expert}.gate_up", {gate: inner, up: inner}, hidden)
+            yield make_param(f"experts.{expert}.down", {down: hidden}, inner)
+
+    def _joint_params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
+        inner = shard.slice_of(self.inner_size)
+        up = slice(inner.start + self.inner_size, inner.stop + self.inner_size)
+        hidden = whole_axis(hidden_size)
+        gate_up = f"{prefix}{self.names.all_gate_up}"
+        down = f"{prefix}{self.names.all_down}"
+        both = 2 * self.inner_size
+        for expert in range(self.router.num_experts):
+            entry = TensorAxis(self.router.num_experts, expert)
+            halves = [
+                make_param("", {gate_up: entry}, TensorAxis(both, half), hidden).parts[0]
+                for half in (inner, up)
+            ]
+            yield Param(f"experts.{expert}.gate_up", tuple(halves))
+            columns = TensorAxis(self.inner_size, inner)
+            yield make_param(f"experts.{expert}.down", {down: entry}, hidden, columns)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Weights that are multiplied, for one token or another."""
+        experts = self.router.num_experts * (3 * self.inner_size + 1) * hidden_size
+        shared = 0 if self.shared is None else self.shared.num_parameters(hidden_size)
+        return experts + shared + (hidden_size if self.has_shared_gate else 0)
+
+    @property
+    def inner_sizes(self) -> dict[str, int]:
+        """Width behind each activation, by its field in config.json."""
+        shared = {} if self.shared is None else self.shared.inner_sizes
+        return {self.size_field: self.inner_size} | shared
+
+    def share(self, shard: Shard) -> MoeSpec:
+        """The block as one rank computes it: every expert, a part of its inner size."""
+        shared = None if self.shared is None else self.shared.share(shard)
+        return replace(self, inner_size=self.inner_size // shard.size, shared=shared)
+
+    def find_obstacle(self, size: int) -> str | None:
+        """Reason that keeps the block from being divided among `size` ranks; None: nothing."""
+        if self.inner_size % size:
+            return f"the model's {self.size_field} = {self.inner_size} is no multiple of it"
+        return None if self.shared is None else self.shared.find_obstacle(size)

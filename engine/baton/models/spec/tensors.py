@@ -1,0 +1,87 @@
+"""Places of a checkpoint's tensors in the model. No torch here.
+
+Projections that read the same input are stacked into one matrix along dimension 0. A
+tensor-parallel rank takes its share (`layers.shard`) of each checkpoint tensor before it is
+stacked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class TensorAxis(NamedTuple):
+    """Dimension of a checkpoint tensor."""
+
+    size: int
+    share: slice | int
+    """Taken by this rank; an index takes one entry, and the dimension goes."""
+
+
+class Part(NamedTuple):
+    """Share of one checkpoint tensor, which fills some rows of ours."""
+
+    source: str
+    whole: tuple[int, ...]
+    """Shape in the checkpoint."""
+    share: tuple[slice | int, ...]
+    """Slice or index taken of it, per dimension."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(cut.stop - cut.start for cut in self.share if isinstance(cut, slice))
+
+
+class Param(NamedTuple):
+    """Tensor of a layer, or of the model outside its layers."""
+
+    name: str
+    parts: tuple[Part, ...]
+    """Stacked along dimension 0."""
+    is_float32: bool = False
+    """Kept in float32 whatever the model computes in."""
+
+    @property
+    def part_rows(self) -> list[int]:
+        """Rows that each part fills."""
+        return [part.shape[0] for part in self.parts]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(self.part_rows), *self.parts[0].shape[1:])
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_norm(self) -> bool:
+        return self.name.endswith("norm")
+
+
+def whole_axis(n: int) -> TensorAxis:
+    return TensorAxis(n, slice(0, n))
+
+
+def scale_slice(cut: slice, n: int) -> slice:
+    """The slice of elements that belongs to a slice of groups of `n`."""
+    return slice(cut.start * n, cut.stop * n)
+
+
+def make_param(
+    name: str,
+    rows_of: Mapping[str, TensorAxis],
+    *columns: TensorAxis,
+    is_float32: bool = False,
+) -> Param:
+    """Args: `rows_of`: the rows of each checkpoint tensor, in stacking order. `columns` are the
+    same for all."""
+    parts = []
+    for source, rows in rows_of.items():
+        axes = (rows, *columns)
+        whole = tuple(axis.size for axis in axes)
+        parts.append(Part(source, whole, tuple(axis.share for axis in axes)))
+    return Param(name, tuple(parts), is_float32)
