@@ -164,7 +164,7 @@ class SampleRow:
 
     @property
     def must_continue(self) -> bool:
-        """Whether the answer may not stop yet (min_new_tokens); where there is a grammar it decides."""
+        """Whether the answer may not stop yet (min_new_tokens); a grammar decides where one is."""
         # A ban of the end could leave a row no token where the grammar allows only the end.
         if self.grammar is not None and self.grammar.decides_end:
             return False
