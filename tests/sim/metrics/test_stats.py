@@ -17,6 +17,7 @@ from baton.sched.types.priority import PriorityRule
 from baton.sched.types.request import Rendezvous
 from baton.sched.types.request_timeline import PulledPages
 from baton.sched.types.sequence import Seq
+from tests.support.probes import SchedulerProbe
 from tests.support.sched.sched_sim import Device, request
 
 LIMITS = Limits(100, 4, 4, 100, 16)
@@ -30,6 +31,10 @@ class Clocked:
         self.device = Device(limits)
         self.admissions: list[int] = []
         self.plans: list[StepPlan] = []
+
+    @property
+    def probe(self) -> SchedulerProbe:
+        return SchedulerProbe(self.sched)
 
     def add(
         self, handle: int, arrival: float, prompt: int, max_new: int = 2, **fields: object

@@ -62,6 +62,6 @@ def test_steps_of_the_rank_metric_example_make_a_metric(tmp_path: Path) -> None:
     name = "baton_longest_wait_seconds"
     help_text = "time that the first of the waiting requests has waited"
     assert f"# HELP {name} {help_text}\n" in exported
-    assert f'{name}{{dp_rank="0"}} 3.0\n' in exported
+    assert f'{name}{{dp_rank="0"}} 2.0\n' in exported
     tables = run("-m", "baton.server.observability.metrics")
     assert f"| `{name}` | gauge | - | {help_text} |\n" in tables
