@@ -95,68 +95,84 @@ class EngineConfig:
         "Hugging Face model directory, owner/name of one in the Hugging Face cache, or 'demo' for "
         "the built-in model",
         also=("--model",),
+        simulated=False,
     )
     tokenizer_path: str | None = opt(
         None,
         "directory or cached hub id with tokenizer.json (default: the model's)",
         also=("--tokenizer",),
+        simulated=False,
     )
     served_model_name: str | None = opt(
-        None, "name in /v1/models and responses (default: the directory's name)"
+        None,
+        "name in /v1/models and responses (default: the directory's name)",
+        simulated=False,
     )
     load_format: str = opt(
         "auto",
         "auto: safetensors files; dummy: random weights of the config's shape",
         choices=("auto", "dummy"),
+        on_device=True,
     )
     model_impl: str = opt(
         "auto",
-        "native: blocks of this engine; transformers: the class of transformers, on the CPU and in one process "
-        "(docs/support.md); auto: native where the family has blocks, else transformers",
+        "native: blocks of this engine; transformers: the class of transformers, on the CPU and in "
+        "one process (docs/support.md); auto: native where the family has blocks, else "
+        "transformers",
         choices=("auto", "native", "transformers"),
+        on_device=True,
     )
     dtype: str = opt(
         "auto",
         "compute type; auto: the checkpoint's; on the CPU bfloat16 for float16, which torch "
         "computes slowly there",
         choices=("auto", "float32", "bfloat16", "float16"),
+        on_device=True,
     )
     simulate: str | None = opt(
         None,
         "no model: steps take the time of this device, reference or h200-8b; then name=number, "
         "separated by commas, for speed, length_scale and single numbers of the device "
         "(docs/simulate.md)",
+        simulated=False,
     )
     context_length: int | None = opt(
         None,
         "longest prompt + answer accepted (default: the model's) [tokens]",
         also=("--max-model-len",),
         ge=1,
+        simulated=False,
     )
     chat_template: str | None = opt(
-        None, "file with a Jinja chat template that replaces the model's"
+        None,
+        "file with a Jinja chat template that replaces the model's",
+        simulated=False,
     )
     tool_parser: str = opt(
         "auto",
         "format in which the model writes tool calls, such as hermes or llama3; auto: found in its "
         "chat template, else by its model_type; none: calls are not read",
         also=("--tool-call-parser",),
+        simulated=False,
     )
     unknown_tool_calls: str = opt(
         "text",
         "calls of tools that a request does not have; text: they are content; forward: they are "
         "calls, which clients answer with an error",
         choices=("text", "forward"),
+        simulated=False,
     )
     reasoning_parser: str = opt(
         "auto",
         "markers between which the model reasons, such as think_tags; auto: found in its chat "
         "template, else by its model_type; none: reasoning is part of the content",
+        simulated=False,
     )
     reasoning_field: str = opt(
         "reasoning_content",
         "member of chat answers that holds the reasoning",
         choices=("reasoning_content", "reasoning", "both"),
+        simulated=False,
     )
     grammar: str = opt(
         "on",
@@ -164,12 +180,14 @@ class EngineConfig:
         "grammar are refused, and the memory of the tokenizer's trie is saved, 0.03 to 0.5 GB per "
         "rank",
         choices=("on", "off"),
+        simulated=False,
     )
     grammar_check_secs_per_minute: float = opt(
         10.0,
         "CPU time per minute that a client may use for checks of schemas and grammars that take "
         "longer than usual; later ones get 429; 0: no limit [seconds]",
         ge=0,
+        simulated=False,
     )
     structured_whitespace: str = opt(
         "bounded",
@@ -177,21 +195,26 @@ class EngineConfig:
         "and at most 40 blanks; any: unlimited, with which some models write blanks until "
         "max_tokens; none: compact JSON",
         choices=("bounded", "any", "none"),
+        simulated=False,
     )
 
-    host: str = opt("127.0.0.1", "address the HTTP server listens on")
-    port: int = opt(30000, "port of the HTTP server; 0 picks a free one", ge=0, le=65535)
+    host: str = opt("127.0.0.1", "address the HTTP server listens on", simulated=False)
+    port: int = opt(
+        30000, "port of the HTTP server; 0 picks a free one", ge=0, le=65535, simulated=False
+    )
     health_port: int | None = opt(
         None,
         "answer the health endpoints on this port of --host too, so that clients cannot take the "
         "connections of probes; 0 picks a free one",
         ge=0,
         le=65535,
+        simulated=False,
     )
     api_key: str | None = opt(
         None,
         "require 'Authorization: Bearer KEY' on all but health endpoints",
         env=SECRETS["api_key"],
+        simulated=False,
     )
     max_connections: int = opt(
         65_536,
@@ -199,12 +222,21 @@ class EngineConfig:
         "request (an address with a quarter of them that wait closes its own), or is closed while "
         "all have requests",
         ge=1,
+        simulated=False,
     )
     header_read_timeout_secs: float = opt(
-        10.0, "longest time from the first byte of a request's head to its last [s]", gt=0, lt=1e9
+        10.0,
+        "longest time from the first byte of a request's head to its last [s]",
+        gt=0,
+        lt=1e9,
+        simulated=False,
     )
     idle_connection_timeout_secs: float = opt(
-        90.0, "longest time that a connection may be idle [s]", gt=0, lt=1e9
+        90.0,
+        "longest time that a connection may be idle [s]",
+        gt=0,
+        lt=1e9,
+        simulated=False,
     )
 
     allowed_hosts: str = opt(
@@ -212,15 +244,21 @@ class EngineConfig:
         "without --api-key: names, separated by commas, by which this engine may be asked besides "
         "addresses, localhost and, beyond loopback, names without a dot; *: any "
         "(docs/guide/security.md)",
+        simulated=False,
     )
 
     disaggregation_mode: str = opt(
         "null",
         "null: both phases here; prefill / decode: one half of a pair",
         choices=("null", "prefill", "decode"),
+        simulated=False,
     )
     disaggregation_bootstrap_port: int = opt(
-        8998, "P node: port of the bootstrap server; 0 picks a free one", ge=0, le=65535
+        8998,
+        "P node: port of the bootstrap server; 0 picks a free one",
+        ge=0,
+        le=65535,
+        simulated=False,
     )
     disaggregation_transfer_backend: str = opt(
         "auto",
@@ -228,39 +266,46 @@ class EngineConfig:
         "GPU, else nccl, else tcp; nccl has not run on GPUs yet (docs/gpu.md); gloo: nccl's code "
         "path through host memory",
         choices=("auto", *KV_TRANSPORTS),
+        simulated=False,
     )
     transfer_port: int = opt(
         0,
         "first TCP port of the transfer runtime, one per DP rank; 0 picks free ones",
         ge=0,
         le=65535,
+        simulated=False,
     )
     cluster_key: str | None = opt(
         None,
         "shared secret of all engines that authenticates KV transfers; without it they "
         "stay on loopback",
         env=SECRETS["cluster_key"],
+        simulated=False,
     )
     second_cluster_key: str | None = opt(
         None,
         "key that is accepted besides cluster-key; only cluster-key signs. For changing the key "
         "node by node (docs/guide/security.md)",
         env=SECRETS["second_cluster_key"],
+        simulated=False,
     )
     insecure_kv: bool = opt(
         False,
         "without cluster-key: listen for KV transfers on --host or --kv-host, and take KV from any "
         "host; any client of these ports can read prompts and forge answers",
+        simulated=False,
     )
     kv_host: str | None = opt(
         None,
         "address the transfer ports listen on, e.g. of a network for KV; the bootstrap server "
         "stays on --host (default: --host, or 127.0.0.1 without cluster-key)",
+        simulated=False,
     )
     kv_advertise_host: str | None = opt(
         None,
         "P node: address or host name that D nodes connect to for KV (default: the address that the "
         "transfer ports listen on, and for 0.0.0.0 or :: the address of the default route)",
+        simulated=False,
     )
     kv_copy_threads: int = opt(
         1,
@@ -268,6 +313,7 @@ class EngineConfig:
         "room keeps at most two busy",
         ge=1,
         le=32,
+        simulated=False,
     )
     kv_tcp_streams: int = opt(
         1,
@@ -275,12 +321,14 @@ class EngineConfig:
         "per rank that serve tcp; more than 1 pays where a core or the network limits one stream",
         ge=1,
         le=8,
+        simulated=False,
     )
     kv_lease_secs: float = opt(
         30.0,
         "how long P keeps a finished prompt's pages for D without a heartbeat [s]",
         gt=0,
         lt=1e9,
+        simulated=False,
     )
     kv_transfer_timeout_secs: float = opt(
         60.0,
@@ -288,11 +336,13 @@ class EngineConfig:
         "does not count [s]",
         gt=0,
         lt=1e9,
+        simulated=False,
     )
     num_reserved_decode_tokens: int = opt(
         512,
         "D keeps room for this many more tokens per running request when admitting [tokens]",
         ge=0,
+        simulated=False,
     )
     nccl_max_ctas: int | None = opt(
         None,
@@ -301,11 +351,13 @@ class EngineConfig:
         "NCCL_MULTI_RANK_GPU_ENABLE=1, for P and D on one GPU)",
         ge=1,
         le=32,
+        simulated=False,
     )
     test_kv_fault: str | None = opt(
         None,
         "for tests: damage KV transfers by these rules, a JSON object "
         "(kv_transfer/src/transport/fault_injection.rs)",
+        simulated=False,
     )
 
     tp_size: int = opt(
@@ -315,12 +367,14 @@ class EngineConfig:
         also=("--tp", "--tensor-parallel-size"),
         ge=1,
         le=64,
+        on_device=True,
     )
     dist_timeout: float = opt(
         120.0,
         "longest wait of a tensor-parallel rank for another one, at start and in every step [s]",
         gt=0,
         le=86_400,
+        on_device=True,
     )
     dp_size: int = opt(
         1,
@@ -328,22 +382,26 @@ class EngineConfig:
         also=("--dp", "--data-parallel-size"),
         ge=1,
         le=64,
+        simulated=False,
     )
     device: str = opt(
         "cpu",
         "compute device; cuda: one GPU (docs/gpu.md); auto: cuda where there is one, else cpu",
         choices=("cpu", "cuda", "auto"),
+        on_device=True,
     )
     attention_backend: str = opt(
         "auto",
         "cpu: native paged kernels; flashinfer: CUDA devices only; torch: reference on any device; "
         "auto: the fastest that can serve here",
         choices=("auto", "cpu", "torch", "flashinfer"),
+        on_device=True,
     )
     disable_cuda_graph: bool = opt(
         False,
         "CUDA: launch every kernel of a decode step, instead of replaying steps recorded at start",
         also=("--enforce-eager",),
+        on_device=True,
     )
     cuda_graph_max_bs: int | None = opt(
         None,
@@ -351,12 +409,14 @@ class EngineConfig:
         "kernel (default: 256; never more than max-running-requests)",
         ge=1,
         le=1024,
+        on_device=True,
     )
     cpu_threads: int = opt(
         0,
         "compute threads per process, of which there are dp-size times tp-size; 0: "
         "cores / processes",
         ge=0,
+        on_device=True,
     )
 
     page_size: int = opt(
@@ -374,6 +434,7 @@ class EngineConfig:
         "hold their heads' share of all pages (default: 128 on the CPU; on a CUDA device sized by "
         "mem-fraction-static) [MiB]",
         ge=1,
+        on_device=True,
     )
     mem_fraction_static: float = opt(
         MEM_FRACTION,
@@ -381,9 +442,14 @@ class EngineConfig:
         "when less is free. Several engines on one device share it, 0.4 each for two",
         gt=0,
         lt=1,
+        on_device=True,
     )
     host_kv_gib: float = opt(
-        0.0, "host memory per process for KV evicted from the pool; 0: none [GiB]", ge=0, lt=2**20
+        0.0,
+        "host memory per process for KV evicted from the pool; 0: none [GiB]",
+        ge=0,
+        lt=2**20,
+        on_device=True,
     )
     max_running_requests: int = opt(
         64,
@@ -449,6 +515,7 @@ class EngineConfig:
         "auto",
         "order of the waiting queue; auto: srpt-aging on a prefill node, fcfs elsewhere",
         choices=QUEUE_ORDERS,
+        simulated=False,
     )
     lpm_degrade_threshold: int = opt(
         4096, "lpm turns to fcfs above this many waiting requests; 0: never", ge=0
@@ -556,7 +623,9 @@ class EngineConfig:
         False, "smaller priority values are more important"
     )
     abort_on_priority_when_disabled: bool = opt(
-        False, "refuse requests with a priority while the feature is off"
+        False,
+        "refuse requests with a priority while the feature is off",
+        simulated=False,
     )
     priority_scheduling_preemption_threshold: int = opt(
         10,
@@ -579,9 +648,14 @@ class EngineConfig:
         None,
         "module:callable that may replace a waiting request's priority, called "
         "as fn(request, load)",
+        simulated=False,
     )
     priority_adjust_interval_ms: int = opt(
-        250, "interval of the calls of that function for a waiting request [ms]", ge=1, le=3_600_000
+        250,
+        "interval of the calls of that function for a waiting request [ms]",
+        ge=1,
+        le=3_600_000,
+        simulated=False,
     )
     preemption_mode: str = opt(
         "cache",
@@ -614,6 +688,7 @@ class EngineConfig:
     kv_events_config: str = opt(
         "",
         "announce cached pages: JSON object with the keys of vLLM's option (docs/scheduling/cache.md)",
+        simulated=False,
     )
     disable_overlap_schedule: bool = opt(False, "plan step n+1 only after step n has finished")
     prefill_first: bool = opt(
@@ -632,38 +707,52 @@ class EngineConfig:
         ge=0,
         le=60_000,
     )
-    stream_interval: int = opt(1, "tokens per streamed event [tokens]", ge=1)
+    stream_interval: int = opt(1, "tokens per streamed event [tokens]", ge=1, simulated=False)
     request_timeout_secs: float = opt(
         1800.0, "a request ends with 'timeout' after this long [s]", gt=0, lt=1e9
     )
     drain_timeout_secs: float = opt(
-        60.0, "on SIGTERM wait this long for running requests [s]", ge=0, lt=1e9
+        60.0,
+        "on SIGTERM wait this long for running requests [s]",
+        ge=0,
+        lt=1e9,
+        simulated=False,
     )
-    random_seed: int = opt(0, "seed of dummy weights")
+    random_seed: int = opt(0, "seed of dummy weights", simulated=False)
     metrics_compat: str = opt(
         "none",
         "names of other engines under which GET /metrics repeats its numbers (docs/metrics.md)",
         choices=("none", "sglang", "vllm", "all"),
+        simulated=False,
     )
     enable_trace: bool = opt(
-        False, "export a trace of each request: spans of the front and of the ranks"
+        False,
+        "export a trace of each request: spans of the front and of the ranks",
+        simulated=False,
     )
     otlp_traces_endpoint: str = opt(
         "localhost:4317",
         "address of the trace collector: HOST:PORT for OTLP/gRPC, "
         "http://HOST:PORT[/PATH] for OTLP/HTTP",
+        simulated=False,
     )
     decision_log: str | None = opt(
         None,
         "append each scheduling decision to this file as a JSON line (docs/scheduling/metrics.md)",
+        simulated=False,
     )
     scheduler_trace: str | None = opt(
-        None, "write every input of the scheduler, prompts included, for baton simulate --replay"
+        None,
+        "write every input of the scheduler, prompts included, for baton simulate --replay",
+        simulated=False,
     )
     log_level: str = opt(
-        "info", "least severe log line shown", choices=("debug", "info", "warning", "error")
+        "info",
+        "least severe log line shown",
+        choices=("debug", "info", "warning", "error"),
+        simulated=False,
     )
-    log_format: str = opt("text", "format of log lines", choices=("text", "json"))
+    log_format: str = opt("text", "format of log lines", choices=("text", "json"), simulated=False)
 
     @property
     def step_tokens(self) -> int:

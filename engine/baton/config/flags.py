@@ -74,6 +74,8 @@ def opt(
     choices: Sequence[str] = (),
     env: str = "",
     also: Sequence[str] = (),
+    simulated: bool = True,
+    on_device: bool = False,
     **bounds: float,
 ) -> Any:
     """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag
@@ -81,10 +83,14 @@ def opt(
 
     Args:
         also: names of the same flag in SGLang and vLLM.
+        simulated: False for a flag of an engine that `baton simulate` does not have.
+        on_device: the flag is about a device that is there: engines refuse it with --simulate, and
+            `baton simulate` does not have it.
         bounds: `ge`, `gt`, `le`, `lt` of a number; checked by `out_of_range`, shown in
             docs/flags.md.
     """
     metadata = {"help": help, "choices": choices, "env": env, "also": also}
+    metadata |= {"simulated": simulated and not on_device, "on_device": on_device}
     return dataclasses.field(
         default=default, metadata={**metadata, "range": ValueRange(**bounds) if bounds else None}
     )

@@ -10,7 +10,7 @@ import ipaddress
 import re
 from collections.abc import Collection, Iterator
 
-from baton.config import kv_events, simulated, tenants
+from baton.config import kv_events, tenants
 from baton.config.classes import parse_classes
 from baton.config.engine import (
     KV_REMEDY,
@@ -209,5 +209,5 @@ def _check_simulated(c: EngineConfig) -> Iterator[str]:
     if c.simulate is None:
         return
     for f in dataclasses.fields(c):
-        if f.name in simulated.NO_MEANING and (value := getattr(c, f.name)) != f.default:
+        if f.metadata["on_device"] and (value := getattr(c, f.name)) != f.default:
             yield f"{flag_name(f.name)} {value}: there is no device with --simulate; leave it out"

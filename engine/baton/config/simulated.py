@@ -48,12 +48,6 @@ VOCAB_SIZE = 1 << 31
 """Simulated tokens are four bytes of text without the top bit; ids of a tokenizer are below it,
 too.
 """
-NO_MEANING = (
-    "load_format", "model_impl", "dtype", "tp_size", "dist_timeout", "device", "attention_backend",
-    "disable_cuda_graph", "cuda_graph_max_bs", "cpu_threads", "kv_pool_mib", "mem_fraction_static",
-    "host_kv_gib",
-)  # fmt: skip
-"""Engine flags about a device that is there: refused, not swallowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

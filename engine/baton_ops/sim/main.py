@@ -27,7 +27,7 @@ from baton import config as engine_config
 from baton.config import EngineConfig
 from baton.config.files import refuse_other_kinds
 from baton.config.flags import FlagParser, add_flags, exit_with_mistakes, opt
-from baton.config.simulated import BLOCK_TOKENS, NO_MEANING, NODE, PRESETS, StepModel, scale_tokens
+from baton.config.simulated import BLOCK_TOKENS, NODE, PRESETS, StepModel, scale_tokens
 from baton.config.tenants import TenantRule, TenantRules
 from baton.errors import ConfigError
 from baton.sched.policies import POLICIES
@@ -45,20 +45,9 @@ PROG = "baton simulate"
 INTERRUPTED = 130
 PROGRESS_SECS = 2.0
 
-NOT_SIMULATED = frozenset({
-    *NO_MEANING, "simulate", "model_path", "tokenizer_path", "served_model_name", "context_length",
-    "chat_template", "tool_parser", "unknown_tool_calls", "reasoning_parser", "reasoning_field",
-    "grammar", "structured_whitespace", "host", "port", "api_key", "disaggregation_mode",
-    "disaggregation_bootstrap_port", "disaggregation_transfer_backend", "transfer_port",
-    "cluster_key", "second_cluster_key", "insecure_kv", "kv_lease_secs", "test_kv_fault", "kv_host",
-    "kv_advertise_host", "kv_copy_threads", "kv_tcp_streams", "nccl_max_ctas",
-    "kv_transfer_timeout_secs", "num_reserved_decode_tokens", "dp_size",
-    "priority_adjustment_function", "priority_adjust_interval_ms", "schedule_policy", "random_seed",
-    "log_level", "log_format", "health_port", "max_connections", "header_read_timeout_secs",
-    "idle_connection_timeout_secs", "allowed_hosts", "grammar_check_secs_per_minute",
-    "abort_on_priority_when_disabled", "stream_interval", "drain_timeout_secs", "decision_log",
-    "scheduler_trace", "kv_events_config", "metrics_compat", "enable_trace", "otlp_traces_endpoint",
-})  # fmt: skip
+NOT_SIMULATED = frozenset(
+    field.name for field in dataclasses.fields(EngineConfig) if not field.metadata["simulated"]
+)
 """Engine flags without a meaning here: refused, not swallowed.
 
 Every other one is taken from EngineConfig.
