@@ -223,6 +223,16 @@ HEARTBEATS_SECS = 3.0
 """A peer is dead after so many seconds without its heartbeat."""
 
 
+TIME_LIMITS = (
+    "drain_timeout_secs",
+    "kv_lease_secs",
+    "request_timeout_secs",
+    "queue_timeout_secs",
+    "kv_transfer_timeout_secs",
+)
+"""Limits that `/get_server_info` states."""
+
+
 @add_check(ENGINE_CHECKS, "engine.time_limits")
 def check_time_limits(view: FleetView) -> Iterator[CheckResult]:
     """Limits of one engine of which one makes another pointless."""
@@ -234,11 +244,11 @@ def check_time_limits(view: FleetView) -> Iterator[CheckResult]:
             for k, v in engine.info.items()
             if k.endswith("_secs") and isinstance(v, (int, float))
         }
-        drain = limits.get("drain_timeout_secs", 60.0)
-        lease = limits.get("kv_lease_secs", 30.0)
-        request = limits.get("request_timeout_secs", 1800.0)
-        queue = limits.get("queue_timeout_secs", 0.0)
-        transfer = limits.get("kv_transfer_timeout_secs", 60.0)
+        missing = sorted(set(TIME_LIMITS) - limits.keys())
+        if missing:
+            yield skip(f"{engine.label} does not state {', '.join(missing)}")
+            continue
+        drain, lease, request, queue, transfer = (limits[name] for name in TIME_LIMITS)
         if engine.role == "prefill" and drain < lease:
             text = (
                 f"it drains for at most {drain:g} s, but leases of KV last {lease:g} s: "

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from baton.config import EngineConfig
 from baton_ops.clients.kubectl import Kubectl, KubectlError
 from baton_ops.doctor.check import Check, CheckResult, add_check, fail, ok, run_checks, skip, warn
 
@@ -23,7 +24,7 @@ KEY_NAMES = '{{range $key, $value := .data}}{{$key}}{{"\\n"}}{{end}}'
 ROUTER_VERBS = ("list", "watch")
 DRAIN_FLAGS = {
     "router": ("--shutdown-grace-period-secs", 180.0),
-    "engine": ("--drain-timeout-secs", 60.0),
+    "engine": ("--drain-timeout-secs", EngineConfig().drain_timeout_secs),
 }
 """By program, the flag that limits its drain, and the default."""
 SELECTOR_FLAGS = ("--selector", "--prefill-selector", "--decode-selector")
