@@ -104,7 +104,7 @@ def _read_fingerprint(engine: EngineView) -> dict[str, str]:
 
 
 REMEDIES = {
-    "model": "start both with the same --model-path",
+    "model": "start both with the same --model-path and --model-impl",
     "tokenizer": "start both with the same tokenizer files",
     "chat_template": "start both with the same --chat-template",
     "page_size": "start both with the same --page-size",
