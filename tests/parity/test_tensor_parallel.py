@@ -69,6 +69,8 @@ FAMILIES = [
     ("llama-tied-bias", 4),
     ("qwen3", 4),
     ("mistral-window", 4),
+    ("phi3", 2),
+    ("seed-oss", 4),
     ("mixtral", 2),
     ("qwen2-moe", 2),
     ("qwen3-moe-mixed", 2),

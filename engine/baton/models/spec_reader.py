@@ -76,6 +76,8 @@ def read_spec(
     layers = family.read_layers(config)
     if not on_cpu and any(isinstance(layer.mlp, MoeSpec) for layer in layers):
         config.refuse("architectures", [architecture], "experts need --device cpu")
+    if not on_cpu and any(layer.attention.rope.partial != 1.0 for layer in layers):
+        config.refuse("partial_rotary_factor", "below 1", "partial rotation needs --device cpu")
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.read_integer("vocab_size"),

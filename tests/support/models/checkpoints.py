@@ -59,6 +59,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {"sliding_window": 9, "pad_token_id": 0}),
+    "phi3-partial": (
+        "Phi3",
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 4,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "seed-oss": ("SeedOss", {"head_dim": 32, "attention_bias": True, "attention_out_bias": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 9}),
     "qwen2-moe": (
         "Qwen2Moe",
@@ -147,6 +162,8 @@ def as_transformers_4(source: Path, path: Path) -> Path:
     config["torch_dtype"] = config.pop("dtype")
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config.pop("layer_types", None)
     config["transformers_version"] = "4.40.0"

@@ -56,9 +56,7 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", _EXPERTS),
     "persimmon": ("Persimmon", {}),
     "phi": ("Phi", {}),
-    "phi3": ("Phi3", {}),
     "phimoe": ("Phimoe", {"num_local_experts": 4}),
-    "seed_oss": ("SeedOss", {"head_dim": 16}),
     "smollm3": ("SmolLM3", {}),
     "starcoder2": ("Starcoder2", _WINDOW),
 }

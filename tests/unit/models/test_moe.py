@@ -275,6 +275,12 @@ def test_gpu_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
         read_spec(path, on_cpu=False)
 
 
+def test_partial_rotation_is_refused_on_a_gpu(tmp_path: Path) -> None:
+    path = make_checkpoint("phi3-partial", tmp_path / "m")
+    with pytest.raises(ConfigError, match="partial rotation needs --device cpu"):
+        read_spec(path, on_cpu=False)
+
+
 def test_layers_that_draft_tokens_are_left_in_the_file(tmp_path: Path) -> None:
     path = make_checkpoint("glm4-moe", tmp_path / "m")
     tensors = load_file(path / "model.safetensors")

@@ -12,16 +12,20 @@ from baton.models.families.glm4_moe import Glm4MoeFamily
 from baton.models.families.llama import LlamaFamily
 from baton.models.families.mistral import MistralFamily
 from baton.models.families.mixtral import MixtralFamily
+from baton.models.families.phi3 import Phi3Family
 from baton.models.families.qwen2 import Qwen2Family
 from baton.models.families.qwen2_moe import Qwen2MoeFamily
 from baton.models.families.qwen3 import Qwen3Family
 from baton.models.families.qwen3_moe import Qwen3MoeFamily
+from baton.models.families.seed_oss import SeedOssFamily
 
 _ALL: tuple[ModelFamily, ...] = (
     LlamaFamily(),
     MistralFamily(),
     Qwen2Family(),
     Qwen3Family(),
+    Phi3Family(),
+    SeedOssFamily(),
     MixtralFamily(),
     Qwen2MoeFamily(),
     Qwen3MoeFamily(),

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from baton.layers.shard import Shard
 from baton.layers.spec import AttentionSpec
 from baton.models.spec.rope import RopeSpec
-from baton.models.spec.tensors import Param, TensorAxis, make_param, scale_slice, whole_axis
+from baton.models.spec.tensors import (
+    Param,
+    TensorAxis,
+    fused_rows,
+    make_param,
+    scale_slice,
+    whole_axis,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +28,8 @@ class AttentionBlockSpec:
     o_bias: bool = False
     qk_norm: bool = False
     """Each head of q and k is normed before it turns."""
+    is_fused: bool = False
+    """Checkpoints hold q, k and v in one tensor, `qkv_proj`; it has no bias."""
 
     def with_window(self, window: int) -> AttentionBlockSpec:
         """The block of a layer that sees the last `window` tokens; 0 is all."""
@@ -40,7 +49,11 @@ class AttentionBlockSpec:
         def named(kind: str) -> dict[str, TensorAxis]:
             return {f"{prefix}self_attn.{name}.{kind}": rows for name, rows in rows_of.items()}
 
-        yield make_param("qkv", named("weight"), hidden)
+        if self.is_fused:
+            fused = fused_rows(f"{prefix}self_attn.qkv_proj.weight", (q, kv, kv))
+            yield make_param("qkv", fused, hidden)
+        else:
+            yield make_param("qkv", named("weight"), hidden)
         if self.qkv_bias:
             yield make_param("qkv_bias", named("bias"))
         if self.qk_norm:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from baton.layers.shard import Shard
-from baton.models.spec.tensors import Param, TensorAxis, make_param, whole_axis
+from baton.models.spec.tensors import Param, TensorAxis, fused_rows, make_param, whole_axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class MlpSpec:
     """The block's place in a layer, in checkpoint names."""
     size_field: str = "intermediate_size"
     """Field of config.json that states `inner_size`."""
+    is_fused: bool = False
+    """Checkpoints hold gate and up in one tensor, `gate_up_proj`."""
 
     def params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
         """Tensors that a rank holds of the whole block; their checkpoint names start with
@@ -30,7 +32,11 @@ class MlpSpec:
         def gate_up(kind: str) -> dict[str, TensorAxis]:
             return {f"{module}{name}.{kind}": inner for name in ("gate_proj", "up_proj")}
 
-        yield make_param("gate_up", gate_up("weight"), hidden)
+        if self.is_fused:
+            fused = fused_rows(f"{module}gate_up_proj.weight", (inner, inner))
+            yield make_param("gate_up", fused, hidden)
+        else:
+            yield make_param("gate_up", gate_up("weight"), hidden)
         yield make_param("down", {f"{module}down_proj.weight": hidden}, inner)
         if self.bias:
             yield make_param("gate_up_bias", gate_up("bias"))

@@ -8,7 +8,7 @@ stacked.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -71,16 +71,30 @@ def scale_slice(cut: slice, n: int) -> slice:
     return slice(cut.start * n, cut.stop * n)
 
 
+def fused_rows(source: str, axes: Sequence[TensorAxis]) -> list[tuple[str, TensorAxis]]:
+    """Axes of one checkpoint tensor that holds several stacked along dimension 0, in their order."""
+    whole = sum(axis.size for axis in axes)
+    rows = []
+    first = 0
+    for axis in axes:
+        assert isinstance(axis.share, slice), "an index takes one entry of a whole tensor"
+        share = slice(axis.share.start + first, axis.share.stop + first)
+        rows.append((source, TensorAxis(whole, share)))
+        first += axis.size
+    return rows
+
+
 def make_param(
     name: str,
-    rows_of: Mapping[str, TensorAxis],
+    rows_of: Mapping[str, TensorAxis] | Sequence[tuple[str, TensorAxis]],
     *columns: TensorAxis,
     is_float32: bool = False,
 ) -> Param:
     """Args: `rows_of`: the rows of each checkpoint tensor, in stacking order. `columns` are the
     same for all."""
     parts = []
-    for source, rows in rows_of.items():
+    pairs = rows_of.items() if isinstance(rows_of, Mapping) else rows_of
+    for source, rows in pairs:
         axes = (rows, *columns)
         whole = tuple(axis.size for axis in axes)
         parts.append(Part(source, whole, tuple(axis.share for axis in axes)))
