@@ -97,6 +97,16 @@ def test_tokens_and_logits_equal_transformers(
     torch.testing.assert_close(torch.cat(seen.steps)[:STEPS], want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("variant", "size"), [("qwen3-moe-mixed", 2), ("glm4-moe", 4)])
+def test_whole_experts_on_ranks_give_the_same_tokens(
+    reference: Callable[[str], Reference], executors: ExecutorProcesses, variant: str, size: int
+) -> None:
+    ref = reference(variant)
+    with executors.engine(ref.path, size, ep_size=size) as engine:
+        assert answer(engine, ref.prompts, greedy(64)) == ref.greedy
+    assert executors.endings == ["stopped"] * (size - 1)
+
+
 @pytest.mark.parametrize(
     ("size", "flags"),
     [

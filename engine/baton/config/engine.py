@@ -376,6 +376,15 @@ class EngineConfig:
         le=86_400,
         on_device=True,
     )
+    ep_size: int = opt(
+        1,
+        "models with experts: divide whole experts among the tensor-parallel ranks, in place of "
+        "each expert's weights; 1 or tp-size",
+        also=("--ep", "--expert-parallel-size"),
+        ge=1,
+        le=64,
+        on_device=True,
+    )
     dp_size: int = opt(
         1,
         "data-parallel ranks, each with its own scheduler and KV pool",

@@ -89,7 +89,7 @@ def opt(
         bounds: `ge`, `gt`, `le`, `lt` of a number; checked by `out_of_range`, shown in
             docs/flags.md.
     """
-    metadata = {"help": help, "choices": choices, "env": env, "also": also}
+    metadata: dict[str, Any] = {"help": help, "choices": choices, "env": env, "also": also}
     metadata |= {"simulated": simulated and not on_device, "on_device": on_device}
     return dataclasses.field(
         default=default, metadata={**metadata, "range": ValueRange(**bounds) if bounds else None}

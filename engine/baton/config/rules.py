@@ -83,6 +83,8 @@ def _is_address_or_name(text: str) -> bool:
 
 
 def _check_device(c: EngineConfig) -> Iterator[str]:
+    if c.ep_size not in (1, c.tp_size):
+        yield f"--ep-size {c.ep_size}: give 1 or the value of --tp-size ({c.tp_size})"
     if c.tp_size > 1 and c.dp_size > 1 and c.disaggregation_mode == "prefill":
         yield (
             f"--dp-size {c.dp_size}: with --tp-size {c.tp_size} a prefill node has one DP rank; "

@@ -24,7 +24,6 @@ _REASONING = (
 )
 _LORA = "there are no LoRA adapters in this version; merge the adapter into the checkpoint"
 _SPECULATIVE = "there is no speculative decoding in this version; leave it out"
-_EXPERTS = "experts are divided by --tp-size, each of them among all ranks; leave it out"
 _DOWNLOAD = (
     "nothing is downloaded at start; run hf download MODEL first, with its own --revision "
     "and --local-dir"
@@ -54,9 +53,7 @@ INSTEAD: dict[str, str] = {
         ("--speculative-algorithm", "--speculative-config", "--speculative-draft-model-path"),
         _SPECULATIVE,
     ),
-    **dict.fromkeys(
-        ("--ep-size", "--ep", "--expert-parallel-size", "--enable-expert-parallel"), _EXPERTS
-    ),
+    "--enable-expert-parallel": "use --ep-size with the value of --tp-size",
     **dict.fromkeys(("--revision", "--download-dir"), _DOWNLOAD),
     **dict.fromkeys(
         ("--disable-log-requests", "--log-requests", "--log-requests-level", "--disable-log-stats"),

@@ -2,6 +2,7 @@
 
     divided by              heads          qkv (its output rows), o (its input columns), the KV pool
                             inner size     gate_up (rows), down (columns), of an MLP and of every expert
+                            experts        instead of their inner size, with --ep-size
                             vocabulary     embedding and output head (rows)
     whole on every rank     norms, positions, routers, the residual stream
     on the first rank only  biases of o and down: partial results are added up, so a bias may come
@@ -24,6 +25,8 @@ class Shard:
 
     rank: int = 0
     size: int = 1
+    divides_experts: bool = False
+    """Each rank has whole experts (--ep-size); else each rank has a part of every expert."""
 
     def slice_of(self, n: int) -> slice:
         """This share of 0 … n; shares differ by one at most."""

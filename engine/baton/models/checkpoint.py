@@ -41,7 +41,7 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     spec = read_spec(
         path, config.dtype, config.load_format, config.random_seed, on_cpu=config.device != "cuda"
     )
-    share_of(spec, Shard(0, config.tp_size))
+    share_of(spec, Shard(0, config.tp_size, divides_experts=config.ep_size > 1))
     if config.load_format != "dummy":
         check_files(spec, path)
     if config.device == "cpu":
@@ -78,11 +78,15 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeig
         entries |= read_tensor_entries(file)
     params = tuple(plan_weights(spec, shard, entries))
     shapes = {part.source: part.whole for _, param in params for part in param.parts}
+    of_any_rank = set(shapes)
+    if shard.size > 1:
+        whole = plan_weights(spec, WHOLE, entries)
+        of_any_rank = {part.source for _, param in whole for part in param.parts}
     files: dict[str, Path] = {}
     problems: list[str] = []
     for name, entry in entries.items():
         if name not in shapes:
-            if not is_ignorable(spec, name, shard):
+            if name not in of_any_rank and not is_ignorable(spec, name):
                 problems.append(f"{entry.file.name}: unexpected tensor {name}")
             continue
         files[name] = entry.file

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,7 @@ def load_rank(
     threads = compute_threads(config)
     ops.set_threads(threads)
     shard = WHOLE if place is None else place.shard
+    shard = replace(shard, divides_experts=config.ep_size > 1)
     impl = choose_impl(config, Path(model_dir))
     if impl == "transformers":
         placed = _load_module(config, model_dir, on_progress)

@@ -17,6 +17,7 @@ from baton.models.blocks.moe import MoeBlock
 from baton.models.blocks.router import route
 from baton.models.families import FAMILIES
 from baton.models.load import load_weights
+from baton.models.spec.model import share_of, weight_bytes
 from baton.models.spec.moe import ExpertNames, MoeSpec, RouterSpec
 from baton.models.spec_reader import read_spec
 from tests.support.models.checkpoints import make_checkpoint, reference_model
@@ -219,6 +220,36 @@ def test_experts_in_one_tensor_are_the_same_model(
     together = held_tensors(load_weights(spec, path, shard=shard))
     assert len(one_by_one) == len(together) > 20
     assert all(torch.equal(one, other) for one, other in zip(one_by_one, together, strict=True))
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_ranks_have_whole_experts_with_ep_size(tmp_path: Path, *, is_joined: bool) -> None:
+    path = make_checkpoint("qwen3-moe", tmp_path / "m")
+    spec = read_spec(path)
+    whole = load_weights(spec, path).weights.layers[1].mlp
+    assert isinstance(whole, MoeBlock)
+    if is_joined:
+        assert isinstance(spec.layers[0].mlp, MoeSpec)
+        joined(path, spec.layers[0].mlp.names)
+    held: list[Tensor] = []
+    for rank in range(3):
+        decoder = load_weights(spec, path, shard=Shard(rank, 4, divides_experts=True))
+        assert weight_bytes(spec, Shard(rank, 4, divides_experts=True)) < weight_bytes(spec)
+        part = decoder.weights.layers[1].mlp
+        assert isinstance(part, MoeBlock)
+        assert list(part.spec.held_experts) == [2 * rank, 2 * rank + 1]
+        held += part.gate_up
+    assert all(torch.equal(a, b) for a, b in zip(held, whole.gate_up[:6], strict=True))
+
+
+def test_models_that_cannot_be_divided_by_experts_are_refused(tmp_path: Path) -> None:
+    few = edited(make_checkpoint("mixtral", tmp_path / "a"), num_local_experts=2)
+    spec = read_spec(few, load_format="dummy")
+    with pytest.raises(ConfigError, match=r"--tp-size 4: .* 2 experts, fewer than ranks"):
+        share_of(spec, Shard(0, 4, divides_experts=True))
+    path = make_checkpoint("llama", tmp_path / "b")
+    with pytest.raises(ConfigError, match="--ep-size 2: the model has no experts"):
+        share_of(read_spec(path), Shard(0, 2, divides_experts=True))
 
 
 def edited(path: Path, **changes: Any) -> Path:

@@ -36,9 +36,9 @@ class MoeBlock:
     router: ops.Matrix
     """[experts, hidden]"""
     gate_up: list[ops.Matrix]
-    """[2 * inner, hidden] of each expert: gate rows, then up rows."""
+    """[2 * inner, hidden] of each expert that the rank has: gate rows, then up rows."""
     down: list[ops.Matrix]
-    """[hidden, inner] of each expert."""
+    """[hidden, inner] of each expert that the rank has."""
     router_bias: Tensor | None = None
     shared: MlpBlock | None = None
     shared_gate: Tensor | None = None
@@ -47,7 +47,7 @@ class MoeBlock:
     @staticmethod
     def make(spec: MoeSpec, tensors: dict[str, Tensor]) -> MoeBlock:
         """Args: `tensors`: by the names of `spec.moe.MoeSpec.params`."""
-        numbers = range(spec.router.num_experts)
+        numbers = spec.held_experts
         shared = take_prefixed(tensors, "shared.")
         return MoeBlock(
             spec,
@@ -91,16 +91,21 @@ class MoeBlock:
         slots = experts.flatten()
         by_expert = slots.argsort(stable=True)
         rows = x[by_expert // self.spec.router.experts_per_token]
-        results = torch.empty_like(rows)
+        # Results of experts that other ranks have are theirs: zero here, they add nothing to the sum.
+        results = torch.zeros_like(rows)
+        held = self.spec.held_experts
         first = 0
         for expert, count in enumerate(slots.bincount().tolist()):
             # The matrices of an expert that no token chose are not read.
             if count == 0:
                 continue
             chosen = slice(first, first + count)
-            inner = ops.silu_mul(ops.linear(rows[chosen], self.gate_up[expert]))
-            results[chosen] = ops.linear(inner, self.down[expert])
             first += count
+            if expert not in held:
+                continue
+            own = expert - held.start
+            inner = ops.silu_mul(ops.linear(rows[chosen], self.gate_up[own]))
+            results[chosen] = ops.linear(inner, self.down[own])
         in_order = torch.empty_like(results)
         in_order[by_expert] = results
         return in_order.view(*experts.shape, -1)

@@ -78,8 +78,9 @@ class AttentionBlockSpec:
         )
         return replace(self, heads=heads)
 
-    def find_obstacle(self, size: int) -> str | None:
-        """Reason that keeps the block from being divided among `size` ranks; None: nothing."""
+    def find_obstacle(self, shard: Shard) -> str | None:
+        """Reason that keeps the block from being divided so; None: nothing."""
+        size = shard.size
         heads = self.heads.num_heads
         if heads % size:
             return f"the model's num_attention_heads = {heads} is no multiple of it"

@@ -56,8 +56,9 @@ class MlpSpec:
         """The block as one rank computes it."""
         return replace(self, inner_size=self.inner_size // shard.size)
 
-    def find_obstacle(self, size: int) -> str | None:
-        """Reason that keeps the block from being divided among `size` ranks; None: nothing."""
+    def find_obstacle(self, shard: Shard) -> str | None:
+        """Reason that keeps the block from being divided so; None: nothing."""
+        size = shard.size
         if self.inner_size % size:
             return f"the model's {self.size_field} = {self.inner_size} is no multiple of it"
         return None

@@ -146,14 +146,12 @@ def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:
     )
 
 
-def is_ignorable(spec: ModelSpec, source: str, shard: Shard = WHOLE) -> bool:
-    """Tell tensors that are not read although a checkpoint has them.
+def is_ignorable(spec: ModelSpec, source: str) -> bool:
+    """Tell tensors that no rank reads although a checkpoint has them.
 
-    Some are computed (old rotary tables, a head that equals the embedding), some belong to other ranks, some to layers
+    Some are computed (old rotary tables, a head that equals the embedding), some belong to layers
     that only draft tokens.
     """
-    if shard.rank and source.endswith(("o_proj.bias", "down_proj.bias")):
-        return True
     if source.endswith("rotary_emb.inv_freq") or (spec.tied and source == "lm_head.weight"):
         return True
     return spec.has_draft_layers and _layer_number(source) >= spec.num_layers
@@ -173,19 +171,22 @@ def share_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
 
     Raises ConfigError when the model cannot be divided so.
     """
-    if problem := _find_obstacle(spec, shard.size):
-        fitting = [str(n) for n in range(1, MAX_SIZE + 1) if _find_obstacle(spec, n) is None]
+    if shard.divides_experts and not any(isinstance(x.mlp, MoeSpec) for x in spec.layers):
+        raise ConfigError(f"--ep-size {shard.size}: the model has no experts; leave it out")
+    if problem := _find_obstacle(spec, shard):
+        sizes = [replace(shard, rank=0, size=size) for size in range(1, MAX_SIZE + 1)]
+        fitting = [str(s.size) for s in sizes if _find_obstacle(spec, s) is None]
         raise ConfigError(
             f"--tp-size {shard.size}: {problem}; this model takes {', '.join(fitting)}"
         )
     return replace(spec, layers=tuple(layer.share(shard) for layer in spec.layers))
 
 
-def _find_obstacle(spec: ModelSpec, size: int) -> str | None:
+def _find_obstacle(spec: ModelSpec, shard: Shard) -> str | None:
     for layer in dict.fromkeys(spec.layers):
-        problem = layer.attention.find_obstacle(size) or layer.mlp.find_obstacle(size)
+        problem = layer.attention.find_obstacle(shard) or layer.mlp.find_obstacle(shard)
         if problem:
             return problem
-    if spec.vocab_size < size:
+    if spec.vocab_size < shard.size:
         return f"the model's vocab_size = {spec.vocab_size} is smaller"
     return None

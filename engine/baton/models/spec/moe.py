@@ -66,6 +66,13 @@ class MoeSpec:
     """An MLP that every token passes; its result is added."""
     has_shared_gate: bool = False
     """The shared MLP's result is multiplied by the sigmoid of a projection to one value."""
+    held: tuple[int, int] | None = None
+    """First and end of the experts that this rank has; None: all."""
+
+    @property
+    def held_experts(self) -> range:
+        """Numbers of the experts that this rank has."""
+        return range(*(self.held or (0, self.router.num_experts)))
 
     def params(
         self, prefix: str, hidden_size: int, shard: Shard, stored: Container[str] = ()
@@ -93,10 +100,19 @@ class MoeSpec:
                 source = f"{prefix}{self.shared.module}_gate.weight"
                 yield make_param("shared_gate", {source: whole_axis(1)}, hidden)
 
+    def _own_experts(self, shard: Shard) -> range:
+        experts = self.router.num_experts
+        own = shard.slice_of(experts) if shard.divides_experts else slice(0, experts)
+        return range(own.start, own.stop)
+
+    def _own_inner(self, shard: Shard) -> slice:
+        whole = slice(0, self.inner_size)
+        return whole if shard.divides_experts else shard.slice_of(self.inner_size)
+
     def _single_params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
         hidden = whole_axis(hidden_size)
-        inner = TensorAxis(self.inner_size, shard.slice_of(self.inner_size))
-        for expert in range(self.router.num_experts):
+        inner = TensorAxis(self.inner_size, self._own_inner(shard))
+        for expert in self._own_experts(shard):
             gate, up, down = (
                 f"{prefix}{name.format(expert)}.weight"
                 for name in (self.names.gate, self.names.up, self.names.down)
@@ -105,13 +121,13 @@ class MoeSpec:
             yield make_param(f"experts.{expert}.down", {down: hidden}, inner)
 
     def _joint_params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
-        inner = shard.slice_of(self.inner_size)
+        inner = self._own_inner(shard)
         up = slice(inner.start + self.inner_size, inner.stop + self.inner_size)
         hidden = whole_axis(hidden_size)
         gate_up = f"{prefix}{self.names.all_gate_up}"
         down = f"{prefix}{self.names.all_down}"
         both = 2 * self.inner_size
-        for expert in range(self.router.num_experts):
+        for expert in self._own_experts(shard):
             entry = TensorAxis(self.router.num_experts, expert)
             halves = [
                 make_param("", {gate_up: entry}, TensorAxis(both, half), hidden).parts[0]
@@ -134,12 +150,19 @@ class MoeSpec:
         return {self.size_field: self.inner_size} | shared
 
     def share(self, shard: Shard) -> MoeSpec:
-        """The block as one rank computes it: every expert, a part of its inner size."""
+        """The block as one rank computes it: a part of every expert, or some whole ones."""
         shared = None if self.shared is None else self.shared.share(shard)
+        if shard.divides_experts:
+            own = shard.slice_of(self.router.num_experts)
+            return replace(self, held=(own.start, own.stop), shared=shared)
         return replace(self, inner_size=self.inner_size // shard.size, shared=shared)
 
-    def find_obstacle(self, size: int) -> str | None:
-        """Reason that keeps the block from being divided among `size` ranks; None: nothing."""
-        if self.inner_size % size:
+    def find_obstacle(self, shard: Shard) -> str | None:
+        """Reason that keeps the block from being divided so; None: nothing."""
+        experts = self.router.num_experts
+        if shard.divides_experts:
+            if experts < shard.size:
+                return f"the model has {experts} experts, fewer than ranks"
+        elif self.inner_size % shard.size:
             return f"the model's {self.size_field} = {self.inner_size} is no multiple of it"
-        return None if self.shared is None else self.shared.find_obstacle(size)
+        return None if self.shared is None else self.shared.find_obstacle(shard)
