@@ -11,6 +11,10 @@ import pytest
 from tests.structure.sources import python_files, text, tree
 
 LIBRARIES = ("jinja2", "tokenizers", "transformers", "minijinja")
+BACKEND = "engine/baton/models/transformers_backend/"
+"""Computes layers by transformers' classes (an extra), and reads no text with it."""
+IMPL_NAME = "transformers"
+"""A value of --model-impl too, which several files compare."""
 LOCK_FILES = ("engine/requirements.lock", "engine/requirements-gpu.lock")
 
 
@@ -23,7 +27,7 @@ def imported_packages(path: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.add(node.module)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)  # importlib takes a string
+            found |= {node.value} - {IMPL_NAME}  # importlib takes a string
     return {name.partition(".")[0] for name in found if re.fullmatch(r"[\w.]+", name)}
 
 
@@ -39,8 +43,20 @@ def requirements(lock: str) -> dict[str, set[str]]:
 
 
 def test_neither_package_imports_a_template_or_tokenizer_library() -> None:
-    users = {path: imported_packages(path).intersection(LIBRARIES) for path in python_files()}
+    paths = [path for path in python_files() if not path.startswith(BACKEND)]
+    users = {path: imported_packages(path).intersection(LIBRARIES) for path in paths}
     assert {path: names for path, names in users.items() if names} == {}
+
+
+def test_backend_of_transformers_reads_no_text_with_it() -> None:
+    imported: set[str] = set()
+    names: set[str] = set()
+    for path in python_files():
+        if path.startswith(BACKEND):
+            imported |= imported_packages(path).intersection(LIBRARIES)
+            names |= set(re.findall(r"Auto\w+", text(path)))
+    assert imported == {"transformers"}
+    assert names == {"AutoConfig", "AutoModelForCausalLM"}
 
 
 def test_imports_inside_functions_and_by_importlib_are_found(tmp_path: Path) -> None:
