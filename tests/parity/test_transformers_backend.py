@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import subprocess
@@ -128,6 +129,16 @@ def test_start_refuses_what_config_shows(
     with pytest.raises(ConfigError) as err:
         choose_impl(build_config({"model_path": str(path), **flags}), path)
     assert words in err.value.message
+
+
+def test_start_without_the_package_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_foreign_checkpoint("olmo2", tmp_path / "m")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    for flags in ({}, {"model_impl": "transformers"}):
+        with pytest.raises(ConfigError, match=r"pip install 'baton-serve\[transformers\]'"):
+            choose_impl(build_config({"model_path": str(path), **flags}), path)
 
 
 def test_choice_is_made_without_torch_and_transformers() -> None:

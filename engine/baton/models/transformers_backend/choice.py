@@ -15,6 +15,7 @@ from typing import Literal, NoReturn
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.models.config_file import ModelConfig, read_model_config
+from baton.models.families import FAMILIES
 from baton.models.spec_reader import find_architecture, read_architecture
 
 ModelImpl = Literal["native", "transformers"]
@@ -38,8 +39,12 @@ def choose_impl(config: EngineConfig, path: Path) -> ModelImpl:
     if config.model_impl == "auto":
         if find_architecture(model_config) is not None:
             return "native"
+        if importlib.util.find_spec("transformers") is None:
+            # A user without the extra learns of it here, beside the families that have blocks.
+            names = model_config.read_names("architectures", [])
+            supported = f"supported: {', '.join(FAMILIES)}; some others after {EXTRA}"
+            model_config.refuse("architectures", names, supported)
         if not _is_known(model_config):
-            # The refusal lists the families that have blocks.
             read_architecture(model_config)
     _check_served(config, model_config)
     return "transformers"
