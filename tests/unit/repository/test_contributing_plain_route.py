@@ -37,7 +37,7 @@ def test_steps_of_the_plain_route_example_make_an_engine_answer(tmp_path: Path) 
     insert(
         routes / "table.py",
         r"^    \*fleet\.PROBES,",
-        textwrap.indent(textwrap.dedent(row), "    "),
+        textwrap.indent(row.rstrip() + ",\n", "    "),
     )
 
     described = subprocess.run(
