@@ -55,6 +55,7 @@ def _check_module(config: EngineConfig, path: Path, nodes: int) -> None:
     files = required_weight_files(path)
     entries = [entry for file in files for entry in read_tensor_entries(file).values()]
     stored = sum(entry.end - entry.begin for entry in entries)
+    # Only the loaded module tells its heads, so a pool of --max-total-tokens is not counted here.
     _check_memory(config, stored, 0, nodes)
 
 

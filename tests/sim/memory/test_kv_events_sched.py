@@ -20,7 +20,8 @@ KEEP = 64
 def in_memory(node: Node) -> set[bytes]:
     """Token bytes of every announced block, after checking that the pretend device holds its KV."""
     sched = node.sched
-    log, cache = sched.kv_events, SchedulerProbe(sched).memory.cache
+    log = sched.kv_events
+    cache = SchedulerProbe(sched).memory.cache
     assert log is not None
     found = set()
     stack = [(b"", edge) for _, edge in RadixCacheProbe(cache).edges()]

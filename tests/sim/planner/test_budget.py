@@ -362,7 +362,8 @@ def test_total_growth_is_the_sum_of_growth_and_partial_of_a_filter(seed: int) ->
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
         node.sched.add(request(handle, prompt, rng.randint(1, 60), ignore_eos=rng.random() < 0.5))
         node.step()
-        memory, running = node.probe.memory, node.probe.running.values()
+        memory = node.probe.memory
+        running = node.probe.running.values()
         assert memory.total_growth(running) == sum(map(memory.growth, running))
         assert partial_of(running) == [seq for seq in running if is_partial(seq)]
         partial += len(partial_of(running))

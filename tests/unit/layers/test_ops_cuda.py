@@ -130,7 +130,8 @@ def test_tables_elsewhere_than_on_the_cpu_are_whole_and_one(tmp_path: Path) -> N
     model.to(CPU)
     assert rope.cos is before
     model.to(torch.device("meta"))
-    cos, sin = rope.cos, rope.sin
+    cos = rope.cos
+    sin = rope.sin
     assert len(cos) == len(sin) == model.spec.max_context
     assert cos.stride() == sin.stride() == (64, 1)
     assert sin.storage_offset() == cos.storage_offset() + 32

@@ -30,7 +30,7 @@ EXPERTS = 16
 
 
 def planted_rows(generator: torch.Generator) -> Tensor:
-    """Rows of hidden states, of which some are equal but for their sign or zero: their scores tie."""
+    """Rows of hidden states, of which each fiftieth is zero, so that all of its scores tie."""
     rows = torch.randn(TOKENS, HIDDEN, generator=generator)
     rows[::50] = 0.0
     return rows
@@ -232,14 +232,14 @@ def test_ranks_have_whole_experts_with_ep_size(tmp_path: Path, *, is_joined: boo
         assert isinstance(spec.layers[0].mlp, MoeSpec)
         joined(path, spec.layers[0].mlp.names)
     held: list[Tensor] = []
-    for rank in range(3):
+    for rank in range(4):
         decoder = load_weights(spec, path, shard=Shard(rank, 4, divides_experts=True))
         assert weight_bytes(spec, Shard(rank, 4, divides_experts=True)) < weight_bytes(spec)
         part = decoder.weights.layers[1].mlp
         assert isinstance(part, MoeBlock)
         assert list(part.spec.held_experts) == [2 * rank, 2 * rank + 1]
         held += part.gate_up
-    assert all(torch.equal(a, b) for a, b in zip(held, whole.gate_up[:6], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(held, whole.gate_up, strict=True))
 
 
 def test_models_that_cannot_be_divided_by_experts_are_refused(tmp_path: Path) -> None:

@@ -4,9 +4,8 @@ sum is the result.
 1. The router's logits, and from them each token's experts and weights (`blocks.router`).
 2. Rows are grouped by expert, so that a step reads the matrices of chosen experts only, each once.
 3. A token's results are multiplied by their weights and added in float32, in the order of its
-choice. A packed product
-   gives a row the same bits in any batch, and so does this sum: a token's result depends on nothing
-   but the token.
+   choice. A packed product gives a row the same bits in any batch, and so does this sum: a token's
+   result depends on nothing but the token.
 4. The shared expert's result is added, if the model has one.
 
 Source: arXiv 2101.03961 (routing), arXiv 2401.06066 (shared experts), and transformers' classes of
@@ -91,7 +90,7 @@ class MoeBlock:
         slots = experts.flatten()
         by_expert = slots.argsort(stable=True)
         rows = x[by_expert // self.spec.router.experts_per_token]
-        # Results of experts that other ranks have are theirs: zero here, they add nothing to the sum.
+        # Zero for experts of other ranks, because the ranks' sums are added.
         results = torch.zeros_like(rows)
         held = self.spec.held_experts
         first = 0
@@ -101,6 +100,7 @@ class MoeBlock:
                 continue
             chosen = slice(first, first + count)
             first += count
+            # Another rank has it, and adds its result.
             if expert not in held:
                 continue
             own = expert - held.start
@@ -112,7 +112,7 @@ class MoeBlock:
 
     def _add_weighted(self, results: Tensor, routing: Routing) -> Tensor:
         """float32 [T, hidden]."""
-        total = torch.zeros(len(results), results.shape[-1])
+        total = torch.zeros(len(results), results.shape[-1], device=results.device)
         for choice in range(results.shape[1]):
             weight = routing.weights[:, choice, None].float()
             total += results[:, choice].float() * weight

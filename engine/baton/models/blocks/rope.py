@@ -2,10 +2,9 @@
 operations.
 
 A table row is a position, a column a frequency; dimension i of a head turns together with i + R/2,
-where R is the number
-of dimensions that turn: all of a head, or its first ones. On the CPU tables start short and double
-when a longer context appears, so that a model made for 128 Ki tokens does not pay for them at
-start. Elsewhere they are whole from the beginning, and stay where they are: captured CUDA graphs
+where R is the number of dimensions that turn: all of a head, or its first ones. On the CPU tables
+start short and double when a longer context appears, so that a model made for 128 Ki tokens does
+not pay for them at start. Elsewhere they are whole from the beginning, and stay where they are: captured CUDA graphs
 know their address.
 """
 

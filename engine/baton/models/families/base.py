@@ -2,8 +2,8 @@
 
 A family is one file that states how its class in transformers differs from this one: defaults of
 absent fields, and which blocks its layers have. A field that is absent means what it means to that
-class. So does null, but for the
-fields where the class takes null for a value of its own: `ModelConfig.is_null` tells the two apart.
+class. So does null, but for the fields where the class takes null for a value of its own:
+`ModelConfig.is_null` tells the two apart.
 """
 
 from __future__ import annotations

@@ -72,11 +72,16 @@ class _Probe:
         """Raises ConfigError for arithmetic that the attention backends do not have."""
         if layer in self.layers:
             refuse(self._architecture, f"layer {layer} attends more than once")
+        # The pool has one shape for keys and values.
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             shapes = [list(x.shape[1:]) for x in (query, key, value)]
             refuse(self._architecture, f"heads of layer {layer} differ in size: {shapes}")
+        # A mask that is no stand-in was made by the class itself: backends would compute without it.
         if mask is not None and not isinstance(mask, _Mask):
             refuse(self._architecture, f"layer {layer} makes a mask of its own")
+        if more.get("is_causal") is False:
+            refuse(self._architecture, f"layer {layer} attends in both directions")
+        # An argument that nobody here knows may change the result.
         unknown = [name for name in more if name not in _KNOWN and more[name] is not None]
         if unknown:
             refuse(self._architecture, f"layer {layer} hands {', '.join(unknown)} to its attention")
@@ -87,13 +92,16 @@ class _Probe:
         window = mask.find_window() if isinstance(mask, _Mask) else 0
         if window is None:
             refuse(self._architecture, f"the mask of layer {layer} is no window of the last tokens")
+        # The mask decides, because transformers' own functions go by it; a name that contradicts it
+        # leaves open which of the two the model was trained with.
         named = more.get("sliding_window")
         if named is not None and window and named != window:
             refuse(
                 self._architecture,
                 f"the window of layer {layer} is {named} by its name, {window} by its mask",
             )
-        heads, dim = query.shape[1], query.shape[-1]
+        heads = query.shape[1]
+        dim = query.shape[-1]
         scale: Any = more.get("scaling")
         is_default = scale is None or abs(scale - dim**-0.5) < 1e-9
         spec = AttentionSpec(heads, key.shape[1], dim, window, None if is_default else float(scale))
@@ -122,8 +130,8 @@ def attend_with(backend: AttentionBackend) -> Iterator[None]:
         _backend = None
 
 
-def probe(module: Any, architecture: str) -> tuple[AttentionSpec, ...]:
-    """Attention of each layer of `module`, seen from one token that passes it.
+def probe(module: Any, architecture: str) -> tuple[tuple[AttentionSpec, ...], Tensor]:
+    """Attention of each layer of `module`, seen from one token that passes it, and its logits.
 
     Raises ConfigError for a module that does not attend through its interface in every layer, or
     whose attention the backends do not have.
@@ -137,7 +145,7 @@ def probe(module: Any, architecture: str) -> tuple[AttentionSpec, ...]:
     try:
         with torch.inference_mode():
             ids = torch.zeros(1, 1, dtype=torch.int64)
-            module(input_ids=ids, position_ids=ids, use_cache=False)
+            output = module(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
     finally:
         _probe = None
         # Without the entry transformers makes no masks, which backends do not read.
@@ -147,7 +155,7 @@ def probe(module: Any, architecture: str) -> tuple[AttentionSpec, ...]:
         refuse(
             architecture, f"{len(noted.layers)} of {count} layers attend through their interface"
         )
-    return tuple(noted.layers[layer] for layer in range(count))
+    return tuple(noted.layers[layer] for layer in range(count)), output.logits
 
 
 def _describe_mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> _Mask | None:

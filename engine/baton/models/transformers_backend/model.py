@@ -2,8 +2,7 @@
 
 1. `load_module` loads the checkpoint into transformers' class, strictly: a tensor that is missing,
    unexpected or of another shape ends the start. Code of a checkpoint is never executed.
-2. The module is probed for what its attention needs (`bridge.probe`), which makes its
-`ForeignSpec`.
+2. The module is probed for what its attention needs (`bridge.probe`); that makes its spec.
 3. A step passes all its tokens as one row with their positions; attention alone tells requests
    apart, through the pages. Then the rows that sample pass the module's own head.
 
@@ -29,12 +28,11 @@ from baton.errors import ConfigError
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.ops import TORCH_DTYPES
 from baton.layers.spec import AttentionSpec, KVSpec, common_heads
-from baton.models.config_file import read_generation_config, read_model_config
+from baton.models.config_file import read_model_config
 from baton.models.spec_reader import (
     checkpoint_dtype,
     compute_dtype,
     hash_model,
-    read_eos_token_ids,
     read_max_context,
 )
 from baton.models.transformers_backend import bridge
@@ -46,17 +44,14 @@ _DUMMY_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ForeignSpec:
-    """What the engine needs to know of a module; as `spec.model.ModelSpec` of our own blocks."""
+    """Description of a module, as far as the engine needs it (`models.served.ServedSpec`)."""
 
     architecture: str
     vocab_size: int
-    hidden_size: int
     attention: tuple[AttentionSpec, ...]
     """Attention of each layer, for a backend."""
     max_context: int
     dtype: str
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     model_hash: str
     """That of the checkpoint and of this implementation, whose KV differs by rounding."""
     num_parameters: int
@@ -166,12 +161,9 @@ def load_module(
     spec = ForeignSpec(
         architecture=architecture,
         vocab_size=module.config.vocab_size,
-        hidden_size=module.config.hidden_size,
         attention=attention,
         max_context=read_max_context(config),
         dtype=name,
-        eos_token_ids=read_eos_token_ids(config, read_generation_config(root)),
-        bos_token_id=config.read_index("bos_token_id"),
         model_hash=_hash_impl(hash_model(root, load_format, seed)),
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
     )
@@ -247,32 +239,36 @@ def _probe_module(module: Any, architecture: str) -> tuple[AttentionSpec, ...]:
     """Attention of each layer. Raises ConfigError where the module cannot be served in parts."""
     if not getattr(type(module), "_supports_attention_backend", False):
         bridge.refuse(architecture, "its attention has no interface for another implementation")
+    hidden: list[Tensor] = []
+    base = getattr(module, module.base_model_prefix)
+    hook = base.register_forward_hook(lambda _, __, out: hidden.append(out.last_hidden_state))
     try:
-        attention = bridge.probe(module, architecture)
+        attention, logits = bridge.probe(module, architecture)
         common_heads(attention)
-        _probe_head(module, architecture)
+        _check_head(module, architecture, hidden[0], logits)
     except ConfigError:
         raise
     except ValueError as err:
         bridge.refuse(architecture, f"{err}, and all layers share one pool")
     except Exception as err:  # noqa: BLE001 - of the module: its class does as it likes
         bridge.refuse(architecture, f"a step of one token fails in it: {type(err).__name__}: {err}")
+    finally:
+        hook.remove()
     return attention
 
 
-def _probe_head(module: Any, architecture: str) -> None:
-    """Raise ConfigError unless the head makes of a hidden state what the whole module makes."""
-    hidden = torch.randn(
-        1, 1, module.config.hidden_size, generator=torch.Generator().manual_seed(0)
-    )
+def _check_head(module: Any, architecture: str, hidden: Tensor, logits: Tensor) -> None:
+    """Raise ConfigError unless the head alone makes the module's logits of its hidden state.
+
+    A step computes the head apart, because only rows that sample pass it.
+    """
     given = _HiddenStates()
-    given.rows = hidden.to(module.dtype)
+    given.rows = hidden
     ids = torch.zeros(1, 1, dtype=torch.int64)
     with torch.inference_mode():
-        logits = _with_base(module, given)(input_ids=ids, use_cache=False, return_dict=True).logits
-    expected = (1, 1, module.config.vocab_size)
-    if logits.shape != expected:
-        bridge.refuse(architecture, f"its logits are {list(logits.shape)}, not {list(expected)}")
+        alone = _with_base(module, given)(input_ids=ids, use_cache=False, return_dict=True).logits
+    if alone.shape != logits.shape or not torch.allclose(alone, logits, equal_nan=True):
+        bridge.refuse(architecture, "its head needs more than the last hidden state")
 
 
 def _hash_impl(model_hash: str) -> str:
