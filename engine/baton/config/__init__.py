@@ -2,7 +2,8 @@
 
 | module | holds |
 |---|---|
-| `engine` | `EngineConfig`: every flag with its default, bounds and help |
+| `engine` | `EngineConfig`: all flags, and what follows from several of them |
+| `groups` | every flag with its default, bounds and help, a class per heading |
 | `rules` | rules between flags |
 | `parsing` | `parse_config` and `build_config`: flags or values to a checked config |
 | `flags` | `opt` and `FlagParser`: flags made of the fields of a dataclass |
@@ -15,4 +16,6 @@
 
 from baton.config.engine import *  # noqa: F403
 from baton.config.flags import *  # noqa: F403
+from baton.config.groups.disaggregation import KV_TRANSPORTS  # noqa: F401
+from baton.config.groups.ranks import MEM_FRACTION  # noqa: F401
 from baton.config.parsing import *  # noqa: F403

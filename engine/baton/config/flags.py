@@ -76,6 +76,7 @@ def opt(
     also: Sequence[str] = (),
     simulated: bool = True,
     on_device: bool = False,
+    secret: bool = False,
     **bounds: float,
 ) -> Any:
     """A field that is also a flag. `help` names the unit in brackets; `env` is read when the flag
@@ -86,11 +87,13 @@ def opt(
         simulated: False for a flag of an engine that `baton simulate` does not have.
         on_device: the flag is about a device that is there: engines refuse it with --simulate, and
             `baton simulate` does not have it.
+        secret: the value is never shown or recorded.
         bounds: `ge`, `gt`, `le`, `lt` of a number; checked by `out_of_range`, shown in
             docs/flags.md.
     """
     metadata: dict[str, Any] = {"help": help, "choices": choices, "env": env, "also": also}
     metadata |= {"simulated": simulated and not on_device, "on_device": on_device}
+    metadata["secret"] = secret
     return dataclasses.field(
         default=default, metadata={**metadata, "range": ValueRange(**bounds) if bounds else None}
     )
@@ -168,10 +171,9 @@ def add_environment(cls: type, values: dict[str, Any]) -> list[str]:
 
 
 def _read_headings(cls: type) -> dict[str, str]:
-    """Titles by the first field that each stands above: GROUPS of a config class, which may have
-    none.
-    """
-    return {first: title for title, first in getattr(cls, "GROUPS", ())}
+    """Titles by the first field that each stands above: HEADING of each base of a config class."""
+    groups = [base for base in cls.__mro__ if "HEADING" in vars(base)]
+    return {dataclasses.fields(group)[0].name: group.HEADING for group in groups}
 
 
 def add_flags(
@@ -180,7 +182,7 @@ def add_flags(
     """Add one flag per field of `cls` to `parser` (or to a group of it), except the fields in
     `skip`.
 
-    They come under the headings of `cls` (GROUPS), unless `parser` is a group already.
+    They come under the headings of `cls`, unless `parser` is a group already.
     """
     hints = typing.get_type_hints(cls)
     into: argparse._ActionsContainer = parser

@@ -15,12 +15,12 @@ from baton.config.classes import parse_classes
 from baton.config.engine import (
     KV_REMEDY,
     LOOPBACK,
-    MEM_FRACTION,
     UNSPECIFIED_HOSTS,
     EngineConfig,
     is_loopback,
 )
 from baton.config.flags import flag_name, out_of_range
+from baton.config.groups.ranks import MEM_FRACTION
 from baton.errors import ConfigError
 
 

@@ -102,7 +102,7 @@ def test_steps_of_the_policy_example_make_a_policy(tmp_path: Path) -> None:
     )
     insert(policies / "__init__.py", r"^\)\nPOLICIES", "    NewestFirst,\n")
     insert(
-        tmp_path / "engine/baton/config/engine.py",
+        tmp_path / "engine/baton/config/groups/queue.py",
         r'^\)\n"""Values of --schedule-policy',
         '    "newest-first",\n',
     )
@@ -194,7 +194,7 @@ def test_its_places_exist_and_hold_the_names_it_gives_them() -> None:
     assert [place for place in places if not (ROOT / place).exists()] == written_by_reader
     for path, names in {
         "engine/baton/sched/policies/__init__.py": ["_ALL"],
-        "engine/baton/config/engine.py": ["QUEUE_ORDERS", "EVICTION_ORDERS"],
+        "engine/baton/config/groups/queue.py": ["QUEUE_ORDERS", "EVICTION_ORDERS"],
         "engine/baton/cache/eviction.py": ["EVICTION_POLICIES"],
         "engine/baton/sched/policies/base.py": ["keys_are_independent", "cache_key", "expiries"],
         "tests/support/sched/watched.py": ["_key"],

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from baton.cache import eviction
-from baton.config.engine import EVICTION_ORDERS, QUEUE_ORDERS
+from baton.config.groups.queue import EVICTION_ORDERS, QUEUE_ORDERS
 from baton.sched import policies
 from baton.sched.policies import POLICIES
 

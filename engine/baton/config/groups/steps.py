@@ -1,0 +1,106 @@
+"""Flags about the steps of the scheduler: how much waits, how much one step computes, which step
+follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from baton.config.flags import opt
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitFlags:
+    HEADING: ClassVar = "limits"
+
+    max_running_requests: int = opt(
+        64,
+        "most requests decoding at once per DP rank (default with --device cuda: 256)",
+        also=("--max-num-seqs",),
+        ge=1,
+    )
+    max_queued_requests: int = opt(
+        4096, "most requests waiting per DP rank; more are answered 503 with Retry-After", ge=1
+    )
+    max_queued_tokens: int | None = opt(
+        None, "most prompt tokens waiting per DP rank; more are answered 503 [tokens]", ge=1
+    )
+    queue_timeout_secs: float = opt(
+        0.0,
+        "a request that has waited this long without having started is answered 503; 0: never [s]",
+        ge=0,
+        lt=1e9,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFlags:
+    HEADING: ClassVar = "size of a step"
+
+    chunked_prefill_size: int = opt(
+        512,
+        "token budget of one step: decode rows first, then prompts; -1: prompts are not split, the "
+        "budget is max-prefill-tokens (default with --device cuda: 8192) [tokens]",
+        also=("--max-num-batched-tokens",),
+    )
+    max_prefill_tokens: int = opt(
+        16384, "most prompt tokens in one step, for any chunk size [tokens]", ge=1
+    )
+    long_prefill_token_threshold: int = opt(
+        0,
+        "most tokens of one prompt per step, so that other prompts get a part of it; 0: no limit "
+        "(as vLLM) [tokens]",
+    )
+    prefill_max_requests: int | None = opt(None, "most prompts that one step may work on", ge=1)
+    enable_dynamic_chunking: bool = opt(
+        False,
+        "size chunks by predicted time, so that steps deep in a long prompt take no longer than "
+        "its first one",
+    )
+    step_target_ms: float = opt(
+        0.0,
+        "size chunks so that a step takes about this long, decode rows included; at least one "
+        "page, at most chunked-prefill-size; 0: no target, or with enable-dynamic-chunking the "
+        "time of a full first chunk [ms]",
+        ge=0,
+        le=60_000,
+    )
+    watermark: float = opt(
+        0.01,
+        "share of the KV pool that must stay available when a request is admitted while others "
+        "run, 0 to 0.5",
+        ge=0,
+        le=0.5,
+    )
+    clip_max_new_tokens: int = opt(
+        4096,
+        "an answer is never expected to be longer than this, unless ignore_eos fixes "
+        "its length [tokens]",
+        env="SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
+        ge=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopFlags:
+    HEADING: ClassVar = "the loop"
+
+    disable_overlap_schedule: bool = opt(False, "plan step n+1 only after step n has finished")
+    prefill_first: bool = opt(
+        False,
+        "SGLang's order, for comparison: while prompts wait, steps alternate between "
+        "prompts and decode rows",
+    )
+    enable_mixed_chunk: bool = opt(
+        False,
+        "with prefill-first: decode rows join the steps that prefill, as they always do without it",
+    )
+    max_decode_gap_ms: float = opt(
+        0.0,
+        "with prefill-first: several prefill steps may follow each other while decode rows wait no "
+        "longer than this; 0: one step [ms]",
+        ge=0,
+        le=60_000,
+    )
+    stream_interval: int = opt(1, "tokens per streamed event [tokens]", ge=1, simulated=False)
