@@ -58,6 +58,17 @@ pub struct RequestContext {
     pub scan: Arc<BodyIndex>,
     /// The request as a chat request, once a worker needs it so.
     pub chat_form: Option<Arc<ChatForm>>,
+    /// Deadlines given in request headers. Deadlines from the body are in `scan`.
+    pub header_deadlines: RequestDeadlines,
+    pub routing: RoutingInputs,
+    pub admission: AdmittedRequest,
+    pub attempts: AttemptState,
+    pub record: AccessLogEntry,
+}
+
+/// Facts by which a worker is chosen.
+#[derive(Default)]
+pub struct RoutingInputs {
     pub routing_key: Option<String>,
     pub session_key: Option<String>,
     pub prompt: KnownPrompt,
@@ -65,24 +76,51 @@ pub struct RequestContext {
     pub needs_text: bool,
     /// True if the client wants to know which workers were weighed.
     pub explains: bool,
+}
+
+/// Times and places of the request in the router's own queue.
+pub struct AdmittedRequest {
     /// When the body was complete.
     pub ready_at: Instant,
     /// Time that the request waited for a place.
     pub queued: Duration,
-    /// Attempts so far, as far as they decide about the next one.
+    /// Held while the request waits for a worker and has no answer.
+    pub place: Option<QueuePlace>,
+    pub permit: Option<OwnedSemaphorePermit>,
+}
+
+impl AdmittedRequest {
+    pub fn new(permit: Option<OwnedSemaphorePermit>, queued: Duration) -> Self {
+        Self {
+            ready_at: Instant::now(),
+            queued,
+            place: None,
+            permit,
+        }
+    }
+}
+
+/// Attempts so far, and how the next one differs from the client's request.
+pub struct AttemptState {
+    /// Attempts as far as they decide about the next one.
     pub retries: RetryHistory,
     /// Set when the answer broke off.
     pub resume_point: Option<ResumePoint>,
     /// When the last attempt began.
-    pub attempted_at: Instant,
-    /// Held while the request waits for a worker and has no answer.
-    pub place: Option<QueuePlace>,
-    /// Deadlines given in request headers. Deadlines from the body are in `scan`.
-    pub header_deadlines: RequestDeadlines,
+    pub began_at: Instant,
     /// Members that this attempt adds to the body or that replace the client's, without braces.
     pub body_overrides: String,
-    pub record: AccessLogEntry,
-    pub permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Default for AttemptState {
+    fn default() -> Self {
+        Self {
+            retries: RetryHistory::default(),
+            resume_point: None,
+            began_at: Instant::now(),
+            body_overrides: String::new(),
+        }
+    }
 }
 
 /// Beginning of an answer, which the client has.
@@ -104,20 +142,24 @@ pub struct LegBody {
 impl RequestContext {
     pub fn wanted(&self) -> SelectionRequest<'_> {
         SelectionRequest {
-            text: if self.needs_text {
+            text: if self.routing.needs_text {
                 routing_text(&self.scan, &self.body)
             } else {
                 Cow::default()
             },
-            blocks: self.prompt.blocks.clone(),
-            routing_key: self.routing_key.as_deref(),
-            session_key: self.session_key.as_deref(),
+            blocks: self.routing.prompt.blocks.clone(),
+            routing_key: self.routing.routing_key.as_deref(),
+            session_key: self.routing.session_key.as_deref(),
             model: self.scan.model.as_deref(),
             streams: self.scan.stream,
             counts: self.scan.batch.is_none(),
             timeline: Some(self.record.timeline.clone()),
-            explains: self.explains,
-            resumes_on: self.resume_point.as_ref().map(|point| point.fingerprint),
+            explains: self.routing.explains,
+            resumes_on: self
+                .attempts
+                .resume_point
+                .as_ref()
+                .map(|point| point.fingerprint),
         }
     }
 
@@ -175,7 +217,7 @@ impl RequestContext {
         ids: Option<&Bytes>,
         fields: &str,
     ) -> BodySegments {
-        if self.body_overrides.is_empty() {
+        if self.attempts.body_overrides.is_empty() {
             let is_unchanged = replaced.is_empty()
                 && ids.is_none()
                 && fields.is_empty()
@@ -188,9 +230,9 @@ impl RequestContext {
         }
         let replaced = [replaced, &[ManagedField::Deadlines]].concat();
         let members = if fields.is_empty() {
-            self.body_overrides.clone()
+            self.attempts.body_overrides.clone()
         } else {
-            format!("{fields},{}", self.body_overrides)
+            format!("{fields},{}", self.attempts.body_overrides)
         };
         scan.splice(body, &replaced, ids, &members).collect()
     }
@@ -210,11 +252,11 @@ impl RequestContext {
     /// True if the request may wait: a resuming stream always, another while there is a place in
     /// the queue.
     pub fn take_place(&mut self, app: &AppState) -> bool {
-        if self.retries.is_resuming() || self.place.is_some() {
+        if self.attempts.retries.is_resuming() || self.admission.place.is_some() {
             return true;
         }
-        self.place = app.admission.queue_place(&app.metrics);
-        self.place.is_some()
+        self.admission.place = app.admission.queue_place(&app.metrics);
+        self.admission.place.is_some()
     }
 
     /// Report a worker that broke with this request to the list of bodies that break workers.
@@ -239,7 +281,7 @@ impl RequestContext {
 
     /// Time since the last attempt began [ms].
     pub fn attempt_ms(&self) -> u64 {
-        self.attempted_at.elapsed().as_millis() as u64
+        self.attempts.began_at.elapsed().as_millis() as u64
     }
 
     /// Refuse the request if others with this body broke workers a moment ago.
@@ -262,7 +304,7 @@ impl RequestContext {
 
     /// Bytes that are kept to attempt the request again.
     pub fn held_bytes(&self) -> usize {
-        let input_ids = self.prompt.input_ids.as_ref();
+        let input_ids = self.routing.prompt.input_ids.as_ref();
         self.body.len() + input_ids.map_or(0, Bytes::len)
     }
 
@@ -281,7 +323,7 @@ impl RequestContext {
 
     /// True if even the first worker must be sent a shorter deadline than the client's.
     pub fn is_deadline_shrunk(&self) -> bool {
-        self.queued >= MIN_QUEUE_DELAY && self.deadline_ms().is_some()
+        self.admission.queued >= MIN_QUEUE_DELAY && self.deadline_ms().is_some()
     }
 
     /// When the client's time for the whole answer is over.
@@ -301,6 +343,7 @@ impl RequestContext {
         }
         // With a resume point the first token has come, if only from another worker.
         let resume_field = self
+            .attempts
             .resume_point
             .as_ref()
             .map(|point| point.resume.clone())
@@ -311,7 +354,7 @@ impl RequestContext {
         let ttft_field = in_body.ttft.map(|ms| format!("\"{TTFT_DEADLINE}\":{ms}"));
         let whole_field = in_body.whole.map(|ms| format!("\"{DEADLINE}\":{ms}"));
         let fields = [resume_field, ttft_field, whole_field];
-        self.body_overrides = fields.into_iter().flatten().collect::<Vec<_>>().join(",");
+        self.attempts.body_overrides = fields.into_iter().flatten().collect::<Vec<_>>().join(",");
 
         let in_headers = remaining(self.header_deadlines, waited_ms, has_first_token);
         let headers = self.head.headers_mut();

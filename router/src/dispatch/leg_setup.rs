@@ -19,7 +19,7 @@ pub fn forwarded_ids<'a>(
     request: &'a RequestContext,
     candidate: &Candidate,
 ) -> Option<&'a Bytes> {
-    let input_ids = request.prompt.input_ids.as_ref()?;
+    let input_ids = request.routing.prompt.input_ids.as_ref()?;
     let fingerprint = &app.tokens.as_ref()?.fingerprint;
     if !candidate.description.takes_ids_of(fingerprint) {
         return None;
@@ -75,6 +75,6 @@ pub fn observe_overhead(app: &AppState, request: &RequestContext) {
             .metrics
             .overhead
             .with_label_values(&[request.record.route]);
-        overhead.observe(request.ready_at.elapsed().as_secs_f64());
+        overhead.observe(request.admission.ready_at.elapsed().as_secs_f64());
     }
 }

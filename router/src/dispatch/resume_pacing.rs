@@ -105,7 +105,7 @@ impl WorkerWait {
             _ = changes.changed(), if !is_over => {}
             () = sleep_until(until.min(waits_since + RECHECK)) => {}
         }
-        request.queued += waits_since.elapsed();
+        request.admission.queued += waits_since.elapsed();
         !is_over
     }
 }

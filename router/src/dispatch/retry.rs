@@ -34,18 +34,18 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
             Ok(answer) => {
                 // Another worker answered, so that the first one's error was its own fault. Without
                 // this a worker that fails every request would keep its good name.
-                if let Some(refuted) = request.retries.take_refuted_worker() {
+                if let Some(refuted) = request.attempts.retries.take_refuted_worker() {
                     app.fleet.blame_refuted(refuted);
                 }
                 // The place is for waiting requests: kept by an open answer, it would refuse
                 // others.
-                request.place = None;
+                request.admission.place = None;
                 return Ok(answer);
             }
             Err(AttemptFailure::Refused(err)) => {
                 let refusal = selection_refusal(app, &err);
                 // No change of the fleet could help, and the client would wait for nothing.
-                if !request.retries.waits_for_worker(refusal) {
+                if !request.attempts.retries.waits_for_worker(refusal) {
                     return Err(err.into());
                 }
                 let may_attempt = worker_wait.wait_for_change(app, request).await;
@@ -68,7 +68,7 @@ pub async fn send_with_retries(app: &Arc<AppState>, request: &mut RequestContext
                     count_refused_retry(app, GiveUpReason::BudgetUsed);
                     return Err(failure.into());
                 }
-                request.retries.begin_pacing();
+                request.attempts.retries.begin_pacing();
                 pause_before_retry(app, request, &failure, plan).await;
             }
             RetryVerdict::WaitForWorker => {
@@ -89,7 +89,7 @@ async fn attempt_in_turn(
 ) -> AttemptResult {
     // When a busy worker dies, all of its requests come at once: in turn they do not overload the
     // others.
-    let _turn = if request.retries.is_paced() {
+    let _turn = if request.attempts.retries.is_paced() {
         Some(ResumeTurn::wait(app).await)
     } else {
         None
@@ -100,7 +100,7 @@ async fn attempt_in_turn(
         request.prepare_retry()?;
     }
     request.record.attempts += 1;
-    request.attempted_at = Instant::now();
+    request.attempts.began_at = Instant::now();
     let result = if app.fleet.is_pd() {
         // Boxed: requests to regular workers need less than half of its size.
         Box::pin(disaggregated::attempt_pair(app, request, reusable_prefill)).await
@@ -118,7 +118,7 @@ async fn attempt_single(app: &Arc<AppState>, request: &mut RequestContext) -> At
     let chosen = app.fleet.choose(
         Role::Regular,
         &request.wanted(),
-        request.retries.excluded_workers(),
+        request.attempts.retries.excluded_workers(),
     )?;
     let candidate = &chosen.candidate;
     request.record.worker = Some((candidate.name.clone(), chosen.why));
@@ -153,7 +153,7 @@ fn withdraw_refused_ids(
     let is_mismatch = refusal.reason == AttemptReason::Code(ProtocolCode::FingerprintMismatch);
     // Without ids of this router the mismatch is the client's own, and sending it again cannot
     // help.
-    if is_mismatch && request.prompt.input_ids.take().is_some() {
+    if is_mismatch && request.routing.prompt.input_ids.take().is_some() {
         app.fleet.contradicted(refusal.role, refusal.worker);
         refusal.class = RetryClass::Leaving;
         refusal.is_stale = true;
@@ -204,6 +204,7 @@ fn decide_retry(
         now_ms: now_ms(),
     };
     let verdict = request
+        .attempts
         .retries
         .decide_retry(&facts, limits, &mut rand::rng());
     drop(budget);
@@ -235,7 +236,7 @@ fn failure_facts(
     request: &RequestContext,
     failure: &AttemptError,
 ) -> FailedAttempt {
-    let excluded = request.retries.excluded_with(failure.worker);
+    let excluded = request.attempts.retries.excluded_with(failure.worker);
     let is_denial = failure.class == RetryClass::Refused && failure.is_denial();
     FailedAttempt {
         role: failure.role,

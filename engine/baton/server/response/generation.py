@@ -53,8 +53,9 @@ class RunningItem:
 
     index: int
     item: PromptItem
-    handle: int = 0
+    handle: int
     rank: RankClient | None = None
+    """None until the item is submitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,10 @@ class Generation:
             int(time.time()) if self.accepted.resume is None else self.accepted.resume.created
         )
         """Unix seconds: what its events say."""
-        self.items = [RunningItem(i, item) for i, item in enumerate(self.accepted.items)]
+        self.items = [
+            RunningItem(i, item, self.ranks.draw_handle())
+            for i, item in enumerate(self.accepted.items)
+        ]
         self.counts: AnswerCounts | None = None
         """Token counts, once the answer is closed."""
         self._answer: int | None = None
@@ -139,7 +143,7 @@ class Generation:
             item = running.item
             rank = self.ranks.choose(item.dp_rank)
             request = ValidatedRequest(
-                handle=0,
+                handle=running.handle,
                 rid=f"{self.rid}-{running.index}" if many else self.rid,
                 prompt=item.prompt,
                 params=item.params,
@@ -153,8 +157,8 @@ class Generation:
                 deadline=self._deadline,
                 ttft_deadline=None if ttft_secs is None else self.arrived + ttft_secs,
             )
+            self.ranks.submit(rank, request, self)
             running.rank = rank
-            running.handle = self.ranks.submit(rank, request, self)
 
     def _spec(self) -> AnswerSpec:
         """The options of the request, with what is known now that its items are on their ranks."""
@@ -345,7 +349,7 @@ class Generation:
         self._close_answer()
 
     def _close_answer(self) -> None:
-        self.ranks.abort([running.handle for running in self.items if running.handle])
+        self.ranks.abort([running.handle for running in self.items])
         if self._answer is not None:
             self.counts = self.ranks.close_answer(self._answer)
             self._answer = None

@@ -1,7 +1,7 @@
 """The front's end of the ZMQ sockets: sends to the scheduler processes, hands their messages to the waiting calls.
 
-1. `submit` sends one item to one rank and stores its sink under a new handle; `open_answer` registers the request's
-   items with the text layer, with the rules of its answer;
+1. `submit` sends one item to one rank and stores its sink under the item's handle; `open_answer` registers the
+   request's items with the text layer, with the rules of its answer;
 2. every message with tokens goes to the text layer undecoded; the resulting bytes and events go to the sinks, in the
    event loop, in the order of the messages;
 3. a row with a finish, an `abort`, or the rank's death removes the handle; exactly one of them happens.
@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -168,21 +168,24 @@ class RankSet:
             raise NotReady(f"rank {rank.dp_rank} is still loading the model", retry_after_secs=2)
         return rank
 
-    def submit(self, rank: RankClient, request: ValidatedRequest, sink: AnswerSink) -> int:
-        """Send one item; returns its handle. Raises QueueFull."""
+    def draw_handle(self) -> int:
+        """A handle that no item has or had."""
+        return next(self._handles)
+
+    def submit(self, rank: RankClient, request: ValidatedRequest, sink: AnswerSink) -> None:
+        """Send one item, whose handle was drawn here. Raises QueueFull."""
         if len(rank.items) >= self._limit:
             raise QueueFull(
                 f"rank {rank.dp_rank} has {len(rank.items)} requests in flight, its limit is {self._limit}; "
                 "try again later, or raise --max-queued-requests",
                 retry_after_secs=1,
             )
-        handle = next(self._handles)
+        handle = request.handle
         weight = len(request.prompt) + request.params.max_new_tokens
-        self._send(rank, messages.SubmitMessage(replace(request, handle=handle)))
+        self._send(rank, messages.SubmitMessage(request))
         rank.items[handle] = (sink, weight)
         rank.tokens_in_flight += weight
         self._of_handle[handle] = rank
-        return handle
 
     def open_answer(self, spec: bytes, sink: AnswerSink) -> int:
         """Begin an answer (answer_spec.AnswerSpec) of items that were just submitted; returns its id."""

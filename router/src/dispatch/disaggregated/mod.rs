@@ -207,7 +207,7 @@ fn may_be_read_again(
     if !prefill.leg.prefill.description.has_feature("reopen") {
         return false;
     }
-    let excluded = request.retries.excluded_with(failure.worker);
+    let excluded = request.attempts.retries.excluded_with(failure.worker);
     app.fleet
         .has_other(Role::Decode, &request.wanted(), &excluded)
 }
@@ -227,7 +227,7 @@ fn choose_second_reader(
     request: &RequestContext,
     prefill: PendingPrefill,
 ) -> Result<Option<(PendingPrefill, LoadGuard)>, RouteError> {
-    let excluded = request.retries.excluded_workers();
+    let excluded = request.attempts.retries.excluded_workers();
     let decode = app
         .fleet
         .choose(Role::Decode, &request.wanted(), excluded)?;
@@ -314,7 +314,7 @@ fn choose_answering(app: &AppState, request: &RequestContext) -> Option<LoadGuar
     if request.scan.prompt_logprobs != Some(PromptLogprobs::Alone) {
         return None;
     }
-    let excluded = request.retries.excluded_workers();
+    let excluded = request.attempts.retries.excluded_workers();
     let chosen = app
         .fleet
         .choose(Role::Prefill, &request.wanted(), excluded)
@@ -328,7 +328,7 @@ fn choose_placement(app: &AppState, request: &RequestContext) -> Result<Placemen
         return Ok(Placement::Answering(prefill));
     }
     let wanted = request.wanted();
-    let excluded = request.retries.excluded_workers();
+    let excluded = request.attempts.retries.excluded_workers();
     let (prefill, decode) = match app.fleet.choose_pair(&wanted, excluded) {
         Ok((prefill, decode)) => (Ok(prefill), decode),
         Err(
@@ -354,12 +354,14 @@ fn choose_placement(app: &AppState, request: &RequestContext) -> Result<Placemen
 fn local_view(request: &RequestContext, decode: &LoadGuard, has_prefill: bool) -> LocalView {
     let forecast = decode.why.forecast();
     let counted_tokens = request
+        .routing
         .prompt
         .tokens
         .or(forecast.map(|forecast| forecast.prompt_tokens));
     let prompt_tokens = counted_tokens
         .unwrap_or_else(|| saturating_u32(request.scan.prompt_len() / BYTES_PER_TOKEN));
     let resumed_tokens = request
+        .attempts
         .resume_point
         .as_ref()
         .map_or(0, |point| point.tokens);

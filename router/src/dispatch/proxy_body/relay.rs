@@ -58,7 +58,7 @@ impl RelayedRequest {
         match self {
             RelayedRequest::Resumable(request) => RelayedRequest::Recorded {
                 record: request.record,
-                _permit: request.permit,
+                _permit: request.admission.permit,
             },
             recorded @ RelayedRequest::Recorded { .. } => recorded,
         }

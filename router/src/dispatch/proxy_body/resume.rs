@@ -36,11 +36,12 @@ pub fn decide_resume(
     let role = candidate.worker.role();
     let tokens = buffer.tokens();
     let resumed_at = request
+        .attempts
         .resume_point
         .as_ref()
         .map_or(0, |point| point.tokens);
     let has_progress = tokens > resumed_at;
-    request.resume_point = (tokens > 0).then(|| ResumePoint {
+    request.attempts.resume_point = (tokens > 0).then(|| ResumePoint {
         fingerprint: candidate.fingerprint,
         tokens,
         resume: buffer.to_json_field(&candidate.description.fingerprint),
@@ -50,7 +51,7 @@ pub fn decide_resume(
     let excluded = if has_progress {
         vec![candidate.id]
     } else {
-        request.retries.excluded_with(candidate.id)
+        request.attempts.retries.excluded_with(candidate.id)
     };
     // A silent worker or an error event is no break: only a broken worker may have been broken by
     // the request.
@@ -70,7 +71,7 @@ pub fn decide_resume(
             || app.fleet.has_other(role, &request.wanted(), &excluded),
         is_shutting_down: app.is_cut(),
     };
-    let verdict = request.retries.decide_resume(&facts, &app.retry);
+    let verdict = request.attempts.retries.decide_resume(&facts, &app.retry);
     let is_poison = verdict == ResumeVerdict::GiveUp(GiveUpReason::PoisonRequest);
     // A request whose stream moved did not break its worker.
     if !has_progress && let Some(worker_break) = worker_break {

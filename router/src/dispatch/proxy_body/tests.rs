@@ -14,7 +14,9 @@ use super::resume::ResumeAttempt;
 use super::*;
 use crate::config::{RouterConfig, WorkerSpec};
 use crate::dispatch::attempt::{UpstreamAttempt, upstream_error};
-use crate::dispatch::context::{KnownPrompt, read_header_deadlines};
+use crate::dispatch::context::{
+    AdmittedRequest, AttemptState, RoutingInputs, read_header_deadlines,
+};
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::metrics::RouterMetrics;
 use crate::response::failover::BrokenStream;
@@ -75,21 +77,11 @@ impl Scene {
             scan: Arc::new(BodyIndex::of(&body, Dialect::Chat).unwrap()),
             body,
             chat_form: None,
-            routing_key: None,
-            session_key: None,
-            prompt: KnownPrompt::default(),
-            needs_text: false,
-            explains: false,
-            ready_at: Instant::now(),
-            queued: std::time::Duration::ZERO,
-            retries: RetryHistory::default(),
-            resume_point: None,
-            attempted_at: Instant::now(),
-            place: None,
+            routing: RoutingInputs::default(),
+            admission: AdmittedRequest::new(None, std::time::Duration::ZERO),
+            attempts: AttemptState::default(),
             header_deadlines: read_header_deadlines(&HeaderMap::new()),
-            body_overrides: String::new(),
             record: AccessLogEntry::new(&self.app.sinks, "/", "POST", &head, "r".to_owned()),
-            permit: None,
         })
     }
 

@@ -29,7 +29,10 @@ use super::auth;
 use super::client_label;
 use crate::dispatch;
 use crate::dispatch::app::AppState;
-use crate::dispatch::context::{KnownPrompt, RequestContext, read_header_deadlines};
+use crate::dispatch::context::{
+    AdmittedRequest, AttemptState, KnownPrompt, RequestContext, RoutingInputs,
+    read_header_deadlines,
+};
 use crate::error::RouteError;
 use crate::observability::access_log::AccessLogEntry;
 use crate::observability::explain::{self, ExplainMode};
@@ -158,8 +161,7 @@ async fn take_in(
     let read_at = Instant::now();
     let permit = app.admission.enter(&app.metrics).await?;
     timeline.mark(RequestStage::Admitted);
-    let ready_at = Instant::now();
-    let queued = ready_at - read_at;
+    let admission = AdmittedRequest::new(permit, read_at.elapsed());
     let scan = scanned(app, &body, dialect).await?;
     timeline.mark(RequestStage::Parsed);
     refuse_oversized(app, &scan, &body).await?;
@@ -179,24 +181,20 @@ async fn take_in(
         record.named(scan.model.as_deref(), scan.tenant.as_deref());
         Box::new(RequestContext {
             header_deadlines: read_header_deadlines(head.headers()),
-            body_overrides: String::new(),
-            retries: RetryHistory::default(),
-            resume_point: None,
-            attempted_at: Instant::now(),
-            place: None,
             head,
-            prompt,
-            explains,
-            needs_text,
             body,
             scan,
             chat_form: None,
-            routing_key,
-            session_key,
-            ready_at,
-            queued,
+            routing: RoutingInputs {
+                routing_key,
+                session_key,
+                prompt,
+                needs_text,
+                explains,
+            },
+            admission,
+            attempts: AttemptState::default(),
             record,
-            permit,
         })
     })
 }

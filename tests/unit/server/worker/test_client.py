@@ -116,10 +116,11 @@ class Stage:
         await until(lambda: self.ranks.all_ready)
 
     def submit(self, sink: Recorder, rank: int | None = None, prompt: int = 3) -> int:
+        handle = self.ranks.draw_handle()
         request = ValidatedRequest(
-            0, "r", array("i", range(prompt)), SamplingParams(max_new_tokens=4)
+            handle, "r", array("i", range(prompt)), SamplingParams(max_new_tokens=4)
         )
-        handle = self.ranks.submit(self.ranks.choose(rank), request, sink)
+        self.ranks.submit(self.ranks.choose(rank), request, sink)
         choice = ChoiceSpec(
             handle=handle,
             counts_prompt=True,
