@@ -32,13 +32,15 @@ pub enum RouteError {
     #[error("missing or wrong API key; send 'Authorization: Bearer KEY' with the key of --api-key")]
     InvalidApiKey,
     #[error(
-        "missing or wrong key; this path takes 'Authorization: Bearer KEY' with a key of --control-plane-api-keys"
+        "missing or wrong key; this path takes 'Authorization: Bearer KEY' with a key of \
+         --control-plane-api-keys"
     )]
     InvalidControlKey,
     #[error("key {id} has the role user; this path needs the role admin")]
     Forbidden { id: String },
     #[error(
-        "a page of {origin} may not send {method} {path}; name its origin in --cors-allowed-origins if it may"
+        "a page of {origin} may not send {method} {path}; name its origin in \
+         --cors-allowed-origins if it may"
     )]
     ForeignOrigin {
         origin: String,
@@ -46,19 +48,22 @@ pub enum RouteError {
         path: String,
     },
     #[error(
-        "this router has no --api-key and is not known as {host}; ask it by its address, or start it with --allowed-hosts NAME or a key"
+        "this router has no --api-key and is not known as {host}; ask it by its address, or start \
+         it with --allowed-hosts NAME or a key"
     )]
     HostNotAllowed { host: String },
     #[error("no such path: {path}; GET /openapi.json lists the paths")]
     NotFound { path: String },
     #[error(
-        "no such path: {path}; of a request there are GET /v1/requests/ID, POST /v1/requests/ID/suspend and POST /v1/requests/ID/resume"
+        "no such path: {path}; of a request there are GET /v1/requests/ID, POST \
+         /v1/requests/ID/suspend and POST /v1/requests/ID/resume"
     )]
     NoRequestPath { path: String },
     #[error("no worker {id}; GET /workers lists them")]
     UnknownWorker { id: String },
     #[error(
-        "no request {id} is known; it was never here, or more than --request-history others ended since"
+        "no request {id} is known; it was never here, or more than --request-history others ended \
+         since"
     )]
     UnknownTimeline { id: String },
     #[error("{method} is not allowed on {path}")]
@@ -70,24 +75,28 @@ pub enum RouteError {
     )]
     TooManyWorkers { limit: usize },
     #[error(
-        "{limit} pages listen to the feed already, which is the limit; close one, or ask GET /workers and GET /metrics"
+        "{limit} pages listen to the feed already, which is the limit; close one, or ask GET \
+         /workers and GET /metrics"
     )]
     FeedFull { limit: usize },
     #[error("the body is larger than {limit_bytes} bytes; shorten it or raise --max-payload-size")]
     PayloadTooLarge { limit_bytes: usize },
     #[error(
-        "this model's maximum context length is {limit_tokens} tokens here, but the body is larger than the {limit_bytes} bytes that the longest request needs; shorten it"
+        "this model's maximum context length is {limit_tokens} tokens here, but the body is larger \
+         than the {limit_bytes} bytes that the longest request needs; shorten it"
     )]
     BodyBeyondPrompt {
         limit_bytes: usize,
         limit_tokens: u64,
     },
     #[error(
-        "the body is larger than {limit_bytes} bytes, and engines read no longer ones; shorten it or split the batch"
+        "the body is larger than {limit_bytes} bytes, and engines read no longer ones; shorten it \
+         or split the batch"
     )]
     BodyBeyondEngines { limit_bytes: usize },
     #[error(
-        "bodies of requests and answers hold {held_bytes} of {limit_bytes} bytes, too many for this one; try again later, or raise --max-total-body-bytes"
+        "bodies of requests and answers hold {held_bytes} of {limit_bytes} bytes, too many for \
+         this one; try again later, or raise --max-total-body-bytes"
     )]
     BodyMemoryFull {
         held_bytes: usize,
@@ -98,7 +107,8 @@ pub enum RouteError {
     #[error("the request's target (path and query) is longer than {limit_bytes} bytes; shorten it")]
     TargetTooLong { limit_bytes: usize },
     #[error(
-        "the head has more than {limit_headers} headers or {limit_bytes} bytes; shorten it or raise --max-header-bytes"
+        "the head has more than {limit_headers} headers or {limit_bytes} bytes; shorten it or \
+         raise --max-header-bytes"
     )]
     HeadTooLarge {
         limit_bytes: usize,
@@ -111,11 +121,13 @@ pub enum RouteError {
     #[error("nothing more of the body came for {waited_ms} ms")]
     BodySilent { waited_ms: u64 },
     #[error(
-        "the body did not end within {limit_secs} s, {got_bytes} bytes came; send it faster or raise --body-read-timeout-secs"
+        "the body did not end within {limit_secs} s, {got_bytes} bytes came; send it faster or \
+         raise --body-read-timeout-secs"
     )]
     BodySlow { limit_secs: u64, got_bytes: usize },
     #[error(
-        "the first token is predicted in {predicted_ms} ms at the best {role} worker, the limit is {limit_ms} ms (--max-ttft-ms or the request's own); try again later, or add workers"
+        "the first token is predicted in {predicted_ms} ms at the best {role} worker, the limit is \
+         {limit_ms} ms (--max-ttft-ms or the request's own); try again later, or add workers"
     )]
     TooLate {
         role: Role,
@@ -124,17 +136,20 @@ pub enum RouteError {
         excess_ms: u64,
     },
     #[error(
-        "{prefill} prefill and {decode} decode workers are ready, but no two of them can work together; the operator finds the reason in GET /workers"
+        "{prefill} prefill and {decode} decode workers are ready, but no two of them can work \
+         together; the operator finds the reason in GET /workers"
     )]
     NoPair { prefill: usize, decode: usize },
     #[error("no worker runs a request {rid}; it has ended, or went to workers that are not ready")]
     UnknownRequest { rid: String },
     #[error(
-        "{running} requests are running and {queued} wait, which is the limit; try again later, or raise --max-concurrent-requests or --queue-size"
+        "{running} requests are running and {queued} wait, which is the limit; try again later, or \
+         raise --max-concurrent-requests or --queue-size"
     )]
     QueueFull { running: usize, queued: usize },
     #[error(
-        "the request waited {waited_ms} ms for one of {running} places; try again later, or raise --max-concurrent-requests"
+        "the request waited {waited_ms} ms for one of {running} places; try again later, or raise \
+         --max-concurrent-requests"
     )]
     QueueTimeout { waited_ms: u64, running: usize },
     #[error("the router is shutting down; send the request to another one")]
@@ -144,7 +159,8 @@ pub enum RouteError {
     )]
     TooManyRooms { live: usize },
     #[error(
-        "{synced} of {sources} sources of workers have named any; see the log, and baton_router_discovery_is_stale"
+        "{synced} of {sources} sources of workers have named any; see the log, and \
+         baton_router_discovery_is_stale"
     )]
     Undiscovered { synced: usize, sources: usize },
     #[error("no {role} worker is ready: {known} known, {ready} ready; see GET /workers")]
@@ -154,11 +170,13 @@ pub enum RouteError {
         ready: usize,
     },
     #[error(
-        "none of the {ready} ready {role} workers can resume the answer: it needs the feature resume and an equal fingerprint; see GET /workers"
+        "none of the {ready} ready {role} workers can resume the answer: it needs the feature \
+         resume and an equal fingerprint; see GET /workers"
     )]
     NoResumeWorker { role: Role, ready: usize },
     #[error(
-        "the router cannot open another connection to a worker: {cause}; raise its limit of open files (ulimit -n), or lower --max-connections or --http2-max-streams"
+        "the router cannot open another connection to a worker: {cause}; raise its limit of open \
+         files (ulimit -n), or lower --max-connections or --http2-max-streams"
     )]
     Exhausted { cause: String },
     #[error("{role} worker {worker} {problem}{}", as_suffix(detail))]
@@ -171,7 +189,8 @@ pub enum RouteError {
         detail: String,
     },
     #[error(
-        "{role} worker {worker} sent no byte for {waited_ms} ms; see its queue, or raise --request-timeout-secs"
+        "{role} worker {worker} sent no byte for {waited_ms} ms; see its queue, or raise \
+         --request-timeout-secs"
     )]
     UpstreamSilent {
         role: Role,
@@ -179,15 +198,18 @@ pub enum RouteError {
         waited_ms: u64,
     },
     #[error(
-        "the request's own deadline passed, {waited_ms} ms after it came; give it more, or add workers"
+        "the request's own deadline passed, {waited_ms} ms after it came; give it more, or add \
+         workers"
     )]
     DeadlineOver { waited_ms: u64 },
     #[error(
-        "requests with this body broke the workers they were sent to, so it is refused for a minute; see the workers' logs, or change the request"
+        "requests with this body broke the workers they were sent to, so it is refused for a \
+         minute; see the workers' logs, or change the request"
     )]
     PoisonRequest,
     #[error(
-        "model {model:?} is not served here: no {role} worker that is registered serves it; GET /v1/models lists what is"
+        "model {model:?} is not served here: no {role} worker that is registered serves it; GET \
+         /v1/models lists what is"
     )]
     ModelNotFound { model: String, role: Role },
     #[error(transparent)]
@@ -198,7 +220,8 @@ pub enum RouteError {
     #[error("{}", NO_STORED_RESPONSES)]
     NoStoredResponses,
     #[error(
-        "the model is served by another server, which counts no tokens; read usage.input_tokens of its answers"
+        "the model is served by another server, which counts no tokens; read usage.input_tokens of \
+         its answers"
     )]
     NoTokenCount,
     #[error("{detail}")]
@@ -323,12 +346,14 @@ impl RouteError {
     pub fn client_message(&self) -> String {
         match self {
             RouteError::Upstream { role, problem, .. } => format!(
-                "a {role} worker {problem}; send the request again, or look for its x-request-id in the router's log"
+                "a {role} worker {problem}; send the request again, or look for its x-request-id \
+                 in the router's log"
             ),
             RouteError::UpstreamSilent {
                 role, waited_ms, ..
             } => format!(
-                "a {role} worker sent no byte for {waited_ms} ms; send the request again later, or raise the router's --request-timeout-secs"
+                "a {role} worker sent no byte for {waited_ms} ms; send the request again later, or \
+                 raise the router's --request-timeout-secs"
             ),
             other => other.to_string(),
         }

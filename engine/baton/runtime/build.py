@@ -341,7 +341,8 @@ def _record_graphs(
             runner.record_graphs(CudaRecorder(compute), rows, context)
         except torch.OutOfMemoryError:
             raise
-        except Exception as err:  # noqa: BLE001 - of flashinfer or torch; steps run without graphs, as warmed up
+        except Exception as err:  # noqa: BLE001 - of flashinfer or torch
+            # Steps run without graphs then, as they were warmed up.
             log.warning(
                 "CUDA graphs: none, recording failed (%s); every kernel is launched by itself",
                 summarize_error(err),

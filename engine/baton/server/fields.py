@@ -1,9 +1,11 @@
-"""Conversion of a JSON object to a msgspec Struct (request/schema.py), with errors in sentences for the client.
+"""Conversion of a JSON object to a msgspec Struct (request/schema.py), with errors in sentences for
+the client.
 
-JSON null means absent, as in OpenAI's API. Errors are BadRequest with `param`, e.g. `sampling_params.top_p`.
+JSON null means absent, as in OpenAI's API. Errors are BadRequest with `param`, e.g.
+`sampling_params.top_p`.
 
-Bodies are decoded with exact numbers: one with a point or an exponent is a `Decimal` where no field gives its type, so
-that schemas reach the grammar with the client's digits.
+Bodies are decoded with exact numbers: one with a point or an exponent is a `Decimal` where no field
+gives its type, so that schemas reach the grammar with the client's digits.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Schema = TypeVar("Schema", bound=msgspec.Struct)
 Given = TypeVar("Given")
 
 KINDS = {
-    "int": "an integer", "float": "a number", "decimal": "a number", "bool": "a boolean", "str": "a string",
+    "int": "an integer", "float": "a number", "decimal": "a number", "bool": "a boolean",
+    "str": "a string",
     "array": "an array", "object": "an object",
 }  # fmt: skip
 """Types as msgspec's messages name them, and as ours do."""
@@ -51,7 +54,9 @@ def bad(name: str, text: str) -> BadRequest:
 
 
 def first(fields: msgspec.Struct, *names: str) -> tuple[str, Any]:
-    """Name and value of the first of several names for one thing that is present; else the first name and None."""
+    """Name and value of the first of several names for one thing that is present; else the first
+    name and None.
+    """
     present = ((name, value) for name in names if (value := getattr(fields, name)) is not None)
     return next(present, (names[0], None))
 
@@ -73,8 +78,9 @@ def integers(name: str, value: Any, most: int, low: int, high: int) -> tuple[int
 def read(schema: type[Schema], body: Any, prefix: str = "") -> Schema:
     """`body` as a `schema`; fields that it does not name are left out.
 
-    Raises BadRequest or MissingField for the first field of a wrong type or out of its bounds. `prefix` stands before
-    its name. An integer may be written as 16.0: JSON has one type of numbers, and some clients send it so.
+    Raises BadRequest or MissingField for the first field of a wrong type or out of its bounds.
+    `prefix` stands before its name. An integer may be written as 16.0: JSON has one type of
+    numbers, and some clients send it so.
     """
     while True:
         try:

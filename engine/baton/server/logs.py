@@ -1,12 +1,15 @@
-"""Log lines of an engine: one clock (RFC 3339, UTC) and one shape for Python's and Rust's lines, on standard error.
+"""Log lines of an engine: one clock (RFC 3339, UTC) and one shape for Python's and Rust's lines, on
+standard error.
 
-Text is the layout of the router's and the KV transfer's log, JSON the objects of `baton router --log-format json`:
+Text is the layout of the router's and the KV transfer's log, JSON the objects of `baton router
+--log-format json`:
 
-    2026-11-25T21:34:03.680862Z  INFO rank0: baton.load: loading weights: 3 of 9 tensors
+    2026-11-25T21:34:03.680862Z INFO rank0: baton.load: loading weights: 3 of 9 tensors
     {"timestamp":"2026-11-25T21:34:03.680862Z","level":"INFO","message":"…","process":"rank0","target":"baton.load"}
 
 Lines of rank processes name the process; those of the front do not. Fields of an event, given as
-`extra=fields(room=7)`, end a text line and are members of a JSON object; a field that is None is left out.
+`extra=fields(room=7)`, end a text line and are members of a JSON object; a field that is None is
+left out.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ def start_logs(level: str, log_format: str, process: str = "") -> None:
     """Send all lines of this process, native threads included, to standard error.
 
     Args:
-        level: --log-level; the environment variable BATON_TRANSFER_LOG filters Rust's lines otherwise.
+        level: --log-level; the environment variable BATON_TRANSFER_LOG filters Rust's lines
+            otherwise.
         log_format: "text" or "json".
         process: name of a rank process.
     """
@@ -82,7 +86,9 @@ def read_ready(line: str) -> dict[str, Any] | None:
 
 
 def read_json_line(line: str) -> dict[str, Any] | None:
-    """The object of a line of --log-format json, of an engine or a router; None for any other line."""
+    """The object of a line of --log-format json, of an engine or a router; None for any other
+    line.
+    """
     if not line.startswith('{"'):
         return None
     try:

@@ -22,14 +22,18 @@ TORCH_SECS = 120.0
 GPU_CHECKS = ("driver", "torch", "p2p", "nvlink", "flashinfer")
 TORCH_SCRIPT = """
 import importlib, json, torch
-found = {"cuda_build": torch.version.cuda, "is_available": torch.cuda.is_available(), "devices": [], "no_peer": []}
+found = {
+    "cuda_build": torch.version.cuda, "is_available": torch.cuda.is_available(),
+    "devices": [], "no_peer": []
+}
 if found["is_available"]:
     count = torch.cuda.device_count()
     for i in range(count):
         torch.zeros(1, device=f"cuda:{i}").add_(1).item()
         found["devices"].append(torch.cuda.get_device_name(i))
     found["no_peer"] = [
-        [i, j] for i in range(count) for j in range(count) if i != j and not torch.cuda.can_device_access_peer(i, j)
+        [i, j] for i in range(count) for j in range(count)
+        if i != j and not torch.cuda.can_device_access_peer(i, j)
     ]
 try:
     found["flashinfer"] = importlib.import_module("flashinfer").__version__

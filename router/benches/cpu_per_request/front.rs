@@ -51,7 +51,8 @@ impl Kind {
                 let command = baton_command();
                 (!command.exists()).then(|| {
                     format!(
-                        "{} does not exist; run NATIVE_PROFILE=dist make setup, or set BATON to the command of an installed wheel",
+                        "{} does not exist; run NATIVE_PROFILE=dist make setup, or set BATON to \
+                         the command of an installed wheel",
                         command.display()
                     )
                 })

@@ -7,10 +7,10 @@
 //! cargo bench -p baton-router --bench cpu_per_request -- --memory
 //! ```
 //!
-//! The installed router (`baton router`, which NATIVE_PROFILE=dist make setup builds as the wheel has
-//! it), the native program, peers and nginx stand in front of 8 mock workers that answer at once,
-//! and are driven in a closed loop from this process. Only the front's own CPU is counted, so that
-//! the client and the mocks on the same cores do not enter the number (their cache misses do).
+//! The installed router (`baton router`, which NATIVE_PROFILE=dist make setup builds as the wheel
+//! has it), the native program, peers and nginx stand in front of 8 mock workers that answer at
+//! once, and are driven in a closed loop from this process. Only the front's own CPU is counted, so
+//! that the client and the mocks on the same cores do not enter the number (their cache misses do).
 //! Fronts are interleaved and repeated; tables show the median and the spread. Compare numbers of
 //! one run only. With --memory: resident memory after so many distinct prompts of 8 KB.
 

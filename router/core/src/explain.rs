@@ -62,8 +62,8 @@ pub struct CostBasis {
     /// Margin by which a worker without the longest prefix had to be cheaper, if it came to that
     /// [ms].
     pub hysteresis_ms: Option<f64>,
-    /// Share of the session's last prompt that is expected at its worker; `None`: the request has no
-    /// session key, or a new one.
+    /// Share of the session's last prompt that is expected at its worker; `None`: the request has
+    /// no session key, or a new one.
     pub session_share: Option<f64>,
 }
 

@@ -77,13 +77,15 @@ impl DiscoveryFlags {
             let given = labels.join(" ");
             match (self.service_discovery, has_use) {
                 (true, true) if labels.is_empty() => errors.push(format!(
-                    "--service-discovery needs {flag} KEY=VALUE; without it every pod would be a worker"
+                    "--service-discovery needs {flag} KEY=VALUE; without it every pod would be a \
+                     worker"
                 )),
                 (true, true) => {}
                 _ if labels.is_empty() => {}
                 (false, _) => errors.push(format!("{flag} {given}: needs --service-discovery")),
                 (true, false) if is_pd => errors.push(format!(
-                    "{flag} {given}: selects regular workers, --pd-disaggregation has none; use --prefill-selector and --decode-selector"
+                    "{flag} {given}: selects regular workers, --pd-disaggregation has none; use \
+                     --prefill-selector and --decode-selector"
                 )),
                 (true, false) => errors.push(format!("{flag} {given}: needs --pd-disaggregation")),
             }
@@ -158,7 +160,8 @@ mod tests {
         let regular = parse("--service-discovery --selector app=x tier=y").unwrap();
         assert_eq!(regular.discovery.selectors(false)[0].1, "app=x,tier=y");
         let pd = parse(
-            "--pd-disaggregation --service-discovery --prefill-selector a/b=p --decode-selector a/b=d,c=e",
+            "--pd-disaggregation --service-discovery --prefill-selector a/b=p --decode-selector \
+             a/b=d,c=e",
         );
         let selectors = pd.unwrap().discovery.selectors(true);
         let labels: Vec<&str> = selectors

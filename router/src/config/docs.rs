@@ -86,7 +86,9 @@ pub fn flags_to_complete() -> String {
 /// Every flag by group, then the refused ones.
 pub fn flags_markdown() -> String {
     let mut out = String::from(
-        "## `baton router`\n\n`baton-router --print-flags` prints this section. Of a flag given twice the last counts. Every flag\ncan be set as `BATON_ROUTER_FLAG_<NAME>` in the environment, `--api-key` as `BATON_API_KEY`.\n",
+        "## `baton router`\n\n`baton-router --print-flags` prints this section. Of a flag given \
+         twice the last counts. Every flag\ncan be set as `BATON_ROUTER_FLAG_<NAME>` in the \
+         environment, `--api-key` as `BATON_API_KEY`.\n",
     );
     let command = RouterConfig::command();
     let mut heading = "";

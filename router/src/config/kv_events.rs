@@ -65,7 +65,8 @@ impl FromStr for KvEventEndpoint {
     fn from_str(text: &str) -> Result<Self, String> {
         let bad = || {
             format!(
-                "'{text}' is no tcp://HOST:PORT; write tcp://{{host}}:5557 for the worker's host (ipc:// is not read)"
+                "'{text}' is no tcp://HOST:PORT; write tcp://{{host}}:5557 for the worker's host \
+                 (ipc:// is not read)"
             )
         };
         let (host, port) = text

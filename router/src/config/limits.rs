@@ -125,13 +125,15 @@ impl LimitFlags {
         }
         if rate.is_some() && most == -1 {
             errors.push(
-                "--rate-limit-tokens-per-second needs --max-concurrent-requests, the size of its bucket"
+                "--rate-limit-tokens-per-second needs --max-concurrent-requests, the size of its \
+                 bucket"
                     .to_owned(),
             );
         }
         if self.max_ttft_ms.is_some() && !forecasts {
             errors.push(
-                "--max-ttft-ms needs predictions, which only the policy cost makes; use it for prefill (or regular) workers"
+                "--max-ttft-ms needs predictions, which only the policy cost makes; use it for \
+                 prefill (or regular) workers"
                     .to_owned(),
             );
         }

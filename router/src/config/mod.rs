@@ -441,7 +441,8 @@ impl RouterConfig {
         for name in &self.listen.allowed_hosts {
             if name.is_empty() || name.contains(['/', ':', '[']) {
                 errors.push(format!(
-                    "--allowed-hosts {name}: give names without scheme and port; addresses are allowed"
+                    "--allowed-hosts {name}: give names without scheme and port; addresses are \
+                     allowed"
                 ));
             }
         }
@@ -505,7 +506,8 @@ impl RouterConfig {
             ),
             (
                 workers.pd_disaggregation && !workers.worker_urls.is_empty(),
-                "--worker-urls lists regular workers, --pd-disaggregation has none; use --prefill and --decode",
+                "--worker-urls lists regular workers, --pd-disaggregation has none; use --prefill \
+                 and --decode",
             ),
             (
                 workers.is_dp_aware() && self.health.disable_health_check,
@@ -513,7 +515,8 @@ impl RouterConfig {
             ),
             (
                 self.discovery.is_tls() && self.tls.ca_cert_paths.is_empty(),
-                "--service-discovery-scheme https needs --ca-cert-paths, the certificates that pods' must descend from",
+                "--service-discovery-scheme https needs --ca-cert-paths, the certificates that \
+                 pods' must descend from",
             ),
         ];
         rules

@@ -72,7 +72,8 @@ impl ObservabilityFlags {
         let unknown = filter.split(',').map(str::trim).filter(is_unknown);
         let complaint = |part| {
             format!(
-                "--log-level {part}: give trace, debug, info, warn, error, off, or a filter like 'info,baton_router=debug'"
+                "--log-level {part}: give trace, debug, info, warn, error, off, or a filter like \
+                 'info,baton_router=debug'"
             )
         };
         unknown.map(complaint).collect()

@@ -71,13 +71,15 @@ impl TlsFlags {
             && self.ca_cert_paths.is_empty()
         {
             errors.push(format!(
-                "--client-cert-path {path}: is shown to https:// workers only; give --ca-cert-paths, which they need"
+                "--client-cert-path {path}: is shown to https:// workers only; give \
+                 --ca-cert-paths, which they need"
             ));
         }
         if let Some(name) = &self.worker_tls_name {
             if self.ca_cert_paths.is_empty() {
                 errors.push(format!(
-                    "--worker-tls-name {name}: is for https:// workers only; give --ca-cert-paths, which they need"
+                    "--worker-tls-name {name}: is for https:// workers only; give --ca-cert-paths, \
+                     which they need"
                 ));
             }
             if let Err(err) = ServerName::try_from(name.as_str()) {

@@ -57,7 +57,8 @@ impl TokenizerFlags {
         let size = self.block_size;
         if !(1..=MAX_BLOCK_SIZE).contains(&size) {
             errors.push(format!(
-                "--block-size {size}: give 1 to {MAX_BLOCK_SIZE} tokens, best a multiple of the workers' --page-size"
+                "--block-size {size}: give 1 to {MAX_BLOCK_SIZE} tokens, best a multiple of the \
+                 workers' --page-size"
             ));
         }
         let needs = [

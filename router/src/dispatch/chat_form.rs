@@ -1,10 +1,11 @@
-//! Requests of /v1/responses and /v1/messages as chat requests, for workers of other makes that lack
-//! these paths.
+//! Requests of /v1/responses and /v1/messages as chat requests, for workers of other makes that
+//! lack these paths.
 //!
 //! 1. An attempt has chosen its workers, which decide between the client's own request and a chat
 //!    request, which is made once (`context`);
 //! 2. the body and the head of each leg are those of that form;
-//! 3. the answer of the leg that the client sees is translated back (`attempt::answer_translation`).
+//! 3. the answer of the leg that the client sees is translated back
+//!    (`attempt::answer_translation`).
 
 use std::sync::Arc;
 

@@ -163,8 +163,8 @@ impl RequestContext {
         }
     }
 
-    /// Form of the request for workers, of which one needs a chat request, or none. Refuses a request
-    /// that cannot be a chat request.
+    /// Form of the request for workers, of which one needs a chat request, or none. Refuses a
+    /// request that cannot be a chat request.
     pub async fn choose_form(
         &mut self,
         app: &AppState,
@@ -372,8 +372,8 @@ impl RequestContext {
     }
 }
 
-/// Deadlines that are left after `waited_ms`, at least 1 ms each. With the first token there is none
-/// for it any more.
+/// Deadlines that are left after `waited_ms`, at least 1 ms each. With the first token there is
+/// none for it any more.
 fn remaining(
     deadlines: RequestDeadlines,
     waited_ms: u64,

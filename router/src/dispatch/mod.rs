@@ -4,8 +4,8 @@
 //! The life of a request:
 //!
 //! 1. one attempt: a leg to one worker, or two to a pair (disaggregated);
-//! 2. the attempt fails: router-core's `retry_verdict` decides whether another is made, by the class
-//!    of the failure, the attempts so far and the fleet's budget;
+//! 2. the attempt fails: router-core's `retry_verdict` decides whether another is made, by the
+//!    class of the failure, the attempts so far and the fleet's budget;
 //! 3. the leg opens: its answer is relayed (proxy_body), and a pair's prefill leg is kept until the
 //!    answer ends.
 //!

@@ -128,7 +128,8 @@ macro_rules! router_metrics {
 
 router_metrics! {
     pub requests: IntCounterVec = "baton_router_requests_total" ["route", "method", "status", "outcome"]
-        "Requests answered; outcome is ok (status 2xx or 3xx), client_gone or an error code (docs/protocol.md)";
+        "Requests answered; outcome is ok (status 2xx or 3xx), client_gone or an error code \
+         (docs/protocol.md)";
     pub duration: HistogramVec = "baton_router_request_duration_seconds" ["route"]
         "From the request's head to the last byte of the answer";
     pub ttft: HistogramVec = "baton_router_ttft_seconds" ["route"]
@@ -136,23 +137,30 @@ router_metrics! {
     pub overhead: HistogramVec = "baton_router_overhead_seconds" ["route"]
         "The router's own time: from the complete request body to its dispatch";
     stages: StageHistograms = "baton_router_stage_seconds" ["stage"]
-        "The first attempt by stage: read (the body), queue, parse, tokenize (count and hash the prompt), worker_wait (for a first worker, of requests that waited), decide, connect (build and send), first_token (the worker's)";
+        "The first attempt by stage: read (the body), queue, parse, tokenize (count and hash the \
+         prompt), worker_wait (for a first worker, of requests that waited), decide, connect \
+         (build and send), first_token (the worker's)";
     pub queue: Histogram = "baton_router_queue_seconds" []
         "Wait for one of --max-concurrent-requests";
     pub queued: Gauge = "baton_router_queued_requests" []
         "Requests waiting for one of --max-concurrent-requests, or for a worker";
     pub body_bytes: Gauge = "baton_router_request_body_bytes" []
-        "Memory of request bodies, of those being read and those kept for attempts, and of answers read whole (--max-total-body-bytes)";
+        "Memory of request bodies, of those being read and those kept for attempts, and of answers \
+         read whole (--max-total-body-bytes)";
     pub connections: Gauge = "baton_router_client_connections" []
         "Open connections of clients";
     pub client_cuts: IntCounterVec = "baton_router_client_cuts_total" ["reason"]
-        "Connections of clients that the router cut, by reason: too long over the TLS handshake (handshake) or a request's head (head), an HTTP/2 stream not read (stalled), without a request when another client needed its place (displaced), or refused because its address has its share (share)";
+        "Connections of clients that the router cut, by reason: too long over the TLS handshake \
+         (handshake) or a request's head (head), an HTTP/2 stream not read (stalled), without a \
+         request when another client needed its place (displaced), or refused because its address \
+         has its share (share)";
     pub shed: IntCounterVec = "baton_router_shed_requests_total" ["role"]
         "Requests refused because their first token was predicted too late (--max-ttft-ms)";
     pub tokenize: HistogramVec = "baton_router_tokenize_seconds" ["route"]
         "Template and tokenizer of a prompt, the wait for a thread included";
     pub tokenize_fallbacks: IntCounterVec = "baton_router_tokenize_fallbacks_total" ["reason"]
-        "Prompts counted in characters though there is a tokenizer; reason is too_long, busy, unread, no_template, template or failed";
+        "Prompts counted in characters though there is a tokenizer; reason is too_long, busy, \
+         unread, no_template, template or failed";
     pub tokenizer_lookups: IntCounterVec = "baton_router_tokenizer_cache_lookups_total" ["cache", "result"]
         "Texts (l0) and segments of texts (l1) looked up; result is hit or miss";
     pub tokenizer_cache_bytes: GaugeVec = "baton_router_tokenizer_cache_bytes" ["cache"]
@@ -160,7 +168,8 @@ router_metrics! {
     pub ids_forwarded: IntCounterVec = "baton_router_input_ids_forwarded_total" ["role"]
         "Requests sent with their token ids (--forward-input-ids)";
     pub translated: IntCounterVec = "baton_router_translated_requests_total" ["route"]
-        "Requests of /v1/responses and /v1/messages sent as chat requests to workers that lack the path";
+        "Requests of /v1/responses and /v1/messages sent as chat requests to workers that lack the \
+         path";
     pub token_counts: IntCounterVec = "baton_router_token_counts_total" ["role", "result"]
         "Prompts counted in tokens here and by the worker; result is equal or different";
     pub decisions: IntCounterVec = "baton_router_policy_decisions_total" ["role", "policy", "why"]
@@ -180,27 +189,36 @@ router_metrics! {
     reported_cached: IntCounterVec = "baton_router_reported_cached_tokens_total" ["role"]
         "Of these, tokens that the worker found in its cache";
     passed_over: IntCounterVec = "baton_router_passed_over_cached_tokens_total" ["role"]
-        "Of these, tokens that the chosen worker was not expected to have cached, but another candidate was";
+        "Of these, tokens that the chosen worker was not expected to have cached, but another \
+         candidate was";
     pub retries: IntCounterVec = "baton_router_retries_total" ["reason"]
         "Attempts after the first, by what failed before";
     pub retries_refused: IntCounterVec = "baton_router_retries_refused_total" ["by"]
-        "Failures that another worker could have mended, but for attempts (--retry-max-retries) or budget (--retry-budget-ratio)";
+        "Failures that another worker could have mended, but for attempts (--retry-max-retries) or \
+         budget (--retry-budget-ratio)";
     pub failovers: IntCounterVec = "baton_router_failovers_total" ["role", "outcome"]
-        "Interrupted streams that could be resumed; outcome is resumed, failed, refused (attempts) or client_gone";
+        "Interrupted streams that could be resumed; outcome is resumed, failed, refused (attempts) \
+         or client_gone";
     pub resumes_waiting: Gauge = "baton_router_resumes_waiting" []
         "Interrupted streams waiting for their turn to be resumed (--failover-concurrency)";
     pub failover_pause: HistogramVec = "baton_router_failover_pause_seconds" ["role"]
         "From the break of such a stream to the first event of the next worker";
     pub unresumable: IntCounterVec = "baton_router_unresumable_streams_total" ["reason"]
-        "Streams that could no longer be resumed; reason is too_long, memory (--failover-max-bytes), malformed (the worker's comments) or unknown_worker (another process answered than the one chosen)";
+        "Streams that could no longer be resumed; reason is too_long, memory \
+         (--failover-max-bytes), malformed (the worker's comments) or unknown_worker (another \
+         process answered than the one chosen)";
     pub decode_retries: IntCounterVec = "baton_router_decode_retries_total" ["result"]
-        "Attempts in which another decode worker was to fetch a prompt that was prefilled already; result is opened or failed";
+        "Attempts in which another decode worker was to fetch a prompt that was prefilled already; \
+         result is opened or failed";
     pub releases: IntCounterVec = "baton_router_prefill_releases_total" ["result"]
-        "Prompts, computed or being computed, that no decode worker will fetch, whose prefill worker was to free their pages; result is sent, failed or skipped (too many at once)";
+        "Prompts, computed or being computed, that no decode worker will fetch, whose prefill \
+         worker was to free their pages; result is sent, failed or skipped (too many at once)";
     pub local_prefills: IntCounterVec = "baton_router_local_prefills_total" ["why"]
-        "Prompts that a decode worker was given to prefill itself: no_prefill, short, prefix_here, prompt_logprobs or batch (docs/routing.md)";
+        "Prompts that a decode worker was given to prefill itself: no_prefill, short, prefix_here, \
+         prompt_logprobs or batch (docs/routing.md)";
     pub local_answers: IntCounter = "baton_router_local_answers_total" []
-        "Requests that a prefill worker answered itself: logprobs of their prompts with at most one token";
+        "Requests that a prefill worker answered itself: logprobs of their prompts with at most \
+         one token";
     pub upstream_errors: IntCounterVec = "baton_router_upstream_errors_total" ["role", "reason"]
         "Failures of workers, by reason";
     pub leg_aborts: IntCounterVec = "baton_router_leg_aborts_total" ["role", "reason"]
@@ -216,29 +234,37 @@ router_metrics! {
     pub probes: IntCounterVec = "baton_router_health_probes_total" ["role", "result"]
         "Health probes sent";
     pub discovery_updates: IntCounterVec = "baton_router_discovery_updates_total" ["source", "result"]
-        "Answers of a source of workers (file, regular_pods, prefill_pods, decode_pods); result is applied or failed";
+        "Answers of a source of workers (file, regular_pods, prefill_pods, decode_pods); result is \
+         applied or failed";
     pub discovery_stale: GaugeVec = "baton_router_discovery_is_stale" ["source"]
-        "1 while the source cannot be read, is silent or names no worker; the workers found before stay";
+        "1 while the source cannot be read, is silent or names no worker; the workers found before \
+         stay";
     pub discovery_answered: GaugeVec = "baton_router_discovery_last_answer_timestamp_seconds" ["source"]
-        "Unix time at which the source gave data last: bytes of an answer of the API server, or a reading of the file; absent before the first";
+        "Unix time at which the source gave data last: bytes of an answer of the API server, or a \
+         reading of the file; absent before the first";
     pub discovered: GaugeVec = "baton_router_discovered_workers" ["source", "state"]
         "Workers found: named now, or kept because no other worker of their role is ready";
     pub load_reports: IntCounterVec = "baton_router_load_reports_total" ["role", "source", "result"]
-        "Load reports of workers; source is answer or poll, result taken, unused, malformed or failed";
+        "Load reports of workers; source is answer or poll, result taken, unused, malformed or \
+         failed";
     pub backlog: GaugeVec = "baton_router_backlog_seconds" ["role", "worker"]
         "Predicted time of the prompts sent to a worker and not begun to be answered (cost)";
     pub utilization: GaugeVec = "baton_router_utilization_ratio" ["role"]
-        "Predicted prefill work sent in the last 30 s over what the workers can do (cost); 1 is all of it";
+        "Predicted prefill work sent in the last 30 s over what the workers can do (cost); 1 is \
+         all of it";
     pub prefill_speed: GaugeVec = "baton_router_prefill_seconds_per_kilotoken" ["role", "worker"]
         "Learned prefill time of a prompt of 1000 tokens (cost)";
     pub confidence: GaugeVec = "baton_router_index_confidence_ratio" ["role", "worker"]
-        "Share of the prefixes expected in a worker's cache that it found there, recent mean (cost)";
+        "Share of the prefixes expected in a worker's cache that it found there, recent mean \
+         (cost)";
     pub index_blocks: GaugeVec = "baton_router_index_blocks" ["role", "worker"]
         "Blocks of prompts remembered for a worker: of --block-size tokens, or of 256 bytes (cost)";
     pub kv_ranks: GaugeVec = "baton_router_kv_event_ranks" ["role", "state"]
-        "Workers (DP ranks) by what is known of their caches: off, connecting, exact, doubtful (docs/routing.md)";
+        "Workers (DP ranks) by what is known of their caches: off, connecting, exact, doubtful \
+         (docs/routing.md)";
     pub kv_batches: IntCounterVec = "baton_router_kv_event_batches_total" ["role", "result"]
-        "Batches of KV events: applied, known (a repetition), ahead (something before it is missing)";
+        "Batches of KV events: applied, known (a repetition), ahead (something before it is \
+         missing)";
     pub kv_resyncs: IntCounterVec = "baton_router_kv_event_resyncs_total" ["role", "how"]
         "Caches known again: by snapshot, replay, cleared; or skipped, what was missed is lost";
     pub kv_failures: IntCounterVec = "baton_router_kv_event_failures_total" ["role", "reason"]
@@ -250,13 +276,16 @@ router_metrics! {
     pub tree_bytes: GaugeVec = "baton_router_tree_bytes" ["role"]
         "Estimated memory of the prefix index (cost, cache_aware)";
     pub tree_evicted: GaugeVec = "baton_router_tree_evicted" ["role"]
-        "Characters (cache_aware), blocks and sessions (cost) or keys (manual) dropped for a limit since the start";
+        "Characters (cache_aware), blocks and sessions (cost) or keys (manual) dropped for a limit \
+         since the start";
     pub routing_keys: GaugeVec = "baton_router_routing_keys" ["role"]
         "Routing keys (manual) or sessions (cost) remembered";
     pub certificate_expiry: GaugeVec = "baton_router_certificate_expiry_timestamp_seconds" ["certificate"]
-        "Unix time at which the chain that the router uses ends to be valid; certificate is server (--tls-cert-path) or client (--client-cert-path)";
+        "Unix time at which the chain that the router uses ends to be valid; certificate is server \
+         (--tls-cert-path) or client (--client-cert-path)";
     pub certificate_reloads: IntCounterVec = "baton_router_certificate_reloads_total" ["result"]
-        "Changes of the files of the TLS flags: applied to new connections, or failed, so that the old ones stay in use";
+        "Changes of the files of the TLS flags: applied to new connections, or failed, so that the \
+         old ones stay in use";
     pub feed_clients: Gauge = "baton_router_feed_clients" []
         "Pages that listen to GET /ui/feed";
     pub feed_snapshots: IntCounter = "baton_router_feed_snapshots_total" []
@@ -392,7 +421,10 @@ impl BucketCounts {
 pub fn metrics_markdown() -> String {
     let buckets = seconds_buckets();
     let mut out = format!(
-        "## Router\n\n`GET /metrics` of the router, and of `--prometheus-port` if given; `baton-router --print-metrics`\nprints this section. Histograms share {} buckets, factor 1.6 from {} s to {:.0} s, rounded to four\ndigits.\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n",
+        "## Router\n\n`GET /metrics` of the router, and of `--prometheus-port` if given; \
+         `baton-router --print-metrics`\nprints this section. Histograms share {} buckets, factor \
+         1.6 from {} s to {:.0} s, rounded to four\ndigits.\n\n| metric | type | labels | meaning \
+         |\n|---|---|---|---|\n",
         buckets.len(),
         buckets[0],
         buckets[buckets.len() - 1],

@@ -91,7 +91,8 @@ fn as_text(report: &ReplayReport, written_by: &str, cut_files: &[String]) -> Str
             path => path,
         };
         text += &format!(
-            "{name} ends within a line, which is left out: the router was killed, or this is a part of the file\n"
+            "{name} ends within a line, which is left out: the router was killed, or this is a \
+             part of the file\n"
         );
     }
     text + &report.to_string()

@@ -38,8 +38,8 @@ impl StreamErrorForm {
         }
     }
 
-    /// End of a stream that broke, wherever it broke. `error`: its JSON, in one line. `events`: those
-    /// that the client has, where they are numbered.
+    /// End of a stream that broke, wherever it broke. `error`: its JSON, in one line. `events`:
+    /// those that the client has, where they are numbered.
     pub fn stream_end(&self, error: &[u8], events: u64) -> Bytes {
         match self {
             Self::ErrorObject => error_epilogue(error),
@@ -50,8 +50,8 @@ impl StreamErrorForm {
         }
     }
 
-    /// The stream of an answer that is a body. `status`: that of the answer; an error's body has any
-    /// form.
+    /// The stream of an answer that is a body. `status`: that of the answer; an error's body has
+    /// any form.
     pub fn stream_of_body(&self, status: StatusCode, body: &[u8]) -> Bytes {
         let is_own = is_error(body);
         if !is_own && !status.is_client_error() && !status.is_server_error() {

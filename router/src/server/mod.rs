@@ -311,7 +311,8 @@ impl RunningServer {
         }
         if let Some(log) = log {
             // It waits for a disk.
-            let _ = tokio::task::spawn_blocking(|| log.stop()).await; // a panic there loses the end of the log
+            // a panic there loses the end of the log
+            let _ = tokio::task::spawn_blocking(|| log.stop()).await;
         }
     }
 
@@ -331,7 +332,8 @@ impl RunningServer {
         if timeout(grace, &mut finished).await.is_err() {
             tracing::warn!("grace is over, cutting what still runs");
             self.cut.send_replace(true);
-            let _ = timeout(AFTER_CUT, finished).await; // a client that does not read its last event is not waited for
+            // a client that does not read its last event is not waited for
+            let _ = timeout(AFTER_CUT, finished).await;
         }
     }
 }
@@ -395,7 +397,8 @@ fn share_descriptors(config: &mut RouterConfig) {
             wanted,
             given,
             open_files = limit,
-            "--max-connections is lowered, so that connections to workers fit the limit of open files; raise the limit (ulimit -Hn)"
+            "--max-connections is lowered, so that connections to workers fit the limit of open \
+             files; raise the limit (ulimit -Hn)"
         );
         config.limits.max_connections = given;
     }

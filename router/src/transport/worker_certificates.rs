@@ -67,8 +67,8 @@ impl WorkerCertificates {
         refusal: Error,
     ) -> Result<ServerCertVerified, Error> {
         let certificate = parse(shown)?;
-        // A CA that is listed vouches for certificates of other names, so the exception ends here: a
-        // holder of any certificate of that CA could otherwise answer for every worker.
+        // A CA that is listed vouches for certificates of other names, so the exception ends here:
+        // a holder of any certificate of that CA could otherwise answer for every worker.
         if !is_self_signed(&certificate) || !self.trusted.contains(shown.as_ref()) {
             return Err(refusal);
         }

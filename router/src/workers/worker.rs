@@ -129,7 +129,8 @@ pub struct WorkerDescription {
     /// All names under which ours take requests.
     pub served_model_names: Vec<String>,
     pub version: Option<String>,
-    /// Ours tell what a partner must have in common with them; see `router_core::FINGERPRINT_FIELDS`.
+    /// Ours tell what a partner must have in common with them; see
+    /// `router_core::FINGERPRINT_FIELDS`.
     pub fingerprint: BTreeMap<String, String>,
     /// Features that a router may rely on; only ours report them (docs/protocol.md §2).
     pub baton_features: Vec<String>,

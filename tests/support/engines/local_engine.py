@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -46,18 +47,15 @@ class LocalRanks(RankSet):
         self.ranks = [RankClient(0, None)]  # type: ignore[arg-type]
         self._sinks = {}
         self._of_handle = {}
-        self._next_handle = 1
+        self._handles = itertools.count(1)
 
     def choose(self, wanted: int | None) -> RankClient:
         return self.ranks[0]
 
-    def submit(self, rank: RankClient, request: ValidatedRequest, sink: AnswerSink) -> int:
-        handle = self._next_handle
-        self._next_handle += 1
-        self._of_handle[handle] = rank
-        rank.items[handle] = (sink, 0)
-        self.engine.submit(replace(request, handle=handle))
-        return handle
+    def submit(self, rank: RankClient, request: ValidatedRequest, sink: AnswerSink) -> None:
+        self._of_handle[request.handle] = rank
+        rank.items[request.handle] = (sink, 0)
+        self.engine.submit(request)
 
     def abort(self, handles: Sequence[int]) -> None:
         for handle in handles:

@@ -73,7 +73,8 @@ class DisaggregationFlags:
     )
     kv_advertise_host: str | None = opt(
         None,
-        "P node: address or host name that D nodes connect to for KV (default: the address that the "
+        "P node: address or host name that D nodes connect to for KV (default: the address that "
+        "the "
         "transfer ports listen on, and for 0.0.0.0 or :: the address of the default route)",
         simulated=False,
     )

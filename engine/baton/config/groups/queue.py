@@ -226,6 +226,7 @@ class CacheFlags:
     )
     kv_events_config: str = opt(
         "",
-        "announce cached pages: JSON object with the keys of vLLM's option (docs/scheduling/cache.md)",
+        "announce cached pages: JSON object with the keys of vLLM's option "
+        "(docs/scheduling/cache.md)",
         simulated=False,
     )

@@ -377,7 +377,8 @@ class GrammarStore:
                 reason = matcher.get_error().partition("\n")[0][:MESSAGE_CHARS]
                 return BadRequest(f"the grammar cannot be compiled: {reason}")
             return matcher
-        except Exception as err:  # noqa: BLE001 - of the library; it ends the requests with this grammar
+        except Exception as err:  # noqa: BLE001 - of the library
+            # It ends the requests with this grammar.
             reason = str(err).partition("\n")[0][:MESSAGE_CHARS]
             return GrammarFailed(f"the grammar was not compiled: {type(err).__name__}: {reason}")
 

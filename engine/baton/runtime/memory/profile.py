@@ -89,7 +89,8 @@ def profile_memory(
         # `no_room` has the sentence for the first, and an EngineError has its own.
         except (torch.OutOfMemoryError, EngineError):
             raise
-        except Exception as err:  # of flashinfer: its compiler, its launches, arguments that another version has not
+        except Exception as err:
+            # of flashinfer: its compiler, its launches, arguments that another version has not
             # The advice below would name the backend that has just failed.
             if config.attention_backend == "torch":
                 raise

@@ -70,7 +70,9 @@ def engine_routes(routes: Iterable[Route]) -> list[web.RouteDef]:
 
 
 class HttpServer:
-    """The parts of the front process, as the launcher and the contexts of the handlers share them."""
+    """The parts of the front process, as the launcher and the contexts of the handlers share
+    them.
+    """
 
     def __init__(
         self,
@@ -199,7 +201,8 @@ class HttpServer:
         except web.HTTPException as err:
             return _error_response(request, errors.BadRequest(f"{err.reason}"))
         except ConnectionError:
-            # The client is gone and will not read this; an exception would be logged by aiohttp as ours.
+            # The client is gone and will not read this; an exception would be logged by aiohttp as
+            # ours.
             return _error_response(request, errors.Aborted("the client closed the connection"))
         except Exception:
             log.exception("rid=%s %s %s failed", request[REQUEST_ID], request.method, request.path)

@@ -1,11 +1,13 @@
 """Bodies of generation requests as JSON objects.
 
-All streams wait while the event loop makes objects of JSON: 5 to 100 ms per MB, of which most is the garbage
-collector's. So of a large body
+All streams wait while the event loop makes objects of JSON: 5 to 100 ms per MB, of which most is
+the garbage collector's. So of a large body
 
-* only members are decoded that a check reads; others stay JSON (`msgspec.Raw`), which takes 1 ms per MB: messages,
-  which go to the text layer, schemas and grammars, which a process beside the front reads, and members without effect;
-* one is decoded at a time, in order of arrival, and other work of the loop gets its turn between two of them.
+* only members are decoded that a check reads; others stay JSON (`msgspec.Raw`), which takes 1 ms
+  per MB: messages, which go to the text layer, schemas and grammars, which a process beside the
+  front reads, and members without effect;
+* one is decoded at a time, in order of arrival, and other work of the loop gets its turn between
+  two of them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ RawObject = dict[str, msgspec.Raw]
 MAX_WAITING = 256
 """Large bodies that wait for their turn."""
 MAX_MEMBER_BYTES = 2 * 2**20
-"""A member of a large body that is neither a prompt nor without effect. The text of a grammar has at most 1 MiB."""
+"""A member of a large body that is neither a prompt nor without effect. The text of a grammar has
+at most 1 MiB.
+"""
 SMALL_BYTES = 1024
 """Schemas and parts of tools up to here are decoded in any case."""
 
@@ -72,7 +76,9 @@ class BodyDecoder:
             return decode_large_object(raw)
 
     async def translate(self, raw: bytes, work: Callable[[], T]) -> T:
-        """Result of the text layer's work on a body, which releases Python's lock: for a large one on a thread."""
+        """Result of the text layer's work on a body, which releases Python's lock: for a large one
+        on a thread.
+        """
         if len(raw) <= INLINE_BYTES:
             return work()
         async with self._large_turn():
@@ -96,7 +102,8 @@ class BodyDecoder:
 
 
 def decode_large_object(raw: bytes) -> dict[str, Any]:
-    """A JSON object of which large members may be `msgspec.Raw`. Raises InvalidJson or PayloadTooLarge.
+    """A JSON object of which large members may be `msgspec.Raw`. Raises InvalidJson or
+    PayloadTooLarge.
 
     Numbers and escapes in such a member are not checked.
     """

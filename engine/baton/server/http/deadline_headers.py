@@ -16,9 +16,11 @@ DEADLINE_HEADERS = (DEADLINE_HEADER, *TTFT_HEADERS)
 
 
 def with_deadline_headers(accepted: AcceptedRequest, headers: Mapping[str, str]) -> AcceptedRequest:
-    """Deadlines that proxies state as headers: remaining time of the whole request, wanted time to first token [ms].
+    """Deadlines that proxies state as headers: remaining time of the whole request, wanted time to
+    first token [ms].
 
-    The smaller of field and header counts. Raises BadRequest for a header that is not a number of milliseconds.
+    The smaller of field and header counts. Raises BadRequest for a header that is not a number of
+    milliseconds.
     """
     if not any(name in headers for name in DEADLINE_HEADERS):
         return accepted

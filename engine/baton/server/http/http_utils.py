@@ -1,7 +1,8 @@
-"""Small pieces of HTTP shared by the handlers: the body as an object, JSON answers, errors, request ids.
+"""Small pieces of HTTP shared by the handlers: the body as an object, JSON answers, errors, request
+ids.
 
-All streams wait while the event loop works on a body, so generation requests are checked by size before they are
-parsed: those above INLINE_BYTES in a thread, without the GIL.
+All streams wait while the event loop works on a body, so generation requests are checked by size
+before they are parsed: those above INLINE_BYTES in a thread, without the GIL.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ encode_json = msgspec.json.Encoder().encode
 MAX_BODY_BYTES = 32 * 2**20
 """A 128k-token prompt as JSON numbers is about 1 MiB; this leaves room for batches of them."""
 MAX_BODY_COMMAS = 2**21
-"""Bounds the values in a body before it is parsed: that many take 20 to 130 ms, and all requests wait meanwhile."""
+"""Bounds the values in a body before it is parsed: that many take 20 to 130 ms, and all requests
+wait meanwhile.
+"""
 
 BODY_PIECE_BYTES = 2**18
 """Part of a long answer that is written at once: copied in 0.1 ms."""
@@ -49,7 +52,9 @@ def canonical_path(request: web.BaseRequest) -> str:
 
 
 def with_trailing_slashes(*routes: web.RouteDef) -> list[web.RouteDef]:
-    """The routes, and each with a slash at its end. Those come first: a parameter takes slashes too."""
+    """The routes, and each with a slash at its end. Those come first: a parameter takes slashes
+    too.
+    """
     slashed = [
         web.route(route.method, route.path + "/", route.handler, **route.kwargs) for route in routes
     ]
@@ -78,7 +83,8 @@ def json_body_response(
 async def send_json_body(
     request: web.Request, body: bytes, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Answer with JSON. A long body is written piece by piece, between which other answers have their turn.
+    """Answer with JSON. A long body is written piece by piece, between which other answers have
+    their turn.
 
     Logprobs of a prompt of 128 k tokens have 180 MB: one write would copy them at once.
     """
@@ -97,7 +103,9 @@ async def send_json_body(
 
 
 async def read_object(request: web.Request, check: Check | None = None) -> dict[str, Any]:
-    """The body as a JSON object. Raises InvalidJson, PayloadTooLarge, UnsupportedMediaType, and what `check` raises."""
+    """The body as a JSON object. Raises InvalidJson, PayloadTooLarge, UnsupportedMediaType, and
+    what `check` raises.
+    """
     return decode_object(await read_body(request, check))
 
 
@@ -136,8 +144,9 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 
 
 async def _read(request: web.Request) -> bytes:
-    """The body, piece by piece as it arrives: aiohttp's `Request.read` takes all of it in one turn of
-    the event loop."""
+    """The body, piece by piece as it arrives: aiohttp's `Request.read` takes all of it in one turn
+    of the event loop.
+    """
     length = request.content_length or 0
     pieces: list[bytes] = []
     read = commas = 0

@@ -1,10 +1,14 @@
-"""State of a node, drain included: what it does now, whether it takes requests, and what is left before it can stop.
+"""State of a node, drain included: what it does now, whether it takes requests, and what is left
+before it can stop.
 
-1. starting → loading (weights are being read) → ready; dead when a rank died or can no longer serve;
-2. `ServerLifecycle.begin_drain`: new requests are refused with `draining`, those that run finish, a P node keeps its
-   leases until the decode nodes have pulled them. POST /drain does that, and so does SIGTERM, which makes it final;
+1. starting → loading (weights are being read) → ready; dead when a rank died or can no longer
+   serve;
+2. `ServerLifecycle.begin_drain`: new requests are refused with `draining`, those that run finish, a
+   P node keeps its leases until the decode nodes have pulled them. POST /drain does that, and so
+   does SIGTERM, which makes it final;
 3. `ServerLifecycle.end_drain` (POST /undrain) takes requests again, unless the drain is final;
-4. `ServerLifecycle.until_finished` waits until nothing is left; then the process can be stopped without a loss.
+4. `ServerLifecycle.until_finished` waits until nothing is left; then the process can be stopped
+   without a loss.
 """
 
 from __future__ import annotations
@@ -27,12 +31,16 @@ log = logging.getLogger("baton.front")
 ASK_SECS = 10.0
 """For a rank's answer to what it has left."""
 POLL_SECS = 0.05
-"""Between two looks at what the ranks have left: nothing announces to the front that D has pulled."""
+"""Between two looks at what the ranks have left: nothing announces to the front that D has
+pulled.
+"""
 RETRY_SECS = 2
 NONFINITE_IN_A_ROW = 3
 """Number of answers in a row that end in NaN or infinity and make the node unhealthy."""
 NONFINITE_SECS = 30.0
-"""Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at once."""
+"""Seconds until an unhealthy node is tried again; the next such answer makes it unhealthy at
+once.
+"""
 PEERS_VALID_SECS = 30.0
 """A router probes each 5 s by default; a number that is older says nothing about now."""
 
@@ -72,9 +80,11 @@ class ServerLifecycle:
         self.is_loaded = False
         """All ranks have reported ready once."""
         self.bootstrap: Any = None
-        """Bootstrap server of a P node (baton._native); when it stops, no D node finds the ranks."""
+        """Bootstrap server of a P node (baton._native); when it stops, no D node finds the
+        ranks.
+        """
 
-    # ---- state -------------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
 
     @property
     def is_draining(self) -> bool:
@@ -106,7 +116,8 @@ class ServerLifecycle:
             state = NodeState.LOADING if any(r.loading for r in ranks) else NodeState.STARTING
             count = f"{ready} of {len(ranks)} ranks are ready"
             refusal = NotReady(
-                f"the model is loading: {count}, {self.load_progress:.0%} of the weights are in memory",
+                f"the model is loading: {count}, {self.load_progress:.0%} of the weights are in "
+                "memory",
                 retry_after_secs=RETRY_SECS,
             )
             return NodeCondition(state, f"loading {ready}/{len(ranks)}", refusal)
@@ -128,7 +139,8 @@ class ServerLifecycle:
         for rank in self._ranks.ranks:
             if rank.nonfinite >= NONFINITE_IN_A_ROW and rank.nonfinite_at > since:
                 return EngineDead(
-                    f"the last {rank.nonfinite} answers of rank {rank.dp_rank} ended because the model computed NaN or "
+                    f"the last {rank.nonfinite} answers of rank {rank.dp_rank} ended because the "
+                    "model computed NaN or "
                     "infinity; check the checkpoint and --dtype, or restart the engine",
                     retry_after_secs=int(NONFINITE_SECS),
                 )
@@ -141,7 +153,9 @@ class ServerLifecycle:
             raise refusal
 
     def _dead(self, reason: str, why: str) -> NodeCondition:
-        """A draining node that died says `draining` to requests: it is leaving, whatever else it is."""
+        """A draining node that died says `draining` to requests: it is leaving, whatever else it
+        is.
+        """
         refusal = self._drain_refusal() if self.is_draining else EngineDead(why, retry_after_secs=5)
         return NodeCondition(NodeState.DEAD, reason, refusal)
 
@@ -157,7 +171,7 @@ class ServerLifecycle:
         ranks = self._ranks.ranks
         return sum(r.load_progress for r in ranks) / len(ranks)
 
-    # ---- peers -------------------------------------------------------------------------------------------------
+    # ---- peers -----------------------------------------------------------------------------------
 
     def note_ready_peers(self, header: str | None) -> None:
         """Remember the number that a router's probe carries; other probes carry none."""
@@ -166,13 +180,15 @@ class ServerLifecycle:
 
     @property
     def ready_peers(self) -> int | None:
-        """Other ready workers that could take this one's requests; None: no router reported it lately."""
+        """Other ready workers that could take this one's requests; None: no router reported it
+        lately.
+        """
         if self._peers is None:
             return None
         count, reported_at = self._peers
         return count if time.monotonic() - reported_at < PEERS_VALID_SECS else None
 
-    # ---- drain -------------------------------------------------------------------------------------------------
+    # ---- drain -----------------------------------------------------------------------------------
 
     def begin_drain(self, final_reason: str | None = None) -> None:
         """Refuse new requests from now on. Idempotent.
@@ -189,7 +205,8 @@ class ServerLifecycle:
         """Take requests again. Idempotent. Raises WrongState when the process is about to end."""
         if self._final_reason is not None:
             raise WrongState(
-                f"this node cannot return to service: {self._final_reason}, and it exits when its work is finished; "
+                f"this node cannot return to service: {self._final_reason}, and it exits when its "
+                "work is finished; "
                 "start it again"
             )
         if self._drained_since is not None:
@@ -200,7 +217,9 @@ class ServerLifecycle:
             self._drained_since = None
 
     async def report(self) -> dict[str, Any]:
-        """The answer of /drain and /undrain. Raises EngineError when a living rank does not answer."""
+        """The answer of /drain and /undrain. Raises EngineError when a living rank does not
+        answer.
+        """
         asked = [r for r in self._ranks.ranks if r.ready and r.dead is None]
         replies = await asyncio.gather(
             *(self._ranks.control(rank, CountRemaining(), ASK_SECS) for rank in asked)
@@ -234,23 +253,29 @@ class ServerLifecycle:
                 "running": states["running"] + states["suspended"] + states["aborting"],
                 "transfers": states["transfer"],
                 "leases": states["leased"],
-                "rooms": rooms,  # KV transfers that the runtimes of the ranks know and have not ended
+                # KV transfers that the runtimes of the ranks know and have not ended
+                "rooms": rooms,
                 "oldest_secs": round(max(ages), 3) if ages else None,
             },
         }
 
     async def until_finished(self) -> None:
-        """Wait until no answer is in progress and no living rank has a request, lease or transfer left."""
+        """Wait until no answer is in progress and no living rank has a request, lease or transfer
+        left.
+        """
         await self.answers.is_idle.wait()
         await asyncio.gather(
             *(self._until_rank_finished(r) for r in self._ranks.ranks if r.dead is None)
         )
 
     async def _until_rank_finished(self, rank: RankClient) -> None:
-        """A P rank's answers are out before D has pulled the pages: wait until its books are empty."""
+        """A P rank's answers are out before D has pulled the pages: wait until its books are
+        empty.
+        """
         try:
             while True:
-                # A rank that has just become ready may not be connected in this direction yet: ask again.
+                # A rank that has just become ready may not be connected in this direction yet: ask
+                # again.
                 try:
                     books = (await self._ranks.control(rank, CountRemaining(), ASK_SECS)).result
                     if not (books["rooms"] or any(books["requests"].values())):

@@ -1,10 +1,11 @@
-"""Answering a generation request: body in, validated, run on the ranks, one JSON or a stream of events out.
+"""Answering a generation request: body in, validated, run on the ranks, one JSON or a stream of
+events out.
 
 1. the body is read and validated; a Generation is entered in the table of live ones and started;
-2. a whole answer collects deltas until the end; a stream sends them as they come, its headers with the first token,
-   error or keep-alive, so that an error before it still has its HTTP status;
-3. whatever happens (end, error, disconnect = cancellation by aiohttp), `finally` closes the Generation, frees the
-   ranks, counts the outcome and writes the request's one log line.
+2. a whole answer collects deltas until the end; a stream sends them as they come, its headers with
+   the first token, error or keep-alive, so that an error before it still has its HTTP status;
+3. whatever happens (end, error, disconnect = cancellation by aiohttp), `finally` closes the
+   Generation, frees the ranks, counts the outcome and writes the request's one log line.
 
 Invariant: a stream ends with one finish_reason per choice or one error event, then [DONE].
 """
@@ -42,7 +43,9 @@ log = logging.getLogger("baton.front")
 KEEPALIVE_SECS = 15.0
 """Idle proxies cut connections after 30 to 60 s (nginx, cloud load balancers)."""
 SLOW_CLIENT_SECS = 60.0
-"""After the request's own timeout the client has this long to read the answer; then its connection is cut."""
+"""After the request's own timeout the client has this long to read the answer; then its connection
+is cut.
+"""
 KEEPALIVE = b": waiting\n\n"
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -73,7 +76,9 @@ class RequestHandler:
     def __post_init__(self) -> None:
         self._live: set[Generation] = set()
         self.arrivals: dict[object, float] = {}
-        """Requests from before their body is read until their answer is out, oldest first (monotonic seconds)."""
+        """Requests from before their body is read until their answer is out, oldest first
+        (monotonic seconds).
+        """
         self.is_idle = asyncio.Event()
         """Set while no request is being answered."""
         self.is_idle.set()
@@ -100,7 +105,9 @@ class RequestHandler:
         return len(found)
 
     def live(self, rid: str) -> list[Generation]:
-        """The requests that are being worked on with this rid, or else with this id but for the prefix of an API."""
+        """The requests that are being worked on with this rid, or else with this id but for the
+        prefix of an API.
+        """
         equal = [generation for generation in self._live if generation.rid == rid]
         plain_id = native_extension().plain_id
         plain = plain_id(rid)
@@ -242,7 +249,9 @@ class RequestHandler:
     async def _stream(
         self, request: web.Request, generation: Generation, headers: dict[str, str]
     ) -> tuple[web.StreamResponse, str]:
-        """Send events until the end; returns the outcome's code. Errors before the first byte are raised."""
+        """Send events until the end; returns the outcome's code. Errors before the first byte are
+        raised.
+        """
         response = web.StreamResponse(headers={**SSE_HEADERS, **headers})
 
         async def send(data: bytes) -> None:
@@ -274,7 +283,9 @@ class RequestHandler:
         return response, outcome
 
     def _router_headers(self, generation: Generation) -> dict[str, str]:
-        """For routers: load of the rank that answers (the first item's) at this moment, way to its first token."""
+        """For routers: load of the rank that answers (the first item's) at this moment, way to its
+        first token.
+        """
         first = generation.items[0]
         if first.rank is None:
             load = load_report.format_incarnation_header(self.incarnation)

@@ -1,7 +1,9 @@
-"""--enable-trace: this process's access to the span exporter, which sends from a native thread of its own.
+"""--enable-trace: this process's access to the span exporter, which sends from a native thread of
+its own.
 
-Spans are made when a request has ended (front) or a rank has sent its timeline, so a running request pays for ids only.
-The exporter's queue is bounded: a slow or dead collector costs spans, counted in the metric, never a request.
+Spans are made when a request has ended (front) or a rank has sent its timeline, so a running
+request pays for ids only. The exporter's queue is bounded: a slow or dead collector costs spans,
+counted in the metric, never a request.
 """
 
 from __future__ import annotations
@@ -123,7 +125,9 @@ class SpanTracer:
         await asyncio.to_thread(self._exporter.flush, LAST_SPANS_SECS)
 
     def _to_unix(self) -> spans.ToUnix:
-        """Offset for all spans as long as the clock is not set, so that children lie within their parents."""
+        """Offset for all spans as long as the clock is not set, so that children lie within their
+        parents.
+        """
         before = time.monotonic_ns()
         wall = time.time_ns()
         after = time.monotonic_ns()

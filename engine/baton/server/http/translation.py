@@ -1,7 +1,8 @@
-"""Requests of /v1/responses and /v1/messages: translated to chat requests, which validation.py checks.
+"""Requests of /v1/responses and /v1/messages: translated to chat requests, which validation.py
+checks.
 
-The translation is in `engine/text` (Rust, module `dialect::translate`). Refusals name the members of the client's own
-body, those of validation.py too.
+The translation is in `engine/text` (Rust, module `dialect::translate`). Refusals name the members
+of the client's own body, those of validation.py too.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class RequestTranslator:
 
 
 def _with_client_param(err: EngineError, translated: Any) -> EngineError:
-    """The error with the client's name of the member, which its message begins with in most cases."""
+    """The error with the client's name of the member, which its message begins with in most
+    cases.
+    """
     if err.param is None:
         return err
     param = translated.client_param(err.param)

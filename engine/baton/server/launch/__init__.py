@@ -1,1 +1,3 @@
-"""Start of an engine (`engine`), and child processes that end with their parent (`process_group`)."""
+"""Start of an engine (`engine`), and child processes that end with their parent
+(`process_group`).
+"""

@@ -1,12 +1,14 @@
-"""Start an engine: the front in this process, one scheduler process per DP rank, and on P nodes the bootstrap server.
+"""Start an engine: the front in this process, one scheduler process per DP rank, and on P nodes the
+bootstrap server.
 
-1. read the model directory, bind the HTTP port (503 `not_ready` from now on), bind the ZMQ sockets, spawn the ranks,
-   with --tp-size several processes each;
-2. every rank loads the model and sends Ready; the last one turns /health to 200 and prints the READY line;
-3. SIGTERM or SIGINT drains: no new requests, running ones finish, leases end, ranks exit; a second signal
-   ends at once;
-4. a rank that dies fails its requests, and is dead when one of its processes is; the other ranks finish theirs, then
-   the process exits with 1 and a supervisor starts it again.
+1. read the model directory, bind the HTTP port (503 `not_ready` from now on), bind the ZMQ sockets,
+   spawn the ranks, with --tp-size several processes each;
+2. every rank loads the model and sends Ready; the last one turns /health to 200 and prints the
+   READY line;
+3. SIGTERM or SIGINT drains: no new requests, running ones finish, leases end, ranks exit; a second
+   signal ends at once;
+4. a rank that dies fails its requests, and is dead when one of its processes is; the other ranks
+   finish theirs, then the process exits with 1 and a supervisor starts it again.
 
 Ranks run in their own sessions, so that Ctrl-C reaches this process alone and is handled once.
 """
@@ -96,7 +98,9 @@ def _missing_models(values: dict[str, Any]) -> list[str]:
 
 
 def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND) -> int:
-    """Run until a signal or the last rank's death; returns the exit code (0 drained, 1 died, 2 cannot start)."""
+    """Run until a signal or the last rank's death; returns the exit code (0 drained, 1 died, 2
+    cannot start).
+    """
     logs.start_logs(config.log_level, config.log_format)
     logging.getLogger("aiohttp.server").addFilter(_one_line_for_no_request)
     try:
@@ -109,7 +113,9 @@ def run_engine(config: EngineConfig, rank_command: Sequence[str] = RANK_COMMAND)
 
 
 def _one_line_for_no_request(record: logging.LogRecord) -> bool:
-    """A port scan, or a router that tries HTTP/2 for gRPC, is refused in one line, not in a traceback."""
+    """A port scan, or a router that tries HTTP/2 for gRPC, is refused in one line, not in a
+    traceback.
+    """
     if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
         record.msg = record.msg + ": this is no HTTP/1.1 request"
         record.exc_info = None
@@ -175,7 +181,8 @@ class _Launcher:
             )
             if facts.has_response_template:
                 log.info(
-                    "the response_template in %s/tokenizer_config.json is not used; choose with --tool-parser and "
+                    "the response_template in %s/tokenizer_config.json is not used; choose with "
+                    "--tool-parser and "
                     "--reasoning-parser if answers are read wrongly",
                     facts.tokenizer_path,
                 )
@@ -183,7 +190,8 @@ class _Launcher:
                 return await self._give_up(ranks)
             front.became_ready()
             gc.collect()
-            gc.freeze()  # modules and tables: a full collection would walk them while all streams wait
+            # modules and tables: a full collection would walk them while all streams wait
+            gc.freeze()
             log.info(
                 "ready after %.1f s: %s serves %s", time.monotonic() - started, url, facts.name
             )
@@ -199,12 +207,14 @@ class _Launcher:
             logs.announce_ready(self._config.log_format, ready)
             return await self._serve_until_end(front, ranks)
 
-    # ---- parts of the start ------------------------------------------------------------------------------------
+    # ---- parts of the start ----------------------------------------------------------------------
 
     def _open_sockets(
         self, folder: Path, tokenizer: Tokenizer, answer_format: AnswerFormat
     ) -> tuple[zmq.Context[Any], RankSet]:
-        """PUSH to each rank and a shared PULL from all, as ipc sockets in a directory only this user can enter."""
+        """PUSH to each rank and a shared PULL from all, as ipc sockets in a directory only this
+        user can enter.
+        """
         context: zmq.Context[Any] = zmq.Context()
         pull = context.socket(zmq.PULL)
         pull.set_hwm(SEND_QUEUE)
@@ -252,7 +262,8 @@ class _Launcher:
                 else f"cannot be bound ({err.strerror or err})"
             )
             raise ConfigError(
-                f"--host {host} {flag_name(field)} {port} {why}; choose another, or 0 for a free port"
+                f"--host {host} {flag_name(field)} {port} {why}; choose another, or 0 for a free "
+                "port"
             ) from err
         stack.callback(listener.close)  # before the connections end
         bound: int = listener.sockets[0].getsockname()[1]
@@ -277,7 +288,9 @@ class _Launcher:
     def _grammar_files(
         self, facts: model_info.ModelFacts, tokenizer: Tokenizer, front: HttpServer
     ) -> GrammarFiles | None:
-        """Files from which ranks make the trie for grammars; None where there is no tokenizer.json."""
+        """Files from which ranks make the trie for grammars; None where there is no
+        tokenizer.json.
+        """
         file = facts.tokenizer_path / "tokenizer.json"
         if self._config.simulate is not None or not file.is_file():
             return None
@@ -358,15 +371,15 @@ class _Launcher:
         if not dead:
             return 0
         logs.report_failure(self._config.log_format, "\n".join(["could not start", *dead]))
-        # A rank exits with 2 when the configuration is at fault: a supervisor should not try again. It has sent its
-        # message and is about to exit: let it.
+        # A rank exits with 2 when the configuration is at fault: a supervisor should not try again.
+        # It has sent its message and is about to exit: let it.
         await asyncio.wait(
             self._watchers, timeout=EXIT_GRACE_SECS, return_when=asyncio.FIRST_COMPLETED
         )
         await self._end_children()
         return 2 if 2 in self._exit_codes else 1
 
-    # ---- the end -----------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
 
     def _on_signal(self) -> None:
         if self._signaled.is_set():
@@ -397,7 +410,9 @@ class _Launcher:
         return 0 if is_whole else 1
 
     async def _drain(self, front: HttpServer, ranks: RankSet, why: str) -> None:
-        """POST /drain that cannot be undone, then the end: at most --drain-timeout-secs, or until a second signal."""
+        """POST /drain that cannot be undone, then the end: at most --drain-timeout-secs, or until a
+        second signal.
+        """
         limit = self._config.drain_timeout_secs
         log.info("ending, because %s: at most %g s; a second signal ends at once", why, limit)
         front.lifecycle.begin_drain(final_reason=why)
@@ -410,7 +425,9 @@ class _Launcher:
 
     @staticmethod
     async def _finish_work(front: HttpServer, ranks: RankSet) -> None:
-        """Wait until nothing is left, then have the transfer runtimes refuse what D nodes still ask for."""
+        """Wait until nothing is left, then have the transfer runtimes refuse what D nodes still ask
+        for.
+        """
 
         async def end_transfers(rank: RankClient) -> None:
             try:
@@ -434,6 +451,8 @@ class _Launcher:
 
 
 def url_of(host: str, port: int) -> str:
-    """URL of a server on this machine that listens on `host`. asyncio's sockets on :: take no IPv4."""
+    """URL of a server on this machine that listens on `host`. asyncio's sockets on :: take no
+    IPv4.
+    """
     shown = {"0.0.0.0": LOOPBACK, "": LOOPBACK, "::": "::1"}.get(host, host)
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"

@@ -1,11 +1,14 @@
-"""Client connections of an engine: how many there are, how long each may wait, and which one ends for a new one.
+"""Client connections of an engine: how many there are, how long each may wait, and which one ends
+for a new one.
 
-1. A connection waits for a request from its start, and again after each answer. `aiohttp` closes it when it has waited
-   --idle-connection-timeout-secs, and this module --header-read-timeout-secs after the first byte of a request whose
-   head does not end.
-2. Nothing here ends a connection while a request is in progress: from its whole head to its answer's last byte.
-3. Beyond --max-connections the connection that has waited longest is closed for a new one. Beyond a quarter of them an
-   address closes its own: connections with requests do not count, because routers have many.
+1. A connection waits for a request from its start, and again after each answer. `aiohttp` closes it
+   when it has waited --idle-connection-timeout-secs, and this module --header-read-timeout-secs
+   after the first byte of a request whose head does not end.
+2. Nothing here ends a connection while a request is in progress: from its whole head to its
+   answer's last byte.
+3. Beyond --max-connections the connection that has waited longest is closed for a new one. Beyond a
+   quarter of them an address closes its own: connections with requests do not count, because
+   routers have many.
 4. Where all connections have requests, the new one is closed.
 
 Everything here runs in the event loop's thread.
@@ -36,9 +39,13 @@ HEALTH_CONNECTIONS = 64
 BACKLOG = 1024
 """Connections that wait in the kernel's queue; the event loop accepts up to so many at once."""
 RESERVED_DESCRIPTORS = BACKLOG + 256
-"""For connections that are accepted before others have ended, and for sockets and files of the process."""
+"""For connections that are accepted before others have ended, and for sockets and files of the
+process.
+"""
 UNSENT_SECS = 10.0
-"""A client that has not taken the rest of its answer after this long may lose it to another client."""
+"""A client that has not taken the rest of its answer after this long may lose it to another
+client.
+"""
 WARNING_PAUSE_SECS = 60.0
 """Between two warnings that all connections are in use."""
 CANDIDATES = 32
@@ -59,7 +66,9 @@ class ConnectionLimits:
 
 
 def fit_descriptors(wanted: int) -> int:
-    """Raises the limit of open files as far as it goes; returns how many of `wanted` connections fit it."""
+    """Raises the limit of open files as far as it goes; returns how many of `wanted` connections
+    fit it.
+    """
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -70,11 +79,13 @@ def fit_descriptors(wanted: int) -> int:
         return wanted
     fitting = max(limit - RESERVED_DESCRIPTORS, limit // 2, 1)
     if fitting < wanted:
-        # No warning about the default, because a start with it on a machine with a lower limit is healthy.
+        # No warning about the default, because a start with it on a machine with a lower limit is
+        # healthy.
         level = logging.DEBUG if wanted == EngineConfig().max_connections else logging.WARNING
         log.log(
             level,
-            "--max-connections is lowered from %d to %d, so that it fits the limit of open files, %d; raise the limit "
+            "--max-connections is lowered from %d to %d, so that it fits the limit of open files, "
+            "%d; raise the limit "
             "(ulimit -Hn)",
             wanted,
             fitting,
@@ -175,7 +186,8 @@ class ConnectionTable:
             return
         self._warned_at = now
         log.warning(
-            "all --max-connections (%d) are in use; a new one closes the one that has waited longest without a "
+            "all --max-connections (%d) are in use; a new one closes the one that has waited "
+            "longest without a "
             "request, or is closed while all have requests",
             self._limits.most,
         )
@@ -221,7 +233,9 @@ class HttpConnection(web.RequestHandler):
                 self._table.begin_wait(self)
 
     def can_end(self) -> bool:
-        """False while a request may be in the kernel's buffer, or the end of an answer has not left."""
+        """False while a request may be in the kernel's buffer, or the end of an answer has not
+        left.
+        """
         transport = self.transport
         if transport is None or transport.is_closing():
             return True

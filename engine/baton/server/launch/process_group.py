@@ -1,4 +1,5 @@
-"""A child process with all that it starts, in a session of its own: they end together, and by the kernel when we die.
+"""A child process with all that it starts, in a session of its own: they end together, and by the
+kernel when we die.
 
 1. `spawn` starts it; on Linux a signal reaches it even if we are killed;
 2. `wait` returns its exit code and kills what it left behind;
@@ -48,14 +49,17 @@ class ChildProcessGroup:
         stdin: bytes = b"",
         death_signal: signal.Signals = signal.SIGTERM,
     ) -> ChildProcessGroup:
-        """`stdout`, `stderr`: file descriptors; `stdin`: all it can read there; `death_signal`: sent when we die."""
+        """`stdout`, `stderr`: file descriptors; `stdin`: all it can read there; `death_signal`:
+        sent when we die.
+        """
         process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.PIPE if stdin else asyncio.subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
             env=dict(env),
-            start_new_session=True,  # a Ctrl-C in the terminal reaches us alone: we stop children in order
+            # a Ctrl-C in the terminal reaches us alone: we stop children in order
+            start_new_session=True,
             preexec_fn=_die_with_parent(os.getpid(), death_signal)
             if sys.platform == "linux"
             else None,
@@ -72,14 +76,18 @@ class ChildProcessGroup:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Wait for the child's end; returns its exit code, negative for a signal. The rest of its group is killed."""
+        """Wait for the child's end; returns its exit code, negative for a signal. The rest of its
+        group is killed.
+        """
         code = await self._process.wait()
         self.kill()
         self._is_swept = True
         return code
 
     async def stop(self, grace_secs: float) -> bool:
-        """SIGTERM, wait at most `grace_secs`, SIGKILL for the group. Returns whether the child ended by itself."""
+        """SIGTERM, wait at most `grace_secs`, SIGKILL for the group. Returns whether the child
+        ended by itself.
+        """
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -109,7 +117,8 @@ async def first_of(
     timeout_secs: float | None = None,
     return_when: str = asyncio.FIRST_COMPLETED,
 ) -> set[asyncio.Future[Any]]:
-    """Wait until the first of these ends, or as `return_when` says (asyncio.wait), and cancel the others.
+    """Wait until the first of these ends, or as `return_when` says (asyncio.wait), and cancel the
+    others.
 
     Returns those that have ended, none after `timeout_secs`. Raises their failure.
     """
@@ -125,7 +134,9 @@ async def first_of(
 
 
 def _die_with_parent(parent: int, number: signal.Signals) -> Callable[[], None]:
-    """For the moment between fork and exec: the kernel sends the signal when `parent` dies, however it dies."""
+    """For the moment between fork and exec: the kernel sends the signal when `parent` dies, however
+    it dies.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
 
     def prepare() -> None:

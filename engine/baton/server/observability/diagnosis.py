@@ -1,11 +1,13 @@
 """`POST /debug/diagnosis`: facts that only this engine knows, for `baton doctor`.
 
 * its host and the limits of its process (host_facts.py);
-* proof of its cluster keys: HMACs of the caller's challenge, under keys derived from them that open nothing;
+* proof of its cluster keys: HMACs of the caller's challenge, under keys derived from them that open
+  nothing;
 * links of its transfer runtimes, with the transport of each;
-* how it reaches the prefill nodes that the caller names: the bootstrap server with a signed request, as a decode rank
-  asks it, then the transfer port of each rank that has no link yet. A decode node connects to any address that a
-  request names as `bootstrap_host`; this route gives no further reach.
+* how it reaches the prefill nodes that the caller names: the bootstrap server with a signed
+  request, as a decode rank asks it, then the transfer port of each rank that has no link yet. A
+  decode node connects to any address that a request names as `bootstrap_host`; this route gives no
+  further reach.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class PrefillProbe:
         self._links = links
 
     async def look(self, host: str, port: int) -> dict[str, Any]:
-        """`bootstrap`: ok, unreachable, refused, untrusted or empty, with `detail`; `ranks`: one object for each."""
+        """`bootstrap`: ok, unreachable, refused, untrusted or empty, with `detail`; `ranks`: one
+        object for each.
+        """
         if not self._config.is_kv_open and not is_loopback(host):
             detail = f"this node has no cluster key and asks loopback addresses only; {KV_REMEDY}"
             return {
@@ -152,7 +156,9 @@ def _address(host: str, port: int) -> str:
 
 
 def _message(body: bytes) -> str:
-    """Sentence of an error object of ours. Other texts are not repeated: the caller may name any server."""
+    """Sentence of an error object of ours. Other texts are not repeated: the caller may name any
+    server.
+    """
     try:
         return str(json.loads(body)["error"]["message"])[:300]
     except (ValueError, KeyError, TypeError):
@@ -160,7 +166,9 @@ def _message(body: bytes) -> str:
 
 
 async def _numeric(host: str, port: int) -> list[str]:
-    """Addresses of a peer as the transfer runtime names them; none when the name does not resolve."""
+    """Addresses of a peer as the transfer runtime names them; none when the name does not
+    resolve.
+    """
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
@@ -186,7 +194,9 @@ async def _connect(host: str, port: int) -> str:
 
 
 def links_of(books: list[dict[str, Any]]) -> dict[str, str]:
-    """Transport by address of the peers in the ranks' ledgers; of D these are the ranks of prefill nodes."""
+    """Transport by address of the peers in the ranks' ledgers; of D these are the ranks of prefill
+    nodes.
+    """
     found: dict[str, str] = {}
     for rank in books:
         for peer in rank.get("transfer", {}).get("detail", {}).get("peers", []):

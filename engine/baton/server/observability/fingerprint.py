@@ -1,8 +1,8 @@
 """Fingerprint of a node: a short hash per aspect that P and D must have in common.
 
-`GET /get_server_info` tells them under `fingerprint`, the router pairs P and D only when all that both tell are equal
-(docs/protocol.md §2). Two nodes would notice later too, when the pages do not fit or the prompts' hashes differ: per
-request, as an error.
+`GET /get_server_info` tells them under `fingerprint`, the router pairs P and D only when all that
+both tell are equal (docs/protocol.md §2). Two nodes would notice later too, when the pages do not
+fit or the prompts' hashes differ: per request, as an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from baton.server.text.model_info import ModelFacts
 from baton.server.text.native import load_or_refuse, native_extension
 
 LAYOUT_FIELDS = ("order", "layers", "kv_heads", "head_dim", "tp_size")
-"""As far as a layout has them: `tp_size` is reported where pages are divided among several processes."""
+"""As far as a layout has them: `tp_size` is reported where pages are divided among several
+processes.
+"""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -35,8 +37,9 @@ def _short(*parts: bytes) -> str:
 
 
 def tokenizer_hash(path: Path) -> str:
-    """Hash of the files that decide which text is which ids, as far as the directory has them, and of the tokens
-    that its other files add to tokenizer.json."""
+    """Hash of the files that decide which text is which ids, as far as the directory has them, and
+    of the tokens that its other files add to tokenizer.json.
+    """
     files = [path / name for name in TOKENIZER_FILES if is_given(path / name)]
     added_token_parts = load_or_refuse(native_extension().TokenizerFiles, path).added_token_parts
     return _short(
@@ -57,8 +60,9 @@ def fingerprint(
     answer_format: str,
     grammar: str,
 ) -> dict[str, str]:
-    """`tokenizer` is `tokenizer_hash`; `layout` is what a rank reports of its KV pool; `answer_format` decides how
-    answers are read (AnswerFormat.canonical); `grammar` is `grammar_fingerprint`. The keys are the router's.
+    """`tokenizer` is `tokenizer_hash`; `layout` is what a rank reports of its KV pool;
+    `answer_format` decides how answers are read (AnswerFormat.canonical); `grammar` is
+    `grammar_fingerprint`. The keys are the router's.
     """
     return {
         "model": str(layout["model_hash"]),

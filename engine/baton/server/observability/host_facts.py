@@ -1,7 +1,8 @@
-"""Facts about the machine and the process that reads them: limits, memory, shared memory, clock, versions.
+"""Facts about the machine and the process that reads them: limits, memory, shared memory, clock,
+versions.
 
-An engine reports its own (server/observability/diagnosis.py); `baton doctor` reads those of the machine it runs on.
-Reads files under /proc and makes a few system calls; judges nothing.
+An engine reports its own (server/observability/diagnosis.py); `baton doctor` reads those of the
+machine it runs on. Reads files under /proc and makes a few system calls; judges nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ CPU_FEATURES = (
 TIMEX_BYTES = 208
 TIMEX_STATUS_OFFSET = 40
 STA_UNSYNC = 0x0040
-"""sys/timex.h: the layout of struct timex on 64-bit Linux, and the status bit of a clock that nothing disciplines."""
+"""sys/timex.h: the layout of struct timex on 64-bit Linux, and the status bit of a clock that
+nothing disciplines.
+"""
 
 
 def _or_empty(read: Callable[[], str]) -> str:
@@ -83,7 +86,9 @@ def _memory(name: str) -> int | None:
 
 
 def _memory_limit() -> int | None:
-    """Smallest limit of the control group of this process and of those above it, versions 2 and 1."""
+    """Smallest limit of the control group of this process and of those above it, versions 2 and
+    1.
+    """
     found = []
     for line in _text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -179,7 +184,8 @@ def _versions() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Facts of this process, each read when it is not given: `HostFacts()` takes about a millisecond.
+    """Facts of this process, each read when it is not given: `HostFacts()` takes about a
+    millisecond.
 
     Sizes are in bytes; None: unknown here, or of a limit: none.
     """
@@ -221,7 +227,9 @@ class HostFacts:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> HostFacts:
-        """Facts of another process; what its version does not tell is unknown, what it tells besides is left out."""
+        """Facts of another process; what its version does not tell is unknown, what it tells
+        besides is left out.
+        """
         unknown: dict[str, Any] = {
             "cpu_features": [],
             "versions": {},

@@ -1,8 +1,10 @@
-"""Our numbers under the names of SGLang 0.5.7 and vLLM, for autoscalers, dashboards and endpoint pickers.
+"""Our numbers under the names of SGLang 0.5.7 and vLLM, for autoscalers, dashboards and endpoint
+pickers.
 
-An alias names one of our own metrics and which of its samples are added up; nothing is measured for it. Three names
-that autoscalers of SGLang deployments read are always there, the others with --metrics-compat. The last four of SGLANG
-are names of proposals for it, which scheduling dashboards use. What we have no equal of is left out.
+An alias names one of our own metrics and which of its samples are added up; nothing is measured for
+it. Three names that autoscalers of SGLang deployments read are always there, the others with
+--metrics-compat. The last four of SGLANG are names of proposals for it, which scheduling dashboards
+use. What we have no equal of is left out.
 """
 
 from __future__ import annotations
@@ -52,45 +54,129 @@ ALWAYS = (
     Alias("sglang:token_usage", "gauge", "same value as baton_kv_usage_ratio", "kv_usage_ratio"),
 )
 SGLANG = (
-    Alias("sglang:num_used_tokens", "gauge", "KV slots in use, by pages", "kv_pages", _USED, in_tokens=True),
-    Alias("sglang:max_total_num_tokens", "gauge", "KV slots", "kv_pages", in_tokens=True),
-    Alias("sglang:gen_throughput", "gauge", "tokens generated per second, last second", "generated_tokens_per_second"),
     Alias(
-        "sglang:cache_hit_rate", "gauge", "cached share of all prompt tokens since the start", "cached_prompt_tokens",
+        "sglang:num_used_tokens",
+        "gauge",
+        "KV slots in use, by pages",
+        "kv_pages",
+        _USED,
+        in_tokens=True,
+    ),
+    Alias("sglang:max_total_num_tokens", "gauge", "KV slots", "kv_pages", in_tokens=True),
+    Alias(
+        "sglang:gen_throughput",
+        "gauge",
+        "tokens generated per second, last second",
+        "generated_tokens_per_second",
+    ),
+    Alias(
+        "sglang:cache_hit_rate",
+        "gauge",
+        "cached share of all prompt tokens since the start",
+        "cached_prompt_tokens",
         per="prompt_tokens",
     ),
-    Alias("sglang:new_token_ratio", "gauge", "same value as baton_new_token_ratio", "new_token_ratio"),
-    Alias("sglang:num_prefill_inflight_queue_reqs", "gauge", "P: prompts D has not taken", "requests", _LEASED),
-    Alias("sglang:num_decode_prealloc_queue_reqs", "gauge", "D: prompts without pages", "requests", _OPENING),
-    Alias("sglang:num_decode_transfer_queue_reqs", "gauge", "D: prompts on their way", "requests", _TRANSFER),
+    Alias(
+        "sglang:new_token_ratio", "gauge", "same value as baton_new_token_ratio", "new_token_ratio"
+    ),
+    Alias(
+        "sglang:num_prefill_inflight_queue_reqs",
+        "gauge",
+        "P: prompts D has not taken",
+        "requests",
+        _LEASED,
+    ),
+    Alias(
+        "sglang:num_decode_prealloc_queue_reqs",
+        "gauge",
+        "D: prompts without pages",
+        "requests",
+        _OPENING,
+    ),
+    Alias(
+        "sglang:num_decode_transfer_queue_reqs",
+        "gauge",
+        "D: prompts on their way",
+        "requests",
+        _TRANSFER,
+    ),
     Alias("sglang:prompt_tokens", "counter", "prompt tokens of answered requests", "prompt_tokens"),
-    Alias("sglang:generation_tokens", "counter", "tokens generated for answered requests", "completion_tokens"),
+    Alias(
+        "sglang:generation_tokens",
+        "counter",
+        "tokens generated for answered requests",
+        "completion_tokens",
+    ),
     Alias("sglang:cached_tokens", "counter", "cached prompt tokens", "cached_prompt_tokens"),
     Alias("sglang:num_requests", "counter", "requests answered", "http_requests", _GENERATION),
-    Alias("sglang:num_aborted_requests", "counter", "requests whose client left", "client_disconnects"),
-    Alias("sglang:num_retracted_requests", "counter", "requests sent back for memory", "retractions"),
-    Alias("sglang:num_transfer_failed_reqs", "counter", "KV transfers that failed", "kv_transfer_failures"),
-    Alias("sglang:time_to_first_token_seconds", "histogram", "arrival to first token", "ttft_seconds", _GENERATION),
-    Alias("sglang:inter_token_latency_seconds", "histogram", "mean gap of tokens of a delivery", "itl_seconds"),
-    Alias("sglang:e2e_request_latency_seconds", "histogram", "arrival to end", "e2e_seconds", _GENERATION),
-    Alias("sglang:queue_time_seconds", "histogram", "arrival to admission", "priority_waiting_time_seconds"),
     Alias(
-        "sglang_priority_starvation_count", "gauge", "requests that starved", "priority_starvation",
+        "sglang:num_aborted_requests", "counter", "requests whose client left", "client_disconnects"
+    ),
+    Alias(
+        "sglang:num_retracted_requests", "counter", "requests sent back for memory", "retractions"
+    ),
+    Alias(
+        "sglang:num_transfer_failed_reqs",
+        "counter",
+        "KV transfers that failed",
+        "kv_transfer_failures",
+    ),
+    Alias(
+        "sglang:time_to_first_token_seconds",
+        "histogram",
+        "arrival to first token",
+        "ttft_seconds",
+        _GENERATION,
+    ),
+    Alias(
+        "sglang:inter_token_latency_seconds",
+        "histogram",
+        "mean gap of tokens of a delivery",
+        "itl_seconds",
+    ),
+    Alias(
+        "sglang:e2e_request_latency_seconds",
+        "histogram",
+        "arrival to end",
+        "e2e_seconds",
+        _GENERATION,
+    ),
+    Alias(
+        "sglang:queue_time_seconds",
+        "histogram",
+        "arrival to admission",
+        "priority_waiting_time_seconds",
+    ),
+    Alias(
+        "sglang_priority_starvation_count",
+        "gauge",
+        "requests that starved",
+        "priority_starvation",
         keep={"class": "priority"},
     ),
     Alias(
-        "sglang_priority_preemption_count", "gauge", "requests preempted for others", "priority_preemption",
-        {"reason": ("priority", "slots")}, keep={"class": "priority"},
-    ),
-    Alias(
-        "sglang_priority_waiting_time_seconds", "histogram", "arrival to admission", "priority_waiting_time_seconds",
+        "sglang_priority_preemption_count",
+        "gauge",
+        "requests preempted for others",
+        "priority_preemption",
+        {"reason": ("priority", "slots")},
         keep={"class": "priority"},
     ),
     Alias(
-        "sglang_request_retraction_reasons", "gauge", "requests sent back, by reason", "request_retraction_reasons",
+        "sglang_priority_waiting_time_seconds",
+        "histogram",
+        "arrival to admission",
+        "priority_waiting_time_seconds",
+        keep={"class": "priority"},
+    ),
+    Alias(
+        "sglang_request_retraction_reasons",
+        "gauge",
+        "requests sent back, by reason",
+        "request_retraction_reasons",
         keep={"reason": "reason"},
     ),
-)  # fmt: skip
+)
 VLLM = (
     Alias("vllm:num_requests_running", "gauge", "requests decoding", "requests", _RUNNING),
     Alias("vllm:num_requests_waiting", "gauge", "requests waiting", "requests", _WAITING),
@@ -227,9 +313,10 @@ class CompatCollector(Collector):
     ) -> Metric:
         rank_label = "engine" if engine == "vllm" else "dp_rank"
         made = GaugeMetricFamily(
-            name + "_info", "KV pool: tokens per page and pages, value 1",
+            name + "_info",
+            "KV pool: tokens per page and pages, value 1",
             labels=["model_name", rank_label, size_label, count_label],
-        )  # fmt: skip
+        )
         total: defaultdict[str, float] = defaultdict(float)
         for s in pages.samples:
             total[s.labels["dp_rank"]] += s.value

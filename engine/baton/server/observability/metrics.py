@@ -1,10 +1,10 @@
-"""All metrics of an engine: one table with help texts, the objects the front writes, and the text of GET /metrics.
+"""All metrics of an engine: one table with help texts, the objects the front writes, and the text
+of GET /metrics.
 
 The front owns `FRONT`. The ranks report `RANK` by message once a second; they pass through with the
-prefix `baton_` and a `dp_rank` label. server.observability.metric_aliases repeats some of them under other engines'
-names.
-`python -m baton.server.observability.metrics` prints the table as markdown; docs/metrics.md holds it and a test
-compares them.
+prefix `baton_` and a `dp_rank` label. server.observability.metric_aliases repeats some of them
+under other engines' names. `python -m baton.server.observability.metrics` prints the table as
+markdown; docs/metrics.md holds it and a test compares them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ MODEL = "model_name"
 ROUTE_REFUSALS = ("AUTH", "OTHER")
 """Codes of requests that the bootstrap server refused."""
 ROUTES_REFUSED_HELP = (
-    "P: requests to the bootstrap server refused (AUTH: not signed with the cluster key), or closed "
+    "P: requests to the bootstrap server refused (AUTH: not signed with the cluster key), or "
+    "closed "
     "while silent"
 )
 
@@ -95,13 +96,15 @@ RANK = (
     ),
     _counter(
         "tp_collective_seconds",
-        "how long the first tensor-parallel rank was in exchanges, waiting for others included; on CUDA until the call "
+        "how long the first tensor-parallel rank was in exchanges, waiting for others included; on "
+        "CUDA until the call "
         "returned",
     ),
     _counter("prompt_tokens_computed", "prompt tokens that went through the model"),
     _counter(
         "cached_prompt_tokens_by_source",
-        "tokens found in the cache: device, in_flight, host, decode_tree, rematch (docs/scheduling/cache.md)",
+        "tokens found in the cache: device, in_flight, host, decode_tree, rematch "
+        "(docs/scheduling/cache.md)",
         ("source",),
     ),
     _counter("kv_event_batches", "batches of KV events announced, with --kv-events-config"),
@@ -138,7 +141,8 @@ RANK = (
     ),
     _counter(
         "queue_turned_away",
-        "waiting requests that ended with an error: refused (queue full), evicted (for a higher priority), timeout, "
+        "waiting requests that ended with an error: refused (queue full), evicted (for a higher "
+        "priority), timeout, "
         "deadline",
         ("reason",),
     ),
@@ -148,7 +152,8 @@ RANK = (
     _counter("suspensions", "requests suspended by POST /v1/requests/{rid}/suspend"),
     _counter(
         "steps",
-        "steps planned, by mode (extend, decode, mixed) and by why they took no further prompt tokens",
+        "steps planned, by mode (extend, decode, mixed) and by why they took no further prompt "
+        "tokens",
         ("mode", "stopped_by"),
     ),
     _counter(
@@ -189,7 +194,8 @@ RANK = (
     ),
     _counter(
         "tenant_tokens",
-        "tokens by tenant (those of the tenant file, 100 more, then other): prompt (computed), cached, generated",
+        "tokens by tenant (those of the tenant file, 100 more, then other): prompt (computed), "
+        "cached, generated",
         ("tenant", "kind"),
     ),
     _counter(
@@ -231,7 +237,8 @@ RANK = (
     ),
     _counter(
         "kv_room_errors",
-        "transfers this node ended itself: refused (no capacity), call (a failed call), payload (a bad first token)",
+        "transfers this node ended itself: refused (no capacity), call (a failed call), payload (a "
+        "bad first token)",
         ("kind",),
     ),
     _counter("kv_rejects", "P: OPENs of decode ranks that were refused, by reason code", ("code",)),
@@ -252,7 +259,8 @@ RANK = (
     ),
     _counter(
         "kv_quarantines",
-        "D: times that transfers from a P rank were stopped for a while because several in a row were damaged",
+        "D: times that transfers from a P rank were stopped for a while because several in a row "
+        "were damaged",
     ),
     _counter("kv_transport_fallbacks", "pairs that changed to a slower transport"),
     _gauge("kv_communicators", "communicators of the gloo or nccl transport by state", ("state",)),
@@ -268,7 +276,9 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class _RankCollector(Collector):
-    """Renders what the ranks reported last. Names outside RANK pass too, with a help text that says so."""
+    """Renders what the ranks reported last. Names outside RANK pass too, with a help text that says
+    so.
+    """
 
     def __init__(self, model: str) -> None:
         self.reports: dict[int, StatsMessage] = {}
@@ -369,7 +379,8 @@ class EngineMetrics:
         compat_names: str = "none",
     ) -> None:
         """`compat_names`: --metrics-compat."""
-        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter and histogram that is not read
+        # Else each counter and histogram has a second series, which nothing reads.
+        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = prometheus.CollectorRegistry()
         self.model_name = model
         self._of_endpoint: dict[str, EndpointMetrics] = {}
@@ -451,7 +462,8 @@ class EngineMetrics:
         )
         self.trace_spans = self._add_counter(
             "trace_spans",
-            "spans of --enable-trace: exported, dropped (the queue was full) or failed (the collector)",
+            "spans of --enable-trace: exported, dropped (the queue was full) or failed (the "
+            "collector)",
             ("result",),
         )
 
@@ -471,7 +483,8 @@ class EngineMetrics:
         self._check_outcomes = self._add_counts(
             _counter(
                 "grammar_checks",
-                "checks of schemas and grammars by outcome: checked, moved (to the lane of large ones, with a second "
+                "checks of schemas and grammars by outcome: checked, moved (to the lane of large "
+                "ones, with a second "
                 "outcome), too_slow, known_slow, over_budget, queue_full",
                 ("outcome",),
             )

@@ -20,7 +20,9 @@ class AcceptedRequest(msgspec.Struct, frozen=True, kw_only=True):
     items: tuple[PromptItem, ...]
     n: int
     answer: AnswerSpec
-    """Options of the answer. What is known when it begins, its choices above all, `Generation` adds."""
+    """Options of the answer. What is known when it begins, its choices above all, `Generation`
+    adds.
+    """
     continues_prompt: bool = False
     """The answer's text continues the prompt's."""
     echo: tuple[str, ...] | None = None
@@ -53,8 +55,8 @@ class AcceptedRequest(msgspec.Struct, frozen=True, kw_only=True):
     def is_resumable(self, dialect: Dialect) -> bool:
         """True if another engine could send the rest of the answer.
 
-        The last event of a response repeats all logprobs, which only the engine that computed them has, as it has
-        those of the prompt.
+        The last event of a response repeats all logprobs, which only the engine that computed them
+        has, as it has those of the prompt.
         """
         answer = self.answer
         repeats_logprobs = dialect is Dialect.RESPONSES and answer.logprobs is not None

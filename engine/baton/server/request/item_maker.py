@@ -1,4 +1,6 @@
-"""The last step of a check: one `PromptItem` per prompt and choice, with its limit, seed and place."""
+"""The last step of a check: one `PromptItem` per prompt and choice, with its limit, seed and
+place.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,8 @@ class ItemMaker:
         count = len(prompts.ids) * n
         if count > MAX_ITEMS:
             raise BadRequest(
-                f"{len(prompts.ids)} prompts with n {n} give {count} answers, at most {MAX_ITEMS} are accepted",
+                f"{len(prompts.ids)} prompts with n {n} give {count} answers, at most {MAX_ITEMS} "
+                "are accepted",
                 param="n",
             )
         answer_tokens = limit.default if limit.asked is None else limit.asked

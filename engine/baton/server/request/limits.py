@@ -26,8 +26,8 @@ class PromptLimits:
         """Raise PromptTooLong or PayloadTooLarge for JSON that is too long for any answer, by the
         router's rule.
 
-        Raises InvalidJson for such a body that is no JSON object. Cost: about 1 ns per byte, without
-        the GIL; nothing for bodies with fewer bytes than a prompt may have tokens.
+        Raises InvalidJson for such a body that is no JSON object. Cost: about 1 ns per byte,
+        without the GIL; nothing for bodies with fewer bytes than a prompt may have tokens.
         """
         if len(body) <= self.context_length:
             return
@@ -52,7 +52,9 @@ class PromptLimits:
         return ContextLimit(context_length=tokens, is_bounded=False)
 
     def refuse_long_texts(self, texts: Iterable[str], limit: ContextLimit, param: str) -> None:
-        """Raise PromptTooLong for a text that cannot fit, whatever its tokens, before it is tokenized."""
+        """Raise PromptTooLong for a text that cannot fit, whatever its tokens, before it is
+        tokenized.
+        """
         longest = max(map(len, texts), default=0)
         if longest > limit.context_length * self._max_chars_per_token:
             least = -(-longest // self._max_chars_per_token)
@@ -84,9 +86,10 @@ class PromptLimits:
 
     def _too_long(self, size: str, param: str, remedy: str = "shorten it") -> PromptTooLong:
         return PromptTooLong(
-            # OpenAI's words first: litellm's fallbacks (seen in 1.106) know the error by them, not by
-            # its code.
-            f"this model's maximum context length is {self.context_length} tokens here, but the prompt {size}; "
+            # OpenAI's words first: litellm's fallbacks (seen in 1.106) know the error by them, not
+            # by its code.
+            f"this model's maximum context length is {self.context_length} tokens here, but the "
+            f"prompt {size}; "
             f"{remedy}, or start the engine with a larger --context-length or --max-total-tokens",
             param=param,
         )

@@ -1,13 +1,16 @@
 """Continuing an answer that another engine began, as routers request it (docs/protocol.md §2).
 
-1. The router asks for it with the header `x-baton-emit-tokens`; before each event of the stream stands a comment with
-   the tokens that are out with the event: `: baton {"ids": [...]}`, in the first one also the seed and the time.
-2. D dies. The same request goes to another pair with `baton_resume`: `{"ids": [...], "seed": ..., "created": ...}`,
-   and `fingerprint`, that of the engine which gave the ids: an engine with another one refuses them.
-3. The tokens become the end of the prompt; nothing of them is shown again, and counts go on behind them.
+1. The router asks for it with the header `x-baton-emit-tokens`; before each event of the stream
+   stands a comment with the tokens that are out with the event: `: baton {"ids": [...]}`, in the
+   first one also the seed and the time.
+2. D dies. The same request goes to another pair with `baton_resume`: `{"ids": [...], "seed": ...,
+   "created": ...}`, and `fingerprint`, that of the engine which gave the ids: an engine with
+   another one refuses them.
+3. The tokens become the end of the prompt; nothing of them is shown again, and counts go on behind
+   them.
 
-Invariant: token i depends on the tokens before it, (seed, position i) and the parameters, so the answer is the one that
-the first engine would have given.
+Invariant: token i depends on the tokens before it, (seed, position i) and the parameters, so the
+answer is the one that the first engine would have given.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ def read_resume(
     vocabulary: ModelVocabulary,
     own_fingerprint: Mapping[str, str],
 ) -> ResumeState | None:
-    """`baton_resume`. Raises BadRequest, and FingerprintMismatch for ids of an engine that differs from this one."""
+    """`baton_resume`. Raises BadRequest, and FingerprintMismatch for ids of an engine that differs
+    from this one.
+    """
     if request.baton_resume is None:
         return None
     state = fields.read(ResumeFields, request.baton_resume, "baton_resume.")
@@ -55,7 +60,8 @@ def _refuse_other_fingerprint(stated: Mapping[str, str], own: Mapping[str, str])
     for aspect in sorted(stated.keys() & own.keys()):
         if stated[aspect] != own[aspect]:
             raise FingerprintMismatch(
-                f"the answer was begun by an engine whose {aspect} has the fingerprint {stated[aspect][:64]}, this "
+                f"the answer was begun by an engine whose {aspect} has the fingerprint "
+                f"{stated[aspect][:64]}, this "
                 f"engine's is {own[aspect]}; send the request without baton_resume",
                 param="baton_resume",
             )

@@ -2,8 +2,8 @@
 
 Fields are absent by default (None), because some defaults depend on the model: the modules in
 `dialects` have them, as they have checks across fields. A field of type Any has a form that a check
-of its own knows (prompts, rooms).
-Sources: OpenAI's API reference, SGLang 0.5.7 (`io_struct`), docs/protocol.md §2 for the fields of routers.
+of its own knows (prompts, rooms). Sources: OpenAI's API reference, SGLang 0.5.7 (`io_struct`),
+docs/protocol.md §2 for the fields of routers.
 """
 
 from __future__ import annotations
@@ -244,7 +244,9 @@ class PrefillTarget(Struct):
 
 
 class DiagnosisRequest(Struct, kw_only=True):
-    """Body of /debug/diagnosis: a text to prove cluster keys by, and the prefill nodes to look at."""
+    """Body of /debug/diagnosis: a text to prove cluster keys by, and the prefill nodes to look
+    at.
+    """
 
     challenge: Annotated[str, Meta(max_length=MAX_CHALLENGE_CHARS)] | None = None
     prefill: Annotated[list[PrefillTarget], Meta(max_length=MAX_PROBES)] | None = None

@@ -78,7 +78,8 @@ class SharedReader:
         priority_class, tenant = self.tenancy.read(request)
         if logprobs.prompt is not None and self.config.simulate is not None:
             raise UnsupportedParameter(
-                "this engine simulates its device (--simulate) and computes no logprobs of prompts; leave them out",
+                "this engine simulates its device (--simulate) and computes no logprobs of "
+                "prompts; leave them out",
                 param="logprobs",
             )
         names_ids = getattr(request, "return_tokens_as_token_ids", None)
@@ -137,7 +138,8 @@ class SharedReader:
             and not config.enable_priority_scheduling
         ):
             raise UnsupportedParameter(
-                "this engine runs without --enable-priority-scheduling and refuses requests with a priority; "
+                "this engine runs without --enable-priority-scheduling and refuses requests with a "
+                "priority; "
                 "leave priority out",
                 param="priority",
             )

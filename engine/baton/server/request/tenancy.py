@@ -1,13 +1,15 @@
 """Tenant and priority class: from a request's fields and headers to what the scheduler shares by.
 
-1. `read` takes the fields when the body is checked: `priority_class` or OpenAI's `service_tier`, and `tenant`. Without
-   --priority-classes and --tenant-config they are fields without effect, like any unknown one.
-2. `resolve` adds the headers: the tenant is the field, else `x-tenant-id`, else a hash of the API key, else "default".
-   Its rules clamp the priority and cap the class.
-3. `admit` takes the prompt's tokens from the tenant's minute, or refuses with 429; `spend` takes generated ones.
+1. `read` takes the fields when the body is checked: `priority_class` or OpenAI's `service_tier`,
+   and `tenant`. Without --priority-classes and --tenant-config they are fields without effect, like
+   any unknown one.
+2. `resolve` adds the headers: the tenant is the field, else `x-tenant-id`, else a hash of the API
+   key, else "default". Its rules clamp the priority and cap the class.
+3. `admit` takes the prompt's tokens from the tenant's minute, or refuses with 429; `spend` takes
+   generated ones.
 
-The names are trusted: where clients must not choose their tenant, a gateway in front sets the header and drops the
-field.
+The names are trusted: where clients must not choose their tenant, a gateway in front sets the
+header and drops the field.
 """
 
 from __future__ import annotations
@@ -88,14 +90,17 @@ class Tenancy:
             assert self._rules.tenants is not None
             limit = self._rules.tenants.rule_of(tenant).tokens_per_minute
             raise RateLimited(
-                f"tenant {tenant!r} may use {limit} tokens per minute and this request brings {prompt_tokens}; retry "
+                f"tenant {tenant!r} may use {limit} tokens per minute and this request brings "
+                f"{prompt_tokens}; retry "
                 f"in {math.ceil(wait)} s",
                 param="tenant",
                 retry_after_secs=max(math.ceil(wait), 1),
             )
 
     def spend(self, tenant: str, tokens: int, now: float) -> None:
-        """Generated tokens; negative: the prompt's, back, because the request was refused after `admit`."""
+        """Generated tokens; negative: the prompt's, back, because the request was refused after
+        `admit`.
+        """
         if self._rates is not None:
             self._rates.spend(tenant, tokens, now)
 

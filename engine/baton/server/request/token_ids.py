@@ -1,16 +1,17 @@
 """Token ids that the model takes, and the check of every id on its way to a rank.
 
-The rows of the model's embedding decide, not the tokenizer. A fine-tune may have added tokens to the tokenizer alone:
-the model has no row for their ids, as text or as ids. An embedding may be padded beyond the tokenizer: the model takes
-and generates those ids.
+The rows of the model's embedding decide, not the tokenizer. A fine-tune may have added tokens to
+the tokenizer alone: the model has no row for their ids, as text or as ids. An embedding may be
+padded beyond the tokenizer: the model takes and generates those ids.
 
-Ids that a client, a router or a resumed answer states are checked as they are read (`check_ids`, `read_ids`,
-`read_bias`); ids that the tokenizer made of a text are checked where it has tokens that the model lacks
-(`check_encoded`), so that others cost nothing.
+Ids that a client, a router or a resumed answer states are checked as they are read (`check_ids`,
+`read_ids`, `read_bias`); ids that the tokenizer made of a text are checked where it has tokens that
+the model lacks (`check_encoded`), so that others cost nothing.
 
-Prompts may come as ids beside their text, from a router that tokenizes for the engine that described itself under an
-address. Another engine may have taken its place since, so the ids come with the fingerprint of their tokenizer, and an
-engine with another one refuses them (`refuse_other_tokenizer`).
+Prompts may come as ids beside their text, from a router that tokenizes for the engine that
+described itself under an address. Another engine may have taken its place since, so the ids come
+with the fingerprint of their tokenizer, and an engine with another one refuses them
+(`refuse_other_tokenizer`).
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ def refuse_other_tokenizer(stated: str | None, own: str) -> None:
     """Raise FingerprintMismatch for ids that were made for another tokenizer than this engine's."""
     if stated is not None and stated != own:
         raise FingerprintMismatch(
-            f"input_ids were made for the tokenizer {stated[:64]}, this engine's is {own or 'unknown'}; send the text "
+            f"input_ids were made for the tokenizer {stated[:64]}, this engine's is "
+            f"{own or 'unknown'}; send the text "
             "alone, or tokenize with this engine's files",
             param="input_ids",
         )
 
 
 def rows_of_ids(value: Any, count: int, *, many: bool) -> list[Any]:
-    """`input_ids` as `count` lists: one list, or an array of lists where the body holds `many`. Raises BadRequest."""
+    """`input_ids` as `count` lists: one list, or an array of lists where the body holds `many`.
+    Raises BadRequest.
+    """
     rows = value if many else [value]
     if type(rows) is not list or len(rows) != count or count > MAX_ITEMS:
         wanted = (
@@ -71,16 +75,22 @@ class ModelVocabulary:
         self._check_range(ids, param, self.size)
 
     def check_encoded(self, ids: Sequence[int], param: str) -> None:
-        """Raise BadRequest if a text contains a token that the model lacks. `ids`: from the tokenizer."""
+        """Raise BadRequest if a text contains a token that the model lacks. `ids`: from the
+        tokenizer.
+        """
         if self.missing and ids and max(ids) >= self.size:
             raise self._refusal(param, max(ids))
 
     def check_decodable(self, ids: Any, param: str) -> None:
-        """Raise BadRequest unless `ids` is an array of ids that the model or the tokenizer knows."""
+        """Raise BadRequest unless `ids` is an array of ids that the model or the tokenizer
+        knows.
+        """
         self._check_range(ids, param, self._decodable)
 
     def read_ids(self, name: str, value: Any, most: int) -> tuple[int, ...]:
-        """An id or an array of at most `most` ids, each of which the model takes. Raises BadRequest."""
+        """An id or an array of at most `most` ids, each of which the model takes. Raises
+        BadRequest.
+        """
         values = [] if value is None else value if type(value) is list else [value]
         if len(values) > most:
             raise bad(name, f"has {len(values)} entries, at most {most} are accepted")
@@ -88,7 +98,9 @@ class ModelVocabulary:
         return tuple(values)
 
     def read_bias(self, name: str, table: dict[str, Any]) -> tuple[tuple[int, float], ...]:
-        """logit_bias: pairs of an id that the model takes and a number from -100 to 100. Raises BadRequest."""
+        """logit_bias: pairs of an id that the model takes and a number from -100 to 100. Raises
+        BadRequest.
+        """
         for key, value in table.items():
             if not key.isascii() or not key.isdigit() or len(key) > MAX_DIGITS:
                 raise bad(name, f"has the key {key[:SHOWN_CHARS]!r}, which is no token id")
@@ -99,7 +111,9 @@ class ModelVocabulary:
         return tuple((int(key), float(value)) for key, value in table.items())
 
     def ids_within(self, ids: Iterable[int]) -> tuple[int, ...]:
-        """Those that the model can generate, in ascending order: no answer ends with another one."""
+        """Those that the model can generate, in ascending order: no answer ends with another
+        one.
+        """
         return tuple(sorted({token_id for token_id in ids if token_id in self}))
 
     def warning(self) -> str | None:
@@ -110,8 +124,10 @@ class ModelVocabulary:
         more = len(named) - SHOWN_TOKENS
         listed = ", ".join(named[:SHOWN_TOKENS]) + (f" and {more} more" if more > 0 else "")
         return (
-            f"the tokenizer has {len(named)} tokens that the model lacks, whose vocabulary has {self.size} ids: "
-            f"{listed}; requests with them are refused with 400; enlarge the checkpoint's embedding to serve them"
+            f"the tokenizer has {len(named)} tokens that the model lacks, whose vocabulary has "
+            f"{self.size} ids: "
+            f"{listed}; requests with them are refused with 400; enlarge the checkpoint's "
+            "embedding to serve them"
         )
 
     def _check_range(self, ids: Any, param: str, end: int) -> None:
@@ -126,6 +142,7 @@ class ModelVocabulary:
         limit = self.size if end is None else end
         return bad(
             param,
-            f"has the token id {named}, but the model's vocabulary has {limit} ids, 0 to {limit - 1}; leave that token "
+            f"has the token id {named}, but the model's vocabulary has {limit} ids, 0 to "
+            f"{limit - 1}; leave that token "
             "out, or serve a checkpoint whose embedding and tokenizer agree",
         )

@@ -1,7 +1,8 @@
 """Tools that a chat request offers to the model, and which of them an answer may call.
 
-Sources: OpenAI's API reference (`tools`, `tool_choice`, `allowed_tools`), and its older names `functions` and
-`function_call`. The tools reach the prompt as the client wrote them (engine/text/src/prompt/chat.rs).
+Sources: OpenAI's API reference (`tools`, `tool_choice`, `allowed_tools`), and its older names
+`functions` and `function_call`. The tools reach the prompt as the client wrote them
+(engine/text/src/prompt/chat.rs).
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class CallableTool:
 
     name: str
     parameters: Mapping[str, Any]
-    """JSON Schema of its arguments, members in the client's order; of a large body the JSON itself (`msgspec.Raw`)."""
+    """JSON Schema of its arguments, members in the client's order; of a large body the JSON itself
+    (`msgspec.Raw`).
+    """
     place: str
     """Path of the function in the body."""
     is_strict: bool = False

@@ -1,4 +1,5 @@
-"""Request fields we know and do not serve: refused when they would change the answer, never swallowed.
+"""Request fields we know and do not serve: refused when they would change the answer, never
+swallowed.
 
 Each table maps a name to the values with which it changes nothing (null always does not).
 """
@@ -18,10 +19,13 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "stop_regex": ([], ""), "lora_path": (), "lora_id": (), "session_params": (),
     "custom_logit_processor": (), "logits_processors": ([],),
     "return_hidden_states": (False,), "spaces_between_special_tokens": (True,),
-    "use_beam_search": (False,), "length_penalty": (1.0,), "watermark": (False,), "watermarking": (False,),
-    "repetition_detection": (), "sampling_logprobs_mode": (), "task": (), "previous_input_messages": ([],),
+    "use_beam_search": (False,), "length_penalty": (1.0,), "watermark": (False,),
+    "watermarking": (False,),
+    "repetition_detection": (), "sampling_logprobs_mode": (), "task": (),
+    "previous_input_messages": ([],),
     "prompt_embeds": (), "input_embeds": (), "chat_template": (), "documents": ([],),
-    "prediction": (), "audio": (), "modalities": (["text"],), "web_search_options": (), "suffix": ("",),
+    "prediction": (), "audio": (), "modalities": (["text"],), "web_search_options": (),
+    "suffix": ("",),
 }  # fmt: skip
 OPENAI: dict[str, tuple[Any, ...]] = SHARED | {
     "kv_transfer_params": (),
@@ -45,7 +49,10 @@ ADVICE: tuple[tuple[dict[str, tuple[Any, ...]], frozenset[str], str], ...] = (
     (
         COMPLETION,
         frozenset(
-            ("thinking_token_budget", "custom_params", "include_reasoning", "thinking", "enable_thinking", "reasoning")
+            (
+                "thinking_token_budget", "custom_params", "include_reasoning", "thinking",
+                "enable_thinking", "reasoning"
+            )
         ),
         ADVICE_ON_REASONING,
     ),
@@ -57,13 +64,16 @@ ADVICE: tuple[tuple[dict[str, tuple[Any, ...]], frozenset[str], str], ...] = (
 )  # fmt: skip
 """Fields of a table that are served elsewhere, and what to do instead of sending them there."""
 ROUTER_DEFAULTS = frozenset((
-    "separate_reasoning", "stream_reasoning", "no_logs", "log_metrics", "return_text_in_logprobs", "background",
+    "separate_reasoning", "stream_reasoning", "no_logs", "log_metrics", "return_text_in_logprobs",
+    "background",
 ))  # fmt: skip
 """Names without effect that sglang-router and smg send with every request: not worth a word."""
 
 
 def refuse(body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
-    """Raise UnsupportedParameter for a field of `table` with a value that would change the answer."""
+    """Raise UnsupportedParameter for a field of `table` with a value that would change the
+    answer.
+    """
     for field, value in body.items():
         if value is not None and field in table and value not in table[field]:
             name = prefix + field
@@ -87,7 +97,8 @@ def find_ignored(
     unused: AbstractSet[str] = frozenset(),
     prefix: str = "",
 ) -> list[str]:
-    """Fields of `body` that have no effect: no schema and no table knows them, or they are `unused`.
+    """Fields of `body` that have no effect: no schema and no table knows them, or they are
+    `unused`.
 
     Raises UnsupportedParameter for a field of `refused`.
     """

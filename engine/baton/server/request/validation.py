@@ -1,5 +1,5 @@
-"""From a wire body to `AcceptedRequest`: tokens, sampling parameters, placement, or a typed 400 that
-names the field.
+"""From a wire body to `AcceptedRequest`: tokens, sampling parameters, placement, or a typed 400
+that names the field.
 
 1. the body is a JSON object (http_utils.py decoded it);
 2. fields are read with types and ranges; names we know but do not serve are refused when they would
@@ -78,8 +78,9 @@ class RequestValidator:
         )
 
     def set_node_facts(self, context_length: int, fingerprint: Mapping[str, str]) -> None:
-        """All ranks have reported: the pool may hold less than the model's context, and answers that
-        other engines began are compared with the fingerprint."""
+        """All ranks have reported: the pool may hold less than the model's context, and answers
+        that other engines began are compared with the fingerprint.
+        """
         self.limits.context_length = context_length
         self._items.fingerprint = fingerprint
 

@@ -1,14 +1,16 @@
 """Running request in the front: its items on the ranks, and the bytes that it owes its client.
 
 1. `Generation.start` submits every item (all or none) and opens an answer in the text layer;
-2. the layer makes bytes of what the ranks send, in the event loop, so that a rank stops at a stop string even while the
-   client reads slowly; they wait here until the HTTP handler takes them with `next()`;
-3. once the head of a stream is out, the handler lets them go to the connection directly (`write_directly`); while the
-   connection's buffer is full, output gathers in the layer;
-4. `close()` aborts what still runs. It is called in a `finally`: a disconnect, an error and a normal end all free the
-   rank.
+2. the layer makes bytes of what the ranks send, in the event loop, so that a rank stops at a stop
+   string even while the client reads slowly; they wait here until the HTTP handler takes them with
+   `next()`;
+3. once the head of a stream is out, the handler lets them go to the connection directly
+   (`write_directly`); while the connection's buffer is full, output gathers in the layer;
+4. `close()` aborts what still runs. It is called in a `finally`: a disconnect, an error and a
+   normal end all free the rank.
 
-Invariants: after an error the other items are aborted and `next` raises, once what came before has been taken.
+Invariants: after an error the other items are aborted and `next` raises, once what came before has
+been taken.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ if TYPE_CHECKING:  # launch reports a missing extension in a sentence
     from baton._native import AnswerCounts, FirstToken
 
 DEADLINE_GRACE_SECS = 5.0
-"""The rank ends a request at its deadline; the front waits this much longer before it does it itself."""
+"""The rank ends a request at its deadline; the front waits this much longer before it does it
+itself.
+"""
 
 encode_json = msgspec.json.Encoder().encode
 decode_stages = msgspec.msgpack.Decoder(FirstTokenStages).decode
@@ -196,7 +200,7 @@ class Generation:
             prompt_ids=prompt.tolist() if has_prompt_ids else (),
         )
 
-    # ---- from the ranks and the text layer ---------------------------------------------------------------------
+    # ---- from the ranks and the text layer -------------------------------------------------------
 
     def on_first_token(self, first: FirstToken, now: float) -> None:
         """A choice has its first tokens."""
@@ -263,10 +267,11 @@ class Generation:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # ---- to the client -----------------------------------------------------------------------------------------
+    # ---- to the client ---------------------------------------------------------------------------
 
     async def next(self, timeout_secs: float | None = None) -> bytes | None:
-        """Wait for output and return all of it, or b"" at the end. None: nothing came for `timeout_secs`.
+        """Wait for output and return all of it, or b"" at the end. None: nothing came for
+        `timeout_secs`.
 
         Raises the request's error once what came before it has been taken.
         """
@@ -301,7 +306,9 @@ class Generation:
         return self._error is None and self._has_all and not self._chunks and not self._is_held
 
     def write_directly(self, connection: ClientConnection) -> None:
-        """Let chunks go to the connection, unless some wait here. The head of the response must be out."""
+        """Let chunks go to the connection, unless some wait here. The head of the response must be
+        out.
+        """
         if self._connection is not None or self._chunks or self._answer is None:
             return
         self._connection = connection
@@ -333,7 +340,9 @@ class Generation:
             self.on_chunk(chunk, now)
 
     async def _woken_within(self, secs: float) -> None:
-        """Sleep until `wake` or for `secs`. Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation."""
+        """Sleep until `wake` or for `secs`. Not asyncio.wait_for: before Python 3.12 it can swallow
+        a cancellation.
+        """
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
         timer = loop.call_later(secs, self.wake)
@@ -354,7 +363,7 @@ class Generation:
             self.counts = self.ranks.close_answer(self._answer)
             self._answer = None
 
-    # ---- numbers for the log, once it is closed ------------------------------------------------------------------
+    # ---- numbers for the log, once it is closed --------------------------------------------------
 
     @property
     def prompt_tokens(self) -> int:

@@ -62,6 +62,8 @@ class HealthProbe:
 
 
 def _note_failure(task: asyncio.Task[None]) -> None:
-    """A failure is the callers' to report; where all have left, asyncio would log it as forgotten."""
+    """A failure is the callers' to report; where all have left, asyncio would log it as
+    forgotten.
+    """
     if not task.cancelled():
         task.exception()

@@ -1,13 +1,16 @@
-"""`GET /v1/kv_events`: what one DP rank has cached, as lines of JSON: a snapshot if need be, then batch after batch.
+"""`GET /v1/kv_events`: what one DP rank has cached, as lines of JSON: a snapshot if need be, then
+batch after batch.
 
 1. The rank sends every batch to the front, which keeps the last few (`RecentEvents`).
-2. A reader names the epoch and the first number it wants. Is either unknown or no longer here, it gets a snapshot of
-   the rank's tree and everything after it; else just everything from that number on.
-3. The stream goes on until the reader leaves, the rank dies or the node stops; an empty line every few seconds shows
-   that it lives. A reader slower than the batches gets another snapshot instead of what it missed.
+2. A reader names the epoch and the first number it wants. Is either unknown or no longer here, it
+   gets a snapshot of the rank's tree and everything after it; else just everything from that number
+   on.
+3. The stream goes on until the reader leaves, the rank dies or the node stops; an empty line every
+   few seconds shows that it lives. A reader slower than the batches gets another snapshot instead
+   of what it missed.
 
-Invariants: memory is bounded (`KEEP` batches per rank, one snapshot per reader being served); the numbers of a stream
-have no gap except before a snapshot.
+Invariants: memory is bounded (`KEEP` batches per rank, one snapshot per reader being served); the
+numbers of a stream have no gap except before a snapshot.
 """
 
 from __future__ import annotations
@@ -79,7 +82,9 @@ class KvStreams:
             recent.wake()
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """The handler. Query: dp_rank (needed with several), epoch, from_seq, follow=false to end when caught up."""
+        """The handler. Query: dp_rank (needed with several), epoch, from_seq, follow=false to end
+        when caught up.
+        """
         if not self._enabled:
             raise NotFound(
                 "this engine announces no KV events; start it with "
@@ -128,7 +133,8 @@ class KvStreams:
         while True:
             changed = recent.changed
             if at is None or not recent.first_seq <= at <= recent.next_seq:
-                # Answers and batches come through one socket in order: what is before the snapshot has arrived.
+                # Answers and batches come through one socket in order: what is before the snapshot
+                # has arrived.
                 reply = await self._ranks.control(rank, ReadKvSnapshot(), SNAPSHOT_SECS)
                 at = int(reply.result["seq"])
                 yield _events_line("snapshot", about, at, reply.result["payload"])

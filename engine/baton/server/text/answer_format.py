@@ -47,12 +47,16 @@ class AnswerFormat:
         self.reasoning_message: tuple[str, list[str]] | None = native.reasoning_message
         """Header and ends of a message of reasoning, where the reasoning is messages."""
         self.content_header: str | None = native.content_header
-        """Header of the message with the content, where messages of reasoning stand in front of it."""
+        """Header of the message with the content, where messages of reasoning stand in front of
+        it.
+        """
 
     def reasoning_start(
         self, tokenizer: Tokenizer, prompt_end: array[int]
     ) -> tuple[ReasoningPhase, bool]:
-        """Phase in which the answer to a prompt begins, and True if its reasoning has text there."""
+        """Phase in which the answer to a prompt begins, and True if its reasoning has text
+        there.
+        """
         start = self.native.reasoning_start(tokenizer.native, prompt_end)
         if start is None:
             return ReasoningPhase.CONTENT, False

@@ -57,7 +57,9 @@ class ChoiceSpec(msgspec.Struct, frozen=True, kw_only=True):
     left_context: Sequence[int] = ()
     """Tokens that the text continues; empty for an answer that is a text of its own."""
     prompt_end: Sequence[int] = ()
-    """End of the prompt, where its reasoning begins or ends; empty for an answer that is one text."""
+    """End of the prompt, where its reasoning begins or ends; empty for an answer that is one
+    text.
+    """
     stop_token_ids: Sequence[int] = ()
     grammar_end_ids: Sequence[int] = ()
     """Tokens that end the answer's grammar, also before it has its least number of tokens."""

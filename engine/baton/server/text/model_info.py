@@ -1,10 +1,12 @@
-"""Facts of a model directory for the front, read from its JSON files alone (no torch, no transformers).
+"""Facts of a model directory for the front, read from its JSON files alone (no torch, no
+transformers).
 
 1. `resolve(path)` turns `--model-path` into a directory ('demo' is the model inside the package);
-2. `load(config)` reads config.json, generation_config.json, the tokenizer's files and the chat template into a frozen
-   `ModelFacts`.
+2. `load(config)` reads config.json, generation_config.json, the tokenizer's files and the chat
+   template into a frozen `ModelFacts`.
 
-Every problem is a ConfigError that names the file and what to do, because it is the first thing a new user meets.
+Every problem is a ConfigError that names the file and what to do, because it is the first thing a
+new user meets.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class ModelFacts:
     context_length: int
     """Longest prompt + answer: the model's limit, lowered by --context-length [tokens]."""
     eos_token_ids: tuple[int, ...]
-    """config.json, generation_config.json and the tokenizer's eos_token together, as both peers do."""
+    """config.json, generation_config.json and the tokenizer's eos_token together, as both peers
+    do.
+    """
     chat_template: str | None
     template_caps: str = ""
     """Form in which the template takes messages: `name=value` of each capability."""
@@ -53,7 +57,9 @@ class ModelFacts:
     generation_config: dict[str, Any] = field(default_factory=dict)
     """generation_config.json as it is; `request.sampling` checks and uses its defaults."""
     tokenizer_fingerprint: str = ""
-    """Equal where tokenizer.json, template, special and added tokens are; empty with --simulate's own."""
+    """Equal where tokenizer.json, template, special and added tokens are; empty with --simulate's
+    own.
+    """
     model_type: str = ""
     architectures: tuple[str, ...] = ()
 
@@ -70,13 +76,16 @@ def resolve(model_path: str) -> Path:
         path = model_directory("--model-path", model_path)
     if not is_given(path / "config.json"):
         raise ConfigError(
-            f"--model-path {model_path}: {path} has no config.json; give a Hugging Face model directory"
+            f"--model-path {model_path}: {path} has no config.json; give a Hugging Face model "
+            "directory"
         )
     return path.resolve()
 
 
 def model_directory(flag: str, given: str) -> Path:
-    """A directory given as a path, or as an id of the Hugging Face hub. Raises ConfigError when there is none."""
+    """A directory given as a path, or as an id of the Hugging Face hub. Raises ConfigError when
+    there is none.
+    """
     path = expand_path(flag, given)
     try:
         if not path.is_dir() and HUB_ID.fullmatch(given):
@@ -109,7 +118,8 @@ def _from_hub_cache(flag: str, model_id: str) -> Path:
         return folder / "snapshots" / revision
     except (OSError, UnicodeDecodeError):
         raise ConfigError(
-            f"{flag} {model_id}: there is no such directory here, nor such a model in {cache}; to download it: "
+            f"{flag} {model_id}: there is no such directory here, nor such a model in {cache}; to "
+            "download it: "
             f"hf download {model_id}"
         ) from None
 

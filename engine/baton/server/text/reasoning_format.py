@@ -155,8 +155,8 @@ class ReasoningFormat:
                 yield ReasoningMarker((marker.token_id,))
 
     def _without_added_blanks(self, text: str | None) -> tuple[int, ...]:
-        """Tokens of a text within an answer: SentencePiece's tokenizers write a blank in front of what they take for
-        the beginning of a text.
+        """Tokens of a text within an answer: SentencePiece's tokenizers write a blank in front of
+        what they take for the beginning of a text.
         """
         ids = []
         rest = b"" if text is None else text.encode()

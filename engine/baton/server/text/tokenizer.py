@@ -1,8 +1,8 @@
 """Text to token ids and back, with a tokenizer.json or the tokenizer of simulated engines.
 
-The work is done by `engine/text` (module `tokenizer`), without the GIL. Encoding a long prompt takes milliseconds to
-seconds, so texts above INLINE_CHARS go to a small thread pool; short ones are encoded on the event loop, which is
-cheaper than the hop.
+The work is done by `engine/text` (module `tokenizer`), without the GIL. Encoding a long prompt
+takes milliseconds to seconds, so texts above INLINE_CHARS go to a small thread pool; short ones are
+encoded on the event loop, which is cheaper than the hop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ NO_LIMIT = ContextLimit()
 
 
 class Tokenizer:
-    """A loaded tokenizer.json with the tokens that the files beside it add. Thread-safe for encode and decode."""
+    """A loaded tokenizer.json with the tokens that the files beside it add. Thread-safe for encode
+    and decode.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError for a folder without a tokenizer that can be read."""
@@ -66,10 +68,13 @@ class Tokenizer:
         self.vocab_size: int = native.vocab_size
         """All ids are below it. There may be fewer tokens: ids may be left out between them."""
         self.max_chars_per_token: int = native.max_chars_per_token
-        """A text has at least as many tokens as this goes into its length. Not where a tokenizer drops text: an
-        unknown word, or spaces beside an added token with lstrip or rstrip."""
+        """A text has at least as many tokens as this goes into its length. Not where a tokenizer
+        drops text: an unknown word, or spaces beside an added token with lstrip or rstrip.
+        """
         self.token_bytes: Callable[[int], bytes] = native.token_bytes
-        """The exact bytes the token stands for (it may be part of a character); none for ids without a token."""
+        """The exact bytes the token stands for (it may be part of a character); none for ids
+        without a token.
+        """
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenize")
         self._offloaded = 0
         self._file_added = file_added
@@ -114,7 +119,9 @@ class Tokenizer:
         return names
 
     def added_tokens(self) -> list[tuple[int, str, bool]]:
-        """Tokens that the files beside tokenizer.json add: id, content, and True for special ones."""
+        """Tokens that the files beside tokenizer.json add: id, content, and True for special
+        ones.
+        """
         ids = ((self.id_of(text), text, flags.endswith("1")) for text, flags in self._file_added)
         return [
             (token_id, text, special) for token_id, text, special in ids if token_id is not None

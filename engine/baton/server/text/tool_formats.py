@@ -1,4 +1,6 @@
-"""The table of the formats of tool calls, which the text layer (engine/text/src/stream/tools/formats.rs) defines."""
+"""The table of the formats of tool calls, which the text layer
+(engine/text/src/stream/tools/formats.rs) defines.
+"""
 
 from __future__ import annotations
 

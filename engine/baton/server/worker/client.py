@@ -1,13 +1,15 @@
-"""The front's end of the ZMQ sockets: sends to the scheduler processes, hands their messages to the waiting calls.
+"""The front's end of the ZMQ sockets: sends to the scheduler processes, hands their messages to the
+waiting calls.
 
-1. `submit` sends one item to one rank and stores its sink under the item's handle; `open_answer` registers the
-   request's items with the text layer, with the rules of its answer;
-2. every message with tokens goes to the text layer undecoded; the resulting bytes and events go to the sinks, in the
-   event loop, in the order of the messages;
-3. a row with a finish, an `abort`, or the rank's death removes the handle; exactly one of them happens.
+1. `submit` sends one item to one rank and stores its sink under the item's handle; `open_answer`
+   registers the request's items with the text layer, with the rules of its answer;
+2. every message with tokens goes to the text layer undecoded; the resulting bytes and events go to
+   the sinks, in the event loop, in the order of the messages;
+3. a row with a finish, an `abort`, or the rank's death removes the handle; exactly one of them
+   happens.
 
-Invariants: a handle is never reused; rows of unknown handles (just aborted) are dropped; what is in flight is bounded
-by `limit` per rank, so the sockets' queues are too.
+Invariants: a handle is never reused; rows of unknown handles (just aborted) are dropped; what is in
+flight is bounded by `limit` per rank, so the sockets' queues are too.
 """
 
 from __future__ import annotations
@@ -68,10 +70,14 @@ class RankClient:
     """Why it is gone; None while it lives."""
     info: dict[str, Any] = field(default_factory=dict)
     loading: dict[int, float] = field(default_factory=dict)
-    """Share of its weights that each process has read, by TP rank; empty before the first has begun."""
+    """Share of its weights that each process has read, by TP rank; empty before the first has
+    begun.
+    """
     tp_size: int = 1
     stats: messages.StatsMessage = field(init=False)
-    """Last report, made at `reported_at` (monotonic seconds); empty before the first and after its death."""
+    """Last report, made at `reported_at` (monotonic seconds); empty before the first and after its
+    death.
+    """
     reported_at: float = 0.0
     items: dict[int, tuple[AnswerSink, int]] = field(default_factory=dict)
     """Sink and weight of each item in flight, by handle."""
@@ -115,7 +121,9 @@ class RankSet:
         self._control_ids = itertools.count(1)
         self._next = 0
         self.changed = asyncio.Event()
-        """Set at every Ready and death. Look and clear it without an await between, then wait: nothing is missed."""
+        """Set at every Ready and death. Look and clear it without an await between, then wait:
+        nothing is missed.
+        """
         self._loop = asyncio.get_running_loop()
         self.on_stats: Callable[[RankClient], None] = lambda rank: None
         """Called after a report, and with empty tables after a death."""
@@ -125,7 +133,7 @@ class RankSet:
         # ZMQ's descriptor is edge-triggered: look once for what came before the reader was there.
         self._loop.call_soon(self._readable)
 
-    # ---- state -------------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
 
     @property
     def all_ready(self) -> bool:
@@ -143,10 +151,12 @@ class RankSet:
     def in_flight(self) -> int:
         return len(self._of_handle)
 
-    # ---- to the ranks ------------------------------------------------------------------------------------------
+    # ---- to the ranks ----------------------------------------------------------------------------
 
     def choose(self, wanted: int | None) -> RankClient:
-        """The rank asked for, else the least loaded one that lives; ties go round. Raises NotReady or EngineDead."""
+        """The rank asked for, else the least loaded one that lives; ties go round. Raises NotReady
+        or EngineDead.
+        """
         if wanted is not None:
             rank = self.ranks[wanted]
         else:
@@ -176,7 +186,8 @@ class RankSet:
         """Send one item, whose handle was drawn here. Raises QueueFull."""
         if len(rank.items) >= self._limit:
             raise QueueFull(
-                f"rank {rank.dp_rank} has {len(rank.items)} requests in flight, its limit is {self._limit}; "
+                f"rank {rank.dp_rank} has {len(rank.items)} requests in flight, its limit is "
+                f"{self._limit}; "
                 "try again later, or raise --max-queued-requests",
                 retry_after_secs=1,
             )
@@ -188,7 +199,9 @@ class RankSet:
         self._of_handle[handle] = rank
 
     def open_answer(self, spec: bytes, sink: AnswerSink) -> int:
-        """Begin an answer (answer_spec.AnswerSpec) of items that were just submitted; returns its id."""
+        """Begin an answer (answer_spec.AnswerSpec) of items that were just submitted; returns its
+        id.
+        """
         answer: int = self.answers.open(spec)
         self._sinks[answer] = sink
         return answer
@@ -203,7 +216,9 @@ class RankSet:
         return handle in self._of_handle
 
     def abort(self, handles: Sequence[int]) -> None:
-        """Forget these items and tell their ranks. Unknown handles (already finished) are ignored."""
+        """Forget these items and tell their ranks. Unknown handles (already finished) are
+        ignored.
+        """
         per_rank: dict[int, list[int]] = {}
         for handle in handles:
             if (rank := self._forget(handle)) is not None:
@@ -247,7 +262,7 @@ class RankSet:
                 retry_after_secs=5,
             ) from None
 
-    # ---- from the ranks ----------------------------------------------------------------------------------------
+    # ---- from the ranks --------------------------------------------------------------------------
 
     def _readable(self) -> None:
         if self._pull.closed:  # the loop had planned this call already

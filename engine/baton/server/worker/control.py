@@ -24,7 +24,9 @@ class ReadLedger(msgspec.Struct, frozen=True, tag="ledger"):
 
 
 class CountRemaining(msgspec.Struct, frozen=True, tag="left"):
-    """Work that must end before the rank can stop without a loss. Answer: `requests`, `rooms`, `oldest_secs`."""
+    """Work that must end before the rank can stop without a loss. Answer: `requests`, `rooms`,
+    `oldest_secs`.
+    """
 
 
 class ReadSteps(msgspec.Struct, frozen=True, tag="steps"):
@@ -48,7 +50,9 @@ class EndTransfers(msgspec.Struct, frozen=True, tag="drain"):
 
 
 class SuspendItems(msgspec.Struct, frozen=True, tag="suspend"):
-    """Stop computing these items until they are resumed. Answer: `found`; `message` when it cannot be done."""
+    """Stop computing these items until they are resumed. Answer: `found`; `message` when it cannot
+    be done.
+    """
 
     handles: list[int]
 

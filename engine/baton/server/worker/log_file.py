@@ -1,8 +1,9 @@
 """A file of lines that may never make its writer wait: decision log and scheduler trace.
 
-A thread writes; between it and the scheduler is a bounded queue. When the disk cannot keep up, lines are dropped and
-counted. A log goes on after a gap and starts a new file at `limit_bytes`, keeping the one before as FILE.1. A trace is
-worth nothing with a gap, so it ends there, and at `limit_bytes`.
+A thread writes; between it and the scheduler is a bounded queue. When the disk cannot keep up,
+lines are dropped and counted. A log goes on after a gap and starts a new file at `limit_bytes`,
+keeping the one before as FILE.1. A trace is worth nothing with a gap, so it ends there, and at
+`limit_bytes`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages between the front process and a scheduler process (one per DP rank), over ZMQ.
 
-Encoded with msgspec's msgpack; prompts travel as little-endian int32 bytes, all tokens of a step in one message. No
-pickle. Front → rank: `ToRank`; rank → front: `ToFront`.
+Encoded with msgspec's msgpack; prompts travel as little-endian int32 bytes, all tokens of a step in
+one message. No pickle. Front → rank: `ToRank`; rank → front: `ToFront`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from baton.server.worker.control import ControlOperation
 
 
 class SubmitMessage(msgspec.Struct, tag="submit"):
-    """Front and ranks are processes of one machine, so they share the monotonic clock that a request's times are of."""
+    """Front and ranks are processes of one machine, so they share the monotonic clock that a
+    request's times are of.
+    """
 
     request: ValidatedRequest
 
 
 class AbortMessage(msgspec.Struct, tag="abort"):
-    """Stop these requests and free what they hold. No TokenBatch row follows for them; unknown handles are ignored."""
+    """Stop these requests and free what they hold. No TokenBatch row follows for them; unknown
+    handles are ignored.
+    """
 
     handles: list[int]
 
@@ -56,14 +60,17 @@ class FromRank(msgspec.Struct):
 class TokenBatch(FromRank, tag="tokens"):
     """Output of one step. A handle may have several rows, in order.
 
-    The front does not decode it: engine/text/src/answers/token_batch.rs does, which knows the fields in this order.
+    The front does not decode it: engine/text/src/answers/token_batch.rs does, which knows the
+    fields in this order.
     """
 
     rows: list[EmittedTokens]
 
 
 class LoadingMessage(FromRank, tag="loading"):
-    """Parameters of the model that one process of a rank has in memory, at the start of loading and while it lasts."""
+    """Parameters of the model that one process of a rank has in memory, at the start of loading and
+    while it lasts.
+    """
 
     tp_rank: int
     done: int
@@ -71,7 +78,9 @@ class LoadingMessage(FromRank, tag="loading"):
 
 
 class ReadyMessage(FromRank, tag="ready"):
-    """The rank has loaded its model and accepts requests. `info`: what /get_server_info adds (pool size, dtype …)."""
+    """The rank has loaded its model and accepts requests. `info`: what /get_server_info adds (pool
+    size, dtype …).
+    """
 
     info: dict[str, Any]
 
@@ -79,8 +88,8 @@ class ReadyMessage(FromRank, tag="ready"):
 class StatsMessage(FromRank, tag="stats"):
     """Gauges, counters and histograms of one rank, every second and whenever it turns idle.
 
-    `gauges` / `counters` are keyed by the metric's name with labels already rendered, e.g. 'kv_pages{state="free"}';
-    the front adds the prefix `baton_` and the dp_rank label.
+    `gauges` / `counters` are keyed by the metric's name with labels already rendered, e.g.
+    'kv_pages{state="free"}'; the front adds the prefix `baton_` and the dp_rank label.
     """
 
     gauges: dict[str, float] = {}
@@ -93,7 +102,9 @@ class StatsMessage(FromRank, tag="stats"):
 
 
 class FatalMessage(FromRank, tag="fatal"):
-    """The rank is about to exit (or could not start); the front fails its requests and turns unready."""
+    """The rank is about to exit (or could not start); the front fails its requests and turns
+    unready.
+    """
 
     message: str
 

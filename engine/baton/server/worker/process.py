@@ -1,14 +1,16 @@
 """The scheduler process of one DP rank: ZMQ messages in, engine turns, ZMQ messages out.
 
-1. The front starts it with one JSON line on stdin (config, addresses); it loads the model and sends Ready.
-2. Loop: take all messages that are there, advance the engine, send one TokenBatch per turn. When the engine has nothing
-   to do it sleeps on its socket and the transfer runtime's event descriptor: an idle rank uses no CPU.
-3. SIGTERM ends it, and so does the front's death (launch/process_group.py); an error it cannot explain is sent as Fatal
-   first.
+1. The front starts it with one JSON line on stdin (config, addresses); it loads the model and sends
+   Ready.
+2. Loop: take all messages that are there, advance the engine, send one TokenBatch per turn. When
+   the engine has nothing to do it sleeps on its socket and the transfer runtime's event descriptor:
+   an idle rank uses no CPU.
+3. SIGTERM ends it, and so does the front's death (launch/process_group.py); an error it cannot
+   explain is sent as Fatal first.
 
-With --tp-size there are more processes per DP rank: this is the first, the others are started by the same command and
-follow it (server.worker.tensor_parallel.channel). Only these processes of an engine import torch, and not with
---simulate.
+With --tp-size there are more processes per DP rank: this is the first, the others are started by
+the same command and follow it (server.worker.tensor_parallel.channel). Only these processes of an
+engine import torch, and not with --simulate.
 """
 
 from __future__ import annotations
@@ -119,7 +121,9 @@ def main() -> int:
         else:
             rank = RankProcess(rank_config, pull, push, tp_group)
             gc.collect()
-            gc.freeze()  # modules and the model: a full collection within the loop would walk them for tens of ms
+            # modules and the model: a full collection within the loop would walk them for tens of
+            # ms
+            gc.freeze()
             rank.run()
         return 0
     except ConfigError as err:
@@ -135,7 +139,9 @@ def main() -> int:
 
 
 class LoadReports:
-    """Tells the front how much of the model this process has read: at once, then at most every LOADING_EVERY_SECS."""
+    """Tells the front how much of the model this process has read: at once, then at most every
+    LOADING_EVERY_SECS.
+    """
 
     def __init__(self, push: zmq.Socket[bytes], dp_rank: int, tp_rank: int) -> None:
         self._push = push
@@ -172,7 +178,8 @@ class RankProcess:
         self.config = config
         self.dp_rank = self.rank_config.dp_rank
         self._stop = False
-        # A handler alone does not end a wait: Python resumes poll() after it. The byte in this pipe does.
+        # A handler alone does not end a wait: Python resumes poll() after it. The byte in this pipe
+        # does.
         woken, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -295,7 +302,9 @@ class RankProcess:
                 file.close()
 
     def _wait_ms(self) -> int | None:
-        """How long to sleep without messages: until the next deadline or report; None when nothing can change."""
+        """How long to sleep without messages: until the next deadline or report; None when nothing
+        can change.
+        """
         now = time.monotonic()
         if self.engine.is_idle:
             due = next_idle_report(
@@ -467,7 +476,9 @@ def make_grammar_queue(rank_config: RankConfig, vocab_size: int) -> GrammarQueue
 
 
 def mask_threads(config: EngineConfig) -> int:
-    """Threads that fill the masks of one step: this machine's cores shared among the engine's ranks."""
+    """Threads that fill the masks of one step: this machine's cores shared among the engine's
+    ranks.
+    """
     cores = len(os.sched_getaffinity(0))
     return max(1, min(MOST_MASK_THREADS, cores // config.dp_size))
 
@@ -496,7 +507,9 @@ def next_idle_report(next_stats: float, *, is_at_rest: bool, has_peers: bool) ->
 
 
 class StreamBuffer:
-    """--stream-interval: a request's tokens leave in groups of `interval`; its first one and its end leave at once."""
+    """--stream-interval: a request's tokens leave in groups of `interval`; its first one and its
+    end leave at once.
+    """
 
     def __init__(self, interval: int) -> None:
         self._interval = interval

@@ -31,7 +31,9 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """The engine's private directory, where tensor-parallel ranks meet."""
     to_rank: str
-    """Address of the socket for messages from the front, which the first tensor-parallel rank reads."""
+    """Address of the socket for messages from the front, which the first tensor-parallel rank
+    reads.
+    """
     to_front: str
     """Address of the socket for messages to the front."""
     bootstrap: BootstrapAddress | None = None
@@ -45,5 +47,7 @@ def encode_line(config: RankConfig) -> bytes:
 
 
 def decode_line(line: str) -> RankConfig:
-    """Raises msgspec.ValidationError for a line that `encode_line` of this version did not write."""
+    """Raises msgspec.ValidationError for a line that `encode_line` of this version did not
+    write.
+    """
     return msgspec.json.decode(line, type=RankConfig)

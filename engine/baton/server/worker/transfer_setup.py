@@ -1,7 +1,9 @@
-"""The transfer runtime of one process, from flags: its address, its transports, what it tells peers of its pages.
+"""The transfer runtime of one process, from flags: its address, its transports, what it tells peers
+of its pages.
 
-A bootstrap server knows ranks by one number. With tensor parallelism each process has one of its own, in the order of
-DP ranks and of TP ranks within them; a process of D reads from the one of P that holds the same heads.
+A bootstrap server knows ranks by one number. With tensor parallelism each process has one of its
+own, in the order of DP ranks and of TP ranks within them; a process of D reads from the one of P
+that holds the same heads.
 """
 
 from __future__ import annotations
@@ -22,15 +24,21 @@ log = logging.getLogger("baton.transfer")
 
 REGISTER_TIMEOUT_MS = 30_000
 MIN_STALL_MS = 5_000
-"""An engine that waits for something makes a sign of life every second; a step takes longer on a slow machine."""
+"""An engine that waits for something makes a sign of life every second; a step takes longer on a
+slow machine.
+"""
 DEVICE_SLABS = {"slabs": 2, "slab_bytes": 16 << 20}
-"""For pages in GPU memory. Both sides wait for the GPU twice per slab, which takes longer than sending 4 MiB."""
+"""For pages in GPU memory. Both sides wait for the GPU twice per slab, which takes longer than
+sending 4 MiB.
+"""
 TRANSPORTS = {
-    "auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"], "gloo": ["gloo", "tcp"], "nccl": ["nccl", "tcp"]
+    "auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"], "gloo": ["gloo", "tcp"],
+    "nccl": ["nccl", "tcp"],
 }  # fmt: skip
 """By --disaggregation-transfer-backend, best first, of pages in host memory."""
 ON_DEVICE = {
-    "auto": ["cuda_ipc", "nccl", "tcp"], "cuda_ipc": ["cuda_ipc", "tcp"], "tcp": ["tcp"], "gloo": ["gloo", "tcp"],
+    "auto": ["cuda_ipc", "nccl", "tcp"], "cuda_ipc": ["cuda_ipc", "tcp"], "tcp": ["tcp"],
+    "gloo": ["gloo", "tcp"],
     "nccl": ["nccl", "tcp"],
 }  # fmt: skip
 """The same of pages in GPU memory."""
@@ -46,7 +54,8 @@ def transports(config: EngineConfig, *, on_device: bool) -> list[str]:
     if found is None:
         place, other = ("GPU", "cuda_ipc") if on_device else ("host", "shm")
         raise ConfigError(
-            f"--disaggregation-transfer-backend {name}: the KV pages are in {place} memory with --device "
+            f"--disaggregation-transfer-backend {name}: the KV pages are in {place} memory with "
+            "--device "
             f"{config.device}; use auto, {other} or tcp"
         )
     if on_device and name == "auto":
@@ -78,12 +87,14 @@ def warn_of_reach(config: EngineConfig) -> None:
         return
     if config.insecure_kv:
         log.warning(
-            "--insecure-kv: WITHOUT A CLUSTER KEY ANY HOST THAT REACHES THIS ENGINE'S KV PORTS CAN READ PROMPTS AND "
+            "--insecure-kv: WITHOUT A CLUSTER KEY ANY HOST THAT REACHES THIS ENGINE'S KV PORTS CAN "
+            "READ PROMPTS AND "
             "FORGE ANSWERS; give all engines the same --cluster-key (BATON_CLUSTER_KEY) instead"
         )
     elif config.bootstrap_listen_host != config.host:
         log.warning(
-            "--host %s without a cluster key: KV transfers stay on %s, only nodes of this machine form pairs; %s",
+            "--host %s without a cluster key: KV transfers stay on %s, only nodes of this machine "
+            "form pairs; %s",
             config.host,
             LOOPBACK,
             KV_REMEDY,
@@ -95,7 +106,9 @@ PROBE_TARGETS = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")
 
 
 def source_address(family: socket.AddressFamily, target: str) -> str | None:
-    """This machine's address on the route to `target`; None when peers could not connect to it. Sends no packet."""
+    """This machine's address on the route to `target`; None when peers could not connect to it.
+    Sends no packet.
+    """
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
@@ -107,7 +120,8 @@ def source_address(family: socket.AddressFamily, target: str) -> str | None:
 
 
 def advertised_host(config: EngineConfig) -> str:
-    """The address where peers reach the transfer ports: as flags say, or this machine's outward one.
+    """The address where peers reach the transfer ports: as flags say, or this machine's outward
+    one.
 
     Raises ConfigError on a prefill node that finds none: decode nodes would connect to themselves.
     """
@@ -123,7 +137,8 @@ def advertised_host(config: EngineConfig) -> str:
             return found
     if config.disaggregation_mode == "prefill":
         raise ConfigError(
-            f"the transfer ports listen on {host or 'all addresses'}, and no default route tells which address decode "
+            f"the transfer ports listen on {host or 'all addresses'}, and no default route tells "
+            "which address decode "
             "nodes can reach; name it with --kv-advertise-host"
         )
     return LOOPBACK
@@ -145,7 +160,8 @@ def start(
     allowed = transports(config, on_device=native_pool.on_device)
     if native_pool.on_device and config.kv_copy_threads > 1:
         raise ConfigError(
-            f"--kv-copy-threads {config.kv_copy_threads}: pages in GPU memory are copied by one thread; leave it out"
+            f"--kv-copy-threads {config.kv_copy_threads}: pages in GPU memory are copied by one "
+            "thread; leave it out"
         )
     number = dp_rank * config.tp_size + tp_rank
     settings = {

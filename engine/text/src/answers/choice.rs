@@ -105,8 +105,8 @@ pub struct LogprobsRules {
 }
 
 impl LogprobsRules {
-    /// Adds the logprobs of a token to the output, if the answer has any. `None`: the token does not
-    /// count.
+    /// Adds the logprobs of a token to the output, if the answer has any. `None`: the token does
+    /// not count.
     fn keep(&self, found: &RowLogprobs, id: Option<&u32>, output: &mut ChoiceOutput) {
         let Some(most) = self.top else {
             return;

@@ -6,8 +6,8 @@
 //! 3. an answer whose client reads slowly is held: its output gathers until it is released;
 //! 4. the front closes it, after its end or before.
 //!
-//! Invariants: a choice ends once; after its end its rows are ignored; the events of a stream do not
-//! depend on the steps in which its tokens came, apart from where one ends and the next begins.
+//! Invariants: a choice ends once; after its end its rows are ignored; the events of a stream do
+//! not depend on the steps in which its tokens came, apart from where one ends and the next begins.
 
 mod answer;
 mod choice;

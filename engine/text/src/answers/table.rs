@@ -275,8 +275,8 @@ impl AnswerTable {
         }
     }
 
-    /// The end of a stream that breaks off with an error, in its API's form; `None`: there is no such
-    /// answer. `error`: the error's JSON. The answer is to be closed then.
+    /// The end of a stream that breaks off with an error, in its API's form; `None`: there is no
+    /// such answer. `error`: the error's JSON. The answer is to be closed then.
     pub fn write_failure(&mut self, id: u64, error: &[u8]) -> Result<Option<Vec<u8>>, AnswerPanic> {
         let Some(answer) = self.answers.get_mut(&id) else {
             return Ok(None);

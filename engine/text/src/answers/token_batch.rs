@@ -1,5 +1,5 @@
-//! Message of a rank with the tokens of one step: msgpack, as engine/baton/server/worker/messages.py
-//! (`TokenBatch`) encodes it.
+//! Message of a rank with the tokens of one step: msgpack, as
+//! engine/baton/server/worker/messages.py (`TokenBatch`) encodes it.
 
 use std::borrow::Cow;
 

@@ -27,14 +27,16 @@ const REST_BYTES_PER_TOKEN: u64 = 8;
 /// Most bytes of JSON for one token id: ten digits, a comma and a space.
 const JSON_BYTES_PER_ID: u64 = 12;
 
-/// Longest body that our engines read, whatever is in it: several prompts, or one (docs/protocol.md).
+/// Longest body that our engines read, whatever is in it: several prompts, or one
+/// (docs/protocol.md).
 pub const MAX_ENGINE_BODY_BYTES: u64 = 32 << 20;
 
 /// Refusal of a body that no engine takes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OversizedBody {
     #[error(
-        "this model's maximum context length is {limit_tokens} tokens here, but the prompt {size}; shorten it, or start the engine with a larger --context-length or --max-total-tokens"
+        "this model's maximum context length is {limit_tokens} tokens here, but the prompt {size}; \
+         shorten it, or start the engine with a larger --context-length or --max-total-tokens"
     )]
     Prompt {
         param: &'static str,
@@ -43,7 +45,8 @@ pub enum OversizedBody {
         limit_tokens: u64,
     },
     #[error(
-        "the members beside the prompt have {bytes} bytes, at most {limit_bytes} are accepted; shorten them"
+        "the members beside the prompt have {bytes} bytes, at most {limit_bytes} are accepted; \
+         shorten them"
     )]
     Rest { bytes: u64, limit_bytes: u64 },
 }
@@ -130,8 +133,8 @@ impl PromptLimit {
     }
 }
 
-/// Refusal of a `body` whose prompt, or whose members beside it, exceed `limit`. Cost: one pass over
-/// the prompt's JSON where that is longer than the limit; else nothing.
+/// Refusal of a `body` whose prompt, or whose members beside it, exceed `limit`. Cost: one pass
+/// over the prompt's JSON where that is longer than the limit; else nothing.
 pub fn oversized(scan: &BodyIndex, body: &[u8], limit: PromptLimit) -> Option<OversizedBody> {
     let prompt = scan.prompt(body);
     let ids = scan.ids_json(body);

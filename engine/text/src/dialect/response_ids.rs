@@ -24,8 +24,9 @@ pub fn response_id(dialect: Dialect, rid: Option<String>, request_id: &str) -> S
     }
 }
 
-/// Id of a part of a response: `prefix` and characters that follow from the response's id, the choice
-/// and the part's place alone, so that every engine that gives the answer writes the same id.
+/// Id of a part of a response: `prefix` and characters that follow from the response's id, the
+/// choice and the part's place alone, so that every engine that gives the answer writes the same
+/// id.
 pub fn derived_id(prefix: &str, response_id: &str, choice: usize, index: usize) -> String {
     let digest = Sha256::new()
         .chain_update(response_id)

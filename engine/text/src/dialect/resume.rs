@@ -1,9 +1,9 @@
-//! Resumption of a stream: the comments that report its tokens, and the field that asks for its rest
-//! (docs/protocol.md §2).
+//! Resumption of a stream: the comments that report its tokens, and the field that asks for its
+//! rest (docs/protocol.md §2).
 //!
 //! 1. A header asks workers with the feature `resume` for a comment in front of the last event of
-//!    each write: the tokens sent with the events so far. The first one has the seed and the time of
-//!    the answer, too;
+//!    each write: the tokens sent with the events so far. The first one has the seed and the time
+//!    of the answer, too;
 //! 2. the body that asks another worker for the rest has the tokens that the client has in a field
 //!    of its own ([`ResumeRequest`]).
 
@@ -72,8 +72,8 @@ impl<'a> ResumeComment<'a> {
         })
     }
 
-    /// Read the tokens, each of which goes to `push` in order. Cost: the usual form, which comes with
-    /// nearly every event, is read without a general parser.
+    /// Read the tokens, each of which goes to `push` in order. Cost: the usual form, which comes
+    /// with nearly every event, is read without a general parser.
     #[inline]
     pub fn read<E>(
         &self,

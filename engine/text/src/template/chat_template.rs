@@ -91,8 +91,8 @@ impl ChatTemplate {
         self.compiled.as_ref().err().map(String::as_str)
     }
 
-    /// Reason why the template fails on a plain conversation, with the line: it uses what is missing here.
-    /// `None`: it renders one, refuses it in its own words, or there is no template.
+    /// Reason why the template fails on a plain conversation, with the line: it uses what is
+    /// missing here. `None`: it renders one, refuses it in its own words, or there is no template.
     pub fn warning(&self) -> Option<&str> {
         self.warning.as_deref()
     }

@@ -1,7 +1,7 @@
 //! JSON to template values, with every integer exact.
 //!
-//! serde_json reads integers beyond 64 bits, and -0, as floats, and rounds floats of 17 digits to the
-//! next one at times. Tool calls hold such numbers (identifiers of 20 and more digits), and
+//! serde_json reads integers beyond 64 bits, and -0, as floats, and rounds floats of 17 digits to
+//! the next one at times. Tool calls hold such numbers (identifiers of 20 and more digits), and
 //! templates print them back into prompts: as Python has them, and so transformers.
 
 use std::fmt;

@@ -6,7 +6,8 @@
 //! 3. [`ChatTemplate::render`] makes the text, which holds the BOS token where the template wants
 //!    one: it is tokenized without special tokens.
 //!
-//! * `chat_template`: helpers, filters and variables as transformers' `apply_chat_template` has them;
+//! * `chat_template`: helpers, filters and variables as transformers' `apply_chat_template` has
+//!   them;
 //! * `messages`: the wire format, and what templates expect instead;
 //! * `caps`, `probe`: the capabilities of a template and how they are found;
 //! * `continued_message`: where the text of a message to be continued ends;

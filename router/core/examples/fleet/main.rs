@@ -84,7 +84,8 @@ fn main() {
 fn compare(config: &FleetConfig, arrivals: &[RequestArrival], load: f64, flags: &Flags) {
     let wanted = flags.text("arms", "");
     println!(
-        "\nload {load}\n| policy | mean | p50 | p95 | p99 | mean / cost | p95 / cost | hit rate | max / mean |"
+        "\nload {load}\n| policy | mean | p50 | p95 | p99 | mean / cost | p95 / cost | hit rate | \
+         max / mean |"
     );
     println!("|---|---|---|---|---|---|---|---|---|");
     let mut base = None;

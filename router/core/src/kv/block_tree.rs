@@ -38,7 +38,8 @@ pub enum BrokenTree {
     #[error("block {parent:016x} was never announced, and blocks behind it are")]
     UnknownParent { parent: EngineHash },
     #[error(
-        "hash {hash:016x} names two different prefixes; this engine's hashes do not cover what is before a block"
+        "hash {hash:016x} names two different prefixes; this engine's hashes do not cover what is \
+         before a block"
     )]
     NotAPrefixHash { hash: EngineHash },
     #[error("{hashes} blocks of {block_tokens} tokens came with {tokens} tokens")]

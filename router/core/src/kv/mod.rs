@@ -11,8 +11,8 @@
 //!    once, when the block is announced.
 //! 3. Changes leave as [`CacheUpdate`] in our names, and a policy's [`KvIndex`] takes it in: from
 //!    [`CacheUpdate::Serve`] on the rank's entry is its stored set, no more and no less.
-//! 4. Batches were lost, or contradict each other: [`CacheUpdate::MarkInexact`]. The entry stays, as a
-//!    guess, until a snapshot, a replay or an `AllBlocksCleared` makes it exact again.
+//! 4. Batches were lost, or contradict each other: [`CacheUpdate::MarkInexact`]. The entry stays,
+//!    as a guess, until a snapshot, a replay or an `AllBlocksCleared` makes it exact again.
 //! 5. The rank is gone, or is another process with the same address (epoch): its entry is forgotten
 //!    in O(1).
 //!

@@ -169,7 +169,8 @@ impl CacheReplica {
         }
         let is_first = self.next.is_none();
         if is_first && !is_fresh_start {
-            send_update(CacheUpdate::Begin)?; // batch 0 of an engine that does not announce that it begins empty
+            // batch 0 of an engine that does not announce that it begins empty
+            send_update(CacheUpdate::Begin)?;
         }
         self.take_in(events, send_update)?;
         self.next = Some(number + 1);

@@ -7,8 +7,8 @@
 //!    `TRIAL_MS`;
 //! 3. a transfer that works, or a restart of one of the two, ends the verdict.
 //!
-//! Deterministic, no I/O. Invariant: at most `MAX_VERDICTS` pairs are remembered, and every exclusion
-//! ends by time.
+//! Deterministic, no I/O. Invariant: at most `MAX_VERDICTS` pairs are remembered, and every
+//! exclusion ends by time.
 
 use std::collections::HashMap;
 

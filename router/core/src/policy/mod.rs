@@ -154,8 +154,9 @@ pub type IsCompatible<'a> = dyn Fn(WorkerId, WorkerId) -> bool + 'a;
 /// Decide about a prefill and a decode worker: together if both sides are `cost`, else one after
 /// the other.
 ///
-/// With `is_compatible` only about two that fit: the prefill policy decides among those that have a partner;
-/// `cost` then decides again among the workers like that one, jointly. `None`: there is no pair.
+/// With `is_compatible` only about two that fit: the prefill policy decides among those that have a
+/// partner; `cost` then decides again among the workers like that one, jointly. `None`: there is no
+/// pair.
 pub fn decide_pair(
     prefill: &dyn Policy,
     decode: &dyn Policy,

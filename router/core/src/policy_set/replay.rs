@@ -221,7 +221,8 @@ impl DecisionReplay {
         };
         self.policies.observe(role, &event);
         if let PolicyEvent::Finished { hashes, .. } = &mut event {
-            *hashes = sent_hashes; // the evaluators read them whether or not the recorded policy did
+            // the evaluators read them whether or not the recorded policy did
+            *hashes = sent_hashes;
         }
         self.evaluators.observe(role, &event);
         if let Some(sent) = in_flight {

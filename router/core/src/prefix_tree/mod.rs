@@ -534,7 +534,8 @@ where
         };
         let is_same = |(a, b): (&Holder, &Holder)| a.worker == b.worker && a.stamp() == b.stamp();
         let below = &self.node(child).holders;
-        // Nodes with other holders or stamps differ in what they match, or in when they are evicted.
+        // Nodes with other holders or stamps differ in what they match, or in when they are
+        // evicted.
         if id == ROOT
             || node.children.len() > 1
             || node.holders.len() != below.len()

@@ -4,9 +4,10 @@
 //! 1. An overloaded worker (429, 503) is passed over for as long as it asks (`Retry-After`), else
 //!    for 1 s, 2 s, 4 s …
 //! 2. A request that a worker denies (401, 403, 404, 405) while the others of its role deny fewer
-//!    gets a second opinion ([`WorkerPenalty::judge_denial`]). A worker is passed over likewise when
-//!    another one then answers the request ([`WorkerPenalty::record_refuted_denial`]), and not
-//!    before: a wrong key or an unknown model is the client's fault, whichever worker it is sent to.
+//!    gets a second opinion ([`WorkerPenalty::judge_denial`]). A worker is passed over likewise
+//!    when another one then answers the request ([`WorkerPenalty::record_refuted_denial`]), and not
+//!    before: a wrong key or an unknown model is the client's fault, whichever worker it is sent
+//!    to.
 //! 3. Passed over is no candidate for any policy while another is ([`least_objection`]). Every
 //!    penalty ends by time, and the first answer afterwards that is no refusal ends the doubling.
 //!
@@ -140,8 +141,9 @@ pub enum WorkerObjection {
     CircuitOpen,
 }
 
-/// The candidates with the least objection: some, if there are any at all. So no number of refusals,
-/// failures or open circuits leaves a role without candidates (Envoy's panic threshold, at zero).
+/// The candidates with the least objection: some, if there are any at all. So no number of
+/// refusals, failures or open circuits leaves a role without candidates (Envoy's panic threshold,
+/// at zero).
 pub fn least_objection<T>(
     candidates: impl Iterator<Item = (T, WorkerObjection)> + Clone,
 ) -> Vec<T> {

@@ -93,7 +93,8 @@ impl WorkerFlags {
             }
             if needs_pd && !self.pd_disaggregation {
                 errors.push(format!(
-                    "--{flag}-data-parallel-size {ranks}: needs --pd-disaggregation; use --intra-node-data-parallel-size"
+                    "--{flag}-data-parallel-size {ranks}: needs --pd-disaggregation; use \
+                     --intra-node-data-parallel-size"
                 ));
             }
         }

@@ -83,7 +83,8 @@ impl AnswerTranslation {
         Ok(Bytes::from(answer))
     }
 
-    /// A worker's error in the form of the client's API: a body, or a stream that is an error event.
+    /// A worker's error in the form of the client's API: a body, or a stream that is an error
+    /// event.
     pub fn translate_error(&self, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> Bytes {
         if is_sse(headers) {
             let error = match ChatAnswerTranslator::check_first_event(first_event(body)) {

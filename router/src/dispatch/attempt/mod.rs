@@ -186,8 +186,8 @@ impl AttemptError {
         }
     }
 
-    /// The same refusal, if another process sent it than the one that was chosen: no worker is to be
-    /// avoided for that.
+    /// The same refusal, if another process sent it than the one that was chosen: no worker is to
+    /// be avoided for that.
     fn of_other_process(self) -> Self {
         Self {
             reason: AttemptReason::Restarted,
@@ -514,8 +514,8 @@ impl UpstreamAttempt {
     }
 
     /// Read a stream up to the first run of events that has data: those without say that the worker
-    /// lives, not that it has begun. Runs of comments in front of it are dropped, others are part of
-    /// what is returned.
+    /// lives, not that it has begun. Runs of comments in front of it are dropped, others are part
+    /// of what is returned.
     async fn read_first_events(
         &self,
         body: &mut ResponseBody,
@@ -546,8 +546,8 @@ impl UpstreamAttempt {
         }
     }
 
-    /// Read an answer that is no stream to its end, or until it is too long to hold. Returns whether
-    /// it is complete.
+    /// Read an answer that is no stream to its end, or until it is too long to hold. Returns
+    /// whether it is complete.
     async fn read_held(
         &self,
         body: &mut ResponseBody,

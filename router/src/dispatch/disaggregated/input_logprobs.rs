@@ -1,9 +1,9 @@
-//! Input logprobs of a pair's answer: the prefill leg has them, and the client gets the decode leg's
-//! answer.
+//! Input logprobs of a pair's answer: the prefill leg has them, and the client gets the decode
+//! leg's answer.
 //!
-//! `/generate` with `return_logprob` only; `baton_text` merges both. Memory: the prefill leg's answer
-//! (`attempt` bounds it) and one event. A merged answer without a finish_reason is a failure of the
-//! decode worker: the client would take the router's own answer for whole.
+//! `/generate` with `return_logprob` only; `baton_text` merges both. Memory: the prefill leg's
+//! answer (`attempt` bounds it) and one event. A merged answer without a finish_reason is a failure
+//! of the decode worker: the client would take the router's own answer for whole.
 
 use std::time::Duration;
 

@@ -72,8 +72,8 @@ impl PendingPrefill {
     }
 }
 
-/// As [`try_attempt`]. A room that is in use at a worker is no worker's fault: the next attempt draws
-/// another.
+/// As [`try_attempt`]. A room that is in use at a worker is no worker's fault: the next attempt
+/// draws another.
 pub async fn attempt_pair(
     app: &Arc<AppState>,
     request: &mut RequestContext,
@@ -101,8 +101,8 @@ pub async fn attempt_pair(
     }
 }
 
-/// Attempt once. `reusable_prefill` is the prefill of an earlier attempt whose decode worker failed;
-/// it is left there again when another decode worker may read it.
+/// Attempt once. `reusable_prefill` is the prefill of an earlier attempt whose decode worker
+/// failed; it is left there again when another decode worker may read it.
 async fn try_attempt(
     app: &Arc<AppState>,
     request: &mut RequestContext,
@@ -220,8 +220,8 @@ fn exclude_pair(app: &AppState, prefill: &Worker, decode: &Worker, failure: &Att
     app.fleet.exclude_pair(prefill, decode, reason);
 }
 
-/// Choose another decode worker for a prefill whose first one failed; `None` if the chosen one would
-/// not understand its pages.
+/// Choose another decode worker for a prefill whose first one failed; `None` if the chosen one
+/// would not understand its pages.
 fn choose_second_reader(
     app: &AppState,
     request: &RequestContext,

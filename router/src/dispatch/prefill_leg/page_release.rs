@@ -18,8 +18,8 @@ use crate::workers::worker::Worker;
 /// Pages of a Baton worker are kept for 3 s without a reader.
 const LIMIT: Duration = Duration::from_secs(2);
 
-/// Have `worker` free the pages that it computed for these rooms. Workers of other makes do not know
-/// the request.
+/// Have `worker` free the pages that it computed for these rooms. Workers of other makes do not
+/// know the request.
 pub fn release_pages(app: &Arc<AppState>, worker: &Arc<Worker>, rooms: &[u64]) {
     if !worker.description().is_baton() {
         return;

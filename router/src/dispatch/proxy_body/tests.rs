@@ -3,11 +3,10 @@
 use baton_text::dialect::Dialect;
 use baton_text::dialect::body::BodyIndex;
 use http::{HeaderMap, Method, Request, Uri};
-use router_core::{AttemptReason, RetryHistory, Role};
+use router_core::{AttemptReason, Role};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tokio::time::Instant;
 
 use super::event::{ResumeFailure, ResumedAnswer, StreamFailure, WorkerLoss};
 use super::resume::ResumeAttempt;

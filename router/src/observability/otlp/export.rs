@@ -74,7 +74,8 @@ impl SpanExporter {
                 let _ = heard.await; // an error: the task is gone, and nothing more will be sent
             }
         };
-        let _ = timeout(limit, flushed).await; // what a slow collector has not taken by then is lost
+        // what a slow collector has not taken by then is lost
+        let _ = timeout(limit, flushed).await;
     }
 }
 
@@ -113,7 +114,8 @@ async fn send_all(
                     let TraceEndpoint { host, port, .. } = &endpoint;
                     if !std::mem::replace(&mut is_failing, true) {
                         tracing::warn!(
-                            "cannot export traces to {host}:{port}: {err}; spans are dropped until it works again"
+                            "cannot export traces to {host}:{port}: {err}; spans are dropped until \
+                             it works again"
                         );
                     }
                     if flush.is_none() {

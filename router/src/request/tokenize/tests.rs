@@ -195,7 +195,8 @@ fn second_turn_is_mostly_found_in_the_cache() {
     tokens
         .ids_of(Dialect::Chat, &json(&messages(5)), None)
         .unwrap();
-    assert_eq!((count("hit"), count("miss")), (0, 6)); // the template's own system prompt is the sixth
+    // the template's own system prompt is the sixth
+    assert_eq!((count("hit"), count("miss")), (0, 6));
     tokens
         .ids_of(Dialect::Chat, &json(&messages(7)), None)
         .unwrap();

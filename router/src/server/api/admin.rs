@@ -238,7 +238,8 @@ pub async fn add_worker(State(app): SharedApp, request: Request) -> HandlerResul
     let asked: NewWorker =
         serde_json::from_slice(&body).map_err(|err| RouteError::InvalidJson {
             detail: format!(
-                "{err}; expected {{\"url\", \"worker_type\": regular | prefill | decode, \"bootstrap_port\", \"topology\"}}"
+                "{err}; expected \
+                 {{\"url\", \"worker_type\": regular | prefill | decode, \"bootstrap_port\", \"topology\"}}"
             ),
         })?;
     let role = asked.worker_type.unwrap_or(Role::Regular);

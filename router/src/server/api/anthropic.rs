@@ -12,7 +12,8 @@ pub const COUNT_TOKENS_PATH: &str = "/v1/messages/count_tokens";
 /// Anthropic's name of x-request-id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 
-/// Gives an error of the router Anthropic's form, and any response the header with the request's id.
+/// Gives an error of the router Anthropic's form, and any response the header with the request's
+/// id.
 pub fn to_anthropic_form(response: &mut Response, request_id: &HeaderValue) {
     let id = String::from_utf8_lossy(request_id.as_bytes());
     if let Some(ErrorBody(error)) = response.extensions_mut().remove() {

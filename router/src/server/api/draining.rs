@@ -59,7 +59,8 @@ pub async fn drain_worker(State(app): SharedApp, PathText(id): PathText) -> Hand
             body["left"] = report["left"].clone();
             body["ready_peers"] = app.fleet.ready_peers(&worker).into();
             body["message"] = format!(
-                "the worker refuses new requests, of all routers; POST …/undrain returns it{warning}"
+                "the worker refuses new requests, of all routers; POST …/undrain returns \
+                 it{warning}"
             )
             .into();
             Ok(answer(StatusCode::ACCEPTED, &body))
@@ -157,7 +158,8 @@ fn drained_here(worker: &Worker, why: &str) -> Response {
     let mut body = shown(worker, "router");
     body["reason"] = why.into();
     body["message"] =
-        "no new requests from this router; other routers still send to it; it is removed when those in flight have ended"
+        "no new requests from this router; other routers still send to it; it is removed when \
+         those in flight have ended"
             .into();
     answer(StatusCode::ACCEPTED, &body)
 }

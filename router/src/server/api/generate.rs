@@ -21,7 +21,6 @@ use http::header::{
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 use http_body::Body;
 use http_body_util::BodyExt;
-use router_core::RetryHistory;
 use serde_json::json;
 use tokio::time::{Instant, timeout, timeout_at};
 

@@ -86,11 +86,14 @@ pub(super) async fn client(
             };
             let file = Kubeconfig::read_from(path).map_err(refused)?;
             let options = KubeConfigOptions::default();
-            Config::from_custom_kubeconfig(file, &options).await.map_err(refused)?
+            Config::from_custom_kubeconfig(file, &options)
+                .await
+                .map_err(refused)?
         }
         None => Config::infer().await.map_err(|err| {
             format!(
-                "--service-discovery: no way to reach Kubernetes: {err}; run in a pod with a service account, or give --kubeconfig"
+                "--service-discovery: no way to reach Kubernetes: {err}; run in a pod with a \
+                 service account, or give --kubeconfig"
             )
         })?,
     };
@@ -312,7 +315,8 @@ fn explained(err: &watcher::Error, place: &str) -> String {
     let message = &status.message;
     match status.code {
         401 | 403 => format!(
-            "Kubernetes refuses ({}) to show the pods of {place}: {message}; give the router's service account the verbs list and watch on pods there",
+            "Kubernetes refuses ({}) to show the pods of {place}: {message}; give the router's \
+             service account the verbs list and watch on pods there",
             status.code
         ),
         code => format!("Kubernetes answered {code} about the pods of {place}: {message}"),

@@ -72,8 +72,8 @@ pub async fn start(fleet: &Arc<WorkerFleet>) -> Result<(), String> {
     Ok(())
 }
 
-/// Time at which a source gave data last, also shown as a gauge. A source without changes is alive as
-/// long as this advances.
+/// Time at which a source gave data last, also shown as a gauge. A source without changes is alive
+/// as long as this advances.
 #[derive(Clone)]
 struct AnswerTime {
     gauges: GaugeVec,
@@ -316,7 +316,8 @@ impl DiscoveryFeed {
             tracing::warn!(
                 source = self.source,
                 kept,
-                "workers are no longer named, but no other of their role is ready: they stay until one is"
+                "workers are no longer named, but no other of their role is ready: they stay until \
+                 one is"
             );
         }
     }

@@ -21,8 +21,8 @@ impl StartupGate {
         self.0.subscribe()
     }
 
-    /// Wait until they all have been asked, or `is_settled` says at one of the changes that the others
-    /// need not be. Returns true if there was something to wait for.
+    /// Wait until they all have been asked, or `is_settled` says at one of the changes that the
+    /// others need not be. Returns true if there was something to wait for.
     pub(super) async fn wait_unless(
         &self,
         is_settled: impl Fn() -> bool,
@@ -39,7 +39,8 @@ impl StartupGate {
                 () = settled => {}
             }
         };
-        let _ = timeout(LONGEST_WAIT, all_asked).await; // too late: the request's error says which workers are not ready
+        // too late: the request's error says which workers are not ready
+        let _ = timeout(LONGEST_WAIT, all_asked).await;
         true
     }
 }

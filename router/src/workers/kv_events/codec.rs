@@ -188,7 +188,8 @@ impl Fields {
         if let Some(lora) = self.lora_name.or(self.lora_id.map(|id| id.to_string()))
             && begins
         {
-            space = format!("\u{1}lora {lora}\u{1}{space}"); // prompts here are not distinguished by adapter
+            // prompts here are not distinguished by adapter
+            space = format!("\u{1}lora {lora}\u{1}{space}");
         }
         let salts = keys.into_iter().enumerate();
         let salts = salts.filter_map(|(at, keys)| Some((at, hash_of(&keys?))));

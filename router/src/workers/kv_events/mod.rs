@@ -55,7 +55,8 @@ pub fn announce(fleet: &WorkerFleet) {
     let flags = &fleet.config.kv_events;
     if uses && flags.kv_events == KvEventsMode::Auto && !fleet.config.tokens.is_named() {
         tracing::info!(
-            "what workers announce of their caches is not read: prompts are not tokenized here; give --model-path"
+            "what workers announce of their caches is not read: prompts are not tokenized here; \
+             give --model-path"
         );
     }
 }

@@ -37,7 +37,8 @@ pub fn of(candidate: &Candidate, flags: &KvEventFlags) -> Result<EventSource, St
         (None, 1) => 0,
         (None, ranks) => {
             return Err(format!(
-                "its {ranks} ranks have a cache each and are one candidate; start the router with --dp-aware"
+                "its {ranks} ranks have a cache each and are one candidate; start the router with \
+                 --dp-aware"
             ));
         }
     };

@@ -129,7 +129,8 @@ async fn limit_is_that_of_the_workers_that_serve_the_model() {
 async fn answer_to_head(router: &Router, path: &str, length: &str) -> (u16, Value) {
     let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
     let head = format!(
-        "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n"
+        "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: \
+         {length}\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).await.unwrap();
     let mut answer = String::new();
@@ -146,7 +147,8 @@ async fn body_far_above_the_longest_prompt_is_refused_before_it_is_read() {
         let worker = mock(info(2048, 32_768)).await;
         let router = Router::regular(&[&worker], &[]).await;
         let path = "/v1/chat/completions";
-        // Twelve bytes a character and a token id, eight a token of a resumed answer, 4 MiB of rest.
+        // Twelve bytes a character and a token id, eight a token of a resumed answer, 4 MiB of
+        // rest.
         let longest = 32_768 * 12 + 2048 * 12 + 2048 * 8 + (4 << 20);
         let (status, error) = answer_to_head(&router, path, &format!("{}", longest + 1)).await;
         assert_eq!(

@@ -14,7 +14,8 @@ const APIS: [Dialect; 2] = [Dialect::Responses, Dialect::Messages];
 
 /// Errors of other servers, as the first event of a stream.
 const ERROR_EVENTS: [&str; 6] = [
-    "data: {\"object\":\"error\",\"message\":\"oom\",\"type\":\"InternalServerError\",\"code\":500}\n\n",
+    "data: \
+     {\"object\":\"error\",\"message\":\"oom\",\"type\":\"InternalServerError\",\"code\":500}\n\n",
     "data: { \"error\": {\"message\": \"oom\"}}\n\n",
     "data: {\"id\":\"c1\",\"choices\":[],\"error\":{\"message\":\"oom\",\"code\":502}}\n\n",
     "data: {\"error\":\"oom\"}\r\n\r\n",
@@ -379,7 +380,8 @@ async fn answer_with_many_headers_passes() {
             let mut client = TcpStream::connect(router.running.addr).await.unwrap();
             let length = request.len();
             let sent = format!(
-                "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{request}"
+                "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: \
+                 {length}\r\nconnection: close\r\n\r\n{request}"
             );
             client.write_all(sent.as_bytes()).await.unwrap();
             let mut reply = String::new();

@@ -79,7 +79,8 @@ fn events(reply: &Reply) -> Vec<(String, Value)> {
     let text = reply.text();
     let text = text.strip_suffix("data: [DONE]\n\n").unwrap();
     let read = |event: &str| {
-        // An error of the router begins with an empty line: its worker may have broken off anywhere.
+        // An error of the router begins with an empty line: its worker may have broken off
+        // anywhere.
         let (name, data) = event.trim_start().split_once('\n').unwrap();
         let name = name.strip_prefix("event: ").unwrap().to_owned();
         let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();

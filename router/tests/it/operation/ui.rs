@@ -226,7 +226,8 @@ async fn events_report_failovers_lost_workers_and_drains() {
         dying.stop().await;
         let mut page = Page::open(&router).await;
         let is_lost = |snapshot: &Value| node(snapshot, &url)["state"] == "unhealthy";
-        assert_eq!(router.chat_stream().await.status, 200); // meets the closed port, or the other worker
+        // meets the closed port, or the other worker
+        assert_eq!(router.chat_stream().await.status, 200);
         let snapshot = page.until(is_lost).await;
         let events = snapshot["events"].as_array().unwrap();
         let of = |kind: &str| events.iter().find(|event| event["kind"] == kind && event["worker"] == url.as_str());

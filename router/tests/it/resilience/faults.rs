@@ -353,8 +353,8 @@ async fn invalid_requests_reach_no_worker() {
         }
         // Half a body, and a client that is gone: nothing to answer, nothing to count as running.
         let mut stream = TcpStream::connect(router.running.addr).await.unwrap();
-        let half =
-            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{\"prompt\"";
+        let half = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: \
+             100\r\n\r\n{\"prompt\"";
         stream.write_all(half.as_bytes()).await.unwrap();
         stream.shutdown().await.unwrap();
         let mut answer = String::new();
@@ -376,7 +376,8 @@ async fn client_that_closes_its_connection_or_its_sending_side_has_left() {
         let router = Router::regular(&[&mock], &[]).await;
         let body = chat(false).to_string();
         let request = format!(
-            "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n{body}",
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: \
+             {}\r\n\r\n{body}",
             body.len()
         );
         for count in 1..=2 {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from array import array
@@ -46,18 +47,17 @@ class StubRanks(RankSet):
         self.ranks = [RankClient(0, None)]  # type: ignore[arg-type]
         self._sinks = {}
         self._of_handle = {}
+        self._handles = itertools.count(1)
         self.submitted: list[int] = []
         self.aborted: list[int] = []
 
     def choose(self, wanted: int | None) -> RankClient:
         return self.ranks[0]
 
-    def submit(self, rank: RankClient, request: ValidatedRequest, sink: AnswerSink) -> int:
-        handle = len(self.submitted) + 1
-        self.submitted.append(handle)
-        self._of_handle[handle] = rank
-        rank.items[handle] = (sink, 0)
-        return handle
+    def submit(self, rank: RankClient, request: ValidatedRequest, sink: AnswerSink) -> None:
+        self.submitted.append(request.handle)
+        self._of_handle[request.handle] = rank
+        rank.items[request.handle] = (sink, 0)
 
     def abort(self, handles: Sequence[int]) -> None:
         self.aborted += [handle for handle in handles if self._forget(handle) is not None]

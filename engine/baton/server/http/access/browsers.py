@@ -1,7 +1,9 @@
-"""Requests that a web page of another site makes a browser send, and names that it gives to this server.
+"""Requests that a web page of another site makes a browser send, and names that it gives to this
+server.
 
-A page needs no answer to do harm: a browser sends its POST to any address, also to this machine's. And a page whose
-host's name is changed to this machine's address meanwhile (DNS rebinding) reads answers too, as its own site's.
+A page needs no answer to do harm: a browser sends its POST to any address, also to this machine's.
+And a page whose host's name is changed to this machine's address meanwhile (DNS rebinding) reads
+answers too, as its own site's.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ from baton.server.text.native import native_extension
 
 READING_METHODS = frozenset({hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS})
 OWN_SITES = frozenset({"same-origin", "none"})
-"""Values of Sec-Fetch-Site: of a page of this server, and of the user's own (an address that was typed)."""
+"""Values of Sec-Fetch-Site: of a page of this server, and of the user's own (an address that was
+typed).
+"""
 ANY_HOST = "*"
 
 
 def refuse_foreign_page(request: web.BaseRequest, path: str) -> None:
-    """Raise ForeignOrigin for a request that changes something and that a page of another site has sent.
+    """Raise ForeignOrigin for a request that changes something and that a page of another site has
+    sent.
 
-    Programs that are no browsers send neither header. The rule is that of Go 1.25 (net/http, cross-origin protection).
+    Programs that are no browsers send neither header. The rule is that of Go 1.25 (net/http,
+    cross-origin protection).
     """
     if request.method in READING_METHODS and path not in native_extension().CHANGING_PATHS:
         return
@@ -39,7 +45,8 @@ def refuse_foreign_page(request: web.BaseRequest, path: str) -> None:
     if is_foreign:
         page = (origin or "another site")[:100]
         raise ForeignOrigin(
-            f"a page of {page} may not send {request.method} {path[:100]} to an engine without a key; let browsers "
+            f"a page of {page} may not send {request.method} {path[:100]} to an engine without a "
+            "key; let browsers "
             "ask a router with --cors-allowed-origins, or give the engine an --api-key"
         )
 
@@ -56,8 +63,9 @@ def refuse_unknown_host(
 ) -> None:
     """Raise HostNotAllowed for a name that is not this server's, as far as it knows.
 
-    A page cannot be of an address, nor of `localhost`: browsers resolve that name themselves. Beyond loopback it cannot
-    be of a name without a dot either: such names are those of services and of machines.
+    A page cannot be of an address, nor of `localhost`: browsers resolve that name themselves.
+    Beyond loopback it cannot be of a name without a dot either: such names are those of services
+    and of machines.
     """
     given = request.headers.get(hdrs.HOST)
     if given is None or ANY_HOST in allowed:
@@ -68,7 +76,8 @@ def refuse_unknown_host(
     if not is_on_loopback and name and "." not in name:
         return
     raise HostNotAllowed(
-        f"this engine has no key and is not known as {name[:100]!r}; ask it by its address, start it with "
+        f"this engine has no key and is not known as {name[:100]!r}; ask it by its address, start "
+        "it with "
         "--allowed-hosts NAME, or give it an --api-key"
     )
 
@@ -91,7 +100,8 @@ def _is_address(name: str) -> bool:
 def refuse_other_media_types(request: web.BaseRequest) -> None:
     """Raise UnsupportedMediaType for a body that is not declared as JSON.
 
-    A browser lets any page send forms and plain text to any server, but asks the server before it sends JSON.
+    A browser lets any page send forms and plain text to any server, but asks the server before it
+    sends JSON.
     """
     if request.content_type != "application/json":
         raise UnsupportedMediaType(

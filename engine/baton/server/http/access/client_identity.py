@@ -19,8 +19,9 @@ NETWORK_BITS = 64
 def client_of(request: web.BaseRequest, *, has_tenants: bool) -> str:
     """Name of the client: its tenant, else what a router says, else its address.
 
-    The API key is that of all clients and tells none from another. A tenant counts with --tenant-config alone: without
-    it, any client may send any name, and be a new one with each request.
+    The API key is that of all clients and tells none from another. A tenant counts with
+    --tenant-config alone: without it, any client may send any name, and be a new one with each
+    request.
     """
     tenant = request.headers.get(TENANT_HEADER, "")
     if has_tenants and TENANT_NAME.fullmatch(tenant):
@@ -33,7 +34,9 @@ def client_of(request: web.BaseRequest, *, has_tenants: bool) -> str:
 
 
 def network_of(address: str | None) -> str:
-    """An IPv4 address, or the network of an IPv6 address; "": there is none, as on a Unix socket."""
+    """An IPv4 address, or the network of an IPv6 address; "": there is none, as on a Unix
+    socket.
+    """
     if address is None:
         return ""
     ip = ipaddress.ip_address(address.partition("%")[0])

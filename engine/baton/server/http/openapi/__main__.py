@@ -1,4 +1,6 @@
-"""`python -m baton.server.http.openapi`: write the files that the router embeds, print the table of the guide."""
+"""`python -m baton.server.http.openapi`: write the files that the router embeds, print the table of
+the guide.
+"""
 
 from __future__ import annotations
 

@@ -108,8 +108,9 @@ def _schemas(routes: list[Route], server: Server) -> Json:
 
 
 def _leave_out_router_fields(routes: list[Route], schemas: dict[str, Json]) -> None:
-    """Remove the members of clients' bodies that reach no worker. Bodies of control paths keep theirs: an
-    operator says where P's bootstrap server is, or which room to abort."""
+    """Remove the members of clients' bodies that reach no worker. Bodies of control paths keep
+    theirs: an operator says where P's bootstrap server is, or which room to abort.
+    """
     is_router_field = native_extension().is_router_field
     for route in routes:
         if route.access(Server.ROUTER) is Access.CONTROL:

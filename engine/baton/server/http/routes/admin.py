@@ -68,7 +68,9 @@ async def _answer_drain_report(context: AdminContext) -> web.Response:
 
 
 async def diagnose(request: web.Request) -> web.Response:
-    """Facts for `baton doctor`; the ranks' ledgers without timelines, whose room 0 is never drawn."""
+    """Facts for `baton doctor`; the ranks' ledgers without timelines, whose room 0 is never
+    drawn.
+    """
     context = request.app[ADMIN]
     is_any_ready = any(rank.ready for rank in context.ranks.ranks)
     books = await call_all_ranks(context.ranks, ReadLedger(room=0)) if is_any_ready else []
@@ -164,6 +166,7 @@ def _answer_change(rid: str, state: str, replies: dict[int, ReplyMessage]) -> we
 
 def _no_such_request(rid: str) -> NotFound:
     return NotFound(
-        f"no request {rid[:200]!r} is being answered here; give the rid (or the x-request-id header) it was sent with",
+        f"no request {rid[:200]!r} is being answered here; give the rid (or the x-request-id "
+        "header) it was sent with",
         param="rid",
     )

@@ -162,7 +162,9 @@ async def show_model(request: web.Request) -> web.Response:
 
 
 def _models_response(request: web.Request, models: dict[str, Any]) -> web.Response:
-    """The answer in the form of the client's API. `models`: a list in OpenAI's form, or one of it."""
+    """The answer in the form of the client's API. `models`: a list in OpenAI's form, or one of
+    it.
+    """
     body = encode_json(models)
     if ANTHROPIC_VERSION_HEADER in request.headers:
         body = native_extension().anthropic_models(body)

@@ -82,7 +82,9 @@ async def _read_grammar(
 async def _read_prompts(
     parts: ValidationParts, body: dict[str, Any], request: ChatCompletionRequest
 ) -> Sequence[Sequence[int]]:
-    """Ids of the messages: those that a router sends, or the text that the template makes of them."""
+    """Ids of the messages: those that a router sends, or the text that the template makes of
+    them.
+    """
     chat = encode_chat_fields(body)
     forwarded = parts.prompts.read_forwarded_ids(request, 1, "messages", many=False)
     if forwarded is not None:

@@ -52,5 +52,7 @@ class ValidationParts:
         *schemas: type[msgspec.Struct],
         prefix: str = "",
     ) -> list[str]:
-        """Fields of the body that have no effect. Raises UnsupportedParameter for one of `refused`."""
+        """Fields of the body that have no effect. Raises UnsupportedParameter for one of
+        `refused`.
+        """
         return find_ignored(body, refused, *schemas, prefix=prefix, unused=self._unused_fields)

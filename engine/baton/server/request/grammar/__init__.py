@@ -11,5 +11,5 @@
 | `tool_calls/` | grammars of tool calls, as each format writes them |
 | `structural_tag` | text with tagged parts that follow grammars of their own |
 | `request_grammar` | all of it for one constraint: text, check, names of what had no effect |
-| `checks/` | processes in which that is done, and the grammar of one request, checked now or before |
+| `checks/` | processes that do it, and the grammar of one request, checked now or before |
 """

@@ -100,7 +100,8 @@ def refuse_long_enums(schema: dict[str, Any], param: str) -> None:
         if count > MAX_ALTERNATIVES:
             raise bad(
                 param,
-                f"has an enum with {count} objects and arrays, at most {MAX_ALTERNATIVES} are accepted; "
+                f"has an enum with {count} objects and arrays, at most {MAX_ALTERNATIVES} are "
+                "accepted; "
                 "list texts or numbers, which have no such limit, or fewer values",
             )
 
@@ -155,7 +156,9 @@ def _parts_of(value: Any) -> Iterator[Any]:
 
 
 def close_objects(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` in every object schema that does not state it."""
+    """The schema with `additionalProperties: false` in every object schema that does not state
+    it.
+    """
     if not isinstance(schema, dict):
         return schema
     closed: dict[str, Any] = {}

@@ -16,7 +16,9 @@ NO_OPTIONS = "%llguidance {}"
 """First line of a grammar with llguidance's usual options."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
 SINGLE_SPACE = '%llguidance {"ignore_once": true}'
-"""First line of a grammar in which the text of `%ignore` stands at most once between two lexemes."""
+"""First line of a grammar in which the text of `%ignore` stands at most once between two
+lexemes.
+"""
 SINGLE_SPACE_NO_FORCING = '%llguidance {"ignore_once": true, "no_forcing": true}'
 
 
@@ -82,8 +84,9 @@ def _char_text(code: int) -> str:
 def without_forcing(text: str) -> str:
     """The same grammar, in which the model may divide text into tokens as it likes.
 
-    Where only one text can follow, llguidance allows the tokens of the tokenizer's own division alone. Of a text that
-    looks like a special token that is this token, which llguidance refuses a moment later: the answer fails.
+    Where only one text can follow, llguidance allows the tokens of the tokenizer's own division
+    alone. Of a text that looks like a special token that is this token, which llguidance refuses a
+    moment later: the answer fails.
     """
     if text.startswith("{"):
         grammars = decode_exact(text)

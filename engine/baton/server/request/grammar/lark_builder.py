@@ -1,7 +1,7 @@
 """Rules of a grammar that consists of several parts: literals, schemas, free text.
 
-Literals are divided at the tokens that stand for a whole marker (`markers`). Where a marker is text, the free text
-before it is a lazy lexeme, which ends with the first marker.
+Literals are divided at the tokens that stand for a whole marker (`markers`). Where a marker is
+text, the free text before it is a lazy lexeme, which ends with the first marker.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def marker_tokens(facts: ModelFacts, tokenizer: Tokenizer) -> MarkerTokens:
 
 
 def is_marker(text: str, *, is_special: bool) -> bool:
-    """True for tokens that text in a grammar never allows, by llguidance's rule, and for the token in the tags of
-    `deepseek_v32`, by which the text layer knows them whether it is special or not.
+    """True for tokens that text in a grammar never allows, by llguidance's rule, and for the token
+    in the tags of `deepseek_v32`, by which the text layer knows them whether it is special or not.
     """
     is_tag = text.startswith("<") and text.endswith(">")
     return is_special or is_tag or text in tool_formats()["deepseek_v32"].markers

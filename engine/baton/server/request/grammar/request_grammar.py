@@ -1,7 +1,9 @@
-"""A request's grammar: its text, checked by llguidance, and names of what has no effect. Deterministic, no I/O.
+"""A request's grammar: its text, checked by llguidance, and names of what has no effect.
+Deterministic, no I/O.
 
-llguidance recurses in native code for rules and references that lead from one to the next, and overflows the stack of
-the thread for some thousand of them: a server calls these functions in a process of their own (`checks`).
+llguidance recurses in native code for rules and references that lead from one to the next, and
+overflows the stack of the thread for some thousand of them: a server calls these functions in a
+process of their own (`checks`).
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ NO_GRAMMAR = RequestGrammar("")
 
 @dataclass(frozen=True, slots=True)
 class GrammarCheck:
-    """The parts of a request that decide its grammar. Equal ones have equal JSON, members in the client's order."""
+    """The parts of a request that decide its grammar. Equal ones have equal JSON, members in the
+    client's order.
+    """
 
     stated: Mapping[str, Any]
     """`stated_fields` of the body. Large ones are JSON on the way here (`msgspec.Raw`)."""
@@ -103,7 +107,8 @@ def refuse_constraint_with_tools(
             f"and {choice_field} exclude each other: the answer is a call; leave one of them out",
         )
     raise UnsupportedParameter(
-        f"{constraint.param} together with tools is not supported: an answer that follows a {constraint.kind.value} "
+        f"{constraint.param} together with tools is not supported: an answer that follows a "
+        f"{constraint.kind.value} "
         "has no calls; send a JSON Schema, or tool_choice none",
         param=constraint.param,
     )
@@ -162,7 +167,9 @@ def spell_freely(text: str, value: Any, markers: MarkerTokens) -> str:
 def make_call_grammar(
     rules: CallRules, answer: AnswerConstraint | None, whitespace: str, markers: MarkerTokens
 ) -> RequestGrammar:
-    """Make the grammar of an answer with calls and check it, each schema first. Raises BadRequest."""
+    """Make the grammar of an answer with calls and check it, each schema first. Raises
+    BadRequest.
+    """
     arguments = []
     ignored: list[str] = []
     for tool in rules.tools:
@@ -238,7 +245,8 @@ def refusal(constraint: AnswerConstraint, message: str) -> EngineError:
     """The error for a constraint that llguidance refuses."""
     reason = short_message(message)
     if constraint.kind is ConstraintKind.REGEX:
-        # llguidance names the place in the grammar around the regex, which the client has not written.
+        # llguidance names the place in the grammar around the regex, which the client has not
+        # written.
         reason = reason.rpartition("(in regex): ")[2]
     advice = ""
     if constraint.is_strict and "Unimplemented" in message:

@@ -161,7 +161,8 @@ class FormatReader:
         if not is_last:
             raise bad(
                 param,
-                "is any_text before something else; only a const_string or a tag may follow any_text",
+                "is any_text before something else; only a const_string or a tag may follow "
+                "any_text",
             )
         return "FREE_TEXT"
 

@@ -27,7 +27,8 @@ def prompt_list(name: str, value: Any) -> list[Any]:
     if type(value) is not list or not all(type(v) in (str, list) for v in value):
         raise bad(
             name,
-            "must be a string, an array of strings, an array of token ids, or an array of such arrays",
+            "must be a string, an array of strings, an array of token ids, or an array of such "
+            "arrays",
         )
     if not value or any(len(v) == 0 for v in value):
         raise bad(name, "is empty; give at least one token")

@@ -39,7 +39,9 @@ def seed_for(asked: int | None, rendezvous: Rendezvous | None, choice: int) -> i
 
 
 def place(f: RequestFields, prompts: int, n: int, mode: str, dp_size: int) -> list[Placement]:
-    """Where each item's halves run, from the router's fields (docs/protocol.md §2); a prompt's answers in a row."""
+    """Where each item's halves run, from the router's fields (docs/protocol.md §2); a prompt's
+    answers in a row.
+    """
     count = prompts * n
     hosts = _column(f, "bootstrap_host", prompts, n, str)
     ports = _column(f, "bootstrap_port", prompts, n, int, 1, 65535)

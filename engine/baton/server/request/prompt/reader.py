@@ -63,9 +63,9 @@ class PromptReader:
         """`input_ids` beside messages or texts: one list of ids, or one for each prompt where the
         body holds `many`.
 
-        They are the same prompts, tokenized by a router with this engine's tokenizer and template (it
-        states the fingerprint), and take the place of the texts. A prompt that is too long is reported
-        as `param`, which the client sent. Raises FingerprintMismatch.
+        They are the same prompts, tokenized by a router with this engine's tokenizer and template
+        (it states the fingerprint), and take the place of the texts. A prompt that is too long is
+        reported as `param`, which the client sent. Raises FingerprintMismatch.
         """
         if request.input_ids is None:
             return None

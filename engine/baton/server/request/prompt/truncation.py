@@ -1,4 +1,5 @@
-"""Prompts that are cut to a number of tokens: `truncate_prompt_tokens` and `truncation_side` (vLLM).
+"""Prompts that are cut to a number of tokens: `truncate_prompt_tokens` and `truncation_side`
+(vLLM).
 
 Which tokens stay is decided by the text layer (engine/text/src/prompt/cut.rs), by which the router
 cuts the same prompts. A prompt that comes as token ids is cut too; cutting twice changes nothing.
@@ -48,7 +49,8 @@ def read_cut(request: RequestFields, context_length: int, answer_tokens: int) ->
         if tokens < 1:
             raise bad(
                 FIELD,
-                f"is -1, but the context has {context_length} tokens and the answer may have {answer_tokens}: "
+                f"is -1, but the context has {context_length} tokens and the answer may have "
+                f"{answer_tokens}: "
                 "no room is left for a prompt; lower max_tokens",
             )
     return PromptCut(tokens, request.truncation_side or "left")

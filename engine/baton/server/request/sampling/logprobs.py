@@ -6,7 +6,8 @@
 | completions | `logprobs`, `logprob_token_ids` | `echo` with `logprobs`; `prompt_logprobs` |
 | /generate | `return_logprob`, `top_logprobs_num`, `token_ids_logprob` | `logprob_start_len` |
 
-Sources: OpenAI's API reference, vLLM 0.33 (`prompt_logprobs`, `logprob_token_ids`), SGLang 0.5.23 (/generate).
+Sources: OpenAI's API reference, vLLM 0.33 (`prompt_logprobs`, `logprob_token_ids`), SGLang 0.5.23
+(/generate).
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def check_prompt_start(rules: PromptLogprobsSpec | None, prompt_tokens: int) -> 
     if rules is not None and rules.start >= prompt_tokens:
         raise bad(
             "logprob_start_len",
-            f"is {rules.start}, but the prompt has {prompt_tokens} tokens; send a position within it",
+            f"is {rules.start}, but the prompt has {prompt_tokens} tokens; send a position within "
+            "it",
         )
 
 
@@ -107,14 +109,17 @@ def check_placement(rules: PromptLogprobsSpec | None, rendezvous: Rendezvous | N
     """Raise UnsupportedParameter for logprobs of a prompt that two nodes compute."""
     if rules is not None and rendezvous is not None:
         raise UnsupportedParameter(
-            "logprobs of the prompt come from one node; leave bootstrap_room out, or send the request to a router "
+            "logprobs of the prompt come from one node; leave bootstrap_room out, or send the "
+            "request to a router "
             "that does so",
             param="bootstrap_room",
         )
 
 
 def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """Parameters of one of the answers to a prompt, of which the first has the prompt's logprobs."""
+    """Parameters of one of the answers to a prompt, of which the first has the prompt's
+    logprobs.
+    """
     return params if choice == 0 else replace(params, prompt_logprobs=-1)
 
 

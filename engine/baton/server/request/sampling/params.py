@@ -1,8 +1,8 @@
 """Sampling parameters of a request: its own fields, else the checkpoint's defaults, else the API's.
 
-Defaults come from generation_config.json (matches SGLang 0.5.7 and vLLM), and only for the OpenAI endpoints. They pass
-the types and bounds of a request's fields (schema.SamplingFields) when the engine starts: a value that no request may
-state ends the start.
+Defaults come from generation_config.json (matches SGLang 0.5.7 and vLLM), and only for the OpenAI
+endpoints. They pass the types and bounds of a request's fields (schema.SamplingFields) when the
+engine starts: a value that no request may state ends the start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ NEUTRAL = SamplingParams()
 
 
 def read_defaults(facts: ModelFacts) -> SamplingFields:
-    """The defaults in generation_config.json; null counts as absent. Raises ConfigError that lists every mistake."""
+    """The defaults in generation_config.json; null counts as absent. Raises ConfigError that lists
+    every mistake.
+    """
     stated = {
         key: facts.generation_config[key] for key in DEFAULT_KEYS if key in facts.generation_config
     }
@@ -161,7 +163,9 @@ def _make_limit(param: str, budget: int | None) -> ReasoningLimit:
 
 
 def read_allowed_tokens(name: str, value: list[Any] | None, vocabulary: ModelVocabulary) -> bytes:
-    """`SamplingParams.allowed_tokens`. Raises BadRequest for no ids, and for ids that the model lacks."""
+    """`SamplingParams.allowed_tokens`. Raises BadRequest for no ids, and for ids that the model
+    lacks.
+    """
     if value is None:
         return b""
     if not value:
@@ -178,10 +182,11 @@ def read_allowed_tokens(name: str, value: list[Any] | None, vocabulary: ModelVoc
 def encode_bad_words(
     words: Sequence[str], tokenizer: Tokenizer, vocabulary: ModelVocabulary
 ) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each word, with and without a blank before it: at the start of a text and within it.
+    """Tokens of each word, with and without a blank before it: at the start of a text and within
+    it.
 
-    Leading white space of a word counts for nothing (matches vLLM 0.33), unless there is nothing else. Words that the
-    model cannot write, because it lacks their tokens, need no ban.
+    Leading white space of a word counts for nothing (matches vLLM 0.33), unless there is nothing
+    else. Words that the model cannot write, because it lacks their tokens, need no ban.
     """
     spellings = []
     for word in words:

@@ -1,7 +1,8 @@
 """KV events on the wire: vLLM's msgpack arrays, and the same as JSON objects.
 
-The arrays are those of vLLM's KV event publisher (also SGLang's), which routers read. They are as long as the longest
-version of that format: readers of older, shorter ones ignore what follows their last field.
+The arrays are those of vLLM's KV event publisher (also SGLang's), which routers read. They are as
+long as the longest version of that format: readers of older, shorter ones ignore what follows their
+last field.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class BlockStored(_Event):
     medium: str | None
     lora_name: str | None = None
     extra_keys: list[tuple[str, ...] | None] | None = None
-    """For a block that begins a sequence of a namespace: cache_salt and extra_key, each empty if absent."""
+    """For a block that begins a sequence of a namespace: cache_salt and extra_key, each empty if
+    absent.
+    """
 
 
 class BlockRemoved(_Event):
@@ -80,7 +83,9 @@ def _to_wire(event: KvEvent, page_size: int) -> WireEvent:
 
 
 def as_objects(payload: bytes) -> tuple[float, list[dict[str, Any]]]:
-    """A payload's time and its events as JSON objects with vLLM's field names; absent extras are left out."""
+    """A payload's time and its events as JSON objects with vLLM's field names; absent extras are
+    left out.
+    """
     batch = _decoder.decode(payload)
     return batch.ts, [_as_object(event) for event in batch.events]
 

@@ -1,12 +1,14 @@
-"""The rank's end of KV events: each turn's batch to the ZMQ subscribers and to the front, and replays on request.
+"""The rank's end of KV events: each turn's batch to the ZMQ subscribers and to the front, and
+replays on request.
 
-1. `publish` after each turn: one message [topic, sequence number (8 bytes, big-endian), payload] on the PUB socket, and
-   the payload for the front;
-2. a client that missed some sends [first number wanted, 8 bytes big-endian] from a REQ or DEALER socket to the ROUTER
-   socket, `serve_replays` answers with [number, payload] for each batch that is kept, then [-1, empty].
+1. `publish` after each turn: one message [topic, sequence number (8 bytes, big-endian), payload] on
+   the PUB socket, and the payload for the front;
+2. a client that missed some sends [first number wanted, 8 bytes big-endian] from a REQ or DEALER
+   socket to the ROUTER socket, `serve_replays` answers with [number, payload] for each batch that
+   is kept, then [-1, empty].
 
-Wire format, numbering and sockets as vLLM's ZMQ event publisher; here the scheduler's thread sends (a PUB socket drops
-instead of waiting), so that there is no queue between the tree and the wire.
+Wire format, numbering and sockets as vLLM's ZMQ event publisher; here the scheduler's thread sends
+(a PUB socket drops instead of waiting), so that there is no queue between the tree and the wire.
 """
 
 from __future__ import annotations

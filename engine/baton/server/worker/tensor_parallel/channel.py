@@ -1,18 +1,21 @@
-"""The processes of a DP rank that compute together (--tp-size): TP rank 0 plans and broadcasts, the others execute.
+"""The processes of a DP rank that compute together (--tp-size): TP rank 0 plans and broadcasts, the
+others execute.
 
-1. The front starts all of them alike; those with a `tp_rank` above 0 call `process.run_executor` instead of
-   running a scheduler.
-2. They meet (layers.collectives.init_group), each loads its share of the model, and the executors (ranks 1 and up)
-   report that they did.
-3. Per step the first rank sends one message (runtime.runner.step_inputs) to each executor, then computes its own
-   part; they meet again in the model's collectives. Between steps an executor sleeps on its socket: no process waits
-   in a collective for work to come.
-4. On P and D nodes every rank has a transfer runtime for its heads of each page, and executors do with theirs what the
-   first rank does with its own (server.worker.tensor_parallel.transfer_node), in one order with the steps, and report
-   the events of their runtimes.
-5. An empty message ends an executor. Signals do not: a group ends together, and the front kills what is left of one.
+1. The front starts all of them alike; those with a `tp_rank` above 0 call `process.run_executor`
+   instead of running a scheduler.
+2. They meet (layers.collectives.init_group), each loads its share of the model, and the executors
+   (ranks 1 and up) report that they did.
+3. Per step the first rank sends one message (runtime.runner.step_inputs) to each executor, then
+   computes its own part; they meet again in the model's collectives. Between steps an executor
+   sleeps on its socket: no process waits in a collective for work to come.
+4. On P and D nodes every rank has a transfer runtime for its heads of each page, and executors do
+   with theirs what the first rank does with its own (server.worker.tensor_parallel.transfer_node),
+   in one order with the steps, and report the events of their runtimes.
+5. An empty message ends an executor. Signals do not: a group ends together, and the front kills
+   what is left of one.
 
-Channel: one PUSH socket per executor, bound by the first rank in the engine's private directory (ADR 0009).
+Channel: one PUSH socket per executor, bound by the first rank in the engine's private directory
+(ADR 0009).
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("baton.tp")
 
 QUEUE = 1024
-"""Messages an executor may be behind by: calls about many requests come while it computes a step."""
+"""Messages an executor may be behind by: calls about many requests come while it computes a
+step.
+"""
 EVENTS_AT_ONCE = 256
 ALIVE_EVERY_MS = 1000
 
@@ -76,7 +81,9 @@ class TpGroup:
 
 
 class TransferEvents(msgspec.Struct, tag="events"):
-    """Events of an executor's transfer runtime, as `poll` gives them; those of committed rooms without P's payload."""
+    """Events of an executor's transfer runtime, as `poll` gives them; those of committed rooms
+    without P's payload.
+    """
 
     tp_rank: int
     events: Sequence[NodeEvent]
@@ -85,7 +92,9 @@ class TransferEvents(msgspec.Struct, tag="events"):
 
 
 class LoadedReport(msgspec.Struct, tag="loaded"):
-    """An executor has its share of the model in memory. Pools must be equal: page ids mean the same everywhere."""
+    """An executor has its share of the model in memory. Pools must be equal: page ids mean the same
+    everywhere.
+    """
 
     tp_rank: int
     pid: int
@@ -109,7 +118,9 @@ class TpExecutors:
         self._timeout_secs = timeout_secs
         self._process_group: ProcessGroup | None = None
         self._lock = threading.Lock()
-        """Guards the order sockets: steps come from the device thread, calls of transfer runtimes from the other."""
+        """Guards the order sockets: steps come from the device thread, calls of transfer runtimes
+        from the other.
+        """
         self.reports = context.socket(zmq.PULL)
         """Readable while `take_reports` has something."""
         self.reports.bind(group.address(0))
@@ -130,8 +141,10 @@ class TpExecutors:
             assert isinstance(report, LoadedReport), "nothing happens before all have loaded"
             if (report.num_pages, report.host_pages) != (own.kv.num_pages, own.host_pages):
                 raise ValueError(
-                    f"tensor-parallel rank {report.tp_rank} has {report.num_pages} pages and {report.host_pages} on "
-                    f"the host, the first rank {own.kv.num_pages} and {own.host_pages}; they must be equal"
+                    f"tensor-parallel rank {report.tp_rank} has {report.num_pages} pages and "
+                    f"{report.host_pages} on "
+                    f"the host, the first rank {own.kv.num_pages} and {own.host_pages}; they must "
+                    "be equal"
                 )
             reports[report.tp_rank] = report
         self.pids = [reports[tp_rank].pid for tp_rank in sorted(reports)]
@@ -156,7 +169,9 @@ class TpExecutors:
             found.append(report)
 
     def stop(self) -> None:
-        """Let them end. Nothing may be sent afterwards. One that has ended already, or is stuck, takes no message."""
+        """Let them end. Nothing may be sent afterwards. One that has ended already, or is stuck,
+        takes no message.
+        """
         from baton.layers import collectives
 
         with self._lock:
@@ -166,7 +181,9 @@ class TpExecutors:
         collectives.leave_group()
 
     def _broadcast(self, kind: OrderKind, body: bytes) -> None:
-        """Raises ExecutorStuck when an executor has not taken `QUEUE` messages in --dist-timeout."""
+        """Raises ExecutorStuck when an executor has not taken `QUEUE` messages in
+        --dist-timeout.
+        """
         message = kind.value + body
         with self._lock:
             for tp_rank, socket in enumerate(self._orders, 1):
@@ -174,7 +191,8 @@ class TpExecutors:
                     socket.send(message)
                 except zmq.Again:
                     raise ExecutorStuck(
-                        f"tensor-parallel rank {tp_rank} is {QUEUE} messages behind and took none for "
+                        f"tensor-parallel rank {tp_rank} is {QUEUE} messages behind and took none "
+                        "for "
                         f"--dist-timeout {self._timeout_secs:g} s"
                     ) from None
 

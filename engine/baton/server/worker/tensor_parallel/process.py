@@ -1,4 +1,5 @@
-"""Processes of a tensor-parallel group: `load_first_rank` in the first rank, `run_executor` in the others.
+"""Processes of a tensor-parallel group: `load_first_rank` in the first rank, `run_executor` in the
+others.
 
 Their life cycle is in channel.py.
 """
@@ -43,7 +44,9 @@ def load_first_rank(
     context: zmq.Context[Any],
     on_progress: Callable[[int, int], None],
 ) -> tuple[LoadedModel, TpExecutors]:
-    """Load the first rank's share, and wait until the others have theirs. Raises what engine.load raises."""
+    """Load the first rank's share, and wait until the others have theirs. Raises what engine.load
+    raises.
+    """
     from baton.layers.collectives import TpContext
     from baton.layers.shard import Shard
     from baton.runtime import build  # torch: seconds, and half a gigabyte
@@ -62,7 +65,9 @@ def run_executor(
     bootstrap: BootstrapAddress | None,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Load this rank's share and execute orders until the stop order. An exception ends the process, and the group."""
+    """Load this rank's share and execute orders until the stop order. An exception ends the
+    process, and the group.
+    """
     from baton.layers import collectives
     from baton.layers.shard import Shard
     from baton.runtime import build
@@ -106,7 +111,8 @@ def _execute(
     poller.register(orders, zmq.POLLIN)
     if node is not None:
         poller.register(node.event_fd, zmq.POLLIN)
-    # Each poll of the transfer runtime reports progress to its peers; without a runtime, nothing wakes the rank.
+    # Each poll of the transfer runtime reports progress to its peers; without a runtime, nothing
+    # wakes the rank.
     timeout_ms = channel.ALIVE_EVERY_MS if node is not None else None
     is_healthy = True
     while True:

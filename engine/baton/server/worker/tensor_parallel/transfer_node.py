@@ -1,18 +1,22 @@
-"""The transfer runtimes of all tensor-parallel ranks as one: what the first rank's driver (baton.disagg) drives.
+"""The transfer runtimes of all tensor-parallel ranks as one: what the first rank's driver
+(baton.disagg) drives.
 
-A call is made on the first rank's runtime and sent to the executors, which make it on theirs, in one order with the
-steps: an executor publishes pages after the step that computed them, whenever that ends. Events are merged:
+A call is made on the first rank's runtime and sent to the executors, which make it on theirs, in
+one order with the steps: an executor publishes pages after the step that computed them, whenever
+that ends. Events are merged:
 
-    end of a room   sent when every rank's is over. All committed: committed; else the first failure. When one rank's
-                    room fails, the others' are aborted: either all heads of a page are there, or none is used.
-    announced       when P holds pages for all ranks
-    revoked         when all ranks gave their pages back. Where some could not (P came first, or the rank has all its
+    end of a room sent when every rank's is over. All committed: committed; else the first failure.
+                    When one rank's room fails, the others' are aborted: either all heads of a page
+                    are there, or none is used.
+    announced when P holds pages for all ranks revoked when all ranks gave their pages back. Where
+    some could not (P came first, or the rank has all its
                     pages already), the others get their grant again and the room is announced.
 
-Every runtime ends its rooms by deadlines of its own. A room that is over on one rank and not on another for longer than
-all of them together means that a process hangs: the group ends.
+Every runtime ends its rooms by deadlines of its own. A room that is over on one rank and not on
+another for longer than all of them together means that a process hangs: the group ends.
 
-Invariant: the pages of a room are the scheduler's again only when no rank's runtime writes them any more.
+Invariant: the pages of a room are the scheduler's again only when no rank's runtime writes them any
+more.
 """
 
 from __future__ import annotations
@@ -76,14 +80,18 @@ class Room:
 
 
 class EventMerger:
-    """Turns the ranks' events into those of one runtime. `broadcast` makes all ranks do something about a room."""
+    """Turns the ranks' events into those of one runtime. `broadcast` makes all ranks do something
+    about a room.
+    """
 
     def __init__(self, size: int, broadcast: Callable[[TpCall], None]) -> None:
         self._size = size
         self._broadcast = broadcast
         self._rooms: dict[int, Room] = {}
         self._ending: dict[int, float] = {}
-        """When rooms ended on the first of the ranks, those that have not on the last; oldest first."""
+        """When rooms ended on the first of the ranks, those that have not on the last; oldest
+        first.
+        """
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -107,12 +115,15 @@ class EventMerger:
             known.is_aborted = True
 
     def check_none_is_late(self, now: float, limit_secs: float) -> None:
-        """Raises ExecutorStuck when a room's first end was longer ago than this, and its last has not come."""
+        """Raises ExecutorStuck when a room's first end was longer ago than this, and its last has
+        not come.
+        """
         if not self._ending or now - self._ending[number := next(iter(self._ending))] <= limit_secs:
             return
         over = self._rooms[number].ends
         raise ExecutorStuck(
-            f"room {number} is over on tensor-parallel ranks {sorted(over)}, and for {limit_secs:g} s "
+            f"room {number} is over on tensor-parallel ranks {sorted(over)}, and for "
+            f"{limit_secs:g} s "
             f"no report of it came from {[rank for rank in range(self._size) if rank not in over]}"
         )
 
@@ -242,7 +253,9 @@ class TpTransferNode:
         self._call_everywhere(call)
 
     def _begin(self, call: OfferCall | OpenCall) -> None:
-        """Raises what the first rank's runtime raises, ValueError while an executor's room of this number lives."""
+        """Raises what the first rank's runtime raises, ValueError while an executor's room of this
+        number lives.
+        """
         if call.room in self._merger:
             raise ValueError(f"room {call.room} is live on another tensor-parallel rank")
         make_call(self._node, self._executors.group, call)
@@ -269,7 +282,9 @@ class TpTransferNode:
 
     @property
     def event_fd(self) -> int:
-        """Event descriptor of this process; `TpExecutors.reports` is readable when the others have something."""
+        """Event descriptor of this process; `TpExecutors.reports` is readable when the others have
+        something.
+        """
         return self._node.event_fd
 
     def rooms_json(self, room: int | None = None) -> str:
@@ -288,8 +303,8 @@ def make_call(node: TransferRuntime, group: TpGroup, call: TpCall) -> None:
     """Make a call of `TpTransferNode` on one rank's own runtime. Raises what the runtime raises."""
     match call:
         case OpenCall():
-            # P's processes are registered like DP ranks (server.worker.transfer_setup), and a divided P has one DP
-            # rank.
+            # P's processes are registered like DP ranks (server.worker.transfer_setup), and a
+            # divided P has one DP rank.
             peer = max(call.prefill_dp_rank, 0) * group.tp_size + group.tp_rank
             node.call(msgspec.structs.replace(call, prefill_dp_rank=peer))
         case GrantAgainCall():
@@ -302,7 +317,8 @@ def make_call(node: TransferRuntime, group: TpGroup, call: TpCall) -> None:
 def execute_call(node: TransferRuntime, group: TpGroup, call: TpCall) -> RoomEnd | None:
     """As `make_call`, on an executor, where a call that fails ends its room only.
 
-    Returns the end of a room that its runtime does not take. A live room is aborted; its runtime reports its end.
+    Returns the end of a room that its runtime does not take. A live room is aborted; its runtime
+    reports its end.
     """
     try:
         make_call(node, group, call)

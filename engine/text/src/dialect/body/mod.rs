@@ -213,8 +213,8 @@ impl BodyIndex {
 
     /// Pieces of the body that a worker gets: the client's bytes without fields of routers and
     /// without its own fields of the groups in `replaced`, then `added` (`,"name":value`; only to a
-    /// body with members that stay) and `fields` (`"name":value,…`, no braces), then `}`. Pieces may
-    /// be empty.
+    /// body with members that stay) and `fields` (`"name":value,…`, no braces), then `}`. Pieces
+    /// may be empty.
     pub fn splice(
         &self,
         body: &Bytes,

@@ -1,5 +1,5 @@
-//! Fields that ask for logprobs of the prompt, and for how long an answer: one worker computes prompt
-//! and answer, so that megabytes of logprobs cross no connection between workers.
+//! Fields that ask for logprobs of the prompt, and for how long an answer: one worker computes
+//! prompt and answer, so that megabytes of logprobs cross no connection between workers.
 
 use serde::Deserialize;
 use serde_json::value::RawValue;

@@ -3,8 +3,8 @@
 //! 1. Pieces of calls come in any order ([`CallPiece`]); each belongs to the call of its id or of
 //!    its index ([`AnswerBlocks::push_call`]);
 //! 2. texts and calls are blocks in the order of their begins. The first block is written as it
-//!    comes; those behind it wait until it is complete: a text when another block begins, a call when
-//!    its arguments are a whole JSON value;
+//!    comes; those behind it wait until it is complete: a text when another block begins, a call
+//!    when its arguments are a whole JSON value;
 //! 3. the end of the answer ends every block ([`AnswerBlocks::end`]).
 
 use std::collections::VecDeque;

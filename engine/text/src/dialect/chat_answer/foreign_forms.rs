@@ -1,8 +1,8 @@
 //! Forms in which servers of other makes write ends, errors, calls and events.
 //!
 //! Right values: openai-python's reading of a chat stream (pieces of a call belong together by
-//! index), Anthropic's and OpenAI's meanings of a stop reason and a status, and the grammar of event
-//! streams (WHATWG HTML, 9.2.6).
+//! index), Anthropic's and OpenAI's meanings of a stop reason and a status, and the grammar of
+//! event streams (WHATWG HTML, 9.2.6).
 
 use proptest::prelude::*;
 use serde_json::{Value, json};

@@ -8,8 +8,9 @@
 //! 3. the end of the stream is written when the server's `[DONE]` comes, or, from a server that
 //!    sends none, when its stream ends.
 //!
-//! Invariant: the client gets an end if and only if a `finish_reason` of a known meaning came. Errors
-//! in any form, values that are not known and the absence of a reason are an error for the client.
+//! Invariant: the client gets an end if and only if a `finish_reason` of a known meaning came.
+//! Errors in any form, values that are not known and the absence of a reason are an error for the
+//! client.
 //!
 //! Logprobs and the ids of calls are not taken over: the writer derives the ids.
 
@@ -146,8 +147,8 @@ impl ChatAnswerTranslator {
         Ok(EventMeaning::Part)
     }
 
-    /// The server's stream has ended. Returns the end of the client's stream, if the server finished
-    /// its answer and sent no `[DONE]`.
+    /// The server's stream has ended. Returns the end of the client's stream, if the server
+    /// finished its answer and sent no `[DONE]`.
     pub fn finish_stream(&mut self, now: f64) -> Vec<u8> {
         let mut out = Vec::new();
         if matches!(self.progress, StreamProgress::Finished(_)) {

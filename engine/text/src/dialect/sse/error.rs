@@ -10,7 +10,8 @@ use serde_json::Value;
 
 use super::event::{comments_len, event_data, event_len, event_name, events};
 
-/// Begins of the data of an error: that of OpenAI's older APIs, Anthropic's, and that of a response.
+/// Begins of the data of an error: that of OpenAI's older APIs, Anthropic's, and that of a
+/// response.
 const ERROR_BEGINS: [&[u8]; 3] = [
     b"{\"error\"",
     b"{\"type\":\"error\"",
@@ -65,8 +66,8 @@ struct AnswerMembers {
     choices: Option<IgnoredAny>,
 }
 
-/// True for a value that means something. openai-python raises an error upon a member `error` that is
-/// true in Python's sense.
+/// True for a value that means something. openai-python raises an error upon a member `error` that
+/// is true in Python's sense.
 pub fn is_given(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => false,
@@ -187,8 +188,8 @@ pub fn error_message(body: &[u8]) -> Option<String> {
     message.as_str().map(str::to_owned)
 }
 
-/// True if one of the events of `run` is an error in any form. Costs three scans where no word of an
-/// error is in it.
+/// True if one of the events of `run` is an error in any form. Costs three scans where no word of
+/// an error is in it.
 pub fn has_error(run: &[u8]) -> bool {
     let words = [&b"error"[..], FAILED_RESPONSE.as_bytes(), DETAIL];
     let may_have = words.iter().any(|word| memmem::find(run, word).is_some());

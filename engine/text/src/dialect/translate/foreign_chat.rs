@@ -1,7 +1,8 @@
 //! Chat requests for servers of other makes: members under the names that each of them knows.
 //!
-//! * The limit of the answer: `max_completion_tokens` (OpenAI, SGLang, vLLM) and `max_tokens` (Ollama,
-//!   TGI, older servers of all makes), which would answer without a limit if they knew neither;
+//! * The limit of the answer: `max_completion_tokens` (OpenAI, SGLang, vLLM) and `max_tokens`
+//!   (Ollama, TGI, older servers of all makes), which would answer without a limit if they knew
+//!   neither;
 //! * the role `developer`: chat templates know `system`;
 //! * reasoning of earlier answers: `reasoning_content` (SGLang) and `reasoning` (vLLM);
 //! * counts in a stream, which other servers write only when asked to.

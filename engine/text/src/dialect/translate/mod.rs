@@ -9,8 +9,8 @@
 //! * `conversation`, `members` and `response_format` are parts that both use.
 //!
 //! A value that has the same meaning in both APIs is copied as the client wrote it, unknown members
-//! too: the validation of chat requests reads or refuses them. A member that exists in chat requests
-//! alone has no effect here and is reported.
+//! too: the validation of chat requests reads or refuses them. A member that exists in chat
+//! requests alone has no effect here and is reported.
 
 pub mod chat_translation;
 mod conversation;

@@ -30,8 +30,8 @@ const TOO_LONG: &str = "maximum context length";
 const ANTHROPIC_TOO_LONG: &str = "prompt is too long";
 
 impl ErrorObject {
-    /// Error in the answer of a server of another make: its message, with the code and the type that
-    /// belong to the status.
+    /// Error in the answer of a server of another make: its message, with the code and the type
+    /// that belong to the status.
     pub fn of_foreign_answer(status: u16, body: &[u8]) -> Self {
         let message = foreign_message(body);
         let (kind, code) = match status {
@@ -172,8 +172,8 @@ impl ErrorObject {
 }
 
 /// Members that hold the message of an error, or the error itself: of OpenAI and vLLM
-/// (`error.message`), of a failed response, of SGLang (`message`), of web frameworks (`detail`, `msg`
-/// in a list).
+/// (`error.message`), of a failed response, of SGLang (`message`), of web frameworks (`detail`,
+/// `msg` in a list).
 const MESSAGE_PLACES: [&str; 6] = ["response", "error", "errors", "message", "detail", "msg"];
 /// Errors are not nested deeper than this where one is looked for.
 const MESSAGE_DEPTH: usize = 4;

@@ -1,9 +1,9 @@
 //! /v1/messages.
 //!
-//! 1. The first event of a stream is preceded by `message_start`, with the real counts of the prompt,
-//!    and `ping`;
-//! 2. each run of parts of one kind is a content block: start, its deltas, stop. The JSON of a block
-//!    that is complete is kept for the whole message;
+//! 1. The first event of a stream is preceded by `message_start`, with the real counts of the
+//!    prompt, and `ping`;
+//! 2. each run of parts of one kind is a content block: start, its deltas, stop. The JSON of a
+//!    block that is complete is kept for the whole message;
 //! 3. `message_delta` has the stop reason and the usage, `message_stop` is last.
 //!
 //! An answer that is no stream takes the same way; its events are dropped.

@@ -1,8 +1,8 @@
 //! Answers as bytes: one writer per API, for streams and for whole answers.
 //!
 //! 1. The tokens of a choice become text; text, tokens and logprobs gather in its [`Delta`];
-//! 2. [`AnswerWriter::write_event`] makes the stream's events of a delta, [`AnswerWriter::write_end`]
-//!    what follows the last one;
+//! 2. [`AnswerWriter::write_event`] makes the stream's events of a delta,
+//!    [`AnswerWriter::write_end`] what follows the last one;
 //! 3. the deltas of an answer that is no stream go to [`AnswerWriter::gather`], and
 //!    [`AnswerWriter::write_whole`] writes it.
 //!

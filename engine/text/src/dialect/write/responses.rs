@@ -1,8 +1,8 @@
 //! /v1/responses.
 //!
 //! 1. The first event of a stream is preceded by `response.created` and `response.in_progress`;
-//! 2. each run of parts of one kind is an item: added, its deltas, done. The JSON of an item that is
-//!    done is kept, so that the final response holds the very items that were streamed;
+//! 2. each run of parts of one kind is an item: added, its deltas, done. The JSON of an item that
+//!    is done is kept, so that the final response holds the very items that were streamed;
 //! 3. the last event has the whole response.
 //!
 //! An answer that is no stream takes the same way; its events are dropped.

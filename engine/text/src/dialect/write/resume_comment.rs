@@ -65,7 +65,8 @@ mod tests {
         comments.write_before(15, None, &mut out);
         assert_eq!(
             String::from_utf8(out).unwrap(),
-            "data: {\"a\":1}\n\n: baton {\"ids\":[5,6],\"seed\":7,\"created\":9}\ndata: {\"b\":1}\n\n"
+            "data: {\"a\":1}\n\n: baton {\"ids\":[5,6],\"seed\":7,\"created\":9}\ndata: \
+             {\"b\":1}\n\n"
         );
         let mut out = b"data: {}\n\n".to_vec();
         comments.write_before(0, Some(4), &mut out);

@@ -1,5 +1,5 @@
-//! Options of an answer: the only definition. The validator of the front fills an [`AnswerSpec`] from
-//! the request, and the writers of answers borrow it.
+//! Options of an answer: the only definition. The validator of the front fills an [`AnswerSpec`]
+//! from the request, and the writers of answers borrow it.
 //!
 //! `python -m tools.answer_spec` makes the front's structs of this file:
 //! engine/baton/server/text/answer_spec.py. A field with `#[serde(default)]` may be left out
@@ -157,8 +157,8 @@ impl PromptLogprobsSpec {
 pub struct ReadingSpec {
     /// Name and parameters of each tool that the answer may call: JSON.
     pub tools: String,
-    /// A complete call ends the answer with `stop`, not with `tool_calls`: the client chose the tool
-    /// by its name.
+    /// A complete call ends the answer with `stop`, not with `tool_calls`: the client chose the
+    /// tool by its name.
     #[serde(default)]
     pub is_named_choice: bool,
     /// Tool calls in the conversation before the answer.

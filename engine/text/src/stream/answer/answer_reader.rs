@@ -14,7 +14,8 @@ use crate::tokenizer::TokenDecoder;
 ///
 /// Invariants: the joined parts depend on the ids alone, not on how these are grouped into calls;
 /// parts that were appended are never taken back. An answer that another engine began is fed the
-/// tokens that the client has first: the parts that come out for them are those that the client has.
+/// tokens that the client has first: the parts that come out for them are those that the client
+/// has.
 pub struct AnswerReader {
     rules: Arc<TextRules>,
     lexer: MarkerLexer,
@@ -73,8 +74,8 @@ impl AnswerReader {
 
     /// Appends to `out` the parts that are final with `ids`.
     ///
-    /// A token that ended the answer and whose text is not shown is not among `ids`. Tokens behind a
-    /// stop string, and behind the only call, count for nothing.
+    /// A token that ended the answer and whose text is not shown is not among `ids`. Tokens behind
+    /// a stop string, and behind the only call, count for nothing.
     pub fn feed(
         &mut self,
         decoder: &dyn TokenDecoder,

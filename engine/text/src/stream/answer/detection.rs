@@ -239,7 +239,8 @@ mod tests {
             Some(ToolFamily::MistralV13),
         ),
         (
-            "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name']",
+            "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + \
+             tool['function']['name']",
             &[],
             Some(ToolFamily::DeepseekV3),
         ),

@@ -89,8 +89,8 @@ impl LexemeReader {
         self.calls.is_some()
     }
 
-    /// Reads a token. Returns true if it is reasoning: it is in front of the end of the reasoning, or
-    /// has its end marker.
+    /// Reads a token. Returns true if it is reasoning: it is in front of the end of the reasoning,
+    /// or has its end marker.
     pub fn read_token(
         &mut self,
         lexer: &mut MarkerLexer,

@@ -17,16 +17,16 @@ pub type ForwardLexeme<'a> = dyn FnMut(Lexeme<'_>, &mut AnswerParts) + 'a;
 ///
 /// * `Undecided`: white space is held back; a begin marker begins the reasoning, anything else is
 ///   content.
-/// * `Inside`: ends with an end marker. Models that forget it begin a call: a begin marker of a call
-///   that is a token ends the reasoning, also within a line, because no user types a token. A begin
-///   marker behind nothing but white space repeats that of the prompt.
+/// * `Inside`: ends with an end marker. Models that forget it begin a call: a begin marker of a
+///   call that is a token ends the reasoning, also within a line, because no user types a token. A
+///   begin marker behind nothing but white space repeats that of the prompt.
 /// * `Behind`: newlines are held back; a begin marker begins a second block.
 /// * `Content`: markers of reasoning are text.
 ///
 /// Separated from the content, the reasoning has no markers, no newline in front of it and none
 /// behind it; nor does the content have newlines in front of it. Where a grammar begins behind the
-/// reasoning, newlines that it has counted are content (`count_lead_newlines`). A begin marker at the
-/// end of the answer begins nothing and is left out.
+/// reasoning, newlines that it has counted are content (`count_lead_newlines`). A begin marker at
+/// the end of the answer begins nothing and is left out.
 #[derive(Debug)]
 pub struct ReasoningReader {
     state: ReasoningState,

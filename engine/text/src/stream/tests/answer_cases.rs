@@ -231,8 +231,8 @@ fn reasoning_tokens_include_the_end_marker() {
     }
 }
 
-/// Sources: vLLM 0.33 (parser/qwen3, parser/glm47_moe, parser/kimi_k2), SGLang 0.5 (the start token of
-/// calls in its detectors of Qwen3, GLM-4.5 and Kimi K2), llama.cpp (Kimi K2 without a section).
+/// Sources: vLLM 0.33 (parser/qwen3, parser/glm47_moe, parser/kimi_k2), SGLang 0.5 (the start token
+/// of calls in its detectors of Qwen3, GLM-4.5 and Kimi K2), llama.cpp (Kimi K2 without a section).
 #[test]
 fn call_within_a_line_ends_an_open_reasoning() {
     let kimi_call = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>\

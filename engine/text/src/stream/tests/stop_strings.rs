@@ -1,5 +1,5 @@
-//! Stop strings of few letters, so that they overlap themselves and each other, in texts of the same
-//! letters.
+//! Stop strings of few letters, so that they overlap themselves and each other, in texts of the
+//! same letters.
 
 use proptest::collection::vec;
 use proptest::prelude::*;

@@ -158,7 +158,8 @@ proptest! {
         prop_assert_eq!(answer, expected);
     }
 
-    /// Text that a grammar has counted: the bytes of the tokens, with the space that `decode` drops.
+    /// Text that a grammar has counted: the bytes of the tokens, with the space that `decode`
+    /// drops.
     #[test]
     fn text_of_counted_tokens_is_their_bytes(
         prompt in prop_oneof![Just(Vec::new()), Just(vec![1]), spaced_ids(20)],

@@ -10,19 +10,21 @@ use strum::IntoEnumIterator;
 /// How models write calls: a row of the table.
 #[derive(Debug, Serialize)]
 pub struct ToolFormat {
-    /// Texts that [`crate::stream::markers::Lexeme::Marker`] counts by. The first ones begin a call.
+    /// Texts that [`crate::stream::markers::Lexeme::Marker`] counts by. The first ones begin a
+    /// call.
     pub markers: &'static [&'static str],
     pub id_form: IdForm,
     pub syntax: CallSyntax,
-    /// Markers, the first ones, that end a reasoning. Models of some formats forget its end in front
-    /// of a call: vLLM and SGLang end it at these tokens, llama.cpp also at the one of a call of Kimi
-    /// K2 without a section.
+    /// Markers, the first ones, that end a reasoning. Models of some formats forget its end in
+    /// front of a call: vLLM and SGLang end it at these tokens, llama.cpp also at the one of a call
+    /// of Kimi K2 without a section.
     #[serde(skip)]
     pub reasoning_ends: usize,
     /// Names that vLLM and SGLang have for the format.
     #[serde(skip)]
     pub aliases: &'static [&'static str],
-    /// Text in chat templates of this format alone. `None`: a rule of detection tells it from others.
+    /// Text in chat templates of this format alone. `None`: a rule of detection tells it from
+    /// others.
     #[serde(skip)]
     pub template_mark: Option<&'static str>,
 }
@@ -58,15 +60,16 @@ pub enum CallSyntax {
 /// Calls that are JSON objects: `{"name": "f", "arguments": {"a": "x"}}`.
 #[derive(Debug, Serialize)]
 pub struct JsonCalls {
-    /// Kinds of the first markers, which stand in front of calls. A further marker stands behind calls.
+    /// Kinds of the first markers, which stand in front of calls. A further marker stands behind
+    /// calls.
     pub begins: &'static [JsonBegin],
     /// The answer's first text may be a call, without a marker.
     pub at_start: bool,
     /// Text that models write between a marker and calls.
     pub padding: &'static str,
     pub has_optional_padding: bool,
-    /// Texts between two calls, each of which has its begin marker, unless calls stand at the start.
-    /// Empty: several calls are elements of a list. Lists are read in all formats.
+    /// Texts between two calls, each of which has its begin marker, unless calls stand at the
+    /// start. Empty: several calls are elements of a list. Lists are read in all formats.
     pub separators: &'static [&'static str],
     pub arguments_key: &'static str,
 }
@@ -76,8 +79,8 @@ pub struct JsonCalls {
 #[serde(rename_all = "snake_case")]
 pub enum JsonBegin {
     Marker,
-    /// A word that occurs in free text, too: models write a list's bracket directly behind it, and no
-    /// marker behind the list.
+    /// A word that occurs in free text, too: models write a list's bracket directly behind it, and
+    /// no marker behind the list.
     Word,
 }
 
@@ -86,7 +89,8 @@ pub enum JsonBegin {
 pub struct HeaderCalls {
     #[serde(skip)]
     pub name: NamePlace,
-    /// A call as models write it: `{name}`, `{arguments}`, and `{id}` where it has a part of its id.
+    /// A call as models write it: `{name}`, `{arguments}`, and `{id}` where it has a part of its
+    /// id.
     pub call: &'static str,
     /// Marker in front of an id. With it an id is optional.
     pub id_begin: Option<&'static str>,

@@ -19,8 +19,8 @@ pub trait ToolReader: Send {
     /// The answer has ended: appends what was held back.
     fn finish(&mut self, out: &mut AnswerParts);
 
-    /// A grammar begins behind the reasoning of this answer. Called before the first lexeme, and for
-    /// formats whose reader also reads the reasoning.
+    /// A grammar begins behind the reasoning of this answer. Called before the first lexeme, and
+    /// for formats whose reader also reads the reasoning.
     fn expect_gated_content(&mut self) {}
 
     /// True while the next text is reasoning, in formats whose reader also reads the reasoning.

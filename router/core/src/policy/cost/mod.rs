@@ -26,10 +26,10 @@
 //! no part in it.
 //!
 //! Costs that differ by less than a prediction is worth are ties: they go to the session's worker,
-//! then to the smallest index, the fewest requests in flight, the least recent work, and to chance. A worker without
-//! the longest prefix must be cheaper by `hysteresis_ms` and `hysteresis_fraction` to win. When
-//! workers report their queues and the reports are old, other routers may see the same best worker:
-//! the cheaper of two drawn from the four cheapest is taken.
+//! then to the smallest index, the fewest requests in flight, the least recent work, and to chance.
+//! A worker without the longest prefix must be cheaper by `hysteresis_ms` and `hysteresis_fraction`
+//! to win. When workers report their queues and the reports are old, other routers may see the same
+//! best worker: the cheaper of two drawn from the four cheapest is taken.
 //!
 //! For decode workers there is no prompt to compute:
 //!

@@ -360,7 +360,8 @@ impl RetryHistory {
         }
     }
 
-    /// Remember the worker of a failure that may be the request's own fault: the next attempt tells.
+    /// Remember the worker of a failure that may be the request's own fault: the next attempt
+    /// tells.
     fn ask_second_opinion(&mut self, failure: &FailedAttempt) {
         let doubt = match failure.class {
             RetryClass::Refused => DoubtfulFailure::Denial,

@@ -10,8 +10,9 @@ from collections import OrderedDict
 MAX_CLIENTS = 4096
 """Clients whose use is remembered; the one that spent longest ago is forgotten first."""
 SLOW_CHECK_SECS = 600.0
-"""A check that was too slow is refused at once for so long. Later it is tried again: the limit of its CPU time is
-measured, and a machine may have been slow."""
+"""A check that was too slow is refused at once for so long. Later it is tried again: the limit of
+its CPU time is measured, and a machine may have been slow.
+"""
 MAX_SLOW_CHECKS = 4096
 """Checks that were too slow and are remembered, at 32 bytes each; the oldest is forgotten first."""
 

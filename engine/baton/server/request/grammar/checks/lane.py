@@ -31,7 +31,9 @@ class CheckOrder:
 
 
 OnEnd = Callable[[CheckOrder, float, bool], None]
-"""Called when a check has ended, with its CPU time [seconds], and True if it took more than the lane allows."""
+"""Called when a check has ended, with its CPU time [seconds], and True if it took more than the
+lane allows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ class _WaitingCheck:
 class CheckLane:
     """Not thread-safe: called on the event loop.
 
-    A check that is in work goes on when its caller is cancelled, and its client's next one waits for its end: a client
-    that leaves and comes again has no more of the lane than one that stays.
+    A check that is in work goes on when its caller is cancelled, and its client's next one waits
+    for its end: a client that leaves and comes again has no more of the lane than one that stays.
     """
 
     def __init__(
@@ -92,7 +94,8 @@ class CheckLane:
         return self._turns.waiting_count
 
     async def check(self, order: CheckOrder, before: Callable[[], CheckReply | None]) -> CheckReply:
-        """The reply to a check. Raises SlowCheck, QueueFull, and what `before` and `CheckProcess.check` raise.
+        """The reply to a check. Raises SlowCheck, QueueFull, and what `before` and
+        `CheckProcess.check` raise.
 
         Args:
             before: called when the turn has come; a reply of it spares the check.
@@ -125,7 +128,8 @@ class CheckLane:
         self._turns.remove(waiting.order.client, waiting)
         waiting.end(
             QueueFull(
-                f"the grammar waited {self._limits.wait_secs:g} s for others to be checked; try again later",
+                f"the grammar waited {self._limits.wait_secs:g} s for others to be checked; try "
+                "again later",
                 retry_after_secs=2,
             )
         )
@@ -167,8 +171,8 @@ class CheckLane:
             self._on_end(order, at_most_secs, isinstance(err, SlowCheck))
             return err
         except Exception:
-            # No process can be started, say. Without an outcome the request would wait for ever, because its
-            # expiry is cancelled and no caller awaits this task.
+            # No process can be started, say. Without an outcome the request would wait for ever,
+            # because its expiry is cancelled and no caller awaits this task.
             log.exception("a grammar cannot be checked")
             return EngineError("the grammar cannot be checked; see the log")
         self._on_end(order, reply.cpu_secs, False)

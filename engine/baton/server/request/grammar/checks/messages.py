@@ -1,7 +1,8 @@
-"""Messages between a front and the processes that check grammars: JSON in frames, each behind its length.
+"""Messages between a front and the processes that check grammars: JSON in frames, each behind its
+length.
 
-The first frame to a process is `CheckSetup`, which it answers with an empty frame. Each further one is a check
-(`GrammarCheck`) behind the CPU time that it may take, answered with one `CheckReply`.
+The first frame to a process is `CheckSetup`, which it answers with an empty frame. Each further one
+is a check (`GrammarCheck`) behind the CPU time that it may take, answered with one `CheckReply`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """A process that checks grammars, as the front sees it.
 
 1. the first check starts it;
-2. a check that takes more CPU time than it may ends a child of it, and so does one that overflows the stack; the next
-   check goes on without a new start (`worker`);
-3. a check that is not answered within `CHECK_LIMIT_SECS` ends it: the next check starts another process;
+2. a check that takes more CPU time than it may ends a child of it, and so does one that overflows
+   the stack; the next check goes on without a new start (`worker`);
+3. a check that is not answered within `CHECK_LIMIT_SECS` ends it: the next check starts another
+   process;
 4. `close` ends it, and so does the end of this object.
 
-A process, and not a thread: parts of a check hold Python's lock for 40 ms per MB of schema, a translation from EBNF may
-take minutes, and chains of some thousand rules or references overflow the stack.
+A process, and not a thread: parts of a check hold Python's lock for 40 ms per MB of schema, a
+translation from EBNF may take minutes, and chains of some thousand rules or references overflow the
+stack.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class SlowCheck(Exception):
 
 
 class CheckProcess:
-    """All methods but `close` are called from one thread at a time, which waits in them without Python's lock."""
+    """All methods but `close` are called from one thread at a time, which waits in them without
+    Python's lock.
+    """
 
     def __init__(self, load_setup: Callable[[], CheckSetup], niceness: int = 0) -> None:
         """`load_setup`: called before the first start."""
@@ -73,8 +77,9 @@ class CheckProcess:
     def check(self, request: bytes, param: str, cpu_secs: float) -> CheckReply:
         """The reply to a check (JSON of a `GrammarCheck`).
 
-        Raises SlowCheck for one that takes more than `cpu_secs`, BadRequest, which names `param`, for one that
-        overflows the stack or is not answered, and EngineError where the process fails or is closed.
+        Raises SlowCheck for one that takes more than `cpu_secs`, BadRequest, which names `param`,
+        for one that overflows the stack or is not answered, and EngineError where the process fails
+        or is closed.
         """
         process = self._process or self._start()
         started = time.monotonic()
@@ -157,7 +162,9 @@ def exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes | None:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads its session, and its child. Of one that has ended, the child ends by itself."""
+    """Kill a process that leads its session, and its child. Of one that has ended, the child ends
+    by itself.
+    """
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):  # another thread has just reaped it
             os.killpg(process.pid, signal.SIGKILL)

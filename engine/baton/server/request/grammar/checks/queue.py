@@ -1,8 +1,9 @@
 """Checks of grammars: which lane does one, and which are refused at once.
 
-1. a small check has a lane of its own, in which each may take little CPU time, so that it waits for no slow one;
-2. what takes longer moves to the lane of large checks, where it begins again. Its client needs CPU time of the minute
-   there (`CheckBudget`);
+1. a small check has a lane of its own, in which each may take little CPU time, so that it waits for
+   no slow one;
+2. what takes longer moves to the lane of large checks, where it begins again. Its client needs CPU
+   time of the minute there (`CheckBudget`);
 3. what is too slow for that lane too is refused, and again at once for some minutes (`SlowChecks`).
 
 In both lanes clients take turns (`CheckTurns`).
@@ -29,12 +30,15 @@ SMALL_CHECK_BYTES = 32 * 2**10
 SMALL_LANE = LaneLimits(
     name="small", cpu_secs=0.05, processes=1, niceness=5, max_waiting=256, wait_secs=15.0
 )
-"""Answers in progress go before checks where cores are scarce (`niceness`), and small checks before large ones."""
+"""Answers in progress go before checks where cores are scarce (`niceness`), and small checks before
+large ones.
+"""
 LARGE_LANE = LaneLimits(
     name="large", cpu_secs=5.0, processes=2, niceness=10, max_waiting=256, wait_secs=30.0
 )
-"""llguidance's own limits end a check after some 2.5 s of CPU time. With two processes, a client that sends one slow
-check after the other leaves one of them to others."""
+"""llguidance's own limits end a check after some 2.5 s of CPU time. With two processes, a client
+that sends one slow check after the other leaves one of them to others.
+"""
 
 
 TOO_SLOW = f"was not checked within {LARGE_LANE.cpu_secs:g} s of CPU time"
@@ -87,7 +91,8 @@ class CheckQueue:
         }
 
     async def check(self, order: CheckOrder) -> RequestGrammar:
-        """The grammar of a check. Raises BadRequest, UnsupportedParameter, QueueFull or RateLimited.
+        """The grammar of a check. Raises BadRequest, UnsupportedParameter, QueueFull or
+        RateLimited.
 
         A check whose caller is cancelled before its turn is left out.
         """
@@ -110,7 +115,8 @@ class CheckQueue:
                 return await self._small.check(order, lambda: self._known_reply(order))
             except SlowCheck:
                 self.outcomes[CheckOutcome.MOVED] += 1
-        # Before it waits, and when its turn has come: its client's others may have used the time meanwhile.
+        # Before it waits, and when its turn has come: its client's others may have used the time
+        # meanwhile.
         self._refuse_over_budget(order)
         try:
             return await self._large.check(order, lambda: self._reply_before_large(order))
@@ -144,7 +150,8 @@ class CheckQueue:
             self.outcomes[CheckOutcome.OVER_BUDGET] += 1
             retry_secs = math.ceil(wait_secs)
             raise RateLimited(
-                f"this client has used its {self._secs_per_minute:g} s of CPU time per minute for schemas and grammars "
+                f"this client has used its {self._secs_per_minute:g} s of CPU time per minute for "
+                "schemas and grammars "
                 f"that take long to check; send simpler ones, or retry in {retry_secs} s",
                 param=order.param,
                 retry_after_secs=retry_secs,

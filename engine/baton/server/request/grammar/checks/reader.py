@@ -1,9 +1,10 @@
 """The grammar of a request: its text, checked, and names of what has no effect.
 
-1. a request without fields that constrain its answer, and without tools that must be called as their schemas say, has
-   none;
-2. else a process beside the front reads these fields, makes the text of the grammar and checks it (`checks`), because
-   that takes up to seconds for large schemas; results of the latest checks are kept;
+1. a request without fields that constrain its answer, and without tools that must be called as
+   their schemas say, has none;
+2. else a process beside the front reads these fields, makes the text of the grammar and checks it
+   (`checks`), because that takes up to seconds for large schemas; results of the latest checks are
+   kept;
 3. the text goes to the rank as `SamplingParams.grammar`. P and D make it of the same body, by the
    same options, which are part of the fingerprint.
 """
@@ -39,8 +40,10 @@ from baton.server.request.tools import ToolChoice
 GRAMMAR_REVISION = 2
 """Counts changes of the grammars that this package makes of the same request."""
 CHECK_CLIENT: ContextVar[str] = ContextVar("CHECK_CLIENT", default="")
-"""Client whose request this task reads: its grammar takes turns with those of others. A server sets it for each
-request; between it and this module lie the readers of all forms of requests, which have no use for it."""
+"""Client whose request this task reads: its grammar takes turns with those of others. A server sets
+it for each request; between it and this module lie the readers of all forms of requests, which have
+no use for it.
+"""
 KEPT_CHECKS = 1024
 KEPT_CHARS = 16 * 2**20
 """Length of all their texts."""
@@ -62,7 +65,8 @@ class GrammarReader:
     async def read(
         self, body: Mapping[str, Any], prefix: str = "", *, is_native: bool = False
     ) -> RequestGrammar:
-        """The grammar of an answer without tool calls. Raises BadRequest, UnsupportedParameter or QueueFull.
+        """The grammar of an answer without tool calls. Raises BadRequest, UnsupportedParameter or
+        QueueFull.
 
         Args:
             prefix: stands before the names of fields in errors.
@@ -79,7 +83,8 @@ class GrammarReader:
     async def read_with_tools(
         self, body: Mapping[str, Any], choice: ToolChoice, family: str | None, *, is_parallel: bool
     ) -> RequestGrammar:
-        """The grammar of an answer that may call tools, or must. Raises BadRequest, UnsupportedParameter or QueueFull.
+        """The grammar of an answer that may call tools, or must. Raises BadRequest,
+        UnsupportedParameter or QueueFull.
 
         Args:
             family: format in which the model writes calls; None: it is unknown.
@@ -87,7 +92,8 @@ class GrammarReader:
         """
         if family is None:
             raise UnsupportedParameter(
-                "this engine does not know how the model writes tool calls; start it with --tool-parser NAME, or leave "
+                "this engine does not know how the model writes tool calls; start it with "
+                "--tool-parser NAME, or leave "
                 "tools out",
                 param="tools",
             )

@@ -1,12 +1,14 @@
 """Turns of the checks that wait for a lane: round robin by client. Deterministic, no I/O, no clock.
 
-1. `add` puts a check behind those of its client. Where too many wait, the client with the most of them loses its last
-   one, so that a client that sends few keeps its places whatever others send;
-2. `start_next` takes the first check of the client whose turn it is, and puts the client behind all others;
+1. `add` puts a check behind those of its client. Where too many wait, the client with the most of
+   them loses its last one, so that a client that sends few keeps its places whatever others send;
+2. `start_next` takes the first check of the client whose turn it is, and puts the client behind all
+   others;
 3. `finish` ends it; until then no other check of the client starts.
 
-Invariants: at most `max_waiting` checks wait, at most `max_in_work` are in work, and at most one of a client; between
-a client's first waiting check and its start, each other client starts at most one.
+Invariants: at most `max_waiting` checks wait, at most `max_in_work` are in work, and at most one of
+a client; between a client's first waiting check and its start, each other client starts at most
+one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class CheckTurns(Generic[T]):
         self._max_waiting = max_waiting
         self._max_in_work = max_in_work
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
-        """Checks by client, oldest first; clients in the order of their turns, each with a check."""
+        """Checks by client, oldest first; clients in the order of their turns, each with a
+        check.
+        """
         self._waiting_count = 0
         self._in_work: set[str] = set()
 
@@ -38,8 +42,9 @@ class CheckTurns(Generic[T]):
         self._waiting_count += 1
         if self._waiting_count <= self._max_waiting:
             return None
-        # The client of the new check loses where it has as many as another: else two clients that send without pause
-        # would take each other's places, and their oldest checks would be the only ones that are ever started.
+        # The client of the new check loses where it has as many as another: else two clients that
+        # send without pause would take each other's places, and their oldest checks would be the
+        # only ones that are ever started.
         most = max(map(len, self._waiting.values()))
         is_own = len(self._waiting[client]) == most
         loser = client if is_own else self._first_client_with(most)

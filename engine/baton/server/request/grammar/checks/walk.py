@@ -1,9 +1,11 @@
-"""Walks through a compiled grammar: places behind which no answer can go on, before a client's answer meets them.
+"""Walks through a compiled grammar: places behind which no answer can go on, before a client's
+answer meets them.
 
-llguidance does not look for them: a grammar compiles where a name, an item or a rule behind a comma has no text at all,
-and where one of the matcher's limits is reached in the course of an answer. A walk draws bytes from those that are
-allowed, by a seed of its own, so that P and D find the same. Structure is preferred to the inside of texts: dead ends
-stand behind the parts of JSON and the literals of grammars.
+llguidance does not look for them: a grammar compiles where a name, an item or a rule behind a comma
+has no text at all, and where one of the matcher's limits is reached in the course of an answer. A
+walk draws bytes from those that are allowed, by a seed of its own, so that P and D find the same.
+Structure is preferred to the inside of texts: dead ends stand behind the parts of JSON and the
+literals of grammars.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Program of a process that makes and checks the grammars of a front, one at a time.
 
 1. it reads its setup, loads what checks need, and answers that it is ready;
-2. each check is passed to a child, a fork of this process, and answered with its grammar, its refusal or its end;
-3. a check that takes too long, or that overflows the stack, ends the child. The next one gets another child within some
-   milliseconds: a new process takes 0.2 s of CPU time to start;
+2. each check is passed to a child, a fork of this process, and answered with its grammar, its
+   refusal or its end;
+3. a check that takes too long, or that overflows the stack, ends the child. The next one gets
+   another child within some milliseconds: a new process takes 0.2 s of CPU time to start;
 4. the end of stdin ends both: the front has closed it, or has died.
 
 The time of a check is CPU time, so that it does not depend on the load of the machine.
@@ -38,8 +39,9 @@ from baton.server.request.grammar.markers import MarkerTokens
 from baton.server.request.grammar.request_grammar import GrammarCheck, make_request_grammar
 
 CHECK_STACK_BYTES = 8 * 2**20
-"""llguidance recurses along rules and references that lead from one to the next, some 3 to 9 kB each. The thread of a
-rank has a larger stack (`store.COMPILE_STACK_BYTES`), so that no grammar that is accepted here overflows it there.
+"""llguidance recurses along rules and references that lead from one to the next, some 3 to 9 kB
+each. The thread of a rank has a larger stack (`store.COMPILE_STACK_BYTES`), so that no grammar that
+is accepted here overflows it there.
 """
 
 FIRST_CHECK = GrammarCheck({"guided_json": {"type": "object"}})
@@ -64,7 +66,8 @@ def forward_checks(requests: IO[bytes], replies: IO[bytes]) -> None:
     checker = GrammarChecker(setup_decoder.decode(setup_bytes))
     checker.answer(msgspec.json.encode(FIRST_CHECK))
     gc.freeze()  # a collection in a child would copy the pages that it shares with this process
-    # Of the pipes between front and this process, a child keeps none: their end must mean the end of this process.
+    # Of the pipes between front and this process, a child keeps none: their end must mean the end
+    # of this process.
     front_pipes = (requests.fileno(), replies.fileno())
     child = CheckerChild(checker, front_pipes)
     write_frame(replies, b"")
@@ -97,7 +100,9 @@ class GrammarChecker:
             os._exit(TOO_DEEP_EXIT)
 
     def answer_all(self, requests: IO[bytes], replies: IO[bytes]) -> None:
-        """Answer limited checks until the stream ends; one that exceeds its limit ends this process."""
+        """Answer limited checks until the stream ends; one that exceeds its limit ends this
+        process.
+        """
         while (request := read_frame(requests)) is not None:
             check, cpu_secs = read_limited_check(request)
             started = time.process_time()
@@ -109,7 +114,9 @@ class GrammarChecker:
 
 
 class CheckerChild:
-    """A fork of this process that answers checks. It ends with its pipe, at the latest when this process ends."""
+    """A fork of this process that answers checks. It ends with its pipe, at the latest when this
+    process ends.
+    """
 
     def __init__(self, checker: GrammarChecker, closed_files: Iterable[int]) -> None:
         """`closed_files`: descriptors that the child closes."""

@@ -135,7 +135,8 @@ class _RuleParser:
         token = self.current
         if token.kind != "rule":
             raise EbnfError(
-                f'line {token.line}: {token.text!r} stands where a rule begins, as in name ::= "text"'
+                f"line {token.line}: {token.text!r} stands where a rule begins, "
+                'as in name ::= "text"'
             )
         self.position += 1
         return token.text
@@ -208,7 +209,8 @@ def _read_count(token: EbnfToken) -> tuple[int, int | None]:
     largest = least if most is None else most
     if largest > MAX_REPEAT or least > largest:
         raise EbnfError(
-            f"line {token.line}: {token.text} must be from 0 to {MAX_REPEAT}, the smaller number first"
+            f"line {token.line}: {token.text} must be from 0 to {MAX_REPEAT}, the smaller number "
+            "first"
         )
     return least, most
 

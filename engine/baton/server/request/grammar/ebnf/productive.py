@@ -23,7 +23,9 @@ Rules = Mapping[str, EbnfNode]
 
 
 def productive_rules(rules: Rules) -> set[str]:
-    """Rules that derive a text: the least fixed point. Cost: each rule once per rule that it refers to."""
+    """Rules that derive a text: the least fixed point. Cost: each rule once per rule that it refers
+    to.
+    """
     users = defaultdict[str, list[str]](list)
     for name, node in rules.items():
         for used in referred_rules(node):

@@ -1,8 +1,9 @@
 """Parts of a schema that no value satisfies, as far as its structure says so.
 
-llguidance leaves out an optional property, item or alternative whose schema is `false`, or whose own keywords exclude
-each other. It refuses a whole schema for a reference to such a part, and takes one whose values would contain each
-other without end, which no answer can complete. Here both become `false`.
+llguidance leaves out an optional property, item or alternative whose schema is `false`, or whose
+own keywords exclude each other. It refuses a whole schema for a reference to such a part, and takes
+one whose values would contain each other without end, which no answer can complete. Here both
+become `false`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 def without_empty_parts(schema: dict[str, Any]) -> dict[str, Any] | None:
-    """An equal schema, in which parts that no value satisfies are `false`; None: no value satisfies the whole.
+    """An equal schema, in which parts that no value satisfies are `false`; None: no value satisfies
+    the whole.
 
     The schema itself where it has no such part.
     """
@@ -77,7 +79,9 @@ class SatisfiableParts:
         self._find_satisfiable(known)
 
     def _find_satisfiable(self, places: Mapping[str, Any]) -> None:
-        """The least fixed point: each reference is asked again when one that it depends on has a value."""
+        """The least fixed point: each reference is asked again when one that it depends on has a
+        value.
+        """
         users = defaultdict[str, list[str]](list)
         queue = list(self.references)
         while queue:
@@ -179,7 +183,8 @@ def _is_less(schema: Mapping[str, Any], most: str, least: str) -> bool:
 
 
 def is_empty_for_llguidance(schema: Mapping[str, Any], text: str) -> bool:
-    """True for a schema without a value by its patterns, formats and lengths, which llguidance compares.
+    """True for a schema without a value by its patterns, formats and lengths, which llguidance
+    compares.
 
     Args:
         text: the schema with its definitions, as JSON.

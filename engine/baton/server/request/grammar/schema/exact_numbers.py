@@ -1,7 +1,8 @@
-"""Numbers of a schema with the value that the client wrote, and the places at which a schema has them.
+"""Numbers of a schema with the value that the client wrote, and the places at which a schema has
+them.
 
-JSON has one type of numbers, whose values count and not their forms (JSON Schema 2020-12 core, 4.2.2): 1.0 is 1. Values
-are integers and decimals here, never floats.
+JSON has one type of numbers, whose values count and not their forms (JSON Schema 2020-12 core,
+4.2.2): 1.0 is 1. Values are integers and decimals here, never floats.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ LARGEST_EXACT = 2**53
 """Integers up to here are exact as floats, and so are their shortest texts."""
 MAX_DECIMAL = Decimal(10**15)
 MAX_FACTOR = 7_000
-"""Largest factor of multiples that llguidance computes: each remainder is visited, and from some 7,800 of them on one
-digit may take more work than `MATCHER_LIMITS` allow.
+"""Largest factor of multiples that llguidance computes: each remainder is visited, and from some
+7,800 of them on one digit may take more work than `MATCHER_LIMITS` allow.
 """
 
 
@@ -151,7 +152,9 @@ def is_exact_for_llguidance(keyword: str, value: ExactNumber) -> bool:
 
 
 def llguidance_factor(value: ExactNumber) -> Fraction | None:
-    """The number of which llguidance allows multiples for this `multipleOf`; None: it refuses it."""
+    """The number of which llguidance allows multiples for this `multipleOf`; None: it refuses
+    it.
+    """
     scaled = abs(float(value))
     places = 0
     while scaled % 1.0:

@@ -1,4 +1,5 @@
-"""Schemas that hold together, as one: what `allOf` and keywords beside `$ref`, `anyOf` and `oneOf` say.
+"""Schemas that hold together, as one: what `allOf` and keywords beside `$ref`, `anyOf` and `oneOf`
+say.
 
 Keywords that are not enforced are dropped: llguidance has named or refused them before.
 """

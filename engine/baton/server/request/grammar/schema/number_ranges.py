@@ -24,7 +24,9 @@ from baton.server.request.grammar.schema.number_regex import (
 
 FLOAT_BITS = 53
 MULTIPLE_LIMITS = {"integer": 10**18, "number": 10**15}
-"""Multiples that llguidance computes are at most as large: the limits are exact as floats, and fit 64 bits."""
+"""Multiples that llguidance computes are at most as large: the limits are exact as floats, and fit
+64 bits.
+"""
 
 
 def range_of(schema: Mapping[str, Any], kind: str, param: str) -> NumberRange:
@@ -44,7 +46,9 @@ def range_of(schema: Mapping[str, Any], kind: str, param: str) -> NumberRange:
 
 
 def multiples_schema(numbers: NumberRange, param: str) -> dict[str, Any]:
-    """Schema of multiples that llguidance computes, with bounds that it reads exactly. Raises BadRequest."""
+    """Schema of multiples that llguidance computes, with bounds that it reads exactly. Raises
+    BadRequest.
+    """
     step = grid_of(numbers)
     assert step is not None, "called for numbers with a multipleOf alone"
     places = 0
@@ -110,7 +114,9 @@ def _tighter(
 
 
 def _float_near(value: Fraction, sign: int, step: Fraction) -> ExactNumber:
-    """A float with the multiples of `step` up to `value` on one side of it: -1: below `value`, 1: above it."""
+    """A float with the multiples of `step` up to `value` on one side of it: -1: below `value`, 1:
+    above it.
+    """
     if value.denominator != 1:
         return _decimal(value)
     whole = int(value)

@@ -1,13 +1,14 @@
 """Regexes of JSON numbers within exact bounds, and the texts of single numbers.
 
-llguidance reads the numbers of a schema as floats, and its own regexes of numbers have no end: `1e999` and 400 digits
-are infinity to most readers of JSON. These regexes compare digits, and every number that they match is finite as an
-IEEE double:
+llguidance reads the numbers of a schema as floats, and its own regexes of numbers have no end:
+`1e999` and 400 digits are infinity to most readers of JSON. These regexes compare digits, and every
+number that they match is finite as an IEEE double:
 
-* without an exponent a number has up to `MAX_WHOLE_DIGITS` digits before its point, and up to `MAX_FRACTION_DIGITS`
-  behind it, more where a bound has more;
-* with an exponent it has up to `MAX_MANTISSA_DIGITS` before its point and an exponent of two digits, or one digit and
-  an exponent up to 308. Numbers that are compared with a bound other than 0 are written without.
+* without an exponent a number has up to `MAX_WHOLE_DIGITS` digits before its point, and up to
+  `MAX_FRACTION_DIGITS` behind it, more where a bound has more;
+* with an exponent it has up to `MAX_MANTISSA_DIGITS` before its point and an exponent of two
+  digits, or one digit and an exponent up to 308. Numbers that are compared with a bound other than
+  0 are written without.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def lcm_of(left: Fraction, right: Fraction) -> Fraction:
 
 
 def range_regexes(numbers: NumberRange) -> list[str] | None:
-    """Regexes, all of which the text of a number of the range matches; None: its multiples have too many endings.
+    """Regexes, all of which the text of a number of the range matches; None: its multiples have too
+    many endings.
 
     The range has numbers.
     """
@@ -145,7 +147,8 @@ def range_regexes(numbers: NumberRange) -> list[str] | None:
 def _at_least(bound: NumberBound, *, is_integer: bool) -> str:
     value = bound.value
     if value < 0:
-        return f"({_any_natural(is_integer)}|-{_natural_at_most(-value, bound.is_excluded, is_integer)})"
+        negative = _natural_at_most(-value, bound.is_excluded, is_integer)
+        return f"({_any_natural(is_integer)}|-{negative})"
     if value == 0 and not bound.is_excluded:
         return _any_natural(is_integer)
     return _natural_at_least(value, bound.is_excluded, is_integer)
@@ -184,7 +187,10 @@ def _positive_scientific() -> str:
     some = (
         rf"([1-9][0-9]{{0,{MAX_MANTISSA_DIGITS - 1}}}{FRACTION}?|0{_fraction_at_least('', True)})"
     )
-    return rf"({some}[eE][+-]?[0-9]{{1,2}}|[1-9]{FRACTION}?[eE][+-]?{_LARGE_EXPONENT}|{_LARGEST_MANTISSAS}[eE]\+?308)"
+    return (
+        rf"({some}[eE][+-]?[0-9]{{1,2}}|[1-9]{FRACTION}?[eE][+-]?{_LARGE_EXPONENT}"
+        rf"|{_LARGEST_MANTISSAS}[eE]\+?308)"
+    )
 
 
 def _natural_at_most(value: ExactNumber, is_excluded: bool, is_integer: bool) -> str:
@@ -312,7 +318,9 @@ def _decimal_places(step: Fraction) -> int | None:
 
 
 def _ending_length(factor: int) -> int | None:
-    """Number of the last digits that decide whether an integer is a multiple; None: all digits decide."""
+    """Number of the last digits that decide whether an integer is a multiple; None: all digits
+    decide.
+    """
     for length in range(MAX_WHOLE_DIGITS):
         if 10**length % factor == 0:
             return length if 10**length // factor <= MAX_ENDINGS else None

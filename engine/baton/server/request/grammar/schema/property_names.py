@@ -1,8 +1,9 @@
-"""Objects that have no name left for a further property: `patternProperties` whose names are all listed or required.
+"""Objects that have no name left for a further property: `patternProperties` whose names are all
+listed or required.
 
-llguidance allows a comma behind the last property of such an object, and then no name. Here the patterns are written
-out, as schemas of the listed names, and the object becomes closed. Which names a pattern matches is asked of llguidance
-itself, so that it is the same here and there.
+llguidance allows a comma behind the last property of such an object, and then no name. Here the
+patterns are written out, as schemas of the listed names, and the object becomes closed. Which names
+a pattern matches is asked of llguidance itself, so that it is the same here and there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ OPTIONS: Any = {"whitespace_flexible": False, "json_allow_general_unicode_escape
 
 
 def without_open_ends(schema: dict[str, Any]) -> dict[str, Any]:
-    """An equal schema whose objects are closed where no name is left; the schema itself where each has one."""
+    """An equal schema whose objects are closed where no name is left; the schema itself where each
+    has one.
+    """
     names = PropertyNames()
 
     def replace(part: Any) -> Any:
@@ -43,7 +46,9 @@ class PropertyNames:
     """By pattern, a matcher in front of a name."""
 
     def close_object(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """The schema of an object, closed where no name is left. Its parts without a value are `false`."""
+        """The schema of an object, closed where no name is left. Its parts without a value are
+        `false`.
+        """
         patterns = schema.get("patternProperties")
         properties = schema.get("properties", {})
         required = schema.get("required", [])
@@ -64,7 +69,9 @@ class PropertyNames:
         return {**closed, "properties": written, "additionalProperties": False}
 
     def _schema_of(self, name: str, stated: Any, patterns: Mapping[str, Any], others: Any) -> Any:
-        """The schema of a property. `stated`: that of `properties`, None where the name is not listed there."""
+        """The schema of a property. `stated`: that of `properties`, None where the name is not
+        listed there.
+        """
         matching = [part for pattern, part in patterns.items() if self._matches(pattern, name)]
         parts = [part for part in (stated, *matching) if part is not None and part is not True]
         if not matching and stated is None:
@@ -74,7 +81,9 @@ class PropertyNames:
     def _has_further_name(
         self, listed: list[str], patterns: Mapping[str, Any], *, is_open: bool
     ) -> bool:
-        """True if an object may have a name that is not listed; also for patterns that llguidance refuses."""
+        """True if an object may have a name that is not listed; also for patterns that llguidance
+        refuses.
+        """
         probe = {
             "type": "object",
             "properties": dict.fromkeys(listed, False),

@@ -14,13 +14,15 @@ SUBSCHEMA = frozenset(
 )
 SUBSCHEMA_LISTS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems", "items"))
 SUBSCHEMA_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
-"""Keywords with schemas: those that llguidance enforces, and others whose numbers and objects count alike."""
+"""Keywords with schemas: those that llguidance enforces, and others whose numbers and objects count
+alike.
+"""
 MISSING = object()
 
 
 def find_place(root: Any, reference: str) -> Any:
-    """The part of a document that a reference such as `#/$defs/a` names; MISSING for other references, and where there
-    is none.
+    """The part of a document that a reference such as `#/$defs/a` names; MISSING for other
+    references, and where there is none.
     """
     if reference == "#":
         return root
@@ -59,7 +61,9 @@ def objects_of(root: Any) -> Iterator[dict[str, Any]]:
 
 
 def map_subschemas(schema: dict[str, Any], change: Any) -> dict[str, Any]:
-    """A schema with `change(part)` in the place of each part that is a schema; itself where nothing changes."""
+    """A schema with `change(part)` in the place of each part that is a schema; itself where nothing
+    changes.
+    """
     changed: dict[str, Any] = {}
     for key, value in schema.items():
         if key in SUBSCHEMA_MAPS and isinstance(value, dict):

@@ -1,9 +1,9 @@
 """A schema as rules of llguidance's grammar language, whose numbers are exact and finite.
 
-llguidance compiles the parts without numbers, each as `%json`. The other parts are written here as llguidance would
-compile them: properties in the schema's order, white space between all parts. A part that cannot be written, because of
-a keyword or a composition, is left to llguidance, too, and refused if it has a number that llguidance would read as
-another one.
+llguidance compiles the parts without numbers, each as `%json`. The other parts are written here as
+llguidance would compile them: properties in the schema's order, white space between all parts. A
+part that cannot be written, because of a keyword or a composition, is left to llguidance, too, and
+refused if it has a number that llguidance would read as another one.
 """
 
 from __future__ import annotations
@@ -44,15 +44,20 @@ from baton.server.request.grammar.schema.number_search import may_hold_number
 from baton.server.request.grammar.schema.references import MISSING, find_place, references_of
 
 OPTIONS_KEY = "x-guidance"
-"""Member of a schema with options for llguidance; clients' are dropped, because they would change the server's options.
+"""Member of a schema with options for llguidance; clients' are dropped, because they would change
+the server's options.
 """
 FLEXIBLE_SPACE = r"[\x20\x0A\x0D\x09]+"
 """llguidance's default."""
 MAX_WRITTEN_CHARS = 2**19
-"""A grammar is up to ten times as long as its schema: larger schemas are left whole, so that they are not refused."""
+"""A grammar is up to ten times as long as its schema: larger schemas are left whole, so that they
+are not refused.
+"""
 MAX_REPEATS = 100_000
 MAX_OPTIONAL_SLOTS = 200
-"""Elements of an array with a schema of their own that it need not have: each rule of them names the next."""
+"""Elements of an array with a schema of their own that it need not have: each rule of them names
+the next.
+"""
 GROUP_MEMBERS = 4
 MAX_WRITE_DEPTH = 80
 """Parts within parts, references among them: llguidance takes longer chains."""
@@ -78,7 +83,8 @@ SCALAR = (
 
 
 def write_schema(schema: Mapping[str, Any], options: Mapping[str, Any], param: str) -> str | None:
-    """A grammar in llguidance's language; None: llguidance takes the schema as it is. Raises BadRequest.
+    """A grammar in llguidance's language; None: llguidance takes the schema as it is. Raises
+    BadRequest.
 
     Args:
         schema: with exact numbers (`exact_numbers.exact_schema`).
@@ -138,7 +144,9 @@ class _SchemaWriter:
     # ---------------------------------------------------------------------- schemas
 
     def write(self, schema: Any) -> str | None:
-        """Name of a rule for the values of a schema. Raises UnwrittenSchema for one to be left whole."""
+        """Name of a rule for the values of a schema. Raises UnwrittenSchema for one to be left
+        whole.
+        """
         if not may_hold_number(schema) or self._depth >= MAX_WRITE_DEPTH:
             return self._leave(schema)
         self._depth += 1
@@ -244,7 +252,7 @@ class _SchemaWriter:
             raise UnwrittenSchema
         return target
 
-    # ---------------------------------------------------------------------- numbers and listed values
+    # ---------------------------------------------------------------------- numbers and listed valu
 
     def _write_number(self, numbers: NumberRange) -> str | None:
         if not has_number(numbers):
@@ -378,7 +386,9 @@ class _SchemaWriter:
         return self._rule_of(f'"{{" {self._write_members(members)} "}}"', "object")
 
     def _write_members(self, members: Sequence[tuple[str, bool]]) -> str:
-        """Members with commas between them. `members`: the text of each, and whether it is required."""
+        """Members with commas between them. `members`: the text of each, and whether it is
+        required.
+        """
         texts = [(self._rule_of(text, "member"), is_required) for text, is_required in members]
         parts = [
             MemberGroup(member, f'"," {member}' if is_required else f'("," {member})?', is_required)
@@ -444,7 +454,9 @@ class _SchemaWriter:
         return self._names[key]
 
     def _leave(self, schema: Any) -> str | None:
-        """A part that llguidance compiles. Raises BadRequest for numbers that it would read as others."""
+        """A part that llguidance compiles. Raises BadRequest for numbers that it would read as
+        others.
+        """
         if schema is False:
             return None
         part = {} if schema is True else schema
@@ -475,7 +487,8 @@ class _SchemaWriter:
             if not is_exact_for_llguidance(keyword, value):
                 raise bad(
                     f"{self.param}{place}",
-                    f"is {_shown(value)}, which cannot be enforced exactly beside other keywords of the "
+                    f"is {_shown(value)}, which cannot be enforced exactly beside other keywords "
+                    "of the "
                     "schema; write it with fewer digits, or simplify the schema",
                 )
 
@@ -517,7 +530,9 @@ def _limits_of_others(
 
 
 def _array_parts(schema: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """Schemas of the first elements, and of the others. Older drafts have a list of the former in `items`."""
+    """Schemas of the first elements, and of the others. Older drafts have a list of the former in
+    `items`.
+    """
     items = schema.get("items", True)
     prefix = schema.get("prefixItems", [])
     if isinstance(items, list):

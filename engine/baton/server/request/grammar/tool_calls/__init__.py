@@ -10,7 +10,7 @@
 | `tag_calls` | formats in which a call is a row of tags |
 | `pythonic_calls`, `gpt_oss_calls` | calls in Python, and as messages in channels |
 | `formats` | the format of each name |
-| `call_grammar` | the grammar of an answer: calls alone, calls in text, calls or a constrained answer |
+| `call_grammar` | an answer of calls alone, of calls in text, of calls or a constrained answer |
 
 Texts that follow these grammars are read back by engine/text/src/stream/tools (Rust).
 """

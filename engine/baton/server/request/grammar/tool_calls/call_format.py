@@ -1,7 +1,7 @@
 """Interface of the formats of calls, and the parts that several formats share.
 
-A format adds rules to a grammar. It has two answers to the question what an answer may be: calls alone, or free text
-with calls. Where an answer may have one call only, it ends behind it.
+A format adds rules to a grammar. It has two answers to the question what an answer may be: calls
+alone, or free text with calls. Where an answer may have one call only, it ends behind it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from baton.server.request.grammar.constraint import AnswerConstraint
 from baton.server.request.grammar.lark_builder import LarkBuilder
 
 LEADING_NEWLINES = r"/\n{0,2}/"
-"""Part of a rule in front of calls, between which and a reasoning models write line breaks. They are no content."""
+"""Part of a rule in front of calls, between which and a reasoning models write line breaks. They
+are no content.
+"""
 LINE_START = r"((.|\n)*\n)?[ \t]*"
 """Regex of a text up to a place at which nothing but blanks stands in its line."""
 SPACE = r"[ \t\r\n]*"
@@ -90,7 +92,9 @@ class MarkedFormat(CallFormat):
     separator: str | None = None
     """Text between two blocks. None: one block holds all calls."""
     lenient_begins: tuple[str, ...] = ()
-    """Regexes of texts that also begin a call where one is read, and that free text does not match."""
+    """Regexes of texts that also begin a call where one is read, and that free text does not
+    match.
+    """
 
     @abstractmethod
     def write_block(self, scope: CallScope, begin: str) -> str:

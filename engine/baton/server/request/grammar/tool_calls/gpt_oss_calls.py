@@ -1,7 +1,8 @@
 """Calls of gpt-oss: messages to tools, in channels.
 
-The prompt ends with the begin of the first message, `<|start|>assistant`. Reasoning is a message of a channel of its
-own, so that it is part of the grammar. A call ends the answer: `<|call|>` is one of the model's end tokens.
+The prompt ends with the begin of the first message, `<|start|>assistant`. Reasoning is a message of
+a channel of its own, so that it is part of the grammar. A call ends the answer: `<|call|>` is one
+of the model's end tokens.
 """
 
 from __future__ import annotations

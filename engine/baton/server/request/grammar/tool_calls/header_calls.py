@@ -46,7 +46,9 @@ class HeaderFormat(MarkedFormat):
         return f"{call} {literal(self._call_end)}" if self._call_end else call
 
     def _write_id(self, scope: CallScope) -> str:
-        """Part of a rule for what a header has of an id. Empty: the vocabulary has no marker of ids."""
+        """Part of a rule for what a header has of an id. Empty: the vocabulary has no marker of
+        ids.
+        """
         form = NUMBER if self._id_form == "numbered" else NINE_LETTERS
         marker = self._calls.id_begin
         if marker is None:

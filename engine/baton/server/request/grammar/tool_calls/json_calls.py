@@ -17,8 +17,8 @@ from baton.server.request.grammar.tool_calls.call_format import (
 from baton.server.text.tool_formats import JsonCalls, ToolFormat
 
 NO_TEXT = rf"{SPACE}(\[{FREE_TEXT})?\{{{FREE_TEXT}"
-"""Answers that begin with an object, or with a list that may have one: without a marker, those are read
-for calls.
+"""Answers that begin with an object, or with a list that may have one: without a marker, those are
+read for calls.
 """
 
 

@@ -1,8 +1,8 @@
 """Values of a tool's parameters in formats that write each of them as raw text between tags.
 
-The text layer turns a raw text into the first type of the parameter's schema that it fits, and into a string where it
-fits none (engine/text/src/stream/tools/xml/schema_types.rs). Where a parameter may be a string or something else, texts
-that would be read as an invalid value are left out.
+The text layer turns a raw text into the first type of the parameter's schema that it fits, and into
+a string where it fits none (engine/text/src/stream/tools/xml/schema_types.rs). Where a parameter
+may be a string or something else, texts that would be read as an invalid value are left out.
 """
 
 from __future__ import annotations
@@ -59,12 +59,16 @@ FORMATS: Mapping[str, str] = {
     "hostname": r"[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?(\.[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?)*",
     "uri": r"[a-z][a-z0-9+.-]*:[^\s<>]+",
 }
-"""Formats of strings that are enforced. Of dates with too many days for their month, 31 are allowed."""
+"""Formats of strings that are enforced. Of dates with too many days for their month, 31 are
+allowed.
+"""
 ASCII_CLASSES: Mapping[str, str] = {r"\d": "0-9", r"\w": "a-zA-Z0-9_"}
 
 
 class UnclearValues(ValueError):
-    """A schema whose strings and other values cannot be distinguished, or not be described by a regex."""
+    """A schema whose strings and other values cannot be distinguished, or not be described by a
+    regex.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,9 @@ class TextValue:
 
 @dataclass(frozen=True, slots=True)
 class ParameterValues:
-    """Values of one parameter: strings, as texts, and others, as JSON of a schema. None: there are no others."""
+    """Values of one parameter: strings, as texts, and others, as JSON of a schema. None: there are
+    no others.
+    """
 
     texts: tuple[TextValue, ...] = ()
     other: Any = None
@@ -123,8 +129,9 @@ def parameter_values(
     """Values that `schema` allows, a part of the schema `root`. Raises UnclearValues.
 
     Args:
-        states_types: the format says of each value whether it is a string. Without that, a text is what it reads as,
-            and a text and JSON differ in their first character, because the lexer cannot decide later.
+        states_types: the format says of each value whether it is a string. Without that, a text is
+            what it reads as, and a text and JSON differ in their first character, because the lexer
+            cannot decide later.
     """
     leaves = list(_leaves(root, schema, 0))
     if any(leaf.kind == "any" for leaf in leaves):
@@ -169,7 +176,9 @@ def _mixed_values(
 
 
 def with_definitions(root: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of `root` as a schema of its own. Raises UnclearValues for references to other places."""
+    """A part of `root` as a schema of its own. Raises UnclearValues for references to other
+    places.
+    """
     for reference in references_of(schema):
         if not reference.startswith(("#/$defs/", "#/definitions/")):
             raise UnclearValues(f"refers to {reference!r}; use $defs")
@@ -308,7 +317,9 @@ def _whole_pattern(pattern: str) -> str:
 
 
 def _ascii_classes(pattern: str) -> str:
-    """The pattern with `\\d` and `\\w` as ECMAScript has them, which a JSON Schema means; Rust's have all scripts."""
+    """The pattern with `\\d` and `\\w` as ECMAScript has them, which a JSON Schema means; Rust's
+    have all scripts.
+    """
     out = []
     in_class = False
     for part in re.findall(r"\\.|.", pattern, re.DOTALL):

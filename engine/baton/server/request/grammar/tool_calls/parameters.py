@@ -33,7 +33,9 @@ class ParameterList:
 
 
 def parameter_lists(tool: GrammarTool, name_pattern: re.Pattern[str] = NAME) -> list[ParameterList]:
-    """Alternatives of a tool's parameters. Raises BadRequest for a strict tool that cannot be written so."""
+    """Alternatives of a tool's parameters. Raises BadRequest for a strict tool that cannot be
+    written so.
+    """
     root = tool.arguments.value
     try:
         return [_read_list(tool, option, name_pattern) for option in _options(root, root)]
@@ -47,7 +49,8 @@ def unclear(tool: GrammarTool, problem: str) -> Exception:
     """The error for a strict tool whose calls cannot be written in the model's format."""
     return bad(
         tool.arguments.param,
-        f"{problem}, which calls in this model's format cannot be held to; simplify it, or leave strict out",
+        f"{problem}, which calls in this model's format cannot be held to; simplify it, or leave "
+        "strict out",
     )
 
 

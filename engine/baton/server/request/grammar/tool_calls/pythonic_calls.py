@@ -1,7 +1,7 @@
 """Calls as Python writes them: `[f(a="x"), g()]`.
 
-Values are JSON, which the text layer reads as it reads Python's literals; where a value may be true, false or null,
-Python's words for it are allowed, too.
+Values are JSON, which the text layer reads as it reads Python's literals; where a value may be
+true, false or null, Python's words for it are allowed, too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class PythonicFormat(CallFormat):
             for begin, _ in self._marked_lists()
             if not builder.is_token(begin)
         ]
-        # A single terminal excludes all beginnings: with one terminal each, llguidance's lexer exceeds its limits.
+        # A single terminal excludes all beginnings: with one terminal each, llguidance's lexer
+        # exceeds its limits.
         begins = "|".join([_list_begin([tool.name for tool in scope.tools]), *text_begins])
         text = builder.terminal([FREE_TEXT], [f"({begins}){FREE_TEXT}"])
 
@@ -147,7 +148,9 @@ def _list_begin(names: Sequence[str]) -> str:
 
 
 def _python_words(schema: dict[str, Any]) -> list[str]:
-    """Python's words for values of the types that the schema names, where it has no other keyword for them."""
+    """Python's words for values of the types that the schema names, where it has no other keyword
+    for them.
+    """
     if schema.keys() & {"enum", "const", "anyOf", "oneOf", "allOf", "not", "if"}:
         return []
     kind = schema.get("type")

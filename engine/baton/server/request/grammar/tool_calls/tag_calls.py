@@ -43,10 +43,14 @@ class ParameterTagFormat(MarkedFormat):
 
     @abstractmethod
     def value_tags(self, *, is_text: bool) -> tuple[str, str]:
-        """Texts in front of a parameter's name, and between it and the value. `is_text`: the value is a string."""
+        """Texts in front of a parameter's name, and between it and the value. `is_text`: the value
+        is a string.
+        """
 
     def excluded_texts(self, scope: CallScope) -> tuple[str, ...]:
-        """Regexes of values with their end that the text layer would end early, or read as something else."""
+        """Regexes of values with their end that the text layer would end early, or read as
+        something else.
+        """
         return ()
 
     def write_parameters(self, scope: CallScope, tool: GrammarTool) -> str:
@@ -98,7 +102,9 @@ class ParameterTagFormat(MarkedFormat):
         return f"{scope.builder.literal(before)} {ANY_NAME} {scope.builder.literal(after)}"
 
     def _write_text(self, scope: CallScope, text: TextValue) -> str:
-        """A string, and the end of its value. What of the end is text is part of the same lexeme."""
+        """A string, and the end of its value. What of the end is text is part of the same
+        lexeme.
+        """
         builder = scope.builder
         parts = builder.markers.split(self.value_end)
         front = parts[0] if isinstance(parts[0], str) else ""
@@ -173,7 +179,9 @@ class GlmFormat(ParameterTagFormat):
 
 
 class DeepseekV32Format(ParameterTagFormat):
-    """Tags that hold a token, and state of each value whether it is a string. V4 names the block `tool_calls`."""
+    """Tags that hold a token, and state of each value whether it is a string. V4 names the block
+    `tool_calls`.
+    """
 
     states_types = True
 

@@ -1,4 +1,5 @@
-//! Refusals and rare forms. Usual requests are golden: tests/contract/golden/dialects/messages.json.
+//! Refusals and rare forms. Usual requests are golden:
+//! tests/contract/golden/dialects/messages.json.
 
 use serde_json::{Value, json};
 

@@ -2,8 +2,8 @@
 //!
 //! 1. Tools with `defer_loading` are offered once a tool result refers to them;
 //! 2. system messages add and remove tools while the conversation goes on;
-//! 3. tools that run on Anthropic's servers, or that its models know without a description, are left
-//!    out and reported.
+//! 3. tools that run on Anthropic's servers, or that its models know without a description, are
+//!    left out and reported.
 
 use std::collections::HashSet;
 

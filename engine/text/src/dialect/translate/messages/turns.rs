@@ -11,8 +11,8 @@ use super::super::reasoning_text::decode_reasoning;
 use super::tools::ToolSet;
 use crate::refusal::TextRefusal;
 
-/// Begin of a system block with a hash that differs from request to request: no prefix of the prompt
-/// would be found in a cache behind it.
+/// Begin of a system block with a hash that differs from request to request: no prefix of the
+/// prompt would be found in a cache behind it.
 const BILLING_HEADER: &str = "x-anthropic-billing-header";
 /// Between the blocks of a system text.
 const BLOCK_SEPARATOR: &str = "\n\n";

@@ -18,7 +18,8 @@ use super::members::{JsonMembers, ObjectText, invalid, read_text, unsupported};
 use super::{ChatBody, RequestFacts, TranslatedRequest};
 use crate::refusal::TextRefusal;
 
-/// Members that name a response or a prompt on the server, or ask for one that outlives its request.
+/// Members that name a response or a prompt on the server, or ask for one that outlives its
+/// request.
 const STATEFUL: [&str; 4] = [
     "previous_response_id",
     "conversation",

@@ -1,4 +1,5 @@
-//! Refusals and rare forms. Usual requests are golden: tests/contract/golden/dialects/responses.json.
+//! Refusals and rare forms. Usual requests are golden:
+//! tests/contract/golden/dialects/responses.json.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};

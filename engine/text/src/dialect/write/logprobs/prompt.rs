@@ -72,7 +72,8 @@ impl PromptRecords<'_> {
     }
 }
 
-/// Forms in which an answer has the logprobs of its prompts; the numbers are alternatives per token.
+/// Forms in which an answer has the logprobs of its prompts; the numbers are alternatives per
+/// token.
 #[derive(Debug, Clone, Default)]
 pub struct PromptForms {
     /// Completions with echo: columns in front of those of the answer.

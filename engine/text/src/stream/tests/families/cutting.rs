@@ -1,4 +1,5 @@
-//! Random texts of a family's tags, markers and calls: however they are cut, the parts are the same.
+//! Random texts of a family's tags, markers and calls: however they are cut, the parts are the
+//! same.
 
 use proptest::collection::vec;
 use proptest::prelude::*;

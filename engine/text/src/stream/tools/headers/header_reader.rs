@@ -2,8 +2,8 @@
 //! header.
 //!
 //! 1. In content, a marker that may begin a call is held back until the header is complete, names a
-//!    tool and an object begins, or until it cannot any more; then the marker is content, and reading
-//!    goes on behind it.
+//!    tool and an object begins, or until it cannot any more; then the marker is content, and
+//!    reading goes on behind it.
 //! 2. The object is passed through as it is. It ends where its brackets end; markers in strings are
 //!    data. An object that is broken ends at the marker that ends the call.
 //! 3. Closing markers behind the object belong to the call.

@@ -152,7 +152,8 @@ fn read_call_name<'a>(cursor: &mut PatternCursor<'a>) -> PatternMatch<&'a str> {
     Ok(name)
 }
 
-/// Matches the beginning of arguments, which is not read: `)`, a keyword, `**`, or one whole literal.
+/// Matches the beginning of arguments, which is not read: `)`, a keyword, `**`, or one whole
+/// literal.
 pub fn match_arguments_begin(cursor: &mut PatternCursor<'_>) -> PatternMatch<()> {
     let start = cursor.clone();
     cursor.skip_space()?;

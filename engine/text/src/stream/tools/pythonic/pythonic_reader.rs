@@ -2,9 +2,9 @@
 //!
 //! 1. In content, text that may begin a list of calls is held back until it begins one with a
 //!    known name and arguments, or cannot any more.
-//! 2. A call is held back until it is complete: an argument that Python does not read, at any place,
-//!    makes it content, and so is the text behind it. If an argument has quotes, the text is held
-//!    up to the end of the list, where [`repair_calls`] looks for the one reading that it has.
+//! 2. A call is held back until it is complete: an argument that Python does not read, at any
+//!    place, makes it content, and so is the text behind it. If an argument has quotes, the text is
+//!    held up to the end of the list, where [`repair_calls`] looks for the one reading that it has.
 //! 3. A call of an unknown tool is content; the calls beside it are read.
 
 use std::mem;

@@ -4,9 +4,9 @@
 //! [bash(command='sed -n '1,9p' notes')]
 //! ```
 //!
-//! Python reads no call there. The string is closed at the only quote with which the rest of the list
-//! is one of calls, and the quotes in front of it are text. With no such quote, or with several, the
-//! text is no call. Source: the parser of LFM2 in vLLM 0.33.
+//! Python reads no call there. The string is closed at the only quote with which the rest of the
+//! list is one of calls, and the quotes in front of it are text. With no such quote, or with
+//! several, the text is no call. Source: the parser of LFM2 in vLLM 0.33.
 
 use super::super::callable::{CallableTools, CalledTool};
 use super::super::reader::ToolSignature;
@@ -92,7 +92,8 @@ fn unescaped_quotes(text: &str, start: usize, quote: char) -> impl Iterator<Item
         })
 }
 
-/// True if a string may end with this quote: what follows can stand behind one, or nothing does yet.
+/// True if a string may end with this quote: what follows can stand behind one, or nothing does
+/// yet.
 fn can_close(text: &str, quote_place: usize) -> bool {
     let behind = text[quote_place + 1..].trim_start();
     behind.is_empty() || behind.starts_with([',', ')', ']', '}', ':'])

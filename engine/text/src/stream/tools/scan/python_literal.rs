@@ -7,8 +7,8 @@ const MAX_DEPTH: usize = 64;
 
 /// JSON text of a Python literal, written as `json.dumps(…, ensure_ascii=False)` writes it. `None`:
 /// the text is none. Also reads `true`, `false` and `null`, which models mix in; tuples and sets
-/// become arrays, keys that are no strings become their text. Of a key that is given twice, the last
-/// value counts, as in Python. Numbers that are infinite in Python are none.
+/// become arrays, keys that are no strings become their text. Of a key that is given twice, the
+/// last value counts, as in Python. Numbers that are infinite in Python are none.
 pub fn python_literal_to_json(text: &str) -> Option<String> {
     let mut reader = LiteralReader { rest: text.trim() };
     let mut out = String::new();
@@ -17,8 +17,8 @@ pub fn python_literal_to_json(text: &str) -> Option<String> {
     reader.rest.is_empty().then_some(out)
 }
 
-/// Members of a Python dict whose keys are strings: JSON texts of their keys and values. `None`: the
-/// text is no such dict.
+/// Members of a Python dict whose keys are strings: JSON texts of their keys and values. `None`:
+/// the text is no such dict.
 pub fn python_dict_members(text: &str) -> Option<Vec<(String, String)>> {
     let mut reader = LiteralReader { rest: text.trim() };
     if !reader.rest.starts_with('{') {
