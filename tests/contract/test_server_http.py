@@ -497,7 +497,7 @@ def test_facts(http: httpx.Client) -> None:
     assert (info["dp_size"], info["page_size"], info["disaggregation_mode"]) == (2, 16, "null")
     assert info["max_total_num_tokens"] == 100_000
     assert info["served_model_name"] == "tiny"
-    assert (info["engine"], info["layout"]["order"]) == ("baton", "test")
+    assert (info["engine"], info["layout"]["groups"][0]["page_tokens"]) == ("baton", 16)
     assert (info["schedule_policy"], info["schedule_policy_resolved"]) == ("auto", "fcfs")
     assert sorted(info["fingerprint"]) == [
         "answer_format",

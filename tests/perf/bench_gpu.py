@@ -244,6 +244,7 @@ def decode(report: Report, driver: Driver, shape: str, bandwidth: float, effort:
     weights = weight_bytes(spec)
     if not spec.tied:  # a row of the embedding is looked up; the head is a matrix of its own
         weights -= spec.vocab_size * spec.hidden_size * 2
+    kv_token_bytes = driver.loaded.kv_spec.token_bytes
     for batch in effort.batches:
         rng = random.Random(batch)
         room = effort.steps + 3 * (batch * effort.context // effort.chunk + 2) + 8
@@ -268,7 +269,7 @@ def decode(report: Report, driver: Driver, shape: str, bandwidth: float, effort:
             driver.engine.sched.abort(handle)
         driver.rest()
         step = statistics.median(times)
-        least = weights + spec.kv.token_bytes * (tokens + batch * effort.steps // 2 + batch)
+        least = weights + kv_token_bytes * (tokens + batch * effort.steps // 2 + batch)
         row(
             "decode", shape, batch, step * 1e3, spread([t * 1e3 for t in times]), len(times), least / 1e6,
             least / bandwidth / step, max(0.0, 1 - busy / wall), batch / step,

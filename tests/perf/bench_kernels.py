@@ -24,7 +24,8 @@ from baton import _native
 from baton.layers import ops_cpu
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.kv_pool import make_pool
-from baton.layers.spec import AttentionSpec, KVSpec
+from baton.layers.kv_spec import KVSpec, describe_attention
+from baton.layers.spec import AttentionSpec
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
 Arm = Callable[[], Any]
@@ -88,12 +89,13 @@ def _attention_case(
     """Ours reads scattered pages; torch gets contiguous K and V for prefill and gathers pages for decode."""
     size = 16
     name = "float32" if dtype == torch.float32 else "bfloat16"
-    kv_spec = KVSpec(1, kv_heads, dim, name)
+    layers = [AttentionSpec(heads, kv_heads, dim)]
+    kv_spec = KVSpec((describe_attention(layers, name, size),))
     each = -(-kv_len // size)
-    kv = make_pool(kv_spec, size, rows * each, native=False)
+    kv = make_pool(kv_spec, rows * each, native=False)
     kv.data.copy_(torch.randn(kv.data.shape))
     order = torch.randperm(rows * each, generator=torch.Generator().manual_seed(1)).tolist()
-    backend = CpuAttention([AttentionSpec(heads, kv_heads, dim)], kv)
+    backend = CpuAttention(layers, kv)
     tables = [order[r * each : (r + 1) * each] for r in range(rows)]
     backend.plan(build_batch([AttentionRow(range(new), kv_len - new, t) for t in tables], size))
     q = torch.randn(rows * new, heads, dim).to(dtype)

@@ -2,11 +2,11 @@
 
     data [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]      index 0 of dimension 2 is K, 1 is V
 
-A page is one span of bytes, which is what travels between P and D. The memory belongs to the native
-`KvPool` (a sealed memfd other processes may map read-only) and the tensor is a view of it; without
-the native module it is ordinary torch memory, which serves a single process but cannot be
-transferred. On a GPU the native pool has the pages' generations only, and moves the pages through
-`layers.cuda.device_pages`.
+The shape of a page is that of the pool's page group (`kv_spec`). A page is one span of bytes, which
+is what travels between P and D. The memory belongs to the native `KvPool` (a sealed memfd other
+processes may map read-only) and the tensor is a view of it; without the native module it is
+ordinary torch memory, which serves a single process but cannot be transferred. On a GPU the native
+pool has the pages' generations only, and moves the pages through `layers.cuda.device_pages`.
 
 Behind it there may be a host pool of the same page shape (`--host-kv-gib`); whole pages are copied
 between the two.
@@ -30,12 +30,11 @@ from baton.cache.host import CopyRun
 from baton.errors import ConfigError
 from baton.layers.cuda import ipc
 from baton.layers.cuda.device_pages import CudaQueue, DevicePages
+from baton.layers.kv_spec import KVSpec
 from baton.layers.ops import TORCH_DTYPES
-from baton.layers.spec import KVSpec
 
 log = logging.getLogger("baton.kv_pool")
 
-LAYOUT_ORDER = "page,layer,kv,slot,head,dim"
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -46,13 +45,16 @@ class KvTensors:
     object."""
 
     spec: KVSpec
-    page_size: int
     data: Tensor
     native: Any = None
     """baton._native.KvPool, or None for plain memory."""
     dummy_page: int | None = None
     """A page of `data` that does not count: rows that are only padding write it
     (runtime.runner.capture)."""
+
+    @property
+    def page_size(self) -> int:
+        return self.spec.sole_group.page_tokens
 
     @property
     def num_pages(self) -> int:
@@ -64,31 +66,17 @@ class KvTensors:
 
     @property
     def page_bytes(self) -> int:
-        return self.spec.page_bytes(self.page_size)
-
-    def layout(self, model_hash: str) -> dict[str, object]:
-        """Layout that two nodes compare before pages travel: TransferNode's `layout`."""
-        return {
-            "order": LAYOUT_ORDER,
-            "layers": self.spec.num_layers,
-            "kv_heads": self.spec.num_kv_heads,
-            "head_dim": self.spec.head_dim,
-            "dtype": self.spec.dtype,
-            "page_size": self.page_size,
-            "page_bytes": self.page_bytes,
-            "model_hash": model_hash,
-        }
+        return self.spec.page_bytes
 
 
-def asked_pages(
-    spec: KVSpec, page_size: int, max_total_tokens: int, kv_pool_mib: int | None
-) -> int | None:
+def asked_pages(spec: KVSpec, max_total_tokens: int, kv_pool_mib: int | None) -> int | None:
     """How many pages the user wants: max_total_tokens when set (rounded down to pages), else what fits kv_pool_mib;
     None: as many as fit.
 
     Raises ConfigError when that is fewer than two pages.
     """
-    page_bytes = spec.page_bytes(page_size)
+    page_size = spec.sole_group.page_tokens
+    page_bytes = spec.page_bytes
     if not max_total_tokens and kv_pool_mib is None:
         return None
     pages = (
@@ -112,7 +100,6 @@ def asked_pages(
 
 def make_pool(
     spec: KVSpec,
-    page_size: int,
     num_pages: int,
     *,
     native: bool | None = None,
@@ -131,15 +118,9 @@ def make_pool(
     """
     total = num_pages + dummy_page
     dummy = num_pages if dummy_page else None
-    shape = (
-        total,
-        spec.num_layers,
-        spec.tensors_per_layer,
-        page_size,
-        spec.num_kv_heads,
-        spec.head_dim,
-    )
-    dtype = TORCH_DTYPES[spec.dtype]
+    group = spec.sole_group
+    shape = (total, *group.shape)
+    dtype = TORCH_DTYPES[group.dtype]
     on_host = device is None or device.type == "cpu"
     pool_class = (
         _native_pool_class(required=bool(native))
@@ -151,15 +132,13 @@ def make_pool(
         pool = None
     elif on_host:
         assert dummy is None, "every page of a native pool can be transferred"
-        pool = pool_class(num_pages, spec.page_bytes(page_size))
+        pool = pool_class(num_pages, spec.page_bytes)
         data = torch.frombuffer(pool.buffer(), dtype=torch.uint8).view(dtype).view(shape)
     else:
         assert device is not None, "None is the host"
-        data = (
-            ipc.allocate_memory(total * spec.page_bytes(page_size), device).view(dtype).view(shape)
-        )
+        data = ipc.allocate_memory(total * spec.page_bytes, device).view(dtype).view(shape)
         pool = make_device_pool(pool_class, data[:num_pages], device)
-    return KvTensors(spec, page_size, data, pool, dummy)
+    return KvTensors(spec, data, pool, dummy)
 
 
 def make_device_pool(pool_class: Any, pages: Tensor, device: torch.device) -> Any:
@@ -168,10 +147,10 @@ def make_device_pool(pool_class: Any, pages: Tensor, device: torch.device) -> An
     return pool_class(len(pages), pages[0].nbytes, moved)
 
 
-def host_pool_pages(spec: KVSpec, page_size: int, host_kv_gib: float, ranks: int) -> int:
+def host_pool_pages(spec: KVSpec, host_kv_gib: float, ranks: int) -> int:
     """How many pages --host-kv-gib holds. Raises ConfigError when that is none, or more than this
     machine has."""
-    page_bytes = spec.page_bytes(page_size)
+    page_bytes = spec.page_bytes
     pages = int(host_kv_gib * GIB) // page_bytes
     if host_kv_gib and not pages:
         raise ConfigError(

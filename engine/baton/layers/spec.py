@@ -13,31 +13,6 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class KVSpec:
-    """The cache of one token: `tensors_per_layer` (K and V) of [num_kv_heads, head_dim] in each
-    layer."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    tensors_per_layer: int = 2
-
-    @property
-    def token_bytes(self) -> int:
-        return (
-            self.num_layers
-            * self.tensors_per_layer
-            * self.num_kv_heads
-            * self.head_dim
-            * DTYPE_BYTES[self.dtype]
-        )
-
-    def page_bytes(self, page_size: int) -> int:
-        return page_size * self.token_bytes
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Attention of one layer, as a backend computes it on one rank."""
 
@@ -48,6 +23,9 @@ class AttentionSpec:
     """0 sees everything before it, W > 0 the last W tokens including itself."""
     factor: float | None = None
     """Factor of the products of queries and keys; None: 1 / sqrt(head_dim)."""
+    first_kv_head: int = 0
+    """Number in the whole model of this rank's first KV head: the loader's slice of k_proj begins
+    there."""
 
     @property
     def q_size(self) -> int:

@@ -45,7 +45,7 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     if config.load_format != "dummy":
         check_files(spec, path)
     if config.device == "cpu":
-        _check_memory(config, weight_bytes(spec), spec.kv.token_bytes, nodes)
+        _check_memory(config, weight_bytes(spec), spec.kv_spec(config.page_size).token_bytes, nodes)
 
 
 def _check_module(config: EngineConfig, path: Path, nodes: int) -> None:

@@ -8,7 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
-from baton.layers.spec import AttentionSpec, KVSpec
+from baton.layers.kv_spec import KVSpec
+from baton.layers.spec import AttentionSpec
 
 
 class ServedSpec(Protocol):
@@ -27,7 +28,12 @@ class ServedSpec(Protocol):
         """Attention of each layer, for a backend."""
 
     @property
-    def kv(self) -> KVSpec: ...
+    def dtype(self) -> str:
+        """Compute type, also of the KV cache."""
+
+    def kv_spec(self, page_size: int) -> KVSpec:
+        """The page groups of a pool with `page_size` tokens a page."""
+
     @property
     def model_hash(self) -> str:
         """Equal on nodes that may exchange KV pages."""

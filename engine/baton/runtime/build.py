@@ -21,6 +21,7 @@ from baton.layers.attention.base import AttentionBackend
 from baton.layers.collectives import ALONE, ProcessGroup, TpContext, init_group
 from baton.layers.flashinfer_loader import summarize_error
 from baton.layers.kv_pool import KvTensors, asked_pages, host_pool_pages, make_host_pool, make_pool
+from baton.layers.kv_spec import KVSpec
 from baton.layers.shard import WHOLE, Shard
 from baton.models.checkpoint import CPU_POOL_MIB
 from baton.models.decoder import Decoder
@@ -97,6 +98,10 @@ class LoadedModel:
         return self.runner.vocab_size
 
     @property
+    def kv_spec(self) -> KVSpec:
+        return self.kv.spec
+
+    @property
     def native_pool(self) -> Any:
         """Pool whose pages a TransferNode serves; None for plain memory."""
         return self.kv.native
@@ -141,9 +146,7 @@ def load_rank(
         pages = profile_memory(model, config, context, pages, memory, place, placed.group)
     assert pages is not None, "a pool in host memory has a default size"
     kv, attn = _make_pool(config, spec, pages, compute)
-    host_pages = host_pool_pages(
-        spec.kv, config.page_size, config.host_kv_gib, config.dp_size * config.tp_size
-    )
+    host_pages = host_pool_pages(kv.spec, config.host_kv_gib, config.dp_size * config.tp_size)
     runner = make_runner(
         model,
         kv,
@@ -158,10 +161,10 @@ def load_rank(
     log.info(
         "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, "
         "%d thread(s), %.1f s",
-        model_dir, placed.num_parameters / 1e6, spec.kv.dtype, pages, config.page_size,
+        model_dir, placed.num_parameters / 1e6, spec.dtype, pages, config.page_size,
         pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
-    layout = kv.layout(spec.model_hash)
+    layout = kv.spec.layout(spec.model_hash)
     if shard.size > 1:
         layout["tp_size"] = shard.size
     info: dict[str, object] = {
@@ -171,7 +174,7 @@ def load_rank(
         "device": str(compute),
         "context_length": context,
         "host_pages": host_pages,
-        "dtype": spec.kv.dtype,
+        "dtype": spec.dtype,
         "layout": layout,
         "max_total_num_tokens": kv.max_tokens,
         "kv_pool_bytes": pages * kv.page_bytes,
@@ -283,7 +286,7 @@ def _requested_pages(config: EngineConfig, spec: ServedSpec, compute: torch.devi
     """Pages of the KV pool by the flags; None: as many as the device has room for."""
     default_mib = CPU_POOL_MIB if compute.type == "cpu" else None
     mib = config.kv_pool_mib or default_mib
-    return asked_pages(spec.kv, config.page_size, config.max_total_tokens, mib)
+    return asked_pages(spec.kv_spec(config.page_size), config.max_total_tokens, mib)
 
 
 def _make_pool(
@@ -296,8 +299,7 @@ def _make_pool(
         "another process took memory meanwhile: start again, or lower --mem-fraction-static",
     ):
         kv = make_pool(
-            spec.kv,
-            config.page_size,
+            spec.kv_spec(config.page_size),
             pages,
             native=disaggregated or None,
             device=compute,

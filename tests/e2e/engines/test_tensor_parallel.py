@@ -92,7 +92,9 @@ def test_it_answers_rests_and_ends_in_order(tmp_path: Path) -> None:
     with started(tmp_path) as engine:
         assert len(engine.pids) == 2
         info = httpx.get(engine.url + "/get_server_info").json()
-        assert (info["tp_size"], info["layout"]["kv_heads"], info["layout"]["tp_size"]) == (2, 1, 2)
+        layout = info["layout"]
+        assert (info["tp_size"], layout["tp_size"]) == (2, 2)
+        assert layout["groups"][0]["heads"] == [[0, 1]], "the first rank's share of two heads"
         answer = engine.complete(max_tokens=9, ignore_eos=True, temperature=0).json()
         assert answer["usage"]["completion_tokens"] == 9
         # Embedding, two per layer, logits: at least one prompt step and 8 decode steps.

@@ -71,9 +71,7 @@ class Device:
         def make_runner(
             model: Decoder, kv: KvTensors, attn: object, max_slots: int, **more: Any
         ) -> DeviceRunner:
-            pool = make_pool(
-                model.spec.kv, kv.page_size, kv.num_pages, native=False, dummy_page=True
-            )
+            pool = make_pool(kv.spec, kv.num_pages, native=False, dummy_page=True)
             backend = flashinfer.FlashInferAttention(model.spec.attention, pool, fake_flashinfer)
             made = _Poisoning if poison else DeviceRunner
             self.runner = made(model, pool, backend, max_slots, stream=self.stream, **more)

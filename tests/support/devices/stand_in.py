@@ -25,8 +25,8 @@ from torch import Tensor
 from baton.disagg.calls import PublishCall, TransferCall
 from baton.layers.cuda.device_pages import DevicePages
 from baton.layers.kv_pool import KvTensors
+from baton.layers.kv_spec import KVSpec
 from baton.layers.ops import TORCH_DTYPES
-from baton.layers.spec import KVSpec
 from baton.runtime import build
 from baton.runtime.runner.cuda_runner import DeviceRunner, InFlight
 from baton.runtime.runner.model_runner import ModelRunner
@@ -69,7 +69,6 @@ class StandIn:
     def make_pool(
         self,
         spec: KVSpec,
-        page_size: int,
         num_pages: int,
         *,
         native: bool | None = None,
@@ -81,19 +80,11 @@ class StandIn:
 
         assert native, "only a pool that travels is stood in for"
         assert not dummy_page, "nothing is recorded without a GPU"
-        page_bytes = spec.page_bytes(page_size)
-        shape = (
-            num_pages,
-            spec.num_layers,
-            spec.tensors_per_layer,
-            page_size,
-            spec.num_kv_heads,
-            spec.head_dim,
-        )
-        data = self.allocate(num_pages * page_bytes).view(TORCH_DTYPES[spec.dtype]).view(shape)
-        return KvTensors(
-            spec, page_size, data, KvPool(num_pages, page_bytes, DevicePages(data, self, self))
-        )
+        group = spec.sole_group
+        page_bytes = group.page_bytes
+        shape = (num_pages, *group.shape)
+        data = self.allocate(num_pages * page_bytes).view(TORCH_DTYPES[group.dtype]).view(shape)
+        return KvTensors(spec, data, KvPool(num_pages, page_bytes, DevicePages(data, self, self)))
 
     def make_runner(self, *args: Any, **more: Any) -> ModelRunner:
         """In place of gpu.runner.make_runner."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from baton.layers.attention.base import AttentionBackend
 from baton.layers.kv_pool import KvTensors
-from baton.layers.spec import AttentionSpec, KVSpec
+from baton.layers.kv_spec import KVSpec, describe_attention
+from baton.layers.spec import AttentionSpec
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
 
@@ -39,17 +40,14 @@ class Case:
         ]
 
     def kv_spec(self) -> KVSpec:
-        return KVSpec(len(self.windows), self.kv_heads, self.dim, "bfloat16")
+        return KVSpec((describe_attention(self.layers(), "bfloat16", self.page_size),))
 
     def pool(self, device: str) -> KvTensors:
         """Filled with NaN: unwritten slots must not be read. Twice the pages needed, so that they lie scattered."""
         pages = 2 * sum(-(-n // self.page_size) for n in self.lengths)
-        shape = (pages, len(self.windows), 2, self.page_size, self.kv_heads, self.dim)
-        return KvTensors(
-            self.kv_spec(),
-            self.page_size,
-            torch.full(shape, math.nan, dtype=self.dtype, device=device),
-        )
+        spec = self.kv_spec()
+        shape = (pages, *spec.sole_group.shape)
+        return KvTensors(spec, torch.full(shape, math.nan, dtype=self.dtype, device=device))
 
 
 def chunks(case: Case) -> list[list[tuple[int, int, int]]]:

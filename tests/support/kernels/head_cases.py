@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 from baton.layers import ops
 from baton.layers.kernels.heads import store_heads
 from baton.layers.kv_pool import KvTensors, make_pool
-from baton.layers.spec import KVSpec
+from baton.layers.kv_spec import KVSpec, describe_heads
 
 EPS = 1e-6
 CPU = torch.device("cpu")
@@ -60,8 +60,14 @@ def shapes(count: int) -> list[Shape]:
 
 
 def filled_pool(shape: Shape, device: torch.device) -> KvTensors:
-    spec = KVSpec(LAYERS, shape.kv_heads, shape.dim, shape.dtype)
-    kv = make_pool(spec, shape.page_size, PAGES, native=False, device=device)
+    group = describe_heads(
+        range(LAYERS),
+        range(shape.kv_heads),
+        shape.dim,
+        dtype=shape.dtype,
+        page_tokens=shape.page_size,
+    )
+    kv = make_pool(KVSpec((group,)), PAGES, native=False, device=device)
     kv.data.fill_(7.0)
     return kv
 

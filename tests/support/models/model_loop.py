@@ -37,7 +37,7 @@ class ModelLoop:
     ) -> None:
         self.decoder = decoder
         self.page_size = page_size
-        self.kv = make_pool(decoder.spec.kv, page_size, max_tokens // page_size, native=False)
+        self.kv = make_pool(decoder.spec.kv_spec(page_size), max_tokens // page_size, native=False)
         self.kv.data.fill_(torch.nan)
         self.attn = make_backend(backend, decoder.spec.attention, self.kv)
         self._free = list(range(self.kv.num_pages))

@@ -32,6 +32,7 @@ import zmq
 import zmq.asyncio
 from tokenizers import Tokenizer
 
+from baton.layers.kv_spec import KVSpec, describe_heads
 from baton.sched.state.load_report import LoadReport, WaitingLoad
 from baton.sched.types.events import EmittedTokens, RowError
 from baton.sched.types.plan import TokenLogprobs
@@ -215,14 +216,11 @@ class FakeRank:
         if (sign := self.script.get("ready_when")) is not None:
             while not Path(sign).exists():
                 await asyncio.sleep(0.01)
-        layout = {
-            "order": "test", "layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": "float32", "page_size": 16,
-            "page_bytes": 1, "model_hash": "test",
-        }  # fmt: skip
+        group = describe_heads([0], [0], 1, dtype="float32", page_tokens=16)
         info = {
             "max_total_num_tokens": self.script.get("pool_tokens", 100_000),
             "dtype": "float32",
-            "layout": layout,
+            "layout": KVSpec((group,)).layout("test"),
         }
         rank = self.order.dp_rank
         await self.send(ReadyMessage(rank, info))

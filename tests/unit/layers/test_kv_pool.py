@@ -10,28 +10,32 @@ import torch
 from baton.errors import ConfigError
 from baton.layers.cuda import ipc
 from baton.layers.kv_pool import asked_pages, make_host_pool, make_pool
-from baton.layers.spec import KVSpec
+from baton.layers.kv_spec import KVSpec, describe_heads
 
-SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+
+def spec_of(layers: int, heads: int, head_dim: int, page_tokens: int) -> KVSpec:
+    group = describe_heads(
+        range(layers), range(heads), head_dim, dtype="bfloat16", page_tokens=page_tokens
+    )
+    return KVSpec((group,))
+
+
+SPEC = spec_of(3, 2, 8, page_tokens=4)
 PAGE = 4 * 3 * 2 * 2 * 8 * 2
 
 
 def test_page_is_one_span_of_page_bytes():
-    kv = make_pool(SPEC, page_size=4, num_pages=5, native=False)
+    kv = make_pool(SPEC, num_pages=5, native=False)
     assert kv.data.shape == (5, 3, 2, 4, 2, 8)
     assert (kv.page_bytes, kv.max_tokens) == (PAGE, 20)
     assert kv.data[1].data_ptr() - kv.data[0].data_ptr() == PAGE
     assert kv.data[1].is_contiguous()
-    assert kv.layout("h") == {
-        "order": "page,layer,kv,slot,head,dim", "layers": 3, "kv_heads": 2, "head_dim": 8, "dtype": "bfloat16",
-        "page_size": 4, "page_bytes": PAGE, "model_hash": "h",
-    }  # fmt: skip
 
 
 def test_pool_is_sized_by_tokens_or_else_by_mib():
-    assert asked_pages(SPEC, 4, max_total_tokens=103, kv_pool_mib=1) == 25
-    assert asked_pages(SPEC, 4, max_total_tokens=0, kv_pool_mib=1) == (1 << 20) // PAGE
-    assert asked_pages(SPEC, 4, max_total_tokens=0, kv_pool_mib=None) is None
+    assert asked_pages(SPEC, max_total_tokens=103, kv_pool_mib=1) == 25
+    assert asked_pages(SPEC, max_total_tokens=0, kv_pool_mib=1) == (1 << 20) // PAGE
+    assert asked_pages(SPEC, max_total_tokens=0, kv_pool_mib=None) is None
 
 
 @pytest.mark.parametrize(
@@ -39,17 +43,16 @@ def test_pool_is_sized_by_tokens_or_else_by_mib():
     [(7, 1, "--max-total-tokens 7 .* raise it to 8"), (0, 1, "--kv-pool-mib 1 .* raise it to 3")],
 )
 def test_pool_below_two_pages_is_refused_with_what_would_do(tokens, mib, words):
-    big = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
-    spec, page_size = (SPEC, 4) if tokens else (big, 12)
+    spec = SPEC if tokens else spec_of(32, 8, 128, page_tokens=12)
     with pytest.raises(ConfigError, match=words):
-        asked_pages(spec, page_size, tokens, mib)
+        asked_pages(spec, tokens, mib)
 
 
 def test_native_memory_is_viewed_not_copied():
     native = pytest.importorskip("baton._native", reason="the native module is not built")
     if not hasattr(native, "KvPool"):
         pytest.skip("this build of the native module has no KvPool")
-    kv = make_pool(SPEC, 4, 5, native=True)
+    kv = make_pool(SPEC, 5, native=True)
     assert kv.native.data_ptr == kv.data.data_ptr()
     kv.data[2, 1, 0, 3, 1, 7] = 1.0
     raw = torch.frombuffer(kv.native.buffer(), dtype=torch.uint8).view(torch.bfloat16)
@@ -59,10 +62,10 @@ def test_native_memory_is_viewed_not_copied():
 
 def test_host_memory_for_a_gpu_is_registered_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would round pinned memory up to a power of two: 3 pages of 2304 bytes would take 8192."""
-    spec = KVSpec(num_layers=3, num_kv_heads=3, head_dim=16, dtype="bfloat16")
+    spec = spec_of(3, 3, 16, page_tokens=4)
     registered: list[int] = []
     monkeypatch.setattr(ipc, "register_memory", lambda memory: registered.append(memory.nbytes))
-    on_cpu = make_pool(spec, 4, 5, native=False)
+    on_cpu = make_pool(spec, 5, native=False)
     data = SimpleNamespace(
         device=torch.device("cuda"), dtype=torch.bfloat16, shape=on_cpu.data.shape
     )

@@ -57,7 +57,7 @@ def last_logits(
     model: Decoder, prompt: list[int], cuts: list[int], company: list[int]
 ) -> torch.Tensor:
     """Logits after the prompt, computed in pieces that end at `cuts`; each piece shares its step with a stranger."""
-    kv = make_pool(model.spec.kv, PAGE_SIZE, 64, native=False)
+    kv = make_pool(model.spec.kv_spec(PAGE_SIZE), 64, native=False)
     attn = CpuAttention(model.spec.attention, kv)
     pages = list(range(64))
     random.Random(len(cuts)).shuffle(pages)

@@ -335,4 +335,4 @@ def test_parameters_are_those_of_the_published_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = read_spec(tmp_path, load_format="dummy")
     assert spec.num_parameters == pytest.approx(30.53e9, rel=1e-3)
-    assert spec.kv.token_bytes == 48 * 2 * 4 * 128 * 2
+    assert spec.kv_spec(16).token_bytes == 48 * 2 * 4 * 128 * 2

@@ -92,8 +92,8 @@ def test_llama_3_2(tmp_path):
         "bfloat16",
     )
     assert spec.num_parameters == pytest.approx(1.236e9, rel=1e-3)
-    assert spec.kv.token_bytes == 32768
-    assert spec.kv.page_bytes(16) == 524288
+    assert spec.kv_spec(16).token_bytes == 32768
+    assert spec.kv_spec(16).page_bytes == 524288
 
 
 def test_qwen_2_5(tmp_path):
@@ -248,7 +248,8 @@ def test_float16_is_computed_as_bfloat16_on_a_cpu_unless_dtype_is_given(tmp_path
     assert (
         read_spec(path, dtype="float16").dtype == read_spec(path, on_cpu=False).dtype == "float16"
     )
-    assert read_spec(path, on_cpu=False).kv.token_bytes == read_spec(path).kv.token_bytes
+    on_gpu = read_spec(path, on_cpu=False).kv_spec(16)
+    assert on_gpu.token_bytes == read_spec(path).kv_spec(16).token_bytes
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ class FakeStream:
 
 
 def make_runner(model: Decoder, check: DeviceCheck) -> DeviceRunner:
-    kv = make_pool(model.spec.kv, 4, 8, device=CUDA)
+    kv = make_pool(model.spec.kv_spec(4), 8, device=CUDA)
     assert kv.native is None
     assert kv.data.device == CUDA
     return DeviceRunner(model, kv, check, max_slots=2, stream=FakeStream())
@@ -244,7 +244,7 @@ def test_steps_time_begins_when_its_inputs_are_queued(tmp_path: Path) -> None:
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to(CUDA)
-        kv = make_pool(model.spec.kv, 4, 8, device=CUDA)
+        kv = make_pool(model.spec.kv_spec(4), 8, device=CUDA)
         DeviceRunner(model, kv, NotingCheck(), max_slots=2, stream=NotingStream()).execute(
             plan_of(3)
         )

@@ -75,6 +75,7 @@ class AttentionBlockSpec:
             self.heads,
             num_heads=self.heads.num_heads // shard.size,
             num_kv_heads=kv_heads.stop - kv_heads.start,
+            first_kv_head=kv_heads.start,
         )
         return replace(self, heads=heads)
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from baton.errors import ConfigError
+from baton.layers.kv_spec import KVSpec, describe_attention
 from baton.layers.shard import MAX_SIZE, WHOLE, Shard
-from baton.layers.spec import DTYPE_BYTES, AttentionSpec, KernelShapes, KVSpec, common_heads
+from baton.layers.spec import DTYPE_BYTES, AttentionSpec, KernelShapes, common_heads
 from baton.models.spec.attention import AttentionBlockSpec
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec
@@ -84,10 +85,9 @@ class ModelSpec:
         """Attention of each layer, for a backend."""
         return tuple(layer.attention.heads for layer in self.layers)
 
-    @property
-    def kv(self) -> KVSpec:
-        heads = common_heads(self.attention)
-        return KVSpec(self.num_layers, heads.num_kv_heads, heads.head_dim, self.dtype)
+    def kv_spec(self, page_size: int) -> KVSpec:
+        """The page groups of a pool with `page_size` tokens a page."""
+        return KVSpec((describe_attention(self.attention, self.dtype, page_size),))
 
     @property
     def kernel_shapes(self) -> KernelShapes:

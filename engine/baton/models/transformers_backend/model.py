@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from baton.errors import ConfigError
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
+from baton.layers.kv_spec import KVSpec, describe_attention
 from baton.layers.ops import TORCH_DTYPES
-from baton.layers.spec import AttentionSpec, KVSpec, common_heads
+from baton.layers.spec import AttentionSpec, common_heads
 from baton.models.config_file import read_model_config
 from baton.models.spec_reader import (
     checkpoint_dtype,
@@ -60,10 +61,9 @@ class ForeignSpec:
     def num_layers(self) -> int:
         return len(self.attention)
 
-    @property
-    def kv(self) -> KVSpec:
-        heads = common_heads(self.attention)
-        return KVSpec(self.num_layers, heads.num_kv_heads, heads.head_dim, self.dtype)
+    def kv_spec(self, page_size: int) -> KVSpec:
+        """The page groups of a pool with `page_size` tokens a page."""
+        return KVSpec((describe_attention(self.attention, self.dtype, page_size),))
 
 
 class TransformersModel:

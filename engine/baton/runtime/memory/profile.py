@@ -101,7 +101,7 @@ def profile_memory(
             raise ConfigError(f"--attention-backend {config.attention_backend}: {reason}") from err
     free, total = memory.free_bytes()
     needs = MemoryNeeds(total, free, weights, **tried)
-    page_bytes = model.spec.kv.page_bytes(config.page_size)
+    page_bytes = model.spec.kv_spec(config.page_size).page_bytes
     sized = size_pool(needs, page_bytes, config.mem_fraction_static, wanted_pages)
     pages = sized.pages if group is None else group.all_reduce_min(sized.pages)
     log.info(
@@ -120,8 +120,7 @@ def _try_backend(
 ) -> dict[str, int]:
     """Fields of `MemoryNeeds` that depend on the attention backend."""
     pool = make_pool(
-        model.spec.kv,
-        config.page_size,
+        model.spec.kv_spec(config.page_size),
         warmup.pages_needed(limits),
         native=False,
         device=memory.device,

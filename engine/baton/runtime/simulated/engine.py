@@ -26,6 +26,7 @@ from baton.disagg.calls import AbortCall, FinishCall, TransferCall
 from baton.disagg.events import NodeEvent
 from baton.disagg.transfer_driver import TransferDriver, TransferNode
 from baton.errors import ConfigError
+from baton.layers.kv_spec import GroupDescriptor, KVSpec
 from baton.runtime.engine_loop import EngineLoop, PoolSizes, make_engine
 from baton.runtime.grammar.waiting import GrammarQueue
 from baton.runtime.simulated.device import SimRunner, answer_tokens
@@ -41,6 +42,7 @@ class SimLoaded:
     simulated: Simulated
     num_pages: int
     native_pool: Any
+    kv_spec: KVSpec
     layout: dict[str, object]
     info: dict[str, object]
     vocab_size: ClassVar[int] = VOCAB_SIZE
@@ -85,10 +87,8 @@ def load_simulated(config: EngineConfig) -> SimLoaded:
             ) from err
         pool = KvPool(num_pages, PAGE_BYTES)
     tokens = num_pages * config.page_size
-    layout: dict[str, object] = {
-        "order": "simulated", "layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": "simulated",
-        "page_size": config.page_size, "page_bytes": PAGE_BYTES, "model_hash": "simulated",
-    }  # fmt: skip
+    kv_spec = _page_groups(config.page_size)
+    layout = kv_spec.layout("simulated")
     info: dict[str, object] = {
         "max_total_num_tokens": tokens,
         "context_length": min(config.context_length or CONTEXT_LENGTH, tokens),
@@ -104,7 +104,24 @@ def load_simulated(config: EngineConfig) -> SimLoaded:
     log.info(
         "simulating %s: pool of %d pages x %d tokens", config.simulate, num_pages, config.page_size
     )
-    return SimLoaded(config, simulated, num_pages, pool, layout, info)
+    return SimLoaded(config, simulated, num_pages, pool, kv_spec, layout, info)
+
+
+def _page_groups(page_size: int) -> KVSpec:
+    """Pages whose bytes mean nothing."""
+    group = GroupDescriptor(
+        id=0,
+        kind="full",
+        layers=((0, 1),),
+        heads=((0, 1),),
+        dims="simulated",
+        dtype="simulated",
+        page_tokens=page_size,
+        page_bytes=PAGE_BYTES,
+        retain="all",
+        shape=(PAGE_BYTES,),
+    )
+    return KVSpec((group,))
 
 
 class PacedTransfer:

@@ -16,7 +16,7 @@ from baton.models.weight_files import refuse_unreadable
 from baton.server.text.model_info import ModelFacts
 from baton.server.text.native import load_or_refuse, native_extension
 
-LAYOUT_FIELDS = ("order", "layers", "kv_heads", "head_dim", "tp_size")
+LAYOUT_FIELDS = ("groups_hash", "tp_size")
 """As far as a layout has them: `tp_size` is reported where pages are divided among several
 processes.
 """

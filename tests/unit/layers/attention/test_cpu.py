@@ -17,7 +17,8 @@ from baton.layers.attention.base import ForwardBatch
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.attention.reference import TorchAttention
 from baton.layers.kv_pool import KvTensors, make_pool
-from baton.layers.spec import AttentionSpec, KVSpec
+from baton.layers.kv_spec import KVSpec, describe_attention
+from baton.layers.spec import AttentionSpec
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
 LAYERS = 2
@@ -31,9 +32,8 @@ class Sizes:
     windows: tuple[int, int] = (0, 0)
     dtype: str = "float32"
 
-    @property
-    def kv(self) -> KVSpec:
-        return KVSpec(LAYERS, self.num_kv_heads, self.head_dim, self.dtype)
+    def kv_spec(self, page_size: int) -> KVSpec:
+        return KVSpec((describe_attention(self.layers, self.dtype, page_size),))
 
     @property
     def layers(self) -> list[AttentionSpec]:
@@ -44,7 +44,7 @@ class Sizes:
 
 
 def make_kv(spec: Sizes, page_size: int, num_pages: int = 64) -> KvTensors:
-    kv = make_pool(spec.kv, page_size, num_pages, native=False)
+    kv = make_pool(spec.kv_spec(page_size), num_pages, native=False)
     kv.data.fill_(float("nan"))  # unwritten slots must not be read
     return kv
 
@@ -60,7 +60,7 @@ class Sequence:
         self.pages, pages[:] = pages[:count], pages[count:]
         rng = torch.Generator().manual_seed(seed)
         width = spec.num_heads + 2 * spec.num_kv_heads
-        dtype = torch.float32 if spec.kv.dtype == "float32" else torch.bfloat16
+        dtype = torch.float32 if spec.dtype == "float32" else torch.bfloat16
         self.qkv = torch.randn(LAYERS, length, width, spec.head_dim, generator=rng).to(dtype)
 
     def row(self, start: int, n: int) -> AttentionRow:

@@ -258,7 +258,7 @@ def test_pool_is_what_the_warmup_leaves(made: Any, caplog: pytest.LogCaptureFixt
     memory, asked = Counted(), config(mem_fraction_static=0.5)
     with caplog.at_level(logging.INFO):
         pages = profile_memory(made, asked, 512, None, memory)
-    page_bytes = made.spec.kv.page_bytes(16)
+    page_bytes = made.spec.kv_spec(16).page_bytes
     needs = MemoryNeeds(80 * GIB, 70 * GIB, 2 * GIB, 0, 10 * GIB // 4, 0)
     assert pages == size_pool(needs, page_bytes, 0.5).pages
     lines = [line for line in caplog.messages if line.startswith("warm-up step")]
@@ -280,7 +280,7 @@ def test_memory_for_graphs_is_kept_where_steps_will_be_recorded(
         prepare_capture = plan_replay = use_capture = capture_bytes
 
     monkeypatch.setattr(fitting, "make_backend", lambda _, spec, kv: Recordable(spec, kv))
-    page_bytes = made.spec.kv.page_bytes(16)
+    page_bytes = made.spec.kv_spec(16).page_bytes
     for flags, captures, graphs in (
         ({}, 4 * MIB, 9 * GIB // 4 + 3 * BYTES_EACH),
         ({"disable_cuda_graph": True}, 0, 0),

@@ -98,7 +98,7 @@ def test_recorded_forward_attends_as_the_eager_one(
     pages = 2 * sum(-(-n // page_size) for n in lengths)
     data = torch.randn(pages + 1, 2, 2, page_size, heads[1], case.dim).bfloat16()
     data[pages] = torch.nan
-    kv = KvTensors(case.kv_spec(), page_size, data, dummy_page=pages)
+    kv = KvTensors(case.kv_spec(), data, dummy_page=pages)
     backend = FlashInferAttention(case.layers(), kv, fake_flashinfer)
     static = GraphInputs(4, pages + 4, torch.device("cpu"))
     q, k, v = (
@@ -201,7 +201,7 @@ def test_recorded_steps_read_nothing_back_and_mix_no_devices(tmp_path: Path) -> 
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to(CUDA)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
-        kv = make_pool(model.spec.kv, 4, 8, device=CUDA, dummy_page=True)
+        kv = make_pool(model.spec.kv_spec(4), 8, device=CUDA, dummy_page=True)
         assert (kv.num_pages, kv.dummy_page, len(kv.data)) == (8, 8, 9)
         table = TokenTable(4, CUDA)
         made = DecodeGraphs(model, kv, RecordedCheck(), table, FakeStream(), RunsIt(), 4, 64)
@@ -250,7 +250,7 @@ def test_reason_for_not_recording_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
-    kv = make_pool(model.spec.kv, 4, 8, native=False)
+    kv = make_pool(model.spec.kv_spec(4), 8, native=False)
     runner = DeviceRunner(model, kv, DeviceCheck(), 2, stream=LateStream())
     memory: Any = None
     with caplog.at_level(logging.INFO):
@@ -277,7 +277,7 @@ def test_failure_while_recording_leaves_an_engine_that_runs_eagerly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
-    kv = make_pool(model.spec.kv, 4, 8, native=False, dummy_page=True)
+    kv = make_pool(model.spec.kv_spec(4), 8, native=False, dummy_page=True)
     runner = DeviceRunner(model, kv, RecordedCheck(), 2, stream=LateStream())
 
     class Refuses:

@@ -10,22 +10,30 @@ from typing import Any
 import pytest
 
 from baton.config import build_config
+from baton.layers.kv_spec import KVSpec, describe_heads
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.text import model_info
 from tests.support.models import tiny_model
 
-LAYOUT: dict[str, object] = {
-    "order": "plshd", "layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "bfloat16", "page_size": 16,
-    "page_bytes": 4096, "model_hash": "abc",
-}  # fmt: skip
+
+def layout_of(
+    layers: int = 2,
+    heads: range = range(2),
+    head_dim: int = 8,
+    dtype: str = "bfloat16",
+    page_tokens: int = 16,
+    model_hash: str = "abc",
+) -> dict[str, object]:
+    group = describe_heads(range(layers), heads, head_dim, dtype=dtype, page_tokens=page_tokens)
+    return KVSpec((group,)).layout(model_hash)
 
 
-def of(path: Path, template: str | None = None, **layout: Any) -> dict[str, str]:
+def of(path: Path, template: str | None = None, **coordinates: Any) -> dict[str, str]:
     facts = model_info.load(build_config({"model_path": str(path)}))
     if template is not None:
         facts = dataclasses.replace(facts, chat_template=template)
     tokenizer = tokenizer_hash(facts.tokenizer_path)
-    return fingerprint(facts, tokenizer, LAYOUT | layout, "hermes", "g1")
+    return fingerprint(facts, tokenizer, layout_of(**coordinates), "hermes", "g1")
 
 
 @pytest.fixture
@@ -42,19 +50,20 @@ def differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "aspects"),
+    ("coordinates", "aspects"),
     [
-        ({"page_size": 32, "page_bytes": 8192}, ["page_size"]),
-        ({"dtype": "float16"}, ["dtype"]),
+        ({"page_tokens": 32}, ["page_size", "kv_layout"]),
+        ({"dtype": "float16"}, ["dtype", "kv_layout"]),
         ({"model_hash": "def"}, ["model"]),
-        ({"kv_heads": 1, "page_bytes": 2048}, ["kv_layout"]),
+        ({"heads": range(1)}, ["kv_layout"]),
+        ({"heads": range(2, 4)}, ["kv_layout"]),
         ({"layers": 3, "model_hash": "def"}, ["model", "kv_layout"]),
     ],
 )
 def test_difference_shows_in_its_aspect(
-    path: Path, layout: dict[str, Any], aspects: list[str]
+    path: Path, coordinates: dict[str, Any], aspects: list[str]
 ) -> None:
-    assert differing(of(path), of(path, **layout)) == aspects
+    assert differing(of(path), of(path, **coordinates)) == aspects
 
 
 def test_template_and_tokenizer(path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Page groups by logical coordinates: ranges, sizes, and a hash that every coordinate enters."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.layers.kv_spec import (
+    GroupDescriptor,
+    KVSpec,
+    describe_attention,
+    describe_heads,
+    to_ranges,
+)
+from baton.layers.shard import Shard
+from baton.layers.spec import AttentionSpec
+
+GROUP = describe_heads(range(3), range(2), 8, dtype="bfloat16", page_tokens=4)
+MAX_ROUTE_BODY_BYTES = 16 << 10
+"""Of PUT /route (docs/protocol.md §3)."""
+
+
+def with_other(name: str) -> GroupDescriptor:
+    others = {
+        "id": 1,
+        "kind": "window",
+        "layers": ((0, 2), (3, 4)),
+        "heads": ((2, 4),),
+        "dims": "layer,kv=2,slot,head,head_dim=4+4",
+        "dtype": "float16",
+        "page_tokens": 8,
+        "page_bytes": 1,
+        "retain": "last 64",
+    }
+    return replace(GROUP, **{name: others[name]})
+
+
+def test_page_size_follows_from_the_coordinates() -> None:
+    assert GROUP.shape == (3, 2, 4, 2, 8)
+    assert GROUP.page_bytes == 3 * 2 * 4 * 2 * 8 * 2
+    spec = KVSpec((GROUP,))
+    assert (spec.page_bytes, spec.token_bytes) == (GROUP.page_bytes, GROUP.page_bytes // 4)
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_hold_exactly_their_numbers(numbers: set[int]) -> None:
+    ranges = to_ranges(sorted(numbers))
+    assert [n for first, end in ranges for n in range(first, end)] == sorted(numbers)
+    assert all(left[1] < right[0] for left, right in pairwise(ranges))
+
+
+def test_numbers_out_of_order_are_refused() -> None:
+    with pytest.raises(ValueError, match="number 1 comes after 2"):
+        to_ranges([2, 1])
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(GroupDescriptor) if f.name != "shape"])
+def test_every_coordinate_enters_the_hash(name: str) -> None:
+    assert KVSpec((with_other(name),)).groups_hash != KVSpec((GROUP,)).groups_hash
+
+
+def test_padding_of_heads_is_part_of_the_dims() -> None:
+    padded = describe_heads(range(3), range(2), 4, dtype="bfloat16", page_tokens=4, head_padding=4)
+    assert padded.dims == "layer,kv=2,slot,head,head_dim=4+4"
+    assert (padded.shape, padded.page_bytes) == (GROUP.shape, GROUP.page_bytes)
+    assert KVSpec((padded,)).groups_hash != KVSpec((GROUP,)).groups_hash
+
+
+def test_rank_names_its_heads_by_their_numbers_in_the_model() -> None:
+    layers = [AttentionSpec(4, 2, 8, first_kv_head=6, window=window) for window in (0, 16)]
+    group = describe_attention(layers, "float32", 16)
+    assert (group.layers, group.heads) == (((0, 2),), ((6, 8),))
+    assert Shard(3, 4).kv_heads(8) == slice(6, 8)
+
+
+def test_layers_with_unequal_heads_are_refused() -> None:
+    layers = [AttentionSpec(4, 2, 8), AttentionSpec(4, 1, 8)]
+    with pytest.raises(ValueError, match="layer 1 has"):
+        describe_attention(layers, "float32", 16)
+
+
+def test_pool_of_several_groups_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one group, the model has \[0, 1\]"):
+        _ = KVSpec((GROUP, with_other("id"))).sole_group
+
+
+def test_layout_of_many_scattered_layers_fits_a_route_body() -> None:
+    group = describe_heads(range(0, 512, 2), range(0, 64, 2), 8, dtype="bfloat16", page_tokens=16)
+    layout = KVSpec((group,)).layout("f" * 64)
+    assert json.loads(json.dumps(layout))["groups"][0]["heads"][1] == [2, 3]
+    assert len(json.dumps(layout)) < MAX_ROUTE_BODY_BYTES / 2
