@@ -18,6 +18,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kv_transfer::protocol::{GroupId, GroupPages};
 use kv_transfer::transport::checksum_copy;
 use kv_transfer::{BootstrapServer, KvPool, NodeEvent, TransferNode};
 use rand::seq::SliceRandom;
@@ -25,6 +26,15 @@ use serde_json::json;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 const WARM_UP: usize = 2;
+const GROUP: GroupId = 0;
+
+fn whole_prompt(pages: usize) -> Vec<GroupPages> {
+    vec![GroupPages {
+        group: GROUP,
+        total_pages: pages as u32,
+        last_page_tokens: 1,
+    }]
+}
 
 #[derive(Clone, Copy)]
 struct Shape {
@@ -58,7 +68,11 @@ impl Shape {
         transports: &[&str],
         tcp_streams: usize,
     ) -> TransferNode {
-        let config = json!({"role": role, "host": "127.0.0.1", "port": 0, "transports": transports, "tcp_streams": tcp_streams, "layout": {"page_bytes": self.page_bytes}});
+        let group = json!({
+            "id": GROUP, "kind": "full", "layers": [[0, 1]], "heads": [[0, 1]], "dims": "byte",
+            "dtype": "uint8", "page_tokens": 1, "page_bytes": self.page_bytes, "retain": "all",
+        });
+        let config = json!({"role": role, "host": "127.0.0.1", "port": 0, "transports": transports, "tcp_streams": tcp_streams, "layout": {"groups": [group]}});
         TransferNode::start(pool.clone(), &config.to_string()).unwrap()
     }
 
@@ -147,8 +161,8 @@ fn child(shape: Shape, bootstrap: u16) {
             Some(room) => {
                 let room = room.parse().unwrap();
                 node.offer_room(room, 0, b"", 60_000).unwrap();
-                node.publish_pages(room, 0, &ids(&src)).unwrap();
-                node.finish_prompt(room, shape.pages as u32, 1, vec![])
+                node.publish_pages(room, GROUP, 0, &ids(&src)).unwrap();
+                node.finish_prompt(room, whole_prompt(shape.pages), vec![])
                     .unwrap();
             }
             None => send_plainly(&plain.accept().unwrap().0, &pool, &src),
@@ -250,7 +264,8 @@ impl Bench {
             std::thread::park_timeout(Duration::from_millis(1));
         }
         let start = Instant::now();
-        node.grant_pages(room, 0, &ids(&self.dst_pages)).unwrap();
+        node.grant_pages(room, GROUP, 0, &ids(&self.dst_pages))
+            .unwrap();
         let end = loop {
             assert!(node.wait_for_event(TIMEOUT));
             if let Some(end) = node.poll_events(1).into_iter().find(NodeEvent::is_end) {

@@ -31,8 +31,8 @@
 //! | `node::records` | events, metrics and the history of rooms |
 //! | `warnings` | log lines about peers, at most one a minute about each |
 //!
-//! This crate knows no engines, routers, models or tensors. A page is bytes, FINAL's payload is
-//! opaque.
+//! This crate knows no engines, routers, models or tensors. A page is bytes, whose coordinates are
+//! compared and not interpreted (`protocol::GroupDescriptor`); FINAL's payload is opaque.
 
 pub mod bootstrap;
 pub mod node;

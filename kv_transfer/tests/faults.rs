@@ -603,7 +603,9 @@ fn unreachable_prefill_rank_fails_rooms_early_and_is_found_when_it_returns() {
         room += 1;
         p.prefill(room, &span(0, 5), 5);
         open(room, 0);
-        d.node.grant_pages(room, 0, &ids(&span(500, 5))).unwrap();
+        d.node
+            .grant_pages(room, GROUP, 0, &ids(&span(500, 5)))
+            .unwrap();
         let ends = (d.end_code(room), room);
         if ends.0 != "COMMITTED" {
             p.node.abort_room(room, "CLIENT_GONE").unwrap();
@@ -648,7 +650,9 @@ fn decode_waits_for_a_prefill_rank_that_registers_late() {
     d.node
         .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
-    d.node.grant_pages(1, 0, &ids(&span(500, 5))).unwrap();
+    d.node
+        .grant_pages(1, GROUP, 0, &ids(&span(500, 5)))
+        .unwrap();
     let p = Rank::start("prefill", &json!({}));
     p.prefill(1, &span(0, 5), 5);
     p.node
@@ -782,7 +786,9 @@ fn restart_behind_a_stale_route_is_noticed_by_its_incarnation() {
     d.node
         .open_room(2, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
-    d.node.grant_pages(2, 0, &ids(&span(500, 5))).unwrap();
+    d.node
+        .grant_pages(2, GROUP, 0, &ids(&span(500, 5)))
+        .unwrap();
     second
         .node
         .register_rank("127.0.0.1", server.port(), TIMEOUT)
@@ -806,7 +812,9 @@ fn facts_of_a_prefill_node_end_with_its_process() {
         d.node
             .open_room(room, 0, "127.0.0.1", port, -1, HASH, DEADLINE_MS)
             .unwrap();
-        d.node.grant_pages(room, 0, &ids(&span(500, 5))).unwrap();
+        d.node
+            .grant_pages(room, GROUP, 0, &ids(&span(500, 5)))
+            .unwrap();
     };
     let start = |extra: &Value| {
         let rank = Rank::start("prefill", extra);
@@ -827,7 +835,7 @@ fn facts_of_a_prefill_node_end_with_its_process() {
     drop((first, server));
     // The same address, another page layout: refused, and not for longer than that process lives.
     let server = BootstrapServer::start("127.0.0.1", port, None).unwrap();
-    let other = start(&json!({"layout": {"page_bytes": PAGE, "dtype": "bf16"}}));
+    let other = start(&json!({"layout": layout(128)}));
     open(3);
     assert_eq!(d.end_code(3), "LAYOUT_MISMATCH");
     other.node.close();
@@ -957,7 +965,9 @@ fn killed_prefill_process_is_noticed_by_its_socket() {
         d.node
             .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
             .unwrap();
-        d.node.grant_pages(1, 0, &ids(&span(500, 20))).unwrap();
+        d.node
+            .grant_pages(1, GROUP, 0, &ids(&span(500, 20)))
+            .unwrap();
         p.say("publish");
         until("pages are pulled", || {
             d.detail("pull")[transport]["pages"] == 20
@@ -993,7 +1003,7 @@ fn by_shm_a_prompt_survives_the_death_of_its_prefill_process() {
         d.stats()["gauges"]["kv_peers"] == 0.0
     });
     let dst = span(500, 20);
-    d.node.grant_pages(1, 0, &ids(&dst)).unwrap();
+    d.node.grant_pages(1, GROUP, 0, &ids(&dst)).unwrap();
     assert_eq!(d.end_code(1), "COMMITTED");
     assert!(d.holds(&dst, 1, 0));
     d.assert_idle();
@@ -1150,12 +1160,14 @@ fn five_thousand_rooms_to_one_peer_survive_a_late_or_early_connection() {
         p.write(&[0], 1);
         for room in 1..=ROOMS {
             p.node.offer_room(room, 0, HASH, NEVER_MS).unwrap();
-            p.node.publish_pages(room, 0, &ids(&[0])).unwrap();
-            p.node.finish_prompt(room, 1, 1, vec![0; 4096]).unwrap(); // 20 MiB of answers in all, more than may wait
+            p.node.publish_pages(room, GROUP, 0, &ids(&[0])).unwrap();
+            p.node
+                .finish_prompt(room, group_pages(1, 1), vec![0; 4096])
+                .unwrap(); // 20 MiB of answers in all, more than may wait
             d.node
                 .open_room(room, 0, "127.0.0.1", server.port(), 0, HASH, NEVER_MS)
                 .unwrap();
-            d.node.grant_pages(room, 1, &[]).unwrap(); // it has the page
+            d.node.grant_pages(room, GROUP, 1, &[]).unwrap(); // it has the page
         }
         if is_late {
             register();

@@ -10,14 +10,20 @@ use common::*;
 use kv_transfer::bootstrap::BootstrapClient;
 use kv_transfer::protocol::handshake::{Identity, OpenedConnection, read_frame};
 use kv_transfer::protocol::{
-    Channel, Handshake, Hello, MAX_DECODE_FRAME_BYTES, MAX_FRAME_BYTES, MIN_VERSION, Msg,
-    OpenMessage, VERSION,
+    Channel, GroupId, GroupStart, Handshake, Hello, MAX_DECODE_FRAME_BYTES, MAX_FRAME_BYTES,
+    MIN_VERSION, Msg, OpenMessage, PageLayout, VERSION,
 };
-use kv_transfer::{BootstrapServer, ReasonCode};
-use serde_json::json;
+use kv_transfer::{BootstrapServer, NodeEvent, ReasonCode};
+use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::runtime::Runtime;
+
+/// Start of an OPEN that asks for the whole prompt.
+const ALL_PAGES: GroupStart = GroupStart {
+    group: GROUP,
+    start_page: 0,
+};
 
 fn identity(inc: &str, key: Option<&str>) -> Identity {
     Identity {
@@ -34,6 +40,7 @@ fn identity(inc: &str, key: Option<&str>) -> Identity {
             network_namespace: String::new(),
             transports: vec!["tcp".into()],
             layout_hash: String::new(),
+            layout: PageLayout::default(),
             num_pages: 1,
             page_bytes: PAGE as u64,
             sums: "xxh3".into(),
@@ -101,9 +108,14 @@ impl Visitor {
     }
 
     fn read(&mut self, ids: &[u32], generation: u64) {
+        self.read_group(GROUP, ids, generation);
+    }
+
+    fn read_group(&mut self, group: GroupId, ids: &[u32], generation: u64) {
         let (ids, gens) = (ids.to_vec(), vec![generation; ids.len()]);
         self.send(&Msg::Read {
             ticket: 1,
+            group,
             ids,
             gens,
         });
@@ -150,12 +162,38 @@ fn reader(p: &Rank, inc: &str, room: u64) -> (Visitor, Visitor) {
         p_inc_expected: p.node.incarnation().into(),
         layout_hash: control.opened.peer.layout_hash.clone(),
         prompt_hash: HASH.to_vec(),
-        start_page: 0,
+        groups: vec![ALL_PAGES],
         deadline_ms: DEADLINE_MS,
         prio: 0,
     }));
     control.answer_until(|msg| matches!(msg, Msg::Progress { .. }));
     (control, Visitor::new(p, inc, Channel::Data))
+}
+
+#[test]
+fn request_for_pages_of_another_group_ends_its_connection() {
+    let p = Rank::start("prefill", &json!({"transports": ["tcp"]}));
+    p.node.offer_room(1, 0, HASH, DEADLINE_MS).unwrap();
+    p.publish(1, &[1], 1);
+    let (mut control, mut data) = reader(&p, "d", 1);
+    data.read_group(GROUP + 1, &[1], p.pool.generation(1));
+    data.closed();
+    assert_eq!(counter(&p, "kv_bad_frames_total"), 1.0);
+    control.send(&Msg::SlabRead {
+        comm: 1,
+        ticket: 7,
+        group: GROUP + 1,
+        ids: vec![1],
+        gens: vec![p.pool.generation(1)],
+    });
+    match control.answer_until(|msg| matches!(msg, Msg::Reject { .. })) {
+        Msg::Reject {
+            message,
+            connection: true,
+            ..
+        } => assert_eq!(message, "SLAB_READ names page group 3, this node has [2]"),
+        other => panic!("{other:?}"),
+    }
 }
 
 #[test]
@@ -205,6 +243,7 @@ fn page_is_readable_in_a_room_of_the_reader_until_the_lease_ends() {
     control.send(&Msg::SlabRead {
         comm: 1,
         ticket: 7,
+        group: GROUP,
         ids: vec![1],
         gens: vec![p.pool.generation(1)],
     });
@@ -309,26 +348,52 @@ fn silent_connections_do_not_block_a_pair() {
     pair.assert_idle();
 }
 
+/// Register a prefill rank by hand, with these fields beside its address.
+fn register(server: &BootstrapServer, key: Option<&str>, p: &Rank, more: &Value) {
+    let client = BootstrapClient {
+        host: "127.0.0.1".into(),
+        port: server.port(),
+        cluster_keys: key.map(Into::into),
+        loopback_only: false,
+        timeout: TIMEOUT,
+    };
+    let mut route = json!({
+        "role": "Prefill", "rank_ip": "127.0.0.1", "rank_port": p.node.port(), "instance_id": p.node.incarnation(),
+    });
+    let fields = more.as_object().unwrap().clone();
+    route.as_object_mut().unwrap().extend(fields);
+    block(client.register_rank(&serde_json::from_value(route).unwrap())).unwrap();
+}
+
 #[test]
 fn rank_of_another_cluster_key_is_refused() {
     let server = BootstrapServer::start("127.0.0.1", 0, Some("ours".into())).unwrap();
     let p = Rank::start("prefill", &json!({"cluster_key": "theirs"}));
-    let client = BootstrapClient {
-        host: "127.0.0.1".into(),
-        port: server.port(),
-        cluster_keys: Some("ours".into()),
-        loopback_only: false,
-        timeout: TIMEOUT,
-    };
-    let route = json!({
-        "role": "Prefill", "rank_ip": "127.0.0.1", "rank_port": p.node.port(), "instance_id": p.node.incarnation(),
-    });
-    block(client.register_rank(&serde_json::from_value(route).unwrap())).unwrap();
+    register(&server, Some("ours"), &p, &json!({}));
     let d = Rank::start("decode", &json!({"cluster_key": "ours"}));
     d.node
         .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
     assert_eq!(d.end_code(1), "AUTH");
+}
+
+#[test]
+fn rank_of_protocol_version_2_is_refused_with_both_versions() {
+    let server = BootstrapServer::start("127.0.0.1", 0, None).unwrap();
+    let p = Rank::start("prefill", &json!({}));
+    register(&server, None, &p, &json!({"proto_ver": 2}));
+    let d = Rank::start("decode", &json!({}));
+    d.node
+        .open_room(1, 0, "127.0.0.1", server.port(), 0, HASH, DEADLINE_MS)
+        .unwrap();
+    match d.end(1) {
+        NodeEvent::Failed { code, message, .. } => {
+            assert_eq!(code, ReasonCode::LayoutMismatch);
+            let both = "the prefill rank speaks protocol version 2, this node protocol version 3";
+            assert!(message.contains(both), "{message}");
+        }
+        end => panic!("{end:?}"),
+    }
 }
 
 #[test]
@@ -346,7 +411,7 @@ fn one_peer_cannot_fill_the_table_of_pending_opens() {
             p_inc_expected: pair.p.node.incarnation().into(),
             layout_hash: greedy.opened.peer.layout_hash.clone(),
             prompt_hash: vec![],
-            start_page: 0,
+            groups: vec![ALL_PAGES],
             deadline_ms: 60_000,
             prio: 0,
         }));

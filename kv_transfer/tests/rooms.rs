@@ -5,6 +5,7 @@
 mod common;
 
 use common::*;
+use kv_transfer::protocol::GroupPages;
 use kv_transfer::{NodeError, NodeEvent};
 use serde_json::json;
 
@@ -20,7 +21,7 @@ fn pages_are_pulled_while_later_chunks_are_still_computed() {
         for (i, part) in src.chunks(10).enumerate() {
             pair.p
                 .node
-                .publish_pages(1, i as u32 * 10, &ids(part))
+                .publish_pages(1, GROUP, i as u32 * 10, &ids(part))
                 .unwrap();
             let pulled = (i as u64 + 1) * 10 * PAGE as u64;
             until("the chunk is pulled before the next", || {
@@ -31,11 +32,11 @@ fn pages_are_pulled_while_later_chunks_are_still_computed() {
         match pair.d.end(1) {
             NodeEvent::Committed {
                 payload,
-                total_pages: 30,
-                last_page_tokens: 3,
+                groups,
                 stats,
                 ..
             } => {
+                assert_eq!(groups, group_pages(30, 3));
                 assert_eq!(payload, 1u64.to_le_bytes());
                 assert_eq!(
                     (stats.transport, stats.pages, stats.bytes),
@@ -82,7 +83,7 @@ fn only_the_pages_that_decode_lacks_are_pulled() {
         pair.d.write(&held, 77);
         pair.open(1);
         pair.p.prefill(1, &span(0, 20), 7);
-        pair.d.node.grant_pages(1, 12, &ids(&dst)).unwrap();
+        pair.d.node.grant_pages(1, GROUP, 12, &ids(&dst)).unwrap();
         assert_eq!(pair.d.end_code(1), "COMMITTED");
         assert!(pair.d.holds(&dst, 1, 12), "prompt pages 12..20");
         assert!(pair.d.holds(&held, 77, 0), "the held prefix is untouched");
@@ -96,7 +97,7 @@ fn only_the_pages_that_decode_lacks_are_pulled() {
 fn full_hit_commits_without_any_page() {
     let pair = Pair::new("shm");
     pair.open(1);
-    pair.d.node.grant_pages(1, 20, &[]).unwrap();
+    pair.d.node.grant_pages(1, GROUP, 20, &[]).unwrap();
     pair.p.prefill(1, &span(0, 20), 20);
     assert_eq!(pair.d.end_code(1), "COMMITTED");
     assert_eq!(pair.p.end_code(1), "DONE");
@@ -252,8 +253,14 @@ fn prefill_can_abort_at_every_stage() {
         ("CLIENT_GONE".into(), "CLIENT_GONE".into()),
         "prefilling"
     );
-    pair.p.node.publish_pages(3, 5, &ids(&span(5, 5))).unwrap(); // late calls of the engine are harmless
-    pair.p.node.finish_prompt(3, 10, 1, vec![]).unwrap();
+    pair.p
+        .node
+        .publish_pages(3, GROUP, 5, &ids(&span(5, 5)))
+        .unwrap(); // late calls of the engine are harmless
+    pair.p
+        .node
+        .finish_prompt(3, group_pages(10, 1), vec![])
+        .unwrap();
 
     pair.open(4);
     pair.p.prefill(4, &span(0, 5), 5);
@@ -276,15 +283,21 @@ fn mismatching_nodes_are_refused_with_the_reason() {
     pair.open_with(1, b"another prompt", DEADLINE_MS);
     assert_eq!(pair.d.end_code(1), "PROMPT_MISMATCH");
 
-    let other = Rank::start(
-        "decode",
-        &json!({"layout": {"page_bytes": PAGE, "dtype": "bf16"}}),
-    );
+    let other = Rank::start("decode", &json!({"layout": layout(128)}));
     other
         .node
         .open_room(1, 0, "127.0.0.1", pair.server.port(), 0, HASH, DEADLINE_MS)
         .unwrap();
-    assert_eq!(other.end_code(1), "LAYOUT_MISMATCH");
+    match other.end(1) {
+        NodeEvent::Failed { code, message, .. } => {
+            assert_eq!(code.as_str(), "LAYOUT_MISMATCH");
+            assert!(
+                message.contains("page group 2: head_dim 128 against 64;"),
+                "{message}"
+            );
+        }
+        end => panic!("{end:?}"),
+    }
     other.assert_idle();
 
     pair.open(1);
@@ -324,7 +337,7 @@ fn room_number_belongs_to_one_request_and_its_last_reader() {
         "the room is read by the last to ask"
     );
     let dst = span(500, 5);
-    second.node.grant_pages(1, 0, &ids(&dst)).unwrap();
+    second.node.grant_pages(1, GROUP, 0, &ids(&dst)).unwrap();
     pair.p.publish(1, &span(0, 5), 5);
     pair.p.finish(1, 5);
     assert_eq!(
@@ -359,19 +372,40 @@ fn invalid_calls_are_errors_at_once() {
         Err(NodeError::UnknownCode(_))
     ));
     assert!(matches!(
-        pair.d.node.grant_pages(1, 0, &ids(&[POOL_PAGES as u32])),
+        pair.d
+            .node
+            .grant_pages(1, GROUP, 0, &ids(&[POOL_PAGES as u32])),
         Err(NodeError::Pages(_))
     ));
+    let other = GROUP + 1;
+    let mut both = group_pages(1, 1);
+    both.push(GroupPages {
+        group: other,
+        ..both[0]
+    });
+    for refused in [
+        pair.d.node.grant_pages(1, other, 0, &ids(&[0])),
+        pair.p.node.publish_pages(1, other, 0, &ids(&[0])),
+        pair.p.node.finish_prompt(1, both, vec![]),
+    ] {
+        let reason = refused.unwrap_err().to_string();
+        assert_eq!(reason, "page group 3: the pool has the pages of group 2");
+    }
     assert!(matches!(
         pair.p.node.offer_room(1, 0, &[0; 65], 1),
         Err(NodeError::TooLarge { .. })
     ));
     assert!(matches!(
-        pair.p.node.finish_prompt(1, 1, 1, vec![0; 3 << 20]),
+        pair.p
+            .node
+            .finish_prompt(1, group_pages(1, 1), vec![0; 3 << 20]),
         Err(NodeError::TooLarge { .. })
     ));
     pair.p.node.offer_room(2, 0, HASH, DEADLINE_MS).unwrap();
-    pair.p.node.finish_prompt(2, 5, 1, vec![]).unwrap(); // pages were never published
+    pair.p
+        .node
+        .finish_prompt(2, group_pages(5, 1), vec![])
+        .unwrap(); // pages were never published
     assert_eq!(pair.p.end_code(2), "TRANSPORT_BROKEN");
     assert_eq!(pair.p.detail("illegal"), 1);
 }
@@ -441,7 +475,7 @@ fn shared_prefix_is_hashed_once() {
         pair.grant(room, &span(100 * room as u32, 20));
         pair.p
             .node
-            .publish_pages(room, 0, &ids(&span(0, 20)))
+            .publish_pages(room, GROUP, 0, &ids(&span(0, 20)))
             .unwrap();
         pair.p.finish(room, 20);
         assert_eq!(

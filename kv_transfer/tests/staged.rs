@@ -265,7 +265,9 @@ fn idle_communicator_makes_place_for_another_pair() {
             d.node
                 .open_room(room, 0, "127.0.0.1", server, 0, HASH, DEADLINE_MS)
                 .unwrap();
-            d.node.grant_pages(room, 0, &ids(&span(100, 40))).unwrap();
+            d.node
+                .grant_pages(room, GROUP, 0, &ids(&span(100, 40)))
+                .unwrap();
             p.prefill(room, &span(0, 40), 16);
             match d.end(room) {
                 NodeEvent::Committed { stats, .. } => by.push(stats.transport),

@@ -6,7 +6,18 @@ their order. No call waits for the network.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
+
+
+class GroupPages(NamedTuple):
+    """Pages of one page group that a prompt has."""
+
+    group: int
+    """Id of the group's descriptor in the layout of the node."""
+    total_pages: int
+    last_page_tokens: int
 
 
 class RoomCall(msgspec.Struct, frozen=True):
@@ -39,8 +50,9 @@ class OpenCall(RoomCall, frozen=True, tag="open"):
 
 
 class PublishCall(RoomCall, frozen=True, tag="publish"):
-    """P: prompt pages from `first_page` on are final. Seals them."""
+    """P: a group's prompt pages from `first_page` on are final. Seals them."""
 
+    group: int
     first_page: int
     pages: bytes
     """Their pages of the pool: int32, little endian."""
@@ -49,17 +61,17 @@ class PublishCall(RoomCall, frozen=True, tag="publish"):
 class FinishCall(RoomCall, frozen=True, tag="finish"):
     """P: prefill has ended, and all pages are published. The lease begins."""
 
-    total_pages: int
-    last_page_tokens: int
+    groups: tuple[GroupPages, ...]
     payload: bytes
     """At most 2 MiB, which D gets unread."""
 
 
 class GrantCall(RoomCall, frozen=True, tag="grant"):
-    """D: prompt pages before `start_page` are here; the others, all of them, go to these pages of
-    the pool. They are written until the room ends, and not after.
+    """D: a group's prompt pages before `start_page` are here; the others, all of them, go to these
+    pages of the pool. They are written until the room ends, and not after.
     """
 
+    group: int
     start_page: int
     dst_pages: bytes
     """int32, little endian."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from baton.disagg.calls import GroupPages
 from baton.sched.types.request_timeline import PulledPages
 
 RELEASED_AFTER_PULL = "DONE"
@@ -35,8 +36,7 @@ class RoomCommitted(RoomEvent, frozen=True, tag="committed"):
 
     payload: bytes
     """Data that P sent beside the pages: transfer_driver.FirstToken."""
-    total_pages: int
-    last_page_tokens: int
+    groups: tuple[GroupPages, ...]
     pulled: PulledPages
 
 
@@ -76,10 +76,9 @@ def read_event(native: tuple[Any, ...]) -> NodeEvent:
             return RoomAnnounced(room)
         case ("revoked", room):
             return GrantRevoked(room)
-        case ("committed", room, payload, total_pages, last_page_tokens, pulled):
-            return RoomCommitted(
-                room, payload, total_pages, last_page_tokens, _pulled_decoder.decode(pulled)
-            )
+        case ("committed", room, payload, groups, pulled):
+            pages = tuple(GroupPages(*group) for group in groups)
+            return RoomCommitted(room, payload, pages, _pulled_decoder.decode(pulled))
         case ("failed", room, code, message, is_retryable):
             return RoomFailed(room, code, message, is_retryable)
         case ("aborted", room):

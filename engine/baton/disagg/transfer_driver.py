@@ -33,6 +33,7 @@ from baton.disagg.calls import (
     AbortCall,
     FinishCall,
     GrantCall,
+    GroupPages,
     OfferCall,
     OpenCall,
     PublishCall,
@@ -212,8 +213,10 @@ class RoomCalls:
     A call that fails ends its own room; the rank continues.
     """
 
-    def __init__(self, node: TransferNode, timeout_secs: float) -> None:
+    def __init__(self, node: TransferNode, timeout_secs: float, group: int) -> None:
+        """`group`: the page group of the scheduler's pages."""
         self._node = node
+        self._group = group
         self._timeout_ms = int(timeout_secs * 1000)
         self.counters = {kind.counter: 0.0 for kind in RoomErrorKind}
 
@@ -276,8 +279,8 @@ class PrefillTransferDriver(RoomCalls):
     room.
     """
 
-    def __init__(self, node: TransferNode, timeout_secs: float) -> None:
-        super().__init__(node, timeout_secs)
+    def __init__(self, node: TransferNode, timeout_secs: float, group: int) -> None:
+        super().__init__(node, timeout_secs, group)
         self._offered = Counter[int]()
         """Offers of each room whose end was not polled yet.
 
@@ -299,15 +302,11 @@ class PrefillTransferDriver(RoomCalls):
     def apply_event(self, event: events.Event, sched: Scheduler) -> None:
         if isinstance(event, events.PagesFinal):
             room = _rendezvous(event.req).room
-            publish = PublishCall(room, event.first_page, event.pages.tobytes())
+            publish = PublishCall(room, self._group, event.first_page, event.pages.tobytes())
             self._continue(sched, event.req, publish)
         elif isinstance(event, events.PrefillDone):
-            finish = FinishCall(
-                room=_rendezvous(event.req).room,
-                total_pages=event.total_pages,
-                last_page_tokens=event.last_page_tokens,
-                payload=_payload_of(event),
-            )
+            pages = GroupPages(self._group, event.total_pages, event.last_page_tokens)
+            finish = FinishCall(_rendezvous(event.req).room, (pages,), _payload_of(event))
             self._continue(sched, event.req, finish)
         elif isinstance(event, events.AbortTransfer):
             self._abort(event.req, event.code)
@@ -337,8 +336,10 @@ def _payload_of(event: events.PrefillDone) -> bytes:
 class DecodeTransferDriver(RoomCalls):
     """D's half."""
 
-    def __init__(self, node: TransferNode, timeout_secs: float, vocab_size: int) -> None:
-        super().__init__(node, timeout_secs)
+    def __init__(
+        self, node: TransferNode, timeout_secs: float, group: int, vocab_size: int
+    ) -> None:
+        super().__init__(node, timeout_secs, group)
         self._vocab_size = vocab_size
 
     def accept(self, req: ValidatedRequest) -> None:
@@ -365,7 +366,7 @@ class DecodeTransferDriver(RoomCalls):
                 sched.transfer_failed(rendezvous.room, err)
         elif isinstance(event, events.GrantPages):
             room = _rendezvous(event.req).room
-            grant = GrantCall(room, event.start_page, event.pages.tobytes())
+            grant = GrantCall(room, self._group, event.start_page, event.pages.tobytes())
             self._continue(sched, event.req, grant)
         elif isinstance(event, events.RevokeGrant):
             self._continue(sched, event.req, RevokeCall(_rendezvous(event.req).room))

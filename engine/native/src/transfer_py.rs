@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_transfer::pool::{KvPool, PoolError};
-use kv_transfer::protocol::ClusterKeys;
+use kv_transfer::protocol::{ClusterKeys, GroupPages};
 use kv_transfer::transport::communicator::CommBackend;
 use kv_transfer::{BootstrapServer, NodeError, NodeEvent, TransferNode};
 use parking_lot::Mutex;
@@ -152,12 +152,20 @@ fn node_error(err: NodeError) -> PyErr {
     match err {
         NodeError::DuplicateRoom(_) => DuplicateRoom::new_err(text),
         NodeError::Pages(err) => pool_error(err),
-        NodeError::Config(_) | NodeError::TooLarge { .. } | NodeError::UnknownCode(_) => {
-            PyValueError::new_err(text)
-        }
+        NodeError::Config(_)
+        | NodeError::TooLarge { .. }
+        | NodeError::UnknownCode(_)
+        | NodeError::UnknownGroup { .. } => PyValueError::new_err(text),
         NodeError::Start { .. } | NodeError::Register(_) => PyOSError::new_err(text),
         NodeError::Full(_) | NodeError::Unhealthy(_) => PyRuntimeError::new_err(text),
     }
+}
+
+/// A group's pages as (group, total_pages, last_page_tokens).
+type GroupTuple = (u32, u32, u32);
+
+fn group_tuple(pages: &GroupPages) -> GroupTuple {
+    (pages.group, pages.total_pages, pages.last_page_tokens)
 }
 
 /// The event as the tuple the contract names.
@@ -166,8 +174,7 @@ fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, Py
         NodeEvent::Committed {
             room,
             payload,
-            total_pages,
-            last_page_tokens,
+            groups,
             stats,
         } => {
             let stats = serde_json::to_string(&stats)
@@ -176,8 +183,7 @@ fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, Py
                 "committed",
                 room,
                 PyBytes::new(py, &payload),
-                total_pages,
-                last_page_tokens,
+                groups.iter().map(group_tuple).collect::<Vec<_>>(),
                 stats,
             )
                 .into_pyobject(py)
@@ -202,7 +208,7 @@ fn event_tuple<'py>(py: Python<'py>, event: NodeEvent) -> PyResult<Bound<'py, Py
 ///
 /// `config_json`: {"role": "prefill"|"decode", "host", "advertise_host"?, "port" (0 = free),
 /// "transports": ["shm", "tcp"] (or "cuda_ipc", "gloo", "nccl"), "cluster_key"?,
-/// "second_cluster_key"?, "insecure"?, "layout": {"page_bytes", …}, "dp_rank", "dp_size",
+/// "second_cluster_key"?, "insecure"?, "layout": {"groups": [{"id", "page_bytes", …}], …}, "dp_rank", "dp_size",
 /// "lease_ms", "heartbeat_ms", "copy_threads", "tcp_streams", "max_rooms", "park_ttl_ms",
 /// "data_idle_ms", "slabs", "slab_bytes", "max_communicators", "comm_open_ms", "comm_op_ms",
 /// "comm_abort_ms", "fault"? (tests only)}. `backend`: makes the communicators of "gloo" or "nccl",
@@ -300,28 +306,39 @@ impl PyTransferNode {
         .map_err(node_error)
     }
 
-    /// P: prompt pages [first_page, first_page + n), at these pool pages (int32 little endian), are
-    /// final. Seals them.
-    fn publish(&self, py: Python<'_>, room: u64, first_page: u32, pages: &[u8]) -> PyResult<()> {
-        py.detach(|| self.node.publish_pages(room, first_page, pages))
+    /// P: the group's prompt pages [first_page, first_page + n), at these pool pages (int32 little
+    /// endian), are final. Seals them.
+    fn publish(
+        &self,
+        py: Python<'_>,
+        room: u64,
+        group: u32,
+        first_page: u32,
+        pages: &[u8],
+    ) -> PyResult<()> {
+        py.detach(|| self.node.publish_pages(room, group, first_page, pages))
             .map_err(node_error)
     }
 
-    /// P: prefill is over. `payload` (at most 2 MiB) reaches D unread; all total_pages pages must
-    /// be published. The lease starts.
+    /// P: prefill is over. `groups`: (group, total_pages, last_page_tokens) of each, whose pages
+    /// must all be published. `payload` (at most 2 MiB) reaches D unread. The lease starts.
     fn finish(
         &self,
         py: Python<'_>,
         room: u64,
-        total_pages: u32,
-        last_page_tokens: u32,
+        groups: Vec<GroupTuple>,
         payload: &[u8],
     ) -> PyResult<()> {
-        py.detach(|| {
-            self.node
-                .finish_prompt(room, total_pages, last_page_tokens, payload.to_vec())
-        })
-        .map_err(node_error)
+        let groups = groups
+            .into_iter()
+            .map(|(group, total_pages, last_page_tokens)| GroupPages {
+                group,
+                total_pages,
+                last_page_tokens,
+            })
+            .collect();
+        py.detach(|| self.node.finish_prompt(room, groups, payload.to_vec()))
+            .map_err(node_error)
     }
 
     /// D: fetch a prompt's pages from the prefill rank behind this bootstrap server.
@@ -353,10 +370,18 @@ impl PyTransferNode {
         .map_err(node_error)
     }
 
-    /// D: the prompt's pages before `start_page` are here; the others go to these pool pages (int32
-    /// little endian), all of them. They are written until the room ends, and not after.
-    fn grant(&self, py: Python<'_>, room: u64, start_page: u32, dst_pages: &[u8]) -> PyResult<()> {
-        py.detach(|| self.node.grant_pages(room, start_page, dst_pages))
+    /// D: the group's pages of the prompt before `start_page` are here; the others go to these pool
+    /// pages (int32 little endian), all of them. They are written until the room ends, and not
+    /// after.
+    fn grant(
+        &self,
+        py: Python<'_>,
+        room: u64,
+        group: u32,
+        start_page: u32,
+        dst_pages: &[u8],
+    ) -> PyResult<()> {
+        py.detach(|| self.node.grant_pages(room, group, start_page, dst_pages))
             .map_err(node_error)
     }
 
@@ -376,7 +401,7 @@ impl PyTransferNode {
     }
 
     /// Up to `max` events. Exactly one of these ends each room: D: ("committed", room, payload,
-    /// total_pages, last_page_tokens, stats_json), ("failed", room, code, message, retryable),
+    /// groups as for `finish`, stats_json), ("failed", room, code, message, retryable),
     /// ("aborted", room); P: ("released", room, "DONE" or code). Before it on D: ("announced",
     /// room) when P holds pages for a room without a grant, and the answers to `revoke`.
     fn poll<'py>(&self, py: Python<'py>, max: usize) -> PyResult<Vec<Bound<'py, PyTuple>>> {

@@ -260,9 +260,18 @@ impl LoopContext {
 
     /// Start a pull; it ends with one `end_pull`, perhaps before this returns.
     pub fn start_staged_pull(&mut self, peer: ConnectionId, pull: Pull) {
-        let Pull { id, pages, .. } = pull;
+        let Pull {
+            id, group, pages, ..
+        } = pull;
         if let Some(key) = self.connections.get(&peer).and_then(|conn| conn.comm) {
-            return self.step_receiver(key, ReceiverEvent::Pull { pull: id, pages });
+            return self.step_receiver(
+                key,
+                ReceiverEvent::Pull {
+                    pull: id,
+                    group,
+                    pages,
+                },
+            );
         }
         let result = Err(PullError::Broken("the communicator is gone".into()));
         self.end_pull(PullEnd {
@@ -308,9 +317,13 @@ impl LoopContext {
             Msg::SlabRead {
                 comm,
                 ticket,
+                group,
                 ids,
                 gens,
             } => {
+                if let Err(err) = self.identity.check_group("SLAB_READ", group) {
+                    return self.mark_lost(peer, err);
+                }
                 let conn = self.connections.get(&peer);
                 let inc = conn.map_or("", |conn| &conn.peer.inc);
                 let pages: Vec<_> = ids.into_iter().zip(gens).collect();
@@ -512,7 +525,11 @@ impl LoopContext {
             match action {
                 ReceiverAction::Ask => self.send_comm_open(key),
                 ReceiverAction::Join(id) => self.submit_job(key, CommJob::Join(id)),
-                ReceiverAction::Read { ticket, pages } => {
+                ReceiverAction::Read {
+                    ticket,
+                    group,
+                    pages,
+                } => {
                     let ids = pages.iter().map(|p| p.src.page).collect();
                     let gens = pages.iter().map(|p| p.src.generation).collect();
                     self.send_to(
@@ -520,6 +537,7 @@ impl LoopContext {
                         Msg::SlabRead {
                             comm,
                             ticket,
+                            group,
                             ids,
                             gens,
                         },

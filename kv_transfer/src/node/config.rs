@@ -1,12 +1,12 @@
 //! Configuration of a transfer node. Parsed and checked once, never changed.
 
-use std::collections::BTreeMap;
-
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
 use crate::pool::KvPool;
-use crate::protocol::{ClusterKeys, MAX_READ_PAGES, MAX_SLAB_BYTES, MAX_SLABS};
+use crate::protocol::{
+    ClusterKeys, GroupId, MAX_READ_PAGES, MAX_SLAB_BYTES, MAX_SLABS, PageLayout,
+};
 use crate::state_machine::communicator::SlabLimits;
 use crate::transport::fault_injection::Faults;
 use crate::transport::tcp::MAX_STREAMS;
@@ -69,8 +69,8 @@ pub struct NodeConfig {
     /// Without a cluster key: take KV from any host instead of from loopback addresses only.
     #[serde(default)]
     pub insecure: bool,
-    /// Page layout. Two nodes pair only if all fields are equal; `page_bytes` must be the pool's.
-    pub layout: BTreeMap<String, serde_json::Value>,
+    /// The page groups of the pool. Two nodes pair only if all fields are equal.
+    pub layout: PageLayout,
     #[serde(default)]
     pub dp_rank: u32,
     #[serde(default = "one")]
@@ -148,6 +148,8 @@ pub struct NodeLimits {
 const MIN_TABLE: usize = 1024;
 const COMMANDS_PER_ROOM: usize = 8;
 const OUTBOX_BYTES_PER_ROOM: usize = 1024;
+/// HELLO and the body of PUT /route have 16 KiB in all.
+const MAX_LAYOUT_BYTES: usize = 12 << 10;
 
 macro_rules! defaults {
     ($($(#[doc = $doc:literal])* $name:ident: $type:ty = $value:expr;)*) => {
@@ -195,11 +197,23 @@ impl NodeConfig {
     }
 
     fn check_limits(&self, pool: &KvPool) -> Result<(), String> {
-        let page_bytes = self.layout.get("page_bytes");
-        let page_bytes = page_bytes.and_then(serde_json::Value::as_u64);
-        if page_bytes != Some(pool.page_bytes() as u64) {
+        let [group] = &self.layout.groups[..] else {
+            let number = self.layout.groups.len();
             return Err(format!(
-                "layout.page_bytes is {page_bytes:?}, the pool's pages have {} bytes",
+                "layout.groups has {number} page groups; a pool holds the pages of one"
+            ));
+        };
+        let layout_bytes = self.layout_json().len();
+        if layout_bytes > MAX_LAYOUT_BYTES {
+            return Err(format!(
+                "layout has {layout_bytes} bytes of JSON; at most {MAX_LAYOUT_BYTES} travel in HELLO"
+            ));
+        }
+        if group.page_bytes != pool.page_bytes() as u64 {
+            return Err(format!(
+                "page_bytes of page group {} is {}, the pool's pages have {} bytes",
+                group.id,
+                group.page_bytes,
                 pool.page_bytes()
             ));
         }
@@ -296,13 +310,21 @@ impl NodeConfig {
         }
     }
 
+    /// The page group of the pool.
+    pub fn group(&self) -> GroupId {
+        self.layout.groups[0].id // `check_limits` has seen that there is one
+    }
+
     /// Equal on both sides exactly if every field of the layout is.
     pub fn layout_hash(&self) -> String {
-        let canonical = serde_json::to_vec(&self.layout).expect("a map of JSON values");
-        Sha256::digest(canonical)[..16]
+        Sha256::digest(self.layout_json())[..16]
             .iter()
             .map(|byte| format!("{byte:02x}"))
             .collect()
+    }
+
+    fn layout_json(&self) -> Vec<u8> {
+        serde_json::to_vec(&self.layout).expect("plain data")
     }
 }
 
@@ -314,7 +336,7 @@ mod tests {
     fn mistakes_are_named() {
         let pool = KvPool::create(2, 4096).expect("memfd");
         let parse = |text: &str| NodeConfig::parse(text, &pool);
-        let good = r#"{"role": "decode", "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"page_bytes": 4096, "dtype": "f32"}}"#;
+        let good = r#"{"role": "decode", "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"groups": [{"id": 0, "kind": "full", "layers": [[0, 2]], "heads": [[0, 1]], "dims": "layer,kv=2,slot,head,head_dim=64", "dtype": "float32", "page_tokens": 4, "page_bytes": 4096, "retain": "all"}]}}"#;
         let config = parse(good).expect("valid");
         assert_eq!(
             (config.role, config.lease_ms, config.transports.len()),
@@ -322,6 +344,8 @@ mod tests {
         );
         for (from, to, says) in [
             ("4096", "8192", "page_bytes"),
+            (r#"[{"id""#, r#"[], "later": [{"id""#, "0 page groups"),
+            ("float32", &"x".repeat(MAX_LAYOUT_BYTES), "bytes of JSON"),
             (r#"["shm", "tcp"]"#, "[]", "transports"),
             (r#"["shm", "tcp"]"#, r#"["rdma"]"#, "rdma"),
             (
@@ -336,7 +360,7 @@ mod tests {
             let err = parse(&good.replace(from, to)).expect_err(says);
             assert!(err.contains(says), "{err}");
         }
-        let other = parse(&good.replace("f32", "bf16")).expect("valid");
+        let other = parse(&good.replace("float32", "float16")).expect("valid");
         assert_ne!(config.layout_hash(), other.layout_hash());
     }
 }

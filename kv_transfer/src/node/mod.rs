@@ -51,7 +51,8 @@ pub use records::metrics::{Histogram, NodeStats, TransportStats};
 use crate::pool::{KvPool, PoolError};
 use crate::protocol::handshake::Identity;
 use crate::protocol::{
-    Channel, Hello, MAX_PAYLOAD_BYTES, MAX_PROMPT_HASH_BYTES, MIN_VERSION, VERSION,
+    Channel, GroupId, GroupPages, Hello, MAX_PAYLOAD_BYTES, MAX_PROMPT_HASH_BYTES, MIN_VERSION,
+    VERSION,
 };
 use crate::reason_code::ReasonCode;
 use crate::state_machine::decode::DecodeEvent;
@@ -76,6 +77,8 @@ pub enum NodeError {
     DuplicateRoom(u64),
     #[error("{0} rooms are live or not yet polled, which is this node's limit (max_rooms)")]
     Full(usize),
+    #[error("page group {asked}: the pool has the pages of group {own}")]
+    UnknownGroup { asked: GroupId, own: GroupId },
     #[error("{what} has {bytes} bytes, at most {limit} are accepted")]
     TooLarge {
         what: &'static str,
@@ -104,6 +107,8 @@ pub struct TransferNode {
     thread: Mutex<Option<JoinHandle<()>>>,
     port: u16,
     incarnation: String,
+    /// The page group of the pool.
+    group: GroupId,
 }
 
 impl TransferNode {
@@ -154,6 +159,7 @@ impl TransferNode {
             network_namespace: shm::network_namespace(),
             transports: transports.collect(),
             layout_hash: config.layout_hash(),
+            layout: config.layout.clone(),
             num_pages: pool.num_pages() as u64,
             page_bytes: pool.page_bytes() as u64,
             sums: pool.sum_kind().as_str().to_owned(),
@@ -182,6 +188,7 @@ impl TransferNode {
             local,
         };
         let parts = (shared.clone(), pool.clone());
+        let group = config.group();
         let thread = start_thread(config, parts, identity, (port, listeners), backend, inbox)?;
         Ok(Self {
             shared,
@@ -190,6 +197,7 @@ impl TransferNode {
             thread: Mutex::new(Some(thread)),
             port,
             incarnation,
+            group,
         })
     }
 
@@ -208,6 +216,16 @@ impl TransferNode {
     fn send_command(&self, command: EngineCommand) -> Result<(), NodeError> {
         self.commands.try_send(command).map_err(|_| {
             NodeError::Unhealthy(self.shared.unhealthy.lock().clone().unwrap_or_default())
+        })
+    }
+
+    fn check_group(&self, group: GroupId) -> Result<(), NodeError> {
+        if group == self.group {
+            return Ok(());
+        }
+        Err(NodeError::UnknownGroup {
+            asked: group,
+            own: self.group,
         })
     }
 
@@ -264,31 +282,40 @@ impl TransferNode {
 
     /// P: prompt pages [first_page, first_page + n) are final. Seals them now; checksums and
     /// PROGRESS follow on other threads.
-    pub fn publish_pages(&self, room: u64, first_page: u32, pages: &[u8]) -> Result<(), NodeError> {
+    pub fn publish_pages(
+        &self,
+        room: u64,
+        group: GroupId,
+        first_page: u32,
+        pages: &[u8],
+    ) -> Result<(), NodeError> {
+        self.check_group(group)?;
         let pages = self.pool.check_pages(pages)?;
         let generations = self.pool.seal_pages(&pages);
         let pages = pages.into_iter().zip(generations).collect();
         let first = first_page;
         self.send_command(EngineCommand::Prefill(
             room,
-            PrefillEvent::Publish { first, pages },
+            PrefillEvent::Publish {
+                group,
+                first,
+                pages,
+            },
         ))
     }
 
-    /// P: finish prefill; the lease starts.
+    /// P: finish prefill, whose prompt has these pages; the lease starts.
     pub fn finish_prompt(
         &self,
         room: u64,
-        total_pages: u32,
-        last_page_tokens: u32,
+        groups: Vec<GroupPages>,
         payload: Vec<u8>,
     ) -> Result<(), NodeError> {
         check_size("payload", payload.len(), MAX_PAYLOAD_BYTES)?;
-        let output = PrefillOutput {
-            total_pages,
-            last_page_tokens,
-            payload,
-        };
+        groups
+            .iter()
+            .try_for_each(|pages| self.check_group(pages.group))?;
+        let output = PrefillOutput { groups, payload };
         self.send_command(EngineCommand::Prefill(room, PrefillEvent::Finish(output)))
     }
 
@@ -320,17 +347,24 @@ impl TransferNode {
         self.claim_room(RoomSide::Decode, room, EngineCommand::Open(room, request))
     }
 
-    /// D: the prompt's pages before `start_page` are here; all others go to `dst_pages`.
+    /// D: the group's pages of the prompt before `start_page` are here; all others go to
+    /// `dst_pages`.
     pub fn grant_pages(
         &self,
         room: u64,
+        group: GroupId,
         start_page: u32,
         dst_pages: &[u8],
     ) -> Result<(), NodeError> {
+        self.check_group(group)?;
         let pages = self.pool.check_pages(dst_pages)?;
         self.send_command(EngineCommand::Decode(
             room,
-            DecodeEvent::Grant { start_page, pages },
+            DecodeEvent::Grant {
+                group,
+                start_page,
+                pages,
+            },
         ))
     }
 

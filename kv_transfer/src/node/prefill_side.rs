@@ -7,15 +7,13 @@ use super::config::NodeLimits;
 use super::context::{NodeContext, NodeTimer};
 use super::records::events::NodeEvent;
 use super::records::room_history::RoomSide;
-use crate::protocol::{Msg, OpenMessage, PageDigest, clip_text};
+use crate::protocol::{GroupId, Msg, OpenMessage, PageDigest, clip_text};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::ConnectionId;
 use crate::state_machine::pending_opens::{
     EVERY_ATTEMPT, EndedRooms, PendingOpen, PendingOpenError, PendingOpens,
 };
-use crate::state_machine::prefill::{
-    PrefillAction, PrefillEvent, PrefillOutput, PrefillPhase, PrefillRoom,
-};
+use crate::state_machine::prefill::{PrefillAction, PrefillEvent, PrefillPhase, PrefillRoom};
 use crate::transport::copy_threads::CopyJob;
 
 /// Pages hashed in one job: a few milliseconds of a copy thread, so that pulls are not delayed.
@@ -91,7 +89,13 @@ impl PrefillSide {
             deadline_ms,
         } = request;
         let deadline = ctx.now_ms().saturating_add(deadline_ms);
-        let machine = PrefillRoom::new(attempt, prompt_hash, deadline, ctx.config.lease_ms);
+        let machine = PrefillRoom::new(
+            attempt,
+            prompt_hash,
+            deadline,
+            ctx.config.lease_ms,
+            ctx.config.group(),
+        );
         self.ended_rooms.forget_room(room);
         let state = machine.phase.name();
         let record = ctx.record_of(RoomSide::Prefill, room, attempt, state, "offered".into());
@@ -110,14 +114,14 @@ impl PrefillSide {
                 peer,
                 attempt,
                 prompt_hash,
-                start_page,
+                groups,
                 ..
             } = open;
             let event = PrefillEvent::Open {
                 peer,
                 attempt,
                 prompt_hash,
-                start_page,
+                groups,
             };
             self.apply_event(ctx, room, event);
         }
@@ -178,22 +182,25 @@ impl PrefillSide {
             let reason = format!("this is incarnation {}", own.inc);
             (ReasonCode::PeerRestarted, reason)
         } else if open.layout_hash != own.layout_hash {
+            let theirs = ctx.connections.get(&peer).map(|conn| &conn.peer.layout);
+            let difference = theirs.and_then(|theirs| theirs.first_difference(&own.layout));
             let reason = format!(
-                "page layout {} of the decode node, {} here: model, dtype, page size and heads must agree",
-                open.layout_hash, own.layout_hash
+                "the decode and the prefill node hold different pages: {}; start both with the same \
+                 checkpoint, --dtype, --page-size and --tp-size",
+                difference.unwrap_or_else(|| "another layout was named in HELLO".into())
             );
             (ReasonCode::LayoutMismatch, reason)
         } else if self.rooms.contains_key(&room) {
             let OpenMessage {
                 prompt_hash,
-                start_page,
+                groups,
                 ..
             } = open;
             let event = PrefillEvent::Open {
                 peer,
                 attempt,
                 prompt_hash,
-                start_page,
+                groups,
             };
             return self.apply_event(ctx, room, event);
         } else if let Some(code) = self.ended_rooms.get(room, attempt) {
@@ -226,7 +233,7 @@ impl PrefillSide {
             peer,
             attempt,
             prompt_hash: open.prompt_hash,
-            start_page: open.start_page,
+            groups: open.groups,
             until: ctx.now_ms() + ttl_ms,
         };
         let (code, reason) = match self.pending_opens.add(room, open) {
@@ -392,23 +399,21 @@ impl PrefillSide {
             }
             PrefillAction::Progress {
                 peer,
+                group,
                 first_page,
                 pages,
             } => {
-                send_progress(ctx, of(peer), first_page, &pages);
+                send_progress(ctx, of(peer), (group, first_page), &pages);
             }
-            PrefillAction::Final { peer, finish, root } => {
-                let PrefillOutput {
-                    total_pages,
-                    last_page_tokens,
-                    payload,
-                } = finish;
+            PrefillAction::Final {
+                peer,
+                groups,
+                payload,
+            } => {
                 let fin = Msg::Final {
                     room,
                     attempt,
-                    total_pages,
-                    last_page_tokens,
-                    root,
+                    groups,
                     payload,
                 };
                 ctx.send_to(peer, fin);
@@ -453,7 +458,12 @@ impl PrefillSide {
 }
 
 /// Allow the reader to read these pages, and announce them.
-fn send_progress(ctx: &mut NodeContext, of: RoomOf, first_page: u32, pages: &[PageDigest]) {
+fn send_progress(
+    ctx: &mut NodeContext,
+    of: RoomOf,
+    (group, first_page): (GroupId, u32),
+    pages: &[PageDigest],
+) {
     let RoomOf {
         peer,
         room,
@@ -468,6 +478,7 @@ fn send_progress(ctx: &mut NodeContext, of: RoomOf, first_page: u32, pages: &[Pa
     let progress = Msg::Progress {
         room,
         attempt,
+        group,
         first_page,
         ids: pages.iter().map(|p| p.page).collect(),
         gens: pages.iter().map(|p| p.generation).collect(),

@@ -5,8 +5,11 @@ use super::*;
 #[test]
 fn panic_of_the_control_thread_ends_every_room_and_shows_in_the_health() {
     let pool = Arc::new(KvPool::create(8, 4096).expect("memfd"));
-    let config = r#"{"role": "decode", "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"page_bytes": 4096}}"#;
-    let node = TransferNode::start(pool, config).expect("started");
+    let config = json!({
+        "role": "decode", "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"],
+        "layout": crate::protocol::tests::layout(4096),
+    });
+    let node = TransferNode::start(pool, &config.to_string()).expect("started");
     node.open_room(1, 0, "127.0.0.1", 1, 0, b"", 60_000)
         .expect("taken");
     node.offer_room(2, 0, b"", 60_000).expect("taken");

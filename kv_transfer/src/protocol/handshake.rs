@@ -6,8 +6,8 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{
-    Channel, ClusterKeys, FrameError, FrameOpener, FrameSealer, HEADER_BYTES, Handshake, Hello,
-    MAX_HELLO_BYTES, MIN_VERSION, Msg, VERSION, frame_len,
+    Channel, ClusterKeys, FrameError, FrameOpener, FrameSealer, GroupId, HEADER_BYTES, Handshake,
+    Hello, MAX_HELLO_BYTES, MIN_VERSION, Msg, VERSION, frame_len,
 };
 use crate::reason_code::ReasonCode;
 
@@ -130,6 +130,17 @@ pub struct Identity {
 }
 
 impl Identity {
+    /// Refuse a request for pages of a group that this node does not have.
+    pub fn check_group(&self, message: &str, group: GroupId) -> Result<(), ConnectionError> {
+        let own = &self.hello.layout.groups;
+        if own.iter().any(|descriptor| descriptor.id == group) {
+            return Ok(());
+        }
+        let own: Vec<GroupId> = own.iter().map(|descriptor| descriptor.id).collect();
+        let reason = format!("{message} names page group {group}, this node has {own:?}");
+        Err(ConnectionError::transport_broken(reason))
+    }
+
     /// Handshake with the signing key.
     fn handshake(&self) -> Handshake<'_> {
         Handshake::new(
@@ -281,6 +292,14 @@ fn unexpected_message(msg: &Msg) -> ConnectionError {
     ConnectionError::transport_broken(format!("the peer opened with {}", msg.name()))
 }
 
+/// Versions of the transfer protocol, for messages.
+pub fn name_versions(oldest: u32, newest: u32) -> String {
+    if oldest == newest {
+        return format!("protocol version {newest}");
+    }
+    format!("protocol versions {oldest} to {newest}")
+}
+
 fn check_version(peer: &Hello) -> Result<(), ConnectionError> {
     let oldest = if peer.min_ver == 0 {
         peer.ver
@@ -291,8 +310,9 @@ fn check_version(peer: &Hello) -> Result<(), ConnectionError> {
         return Ok(());
     }
     let reason = format!(
-        "the peer speaks protocol versions {oldest} to {}, this node {MIN_VERSION} to {VERSION}",
-        peer.ver
+        "the peer speaks {}, this node {}: update the older one",
+        name_versions(oldest, peer.ver),
+        name_versions(MIN_VERSION, VERSION)
     );
     Err(ConnectionError::new(ReasonCode::LayoutMismatch, reason))
 }
@@ -424,6 +444,23 @@ mod tests {
             peer.hello.ver = newest;
             let (_, responded) = handshake_of(peer, identity(None, "p", 1), None).await;
             assert_eq!(responded.is_ok(), fits, "{oldest} to {newest}");
+        }
+    }
+
+    #[tokio::test]
+    async fn peer_of_version_2_is_refused_with_both_versions() {
+        let mut old = identity(None, "d", 1);
+        old.hello.min_ver = 2;
+        old.hello.ver = 2;
+        let (initiated, responded) = handshake_of(old, identity(None, "p", 1), None).await;
+        let expected = "the peer speaks protocol version 2, this node protocol version 3: update \
+                        the older one";
+        for result in [initiated, responded] {
+            let err = result.err().expect("refused");
+            assert_eq!(
+                (err.code, err.reason.as_str()),
+                (ReasonCode::LayoutMismatch, expected)
+            );
         }
     }
 

@@ -25,6 +25,7 @@
 mod cluster_keys;
 mod frame;
 pub mod handshake;
+mod page_groups;
 
 use serde::{Deserialize, Serialize};
 
@@ -33,13 +34,15 @@ pub use frame::{
     FrameError, FrameOpener, FrameSealer, HEADER_BYTES, Handshake, MAX_FRAME_BYTES, frame_len,
 };
 
+pub use page_groups::{GroupDescriptor, GroupId, MAX_GROUPS, PageLayout};
+
 use crate::reason_code::ReasonCode;
 
 /// Newest version spoken by this build.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Oldest version accepted; a peer whose versions do not overlap with ours is refused with
-/// LAYOUT_MISMATCH. Before 2, HELLO could be replayed.
-pub const MIN_VERSION: u32 = 2;
+/// LAYOUT_MISMATCH. Before 2, HELLO could be replayed; before 3, messages named no page group.
+pub const MIN_VERSION: u32 = 3;
 /// Longest name (host, incarnation, hash, transport) in a message.
 pub const MAX_NAME_BYTES: usize = 300;
 pub const MAX_TEXT_BYTES: usize = 1024;
@@ -93,6 +96,9 @@ pub struct Hello {
     pub network_namespace: String,
     pub transports: Vec<String>,
     pub layout_hash: String,
+    /// Empty in the HELLO of an older version, which is refused for that.
+    #[serde(default)]
+    pub layout: PageLayout,
     pub num_pages: u64,
     pub page_bytes: u64,
     /// Kind of this node's checksums (`pool::SumKind`); empty: xxh3.
@@ -112,6 +118,42 @@ pub struct PageDigest {
     pub sum: u64,
 }
 
+/// Pages of one group that D asks for: those from prompt page `start_page` on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct GroupStart {
+    pub group: GroupId,
+    pub start_page: u32,
+}
+
+/// Pages of one group that a prompt has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct GroupPages {
+    pub group: GroupId,
+    pub total_pages: u32,
+    pub last_page_tokens: u32,
+}
+
+/// Pages of one group that P has announced: their number, and a hash over the checksums of pages
+/// start_page.. in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct GroupTotal {
+    pub group: GroupId,
+    pub total_pages: u32,
+    pub last_page_tokens: u32,
+    pub root: u64,
+}
+
+impl GroupTotal {
+    /// The part that is the engine's.
+    pub fn pages(&self) -> GroupPages {
+        GroupPages {
+            group: self.group,
+            total_pages: self.total_pages,
+            last_page_tokens: self.last_page_tokens,
+        }
+    }
+}
+
 /// D's request to read the pages of a room.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenMessage {
@@ -122,7 +164,7 @@ pub struct OpenMessage {
     pub layout_hash: String,
     #[serde(with = "serde_bytes")]
     pub prompt_hash: Vec<u8>,
-    pub start_page: u32,
+    pub groups: Vec<GroupStart>,
     pub deadline_ms: u64,
     pub prio: i32,
 }
@@ -164,10 +206,11 @@ pub enum Msg {
         retry_after_ms: u64,
         connection: bool,
     },
-    /// P announces pages from `first_page` on: ids, generations and checksums.
+    /// P announces a group's pages from `first_page` on: ids, generations and checksums.
     Progress {
         room: u64,
         attempt: u32,
+        group: GroupId,
         first_page: u32,
         ids: Vec<u32>,
         gens: Vec<u64>,
@@ -177,10 +220,7 @@ pub enum Msg {
     Final {
         room: u64,
         attempt: u32,
-        total_pages: u32,
-        last_page_tokens: u32,
-        /// Hash over the checksums of pages start_page.. in order.
-        root: u64,
+        groups: Vec<GroupTotal>,
         #[serde(with = "serde_bytes")]
         payload: Vec<u8>,
     },
@@ -215,6 +255,7 @@ pub enum Msg {
     /// D requests these pages on a data stream.
     Read {
         ticket: u64,
+        group: GroupId,
         ids: Vec<u32>,
         gens: Vec<u64>,
     },
@@ -259,6 +300,7 @@ pub enum Msg {
     SlabRead {
         comm: u64,
         ticket: u64,
+        group: GroupId,
         ids: Vec<u32>,
         gens: Vec<u64>,
     },
@@ -341,7 +383,10 @@ impl Msg {
             }
             Msg::Open(open) => {
                 check_names([&open.d_inc, &open.p_inc_expected, &open.layout_hash])?;
-                at_most("start_page", open.start_page as usize, i32::MAX as usize)?;
+                at_most("groups", open.groups.len(), MAX_GROUPS)?;
+                for start in &open.groups {
+                    at_most("start_page", start.start_page as usize, i32::MAX as usize)?;
+                }
                 at_most(
                     "prompt_hash bytes",
                     open.prompt_hash.len(),
@@ -349,11 +394,12 @@ impl Msg {
                 )
             }
             Msg::Final {
-                payload,
-                total_pages,
-                ..
+                payload, groups, ..
             } => {
-                at_most("total_pages", *total_pages as usize, i32::MAX as usize)?;
+                at_most("groups", groups.len(), MAX_GROUPS)?;
+                for total in groups {
+                    at_most("total_pages", total.total_pages as usize, i32::MAX as usize)?;
+                }
                 at_most("payload bytes", payload.len(), MAX_PAYLOAD_BYTES)
             }
             Msg::CommOpen {
@@ -394,6 +440,7 @@ impl Hello {
         ];
         let names = names.into_iter().chain([&self.layout_hash, &self.sums]);
         check_names(names.chain(&self.expected_inc).chain(&self.transports))?;
+        at_most("groups", self.layout.groups.len(), MAX_GROUPS)?;
         at_most("nonce bytes", self.nonce.len(), 64)?;
         at_most("token bytes", self.shm_token.len(), 64)?;
         at_most("transports", self.transports.len(), 16)?;

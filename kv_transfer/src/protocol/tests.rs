@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+pub(crate) use super::page_groups::tests::layout;
 use super::*;
 
 pub(crate) fn hello(nonce: &[u8]) -> Msg {
@@ -17,6 +18,7 @@ pub(crate) fn hello(nonce: &[u8]) -> Msg {
         network_namespace: "net:[1]".into(),
         transports: vec!["shm".into(), "tcp".into()],
         layout_hash: "l".into(),
+        layout: layout(4096),
         num_pages: 4,
         page_bytes: 4096,
         sums: "xxh3".into(),
@@ -53,6 +55,7 @@ fn any_msg() -> impl Strategy<Value = Msg> {
             .prop_map(|(room, attempt, pages)| Msg::Progress {
                 room,
                 attempt,
+                group: 1,
                 first_page: 3,
                 ids: pages.iter().map(|p| p.0).collect(),
                 gens: pages.iter().map(|p| u64::from(p.1) * 2).collect(),
@@ -67,9 +70,12 @@ fn any_msg() -> impl Strategy<Value = Msg> {
             .prop_map(|(room, attempt, n, payload)| Msg::Final {
                 room,
                 attempt,
-                total_pages: n.into(),
-                last_page_tokens: 7,
-                root: 9,
+                groups: vec![GroupTotal {
+                    group: 1,
+                    total_pages: n.into(),
+                    last_page_tokens: 7,
+                    root: 9,
+                }],
                 payload,
             }),
         (room(), attempt(), code()).prop_map(|(room, attempt, code)| Msg::Abort {
@@ -203,6 +209,7 @@ fn oversized_and_inconsistent_messages_are_refused() {
     let progress = |ids: usize, gen_: u64, gens: usize| Msg::Progress {
         room: 1,
         attempt: 0,
+        group: 0,
         first_page: 0,
         ids: vec![0; ids],
         gens: vec![gen_; gens],
@@ -222,17 +229,25 @@ fn oversized_and_inconsistent_messages_are_refused() {
     )));
     assert!(refused(Msg::Read {
         ticket: 0,
+        group: 0,
         ids: vec![1],
         gens: vec![]
     }));
-    assert!(refused(Msg::Final {
-        room: 1,
-        attempt: 0,
+    let total = GroupTotal {
+        group: 0,
         total_pages: 1,
         last_page_tokens: 1,
         root: 0,
-        payload: vec![0; MAX_PAYLOAD_BYTES + 1]
-    }));
+    };
+    let fin = |groups: usize, payload: usize| Msg::Final {
+        room: 1,
+        attempt: 0,
+        groups: vec![total; groups],
+        payload: vec![0; payload],
+    };
+    assert!(!refused(fin(MAX_GROUPS, MAX_PAYLOAD_BYTES)));
+    assert!(refused(fin(MAX_GROUPS + 1, 0)));
+    assert!(refused(fin(1, MAX_PAYLOAD_BYTES + 1)));
 }
 
 #[test]
@@ -310,6 +325,7 @@ fn largest_messages_of_a_decode_rank_fit_into_its_frames() {
     let read = Msg::SlabRead {
         comm: u64::MAX,
         ticket: u64::MAX,
+        group: u32::MAX,
         ids: vec![u32::MAX; MAX_READ_PAGES],
         gens: vec![u64::MAX; MAX_READ_PAGES],
     };
@@ -329,11 +345,24 @@ fn open_is_a_map_of_named_fields() {
         p_inc_expected: "p".into(),
         layout_hash: "l".into(),
         prompt_hash: vec![1, 2],
-        start_page: 3,
+        groups: vec![GroupStart {
+            group: 5,
+            start_page: 3,
+        }],
         deadline_ms: 1000,
         prio: -1,
     });
-    let wire = b"\x81\xa4OPEN\x89\xa4room\x07\xa7attempt\x02\xa5d_inc\xa1d\xaep_inc_expected\xa1p\xablayout_hash\xa1l\xabprompt_hash\xc4\x02\x01\x02\xaastart_page\x03\xabdeadline_ms\xcd\x03\xe8\xa4prio\xff";
+    let wire = b"\x81\xa4OPEN\x89\xa4room\x07\xa7attempt\x02\xa5d_inc\xa1d\xaep_inc_expected\xa1p\xablayout_hash\xa1l\xabprompt_hash\xc4\x02\x01\x02\xa6groups\x91\x82\xa5group\x05\xaastart_page\x03\xabdeadline_ms\xcd\x03\xe8\xa4prio\xff";
     assert_eq!(open.encode(), wire);
     assert_eq!(Msg::decode(wire).unwrap(), open);
+}
+
+/// Made with Python's msgspec: without the layout, which version 3 added.
+#[test]
+fn hello_of_version_2_is_read_so_that_its_version_can_be_refused() {
+    let wire = b"\x81\xa5HELLO\xde\x00\x10\xa3ver\x02\xa7min_ver\x02\xa7channel\xa7Control\xa5nonce\xc4\x01n\xa3inc\xa1i\xacexpected_inc\xc0\xa4addr\xa3a:1\xa7boot_id\xa1b\xb1network_namespace\xa0\xaatransports\x91\xa3tcp\xablayout_hash\xa1l\xa9num_pages\x04\xaapage_bytes\xcd\x10\x00\xa4sums\xa4xxh3\xaashm_socket\xa1s\xa9shm_token\xc4\x01t";
+    let Msg::Hello(old) = Msg::decode(wire).unwrap() else {
+        unreachable!("it is a HELLO")
+    };
+    assert_eq!((old.ver, old.layout), (2, PageLayout::default()));
 }

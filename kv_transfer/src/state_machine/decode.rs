@@ -20,7 +20,7 @@
 use std::collections::BTreeMap;
 
 use super::{ConnectionId, InvalidTransition};
-use crate::protocol::{PageDigest, root_of};
+use crate::protocol::{GroupId, GroupStart, GroupTotal, PageDigest, root_of};
 use crate::reason_code::ReasonCode;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, strum::IntoStaticStr)]
@@ -66,9 +66,7 @@ pub struct PullLimits {
 /// P's end of prefill, from FINAL.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct FinalMessage {
-    pub total_pages: u32,
-    pub last_page_tokens: u32,
-    pub root: u64,
+    pub groups: Vec<GroupTotal>,
     pub payload: Vec<u8>,
 }
 
@@ -90,7 +88,8 @@ enum RoomEnd {
 pub struct DecodeRoom {
     pub phase: DecodePhase,
     pub attempt: u32,
-    pub start_page: u32,
+    /// The page group of the pool, and the first page that is asked for.
+    pub start: GroupStart,
     /// Every phase ends by then: the deadline of the request.
     deadline: u64,
     /// Time of the transfer's last progress; see `next_due`.
@@ -101,7 +100,7 @@ pub struct DecodeRoom {
     held: usize, // prompt pages from start_page on that are here already, by the grant
     grant: Option<Vec<u32>>,
     pages: Vec<PageState>, // by index in the prompt, minus start_page
-    fin: Option<FinalMessage>,
+    fin: Option<(GroupTotal, FinalMessage)>,
     in_flight: BTreeMap<u64, Vec<usize>>, // ticket -> indices into `pages`
     next_ticket: u64,
     ending: Option<RoomEnd>,
@@ -132,10 +131,11 @@ pub enum DecodeEvent {
         code: ReasonCode,
         reason: String,
     },
-    /// P announced pages from prompt page `first_page` on.
+    /// P announced pages of a group from prompt page `first_page` on.
     Progress {
         peer: ConnectionId,
         attempt: u32,
+        group: GroupId,
         first_page: u32,
         pages: Vec<PageDigest>,
     },
@@ -159,8 +159,13 @@ pub enum DecodeEvent {
     },
     /// The peer's process lives, but its engine makes no progress: unannounced pages will not come.
     PeerStalled { peer: ConnectionId, reason: String },
-    /// Own engine: the prompt's pages before start_page are here; `pages` are for the later ones.
-    Grant { start_page: u32, pages: Vec<u32> },
+    /// Own engine: the group's pages of the prompt before start_page are here; `pages` are for the
+    /// later ones.
+    Grant {
+        group: GroupId,
+        start_page: u32,
+        pages: Vec<u32>,
+    },
     /// Own engine: take the granted pages back, unless they are being filled.
     Revoke,
     /// Own engine; the code is sent to the peer.
@@ -201,8 +206,12 @@ impl DecodeEvent {
 pub enum DecodeAction {
     /// Send OPEN.
     Open { peer: ConnectionId },
-    /// Copy these pages; one event with this ticket answers.
-    Pull { ticket: u64, pages: Vec<PullPage> },
+    /// Copy these pages of a group; one event with this ticket answers.
+    Pull {
+        ticket: u64,
+        group: GroupId,
+        pages: Vec<PullPage>,
+    },
     /// Stop all pulls of the room.
     CancelPulls,
     /// Report to the engine that P holds pages for this room.
@@ -227,11 +236,17 @@ pub enum DecodeAction {
 }
 
 impl DecodeRoom {
-    pub fn new(attempt: u32, start_page: u32, now: u64, deadline: u64, limits: PullLimits) -> Self {
+    pub fn new(
+        attempt: u32,
+        start: GroupStart,
+        now: u64,
+        deadline: u64,
+        limits: PullLimits,
+    ) -> Self {
         Self {
             phase: DecodePhase::Resolving,
             attempt,
-            start_page,
+            start,
             deadline,
             moved_at: now,
             limits,
@@ -331,14 +346,18 @@ impl DecodeRoom {
                 self.moved_at = now;
                 return Ok(vec![DecodeAction::Open { peer }]);
             }
+            DecodeEvent::Grant { group, .. } if group != self.start.group => {
+                return Err(self.invalid_transition(&event, "the room has no such page group"));
+            }
             DecodeEvent::Grant {
                 start_page,
                 ref pages,
+                ..
             } => {
                 if self.grant.is_some() {
                     return Err(self.invalid_transition(&event, "pages were granted before"));
                 }
-                self.held = start_page.saturating_sub(self.start_page) as usize;
+                self.held = start_page.saturating_sub(self.start.start_page) as usize;
                 self.grant = Some(pages.clone());
             }
             DecodeEvent::Revoke if self.grant.is_none() => {
@@ -374,20 +393,16 @@ impl DecodeRoom {
             DecodeEvent::Accepted { .. } => self.mark_accepted(),
             DecodeEvent::OpenPending { .. } => {}
             DecodeEvent::Progress {
-                first_page, pages, ..
+                group,
+                first_page,
+                pages,
+                ..
             } => {
-                self.mark_accepted();
-                let is_first_report = self.grant.is_none() && !self.is_announced();
-                if let Err(reason) = self.record_announced(first_page, &pages) {
-                    return Ok(self.fail_room(ReasonCode::TransportBroken, reason));
-                }
-                return Ok(self.advance_with(is_first_report, now));
+                let record = |room: &mut Self| room.record_announced(group, first_page, &pages);
+                return Ok(self.take_report(record, now));
             }
             DecodeEvent::Final { fin, .. } => {
-                self.mark_accepted();
-                let is_first_report = self.grant.is_none() && !self.is_announced();
-                self.fin.get_or_insert(fin);
-                return Ok(self.advance_with(is_first_report, now));
+                return Ok(self.take_report(|room| room.record_final(fin), now));
             }
             DecodeEvent::Unreachable { code, reason }
             | DecodeEvent::Rejected { code, reason, .. } => {
@@ -450,8 +465,25 @@ impl DecodeRoom {
         !self.pages.is_empty() || self.fin.is_some()
     }
 
-    fn record_announced(&mut self, first_page: u32, pages: &[PageDigest]) -> Result<(), String> {
-        let end = (first_page as usize + pages.len()).saturating_sub(self.start_page as usize);
+    fn check_group(&self, message: &str, group: GroupId) -> Result<(), String> {
+        let own = self.start.group;
+        if group == own {
+            return Ok(());
+        }
+        Err(format!(
+            "{message} names page group {group} in a room of group {own}"
+        ))
+    }
+
+    fn record_announced(
+        &mut self,
+        group: GroupId,
+        first_page: u32,
+        pages: &[PageDigest],
+    ) -> Result<(), String> {
+        self.check_group("PROGRESS", group)?;
+        let end =
+            (first_page as usize + pages.len()).saturating_sub(self.start.start_page as usize);
         if end > self.limits.max_pages {
             return Err(format!(
                 "the peer announces prompt page {}, at most {} fit",
@@ -463,7 +495,7 @@ impl DecodeRoom {
             self.pages.resize(end, PageState::Unknown);
         }
         for (index, &digest) in (first_page..).zip(pages) {
-            let Some(index) = index.checked_sub(self.start_page) else {
+            let Some(index) = index.checked_sub(self.start.start_page) else {
                 continue;
             };
             let state = &mut self.pages[index as usize];
@@ -474,10 +506,21 @@ impl DecodeRoom {
         Ok(())
     }
 
+    fn record_final(&mut self, fin: FinalMessage) -> Result<(), String> {
+        let [total] = fin.groups[..] else {
+            let number = fin.groups.len();
+            return Err(format!(
+                "FINAL counts the pages of {number} groups, not of one"
+            ));
+        };
+        self.check_group("FINAL", total.group)?;
+        self.fin.get_or_insert((total, fin));
+        Ok(())
+    }
+
     fn needed_pages(&self) -> Option<usize> {
-        self.fin
-            .as_ref()
-            .map(|fin| fin.total_pages.saturating_sub(self.start_page) as usize)
+        let (total, _) = self.fin.as_ref()?;
+        Some(total.total_pages.saturating_sub(self.start.start_page) as usize)
     }
 
     /// Everything that is needed from the peer's control connection is here.
@@ -496,10 +539,10 @@ impl DecodeRoom {
             (self.needed_pages(), self.grant.as_ref().map(Vec::len))
             && granted + self.held != needed
         {
-            let held_pages = self.start_page as usize + self.held;
+            let held_pages = self.start.start_page as usize + self.held;
             let reason = format!(
                 "{granted} pages were granted beyond the {held_pages} held, but prefill has {needed} from page {} on",
-                self.start_page
+                self.start.start_page
             );
             return self.fail_room(ReasonCode::PromptMismatch, reason);
         }
@@ -509,7 +552,7 @@ impl DecodeRoom {
             let reason = format!(
                 "{} pages from page {} on were announced, but FINAL counts {needed}",
                 self.pages.len(),
-                self.start_page
+                self.start.start_page
             );
             return self.fail_room(ReasonCode::TransportBroken, reason);
         }
@@ -527,7 +570,18 @@ impl DecodeRoom {
         actions
     }
 
-    fn advance_with(&mut self, is_first_report: bool, now: u64) -> Vec<DecodeAction> {
+    /// Record what P reports of its pages, and continue. A report that cannot be recorded ends the
+    /// room: it could never be complete.
+    fn take_report(
+        &mut self,
+        record: impl FnOnce(&mut Self) -> Result<(), String>,
+        now: u64,
+    ) -> Vec<DecodeAction> {
+        self.mark_accepted();
+        let is_first_report = self.grant.is_none() && !self.is_announced();
+        if let Err(reason) = record(self) {
+            return self.fail_room(ReasonCode::TransportBroken, reason);
+        }
         let mut actions = if is_first_report {
             vec![DecodeAction::Announced]
         } else {
@@ -569,13 +623,17 @@ impl DecodeRoom {
             }
             self.in_flight.insert(ticket, indices);
             self.phase = DecodePhase::Pulling;
-            actions.push(DecodeAction::Pull { ticket, pages });
+            actions.push(DecodeAction::Pull {
+                ticket,
+                group: self.start.group,
+                pages,
+            });
         }
         actions
     }
 
     fn commit_room(&mut self) -> Vec<DecodeAction> {
-        let Some(fin) = self.fin.clone() else {
+        let Some((total, fin)) = self.fin.clone() else {
             return vec![];
         };
         let sums = self.pages.iter().filter_map(|state| match state {
@@ -583,7 +641,7 @@ impl DecodeRoom {
             _ => None,
         });
         let root = root_of(sums);
-        if root != fin.root {
+        if root != total.root {
             let reason = "the root over the page checksums differs from the prefill side's";
             return self.fail_room(ReasonCode::Checksum, reason);
         }

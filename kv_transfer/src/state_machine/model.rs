@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{ConnectionId, decode, prefill};
-use crate::protocol::PageDigest;
+use crate::protocol::{GroupId, GroupPages, GroupStart, GroupTotal, PageDigest};
 use crate::reason_code::ReasonCode;
 
 const P: ConnectionId = 1; // P, as D knows it
@@ -18,6 +18,11 @@ pub const P_DEADLINE: u64 = 1000;
 pub const D_DEADLINE: u64 = 900;
 const LEASE: u64 = 50;
 const HASH: [u8; 1] = [7];
+/// OPEN asks for all pages of the one group.
+const WHOLE: GroupStart = GroupStart {
+    group: 4,
+    start_page: 0,
+};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ToP {
@@ -31,13 +36,11 @@ pub enum ToD {
     Accepted,
     Rejected(ReasonCode),
     Progress {
+        group: GroupId,
         first: u32,
         pages: Vec<(u32, u64, u64)>,
     },
-    Final {
-        total: u32,
-        root: u64,
-    },
+    Final(GroupTotal),
     Abort(ReasonCode),
 }
 
@@ -109,8 +112,8 @@ impl Model {
     /// A prompt of `total` pages of which D holds `start`.
     pub fn new(total: u32, start: u32, limits: decode::PullLimits, budget: Budget) -> Self {
         Self {
-            p: prefill::PrefillRoom::new(0, HASH.to_vec(), P_DEADLINE, LEASE),
-            d: decode::DecodeRoom::new(0, 0, 0, D_DEADLINE, limits),
+            p: prefill::PrefillRoom::new(0, HASH.to_vec(), P_DEADLINE, LEASE, WHOLE.group),
+            d: decode::DecodeRoom::new(0, WHOLE, 0, D_DEADLINE, limits),
             to_p: vec![],
             to_d: vec![],
             hashing: vec![],
@@ -196,13 +199,17 @@ impl Model {
             Transition::PEngine => {
                 let event = if self.p_step < self.total {
                     prefill::PrefillEvent::Publish {
+                        group: WHOLE.group,
                         first: self.p_step,
                         pages: vec![(self.p_step, 2)],
                     }
                 } else {
                     prefill::PrefillEvent::Finish(prefill::PrefillOutput {
-                        total_pages: self.total,
-                        last_page_tokens: 1,
+                        groups: vec![GroupPages {
+                            group: WHOLE.group,
+                            total_pages: self.total,
+                            last_page_tokens: 1,
+                        }],
                         payload: vec![],
                     })
                 };
@@ -222,6 +229,7 @@ impl Model {
                 let pages = (self.start..self.total).map(|i| 100 + i).collect();
                 self.step_d(
                     decode::DecodeEvent::Grant {
+                        group: WHOLE.group,
                         start_page: self.start,
                         pages,
                     },
@@ -398,7 +406,7 @@ impl Model {
                 peer: D,
                 attempt: 0,
                 prompt_hash: HASH.to_vec(),
-                start_page: 0,
+                groups: vec![WHOLE],
             },
             ToP::Done => prefill::PrefillEvent::Done {
                 peer: D,
@@ -425,7 +433,11 @@ impl Model {
                 code,
                 reason: String::new(),
             },
-            ToD::Progress { first, pages } => {
+            ToD::Progress {
+                group,
+                first,
+                pages,
+            } => {
                 let pages = pages
                     .into_iter()
                     .map(|(page, generation, sum)| PageDigest {
@@ -437,17 +449,16 @@ impl Model {
                 decode::DecodeEvent::Progress {
                     peer: P,
                     attempt: 0,
+                    group,
                     first_page: first,
                     pages,
                 }
             }
-            ToD::Final { total, root } => decode::DecodeEvent::Final {
+            ToD::Final(total) => decode::DecodeEvent::Final {
                 peer: P,
                 attempt: 0,
                 fin: decode::FinalMessage {
-                    total_pages: total,
-                    last_page_tokens: 1,
-                    root,
+                    groups: vec![total],
                     payload: vec![],
                 },
             },
@@ -471,21 +482,27 @@ impl Model {
                 prefill::PrefillAction::Accept { .. } => self.send_d(ToD::Accepted),
                 prefill::PrefillAction::Reject { code, .. } => self.send_d(ToD::Rejected(code)),
                 prefill::PrefillAction::Progress {
-                    first_page, pages, ..
+                    group,
+                    first_page,
+                    pages,
+                    ..
                 } => {
                     let pages = pages
                         .into_iter()
                         .map(|s| (s.page, s.generation, s.sum))
                         .collect();
                     self.send_d(ToD::Progress {
+                        group,
                         first: first_page,
                         pages,
                     });
                 }
-                prefill::PrefillAction::Final { finish, root, .. } => self.send_d(ToD::Final {
-                    total: finish.total_pages,
-                    root,
-                }),
+                prefill::PrefillAction::Final { groups, .. } => {
+                    let [total] = groups[..] else {
+                        panic!("the room has one group, not {groups:?}")
+                    };
+                    self.send_d(ToD::Final(total));
+                }
                 prefill::PrefillAction::SendAbort { code, .. } => self.send_d(ToD::Abort(code)),
                 prefill::PrefillAction::AckAbort { .. }
                 | prefill::PrefillAction::ReaderLeft { .. } => {}
@@ -511,7 +528,12 @@ impl Model {
             assert_eq!(self.d_end, None, "{action:?} after the end");
             match action {
                 decode::DecodeAction::Open { .. } => self.send_p(ToP::Open),
-                decode::DecodeAction::Pull { ticket, pages } => {
+                decode::DecodeAction::Pull {
+                    ticket,
+                    group,
+                    pages,
+                } => {
+                    assert_eq!(group, WHOLE.group);
                     for page in &pages {
                         let index = page.dst - 100;
                         assert!(

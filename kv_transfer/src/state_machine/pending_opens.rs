@@ -8,6 +8,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
 use super::ConnectionId;
+use crate::protocol::GroupStart;
 use crate::reason_code::ReasonCode;
 
 /// An OPEN that waits for its offer.
@@ -16,7 +17,7 @@ pub struct PendingOpen {
     pub peer: ConnectionId,
     pub attempt: u32,
     pub prompt_hash: Vec<u8>,
-    pub start_page: u32,
+    pub groups: Vec<GroupStart>,
     pub until: u64,
 }
 
@@ -195,7 +196,7 @@ mod tests {
             peer,
             attempt: 0,
             prompt_hash: vec![],
-            start_page: 0,
+            groups: vec![],
             until,
         }
     }

@@ -16,7 +16,7 @@
 //! (`REOPEN_MS`).
 
 use super::{ConnectionId, InvalidTransition};
-use crate::protocol::{PageDigest, root_of};
+use crate::protocol::{GroupId, GroupPages, GroupStart, GroupTotal, PageDigest, root_of};
 use crate::reason_code::ReasonCode;
 
 /// Lease of a room whose reader has left [ms]: a router notices a dead node within milliseconds.
@@ -51,8 +51,7 @@ impl PrefillPhase {
 /// Result of prefill, from the engine.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PrefillOutput {
-    pub total_pages: u32,
-    pub last_page_tokens: u32,
+    pub groups: Vec<GroupPages>,
     pub payload: Vec<u8>,
 }
 
@@ -87,16 +86,22 @@ pub struct PrefillRoom {
     prompt_hash: Vec<u8>,
     deadline: u64,
     lease_ms: u64,
+    /// The page group of the pool.
+    group: GroupId,
     pages: Vec<PageState>,
-    finish: Option<PrefillOutput>,
+    finish: Option<(GroupPages, Vec<u8>)>,
     reader: Option<Reader>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case")] // the names in `InvalidTransition`
 pub enum PrefillEvent {
-    /// Own engine: prompt pages [first, first + n) are final, as (page, generation).
-    Publish { first: u32, pages: Vec<(u32, u64)> },
+    /// Own engine: the group's prompt pages [first, first + n) are final, as (page, generation).
+    Publish {
+        group: GroupId,
+        first: u32,
+        pages: Vec<(u32, u64)>,
+    },
     /// Own copy thread: checksums of pages published before, as (index in the prompt, page).
     Hashed(Vec<(u32, PageDigest)>),
     /// Own engine: the forward passes are over.
@@ -108,7 +113,7 @@ pub enum PrefillEvent {
         peer: ConnectionId,
         attempt: u32,
         prompt_hash: Vec<u8>,
-        start_page: u32,
+        groups: Vec<GroupStart>,
     },
     /// The reader has all pages.
     Done { peer: ConnectionId, attempt: u32 },
@@ -144,14 +149,15 @@ pub enum PrefillAction {
     /// Announce these pages.
     Progress {
         peer: ConnectionId,
+        group: GroupId,
         first_page: u32,
         pages: Vec<PageDigest>,
     },
-    /// Send FINAL; `root` covers the checksums of all pages that the reader gets.
+    /// Send FINAL; the root of a group covers the checksums of all its pages that the reader gets.
     Final {
         peer: ConnectionId,
-        finish: PrefillOutput,
-        root: u64,
+        groups: Vec<GroupTotal>,
+        payload: Vec<u8>,
     },
     /// Send ABORT.
     SendAbort {
@@ -178,13 +184,20 @@ fn leaves_pages(code: ReasonCode) -> bool {
 }
 
 impl PrefillRoom {
-    pub fn new(attempt: u32, prompt_hash: Vec<u8>, deadline: u64, lease_ms: u64) -> Self {
+    pub fn new(
+        attempt: u32,
+        prompt_hash: Vec<u8>,
+        deadline: u64,
+        lease_ms: u64,
+        group: GroupId,
+    ) -> Self {
         Self {
             phase: PrefillPhase::Waiting,
             attempt,
             prompt_hash,
             deadline,
             lease_ms,
+            group,
             pages: Vec::new(),
             finish: None,
             reader: None,
@@ -230,7 +243,11 @@ impl PrefillRoom {
             return self.after_the_end(&event);
         }
         match event {
-            PrefillEvent::Publish { first, pages } => self.publish_pages(first, &pages),
+            PrefillEvent::Publish {
+                group,
+                first,
+                pages,
+            } => self.publish_pages(group, first, &pages),
             PrefillEvent::Hashed(sums) => Ok(self.record_digests(&sums)),
             PrefillEvent::Finish(finish) => self.finish_prompt(finish, now),
             PrefillEvent::Abort(code) => Ok(self.end_room(PrefillPhase::Aborted(code), true)),
@@ -238,8 +255,8 @@ impl PrefillRoom {
                 peer,
                 attempt,
                 prompt_hash,
-                start_page,
-            } => Ok(self.accept_reader(peer, attempt, &prompt_hash, start_page, now)),
+                groups,
+            } => Ok(self.accept_reader(peer, attempt, &prompt_hash, &groups, now)),
             PrefillEvent::Done { peer, attempt }
                 if self.is_reader(peer) && attempt == self.attempt && self.final_sent() =>
             {
@@ -331,9 +348,15 @@ impl PrefillRoom {
 
     fn publish_pages(
         &mut self,
+        group: GroupId,
         first: u32,
         pages: &[(u32, u64)],
     ) -> Result<Vec<PrefillAction>, InvalidTransition> {
+        if group != self.group {
+            let own = self.group;
+            let reason = format!("pages of group {group} in a room of group {own}");
+            return Err(self.invalid_transition("publish", reason));
+        }
         if self.finish.is_some() {
             return Err(self.invalid_transition("publish", "finish() came before"));
         }
@@ -392,7 +415,7 @@ impl PrefillRoom {
             return vec![];
         };
         ready.retain(|&(index, _)| index >= reader.start_page);
-        let mut actions = progress_runs(reader.peer, &ready);
+        let mut actions = progress_runs(reader.peer, self.group, &ready);
         actions.extend(self.try_final());
         actions
     }
@@ -405,20 +428,30 @@ impl PrefillRoom {
         if self.finish.is_some() {
             return Err(self.invalid_transition("finish", "it was called before"));
         }
+        let PrefillOutput { groups, payload } = finish;
+        let pages = match groups[..] {
+            [pages] if pages.group == self.group => pages,
+            _ => {
+                let own = self.group;
+                let named: Vec<GroupId> = groups.iter().map(|pages| pages.group).collect();
+                let reason = format!("pages of groups {named:?} in a room of group {own}");
+                return Err(self.invalid_transition("finish", reason));
+            }
+        };
         let published = self
             .pages
             .iter()
             .take_while(|state| **state != PageState::Missing)
             .count();
-        if published != finish.total_pages as usize || self.pages.len() != published {
-            let total = finish.total_pages;
+        if published != pages.total_pages as usize || self.pages.len() != published {
+            let total = pages.total_pages;
             let page_count = self.pages.len();
             let reason = format!(
                 "{total} pages in all, but pages [0, {published}) of {page_count} are published"
             );
             return Err(self.invalid_transition("finish", reason));
         }
-        self.finish = Some(finish);
+        self.finish = Some((pages, payload));
         self.phase = PrefillPhase::Leased {
             until: now + self.lease_ms,
         };
@@ -430,7 +463,7 @@ impl PrefillRoom {
         peer: ConnectionId,
         attempt: u32,
         prompt_hash: &[u8],
-        start_page: u32,
+        groups: &[GroupStart],
         now: u64,
     ) -> Vec<PrefillAction> {
         let reject = |code, reason: &str| {
@@ -447,6 +480,18 @@ impl PrefillRoom {
             );
             return reject(ReasonCode::DupRoom, &reason);
         }
+        // Pages of other groups would never be announced: D would wait for them until its deadline.
+        let start_page = match groups {
+            [start] if start.group == self.group => start.start_page,
+            _ => {
+                let asked: Vec<GroupId> = groups.iter().map(|start| start.group).collect();
+                let reason = format!(
+                    "the decode node asks for page groups {asked:?}, the room has [{}]",
+                    self.group
+                );
+                return reject(ReasonCode::LayoutMismatch, &reason);
+            }
+        };
         match &self.reader {
             Some(reader) if reader.peer == peer && reader.start_page != start_page => {
                 return reject(
@@ -485,7 +530,7 @@ impl PrefillRoom {
             .filter_map(|(index, state)| Some((index, state.digest()?)))
             .collect();
         actions.push(PrefillAction::Accept { peer });
-        actions.extend(progress_runs(peer, &ready));
+        actions.extend(progress_runs(peer, self.group, &ready));
         actions.extend(self.try_final());
         actions
     }
@@ -493,7 +538,7 @@ impl PrefillRoom {
     /// Send FINAL once: when there is a reader, the engine has finished and all checksums are
     /// known.
     fn try_final(&mut self) -> Vec<PrefillAction> {
-        let (Some(finish), Some(reader)) = (&self.finish, &mut self.reader) else {
+        let (Some((pages, payload)), Some(reader)) = (&self.finish, &mut self.reader) else {
             return vec![];
         };
         if reader.final_sent
@@ -510,10 +555,16 @@ impl PrefillRoom {
             .iter()
             .skip(reader.start_page as usize)
             .filter_map(|state| Some(state.digest()?.sum));
+        let total = GroupTotal {
+            group: self.group,
+            total_pages: pages.total_pages,
+            last_page_tokens: pages.last_page_tokens,
+            root: root_of(sums),
+        };
         vec![PrefillAction::Final {
             peer: reader.peer,
-            finish: finish.clone(),
-            root: root_of(sums),
+            groups: vec![total],
+            payload: payload.clone(),
         }]
     }
 
@@ -551,12 +602,17 @@ impl PrefillRoom {
 }
 
 /// PROGRESS speaks of consecutive pages: one action per run.
-fn progress_runs(peer: ConnectionId, ready: &[(u32, PageDigest)]) -> Vec<PrefillAction> {
+fn progress_runs(
+    peer: ConnectionId,
+    group: GroupId,
+    ready: &[(u32, PageDigest)],
+) -> Vec<PrefillAction> {
     ready
         .chunk_by(|a, b| a.0 + 1 == b.0)
         .flat_map(|run| run.chunks(crate::protocol::MAX_PROGRESS_PAGES))
         .map(|run| PrefillAction::Progress {
             peer,
+            group,
             first_page: run[0].0,
             pages: run.iter().map(|&(_, digest)| digest).collect(),
         })

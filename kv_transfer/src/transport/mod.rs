@@ -17,6 +17,7 @@ pub mod tcp;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use crate::protocol::GroupId;
 use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
 
@@ -25,6 +26,7 @@ use crate::state_machine::decode::PullPage;
 pub struct Pull {
     /// Unique in this node; names the pull in `PullEnd` and in cancellation.
     pub id: u64,
+    pub group: GroupId,
     pub pages: Vec<PullPage>,
     /// Set by the node to stop a pull of a copy thread at the next page. (tcp pulls are stopped by
     /// a command.)

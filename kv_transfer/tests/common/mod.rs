@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use device::Memory;
+use kv_transfer::protocol::{GroupId, GroupPages};
 use kv_transfer::transport::communicator::CommBackend;
 use kv_transfer::{BootstrapServer, KvPool, NodeEvent, TransferNode};
 use pipes::Pipes;
@@ -20,6 +21,8 @@ pub const POOL_PAGES: usize = 2048;
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 pub const DEADLINE_MS: u64 = 20_000;
 pub const HASH: &[u8] = b"prompt";
+/// The page group of both nodes.
+pub const GROUP: GroupId = 2;
 
 /// One node and its pool.
 pub struct Rank {
@@ -32,9 +35,31 @@ pub struct Rank {
     heard: std::cell::RefCell<Vec<NodeEvent>>,
 }
 
+/// Pages of `PAGE` bytes whose heads have so many dimensions.
+pub fn layout(head_dim: usize) -> Value {
+    let page_tokens = PAGE / (2 * 4 * head_dim);
+    json!({
+        "groups": [{
+            "id": GROUP, "kind": "full", "layers": [[0, 1]], "heads": [[0, 1]],
+            "dims": format!("layer,kv=2,slot,head,head_dim={head_dim}"), "dtype": "float32",
+            "page_tokens": page_tokens, "page_bytes": PAGE, "retain": "all",
+        }],
+        "model_hash": "m",
+    })
+}
+
+/// The pages of a whole prompt.
+pub fn group_pages(total_pages: usize, last_page_tokens: u32) -> Vec<GroupPages> {
+    vec![GroupPages {
+        group: GROUP,
+        total_pages: total_pages as u32,
+        last_page_tokens,
+    }]
+}
+
 pub fn config(role: &str, extra: &Value) -> Value {
     let mut config = json!({
-        "role": role, "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"page_bytes": PAGE, "dtype": "f32"},
+        "role": role, "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": layout(64),
         "heartbeat_ms": 1000, "lease_ms": 20_000,
     });
     config
@@ -212,14 +237,14 @@ impl Rank {
         self.write(pages, room);
         for (i, part) in pages.chunks(chunk).enumerate() {
             self.node
-                .publish_pages(room, (i * chunk) as u32, &ids(part))
+                .publish_pages(room, GROUP, (i * chunk) as u32, &ids(part))
                 .unwrap();
         }
     }
 
     pub fn finish(&self, room: u64, total: usize) {
         self.node
-            .finish_prompt(room, total as u32, 3, room.to_le_bytes().to_vec())
+            .finish_prompt(room, group_pages(total, 3), room.to_le_bytes().to_vec())
             .unwrap();
     }
 }
@@ -341,7 +366,10 @@ impl Pair {
     }
 
     pub fn grant(&self, room: u64, pages: &[u32]) {
-        self.d.node.grant_pages(room, 0, &ids(pages)).unwrap();
+        self.d
+            .node
+            .grant_pages(room, GROUP, 0, &ids(pages))
+            .unwrap();
     }
 
     /// Transfers one room from grant to commit.

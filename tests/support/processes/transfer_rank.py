@@ -28,9 +28,13 @@ from typing import Any
 
 from baton._native import BootstrapServer, KvPool, TransferNode, start_logs
 
+from baton.layers.kv_spec import KVSpec, describe_heads
+
 PAGE_BYTES = 4096
 POOL_PAGES = 256
 HASH = b"prompt"
+GROUP = 0
+"""The id of a described group."""
 DEADLINE_MS = 20_000
 WAIT_SECS = 30.0
 HOST = "127.0.0.1"
@@ -55,9 +59,10 @@ class TransferRank:
     ) -> None:  # fmt: skip
         self.page_bytes = page_bytes
         self.pool: Any = KvPool(pool_pages, page_bytes)
+        group = describe_heads([0], [0], page_bytes // 8, dtype="float32", page_tokens=1)
         config = {
             "role": role, "host": HOST, "port": 0, "transports": ["tcp"], "lease_ms": 20_000, "heartbeat_ms": 1000,
-            "layout": {"page_bytes": page_bytes, "dtype": "f32"}, **(settings or {}),
+            "layout": KVSpec((group,)).layout("m"), **(settings or {}),
         }  # fmt: skip
         self._server: Any = None
         self.node: Any = TransferNode(self.pool, json.dumps(config))
@@ -87,10 +92,10 @@ class TransferRank:
         for index, page in enumerate(pages, first):
             at = page * self.page_bytes
             self._memory[at : at + self.page_bytes] = page_content(room, index, self.page_bytes)
-        self.node.publish(room, first, packed(pages))
+        self.node.publish(room, GROUP, first, packed(pages))
 
     def finish(self, room: int, total: int) -> None:
-        self.node.finish(room, total, 1, b"first token")
+        self.node.finish(room, [(GROUP, total, 1)], b"first token")
 
     def prefill(self, room: int, pages: Sequence[int]) -> None:
         self.offer(room)
@@ -103,7 +108,7 @@ class TransferRank:
         self.node.open(room, 0, host, bootstrap_port, 0, HASH, DEADLINE_MS)
 
     def grant(self, room: int, pages: Sequence[int]) -> None:
-        self.node.grant(room, 0, packed(pages))
+        self.node.grant(room, GROUP, 0, packed(pages))
 
     def holds(self, room: int, pages: Sequence[int]) -> bool:
         """True if these pages of the pool have the content of the room's prompt."""

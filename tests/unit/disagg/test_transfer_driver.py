@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.disagg.calls import TransferCall
+from baton.disagg.calls import GroupPages, TransferCall
 from baton.disagg.events import (
     GrantRevoked,
     NodeEvent,
@@ -34,6 +34,8 @@ from baton.sched.types.request_timeline import PulledPages
 from tests.support.sched.sched_sim import Node, request
 
 VOCAB = 100
+GROUP = 5
+PAGES = (GroupPages(GROUP, 3, 4),)
 PULLED = PulledPages("shm", 3, 1, 0.1, 0.1)
 GOOD = msgspec.msgpack.encode([42, 0])
 
@@ -63,7 +65,7 @@ FULL = RuntimeError("8320 rooms are live or not yet polled, which is this node's
 
 def decode(node: Runtime) -> tuple[Scheduler, DecodeTransferDriver]:
     return Scheduler(Limits(32, 4, 4, 100, 64, role="decode")), DecodeTransferDriver(
-        node, 60.0, VOCAB
+        node, 60.0, GROUP, VOCAB
     )
 
 
@@ -96,7 +98,7 @@ def errors(driver: DecodeTransferDriver | PrefillTransferDriver, kind: str) -> f
 
 def test_full_runtime_refuses_the_request_on_p() -> None:
     node = Runtime(offer=FULL)
-    driver = PrefillTransferDriver(node, 60.0)
+    driver = PrefillTransferDriver(node, 60.0, GROUP)
     with pytest.raises(QueueFull, match="NO_CAPACITY: 8320 rooms") as refused:
         driver.accept(request(1, [1, 2, 3], 3, room=101))
     assert refused.value.retry_after_secs == 2
@@ -132,8 +134,8 @@ def test_first_token_that_cannot_be_used_fails_its_room_only(payload: bytes, why
     node = Runtime()
     sched, driver = granted(node, rooms=2)
     node.events = [
-        RoomCommitted(101, payload, 3, 4, PULLED),
-        RoomCommitted(102, GOOD, 3, 4, PULLED),
+        RoomCommitted(101, payload, PAGES, PULLED),
+        RoomCommitted(102, GOOD, PAGES, PULLED),
     ]
     driver.poll(sched)
     failed, other = carry_out(sched, driver)
@@ -153,7 +155,7 @@ def test_first_token_that_completes_its_grammar_ends_the_answer(completes: bool 
     sched, driver = granted(node)
     fields = [42, 0, None, [], []]
     payload = msgspec.msgpack.encode(fields if completes is None else [*fields, completes])
-    node.events = [RoomCommitted(101, payload, 3, 4, PULLED)]
+    node.events = [RoomCommitted(101, payload, PAGES, PULLED)]
     driver.poll(sched)
     (first,) = carry_out(sched, driver)
     assert list(first.tokens) == [42]
@@ -202,7 +204,7 @@ def test_call_that_fails_on_p_ends_its_request(call: str) -> None:
     runtime = Runtime(**{call: RuntimeError("the runtime is 65536 commands behind")})
     p, driver = (
         Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1),
-        PrefillTransferDriver(runtime, 60.0),
+        PrefillTransferDriver(runtime, 60.0, GROUP),
     )
     req = request(1, [1] * 12, 3, room=101)
     driver.accept(req)
@@ -231,7 +233,7 @@ def test_end_of_a_former_offer_does_not_end_a_later_one() -> None:
     node = Runtime()
     p, driver = (
         Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1),
-        PrefillTransferDriver(node, 60.0),
+        PrefillTransferDriver(node, 60.0, GROUP),
     )
     first, second = (request(handle, [handle] * 12, 3, room=101) for handle in (1, 2))
     driver.accept(first)
@@ -250,7 +252,7 @@ def test_end_of_a_former_offer_does_not_end_a_later_one() -> None:
 
 def test_prompt_too_long_for_p_is_not_retried() -> None:
     node = Runtime()
-    driver = PrefillTransferDriver(node, 60.0)
+    driver = PrefillTransferDriver(node, 60.0, GROUP)
     for error in (PromptTooLong("prompt has 9000 tokens"), QueueFull("full")):
         driver.refuse(request(1, [1], 3, room=101), error)
     assert [code for _, _, code in node.calls] == ["PROMPT_TOO_LONG", "NO_CAPACITY"]
@@ -300,7 +302,10 @@ PULLED_JSON = (
     [
         (("announced", 7), RoomAnnounced(7)),
         (("revoked", 7), GrantRevoked(7)),
-        (("committed", 7, b"token", 3, 9, PULLED_JSON), RoomCommitted(7, b"token", 3, 9, PULLED)),
+        (
+            ("committed", 7, b"token", [(5, 3, 4)], PULLED_JSON),
+            RoomCommitted(7, b"token", PAGES, PULLED),
+        ),
         (("failed", 7, "AUTH", "why", False), RoomFailed(7, "AUTH", "why", False)),
         (("aborted", 7), RoomAborted(7)),
         (("released", 7, "DONE"), RoomReleased(7, "DONE")),

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from baton.disagg.calls import TransferCall
+from baton.disagg.calls import GroupPages, TransferCall
 from baton.disagg.events import (
     RELEASED_AFTER_PULL,
     NodeEvent,
@@ -24,6 +24,7 @@ from baton.disagg.events import (
     RoomReleased,
     read_event,
 )
+from baton.layers.kv_spec import KVSpec, describe_heads
 from baton.server.observability.metrics import RANK
 
 native = pytest.importorskip(
@@ -31,6 +32,7 @@ native = pytest.importorskip(
 )
 
 PAGE = 4096
+GROUP = describe_heads([0], [0], PAGE // 8, dtype="float32", page_tokens=1)
 TIMEOUT_SECS = 20.0
 
 
@@ -40,7 +42,8 @@ def ids(*pages: int) -> bytes:
 
 def start(pool: Any, role: str, **more: object) -> Any:
     config = {
-        "role": role, "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"page_bytes": PAGE},
+        "role": role, "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"],
+        "layout": KVSpec((GROUP,)).layout("m"),
     }  # fmt: skip
     return native.TransferNode(pool, json.dumps({**config, **more}))
 
@@ -103,12 +106,12 @@ def test_prompt_is_transferred_and_both_sides_are_notified(
     src.begin_write(ids(5, 3))
     pages = np.frombuffer(src.buffer(), dtype=np.uint8).reshape(8, PAGE)
     pages[5], pages[3] = 11, 22
-    p.publish(7, 0, ids(5, 3))
-    p.finish(7, 2, 9, b"payload")
-    d.grant(7, 0, ids(0, 1))
+    p.publish(7, 0, 0, ids(5, 3))
+    p.finish(7, (GroupPages(0, 2, 9),), b"payload")
+    d.grant(7, 0, 0, ids(0, 1))
     committed = next_event(d)
     assert isinstance(committed, RoomCommitted)
-    assert committed == RoomCommitted(7, b"payload", 2, 9, committed.pulled)
+    assert committed == RoomCommitted(7, b"payload", (GroupPages(0, 2, 9),), committed.pulled)
     assert committed.pulled.bytes == 2 * PAGE
     got = np.frombuffer(dst.buffer(), dtype=np.uint8).reshape(8, PAGE)
     assert (got[0] == 11).all()
@@ -148,7 +151,10 @@ def test_misuse_is_a_value_error_and_a_live_room_has_its_own(
     with pytest.raises(ValueError, match="reason code"):
         d.abort(1, "whatever")
     with pytest.raises(ValueError, match="page 8"):
-        d.grant(1, 0, ids(8))
+        d.grant(1, 0, 0, ids(8))
+    for call in (lambda: d.grant(1, 3, 0, ids(0)), lambda: p.publish(1, 3, 0, ids(0))):
+        with pytest.raises(ValueError, match="page group 3: the pool has the pages of group 0"):
+            call()
     with pytest.raises(ValueError, match="color"):
         start(native.KvPool(1, PAGE), "decode", color=1)
     with pytest.raises(OSError, match="registering"):

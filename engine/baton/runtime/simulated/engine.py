@@ -156,9 +156,9 @@ class PacedTransfer:
         self._node.call(call)
 
     def _delay(self, call: FinishCall) -> None:
-        tokens = (
-            (call.total_pages - 1) * self._page_size + call.last_page_tokens
-        ) * self._simulated.length_scale
+        (pages,) = call.groups
+        tokens = (pages.total_pages - 1) * self._page_size + pages.last_page_tokens
+        tokens *= self._simulated.length_scale
         due_at = (
             time.monotonic()
             + self._simulated.model.transfer_seconds(tokens) / self._simulated.speed

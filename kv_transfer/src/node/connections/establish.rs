@@ -16,7 +16,9 @@ use crate::bootstrap::{BootstrapClient, HttpError, RankRoute, resolve};
 use crate::node::config::Transport;
 use crate::pool::device::DevicePages;
 use crate::pool::{RemotePool, SumKind};
-use crate::protocol::handshake::{ConnectionError, Identity, OpenedConnection, read_frame};
+use crate::protocol::handshake::{
+    ConnectionError, Identity, OpenedConnection, name_versions, read_frame,
+};
 use crate::protocol::{
     Channel, FrameOpener, FrameSealer, Hello, MAX_DECODE_FRAME_BYTES, MAX_FRAME_BYTES, MIN_VERSION,
     Msg, VERSION,
@@ -81,8 +83,9 @@ pub async fn establish_connection(
     }
     if route.proto_ver != 0 && route.proto_ver < MIN_VERSION {
         let reason = format!(
-            "the prefill rank speaks protocol version {}, this node {MIN_VERSION} to {VERSION}",
-            route.proto_ver
+            "the prefill rank speaks {}, this node {}: update the older one",
+            name_versions(route.proto_ver, route.proto_ver),
+            name_versions(MIN_VERSION, VERSION)
         );
         return Err(mismatch(reason).into());
     }
@@ -452,9 +455,7 @@ mod tests {
             let msg = Msg::Final {
                 room,
                 attempt: 0,
-                total_pages: 1,
-                last_page_tokens: 1,
-                root: 0,
+                groups: vec![],
                 payload: vec![0; PAYLOAD],
             };
             theirs.write_all(&sealer.seal(&msg)).await.expect("open");

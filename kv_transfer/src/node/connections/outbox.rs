@@ -99,9 +99,7 @@ mod tests {
         let msg = Msg::Final {
             room: 1,
             attempt: 0,
-            total_pages: 1,
-            last_page_tokens: 1,
-            root: 0,
+            groups: vec![],
             payload: vec![0; payload],
         };
         OutgoingMessage { msg, flip: false }

@@ -19,7 +19,7 @@ use super::records::events::{NodeEvent, PullStats};
 use super::records::room_history::RoomSide;
 use crate::pool::RemotePool;
 use crate::protocol::handshake::ConnectionError;
-use crate::protocol::{Msg, OpenMessage, PageDigest};
+use crate::protocol::{GroupId, GroupStart, GroupTotal, Msg, OpenMessage, PageDigest};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::ConnectionId;
 use crate::state_machine::decode::{
@@ -109,7 +109,12 @@ impl DecodeSide {
         };
         let now = ctx.now_ms();
         let note = format!("{host}:{port} rank {dp_rank}");
-        let machine = DecodeRoom::new(attempt, 0, now, now.saturating_add(deadline_ms), limits);
+        let start = GroupStart {
+            group: ctx.config.group(),
+            start_page: 0,
+        };
+        let deadline = now.saturating_add(deadline_ms);
+        let machine = DecodeRoom::new(attempt, start, now, deadline, limits);
         let record = ctx.record_of(RoomSide::Decode, room, attempt, machine.phase.name(), note);
         ctx.record_state(record, false);
         ctx.timers.set(&NodeTimer::Decode(room), machine.next_due());
@@ -356,23 +361,18 @@ impl DecodeSide {
             Msg::Final {
                 room,
                 attempt,
-                total_pages,
-                last_page_tokens,
-                root,
+                groups,
                 payload,
             } => {
+                let total_pages: u32 = groups.iter().map(|total| total.total_pages).sum();
                 self.add_note(ctx, room, attempt, format!("FINAL: {total_pages} pages"));
-                let fin = FinalMessage {
-                    total_pages,
-                    last_page_tokens,
-                    root,
-                    payload,
-                };
+                let fin = FinalMessage { groups, payload };
                 (room, DecodeEvent::Final { peer, attempt, fin })
             }
             Msg::Progress {
                 room,
                 attempt,
+                group,
                 first_page,
                 ids,
                 gens,
@@ -400,6 +400,7 @@ impl DecodeSide {
                     DecodeEvent::Progress {
                         peer,
                         attempt,
+                        group,
                         first_page,
                         pages,
                     },
@@ -442,13 +443,25 @@ impl DecodeSide {
 
     // ---- pulls ----
 
-    fn start_pull(&mut self, ctx: &mut LoopContext, room: u64, ticket: u64, pages: Vec<PullPage>) {
+    fn start_pull(
+        &mut self,
+        ctx: &mut LoopContext,
+        (room, ticket): (u64, u64),
+        group: GroupId,
+        pages: Vec<PullPage>,
+    ) {
         let Some(entry) = self.rooms.get_mut(&room) else {
             return;
         };
         entry.first_pull.get_or_insert_with(Instant::now);
         let peer = entry.room.peer().unwrap_or_default();
-        let job = PullJob::new(ctx, (room, ticket), peer, pages, entry.remote.clone());
+        let job = PullJob::new(
+            ctx,
+            (room, ticket),
+            peer,
+            (group, pages),
+            entry.remote.clone(),
+        );
         self.submit_pull(ctx, job);
     }
 
@@ -523,7 +536,11 @@ impl DecodeSide {
     ) {
         match action {
             DecodeAction::Open { peer } => self.send_open(ctx, room, attempt, peer),
-            DecodeAction::Pull { ticket, pages } => self.start_pull(ctx, room, ticket, pages),
+            DecodeAction::Pull {
+                ticket,
+                group,
+                pages,
+            } => self.start_pull(ctx, (room, ticket), group, pages),
             DecodeAction::CancelPulls => self.pulls.cancel_room(ctx, room),
             DecodeAction::Announced => ctx.push_event(NodeEvent::Announced { room }),
             DecodeAction::Revoked => ctx.push_event(NodeEvent::Revoked { room }),
@@ -611,7 +628,7 @@ impl DecodeSide {
             p_inc_expected: conn.peer.inc.clone(),
             layout_hash: ctx.identity.hello.layout_hash.clone(),
             prompt_hash: entry.prompt_hash.clone(),
-            start_page: entry.room.start_page,
+            groups: vec![entry.room.start],
             deadline_ms: entry.room.deadline().saturating_sub(ctx.now_ms()),
             prio: 0,
         });
@@ -645,8 +662,7 @@ impl DecodeSide {
         ctx.push_event(NodeEvent::Committed {
             room,
             payload: fin.payload,
-            total_pages: fin.total_pages,
-            last_page_tokens: fin.last_page_tokens,
+            groups: fin.groups.iter().map(GroupTotal::pages).collect(),
             stats,
         });
     }

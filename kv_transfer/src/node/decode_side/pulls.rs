@@ -10,6 +10,7 @@ use crate::node::communicators::LoopContext;
 use crate::node::config::Transport;
 use crate::node::context::mapped_by;
 use crate::pool::RemotePool;
+use crate::protocol::GroupId;
 use crate::reason_code::ReasonCode;
 use crate::state_machine::decode::{DecodeEvent, PullPage};
 use crate::state_machine::{ConnectionId, PullError};
@@ -21,6 +22,7 @@ pub struct PullJob {
     pub room: u64,
     pub ticket: u64,
     pub peer: ConnectionId,
+    pub group: GroupId,
     pub pages: Vec<PullPage>,
     pub via: Transport,
     /// The peer's pool, if it is mapped.
@@ -35,13 +37,14 @@ impl PullJob {
         ctx: &mut LoopContext,
         (room, ticket): (u64, u64),
         peer: ConnectionId,
-        pages: Vec<PullPage>,
+        (group, pages): (GroupId, Vec<PullPage>),
         remote: Option<Arc<RemotePool>>,
     ) -> Self {
         let mut job = Self {
             room,
             ticket,
             peer,
+            group,
             pages,
             via: Transport::Tcp,
             remote,
@@ -122,6 +125,7 @@ impl PullJobs {
         self.next_job += 1;
         let pull = Pull {
             id,
+            group: job.group,
             pages: job.pages.clone(),
             cancel: job.cancel.clone(),
         };

@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::room_history::RoomSide;
+use crate::protocol::GroupPages;
 use crate::reason_code::ReasonCode;
 
 /// Statistics of a committed room's pulls.
@@ -28,8 +29,7 @@ pub enum NodeEvent {
     Committed {
         room: u64,
         payload: Vec<u8>,
-        total_pages: u32,
-        last_page_tokens: u32,
+        groups: Vec<GroupPages>,
         stats: PullStats,
     },
     /// D: the room failed; `message` is for the client.

@@ -6,10 +6,12 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use super::*;
-use crate::protocol::PageDigest;
+use crate::protocol::{GroupId, PageDigest};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
+
+const GROUP: GroupId = 4;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum WireMessage {
@@ -184,6 +186,7 @@ impl Relay {
                 .insert(pull as u64, pages.iter().map(|p| p.dst).collect());
             relay.receiver(ReceiverEvent::Pull {
                 pull: pull as u64,
+                group: GROUP,
                 pages,
             });
         }
@@ -208,13 +211,20 @@ impl Relay {
             match action {
                 ReceiverAction::Ask => self.to_p.push_back(WireMessage::Open),
                 ReceiverAction::Join(_) => self.d_jobs.push_back(AtD::Join),
-                ReceiverAction::Read { ticket, pages } => self.to_p.push_back(WireMessage::Read(
+                ReceiverAction::Read {
                     ticket,
-                    pages
-                        .iter()
-                        .map(|p| (p.src.page, p.src.generation))
-                        .collect(),
-                )),
+                    group,
+                    pages,
+                } => {
+                    assert_eq!(group, GROUP, "pages of the pull's group are asked for");
+                    self.to_p.push_back(WireMessage::Read(
+                        ticket,
+                        pages
+                            .iter()
+                            .map(|p| (p.src.page, p.src.generation))
+                            .collect(),
+                    ));
+                }
                 ReceiverAction::Receive(SlabReceive { ticket, pages, .. }) => {
                     self.d_jobs.push_back(AtD::Receive { ticket, pages });
                 }
@@ -800,7 +810,14 @@ fn send_out_of_order_ends_the_communicator_before_a_receive_is_posted() {
     };
     let (mut receiver, _) = SlabReceiver::new(LIMITS, 0);
     let pages = vec![page(0), page(1)];
-    receiver.apply_event(ReceiverEvent::Pull { pull: 0, pages }, 0);
+    receiver.apply_event(
+        ReceiverEvent::Pull {
+            pull: 0,
+            group: GROUP,
+            pages,
+        },
+        0,
+    );
     receiver.apply_event(ReceiverEvent::Id(vec![1]), 0);
     receiver.apply_event(ReceiverEvent::Comm(CommEvent::Opened), 0);
     let actions = receiver.apply_event(ReceiverEvent::Announced { ticket: 1, seq: 1 }, 0);

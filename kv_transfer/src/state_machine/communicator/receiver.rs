@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::{CommAction, CommEnd, CommEvent, CommLife, CommPhase, SlabLimits, SlabReceive, Ticket};
+use crate::protocol::GroupId;
 use crate::reason_code::ReasonCode;
 use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
@@ -10,7 +11,11 @@ use crate::state_machine::decode::PullPage;
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum ReceiverEvent {
     /// Fetch these pages. Answered by one `ReceiverAction::End`.
-    Pull { pull: u64, pages: Vec<PullPage> },
+    Pull {
+        pull: u64,
+        group: GroupId,
+        pages: Vec<PullPage>,
+    },
     /// Stop this pull.
     Cancel { pull: u64 },
     /// COMM_ID came.
@@ -45,6 +50,7 @@ pub enum ReceiverAction {
     /// Send SLAB_READ.
     Read {
         ticket: Ticket,
+        group: GroupId,
         pages: Vec<PullPage>,
     },
     /// Own thread: post the next receive.
@@ -93,7 +99,8 @@ pub struct SlabReceiver {
     life: CommLife,
     free: Vec<usize>,
     pulls: BTreeMap<u64, PullProgress>,
-    todo: VecDeque<(u64, Vec<PullPage>)>,
+    /// Pages not asked for yet: their pull, their group.
+    todo: VecDeque<(u64, GroupId, Vec<PullPage>)>,
     chunks: BTreeMap<Ticket, Chunk>,
     next_ticket: Ticket,
     next_seq: u64,
@@ -130,7 +137,9 @@ impl SlabReceiver {
     pub fn apply_event(&mut self, event: ReceiverEvent, now: u64) -> Vec<ReceiverAction> {
         let mut out = Vec::new();
         match event {
-            ReceiverEvent::Pull { pull, pages } => self.accept_pull(pull, &pages, &mut out),
+            ReceiverEvent::Pull { pull, group, pages } => {
+                self.accept_pull(pull, group, &pages, &mut out)
+            }
             ReceiverEvent::Cancel { pull } => {
                 self.finish_pull(pull, Err(PullError::Cancelled), &mut out)
             }
@@ -164,7 +173,13 @@ impl SlabReceiver {
         out
     }
 
-    fn accept_pull(&mut self, pull: u64, pages: &[PullPage], out: &mut Vec<ReceiverAction>) {
+    fn accept_pull(
+        &mut self,
+        pull: u64,
+        group: GroupId,
+        pages: &[PullPage],
+        out: &mut Vec<ReceiverAction>,
+    ) {
         let state = PullProgress {
             chunks_left: pages.len().div_ceil(self.life.limits.pages_per_slab),
             pages: 0,
@@ -180,7 +195,7 @@ impl SlabReceiver {
             return self.finish_pull(pull, Ok(()), out);
         }
         for part in pages.chunks(self.life.limits.pages_per_slab) {
-            self.todo.push_back((pull, part.to_vec()));
+            self.todo.push_back((pull, group, part.to_vec()));
         }
     }
 
@@ -188,7 +203,7 @@ impl SlabReceiver {
     fn read_more(&mut self, now: u64, out: &mut Vec<ReceiverAction>) {
         while self.life.is_open()
             && !self.free.is_empty()
-            && let Some((pull, pages)) = self.todo.pop_front()
+            && let Some((pull, group, pages)) = self.todo.pop_front()
             && let Some(slab) = self.free.pop()
         {
             if self.chunks.is_empty() {
@@ -198,6 +213,7 @@ impl SlabReceiver {
             self.next_ticket += 1;
             out.push(ReceiverAction::Read {
                 ticket,
+                group,
                 pages: pages.clone(),
             });
             let usage = SlabUse::Asked;
@@ -321,7 +337,7 @@ impl SlabReceiver {
             return;
         };
         state.ending.get_or_insert(result);
-        self.todo.retain(|(of, _)| *of != pull);
+        self.todo.retain(|(of, ..)| *of != pull);
         for (&ticket, chunk) in self.chunks.iter_mut().filter(|(_, c)| c.pull == pull) {
             match chunk.usage {
                 SlabUse::Asked => chunk.usage = SlabUse::Dropped { receiving: false },

@@ -1,6 +1,7 @@
 use super::*;
 
 const P: ConnectionId = 3;
+const GROUP: GroupId = 4;
 const LIMITS: PullLimits = PullLimits {
     pages_per_pull: 2,
     pulls_in_flight: 2,
@@ -17,7 +18,11 @@ fn digest(page: u32) -> PageDigest {
 }
 
 fn connected(start_page: u32) -> DecodeRoom {
-    let mut room = DecodeRoom::new(1, start_page, 0, 1000, LIMITS);
+    let start = GroupStart {
+        group: GROUP,
+        start_page,
+    };
+    let mut room = DecodeRoom::new(1, start, 0, 1000, LIMITS);
     assert_eq!(
         room.apply_event(DecodeEvent::Connected { peer: P }, 0),
         Ok(vec![DecodeAction::Open { peer: P }])
@@ -29,6 +34,7 @@ fn progress(first_page: u32, n: u32) -> DecodeEvent {
     DecodeEvent::Progress {
         peer: P,
         attempt: 1,
+        group: GROUP,
         first_page,
         pages: (first_page..first_page + n).map(digest).collect(),
     }
@@ -40,9 +46,12 @@ fn fin(start: u32, total_pages: u32) -> DecodeEvent {
         peer: P,
         attempt: 1,
         fin: FinalMessage {
-            total_pages,
-            last_page_tokens: 5,
-            root,
+            groups: vec![GroupTotal {
+                group: GROUP,
+                total_pages,
+                last_page_tokens: 5,
+                root,
+            }],
             payload: vec![1],
         },
     }
@@ -52,7 +61,7 @@ fn pulls(actions: &[DecodeAction]) -> Vec<(u64, usize)> {
     actions
         .iter()
         .filter_map(|a| {
-            if let DecodeAction::Pull { ticket, pages } = a {
+            if let DecodeAction::Pull { ticket, pages, .. } = a {
                 Some((*ticket, pages.len()))
             } else {
                 None
@@ -63,6 +72,7 @@ fn pulls(actions: &[DecodeAction]) -> Vec<(u64, usize)> {
 
 fn grant_first(pages: u32) -> DecodeEvent {
     DecodeEvent::Grant {
+        group: GROUP,
         start_page: 0,
         pages: (0..pages).collect(),
     }
@@ -124,6 +134,7 @@ fn pages_are_pulled_as_they_are_announced_and_committed_at_the_end() {
     assert_eq!(
         room.apply_event(
             DecodeEvent::Grant {
+                group: GROUP,
                 start_page: 0,
                 pages: vec![50, 51, 52]
             },
@@ -137,6 +148,7 @@ fn pages_are_pulled_as_they_are_announced_and_committed_at_the_end() {
         actions,
         vec![DecodeAction::Pull {
             ticket: 0,
+            group: GROUP,
             pages: vec![PullPage {
                 src: digest(0),
                 dst: 50
@@ -177,6 +189,7 @@ fn pages_are_pulled_as_they_are_announced_and_committed_at_the_end() {
 #[test]
 fn grant_can_be_revoked_until_the_peer_holds_pages_for_the_room() {
     let grant = |pages: &[u32]| DecodeEvent::Grant {
+        group: GROUP,
         start_page: 0,
         pages: pages.to_vec(),
     };
@@ -213,6 +226,7 @@ fn full_hit_commits_on_final_alone() {
     let mut room = connected(0);
     room.apply_event(
         DecodeEvent::Grant {
+            group: GROUP,
             start_page: 4,
             pages: vec![],
         },
@@ -239,6 +253,7 @@ fn pages_before_start_page_are_not_pulled_and_pulls_are_windowed() {
     let mut room = connected(2);
     room.apply_event(
         DecodeEvent::Grant {
+            group: GROUP,
             start_page: 0,
             pages: (50..57).collect(),
         },
@@ -269,6 +284,7 @@ fn end_is_reported_only_after_the_last_pull_stopped() {
     let mut room = connected(0);
     room.apply_event(
         DecodeEvent::Grant {
+            group: GROUP,
             start_page: 0,
             pages: vec![50, 51, 52, 53],
         },
@@ -323,6 +339,7 @@ fn abort_replaces_a_failure_that_was_not_reported_yet() {
     let mut room = connected(0);
     room.apply_event(
         DecodeEvent::Grant {
+            group: GROUP,
             start_page: 0,
             pages: vec![50],
         },
@@ -385,6 +402,7 @@ fn dead_peer_is_survived_only_if_nothing_more_is_needed_from_it() {
         pulls(
             &shm.apply_event(
                 DecodeEvent::Grant {
+                    group: GROUP,
                     start_page: 0,
                     pages: vec![50, 51]
                 },
@@ -410,6 +428,7 @@ fn grant_of_the_wrong_size_never_commits() {
         let mut room = connected(0);
         room.apply_event(
             DecodeEvent::Grant {
+                group: GROUP,
                 start_page: 0,
                 pages: (0..granted as u32).collect(),
             },
@@ -435,6 +454,7 @@ fn wrong_root_is_a_checksum_failure() {
     let mut room = connected(0);
     room.apply_event(
         DecodeEvent::Grant {
+            group: GROUP,
             start_page: 0,
             pages: vec![50],
         },
@@ -446,9 +466,12 @@ fn wrong_root_is_a_checksum_failure() {
         peer: P,
         attempt: 1,
         fin: FinalMessage {
-            total_pages: 1,
-            last_page_tokens: 1,
-            root: 1,
+            groups: vec![GroupTotal {
+                group: GROUP,
+                total_pages: 1,
+                last_page_tokens: 1,
+                root: 1,
+            }],
             payload: vec![],
         },
     };
@@ -508,6 +531,7 @@ fn illegal_pairs_are_typed_errors_and_change_nothing() {
     granted
         .apply_event(
             DecodeEvent::Grant {
+                group: GROUP,
                 start_page: 0,
                 pages: vec![1],
             },
@@ -518,6 +542,7 @@ fn illegal_pairs_are_typed_errors_and_change_nothing() {
         (
             over.clone(),
             DecodeEvent::Grant {
+                group: GROUP,
                 start_page: 0,
                 pages: vec![1],
             },
@@ -532,6 +557,7 @@ fn illegal_pairs_are_typed_errors_and_change_nothing() {
         (
             granted,
             DecodeEvent::Grant {
+                group: GROUP,
                 start_page: 0,
                 pages: vec![2],
             },
@@ -565,4 +591,55 @@ fn peer_that_announces_without_end_is_cut_off() {
         )),
         "{actions:?}"
     );
+}
+
+#[test]
+fn pages_of_another_group_end_the_room_and_a_grant_of_them_changes_nothing() {
+    let other = GROUP + 1;
+    let total = |group| GroupTotal {
+        group,
+        total_pages: 1,
+        last_page_tokens: 1,
+        root: 0,
+    };
+    let finals = [vec![], vec![total(other)], vec![total(GROUP), total(other)]];
+    let finals = finals.map(|groups| DecodeEvent::Final {
+        peer: P,
+        attempt: 1,
+        fin: FinalMessage {
+            groups,
+            payload: vec![],
+        },
+    });
+    let announced = DecodeEvent::Progress {
+        peer: P,
+        attempt: 1,
+        group: other,
+        first_page: 0,
+        pages: vec![digest(0)],
+    };
+    for message in finals.into_iter().chain([announced]) {
+        let mut room = connected(0);
+        let actions = room.apply_event(message.clone(), 0).expect("legal");
+        assert!(
+            actions.iter().any(|action| matches!(
+                action,
+                DecodeAction::Fail {
+                    code: ReasonCode::TransportBroken,
+                    ..
+                }
+            )),
+            "{message:?}: {actions:?}"
+        );
+    }
+    let mut room = connected(0);
+    let before = room.clone();
+    let grant = DecodeEvent::Grant {
+        group: other,
+        start_page: 0,
+        pages: vec![50],
+    };
+    let err = room.apply_event(grant, 0).expect_err("illegal");
+    assert!(err.reason.contains("page group"), "{err}");
+    assert_eq!(room, before);
 }

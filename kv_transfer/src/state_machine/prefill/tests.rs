@@ -1,9 +1,17 @@
 use super::*;
 
 const D: ConnectionId = 7;
+const GROUP: GroupId = 4;
+
+fn starts(start_page: u32) -> Vec<GroupStart> {
+    vec![GroupStart {
+        group: GROUP,
+        start_page,
+    }]
+}
 
 fn room() -> PrefillRoom {
-    PrefillRoom::new(1, vec![1, 2], 1000, 100)
+    PrefillRoom::new(1, vec![1, 2], 1000, 100, GROUP)
 }
 
 fn digest(page: u32) -> PageDigest {
@@ -19,14 +27,17 @@ fn open(start_page: u32) -> PrefillEvent {
         peer: D,
         attempt: 1,
         prompt_hash: vec![1, 2],
-        start_page,
+        groups: starts(start_page),
     }
 }
 
 fn finish(total_pages: u32) -> PrefillEvent {
     PrefillEvent::Finish(PrefillOutput {
-        total_pages,
-        last_page_tokens: 3,
+        groups: vec![GroupPages {
+            group: GROUP,
+            total_pages,
+            last_page_tokens: 3,
+        }],
         payload: vec![9],
     })
 }
@@ -35,6 +46,7 @@ fn finish(total_pages: u32) -> PrefillEvent {
 fn with_pages(mut room: PrefillRoom, n: u32) -> PrefillRoom {
     room.apply_event(
         PrefillEvent::Publish {
+            group: GROUP,
             first: 0,
             pages: (0..n).map(|i| (10 + i, 2)).collect(),
         },
@@ -60,12 +72,13 @@ fn room_without_a_reader_sends_nothing_until_open() {
         actions[1],
         PrefillAction::Progress {
             peer: D,
+            group: GROUP,
             first_page: 1,
             pages: vec![digest(11)]
         }
     );
     assert!(
-        matches!(&actions[2], PrefillAction::Final { root, .. } if *root == root_of([digest(11).sum].into_iter()))
+        matches!(&actions[2], PrefillAction::Final { groups, .. } if groups[0].root == root_of([digest(11).sum].into_iter()))
     );
     assert_eq!(
         room.apply_event(
@@ -86,6 +99,7 @@ fn final_waits_for_the_last_checksum() {
     room.apply_event(open(0), 0).expect("legal");
     room.apply_event(
         PrefillEvent::Publish {
+            group: GROUP,
             first: 0,
             pages: vec![(10, 2)],
         },
@@ -119,6 +133,7 @@ fn checksums_of_another_room_of_the_same_number_are_not_taken() {
     room.apply_event(open(0), 0).expect("legal");
     room.apply_event(
         PrefillEvent::Publish {
+            group: GROUP,
             first: 0,
             pages: vec![(10, 2)],
         },
@@ -155,7 +170,7 @@ fn wrong_prompt_and_a_wrong_attempt_are_rejected_and_another_reader_takes_over()
         peer: D,
         attempt: 1,
         prompt_hash: vec![3],
-        start_page: 0,
+        groups: starts(0),
     };
     assert_eq!(
         code(room.apply_event(wrong_prompt, 0).expect("legal")),
@@ -165,12 +180,24 @@ fn wrong_prompt_and_a_wrong_attempt_are_rejected_and_another_reader_takes_over()
         peer: D,
         attempt: 2,
         prompt_hash: vec![1, 2],
-        start_page: 0,
+        groups: starts(0),
     };
     assert_eq!(
         code(room.apply_event(wrong_attempt, 0).expect("legal")),
         ReasonCode::DupRoom
     );
+    for groups in [vec![], [starts(0), starts(0)].concat()] {
+        let other_groups = PrefillEvent::Open {
+            peer: D,
+            attempt: 1,
+            prompt_hash: vec![1, 2],
+            groups,
+        };
+        assert_eq!(
+            code(room.apply_event(other_groups, 0).expect("legal")),
+            ReasonCode::LayoutMismatch
+        );
+    }
     room.apply_event(open(0), 0).expect("legal");
     assert_eq!(
         room.apply_event(open(0), 0).expect("legal")[0],
@@ -181,7 +208,7 @@ fn wrong_prompt_and_a_wrong_attempt_are_rejected_and_another_reader_takes_over()
         peer: 8,
         attempt: 1,
         prompt_hash,
-        start_page: 0,
+        groups: starts(0),
     };
     assert_eq!(
         code(room.apply_event(second(vec![9]), 0).expect("legal")),
@@ -293,7 +320,7 @@ fn another_reader_gets_the_pages_of_one_that_died_during_prefill() {
         peer,
         attempt: 1,
         prompt_hash: vec![1, 2],
-        start_page: 0,
+        groups: starts(0),
     };
     let actions = room.apply_event(again(D2), 2).expect("legal");
     assert_eq!(actions[0], PrefillAction::Accept { peer: D2 });
@@ -316,7 +343,7 @@ fn another_reader_gets_the_pages_of_one_that_died_during_prefill() {
 
 #[test]
 fn lease_whose_reader_left_is_short_until_another_opens() {
-    let mut room = PrefillRoom::new(1, vec![1, 2], 1_000_000, 60_000);
+    let mut room = PrefillRoom::new(1, vec![1, 2], 1_000_000, 60_000, GROUP);
     room = with_pages(room, 1);
     room.apply_event(open(0), 0).expect("legal");
     room.apply_event(finish(1), 0).expect("legal");
@@ -399,6 +426,7 @@ fn every_way_to_end_releases_once() {
 #[test]
 fn illegal_pairs_are_typed_errors_and_change_nothing() {
     let publish = |page| PrefillEvent::Publish {
+        group: GROUP,
         first: 0,
         pages: vec![(page, 2)],
     };
@@ -423,6 +451,23 @@ fn illegal_pairs_are_typed_errors_and_change_nothing() {
             "was published as page 10",
         ),
         (with_pages(room(), 1), finish(2), "2 pages in all"),
+        (
+            room(),
+            PrefillEvent::Publish {
+                group: GROUP + 1,
+                first: 0,
+                pages: vec![(10, 2)],
+            },
+            "pages of group 5 in a room of group 4",
+        ),
+        (
+            with_pages(room(), 1),
+            PrefillEvent::Finish(PrefillOutput {
+                groups: vec![],
+                payload: vec![],
+            }),
+            "pages of groups [] in a room of group 4",
+        ),
     ];
     for (mut room, event, reason) in cases {
         let before = room.clone();
@@ -438,6 +483,7 @@ fn publishing_the_same_pages_again_is_harmless() {
     assert_eq!(
         room.apply_event(
             PrefillEvent::Publish {
+                group: GROUP,
                 first: 1,
                 pages: vec![(11, 2)]
             },

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::pool::SumKind;
 use crate::protocol::handshake::{ConnectionError, OpenedConnection};
-use crate::protocol::{Channel, FrameOpener, FrameSealer, HEADER_BYTES, Msg, frame_len};
+use crate::protocol::{Channel, FrameOpener, FrameSealer, GroupId, HEADER_BYTES, Msg, frame_len};
 use crate::reason_code::ReasonCode;
 use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
@@ -115,6 +115,7 @@ impl Job {
 struct Chunk {
     job: u64,
     ticket: u64,
+    group: GroupId,
     pages: Vec<PullPage>,
     sums: Vec<u64>,
     /// Bytes of the answer, staged for pages on a device.
@@ -211,6 +212,7 @@ impl Client {
             self.todo.push_back(Chunk {
                 job: part.id,
                 ticket: 0,
+                group: part.group,
                 pages: pages.to_vec(),
                 sums: Vec::new(),
                 staged: Vec::new(),
@@ -229,6 +231,7 @@ impl Client {
             let gens = chunk.pages.iter().map(|p| p.src.generation).collect();
             self.out.extend(sealer.seal(&Msg::Read {
                 ticket: chunk.ticket,
+                group: chunk.group,
                 ids,
                 gens,
             }));

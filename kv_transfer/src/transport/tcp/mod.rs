@@ -36,8 +36,8 @@ use super::fault_injection::Faults;
 use super::tasks::PeerTasks;
 use super::{Pull, PullEnd};
 use crate::pool::{AnnouncedPages, KvPool, SumKind};
-use crate::protocol::MAX_READ_PAGES;
 use crate::protocol::handshake::{Identity, OpenedConnection};
+use crate::protocol::{GroupId, MAX_READ_PAGES};
 use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
 
@@ -78,6 +78,7 @@ enum ClientCommand {
 /// Pages of a pull that one stream fetches.
 struct PullPart {
     id: u64,
+    group: GroupId,
     pages: Vec<PullPage>,
     of: Arc<DividedPull>,
 }
@@ -155,6 +156,7 @@ impl DataStreams {
                 .collect();
             let part = PullPart {
                 id: pull.id,
+                group: pull.group,
                 pages,
                 of: of.clone(),
             };
@@ -372,6 +374,7 @@ mod tests {
         let mut streams = DataStreams::new(refusing, "p".into(), SumKind::Xxh3);
         let pull = || Pull {
             id: 1,
+            group: 0,
             pages: Vec::new(),
             cancel: Arc::default(),
         };

@@ -38,7 +38,13 @@ pub(super) async fn serve_reads(
             let frame = read_small_frame(stream, MAX_READ_FRAME_BYTES, context.idle).await?;
             match opener.open(&frame)? {
                 Msg::Heartbeat { .. } => {}
-                Msg::Read { ticket, ids, gens } => {
+                Msg::Read {
+                    ticket,
+                    group,
+                    ids,
+                    gens,
+                } => {
+                    context.identity.check_group("READ", group)?;
                     if let Some(delay) = context.faults.page_delay() {
                         tokio::time::sleep(delay).await; // a test's slow link
                     }

@@ -11,7 +11,7 @@ import pytest
 
 from baton.config import build_config
 from baton.config.simulated import parse_device
-from baton.disagg.calls import AbortCall, FinishCall, TransferCall
+from baton.disagg.calls import AbortCall, FinishCall, GroupPages, TransferCall
 from baton.errors import ConfigError
 from baton.runtime.simulated.device import SimRunner, answer_tokens
 from baton.runtime.simulated.engine import PacedTransfer
@@ -122,23 +122,31 @@ class Wire:
         return []
 
 
+def one_page(tokens: int) -> tuple[GroupPages, ...]:
+    return (GroupPages(0, 1, tokens),)
+
+
+def finish(room: int, tokens: int, payload: bytes) -> FinishCall:
+    return FinishCall(room, one_page(tokens), payload)
+
+
 def test_ends_reach_d_in_order_of_their_transfers_and_not_after_an_abort() -> None:
     wire = Wire()
     paced = PacedTransfer(wire, parse_device("reference,transfer_ms=20,transfer_us=10000"), 16)  # type: ignore[arg-type]
-    paced.call(FinishCall(1, 1, 9, b"long"))
-    paced.call(FinishCall(2, 1, 5, b"aborted"))
-    paced.call(FinishCall(3, 1, 1, b"short"))
+    paced.call(finish(1, 9, b"long"))
+    paced.call(finish(2, 5, b"aborted"))
+    paced.call(finish(3, 1, b"short"))
     paced.call(AbortCall(2, "CLIENT_GONE"))
     while len(wire.calls) < 3:
         assert wire.heard.wait(10)
         wire.heard.clear()
-    assert wire.calls == [(2, "CLIENT_GONE"), (3, 1, 1, b"short"), (1, 1, 9, b"long")]
+    assert wire.calls == [(2, "CLIENT_GONE"), (3, one_page(1), b"short"), (1, one_page(9), b"long")]
 
 
 def test_error_of_the_transfer_runtime_reaches_the_rank() -> None:
     wire = Wire(RuntimeError("full"))
     paced = PacedTransfer(wire, parse_device("reference,transfer_ms=0,transfer_us=0"), 16)  # type: ignore[arg-type]
-    paced.call(FinishCall(1, 1, 1, b""))
+    paced.call(finish(1, 1, b""))
     assert wire.heard.wait(10)
     paced.stopped.wait(10)
     with pytest.raises(RuntimeError, match="full"):
