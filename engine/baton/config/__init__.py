@@ -16,6 +16,6 @@
 
 from baton.config.engine import *  # noqa: F403
 from baton.config.flags import *  # noqa: F403
-from baton.config.groups.disaggregation import KV_TRANSPORTS  # noqa: F401
-from baton.config.groups.ranks import MEM_FRACTION  # noqa: F401
+from baton.config.groups.disaggregation import KV_TRANSPORTS as KV_TRANSPORTS
+from baton.config.groups.ranks import MEM_FRACTION as MEM_FRACTION
 from baton.config.parsing import *  # noqa: F403

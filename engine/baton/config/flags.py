@@ -172,8 +172,12 @@ def add_environment(cls: type, values: dict[str, Any]) -> list[str]:
 
 def _read_headings(cls: type) -> dict[str, str]:
     """Titles by the first field that each stands above: HEADING of each base of a config class."""
-    groups = [base for base in cls.__mro__ if "HEADING" in vars(base)]
-    return {dataclasses.fields(group)[0].name: group.HEADING for group in groups}
+    headings = {}
+    for base in cls.__mro__:
+        heading = vars(base).get("HEADING")
+        if heading is not None:
+            headings[dataclasses.fields(base)[0].name] = heading
+    return headings
 
 
 def add_flags(
