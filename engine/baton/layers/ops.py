@@ -180,21 +180,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     dtype.
 
     The mean is taken in float32 and the quotient rounded to x's dtype before the product, as
-    transformers does.
+    transformers' classes do that keep the weight in that type. The product with a float32 weight is
+    rounded once, as others of them do; CPUs alone have a kernel for it.
     """
-    if fast := _kernels_for(x):
+    is_rounded_once = weight.dtype != x.dtype
+    if (x.is_cpu or not is_rounded_once) and (fast := _kernels_for(x)):
         return fast.rms_norm(x, weight, eps)
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight * unit).to(x.dtype) if is_rounded_once else weight * unit.to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual) for x, residual [T, N]; either input may be
     overwritten."""
-    if fast := _kernels_for(x):
+    if (x.is_cpu or weight.dtype == x.dtype) and (fast := _kernels_for(x)):
         return fast.add_rms_norm(x, residual, weight, eps)
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / deviation over the last dimension, times weight [N], plus bias [N]."""
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def apply_rope(
@@ -224,3 +232,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return fast.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up in its tanh form, for gate_up [T, 2N] = [gate | up]: a new [T, N]. CPUs alone
+    have a kernel for it."""
+    if native := _native_for(gate_up):
+        product: Tensor = native.gelu_mul(gate_up)
+        return product
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from baton._native import PackedWeight as _NativeWeight
 from baton._native import cpu_isa as _cpu_isa
+from baton._native import multiply_gated as _multiply_gated
 from baton._native import rms_norm as _rms_norm
 from baton._native import rope as _rope
 from baton._native import set_threads as set_threads
-from baton._native import silu_mul as _silu_mul
 from baton.errors import ConfigError
 
 _BF16 = torch.bfloat16
@@ -89,19 +89,27 @@ class PackedWeight:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Leading dimensions: one or two, with any strides."""
-    weight_at = checked_address("weight", weight, x.dtype, x.shape[-1:])
+    weight_at, is_f32 = _norm_weight(x, weight)
     out = x.new_empty(x.shape)
-    _rms_norm(x.dtype == _BF16, _vector_layout("x", x), 0, weight_at, eps, out.data_ptr())
+    _rms_norm(x.dtype == _BF16, _vector_layout("x", x), 0, weight_at, is_f32, eps, out.data_ptr())
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Overwrites both: x becomes the norm, residual the sum."""
-    weight_at = checked_address("weight", weight, x.dtype, x.shape[-1:])
+    weight_at, is_f32 = _norm_weight(x, weight)
     x_at = checked_address("x", x, x.dtype, x.shape)
     residual_at = checked_address("residual", residual, x.dtype, x.shape)
-    _rms_norm(x.dtype == _BF16, _vector_layout("x", x), residual_at, weight_at, eps, x_at)
+    layout = _vector_layout("x", x)
+    _rms_norm(x.dtype == _BF16, layout, residual_at, weight_at, is_f32, eps, x_at)
     return x, residual
+
+
+def _norm_weight(x: Tensor, weight: Tensor) -> tuple[int, bool]:
+    """Where the weight of a norm of x begins, and whether it is float32 instead of x's type."""
+    is_f32 = weight.dtype is torch.float32
+    dtype = torch.float32 if is_f32 else x.dtype
+    return checked_address("weight", weight, dtype, x.shape[-1:]), is_f32
 
 
 def apply_rope(
@@ -127,14 +135,23 @@ def apply_rope(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
+    return _gated_product(gate_up, gelu=False)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    return _gated_product(gate_up, gelu=True)
+
+
+def _gated_product(gate_up: Tensor, *, gelu: bool) -> Tensor:
     rows, both = gate_up.shape
     if gate_up.stride(1) != 1 or both % 2:
         raise ValueError(
             f"gate_up is {list(gate_up.shape)} with strides {gate_up.stride()}, not [T, 2N] in rows"
         )
     out = gate_up.new_empty((rows, both // 2))
-    _silu_mul(
+    _multiply_gated(
         gate_up.dtype == _BF16,
+        gelu,
         gate_up.data_ptr(),
         gate_up.stride(0),
         rows,

@@ -26,6 +26,8 @@ class AttentionSpec:
     first_kv_head: int = 0
     """Number in the whole model of this rank's first KV head: the loader's slice of k_proj begins
     there."""
+    soft_cap: float = 0.0
+    """c > 0 makes c * tanh(x / c) of a score x, before the mask; 0 leaves it."""
 
     @property
     def q_size(self) -> int:

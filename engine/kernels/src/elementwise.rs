@@ -1,9 +1,9 @@
-//! The small layers between the products: RMS norm, rotary embedding, gated SiLU. Memory-bound, so
-//! one pass each.
+//! The small layers between the products: RMS norm, rotary embedding, gated activations.
+//! Memory-bound, so one pass each.
 //!
-//! Rounding follows transformers: a bf16 norm rounds the quotient before the weight, a bf16 gate
-//! rounds silu before the product. Rows are independent; a row's sum of squares is taken in 16
-//! lanes and one fixed tree.
+//! Rounding follows transformers: a bf16 norm rounds the quotient before a bf16 weight, and not
+//! before a float32 one; a bf16 gate rounds its activation before the product. Rows are
+//! independent; a row's sum of squares is taken in 16 lanes and one fixed tree.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, the pointers of each record cover its shapes"
@@ -81,8 +81,10 @@ pub struct RmsNorm {
     pub x: HeadVectors,
     /// Null, or like `x` but contiguous: overwritten with the sum.
     pub residual: *mut u8,
-    /// `[len]`
+    /// `[len]`, in `dtype`, or in float32 if `has_f32_weight`.
     pub weight: *const u8,
+    /// The result is then rounded once, after the product with the weight.
+    pub has_f32_weight: bool,
     pub eps: f32,
     /// `[outer, inner, len]`, contiguous; may be `x` itself when that is contiguous.
     pub out: *mut u8,
@@ -128,6 +130,12 @@ impl RowKernel for RmsNorm {
             }
             let inverse = S::splat(1.0 / (tree_sum(&squares) / n as f32 + self.eps).sqrt());
             let mut i = 0;
+            while i < n && self.has_f32_weight {
+                let unit = S::mul(load_part::<S, E>(from.add(i), n - i), inverse);
+                let weight = load_part::<S, F32>(self.weight.cast::<f32>().add(i), n - i);
+                store_part::<S, E>(to.add(i), S::mul(weight, unit), n - i);
+                i += S::LANES;
+            }
             while i < n {
                 let unit = E::round::<S>(S::mul(load_part::<S, E>(from.add(i), n - i), inverse));
                 store_part::<S, E>(
@@ -242,10 +250,19 @@ impl RowKernel for RotaryEmbedding<'_> {
     }
 }
 
-/// out = silu(gate) * up.
+/// What a gate passes before it multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    Silu,
+    /// GELU in its tanh form.
+    GeluTanh,
+}
+
+/// out = activation(gate) * up.
 #[derive(Clone, Copy, Debug)]
-pub struct SiluMul {
+pub struct GatedProduct {
     pub dtype: Dtype,
+    pub activation: Activation,
     /// `[rows, 2 * len]` = gate, then up; rows `stride` elements apart.
     pub gate_up: *const u8,
     pub stride: usize,
@@ -255,46 +272,67 @@ pub struct SiluMul {
     pub out: *mut u8,
 }
 
-// SAFETY: rows are disjoint; the caller of `silu_mul` vouches for the memory.
-unsafe impl Sync for SiluMul {}
+// SAFETY: rows are disjoint; the caller of `multiply_gated` vouches for the memory.
+unsafe impl Sync for GatedProduct {}
 
 /// # Safety
 /// Pointers cover the shapes; no other thread accesses `out` or writes `gate_up` meanwhile.
-pub unsafe fn silu_mul(gated: &SiluMul) {
+pub unsafe fn multiply_gated(gated: &GatedProduct) {
     // SAFETY: passed on.
-    unsafe { silu_mul_on(isa::current(), gated) }
+    unsafe { multiply_gated_on(isa::current(), gated) }
 }
 
 /// # Safety
-/// As [`silu_mul`], and `isa.runs_here()`.
-pub unsafe fn silu_mul_on(isa: Isa, gated: &SiluMul) {
+/// As [`multiply_gated`], and `isa.runs_here()`.
+pub unsafe fn multiply_gated_on(isa: Isa, gated: &GatedProduct) {
     for_rows(isa, gated.dtype, gated.rows, 2 * gated.len, gated);
 }
 
-impl RowKernel for SiluMul {
+impl RowKernel for GatedProduct {
     #[inline(always)]
     unsafe fn rows<S: Simd, E: ElementType>(&self, first: usize, end: usize) {
-        let n = self.len;
         for row in first..end {
             let gate = self.gate_up.cast::<E::T>().add(row * self.stride);
-            let up = gate.add(n);
-            let to = self.out.cast::<E::T>().add(row * n);
-            let mut i = 0;
-            while i < n {
-                let g = load_part::<S, E>(gate.add(i), n - i);
-                // e^-g as 2^(-g log2 e), held below 2^126: the quotient is 0 to working precision
-                // long before.
-                let power = S::max(S::splat(-126.0), S::mul(g, S::splat(LOG2_E)));
-                let e = exp2::<S>(S::sub(S::splat(0.0), power));
-                let silu = E::round::<S>(S::div(g, S::add(S::splat(1.0), e)));
-                store_part::<S, E>(
-                    to.add(i),
-                    S::mul(silu, load_part::<S, E>(up.add(i), n - i)),
-                    n - i,
-                );
-                i += S::LANES;
+            let to = self.out.cast::<E::T>().add(row * self.len);
+            match self.activation {
+                Activation::Silu => {
+                    multiply_row::<S, E, _>(gate, self.len, to, |g| S::mul(g, S::splat(LOG2_E)))
+                }
+                // x / 2 * (1 + tanh(u)) = x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+                Activation::GeluTanh => multiply_row::<S, E, _>(gate, self.len, to, |g| {
+                    let linear = S::splat(2.0 * SQRT_2_OVER_PI * LOG2_E);
+                    let cubic = S::splat(2.0 * SQRT_2_OVER_PI * LOG2_E * 0.044_715);
+                    S::mul(g, S::fma(S::mul(g, g), cubic, linear))
+                }),
             }
         }
+    }
+}
+
+const SQRT_2_OVER_PI: f32 = 0.797_884_6;
+
+/// out = g / (1 + 2^-power(g)) * up for the `n` gates g of a row.
+#[inline(always)]
+unsafe fn multiply_row<S: Simd, E: ElementType, P: Fn(S::F) -> S::F>(
+    gate: *const E::T,
+    n: usize,
+    to: *mut E::T,
+    power: P,
+) {
+    let up = gate.add(n);
+    let mut i = 0;
+    while i < n {
+        let g = load_part::<S, E>(gate.add(i), n - i);
+        // Held below 2^126: the quotient is 0 to working precision long before.
+        let held = S::max(S::splat(-126.0), power(g));
+        let e = exp2::<S>(S::sub(S::splat(0.0), held));
+        let activated = E::round::<S>(S::div(g, S::add(S::splat(1.0), e)));
+        store_part::<S, E>(
+            to.add(i),
+            S::mul(activated, load_part::<S, E>(up.add(i), n - i)),
+            n - i,
+        );
+        i += S::LANES;
     }
 }
 
@@ -346,6 +384,7 @@ mod tests {
                     x: vectors,
                     residual,
                     weight,
+                    has_f32_weight: false,
                     eps: 1e-6,
                     out: out_ptr,
                 };
@@ -403,6 +442,7 @@ mod tests {
                     x,
                     residual,
                     weight: weight.1.as_ptr(),
+                    has_f32_weight: false,
                     eps: 1e-5,
                     out,
                 };
@@ -482,43 +522,98 @@ mod tests {
     }
 
     #[test]
-    fn silu_mul_equals_the_reference_also_far_out() {
+    fn float32_weight_is_multiplied_before_the_result_is_rounded() {
         for (isa, dtype) in Isa::available()
             .into_iter()
             .flat_map(|isa| DTYPES.map(|d| (isa, d)))
         {
             let rows = 3;
-            let len = 50;
-            let mut values: Vec<f32> = noise(rows * 2 * len, 4).iter().map(|v| v * 12.0).collect();
-            values[..6].copy_from_slice(&[0.0, 200.0, -200.0, 88.0, -88.0, -30.0]);
-            let gate_up = Stored::new(dtype, &values);
-            let mut out = Stored::new(dtype, &vec![0.0; rows * len]);
-            let from = gate_up.1.as_ptr();
-            let to = out.1.as_mut_ptr();
-            // SAFETY: shapes as described.
-            unsafe {
-                silu_mul_on(
-                    isa,
-                    &SiluMul {
-                        dtype,
-                        gate_up: from,
-                        stride: 2 * len,
-                        rows,
-                        len,
-                        out: to,
-                    },
-                )
+            let len = 75;
+            let mut x = Stored::new(dtype, &noise(rows * len, 1));
+            let weight = Stored::new(Dtype::F32, &noise(len, 2));
+            let values = x.values();
+            let data = x.1.as_mut_ptr();
+            let norm = RmsNorm {
+                dtype,
+                x: HeadVectors {
+                    data,
+                    outer: rows,
+                    inner: 1,
+                    outer_stride: len,
+                    inner_stride: len,
+                    len,
+                },
+                residual: std::ptr::null_mut(),
+                weight: weight.1.as_ptr(),
+                has_f32_weight: true,
+                eps: 1e-6,
+                out: data,
             };
-            let v = gate_up.values();
-            let want: Vec<f64> = (0..rows * len)
-                .map(|i| {
-                    let at = i / len * 2 * len + i % len;
-                    let g = f64::from(v[at]);
-                    let u = f64::from(v[at + len]);
-                    g / (1.0 + (-g).exp()) * u
+            // SAFETY: shapes as described.
+            unsafe { rms_norm_on(isa, &norm) };
+            let want: Vec<f64> = values
+                .chunks(len)
+                .flat_map(|row| {
+                    let squares: f64 = row.iter().map(|a| f64::from(*a).powi(2)).sum();
+                    let inverse = 1.0 / (squares / len as f64 + 1e-6).sqrt();
+                    let products = row.iter().zip(weight.values());
+                    products.map(move |(a, b)| f64::from(*a) * inverse * f64::from(b))
                 })
                 .collect();
-            assert_close(&out, &want, 4e-6, &format!("{isa:?}"));
+            // One rounding: half a unit in the last of 8 bits, which two roundings exceed.
+            for (i, (a, b)) in x.values().iter().zip(&want).enumerate() {
+                let room = if dtype == Dtype::F32 { 2e-6 } else { 3.92e-3 };
+                assert!(
+                    (f64::from(*a) - b).abs() <= room * b.abs().max(1e-3),
+                    "{isa:?} {dtype:?} [{i}]: {a} not {b}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn gated_products_equal_the_reference_also_far_out() {
+        for activation in [Activation::Silu, Activation::GeluTanh] {
+            for (isa, dtype) in Isa::available()
+                .into_iter()
+                .flat_map(|isa| DTYPES.map(|d| (isa, d)))
+            {
+                let rows = 3;
+                let len = 50;
+                let mut values: Vec<f32> =
+                    noise(rows * 2 * len, 4).iter().map(|v| v * 12.0).collect();
+                values[..6].copy_from_slice(&[0.0, 200.0, -200.0, 88.0, -88.0, -30.0]);
+                let gate_up = Stored::new(dtype, &values);
+                let mut out = Stored::new(dtype, &vec![0.0; rows * len]);
+                let product = GatedProduct {
+                    dtype,
+                    activation,
+                    gate_up: gate_up.1.as_ptr(),
+                    stride: 2 * len,
+                    rows,
+                    len,
+                    out: out.1.as_mut_ptr(),
+                };
+                // SAFETY: shapes as described.
+                unsafe { multiply_gated_on(isa, &product) };
+                let v = gate_up.values();
+                let want: Vec<f64> = (0..rows * len)
+                    .map(|i| {
+                        let at = i / len * 2 * len + i % len;
+                        let g = f64::from(v[at]);
+                        let u = f64::from(v[at + len]);
+                        match activation {
+                            Activation::Silu => g / (1.0 + (-g).exp()) * u,
+                            Activation::GeluTanh => {
+                                let inner = (2.0 / std::f64::consts::PI).sqrt()
+                                    * (g + 0.044_715 * g.powi(3));
+                                g / 2.0 * (1.0 + inner.tanh()) * u
+                            }
+                        }
+                    })
+                    .collect();
+                assert_close(&out, &want, 4e-6, &format!("{activation:?} {isa:?}"));
+            }
         }
     }
 }

@@ -3,7 +3,7 @@
 //! | module | what it computes |
 //! |---|---|
 //! | [`linear`] | x * W^T + bias with weights packed at load, any number of rows |
-//! | [`elementwise`] | RMS norm with or without residual, rotary embedding, gated SiLU |
+//! | [`elementwise`] | RMS norm with or without residual, rotary embedding, gated activations |
 //! | [`rows`] | nothing: checks the index vectors of a step |
 //! | [`attention::append`] | new K and V of a step, scattered into the pages of the KV pool |
 //! | [`attention`] | causal attention over the pages, decode and prefill rows in one call |

@@ -34,6 +34,19 @@ pub unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
     S::select_lt(x, S::splat(-126.0), S::splat(0.0), y)
 }
 
+/// tanh(x), absolute error below 3e-7.
+///
+/// # Safety
+/// The CPU supports `S`.
+#[inline(always)]
+pub unsafe fn tanh<S: Simd>(x: S::F) -> S::F {
+    // (1 - e) / (1 + e) of e = e^-2x, held below 2^126: the quotient is -1 long before.
+    let power = S::max(S::splat(-126.0), S::mul(x, S::splat(2.0 * LOG2_E)));
+    let e = exp2::<S>(S::sub(S::splat(0.0), power));
+    let one = S::splat(1.0);
+    S::div(S::sub(one, e), S::add(one, e))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -47,6 +60,36 @@ mod tests {
         unsafe fn run<S: Simd>(self) {
             for chunk in self.0.chunks_exact_mut(S::LANES) {
                 S::store(chunk.as_mut_ptr(), exp2::<S>(S::load(chunk.as_ptr())));
+            }
+        }
+    }
+
+    struct Tanh<'a>(&'a mut [f32]);
+
+    impl SimdKernel for Tanh<'_> {
+        #[inline(always)]
+        unsafe fn run<S: Simd>(self) {
+            for chunk in self.0.chunks_exact_mut(S::LANES) {
+                S::store(chunk.as_mut_ptr(), tanh::<S>(S::load(chunk.as_ptr())));
+            }
+        }
+    }
+
+    #[test]
+    fn tanh_is_close_to_f64_and_exact_far_out() {
+        let mut inputs: Vec<f32> = (0..4096).map(|i| (i as f32 - 2048.0) * 0.011).collect();
+        inputs[..4].copy_from_slice(&[f32::MAX, f32::MIN, f32::INFINITY, f32::NEG_INFINITY]);
+        for isa in Isa::available() {
+            let mut got = inputs.clone();
+            // SAFETY: the level is available.
+            unsafe { dispatch(isa, Tanh(&mut got)) };
+            assert_eq!(&got[..4], &[1.0, -1.0, 1.0, -1.0], "{isa:?}");
+            for (x, y) in inputs.iter().zip(&got) {
+                let want = f64::from(*x).tanh();
+                assert!(
+                    (f64::from(*y) - want).abs() <= 3e-7,
+                    "{isa:?}: tanh {x} = {y}, not {want}"
+                );
             }
         }
     }

@@ -6,7 +6,7 @@
 
 use kernels::attention::append::{LayerPages, NewTokens, kv_append};
 use kernels::attention::{PagedAttention, paged_attention};
-use kernels::elementwise::{self, HeadVectors, RmsNorm, RotaryEmbedding, SiluMul};
+use kernels::elementwise::{self, Activation, GatedProduct, HeadVectors, RmsNorm, RotaryEmbedding};
 use kernels::linear::{self, LinearProduct, WeightShape};
 use kernels::rows::SequenceRows;
 use kernels::{Dtype, isa, pool};
@@ -153,7 +153,7 @@ fn append(
 }
 
 /// Attend with q [tokens, heads, head_dim] into out [tokens, heads * head_dim]. `window`: 0 sees
-/// everything before.
+/// everything before. `soft_cap`: 0 leaves the scores.
 #[pyfunction]
 #[expect(
     clippy::too_many_arguments,
@@ -169,6 +169,7 @@ fn attend(
     heads: usize,
     scale: f32,
     window: usize,
+    soft_cap: f32,
 ) {
     py.detach(|| {
         // SAFETY: the Python side holds the tensors and has checked their shapes.
@@ -182,6 +183,7 @@ fn attend(
                 rows: rows.0,
                 scale,
                 window,
+                soft_cap,
             });
         }
     });
@@ -203,14 +205,19 @@ fn vectors((data, outer, inner, outer_stride, inner_stride, len): Strided) -> He
 }
 
 /// out = x / rms(x) * weight; with residual != 0 first residual += x, and the norm is of that. out
-/// may be x.
+/// may be x. The weight is float32 if `f32_weight`.
 #[pyfunction]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "a record would cost more than the call"
+)]
 fn rms_norm(
     py: Python<'_>,
     bf16: bool,
     x: Strided,
     residual: usize,
     weight: usize,
+    f32_weight: bool,
     eps: f32,
     out: usize,
 ) {
@@ -219,6 +226,7 @@ fn rms_norm(
         x: vectors(x),
         residual: residual as *mut u8,
         weight: weight as *const u8,
+        has_f32_weight: f32_weight,
         eps,
         out: out as *mut u8,
     };
@@ -268,19 +276,31 @@ fn rope(
     Ok(())
 }
 
-/// out [rows, len] = silu(gate) * up of gate_up [rows, 2 * len], rows `stride` elements apart.
+/// out [rows, len] = activation(gate) * up of gate_up [rows, 2 * len], rows `stride` elements
+/// apart. The activation is GELU in its tanh form if `gelu`, else SiLU.
 #[pyfunction]
-fn silu_mul(
+#[expect(
+    clippy::too_many_arguments,
+    reason = "a record would cost more than the call"
+)]
+fn multiply_gated(
     py: Python<'_>,
     bf16: bool,
+    gelu: bool,
     gate_up: usize,
     stride: usize,
     rows: usize,
     len: usize,
     out: usize,
 ) {
-    let gated = Shared(SiluMul {
+    let activation = if gelu {
+        Activation::GeluTanh
+    } else {
+        Activation::Silu
+    };
+    let gated = Shared(GatedProduct {
         dtype: dtype(bf16),
+        activation,
         gate_up: gate_up as *const u8,
         stride,
         rows,
@@ -288,7 +308,7 @@ fn silu_mul(
         out: out as *mut u8,
     });
     // SAFETY: the Python side holds the tensors and has checked their shapes.
-    py.detach(|| unsafe { elementwise::silu_mul(gated.get()) });
+    py.detach(|| unsafe { elementwise::multiply_gated(gated.get()) });
 }
 
 /// A weight matrix [outputs, inputs] in the kernels' order; owns its memory.
@@ -377,5 +397,5 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(attend, m)?)?;
     m.add_function(wrap_pyfunction!(rms_norm, m)?)?;
     m.add_function(wrap_pyfunction!(rope, m)?)?;
-    m.add_function(wrap_pyfunction!(silu_mul, m)?)
+    m.add_function(wrap_pyfunction!(multiply_gated, m)?)
 }

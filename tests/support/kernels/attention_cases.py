@@ -36,7 +36,8 @@ class Case:
 
     def layers(self) -> list[AttentionSpec]:
         return [
-            AttentionSpec(self.heads, self.kv_heads, self.dim, window) for window in self.windows
+            AttentionSpec(self.heads, self.kv_heads, self.dim, window, soft_cap=self.soft_cap)
+            for window in self.windows
         ]
 
     def kv_spec(self) -> KVSpec:

@@ -32,8 +32,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuAttention:
-    """Paged causal attention with grouped queries and per-layer windows, on CPU tensors in float32
-    or bfloat16."""
+    """Paged causal attention with grouped queries, per-layer windows and soft-capped scores, on CPU
+    tensors in float32 or bfloat16."""
 
     def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
         data = kv.data
@@ -44,6 +44,7 @@ class CpuAttention:
         """By layer."""
         self._dtype = data.dtype
         self._scale = heads.scale
+        self._soft_cap = heads.soft_cap
         bf16 = data.dtype == torch.bfloat16
         shape = (kv.page_size, heads.num_kv_heads, heads.head_dim)
         self._layers = [
@@ -91,7 +92,15 @@ class CpuAttention:
         _native.append(pages, self._rows, k.data_ptr(), k_stride, v.data_ptr(), v_stride)
         window = self._windows[layer]
         _native.attend(
-            pages, self._rows, q.data_ptr(), q_stride, out.data_ptr(), heads, self._scale, window
+            pages,
+            self._rows,
+            q.data_ptr(),
+            q_stride,
+            out.data_ptr(),
+            heads,
+            self._scale,
+            window,
+            self._soft_cap,
         )
         return out
 

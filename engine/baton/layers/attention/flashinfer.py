@@ -104,7 +104,6 @@ class FlashInferAttention(PagedAttention):
 
     Args:
         library: the flashinfer module; None imports it. The rest of this class knows no CUDA.
-        logits_soft_cap: c > 0 turns a logit x into c * tanh(x / c), for all layers; 0 leaves it.
     Raises:
         ConfigError: this model or pool is outside what the kernels take, or flashinfer cannot run
         here.
@@ -115,8 +114,6 @@ class FlashInferAttention(PagedAttention):
         layers: Sequence[AttentionSpec],
         kv: KvTensors,
         library: Any = None,
-        *,
-        logits_soft_cap: float = 0.0,
     ) -> None:
         heads = common_heads(layers)
         problem = find_obstacle(heads, kv) if library is None else _find_unsupported(heads, kv)
@@ -129,7 +126,7 @@ class FlashInferAttention(PagedAttention):
         self._sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, kv.page_size)
         dtype = kv.data.dtype
         self._arithmetic = {
-            "logits_soft_cap": logits_soft_cap, "sm_scale": heads.scale, "q_data_type": dtype, "kv_data_type": dtype
+            "logits_soft_cap": heads.soft_cap, "sm_scale": heads.scale, "q_data_type": dtype, "kv_data_type": dtype
         }  # fmt: skip
         """Arguments that are the same for all plans."""
         self._library = library
@@ -173,7 +170,7 @@ class FlashInferAttention(PagedAttention):
         data = self._kv.data
         if not data.is_cuda or torch.cuda.get_device_capability(data.device)[0] != 9:
             return False
-        is_plain = window == 0 and self._arithmetic["logits_soft_cap"] == 0.0
+        is_plain = window == 0 and self._heads.soft_cap == 0.0
         return is_plain and data.dtype == torch.bfloat16 and self._heads.head_dim in LONG_HEAD_DIMS
 
     def _prefill_of(self, wrappers: _Wrappers) -> Any:

@@ -46,7 +46,7 @@ class _Rows(NamedTuple):
 
 
 class TorchAttention(PagedAttention):
-    """Paged causal attention with grouped queries and per-layer windows."""
+    """Paged causal attention with grouped queries, per-layer windows and soft-capped scores."""
 
     def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
         super().__init__(layers, kv)
@@ -114,15 +114,34 @@ class TorchAttention(PagedAttention):
         both[:, row, :, slot] = 0.0
         keys, values = both
         queries = q.reshape(r, n, spec.num_heads, spec.head_dim).transpose(1, 2).float()
-        out = functional.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=gather.visible[:, None],
-            enable_gqa=spec.num_heads != spec.num_kv_heads,
-            scale=spec.scale,
-        )
+        visible = gather.visible[:, None]
+        if spec.soft_cap:
+            out = _attend_capped(queries, keys, values, visible, spec)
+        else:
+            out = functional.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                attn_mask=visible,
+                enable_gqa=spec.num_heads != spec.num_kv_heads,
+                scale=spec.scale,
+            )
         return out.transpose(1, 2).reshape(r * n, spec.q_size).to(q.dtype)
+
+
+def _attend_capped(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, spec: AttentionSpec
+) -> Tensor:
+    """Attention whose scores pass a soft cap, which torch's own function has no argument for.
+
+    Args: queries [r, Hq, n, D]; keys, values [r, Hk, m, D]; visible [r, 1, n, m].
+    """
+    group = spec.num_heads // spec.num_kv_heads
+    keys = keys.repeat_interleave(group, dim=1)
+    values = values.repeat_interleave(group, dim=1)
+    scores = queries @ keys.transpose(-1, -2) * spec.scale
+    capped = (scores / spec.soft_cap).tanh() * spec.soft_cap
+    return capped.masked_fill(~visible, -torch.inf).softmax(-1) @ values
 
 
 def _pad_pages(pages: Tensor, width: int) -> Tensor:

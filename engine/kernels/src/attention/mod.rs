@@ -1,5 +1,5 @@
 //! Causal attention over paged K and V: decode and prefill rows in one call, online softmax (as in
-//! FlashAttention, arXiv 2205.14135), grouped queries, optional sliding window.
+//! FlashAttention, arXiv 2205.14135), grouped queries, optional sliding window and soft cap.
 //!
 //! A call becomes items: some tokens of a row with some KV heads, up to `ITEM_ROWS` query rows (a
 //! query row is one head of one token). A prompt's items have one head, which packs each block for
@@ -34,7 +34,7 @@ use std::marker::PhantomData;
 use crate::attention::append::LayerPages;
 use crate::elem::{Bf16, Bf16Dot, Dtype, ElementType, F32, store_part};
 use crate::isa::{self, Isa};
-use crate::math::{LOG2_E, exp2};
+use crate::math::{LOG2_E, exp2, tanh};
 use crate::memory::scratch::{padded, with_scratch};
 use crate::pool;
 use crate::rows::SequenceRows;
@@ -71,6 +71,8 @@ pub struct PagedAttention<'a> {
     pub scale: f32,
     /// A token sees the last `window` positions, itself included; 0: all.
     pub window: usize,
+    /// c > 0 makes c * tanh(x / c) of each scaled score x, before the mask; 0 leaves it.
+    pub soft_cap: f32,
 }
 
 // SAFETY: items write disjoint parts of `out` and only read the rest; the caller of
@@ -586,7 +588,12 @@ unsafe fn softmax_row<S: Simd, E: ElementType>(
     };
     let all_visible = lo == 0 && hi as usize >= columns;
     // Base 2 from here on: one multiplication less per probability.
-    let scale = S::splat(a.scale * LOG2_E);
+    let scale = if a.soft_cap > 0.0 {
+        cap_scores::<S>(scores, columns, a.scale, a.soft_cap);
+        S::splat(LOG2_E)
+    } else {
+        S::splat(a.scale * LOG2_E)
+    };
     let mut top = S::splat(f32::NEG_INFINITY);
     let mut c = 0;
     while c < columns {
@@ -625,6 +632,19 @@ unsafe fn softmax_row<S: Simd, E: ElementType>(
         // Lane i of 16 sums columns i, i + 16, …, whatever the vector width.
         let lanes = sums.add(c % SUM_LANES);
         S::store(lanes, S::add(S::load(lanes), p));
+        c += S::LANES;
+    }
+}
+
+/// Scores s become cap * tanh(s * scale / cap).
+#[inline(always)]
+unsafe fn cap_scores<S: Simd>(scores: *mut f32, columns: usize, scale: f32, cap: f32) {
+    let inner = S::splat(scale / cap);
+    let outer = S::splat(cap);
+    let mut c = 0;
+    while c < columns {
+        let capped = tanh::<S>(S::mul(S::load(scores.add(c)), inner));
+        S::store(scores.add(c), S::mul(capped, outer));
         c += S::LANES;
     }
 }

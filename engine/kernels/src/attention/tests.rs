@@ -28,6 +28,7 @@ struct Shape {
     dim: usize,
     page_size: usize,
     window: usize,
+    soft_cap: f32,
 }
 
 /// A sequence in every head's full K and V, and paged calls on any part of it.
@@ -127,8 +128,10 @@ impl World {
                         .map(|(a, b)| f64::from(*a) * f64::from(*b))
                         .sum()
                 };
+                let cap = f64::from(self.shape.soft_cap);
                 let scores: Vec<f64> = (first..=t)
                     .map(|p| dot(p) * f64::from(self.scale()))
+                    .map(|s| if cap > 0.0 { cap * (s / cap).tanh() } else { s })
                     .collect();
                 let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
@@ -227,6 +230,7 @@ impl World {
                 rows,
                 scale: self.scale(),
                 window: s.window,
+                soft_cap: s.soft_cap,
             };
             // SAFETY: all shapes are built above.
             unsafe {
@@ -277,6 +281,23 @@ fn shape(
         dim,
         page_size,
         window,
+        soft_cap: 0.0,
+    }
+}
+
+fn capped(soft_cap: f32, shape: Shape) -> Shape {
+    Shape { soft_cap, ..shape }
+}
+
+#[test]
+fn soft_cap_bends_scores_before_the_mask() {
+    for isa in Isa::available() {
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            for (i, window) in [0, 5, 64].into_iter().enumerate() {
+                let plain = shape(dtype, 2, 3, 32, 16, window);
+                World::new(capped(0.7, plain), 150, i as u64).check(isa);
+            }
+        }
     }
 }
 
@@ -382,10 +403,11 @@ proptest! {
         group in 1_usize..=8,
         page_log in 0_u32..7,
         window in prop_oneof![Just(0_usize), 1_usize..150],
+        soft_cap in prop_oneof![Just(0.0_f32), Just(1.5)],
         seed: u64,
     ) {
         let dtype = if bf16 { Dtype::Bf16 } else { Dtype::F32 };
-        let s = shape(dtype, 2, group, 16, 1 << page_log, window);
+        let s = capped(soft_cap, shape(dtype, 2, group, 16, 1 << page_log, window));
         let world = World::new(s.clone(), len, seed);
         let company = World::new(s, other, seed ^ 77);
         let isa = Isa::best();

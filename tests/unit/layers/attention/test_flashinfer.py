@@ -23,12 +23,7 @@ from tests.support.kernels.attention_cases import CASES, Case, check
 
 
 def run(case: Case) -> None:
-    check(
-        case,
-        lambda layers, kv: FlashInferAttention(
-            layers, kv, fake_flashinfer, logits_soft_cap=case.soft_cap
-        ),
-    )
+    check(case, lambda layers, kv: FlashInferAttention(layers, kv, fake_flashinfer))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -61,7 +56,7 @@ def test_any_mix_of_rows(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if not c.soft_cap], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_torch_backend_passes_the_same_cases(case: Case) -> None:
     check(case, TorchAttention)
 
