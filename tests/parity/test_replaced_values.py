@@ -52,8 +52,12 @@ EXEMPT = {
     (("use_cache",), "0"): "the same",
     (("rms_norm_eps",), "1000000000.0"): "all logits are equal but for rounding",
     (("rms_norm_eps",), "1000000000"): "the same",
+    (("attn_logit_softcapping",), "1000000000.0"): "our tanh is exact to 3e-7 of the cap",
 }
 """Fields and values with which transformers' answer says nothing, and why."""
+EXEMPT_OF_LONGROPE = {
+    (("max_position_embeddings",), "1000000000"): "the served context chooses the long factors",
+}
 COMPARED = 12
 """Variants of each that the fast suite compares with transformers."""
 _handles = itertools.count(10**9)
@@ -198,13 +202,32 @@ def test_sampled_variants_give_tokens_of_transformers(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # some hundred starts of both
 @pytest.mark.parametrize("file", COMPARED_FILES)
 @pytest.mark.parametrize(
-    "variant", ["llama-rope3", "llama-yarn", "mistral-window", "qwen2-window", "qwen3"]
+    "variant",
+    [
+        "llama-rope3",
+        "llama-yarn",
+        "mistral-window",
+        "qwen2-window",
+        "qwen3",
+        "olmo2",
+        "olmo3",
+        "granite",
+        "smollm3-window",
+        "gemma2",
+        "gemma3",
+        "phi3-longrope",
+        "phimoe",
+    ],
 )
 def test_all_variants_give_tokens_of_transformers(
     file: str, variant: str, starter: Starter, tmp_path: Path
 ) -> None:
     source = make_full_checkpoint(tmp_path / "source", variant)
     chosen = list(replacements(source, file))
+    if variant == "phi3-longrope":
+        exempt = EXEMPT_OF_LONGROPE
+        chosen = [x for x in chosen if (x.place[-1:], json.dumps(x.value)) not in exempt]
     assert compare(chosen, source, starter, tmp_path / "variant") == []

@@ -71,12 +71,21 @@ FAMILIES = [
     ("mistral-window", 4),
     ("phi3", 2),
     ("seed-oss", 4),
+    ("olmo2", 4),
+    ("olmo3", 2),
+    ("granite", 2),
+    ("smollm3", 2),
+    ("gemma2", 2),
+    ("gemma3", 4),
+    ("phi3-longrope", 2),
+    ("phimoe", 2),
     ("mixtral", 2),
     ("qwen2-moe", 2),
     ("qwen3-moe-mixed", 2),
     ("glm4-moe", 4),
 ]
-"""Four ranks hold each of two KV heads twice, or the only one four times."""
+"""Four ranks hold each of two KV heads twice, or the only one four times; OLMo norms all heads of all ranks as one
+row."""
 
 
 @pytest.mark.parametrize(("variant", "size"), FAMILIES)

@@ -1,4 +1,4 @@
-"""Families without blocks of our own: transformers' module over our pages equals transformers."""
+"""--model-impl transformers: the module of a family over our pages equals transformers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.config import build_config
 from baton.errors import ConfigError
+from baton.models.families import FAMILIES
 from baton.models.transformers_backend import bridge
 from baton.models.transformers_backend.choice import choose_impl
 from baton.models.transformers_backend.model import load_module
@@ -30,7 +31,7 @@ from tests.support.models.foreign_checkpoints import FOREIGN, REFUSED, make_fore
 from tests.support.models.model_loop import ModelLoop
 from tests.support.models.whole_model import load_model
 
-OFTEN = {"cohere2", "gemma3_text", "glm4", "granite", "olmo2", "olmoe", "phimoe", "smollm3"}
+OFTEN = {"cohere2", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "olmoe", "smollm3"}
 """Those whose modules differ most; the others are slow tests."""
 ALL = [
     name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
@@ -46,7 +47,11 @@ def load(path: Path, **more: Any) -> Any:
 @pytest.mark.parametrize("name", ALL)
 def test_logits_and_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     path = make_foreign_checkpoint(name, tmp_path / "m")
-    assert choose_impl(build_config({"model_path": str(path)}), path) == "transformers"
+    forced = build_config({"model_path": str(path), "model_impl": "transformers"})
+    assert choose_impl(forced, path) == "transformers"
+    has_blocks = name in {family.model_type for family in FAMILIES.values()}
+    chosen = choose_impl(build_config({"model_path": str(path)}), path)
+    assert chosen == ("native" if has_blocks else "transformers")
     reference = reference_model(path)
     model = load(path)
     for page_size, chunk in ((4, 7), (1, 1000), (16, 16)):
@@ -125,7 +130,7 @@ def edited(path: Path, **changes: Any) -> Path:
 def test_start_refuses_what_config_shows(
     tmp_path: Path, changes: dict[str, Any], flags: dict[str, Any], words: str
 ) -> None:
-    path = edited(make_foreign_checkpoint("olmo2", tmp_path / "m"), **changes)
+    path = edited(make_foreign_checkpoint("exaone4", tmp_path / "m"), **changes)
     with pytest.raises(ConfigError) as err:
         choose_impl(build_config({"model_path": str(path), **flags}), path)
     assert words in err.value.message
@@ -134,7 +139,7 @@ def test_start_refuses_what_config_shows(
 def test_start_without_the_package_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make_foreign_checkpoint("olmo2", tmp_path / "m")
+    path = make_foreign_checkpoint("exaone4", tmp_path / "m")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     for flags in ({}, {"model_impl": "transformers"}):
         with pytest.raises(ConfigError, match=r"pip install 'baton-serve\[transformers\]'"):
@@ -163,7 +168,7 @@ def test_choice_is_made_without_torch_and_transformers() -> None:
     ],
 )
 def test_weights_that_do_not_fit_end_the_start(tmp_path: Path, edit: Any, words: str) -> None:
-    path = make_foreign_checkpoint("olmo2", tmp_path / "m")
+    path = make_foreign_checkpoint("exaone4", tmp_path / "m")
     tensors = load_file(path / "model.safetensors")
     edit(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -173,7 +178,7 @@ def test_weights_that_do_not_fit_end_the_start(tmp_path: Path, edit: Any, words:
 
 
 def test_dummy_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
-    path = make_foreign_checkpoint("olmo2", tmp_path / "m")
+    path = make_foreign_checkpoint("exaone4", tmp_path / "m")
     one, other = (
         ModelLoop(load(path, load_format="dummy"), "torch", 4).prompt_logits(PROMPTS[0], 16)
         for _ in range(2)

@@ -39,7 +39,12 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
         _check_module(config, path, nodes)
         return
     spec = read_spec(
-        path, config.dtype, config.load_format, config.random_seed, on_cpu=config.device != "cuda"
+        path,
+        config.dtype,
+        config.load_format,
+        config.random_seed,
+        context_length=config.context_length,
+        on_cpu=config.device != "cuda",
     )
     share_of(spec, Shard(0, config.tp_size, divides_experts=config.ep_size > 1))
     if config.load_format != "dummy":

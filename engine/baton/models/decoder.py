@@ -1,10 +1,9 @@
 """The decoder: one loop over layers made of blocks, for every family.
 
-One forward pass: (1) embed the step's tokens; (2) per layer norm → attention block, then norm → MLP
-or mixture of experts (`models.blocks`), each sum folded into the norm that follows it; (3) after
-the last layer's attention only the
-rows that sample go on, since the others are not read: a long prompt's chunk pays neither the last
-MLP nor the output head.
+One forward pass: (1) embed the step's tokens; (2) per layer the attention block, then the MLP or
+mixture of experts (`models.blocks`), with norms before or behind them; each sum is folded into the
+norm that follows it; (3) after the last layer's attention only the rows that sample go on, since
+the others are not read: a long prompt's chunk pays neither the last MLP nor the output head.
 
 Weights are plain tensors and layers plain function calls: at batch 1 a small model's time is call
 overhead. With tensor parallelism each rank computes this with its share of the weights
@@ -16,7 +15,7 @@ Invariant: a row's logits do not depend on the other rows of the batch, beyond r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from baton.layers.shard import WHOLE, Shard
 from baton.models.blocks.attention import AttentionBlock
 from baton.models.blocks.mlp import MlpBlock
 from baton.models.blocks.moe import MoeBlock
+from baton.models.blocks.norm import NormBlock
 from baton.models.blocks.rope import RopeTables
 from baton.models.blocks.tensors import move_tensors
 from baton.models.spec.model import LayerSpec, ModelSpec
@@ -37,28 +37,30 @@ from baton.models.spec.rope import RopeSpec
 
 @dataclass(slots=True)
 class DecoderLayer:
-    """Blocks of a layer and the norm in front of each."""
+    """Blocks of a layer, and the norms around each."""
 
-    input_norm: Tensor
     attention: AttentionBlock
-    post_norm: Tensor
     mlp: MlpBlock | MoeBlock
+    before_attention_norm: NormBlock | None = None
+    after_attention_norm: NormBlock | None = None
+    before_mlp_norm: NormBlock | None = None
+    after_mlp_norm: NormBlock | None = None
 
     @staticmethod
-    def make(spec: LayerSpec, eps: float, tensors: dict[str, Tensor]) -> DecoderLayer:
+    def make(spec: LayerSpec, tensors: dict[str, Tensor], tp: Collectives = ALONE) -> DecoderLayer:
         """Args: `spec`: of this rank's share. `tensors`: by the names of `LayerSpec.params`."""
         left = dict(tensors)
-        norms = {name: left.pop(name) for name in ("input_norm", "post_norm")}
-        names = ("qkv", "o", "qkv_bias", "q_norm", "k_norm", "o_bias")
-        of_attention = {name: left.pop(name) for name in names if name in left}
-        attention = AttentionBlock(spec.attention, eps, **of_attention)
-        mlp = MoeBlock.make(spec.mlp, left) if isinstance(spec.mlp, MoeSpec) else MlpBlock(**left)
-        return DecoderLayer(attention=attention, mlp=mlp, **norms)
+        norms = {n: NormBlock.make(spec.norms.norm, n, left) for n in spec.norms.sources}
+        attention = AttentionBlock.make(spec.attention, left, tp)
+        if isinstance(spec.mlp, MoeSpec):
+            return DecoderLayer(attention, MoeBlock.make(spec.mlp, left), **norms)
+        return DecoderLayer(attention, MlpBlock.make(spec.mlp, left), **norms)
 
     def to(self, device: torch.device) -> None:
-        move_tensors(self, device)
-        self.attention.to(device)
-        self.mlp.to(device)
+        for part in fields(self):
+            block = getattr(self, part.name)
+            if block is not None:
+                block.to(device)
 
     def pack(self) -> None:
         self.attention.pack()
@@ -70,9 +72,20 @@ class DecoderWeights:
     embed: ops.Matrix
     """[vocab, hidden]"""
     layers: list[DecoderLayer]
-    norm: Tensor
+    norm: NormBlock
     lm_head: ops.Matrix
     """[vocab, hidden]; the very object `embed` when tied."""
+    lm_head_bias: Tensor | None = None
+
+    @staticmethod
+    def make(
+        spec: ModelSpec, tensors: dict[str, Tensor], layers: list[DecoderLayer]
+    ) -> DecoderWeights:
+        """Args: `tensors`: those outside the layers, by the names of `spec.model.plan_weights`."""
+        left = dict(tensors)
+        norm = NormBlock.make(spec.norm, "norm", left)
+        left.setdefault("lm_head", left["embed"])
+        return DecoderWeights(layers=layers, norm=norm, **left)
 
 
 class Decoder:
@@ -92,14 +105,20 @@ class Decoder:
         self._tp = tp
         self._vocab = shard.slice_of(spec.vocab_size)
         self._tables = _make_rope_tables(spec)
-        self._ropes = [self._tables[layer.attention.rope] for layer in spec.layers]
-        """The table of each layer."""
+        ropes = [layer.attention.rope for layer in spec.layers]
+        self._ropes = [None if rope is None else self._tables[rope] for rope in ropes]
+        """The table of each layer; None where nothing turns."""
+        factor = spec.stream.embedding_factor
+        if spec.stream.rounds_embedding_factor:
+            factor = float(torch.tensor(factor, dtype=ops.TORCH_DTYPES[spec.dtype]))
+        self._embedding_factor = factor
 
     def to(self, device: torch.device) -> None:
         """Move weights and tables; before `pack`, which is for the CPU only."""
         w = self.weights
         tied = w.lm_head is w.embed
         move_tensors(w, device)
+        w.norm.to(device)
         for layer in w.layers:
             layer.to(device)
         if tied:
@@ -156,17 +175,12 @@ class Decoder:
 
     def compute_hidden(self, batch: ForwardBatch, attn: AttentionBackend) -> Tensor:
         """The part of `compute` in front of the output head: [S, hidden]."""
-        eps = self.spec.rms_eps
         last = len(self.weights.layers) - 1
         tp = self._tp
         x = self._embed_tokens(batch.token_ids)
         residual: Tensor | None = None
         for i, layer in enumerate(self.weights.layers):
-            if residual is None:
-                normed = ops.rms_norm(x, layer.input_norm, eps)
-                residual = x
-            else:
-                normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps)
+            normed, residual = _enter_block(layer.before_attention_norm, x, residual)
             attended = layer.attention.attend(i, normed, batch, attn, self._ropes[i])
             if (
                 i == last and len(batch.sample_index) == 0
@@ -177,11 +191,20 @@ class Decoder:
                 attended = attended[batch.sample_index]
                 residual = residual[batch.sample_index]
             x = tp.all_reduce(layer.attention.project(attended))
-            normed, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = self._leave_block(layer.after_attention_norm, x)
+            normed, residual = _enter_block(layer.before_mlp_norm, x, residual)
             x = tp.all_reduce(layer.mlp.forward(normed))
+            x = self._leave_block(layer.after_mlp_norm, x)
         assert residual is not None, "a spec has at least one layer"
-        normed, _ = ops.add_rms_norm(x, residual, self.weights.norm, eps)
+        normed, _ = self.weights.norm.add(x, residual)
         return normed
+
+    def _leave_block(self, norm: NormBlock | None, x: Tensor) -> Tensor:
+        """A block's result x [T, hidden] as it is added to the residual stream."""
+        if norm is not None:
+            x = norm.apply(x)
+        factor = self.spec.stream.block_factor
+        return x if factor == 1.0 else x * factor
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The output head: logits [n, vocab] of rows of `compute_hidden`, in compute type.
@@ -191,9 +214,21 @@ class Decoder:
         """
         if len(hidden) == 0:
             return torch.empty(0, self.spec.vocab_size, device=hidden.device)
-        return self._tp.gather(ops.linear(hidden, self.weights.lm_head), self.spec.vocab_size)
+        products = ops.linear(hidden, self.weights.lm_head, self.weights.lm_head_bias)
+        logits = self._tp.gather(products, self.spec.vocab_size)
+        stream = self.spec.stream
+        if stream.logits_divisor != 1.0:
+            logits = logits / stream.logits_divisor
+        if cap := stream.logits_soft_cap:
+            logits = (logits / cap).tanh() * cap
+        return logits
 
     def _embed_tokens(self, ids: Tensor) -> Tensor:
+        rows = self._look_up(ids)
+        factor = self._embedding_factor
+        return rows if factor == 1.0 else rows * factor
+
+    def _look_up(self, ids: Tensor) -> Tensor:
         if self._tp.size == 1:
             return ops.embed_tokens(self.weights.embed, ids)
         share = self._vocab
@@ -202,11 +237,26 @@ class Decoder:
         return self._tp.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
 
+def _enter_block(
+    norm: NormBlock | None, x: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What a block computes from, and the residual stream with x [T, hidden] added.
+
+    Args: `residual`: None in front of the first block, where x is the stream.
+    """
+    if residual is None:
+        return x if norm is None else norm.apply(x), x
+    if norm is None:
+        total = x + residual
+        return total, total
+    return norm.add(x, residual)
+
+
 def _make_rope_tables(spec: ModelSpec) -> dict[RopeSpec, RopeTables]:
     """Make one table for all layers that turn alike."""
     tables: dict[RopeSpec, RopeTables] = {}
     for layer in spec.layers:
         rope = layer.attention.rope
-        if rope not in tables:
+        if rope is not None and rope not in tables:
             tables[rope] = RopeTables(rope, layer.attention.heads.head_dim, spec.max_context)
     return tables

@@ -80,13 +80,11 @@ def load_weights(
         tensors = _dummy_tensors(spec, seed, shard, device, on_progress)
     else:
         tensors = _from_files(spec, Path(path), shard, device, on_progress)
-    outside = tensors.pop(OUTSIDE)
-    outside.setdefault("lm_head", outside["embed"])
     layers = [
-        DecoderLayer.make(layer, share.rms_eps, tensors[number])
-        for number, layer in enumerate(share.layers)
+        DecoderLayer.make(layer, tensors[number], tp) for number, layer in enumerate(share.layers)
     ]
-    decoder = Decoder(share, DecoderWeights(layers=layers, **outside), shard, tp)
+    weights = DecoderWeights.make(share, tensors[OUTSIDE], layers)
+    decoder = Decoder(share, weights, shard, tp)
     decoder.to(device)
     log.info(
         "loaded %s from %s: %d parameters as %s, share %d of %d, in %.2f s",

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from baton.config.files import is_given, read_regular_file
@@ -31,8 +32,9 @@ from baton.models.config_file import (
     read_model_config,
 )
 from baton.models.families import FAMILIES
-from baton.models.spec.model import ModelSpec
+from baton.models.spec.model import LayerSpec, ModelSpec
 from baton.models.spec.moe import MoeSpec
+from baton.models.spec.norm import NormSpec
 from baton.models.weight_files import (
     find_tensor,
     first_float_type,
@@ -55,6 +57,7 @@ def read_spec(
     load_format: str = "auto",
     seed: int = 0,
     *,
+    context_length: int | None = None,
     on_cpu: bool = True,
 ) -> ModelSpec:
     """Read and check a Hugging Face model directory.
@@ -64,6 +67,8 @@ def read_spec(
         ten times slower).
         load_format, seed: enter `model_hash` only, so that dummy weights of two seeds are never
         paired.
+        context_length: tokens of the longest prompt + answer that is served; None: as many as the
+        model was made for.
     Raises:
         ConfigError: missing or unreadable files, or anything the decoder would not compute exactly.
     """
@@ -74,24 +79,70 @@ def read_spec(
     _refuse_unknown_arithmetic(config)
 
     layers = family.read_layers(config)
-    if not on_cpu and any(isinstance(layer.mlp, MoeSpec) for layer in layers):
-        config.refuse("architectures", [architecture], "experts need --device cpu")
-    if not on_cpu and any(layer.attention.rope.partial != 1.0 for layer in layers):
-        config.refuse("partial_rotary_factor", "below 1", "partial rotation needs --device cpu")
+    if not on_cpu:
+        _refuse_gpu(config, architecture, layers)
+    max_context = family.read_max_context(config)
+    layers, is_long = _rotate_for_context(layers, context_length or max_context)
+    chosen_dtype = compute_dtype(dtype, checkpoint_dtype(config, root), on_cpu=on_cpu)
+    if chosen_dtype == "float16" and family.overflows_float16:
+        raise ConfigError(
+            f"--dtype float16: activations of {architecture} exceed its range, and answers would "
+            "be NaN; use bfloat16 or float32"
+        )
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.read_integer("vocab_size"),
         hidden_size=config.read_integer("hidden_size"),
         layers=layers,
-        max_context=family.read_max_context(config),
-        rms_eps=config.read_number("rms_norm_eps", family.rms_eps),
-        tied=_is_tied(config, root, load_format),
-        dtype=compute_dtype(dtype, checkpoint_dtype(config, root), on_cpu=on_cpu),
+        max_context=max_context,
+        norm=family.read_norm(config),
+        stream=family.read_stream(config),
+        tied=_is_tied(config, root, load_format, default=family.tied),
+        dtype=chosen_dtype,
         eos_token_ids=read_eos_token_ids(config, read_generation_config(root)),
         bos_token_id=config.read_index("bos_token_id"),
-        model_hash=hash_model(root, load_format, seed),
+        model_hash=hash_model(root, load_format, seed, is_long=is_long),
         has_draft_layers=family.has_draft_layers,
     )
+
+
+def _refuse_gpu(config: ModelConfig, architecture: str, layers: tuple[LayerSpec, ...]) -> None:
+    """Raise ConfigError for blocks that have no kernels on GPUs, or have never run on one."""
+    if any(isinstance(layer.mlp, MoeSpec) for layer in layers):
+        config.refuse("architectures", [architecture], "experts need --device cpu")
+    ropes = [layer.attention.rope for layer in layers]
+    if any(rope is not None and rope.partial != 1.0 for rope in ropes):
+        config.refuse("partial_rotary_factor", "below 1", "partial rotation needs --device cpu")
+    if None in ropes:
+        config.refuse("architectures", [architecture], "layers without rotation need --device cpu")
+    if any(layer.norms.norm != NormSpec(layer.norms.norm.eps) for layer in layers):
+        config.refuse("architectures", [architecture], "its norms need --device cpu")
+
+
+def _rotate_for_context(
+    layers: tuple[LayerSpec, ...], context: int
+) -> tuple[tuple[LayerSpec, ...], bool]:
+    """The layers as they serve contexts of so many tokens, and whether their rotary embeddings have
+    factors of their own for it (`families.longrope`)."""
+    resolved: dict[LayerSpec, LayerSpec] = {}
+    is_long = False
+    for layer in dict.fromkeys(layers):
+        rope = layer.attention.rope
+        if rope is None or not rope.is_long_for(context):
+            resolved[layer] = layer
+            continue
+        if not is_long:
+            log.info(
+                "rotary embedding: long factors for all prompts, because --context-length %d "
+                "exceeds %d; transformers turns shorter prompts by the short ones, as a lower "
+                "--context-length does",
+                context, rope.original_max_position,
+            )  # fmt: skip
+        is_long = True
+        window = layer.attention.heads.window
+        attention = layer.attention.of_layer(window, rope.for_context(context))
+        resolved[layer] = replace(layer, attention=attention)
+    return tuple(resolved[layer] for layer in layers), is_long
 
 
 def find_architecture(config: ModelConfig) -> str | None:
@@ -151,8 +202,6 @@ def read_eos_token_ids(*sources: ModelConfig) -> tuple[int, ...]:
 
 def _refuse_unknown_arithmetic(config: ModelConfig) -> None:
     """Fields whose usual value means nothing to do and whose other values we do not compute."""
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        config.refuse("hidden_act", config.get("hidden_act"), "supported: silu")
     if method := config.get("quantization_config"):
         method = method.get("quant_method", method) if isinstance(method, dict) else method
         config.refuse("quantization_config", method, "use the unquantized checkpoint")
@@ -171,12 +220,12 @@ def checkpoint_dtype(config: ModelConfig, root: Path) -> str:
     return str(named)
 
 
-def _is_tied(config: ModelConfig, root: Path, load_format: str) -> bool:
+def _is_tied(config: ModelConfig, root: Path, load_format: str, *, default: bool) -> bool:
     """Read `tie_word_embeddings`, which a head of other content in the files overrules.
 
     Merged adapters leave such heads behind; transformers 5 (`tie_weights`) and vLLM keep them, too.
     """
-    if not config.read_flag("tie_word_embeddings", False):
+    if not config.read_flag("tie_word_embeddings", default):
         return False
     if load_format == "dummy":
         return True
@@ -209,18 +258,24 @@ _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
 
-def hash_model(root: Path, load_format: str = "auto", seed: int = 0) -> str:
+def hash_model(
+    root: Path, load_format: str = "auto", seed: int = 0, *, is_long: bool = False
+) -> str:
     """32 hex digits that differ between models whose KV pages must not be mixed.
 
     Covers config.json (less fields that say who wrote it), the tokenizer's files, and of each weight file its header,
     length and 64 samples of 4 KiB: two fine-tunes of one model differ nearly everywhere, and reading whole files would
     cost a start of seconds. Dummy weights are covered by their seed.
+
+    Args: `is_long`: keys turn by factors for long contexts, which the flags decide.
     """
     digest = hashlib.sha256()
 
     def add_content(name: str, content: bytes) -> None:
         digest.update(f"{name}:{len(content)}:".encode() + content)
 
+    if is_long:
+        add_content("rope", b"long")
     config = {k: v for k, v in read_json(root / "config.json").items() if k not in _VOLATILE_FIELDS}
     add_content("config", json.dumps(config, sort_keys=True).encode())
     for name in _TOKENIZER_FILES:

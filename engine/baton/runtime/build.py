@@ -188,7 +188,14 @@ def _read_spec(
 ) -> ModelSpec:
     """Spec of the whole model. Raises ConfigError where it cannot be divided among the ranks."""
     on_cpu = compute.type == "cpu"
-    spec = read_spec(model_dir, config.dtype, config.load_format, config.random_seed, on_cpu=on_cpu)
+    spec = read_spec(
+        model_dir,
+        config.dtype,
+        config.load_format,
+        config.random_seed,
+        context_length=config.context_length,
+        on_cpu=on_cpu,
+    )
     if on_cpu and spec.dtype == "float16":
         log.warning(
             "--dtype float16: the native CPU kernels do not compute it, slow torch code does; "

@@ -28,6 +28,21 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0 + i / 20 for i in range(36)],
+    "long_factor": [1.5 + i / 10 for i in range(36)],
+}
+"""Of 36 pairs: heads of 72, or of 96 of which three quarters turn."""
+_OLMO3 = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    "full_attention": _YARN,
+}
+_GEMMA3 = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,8 +88,75 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "hidden_size": 192,
+            "num_key_value_heads": 1,
+            "num_attention_heads": 2,
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75, "factor": 8.0},
+        },
+    ),
     "seed-oss": ("SeedOss", {"head_dim": 32, "attention_bias": True, "attention_out_bias": True}),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
+    "olmo3": ("Olmo3", {"sliding_window": 9, "num_hidden_layers": 4, "rope_parameters": _OLMO3}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+            "mlp_bias": True,
+            "attention_bias": True,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
+    "smollm3-window": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "sliding_window": 9,
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": _GEMMA3,
+            "tie_word_embeddings": False,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 9}),
+    "phimoe": (
+        "Phimoe",
+        {
+            "num_local_experts": 4,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.1,
+        },
+    ),
     "qwen2-moe": (
         "Qwen2Moe",
         {
@@ -122,14 +204,16 @@ def make_checkpoint(
     """Write `variant` to directory `path`, seeded by its name; returns `path`."""
     import torch
 
-    model = _model_class(variant)(_config(variant))
+    model = _model_class(variant)(variant_config(variant))
     generator = torch.Generator().manual_seed(sum(variant.encode()))
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("inv_freq"):
                 continue
             noise = torch.empty(parameter.shape).normal_(0, 0.15, generator=generator)
-            parameter.copy_(noise + 1 if name.endswith("norm.weight") else noise)
+            # Gemma's classes add the 1 themselves.
+            is_near_one = name.endswith("norm.weight") and not variant.startswith("gemma")
+            parameter.copy_(noise + 1 if is_near_one else noise)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
     write_tokenizer(path)
     return path
@@ -161,6 +245,10 @@ def as_transformers_4(source: Path, path: Path) -> Path:
     config = json.loads((path / "config.json").read_text())
     config["torch_dtype"] = config.pop("dtype")
     rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        if config["model_type"] == "gemma3_text":
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
@@ -171,11 +259,14 @@ def as_transformers_4(source: Path, path: Path) -> Path:
     return path
 
 
-def _config(variant: str) -> Any:
+def variant_config(variant: str) -> Any:
+    """The config of transformers' class."""
     import transformers
 
     family, changes = VARIANTS[variant]
-    return getattr(transformers, f"{family}Config")(**{**_SHAPE, **changes})
+    # Gemma 3's classes for text have another config than those with images.
+    name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    return getattr(transformers, name)(**{**_SHAPE, **changes})
 
 
 def _model_class(variant: str) -> Any:

@@ -1,4 +1,5 @@
-"""Tiny random checkpoints of families that have no blocks of our own, written by transformers."""
+"""Tiny random checkpoints that transformers' own classes serve, written by transformers: families that have no blocks
+of our own, and some that have."""
 
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4", _WINDOW),
     "flex_olmo": ("FlexOlmo", _EXPERTS),
     "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "attn_logit_softcapping": 2.0, **_WINDOW}),
     "gemma3_text": ("Gemma3Text", {"head_dim": 16, "num_hidden_layers": 7, **_WINDOW}),
     "glm": ("Glm", {"head_dim": 16}),
     "glm4": ("Glm4", {"head_dim": 16}),
@@ -67,7 +69,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "deepseek_v3": ("DeepseekV3", {"first_k_dense_replace": 4}, "heads of layer 0 differ in size"),
     "doge": ("Doge", {}, "makes a mask of its own"),
     "falcon": ("Falcon", {}, "knows no attention implementation"),
-    "gemma2": ("Gemma2", {"head_dim": 16, **_WINDOW}, r"layer 0 caps its logits \(50.0\)"),
     "gpt_oss": ("GptOss", {**_LOCAL_EXPERTS, "head_dim": 16}, "has attention sinks"),
     "gpt2": ("GPT2", {}, "a step of one token fails in it"),
     "mamba": ("Mamba", {}, "no interface for another implementation"),

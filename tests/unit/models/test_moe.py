@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +38,47 @@ def planted_rows(generator: torch.Generator) -> Tensor:
     return rows
 
 
-def router_of(name: str, **fields: Any) -> tuple[Any, RouterSpec, Any]:
-    """transformers' router of a family with random weights, our description, and its config."""
+def router_of(name: str, fields: dict[str, Any]) -> Any:
+    """transformers' router of a family."""
     import transformers
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.llama4.modeling_llama4 import Llama4Router
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+    from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     made = {
         "Qwen3Moe": Qwen3MoeTopKRouter,
         "Mixtral": MixtralTopKRouter,
         "Glm4Moe": Glm4MoeTopkRouter,
+        "DeepseekV2": DeepseekV2TopkRouter,
+        "GptOss": GptOssTopKRouter,
+        "Phimoe": PhimoeTopKRouter,
+        "Llama4Text": Llama4Router,
     }
-    config = getattr(transformers, f"{name}Config")(hidden_size=HIDDEN, **fields)
-    return made[name](config), _spec_of(name, fields), config
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=HIDDEN, num_attention_heads=4, num_key_value_heads=4, **fields
+    )
+    return made[name](config).eval()
 
 
-def _spec_of(name: str, fields: dict[str, Any]) -> RouterSpec:
+def spec_of(name: str, fields: dict[str, Any]) -> RouterSpec:
+    """Our description of a router: by the family, or where none has blocks yet, of its fields."""
     from baton.models.config_file import ModelConfig
 
+    count = fields["num_experts_per_tok"]
+    if name == "GptOss":
+        return RouterSpec(EXPERTS, count, scoring="softmax_of_chosen")
+    if name == "Llama4Text":
+        return RouterSpec(EXPERTS, count, scoring="sigmoid_of_chosen")
+    if name == "DeepseekV2":
+        return RouterSpec(
+            EXPERTS, count, rounds_weights=False, num_groups=fields.get("n_group", 1),
+            kept_groups=fields.get("topk_group", 1), group_rank="best",
+            scaling_factor=fields["routed_scaling_factor"],
+        )  # fmt: skip
     values = {"num_hidden_layers": 1, "intermediate_size": 8, "first_k_dense_replace": 0, **fields}
     mlp = FAMILIES[f"{name}ForCausalLM"].read_mlp(ModelConfig(Path("config.json"), values), 0)
     assert isinstance(mlp, MoeSpec)
@@ -74,7 +98,48 @@ ROUTERS = [
         },
     ),
     ("Glm4Moe", {"n_routed_experts": EXPERTS, "num_experts_per_tok": 4, "norm_topk_prob": False}),
+    (
+        "DeepseekV2",
+        {
+            "n_routed_experts": EXPERTS, "num_experts_per_tok": 4, "topk_method": "greedy",
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    (
+        "DeepseekV2",
+        {
+            "n_routed_experts": EXPERTS, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+            "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0,
+        },
+    ),
+    (
+        "DeepseekV2",
+        {
+            "n_routed_experts": EXPERTS, "num_experts_per_tok": 3, "n_group": 8, "topk_group": 1,
+            "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.0,
+        },
+    ),
+    ("GptOss", {"num_local_experts": EXPERTS, "num_experts_per_tok": 4}),
+    ("Phimoe", {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}),
+    (
+        "Phimoe",
+        {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "router_jitter_noise": 0.3},
+    ),
+    ("Llama4Text", {"num_local_experts": EXPERTS, "num_experts_per_tok": 1}),
 ]  # fmt: skip
+
+
+def compute_theirs(router: Any, name: str, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, weights and experts of transformers' router."""
+    with torch.no_grad():
+        answer = router(rows)
+    if name != "Llama4Text":
+        logits, weights, experts = answer
+        return logits, weights, experts
+    # A score for each expert, 0 for all but the chosen one.
+    scores, logits = answer
+    weights, experts = scores.max(dim=-1, keepdim=True)
+    return logits, weights, experts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,17 +147,20 @@ ROUTERS = [
 def test_choices_and_weights_are_those_of_transformers(
     name: str, fields: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    theirs, spec, _ = router_of(name, **fields)
+    theirs = router_of(name, fields)
+    spec = spec_of(name, fields)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         theirs.weight.normal_(generator=generator)
         if spec.has_bias:
             # Large enough to change most choices, and never the weights.
             theirs.e_score_correction_bias.normal_(0, 0.5, generator=generator)
+        if name == "GptOss":
+            theirs.bias.normal_(0, 2.0, generator=generator)
+            theirs.bias.data = theirs.bias.data.to(dtype)
     theirs.weight.data = theirs.weight.data.to(dtype)
     rows = planted_rows(generator).to(dtype)
-    with torch.no_grad():
-        logits, want_weights, want_experts = theirs(rows)
+    logits, want_weights, want_experts = compute_theirs(theirs, name, rows)
     bias = theirs.e_score_correction_bias if spec.has_bias else None
     experts, weights = route(logits, spec, bias)
     assert weights.dtype == want_weights.dtype
@@ -106,15 +174,56 @@ def test_choices_and_weights_are_those_of_transformers(
         strict=True,
     ):  # fmt: skip
         if is_untied:
-            wanted = dict(zip(other, want, strict=True))
-            assert dict(zip(ours, mine, strict=True)) == pytest.approx(wanted, rel=1e-6)
+            # Which experts weigh nothing is left open, too: those of dropped groups tie at 0.
+            wanted = {expert: x for expert, x in zip(other, want, strict=True) if x}
+            got = {expert: x for expert, x in zip(ours, mine, strict=True) if x}
+            assert got == pytest.approx(wanted, rel=1e-6)
 
 
-def test_lowest_number_wins_among_equal_scores() -> None:
+def test_bias_of_a_router_changes_most_choices() -> None:
+    """The test above says nothing of a bias that is too small to count."""
+    name, fields = ROUTERS[3]
+    spec = spec_of(name, fields)
+    generator = torch.Generator().manual_seed(1)
+    logits = planted_rows(generator)
+    bias = torch.empty(EXPERTS).normal_(0, 0.5, generator=generator)
+    changed = route(logits, spec, bias).experts != route(logits, spec).experts
+    assert changed.any(-1).float().mean() > 0.5
+
+
+TIED = [
+    RouterSpec(5, 2, normalizes=True),
+    RouterSpec(5, 2, scoring="softmax_of_chosen"),
+    RouterSpec(5, 2, scoring="sigmoid_of_chosen"),
+    RouterSpec(5, 2, scoring="sigmoid"),
+    RouterSpec(5, 2, scoring="sparsemixer", jitter=0.01),
+]
+
+
+@pytest.mark.parametrize("spec", TIED, ids=lambda spec: spec.scoring)
+def test_lowest_number_wins_among_equal_scores_of_each_kind(spec: RouterSpec) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [0.0] * 5, [3.0, 1.0, 3.0, 1.0, 3.0]])
-    experts, weights = route(logits, RouterSpec(5, 2, normalizes=True))
-    assert experts.tolist() == [[1, 2], [0, 1], [0, 2]]
-    assert torch.equal(weights, torch.full((3, 2), 0.5))
+    assert route(logits, spec).experts.tolist() == [[1, 2], [0, 1], [0, 2]]
+
+
+def test_sparsemixer_weighs_each_choice_among_those_near_it() -> None:
+    # 2 * 0.1 of the best one: 9 is near 10, and 4.5 is far from both; then 4.5 is far from 9.
+    spec = RouterSpec(4, 2, scoring="sparsemixer", jitter=0.1)
+    experts, weights = route(torch.tensor([[4.5, 10.0, 9.0, -3.0]]), spec)
+    first = math.exp(10.0) / (math.exp(10.0) + math.exp(9.0))
+    assert experts.tolist() == [[1, 2]]
+    assert weights.tolist() == [pytest.approx([first, 1.0])]
+
+
+def test_other_groups_weigh_nothing_where_the_best_score_ranks_them() -> None:
+    # By their best, group 1 wins; by the sum of two, group 0 would.
+    logits = torch.tensor([[2.0, 2.0, 2.5, -9.0]])
+    spec = RouterSpec(4, 3, num_groups=2, kept_groups=1, group_rank="best")
+    experts, weights = route(logits, spec)
+    assert experts.tolist() == [[2, 3, 0]]
+    assert weights[0, 2] == 0.0
+    by_sum = route(logits, replace(spec, group_rank="two_best", experts_per_token=2))
+    assert by_sum.experts.tolist() == [[0, 1]]
 
 
 def test_bias_and_groups_decide_the_choice_and_not_the_weights() -> None:

@@ -17,8 +17,10 @@ from baton.errors import ConfigError
 from baton.layers.spec import AttentionSpec, common_heads
 from baton.models.config_file import read_model_config
 from baton.models.spec.model import ModelSpec
+from baton.models.spec.norm import NormSpec
 from baton.models.spec.rope import RopeSpec
 from baton.models.spec_reader import hash_model, read_max_context, read_spec
+from tests.support.models.published import PUBLISHED, published_config
 
 LLAMA_32_1B = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
@@ -84,7 +86,7 @@ def test_llama_3_2(tmp_path):
     layer = spec.layers[0]
     assert spec.tied
     attention = layer.attention
-    assert (attention.qkv_bias, attention.o_bias, attention.qk_norm) == (False, False, False)
+    assert (attention.qkv_bias, attention.o_bias, attention.qk_norm) == (False, False, None)
     assert layer.mlp.bias is False
     assert (spec.max_context, spec.eos_token_ids, spec.dtype) == (
         131072,
@@ -100,7 +102,7 @@ def test_qwen_2_5(tmp_path):
     spec = spec_of(tmp_path, QWEN25_05B)
     attention = spec.layers[0].attention
     assert attention.heads.head_dim == 64
-    assert (attention.qkv_bias, attention.o_bias, attention.qk_norm) == (True, False, False)
+    assert (attention.qkv_bias, attention.o_bias, attention.qk_norm) == (True, False, None)
     assert windows_of(spec) == (0,) * 24
     assert spec.num_parameters == pytest.approx(0.494e9, rel=1e-3)
 
@@ -109,7 +111,7 @@ def test_qwen_3_head_dim_is_not_hidden_over_heads(tmp_path):
     spec = spec_of(tmp_path, QWEN3_06B)
     attention = spec.layers[0].attention
     assert (attention.heads.head_dim, attention.heads.q_size) == (128, 2048)
-    assert (attention.qk_norm, attention.qkv_bias) == (True, False)
+    assert (attention.qk_norm, attention.qkv_bias) == (NormSpec(1e-6), False)
     assert spec.num_parameters == pytest.approx(0.596e9, rel=1e-3)
 
 
@@ -321,29 +323,31 @@ JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=3),
     st.lists(st.integers(0, 3), max_size=2), st.dictionaries(st.sampled_from(["type", "factor", "x"]), st.integers()),
 )  # fmt: skip
-FIELDS = [
-    *LLAMA_32_1B,
-    *QWEN25_05B,
-    "layer_types",
-    "rope_parameters",
-    "dtype",
-    "original_max_position_embeddings",
-]
+FIELDS = (
+    "layer_types", "rope_parameters", "rope_scaling", "rope_theta", "dtype", "torch_dtype", "head_dim", "hidden_act",
+    "original_max_position_embeddings", "num_local_experts", "mlp_only_layers", "no_rope_layers", "sliding_window",
+    "use_bidirectional_attention", "partial_rotary_factor", "quantization_config", "eos_token_id",
+)  # fmt: skip
+"""Read of several families, beside the fields that a config.json has."""
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(
-    st.sampled_from([LLAMA_32_1B, QWEN25_05B, MISTRAL_7B_V01]),
-    st.sampled_from(FIELDS),
-    JUNK,
-    st.booleans(),
-)
-def test_junk_in_any_field_is_a_config_error_or_harmless(tmp_path, config, field, junk, windowed):
+@given(data=st.data(), junk=JUNK, windowed=st.booleans(), is_nested=st.booleans())
+def test_junk_in_any_field_is_a_config_error_or_harmless(
+    tmp_path, name, data, junk, windowed, is_nested
+):
+    config = published_config(name) | {"use_sliding_window": windowed}
+    field = data.draw(st.sampled_from([*config, *FIELDS]))
+    value = config.get(field)
+    if is_nested and isinstance(value, dict):
+        junk = value | {data.draw(st.sampled_from([*value, "rope_theta", "x"])): junk}
     with contextlib.suppress(ConfigError):
-        spec = spec_of(tmp_path, {**config, "use_sliding_window": windowed}, **{field: junk})
+        spec = spec_of(tmp_path, config, **{field: junk})
         assert spec.num_layers >= 1
+        assert spec.kv_spec(16).token_bytes >= 1
 
 
 def test_unnamed_dtype_is_that_of_the_weights(tmp_path):
@@ -391,7 +395,7 @@ def test_model_hash_covers_what_changes_answers(tmp_path):
 def test_spec_and_weight_plan_load_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['safetensors'] = None; "
-        "import baton.models.checkpoint, baton.models.__main__"
+        "import baton.models.checkpoint"
     )
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"PYTHONPATH": "engine"}, timeout=60

@@ -9,7 +9,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton import config
 from baton.config import unsupported_flags
-from baton.models import __main__ as families
 from baton.sched.metrics import histogram
 from baton.sched.metrics.collector import SchedStats
 from baton.server.observability import metric_aliases, metrics
@@ -24,12 +23,6 @@ DOCS = Path(__file__).parents[3] / "docs"
 def test_flags_table_is_current() -> None:
     assert config.flags_table(config.EngineConfig) in (DOCS / "flags.md").read_text(), (
         "run: python -m baton.config"
-    )
-
-
-def test_table_of_model_families_is_current() -> None:
-    assert families.families_table() in (DOCS / "support.md").read_text(), (
-        "run: python -m baton.models"
     )
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from baton.layers import ops
 from baton.layers.attention.base import AttentionBackend, ForwardBatch, PagedAttention
+from baton.layers.collectives import ALONE, Collectives
+from baton.models.blocks.norm import NormBlock
 from baton.models.blocks.rope import RopeTables
 from baton.models.blocks.tensors import move_tensors
 from baton.models.spec.attention import AttentionBlockSpec
@@ -23,17 +25,38 @@ class AttentionBlock:
 
     spec: AttentionBlockSpec
     """This rank's share."""
-    eps: float
-    """Added to the mean square in the norms of q and k."""
     qkv: ops.Matrix
     o: ops.Matrix
     qkv_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
     o_bias: Tensor | None = None
+    q_norm: NormBlock | None = None
+    k_norm: NormBlock | None = None
+    tp: Collectives = ALONE
+    """The ranks that norm all heads together."""
+
+    @staticmethod
+    def make(
+        spec: AttentionBlockSpec, tensors: dict[str, Tensor], tp: Collectives
+    ) -> AttentionBlock:
+        """Args: `tensors`: by the names of `AttentionBlockSpec.params`; they are removed."""
+        block = AttentionBlock(
+            spec,
+            tensors.pop("qkv"),
+            tensors.pop("o"),
+            tensors.pop("qkv_bias", None),
+            tensors.pop("o_bias", None),
+            tp=tp,
+        )
+        if spec.qk_norm is not None:
+            block.q_norm = NormBlock.make(spec.qk_norm, "q_norm", tensors)
+            block.k_norm = NormBlock.make(spec.qk_norm, "k_norm", tensors)
+        return block
 
     def to(self, device: torch.device) -> None:
         move_tensors(self, device)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.to(device)
 
     def pack(self) -> None:
         """Re-order the matrices for the CPU kernels."""
@@ -41,7 +64,12 @@ class AttentionBlock:
         self.o = ops.pack_weight(self.o)
 
     def attend(
-        self, layer: int, x: Tensor, batch: ForwardBatch, attn: AttentionBackend, rope: RopeTables
+        self,
+        layer: int,
+        x: Tensor,
+        batch: ForwardBatch,
+        attn: AttentionBackend,
+        rope: RopeTables | None,
     ) -> Tensor:
         """x [T, hidden]: the heads' results [T, Hq * D], after K and V of the step are in the
         pages."""
@@ -49,14 +77,19 @@ class AttentionBlock:
         heads = ops.linear(x, self.qkv, self.qkv_bias).view(len(x), -1, spec.head_dim)
         if (store_heads := ops.head_kernel(x)) is not None:
             norms = None
+            eps = 0.0
             if self.q_norm is not None and self.k_norm is not None:
-                norms = (self.q_norm, self.k_norm)
+                norms = (self.q_norm.weight, self.k_norm.weight)
+                eps = self.q_norm.eps
+            # Blocks that the kernel lacks are refused on its devices (`spec_reader`).
+            assert rope is not None
+            assert not self.spec.norms_all_heads
             paged = cast("PagedAttention", attn)
             store_heads(
                 heads,
                 spec.num_heads,
                 norms,
-                self.eps,
+                eps,
                 batch.positions,
                 (rope.cos, rope.sin),
                 paged.pages(layer),
@@ -65,15 +98,37 @@ class AttentionBlock:
             return paged.attend(layer, heads[:, : spec.num_heads])
         q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q = ops.rms_norm(q, self.q_norm, self.eps)
-            k = ops.rms_norm(k, self.k_norm, self.eps)
-        turned = self.spec.rope.rotary_dim(spec.head_dim)
-        if turned == spec.head_dim:
-            q, k = ops.apply_rope(q, k, batch.positions, rope.cos, rope.sin)
-        else:
-            # The first dimensions turn in place, the others pass.
-            ops.apply_rope(q[..., :turned], k[..., :turned], batch.positions, rope.cos, rope.sin)
+            if self.spec.norms_all_heads:
+                q, k = self._norm_all_heads(q, k, self.q_norm, self.k_norm)
+            else:
+                q = self.q_norm.apply(q)
+                k = self.k_norm.apply(k)
+        if rope is not None:
+            turned = rope.rotary_dim
+            if turned == spec.head_dim:
+                q, k = ops.apply_rope(q, k, batch.positions, rope.cos, rope.sin)
+            else:
+                # The first dimensions turn in place, the others pass.
+                first = (q[..., :turned], k[..., :turned])
+                ops.apply_rope(*first, batch.positions, rope.cos, rope.sin)
         return attn.forward(layer, q, k, v)
+
+    def _norm_all_heads(
+        self, q: Tensor, k: Tensor, q_norm: NormBlock, k_norm: NormBlock
+    ) -> tuple[Tensor, Tensor]:
+        """q [T, Hq, D] and k [T, Hk, D], each normed as one row over the heads of all ranks."""
+        if self.tp.size == 1:
+            return q_norm.apply(q.flatten(1)).view_as(q), k_norm.apply(k.flatten(1)).view_as(k)
+        wide = [x.flatten(1).float() for x in (q, k)]
+        # Ranks have as many heads, and where several hold the same ones, all heads are held as
+        # often: the mean over ranks is the mean over heads.
+        means = torch.stack([x.square().mean(-1) for x in wide], dim=-1)
+        means = self.tp.all_reduce(means) / self.tp.size
+        normed = []
+        for i, (x, norm) in enumerate(zip(wide, (q_norm, k_norm), strict=True)):
+            unit = x * torch.rsqrt(means[:, i, None] + norm.eps)
+            normed.append((norm.weight * unit).to(q.dtype))
+        return normed[0].view_as(q), normed[1].view_as(k)
 
     def project(self, attended: Tensor) -> Tensor:
         """attended [T, Hq * D]: this rank's part of the result [T, hidden]."""

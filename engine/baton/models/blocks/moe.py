@@ -54,7 +54,7 @@ class MoeBlock:
             [tensors[f"experts.{number}.gate_up"] for number in numbers],
             [tensors[f"experts.{number}.down"] for number in numbers],
             tensors.get("router_bias"),
-            MlpBlock(**shared) if shared else None,
+            None if spec.shared is None else MlpBlock.make(spec.shared, shared),
             tensors.get("shared_gate"),
         )
 

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from baton.models.spec.rope import RopeSpec
+from baton.models.spec.rope import LONGROPE, RopeSpec
 
 _FIRST_POSITIONS = 4096
 
@@ -26,6 +26,8 @@ def inverse_frequencies(rope: RopeSpec, rotary_dim: int) -> Tensor:
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "llama3":
         return _scale_llama3(plain, rope)
+    if rope.kind == LONGROPE:
+        return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32) * rope.theta**exponents)
     if rope.kind == "yarn":
         return _scale_yarn(exponents, rope, rotary_dim)
     return plain / rope.factor  # linear; 1 for the default kind
@@ -74,7 +76,9 @@ class RopeTables:
     """
 
     def __init__(self, rope: RopeSpec, head_dim: int, max_context: int) -> None:
-        self._frequencies = inverse_frequencies(rope, rope.rotary_dim(head_dim))
+        self.rotary_dim = rope.rotary_dim(head_dim)
+        """Dimensions of a head that turn, the first ones."""
+        self._frequencies = inverse_frequencies(rope, self.rotary_dim)
         self._scale = rope.attention_factor
         self._device = torch.device("cpu")
         self._max_context = max_context

@@ -34,11 +34,20 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
 
     A row's choice depends on that row alone.
     """
+    if spec.scoring == "sparsemixer":
+        return _mix_two(logits, spec)
+    if spec.scoring in ("softmax_of_chosen", "sigmoid_of_chosen"):
+        return _score_chosen(logits, spec)
     wide = logits.float()
     scores = wide.sigmoid() if spec.scoring == "sigmoid" else wide.softmax(-1)
     ranking = scores if bias is None else scores + bias
     if spec.kept_groups < spec.num_groups:
-        ranking = _drop_groups(ranking, spec)
+        if spec.group_rank == "best":
+            # Where the kept groups have too few experts, others follow, which then weigh nothing.
+            scores = _drop_groups(scores, spec, 0.0)
+            ranking = scores
+        else:
+            ranking = _drop_groups(ranking, spec, -math.inf)
     experts = _highest(ranking, spec.experts_per_token)
     weights = scores.gather(1, experts)
     if spec.normalizes:
@@ -49,18 +58,48 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
     return Routing(experts, weights.to(logits.dtype) if spec.rounds_weights else weights)
 
 
+def _score_chosen(logits: Tensor, spec: RouterSpec) -> Routing:
+    """The highest logits, scored without the others: by a softmax in their own type (gpt-oss), or
+    by a sigmoid each in float32 (Llama 4, which multiplies an expert's input by it)."""
+    experts = _highest(logits, spec.experts_per_token)
+    chosen = logits.gather(1, experts)
+    if spec.scoring == "softmax_of_chosen":
+        return Routing(experts, chosen.softmax(-1))
+    return Routing(experts, chosen.float().sigmoid().to(logits.dtype))
+
+
+def _mix_two(logits: Tensor, spec: RouterSpec) -> Routing:
+    """Two experts, each weighed by a softmax over the logits near its own: the second one's leaves
+    out the first (SparseMixer, arXiv 2310.00811, as Phi-3.5-MoE uses it when it is not trained).
+
+    The weights of a token may add up to more than 1.
+    """
+    left = logits
+    choices = []
+    weights = []
+    for _ in range(spec.experts_per_token):
+        expert = _highest(left, 1)
+        best = left.gather(1, expert)
+        distance = (best - logits) / logits.abs().clamp(min=best)
+        near = left.masked_fill(distance > 2 * spec.jitter, -math.inf)
+        choices.append(expert)
+        weights.append(near.softmax(-1).gather(1, expert))
+        left = left.scatter(1, expert, -math.inf)
+    return Routing(torch.cat(choices, dim=1), torch.cat(weights, dim=1))
+
+
 def _highest(scores: Tensor, count: int) -> Tensor:
     """Columns of the `count` highest entries of each row, in falling order, the lower column first
     of equal ones."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def _drop_groups(ranking: Tensor, spec: RouterSpec) -> Tensor:
-    """Minus infinity for experts outside the kept groups; a group counts by the sum of its two
-    best."""
-    rows = len(ranking)
-    grouped = ranking.view(rows, spec.num_groups, -1)
-    best_sums = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+def _drop_groups(scores: Tensor, spec: RouterSpec, fill: float) -> Tensor:
+    """The scores with `fill` for experts outside the kept groups."""
+    rows = len(scores)
+    grouped = scores.view(rows, spec.num_groups, -1)
+    counted = 2 if spec.group_rank == "two_best" else 1
+    best_sums = grouped.sort(dim=-1, descending=True).values[..., :counted].sum(-1)
     kept = torch.zeros_like(best_sums, dtype=torch.bool)
     kept.scatter_(1, _highest(best_sums, spec.kept_groups), True)
-    return grouped.masked_fill(~kept[..., None], -math.inf).view(rows, -1)
+    return grouped.masked_fill(~kept[..., None], fill).view(rows, -1)

@@ -3,21 +3,28 @@
 | module | holds |
 |---|---|
 | `base` | `ModelFamily`: what all read alike |
-| `windows`, `experts`, `rope_config` | fields that several families share |
+| `windows`, `experts`, `rope_config`, `longrope` | fields that several families share |
 | the others | a family each |
 """
 
 from baton.models.families.base import ModelFamily
+from baton.models.families.gemma2 import Gemma2Family
+from baton.models.families.gemma3 import Gemma3Family
 from baton.models.families.glm4_moe import Glm4MoeFamily
+from baton.models.families.granite import GraniteFamily
 from baton.models.families.llama import LlamaFamily
 from baton.models.families.mistral import MistralFamily
 from baton.models.families.mixtral import MixtralFamily
+from baton.models.families.olmo2 import Olmo2Family
+from baton.models.families.olmo3 import Olmo3Family
 from baton.models.families.phi3 import Phi3Family
+from baton.models.families.phimoe import PhimoeFamily
 from baton.models.families.qwen2 import Qwen2Family
 from baton.models.families.qwen2_moe import Qwen2MoeFamily
 from baton.models.families.qwen3 import Qwen3Family
 from baton.models.families.qwen3_moe import Qwen3MoeFamily
 from baton.models.families.seed_oss import SeedOssFamily
+from baton.models.families.smollm3 import SmolLM3Family
 
 _ALL: tuple[ModelFamily, ...] = (
     LlamaFamily(),
@@ -26,7 +33,14 @@ _ALL: tuple[ModelFamily, ...] = (
     Qwen3Family(),
     Phi3Family(),
     SeedOssFamily(),
+    Olmo2Family(),
+    Olmo3Family(),
+    GraniteFamily(),
+    SmolLM3Family(),
+    Gemma2Family(),
+    Gemma3Family(),
     MixtralFamily(),
+    PhimoeFamily(),
     Qwen2MoeFamily(),
     Qwen3MoeFamily(),
     Glm4MoeFamily(),

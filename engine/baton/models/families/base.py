@@ -15,8 +15,10 @@ from baton.models.config_file import MAX_LAYERS, ModelConfig
 from baton.models.families.rope_config import read_rope, stretched_context
 from baton.models.spec.attention import AttentionBlockSpec
 from baton.models.spec.mlp import MlpSpec
-from baton.models.spec.model import LayerSpec
+from baton.models.spec.model import LayerSpec, StreamSpec
 from baton.models.spec.moe import MoeSpec
+from baton.models.spec.norm import LayerNormsSpec, NormPlaces, NormSpec
+from baton.models.spec.rope import RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,15 @@ class ModelFamily:
     head_dim: int | None = None
     """Default head_dim; None: hidden_size / num_attention_heads."""
     rms_eps: float = 1e-6
+    norm_places: NormPlaces = "before"
+    tied: bool = False
+    """Default tie_word_embeddings."""
+    rope_theta: float = 10000.0
     partial_rotary: float | None = None
     """Default partial_rotary_factor; None: the class does not read the field, and all dimensions
     turn."""
+    overflows_float16: bool = False
+    """Activations of published checkpoints exceed the range of float16."""
     has_draft_layers: bool = False
     """Files may hold layers that only draft tokens."""
     attention: str = "grouped queries"
@@ -49,27 +57,58 @@ class ModelFamily:
 
     def read_layers(self, config: ModelConfig) -> tuple[LayerSpec, ...]:
         """Blocks of every layer. Raises ConfigError for what they do not compute."""
+        self.check_activation(config)
         count = config.read_integer("num_hidden_layers", most=MAX_LAYERS)
         windows = self.read_windows(config, count)
+        ropes = self.read_ropes(config, windows)
         attention = self.read_attention(config)
-        blocks: dict[tuple[int, MlpSpec | MoeSpec], LayerSpec] = {}
+        norms = LayerNormsSpec(self.read_norm(config), self.norm_places)
+        blocks: dict[tuple[int, RopeSpec | None, MlpSpec | MoeSpec], LayerSpec] = {}
         layers = []
-        for number, window in enumerate(windows):
+        for number, (window, rope) in enumerate(zip(windows, ropes, strict=True)):
             mlp = self.read_mlp(config, number)
             # Equal layers are one object, because a deep model has thousands of them.
-            key = (window, mlp)
+            key = (window, rope, mlp)
             if key not in blocks:
-                blocks[key] = LayerSpec(attention.with_window(window), mlp)
+                blocks[key] = LayerSpec(attention.of_layer(window, rope), mlp, norms)
             layers.append(blocks[key])
         return tuple(layers)
 
     def read_attention(self, config: ModelConfig) -> AttentionBlockSpec:
-        """The attention block that all layers have, without windows."""
+        """The attention block that all layers have, before windows and rotations of a layer."""
         biases = self.read_biases(config)
-        rope = read_rope(config, self.read_max_position(config), self.partial_rotary)
+        qk_norm = self.read_norm(config) if self.has_qk_norm(config) else None
         return AttentionBlockSpec(
-            self._read_heads(config), rope, biases.qkv, biases.o, self.has_qk_norm(config)
+            self._read_heads(config), None, qkv_bias=biases.qkv, o_bias=biases.o, qk_norm=qk_norm
         )
+
+    def read_ropes(
+        self, config: ModelConfig, windows: tuple[int, ...]
+    ) -> tuple[RopeSpec | None, ...]:
+        """The rotary embedding of each layer; None where nothing turns."""
+        return (self.read_rope(config),) * len(windows)
+
+    def read_rope(self, config: ModelConfig) -> RopeSpec:
+        """The rotary embedding of layers that turn."""
+        return read_rope(
+            config,
+            self.read_max_position(config),
+            self.partial_rotary,
+            default_theta=self.rope_theta,
+        )
+
+    def read_norm(self, config: ModelConfig) -> NormSpec:
+        """The norms of the residual stream, and of q and k where they are normed."""
+        return NormSpec(config.read_number("rms_norm_eps", self.rms_eps))
+
+    def read_stream(self, config: ModelConfig) -> StreamSpec:
+        """Arithmetic of the residual stream outside the layers."""
+        return StreamSpec()
+
+    def check_activation(self, config: ModelConfig) -> None:
+        """Raise ConfigError for an activation of gates that the blocks do not compute."""
+        if config.get("hidden_act", "silu") not in ("silu", "swish"):
+            config.refuse("hidden_act", config.get("hidden_act"), "supported: silu")
 
     def read_biases(self, config: ModelConfig) -> Biases:
         """`attention_bias` decides for q, k, v and o."""
@@ -95,7 +134,7 @@ class ModelFamily:
     def read_max_context(self, config: ModelConfig) -> int:
         """Longest prompt + answer the model was made for [tokens]."""
         max_position = self.read_max_position(config)
-        return stretched_context(read_rope(config, max_position, self.partial_rotary), max_position)
+        return stretched_context(self.read_rope(config), max_position)
 
     def _read_heads(self, config: ModelConfig) -> AttentionSpec:
         hidden = config.read_integer("hidden_size")

@@ -8,7 +8,7 @@ from baton.models.families.experts import read_experts, read_experts_per_token
 from baton.models.families.windows import window_all_layers
 from baton.models.spec.moe import ExpertNames, MoeSpec, RouterSpec
 
-_NAMES = ExpertNames(
+MIXTRAL_NAMES = ExpertNames(
     router="block_sparse_moe.gate",
     gate="block_sparse_moe.experts.{}.w1",
     up="block_sparse_moe.experts.{}.w3",
@@ -26,6 +26,7 @@ class MixtralFamily(ModelFamily):
     max_position = 131072
     kv_heads = 8
     rms_eps = 1e-5
+    rope_theta = 1e6
     attention = "grouped queries, sliding window as config.json says"
     feed_forward = "experts"
 
@@ -44,4 +45,4 @@ class MixtralFamily(ModelFamily):
             rounds_weights=False,
         )
         inner = config.read_integer("intermediate_size")
-        return MoeSpec(router, inner, size_field="intermediate_size", names=_NAMES)
+        return MoeSpec(router, inner, size_field="intermediate_size", names=MIXTRAL_NAMES)

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 with plain rotary embeddings (transformers' Phi3ForCausalLM)."""
+"""Phi-3, Phi-3.5 and Phi-4 (transformers' Phi3ForCausalLM)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from dataclasses import replace
 
 from baton.models.config_file import ModelConfig
 from baton.models.families.base import Biases, ModelFamily
+from baton.models.families.longrope import LongropeClass, read_rope_or_longrope
 from baton.models.families.windows import window_all_layers
 from baton.models.spec.attention import AttentionBlockSpec
 from baton.models.spec.mlp import MlpSpec
+from baton.models.spec.rope import RopeSpec
+
+_LONGROPE = LongropeClass(theta=10000.0, partial=1.0, original=4096, has_mscales=False)
 
 
 class Phi3Family(ModelFamily):
@@ -18,15 +22,13 @@ class Phi3Family(ModelFamily):
     model_type = "phi3"
     max_position = 4096
     rms_eps = 1e-5
-    partial_rotary = 1.0
-    attention = "grouped queries, partial rotation and sliding window as config.json says"
+    attention = "grouped queries, partial rotation, longrope and sliding window as config.json says"
 
     def read_attention(self, config: ModelConfig) -> AttentionBlockSpec:
-        block = super().read_attention(config)
-        if block.rope.kind != "default":
-            # The class takes every other name for longrope, which has two sets of frequencies.
-            config.refuse("rope_scaling.rope_type", block.rope.kind, "supported: default")
-        return replace(block, is_fused=True)
+        return replace(super().read_attention(config), is_fused=True)
+
+    def read_rope(self, config: ModelConfig) -> RopeSpec:
+        return read_rope_or_longrope(config, self.read_max_position(config), _LONGROPE)
 
     def read_biases(self, config: ModelConfig) -> Biases:
         return Biases()

@@ -16,7 +16,9 @@ Parameters that transformers warns of and does not use are refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from baton.errors import ConfigError
 from baton.models.config_file import ModelConfig
@@ -31,27 +33,78 @@ _ROPE_FIELDS = {
         "original_max_position_embeddings",
     },
 }  # fmt: skip
+NAMES_OF_KIND = ("rope_type", "type")
+"""Fields of an object that say its kind, the first one if both do."""
 
 
 def read_rope(
-    config: ModelConfig, max_position: int, default_partial: float | None = None
+    config: ModelConfig,
+    max_position: int,
+    default_partial: float | None = None,
+    *,
+    default_theta: float = 10000.0,
 ) -> RopeSpec:
     """The rotary embedding of a model with `max_position` as its max_position_embeddings. Raises
     ConfigError.
 
-    Args: `default_partial`: the share of a head's dimensions that turns if config.json is silent; None: all turn,
-    because the family's class does not read the field.
+    Args: defaults of the class if config.json is silent. `default_partial`: the share of a head's
+    dimensions that turns; None: all turn, because the class does not read the field.
     """
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     params = config.get(field, {})
     if not isinstance(params, dict) or any(isinstance(v, dict) for v in params.values()):
         config.refuse(field, params, "one set of parameters for all layers is needed")
+    theta = config.read_number("rope_theta", default_theta)
+    original = config.read_index("original_max_position_embeddings")
+    if original:
+        params = params | {"original_max_position_embeddings": original}
+    return _read_params(config, field, params, max_position, default_partial, theta)
+
+
+def read_ropes_by_type(
+    config: ModelConfig, max_position: int, thetas: Mapping[str, float]
+) -> dict[str, RopeSpec]:
+    """Rotary embeddings of the types of layers that `layer_types` names, for classes that have one
+    for each. Raises ConfigError.
+
+    `rope_parameters` has an object for each type. `rope_scaling`, the older spelling, changes that
+    of full_attention.
+
+    Args: `thetas`: rope_theta where an object has none, by type.
+    """
+    field = "rope_parameters"
+    by_type = config.get(field, {})
+    if not isinstance(by_type, dict) or not by_type.keys() <= thetas.keys():
+        config.refuse(field, by_type, f"an object for each of {', '.join(thetas)} is needed")
+    scaling = config.get("rope_scaling", {})
+    # The class goes on with the name that its own default has.
+    if not isinstance(scaling, dict) or (scaling and "rope_type" not in scaling):
+        config.refuse("rope_scaling", scaling, "an object with rope_type is needed")
+    ropes = {}
+    for name, theta in thetas.items():
+        params = by_type.get(name) or {}
+        if not isinstance(params, dict):
+            config.refuse(f"{field}.{name}", params, "an object is needed")
+        if name == "full_attention":
+            params = params | scaling
+        place = f"{field}.{name}"
+        ropes[name] = _read_params(config, place, params, max_position, None, theta)
+    return ropes
+
+
+def _read_params(
+    config: ModelConfig,
+    field: str,
+    params: dict[str, Any],
+    max_position: int,
+    default_partial: float | None,
+    default_theta: float,
+) -> RopeSpec:
+    """The object of parameters that `field` of config.json holds."""
     kind = params.get("rope_type", params.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         config.refuse(f"{field}.rope_type", kind, "supported: " + ", ".join(_ROPE_FIELDS))
-    rope = ModelConfig(
-        config.path, {k: v for k, v in params.items() if k not in ("rope_type", "type")}
-    )
+    rope = ModelConfig(config.path, {k: v for k, v in params.items() if k not in NAMES_OF_KIND})
     for name in (rope.values.keys() - _ROPE_FIELDS[kind]) - {"rope_theta", "partial_rotary_factor"}:
         # transformers warns about such keys and computes without them.
         if rope.values[name] is not None and name != "original_max_position_embeddings":
@@ -60,17 +113,14 @@ def read_rope(
                 rope.values[name],
                 f"rope_type {kind} takes {sorted(_ROPE_FIELDS[kind])}",
             )
-    partial = _read_partial(config, rope, default_partial)
-    theta = rope.read_number("rope_theta", config.read_number("rope_theta", 10000.0))
+    partial = read_partial(config, rope, default_partial)
+    theta = rope.read_number("rope_theta", default_theta)
     if kind == "default":
         return RopeSpec(theta, partial=partial)
-    original = config.read_index("original_max_position_embeddings")
-    if original:
-        rope.values["original_max_position_embeddings"] = original
     return replace(_scaled_rope(rope, kind, theta, field, max_position), partial=partial)
 
 
-def _read_partial(config: ModelConfig, rope: ModelConfig, default: float | None) -> float:
+def read_partial(config: ModelConfig, rope: ModelConfig, default: float | None) -> float:
     """`partial_rotary_factor` in the object or beside it; `default` as in `read_rope`."""
     beside = config.get("partial_rotary_factor", 1.0 if default is None else default)
     if default is not None:
@@ -97,15 +147,20 @@ def stretched_context(rope: RopeSpec, max_position: int) -> int:
     return max(max_position, int(trained[rope.kind] * rope.factor))
 
 
+def read_required_number(rope: ModelConfig, field: str, kind: str, name: str) -> float:
+    """A number of the object that `field` holds, which `kind` cannot do without."""
+    if rope.get(name) is None:
+        raise ConfigError(f"{rope.path}: {field}.{name} is missing; rope_type {kind} needs it")
+    return rope.read_number(name, 0.0)
+
+
 def _scaled_rope(
     rope: ModelConfig, kind: str, theta: float, field: str, max_position: int
 ) -> RopeSpec:
     """A stretched kind; `rope` is the object that `field` of config.json holds."""
 
     def read_required(name: str) -> float:
-        if rope.get(name) is None:
-            raise ConfigError(f"{rope.path}: {field}.{name} is missing; rope_type {kind} needs it")
-        return rope.read_number(name, 0.0)
+        return read_required_number(rope, field, kind, name)
 
     if kind == "linear":
         return RopeSpec(theta, kind, factor=read_required("factor"))

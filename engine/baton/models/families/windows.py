@@ -17,7 +17,7 @@ def window_all_layers(config: ModelConfig, layers: int, default: int | None) -> 
 
 
 def window_if_used(
-    config: ModelConfig, layers: int, default_window: int, default_types: list[str]
+    config: ModelConfig, layers: int, default_window: int | None, default_types: list[str]
 ) -> tuple[int, ...]:
     """`use_sliding_window` switches windows on, and `layer_types` says for which layers (Qwen).
 
@@ -32,7 +32,7 @@ def window_if_used(
 
 
 def window_by_layer_types(
-    config: ModelConfig, layers: int, default_window: int, default_types: list[str]
+    config: ModelConfig, layers: int, default_window: int | None, default_types: list[str]
 ) -> tuple[int, ...]:
     """`layer_types` says which layers have `sliding_window`, if it is not null.
 
@@ -52,10 +52,20 @@ def window_by_layer_types(
 def types_from_layer(config: ModelConfig, layers: int, default_first: int) -> list[str]:
     """Windows from layer `max_window_layers` on."""
     first = config.read_index("max_window_layers", default_first) or 0
-    return [_SLIDING if number >= first else _FULL for number in range(layers)]
+    return types_of_flags([number >= first for number in range(layers)])
+
+
+def types_of_flags(windowed: list[bool]) -> list[str]:
+    """Windows at the layers whose flag is set."""
+    return [_SLIDING if flag else _FULL for flag in windowed]
+
+
+def types_with_full_every(step: int, layers: int) -> list[str]:
+    """Windows but at every `step`-th layer."""
+    return types_of_flags([(number + 1) % step != 0 for number in range(layers)])
 
 
 def types_of_even_layers(config: ModelConfig, layers: int, default_end: int) -> list[str]:
     """Windows at even layers below `max_window_layers` (transformers' Qwen2-MoE)."""
     end = config.read_index("max_window_layers", default_end) or 0
-    return [_SLIDING if number % 2 == 0 and number < end else _FULL for number in range(layers)]
+    return types_of_flags([number % 2 == 0 and number < end for number in range(layers)])

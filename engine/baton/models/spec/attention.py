@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from baton.layers.shard import Shard
 from baton.layers.spec import AttentionSpec
+from baton.models.spec.norm import NormSpec
 from baton.models.spec.rope import RopeSpec
 from baton.models.spec.tensors import (
     Param,
@@ -20,20 +21,23 @@ from baton.models.spec.tensors import (
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlockSpec:
-    """Grouped queries with a rotary embedding: qkv = [q_proj; k_proj; v_proj], then o."""
+    """Grouped queries: qkv = [q_proj; k_proj; v_proj], then o."""
 
     heads: AttentionSpec
-    rope: RopeSpec
+    rope: RopeSpec | None
+    """None: nothing turns."""
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
-    """Each head of q and k is normed before it turns."""
+    qk_norm: NormSpec | None = None
+    """q and k are normed before they turn."""
+    norms_all_heads: bool = False
+    """All heads of q, and of k, are normed as one row; else each by itself."""
     is_fused: bool = False
     """Checkpoints hold q, k and v in one tensor, `qkv_proj`; it has no bias."""
 
-    def with_window(self, window: int) -> AttentionBlockSpec:
-        """The block of a layer that sees the last `window` tokens; 0 is all."""
-        return replace(self, heads=replace(self.heads, window=window))
+    def of_layer(self, window: int, rope: RopeSpec | None) -> AttentionBlockSpec:
+        """The block of a layer that sees the last `window` tokens (0 is all), and turns so."""
+        return replace(self, heads=replace(self.heads, window=window), rope=rope)
 
     def params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
         """Tensors that a rank holds of the whole block; their checkpoint names start with
@@ -56,10 +60,12 @@ class AttentionBlockSpec:
             yield make_param("qkv", named("weight"), hidden)
         if self.qkv_bias:
             yield make_param("qkv_bias", named("bias"))
-        if self.qk_norm:
+        if self.qk_norm is not None:
             dim = whole_axis(heads.head_dim)
-            yield make_param("q_norm", {f"{prefix}self_attn.q_norm.weight": dim})
-            yield make_param("k_norm", {f"{prefix}self_attn.k_norm.weight": dim})
+            axes = {"q_norm": q, "k_norm": kv}
+            for name, axis in axes.items():
+                rows = axis if self.norms_all_heads else dim
+                yield from self.qk_norm.params(name, f"{prefix}self_attn.{name}", rows)
         yield make_param("o", {f"{prefix}self_attn.o_proj.weight": hidden}, q)
         if self.o_bias and shard.rank == 0:
             yield make_param("o_bias", {f"{prefix}self_attn.o_proj.bias": hidden})

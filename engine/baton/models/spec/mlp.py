@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from baton.layers.shard import Shard
 from baton.models.spec.tensors import Param, TensorAxis, fused_rows, make_param, whole_axis
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,8 @@ class MlpSpec:
     """Field of config.json that states `inner_size`."""
     is_fused: bool = False
     """Checkpoints hold gate and up in one tensor, `gate_up_proj`."""
+    activation: Activation = "silu"
+    """Of the gate."""
 
     def params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
         """Tensors that a rank holds of the whole block; their checkpoint names start with

@@ -18,6 +18,7 @@ from baton.layers.spec import DTYPE_BYTES, AttentionSpec, KernelShapes, common_h
 from baton.models.spec.attention import AttentionBlockSpec
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec
+from baton.models.spec.norm import LayerNormsSpec, NormSpec
 from baton.models.spec.tensors import Param, TensorAxis, make_param, whole_axis
 
 OUTSIDE = -1
@@ -26,11 +27,12 @@ OUTSIDE = -1
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """norm → attention → norm → MLP or mixture of experts, each sum added to the residual
-    stream."""
+    """Attention, then MLP or mixture of experts, each added to the residual stream, with norms
+    around them."""
 
     attention: AttentionBlockSpec
     mlp: MlpSpec | MoeSpec
+    norms: LayerNormsSpec
 
     def params(
         self, layer: int, hidden_size: int, shard: Shard, stored: Container[str]
@@ -38,9 +40,8 @@ class LayerSpec:
         """Tensors that a rank holds of the layer."""
         prefix = f"model.layers.{layer}."
         hidden = whole_axis(hidden_size)
-        yield make_param("input_norm", {f"{prefix}input_layernorm.weight": hidden})
+        yield from self.norms.params(prefix, hidden)
         yield from self.attention.params(prefix, hidden_size, shard)
-        yield make_param("post_norm", {f"{prefix}post_attention_layernorm.weight": hidden})
         if isinstance(self.mlp, MoeSpec):
             yield from self.mlp.params(prefix, hidden_size, shard, stored)
         else:
@@ -48,7 +49,23 @@ class LayerSpec:
 
     def share(self, shard: Shard) -> LayerSpec:
         """The layer as one rank computes it."""
-        return LayerSpec(self.attention.share(shard), self.mlp.share(shard))
+        return replace(self, attention=self.attention.share(shard), mlp=self.mlp.share(shard))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSpec:
+    """Arithmetic of the residual stream outside the blocks of layers."""
+
+    embedding_factor: float = 1.0
+    """Multiplies the embedding of each token."""
+    rounds_embedding_factor: bool = False
+    """The factor is rounded to the type that the model computes in."""
+    block_factor: float = 1.0
+    """Multiplies each block's result before it is added."""
+    logits_divisor: float = 1.0
+    logits_soft_cap: float = 0.0
+    """c > 0 makes c * tanh(x / c) of a logit x; 0 leaves it."""
+    has_head_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +78,9 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     max_context: int
     """Longest prompt + answer the model was made for [tokens]."""
-    rms_eps: float
+    norm: NormSpec
+    """The norm behind the last layer."""
+    stream: StreamSpec
     tied: bool
     """The output head is the embedding matrix: config.json says so, and the files hold no other
     head."""
@@ -134,9 +153,12 @@ def plan_weights(
     for number, layer in enumerate(spec.layers):
         for param in layer.params(number, spec.hidden_size, shard, stored):
             yield PlacedParam(number, param)
-    yield PlacedParam(OUTSIDE, make_param("norm", {"model.norm.weight": hidden}))
+    for param in spec.norm.params("norm", "model.norm", hidden):
+        yield PlacedParam(OUTSIDE, param)
     if not spec.tied:
         yield PlacedParam(OUTSIDE, make_param("lm_head", {"lm_head.weight": vocab}, hidden))
+    if spec.stream.has_head_bias:
+        yield PlacedParam(OUTSIDE, make_param("lm_head_bias", {"lm_head.bias": vocab}))
 
 
 def weight_bytes(spec: ModelSpec, shard: Shard = WHOLE) -> int:

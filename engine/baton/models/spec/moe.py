@@ -16,7 +16,9 @@ from baton.layers.shard import Shard
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.tensors import Param, TensorAxis, make_param, whole_axis
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sparsemixer"]
+"""Where an expert's score comes from: all logits of a token, or those of the chosen experts."""
+GroupRank = Literal["two_best", "best"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,13 @@ class RouterSpec:
     float32 then."""
     num_groups: int = 1
     kept_groups: int = 1
-    """Experts come from this many groups, whose two best scores have the highest sums."""
+    """Experts come from this many groups, those that `group_rank` ranks first."""
+    group_rank: GroupRank = "two_best"
+    """two_best: by the sum of a group's two best scores; best: by the best one, and the scores of
+    other groups are 0."""
     scaling_factor: float = 1.0
+    jitter: float = 0.0
+    """With sparsemixer: scores count that lie within twice this share of the best one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,6 @@ class _Probe:
         unknown = [name for name in more if name not in _KNOWN and more[name] is not None]
         if unknown:
             refuse(self._architecture, f"layer {layer} hands {', '.join(unknown)} to its attention")
-        if more.get("softcap"):
-            refuse(self._architecture, f"layer {layer} caps its logits ({more['softcap']})")
         if more.get("s_aux") is not None:
             refuse(self._architecture, f"layer {layer} has attention sinks")
         window = mask.find_window() if isinstance(mask, _Mask) else 0
@@ -104,8 +102,14 @@ class _Probe:
         dim = query.shape[-1]
         scale: Any = more.get("scaling")
         is_default = scale is None or abs(scale - dim**-0.5) < 1e-9
-        spec = AttentionSpec(heads, key.shape[1], dim, window, None if is_default else float(scale))
-        self.layers[layer] = spec
+        self.layers[layer] = AttentionSpec(
+            heads,
+            key.shape[1],
+            dim,
+            window,
+            factor=None if is_default else float(scale),
+            soft_cap=float(more.get("softcap") or 0.0),
+        )
 
 
 _probe: _Probe | None = None

@@ -2,7 +2,8 @@
 
 The rows of the model's embedding decide, not the tokenizer. A fine-tune may have added tokens to
 the tokenizer alone: the model has no row for their ids, as text or as ids. An embedding may be
-padded beyond the tokenizer: the model takes and generates those ids.
+padded beyond the tokenizer: the model takes and generates those ids. A tokenizer of which much lies
+beyond the model is another model's (`refuse_foreign_tokenizer`).
 
 Ids that a client, a router or a resumed answer states are checked as they are read (`check_ids`,
 `read_ids`, `read_bias`); ids that the tokenizer made of a text are checked where it has tokens that
@@ -20,13 +21,15 @@ from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from typing import Any
 
-from baton.errors import BadRequest, FingerprintMismatch
+from baton.errors import BadRequest, ConfigError, FingerprintMismatch
 from baton.server.fields import bad, shown
 from baton.server.request.schema import MAX_ITEMS
 from baton.server.text.tokenizer import Tokenizer
 
 SHOWN_TOKENS = 8
 """Tokens named in the warning at the start."""
+FOREIGN_SHARE = 0.1
+"""A tokenizer that has more tokens beyond the model, as a share of its ids, is another model's."""
 SHOWN_CHARS = 50
 MAX_DIGITS = 12
 """Length of a token id as text, at most: more than any vocabulary needs."""
@@ -69,6 +72,16 @@ class ModelVocabulary:
 
     def __contains__(self, token_id: int) -> bool:
         return 0 <= token_id < self.size
+
+    def refuse_foreign_tokenizer(self) -> None:
+        """Raise ConfigError where so many tokens are missing that the tokenizer is another model's:
+        checkpoints whose embedding was not enlarged miss a few added ones."""
+        if len(self.missing) > self.size * FOREIGN_SHARE:
+            raise ConfigError(
+                f"the tokenizer has {len(self.missing)} tokens that the model lacks, whose "
+                f"vocabulary has {self.size} ids: it belongs to another model; give "
+                "--tokenizer-path the directory of the model's own"
+            )
 
     def check_ids(self, ids: Any, param: str) -> None:
         """Raise BadRequest unless `ids` is an array of ids that the model takes."""

@@ -52,6 +52,7 @@ class RequestValidator:
         """`answer_format`: how the model writes; None: it is found out here."""
         answer_format = answer_format or load_answer_format(config, facts, tokenizer)
         self.vocabulary = ModelVocabulary(facts.vocab_size, tokenizer)
+        self.vocabulary.refuse_foreign_tokenizer()
         self.eos_token_ids = _eos_ids(facts, tokenizer, self.vocabulary)
         self.tenancy = Tenancy(config)
         self.limits = PromptLimits(facts.context_length, tokenizer.max_chars_per_token)

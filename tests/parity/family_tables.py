@@ -1,0 +1,137 @@
+"""`python -m tests.parity.family_tables`: the tables of docs/models.md, made of the registry of families and of what
+this suite compares with transformers."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from baton.errors import ConfigError
+from baton.models.families import FAMILIES
+from baton.models.spec.model import ModelSpec
+from baton.models.spec_reader import read_spec
+from tests.parity.test_tensor_parallel import FAMILIES as DIVIDED
+from tests.parity.test_transformers_backend import OFTEN
+from tests.support.models.checkpoints import VARIANTS, variant_config
+from tests.support.models.foreign_checkpoints import FOREIGN, REFUSED
+from tests.support.models.published import PUBLISHED, published_config
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _spec_of(config: dict[str, object], *, on_cpu: bool = True) -> ModelSpec:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        return read_spec(folder, load_format="dummy", on_cpu=on_cpu)
+
+
+def read_published(name: str, **changes: object) -> ModelSpec:
+    """A published model, with changes of its config.json."""
+    return _spec_of(published_config(name) | changes)
+
+
+def _variants_by_architecture() -> dict[str, list[str]]:
+    names = defaultdict(list)
+    for name, (family, _) in VARIANTS.items():
+        names[f"{family}ForCausalLM"].append(name)
+    return names
+
+
+def _gpu_cell(variants: list[str]) -> str:
+    """What `--device cuda` says to a family's variants."""
+    refusals = []
+    for name in variants:
+        config = variant_config(name).to_dict() | {"dtype": "bfloat16"}
+        try:
+            _spec_of(config | {"architectures": [f"{VARIANTS[name][0]}ForCausalLM"]}, on_cpu=False)
+        except ConfigError as err:
+            refusals.append(err.message.rpartition("; ")[2].removesuffix(" need --device cpu"))
+    reasons = ", ".join(dict.fromkeys(refusals)).replace(" needs --device cpu", "")
+    if len(refusals) == len(variants):
+        return f"no: {reasons}"
+    return f"yes, but for {reasons}" if refusals else "yes"
+
+
+def families_table() -> str:
+    """Families with blocks of our own."""
+    variants = _variants_by_architecture()
+    sizes = defaultdict(set)
+    for name, size in DIVIDED:
+        sizes[f"{VARIANTS[name][0]}ForCausalLM"].add(str(size))
+    header = (
+        "architecture", "`model_type`", "attention", "feed-forward", "context [tokens]",
+        "`--device cuda`", "compared with transformers as", "divided by",
+    )  # fmt: skip
+    rows = []
+    for architecture, family in FAMILIES.items():
+        names = variants[architecture]
+        rows.append(
+            (
+                f"`{architecture}`",
+                f"`{family.model_type}`",
+                family.attention,
+                family.feed_forward,
+                str(family.max_position),
+                _gpu_cell(names),
+                ", ".join(names),
+                ", ".join(sorted(sizes[architecture])),
+            )
+        )
+    return _table(header, rows)
+
+
+def kv_table() -> str:
+    """Bytes of KV that a token of published models takes."""
+    header = (
+        "model", "architecture", "layers", "KV heads", "head size", "bytes per token", "windows",
+    )  # fmt: skip
+    rows = []
+    for name in PUBLISHED:
+        spec = read_published(name)
+        windows = [layer.window for layer in spec.attention if layer.window]
+        counts = {size: windows.count(size) for size in sorted(set(windows))}
+        shown = ", ".join(f"{count} of {size}" for size, count in counts.items())
+        kv_heads = spec.attention[0].num_kv_heads
+        head_dim = spec.attention[0].head_dim
+        rows.append(
+            (
+                name,
+                f"`{spec.architecture}`",
+                str(spec.num_layers),
+                str(kv_heads),
+                str(head_dim),
+                f"{spec.kv_spec(16).token_bytes:,}".replace(",", " "),
+                shown or "none",
+            )
+        )
+    return _table(header, rows)
+
+
+def foreign_table() -> str:
+    """Families that transformers' own class serves, or cannot."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    native = {family.model_type for family in FAMILIES.values()}
+    header = ("`model_type`", "transformers' class", "served", "compared")
+    rows = []
+    for model_type in sorted(FOREIGN):
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+        served = "with `--model-impl transformers`" if model_type in native else "yes"
+        often = "each run" if model_type in OFTEN else "slow tests"
+        rows.append((f"`{model_type}`", architecture, served, often))
+    for model_type, (_, _, words) in sorted(REFUSED.items()):
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+        rows.append((f"`{model_type}`", architecture, f"no: {words}", "refusal"))
+    return _table(header, rows)
+
+
+TABLES = (families_table, kv_table, foreign_table)
+
+if __name__ == "__main__":
+    print("\n".join(table() for table in TABLES), end="")
