@@ -39,7 +39,7 @@ class ModelFlags:
     model_impl: str = opt(
         "auto",
         "native: blocks of this engine; transformers: the class of transformers, on the CPU and in "
-        "one process (docs/support.md); auto: native where the family has blocks, else "
+        "one process (docs/models.md); auto: native where the family has blocks, else "
         "transformers",
         choices=("auto", "native", "transformers"),
         on_device=True,
