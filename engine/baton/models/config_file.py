@@ -15,6 +15,8 @@ LARGEST_SIZE = 2**31 - 1
 """Sizes and token ids are 32-bit integers in index tensors."""
 MAX_LAYERS = 10_000
 """Far above the deepest models; the description of a model has an entry for each layer."""
+MAX_EXPERTS = 10_000
+"""Far above the widest mixtures; a plan of weights has entries for each expert of each layer."""
 
 
 class ModelConfig:

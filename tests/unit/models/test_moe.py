@@ -388,6 +388,7 @@ def test_missing_expert_and_foreign_shapes_are_named(tmp_path: Path) -> None:
     [
         ({"num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "up to 8"]),
         ({"num_experts": 7}, ["num_local_experts", "8", "num_experts says 7"]),
+        ({"num_experts": 10**9}, ["num_experts", "1000000000", "up to 10000"]),
         ({"num_experts": "many"}, ["num_experts", "many", "positive integer"]),
         ({"mlp_only_layers": 1}, ["mlp_only_layers", "1", "list of layer numbers"]),
         ({"norm_topk_prob": "yes"}, ["norm_topk_prob", "yes", "true or false"]),

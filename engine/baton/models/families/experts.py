@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.models.config_file import ModelConfig
+from baton.models.config_file import MAX_EXPERTS, ModelConfig
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import RouterSpec
 
@@ -10,11 +10,13 @@ from baton.models.spec.moe import RouterSpec
 def read_experts(config: ModelConfig, names: tuple[str, ...], default: int | None) -> int:
     """The number of experts, under one of its `names`; two that disagree are refused."""
     given = [name for name in names if config.get(name) is not None]
-    counts = {name: config.read_integer(name) for name in given}
+    counts = {name: config.read_integer(name, most=MAX_EXPERTS) for name in given}
     if len(set(counts.values())) > 1:
         first, second = given[:2]
         config.refuse(second, counts[second], f"{first} says {counts[first]}; make them agree")
-    return next(iter(counts.values())) if counts else config.read_integer(names[0], default)
+    if counts:
+        return next(iter(counts.values()))
+    return config.read_integer(names[0], default, most=MAX_EXPERTS)
 
 
 def read_experts_per_token(config: ModelConfig, default: int | None, experts: int) -> int:
