@@ -6,7 +6,8 @@
 //! a ratio is taken within its repetition. Only ratios are printed: a time measured beside other
 //! work is no property of the code.
 //!
-//! `cargo bench -p baton-kv-transfer --bench transfer [-- --reps 15 --mib 256 --page-kib 64 --tcp-streams 4]`
+//! `cargo bench -p baton-kv-transfer --bench transfer [-- --reps 15 --mib 256 --page-kib 64
+//! --tcp-streams 4]`
 #![allow(
     clippy::unwrap_used,
     reason = "a benchmark may stop at the first surprise"
@@ -362,7 +363,8 @@ fn main() {
         }
     }
     println!(
-        "{} pages of {} KiB in scattered order, both processes on this machine, kernel {:?}, n = {}",
+        "{} pages of {} KiB in scattered order, both processes on this machine, kernel {:?}, n = \
+         {}",
         shape.pages,
         shape.page_bytes >> 10,
         checksum_copy::hash_kernel(),

@@ -176,7 +176,8 @@ fn page_given_away_under_the_copy_is_stale() {
         pair.grant(1, &span(100, 1));
         pair.p.prefill(1, &span(0, 1), 1);
         hold.wait_until_reached();
-        pair.p.pool.begin_write(&[0]); // its bytes are still the right ones: only the generation tells
+        // its bytes are still the right ones: only the generation tells
+        pair.p.pool.begin_write(&[0]);
         hold.release();
         assert_eq!(
             (pair.d.end_code(1), pair.p.end_code(1)),

@@ -35,7 +35,8 @@ fn page_that_got_a_new_owner_is_stale_and_never_committed() {
         until("all pages are announced", || {
             pair.p.detail("pages_hashed") == 20
         });
-        pair.p.pool.begin_write(&[7]); // the late-reader bug: P evicts and reuses a page under the lease
+        // the late-reader bug: P evicts and reuses a page under the lease
+        pair.p.pool.begin_write(&[7]);
         pair.grant(1, &span(500, 20));
         assert_eq!(
             (pair.d.end_code(1), pair.p.end_code(1)),
@@ -64,7 +65,8 @@ fn page_that_gets_a_new_owner_during_its_copy_is_stale() {
         pair.grant(1, &dst);
         pair.p.prefill(1, &span(0, 1), 1);
         hold.wait_until_reached();
-        pair.p.pool.begin_write(&[0]); // its bytes are still the right ones: only the generation tells
+        // its bytes are still the right ones: only the generation tells
+        pair.p.pool.begin_write(&[0]);
         hold.release();
         assert_eq!(
             (pair.d.end_code(1), pair.p.end_code(1)),
@@ -351,7 +353,8 @@ fn doubled_and_reordered_messages_change_nothing() {
         for transport in TRANSPORTS {
             let mut config = on(transport, fault(rule));
             if transport == "gloo" {
-                config["transports"] = json!(["gloo", "tcp"]); // a doubled SLAB_SEND costs the communicator
+                // a doubled SLAB_SEND costs the communicator
+                config["transports"] = json!(["gloo", "tcp"]);
             }
             let pair = Pair::with(&config, &config);
             for room in 1..4 {

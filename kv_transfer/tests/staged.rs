@@ -135,7 +135,8 @@ fn doubled_message_is_ignored_or_costs_the_communicator() {
 
 #[test]
 fn prefill_node_that_dies_in_a_send_ends_the_room_without_leaks() {
-    let dying = fault("SLAB_SEND", &json!("kill")); // its connection is cut while its send is posted
+    // its connection is cut while its send is posted
+    let dying = fault("SLAB_SEND", &json!("kill"));
     let pair = Pair::with(&dying, &staged(&json!({})));
     pair.open(1);
     pair.grant(1, &span(100, 40));
@@ -276,7 +277,8 @@ fn idle_communicator_makes_place_for_another_pair() {
             assert_eq!(p.end_code(room), "DONE");
             until("the idle one is closed", || ended(full, "closed") == 1.0);
             if full_at_p && room == 10 {
-                std::thread::park_timeout(std::time::Duration::from_millis(1100)); // the pause after NO_CAPACITY
+                // the pause after NO_CAPACITY
+                std::thread::park_timeout(std::time::Duration::from_millis(1100));
             } else {
                 until("and gone", || communicators(full, "aborting") == 0.0);
             }

@@ -154,7 +154,8 @@ impl BootstrapClient {
             let proof = proof.as_ref().and_then(|value| value.to_str().ok());
             if !is_answer_signed(key, request, status.as_u16(), &answer, proof) {
                 return Err(HttpError::Untrusted(format!(
-                    "{url} did not sign its answer with this cluster's key: give all engines the same --cluster-key"
+                    "{url} did not sign its answer with this cluster's key: give all engines the \
+                     same --cluster-key"
                 )));
             }
         }

@@ -136,7 +136,8 @@ pub enum TableError {
         size: u32,
     },
     #[error(
-        "this rank has {theirs:?}, the ranks registered before have {ours:?}; one prefill node has one topology (DELETE /route first to change it)"
+        "this rank has {theirs:?}, the ranks registered before have {ours:?}; one prefill node has \
+         one topology (DELETE /route first to change it)"
     )]
     Conflict {
         ours: TopologySizes,

@@ -239,20 +239,19 @@ impl State {
             let reason = format!("no resource {path}; there are /route and /health");
             return (own, refuse(StatusCode::NOT_FOUND, reason));
         }
-        let body = match tokio::time::timeout(
-            READ_TIMEOUT,
-            Limited::new(body, MAX_BODY_BYTES).collect(),
-        )
-        .await
-        {
-            Ok(Ok(body)) => body.to_bytes(),
-            _ => {
-                let reason = format!(
-                    "the body must arrive within {READ_TIMEOUT:?} and have at most {MAX_BODY_BYTES} bytes"
-                );
-                return (own, refuse(StatusCode::BAD_REQUEST, reason));
-            }
-        };
+        let body =
+            match tokio::time::timeout(READ_TIMEOUT, Limited::new(body, MAX_BODY_BYTES).collect())
+                .await
+            {
+                Ok(Ok(body)) => body.to_bytes(),
+                _ => {
+                    let reason = format!(
+                        "the body must arrive within {READ_TIMEOUT:?} and have at most \
+                     {MAX_BODY_BYTES} bytes"
+                    );
+                    return (own, refuse(StatusCode::BAD_REQUEST, reason));
+                }
+            };
         match self.authenticate(&head, &body) {
             Ok(key) => (key, self.dispatch_request(&head, &body)),
             Err(reason) => {

@@ -122,7 +122,8 @@ async fn recorded_change_of_a_route_is_refused() {
     let body = json!({"role": "Prefill", "rank_ip": "h", "rank_port": 1}).to_string();
     let signature = sign_request("secret", "PUT", "/route", unix_ms(), body.as_bytes());
     let request = format!(
-        "PUT /route HTTP/1.1\r\nhost: x\r\n{AUTH_HEADER}: {signature}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+        "PUT /route HTTP/1.1\r\nhost: x\r\n{AUTH_HEADER}: {signature}\r\nconnection: \
+         close\r\ncontent-length: {}\r\n\r\n{body}",
         body.len()
     );
     let mut answers = Vec::new();

@@ -627,7 +627,8 @@ impl LoopContext {
                     peer = key.0,
                     lost,
                     at_most = MAX_LEAKED,
-                    "the abort of a communicator hangs: it is leaked with its slabs; restart this node when it is idle"
+                    "the abort of a communicator hangs: it is leaked with its slabs; restart this \
+                     node when it is idle"
                 );
             }
             CommAction::Forget => {

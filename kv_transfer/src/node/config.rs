@@ -206,7 +206,8 @@ impl NodeConfig {
         let layout_bytes = self.layout_json().len();
         if layout_bytes > MAX_LAYOUT_BYTES {
             return Err(format!(
-                "layout has {layout_bytes} bytes of JSON; at most {MAX_LAYOUT_BYTES} travel in HELLO"
+                "layout has {layout_bytes} bytes of JSON; at most {MAX_LAYOUT_BYTES} travel in \
+                 HELLO"
             ));
         }
         if group.page_bytes != pool.page_bytes() as u64 {
@@ -266,7 +267,8 @@ impl NodeConfig {
         let slab_bytes = self.slab_bytes.max(pool.page_bytes());
         if self.slabs > MAX_SLABS || slab_bytes > MAX_SLAB_BYTES {
             return Err(format!(
-                "{} slabs of {slab_bytes} bytes; at most {MAX_SLABS} of {MAX_SLAB_BYTES} bytes are possible",
+                "{} slabs of {slab_bytes} bytes; at most {MAX_SLABS} of {MAX_SLAB_BYTES} bytes are \
+                 possible",
                 self.slabs
             ));
         }

@@ -127,7 +127,8 @@ impl TransferNode {
         let backend_name = backend.as_ref().map(|b| b.name());
         if staged.map(Transport::as_str) != backend_name {
             return Err(NodeError::Config(format!(
-                "transfer config: the staged transport of the list is {staged:?}, the backend given makes {backend_name:?}"
+                "transfer config: the staged transport of the list is {staged:?}, the backend \
+                 given makes {backend_name:?}"
             )));
         }
         if config.fault.is_some() {

@@ -134,7 +134,8 @@ mod tests {
             let mut bad = good.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
             assert_ne!(weighted_sum(&bad), sum, "bit {bit}");
-            bad[(bit / 8 + 512) % 1024] ^= 0x80; // with another top bit: a sum with weights of 64-bit words would miss it
+            // with another top bit: a sum with weights of 64-bit words would miss it
+            bad[(bit / 8 + 512) % 1024] ^= 0x80;
             assert_ne!(weighted_sum(&bad), sum, "bit {bit} and another");
         }
         let mut bad = good.clone();

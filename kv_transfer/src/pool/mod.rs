@@ -51,7 +51,8 @@ pub(crate) const REQUIRED_SEALS: SealFlags = SealFlags::FUTURE_WRITE
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
     #[error(
-        "a KV pool needs at least one page of at least 64 bytes (a multiple of 8); got {num_pages} pages of {page_bytes} bytes"
+        "a KV pool needs at least one page of at least 64 bytes (a multiple of 8); got {num_pages} \
+         pages of {page_bytes} bytes"
     )]
     Shape { num_pages: usize, page_bytes: usize },
     #[error("a KV pool of {num_pages} pages of {page_bytes} bytes does not fit the address space")]
@@ -63,7 +64,8 @@ pub enum PoolError {
         source: io::Error,
     },
     #[error(
-        "this kernel does not seal memfds against later writers (F_SEAL_FUTURE_WRITE, Linux 5.1 or newer is needed): {source}; KV pages cannot be shared safely"
+        "this kernel does not seal memfds against later writers (F_SEAL_FUTURE_WRITE, Linux 5.1 or \
+         newer is needed): {source}; KV pages cannot be shared safely"
     )]
     Sealing { source: io::Error },
     #[error("page {page} is outside this pool of {num_pages} pages")]

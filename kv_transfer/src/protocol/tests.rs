@@ -149,7 +149,8 @@ proptest! {
 
 #[test]
 fn replayed_reflected_or_reordered_frame_is_refused() {
-    let key: Option<&[u8]> = Some(b"secret"); // without a key, only the move to another connection would pass
+    // without a key, only the move to another connection would pass
+    let key: Option<&[u8]> = Some(b"secret");
     let msg = |room| Msg::AbortAck { room, attempt: 0 };
     let ((mut seal, mut initiator_open), (_, mut open)) = pair(key, key);
     let first = seal.seal(&msg(1));

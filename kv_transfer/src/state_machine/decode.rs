@@ -541,7 +541,8 @@ impl DecodeRoom {
         {
             let held_pages = self.start.start_page as usize + self.held;
             let reason = format!(
-                "{granted} pages were granted beyond the {held_pages} held, but prefill has {needed} from page {} on",
+                "{granted} pages were granted beyond the {held_pages} held, but prefill has \
+                 {needed} from page {} on",
                 self.start.start_page
             );
             return self.fail_room(ReasonCode::PromptMismatch, reason);
@@ -637,7 +638,8 @@ impl DecodeRoom {
             return vec![];
         };
         let sums = self.pages.iter().filter_map(|state| match state {
-            PageState::Verified(digest) | PageState::Announced(digest) => Some(digest.sum), // announced only: held here already
+            // announced only: held here already
+            PageState::Verified(digest) | PageState::Announced(digest) => Some(digest.sum),
             _ => None,
         });
         let root = root_of(sums);

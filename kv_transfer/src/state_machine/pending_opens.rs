@@ -255,7 +255,8 @@ mod tests {
         ended.forget_room(1);
         assert_eq!(ended.get(1, 0), None);
         ended.add(1, 3, ReasonCode::LeaseExpired);
-        ended.add(2, 0, ReasonCode::ClientGone); // pushes out the first entry of room 1, not its second
+        // pushes out the first entry of room 1, not its second
+        ended.add(2, 0, ReasonCode::ClientGone);
         assert_eq!(ended.get(1, 3), Some(ReasonCode::LeaseExpired));
         assert_eq!(ended.get(1, 4), None, "a later attempt");
         ended.add(3, EVERY_ATTEMPT, ReasonCode::ClientGone);

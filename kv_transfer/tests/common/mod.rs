@@ -317,7 +317,8 @@ impl Hold {
 impl Drop for Hold {
     fn drop(&mut self) {
         for extension in ["reached", "go"] {
-            let _ = std::fs::remove_file(self.path.with_extension(extension)); // absent if the test failed before
+            // absent if the test failed before
+            let _ = std::fs::remove_file(self.path.with_extension(extension));
         }
     }
 }

@@ -26,7 +26,8 @@ pub async fn accept_loop(
 ) -> io::Error {
     let by_source = PeerTasks::new(HANDSHAKES_PER_SOURCE, HANDSHAKES);
     let serve = |stream| shake_hands(stream, identity.clone(), internal.clone());
-    let evicted = || drop(internal.send(LoopMessage::HelloEvicted)); // an error: the node is closing
+    // an error: the node is closing
+    let evicted = || drop(internal.send(LoopMessage::HelloEvicted));
     accept_all(listener, by_source, serve, evicted).await
 }
 

@@ -420,11 +420,13 @@ impl ControlLoop {
             return;
         };
         if now.saturating_sub(conn.last_beat) > 2 * every {
-            conn.last_seen = now; // this process was stopped or stalled: the peer's heartbeats may still be in the socket
+            // this process was stopped or stalled: the peer's heartbeats may still be in the socket
+            conn.last_seen = now;
         }
         conn.last_beat = now;
         if conn.key.is_none() && conn.tasks.outbox.backlog.is_full() {
-            conn.last_seen = now; // its heartbeats stay unread; the writing task ends a connection that takes no byte
+            // its heartbeats stay unread; the writing task ends a connection that takes no byte
+            conn.last_seen = now;
         }
         let silent_ms = now.saturating_sub(conn.last_seen);
         if silent_ms >= MISSED_HEARTBEATS * every {

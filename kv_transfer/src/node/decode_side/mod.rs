@@ -592,8 +592,8 @@ impl DecodeSide {
         }
     }
 
-    /// Log which prefill node a room did not reach, and what it answered: engines tell their clients
-    /// neither.
+    /// Log which prefill node a room did not reach, and what it answered: engines tell their
+    /// clients neither.
     fn warn_about_refusal(
         &mut self,
         ctx: &LoopContext,

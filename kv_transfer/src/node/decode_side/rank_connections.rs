@@ -347,7 +347,8 @@ fn start_connecting(rank: &mut RankConnection, ctx: &NodeContext, address: &Rank
             let reason = format!("internal: {err}");
             Err(ConnectionError::transport_broken(reason).into())
         });
-        let _ = internal.send(LoopMessage::Connected(address, Box::new(result))); // the node is closing
+        // the node is closing
+        let _ = internal.send(LoopMessage::Connected(address, Box::new(result)));
     });
 }
 

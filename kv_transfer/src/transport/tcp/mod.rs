@@ -131,7 +131,8 @@ impl DataStreams {
     }
 
     /// Deal a pull out to the streams, in parts of a READ or more, one per stream at most; a stream
-    /// that has ended is opened again. False when the data threads have stopped: there will be no `PullEnd`.
+    /// that has ended is opened again. False when the data threads have stopped: there will be no
+    /// `PullEnd`.
     pub fn start_pull(&mut self, plane: &DataPlane, pull: Pull) -> bool {
         let streams = plane.threads.len();
         if streams == 0 {
@@ -179,7 +180,8 @@ impl DataStreams {
 
     fn connect_stream(&self, plane: &DataPlane, at: usize) -> mpsc::UnboundedSender<ClientCommand> {
         let (commands, inbox) = mpsc::unbounded_channel();
-        let thread_index = at + usize::from(self.addr.port()); // the first streams of all peers are spread
+        // the first streams of all peers are spread
+        let thread_index = at + usize::from(self.addr.port());
         plane.send_command(
             thread_index,
             Command::Connect(self.addr, self.incarnation.clone(), self.sums, inbox),
@@ -251,7 +253,8 @@ impl DataPlane {
     fn send_command(&self, at: usize, command: Command) {
         if !self.threads.is_empty() {
             let (commands, _) = &self.threads[at % self.threads.len()];
-            let _ = commands.send(command); // after a panic of the thread: the command's channel closes, which its owner notices
+            // after a panic of the thread: the command's channel closes, which its owner notices
+            let _ = commands.send(command);
         }
     }
 
