@@ -152,7 +152,7 @@ impl WindowDetokenizer {
         }
         // U+FFFD at the end may be the first bytes of a character.
         let final_text = if held_tokens > MAX_HELD_TOKENS {
-            held_text.strip_suffix(REPLACEMENT).unwrap_or(held_text)
+            without_incomplete_end(held_text)
         } else {
             held_text.trim_end_matches(REPLACEMENT)
         };
@@ -229,6 +229,16 @@ fn find_left_context<'a>(
         }
     }
     (&[], String::new())
+}
+
+/// `text` without the U+FFFD at its end that the bytes of an incomplete character may have become:
+/// one for each byte, all but the last of the character.
+fn without_incomplete_end(text: &str) -> &str {
+    let mut rest = text;
+    for _ in 1..MAX_HELD_TOKENS {
+        rest = rest.strip_suffix(REPLACEMENT).unwrap_or(rest);
+    }
+    rest
 }
 
 /// `text` without its first `len` bytes; `len` is rounded up to a character's end.
