@@ -251,7 +251,8 @@ def compute_dtype(dtype: str, checkpoint: str, *, on_cpu: bool) -> str:
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "tekken.json", "tiktoken.model", "chat_template.jinja",
+    "chat_template.json",
 )  # fmt: skip
 _VOLATILE_FIELDS = ("_name_or_path", "transformers_version", "use_cache")
 _SAMPLES = 64

@@ -5,7 +5,7 @@ use clap::{ArgAction, Args};
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Tokenizer")]
 pub struct TokenizerFlags {
-    /// The model's directory: with its tokenizer.json and chat template prompts are counted and
+    /// The model's directory: with its tokenizer and chat template prompts are counted and
     /// matched in tokens, as the engines do; without, in characters
     #[arg(long, value_name = "DIR")]
     pub model_path: Option<String>,

@@ -122,7 +122,7 @@ def plan_as_json(plan: TokenizerFiles) -> dict[str, Any]:
         "tokens": [list(token) for token in plan.added_tokens],
         "special_tokens": plan.special_tokens,
         "split_special_tokens": plan.split_special_tokens,
-        "fingerprint_parts": [part.decode() for part in plan.added_token_parts],
+        "fingerprint_parts": [part.decode() for part in plan.fingerprint_parts],
     }
 
 

@@ -124,7 +124,7 @@ def names() -> list[str]:
 
 
 def path_of(name: str) -> Path:
-    return DEMO if name == "demo" else FOLDER / name
+    return DEMO if name == "demo" else FOLDER / name  # an absolute path stands for itself
 
 
 def facts_of(name: str) -> model_info.ModelFacts:

@@ -21,7 +21,7 @@ class ModelFlags:
     )
     tokenizer_path: str | None = opt(
         None,
-        "directory or cached hub id with tokenizer.json (default: the model's)",
+        "directory or cached hub id with the tokenizer's files (default: the model's)",
         also=("--tokenizer",),
         simulated=False,
     )

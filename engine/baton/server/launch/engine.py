@@ -288,14 +288,11 @@ class _Launcher:
     def _grammar_files(
         self, facts: model_info.ModelFacts, tokenizer: Tokenizer, front: HttpServer
     ) -> GrammarFiles | None:
-        """Files from which ranks make the trie for grammars; None where there is no
-        tokenizer.json.
-        """
-        file = facts.tokenizer_path / "tokenizer.json"
-        if self._config.simulate is not None or not file.is_file():
+        """Files from which ranks make the trie for grammars; None for a simulated engine."""
+        if self._config.simulate is not None:
             return None
         eos_token_ids = list(front.validator.eos_token_ids)
-        return GrammarFiles(str(file), tokenizer.added_tokens(), eos_token_ids)
+        return GrammarFiles(str(facts.tokenizer_path), tokenizer.added_tokens(), eos_token_ids)
 
     async def _spawn(
         self,

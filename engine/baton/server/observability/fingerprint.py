@@ -23,6 +23,8 @@ processes.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
+    "tekken.json",
+    "tiktoken.model",
     "vocab.json",
     "merges.txt",
     "added_tokens.json",
@@ -38,13 +40,13 @@ def _short(*parts: bytes) -> str:
 
 def tokenizer_hash(path: Path) -> str:
     """Hash of the files that decide which text is which ids, as far as the directory has them, and
-    of the tokens that its other files add to tokenizer.json.
+    of the tokens and settings that its other files add to them.
     """
     files = [path / name for name in TOKENIZER_FILES if is_given(path / name)]
-    added_token_parts = load_or_refuse(native_extension().TokenizerFiles, path).added_token_parts
+    other_parts = load_or_refuse(native_extension().TokenizerFiles, path).fingerprint_parts
     return _short(
         *(part for file in files for part in (file.name.encode(), _content(file))),
-        *added_token_parts,
+        *other_parts,
     )
 
 

@@ -69,7 +69,9 @@ class RequestValidator:
         reasoning = ReasoningFormat(
             answer_format, tokenizer, facts.vocab_size, has_grammars=has_grammars
         )
-        self._template = ChatTemplate(facts.chat_template, facts.special_tokens)
+        self._template = ChatTemplate(
+            facts.chat_template, facts.special_tokens, facts.control_tokens
+        )
         self._items = ItemMaker(config, self.vocabulary, self.limits, reasoning)
         prompts = PromptReader(
             tokenizer, self._template, self.vocabulary, self.limits, facts.tokenizer_fingerprint

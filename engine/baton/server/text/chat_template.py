@@ -7,7 +7,7 @@ the body that decide the prompt cross as JSON (`encode_chat_fields`), one call p
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.server.fields import encode_exact
@@ -28,8 +28,16 @@ class ChatTemplate:
     400.
     """
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        self._native = native_extension().ChatTemplate(source, dict(special_tokens))
+    def __init__(
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str],
+        control_tokens: Sequence[str] = (),
+    ) -> None:
+        """`control_tokens`: those that the texts of users do not contain (`ModelFacts`)."""
+        self._native = native_extension().ChatTemplate(
+            source, dict(special_tokens), list(control_tokens)
+        )
         self.caps: str = self._native.caps
         """Form in which the template takes messages: `name=value` of each capability."""
         defect: str | None = None if source is None else self._native.defect

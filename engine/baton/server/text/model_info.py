@@ -52,13 +52,16 @@ class ModelFacts:
     """tokenizer_config.json describes how answers are read; the description is not used."""
     special_tokens: dict[str, str] = field(default_factory=dict)
     """bos_token, eos_token, pad_token …: chat templates read them as variables."""
+    control_tokens: tuple[str, ...] = ()
+    """Tokens of a vocabulary that is no tokenizer.json: found in the text of the chat template, not
+    in what users write.
+    """
     vocab_size: int = VOCAB_SIZE
     """Rows of the embedding: the model takes token ids below it."""
     generation_config: dict[str, Any] = field(default_factory=dict)
     """generation_config.json as it is; `request.sampling` checks and uses its defaults."""
     tokenizer_fingerprint: str = ""
-    """Equal where tokenizer.json, template, special and added tokens are; empty with --simulate's
-    own.
+    """Equal where vocabulary, template, special and added tokens are; empty with --simulate's own.
     """
     model_type: str = ""
     architectures: tuple[str, ...] = ()
@@ -158,6 +161,7 @@ def load(config: EngineConfig) -> ModelFacts:
         renders_tools=files.template.renders_tools,
         has_response_template=files.has_response_template,
         special_tokens=files.special_tokens,
+        control_tokens=tuple(files.control_tokens),
         tokenizer_fingerprint="" if four_bytes else files.fingerprint(),
         vocab_size=vocab_size,
         generation_config=generation.values,

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with a tokenizer.json or the tokenizer of simulated engines.
+"""Text to token ids and back, with a checkpoint's tokenizer or the one of simulated engines.
 
 The work is done by `engine/text` (module `tokenizer`), without the GIL. Encoding a long prompt
 takes milliseconds to seconds, so texts above INLINE_CHARS go to a small thread pool; short ones are
@@ -46,8 +46,8 @@ NO_LIMIT = ContextLimit()
 
 
 class Tokenizer:
-    """A loaded tokenizer.json with the tokens that the files beside it add. Thread-safe for encode
-    and decode.
+    """A loaded vocabulary with the tokens that the files beside it add. Thread-safe for encode and
+    decode.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -78,7 +78,7 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenize")
         self._offloaded = 0
         self._file_added = file_added
-        """Content and flags of the tokens that the files beside tokenizer.json add."""
+        """Content and flags of the tokens that the files beside the vocabulary add."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = self.encode_prompt(text, add_special_tokens, NO_LIMIT, param="text")
@@ -119,7 +119,7 @@ class Tokenizer:
         return names
 
     def added_tokens(self) -> list[tuple[int, str, bool]]:
-        """Tokens that the files beside tokenizer.json add: id, content, and True for special
+        """Tokens that the files beside the vocabulary add: id, content, and True for special
         ones.
         """
         ids = ((self.id_of(text), text, flags.endswith("1")) for text, flags in self._file_added)

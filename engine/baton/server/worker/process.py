@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from baton.config import EngineConfig, kv_events
-from baton.config.files import read_regular_file
 from baton.config.flags import flag_name
 from baton.disagg.calls import DrainCall
 from baton.disagg.native_node import TransferRuntime
@@ -43,7 +42,6 @@ from baton.disagg.transfer_driver import (
     TransferNode,
 )
 from baton.errors import ConfigError, EngineError, WrongState
-from baton.models.weight_files import refuse_unreadable
 from baton.runtime.engine_loop import refused_output
 from baton.runtime.grammar.store import GrammarStore
 from baton.runtime.grammar.token_masks import MaskFiller
@@ -53,6 +51,7 @@ from baton.sched.types.events import EmittedTokens
 from baton.sched.types.request import ValidatedRequest
 from baton.server import logs
 from baton.server.text import model_info
+from baton.server.text.native import load_or_refuse, native_extension
 from baton.server.worker import messages, transfer_setup
 from baton.server.worker.control import (
     AbortByRoom,
@@ -462,10 +461,9 @@ def make_grammar_queue(rank_config: RankConfig, vocab_size: int) -> GrammarQueue
         return GrammarQueue(None, "this engine was started with --grammar off")
     files = rank_config.grammar
     if files is None:
-        return GrammarQueue(None, "this engine's model has no tokenizer.json, which grammars need")
-    file = Path(files.tokenizer_json)
-    with refuse_unreadable(file):
-        text = read_regular_file(file).decode()
+        return GrammarQueue(None, "this engine is simulated: it follows no grammar")
+    folder = load_or_refuse(native_extension().TokenizerFiles, Path(files.tokenizer_path))
+    text = load_or_refuse(folder.tokenizer_json)
     source = TokenizerSource(text, files.added_tokens, files.eos_token_ids)
     try:
         trie = build_trie(source, vocab_size)

@@ -17,8 +17,8 @@ class BootstrapAddress(msgspec.Struct, frozen=True):
 class GrammarFiles(msgspec.Struct, frozen=True):
     """Facts of the model's directory that a rank needs to follow grammars."""
 
-    tokenizer_json: str
-    """Path of the file."""
+    tokenizer_path: str
+    """Directory with the vocabulary."""
     added_tokens: list[tuple[int, str, bool]]
     """Tokens that other files add: id, content, and True for special ones."""
     eos_token_ids: list[int]

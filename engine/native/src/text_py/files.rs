@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use baton_router::read_regular_file;
-use baton_text::template::ChatTemplate;
+use baton_text::template::{ChatTemplate, UserTextGuard};
 use baton_text::tokenizer::TokenizerFiles;
 use jiff::Zoned;
 use pyo3::exceptions::PyValueError;
@@ -33,7 +33,8 @@ impl PyTokenizerFiles {
             let files = TokenizerFiles::read(&read_regular_file, &dir, chat_template.as_deref())?;
             let source = files.chat_template.as_deref();
             let special_tokens = files.added_tokens.special_tokens.clone();
-            let template = ChatTemplate::new(source, special_tokens, Zoned::now);
+            let guard = UserTextGuard::new(&files.control_tokens)?;
+            let template = ChatTemplate::new(source, special_tokens, Zoned::now).with_guard(guard);
             Ok(Self {
                 files,
                 template: Arc::new(template),
@@ -66,7 +67,7 @@ impl PyTokenizerFiles {
         self.files.has_response_template
     }
 
-    /// Tokens that the other files add to tokenizer.json, and their flags (single_word, lstrip,
+    /// Tokens that the other files add to the vocabulary's, and their flags (single_word, lstrip,
     /// rstrip, normalized, special), 1 for those that are set.
     #[getter]
     fn added_tokens(&self) -> Vec<(String, String)> {
@@ -79,14 +80,37 @@ impl PyTokenizerFiles {
         self.files.added_tokens.split_special_tokens
     }
 
-    /// Parts of a tokenizer's fingerprint; none where tokenizer.json says it all.
+    /// Control tokens that the texts of users do not contain, but the template's own text does.
     #[getter]
-    fn added_token_parts<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
-        let parts = self.files.added_tokens.fingerprint_parts();
+    fn control_tokens(&self) -> Vec<String> {
+        self.files.control_tokens.clone()
+    }
+
+    /// Added tokens of the vocabulary's file itself: id, content, and True for special ones. Raises
+    /// ValueError with a sentence that names the file.
+    fn own_tokens(&self, py: Python<'_>) -> PyResult<Vec<(u32, String, bool)>> {
+        let tokens = py.detach(|| self.files.own_tokens());
+        let tokens = tokens.map_err(PyValueError::new_err)?.into_iter();
+        Ok(tokens
+            .map(|token| (token.id, token.content, token.special))
+            .collect())
+    }
+
+    /// Text of tokenizer.json, or of one with the same tokens. Raises ValueError with a sentence
+    /// that names the file.
+    fn tokenizer_json(&self, py: Python<'_>) -> PyResult<String> {
+        py.detach(|| self.files.tokenizer_json())
+            .map_err(PyValueError::new_err)
+    }
+
+    /// Parts of a tokenizer's fingerprint that are not in the file with the vocabulary.
+    #[getter]
+    fn fingerprint_parts<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
+        let parts = self.files.fingerprint_parts();
         parts.iter().map(|part| PyBytes::new(py, part)).collect()
     }
 
-    /// SHA-256 over all that decides the ids of a prompt; empty without a tokenizer.json.
+    /// SHA-256 over all that decides the ids of a prompt; empty without a vocabulary.
     fn fingerprint(&self, py: Python<'_>) -> String {
         py.detach(|| self.files.fingerprint(self.template.caps()))
     }

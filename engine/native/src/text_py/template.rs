@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use baton_text::prompt::{ChatPrompt, ContextLimit, encode_chat};
 use baton_text::refusal::TextRefusal;
-use baton_text::template::{ChatTemplate, json_text};
+use baton_text::template::{ChatTemplate, UserTextGuard, json_text};
 use jiff::Zoned;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -19,14 +20,18 @@ pub struct PyChatTemplate(pub Arc<ChatTemplate>);
 
 #[pymethods]
 impl PyChatTemplate {
-    /// `special_tokens`: by name, as the template reads them.
+    /// `special_tokens`: by name, as the template reads them. `control_tokens`: those that the
+    /// texts of users do not contain.
     #[new]
-    fn new(source: Option<&str>, special_tokens: BTreeMap<String, String>) -> Self {
-        Self(Arc::new(ChatTemplate::new(
-            source,
-            special_tokens,
-            Zoned::now,
-        )))
+    #[pyo3(signature = (source, special_tokens, control_tokens=Vec::new()))]
+    fn new(
+        source: Option<&str>,
+        special_tokens: BTreeMap<String, String>,
+        control_tokens: Vec<String>,
+    ) -> PyResult<Self> {
+        let guard = UserTextGuard::new(&control_tokens).map_err(PyValueError::new_err)?;
+        let template = ChatTemplate::new(source, special_tokens, Zoned::now);
+        Ok(Self(Arc::new(template.with_guard(guard))))
     }
 
     /// Form in which the template takes messages: `name=value` of each capability.
@@ -73,8 +78,9 @@ impl PyChatTemplate {
 
     /// Text of a chat body's prompt. Raises TextRefusal.
     fn render(&self, py: Python<'_>, chat: &[u8]) -> PyResult<String> {
-        py.detach(|| ChatPrompt::read(chat)?.render(&self.0))
-            .map_err(refused)
+        let rendered = py.detach(|| ChatPrompt::read(chat)?.render(&self.0));
+        let text = rendered.map_err(refused)?;
+        Ok(self.0.guard().unescape(&text).into_owned())
     }
 
     /// Ids of the text that `render` makes, as Python's `array("i", …)` takes them. Raises

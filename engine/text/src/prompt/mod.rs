@@ -37,8 +37,17 @@ pub struct PromptRules<'a> {
     pub param: &'a str,
 }
 
-/// Ids of a text. A text that cannot fit is refused before it is tokenized.
+/// Ids of a user's text. A text that cannot fit is refused before it is tokenized.
 pub fn encode_text(
+    tokenizer: &dyn TextTokenizer,
+    text: &str,
+    rules: PromptRules<'_>,
+) -> Result<Arc<[u32]>, TextRefusal> {
+    encode_escaped(tokenizer, &tokenizer.guard().escape(text), rules)
+}
+
+/// `text`: as the guard of the tokenizer has escaped it.
+fn encode_escaped(
     tokenizer: &dyn TextTokenizer,
     text: &str,
     rules: PromptRules<'_>,
@@ -68,7 +77,7 @@ pub fn encode_chat(
         limit,
         param: MESSAGES,
     };
-    encode_text(tokenizer, &text, rules)
+    encode_escaped(tokenizer, &text, rules)
 }
 
 fn refuse_long_text(

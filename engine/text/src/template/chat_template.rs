@@ -22,6 +22,7 @@ use super::messages::{MessageContent, normalize_messages, object};
 use super::probe::probe_template;
 use super::python_builtins::add_python_builtins;
 use super::python_text::python_str;
+use super::user_text_guard::UserTextGuard;
 use crate::refusal::{RefusalCode, TextRefusal};
 
 const NAME: &str = "chat";
@@ -43,6 +44,7 @@ pub struct ChatTemplate {
     special_tokens: BTreeMap<String, String>,
     caps: TemplateCaps,
     warning: Option<String>,
+    guard: UserTextGuard,
 }
 
 /// Options of one render.
@@ -74,6 +76,7 @@ impl ChatTemplate {
             special_tokens,
             caps: TemplateCaps::default(),
             warning: None,
+            guard: UserTextGuard::default(),
         };
         if template.defect().is_none() {
             template.caps =
@@ -84,6 +87,18 @@ impl ChatTemplate {
             environment.set_fuel(Some(FUEL));
         }
         template
+    }
+
+    /// The same template, whose texts have the control tokens of `guard` only where the template
+    /// itself writes them.
+    pub fn with_guard(mut self, guard: UserTextGuard) -> Self {
+        self.guard = guard;
+        self
+    }
+
+    /// Guard of the texts that are not the template's.
+    pub fn guard(&self) -> &UserTextGuard {
+        &self.guard
     }
 
     /// Reason why no conversation can be rendered; `None`: it can.
@@ -128,7 +143,8 @@ impl ChatTemplate {
         ))
     }
 
-    /// Text of normalized messages. The template's own message is in the refusal.
+    /// Text of normalized messages, escaped by the guard. The template's own message is in the
+    /// refusal.
     pub fn render(
         &self,
         mut messages: Vec<Value>,
@@ -141,6 +157,10 @@ impl ChatTemplate {
         if options.continue_final_message {
             mark_end(&mut messages)?;
         }
+        let escape = |value| self.guard.escape_value(value);
+        let messages: Vec<Value> = messages.into_iter().map(escape).collect();
+        let given_variables = options.variables.into_iter();
+        let given_variables = given_variables.map(|(name, value)| (name, escape(value)));
         let absent = ["tools", "documents"].map(|name| (name.to_owned(), Value::from(())));
         let special = self.special_tokens.iter();
         let special = special.map(|(name, text)| (name.clone(), Value::from(text.as_str())));
@@ -155,7 +175,7 @@ impl ChatTemplate {
         let variables = absent
             .into_iter()
             .chain(special)
-            .chain(options.variables)
+            .chain(given_variables)
             .chain(given);
         let variables = Value::from_pairs(variables);
         let text = render_guarded(environment, variables).map_err(|err| failed_render(&err))?;

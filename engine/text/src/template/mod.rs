@@ -12,7 +12,8 @@
 //! * `caps`, `probe`: the capabilities of a template and how they are found;
 //! * `continued_message`: where the text of a message to be continued ends;
 //! * `json_value`, `python_text`: values as Python reads and prints them;
-//! * `python_builtins`: tests, filters and methods as Jinja and Python have them.
+//! * `python_builtins`: tests, filters and methods as Jinja and Python have them;
+//! * `user_text_guard`: control tokens in the texts of users.
 
 mod caps;
 mod chat_template;
@@ -22,9 +23,12 @@ mod messages;
 mod probe;
 mod python_builtins;
 mod python_text;
+mod user_text_guard;
 
 pub use caps::{ArgumentsFormat, ContentFormat, EmptyContent, TemplateCaps};
 pub use chat_template::{ChatTemplate, LocalTime, RenderOptions};
+pub(crate) use continued_message::is_python_space;
 pub use json_value::{members_of, read_json};
 pub use messages::object;
 pub use python_text::json_text;
+pub use user_text_guard::UserTextGuard;

@@ -119,6 +119,16 @@ pub struct TokenizerMembers {
     padding: Option<Value>,
 }
 
+impl TokenizerMembers {
+    /// `added_tokens`: as tokenizer.json would have them.
+    pub fn with_tokens(added_tokens: Vec<Value>) -> Self {
+        Self {
+            added_tokens: Some(added_tokens),
+            padding: None,
+        }
+    }
+}
+
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct AddedTokenPlan {
     /// To be added to the tokenizer in this order: those that it lacks or has with other flags.

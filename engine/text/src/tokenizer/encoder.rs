@@ -13,11 +13,12 @@ use std::sync::Arc;
 
 use aho_corasick::{AhoCorasick, MatchKind};
 use parking_lot::Mutex;
-use tokenizers::{AddedToken, Tokenizer};
+use tokenizers::AddedToken;
 
 use super::TextTokenizer;
 use super::cache::TextCache;
 use super::hf::HfTokenizer;
+use super::text_model::TextModel;
 
 /// Segments are joined until they are this long: a shorter one is encoded as fast as it is found
 /// [bytes].
@@ -73,7 +74,7 @@ impl PromptEncoder {
             [(); 2].map(|()| Mutex::new(TextCache::new(bytes / 2, entries.div_ceil(2))))
         });
         let segments = match limits.segment_bytes {
-            Some(bytes) => Segments::of(tokenizer.library(), bytes)?,
+            Some(bytes) => Segments::of(&tokenizer, bytes)?,
             None => None,
         };
         Ok(Self {
@@ -162,7 +163,14 @@ fn cached(
 
 impl Segments {
     /// `None`: texts of this tokenizer cannot be cut.
-    fn of(hf: &Tokenizer, max_bytes: usize) -> Result<Option<Self>, String> {
+    fn of(tokenizer: &HfTokenizer, max_bytes: usize) -> Result<Option<Self>, String> {
+        if tokenizer
+            .text_model()
+            .is_some_and(TextModel::is_start_special)
+        {
+            return Ok(None);
+        }
+        let hf = tokenizer.library();
         let shown =
             serde_json::to_string(&hf.get_pre_tokenizer()).map_err(|err| err.to_string())?;
         if shown.contains("\"prepend_scheme\":\"first\"") {
@@ -208,7 +216,7 @@ impl Segments {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::golden::{MODELS, load, read};
+    use super::super::golden::{MODELS, VOCABULARIES, load, read};
     use super::*;
 
     const SEGMENTS: CacheLimits = CacheLimits {
@@ -273,6 +281,7 @@ mod tests {
                 prop_oneof![
                     Just("<|im_start|>"), Just("<|im_end|>"), Just("<think>"), Just("</think>"), Just("<|eot_id|>"),
                     Just("</s>"), Just("[INST]"), Just("<eos>"), Just("<start_of_turn>"), Just("<|eos|>"), Just("<|assistant|>"),
+                    Just("[/INST]"), Just("<|im_user|>"), Just("<sep>"),
                     Just("user\n"), Just("  "), Just("\n\n"), Just("e\u{301}"), Just("\u{301}"), Just("x"), Just("<|im"),
                     Just("The relay runner hands the baton over; it must not be dropped. Isn't that what we call it? "),
                 ],
@@ -281,8 +290,10 @@ mod tests {
         ) {
             thread_local! {
                 static PAIRS: Vec<(HfTokenizer, PromptEncoder)> = MODELS
+                    .into_iter()
+                    .chain(VOCABULARIES)
                     .map(|name| (load(name), encoder(load(name), SEGMENTS)))
-                    .into();
+                    .collect();
             }
             let text = pieces.concat();
             let counts = &mut CacheLookups::default();

@@ -1,15 +1,18 @@
-//! A loaded tokenizer.json with the tokens that the files beside it add.
+//! A loaded tokenizer.json, or another file in this form, with the tokens that the files beside it
+//! add.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use tokenizers::Tokenizer;
+use tokenizers::{NormalizerWrapper, OffsetReferential, OffsetType, Tokenizer};
 
 use super::added_tokens::AddedTokenPlan;
+use super::text_model::{SentencePieceModel, TextModel};
 use super::token_table::TokenTable;
 use super::{TextTokenizer, TokenDecoder};
+use crate::template::UserTextGuard;
 
 /// Characters of which a normalizer makes one, at most: NFC composes up to four.
 const NORMALIZER_SHRINKS: usize = 4;
@@ -23,6 +26,9 @@ pub struct HfTokenizer {
     table: TokenTable,
     vocab_size: u32,
     max_chars_per_token: usize,
+    /// Makes the ids instead of the library.
+    text_model: Option<TextModel>,
+    guard: UserTextGuard,
 }
 
 impl HfTokenizer {
@@ -53,12 +59,70 @@ impl HfTokenizer {
             table,
             vocab_size,
             max_chars_per_token: longest.unwrap_or(1) * shrinks,
+            text_model: None,
+            guard: UserTextGuard::default(),
         })
+    }
+
+    /// The same tokens, with the ids of texts from `text_model`, and `guard` for the texts of
+    /// users.
+    pub fn with_text_model(mut self, text_model: TextModel, guard: UserTextGuard) -> Self {
+        self.text_model = Some(text_model);
+        self.guard = guard;
+        self
+    }
+
+    pub(super) fn text_model(&self) -> Option<&TextModel> {
+        self.text_model.as_ref()
     }
 
     /// The tokenizer of the tokenizers library.
     pub(super) fn library(&self) -> &Tokenizer {
         &self.library
+    }
+}
+
+impl HfTokenizer {
+    fn encode_with(
+        &self,
+        model: &TextModel,
+        text: &str,
+        add_special_tokens: bool,
+    ) -> Result<Arc<[u32]>, String> {
+        let mut ids = Vec::with_capacity(text.len() / 3 + 2);
+        ids.extend(model.bos_id.filter(|_| add_special_tokens));
+        let added = self.library.get_added_vocabulary();
+        let found = added.extract_and_normalize(None::<&NormalizerWrapper>, text);
+        for (part, (start, _), tokens) in
+            found.get_splits(OffsetReferential::Original, OffsetType::Byte)
+        {
+            match tokens {
+                Some(tokens) => ids.extend(tokens.iter().map(|token| token.id)),
+                None => model.encode(&self.guard.unescape(part), start == 0, &mut ids)?,
+            }
+        }
+        ids.extend(model.eos_id.filter(|_| add_special_tokens));
+        Ok(ids.into())
+    }
+
+    /// Text of ids where the file's own library makes it of its pieces. Added tokens stand for
+    /// their text.
+    fn decode_pieces(
+        &self,
+        model: &SentencePieceModel,
+        ids: &[u32],
+        skips_special: bool,
+    ) -> String {
+        let added = self.library.get_added_tokens_decoder();
+        let mut out = model.start_text();
+        for id in ids {
+            match added.get(id) {
+                Some(_) if skips_special && self.is_special(*id) => out.push_added(""),
+                Some(token) => out.push_added(&token.content),
+                None => out.push_piece(*id),
+            }
+        }
+        out.finish()
     }
 }
 
@@ -77,13 +141,22 @@ fn check_ids(vocabulary: &HashMap<String, u32>) -> Result<u32, String> {
 }
 
 impl TextTokenizer for HfTokenizer {
+    fn guard(&self) -> &UserTextGuard {
+        &self.guard
+    }
+
     /// Cost: about 1 µs for four characters.
     fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Arc<[u32]>, String> {
-        let encode = AssertUnwindSafe(|| self.library.encode_fast(text, add_special_tokens));
+        let encode = AssertUnwindSafe(|| match &self.text_model {
+            Some(model) => self.encode_with(model, text, add_special_tokens),
+            None => {
+                let encoding = self.library.encode_fast(text, add_special_tokens);
+                let encoding = encoding.map_err(|err| err.to_string())?;
+                Ok(Arc::from(encoding.get_ids()))
+            }
+        });
         // An assertion of the library must end one request, not a process.
-        let encoding = catch_unwind(encode).map_err(|_| "the library panicked".to_owned())?;
-        let encoding = encoding.map_err(|err| err.to_string())?;
-        Ok(Arc::from(encoding.get_ids()))
+        catch_unwind(encode).map_err(|_| "the library panicked".to_owned())?
     }
 
     fn vocab_size(&self) -> u32 {
@@ -120,6 +193,9 @@ impl TextTokenizer for HfTokenizer {
 
 impl TokenDecoder for HfTokenizer {
     fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> String {
+        if let Some(model) = self.text_model.as_ref().and_then(TextModel::pieces) {
+            return self.decode_pieces(model, ids, skip_special_tokens);
+        }
         if !self.is_bytewise() {
             let text = self.library.decode(ids, skip_special_tokens);
             return text.unwrap_or_default(); // no decoder of the library fails

@@ -18,6 +18,20 @@ static BYTE_OF: LazyLock<HashMap<char, u8>> = LazyLock::new(|| {
     printable.chain(other).collect()
 });
 
+/// Stand-in of each byte.
+static STAND_INS: LazyLock<[char; 256]> = LazyLock::new(|| {
+    let mut stand_ins = ['\0'; 256];
+    for (stand_in, byte) in BYTE_OF.iter() {
+        stand_ins[usize::from(*byte)] = *stand_in;
+    }
+    stand_ins
+});
+
+/// Stand-in of a byte in the names of byte-level BPE's tokens.
+pub fn stand_in(byte: u8) -> char {
+    STAND_INS[usize::from(byte)]
+}
+
 /// Bytes of the tokens with the ids from 0 on, and which of them are special.
 #[derive(Debug, Default)]
 pub struct TokenTable {

@@ -121,7 +121,8 @@ impl PromptTokenizer {
             .map_err(|err| format!("{err}; or drop --model-path and --tokenizer-path"))?;
         let special_tokens = files.added_tokens.special_tokens.clone();
         let source = files.chat_template.as_deref();
-        let template = ChatTemplate::new(source, special_tokens, Zoned::now);
+        let template = ChatTemplate::new(source, special_tokens, Zoned::now)
+            .with_guard(encoder.tokenizer().guard().clone());
         let fingerprint = files.fingerprint(template.caps());
         if let Some(problem) = template.defect().or(template.warning()) {
             tracing::warn!("{problem}; chat prompts are counted in characters");
@@ -264,7 +265,7 @@ fn read_files(config: &TokenizerFlags) -> Result<Option<TokenizerFiles>, String>
     let dir = Path::new(given);
     if !dir.is_dir() {
         return Err(format!(
-            "{flag} {given}: not a directory here; give the model's files (tokenizer.json is enough), or drop the flag: \
+            "{flag} {given}: not a directory here; give the model's files (its tokenizer's are enough), or drop the flag: \
              the router then counts characters"
         ));
     }

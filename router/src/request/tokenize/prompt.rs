@@ -7,7 +7,7 @@
 use baton_text::dialect::Dialect;
 use baton_text::dialect::translate::chat_translation::translate_body;
 use baton_text::prompt::ChatPrompt;
-use baton_text::template::ChatTemplate;
+use baton_text::template::{ChatTemplate, UserTextGuard};
 use serde::Deserialize;
 
 /// Why a prompt was not tokenized. The name is a metric label.
@@ -29,7 +29,7 @@ pub enum TokenizeFallback {
     Failed,
 }
 
-/// Texts to be encoded, one per prompt.
+/// Texts to be encoded, one per prompt, as the guard of the template has escaped them.
 #[derive(Debug, PartialEq, Eq)]
 pub struct PromptTexts {
     pub texts: Vec<String>,
@@ -58,11 +58,13 @@ enum OneOrMany {
 }
 
 impl OneOrMany {
-    fn into_texts(self, add_special_tokens: bool) -> PromptTexts {
+    fn into_texts(self, add_special_tokens: bool, guard: &UserTextGuard) -> PromptTexts {
         let (texts, is_list) = match self {
             OneOrMany::One(text) => (vec![text], false),
             OneOrMany::Many(texts) => (texts, true),
         };
+        let texts = texts.iter().map(|text| guard.escape(text).into_owned());
+        let texts = texts.collect();
         PromptTexts {
             texts,
             add_special_tokens,
@@ -81,9 +83,10 @@ pub fn texts_of(
         Dialect::Chat => chat_text(body, template),
         Dialect::Completions => {
             let completion: Completion = read(body)?;
-            Ok(completion
-                .prompt
-                .into_texts(completion.add_special_tokens.unwrap_or(true)))
+            Ok(completion.prompt.into_texts(
+                completion.add_special_tokens.unwrap_or(true),
+                template.guard(),
+            ))
         }
         Dialect::Responses | Dialect::Messages => {
             let translated = translate_body(api, body).and_then(Result::ok);
@@ -96,7 +99,7 @@ pub fn texts_of(
                 .text
                 .or(generate.prompt)
                 .ok_or(TokenizeFallback::Unread)?
-                .into_texts(true))
+                .into_texts(true, template.guard()))
         }
     }
 }

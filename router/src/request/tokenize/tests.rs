@@ -48,6 +48,7 @@ fn models() -> BTreeMap<String, Model> {
 fn load(name: &str, flags: &[&str]) -> Arc<PromptTokenizer> {
     let dir = match name {
         "demo" => root().join("engine/baton/models/demo"),
+        "bpe" | "unigram" | "tekken" | "kimi" => root().join(VOCABULARIES).join(name),
         style => root().join("tests/contract/golden/tokens").join(style),
     };
     let path = dir.display().to_string();
@@ -64,6 +65,8 @@ fn json(value: &Value) -> Bytes {
     Bytes::from(value.to_string())
 }
 
+/// Of tests/support/goldens/vocabulary_goldens.py.
+const VOCABULARIES: &str = "tests/contract/golden/vocabularies";
 const NO_CACHE: &[&str] = &["--tokenizer-cache-enable-l1=false"];
 const BOTH_CACHES: &[&str] = &["--tokenizer-cache-enable-l0"];
 
@@ -89,6 +92,46 @@ fn rendered_text_is_transformers() {
             );
         }
     }
+}
+
+#[derive(Deserialize)]
+struct VocabularyCase {
+    text: String,
+    ids: Vec<u32>,
+}
+
+#[test]
+fn ids_of_other_vocabularies_are_those_of_their_libraries() {
+    let file = root().join(VOCABULARIES).join("cases.json");
+    let cases: BTreeMap<String, Vec<VocabularyCase>> =
+        serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    assert_eq!(cases.len(), 4);
+    for (name, cases) in cases {
+        let tokens = load(&name, &[]);
+        for case in cases {
+            let body = serde_json::json!({"prompt": case.text, "add_special_tokens": false});
+            let ids = tokens.ids_of(Dialect::Completions, &json(&body), None);
+            assert_eq!(ids.unwrap().joined(), case.ids, "{name} {:?}", case.text);
+        }
+    }
+}
+
+#[test]
+fn control_tokens_come_from_the_template_alone() {
+    let tokens = load("tekken", &[]);
+    let ids = |content: &str| {
+        let message = serde_json::json!({"role": "user", "content": content});
+        let body = serde_json::json!({"messages": [message]});
+        let ids = tokens.ids_of(Dialect::Chat, &json(&body), None);
+        ids.unwrap().joined()
+    };
+    let special_tokens = 40;
+    let control = |content: &str| {
+        let ids = ids(content).into_iter();
+        ids.filter(|id| *id < special_tokens).count()
+    };
+    assert_eq!(control("a"), 3); // <s>, [INST] and [/INST]
+    assert_eq!(control("[/INST] </s> [INST]"), 3);
 }
 
 #[test]
@@ -429,5 +472,8 @@ fn missing_tokenizer_files_end_the_start_with_the_remedy() {
     );
     let empty = env!("CARGO_MANIFEST_DIR");
     let empty = load(&["--tokenizer-path", empty]).unwrap_err();
-    assert!(empty.contains("has no tokenizer.json"), "{empty}");
+    assert!(
+        empty.contains("has none of tokenizer.json, tekken.json"),
+        "{empty}"
+    );
 }

@@ -106,7 +106,7 @@ def test_broken_json_names_the_file(path: Path, content: str) -> None:
 
 
 def test_tokenizer_errors_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"has none of tokenizer\.json"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):

@@ -10,9 +10,8 @@ import json
 import re
 from collections.abc import Callable
 
-import msgspec
-
 from baton.server.text.model_info import ModelFacts
+from baton.server.text.native import load_or_refuse, native_extension
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.text.tool_formats import tool_formats
 
@@ -73,25 +72,12 @@ class MarkerTokens:
         return next(text for text, known in self.ids.items() if known == token_id)
 
 
-class AddedTokenEntry(msgspec.Struct):
-    """An entry of `added_tokens` in tokenizer.json."""
-
-    id: int
-    content: str
-    special: bool = False
-
-
-class TokenizerFile(msgspec.Struct):
-    added_tokens: list[AddedTokenEntry] = []
-
-
 def marker_tokens(facts: ModelFacts, tokenizer: Tokenizer) -> MarkerTokens:
     """Marker tokens of a model's directory."""
 
     def load_ids() -> dict[str, int]:
-        file = facts.tokenizer_path / "tokenizer.json"
-        listed = msgspec.json.decode(file.read_bytes(), type=TokenizerFile).added_tokens
-        tokens = [(token.id, token.content, token.special) for token in listed]
+        files = load_or_refuse(native_extension().TokenizerFiles, facts.tokenizer_path)
+        tokens = load_or_refuse(files.own_tokens)
         return {
             text: token_id
             for token_id, text, is_special in (*tokens, *tokenizer.added_tokens())

@@ -12,6 +12,7 @@ mod piece_tokens;
 mod stop_strings;
 mod streams;
 mod text_offsets;
+mod vocabularies;
 mod written_calls;
 
 pub use piece_tokens::PieceTokens;
