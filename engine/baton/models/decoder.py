@@ -126,6 +126,11 @@ class Decoder:
         for rope in self._tables.values():
             rope.to(device)
 
+    def expert_counts(self) -> list[Tensor]:
+        """How many tokens chose each expert so far, by layer that has experts: int64 [experts]."""
+        mlps = (layer.mlp for layer in self.weights.layers)
+        return [mlp.token_counts for mlp in mlps if isinstance(mlp, MoeBlock)]
+
     def pack(self) -> None:
         """Re-order the matrices for the CPU kernels, one after the other: peak memory is the model
         and its largest one.

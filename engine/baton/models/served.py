@@ -51,6 +51,10 @@ class ServedModel(Protocol):
     def pack(self) -> None:
         """Bring the weights into the form that the CPU's kernels take."""
 
+    def expert_counts(self) -> list[Tensor]:
+        """How many tokens chose each expert so far, by layer that has experts: int64 [experts].
+        Empty where nothing counts them."""
+
     def prepare(self, batch: ForwardBatch, attn: AttentionBackend) -> None:
         """The host's part of a step."""
 

@@ -32,6 +32,7 @@ from baton.models.spec_reader import read_spec
 from baton.models.transformers_backend.choice import choose_impl
 from baton.runtime import device
 from baton.runtime.engine_loop import DeviceThread, EngineLoop, PoolSizes, make_engine
+from baton.runtime.expert_load import ExpertLoad
 from baton.runtime.grammar.waiting import GrammarQueue
 from baton.runtime.memory.device_memory import GIB, DeviceMemory
 from baton.runtime.memory.profile import check_weights, no_room, profile_memory
@@ -91,6 +92,7 @@ class LoadedModel:
             device_thread(),
             model_limits=limits,
             grammars=grammars,
+            model_gauges=ExpertLoad(self.runner.expert_counts, self.config.ep_size).gauges,
         )
 
     @property

@@ -154,6 +154,8 @@ class EngineLoop:
     device: JobThread = field(default_factory=DeviceThread)
     clock: Callable[[], float] = time.monotonic
     page_bytes: int = 0
+    model_gauges: Callable[[], dict[str, float]] = dict
+    """Gauges of the model, for `gauges`; none by default."""
 
     def __post_init__(self) -> None:
         self._depth = 2 if self.overlap else 1
@@ -427,7 +429,9 @@ class EngineLoop:
         is_healthy = self.not_accepting_reason is None
         waiting = {'requests{state="grammar"}': float(self.grammars.count)}
         health = {"page_ledger_healthy": float(is_healthy)}
-        return {**pages, **self.sched.report.gauges(), **waiting, **health}
+        return {
+            **pages, **self.sched.report.gauges(), **waiting, **health, **self.model_gauges()
+        }  # fmt: skip
 
 
 def refused_output(handle: int, error: EngineError) -> EmittedTokens:
@@ -457,6 +461,7 @@ def make_engine(
     device: DeviceThread | None = None,
     model_limits: ModelLimits | None = None,
     grammars: GrammarQueue | None = None,
+    model_gauges: Callable[[], dict[str, float]] = dict,
 ) -> EngineLoop:
     """Make the loop of a rank from its flags.
 
@@ -479,5 +484,5 @@ def make_engine(
     page_bytes = sizes.page_bytes
     return EngineLoop(
         scheduler, runner, driver, overlap=overlap, limits=model_limits, hook=hook, device=device,
-        page_bytes=page_bytes, grammars=grammars,
+        page_bytes=page_bytes, grammars=grammars, model_gauges=model_gauges,
     )  # fmt: skip

@@ -14,7 +14,7 @@ the families.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ class MoeBlock:
     shared: MlpBlock | None = None
     shared_gate: Tensor | None = None
     """[1, hidden]"""
+    token_counts: Tensor = field(init=False)
+    """How many tokens chose each expert, in all steps so far: int64 [experts]."""
+
+    def __post_init__(self) -> None:
+        self.token_counts = torch.zeros(self.spec.router.num_experts, dtype=torch.int64)
 
     @staticmethod
     def make(spec: MoeSpec, tensors: dict[str, Tensor]) -> MoeBlock:
@@ -93,8 +98,10 @@ class MoeBlock:
         # Zero for experts of other ranks, because the ranks' sums are added.
         results = torch.zeros_like(rows)
         held = self.spec.held_experts
+        counts = slots.bincount(minlength=self.spec.router.num_experts)
+        self.token_counts += counts
         first = 0
-        for expert, count in enumerate(slots.bincount().tolist()):
+        for expert, count in enumerate(counts.tolist()):
             # The matrices of an expert that no token chose are not read.
             if count == 0:
                 continue

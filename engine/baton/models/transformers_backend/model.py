@@ -78,6 +78,10 @@ class TransformersModel:
     def pack(self) -> None:
         """Leave the weights as they are: torch multiplies by them."""
 
+    def expert_counts(self) -> list[Tensor]:
+        """Empty: transformers' modules do not tell which experts they chose."""
+        return []
+
     def prepare(self, batch: ForwardBatch, attn: AttentionBackend) -> None:
         """The host's part of a step."""
         attn.plan(batch)

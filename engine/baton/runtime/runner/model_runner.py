@@ -92,6 +92,10 @@ class ModelRunner:
         self._check = 0
         """Checksum of the last step, with `broadcast` or `execute_remote`."""
 
+    def expert_counts(self) -> list[Tensor]:
+        """How many tokens chose each expert so far, by layer that has experts: int64 [experts]."""
+        return self._model.expert_counts()
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | LaunchedStep:
         """Run one step to its end. Raises what torch raises; the runner is then unusable."""

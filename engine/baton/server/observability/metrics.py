@@ -86,6 +86,15 @@ RANK = (
     _counter("kv_host_copies", "KV pages copied between device and host: out, in", ("direction",)),
     _counter("kv_host_copy_bytes", "bytes of these", ("direction",)),
     _counter("kv_host_copy_seconds", "time they took; 0 on devices that copy in the background"),
+    _gauge(
+        "expert_load_peak_ratio",
+        "models with experts: tokens of the busiest expert / of the mean one, mean over the layers "
+        "since the last report; 1 is even",
+    ),
+    _gauge(
+        "expert_load_rank_peak_ratio",
+        "the same of tensor-parallel ranks instead of experts; with --ep-size",
+    ),
     _gauge("kv_usage_ratio", "pages neither free nor evictable / all pages, 0 to 1"),
     _gauge("new_token_ratio", "estimate of the answer's share of its limit, used for admission"),
     _counter("engine_steps", "forward passes"),
