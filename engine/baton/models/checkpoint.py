@@ -13,6 +13,7 @@ from pathlib import Path
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.layers.shard import WHOLE, Shard
+from baton.models.quantized.stored import SourceFinder, StoredSource
 from baton.models.spec.model import (
     ModelSpec,
     PlacedParam,
@@ -30,6 +31,8 @@ CPU_POOL_MIB = 128
 says more."""
 GIB = 2**30
 _SHOWN = 8
+_OFTEN_PLAIN = ("embed", "lm_head", "router", "shared_gate")
+"""Matrices that quantized checkpoints mostly leave plain, without listing them."""
 
 
 def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
@@ -69,8 +72,13 @@ class StoredWeights:
     """A rank's tensors of a checkpoint, and where they are."""
 
     params: tuple[PlacedParam, ...]
-    files: dict[str, Path]
-    """By checkpoint name, for the tensors that the rank reads; those of a file are neighbors."""
+    sources: dict[str, StoredSource]
+    """By the unquantized checkpoint's name, for the tensors that the rank reads; those of a file
+    are neighbors."""
+
+    @property
+    def quantized(self) -> list[StoredSource]:
+        return [source for source in self.sources.values() if source.form is not None]
 
 
 def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeights:
@@ -83,31 +91,37 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeig
     for file in required_weight_files(root):
         entries |= read_tensor_entries(file)
     params = tuple(plan_weights(spec, shard, entries))
-    shapes = {part.source: part.whole for _, param in params for part in param.parts}
-    of_any_rank = set(shapes)
+    finder = SourceFinder(entries, spec.quantization)
+    sources: dict[str, StoredSource] = {}
+    for _, param in params:
+        for part in param.parts:
+            if part.source not in sources:
+                is_optional = param.name in _OFTEN_PLAIN
+                sources[part.source] = finder.find(
+                    part.source, part.whole, is_optional=is_optional
+                )
+    used = {entry.name for source in sources.values() for entry in source.tensors.values()}
     if shard.size > 1:
-        whole = plan_weights(spec, WHOLE, entries)
-        of_any_rank = {part.source for _, param in whole for part in param.parts}
-    files: dict[str, Path] = {}
-    problems: list[str] = []
-    for name, entry in entries.items():
-        if name not in shapes:
-            if name not in of_any_rank and not is_ignorable(spec, name):
-                problems.append(f"{entry.file.name}: unexpected tensor {name}")
-            continue
-        files[name] = entry.file
-        if entry.shape != shapes[name]:
-            problems.append(
-                f"{entry.file.name}: {name} is {list(entry.shape)}, "
-                f"config.json implies {list(shapes[name])}"
-            )
-    problems += [f"missing tensor {name}" for name in sorted(shapes.keys() - files)]
+        for _, param in plan_weights(spec, WHOLE, entries):
+            for part in param.parts:
+                used |= finder.expected_names(part.source, part.whole)
+    problems = finder.problems + [
+        f"{entry.file.name}: unexpected tensor {name}"
+        for name, entry in entries.items()
+        if name not in used and not is_ignorable(spec, name) and not finder.is_unused(name)
+    ]
     if problems:
         shown = problems[:_SHOWN] + (
             [f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         )
         raise ConfigError("\n  ".join([f"{root}: the weights do not fit its config.json:", *shown]))
-    return StoredWeights(params, files)
+    in_files = sorted(sources.values(), key=lambda source: str(_first_file(source)))
+    return StoredWeights(params, {source.name: source for source in in_files})
+
+
+def _first_file(source: StoredSource) -> Path:
+    """Sources are read file by file, because their pages come from the disk."""
+    return next(iter(source.tensors.values())).file
 
 
 def _check_memory(config: EngineConfig, weights: int, token_bytes: int, nodes: int) -> None:

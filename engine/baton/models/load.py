@@ -14,26 +14,25 @@ every node and device. It needs config.json only, and next to no host memory.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.layers.collectives import ALONE, Collectives
 from baton.layers.ops import TORCH_DTYPES
 from baton.layers.shard import WHOLE, Shard
-from baton.models.checkpoint import check_files
+from baton.models.checkpoint import GIB, StoredWeights, check_files
 from baton.models.decoder import Decoder, DecoderLayer, DecoderWeights
+from baton.models.quantized.readers import MatrixShare, OpenCheckpoint, read_grouped
+from baton.models.quantized.stored import StoredSource
 from baton.models.spec.model import OUTSIDE, ModelSpec, plan_weights, share_of
 from baton.models.spec.tensors import Part
-from baton.models.weight_files import refuse_unreadable
 
 log = logging.getLogger("baton.load")
 
@@ -137,7 +136,7 @@ def _dummy_tensors(
         ]
         share = tensor if mine == param else torch.cat(shares)
         tensors[layer][param.name] = share.to(TORCH_DTYPES[spec.dtype_of(param)])
-        progress.add(share)
+        progress.add(share.numel(), share.nbytes)
     return tensors
 
 
@@ -153,9 +152,9 @@ class _Progress:
         self._started = self._said = time.monotonic()
         on_progress(0, total)
 
-    def add(self, tensor: Tensor) -> None:
-        self._done += tensor.numel()
-        self._bytes += tensor.nbytes
+    def add(self, parameters: int, nbytes: int) -> None:
+        self._done += parameters
+        self._bytes += nbytes
         self._on_progress(self._done, self._total)
         now = time.monotonic()
         if now - self._said >= _PROGRESS_SECS:
@@ -180,18 +179,47 @@ def _from_files(
         for part, rows in zip(param.parts, target.split(param.part_rows), strict=True):
             places[part.source].append((part, rows))
     progress = _Progress(sum(param.size for _, param in stored.params), on_progress)
-    for file, sources in itertools.groupby(stored.files, stored.files.__getitem__):
-        try:
-            with refuse_unreadable(file), safe_open(str(file), framework="pt") as f:
-                for source in sources:
-                    for part, rows in places[source]:
-                        taken = (
-                            f.get_tensor(source)
-                            if part.shape == part.whole
-                            else f.get_slice(source)[part.share]
-                        )
-                        rows.copy_(taken)
-                        progress.add(taken)
-        except SafetensorError as err:
-            raise ConfigError(f"{file}: {err}; the file is damaged, download it again") from err
+    _log_quantization(spec, stored)
+    with OpenCheckpoint() as files:
+        for source in stored.sources.values():
+            for part, rows in places[source.name]:
+                if source.form is None:
+                    taken = files.read(
+                        source.tensors["weight"], () if part.shape == part.whole else part.share
+                    )
+                    rows.copy_(taken)
+                    progress.add(taken.numel(), taken.nbytes)
+                else:
+                    _dequantize(files, source, part, rows)
+                    progress.add(rows.numel(), rows.nbytes)
     return tensors
+
+
+def _dequantize(files: OpenCheckpoint, source: StoredSource, part: Part, rows: Tensor) -> None:
+    expert, *share = part.share if len(part.share) == 3 else (None, *part.share)
+    grouped = read_grouped(files, source, MatrixShare(share[0], share[1], expert))
+    try:
+        grouped.dequantize_into(rows)
+    except ValueError as err:
+        entry = source.tensors["weight"]
+        raise ConfigError(
+            f"{entry.file}: {source.name}: {err}; the file is damaged, download it again"
+        ) from err
+
+
+def _log_quantization(spec: ModelSpec, stored: StoredWeights) -> None:
+    """Say how the weights are stored, in how much memory they are computed, and why."""
+    if spec.quantization is None:
+        return
+    forms = Counter(str(source.form) for source in stored.quantized)
+    described = "; ".join(f"{count} of {form}" for form, count in forms.items()) or "none"
+    in_files = sum(source.nbytes for source in stored.sources.values())
+    in_memory = sum(
+        param.size * TORCH_DTYPES[spec.dtype_of(param)].itemsize for _, param in stored.params
+    )
+    log.info(
+        "quantized weights (%s): matrices: %s; %.2f GiB in the files, %.2f GiB as %s in memory: "
+        "they are dequantized at load, because no kernel computes with them here; activations are "
+        "not quantized",
+        spec.quantization.method, described, in_files / GIB, in_memory / GIB, spec.dtype,
+    )  # fmt: skip

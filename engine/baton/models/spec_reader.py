@@ -32,6 +32,7 @@ from baton.models.config_file import (
     read_model_config,
 )
 from baton.models.families import FAMILIES
+from baton.models.quantized.methods import read_quantization
 from baton.models.spec.model import LayerSpec, ModelSpec
 from baton.models.spec.moe import MoeSpec
 from baton.models.spec.norm import NormSpec
@@ -103,6 +104,7 @@ def read_spec(
         bos_token_id=config.read_index("bos_token_id"),
         model_hash=hash_model(root, load_format, seed, is_long=is_long),
         has_draft_layers=family.has_draft_layers,
+        quantization=read_quantization(config, root),
     )
 
 
@@ -202,9 +204,6 @@ def read_eos_token_ids(*sources: ModelConfig) -> tuple[int, ...]:
 
 def _refuse_unknown_arithmetic(config: ModelConfig) -> None:
     """Fields whose usual value means nothing to do and whose other values we do not compute."""
-    if method := config.get("quantization_config"):
-        method = method.get("quant_method", method) if isinstance(method, dict) else method
-        config.refuse("quantization_config", method, "use the unquantized checkpoint")
     if named := config.get("transformers_weights"):
         supported = "supported: model.safetensors, or the files of its index"
         config.refuse("transformers_weights", named, supported)

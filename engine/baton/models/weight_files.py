@@ -29,6 +29,7 @@ _FLOAT_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 class TensorEntry:
     """A tensor in a safetensors file."""
 
+    name: str
     file: Path
     dtype: str
     """As the format spells it: F32, BF16 …"""
@@ -95,7 +96,12 @@ def required_weight_files(root: Path) -> list[Path]:
         return files
     patterns = ("*.bin", "*.gguf", "*.pth")
     others = [file.name for pattern in patterns for file in sorted(root.glob(pattern))]
-    if others:
+    if others and others[0].endswith(".gguf"):
+        advice = (
+            f", only {others[0]}; GGUF files are not read: load it with transformers "
+            "(from_pretrained with gguf_file), and save_pretrained the result"
+        )
+    elif others:
         advice = f", only {others[0]}; convert it with transformers' save_pretrained"
     else:
         advice = "; download the weights"
@@ -123,7 +129,7 @@ def read_tensor_entries(file: Path) -> dict[str, TensorEntry]:
         header = safetensors_header(file)
         data_begin = 8 + len(header)
         entries = {
-            name: _tensor_entry(file, entry, data_begin)
+            name: _tensor_entry(name, file, entry, data_begin)
             for name, entry in json.loads(header).items()
             if name != "__metadata__"
         }
@@ -148,11 +154,9 @@ def read_tensor_entries(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _tensor_entry(file: Path, entry: dict[str, Any], data_begin: int) -> TensorEntry:
-    begin, end = entry["data_offsets"]
-    return TensorEntry(
-        file, str(entry["dtype"]), tuple(entry["shape"]), data_begin + begin, data_begin + end
-    )
+def _tensor_entry(name: str, file: Path, entry: dict[str, Any], data_begin: int) -> TensorEntry:
+    begin, end = (data_begin + offset for offset in entry["data_offsets"])
+    return TensorEntry(name, file, str(entry["dtype"]), tuple(entry["shape"]), begin, end)
 
 
 def first_float_type(root: Path) -> str:

@@ -264,8 +264,8 @@ def test_float16_is_computed_as_bfloat16_on_a_cpu_unless_dtype_is_given(tmp_path
         ({"architectures": ...}, ["architectures", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         (
-            {"quantization_config": {"quant_method": "awq"}},
-            ["quantization_config", "awq", "unquantized"],
+            {"quantization_config": {"quant_method": "quark"}},
+            ["quantization_config.quant_method", "quark", "awq", "unquantized"],
         ),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},

@@ -15,6 +15,7 @@ from baton.errors import ConfigError
 from baton.layers.kv_spec import KVSpec, describe_attention
 from baton.layers.shard import MAX_SIZE, WHOLE, Shard
 from baton.layers.spec import DTYPE_BYTES, AttentionSpec, KernelShapes, common_heads
+from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.spec.attention import AttentionBlockSpec
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec
@@ -94,6 +95,8 @@ class ModelSpec:
     has_draft_layers: bool = False
     """Files may hold layers behind the last one, which predict further tokens; they are not
     read."""
+    quantization: QuantizationScheme | None = None
+    """How the matrices of the checkpoint are stored; None: as plain numbers."""
 
     @property
     def num_layers(self) -> int:
