@@ -97,9 +97,7 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeig
         for part in param.parts:
             if part.source not in sources:
                 is_optional = param.name in _OFTEN_PLAIN
-                sources[part.source] = finder.find(
-                    part.source, part.whole, is_optional=is_optional
-                )
+                sources[part.source] = finder.find(part.source, part.whole, is_optional=is_optional)
     used = {entry.name for source in sources.values() for entry in source.tensors.values()}
     if shard.size > 1:
         for _, param in plan_weights(spec, WHOLE, entries):

@@ -196,8 +196,7 @@ def _from_files(
 
 
 def _dequantize(files: OpenCheckpoint, source: StoredSource, part: Part, rows: Tensor) -> None:
-    expert, *share = part.share if len(part.share) == 3 else (None, *part.share)
-    grouped = read_grouped(files, source, MatrixShare(share[0], share[1], expert))
+    grouped = read_grouped(files, source, MatrixShare.of(part.share))
     try:
         grouped.dequantize_into(rows)
     except ValueError as err:

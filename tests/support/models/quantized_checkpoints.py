@@ -1,7 +1,8 @@
 """Quantized forms of a tiny checkpoint, each beside a plain checkpoint of what its numbers mean.
 
-The encoders are naive: they walk over blocks and groups, and pack bits in Python integers. `quantize` replaces
-the matrices of a directory; the plain twin holds (code - zero) * scale, computed in float32 element by element.
+The encoders are naive: they walk over blocks and groups, and pack bits in Python integers.
+`quantize` replaces the matrices of a directory; the plain twin holds (code - zero) * scale, computed
+in float32 element by element.
 """
 
 from __future__ import annotations
@@ -210,12 +211,12 @@ def _fp8(block: tuple[int, int], role: str = "weight_scale_inv", **changes: Any)
     if block != (0, 0):
         config["weight_block_size"] = list(block)
     powers = changes.get("scale_fmt") == "ue8m0"
-    return Format(
-        config | changes, lambda w: encode_scaled(w, block, role, powers_of_two=powers)
-    )
+    return Format(config | changes, lambda w: encode_scaled(w, block, role, powers_of_two=powers))
 
 
-def _compressed(packing: str, weights: dict[str, Any], encode: Callable[[Tensor], Encoded]) -> Format:
+def _compressed(
+    packing: str, weights: dict[str, Any], encode: Callable[[Tensor], Encoded]
+) -> Format:
     group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}}
     group["input_activations"] = {"num_bits": 8, "type": weights["type"], "dynamic": True}
     config = {
@@ -323,7 +324,7 @@ def quantize(source: Path, name: str, folder: Path) -> tuple[Path, Path]:
         plain[tensor_name] = encoded.dense
         module = tensor_name.removesuffix(".weight")
         for role, stored in encoded.tensors.items():
-            quantized[f"{module}.{role}"] = stored.contiguous()
+            quantized[f"{module}.{role}"] = stored
         if made.config.get("activation_scheme") == "static":
             quantized[f"{module}.input_scale"] = torch.tensor(0.5)
     return (
@@ -337,7 +338,8 @@ def write_checkpoint(
 ) -> Path:
     """A copy of directory `source` with other tensors and another `quantization_config`."""
     shutil.copytree(source, path)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     config.pop("quantization_config", None)
     if quantization is not None:

@@ -113,7 +113,9 @@ class SourceFinder:
         if (entry := self._scheme.find_exclusion(module)) is not None:
             self._contradict(module, f"{sign} says that {module} is quantized, but {entry}")
         elif stated is None:
-            problem = f"{sign} says that {module} is quantized, but no target of config_groups names it"
+            problem = (
+                f"{sign} says that {module} is quantized, but no target of config_groups names it"
+            )
             self._contradict(module, problem)
         return stated
 
@@ -142,5 +144,3 @@ class SourceFinder:
 
 def _module_of(name: str) -> str:
     return name.removesuffix(".weight")
-
-

@@ -102,9 +102,7 @@ def test_experts_in_one_fp8_tensor_are_cut_right(
     assert_equal_models((joined, twin), shard)
 
 
-def join_experts(
-    plain: Path, made: Format, folder: Path, *, has_halves: bool
-) -> tuple[Path, Path]:
+def join_experts(plain: Path, made: Format, folder: Path, *, has_halves: bool) -> tuple[Path, Path]:
     """The checkpoint with the experts of a layer quantized in one tensor, and its plain twin."""
     dense = load_file(plain / "model.safetensors")
     quantized: dict[str, Tensor] = {}
@@ -121,9 +119,7 @@ def join_experts(
         prefix = f"model.layers.{layer}.mlp.experts"
         gate_up, down = [], []
         for expert in range(8):
-            gate, up, last = (
-                f"{prefix}.{expert}.{x}_proj.weight" for x in ("gate", "up", "down")
-            )
+            gate, up, last = (f"{prefix}.{expert}.{x}_proj.weight" for x in ("gate", "up", "down"))
             if has_halves:
                 halves = [made.encode(dense[gate]), made.encode(dense[up])]
             else:

@@ -1,4 +1,4 @@
-"""FP8 in blocks (DeepSeek, Qwen, MiniMax), per tensor or per row. No torch here."""
+"""FP8 in blocks, per tensor or per row. No torch here."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ def read_scheme(config: ModelConfig) -> Fp8Scheme:
         "weight_block_size",
         None,
         "a list of two positive integers, or null",
-        lambda v: v is None
-        or (type(v) is list and len(v) == 2 and all(type(n) is int and n > 0 for n in v)),
+        lambda v: (
+            v is None
+            or (type(v) is list and len(v) == 2 and all(type(n) is int and n > 0 for n in v))
+        ),
     )
     form = ScaledForm(
         "F8_E4M3",

@@ -27,7 +27,8 @@ def read_share(
         everything = slice(words.start * per_word, words.stop * per_word)
         values = unpack_values(packed, everything, form.bits)
         in_order = values.unflatten(1, (-1, per_word))[..., list(_PLACES)].flatten(1)
-        return in_order[:, first : first + share.shape[0]].t()
+        own: Tensor = in_order[:, first : first + share.shape[0]]
+        return own.t()
 
     groups = slice(0, source.tensors["scale"].shape[0])
     codes = unpack(files.read(source.tensors["weight"], (share.columns, words)))

@@ -24,6 +24,13 @@ class MatrixShare(NamedTuple):
     columns: slice
     expert: int | None = None
 
+    @staticmethod
+    def of(share: tuple[slice | int, ...]) -> MatrixShare:
+        """Args: `share`: of a checkpoint's tensor, by dimension."""
+        slices = [cut for cut in share if isinstance(cut, slice)]
+        experts = [cut for cut in share if isinstance(cut, int)]
+        return MatrixShare(slices[0], slices[1], experts[0] if experts else None)
+
     @property
     def entry(self) -> tuple[int, ...]:
         """Index of the expert in a tensor of all."""

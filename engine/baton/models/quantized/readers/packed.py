@@ -3,9 +3,8 @@ integers, and so are zeros, whose difference is all that counts."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
 import torch
+from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.models.quantized.forms import PackedForm

@@ -35,4 +35,5 @@ def unpack_values(words: Tensor, values: slice, bits: int) -> Tensor:
     # Bits beyond the 64th fall off; the mask takes the rest.
     low = wide[:, word] >> shift
     high = wide[:, word + 1] << (WORD_BITS - shift)
-    return ((low | high) & ((1 << bits) - 1)).to(torch.uint8)
+    values_of_words: Tensor = (low | high) & ((1 << bits) - 1)
+    return values_of_words.to(torch.uint8)
