@@ -2,7 +2,7 @@
 //!
 //! | module | what it computes |
 //! |---|---|
-//! | [`linear`] | x * W^T + bias with weights packed at load, any number of rows |
+//! | [`linear`] | x * W^T + bias, any number of rows; weights packed at load, or quantized |
 //! | [`elementwise`] | RMS norm with or without residual, rotary embedding, gated activations |
 //! | [`rows`] | nothing: checks the index vectors of a step |
 //! | [`attention::append`] | new K and V of a step, scattered into the pages of the KV pool |

@@ -7,7 +7,7 @@
 use kernels::attention::append::{LayerPages, NewTokens, kv_append};
 use kernels::attention::{PagedAttention, paged_attention};
 use kernels::elementwise::{self, Activation, GatedProduct, HeadVectors, RmsNorm, RotaryEmbedding};
-use kernels::linear::{self, LinearProduct, WeightShape};
+use kernels::linear::{self, CodeType, CodedMatrix, LinearProduct, Weight, WeightShape};
 use kernels::rows::SequenceRows;
 use kernels::{Dtype, isa, pool};
 use pyo3::exceptions::{PyOSError, PyValueError};
@@ -342,32 +342,142 @@ impl PackedWeight {
         bias: usize,
         y: usize,
     ) {
-        let call = Shared(LinearProduct {
-            weight: &self.0,
-            x: x as *const u8,
-            x_stride,
-            rows,
-            bias: bias as *const u8,
-            y: y as *mut u8,
-        });
-        // SAFETY: the Python side holds the tensors and has checked their shapes.
-        py.detach(|| unsafe { linear::linear(call.get()) });
+        let weight = Weight::Packed(&self.0);
+        multiply(py, weight, x, x_stride, rows, bias, y);
     }
 
     /// Copy the original rows named by the `count` int64 at `ids` to `out`. Raises ValueError for
     /// an id out of range.
     fn rows(&self, py: Python<'_>, ids: usize, count: usize, out: usize) -> PyResult<()> {
+        let ids = checked_ids(ids, count, self.0.shape().outputs)?;
         // SAFETY: the Python side holds the tensors and has checked their shapes.
-        let ids = unsafe { slice::<i64>(ids, count) };
-        let outputs = self.0.shape().outputs;
-        if let Some(bad) = ids.iter().find(|&&id| id < 0 || id as usize >= outputs) {
-            return Err(PyValueError::new_err(format!(
-                "row {bad} is outside a matrix of {outputs}"
-            )));
-        }
-        // SAFETY: as above.
         py.detach(|| unsafe { self.0.rows(ids, out as *mut u8) });
         Ok(())
+    }
+}
+
+/// A weight that stays quantized in memory, for products in f32 or bf16.
+#[pyclass(frozen, module = "baton._native")]
+struct QuantizedWeight(linear::QuantizedWeight);
+
+#[pymethods]
+impl QuantizedWeight {
+    /// Copy codes (u8, a byte each) [outputs, inputs], scales and zeros (f32; 0: `zero` for all)
+    /// [outputs, groups] and the group of each input (int32). `code_type`: int4, int8 or fp8.
+    #[new]
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "the arguments of one matrix, all needed"
+    )]
+    fn new(
+        py: Python<'_>,
+        bf16: bool,
+        outputs: usize,
+        inputs: usize,
+        code_type: &str,
+        codes: usize,
+        groups: usize,
+        scales: usize,
+        zeros: usize,
+        zero: f32,
+        group_of: usize,
+    ) -> PyResult<Self> {
+        let code_type = match code_type {
+            "int4" => CodeType::Int4,
+            "int8" => CodeType::Int8,
+            "fp8" => CodeType::Fp8,
+            _ => {
+                return Err(PyValueError::new_err(format!(
+                    "codes of {code_type}: int4, int8 or fp8 are needed"
+                )));
+            }
+        };
+        // SAFETY: the Python side holds the tensor and has checked its shape.
+        let groups_of_inputs = unsafe { slice::<u32>(group_of, inputs) };
+        if let Some(bad) = groups_of_inputs.iter().find(|&&g| g as usize >= groups) {
+            return Err(PyValueError::new_err(format!(
+                "group {bad} is outside a matrix of {groups}"
+            )));
+        }
+        let shape = WeightShape {
+            dtype: dtype(bf16),
+            outputs,
+            inputs,
+        };
+        let matrix = Shared(CodedMatrix {
+            code_type,
+            codes: codes as *const u8,
+            groups,
+            scales: scales as *const f32,
+            zeros: zeros as *const f32,
+            zero,
+            group_of: group_of as *const u32,
+        });
+        // SAFETY: as above; the groups are checked.
+        Ok(QuantizedWeight(py.detach(|| unsafe {
+            linear::QuantizedWeight::pack(shape, matrix.get())
+        })))
+    }
+
+    /// Size in memory.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    /// As `PackedWeight.multiply`.
+    fn multiply(
+        &self,
+        py: Python<'_>,
+        x: usize,
+        x_stride: usize,
+        rows: usize,
+        bias: usize,
+        y: usize,
+    ) {
+        let weight = Weight::Quantized(&self.0);
+        multiply(py, weight, x, x_stride, rows, bias, y);
+    }
+
+    /// As `PackedWeight.rows`.
+    fn rows(&self, py: Python<'_>, ids: usize, count: usize, out: usize) -> PyResult<()> {
+        let ids = checked_ids(ids, count, self.0.shape().outputs)?;
+        // SAFETY: the Python side holds the tensors and has checked their shapes.
+        py.detach(|| unsafe { self.0.rows(ids, out as *mut u8) });
+        Ok(())
+    }
+}
+
+fn multiply(
+    py: Python<'_>,
+    weight: Weight<'_>,
+    x: usize,
+    x_stride: usize,
+    rows: usize,
+    bias: usize,
+    y: usize,
+) {
+    let call = Shared(LinearProduct {
+        weight,
+        x: x as *const u8,
+        x_stride,
+        rows,
+        bias: bias as *const u8,
+        y: y as *mut u8,
+    });
+    // SAFETY: the Python side holds the tensors and has checked their shapes.
+    py.detach(|| unsafe { linear::linear(call.get()) });
+}
+
+/// The `count` int64 at `ids`. Raises ValueError for one that is no row.
+fn checked_ids<'a>(ids: usize, count: usize, outputs: usize) -> PyResult<&'a [i64]> {
+    // SAFETY: the Python side holds the tensor and has checked its shape.
+    let ids = unsafe { slice::<i64>(ids, count) };
+    match ids.iter().find(|&&id| id < 0 || id as usize >= outputs) {
+        Some(bad) => Err(PyValueError::new_err(format!(
+            "row {bad} is outside a matrix of {outputs}"
+        ))),
+        None => Ok(ids),
     }
 }
 
@@ -390,6 +500,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<KvLayer>()?;
     m.add_class::<KvRows>()?;
     m.add_class::<PackedWeight>()?;
+    m.add_class::<QuantizedWeight>()?;
     m.add_function(wrap_pyfunction!(cpu_isa, m)?)?;
     m.add_function(wrap_pyfunction!(set_threads, m)?)?;
     m.add_function(wrap_pyfunction!(threads, m)?)?;

@@ -17,6 +17,8 @@
 //!
 //! Exact: y[m][n] is one chain of fused multiply-adds over k, whatever M, the threads and the cuts:
 //! rows of a batch, chunks of a prompt and single tokens get the same bits.
+//!
+//! A weight may stay [`quantized`] in memory; its panels are decoded block by block.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, Linear's pointers cover its shapes"
@@ -31,6 +33,10 @@ use crate::memory::scratch::{padded, with_call_scratch, with_scratch};
 use crate::pool;
 use crate::simd::{Simd, SimdKernel, dispatch};
 use crate::tile::{TileOperands, product};
+
+mod quantized;
+
+pub use quantized::{CodeType, CodedMatrix, QuantizedWeight};
 
 /// Outputs side by side: a row of tiles at AVX-512.
 pub const PANEL: usize = 64;
@@ -190,10 +196,26 @@ impl SimdKernel for PackPanel<'_> {
     }
 }
 
+/// The weight of a product, in one of the forms that it may have in memory.
+#[derive(Clone, Copy, Debug)]
+pub enum Weight<'a> {
+    Packed(&'a PackedWeight),
+    Quantized(&'a QuantizedWeight),
+}
+
+impl Weight<'_> {
+    pub fn shape(self) -> WeightShape {
+        match self {
+            Weight::Packed(weight) => weight.shape,
+            Weight::Quantized(weight) => weight.shape(),
+        }
+    }
+}
+
 /// Arguments of one product. x and y are in the weight's type.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearProduct<'a> {
-    pub weight: &'a PackedWeight,
+    pub weight: Weight<'a>,
     /// `[rows, inputs]`, rows `x_stride` elements apart.
     pub x: *const u8,
     pub x_stride: usize,
@@ -222,7 +244,7 @@ pub unsafe fn linear(l: &LinearProduct) {
 /// # Safety
 /// As [`linear`], and `isa.runs_here()`.
 pub unsafe fn linear_on(isa: Isa, l: &LinearProduct) {
-    match (l.weight.shape.dtype, isa) {
+    match (l.weight.shape().dtype, isa) {
         (Dtype::F32, _) => multiply::<F32>(isa, l),
         (Dtype::Bf16, Isa::Avx512Bf16) => multiply::<Bf16Dot>(isa, l),
         (Dtype::Bf16, _) => multiply::<Bf16>(isa, l),
@@ -247,7 +269,7 @@ const fn block_units<E: ElementType>() -> usize {
 }
 
 unsafe fn multiply<E: ElementType>(isa: Isa, l: &LinearProduct) {
-    let blocks = l.weight.shape.units().div_ceil(block_units::<E>());
+    let blocks = l.weight.shape().units().div_ceil(block_units::<E>());
     with_call_scratch(padded(blocks * l.rows * X_STRIDE), |mut carver| {
         let x = PackedX(carver.take(blocks * l.rows * X_STRIDE));
         let pack = |first: usize, rows: usize| {
@@ -255,15 +277,21 @@ unsafe fn multiply<E: ElementType>(isa: Isa, l: &LinearProduct) {
             unsafe { dispatch(isa, PackX::<E>(l, x.words(), first, rows, PhantomData)) }
         };
         let row_cuts = l.rows.div_ceil(ITEM_ROWS).max(1);
-        let panel_cuts = l.weight.shape.panels().div_ceil(ITEM_PANELS);
+        let panel_cuts = l.weight.shape().panels().div_ceil(ITEM_PANELS);
         let run = |i: usize| {
             let cut = i % row_cuts;
             let panel = i / row_cuts * ITEM_PANELS;
             let first = cut * l.rows / row_cuts;
             let end = (cut + 1) * l.rows / row_cuts;
-            let count = ITEM_PANELS.min(l.weight.shape.panels() - panel);
-            with_scratch(padded((end - first) * count * PANEL), |mut carver| {
-                let sums = carver.take((end - first) * count * PANEL).cast();
+            let count = ITEM_PANELS.min(l.weight.shape().panels() - panel);
+            let sum_words = (end - first) * count * PANEL;
+            let tile_words = match l.weight {
+                Weight::Packed(_) => 0,
+                Weight::Quantized(_) => block_units::<E>() * PANEL,
+            };
+            with_scratch(padded(sum_words) + padded(tile_words), |mut carver| {
+                let sums = carver.take(sum_words).cast();
+                let tile = carver.take(tile_words);
                 let item = Item {
                     l,
                     x: x.words(),
@@ -272,13 +300,14 @@ unsafe fn multiply<E: ElementType>(isa: Isa, l: &LinearProduct) {
                     panel,
                     count,
                     sums,
+                    tile,
                     elem: PhantomData::<E>,
                 };
                 // SAFETY: passed on; x is packed, the sums have room for the item.
                 unsafe { dispatch(isa, item) }
             });
         };
-        if l.rows * l.weight.shape.outputs * l.weight.shape.inputs < ALONE {
+        if l.rows * l.weight.shape().outputs * l.weight.shape().inputs < ALONE {
             pack(0, l.rows);
             (0..row_cuts * panel_cuts).for_each(run);
             return;
@@ -309,8 +338,8 @@ impl<E: ElementType> SimdKernel for PackX<'_, E> {
         for row in first..first + rows {
             let from = l.x.cast::<E::T>().add(row * l.x_stride);
             let mut block = 0;
-            while block * per_block < l.weight.shape.inputs {
-                let n = per_block.min(l.weight.shape.inputs - block * per_block);
+            while block * per_block < l.weight.shape().inputs {
+                let n = per_block.min(l.weight.shape().inputs - block * per_block);
                 E::pack_x::<S>(
                     from.add(block * per_block),
                     n,
@@ -332,6 +361,8 @@ struct Item<'a, E: ElementType> {
     count: usize,
     /// [rows, count * PANEL]
     sums: *mut f32,
+    /// A block of a panel, where the weight is quantized.
+    tile: *mut u32,
     elem: PhantomData<E>,
 }
 
@@ -361,7 +392,7 @@ impl<E: ElementType> SimdKernel for Item<'_, E> {
 
 impl<E: ElementType> Item<'_, E> {
     fn blocks(&self) -> usize {
-        self.l.weight.shape.units().div_ceil(block_units::<E>())
+        self.l.weight.shape().units().div_ceil(block_units::<E>())
     }
 
     fn width(&self) -> usize {
@@ -370,18 +401,28 @@ impl<E: ElementType> Item<'_, E> {
 
     #[inline(always)]
     unsafe fn block<S: Simd>(&self, p: usize, block: usize, stream: bool) {
-        let units = self.l.weight.shape.units();
+        let all_units = self.l.weight.shape().units();
         let from = block * block_units::<E>();
+        let units = block_units::<E>().min(all_units - from);
+        let panel = self.panel + p;
+        let (w, stream) = match self.l.weight {
+            Weight::Packed(weight) => {
+                let at = weight
+                    .words
+                    .as_ptr()
+                    .add((panel * all_units + from) * PANEL);
+                (at.cast_const(), stream)
+            }
+            Weight::Quantized(weight) => {
+                weight.decode::<S, E>(panel, from, units, self.tile);
+                (self.tile.cast_const(), false)
+            }
+        };
         let operands = TileOperands {
             x: self.x.add((block * self.l.rows + self.first) * X_STRIDE),
-            w: self
-                .l
-                .weight
-                .words
-                .as_ptr()
-                .add(((self.panel + p) * units + from) * PANEL),
+            w,
             w_stride: PANEL,
-            units: block_units::<E>().min(units - from),
+            units,
             out: self.sums.add(p * PANEL),
             out_stride: self.width(),
             add: block > 0,
@@ -394,12 +435,12 @@ impl<E: ElementType> Item<'_, E> {
     unsafe fn finish<S: Simd>(&self) {
         let l = self.l;
         let column = self.panel * PANEL;
-        let columns = self.width().min(l.weight.shape.outputs - column);
+        let columns = self.width().min(l.weight.shape().outputs - column);
         let bias = l.bias.cast::<E::T>();
         for row in 0..self.rows {
             let to =
                 l.y.cast::<E::T>()
-                    .add((self.first + row) * l.weight.shape.outputs + column);
+                    .add((self.first + row) * l.weight.shape().outputs + column);
             let mut c = 0;
             while c < columns {
                 let mut v = S::load(self.sums.add(row * self.width() + c));

@@ -34,6 +34,10 @@ impl Case {
 
     /// Rows [from, to) at level `isa`.
     fn run(&self, isa: Isa, weight: &PackedWeight, from: usize, to: usize) -> Vec<u8> {
+        self.multiply(isa, Weight::Packed(weight), from, to)
+    }
+
+    fn multiply(&self, isa: Isa, weight: Weight<'_>, from: usize, to: usize) -> Vec<u8> {
         let size = self.shape.dtype.bytes();
         let mut y = vec![0xff; (to - from) * self.shape.outputs * size];
         let call = LinearProduct {
@@ -157,4 +161,177 @@ fn unpacked_rows_are_the_original_ones() {
             );
         }
     }
+}
+
+/// A quantized matrix, and its numbers by the formula, element by element.
+struct Coded {
+    code_type: CodeType,
+    groups: usize,
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+    zeros: Option<Vec<f32>>,
+    group_of: Vec<u32>,
+}
+
+const ZERO: f32 = 8.0;
+
+fn fp8_value(code: u8) -> f32 {
+    let exponent = i32::from(code >> 3 & 15);
+    let mantissa = f32::from(code & 7);
+    let magnitude = if exponent == 0 {
+        mantissa / 8.0 * 2.0_f32.powi(-6)
+    } else {
+        (1.0 + mantissa / 8.0) * 2.0_f32.powi(exponent - 7)
+    };
+    if code >> 7 == 1 {
+        -magnitude
+    } else {
+        magnitude
+    }
+}
+
+impl Coded {
+    fn new(code_type: CodeType, shape: WeightShape, groups: usize, has_zeros: bool) -> Coded {
+        let n = shape.outputs * shape.inputs;
+        let places = shape.outputs * groups;
+        let top = if code_type == CodeType::Int4 { 16 } else { 256 };
+        let codes = (0..n).map(|i| (i * 2_654_435_761 % 65_537 % top) as u8);
+        // Codes 0x7f and 0xff of FP8 are no numbers.
+        let codes = codes.map(|code| match code_type {
+            CodeType::Fp8 if code & 0x7f == 0x7f => 0x7e,
+            _ => code,
+        });
+        Coded {
+            code_type,
+            groups,
+            codes: codes.collect(),
+            scales: noise(places, 7).iter().map(|x| x * 0.01).collect(),
+            zeros: has_zeros.then(|| (0..places).map(|i| (i * 7 % top) as f32).collect()),
+            // Neither in order nor evenly.
+            group_of: (0..shape.inputs)
+                .map(|k| (k * k % 97 % groups) as u32)
+                .collect(),
+        }
+    }
+
+    fn pack(&self, shape: WeightShape) -> QuantizedWeight {
+        let zeros = self.zeros.as_ref();
+        let matrix = CodedMatrix {
+            code_type: self.code_type,
+            codes: self.codes.as_ptr(),
+            groups: self.groups,
+            scales: self.scales.as_ptr(),
+            zeros: zeros.map_or(std::ptr::null(), |zeros| zeros.as_ptr()),
+            zero: self.zero(),
+            group_of: self.group_of.as_ptr(),
+        };
+        // SAFETY: sizes as described.
+        unsafe { QuantizedWeight::pack(shape, &matrix) }
+    }
+
+    fn zero(&self) -> f32 {
+        if self.code_type == CodeType::Fp8 {
+            0.0
+        } else {
+            ZERO
+        }
+    }
+
+    fn numbers(&self, shape: WeightShape) -> Stored {
+        let values: Vec<f32> = (0..shape.outputs * shape.inputs)
+            .map(|i| {
+                let place =
+                    i / shape.inputs * self.groups + self.group_of[i % shape.inputs] as usize;
+                let code = match self.code_type {
+                    CodeType::Fp8 => fp8_value(self.codes[i]),
+                    _ => f32::from(self.codes[i]),
+                };
+                let zero = self
+                    .zeros
+                    .as_ref()
+                    .map_or(self.zero(), |zeros| zeros[place]);
+                (code - zero) * self.scales[place]
+            })
+            .collect();
+        Stored::new(shape.dtype, &values)
+    }
+}
+
+const CODE_TYPES: [CodeType; 3] = [CodeType::Int4, CodeType::Int8, CodeType::Fp8];
+
+#[test]
+fn quantized_weights_multiply_like_their_numbers_to_the_bit() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        for (rows, inputs, outputs) in [(1, 1, 1), (3, 33, 65), (2, 514, 64), (60, 777, 130)] {
+            let mut case = Case::new(dtype, rows, inputs, outputs, rows > 1);
+            for code_type in CODE_TYPES {
+                for (groups, has_zeros) in [(1, false), (5, code_type != CodeType::Fp8)] {
+                    let coded = Coded::new(code_type, case.shape, groups, has_zeros);
+                    case.w = coded.numbers(case.shape);
+                    let (packed, quantized) = (case.packed(), coded.pack(case.shape));
+                    for isa in Isa::available() {
+                        let got = case.multiply(isa, Weight::Quantized(&quantized), 0, rows);
+                        assert!(
+                            got == case.run(isa, &packed, 0, rows),
+                            "{isa:?} {code_type:?} {:?}, {groups} groups",
+                            case.shape
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn row_of_a_quantized_product_has_the_same_bits_alone_and_in_any_batch() {
+    let case = Case::new(Dtype::Bf16, 230, 700, 333, true);
+    for code_type in CODE_TYPES {
+        let quantized = Coded::new(code_type, case.shape, 7, false).pack(case.shape);
+        let row_bytes = case.shape.outputs * 2;
+        let all = case.multiply(Isa::best(), Weight::Quantized(&quantized), 0, case.rows);
+        for (from, to) in [(0, 1), (17, 18), (3, 9), (100, 131), (29, 230)] {
+            let part = case.multiply(Isa::best(), Weight::Quantized(&quantized), from, to);
+            assert!(
+                part == all[from * row_bytes..to * row_bytes],
+                "{code_type:?} rows {from}..{to}"
+            );
+        }
+    }
+}
+
+#[test]
+fn quantized_rows_are_their_numbers() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let shape = WeightShape {
+            dtype,
+            outputs: 130,
+            inputs: 77,
+        };
+        for code_type in CODE_TYPES {
+            let coded = Coded::new(code_type, shape, 3, false);
+            let row_bytes = 77 * dtype.bytes();
+            let mut out = vec![0; 3 * row_bytes];
+            // SAFETY: ids below 130, room for three rows.
+            unsafe { coded.pack(shape).rows(&[129, 0, 64], out.as_mut_ptr()) };
+            let numbers = coded.numbers(shape);
+            for (got, id) in out.chunks(row_bytes).zip([129, 0, 64]) {
+                let want = &numbers.1[id * row_bytes..][..row_bytes];
+                assert_eq!(got, want, "{dtype:?} {code_type:?} row {id}");
+            }
+        }
+    }
+}
+
+#[test]
+fn quantized_weights_take_the_memory_of_their_codes() {
+    let shape = WeightShape {
+        dtype: Dtype::Bf16,
+        outputs: 128,
+        inputs: 256,
+    };
+    let size = |code_type| Coded::new(code_type, shape, 2, false).pack(shape).bytes();
+    let scales = 128 * 2 * 4 + 256 * 4;
+    assert_eq!(size(CodeType::Int4), 128 * 256 / 2 + scales);
+    assert_eq!(size(CodeType::Int8), 128 * 256 + scales);
 }

@@ -82,6 +82,10 @@ impl Simd for Avx2 {
         _mm256_storeu_si256(p.cast(), v);
     }
     #[inline(always)]
+    unsafe fn shl4(a: __m256i) -> __m256i {
+        _mm256_slli_epi32::<4>(a)
+    }
+    #[inline(always)]
     unsafe fn shl16(a: __m256i) -> __m256i {
         _mm256_slli_epi32::<16>(a)
     }

@@ -145,6 +145,10 @@ macro_rules! level {
                 _mm512_storeu_si512(p.cast(), v);
             }
             #[inline(always)]
+            unsafe fn shl4(a: __m512i) -> __m512i {
+                _mm512_slli_epi32::<4>(a)
+            }
+            #[inline(always)]
             unsafe fn shl16(a: __m512i) -> __m512i {
                 _mm512_slli_epi32::<16>(a)
             }

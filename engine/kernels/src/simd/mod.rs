@@ -142,6 +142,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     unsafe fn and(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn or(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn add_u32(a: Self::I, b: Self::I) -> Self::I;
+    unsafe fn shl4(a: Self::I) -> Self::I;
     unsafe fn shl16(a: Self::I) -> Self::I;
     unsafe fn shr16(a: Self::I) -> Self::I;
     /// LANES u16, zero-extended.

@@ -138,6 +138,10 @@ impl Simd for Scalar {
         zip(a, b, u32::wrapping_add)
     }
     #[inline(always)]
+    unsafe fn shl4(a: I) -> I {
+        map(a, |x| x << 4)
+    }
+    #[inline(always)]
     unsafe fn shl16(a: I) -> I {
         map(a, |x| x << 16)
     }

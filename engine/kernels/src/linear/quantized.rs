@@ -1,0 +1,410 @@
+//! Weights that stay quantized in memory: codes of 4 or 8 bits, numbers only per tile.
+//!
+//! ```text
+//! W[n][k] = (code[n][k] - zero[n][g]) * scale[n][g]        g = group_of[k]
+//! ```
+//!
+//! in f32, then rounded once to the type of the product. A tile of a panel is decoded into scratch
+//! memory in the order of [`super::PackedWeight`], and multiplied like one: the product has the
+//! bits that it would have with the same numbers packed at load. Many rows share a decoded tile;
+//! one row pays for decoding, and reads a half or a quarter of the memory.
+//!
+//! Codes lie in 16-bit words, 2 or 4 columns of a row in each; in a panel, for each step of so many
+//! columns, the words of its rows side by side. A code becomes a number without shifts: in the
+//! mantissa of a power of two whose last place has the weight of the code's lowest bit.
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "one contract for the module: the CPU has level S, pointers cover the shape"
+)]
+
+use super::{PANEL, WeightShape};
+use crate::elem::{Bf16, Dtype, ElementType, F32};
+use crate::isa;
+use crate::memory::AlignedWords;
+use crate::pool;
+use crate::simd::{Simd, SimdKernel, dispatch};
+
+/// Meaning of a code's bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CodeType {
+    /// Unsigned, 0 to 15.
+    Int4,
+    /// Unsigned, 0 to 255.
+    Int8,
+    /// e4m3: a sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities.
+    Fp8,
+}
+
+impl CodeType {
+    /// Columns whose codes share a word.
+    const fn per_word(self) -> usize {
+        match self {
+            CodeType::Int4 => 4,
+            CodeType::Int8 | CodeType::Fp8 => 2,
+        }
+    }
+}
+
+/// A matrix to be packed; all pointers are to contiguous memory.
+#[derive(Clone, Copy, Debug)]
+pub struct CodedMatrix {
+    pub code_type: CodeType,
+    /// `[outputs, inputs]`, a byte per code.
+    pub codes: *const u8,
+    pub groups: usize,
+    /// `[outputs, groups]`
+    pub scales: *const f32,
+    /// `[outputs, groups]`, or null: `zero` for all.
+    pub zeros: *const f32,
+    pub zero: f32,
+    /// `[inputs]`, each below `groups`.
+    pub group_of: *const u32,
+}
+
+// SAFETY: items only read it; the caller of `pack` vouches for it.
+unsafe impl Sync for CodedMatrix {}
+
+/// A quantized weight matrix in packed order. Owns its memory.
+#[derive(Debug)]
+pub struct QuantizedWeight {
+    shape: WeightShape,
+    code_type: CodeType,
+    groups: usize,
+    /// u16 `[panels, words of a row, PANEL]`
+    codes: AlignedWords,
+    /// f32 `[panels, groups, PANEL]`
+    scales: AlignedWords,
+    /// As `scales`; None: `zero` for all.
+    zeros: Option<AlignedWords>,
+    zero: f32,
+    /// By column, padded to whole words.
+    group_of: Vec<u32>,
+}
+
+impl QuantizedWeight {
+    /// Re-order `from`, of which nothing is kept. `shape.dtype` is the type of the product.
+    ///
+    /// # Safety
+    /// The pointers of `from` cover the shape; groups of columns are below `from.groups`.
+    pub unsafe fn pack(shape: WeightShape, from: &CodedMatrix) -> QuantizedWeight {
+        let per_word = from.code_type.per_word();
+        let row_words = shape.inputs.div_ceil(per_word);
+        let panels = shape.panels();
+        let codes = AlignedWords::new((panels * row_words * PANEL).div_ceil(2));
+        let mut group_of = vec![0; row_words * per_word];
+        group_of[..shape.inputs]
+            .copy_from_slice(std::slice::from_raw_parts(from.group_of, shape.inputs));
+        let panel_places = from.groups * PANEL;
+        let packed = QuantizedWeight {
+            shape,
+            code_type: from.code_type,
+            groups: from.groups,
+            codes,
+            scales: AlignedWords::new(panels * panel_places),
+            zeros: (!from.zeros.is_null()).then(|| AlignedWords::new(panels * panel_places)),
+            zero: from.zero,
+            group_of,
+        };
+        pool::for_each(panels, &|panel| {
+            // SAFETY: passed on; each panel has its own part of the memory.
+            unsafe {
+                packed.pack_codes(from, panel);
+                packed.pack_places(from.scales, &packed.scales, panel);
+                if let Some(zeros) = &packed.zeros {
+                    packed.pack_places(from.zeros, zeros, panel);
+                }
+            }
+        });
+        packed
+    }
+
+    unsafe fn pack_codes(&self, from: &CodedMatrix, panel: usize) {
+        let per_word = self.code_type.per_word();
+        let bits = 16 / per_word;
+        let row_words = self.row_words();
+        let to = self.panel_codes(panel).cast_mut();
+        for lane in 0..PANEL {
+            let row = panel * PANEL + lane;
+            for word in 0..row_words {
+                let mut packed = 0;
+                let columns = per_word.min(self.shape.inputs - word * per_word);
+                if row < self.shape.outputs {
+                    let at = from.codes.add(row * self.shape.inputs + word * per_word);
+                    for i in 0..columns {
+                        packed |= u16::from(at.add(i).read()) << (bits * i);
+                    }
+                }
+                to.add(word * PANEL + lane).write(packed);
+            }
+        }
+    }
+
+    /// Scales or zeros of a panel, lanes side by side; 0 for rows that there are not.
+    unsafe fn pack_places(&self, from: *const f32, to: &AlignedWords, panel: usize) {
+        let to = to.as_ptr().cast::<f32>().add(panel * self.groups * PANEL);
+        for lane in 0..PANEL {
+            let row = panel * PANEL + lane;
+            for group in 0..self.groups {
+                let value = if row < self.shape.outputs {
+                    from.add(row * self.groups + group).read()
+                } else {
+                    0.0
+                };
+                to.add(group * PANEL + lane).write(value);
+            }
+        }
+    }
+
+    pub fn shape(&self) -> WeightShape {
+        self.shape
+    }
+
+    /// Size in memory.
+    pub fn bytes(&self) -> usize {
+        let places = self.shape.panels() * self.groups * PANEL * 4;
+        let codes = self.shape.panels() * self.row_words() * PANEL * 2;
+        codes + places * (1 + usize::from(self.zeros.is_some())) + self.group_of.len() * 4
+    }
+
+    fn row_words(&self) -> usize {
+        self.shape.inputs.div_ceil(self.code_type.per_word())
+    }
+
+    fn panel_codes(&self, panel: usize) -> *const u16 {
+        let at = self.codes.as_ptr().cast::<u16>();
+        at.wrapping_add(panel * self.row_words() * PANEL)
+    }
+
+    /// Write rows `ids` as numbers to `out` (`[ids, inputs]`, type of the product). For tests and
+    /// for tokens of a step.
+    ///
+    /// # Safety
+    /// Each id is in [0, outputs); `out` covers the ids.
+    pub unsafe fn rows(&self, ids: &[i64], out: *mut u8) {
+        match self.shape.dtype {
+            Dtype::F32 => self.rows_as::<F32>(ids, out),
+            Dtype::Bf16 => self.rows_as::<Bf16>(ids, out),
+        }
+    }
+
+    unsafe fn rows_as<E: ElementType>(&self, ids: &[i64], out: *mut u8) {
+        let units = self.shape.units();
+        let mut tile = vec![0_u32; (units.next_multiple_of(4)) * PANEL];
+        let row_bytes = self.shape.inputs * self.shape.dtype.bytes();
+        for (t, &id) in ids.iter().enumerate() {
+            let id = id as usize;
+            let decode = DecodeTile::<E> {
+                weight: self,
+                panel: id / PANEL,
+                from: 0,
+                units,
+                tile: tile.as_mut_ptr(),
+                elem: std::marker::PhantomData,
+            };
+            dispatch(isa::current(), decode);
+            let to = out.add(t * row_bytes);
+            for u in 0..units {
+                let unit = tile[u * PANEL + id % PANEL].to_le_bytes();
+                let count = unit.len().min(row_bytes - 4 * u);
+                std::ptr::copy_nonoverlapping(unit.as_ptr(), to.add(4 * u), count);
+            }
+        }
+    }
+
+    /// Numbers of units [from, from + units) of a panel, in the order of a packed weight.
+    ///
+    /// # Safety
+    /// `from` begins a word; `tile` has room for the units, rounded up to 4 of them.
+    #[inline(always)]
+    pub(super) unsafe fn decode<S: Simd, E: ElementType>(
+        &self,
+        panel: usize,
+        from: usize,
+        units: usize,
+        tile: *mut u32,
+    ) {
+        match self.code_type {
+            CodeType::Int4 => self.decode_codes::<S, E, Nibbles>(panel, from, units, tile),
+            CodeType::Int8 => self.decode_codes::<S, E, Bytes>(panel, from, units, tile),
+            CodeType::Fp8 => self.decode_codes::<S, E, Fp8Bytes>(panel, from, units, tile),
+        }
+        if E::PER_UNIT == 2 && self.shape.inputs % 2 == 1 && from + units == self.shape.units() {
+            // The column behind the last one is 0, as in a packed weight.
+            for lane in 0..PANEL {
+                let last = tile.add((units - 1) * PANEL + lane);
+                last.write(last.read() & 0xffff);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn decode_codes<S: Simd, E: ElementType, C: Codes>(
+        &self,
+        panel: usize,
+        from: usize,
+        units: usize,
+        tile: *mut u32,
+    ) {
+        let first = from * E::PER_UNIT / C::PER_WORD;
+        let words = (units * E::PER_UNIT).div_ceil(C::PER_WORD);
+        let codes = self.panel_codes(panel).add(first * PANEL);
+        let places = panel * self.groups * PANEL;
+        let scales = self.scales.as_ptr().cast::<f32>().add(places);
+        let zeros = self
+            .zeros
+            .as_ref()
+            .map(|zeros| zeros.as_ptr().cast::<f32>().add(places).cast_const());
+        for word in 0..words {
+            let column = (first + word) * C::PER_WORD;
+            let mut group_at = [0; 4];
+            for (i, at) in group_at.iter_mut().enumerate().take(C::PER_WORD) {
+                *at = *self.group_of.get_unchecked(column + i) as usize * PANEL;
+            }
+            for lane in (0..PANEL).step_by(S::LANES) {
+                let mut numbers = C::numbers::<S>(S::load_u16(codes.add(word * PANEL + lane)));
+                for i in 0..C::PER_WORD {
+                    let at = group_at[i] + lane;
+                    let zero = match zeros {
+                        Some(zeros) => S::load(zeros.add(at)),
+                        None => S::splat(self.zero),
+                    };
+                    numbers[i] = S::mul(S::sub(numbers[i], zero), S::load(scales.add(at)));
+                }
+                let to = tile.add(word * C::PER_WORD / E::PER_UNIT * PANEL + lane);
+                if E::PER_UNIT == 1 {
+                    for i in 0..C::PER_WORD {
+                        S::store_u32(to.add(i * PANEL), S::bits(numbers[i]));
+                    }
+                } else {
+                    for i in 0..C::PER_WORD / 2 {
+                        let unit = pair_bf16::<S>(numbers[2 * i], numbers[2 * i + 1]);
+                        S::store_u32(to.add(i * PANEL), unit);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Two finite numbers rounded to bf16, the first one in the low half.
+#[inline(always)]
+unsafe fn pair_bf16<S: Simd>(low: S::F, high: S::F) -> S::I {
+    S::or(
+        S::shr16(rounded_bits::<S>(low)),
+        S::and(rounded_bits::<S>(high), S::splat_u32(0xffff_0000)),
+    )
+}
+
+/// The upper half is the nearest bf16, ties to even.
+#[inline(always)]
+unsafe fn rounded_bits<S: Simd>(v: S::F) -> S::I {
+    let bits = S::bits(v);
+    let odd = S::and(S::shr16(bits), S::splat_u32(1));
+    S::add_u32(bits, S::add_u32(odd, S::splat_u32(0x7fff)))
+}
+
+struct DecodeTile<'a, E: ElementType> {
+    weight: &'a QuantizedWeight,
+    panel: usize,
+    from: usize,
+    units: usize,
+    tile: *mut u32,
+    elem: std::marker::PhantomData<E>,
+}
+
+impl<E: ElementType> SimdKernel for DecodeTile<'_, E> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        self.weight
+            .decode::<S, E>(self.panel, self.from, self.units, self.tile);
+    }
+}
+
+/// How numbers come out of a word.
+///
+/// # Safety
+/// The CPU supports `S`.
+trait Codes {
+    /// Columns in a word.
+    const PER_WORD: usize;
+    /// Codes of a word, lowest first, as numbers; those behind `PER_WORD` are 0.
+    unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4];
+}
+
+/// An unsigned code whose lowest bit is bit `place`.
+#[inline(always)]
+unsafe fn unsigned_code<S: Simd>(word: S::I, mask: u32, place: u32) -> S::F {
+    let power = (127 + 23 - place) << 23;
+    let in_mantissa = S::or(
+        S::and(word, S::splat_u32(mask << place)),
+        S::splat_u32(power),
+    );
+    S::sub(S::from_bits(in_mantissa), S::splat(f32::from_bits(power)))
+}
+
+struct Nibbles;
+
+impl Codes for Nibbles {
+    const PER_WORD: usize = 4;
+
+    #[inline(always)]
+    unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4] {
+        [
+            unsigned_code::<S>(word, 0xf, 0),
+            unsigned_code::<S>(word, 0xf, 4),
+            unsigned_code::<S>(word, 0xf, 8),
+            unsigned_code::<S>(word, 0xf, 12),
+        ]
+    }
+}
+
+struct Bytes;
+
+impl Codes for Bytes {
+    const PER_WORD: usize = 2;
+
+    #[inline(always)]
+    unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4] {
+        let none = S::splat(0.0);
+        [
+            unsigned_code::<S>(word, 0xff, 0),
+            unsigned_code::<S>(word, 0xff, 8),
+            none,
+            none,
+        ]
+    }
+}
+
+struct Fp8Bytes;
+
+impl Codes for Fp8Bytes {
+    const PER_WORD: usize = 2;
+
+    #[inline(always)]
+    unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4] {
+        let by_12 = S::shl4(S::shl4(S::shl4(word)));
+        let by_16 = S::shl16(word);
+        let by_20 = S::shl4(by_16);
+        let none = S::splat(0.0);
+        [
+            fp8_number::<S>(by_20, S::shl4(by_20)),
+            fp8_number::<S>(by_12, by_16),
+            none,
+            none,
+        ]
+    }
+}
+
+/// Args: words whose bits 20 to 26 are exponent and mantissa, and whose bit 31 is the sign.
+#[inline(always)]
+unsafe fn fp8_number<S: Simd>(magnitude: S::I, sign: S::I) -> S::F {
+    let bits = S::or(
+        S::and(magnitude, S::splat_u32(0x07f0_0000)),
+        S::and(sign, S::splat_u32(0x8000_0000)),
+    );
+    // The exponent's bias is 7, and f32's 127.
+    S::mul(
+        S::from_bits(bits),
+        S::splat(f32::from_bits((127 + 120) << 23)),
+    )
+}
