@@ -26,14 +26,15 @@ from baton.layers import flashinfer_loader
 from baton.layers import kernels as triton_kernels
 
 if TYPE_CHECKING:
-    from baton.layers.ops_cpu import PackedWeight
+    from baton.layers.ops_cpu import NativeMatrix, PackedWeight, QuantizedWeight
     from baton.layers.ops_cuda import FlashInferOps
     from baton.layers.spec import KernelShapes
 
 log = logging.getLogger("baton.ops")
 
-Matrix: TypeAlias = "Tensor | PackedWeight"
-"""A weight [N, K] as `linear` and `embed` take it: a tensor, or what `pack` made of one."""
+Matrix: TypeAlias = "Tensor | NativeMatrix"
+"""A weight [N, K] as `linear` and `embed` take it: a tensor, what `pack_weight` made of one, or
+codes that stay quantized (`quantized_kernel`)."""
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The compute types, by the names flags and specs use."""
@@ -161,6 +162,15 @@ def pack_weight(weight: Matrix) -> Matrix:
         return weight
     packed: PackedWeight = native.PackedWeight(weight)
     return packed
+
+
+def quantized_kernel(dtype: torch.dtype, device: torch.device) -> type[QuantizedWeight] | None:
+    """The class of weights that stay quantized in memory, for products in `dtype`; None: there is
+    no kernel, and they must be dequantized."""
+    if _native is None or device.type != "cpu" or dtype not in _NATIVE_DTYPES:
+        return None
+    kernel: type[QuantizedWeight] = _native.QuantizedWeight
+    return kernel
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:

@@ -13,10 +13,13 @@ and ConfigError when BATON_CPU_ISA names no instruction level.
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
 from baton._native import PackedWeight as _NativeWeight
+from baton._native import QuantizedWeight as _NativeQuantized
 from baton._native import cpu_isa as _cpu_isa
 from baton._native import multiply_gated as _multiply_gated
 from baton._native import rms_norm as _rms_norm
@@ -34,9 +37,8 @@ except ValueError as err:
     raise ConfigError(str(err)) from err
 
 
-class PackedWeight:
-    """A weight [outputs, inputs] in the kernels' order: as large as the tensor it is made from,
-    which it does not keep.
+class NativeMatrix:
+    """A weight [outputs, inputs] in the kernels' order.
 
     Reading rows back costs some 32 times a plain row: good for the few tokens of a step (an embedding that is also the
     output head), not for whole matrices.
@@ -44,23 +46,11 @@ class PackedWeight:
 
     __slots__ = ("_native", "dtype", "shape")
 
-    def __init__(self, weight: Tensor) -> None:
-        """weight: contiguous [outputs, inputs], float32 or bfloat16, on the CPU. Raises ValueError
-        otherwise."""
-        has_known_dtype = weight.dtype in (torch.float32, _BF16)
-        if (
-            not has_known_dtype
-            or weight.dim() != 2
-            or not weight.is_contiguous()
-            or not weight.is_cpu
-        ):
-            description = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
-            raise ValueError(
-                f"{description}: a contiguous float32 or bfloat16 matrix on the CPU is needed"
-            )
-        self.shape = weight.shape
-        self.dtype = weight.dtype
-        self._native = _NativeWeight(weight.dtype == _BF16, *weight.shape, weight.data_ptr())
+    def __init__(self, native: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Args: `dtype`: of inputs, outputs and rows."""
+        self._native = native
+        self.shape = shape
+        self.dtype = dtype
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, inputs] times the transpose, plus bias [outputs]: a new [T, outputs] in the
@@ -85,6 +75,83 @@ class PackedWeight:
             checked_address("ids", ids, torch.int64, ids.shape[:1]), len(ids), out.data_ptr()
         )
         return out
+
+
+class PackedWeight(NativeMatrix):
+    """Numbers: as large as the tensor it is made from, which it does not keep."""
+
+    __slots__ = ()
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: contiguous [outputs, inputs], float32 or bfloat16, on the CPU. Raises ValueError
+        otherwise."""
+        has_known_dtype = weight.dtype in (torch.float32, _BF16)
+        if (
+            not has_known_dtype
+            or weight.dim() != 2
+            or not weight.is_contiguous()
+            or not weight.is_cpu
+        ):
+            description = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
+            raise ValueError(
+                f"{description}: a contiguous float32 or bfloat16 matrix on the CPU is needed"
+            )
+        native = _NativeWeight(weight.dtype == _BF16, *weight.shape, weight.data_ptr())
+        super().__init__(native, weight.shape, weight.dtype)
+
+
+class QuantizedWeight(NativeMatrix):
+    """Codes of 4 or 8 bits: (code - zero) * scale in float32, rounded to `dtype`, tile by tile.
+
+    Its product has the bits of a `PackedWeight` of the same numbers.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        code_type: Literal["int4", "int8", "fp8"],
+        codes: Tensor,
+        *,
+        scales: Tensor,
+        zeros: Tensor | float,
+        column_group: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        """Keeps none of its arguments.
+
+        Args:
+            codes: uint8 [outputs, inputs], a byte each.
+            scales: float32 [outputs, groups].
+            zeros: as scales, or one for all.
+            column_group: int32 [inputs], in [0, groups).
+            dtype: float32 or bfloat16, of the product.
+        """
+        shape = tuple(codes.shape)
+        outputs, inputs = shape
+        places = (outputs, scales.shape[1])
+        zeros_at = 0
+        if isinstance(zeros, Tensor):
+            zeros_at = checked_address("zeros", zeros, torch.float32, places)
+        native = _NativeQuantized(
+            dtype == _BF16,
+            outputs,
+            inputs,
+            code_type,
+            checked_address("codes", codes, torch.uint8, shape),
+            places[1],
+            checked_address("scales", scales, torch.float32, places),
+            zeros_at,
+            0.0 if isinstance(zeros, Tensor) else zeros,
+            checked_address("column_group", column_group, torch.int32, (inputs,)),
+        )
+        super().__init__(native, shape, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        size: int = self._native.nbytes
+        return size
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

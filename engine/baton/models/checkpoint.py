@@ -13,6 +13,7 @@ from pathlib import Path
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.layers.shard import WHOLE, Shard
+from baton.layers.spec import DTYPE_BYTES
 from baton.models.quantized.stored import SourceFinder, StoredSource
 from baton.models.spec.model import (
     ModelSpec,
@@ -22,6 +23,7 @@ from baton.models.spec.model import (
     share_of,
     weight_bytes,
 )
+from baton.models.spec.tensors import Param
 from baton.models.spec_reader import read_spec
 from baton.models.transformers_backend.choice import choose_impl
 from baton.models.weight_files import TensorEntry, read_tensor_entries, required_weight_files
@@ -33,6 +35,9 @@ GIB = 2**30
 _SHOWN = 8
 _OFTEN_PLAIN = ("embed", "lm_head", "router", "shared_gate")
 """Matrices that quantized checkpoints mostly leave plain, without listing them."""
+
+_LOOKED_UP = ("embed", "shared_gate")
+"""Matrices that are read by row, or have one row."""
 
 
 def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
@@ -48,12 +53,15 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
         config.random_seed,
         context_length=config.context_length,
         on_cpu=config.device != "cuda",
+        quantization=config.quantization,
     )
     share_of(spec, Shard(0, config.tp_size, divides_experts=config.ep_size > 1))
+    weights = weight_bytes(spec)
     if config.load_format != "dummy":
-        check_files(spec, path)
+        stored = check_files(spec, path)
+        weights = stored.memory(spec)
     if config.device == "cpu":
-        _check_memory(config, weight_bytes(spec), spec.kv_spec(config.page_size).token_bytes, nodes)
+        _check_memory(config, weights, spec.kv_spec(config.page_size).token_bytes, nodes)
 
 
 def _check_module(config: EngineConfig, path: Path, nodes: int) -> None:
@@ -76,6 +84,25 @@ class StoredWeights:
     """By the unquantized checkpoint's name, for the tensors that the rank reads; those of a file
     are neighbors."""
 
+    def can_stay_quantized(self, param: Param) -> bool:
+        """Return whether all of a matrix is quantized, and it is only multiplied."""
+        is_multiplied = param.name not in _LOOKED_UP and not param.is_float32
+        return is_multiplied and all(
+            self.sources[part.source].form is not None for part in param.parts
+        )
+
+    def memory(self, spec: ModelSpec) -> int:
+        """Size of the weights on the CPU, whose kernels multiply quantized matrices as they are."""
+        has_kernels = spec.dtype != "float16"
+        total = 0
+        for _, param in self.params:
+            if has_kernels and self.can_stay_quantized(param):
+                for part in param.parts:
+                    total += self.sources[part.source].kept_bytes(*part.shape)
+            else:
+                total += DTYPE_BYTES[spec.dtype_of(param)] * param.size
+        return total
+
     @property
     def quantized(self) -> list[StoredSource]:
         return [source for source in self.sources.values() if source.form is not None]
@@ -91,7 +118,7 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeig
     for file in required_weight_files(root):
         entries |= read_tensor_entries(file)
     params = tuple(plan_weights(spec, shard, entries))
-    finder = SourceFinder(entries, spec.quantization)
+    finder = SourceFinder(entries, spec.quantization, spec.form_on_load)
     sources: dict[str, StoredSource] = {}
     for _, param in params:
         for part in param.parts:

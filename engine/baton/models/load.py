@@ -2,11 +2,12 @@
 
 1. `read_spec` checks the config; `plan_weights` says which tensors must come and where each goes.
 2. Files are memory-mapped (safetensors) and copied tensor by tensor into their stacked places on
-the device, cast on
-   the way; peak memory is the finished model there plus one tensor on the host. A tensor-parallel rank reads its
-   shares of them and nothing else.
-3. Anything missing, unexpected or of another shape ends the start with one ConfigError that lists
-it.
+   the device, cast on the way; peak memory is the finished model there plus one tensor on the host.
+   A tensor-parallel rank reads its shares of them and nothing else.
+3. Quantized matrices stay so where a kernel multiplies them as they are; elsewhere they are
+   dequantized as they are copied.
+4. Anything missing, unexpected or of another shape ends the start with one ConfigError that lists
+   it.
 
 `load_format="dummy"` fills the same places with seeded noise instead: same seed, same weights, on
 every node and device. It needs config.json only, and next to no host memory.
@@ -14,25 +15,32 @@ every node and device. It needs config.json only, and next to no host memory.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.layers import ops
 from baton.layers.collectives import ALONE, Collectives
 from baton.layers.ops import TORCH_DTYPES
 from baton.layers.shard import WHOLE, Shard
 from baton.models.checkpoint import GIB, StoredWeights, check_files
 from baton.models.decoder import Decoder, DecoderLayer, DecoderWeights
+from baton.models.quantized.kept import keep_quantized
 from baton.models.quantized.readers import MatrixShare, OpenCheckpoint, read_grouped
 from baton.models.quantized.stored import StoredSource
-from baton.models.spec.model import OUTSIDE, ModelSpec, plan_weights, share_of
-from baton.models.spec.tensors import Part
+from baton.models.spec.model import OUTSIDE, ModelSpec, PlacedParam, plan_weights, share_of
+from baton.models.spec.tensors import Param, Part
+
+if TYPE_CHECKING:
+    from baton.layers.ops_cpu import QuantizedWeight
 
 log = logging.getLogger("baton.load")
 
@@ -46,8 +54,9 @@ _CPU = torch.device("cpu")
 OnProgress = Callable[[int, int], None]
 """Called with the parameters in memory and those to come in total, first with 0, last when they are
 equal."""
-LoadedTensors = dict[int, dict[str, Tensor]]
-"""By layer, OUTSIDE for those that belong to none, and by name."""
+LoadedTensors = dict[int, dict[str, Any]]
+"""Tensors, and matrices that stay quantized: by layer, OUTSIDE for those that belong to none, and
+by name."""
 
 
 def load_weights(
@@ -172,15 +181,28 @@ def _from_files(
     stored = check_files(spec, root, shard)
     tensors: LoadedTensors = defaultdict(dict)
     places: dict[str, list[tuple[Part, Tensor]]] = defaultdict(list)
-    for layer, param in stored.params:
+    kernel = ops.quantized_kernel(TORCH_DTYPES[spec.dtype], device)
+    kept: list[PlacedParam] = []
+
+    def make_place(layer: int, param: Param) -> None:
         dtype = TORCH_DTYPES[spec.dtype_of(param)]
         target = torch.empty(param.shape, dtype=dtype, device=device)
         tensors[layer][param.name] = target
         for part, rows in zip(param.parts, target.split(param.part_rows), strict=True):
             places[part.source].append((part, rows))
+
     progress = _Progress(sum(param.size for _, param in stored.params), on_progress)
-    _log_quantization(spec, stored)
     with OpenCheckpoint() as files:
+        for layer, param in stored.params:
+            matrix = None
+            if kernel is not None and stored.can_stay_quantized(param):
+                matrix = _keep_quantized(kernel, files, stored, param, TORCH_DTYPES[spec.dtype])
+            if matrix is None:
+                make_place(layer, param)
+                continue
+            tensors[layer][param.name] = matrix
+            kept.append(PlacedParam(layer, param))
+            progress.add(param.size, matrix.nbytes)
         for source in stored.sources.values():
             for part, rows in places[source.name]:
                 if source.form is None:
@@ -190,15 +212,37 @@ def _from_files(
                     rows.copy_(taken)
                     progress.add(taken.numel(), taken.nbytes)
                 else:
-                    _dequantize(files, source, part, rows)
+                    with _refuse_damaged(source):
+                        share = MatrixShare.of(part.share)
+                        read_grouped(files, source, share).dequantize_into(rows)
                     progress.add(rows.numel(), rows.nbytes)
+    _log_quantization(spec, stored, tensors, len(kept), kernel is not None)
     return tensors
 
 
-def _dequantize(files: OpenCheckpoint, source: StoredSource, part: Part, rows: Tensor) -> None:
-    grouped = read_grouped(files, source, MatrixShare.of(part.share))
+def _keep_quantized(
+    kernel: type[QuantizedWeight],
+    files: OpenCheckpoint,
+    stored: StoredWeights,
+    param: Param,
+    dtype: torch.dtype,
+) -> QuantizedWeight | None:
+    """The matrix as its kernel takes it; None where its parts are stored in different ways."""
+    sources = [stored.sources[part.source] for part in param.parts]
+    parts = [
+        read_grouped(files, source, MatrixShare.of(part.share))
+        for source, part in zip(sources, param.parts, strict=True)
+    ]
+    bits = max(source.form.code_bits for source in sources if source.form is not None)
+    with _refuse_damaged(sources[0]):
+        return keep_quantized(kernel, parts, bits, dtype)
+
+
+@contextlib.contextmanager
+def _refuse_damaged(source: StoredSource) -> Iterator[None]:
+    """Turn a ValueError about the numbers of a matrix into a ConfigError."""
     try:
-        grouped.dequantize_into(rows)
+        yield
     except ValueError as err:
         entry = source.tensors["weight"]
         raise ConfigError(
@@ -206,19 +250,34 @@ def _dequantize(files: OpenCheckpoint, source: StoredSource, part: Part, rows: T
         ) from err
 
 
-def _log_quantization(spec: ModelSpec, stored: StoredWeights) -> None:
+def _log_quantization(
+    spec: ModelSpec, stored: StoredWeights, tensors: LoadedTensors, kept: int, has_kernel: bool
+) -> None:
     """Say how the weights are stored, in how much memory they are computed, and why."""
-    if spec.quantization is None:
+    if spec.quantization is not None:
+        origin = spec.quantization.method
+    elif spec.form_on_load is not None:
+        origin = "--quantization"
+    else:
         return
     forms = Counter(str(source.form) for source in stored.quantized)
-    described = "; ".join(f"{count} of {form}" for form, count in forms.items()) or "none"
+    described = "; ".join(f"{count} of {form}" for form, count in forms.items()) or "no matrix"
     in_files = sum(source.nbytes for source in stored.sources.values())
-    in_memory = sum(
-        param.size * TORCH_DTYPES[spec.dtype_of(param)].itemsize for _, param in stored.params
-    )
+    in_memory = sum(tensor.nbytes for layer in tensors.values() for tensor in layer.values())
+    if kept:
+        reason = (
+            f"{kept} matrices stay quantized, and kernels decode them tile by tile to the bits of "
+            f"weights that were dequantized to {spec.dtype}"
+        )
+    elif has_kernel:
+        reason = f"dequantized to {spec.dtype} at load: no matrix is quantized as a whole"
+    else:
+        reason = (
+            f"dequantized to {spec.dtype} at load: no kernel computes with quantized weights of "
+            "this type on this device"
+        )
     log.info(
-        "quantized weights (%s): matrices: %s; %.2f GiB in the files, %.2f GiB as %s in memory: "
-        "they are dequantized at load, because no kernel computes with them here; activations are "
-        "not quantized",
-        spec.quantization.method, described, in_files / GIB, in_memory / GIB, spec.dtype,
+        "quantized weights (%s): %s; %.3f GiB in the files, %.3f GiB in memory: %s; activations "
+        "are not quantized",
+        origin, described, in_files / GIB, in_memory / GIB, reason,
     )  # fmt: skip

@@ -32,7 +32,9 @@ from baton.models.config_file import (
     read_model_config,
 )
 from baton.models.families import FAMILIES
+from baton.models.quantized.forms import ON_LOAD_FORMS
 from baton.models.quantized.methods import read_quantization
+from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.spec.model import LayerSpec, ModelSpec
 from baton.models.spec.moe import MoeSpec
 from baton.models.spec.norm import NormSpec
@@ -60,12 +62,14 @@ def read_spec(
     *,
     context_length: int | None = None,
     on_cpu: bool = True,
+    quantization: str | None = None,
 ) -> ModelSpec:
     """Read and check a Hugging Face model directory.
 
     Args:
         dtype: auto takes the checkpoint's type, on a CPU bfloat16 for float16 (CPUs compute that
         ten times slower).
+        quantization: int8 or int4, made of plain matrices at load; enters `model_hash`.
         load_format, seed: enter `model_hash` only, so that dummy weights of two seeds are never
         paired.
         context_length: tokens of the longest prompt + answer that is served; None: as many as the
@@ -79,6 +83,9 @@ def read_spec(
     family = FAMILIES[architecture]
     _refuse_unknown_arithmetic(config)
 
+    scheme = read_quantization(config, root)
+    if quantization is not None:
+        _check_quantization(quantization, scheme, load_format, on_cpu=on_cpu)
     layers = family.read_layers(config)
     if not on_cpu:
         _refuse_gpu(config, architecture, layers)
@@ -102,9 +109,10 @@ def read_spec(
         dtype=chosen_dtype,
         eos_token_ids=read_eos_token_ids(config, read_generation_config(root)),
         bos_token_id=config.read_index("bos_token_id"),
-        model_hash=hash_model(root, load_format, seed, is_long=is_long),
+        model_hash=hash_model(root, load_format, seed, quantization, is_long=is_long),
         has_draft_layers=family.has_draft_layers,
-        quantization=read_quantization(config, root),
+        quantization=scheme,
+        form_on_load=None if quantization is None else ON_LOAD_FORMS[quantization],
     )
 
 
@@ -145,6 +153,25 @@ def _rotate_for_context(
         attention = layer.attention.of_layer(window, rope.for_context(context))
         resolved[layer] = replace(layer, attention=attention)
     return tuple(resolved[layer] for layer in layers), is_long
+
+
+def _check_quantization(
+    quantization: str, scheme: QuantizationScheme | None, load_format: str, *, on_cpu: bool
+) -> None:
+    """Raise ConfigError where plain matrices cannot be quantized at load."""
+    flag = f"--quantization {quantization}"
+    if scheme is not None:
+        raise ConfigError(
+            f"{flag}: the checkpoint is quantized already ({scheme.method}); leave the flag "
+            "out, or use the unquantized checkpoint"
+        )
+    if load_format == "dummy":
+        raise ConfigError(f"{flag}: --load-format dummy has no weights to quantize; leave one out")
+    if not on_cpu:
+        raise ConfigError(
+            f"{flag}: there are no kernels for such weights on a GPU; use --device cpu, or a "
+            "quantized checkpoint"
+        )
 
 
 def find_architecture(config: ModelConfig) -> str | None:
@@ -259,13 +286,19 @@ _SAMPLE_BYTES = 4096
 
 
 def hash_model(
-    root: Path, load_format: str = "auto", seed: int = 0, *, is_long: bool = False
+    root: Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    quantization: str | None = None,
+    *,
+    is_long: bool = False,
 ) -> str:
     """32 hex digits that differ between models whose KV pages must not be mixed.
 
     Covers config.json (less fields that say who wrote it), the tokenizer's files, and of each weight file its header,
     length and 64 samples of 4 KiB: two fine-tunes of one model differ nearly everywhere, and reading whole files would
-    cost a start of seconds. Dummy weights are covered by their seed.
+    cost a start of seconds. Dummy weights are covered by their seed, weights quantized at load by
+    how that is done.
 
     Args: `is_long`: keys turn by factors for long contexts, which the flags decide.
     """
@@ -276,6 +309,8 @@ def hash_model(
 
     if is_long:
         add_content("rope", b"long")
+    if quantization is not None:
+        add_content("quantization", str(ON_LOAD_FORMS[quantization]).encode())
     config = {k: v for k, v in read_json(root / "config.json").items() if k not in _VOLATILE_FIELDS}
     add_content("config", json.dumps(config, sort_keys=True).encode())
     for name in _TOKENIZER_FILES:

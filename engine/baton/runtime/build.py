@@ -197,6 +197,7 @@ def _read_spec(
         config.random_seed,
         context_length=config.context_length,
         on_cpu=on_cpu,
+        quantization=config.quantization,
     )
     if on_cpu and spec.dtype == "float16":
         log.warning(

@@ -1,8 +1,8 @@
 """Quantized forms of a tiny checkpoint, each beside a plain checkpoint of what its numbers mean.
 
 The encoders are naive: they walk over blocks and groups, and pack bits in Python integers.
-`quantize` replaces the matrices of a directory; the plain twin holds (code - zero) * scale, computed
-in float32 element by element.
+`quantize` replaces the matrices of a directory; the plain twin holds (code - zero) * scale,
+computed in float32 element by element.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from baton.models.decoder import Decoder
@@ -21,9 +22,12 @@ def load_model(
 
 
 def held_tensors(holder: Any) -> list[Tensor]:
-    """Every tensor of a decoder, or of a dataclass with its lists and dataclasses."""
+    """Every tensor of a decoder, or of a dataclass with its lists and dataclasses; of matrices in
+    the order of kernels, their rows."""
     if isinstance(holder, Tensor):
         return [holder]
+    if hasattr(holder, "gather_rows"):
+        return [holder.gather_rows(torch.arange(holder.shape[0]))]
     if isinstance(holder, Decoder):
         return held_tensors(holder.weights)
     if isinstance(holder, list):

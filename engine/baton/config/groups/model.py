@@ -51,6 +51,14 @@ class ModelFlags:
         choices=("auto", "float32", "bfloat16", "float16"),
         on_device=True,
     )
+    quantization: str | None = opt(
+        None,
+        "int8 or int4: quantize the plain matrices of a checkpoint's layers at load, on the CPU; "
+        "answers differ from the checkpoint's (docs/checkpoints.md). A quantized checkpoint needs "
+        "no flag",
+        choices=("int8", "int4"),
+        on_device=True,
+    )
     simulate: str | None = opt(
         None,
         "no model: steps take the time of this device, reference or h200-8b; then name=number, "

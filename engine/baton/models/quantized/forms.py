@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 Shape: TypeAlias = "tuple[int, ...]"
 FLOAT_TYPES = ("F32", "F16", "BF16")
-"""Types of plain tensors and of scales, as safetensors spells them."""
+"""Types of scales, as safetensors spells them."""
+PLAIN_TYPES = (*FLOAT_TYPES, "F64")
 EXPONENT_TYPES = ("U8", "F8_E8M0")
 """Scales that are powers of two: the exponent plus 127."""
 _WORD_BITS = 32
@@ -70,6 +71,10 @@ class ScaledForm:
     has_zeros: bool = False
     takes_exponents: bool = False
     """Scales may be stored as exponents."""
+
+    @property
+    def code_bits(self) -> int:
+        return 8
 
     def __str__(self) -> str:
         kind = {"F8_E4M3": "FP8", "I8": "int8"}[self.code_type]
@@ -144,6 +149,10 @@ class PackedForm:
     is_reordered: bool = False
     """`weight_g_idx` says which group each column belongs to."""
 
+    @property
+    def code_bits(self) -> int:
+        return self.bits
+
     def __str__(self) -> str:
         return f"int{self.bits}, {_group_words(self.group_size)}"
 
@@ -176,6 +185,10 @@ class AwqForm:
     group_size: int
     bits: int = 4
 
+    @property
+    def code_bits(self) -> int:
+        return self.bits
+
     def __str__(self) -> str:
         return f"AWQ int{self.bits}, {_group_words(self.group_size)}"
 
@@ -202,6 +215,10 @@ class GptqForm:
     is_reordered: bool = False
     """`g_idx` must say which group each column of the matrix belongs to."""
 
+    @property
+    def code_bits(self) -> int:
+        return self.bits
+
     def __str__(self) -> str:
         return f"GPTQ int{self.bits}, {_group_words(self.group_size)}"
 
@@ -222,7 +239,28 @@ class GptqForm:
         return tensors
 
 
-MatrixForm: TypeAlias = ScaledForm | PackedForm | AwqForm | GptqForm
+@dataclass(frozen=True, slots=True)
+class OnLoadForm:
+    """Plain numbers that are quantized as they are loaded."""
+
+    bits: int
+    group_size: int
+    """Columns that share a scale."""
+
+    @property
+    def code_bits(self) -> int:
+        return self.bits
+
+    def __str__(self) -> str:
+        return f"int{self.bits} made at load, {_group_words(self.group_size)}"
+
+    def expected(self, source: str, shape: Shape, stored: Container[str]) -> Expected:
+        return {"weight": ExpectedTensor(source, (shape,), PLAIN_TYPES)}
+
+
+MatrixForm: TypeAlias = ScaledForm | PackedForm | AwqForm | GptqForm | OnLoadForm
+ON_LOAD_FORMS = {"int8": OnLoadForm(8, 128), "int4": OnLoadForm(4, 32)}
+"""By the values of --quantization."""
 
 SIGNS = ("weight_scale_inv", "weight_scale", "weight_packed", "qweight")
 """Roles of tensors that only quantized matrices have."""

@@ -11,18 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.models.quantized.forms import (
-    FLOAT_TYPES,
+    PLAIN_TYPES,
     SIGNS,
     UNUSED,
+    AwqForm,
     ExpectedTensor,
+    GptqForm,
     MatrixForm,
+    OnLoadForm,
     Shape,
+    count_groups,
     tensor_name,
 )
 from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.weight_files import TensorEntry
 
-_PLAIN_TYPES = (*FLOAT_TYPES, "F64")
+KEPT_NIBBLE = 4
+"""Codes of up to so many bits take half a byte in memory, others a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +43,41 @@ class StoredSource:
     """By role of the form; a plain tensor's is `weight`."""
 
     @property
+    def column_groups(self) -> int:
+        """Columns of scales that a quantized matrix has."""
+        if isinstance(self.form, OnLoadForm):
+            return count_groups(self.shape[-1], self.form.group_size)
+        scales = self.tensors["scale"].shape
+        if isinstance(self.form, AwqForm | GptqForm):
+            return scales[0]
+        return scales[-1] if len(scales) > 1 else 1
+
+    def kept_bytes(self, rows: int, columns: int) -> int:
+        """Size of a share in memory, where kernels take it as it is (`kept`)."""
+        assert self.form is not None, "a plain tensor is not quantized"
+        codes = rows * columns // (2 if self.form.code_bits <= KEPT_NIBBLE else 1)
+        return codes + rows * self.column_groups * 4 * (2 if "zero" in self.tensors else 1)
+
+    @property
     def nbytes(self) -> int:
+        """Size in the files."""
         return sum(entry.end - entry.begin for entry in self.tensors.values())
 
 
 class SourceFinder:
     """Finds the tensors of a checkpoint, and collects what is wrong with them."""
 
-    def __init__(self, entries: Mapping[str, TensorEntry], scheme: QuantizationScheme | None):
+    def __init__(
+        self,
+        entries: Mapping[str, TensorEntry],
+        scheme: QuantizationScheme | None,
+        on_load: OnLoadForm | None = None,
+    ) -> None:
+        """Args: `on_load`: the form that plain matrices get; heads, routers and embeddings stay
+        plain."""
         self._entries = entries
         self._scheme = scheme
+        self._on_load = on_load
         self.problems: list[str] = []
         self._contradicted: set[str] = set()
         """Modules whose tensors and config.json disagree."""
@@ -59,7 +89,7 @@ class SourceFinder:
         if _module_of(name) in self._contradicted:
             return StoredSource(name, shape, form, {})
         if form is None:
-            expected = {"weight": ExpectedTensor(name, (shape,), _PLAIN_TYPES)}
+            expected = {"weight": ExpectedTensor(name, (shape,), PLAIN_TYPES)}
         else:
             expected = form.expected(name, shape, self._entries)
         found = {}
@@ -87,12 +117,12 @@ class SourceFinder:
 
     def _is_quantized(self, name: str) -> bool:
         entry = self._entries.get(name)
-        has_codes = entry is not None and entry.dtype not in _PLAIN_TYPES
+        has_codes = entry is not None and entry.dtype not in PLAIN_TYPES
         return has_codes or any(tensor_name(name, role) in self._entries for role in SIGNS)
 
     def _find_form(self, name: str, shape: Shape, *, is_optional: bool) -> MatrixForm | None:
         if len(shape) < 2 or self._scheme is None:
-            return None
+            return None if len(shape) < 2 or is_optional else self._on_load
         module = _module_of(name)
         stated = self._scheme.form_of(module)
         if not self._is_quantized(name):

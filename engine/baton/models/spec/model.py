@@ -15,6 +15,7 @@ from baton.errors import ConfigError
 from baton.layers.kv_spec import KVSpec, describe_attention
 from baton.layers.shard import MAX_SIZE, WHOLE, Shard
 from baton.layers.spec import DTYPE_BYTES, AttentionSpec, KernelShapes, common_heads
+from baton.models.quantized.forms import OnLoadForm
 from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.spec.attention import AttentionBlockSpec
 from baton.models.spec.mlp import MlpSpec
@@ -97,6 +98,8 @@ class ModelSpec:
     read."""
     quantization: QuantizationScheme | None = None
     """How the matrices of the checkpoint are stored; None: as plain numbers."""
+    form_on_load: OnLoadForm | None = None
+    """What the plain matrices of layers are made at load (--quantization)."""
 
     @property
     def num_layers(self) -> int:

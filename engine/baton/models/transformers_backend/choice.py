@@ -79,6 +79,8 @@ def _check_served(config: EngineConfig, model_config: ModelConfig) -> None:
         refuse(f"transformers is not installed; {EXTRA}")
     if config.tp_size > 1:
         refuse(f"a module runs in one process, not --tp-size {config.tp_size}; use --tp-size 1")
+    if config.quantization is not None:
+        refuse("modules are not quantized at load; leave --quantization out")
     if config.device == "cuda":
         refuse("modules are computed on the CPU in this version; use --device cpu")
     if not _is_known(model_config):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baton.models.quantized.forms import AwqForm, GptqForm, PackedForm, ScaledForm
+from baton.models.quantized.forms import AwqForm, GptqForm, OnLoadForm, PackedForm, ScaledForm
 from baton.models.quantized.grouped import GroupedMatrix
-from baton.models.quantized.readers import awq, gptq, packed, scaled
+from baton.models.quantized.readers import awq, gptq, on_load, packed, scaled
 from baton.models.quantized.readers.files import MatrixShare, OpenCheckpoint
 from baton.models.quantized.stored import StoredSource
 
@@ -22,5 +22,7 @@ def read_grouped(files: OpenCheckpoint, source: StoredSource, share: MatrixShare
             return awq.read_share(files, source, source.form, share)
         case GptqForm():
             return gptq.read_share(files, source, source.form, share)
+        case OnLoadForm():
+            return on_load.read_share(files, source, source.form, share)
         case None:
             raise AssertionError(f"{source.name} is a plain tensor")

@@ -1,0 +1,131 @@
+"""Matrices that stay quantized in memory: how much they take, and what they compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.layers import ops
+from baton.layers.shard import WHOLE, Shard
+from baton.models.checkpoint import check_files
+from baton.models.decoder import Decoder
+from baton.models.load import load_weights
+from baton.models.spec_reader import read_spec
+from tests.support.models.checkpoints import VOCAB, make_checkpoint
+from tests.support.models.model_loop import ModelLoop
+from tests.support.models.quantized_checkpoints import encode_gptq, quantize
+from tests.support.models.whole_model import load_model
+
+if ops.quantized_kernel(torch.float32, torch.device("cpu")) is None:
+    pytest.skip("native CPU kernels are not built", allow_module_level=True)
+
+from baton.layers.ops_cpu import PackedWeight, QuantizedWeight
+
+FORMATS = ["fp8-ragged", "int-asymmetric", "packed-int4-order", "packed-int5", "awq", "gptq-int2"]
+
+
+def packed_logits(path: Path, dtype: str, prompt: list[int]) -> torch.Tensor:
+    model = load_model(path, dtype)
+    model.pack()
+    return ModelLoop(model, "cpu", page_size=4).prompt_logits(prompt, 7)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_those_of_dequantized_weights_to_the_bit(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    quantized, plain = quantize(make_checkpoint("llama", tmp_path / "m"), name, tmp_path)
+    attention = load_model(quantized, dtype).weights.layers[0].attention
+    assert isinstance(attention.qkv, QuantizedWeight)
+    prompt = torch.randint(0, VOCAB, (33,), generator=torch.Generator().manual_seed(1)).tolist()
+    assert torch.equal(packed_logits(quantized, dtype, prompt), packed_logits(plain, dtype, prompt))
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "int-quantized", "awq", "packed-int4"])
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)])
+def test_memory_that_a_start_checks_is_what_the_weights_take(
+    tmp_path: Path, name: str, shard: Shard
+) -> None:
+    # Rows are whole panels of the kernels, whose padding is not counted.
+    source = make_checkpoint("qwen3-moe", tmp_path / "m")
+    quantized, _ = quantize(source, name, tmp_path)
+    spec = read_spec(quantized, "bfloat16")
+    expected = check_files(spec, quantized, shard).memory(spec)
+    got = sum(matrix_bytes(load_weights(spec, quantized, shard=shard)))
+    assert 0.75 * expected < got < 1.8 * expected
+    plain = read_spec(source, "bfloat16")
+    assert expected < 0.9 * check_files(plain, source, shard).memory(plain)
+
+
+def matrix_bytes(decoder: Decoder) -> list[int]:
+    weights = decoder.weights
+    layers: list[Any] = []
+    for layer in weights.layers:
+        layers += [layer.attention.qkv, layer.attention.o, *layer.mlp.gate_up, *layer.mlp.down]
+        layers.append(layer.mlp.router)
+    return [each.nbytes for each in (weights.embed, weights.lm_head, *layers)]
+
+
+def test_projections_in_different_forms_are_dequantized(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "m")
+    path, _ = quantize(source, "gptq", tmp_path)
+    dense = load_file(source / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"]
+    how: dict[str, Any] = {"bits": 4, "group_size": 16, "symmetric": True, "version": 1}
+    encoded = encode_gptq(dense, **how)
+    tensors = load_file(path / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.k_proj.{k}": v for k, v in encoded.tensors.items()}
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["dynamic"] = {r"+:.*\.0\..*k_proj": {"group_size": 16}}
+    (path / "config.json").write_text(json.dumps(config))
+    layers = load_model(path).weights.layers
+    assert isinstance(layers[1].attention.qkv, QuantizedWeight)
+    assert isinstance(layers[0].attention.qkv, torch.Tensor)
+    assert torch.equal(layers[0].attention.qkv[64:96], encoded.dense)
+
+
+def test_rows_outside_a_weight_and_other_inputs_are_refused() -> None:
+    weight = QuantizedWeight(
+        "int8",
+        torch.full((3, 4), 9, dtype=torch.uint8),
+        scales=torch.ones(3, 1),
+        zeros=1.0,
+        column_group=torch.zeros(4, dtype=torch.int32),
+        dtype=torch.float32,
+    )
+    assert torch.equal(weight.multiply(torch.ones(2, 4)), torch.full((2, 3), 32.0))
+    with pytest.raises(ValueError, match="row 3 is outside a matrix of 3"):
+        weight.gather_rows(torch.tensor([3]))
+    with pytest.raises(ValueError, match=r"not torch\.float32"):
+        weight.multiply(torch.ones(2, 4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="group 2 is outside a matrix of 1"):
+        QuantizedWeight(
+            "int4",
+            torch.zeros(3, 4, dtype=torch.uint8),
+            scales=torch.ones(3, 1),
+            zeros=torch.zeros(3, 1),
+            column_group=torch.full((4,), 2, dtype=torch.int32),
+            dtype=torch.float32,
+        )
+
+
+def test_packed_weight_of_the_rows_multiplies_alike() -> None:
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 16, (70, 101), generator=generator).to(torch.uint8)
+    weight = QuantizedWeight(
+        "int4",
+        codes,
+        scales=torch.rand(70, 4, generator=generator),
+        zeros=torch.randint(0, 16, (70, 4), generator=generator).float(),
+        column_group=torch.randint(0, 4, (101,), generator=generator).int(),
+        dtype=torch.bfloat16,
+    )
+    rows = weight.gather_rows(torch.arange(70))
+    x = torch.randn(5, 101, generator=generator).bfloat16()
+    assert torch.equal(weight.multiply(x), PackedWeight(rows).multiply(x))
