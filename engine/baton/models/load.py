@@ -33,7 +33,7 @@ from baton.layers.ops import TORCH_DTYPES
 from baton.layers.shard import WHOLE, Shard
 from baton.models.checkpoint import GIB, StoredWeights, check_files
 from baton.models.decoder import Decoder, DecoderLayer, DecoderWeights
-from baton.models.quantized.kept import keep_quantized
+from baton.models.quantized.kept import check_numbers, keep_quantized
 from baton.models.quantized.readers import MatrixShare, OpenCheckpoint, read_grouped
 from baton.models.quantized.stored import StoredSource
 from baton.models.spec.model import OUTSIDE, ModelSpec, PlacedParam, plan_weights, share_of
@@ -234,8 +234,10 @@ def _keep_quantized(
         for source, part in zip(sources, param.parts, strict=True)
     ]
     bits = max(source.form.code_bits for source in sources if source.form is not None)
-    with _refuse_damaged(sources[0]):
-        return keep_quantized(kernel, parts, bits, dtype)
+    for source, matrix in zip(sources, parts, strict=True):
+        with _refuse_damaged(source):
+            check_numbers(matrix)
+    return keep_quantized(kernel, parts, bits, dtype)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ def keep_quantized(
     different ways.
 
     Args: `bits`: of the widest code. `dtype`: of the product.
-    Raises ValueError where a number is not finite.
     """
     first = parts[0]
     column_group = first.column_group
@@ -38,9 +37,6 @@ def keep_quantized(
     scales = torch.cat([part.scales[part.row_group, groups] for part in parts])
     stacked_codes = torch.cat([part.codes.contiguous().view(torch.uint8) for part in parts])
     code_type, codes, offset = _unsigned_codes(stacked_codes, first.codes.dtype, bits)
-    limit = torch.finfo(torch.float32).max / _LARGEST_CODE
-    if not (scales.abs() <= limit).all():
-        raise ValueError("a scale is no finite number")
     zeros: Tensor | float
     if isinstance(first.zeros, Tensor):
         stacked = [_zeros_of(part)[part.row_group, groups] for part in parts]
@@ -55,6 +51,17 @@ def keep_quantized(
         column_group=(column_group - groups.start).int(),
         dtype=dtype,
     )
+
+
+def check_numbers(part: GroupedMatrix) -> None:
+    """Raise ValueError where a number of a matrix is not finite, or overflows in the product."""
+    limit = torch.finfo(torch.float32).max / _LARGEST_CODE
+    if not (part.scales.abs() <= limit).all():
+        raise ValueError("a scale is no finite number")
+    if part.codes.dtype == torch.float8_e4m3fn:
+        codes = part.codes.contiguous().view(torch.uint8)
+        if ((codes & _FP8_NAN) == _FP8_NAN).any():
+            raise ValueError("a code is no finite number")
 
 
 def _is_alike(part: GroupedMatrix, other: GroupedMatrix) -> bool:
@@ -79,8 +86,6 @@ def _unsigned_codes(
     """The type of codes, the codes, and what their zeros grow by."""
     match stored_as:
         case torch.float8_e4m3fn:
-            if ((codes & _FP8_NAN) == _FP8_NAN).any():
-                raise ValueError("a code is no finite number")
             return "fp8", codes, 0
         case torch.int8:
             # Two's complement plus 128, as a byte.

@@ -272,8 +272,8 @@ impl QuantizedWeight {
                 }
                 let to = tile.add(word * C::PER_WORD / E::PER_UNIT * PANEL + lane);
                 if E::PER_UNIT == 1 {
-                    for i in 0..C::PER_WORD {
-                        S::store_u32(to.add(i * PANEL), S::bits(numbers[i]));
+                    for (i, number) in numbers.iter().enumerate().take(C::PER_WORD) {
+                        S::store_u32(to.add(i * PANEL), S::bits(*number));
                     }
                 } else {
                     for i in 0..C::PER_WORD / 2 {
