@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
 from baton.layers.shard import WHOLE, Shard
 from baton.layers.spec import AttentionSpec
-from baton.models import load
 from baton.models.load import load_weights
+from baton.models.quantized.readers import files
 from baton.models.spec.model import ModelSpec, plan_weights, share_of
 from baton.models.spec.tensors import Part
 from baton.models.spec_reader import read_spec
@@ -109,7 +109,7 @@ def test_rank_reads_its_shares_and_no_whole_matrix(
 ) -> None:
     path = checkpoint(tmp_path, **SHAPE)
     whole: list[str] = []
-    real = load.safe_open
+    real = files.safe_open
 
     class Watched:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -129,7 +129,7 @@ def test_rank_reads_its_shares_and_no_whole_matrix(
             whole.append(name)
             return self._file.get_tensor(name)
 
-    monkeypatch.setattr(load, "safe_open", Watched)
+    monkeypatch.setattr(files, "safe_open", Watched)
     load_weights(read_spec(path), path, shard=Shard(1, 2))
     assert whole
     assert all("norm" in name for name in whole)
@@ -138,7 +138,9 @@ def test_rank_reads_its_shares_and_no_whole_matrix(
 def test_bias_of_a_rank_without_it_is_not_unexpected_but_a_strange_one_is(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, **SHAPE)
     load_weights(read_spec(path), path, shard=Shard(1, 2))
-    save_file({"model.layers.0.mlp.gate_proj.scale": torch.ones(2)}, path / "model.safetensors")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.mlp.gate_proj.scale"] = torch.ones(2)
+    save_file(tensors, path / "model.safetensors")
     with pytest.raises(
         ConfigError, match=r"unexpected tensor model\.layers\.0\.mlp\.gate_proj\.scale"
     ):

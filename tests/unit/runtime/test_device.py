@@ -257,7 +257,7 @@ def test_check_itself_works(tmp_path: Path) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         left_behind = torch.ones(model.spec.hidden_size)
         model.to(CUDA)
-        model.weights.norm = left_behind
+        model.weights.norm.weight = left_behind
         with pytest.raises(FakeTensorDeviceMismatchError, match="at least two devices"):
             make_runner(model, DeviceCheck()).execute(plan_of(3))
 

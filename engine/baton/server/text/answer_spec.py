@@ -75,8 +75,8 @@ class ReadingSpec(msgspec.Struct, frozen=True, kw_only=True):
     tools: str
     """Name and parameters of each tool that the answer may call: JSON."""
     is_named_choice: bool = False
-    """A complete call ends the answer with `stop`, not with `tool_calls`: the client chose the tool
-    by its name.
+    """A complete call ends the answer with `stop`, not with `tool_calls`: the client chose the
+    tool by its name.
     """
     calls_before: int = 0
     """Tool calls in the conversation before the answer."""

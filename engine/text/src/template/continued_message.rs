@@ -66,7 +66,7 @@ pub fn cut_at_mark(text: &str) -> Result<String, TextRefusal> {
     })
 }
 
-/// Characters that Python's `str.rstrip` takes away, and for which `isspace` is true.
+/// Characters that Python's `str.rstrip` takes away, and counts as white space elsewhere.
 pub fn is_python_space(c: char) -> bool {
     c.is_whitespace() || matches!(c, '\u{1c}'..='\u{1f}')
 }

@@ -194,7 +194,8 @@ pub struct ChoiceSpec {
     /// Tokens that the text continues; empty for an answer that is a text of its own.
     #[serde(default)]
     pub left_context: Vec<u32>,
-    /// End of the prompt, where its reasoning begins or ends; empty for an answer that is one text.
+    /// End of the prompt, where its reasoning begins or ends; empty for an answer that is one
+    /// text.
     #[serde(default)]
     pub prompt_end: Vec<u32>,
     #[serde(default)]
