@@ -10,4 +10,5 @@
 | `communicators/` | KV pages through gloo and NCCL |
 | `simulated/` | a device that only takes time (`--simulate`) |
 | `device`, `priority_hook` | choice of the device; priorities from a user's function |
+| `expert_load` | how evenly tokens spread over the experts of a model |
 """
