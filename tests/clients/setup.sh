@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The clients, routers and servers of tests/clients, each in an environment of its own under .venv-peers: their pins exclude each
-# other and ours.
+# The clients, routers and servers of tests/clients, and the reader of real weights for tests/e2e, each
+# in an environment of its own under .venv-peers: their pins exclude each other and ours.
 #
 # An environment is kept while its line below is unchanged. One that cannot be made (no network, no npm, no wheel for
 # this Python) is named, its log stays in .venv-peers/NAME.log, and the tests that need it skip: the exit code is 0 all

@@ -1,9 +1,9 @@
 """Engine configuration: one frozen dataclass; flags, help, defaults and docs/flags.md are all built
 from its fields, which stand in `groups`, a class for each heading.
 
-Two steps: `parse(argv)` reads no file but --tenant-config's and reports all mistakes at once;
-`EngineConfig.resolve(...)` (runtime) reads the model's config and the machine. SGLang's flag names
-are used where the semantics agree.
+`parsing.parse_config` reads no file but --tenant-config's and reports all mistakes at once. The
+model's config.json and the machine are read later (`models.spec_reader`, `runtime.device`).
+SGLang's flag names are used where the semantics agree.
 """
 
 from __future__ import annotations

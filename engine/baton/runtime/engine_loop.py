@@ -429,9 +429,8 @@ class EngineLoop:
         is_healthy = self.not_accepting_reason is None
         waiting = {'requests{state="grammar"}': float(self.grammars.count)}
         health = {"page_ledger_healthy": float(is_healthy)}
-        return {
-            **pages, **self.sched.report.gauges(), **waiting, **health, **self.model_gauges()
-        }  # fmt: skip
+        model = self.model_gauges()
+        return {**pages, **self.sched.report.gauges(), **waiting, **health, **model}
 
 
 def refused_output(handle: int, error: EngineError) -> EmittedTokens:

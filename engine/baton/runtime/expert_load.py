@@ -31,6 +31,7 @@ class ExpertLoad:
     def gauges(self) -> dict[str, float]:
         """Ratios of the tokens since the last call; empty when there were none."""
         layers = self._read()
+        # A model without experts has no such gauges, not even with the value 0.
         if not layers:
             return {}
         counts = torch.stack(layers)

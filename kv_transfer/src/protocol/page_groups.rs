@@ -83,7 +83,8 @@ fn differing_axis(own: &str, theirs: &str) -> Option<String> {
             .map(|(name, size)| (name.to_owned(), size.to_owned()))
             .collect()
     };
-    let (own_axes, their_axes) = (axes(own), axes(theirs));
+    let own_axes = axes(own);
+    let their_axes = axes(theirs);
     let names_agree = own_axes
         .iter()
         .map(|axis| &axis.0)

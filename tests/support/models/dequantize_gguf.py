@@ -31,7 +31,8 @@ def find_file(package: str) -> Path:
 
 
 def main() -> None:
-    package, directory = sys.argv[1], Path(sys.argv[2])
+    package = sys.argv[1]
+    directory = Path(sys.argv[2])
     file = find_file(package)
     directory.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(

@@ -268,7 +268,8 @@ fn quantized_weights_multiply_like_their_numbers_to_the_bit() {
                 for (groups, has_zeros) in [(1, false), (5, code_type != CodeType::Fp8)] {
                     let coded = Coded::new(code_type, case.shape, groups, has_zeros);
                     case.w = coded.numbers(case.shape);
-                    let (packed, quantized) = (case.packed(), coded.pack(case.shape));
+                    let packed = case.packed();
+                    let quantized = coded.pack(case.shape);
                     for isa in Isa::available() {
                         let got = case.multiply(isa, Weight::Quantized(&quantized), 0, rows);
                         assert!(

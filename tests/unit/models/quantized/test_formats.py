@@ -117,7 +117,8 @@ def join_experts(plain: Path, made: Format, folder: Path, *, has_halves: bool) -
             quantized[f"{name}_scale_inv"] = encoded.tensors["weight_scale_inv"]
     for layer in range(2):
         prefix = f"model.layers.{layer}.mlp.experts"
-        gate_up, down = [], []
+        gate_up = []
+        down = []
         for expert in range(8):
             gate, up, last = (f"{prefix}.{expert}.{x}_proj.weight" for x in ("gate", "up", "down"))
             if has_halves:

@@ -92,7 +92,9 @@ impl<F: FnMut(usize, usize, usize) -> Option<u32>> SymbolMerger<F> {
     }
 
     fn add_pair(&mut self, left: usize, right: usize) {
-        let (first, second) = (self.symbols[left], self.symbols[right]);
+        let first = self.symbols[left];
+        let second = self.symbols[right];
+        // SentencePiece merges nothing with a user-defined piece.
         if first.is_fixed || second.is_fixed {
             return;
         }

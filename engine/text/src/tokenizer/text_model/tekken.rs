@@ -13,7 +13,7 @@ use super::tokenizer_json::added_token;
 pub const BOS_TOKEN: &str = "<s>";
 pub const EOS_TOKEN: &str = "</s>";
 /// Special tokens of files up to [`LAST_UNLISTED_VERSION`] that list none, in the order of their
-/// ids (mistral-common 1.13).
+/// ids (mistral-common 1.9).
 const UNLISTED_SPECIAL_TOKENS: [&str; 20] = [
     "<unk>",
     BOS_TOKEN,
