@@ -19,8 +19,13 @@ mismatch is found by bisection. 4096 tokens match in under 10 us where a loop ov
     root ──[p0 p1 p2]──▶ node ──[p3]──▶ leaf      an edge holds one or more pages;
                           └────[p7 p8]──▶ leaf    children differ in their first page
 
+All this is about the pages of group 0, which hold every token. Where a model has further page
+groups, whose pages a sequence leaves behind as it goes on, an edge holds what it has of those
+beside its own pages (group_pages.py): `match` finds the longest prefix that is valid in every
+group, and eviction may take a further group's pages out of the middle of an edge.
+
 Invariants: sibling edges differ in their first page; a locked node's ancestors are locked;
-evictable_pages + locked_pages = pages in the tree; every evictable leaf has exactly one live heap
+evictable_pages + locked_pages = pages in the tree, of all groups; every evictable leaf has exactly one live heap
 entry (`queued`) with a key of at most its own (so the smallest up-to-date entry is the next
 victim), and dead entries are never more than live ones + a few. `quarantine` moves a branch with a
 damaged page, or one that holds NaN, under a root that no prompt matches; its users keep it until
@@ -34,11 +39,12 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.cache.eviction import LOWEST_PRIORITY, Key, PageMemory, eviction_policy
+from baton.cache.group_pages import NO_PAGE, GroupPages, GroupRule
 from baton.cache.kv_events import Edge, KvEventLog
 from baton.cache.pages import PageAllocator
 
@@ -66,6 +72,10 @@ class RadixNode:
     children: dict[bytes, RadixNode] = field(default_factory=dict)
     queued: Key | None = None
     is_evicted: bool = False
+    further: list[array[int]] = field(default_factory=list)
+    """Pages of the further groups, by group: `width` per page of tokens, NO_PAGE where there are
+    none.
+    """
 
     def path(self) -> list[RadixNode]:
         """Nodes from the root's child on down to this one."""
@@ -85,6 +95,10 @@ class PrefixMatch:
     node: RadixNode
     pages: array[int]
     num_tokens: int
+    further: tuple[array[int], ...] = ()
+    """Pages of the further groups, by group: as many places as `pages` has, times the group's
+    width; NO_PAGE in front of what a row behind the prefix reads.
+    """
 
 
 class PrefixProbe(NamedTuple):
@@ -183,12 +197,15 @@ class RadixCache:
         allocator: PageAllocator,
         eviction: str = "lru",
         log: KvEventLog | None = None,
+        groups: Sequence[GroupRule] = (),
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page size {page_size}: a page holds at least one token")
         self.page_size = page_size
-        self.evictable_pages = 0
-        self.locked_pages = 0
+        self.groups = tuple(GroupPages(i, rule, page_size) for i, rule in enumerate(groups))
+        """The further page groups."""
+        self._evictable_pages = 0
+        self._locked_pages = 0
         self.version = 0
         """Grows whenever nodes come, go or are cut: while it is equal, `probe` and `path_of` answer
         the same.
@@ -217,9 +234,22 @@ class RadixCache:
         self._quarantine: set[RadixNode] = set()
         """Roots of branches that no prompt may match any more."""
 
+    @property
+    def evictable_pages(self) -> int:
+        """Pages of the pool that `evict` can free, of all groups."""
+        pages = self._evictable_pages
+        for group in self.groups:
+            pages += group.evictable_pages
+        return pages
+
+    @property
+    def locked_pages(self) -> int:
+        """Pages of the pool in the tree that are not evictable, of all groups."""
+        return self._locked_pages + sum(group.locked_pages for group in self.groups)
+
     def match(self, tokens: bytes, namespace: bytes, max_tokens: int) -> PrefixMatch:
-        """Find the longest cached prefix of at most `max_tokens`, in whole pages, and mark it
-        recently used.
+        """Find the longest cached prefix of at most `max_tokens`, in whole pages, that is valid in
+        every group, and mark it recently used.
 
         Args:
             tokens: little-endian int32 ids; a last partial page is ignored.
@@ -227,10 +257,16 @@ class RadixCache:
         """
         limit = min(len(tokens), max_tokens * TOKEN_BYTES) // self._page_bytes
         node, matched, inside = self._walk_edges(tokens, namespace, limit)
+        if self.groups:
+            valid = self._valid_pages(node, matched)
+            if valid < matched:
+                node, matched, inside = self._walk_edges(tokens, namespace, valid)
         if inside:
             node = self._split_edge(node, inside)
         self._touch_path(node)
-        return PrefixMatch(node, self._path_pages(node), matched * self.page_size)
+        return PrefixMatch(
+            node, self._path_pages(node), matched * self.page_size, self._visible_pages(node)
+        )
 
     def probe(
         self, tokens: bytes, namespace: bytes, max_tokens: int, last: PrefixProbe | None = None
@@ -252,6 +288,44 @@ class RadixCache:
         if not inside and matched < limit:
             beyond = tokens[matched * width : (matched + 1) * width]
         return PrefixProbe(node, len(node.key), matched * self.page_size, limit, beyond)
+
+    def valid_tokens(self, probe: PrefixProbe) -> int:
+        """Tokens of an up-to-date probe's prefix that `match` would give: with further groups, a
+        shorter prefix may be the longest valid one.
+        """
+        if not self.groups:
+            return probe.num_tokens
+        return self._valid_pages(probe.node, probe.num_tokens // self.page_size) * self.page_size
+
+    def _valid_pages(self, node: RadixNode, matched: int) -> int:
+        """The longest of the first `matched` pages on the path to `node` that is valid in every
+        further group.
+        """
+        path = node.path()
+        length = matched
+        before = -1
+        # A shorter prefix for one group may end where another group has a hole.
+        while length != before:
+            before = length
+            for group in self.groups:
+                blocks = array("i")
+                for part in path:
+                    blocks.extend(group.blocks_of(part))
+                length = group.longest_valid(blocks, length)
+        return length
+
+    def _visible_pages(self, node: RadixNode) -> tuple[array[int], ...]:
+        """PrefixMatch.further of the path to `node`."""
+        found = []
+        for index, group in enumerate(self.groups):
+            pages = array("i")
+            for part in node.path():
+                pages.extend(part.further[index])
+            length = len(pages) // group.width
+            hidden = group.first_block(length * self.page_size) * group.width
+            pages[:hidden] = array("i", (NO_PAGE,)) * hidden
+            found.append(pages)
+        return tuple(found)
 
     def find_outdated(self, probes: Iterable[PrefixProbe | None]) -> list[int]:
         """Places of the probes (of unchanged tokens) that would give another answer now, and of
@@ -292,6 +366,7 @@ class RadixCache:
         from_page: int = 0,
         priority: int = LOWEST_PRIORITY,
         like: PageMemory | None = None,
+        further: Sequence[array[int]] = (),
     ) -> InsertResult:
         """Publish `pages` as the KV of `tokens` from page index `from_page` on; the tree takes
         those it lacks.
@@ -303,6 +378,9 @@ class RadixCache:
                 gets at least it.
             like: what pages that had left the tree and come back now are remembered by; only its
                 age and reuses count.
+            further: the caller's pages of the further groups for the same range, by group, NO_PAGE
+                where it has none. The tree takes those it lacks (`GroupPages.owns` tells), also
+                beside pages that it had already.
         Raises:
             ValueError: tokens are too few, or the tree no longer holds the pages before `from_page`
             (the caller must
@@ -322,17 +400,48 @@ class RadixCache:
         if inside:
             node = self._split_edge(node, inside)
         existing = self._path_pages(node)[from_page:] if matched > from_page else array("i")
+        if existing and self.groups:
+            self._fill_holes(node, matched, from_page, further)
         if matched < total:
             if node is self._nowhere:
                 node = self._roots[namespace] = RadixNode(None, namespace, array("i"), 0)
             key = tokens[matched * self._page_bytes : total * self._page_bytes]
             parent_page = node.pages[-1] if node.pages else -1
             node = self._attach_leaf(node, key, pages[matched - from_page :], like)
+            for group, given in zip(self.groups, further, strict=True):
+                node.further.append(given[(matched - from_page) * group.width :])
+                for block in group.blocks_of(node):
+                    if block != NO_PAGE:
+                        group.take(node, block)
             if self._log is not None:
                 self._log.on_stored(Edge(namespace, parent_page, node.pages, key), self.clock + 1)
         self._touch_path(node)
         self._raise_priority(node, priority)
         return InsertResult(node, existing)
+
+    def _fill_holes(
+        self, node: RadixNode, matched: int, from_page: int, further: Sequence[array[int]]
+    ) -> None:
+        """Take blocks for places of the first `matched` pages, which end at `node`.
+
+        `further` begins at page `from_page`.
+        """
+        end = matched
+        part = node
+        while part.parent is not None and end > from_page:
+            first = end - len(part.pages)
+            for index, group in enumerate(self.groups):
+                width = group.width
+                held = part.further[index]
+                for page in range(max(first, from_page), end):
+                    given = (page - from_page) * width
+                    place = (page - first) * width
+                    block = further[index][given]
+                    if block != NO_PAGE and held[place] == NO_PAGE:
+                        held[place : place + width] = further[index][given : given + width]
+                        group.take(part, block)
+            end = first
+            part = part.parent
 
     def reuse(
         self, node: RadixNode, priority: int = LOWEST_PRIORITY, beyond: RadixNode | None = None
@@ -382,8 +491,8 @@ class RadixCache:
         ancestor = node
         while ancestor.parent is not None:
             if ancestor.locks == 0:
-                self.evictable_pages -= len(ancestor.pages)
-                self.locked_pages += len(ancestor.pages)
+                self._evictable_pages -= len(ancestor.pages)
+                self._locked_pages += len(ancestor.pages)
             ancestor.locks += 1
             ancestor = ancestor.parent
 
@@ -395,8 +504,8 @@ class RadixCache:
         while ancestor.parent is not None:
             ancestor.locks -= 1
             if ancestor.locks == 0:
-                self.evictable_pages += len(ancestor.pages)
-                self.locked_pages -= len(ancestor.pages)
+                self._evictable_pages += len(ancestor.pages)
+                self._locked_pages -= len(ancestor.pages)
                 self._push_candidate(ancestor)
             ancestor = ancestor.parent
 
@@ -445,13 +554,15 @@ class RadixCache:
         return freed
 
     def evict(self, n_pages: int, for_good: bool = False) -> int:
-        """Free up to `n_pages` unlocked pages from the tails of leaves, in the policy's order.
-        O(log nodes) per leaf.
+        """Free `n_pages` unlocked pages: those that sequences of further groups left behind, then
+        tails of leaves, in the policy's order, then what is left of further groups. O(log nodes)
+        per leaf.
 
         Returns:
-            How many pages went back to the allocator: n_pages, or all that were evictable.
+            How many pages went back to the allocator: at least n_pages, or all that were evictable.
+            It is more than n_pages where a page of tokens takes several.
         """
-        freed = 0
+        freed = self._evict_blocks(n_pages, passed=True) if self.groups else 0
         while freed < n_pages and self._heap:
             key, _, node = heapq.heappop(self._heap)
             if node.queued != key:
@@ -467,6 +578,17 @@ class RadixCache:
             if len(node.pages) > wanted:
                 self._split_edge(node, len(node.pages) - wanted)
             freed += self._remove_leaf(node, for_good)
+        # No unlocked page of group 0 is left: the blocks are those of locked paths.
+        if self.groups and freed < n_pages:
+            freed += self._evict_blocks(n_pages - freed, passed=False)
+        return freed
+
+    def _evict_blocks(self, n_pages: int, *, passed: bool) -> int:
+        freed = 0
+        for group in self.groups:
+            while freed < n_pages and (pages := group.pop_block(passed=passed)):
+                self._allocator.free(pages)
+                freed += len(pages)
         return freed
 
     def flush(self) -> int:
@@ -569,6 +691,11 @@ class RadixCache:
             locks=node.locks,
         )
         parent.children[upper.key[: self._page_bytes]] = upper
+        for index, group in enumerate(self.groups):
+            cut_page = at_page * group.width
+            upper.further.append(node.further[index][:cut_page])
+            node.further[index] = node.further[index][cut_page:]
+            group.move_blocks(upper)
         node.key = node.key[cut:]
         self._note_changed(node)
         node.pages = node.pages[at_page:]
@@ -589,7 +716,7 @@ class RadixCache:
         parent.children[key[: self._page_bytes]] = leaf
         for watch in self._watches:
             watch.on_child(parent, key[: self._page_bytes])
-        self.evictable_pages += len(pages)
+        self._evictable_pages += len(pages)
         self._push_candidate(leaf)
         return leaf
 
@@ -602,8 +729,13 @@ class RadixCache:
         leaf.is_evicted = True
         self._note_changed(leaf)
         self.version += 1
-        self.evictable_pages -= len(leaf.pages)
+        self._evictable_pages -= len(leaf.pages)
         self._allocator.free(leaf.pages)
+        freed = len(leaf.pages)
+        for group in self.groups:
+            blocks = group.drop_node(leaf)
+            self._allocator.free(blocks)
+            freed += len(blocks)
         if self._log is not None:
             self._log.on_removed(leaf.pages)
         if parent.parent is not None:
@@ -613,7 +745,7 @@ class RadixCache:
                 self._quarantine.remove(parent)
             else:
                 del self._roots[parent.key]
-        return len(leaf.pages)
+        return freed
 
     def _note_changed(self, node: RadixNode) -> None:
         for watch in self._watches:

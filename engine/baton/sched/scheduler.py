@@ -510,7 +510,12 @@ class Scheduler:
         if final_pages > seq.announced_pages:
             first = seq.announced_pages
             seq.announced_pages = final_pages
-            self._state.outbox.append(PagesFinal(seq.req, first, seq.pages[first:final_pages]))
+            outbox = self._state.outbox
+            outbox.append(PagesFinal(seq.req, first, seq.pages[first:final_pages]))
+            further = self._state.memory.further_pages(seq, first, final_pages)
+            for group, (first_page, pages) in enumerate(further, start=1):
+                if pages:
+                    outbox.append(PagesFinal(seq.req, first_page, pages, group))
 
     def _lease_pages(
         self, seq: Seq, token: int, logprobs: TokenLogprobs | None, completes_grammar: bool
@@ -528,6 +533,10 @@ class Scheduler:
             cached_tokens=max(seq.cached_tokens, 0),
             logprobs=logprobs,
             completes_grammar=completes_grammar,
+            further=tuple(
+                (first_page, first_page + len(pages))
+                for first_page, pages in state.memory.further_pages(seq, 0, num_pages)
+            ),
         )
         state.outbox.append(prefill_done)
 
@@ -564,10 +573,11 @@ class Scheduler:
         memory = state.memory
         private = in_transfer = 0
         for seq in state.seqs.values():
+            num_private = memory.private_pages(seq)
             if seq.state in (SeqState.TRANSFER, SeqState.LEASED, SeqState.ABORTING):
-                in_transfer += len(seq.private)
+                in_transfer += num_private
             else:
-                private += len(seq.private)
+                private += num_private
         ledger = PageLedger.count_pages(memory.allocator, memory.cache, private, in_transfer)
         ledger.check(self.limits.num_pages)
         self.host_ledger()

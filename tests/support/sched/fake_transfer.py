@@ -105,6 +105,17 @@ class FakeTransfer:
         done = self.p.done.get(room)
         if at == len(grant.pages) and done is not None:
             assert done.total_pages == grant.start_page + len(grant.pages)
+            for group, (start, pages) in enumerate(grant.further):
+                first, end = done.further[group]
+                assert first <= start, "P has not announced what D asks for"
+                assert end == start + len(pages)
+                book = self.p.final_further.get((room, group), {})
+                assert book.keys() == set(range(first, end))
+                for place, page in enumerate(pages, start):
+                    source, content = book[place]
+                    is_same = self.p.device.memory[source][: len(content)] == content
+                    assert is_same or self._was_released(room), "P changed an announced page"
+                    self.d.device.memory[page] = list(content)
             self.d.sched.transfer_committed(room, done.token, done.cached_tokens, None)
             self.close(room, notify_d=False)
 

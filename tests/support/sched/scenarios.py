@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from baton.cache.eviction import EVICTION_POLICIES
+from baton.cache.group_pages import GroupRule
 from baton.config.classes import parse_classes
 from baton.config.tenants import TenantRule, TenantRules
 from baton.errors import PromptTooLong, QueueFull, TenantQueueFull, WrongState
@@ -53,6 +54,8 @@ class Scenario:
     priority: bool
     is_tight: bool = False
     """Short queues, short clips and many or few unfinished prompts at once; priorities change while requests live."""
+    groups: tuple[GroupRule, ...] = ()
+    """Page groups beside group 0."""
 
     def limits(self, rng: random.Random, role: str) -> Limits:
         # 100 %: all live requests fit. 1 %: hardly one request does, the longest are refused.
@@ -101,6 +104,15 @@ class Scenario:
             aborts_missed_deadlines=rng.random() < 0.1,
             fairness=FAIR if rng.random() < 0.25 else FairnessRules(),
         )
+        if self.groups:
+            # The pool has as many blocks as without them. The host tier takes one group alone.
+            pages_per_block = 1 + sum(rule.width for rule in self.groups)
+            limits = dataclasses.replace(
+                limits,
+                num_pages=limits.num_pages * pages_per_block,
+                host_pages=0,
+                page_groups=self.groups,
+            )
         if not self.is_tight:
             return limits
         return dataclasses.replace(

@@ -88,14 +88,20 @@ def request(
 @dataclass
 class Slot:
     table: list[int] = field(default_factory=list)
+    further: list[list[int]] = field(default_factory=list)
+    """Page tables of the further groups."""
     last: int = UNKNOWN_TOKEN
 
 
 class Device:
-    """Runs plans in order; `memory[page][offset]` is the KV state last written there, `host[slot]` a page's copy."""
+    """Runs plans in order; `memory[page][offset]` is the KV state last written there, `host[slot]` a page's copy.
+
+    A row of a further group writes the same state to each page of a block, and reads what its rule says.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.page_size = limits.page_size
+        self.groups = limits.page_groups
         self.memory = [[0] * limits.page_size for _ in range(limits.num_pages)]
         self.host = [[-1] * limits.page_size for _ in range(limits.host_pages)]
         self.copied = 0
@@ -105,7 +111,13 @@ class Device:
         for run in plan.copies:
             self._copy(run)
         for adm in plan.admitted:
-            self.slots[adm.slot] = Slot()
+            self.slots[adm.slot] = Slot(further=[[] for _ in self.groups])
+        for growth in plan.further:
+            table = self.slots[growth.slot].further[growth.group]
+            table.extend([-1] * (growth.base - len(table)))
+            assert len(table) >= growth.base
+            assert -1 not in growth.pages
+            table[growth.base :] = list(growth.pages)
         states: list[int] = []
         tokens: list[int] = []
         for row in plan.rows:
@@ -120,6 +132,9 @@ class Device:
                 state = chain(state, token)
                 page, off = divmod(row.start + i, self.page_size)
                 self.memory[slot.table[page]][off] = state
+                for index in range(len(self.groups)):
+                    for copy in self._block(slot, index, page):
+                        self.memory[copy][off] = state
             states.append(state)
             if row.sample:
                 tokens.append(next_token(state))
@@ -144,12 +159,33 @@ class Device:
                 self.memory[page] = list(self.host[slot])
         self.copied += len(run.pages)
 
+    def _block(self, slot: Slot, group: int, page: int) -> list[int]:
+        """The pages of a further group for a page of tokens."""
+        width = self.groups[group].width
+        block = slot.further[group][page * width : (page + 1) * width]
+        assert len(block) == width
+        assert -1 not in block, "a row reads or writes a page that was left behind"
+        return block
+
+    def _check_further(self, plan: StepPlan) -> None:
+        """What each row sees of a further group is what group 0 has of the same tokens."""
+        for row in plan.rows:
+            slot = self.slots[row.slot]
+            for index, rule in enumerate(self.groups):
+                for position in range(rule.first_visible(row.start), row.start + row.n):
+                    page, off = divmod(position, self.page_size)
+                    states = {self.memory[copy][off] for copy in self._block(slot, index, page)}
+                    assert states == {self._read(slot, position)}, (
+                        f"row {row}: further group {index} has another token at {position}"
+                    )
+
     def _read(self, slot: Slot, position: int) -> int:
         page, off = divmod(position, self.page_size)
         return self.memory[slot.table[page]][off]
 
     def _check(self, plan: StepPlan, states: list[int]) -> None:
         """After the step every row's last slot must hold its own state: no two rows wrote the same slot differently."""
+        self._check_further(plan)
         for row, state in zip(plan.rows, states, strict=True):
             assert self._read(self.slots[row.slot], row.start + row.n - 1) == state, (
                 f"row {row} was overwritten"
@@ -173,6 +209,8 @@ class Node:
         self.cached: dict[int, int] = {}
         self.errors: dict[int, RowError] = {}
         self.final_pages: dict[int, dict[int, tuple[int, list[int]]]] = {}
+        self.final_further: dict[tuple[int, int], dict[int, tuple[int, list[int]]]] = {}
+        """Of further groups, by room and group."""
         self.done: dict[int, PrefillDone] = {}
         self.opened: dict[int, OpenTransfer] = {}
         self.grants: dict[int, GrantPages] = {}
@@ -202,7 +240,10 @@ class Node:
                     self.errors[event.handle] = event.error
             elif isinstance(event, PagesFinal):
                 assert event.req.rendezvous
-                book = self.final_pages.setdefault(event.req.rendezvous.room, {})
+                room = event.req.rendezvous.room
+                rooms = self.final_pages if not event.group else self.final_further
+                key = room if not event.group else (room, event.group - 1)
+                book = rooms.setdefault(key, {})  # type: ignore[arg-type,attr-defined]
                 for i, page in enumerate(event.pages):
                     assert event.first_page + i not in book, "a page was announced twice"
                     book[event.first_page + i] = (page, list(self.device.memory[page]))

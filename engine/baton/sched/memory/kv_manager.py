@@ -13,6 +13,10 @@ Behind the device's pages stands the host tier, if there is one: it takes the pa
 evicts (all of them by `release_device_memory` with mode offload). A sequence that is admitted gets
 its continuation from there (`restore_prefix`).
 
+Where the model has further page groups (cache.group_pages), a sequence holds in each of them the
+blocks from `FurtherPages.first` on, up to as many as it has pages; those in front were left behind.
+A grant is of all groups or none.
+
 Prompt tokens that need no computing are counted where a sequence gets them (`share_prefix`,
 `restore_prefix`), by source.
 
@@ -23,16 +27,17 @@ one plan, the next.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from baton.cache.group_pages import NO_PAGE, GroupPages
 from baton.cache.host import CopyRun, HostPage, HostTier
 from baton.cache.kv_events import KvEventLog
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import TOKEN_BYTES, PrefixMatch, RadixCache, RadixNode
 from baton.sched.memory.demand import KnownAnswer, NewTokenRatio, peak_growth
-from baton.sched.policies.base import cached_tokens, refresh_probe
+from baton.sched.policies.base import refresh_probe
 from baton.sched.setup.limits import Limits
-from baton.sched.types.sequence import Seq, SeqState
+from baton.sched.types.sequence import FurtherPages, Seq, SeqState
 
 HIT_SOURCES = ("device", "in_flight", "host", "decode_tree", "rematch")
 """Where the pages came from that a sequence did not compute:
@@ -63,8 +68,16 @@ class KvManager:
             page_bytes = limits.page_size * TOKEN_BYTES
             self.kv_events = KvEventLog(page_bytes, limits.kv_event_batches)
         self.cache = RadixCache(
-            limits.page_size, self.allocator, limits.radix_eviction_policy, self.kv_events
+            limits.page_size,
+            self.allocator,
+            limits.radix_eviction_policy,
+            self.kv_events,
+            limits.page_groups,
         )
+        self._groups = self.cache.groups
+        self.pages_per_block = 1 + sum(group.width for group in self._groups)
+        """Pages of the pool that one more page of tokens takes, in all groups."""
+        self._limits = limits
         self._publishes = limits.radix_cache
         self._priority = limits.priority
         self.ratio = NewTokenRatio(limits.schedule_conservativeness, limits.clip_max_new_tokens)
@@ -113,7 +126,57 @@ class KvManager:
 
     def cached_pages(self, seq: Seq) -> int:
         """Pages of a waiting sequence that the tree holds now."""
-        return cached_tokens(seq, self.cache) // self.page_size
+        return self.cached_tokens(seq) // self.page_size
+
+    def cached_tokens(self, seq: Seq) -> int:
+        """Prompt tokens of a waiting sequence that need no computing."""
+        if seq.pages:
+            return seq.computed
+        return self.cache.valid_tokens(refresh_probe(seq, self.cache))
+
+    def held_pages(self, seq: Seq) -> int:
+        """Pages of the pool that a sequence holds, in all groups."""
+        pages = len(seq.pages)
+        for group, held in zip(self._groups, seq.further, strict=False):
+            pages += len(held.pages) - held.first * group.width
+        return pages
+
+    def private_pages(self, seq: Seq) -> int:
+        """Pages of the pool that a sequence owns outside the tree, in all groups."""
+        return len(seq.private) + sum(len(held.private) for held in seq.further)
+
+    def prompt_pages(self, seq: Seq, cached_pages: int) -> int:
+        """Pages that computing a waiting sequence's tokens takes, beside `cached_pages` of its
+        prefix.
+        """
+        pages = self.pages(len(seq.tokens))
+        needed = pages - cached_pages
+        row_tokens = self._limits.longest_chunk(len(seq.tokens))
+        for group in self._groups:
+            most = min(pages, group.rule.most_blocks(self.page_size, row_tokens))
+            visible = cached_pages - group.first_block(cached_pages * self.page_size)
+            needed += max(most - visible, 0) * group.width
+        return needed
+
+    def pages_to_pull(self, seq: Seq, cached_pages: int) -> int:
+        """D: pages that a prompt takes beside `cached_pages` of its prefix: in further groups only
+        what its end still sees.
+        """
+        pages = self.pages(seq.prompt_len)
+        needed = pages - cached_pages
+        for group in self._groups:
+            first = max(group.first_block(seq.prompt_len), cached_pages)
+            needed += (pages - first) * group.width
+        return needed
+
+    def answer_pages(self, tokens: int) -> int:
+        """Pages that an answer of so many tokens takes.
+
+        A window goes along with the answer: it needs room for the block that comes before one is
+        left behind.
+        """
+        pages = self.pages(tokens)
+        return pages + min(pages, 1) * (self.pages_per_block - 1)
 
     def available_to(self, seq: Seq) -> int:
         """Pages that an allocation for a waiting sequence can get: it is going to share its cached
@@ -122,7 +185,8 @@ class KvManager:
         # A retained request holds its pages already, and shares no prefix when it is admitted.
         if seq.pages:
             return self.available
-        return self.available - self.cache.unlocked_pages(refresh_probe(seq, self.cache))
+        probe = refresh_probe(seq, self.cache)
+        return self.available - self.cache.unlocked_pages(probe)
 
     def answer_tokens(self, seq: Seq) -> int:
         """Tokens that the rest of the answer is expected to have; exactly those that ignore_eos
@@ -136,16 +200,35 @@ class KvManager:
 
     def growth(self, seq: Seq) -> int:
         """Pages that a sequence is expected to still take."""
-        return max(self.pages(seq.total_len + self.answer_tokens(seq)) - len(seq.pages), 0)
+        tokens = seq.total_len + self.answer_tokens(seq)
+        growth = max(self.pages(tokens) - len(seq.pages), 0)
+        return growth + self._further_growth(seq, tokens) if self._groups else growth
+
+    def _further_growth(self, seq: Seq, tokens: int) -> int:
+        """Pages that a sequence still takes in further groups until it has `tokens` tokens."""
+        blocks = self.pages(tokens)
+        row_tokens = self._limits.longest_chunk(seq.extend_tokens)
+        growth = 0
+        for index, group in enumerate(self._groups):
+            held = len(seq.pages) - seq.further[index].first if seq.further else 0
+            most = min(blocks, group.rule.most_blocks(self.page_size, row_tokens))
+            growth += max(most - held, 0) * group.width
+        return growth
 
     def pages_at_end(self, seq: Seq) -> int:
         """Pages that a sequence is expected to hold at its end."""
-        return self.pages(seq.total_len + self.answer_tokens(seq))
+        blocks = self.pages(seq.total_len + self.answer_tokens(seq))
+        pages = blocks
+        for group in self._groups:
+            pages += min(blocks, group.rule.most_blocks(self.page_size, 1)) * group.width
+        return pages
 
     def total_growth(self, seqs: Iterable[Seq]) -> int:
         """The sum of `growth`, without a call per sequence: it is taken in every step that a
         waiting request sees.
         """
+        if self._groups:
+            return sum(map(self.growth, seqs))
         page_size = self.page_size
         clip = self.ratio.clip
         ratio = self.ratio.value
@@ -184,7 +267,10 @@ class KvManager:
             tokens_to_come = seq.max_new_tokens - seq.generated
             answers.append(KnownAnswer(seq.total_len, tokens_to_come, held_alone))
         peak = sum(pages_in_flight) + peak_growth(answers, self.page_size)
-        return max(peak, 0) + self.total_growth(other_seqs)
+        further = 0
+        if self._groups:
+            further = sum(self._further_growth(seq, seq.max_total_tokens) for seq in fixed_length)
+        return max(peak, 0) + further + self.total_growth(other_seqs)
 
     def freed_by(self, seq: Seq) -> tuple[int, int]:
         """(pages that become available, tokens to compute again) if this running sequence released
@@ -194,7 +280,10 @@ class KvManager:
         for its growth.
         """
         pages_alone = self._locked_alone(seq)
-        freed_pages = len(seq.private) + pages_alone + self.growth(seq)
+        freed_pages = self.private_pages(seq) + pages_alone + self.growth(seq)
+        for group, held in zip(self._groups, seq.further, strict=False):
+            blocks = held.pages[held.first * group.width :: group.width]
+            freed_pages += sum(map(group.is_locked_once, blocks)) * group.width
         cached_tokens = (seq.published - pages_alone) * self.page_size
         return freed_pages, max(seq.computed - cached_tokens, 0)
 
@@ -229,13 +318,48 @@ class KvManager:
             return PrefixMatch(seq.node, seq.pages[: seq.published], seq.published * self.page_size)
         match = self.cache.match(seq.key, seq.req.namespace, max_tokens)
         self.cache.lock(match.node)
+        for group, _, block in self._blocks_of(match):
+            group.lock(block)
         return match
+
+    def drop_match(self, match: PrefixMatch) -> None:
+        """Unlock a match that no sequence takes."""
+        self.cache.unlock(match.node)
+        for group, _, block in self._blocks_of(match):
+            group.unlock(block, left_behind=False)
+
+    def _blocks_of(self, match: PrefixMatch) -> Iterator[tuple[GroupPages, int, int]]:
+        """(group, place among the pages of tokens, block) of what a row behind the match reads."""
+        for group, pages in zip(self._groups, match.further, strict=False):
+            first = group.first_block(match.num_tokens)
+            for place in range(first, len(match.pages)):
+                yield group, place, pages[place * group.width]
 
     def share_prefix(self, seq: Seq, match: PrefixMatch) -> None:
         """Let a sequence use a locked prefix in place of, and beyond, the pages it has."""
         self._count_hit(seq, match)
         self._hold_path(seq, match.node, len(match.pages))
+        if self._groups:
+            self._share_further(seq, match)
         seq.pages.extend(match.pages[len(seq.pages) :])
+
+    def _share_further(self, seq: Seq, match: PrefixMatch) -> None:
+        """Let a sequence use the match's blocks of further groups beyond those that it has."""
+        num_own = len(seq.pages)
+        is_own_work = seq.pages_were_released
+        for group, place, block in self._blocks_of(match):
+            # Its own block for these tokens stays; this one was locked for nothing.
+            if place < num_own:
+                group.unlock(block, left_behind=False)
+            elif not is_own_work:
+                group.reuse(block)
+        if not seq.further:
+            seq.further = [FurtherPages() for _ in self._groups]
+        for group, held, pages in zip(self._groups, seq.further, match.further, strict=True):
+            visible = group.first_block(match.num_tokens)
+            self._give_back(group, held, min(visible, num_own), left_behind=True)
+            held.pages.extend(pages[len(held.pages) :])
+            held.first = max(held.first, visible)
 
     def _hold_path(self, seq: Seq, node: RadixNode | None, published: int) -> None:
         """Let a sequence hold this path, which is locked for it, in place of the one it had."""
@@ -307,20 +431,98 @@ class KvManager:
             self.host.unpin(seq.pinned)
             seq.pinned = []
 
-    def extend(self, seq: Seq, tokens: int) -> bool:
+    def extend(self, seq: Seq, tokens: int, position: int | None = None) -> bool:
         """Make room for the sequence's first `tokens` tokens.
 
-        Returns whether there is room; if not, nothing has changed.
+        Args:
+            position: where its next row begins, in front of which further groups leave blocks
+                behind; None: at its first token that is not computed.
+        Returns whether there is room; if not, the sequence holds no page more than before.
         """
         need = -(-tokens // self.page_size) - len(seq.pages)
         if need <= 0:
             return True
+        if self._groups:
+            return self._extend_all(seq, need, seq.computed if position is None else position)
         pages = self.allocate(need)
         if pages is None:
             return False
         seq.pages.extend(pages)
         seq.private.update(pages)
         return True
+
+    def _extend_all(self, seq: Seq, need: int, position: int) -> bool:
+        """`extend` by `need` pages of tokens in all groups."""
+        if not seq.further:
+            seq.further = [FurtherPages() for _ in self._groups]
+        self._leave_behind(seq, position)
+        first = len(seq.pages)
+        end = first + need
+        # What the next row does not see gets no block: D pulls the end of a window alone.
+        visible = [max(group.first_block(position), first) for group in self._groups]
+        sizes = [
+            (end - start) * group.width
+            for group, start in zip(self._groups, visible, strict=True)
+        ]
+        pages = self.allocate(need + sum(sizes))
+        if pages is None:
+            return False
+        seq.pages.extend(pages[:need])
+        seq.private.update(pages[:need])
+        taken = need
+        for group, held, start, size in zip(
+            self._groups, seq.further, visible, sizes, strict=True
+        ):
+            # No block in front of the first visible one is held, so that none is left behind.
+            if start > first:
+                held.pages.extend(array("i", (NO_PAGE,)) * ((start - first) * group.width))
+                held.first = start
+            held.pages.extend(pages[taken : taken + size])
+            held.private.update(pages[taken : taken + size])
+            taken += size
+        return True
+
+    def _leave_behind(self, seq: Seq, position: int) -> None:
+        """Give back the blocks of further groups that no row from `position` on reads.
+
+        A step in flight may still read them: their next owner writes in a later step.
+        """
+        for group, held in zip(self._groups, seq.further, strict=True):
+            visible = min(group.first_block(position), len(seq.pages))
+            self._give_back(group, held, visible, left_behind=True)
+
+    def _give_back(
+        self, group: GroupPages, held: FurtherPages, end: int, *, left_behind: bool
+    ) -> None:
+        """Free or unlock a sequence's blocks in front of block `end`."""
+        width = group.width
+        freed = array("i")
+        for place in range(held.first, end):
+            pages = held.pages[place * width : (place + 1) * width]
+            if pages[0] in held.private:
+                held.private.difference_update(pages)
+                freed.extend(pages)
+            else:
+                group.unlock(pages[0], left_behind=left_behind)
+            held.pages[place * width : (place + 1) * width] = array("i", (NO_PAGE,)) * width
+        held.first = max(held.first, end)
+        self.allocator.free(freed)
+
+    def further_pages(
+        self, seq: Seq, first: int, end: int | None = None
+    ) -> tuple[tuple[int, array[int]], ...]:
+        """What the end of a prompt sees of its pages of tokens [first, end), by further group.
+
+        Returns:
+            (place of the first page, counted in pages of the pool; pages) of each.
+        """
+        found = []
+        for group, held in zip(self._groups, seq.further, strict=False):
+            start = max(first, group.first_block(seq.prompt_len))
+            stop = len(seq.pages) if end is None else end
+            pages = held.pages[start * group.width : max(start, stop) * group.width]
+            found.append((start * group.width, pages))
+        return tuple(found)
 
     def adopt_prefix(self, seq: Seq) -> None:
         """Share pages that another sequence computed since the last chunk of this prompt."""
@@ -331,7 +533,7 @@ class KvManager:
         match = self.match_prefix(seq, seq.reusable_tokens)
         # The tree has nothing beyond the tokens computed here.
         if match.num_tokens <= seq.computed:
-            self.cache.unlock(match.node)
+            self.drop_match(match)
             return
         self.share_prefix(seq, match)
         seq.computed = match.num_tokens
@@ -349,14 +551,25 @@ class KvManager:
             # Pages computed from a damaged one would give other sequences wrong tokens.
             return
         priority = self._priority.base(seq)
+        further = [
+            held.pages[first * group.width : last * group.width]
+            for group, held in zip(self._groups, seq.further, strict=True)
+        ]
         inserted = self.cache.insert(
-            seq.key, seq.pages[first:last], seq.req.namespace, first, priority
+            seq.key, seq.pages[first:last], seq.req.namespace, first, priority, further=further
         )
         self.cache.lock(inserted.node)
         self._hold_path(seq, inserted.node, last)
         # Where the tree had the same tokens already, its pages stay and ours remain private.
         first_taken = first + len(inserted.existing_pages)
         seq.private.difference_update(seq.pages[first_taken:last])
+        for group, held in zip(self._groups, seq.further, strict=True):
+            for place in range(max(first, held.first), last):
+                pages = held.pages[place * group.width : (place + 1) * group.width]
+                # Where the tree had a block of the same tokens, ours remains private.
+                if pages[0] in held.private and group.owns(pages[0]):
+                    held.private.difference_update(pages)
+                    group.lock(pages[0])
 
     def release_device_memory(self, seq: Seq, mode: str, prefill_rate: float) -> None:
         """Release everything that a sequence holds, which is going to come back.
@@ -401,6 +614,9 @@ class KvManager:
         if seq.private:
             self.allocator.free(array("i", sorted(seq.private)))
             seq.private.clear()
+        for group, held in zip(self._groups, seq.further, strict=False):
+            self._give_back(group, held, len(seq.pages), left_behind=False)
+        seq.further = []
         self._hold_path(seq, None, 0)
         seq.pages = array("i")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from baton.sched.planner.reservation import ReservedGrowth
-from baton.sched.policies.base import cached_tokens
 from baton.sched.state.tables import SchedulerState
 from baton.sched.types.sequence import Seq, SeqState
 
@@ -23,12 +22,12 @@ class AdmissionEstimate:
         """
         state = self._state
         memory = state.memory
-        work = memory.pages(len(seq.tokens)) - cached_pages
+        work = memory.prompt_pages(seq, cached_pages)
         if not state.running and not state.transfer and not state.leased:
             # Alone it must run, or nothing would ever run: no end would free a page for it.
             # Scheduler.add has refused what exceeds the pool.
             return work
-        answer_pages = memory.pages(memory.answer_tokens(seq))
+        answer_pages = memory.answer_pages(memory.answer_tokens(seq))
         need = work + answer_pages + memory.watermark
         growth = self._growth.pages()
         # The peak costs a walk through all endings: it is computed only where it changes the
@@ -44,7 +43,7 @@ class AdmissionEstimate:
 
     def extend_tokens(self, seq: Seq) -> int:
         """Tokens of a waiting request that are not cached."""
-        return seq.total_len - cached_tokens(seq, self._state.memory.cache)
+        return seq.total_len - self._state.memory.cached_tokens(seq)
 
     def is_too_late(self, seq: Seq) -> bool:
         """True if a first token in time is impossible, under --deadline-miss-action abort."""
@@ -53,7 +52,7 @@ class AdmissionEstimate:
         # A request that has started goes on: its work is paid.
         if deadline is None or seq.has_started or not state.limits.aborts_missed_deadlines:
             return False
-        cached = cached_tokens(seq, state.memory.cache)
+        cached = state.memory.cached_tokens(seq)
         tokens = seq.total_len - cached
         # An estimate that no comparable recent prompt has confirmed refuses nothing: after one slow
         # step it could refuse every request, and would never be measured again.

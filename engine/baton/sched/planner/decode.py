@@ -24,9 +24,11 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
     page_size = state.limits.page_size
     running = state.running
     rows = draft.rows
-    # A sequence takes at most one page: only with fewer pages than sequences can one lack its own.
-    # Found before any row is made, because a retraction may take a sequence whose row exists.
-    starved = _find_starved(state) if memory.available < len(running) else ()
+    # A sequence takes at most one page of each group: only with fewer pages than that can one lack
+    # its own. Found before any row is made, because a retraction may take a sequence whose row
+    # exists.
+    most_pages = len(running) * memory.pages_per_block
+    starved = _find_starved(state) if memory.available < most_pages else ()
     prompts: list[Seq] = []
     for seq in running.values():
         tokens_known = seq.tokens
@@ -51,6 +53,8 @@ def plan_decode_rows(state: SchedulerState, draft: PlanDraft) -> list[Seq]:
         num_pages = len(seq.pages)
         if sent < num_pages:
             pages = seq.pages[sent:]
+            if seq.further:
+                draft.add_further(seq)
             seq.pages_sent_to_runner = num_pages
         tokens = UNKNOWN if inflight else tokens_known[start:]
         rows.append(new_row((seq.handle, seq.slot, start, 1, True, tokens, sent, pages)))

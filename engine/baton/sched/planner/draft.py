@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, Row
+from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, FurtherGrowth, Row
 from baton.sched.types.sequence import Seq
 
 
@@ -13,6 +13,7 @@ from baton.sched.types.sequence import Seq
 class PlanDraft:
     rows: list[Row] = field(default_factory=list)
     admitted: list[AdmittedSeq] = field(default_factory=list)
+    further: list[FurtherGrowth] = field(default_factory=list)
     preemptor: Seq | None = None
     """The waiting request that others were preempted for in this plan, until it is tried."""
     seconds_budget: float | None = None
@@ -44,9 +45,21 @@ class PlanDraft:
         self.rows.append(
             Row(seq.handle, seq.slot, start, n, samples, tokens, sent, seq.pages[sent:])
         )
+        self.add_further(seq)
         seq.pages_sent_to_runner = len(seq.pages)
         seq.computed = end
         seq.inflight_steps += 1
         seq.has_started = True
         # The newest unknown token is now the one that this row samples.
         seq.inflight += samples
+
+    def add_further(self, seq: Seq) -> None:
+        """Tell the runner of a sequence's new pages in further page groups, before those of group 0
+        count as sent.
+        """
+        sent = seq.pages_sent_to_runner
+        for group, held in enumerate(seq.further):
+            width = len(held.pages) // len(seq.pages) if seq.pages else 0
+            base = max(sent, held.first) * width
+            if base < len(held.pages):
+                self.further.append(FurtherGrowth(seq.slot, group, base, held.pages[base:]))

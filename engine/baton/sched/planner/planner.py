@@ -140,6 +140,7 @@ class Planner:
             stopped_by=stopped_by,
             retracted=retracted,
             copies=memory.take_copies(),
+            further=tuple(draft.further),
         )
 
     def _release_retained(self, stopped_by: StopReason) -> bool:

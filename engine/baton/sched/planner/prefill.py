@@ -16,7 +16,6 @@ from baton.sched.planner.decode import retract_for
 from baton.sched.planner.draft import PlanDraft
 from baton.sched.planner.prompt_budget import PromptBudget
 from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
-from baton.sched.policies.base import cached_tokens
 from baton.sched.state.tables import SchedulerState
 from baton.sched.types.candidates import (
     REFUSED,
@@ -198,7 +197,7 @@ class PrefillPlanner:
         # A page of tokens is left, and a chunk may be a page: the tree need not be asked.
         if is_sized_by_tokens and budget.tokens >= limits.page_size:
             return True
-        cached = cached_tokens(seq, self._state.memory.cache)
+        cached = self._state.memory.cached_tokens(seq)
         return budget.chunk_tokens(cached, seq.total_len - cached) > 0
 
     def _admit_candidate(self, seq: Seq) -> CandidateRefused | None:
@@ -215,7 +214,7 @@ class PrefillPlanner:
         # A request that passes the reserved one for ever would keep it out for ever.
         if lacks_pages or not self._reservation.may_pass(seq):
             # The lock of a request that is not admitted would keep the prefix from being evicted.
-            memory.cache.unlock(match.node)
+            memory.drop_match(match)
             # A request that only the reservation keeps out needs no pages kept for itself.
             return self._refuse_candidate(seq) if lacks_pages else REFUSED
         self._reservation.on_admitted(seq)
@@ -225,7 +224,7 @@ class PrefillPlanner:
         seq.admitted_step = state.planned_step
         if seq.pages:
             # A retained request resumes where it was: D may be reading the pages it holds.
-            memory.cache.unlock(match.node)
+            memory.drop_match(match)
             return None
         memory.share_prefix(seq, match)
         memory.restore_prefix(seq, seq.reusable_tokens)

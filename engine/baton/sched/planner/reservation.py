@@ -89,7 +89,7 @@ class ReservationHolder:
         if not holders and not state.leased:
             return True
         pages_passed = sum(
-            len(holder.pages) + memory.growth(holder)
+            memory.held_pages(holder) + memory.growth(holder)
             for holder in holders
             if holder.admitted_step >= reservation.since
         )

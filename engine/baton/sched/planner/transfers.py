@@ -74,7 +74,7 @@ class TransferPlanner:
             if not lacks_room and self._may_overtake(seq):
                 outcome = self._admit_candidate(seq, match)
             else:
-                state.memory.cache.unlock(match.node)
+                state.memory.drop_match(match)
                 if lacks_room and seq.is_announced and not announced_only:
                     # P holds the pages of this prompt until D has read them, and may be too full to
                     # compute the prompts that hold grants here: neither node would ever go on.
@@ -116,10 +116,10 @@ class TransferPlanner:
         memory.share_prefix(seq, match)
         memory.restore_prefix(seq, seq.prompt_len)
         num_local_pages = len(seq.pages)
-        fits = memory.extend(seq, seq.prompt_len)
+        fits = memory.extend(seq, seq.prompt_len, position=seq.prompt_len)
         assert fits, "so many pages were available"
         self._growth.reset()
-        state.grant_pages(seq, num_local_pages, seq.pages[num_local_pages:])
+        state.grant_pages(seq, num_local_pages)
         cached_tokens = num_local_pages * memory.page_size
         fetched_tokens = seq.prompt_len - cached_tokens
         state.sharing.charge_prompt(seq, fetched_tokens, cached_tokens)
@@ -139,7 +139,7 @@ class TransferPlanner:
             state.memory.freed_by,
             self._sort_key(seq),
         )
-        state.memory.cache.unlock(match.node)
+        state.memory.drop_match(match)
         # The reservation would keep it out after the victims have lost their slots.
         if not self._may_overtake(seq, without=victims):
             return False
@@ -181,13 +181,13 @@ class TransferPlanner:
         state = self._state
         memory = state.memory
         match = memory.match_prefix(seq, seq.prompt_len)
-        need = memory.pages(seq.prompt_len) - len(match.pages)
+        need = memory.pages_to_pull(seq, len(match.pages))
         # Alone it must be admitted: nothing that ends would ever free a page for it.
         is_alone = not (state.running or state.transfer or state.waiting)
         if not is_alone:
             # SGLang's bound: D rather retracts than keeps room for whole answers.
             answer_tokens = min(state.limits.num_reserved_decode_tokens, memory.answer_tokens(seq))
-            need += memory.pages(answer_tokens) + self._growth.pages() + memory.watermark
+            need += memory.answer_pages(answer_tokens) + self._growth.pages() + memory.watermark
         return match, need - memory.available
 
     def _pending_transfers(self) -> Candidates:

@@ -4,8 +4,10 @@ sched.setup.from_config).
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 
+from baton.cache.group_pages import GroupRule
 from baton.sched.fairness.fair_queue import FairnessRules
 from baton.sched.policies.base import PolicyParams
 from baton.sched.types.priority import PriorityRule
@@ -15,6 +17,7 @@ from baton.sched.types.priority import PriorityRule
 class Limits:
     num_pages: int
     page_size: int
+    """Tokens of a page of group 0, and of a block of a further group."""
     max_running_requests: int
     max_queued_requests: int
     step_tokens: int
@@ -73,6 +76,8 @@ class Limits:
     """A request this close to its end is not preempted."""
     fairness: FairnessRules = field(default_factory=FairnessRules)
 
+    page_groups: tuple[GroupRule, ...] = ()
+    """The page groups beside group 0, which holds every token of a sequence."""
     starvation_secs: float = 10.0
     """Waiting for longer, overtaken by later requests, is starving (metrics only)."""
 
@@ -83,6 +88,25 @@ class Limits:
         """
         return max(self.step_tokens - num_decode, self.page_size)
 
+    def longest_chunk(self, tokens: int) -> int:
+        """Most tokens of a row of a sequence that has `tokens` to compute."""
+        if not self.is_chunked:
+            return max(tokens, 1)
+        return max(min(tokens, max(self.step_tokens, self.page_size)), 1)
+
     @property
     def capacity_tokens(self) -> int:
-        return self.num_pages * self.page_size
+        """Tokens of the longest sequence that the pool holds, alone."""
+        if not self.page_groups:
+            return self.num_pages * self.page_size
+        # A row may be as long as the longest prompt: the more tokens, the more pages it takes.
+        fits = bisect.bisect_right(range(self.num_pages + 1), self.num_pages, key=self._most_pages)
+        return (fits - 1) * self.page_size
+
+    def _most_pages(self, blocks: int) -> int:
+        """Most pages that a sequence of `blocks` pages of tokens holds, in all groups."""
+        row_tokens = self.longest_chunk(blocks * self.page_size)
+        return blocks + sum(
+            min(blocks, rule.most_blocks(self.page_size, row_tokens)) * rule.width
+            for rule in self.page_groups
+        )

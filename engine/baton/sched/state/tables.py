@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -319,14 +318,16 @@ class SchedulerState:
 
     # ------------------------------------------------------------------ transfer
 
-    def grant_pages(self, seq: Seq, start_page: int, pages: array[int]) -> None:
-        """D: hand pages to the transfer runtime once the steps planned so far have committed.
+    def grant_pages(self, seq: Seq, start_page: int) -> None:
+        """D: hand a sequence's pages from `start_page` on to the transfer runtime once the steps
+        planned so far have committed.
 
         If pages are waiting to be copied, these may be among them: then the next step, too, has to
         commit.
         """
         after_step = self.planned_step + self.memory.has_copies
-        grant = GrantPages(seq.req, start_page, pages)
+        further = self.memory.further_pages(seq, start_page)
+        grant = GrantPages(seq.req, start_page, seq.pages[start_page:], further)
         self._grants.append((after_step, seq, grant))
 
     def note_announced(self, seq: Seq) -> None:

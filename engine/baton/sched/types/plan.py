@@ -97,6 +97,16 @@ class AdmittedSeq:
     """
 
 
+class FurtherGrowth(NamedTuple):
+    """Pages that continue a slot's page table of a further page group at index `base`."""
+
+    slot: int
+    group: int
+    """0 is the first one after group 0."""
+    base: int
+    pages: array[int]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     step: int
@@ -112,6 +122,8 @@ class StepPlan:
     retracted: int = 0
     copies: tuple[CopyRun, ...] = ()
     """Pages to move between device and host before the rows run, in this order."""
+    further: tuple[FurtherGrowth, ...] = ()
+    """Growth of the rows' page tables in further page groups."""
 
     @property
     def mode(self) -> ForwardMode:

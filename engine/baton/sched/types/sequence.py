@@ -73,6 +73,17 @@ class IllegalTransition(RuntimeError):
     """
 
 
+@dataclass(slots=True)
+class FurtherPages:
+    """A sequence's pages of a further page group (cache.group_pages)."""
+
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    """By position, `width` per page of tokens; NO_PAGE in front of `first`."""
+    private: set[int] = field(default_factory=set)
+    first: int = 0
+    """First block that is held: all that follow are."""
+
+
 @dataclass(slots=True, eq=False)
 class Seq:
     req: ValidatedRequest
@@ -96,6 +107,8 @@ class Seq:
     slot: int = -1
     pages: array[int] = field(default_factory=lambda: array("i"))
     private: set[int] = field(default_factory=set)
+    further: list[FurtherPages] = field(default_factory=list)
+    """By further page group, while it holds pages; `pages` and `private` are those of group 0."""
     node: RadixNode | None = None
     computed: int = 0
     """Tokens whose KV exists or is being computed by a step in flight."""
