@@ -1,10 +1,10 @@
 """What the pages of a KV pool hold, by logical coordinates. No torch here.
 
 A page group is the pages of one kind: the K and V of some layers and heads, or the latents of some
-layers, `page_tokens` tokens a page. Its descriptor names layers and heads by their numbers in the whole model, whatever share a
-rank has of it, so that two nodes can compare what their pages mean before one reads the other's.
-The descriptors are given to the transfer runtime with the pool and travel to peers
-(docs/protocol.md).
+layers, `page_tokens` tokens a page. Its descriptor names layers and heads by their numbers in the
+whole model, whatever share a rank has of it, so that two nodes can compare what their pages mean
+before one reads the other's. The descriptors are given to the transfer runtime with the pool and
+travel to peers (docs/protocol.md).
 """
 
 from __future__ import annotations

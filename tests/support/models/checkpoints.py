@@ -46,7 +46,7 @@ _GEMMA3 = {
 _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 32, "n_routed_experts": 8,
-    "num_experts_per_tok": 3, "num_hidden_layers": 3,
+    "num_experts_per_tok": 3,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -238,7 +238,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_LATENT,
             "first_k_dense_replace": 0,
-            "num_hidden_layers": 2,
             "n_group": 1,
             "topk_group": 1,
             "rope_interleave": False,

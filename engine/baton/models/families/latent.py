@@ -11,6 +11,17 @@ _LATENT_EPS = 1e-6
 """Of the norms of latents: the classes do not pass `rms_norm_eps` to them."""
 
 
+def refuse_indexer(config: ModelConfig) -> None:
+    """Raise ConfigError for layers that choose the tokens they attend to (DeepSeek V3.2, GLM 5)."""
+    if (count := config.get("index_topk")) is not None:
+        config.refuse(
+            "index_topk",
+            count,
+            "attention to the tokens that an indexer chooses is not computed; use a checkpoint "
+            "without an indexer, such as DeepSeek V3",
+        )
+
+
 class LatentFamily(ModelFamily):
     """Multi-head latent attention; attributes are defaults of transformers' class."""
 
@@ -25,7 +36,7 @@ class LatentFamily(ModelFamily):
     attention = "latents and a rotated key per token (MLA); YaRN scales scores"
 
     def read_attention_block(self, config: ModelConfig) -> LatentBlockSpec:
-        self._refuse_other_attention(config)
+        refuse_indexer(config)
         heads = config.read_integer("num_attention_heads")
         if config.read_integer("num_key_value_heads", heads) != heads:
             config.refuse(
@@ -76,12 +87,3 @@ class LatentFamily(ModelFamily):
             config.refuse("topk_method", method, f"supported: {', '.join(methods)}")
         if config.get("moe_layer_freq", 1) != 1:
             config.refuse("moe_layer_freq", config.get("moe_layer_freq"), "supported: 1")
-
-    def _refuse_other_attention(self, config: ModelConfig) -> None:
-        if (count := config.get("index_topk")) is not None:
-            config.refuse(
-                "index_topk",
-                count,
-                "attention to the tokens that an indexer chooses is not computed; use a checkpoint "
-                "without an indexer, such as DeepSeek V3",
-            )
