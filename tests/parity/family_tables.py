@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.layers.spec import AttentionSpec, LatentSpec, LayerAttention
 from baton.models.families import FAMILIES
 from baton.models.spec.model import ModelSpec
 from baton.models.spec_reader import read_spec
@@ -86,6 +87,19 @@ def families_table() -> str:
     return _table(header, rows)
 
 
+def windows_of(spec: ModelSpec) -> list[int]:
+    """Windows of the layers that have one."""
+    with_heads = [layer for layer in spec.attention if isinstance(layer, AttentionSpec)]
+    return [layer.window for layer in with_heads if layer.window]
+
+
+def _kept_of_token(layer: LayerAttention) -> tuple[str, str]:
+    """How many heads of K and V a layer keeps, and their size."""
+    if isinstance(layer, LatentSpec):
+        return "latent", f"{layer.latent_dim} + {layer.key_dim}"
+    return str(layer.num_kv_heads), str(layer.head_dim)
+
+
 def kv_table() -> str:
     """Bytes of KV that a token of published models takes."""
     header = (
@@ -94,18 +108,17 @@ def kv_table() -> str:
     rows = []
     for name in PUBLISHED:
         spec = read_published(name)
-        windows = [layer.window for layer in spec.attention if layer.window]
+        windows = windows_of(spec)
         counts = {size: windows.count(size) for size in sorted(set(windows))}
         shown = ", ".join(f"{count} of {size}" for size, count in counts.items())
-        kv_heads = spec.attention[0].num_kv_heads
-        head_dim = spec.attention[0].head_dim
+        kv_heads, head_dim = _kept_of_token(spec.attention[0])
         rows.append(
             (
                 name,
                 f"`{spec.architecture}`",
                 str(spec.num_layers),
-                str(kv_heads),
-                str(head_dim),
+                kv_heads,
+                head_dim,
                 f"{spec.kv_spec(16).token_bytes:,}".replace(",", " "),
                 shown or "none",
             )
@@ -127,7 +140,8 @@ def foreign_table() -> str:
         rows.append((f"`{model_type}`", architecture, served, often))
     for model_type, (_, _, words) in sorted(REFUSED.items()):
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-        rows.append((f"`{model_type}`", architecture, f"no: {words}", "refusal"))
+        blocks = "; blocks of our own serve it" if model_type in native else ""
+        rows.append((f"`{model_type}`", architecture, f"no: {words}{blocks}", "refusal"))
     return _table(header, rows)
 
 

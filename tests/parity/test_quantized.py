@@ -23,8 +23,18 @@ QUICK = [
     ("qwen3-moe", "fp8-ragged"),
     ("phi3", "awq"),
     ("glm4-moe", "gptq-order"),
+    ("deepseek-v3", "fp8-ragged"),
 ]
-VARIANTS = ("llama-tied-bias", "qwen2", "qwen3", "phi3", "mixtral", "qwen2-moe", "glm4-moe")
+VARIANTS = (
+    "llama-tied-bias",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "mixtral",
+    "qwen2-moe",
+    "glm4-moe",
+    "deepseek-v3",
+)
 WIDE = [("llama", name) for name in FORMATS]
 WIDE += [(variant, name) for variant in VARIANTS for name in ("fp8-block", "packed-int4", "gptq")]
 

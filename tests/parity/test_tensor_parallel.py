@@ -83,6 +83,9 @@ FAMILIES = [
     ("qwen2-moe", 2),
     ("qwen3-moe-mixed", 2),
     ("glm4-moe", 4),
+    ("deepseek-v2-lite", 2),
+    ("deepseek-v3", 4),
+    ("glm4-moe-lite", 2),
 ]
 """Four ranks hold each of two KV heads twice, or the only one four times; OLMo norms all heads of all ranks as one
 row."""

@@ -121,6 +121,7 @@ def edited(path: Path, **changes: Any) -> Path:
             {"model_impl": "transformers"},
             "code of a checkpoint is not executed",
         ),
+        ({"index_topk": 2048}, {}, "an indexer"),
         ({"is_encoder_decoder": True}, {}, "cross attention is not served"),
         ({"layer_types": ["linear_attention"]}, {}, "linear_attention"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "longest row of a batch"),

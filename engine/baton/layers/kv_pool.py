@@ -1,6 +1,7 @@
-"""The memory that holds every slot's K and V on one rank, as one page-major tensor.
+"""The memory that holds what every slot's token leaves on one rank, as one page-major tensor.
 
     data [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]      index 0 of dimension 2 is K, 1 is V
+    data [num_pages, num_layers, page_size, latent_dim + key_dim]           where attention has latents
 
 The shape of a page is that of the pool's page group (`kv_spec`). A page is one span of bytes, which
 is what travels between P and D. The memory belongs to the native `KvPool` (a sealed memfd other

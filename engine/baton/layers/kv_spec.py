@@ -1,10 +1,10 @@
 """What the pages of a KV pool hold, by logical coordinates. No torch here.
 
-A page group is the pages of one kind: the K and V of some layers and heads, `page_tokens` tokens a
-page. Its descriptor names layers and heads by their numbers in the whole model, whatever share a
-rank has of it, so that two nodes can compare what their pages mean before one reads the other's.
-The descriptors are given to the transfer runtime with the pool and travel to peers
-(docs/protocol.md).
+A page group is the pages of one kind: the K and V of some layers and heads, or the latents of some
+layers, `page_tokens` tokens a page. Its descriptor names layers and heads by their numbers in the
+whole model, whatever share a rank has of it, so that two nodes can compare what their pages mean
+before one reads the other's. The descriptors are given to the transfer runtime with the pool and
+travel to peers (docs/protocol.md).
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.layers.spec import DTYPE_BYTES, AttentionSpec, common_heads
+from baton.layers.spec import (
+    DTYPE_BYTES,
+    LatentSpec,
+    LayerAttention,
+    common_heads,
+    common_latents,
+)
 
 NumberRange = tuple[int, int]
 """Ascending numbers: the first one, and the one after the last."""
-GroupKind = Literal["full"]
-"""`full`: every token of a sequence has its K and V in a page."""
+GroupKind = Literal["full", "latent"]
+"""Every token of a sequence has a place in a page: `full` for its K and V, `latent` for a latent
+and a rotated key that all heads share."""
 Retention = Literal["all"]
 """`all`: a sequence's pages are kept as long as the sequence."""
 HASH_CHARS = 16
@@ -54,10 +61,12 @@ class GroupDescriptor:
     kind: GroupKind
     layers: tuple[NumberRange, ...]
     heads: tuple[NumberRange, ...]
-    """KV heads of each layer."""
+    """KV heads of each layer; latents count as one."""
     dims: str
     """The axes of a page in the order of its bytes, the last one contiguous. An axis whose size no
-    other coordinate gives states it, and the elements that only pad it: `head_dim=80+16`."""
+    other coordinate gives states it, and the elements that only pad it: `head_dim=80+16`. Parts of
+    an axis are separated by `|`. `pairs` is no axis: it says which elements of a key turned
+    together."""
     dtype: str
     page_tokens: int
     page_bytes: int
@@ -111,13 +120,40 @@ def describe_heads(
     )
 
 
-def describe_attention(
-    layers: Sequence[AttentionSpec], dtype: str, page_tokens: int
+def describe_latents(
+    layers: Sequence[int], latents: LatentSpec, *, dtype: str, page_tokens: int
 ) -> GroupDescriptor:
-    """The group of a decoder whose layers all have the same heads.
+    """The group of latents and rotated keys, side by side in a row per token.
+
+    It is the same on every tensor-parallel rank. Args: `layers`: their numbers in the whole model,
+    ascending.
+    """
+    pairs = "interleaved" if latents.is_interleaved else "halves"
+    shape = (len(layers), page_tokens, latents.row_dim)
+    return GroupDescriptor(
+        id=0,
+        kind="latent",
+        layers=to_ranges(layers),
+        heads=((0, 1),),
+        dims=f"layer,slot,latent|key={latents.latent_dim}|{latents.key_dim},pairs={pairs}",
+        dtype=dtype,
+        page_tokens=page_tokens,
+        page_bytes=math.prod(shape) * DTYPE_BYTES[dtype],
+        retain="all",
+        shape=shape,
+    )
+
+
+def describe_attention(
+    layers: Sequence[LayerAttention], dtype: str, page_tokens: int
+) -> GroupDescriptor:
+    """The group of a decoder whose layers all have the same heads, or the same latents.
 
     Raises ValueError where they differ: one group has one shape.
     """
+    latents = common_latents(layers)
+    if latents is not None:
+        return describe_latents(range(len(layers)), latents, dtype=dtype, page_tokens=page_tokens)
     heads = common_heads(layers)
     return describe_heads(
         range(len(layers)),

@@ -26,7 +26,7 @@ from baton.layers import flashinfer_loader
 from baton.layers import kernels as triton_kernels
 
 if TYPE_CHECKING:
-    from baton.layers.ops_cpu import NativeMatrix, PackedWeight, QuantizedWeight
+    from baton.layers.ops_cpu import NativeMatrix, PackedHeads, PackedWeight, QuantizedWeight
     from baton.layers.ops_cuda import FlashInferOps
     from baton.layers.spec import KernelShapes
 
@@ -35,6 +35,10 @@ log = logging.getLogger("baton.ops")
 Matrix: TypeAlias = "Tensor | NativeMatrix"
 """A weight [N, K] as `linear` and `embed` take it: a tensor, what `pack_weight` made of one, or
 codes that stay quantized (`quantized_kernel`)."""
+
+HeadMatrices: TypeAlias = "Tensor | PackedHeads"
+"""Weights [heads, N, K] as `linear_by_head` takes them: a tensor, or what `pack_heads` made of
+one."""
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The compute types, by the names flags and specs use."""
@@ -164,6 +168,14 @@ def pack_weight(weight: Matrix) -> Matrix:
     return packed
 
 
+def pack_heads(weights: HeadMatrices) -> HeadMatrices:
+    """The same for weights of heads [heads, N, K]."""
+    if not isinstance(weights, Tensor) or (native := _native_for(weights)) is None:
+        return weights
+    packed: PackedHeads = native.PackedHeads(weights)
+    return packed
+
+
 def quantized_kernel(dtype: torch.dtype, device: torch.device) -> type[QuantizedWeight] | None:
     """The class of weights that stay quantized in memory, for products in `dtype`; None: there is
     no kernel, and they must be dequantized."""
@@ -178,6 +190,17 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, Tensor):
         return weight.multiply(x, bias)
     return functional.linear(x, weight, bias)
+
+
+def linear_by_head(x: Tensor, weights: HeadMatrices, out: Tensor) -> None:
+    """Multiply each head of x [T, heads, K] by the transpose of its weight of [heads, N, K].
+
+    Args: x, out [T, heads, N]: views with any strides but of the last dimension.
+    """
+    if not isinstance(weights, Tensor):
+        weights.multiply(x, out)
+        return
+    out.copy_(torch.einsum("thk,hnk->thn", x, weights))
 
 
 def embed_tokens(weight: Matrix, ids: Tensor) -> Tensor:
@@ -216,23 +239,45 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def apply_rope(
-    q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    is_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotate q [T, Hq, D] and k [T, Hk, D] by their positions, in place, and return them.
 
     Args:
         q, k: may be views into one fused projection: strides of dimensions 0 and 1 are free.
         positions: int64 [T], each below len(cos).
-        cos, sin: float32 [C, D/2] tables (`models.blocks.rope`); dimension i turns with i + D/2,
-        the layout of HF checkpoints.
+        cos, sin: float32 [C, D/2] tables (`models.blocks.rope`).
+        is_interleaved: dimension 2i turns with 2i + 1; else i with i + D/2, the layout of most HF
+        checkpoints. CPUs alone have a kernel for it.
     """
-    if fast := _kernels_for(q):
+    if is_interleaved:
+        if native := _native_for(q):
+            turned: tuple[Tensor, Tensor] = native.apply_rope(
+                q, k, positions, cos, sin, is_interleaved=True
+            )
+            return turned
+    elif fast := _kernels_for(q):
         return fast.apply_rope(q, k, positions, cos, sin)
     c = cos[positions].unsqueeze(1)
     s = sin[positions].unsqueeze(1)
     for x in (q, k):
-        first, second = x.float().chunk(2, dim=-1)
-        x.copy_(torch.cat((first * c - second * s, second * c + first * s), dim=-1))
+        wide = x.float()
+        if is_interleaved:
+            first = wide[..., ::2]
+            second = wide[..., 1::2]
+        else:
+            first, second = wide.chunk(2, dim=-1)
+        turned_pairs = (first * c - second * s, second * c + first * s)
+        if is_interleaved:
+            x.copy_(torch.stack(turned_pairs, dim=-1).flatten(-2))
+        else:
+            x.copy_(torch.cat(turned_pairs, dim=-1))
     return q, k
 
 

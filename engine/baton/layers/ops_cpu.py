@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from baton._native import PackedHeads as _NativeHeads
 from baton._native import PackedWeight as _NativeWeight
 from baton._native import QuantizedWeight as _NativeQuantized
 from baton._native import cpu_isa as _cpu_isa
@@ -100,6 +101,35 @@ class PackedWeight(NativeMatrix):
         super().__init__(native, weight.shape, weight.dtype)
 
 
+class PackedHeads:
+    """Weights of heads [heads, outputs, inputs] in the kernels' order, as large as the tensor they
+    are made from."""
+
+    __slots__ = ("_native", "dtype", "shape")
+
+    def __init__(self, weights: Tensor) -> None:
+        """weights: contiguous, float32 or bfloat16, on the CPU. Raises ValueError otherwise."""
+        if weights.dtype not in (torch.float32, _BF16) or weights.dim() != 3:
+            description = f"{weights.dtype} {list(weights.shape)}"
+            raise ValueError(f"{description}: float32 or bfloat16 [heads, N, K] is needed")
+        self.dtype = weights.dtype
+        self.shape = weights.shape
+        address = checked_address("weights", weights, self.dtype, self.shape)
+        self._native = _NativeHeads(self.dtype == _BF16, *self.shape, address)
+
+    def multiply(self, x: Tensor, out: Tensor) -> None:
+        """Write x [T, heads, inputs] times the transposes into out [T, heads, outputs]."""
+        heads, outputs, inputs = self.shape
+        for name, vectors, size in (("x", x, inputs), ("out", out, outputs)):
+            expected = (len(x), heads, size)
+            if vectors.dtype != self.dtype or vectors.shape != expected or not vectors.is_cpu:
+                description = f"{vectors.dtype} {list(vectors.shape)} on {vectors.device}"
+                raise ValueError(
+                    f"{name} is {description}, not {self.dtype} {list(expected)} on cpu"
+                )
+        self._native.multiply(_vector_layout("x", x), _vector_layout("out", out))
+
+
 class QuantizedWeight(NativeMatrix):
     """Codes of 4 or 8 bits: (code - zero) * scale in float32, rounded to `dtype`, tile by tile.
 
@@ -180,7 +210,13 @@ def _norm_weight(x: Tensor, weight: Tensor) -> tuple[int, bool]:
 
 
 def apply_rope(
-    q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    is_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Raises ValueError when a position has no row in the tables."""
     positions_at = checked_address("positions", positions, torch.int64, q.shape[:1])
@@ -191,6 +227,7 @@ def apply_rope(
         raise ValueError(f"q is {q.dtype} {list(q.shape)} but k is {k.dtype} {list(k.shape)}")
     _rope(
         q.dtype == _BF16,
+        is_interleaved,
         _vector_layout("q", q),
         _vector_layout("k", k),
         positions_at,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -43,16 +44,69 @@ class AttentionSpec:
         return 1.0 / math.sqrt(self.head_dim) if self.factor is None else self.factor
 
 
-def common_heads(layers: Sequence[AttentionSpec]) -> AttentionSpec:
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention of one layer, as a backend computes it on one rank.
+
+    A token leaves a latent, from which each head's key and value follow, and one rotated key. All
+    heads share both, so every rank keeps them whole.
+    """
+
+    num_heads: int
+    latent_dim: int
+    key_dim: int
+    """Of the rotated key, and of the rotated part of a query."""
+    scale: float
+    """Factor of the products of queries and keys."""
+    is_interleaved: bool = True
+    """Neighbors turn together; else element i turns with i + key_dim / 2. Keys are kept in this
+    order."""
+
+    @property
+    def row_dim(self) -> int:
+        """Elements of a token in the pages."""
+        return self.latent_dim + self.key_dim
+
+    @property
+    def result_size(self) -> int:
+        """Elements of a token's result: a latent for each head."""
+        return self.num_heads * self.latent_dim
+
+
+LayerAttention: TypeAlias = AttentionSpec | LatentSpec
+
+
+def common_heads(layers: Sequence[LayerAttention]) -> AttentionSpec:
     """The heads that all layers have, without their windows.
 
     Raises ValueError where layers differ, because the pool has one shape for all of them.
     """
-    heads = replace(layers[0], window=0)
+    first = layers[0]
     for number, layer in enumerate(layers):
-        if replace(layer, window=0) != heads:
-            raise ValueError(f"layer {number} has {layer}, layer 0 has {layers[0]}")
+        if _without_window(layer) != _without_window(first):
+            raise ValueError(f"layer {number} has {layer}, layer 0 has {first}")
+    heads = _without_window(first)
+    if isinstance(heads, LatentSpec):
+        raise ValueError(f"layer 0 has latents in place of heads: {heads}")
     return heads
+
+
+def _without_window(layer: LayerAttention) -> LayerAttention:
+    return layer if isinstance(layer, LatentSpec) else replace(layer, window=0)
+
+
+def common_latents(layers: Sequence[LayerAttention]) -> LatentSpec | None:
+    """The latents that all layers have; None where the layers have heads.
+
+    Raises ValueError where layers differ.
+    """
+    first = layers[0]
+    if not isinstance(first, LatentSpec):
+        return None
+    for number, layer in enumerate(layers):
+        if layer != first:
+            raise ValueError(f"layer {number} has {layer}, layer 0 has {first}")
+    return first
 
 
 @dataclass(frozen=True, slots=True)

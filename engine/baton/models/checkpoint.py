@@ -39,6 +39,9 @@ _OFTEN_PLAIN = ("embed", "lm_head", "router", "shared_gate")
 _LOOKED_UP = ("embed", "shared_gate")
 """Matrices that are read by row, or have one row."""
 
+_TAKEN_APART = ("kv_b",)
+"""Matrices whose parts are multiplied by each head alone, one of them transposed."""
+
 
 def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
     """Raise ConfigError when engines with these flags cannot load the model at `path`, or `nodes`
@@ -86,7 +89,7 @@ class StoredWeights:
 
     def can_stay_quantized(self, param: Param) -> bool:
         """Return whether all of a matrix is quantized, and it is only multiplied."""
-        is_multiplied = param.name not in _LOOKED_UP and not param.is_float32
+        is_multiplied = param.name not in _LOOKED_UP + _TAKEN_APART and not param.is_float32
         return is_multiplied and all(
             self.sources[part.source].form is not None for part in param.parts
         )
@@ -124,7 +127,12 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeig
         for part in param.parts:
             if part.source not in sources:
                 is_optional = param.name in _OFTEN_PLAIN
-                sources[part.source] = finder.find(part.source, part.whole, is_optional=is_optional)
+                sources[part.source] = finder.find(
+                    part.source,
+                    part.whole,
+                    is_optional=is_optional,
+                    can_convert=param.name not in _TAKEN_APART,
+                )
     used = {entry.name for source in sources.values() for entry in source.tensors.values()}
     if shard.size > 1:
         for _, param in plan_weights(spec, WHOLE, entries):

@@ -35,6 +35,7 @@ from baton.models.families import FAMILIES
 from baton.models.quantized.forms import ON_LOAD_FORMS
 from baton.models.quantized.methods import read_quantization
 from baton.models.quantized.scheme import QuantizationScheme
+from baton.models.spec.latent import LatentBlockSpec
 from baton.models.spec.model import LayerSpec, ModelSpec
 from baton.models.spec.moe import MoeSpec
 from baton.models.spec.norm import NormSpec
@@ -118,6 +119,8 @@ def read_spec(
 
 def _refuse_gpu(config: ModelConfig, architecture: str, layers: tuple[LayerSpec, ...]) -> None:
     """Raise ConfigError for blocks that have no kernels on GPUs, or have never run on one."""
+    if any(isinstance(layer.attention, LatentBlockSpec) for layer in layers):
+        config.refuse("architectures", [architecture], "latent attention needs --device cpu")
     if any(isinstance(layer.mlp, MoeSpec) for layer in layers):
         config.refuse("architectures", [architecture], "experts need --device cpu")
     ropes = [layer.attention.rope for layer in layers]
@@ -149,8 +152,7 @@ def _rotate_for_context(
                 context, rope.original_max_position,
             )  # fmt: skip
         is_long = True
-        window = layer.attention.heads.window
-        attention = layer.attention.of_layer(window, rope.for_context(context))
+        attention = layer.attention.with_rope(rope.for_context(context))
         resolved[layer] = replace(layer, attention=attention)
     return tuple(resolved[layer] for layer in layers), is_long
 
@@ -186,7 +188,12 @@ def find_architecture(config: ModelConfig) -> str | None:
     if model_type is None:
         return named
     typed = next(
-        (name for name, family in FAMILIES.items() if family.model_type == model_type), None
+        (
+            name
+            for name, family in FAMILIES.items()
+            if model_type in (family.model_type, *family.other_model_types)
+        ),
+        None,
     )
     if named is not None and named != typed:
         config.refuse(

@@ -195,11 +195,20 @@ unsafe fn store_sums<S: Simd>(sums: &[S::F; 2], lanes: &mut [f32; SUM_LANES]) {
     }
 }
 
-/// Rotate the first half of each head against its second, in place ("neox" layout, as in Hugging
-/// Face checkpoints).
+/// Which elements of a head turn together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RotaryPairs {
+    /// i and i + head_dim / 2 ("neox" layout, as in most Hugging Face checkpoints).
+    Halves,
+    /// 2 i and 2 i + 1.
+    Interleaved,
+}
+
+/// Rotate the pairs of each head, in place.
 #[derive(Clone, Copy, Debug)]
 pub struct RotaryEmbedding<'a> {
     pub dtype: Dtype,
+    pub pairs: RotaryPairs,
     /// `[tokens, heads, head_dim]`
     pub x: HeadVectors,
     /// Positions of the tokens, each with a row in the tables.
@@ -232,6 +241,10 @@ impl RowKernel for RotaryEmbedding<'_> {
         for row in first..end {
             let at = self.positions[row / self.x.inner] as usize * half;
             let low = self.x.data.cast::<E::T>().add(self.x.offset(row));
+            if self.pairs == RotaryPairs::Interleaved {
+                turn_neighbors::<E>(low, half, self.cos.add(at), self.sin.add(at));
+                continue;
+            }
             let high = low.add(half);
             let mut i = 0;
             while i < half {
@@ -247,6 +260,26 @@ impl RowKernel for RotaryEmbedding<'_> {
                 i += S::LANES;
             }
         }
+    }
+}
+
+/// Rotate `pairs` pairs of neighbors, one by one: heads with such pairs are short.
+#[inline(always)]
+unsafe fn turn_neighbors<E: ElementType>(
+    head: *mut E::T,
+    pairs: usize,
+    cos: *const f32,
+    sin: *const f32,
+) {
+    for i in 0..pairs {
+        let c = cos.add(i).read();
+        let s = sin.add(i).read();
+        let first = head.add(2 * i);
+        let second = first.add(1);
+        let a = E::to_f32(first.read());
+        let b = E::to_f32(second.read());
+        first.write(E::from_f32(a * c - b * s));
+        second.write(E::from_f32(b * c + a * s));
     }
 }
 
@@ -342,6 +375,7 @@ mod tests {
     use crate::attention::tests::{Stored, noise};
 
     const DTYPES: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];
+    const PAIRS: [RotaryPairs; 2] = [RotaryPairs::Halves, RotaryPairs::Interleaved];
 
     fn assert_close(got: &Stored, want: &[f64], tolerance: f64, what: &str) {
         for (i, (a, b)) in got.values().iter().zip(want).enumerate() {
@@ -467,7 +501,10 @@ mod tests {
             .into_iter()
             .flat_map(|isa| DTYPES.map(|d| (isa, d)))
         {
-            for dim in [2, 16, 20, 64, 128] {
+            for (dim, pairs) in [2, 16, 20, 64, 128]
+                .into_iter()
+                .flat_map(|dim| PAIRS.map(|pairs| (dim, pairs)))
+            {
                 let tokens = 3;
                 let heads = 2;
                 let half = dim / 2;
@@ -488,6 +525,7 @@ mod tests {
                 };
                 let call = RotaryEmbedding {
                     dtype,
+                    pairs,
                     x: vectors,
                     positions: &positions,
                     cos: cos.as_ptr(),
@@ -499,14 +537,18 @@ mod tests {
                 for (t, position) in positions.iter().enumerate() {
                     for h in 0..heads {
                         for i in 0..half {
-                            let at = t * stride + h * dim + i;
-                            let a = f64::from(before[at]);
-                            let b = f64::from(before[at + half]);
+                            let head = t * stride + h * dim;
+                            let (first, second) = match pairs {
+                                RotaryPairs::Halves => (head + i, head + half + i),
+                                RotaryPairs::Interleaved => (head + 2 * i, head + 2 * i + 1),
+                            };
+                            let a = f64::from(before[first]);
+                            let b = f64::from(before[second]);
                             let angle = *position as usize * half + i;
                             let c = f64::from(cos[angle]);
                             let s = f64::from(sin[angle]);
-                            want[at] = a * c - b * s;
-                            want[at + half] = b * c + a * s;
+                            want[first] = a * c - b * s;
+                            want[second] = b * c + a * s;
                         }
                     }
                 }
@@ -514,7 +556,7 @@ mod tests {
                     let room = if dtype == Dtype::F32 { 2e-7 } else { 6e-3 };
                     assert!(
                         (f64::from(*a) - b).abs() <= room,
-                        "{isa:?} {dtype:?} dim {dim} [{i}]: {a} not {b}"
+                        "{isa:?} {dtype:?} dim {dim} {pairs:?} [{i}]: {a} not {b}"
                     );
                 }
             }

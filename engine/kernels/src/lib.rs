@@ -7,6 +7,7 @@
 //! | [`rows`] | nothing: checks the index vectors of a step |
 //! | [`attention::append`] | new K and V of a step, scattered into the pages of the KV pool |
 //! | [`attention`] | causal attention over the pages, decode and prefill rows in one call |
+//! | [`attention::latent`] | the same over latents, which all heads share |
 //!
 //! A call: (1) the caller (baton.runtime, through `baton._native`) has checked shapes and passes
 //! raw pointers; (2) the work is cut into items whose bounds do not depend on the number of

@@ -49,6 +49,31 @@ pub enum RowsError {
 }
 
 impl SequenceRows<'_> {
+    /// Call `f(slot, run)` for each stretch of slots of one page that holds positions of `row`
+    /// within [at, at + n), in order.
+    #[inline(always)]
+    pub(crate) fn each_run(
+        &self,
+        row: usize,
+        page_size: usize,
+        at: usize,
+        n: usize,
+        mut f: impl FnMut(usize, usize),
+    ) {
+        let first_page = self.page_indptr[row] as usize;
+        let mut page = at / page_size;
+        let mut place = at % page_size;
+        let mut left = n;
+        while left > 0 {
+            let run = left.min(page_size - place);
+            let id = self.page_indices[first_page + page] as usize;
+            f(id * page_size + place, run);
+            left -= run;
+            page += 1;
+            place = 0;
+        }
+    }
+
     /// Every index leads into a pool of `num_pages` pages of `page_size` slots. Lengths of the
     /// vectors are the caller's.
     pub fn check(&self, num_pages: usize, page_size: usize) -> Result<(), RowsError> {

@@ -5,9 +5,14 @@
 //! computes releases the GIL.
 
 use kernels::attention::append::{LayerPages, NewTokens, kv_append};
+use kernels::attention::latent::{LatentAttention, LatentPages, latent_append, latent_attention};
 use kernels::attention::{PagedAttention, paged_attention};
-use kernels::elementwise::{self, Activation, GatedProduct, HeadVectors, RmsNorm, RotaryEmbedding};
-use kernels::linear::{self, CodeType, CodedMatrix, LinearProduct, Weight, WeightShape};
+use kernels::elementwise::{
+    self, Activation, GatedProduct, HeadVectors, RmsNorm, RotaryEmbedding, RotaryPairs,
+};
+use kernels::linear::{
+    self, CodeType, CodedMatrix, HeadProducts, LinearProduct, Weight, WeightShape,
+};
 use kernels::rows::SequenceRows;
 use kernels::{Dtype, isa, pool};
 use pyo3::exceptions::{PyOSError, PyValueError};
@@ -79,6 +84,38 @@ impl KvLayer {
             page_size,
             kv_heads,
             head_dim,
+        })
+    }
+}
+
+/// The layer of a pool of latents that a step works on. Made once per layer.
+#[pyclass(frozen, module = "baton._native")]
+struct LatentLayer(LatentPages);
+
+// SAFETY: as for `KvLayer`.
+unsafe impl Send for LatentLayer {}
+// SAFETY: as above.
+unsafe impl Sync for LatentLayer {}
+
+#[pymethods]
+impl LatentLayer {
+    /// `base`: address of slot 0 in page 0. `page_stride`: elements from page to page.
+    #[new]
+    fn new(
+        base: usize,
+        bf16: bool,
+        page_stride: usize,
+        page_size: usize,
+        latent_dim: usize,
+        key_dim: usize,
+    ) -> Self {
+        LatentLayer(LatentPages {
+            dtype: dtype(bf16),
+            base: base as *mut u8,
+            page_stride,
+            page_size,
+            latent_dim,
+            key_dim,
         })
     }
 }
@@ -189,6 +226,55 @@ fn attend(
     });
 }
 
+/// Write the step's latents [tokens, latent_dim] and rotated keys [tokens, key_dim] into the layer.
+/// Strides are elements from token to token.
+#[pyfunction]
+fn append_latents(
+    py: Python<'_>,
+    layer: &LatentLayer,
+    rows: &KvRows,
+    latents: usize,
+    latent_stride: usize,
+    keys: usize,
+    key_stride: usize,
+) {
+    py.detach(|| {
+        let new = |data: usize, stride| NewTokens {
+            data: data as *const u8,
+            stride,
+        };
+        let latents = new(latents, latent_stride);
+        let keys = new(keys, key_stride);
+        // SAFETY: the Python side holds the tensors and has checked their shapes.
+        unsafe { latent_append(&layer.0, latents, keys, rows.0.slot_mapping) };
+    });
+}
+
+/// Attend with q [tokens, heads, latent_dim + key_dim] into out [tokens, heads, latent_dim].
+#[pyfunction]
+fn attend_latents(
+    py: Python<'_>,
+    layer: &LatentLayer,
+    rows: &KvRows,
+    q: usize,
+    out: usize,
+    heads: usize,
+    scale: f32,
+) {
+    py.detach(|| {
+        let call = LatentAttention {
+            pages: layer.0,
+            q: q as *const u8,
+            out: out as *mut u8,
+            heads,
+            rows: rows.0,
+            scale,
+        };
+        // SAFETY: the Python side holds the tensors and has checked their shapes.
+        unsafe { latent_attention(&call) };
+    });
+}
+
 /// Vectors [outer, inner, len] at an address: (address, outer, inner, outer_stride, inner_stride,
 /// len), in elements.
 type Strided = (usize, usize, usize, usize, usize, usize);
@@ -235,8 +321,9 @@ fn rms_norm(
     py.detach(|| unsafe { elementwise::rms_norm(norm.get()) });
 }
 
-/// Rotate q and k [tokens, heads, dim] in place. positions: int64 [tokens] of q and k; cos, sin:
-/// float32 [table, dim / 2]. Raises ValueError when a position has no row in the tables.
+/// Rotate q and k [tokens, heads, dim] in place: element i with i + dim / 2, or neighbors if
+/// `interleaved`. positions: int64 [tokens] of q and k; cos, sin: float32 [table, dim / 2]. Raises
+/// ValueError when a position has no row in the tables.
 #[pyfunction]
 #[expect(
     clippy::too_many_arguments,
@@ -245,6 +332,7 @@ fn rms_norm(
 fn rope(
     py: Python<'_>,
     bf16: bool,
+    interleaved: bool,
     q: Strided,
     k: Strided,
     positions: usize,
@@ -259,8 +347,14 @@ fn rope(
             "position {bad} is outside the rope table of {table} rows"
         )));
     }
+    let pairs = if interleaved {
+        RotaryPairs::Interleaved
+    } else {
+        RotaryPairs::Halves
+    };
     let turn = |x| RotaryEmbedding {
         dtype: dtype(bf16),
+        pairs,
         x: vectors(x),
         positions,
         cos: cos as *const f32,
@@ -353,6 +447,53 @@ impl PackedWeight {
         // SAFETY: the Python side holds the tensors and has checked their shapes.
         py.detach(|| unsafe { self.0.rows(ids, out as *mut u8) });
         Ok(())
+    }
+}
+
+/// Weights of heads, each [outputs, inputs], in the kernels' order; owns their memory.
+#[pyclass(frozen, module = "baton._native")]
+struct PackedHeads(Vec<linear::PackedWeight>);
+
+#[pymethods]
+impl PackedHeads {
+    /// Copy the contiguous matrices [heads, outputs, inputs] at `weights`, which are not needed
+    /// afterwards.
+    #[new]
+    fn new(
+        py: Python<'_>,
+        bf16: bool,
+        heads: usize,
+        outputs: usize,
+        inputs: usize,
+        weights: usize,
+    ) -> Self {
+        let shape = WeightShape {
+            dtype: dtype(bf16),
+            outputs,
+            inputs,
+        };
+        let bytes = outputs * inputs * shape.dtype.bytes();
+        let address_of = |head: usize| (weights + head * bytes) as *const u8;
+        // SAFETY: the Python side holds the tensor and has checked its shape.
+        let pack = |head| unsafe { linear::PackedWeight::pack(shape, address_of(head)) };
+        PackedHeads(py.detach(|| (0..heads).map(pack).collect()))
+    }
+
+    /// y[t, h] = x[t, h] * W[h]^T. x and y: (address, tokens, heads, token stride, head stride,
+    /// length of a vector), in elements.
+    fn multiply(&self, py: Python<'_>, x: Strided, y: Strided) {
+        let products = Shared(HeadProducts {
+            weights: &self.0,
+            tokens: x.1,
+            x: x.0 as *const u8,
+            x_token_stride: x.3,
+            x_head_stride: x.4,
+            y: y.0 as *mut u8,
+            y_token_stride: y.3,
+            y_head_stride: y.4,
+        });
+        // SAFETY: the Python side holds the tensors and has checked their shapes.
+        py.detach(|| unsafe { linear::multiply_heads(products.get()) });
     }
 }
 
@@ -464,6 +605,7 @@ fn multiply(
         rows,
         bias: bias as *const u8,
         y: y as *mut u8,
+        y_stride: weight.shape().outputs,
     });
     // SAFETY: the Python side holds the tensors and has checked their shapes.
     py.detach(|| unsafe { linear::linear(call.get()) });
@@ -498,14 +640,18 @@ unsafe impl<T> Send for Shared<T> {}
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<KvLayer>()?;
+    m.add_class::<LatentLayer>()?;
     m.add_class::<KvRows>()?;
     m.add_class::<PackedWeight>()?;
+    m.add_class::<PackedHeads>()?;
     m.add_class::<QuantizedWeight>()?;
     m.add_function(wrap_pyfunction!(cpu_isa, m)?)?;
     m.add_function(wrap_pyfunction!(set_threads, m)?)?;
     m.add_function(wrap_pyfunction!(threads, m)?)?;
     m.add_function(wrap_pyfunction!(append, m)?)?;
     m.add_function(wrap_pyfunction!(attend, m)?)?;
+    m.add_function(wrap_pyfunction!(append_latents, m)?)?;
+    m.add_function(wrap_pyfunction!(attend_latents, m)?)?;
     m.add_function(wrap_pyfunction!(rms_norm, m)?)?;
     m.add_function(wrap_pyfunction!(rope, m)?)?;
     m.add_function(wrap_pyfunction!(multiply_gated, m)?)

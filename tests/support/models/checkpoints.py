@@ -43,6 +43,11 @@ _GEMMA3 = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
 }
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 32, "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -194,6 +199,73 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "head_dim": 16,
         },
+    ),
+    "deepseek-v2-lite": (
+        "DeepseekV2",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.9},
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **_LATENT,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "rope_parameters": {**_YARN, "mscale_all_dim": 1.0},
+        },
+    ),
+    "kimi-k2": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": {
+                **_YARN,
+                "rope_theta": 50000.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {**_LATENT, "qk_nope_head_dim": 24, "v_head_dim": 32, "tie_word_embeddings": True},
     ),
 }
 

@@ -142,6 +142,57 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1,
         "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
     },
+    "DeepSeek V2 Lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 10944,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400,
+        "max_position_embeddings": 163840, "rope_theta": 10000, "q_lora_rank": None, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 1,
+        "moe_layer_freq": 1, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+        "norm_topk_prob": False, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+            "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+        },
+    },
+    "DeepSeek V3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280,
+        "max_position_embeddings": 163840, "rope_theta": 10000, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 3,
+        "moe_layer_freq": 1, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc",
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+            "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
+    "Kimi K2": {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 7168,
+        "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 64,
+        "num_key_value_heads": 64, "vocab_size": 163840, "max_position_embeddings": 131072,
+        "rope_theta": 50000.0, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "n_routed_experts": 384, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
+        "norm_topk_prob": True, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid",
+        "rope_scaling": {
+            "type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
+    "GLM-4.7-Flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "hidden_size": 2048, "intermediate_size": 10240,
+        "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20, "vocab_size": 154880,
+        "max_position_embeddings": 202752, "rope_theta": 1000000, "rope_scaling": None, "q_lora_rank": 768,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+        "first_k_dense_replace": 1, "n_routed_experts": 64, "n_shared_experts": 1,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_group": 1, "topk_group": 1,
+        "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+        "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 1,
+    },
 }  # fmt: skip
 """Lists of longrope's factors stand for those of the files, which are as long."""
 COMMON: dict[str, Any] = {

@@ -18,7 +18,7 @@ from baton.layers.kv_spec import (
     to_ranges,
 )
 from baton.layers.shard import Shard
-from baton.layers.spec import AttentionSpec
+from baton.layers.spec import AttentionSpec, LatentSpec, LayerAttention
 
 GROUP = describe_heads(range(3), range(2), 8, dtype="bfloat16", page_tokens=4)
 MAX_ROUTE_BODY_BYTES = 16 << 10
@@ -78,8 +78,36 @@ def test_rank_names_its_heads_by_their_numbers_in_the_model() -> None:
     assert Shard(3, 4).kv_heads(8) == slice(6, 8)
 
 
-def test_layers_with_unequal_heads_are_refused() -> None:
-    layers = [AttentionSpec(4, 2, 8), AttentionSpec(4, 1, 8)]
+LATENTS = LatentSpec(num_heads=4, latent_dim=32, key_dim=8, scale=0.2)
+
+
+def test_latents_have_one_row_per_token_and_layer_whatever_share_of_heads_a_rank_has() -> None:
+    group = describe_attention([LATENTS] * 3, "bfloat16", 16)
+    assert group.shape == (3, 16, 40)
+    assert group.page_bytes == 3 * 16 * 40 * 2
+    assert (group.kind, group.heads) == ("latent", ((0, 1),))
+    assert group.dims == "layer,slot,latent|key=32|8,pairs=interleaved"
+    assert describe_attention([replace(LATENTS, num_heads=1)] * 3, "bfloat16", 16) == group
+
+
+def test_order_of_rotated_pairs_enters_the_hash_of_latents() -> None:
+    """Products of a query and a key do not depend on it, but the bytes of a page do."""
+    halves = replace(LATENTS, is_interleaved=False)
+    groups = [describe_attention([latents], "float32", 16) for latents in (LATENTS, halves)]
+    assert groups[0].page_bytes == groups[1].page_bytes
+    assert len({KVSpec((group,)).groups_hash for group in groups}) == 2
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [AttentionSpec(4, 2, 8), AttentionSpec(4, 1, 8)],
+        [LATENTS, replace(LATENTS, latent_dim=16)],
+        [LATENTS, AttentionSpec(4, 1, 40)],
+        [AttentionSpec(4, 1, 40), LATENTS],
+    ],
+)
+def test_layers_that_keep_other_tokens_are_refused(layers: list[LayerAttention]) -> None:
     with pytest.raises(ValueError, match="layer 1 has"):
         describe_attention(layers, "float32", 16)
 

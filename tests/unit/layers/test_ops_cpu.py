@@ -115,6 +115,42 @@ def test_rope_turns_views_in_place_and_leaves_the_rest(dtype: torch.dtype) -> No
 
 @pytest.mark.usefixtures("torch_ops")
 @both_dtypes
+def test_rope_turns_neighbors_of_views_in_place(dtype: torch.dtype) -> None:
+    """By complex numbers, as DeepSeek V2's class does."""
+    fused = noise(9, 4, 32, dtype=dtype)
+    ours, reference = fused.clone(), fused.clone()
+    angles = torch.arange(50).float()[:, None] * torch.linspace(1, 0.01, 10)
+    positions = torch.tensor([49, 0, 1, 2, 30, 7, 7, 48, 9])
+    for data, function in ((ours, ops_cpu.apply_rope), (reference, ops.apply_rope)):
+        q, k, _ = data[..., 12:].split((2, 1, 1), dim=1)
+        function(q, k, positions, angles.cos(), angles.sin(), is_interleaved=True)
+    assert torch.equal(ours, reference), "products are rounded one by one, as in torch"
+    assert torch.equal(ours[..., :12], fused[..., :12])
+    assert torch.equal(ours[:, 3], fused[:, 3])
+    pairs = torch.view_as_complex(fused[:, :3, 12:].float().unflatten(-1, (10, 2)))
+    turned = pairs * torch.polar(torch.ones(9, 10), angles[positions])[:, None]
+    assert_close(ours[:, :3, 12:].contiguous(), torch.view_as_real(turned).flatten(-2).to(dtype))
+
+
+@both_dtypes
+def test_products_by_head_equal_torch_and_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    weights = noise(3, 70, 24, dtype=dtype) / 5
+    packed = ops_cpu.PackedHeads(weights)
+    x = noise(200, 3, 40, dtype=dtype, seed=1)[..., 16:]
+    fused = torch.zeros(200, 3, 80, dtype=dtype)
+    packed.multiply(x, fused[..., :70])
+    assert_close(fused[..., :70], torch.einsum("thk,hnk->thn", x, weights))
+    assert not fused[..., 70:].any()
+    for start, end in ((0, 1), (5, 9), (17, 199)):
+        part = torch.empty(end - start, 3, 70, dtype=dtype)
+        packed.multiply(x[start:end], part)
+        assert torch.equal(part, fused[start:end, :, :70]), (start, end)
+    with pytest.raises(ValueError, match=r"out is .*\[200, 3, 80\] on cpu, not .*\[200, 3, 70\]"):
+        packed.multiply(x, fused)
+
+
+@pytest.mark.usefixtures("torch_ops")
+@both_dtypes
 def test_silu_mul_equals_torch(dtype: torch.dtype) -> None:
     for rows, n in ((1, 64), (5, 50), (300, 1024)):
         gate_up = noise(rows, 2 * n + 3, dtype=dtype)[:, : 2 * n] * 9

@@ -42,7 +42,9 @@ def router_of(name: str, fields: dict[str, Any]) -> Any:
     """transformers' router of a family."""
     import transformers
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+    from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteTopkRouter
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
     from transformers.models.llama4.modeling_llama4 import Llama4Router
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -54,6 +56,8 @@ def router_of(name: str, fields: dict[str, Any]) -> Any:
         "Mixtral": MixtralTopKRouter,
         "Glm4Moe": Glm4MoeTopkRouter,
         "DeepseekV2": DeepseekV2TopkRouter,
+        "DeepseekV3": DeepseekV3TopkRouter,
+        "Glm4MoeLite": Glm4MoeLiteTopkRouter,
         "GptOss": GptOssTopKRouter,
         "Phimoe": PhimoeTopKRouter,
         "Llama4Text": Llama4Router,
@@ -73,12 +77,6 @@ def spec_of(name: str, fields: dict[str, Any]) -> RouterSpec:
         return RouterSpec(EXPERTS, count, scoring="softmax_of_chosen")
     if name == "Llama4Text":
         return RouterSpec(EXPERTS, count, scoring="sigmoid_of_chosen")
-    if name == "DeepseekV2":
-        return RouterSpec(
-            EXPERTS, count, rounds_weights=False, num_groups=fields.get("n_group", 1),
-            kept_groups=fields.get("topk_group", 1), group_rank="best",
-            scaling_factor=fields["routed_scaling_factor"],
-        )  # fmt: skip
     values = {"num_hidden_layers": 1, "intermediate_size": 8, "first_k_dense_replace": 0, **fields}
     mlp = FAMILIES[f"{name}ForCausalLM"].read_mlp(ModelConfig(Path("config.json"), values), 0)
     assert isinstance(mlp, MoeSpec)
@@ -119,6 +117,14 @@ ROUTERS = [
             "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.0,
         },
     ),
+    (
+        "DeepseekV3",
+        {
+            "n_routed_experts": EXPERTS, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+            "routed_scaling_factor": 2.5, "first_k_dense_replace": 0,
+        },
+    ),
+    ("Glm4MoeLite", {"n_routed_experts": EXPERTS, "num_experts_per_tok": 4, "mlp_layer_types": ["sparse"]}),
     ("GptOss", {"num_local_experts": EXPERTS, "num_experts_per_tok": 4}),
     ("Phimoe", {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}),
     (

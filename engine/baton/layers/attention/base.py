@@ -79,7 +79,13 @@ class AttentionBackend(Protocol):
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [T, Hk, D] of the step into the pool, then attend with q [T, Hq, D]: returns
-        [T, Hq * D]."""
+        [T, Hq * D].
+
+        Layers with latents (`LatentSpec`) have latents [T, 1, L] for k and rotated keys [T, 1, R]
+        for v. A query [T, Hq, L + R] has been multiplied by its head's share of the key
+        projection, and the result [T, Hq * L] is yet to be multiplied by that of the value
+        projection.
+        """
 
 
 class PagedAttention(AttentionBackend):

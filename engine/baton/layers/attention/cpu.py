@@ -1,9 +1,9 @@
 """Attention by the native CPU kernels: the default backend.
 
-1. `CpuAttention(layers, kv)` describes each layer of the pool to the kernels once; 2. `plan(batch)`
-checks the step's index tensors and hands over their addresses; 3. `forward` per layer writes K and
-V into the pages and attends, in two native calls that release the GIL; 4. the next `plan` replaces
-the step.
+1. `CpuAttention(layers, kv)`, or `CpuLatentAttention` for layers with latents, describes each layer
+of the pool to the kernels once; 2. `plan(batch)` checks the step's index tensors and hands over
+their addresses; 3. `forward` per layer writes the step's tokens into the pages and attends, in two
+native calls that release the GIL; 4. the next `plan` replaces the step.
 
 Exact, bit for bit (see engine/kernels/src/lib.rs): a token's output does not depend on the other
 rows of the batch, on how its prompt was cut into chunks, on prefill or decode, nor on the number of
@@ -25,34 +25,26 @@ from baton.errors import ConfigError
 from baton.layers.attention.base import ForwardBatch
 from baton.layers.kv_pool import KvTensors
 from baton.layers.ops_cpu import checked_address
-from baton.layers.spec import AttentionSpec, common_heads
+from baton.layers.spec import AttentionSpec, LatentSpec, common_heads
 
 MAX_HEAD_DIM = 256
+MAX_ROW_DIM = 576
+"""Of a latent and its key together."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-class CpuAttention:
-    """Paged causal attention with grouped queries, per-layer windows and soft-capped scores, on CPU
-    tensors in float32 or bfloat16."""
+class _StepRows:
+    """What the backends of this module have alike: a pool, and the rows of a step."""
 
-    def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
+    def __init__(self, kv: KvTensors) -> None:
+        """Raises ConfigError for a pool that the kernels cannot read."""
         data = kv.data
-        heads = common_heads(layers)
-        _check_pool(heads, data)
+        if data.dtype not in _DTYPES or not data.is_cpu or not data.is_contiguous():
+            raise ConfigError(
+                f"--attention-backend cpu: the KV pool is {data.dtype} on {data.device}; use torch"
+            )
         self._kv = kv  # keeps the memory the layers point into
-        self._windows = tuple(layer.window for layer in layers)
-        """By layer."""
         self._dtype = data.dtype
-        self._scale = heads.scale
-        self._soft_cap = heads.soft_cap
-        bf16 = data.dtype == torch.bfloat16
-        shape = (kv.page_size, heads.num_kv_heads, heads.head_dim)
-        self._layers = [
-            _native.KvLayer(data[0, layer, 0].data_ptr(), bf16, data.stride(0), *shape)
-            for layer in range(len(layers))
-        ]
-        self._q_shape = (heads.num_heads, heads.head_dim)
-        self._kv_shape = (heads.num_kv_heads, heads.head_dim)
         self._batch: ForwardBatch | None = None
         self._rows: _native.KvRows | None = None
         self._tokens = 0
@@ -80,6 +72,43 @@ class CpuAttention:
         self._batch = batch  # keeps the tensors the rows point to
         self._tokens = tokens
 
+    def _token_stride(self, name: str, x: Tensor, heads: tuple[int, int]) -> int:
+        """Elements from a token of x [T, *heads] to the next. Raises ValueError for another shape
+        or type, and for heads that are apart."""
+        strides = x.stride()
+        has_dense_heads = strides[2] == 1 and (strides[1] == heads[1] or heads[0] == 1)
+        if x.shape != (self._tokens, *heads) or x.dtype != self._dtype or not has_dense_heads:
+            expected_layout = (
+                f"{self._dtype} [{self._tokens}, {heads[0]}, {heads[1]}] with contiguous heads"
+            )
+            raise ValueError(
+                f"{name} is {x.dtype} {list(x.shape)} with strides {strides}, not {expected_layout}"
+            )
+        return strides[0]
+
+
+class CpuAttention(_StepRows):
+    """Paged causal attention with grouped queries, per-layer windows and soft-capped scores, on CPU
+    tensors in float32 or bfloat16."""
+
+    def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
+        super().__init__(kv)
+        data = kv.data
+        heads = common_heads(layers)
+        _check_heads(heads)
+        self._windows = tuple(layer.window for layer in layers)
+        """By layer."""
+        self._scale = heads.scale
+        self._soft_cap = heads.soft_cap
+        bf16 = data.dtype == torch.bfloat16
+        shape = (kv.page_size, heads.num_kv_heads, heads.head_dim)
+        self._layers = [
+            _native.KvLayer(data[0, layer, 0].data_ptr(), bf16, data.stride(0), *shape)
+            for layer in range(len(layers))
+        ]
+        self._q_shape = (heads.num_heads, heads.head_dim)
+        self._kv_shape = (heads.num_kv_heads, heads.head_dim)
+
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v may be views into one projection: only the stride between tokens is free."""
         assert self._rows is not None, "plan() comes first"
@@ -104,27 +133,40 @@ class CpuAttention:
         )
         return out
 
-    def _token_stride(self, name: str, x: Tensor, heads: tuple[int, int]) -> int:
-        strides = x.stride()
-        if (
-            x.shape != (self._tokens, *heads)
-            or x.dtype != self._dtype
-            or strides[1:] != (heads[1], 1)
-        ):
-            expected_layout = (
-                f"{self._dtype} [{self._tokens}, {heads[0]}, {heads[1]}] with contiguous heads"
-            )
-            raise ValueError(
-                f"{name} is {x.dtype} {list(x.shape)} with strides {strides}, not {expected_layout}"
-            )
-        return strides[0]
 
+class CpuLatentAttention(_StepRows):
+    """Paged causal attention over latents, on CPU tensors in float32 or bfloat16."""
 
-def _check_pool(spec: AttentionSpec, data: Tensor) -> None:
-    if data.dtype not in _DTYPES or not data.is_cpu or not data.is_contiguous():
-        raise ConfigError(
-            f"--attention-backend cpu: the KV pool is {data.dtype} on {data.device}; use torch"
+    def __init__(self, latents: LatentSpec, num_layers: int, kv: KvTensors) -> None:
+        super().__init__(kv)
+        _check_latents(latents)
+        self._spec = latents
+        self._q_shape = (latents.num_heads, latents.row_dim)
+        data = kv.data
+        bf16 = data.dtype == torch.bfloat16
+        shape = (kv.page_size, latents.latent_dim, latents.key_dim)
+        self._layers = [
+            _native.LatentLayer(data[0, layer].data_ptr(), bf16, data.stride(0), *shape)
+            for layer in range(num_layers)
+        ]
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q is contiguous; of k (latents) and v (rotated keys) the stride between tokens is free."""
+        assert self._rows is not None, "plan() comes first"
+        spec = self._spec
+        q_at = checked_address("q", q, self._dtype, (self._tokens, *self._q_shape))
+        latent_stride = self._token_stride("k", k, (1, spec.latent_dim))
+        key_stride = self._token_stride("v", v, (1, spec.key_dim))
+        out = torch.empty(self._tokens, spec.result_size, dtype=self._dtype)
+        pages = self._layers[layer]
+        _native.append_latents(
+            pages, self._rows, k.data_ptr(), latent_stride, v.data_ptr(), key_stride
         )
+        _native.attend_latents(pages, self._rows, q_at, out.data_ptr(), spec.num_heads, spec.scale)
+        return out
+
+
+def _check_heads(spec: AttentionSpec) -> None:
     if (
         not 0 < spec.head_dim <= MAX_HEAD_DIM
         or spec.head_dim % 2
@@ -134,4 +176,12 @@ def _check_pool(spec: AttentionSpec, data: Tensor) -> None:
         raise ConfigError(
             f"--attention-backend cpu: {shape}; it takes even head sizes up to {MAX_HEAD_DIM} and whole groups: "
             "use torch"
+        )
+
+
+def _check_latents(spec: LatentSpec) -> None:
+    if spec.row_dim > MAX_ROW_DIM or spec.latent_dim % 2 or spec.key_dim % 2:
+        raise ConfigError(
+            f"--attention-backend cpu: latents of {spec.latent_dim} with keys of {spec.key_dim}; "
+            f"it takes even sizes up to {MAX_ROW_DIM} together: use torch"
         )

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from baton.layers.attention.base import ForwardBatch, PagedAttention
 from baton.layers.kv_pool import KvTensors
-from baton.layers.spec import AttentionSpec
+from baton.layers.spec import AttentionSpec, LatentSpec
 
 
 class _Gather(NamedTuple):
@@ -55,23 +55,7 @@ class TorchAttention(PagedAttention):
 
     def plan(self, batch: ForwardBatch) -> None:
         self._set_slots(batch.slot_mapping)
-        starts = batch.qo_indptr.tolist()
-        kv_lens = batch.kv_lens.tolist()
-        first_page = batch.page_indptr.tolist()
-        pages = batch.page_indices.long()
-        tables = [pages[a:b] for a, b in itertools.pairwise(first_page)]
-        decode = list(range(batch.num_decode))
-        groups = [decode] if decode else []
-        groups += [[r] for r in range(batch.num_decode, len(kv_lens))]
-        self._groups = []
-        for rows in groups:
-            n = starts[rows[0] + 1] - starts[rows[0]]
-            row_tables = [tables[r] for r in rows]
-            row_lens = [kv_lens[r] for r in rows]
-            by_window = {
-                w: self._gather_rows(row_tables, row_lens, n, w) for w in self._window_sizes
-            }
-            self._groups.append(_Rows(starts[rows[0]], n * len(rows), (len(rows), n), by_window))
+        self._groups = _group_rows(batch, self._kv, self._window_sizes)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         out = torch.empty(len(q), self._heads.q_size, dtype=q.dtype, device=q.device)
@@ -79,29 +63,6 @@ class TorchAttention(PagedAttention):
             tokens = slice(rows.first_token, rows.first_token + rows.num_tokens)
             out[tokens] = self._attend_rows(layer, q[tokens], rows)
         return out
-
-    def _gather_rows(
-        self, tables: list[Tensor], kv_lens: list[int], n: int, window: int
-    ) -> _Gather:
-        """Pages and visibility of rows with n queries each, of which the last is at position kv_len
-        - 1."""
-        size = self._kv.page_size
-        skipped = [max(0, kv_len - n - window + 1) // size if window else 0 for kv_len in kv_lens]
-        used = [-(-kv_len // size) for kv_len in kv_lens]
-        width = max(u - s for u, s in zip(used, skipped, strict=True))
-        pages = torch.stack(
-            [_pad_pages(t[s:u], width) for t, s, u in zip(tables, skipped, used, strict=True)]
-        )
-        first = torch.tensor(skipped)[:, None, None] * size
-        last_query = torch.tensor(kv_lens)[:, None, None] - n
-        query = last_query + torch.arange(n)[None, :, None]
-        slot = first + torch.arange(width * size)[None, None, :]
-        visible = slot <= query
-        if window:
-            visible &= slot > query - window
-        row, slot = (~visible.any(1)).nonzero(as_tuple=True)
-        device = self._kv.data.device
-        return _Gather(pages.to(device), visible.to(device), (row.to(device), slot.to(device)))
 
     def _attend_rows(self, layer: int, q: Tensor, rows: _Rows) -> Tensor:
         spec = self._heads
@@ -127,6 +88,95 @@ class TorchAttention(PagedAttention):
                 scale=spec.scale,
             )
         return out.transpose(1, 2).reshape(r * n, spec.q_size).to(q.dtype)
+
+
+class TorchLatentAttention:
+    """Paged causal attention over latents."""
+
+    def __init__(self, latents: LatentSpec, kv: KvTensors) -> None:
+        self._spec = latents
+        self._kv = kv
+        self._groups: list[_Rows] = []
+        self._slots: tuple[Tensor, Tensor] | None = None
+        """Page and offset of each of the step's tokens."""
+
+    def plan(self, batch: ForwardBatch) -> None:
+        slots = batch.slot_mapping.to(self._kv.data.device)
+        self._slots = (slots // self._kv.page_size, slots % self._kv.page_size)
+        self._groups = _group_rows(batch, self._kv, (0,))
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert self._slots is not None, "plan() comes first"
+        pages = self._kv.data[:, layer]
+        pages[self._slots] = torch.cat((k, v), dim=2)[:, 0]
+        out = torch.empty(len(q), self._spec.result_size, dtype=q.dtype, device=q.device)
+        for rows in self._groups:
+            tokens = slice(rows.first_token, rows.first_token + rows.num_tokens)
+            out[tokens] = self._attend_rows(pages, q[tokens], rows)
+        return out
+
+    def _attend_rows(self, pages: Tensor, q: Tensor, rows: _Rows) -> Tensor:
+        spec = self._spec
+        r, n = rows.shape
+        gather = rows.by_window[0]
+        # [r, p, page, L + R] -> [r, p * page, L + R]
+        kept = pages[gather.pages].float().flatten(1, 2)
+        # As in `TorchAttention`: what no query sees may be NaN.
+        kept[gather.unseen] = 0.0
+        queries = q.reshape(r, n, spec.num_heads, spec.row_dim).transpose(1, 2).float()
+        out = functional.scaled_dot_product_attention(
+            queries,
+            kept[:, None],
+            kept[:, None, :, : spec.latent_dim],
+            attn_mask=gather.visible[:, None],
+            enable_gqa=True,
+            scale=spec.scale,
+        )
+        return out.transpose(1, 2).reshape(r * n, spec.result_size).to(q.dtype)
+
+
+def _group_rows(batch: ForwardBatch, kv: KvTensors, windows: Sequence[int]) -> list[_Rows]:
+    """The rows of a step that are attended together: all decode rows, and each other row alone."""
+    starts = batch.qo_indptr.tolist()
+    kv_lens = batch.kv_lens.tolist()
+    first_page = batch.page_indptr.tolist()
+    pages = batch.page_indices.long()
+    tables = [pages[a:b] for a, b in itertools.pairwise(first_page)]
+    decode = list(range(batch.num_decode))
+    groups = [decode] if decode else []
+    groups += [[r] for r in range(batch.num_decode, len(kv_lens))]
+    grouped = []
+    for rows in groups:
+        n = starts[rows[0] + 1] - starts[rows[0]]
+        row_tables = [tables[r] for r in rows]
+        row_lens = [kv_lens[r] for r in rows]
+        by_window = {w: _gather_rows(kv, row_tables, row_lens, n, w) for w in windows}
+        grouped.append(_Rows(starts[rows[0]], n * len(rows), (len(rows), n), by_window))
+    return grouped
+
+
+def _gather_rows(
+    kv: KvTensors, tables: list[Tensor], kv_lens: list[int], n: int, window: int
+) -> _Gather:
+    """Pages and visibility of rows with n queries each, of which the last is at position kv_len
+    - 1."""
+    size = kv.page_size
+    skipped = [max(0, kv_len - n - window + 1) // size if window else 0 for kv_len in kv_lens]
+    used = [-(-kv_len // size) for kv_len in kv_lens]
+    width = max(u - s for u, s in zip(used, skipped, strict=True))
+    pages = torch.stack(
+        [_pad_pages(t[s:u], width) for t, s, u in zip(tables, skipped, used, strict=True)]
+    )
+    first = torch.tensor(skipped)[:, None, None] * size
+    last_query = torch.tensor(kv_lens)[:, None, None] - n
+    query = last_query + torch.arange(n)[None, :, None]
+    slot = first + torch.arange(width * size)[None, None, :]
+    visible = slot <= query
+    if window:
+        visible &= slot > query - window
+    row, slot = (~visible.any(1)).nonzero(as_tuple=True)
+    device = kv.data.device
+    return _Gather(pages.to(device), visible.to(device), (row.to(device), slot.to(device)))
 
 
 def _attend_capped(

@@ -80,7 +80,7 @@ class MoeBlock:
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden]: this rank's part of the result [T, hidden]; parts of all ranks are to be
         summed."""
-        logits = ops.linear(x.float() if self.spec.router.has_bias else x, self.router)
+        logits = ops.linear(x.float() if self.spec.router.computes_float32 else x, self.router)
         routing = route(logits, self.spec.router, self.router_bias)
         result = self._add_weighted(self._pass_experts(x, routing.experts), routing).to(x.dtype)
         if self.shared is None:

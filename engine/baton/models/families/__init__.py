@@ -3,14 +3,18 @@
 | module | holds |
 |---|---|
 | `base` | `ModelFamily`: what all read alike |
+| `latent` | `LatentFamily`: what those with latent attention read alike |
 | `windows`, `experts`, `rope_config`, `longrope` | fields that several families share |
 | the others | a family each |
 """
 
 from baton.models.families.base import ModelFamily
+from baton.models.families.deepseek_v2 import DeepseekV2Family
+from baton.models.families.deepseek_v3 import DeepseekV3Family
 from baton.models.families.gemma2 import Gemma2Family
 from baton.models.families.gemma3 import Gemma3Family
 from baton.models.families.glm4_moe import Glm4MoeFamily
+from baton.models.families.glm4_moe_lite import Glm4MoeLiteFamily
 from baton.models.families.granite import GraniteFamily
 from baton.models.families.llama import LlamaFamily
 from baton.models.families.mistral import MistralFamily
@@ -44,6 +48,9 @@ _ALL: tuple[ModelFamily, ...] = (
     Qwen2MoeFamily(),
     Qwen3MoeFamily(),
     Glm4MoeFamily(),
+    DeepseekV2Family(),
+    DeepseekV3Family(),
+    Glm4MoeLiteFamily(),
 )
 FAMILIES = {family.architecture: family for family in _ALL}
 """By the name in `architectures` of config.json."""

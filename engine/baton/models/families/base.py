@@ -14,6 +14,7 @@ from baton.layers.spec import AttentionSpec
 from baton.models.config_file import MAX_LAYERS, ModelConfig
 from baton.models.families.rope_config import read_rope, stretched_context
 from baton.models.spec.attention import AttentionBlockSpec
+from baton.models.spec.latent import LatentBlockSpec
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.model import LayerSpec, StreamSpec
 from baton.models.spec.moe import MoeSpec
@@ -34,6 +35,8 @@ class ModelFamily:
 
     architecture: str
     model_type: str
+    other_model_types: tuple[str, ...] = ()
+    """Names that published checkpoints of the same architecture give in `model_type`."""
     max_position: int
     kv_heads: int | None = None
     """Default num_key_value_heads; None: num_attention_heads."""
@@ -61,7 +64,7 @@ class ModelFamily:
         count = config.read_integer("num_hidden_layers", most=MAX_LAYERS)
         windows = self.read_windows(config, count)
         ropes = self.read_ropes(config, windows)
-        attention = self.read_attention(config)
+        attention = self.read_attention_block(config)
         norms = LayerNormsSpec(self.read_norm(config), self.norm_places)
         blocks: dict[tuple[int, RopeSpec | None, MlpSpec | MoeSpec], LayerSpec] = {}
         layers = []
@@ -74,8 +77,12 @@ class ModelFamily:
             layers.append(blocks[key])
         return tuple(layers)
 
-    def read_attention(self, config: ModelConfig) -> AttentionBlockSpec:
+    def read_attention_block(self, config: ModelConfig) -> AttentionBlockSpec | LatentBlockSpec:
         """The attention block that all layers have, before windows and rotations of a layer."""
+        return self.read_attention(config)
+
+    def read_attention(self, config: ModelConfig) -> AttentionBlockSpec:
+        """The block, in families whose pages hold K and V of heads."""
         biases = self.read_biases(config)
         qk_norm = self.read_norm(config) if self.has_qk_norm(config) else None
         return AttentionBlockSpec(

@@ -38,16 +38,25 @@ def is_sparse(config: ModelConfig, layer: int) -> bool:
 
 
 def read_biased_router(
-    config: ModelConfig, *, experts: int | None, chosen: int | None, normalizes: bool
+    config: ModelConfig,
+    *,
+    experts: int | None,
+    chosen: int | None,
+    normalizes: bool,
+    groups: int = 1,
+    kept_groups: int = 1,
+    scaling_factor: float = 1.0,
 ) -> RouterSpec:
     """The router of `deepseek_v3` and its followers: sigmoid scores, a bias for the choice, groups.
 
     Args: defaults of the class if config.json is silent; None: the field must be there.
     """
     count = read_experts(config, ("n_routed_experts", "num_local_experts"), experts)
-    groups = config.read_integer("n_group", 1)
-    if count % groups or count // groups < 2:
-        config.refuse("n_group", groups, f"groups of at least 2 of the {count} experts are needed")
+    num_groups = config.read_integer("n_group", groups)
+    if count % num_groups or count // num_groups < 2:
+        config.refuse(
+            "n_group", num_groups, f"groups of at least 2 of the {count} experts are needed"
+        )
     return RouterSpec(
         count,
         read_experts_per_token(config, chosen, count),
@@ -55,9 +64,9 @@ def read_biased_router(
         normalizes=config.read_flag("norm_topk_prob", normalizes),
         rounds_weights=False,
         has_bias=True,
-        num_groups=groups,
-        kept_groups=config.read_integer("topk_group", 1, most=groups),
-        scaling_factor=config.read_number("routed_scaling_factor", 1.0),
+        num_groups=num_groups,
+        kept_groups=config.read_integer("topk_group", kept_groups, most=num_groups),
+        scaling_factor=config.read_number("routed_scaling_factor", scaling_factor),
     )
 
 

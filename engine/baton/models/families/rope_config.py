@@ -181,24 +181,29 @@ def _scaled_rope(
             high_freq_factor=high,
         )
     factor = rope.read_number("factor", max_position / original)
+    has_score_factor = bool(rope.get("mscale_all_dim"))
+    all_dims = rope.read_number("mscale_all_dim", 1.0) if has_score_factor else 0.0
     return RopeSpec(
         theta, kind, factor, original,
         beta_fast=rope.read_number("beta_fast", 32.0),
         beta_slow=rope.read_number("beta_slow", 1.0),
         truncate=rope.read_flag("truncate", True),
         attention_factor=rope.read_number("attention_factor", _yarn_attention_factor(rope, factor)),
+        # Queries and keys are both multiplied.
+        score_factor=_yarn_temperature(factor, all_dims) ** 2,
     )  # fmt: skip
 
 
+def _yarn_temperature(factor: float, weight: float) -> float:
+    """0.1 ln(factor) + 1 of the YaRN paper (arXiv 2309.00071 §3.4), with a weight of the
+    logarithm."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _yarn_attention_factor(rope: ModelConfig, factor: float) -> float:
-    """0.1 ln(factor) + 1 of the YaRN paper (arXiv 2309.00071 §3.4), or the ratio of two such with
-    mscale weights."""
-
-    def temperature(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
+    """The temperature, or the ratio of two with mscale weights."""
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return temperature(rope.read_number("mscale", 1.0)) / temperature(
-            rope.read_number("mscale_all_dim", 1.0)
+        return _yarn_temperature(factor, rope.read_number("mscale", 1.0)) / _yarn_temperature(
+            factor, rope.read_number("mscale_all_dim", 1.0)
         )
-    return temperature(1.0)
+    return _yarn_temperature(factor, 1.0)

@@ -82,10 +82,18 @@ class SourceFinder:
         self._contradicted: set[str] = set()
         """Modules whose tensors and config.json disagree."""
 
-    def find(self, name: str, shape: Shape, *, is_optional: bool) -> StoredSource:
-        """Args: `name`, `shape`: in an unquantized checkpoint. `is_optional`: whether the module
-        may be plain although config.json does not exclude it, as heads and routers are."""
+    def find(
+        self, name: str, shape: Shape, *, is_optional: bool, can_convert: bool = True
+    ) -> StoredSource:
+        """Args:
+        name, shape: in an unquantized checkpoint.
+        is_optional: the module may be plain although config.json does not exclude it, as heads
+        and routers are.
+        can_convert: a plain matrix gets the form of `on_load`.
+        """
         form = self._find_form(name, shape, is_optional=is_optional)
+        if form is self._on_load and not can_convert:
+            form = None
         if _module_of(name) in self._contradicted:
             return StoredSource(name, shape, form, {})
         if form is None:

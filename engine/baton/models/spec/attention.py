@@ -35,6 +35,14 @@ class AttentionBlockSpec:
     is_fused: bool = False
     """Checkpoints hold q, k and v in one tensor, `qkv_proj`; it has no bias."""
 
+    @property
+    def rotated_dim(self) -> int:
+        """Size of the vectors that `rope` turns, or turns a part of."""
+        return self.heads.head_dim
+
+    def with_rope(self, rope: RopeSpec) -> AttentionBlockSpec:
+        return replace(self, rope=rope)
+
     def of_layer(self, window: int, rope: RopeSpec | None) -> AttentionBlockSpec:
         """The block of a layer that sees the last `window` tokens (0 is all), and turns so."""
         return replace(self, heads=replace(self.heads, window=window), rope=rope)

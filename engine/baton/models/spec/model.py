@@ -14,10 +14,11 @@ from typing import NamedTuple
 from baton.errors import ConfigError
 from baton.layers.kv_spec import KVSpec, describe_attention
 from baton.layers.shard import MAX_SIZE, WHOLE, Shard
-from baton.layers.spec import DTYPE_BYTES, AttentionSpec, KernelShapes, common_heads
+from baton.layers.spec import DTYPE_BYTES, KernelShapes, LayerAttention, common_heads
 from baton.models.quantized.forms import OnLoadForm
 from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.spec.attention import AttentionBlockSpec
+from baton.models.spec.latent import LatentBlockSpec
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec
 from baton.models.spec.norm import LayerNormsSpec, NormSpec
@@ -32,7 +33,7 @@ class LayerSpec:
     """Attention, then MLP or mixture of experts, each added to the residual stream, with norms
     around them."""
 
-    attention: AttentionBlockSpec
+    attention: AttentionBlockSpec | LatentBlockSpec
     mlp: MlpSpec | MoeSpec
     norms: LayerNormsSpec
 
@@ -106,7 +107,7 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def attention(self) -> tuple[AttentionSpec, ...]:
+    def attention(self) -> tuple[LayerAttention, ...]:
         """Attention of each layer, for a backend."""
         return tuple(layer.attention.heads for layer in self.layers)
 

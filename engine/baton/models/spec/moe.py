@@ -34,8 +34,10 @@ class RouterSpec:
     rounds_weights: bool = True
     """The weights are rounded to the type that the model computes in; else they stay float32."""
     has_bias: bool = False
-    """A bias per expert counts for the choice, and not for the weights; the router computes in
-    float32 then."""
+    """A bias per expert counts for the choice, and not for the weights."""
+    is_float32: bool = False
+    """The router computes in float32, whatever the model computes in; with a bias it always
+    does."""
     num_groups: int = 1
     kept_groups: int = 1
     """Experts come from this many groups, those that `group_rank` ranks first."""
@@ -45,6 +47,10 @@ class RouterSpec:
     scaling_factor: float = 1.0
     jitter: float = 0.0
     """With sparsemixer: scores count that lie within twice this share of the best one."""
+
+    @property
+    def computes_float32(self) -> bool:
+        return self.is_float32 or self.has_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ class MoeSpec:
         hidden = whole_axis(hidden_size)
         experts = whole_axis(self.router.num_experts)
         gate = f"{prefix}{self.names.router}"
-        in_float32 = self.router.has_bias
+        in_float32 = self.router.computes_float32
         yield make_param("router", {f"{gate}.weight": experts}, hidden, is_float32=in_float32)
         if self.router.has_bias:
             bias = f"{gate}.e_score_correction_bias"

@@ -23,6 +23,8 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0
     """Multiplies cos and sin."""
+    score_factor: float = 1.0
+    """Multiplies scores, in classes with latent attention."""
     partial: float = 1.0
     """The first dimensions of a head that turn, as a share of all; the others pass."""
     factors: tuple[float, ...] = ()

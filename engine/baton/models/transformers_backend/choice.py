@@ -16,6 +16,7 @@ from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.models.config_file import ModelConfig, read_model_config
 from baton.models.families import FAMILIES
+from baton.models.families.latent import refuse_indexer
 from baton.models.spec_reader import find_architecture, read_architecture
 
 ModelImpl = Literal["native", "transformers"]
@@ -95,6 +96,7 @@ def _check_served(config: EngineConfig, model_config: ModelConfig) -> None:
         model_config.refuse("text_config", "…", "models with several parts are not served")
     if model_config.read_flag("is_encoder_decoder", False):
         model_config.refuse("is_encoder_decoder", True, "cross attention is not served")
+    refuse_indexer(model_config)
     kinds = set(model_config.read_names("layer_types", []))
     if other := sorted(kinds - _KNOWN_LAYERS):
         model_config.refuse("layer_types", other, f"supported: {', '.join(sorted(_KNOWN_LAYERS))}")

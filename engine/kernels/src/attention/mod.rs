@@ -28,6 +28,8 @@
 
 /// New K and V of a step, into the pages of the pool.
 pub mod append;
+/// Attention over latents, which all heads share.
+pub mod latent;
 
 use std::marker::PhantomData;
 
@@ -355,6 +357,19 @@ impl State {
             ..*self
         }
     }
+
+    /// The softmax of query row `row`, which has the scores of row `tile_row` of a tile.
+    #[inline(always)]
+    unsafe fn softmax(&self, plan: &Plan, row: usize, tile_row: usize) -> RowSoftmax {
+        RowSoftmax {
+            scores: self.scores.add(tile_row * BLOCK),
+            probs: self.probs.add(tile_row * P_STRIDE),
+            max: self.max.add(row),
+            sums: self.sums.add(row * SUM_LANES),
+            acc: self.acc.add(row * plan.padded_dim),
+            acc_len: plan.padded_dim,
+        }
+    }
 }
 
 /// Where the K and V of a block's positions are, for one KV head; positions without one point at
@@ -380,9 +395,12 @@ impl BlockRows {
         let value_offset = a.pages.value_offset();
         let base = a.pages.base.cast::<E::T>();
         let mut j = 0;
-        each_run(a, item, at, n, |offset, run| {
+        let head = item.head * a.pages.head_dim;
+        let size = a.pages.page_size;
+        a.rows.each_run(item.row, size, at, n, |slot, run| {
+            let first = base.add(a.pages.slot_offset(slot) + head);
             for place in 0..run {
-                let key = base.add(offset + place * a.pages.slot_len());
+                let key = first.add(place * a.pages.slot_len());
                 self.keys[j] = key.cast();
                 self.values[j] = key.add(value_offset).cast();
                 j += 1;
@@ -398,28 +416,6 @@ impl BlockRows {
         for row in self.keys[..n].iter_mut().chain(&mut self.values[..n]) {
             *row = row.cast::<E::T>().wrapping_add(plan.dim).cast();
         }
-    }
-}
-
-/// Call `f(element offset of the first K of the item's head, slots)` for each stretch of one page
-/// within [at, at + n).
-#[inline(always)]
-fn each_run(a: &PagedAttention, item: Item, at: usize, n: usize, mut f: impl FnMut(usize, usize)) {
-    let size = a.pages.page_size;
-    let first_page = a.rows.page_indptr[item.row] as usize;
-    let mut page = at / size;
-    let mut place = at % size;
-    let mut left = n;
-    while left > 0 {
-        let run = left.min(size - place);
-        let id = a.rows.page_indices[first_page + page] as usize;
-        f(
-            a.pages.slot_offset(id * size + place) + item.head * a.pages.head_dim,
-            run,
-        );
-        left -= run;
-        page += 1;
-        place = 0;
     }
 }
 
@@ -454,20 +450,21 @@ unsafe fn pack_block<S: Simd, E: ElementType>(
     n: usize,
     state: &State,
 ) {
-    let units = plan.units::<E>();
+    pack_keys::<S>(&rows.keys, plan.units::<E>(), n, state.keys);
+    pack_values::<S, E>(&rows.values, plan.dim, n, state.values, plan.padded_dim);
+}
+
+/// Transpose the keys of a block's first `n` positions: `to` is [units, BLOCK].
+#[inline(always)]
+unsafe fn pack_keys<S: Simd>(keys: &[*const u32; BLOCK], units: usize, n: usize, to: *mut u32) {
     // Only vectors with a position in them; the tiles leave out the same ones.
     let mut column = 0;
     while column < n {
         let mut u = 0;
         while u < units {
             let cols = S::LANES.min(units - u);
-            S::transpose(
-                rows.keys.as_ptr().add(column),
-                u,
-                cols,
-                state.keys.add(u * BLOCK + column),
-                BLOCK,
-            );
+            let rows = keys.as_ptr().add(column);
+            S::transpose(rows, u, cols, to.add(u * BLOCK + column), BLOCK);
             u += S::LANES;
         }
         column += S::LANES;
@@ -475,21 +472,33 @@ unsafe fn pack_block<S: Simd, E: ElementType>(
     // Whole tiles read the columns up to the next multiple of SUM_LANES.
     while column < n.next_multiple_of(SUM_LANES) {
         for u in 0..units {
-            S::store_u32(state.keys.add(u * BLOCK + column), S::splat_u32(0));
+            S::store_u32(to.add(u * BLOCK + column), S::splat_u32(0));
         }
         column += S::LANES;
     }
+}
+
+/// Pack the first `dim` elements of the values of a block's first `n` positions in units that span
+/// positions: `to` is [BLOCK / PER_UNIT, padded_dim].
+#[inline(always)]
+unsafe fn pack_values<S: Simd, E: ElementType>(
+    values: &[*const u32; BLOCK],
+    dim: usize,
+    n: usize,
+    to: *mut u32,
+    padded_dim: usize,
+) {
     for j in 0..n.div_ceil(E::PER_UNIT) {
-        let first = rows.values[j * E::PER_UNIT].cast::<E::T>();
-        let second = rows.values[j * E::PER_UNIT + E::PER_UNIT - 1].cast::<E::T>();
-        let to = state.values.add(j * plan.padded_dim);
+        let first = values[j * E::PER_UNIT].cast::<E::T>();
+        let second = values[j * E::PER_UNIT + E::PER_UNIT - 1].cast::<E::T>();
+        let to = to.add(j * padded_dim);
         let mut d = 0;
-        while d + S::LANES <= plan.dim {
+        while d + S::LANES <= dim {
             S::store_u32(to.add(d), E::pair_rows::<S>(first.add(d), second.add(d)));
             d += S::LANES;
         }
-        while d < plan.padded_dim {
-            let unit = if d < plan.dim {
+        while d < padded_dim {
+            let unit = if d < dim {
                 E::pair(first.add(d).read(), second.add(d).read())
             } else {
                 0
@@ -575,7 +584,6 @@ unsafe fn softmax_row<S: Simd, E: ElementType>(
     state: &State,
 ) {
     let scores = state.scores.add(tile_row * BLOCK);
-    let probs = state.probs.add(tile_row * P_STRIDE);
     let position = plan.position_of_row(row);
     let hi = (position + 1).saturating_sub(at).min(BLOCK) as i32;
     let lo = if a.window == 0 {
@@ -586,53 +594,96 @@ unsafe fn softmax_row<S: Simd, E: ElementType>(
             .saturating_sub(at)
             .min(BLOCK) as i32
     };
-    let all_visible = lo == 0 && hi as usize >= columns;
-    // Base 2 from here on: one multiplication less per probability.
     let scale = if a.soft_cap > 0.0 {
         cap_scores::<S>(scores, columns, a.scale, a.soft_cap);
         S::splat(LOG2_E)
     } else {
         S::splat(a.scale * LOG2_E)
     };
-    let mut top = S::splat(f32::NEG_INFINITY);
-    let mut c = 0;
-    while c < columns {
-        let mut s = S::mul(S::load(scores.add(c)), scale);
-        if !all_visible {
-            s = S::keep_range(s, c as i32, lo, hi);
+    state
+        .softmax(plan, row, tile_row)
+        .add_block::<S, E>(columns, lo, hi, scale);
+}
+
+/// The running softmax of one query row.
+struct RowSoftmax {
+    /// [columns] scores of a block
+    scores: *mut f32,
+    /// Packed probabilities of the block
+    probs: *mut u32,
+    /// Running maximum of score * scale
+    max: *mut f32,
+    /// [SUM_LANES] running sums of probabilities
+    sums: *mut f32,
+    /// [acc_len] weighted V so far, whole vectors
+    acc: *mut f32,
+    acc_len: usize,
+}
+
+impl RowSoftmax {
+    /// Make probabilities of the block's scores, relative to the running maximum, and rescale what
+    /// was summed before. The row sees columns [lo, hi).
+    ///
+    /// `scale` includes log2(e): base 2 saves a multiplication per probability.
+    #[inline(always)]
+    unsafe fn add_block<S: Simd, E: ElementType>(
+        &self,
+        columns: usize,
+        lo: i32,
+        hi: i32,
+        scale: S::F,
+    ) {
+        let all_visible = lo == 0 && hi as usize >= columns;
+        let mut top = S::splat(f32::NEG_INFINITY);
+        let mut c = 0;
+        while c < columns {
+            let mut s = S::mul(S::load(self.scores.add(c)), scale);
+            if !all_visible {
+                s = S::keep_range(s, c as i32, lo, hi);
+            }
+            S::store(self.scores.add(c), s);
+            top = S::max(top, s);
+            c += S::LANES;
         }
-        S::store(scores.add(c), s);
-        top = S::max(top, s);
-        c += S::LANES;
+        let before = self.max.read();
+        let reduced = S::reduce_max(top);
+        let after = if reduced > before { reduced } else { before };
+        self.max.write(after);
+        // Nothing visible yet (a window's first blocks): any finite stand-in makes all
+        // probabilities 0.
+        let shift = S::splat(if after == f32::NEG_INFINITY {
+            0.0
+        } else {
+            after
+        });
+        if after != before {
+            let factor = exp2::<S>(S::sub(S::splat(before), shift));
+            rescale::<S>(self.sums, SUM_LANES, factor);
+            rescale::<S>(self.acc, self.acc_len, factor);
+        }
+        let mut c = 0;
+        while c < columns {
+            let p = E::round::<S>(exp2::<S>(S::sub(S::load(self.scores.add(c)), shift)));
+            E::store_x::<S>(self.probs, c, p);
+            // Lane i of 16 sums columns i, i + 16, …, whatever the vector width.
+            let lanes = self.sums.add(c % SUM_LANES);
+            S::store(lanes, S::add(S::load(lanes), p));
+            c += S::LANES;
+        }
     }
-    let before = state.max.add(row).read();
-    let reduced = S::reduce_max(top);
-    let after = if reduced > before { reduced } else { before };
-    state.max.add(row).write(after);
-    // Nothing visible yet (a window's first blocks): any finite stand-in makes all probabilities 0.
-    let shift = S::splat(if after == f32::NEG_INFINITY {
-        0.0
-    } else {
-        after
-    });
-    let sums = state.sums.add(row * SUM_LANES);
-    if after != before {
-        let factor = exp2::<S>(S::sub(S::splat(before), shift));
-        rescale::<S>(sums, SUM_LANES, factor);
-        rescale::<S>(
-            state.acc.add(row * plan.padded_dim),
-            plan.padded_dim,
-            factor,
-        );
-    }
-    let mut c = 0;
-    while c < columns {
-        let p = E::round::<S>(exp2::<S>(S::sub(S::load(scores.add(c)), shift)));
-        E::store_x::<S>(probs, c, p);
-        // Lane i of 16 sums columns i, i + 16, …, whatever the vector width.
-        let lanes = sums.add(c % SUM_LANES);
-        S::store(lanes, S::add(S::load(lanes), p));
-        c += S::LANES;
+
+    /// The row's result of `n` dimensions: the weighted V divided by the sum of probabilities.
+    #[inline(always)]
+    unsafe fn finish<S: Simd, E: ElementType>(&self, to: *mut E::T, n: usize) {
+        let total = tree_sum(&self.sums.cast::<[f32; SUM_LANES]>().read());
+        let inverse = S::splat(1.0 / total);
+        let mut d = 0;
+        while d < n {
+            let v = S::mul(S::load(self.acc.add(d)), inverse);
+            // + 0 turns -0 into +0.
+            store_part::<S, E>(to.add(d), S::add(v, S::splat(0.0)), n - d);
+            d += S::LANES;
+        }
     }
 }
 
@@ -672,21 +723,7 @@ unsafe fn finish<S: Simd, E: ElementType>(
         let token = first_token + row / plan.group;
         let head = (item.head + head) * plan.group + row % plan.group;
         let to = out.add((token * a.heads + head) * plan.dim);
-        let total = tree_sum(
-            &state
-                .sums
-                .add(row * SUM_LANES)
-                .cast::<[f32; SUM_LANES]>()
-                .read(),
-        );
-        let inverse = S::splat(1.0 / total);
-        let mut d = 0;
-        while d < plan.dim {
-            let v = S::mul(S::load(state.acc.add(row * plan.padded_dim + d)), inverse);
-            // + 0 turns -0 into +0.
-            store_part::<S, E>(to.add(d), S::add(v, S::splat(0.0)), plan.dim - d);
-            d += S::LANES;
-        }
+        state.softmax(plan, row, 0).finish::<S, E>(to, plan.dim);
     }
 }
 

@@ -376,7 +376,7 @@ fn levels_with_fma_agree_bit_for_bit() {
 }
 
 /// Ways to cut `len` tokens: whole, all decode, and a mixture.
-fn cuts(len: usize) -> impl Strategy<Value = Vec<usize>> {
+pub(crate) fn cuts(len: usize) -> impl Strategy<Value = Vec<usize>> {
     proptest::collection::vec(1..=len.min(70), 1..=len).prop_map(move |sizes| {
         let mut left = len;
         let mut cut = Vec::new();

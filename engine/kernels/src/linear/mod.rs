@@ -18,7 +18,8 @@
 //! Exact: y[m][n] is one chain of fused multiply-adds over k, whatever M, the threads and the cuts:
 //! rows of a batch, chunks of a prompt and single tokens get the same bits.
 //!
-//! A weight may stay [`quantized`] in memory; its panels are decoded block by block.
+//! A weight may stay [`quantized`] in memory; its panels are decoded block by block. Products of
+//! many small weights, one per head, are one call ([`by_head`]).
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, Linear's pointers cover its shapes"
@@ -34,8 +35,10 @@ use crate::pool;
 use crate::simd::{Simd, SimdKernel, dispatch};
 use crate::tile::{TileOperands, product};
 
+mod by_head;
 mod quantized;
 
+pub use by_head::{HeadProducts, multiply_heads, multiply_heads_on};
 pub use quantized::{CodeType, CodedMatrix, QuantizedWeight};
 
 /// Outputs side by side: a row of tiles at AVX-512.
@@ -222,8 +225,9 @@ pub struct LinearProduct<'a> {
     pub rows: usize,
     /// `[outputs]` or null.
     pub bias: *const u8,
-    /// `[rows, outputs]`, contiguous.
+    /// `[rows, outputs]`, rows `y_stride` elements apart.
     pub y: *mut u8,
+    pub y_stride: usize,
 }
 
 // SAFETY: items write disjoint parts of `y` and only read the rest; the caller of `linear` vouches
@@ -440,7 +444,7 @@ impl<E: ElementType> Item<'_, E> {
         for row in 0..self.rows {
             let to =
                 l.y.cast::<E::T>()
-                    .add((self.first + row) * l.weight.shape().outputs + column);
+                    .add((self.first + row) * l.y_stride + column);
             let mut c = 0;
             while c < columns {
                 let mut v = S::load(self.sums.add(row * self.width() + c));

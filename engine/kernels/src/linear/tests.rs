@@ -50,6 +50,7 @@ impl Case {
                 .as_ref()
                 .map_or(std::ptr::null(), |b| b.1.as_ptr()),
             y: y.as_mut_ptr(),
+            y_stride: self.shape.outputs,
         };
         // SAFETY: sizes as described.
         unsafe { linear_on(isa, &call) };
@@ -335,4 +336,63 @@ fn quantized_weights_take_the_memory_of_their_codes() {
     let scales = 128 * 2 * 4 + 256 * 4;
     assert_eq!(size(CodeType::Int4), 128 * 256 / 2 + scales);
     assert_eq!(size(CodeType::Int8), 128 * 256 + scales);
+}
+
+#[test]
+fn heads_have_the_bits_of_products_of_their_own() {
+    let heads = 3;
+    let tokens = 200;
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let cases: Vec<Case> = (0..heads)
+            .map(|head| {
+                let mut case = Case::new(dtype, tokens, 24, 70, false);
+                case.w = Stored::new(dtype, &noise(24 * 70, head));
+                case.x = Stored::new(dtype, &noise(tokens * 24, 7 + head));
+                case
+            })
+            .collect();
+        let weights: Vec<PackedWeight> = cases.iter().map(Case::packed).collect();
+        let size = dtype.bytes();
+        // Vectors of a token stand side by side, with a gap behind each.
+        let heads = heads as usize;
+        let x_token = heads * 30;
+        let y_token = heads * 72;
+        let mut x = vec![0xff_u8; tokens * x_token * size];
+        let mut y = vec![0xff_u8; tokens * y_token * size];
+        for (head, case) in cases.iter().enumerate() {
+            for t in 0..tokens {
+                let at = (t * x_token + head * 30) * size;
+                x[at..at + 24 * size].copy_from_slice(&case.x.1[t * 24 * size..][..24 * size]);
+            }
+        }
+        let products = HeadProducts {
+            weights: &weights,
+            tokens,
+            x: x.as_ptr(),
+            x_token_stride: x_token,
+            x_head_stride: 30,
+            y: y.as_mut_ptr(),
+            y_token_stride: y_token,
+            y_head_stride: 72,
+        };
+        crate::pool::tests::with_threads(3, || {
+            // SAFETY: sizes as described.
+            unsafe { multiply_heads_on(Isa::best(), &products) };
+        });
+        for (head, case) in cases.iter().enumerate() {
+            let want = case.run(Isa::best(), &weights[head], 0, tokens);
+            for t in 0..tokens {
+                let at = (t * y_token + head * 72) * size;
+                let vector = &y[at..at + 70 * size];
+                assert!(
+                    vector == &want[t * 70 * size..][..70 * size],
+                    "{dtype:?} token {t} head {head}"
+                );
+                assert!(
+                    y[at + 70 * size..at + 72 * size].iter().all(|&b| b == 0xff),
+                    "what lies between the heads was written"
+                );
+            }
+        }
+    }
 }
