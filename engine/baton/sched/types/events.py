@@ -81,7 +81,10 @@ class PagesFinal(TransferEvent):
     """
 
     first_page: int
+    """Counted in pages of the group."""
     pages: array[int]
+    group: int = 0
+    """Page group that they belong to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,10 @@ class PrefillDone(TransferEvent):
     logprobs: TokenLogprobs | None
     completes_grammar: bool = False
     """The answer is the first token alone: its grammar allows no other."""
+    further: tuple[tuple[int, int], ...] = ()
+    """(first page, end) of the pages of groups 1, 2, ... that the prompt's end sees;
+    `total_pages` are those of group 0.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,8 @@ class GrantPages(TransferEvent):
 
     start_page: int
     pages: array[int]
+    further: tuple[tuple[int, array[int]], ...] = ()
+    """(start page, pages) of groups 1, 2, ..."""
 
 
 @dataclass(frozen=True, slots=True)
