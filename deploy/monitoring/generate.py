@@ -7,6 +7,7 @@ The results are committed; a test writes them again and compares.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ COLUMNS, WIDTH, HEIGHT = 3, 8, 8
 """Panels in a row, and the size of a panel in units of Grafana's grid, which is 24 wide."""
 
 
+@functools.cache
 def metric_rows() -> dict[str, tuple[str, frozenset[str]]]:
     """Metrics of docs/metrics.md by name: type and labels. Those of a rank have the label dp_rank too."""
     rows = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -525,7 +526,7 @@ def check_flags(objects: Sequence[Object]) -> Problems:
     for role, args in [("router", router or ()), *engines.items()]:
         yield from (f"{role}: {arg} has an unknown variable" for arg in args if "$(" in arg)
     if router is not None:
-        yield from check_router_starts(router)
+        yield from check_router_starts(tuple(router))
     for role, args in engines.items():
         try:
             parsed = engine_config(args[1:])
@@ -536,18 +537,19 @@ def check_flags(objects: Sequence[Object]) -> Problems:
             yield f"{role}: starts {args[0]} in mode {parsed.disaggregation_mode}"
 
 
-def check_router_starts(args: Sequence[str]) -> Problems:
+@functools.cache  # most directories and most defects leave the router's arguments as they are
+def check_router_starts(args: tuple[str, ...]) -> tuple[str, ...]:
     """Problems of a router that is started until it asks for Kubernetes, or without discovery only parses its flags."""
     if "--service-discovery" not in args:
         try:
             check_router_flags(args)
         except AssertionError as err:
-            yield str(err)
-        return
+            return (str(err),)
+        return ()
     with tempfile.TemporaryDirectory() as mounted:
         if flag_value(args, "--tls-cert-path"):
             make_certificate(Path(mounted))
-        args = [
+        local = [
             arg.replace("=/model", f"={DEMO_MODEL}").replace("=/tls/", f"={mounted}/")
             for arg in args
         ]
@@ -556,7 +558,7 @@ def check_router_starts(args: Sequence[str]) -> Problems:
             "-m",
             "baton_ops.cli",
             "router",
-            *args,
+            *local,
             "--kubeconfig=/nonexistent",
             *("--port=0", "--health-port=0"),  # tests beside this one start routers too
         ]
@@ -564,7 +566,8 @@ def check_router_starts(args: Sequence[str]) -> Problems:
     routine = re.compile(r'Z +(INFO|WARN) |"level":"(INFO|WARN)"')
     errors = [line for line in done.stderr.splitlines() if not routine.search(line)]
     if done.returncode != 2 or len(errors) != 1 or "--kubeconfig /nonexistent" not in errors[0]:
-        yield f"router: exit code {done.returncode}: {done.stderr}"
+        return (f"router: exit code {done.returncode}: {done.stderr}",)
+    return ()
 
 
 CHECKS: dict[str, Callable[[Sequence[Object]], Problems]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import shutil
@@ -62,9 +63,14 @@ def _kustomize(kubectl: str, directory: Path) -> str:
     return done.stdout
 
 
+@functools.cache
+def _parsed(target: str) -> tuple[Object, ...]:
+    return tuple(item for item in yaml.safe_load_all(render_text(target)) if item)
+
+
 def render(target: str) -> list[Object]:
     """Objects of a kustomize directory; a fresh copy at each call."""
-    return [item for item in yaml.safe_load_all(render_text(target)) if item]
+    return [copy.deepcopy(item) for item in _parsed(target)]
 
 
 def of_kind(objects: Sequence[Object], kind: str) -> list[Object]:

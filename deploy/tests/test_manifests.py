@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import kubernetes_validate
 import pytest
+from kubernetes_validate import utils as schema_files
 
 from baton.server.http.http_utils import MAX_BODY_BYTES
 from deploy.tests.checks import CHECKS
@@ -26,6 +28,9 @@ from deploy.tests.manifests import (
 
 VERSIONS = ("1.30", "1.33", "1.37")
 """The first has preStop.sleep switched on; the last is that of the test cluster."""
+
+# The package reads 1.4 MB of definitions again for each object.
+schema_files.schema_contents = functools.cache(schema_files.schema_contents)
 
 BASE_KINDS = {
     "ConfigMap", "Deployment", "Namespace", "NetworkPolicy", "PodDisruptionBudget", "Role", "RoleBinding", "Service",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,13 @@ SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\{([^{}]*)\}")
 GROUPING = re.compile(r"\b(?:by|on)\s*\(([^()]*)\)")
 
 
-def rules() -> Iterator[dict[str, Any]]:
-    for path in FILES:
-        for group in yaml.safe_load(path.read_text())["groups"]:
-            yield from group["rules"]
-
-
-ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
+ALL_RULES: list[dict[str, Any]] = [
+    rule
+    for path in FILES
+    for group in yaml.safe_load(path.read_text())["groups"]
+    for rule in group["rules"]
+]
+ALERTS = {rule["alert"]: rule for rule in ALL_RULES if "alert" in rule}
 
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -129,7 +128,7 @@ def test_unit_test_of_an_alert_fails_without_it(tmp_path: Path) -> None:
 def unknown_names(expression: str) -> list[str]:
     """Metrics and labels in a PromQL expression that are neither of docs/metrics.md nor of a recording rule."""
     known = metric_rows()
-    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    recorded = {rule["record"] for rule in ALL_RULES if "record" in rule}
     bare = re.sub(r'"[^"]*"', '""', expression)
     named = set(re.findall(r"\b(?:baton:[\w:]+|baton_\w+)", bare))
     wrong = [name for name in named - recorded if metric_of(name, known) not in known]
@@ -161,7 +160,7 @@ def unknown_names(expression: str) -> list[str]:
 def test_rules_use_only_metrics_and_labels_that_exist() -> None:
     assert {
         name: wrong
-        for r in rules()
+        for r in ALL_RULES
         if (wrong := unknown_names(r["expr"]))
         for name in [r.get("alert", r.get("record"))]
     } == {}
@@ -214,7 +213,7 @@ def bucket_bounds(name: str) -> set[str]:
 def test_latency_thresholds_are_bounds_of_buckets() -> None:
     thresholds = [
         found
-        for rule in rules()
+        for rule in ALL_RULES
         for found in re.findall(r'(\w+)_bucket\{[^}]*le="([^"]+)"', rule["expr"])
     ]
     assert {name for name, _ in thresholds} == {
