@@ -55,6 +55,40 @@ def test_engine_equals_transformers(
     engine.close()
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("variant", ["qwen2-window", "gemma3"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"page_size": 4, "chunked_prefill_size": 8},
+        {"page_size": 1, "chunked_prefill_size": 7},
+        {"disable_radix_cache": True, "chunked_prefill_size": 16},
+        {"max_total_tokens": 120, "schedule_conservativeness": 0.05, "page_size": 4},
+    ],
+    ids=str,
+)
+def test_engine_with_several_page_groups_equals_transformers(
+    reference: Callable[[str], Reference], backend: str, variant: str, flags: dict[str, object]
+) -> None:
+    """Prompts end around the window's border; the second round begins behind pages that the first one left."""
+    ref = reference(variant)
+    engine = make_engine(ref.path, attention_backend=backend, **flags)
+    (rule,) = engine.sched.limits.page_groups
+    lengths = [1, 3, rule.size - 1, rule.size, rule.size + 1, 33, 64, 70]
+    prompts = prompts_of(random.Random(3), lengths)
+    # Of the last prompt's beginning, which leaves its own window behind.
+    prompts.append(prompts[-1][:40] + prompts[0] * 5)
+    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    assert answer(engine, prompts, greedy(STEPS)) == want
+    assert answer(engine, prompts[::-1], greedy(STEPS), stagger=2) == want[::-1]
+    hits = engine.sched.hit_tokens["device"]
+    assert (hits == 0) == bool(flags.get("disable_radix_cache"))
+    if "max_total_tokens" in flags:
+        assert engine.sched.report.counters()["retractions_total"] > 0
+    engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
+    engine.close()
+
+
 def test_sampled_tokens_do_not_depend_on_batch_chunk_or_overlap(
     reference: Callable[[str], Reference],
 ) -> None:

@@ -25,10 +25,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from baton.cache.radix import RadixNode
+from typing import Literal, Protocol
 
 NO_PAGE = -1
 """Stands in page tables for a page that was left behind, or never held."""
@@ -59,6 +56,12 @@ class GroupRule:
         return -(-(self.size - 1 + row_tokens) // page_size) + 2
 
 
+class TreeEdge(Protocol):
+    """A node of the tree (cache.radix), as far as further groups go."""
+
+    further: list[array[int]]
+
+
 class GroupPages:
     """The blocks of further group number `index` (0 is the first one after group 0) in a tree."""
 
@@ -70,7 +73,7 @@ class GroupPages:
         self._index = index
         self._page_size = page_size
         # A block is named by its first page.
-        self._node_of: dict[int, RadixNode] = {}
+        self._node_of: dict[int, TreeEdge] = {}
         self._locks: dict[int, int] = {}
         """Of locked blocks."""
         self._passed: dict[int, None] = {}
@@ -103,11 +106,11 @@ class GroupPages:
 
     # ------------------------------------------------------------------ blocks of nodes
 
-    def blocks_of(self, node: RadixNode) -> array[int]:
+    def blocks_of(self, node: TreeEdge) -> array[int]:
         """First pages of a node's blocks; NO_PAGE for holes."""
         return node.further[self._index][:: self.width]
 
-    def take(self, node: RadixNode, block: int) -> None:
+    def take(self, node: TreeEdge, block: int) -> None:
         """The tree owns a block from now on, at a place of this node."""
         self._node_of[block] = node
         self._kept[block] = None
@@ -116,13 +119,13 @@ class GroupPages:
     def owns(self, block: int) -> bool:
         return block in self._node_of
 
-    def move_blocks(self, node: RadixNode) -> None:
+    def move_blocks(self, node: TreeEdge) -> None:
         """A node was cut: what lies on it belongs to it now."""
         for block in self.blocks_of(node):
             if block != NO_PAGE:
                 self._node_of[block] = node
 
-    def drop_node(self, node: RadixNode) -> array[int]:
+    def drop_node(self, node: TreeEdge) -> array[int]:
         """Forget an unlocked node's blocks. Returns their pages."""
         pages = array("i")
         for place, block in enumerate(self.blocks_of(node)):

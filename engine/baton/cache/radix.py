@@ -25,11 +25,11 @@ beside its own pages (group_pages.py): `match` finds the longest prefix that is 
 group, and eviction may take a further group's pages out of the middle of an edge.
 
 Invariants: sibling edges differ in their first page; a locked node's ancestors are locked;
-evictable_pages + locked_pages = pages in the tree, of all groups; every evictable leaf has exactly one live heap
-entry (`queued`) with a key of at most its own (so the smallest up-to-date entry is the next
-victim), and dead entries are never more than live ones + a few. `quarantine` moves a branch with a
-damaged page, or one that holds NaN, under a root that no prompt matches; its users keep it until
-they end.
+evictable_pages + locked_pages = pages in the tree, of all groups; every evictable leaf has exactly
+one live heap entry (`queued`) with a key of at most its own (so the smallest up-to-date entry is
+the next victim), and dead entries are never more than live ones + a few. `quarantine` moves a
+branch with a damaged page, or one that holds NaN, under a root that no prompt matches; its users
+keep it until they end.
 
 Deliberately unknown here: requests, tensors, time (stamps are counts of a clock that ticks with
 each use).

@@ -55,15 +55,11 @@ class KvTensors:
 
     @property
     def page_size(self) -> int:
-        return self.spec.sole_group.page_tokens
+        return self.spec.full_group.page_tokens
 
     @property
     def num_pages(self) -> int:
         return self.data.shape[0] - (self.dummy_page is not None)
-
-    @property
-    def max_tokens(self) -> int:
-        return self.num_pages * self.page_size
 
     @property
     def page_bytes(self) -> int:
@@ -76,7 +72,7 @@ def asked_pages(spec: KVSpec, max_total_tokens: int, kv_pool_mib: int | None) ->
 
     Raises ConfigError when that is fewer than two pages.
     """
-    page_size = spec.sole_group.page_tokens
+    page_size = spec.full_group.page_tokens
     page_bytes = spec.page_bytes
     if not max_total_tokens and kv_pool_mib is None:
         return None
@@ -119,7 +115,7 @@ def make_pool(
     """
     total = num_pages + dummy_page
     dummy = num_pages if dummy_page else None
-    group = spec.sole_group
+    group = spec.full_group
     shape = (total, *group.shape)
     dtype = TORCH_DTYPES[group.dtype]
     on_host = device is None or device.type == "cpu"

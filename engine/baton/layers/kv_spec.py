@@ -13,9 +13,10 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
+from baton.cache.group_pages import GroupRule
 from baton.layers.spec import (
     DTYPE_BYTES,
     LatentSpec,
@@ -26,11 +27,9 @@ from baton.layers.spec import (
 
 NumberRange = tuple[int, int]
 """Ascending numbers: the first one, and the one after the last."""
-GroupKind = Literal["full", "latent"]
+GroupKind = Literal["full", "latent", "window", "chunk"]
 """Every token of a sequence has a place in a page: `full` for its K and V, `latent` for a latent
-and a rotated key that all heads share."""
-Retention = Literal["all"]
-"""`all`: a sequence's pages are kept as long as the sequence."""
+and a rotated key that all heads share. `window` and `chunk`: tokens that later ones still see."""
 HASH_CHARS = 16
 
 
@@ -70,9 +69,28 @@ class GroupDescriptor:
     dtype: str
     page_tokens: int
     page_bytes: int
-    retain: Retention
+    retain: str
+    """How long a sequence's pages are kept: `all`, as long as the sequence; `last W`, while one of
+    the last W tokens is in them; `chunk C`, while the sequence is in the same C tokens."""
     shape: tuple[int, ...]
     """Of a page as a tensor: the sizes of the axes of `dims`."""
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        return [layer for first, end in self.layers for layer in range(first, end)]
+
+    @property
+    def width(self) -> int:
+        """Pages that one page of tokens takes: each has `shape[0]` of the layers, in their order;
+        the last one may have fewer."""
+        return -(-len(self.layer_numbers) // self.shape[0])
+
+    @property
+    def rule(self) -> GroupRule | None:
+        """What a sequence holds of a further group; None: of group 0, which keeps everything."""
+        if self.kind not in ("window", "chunk"):
+            return None
+        return GroupRule(self.kind, int(self.retain.split()[1]), self.width)
 
     def to_wire(self) -> dict[str, object]:
         """The descriptor for peers: JSON values."""
@@ -164,27 +182,76 @@ def describe_attention(
     )
 
 
+class LayerPlace(NamedTuple):
+    """Where the pages of a layer are."""
+
+    table: int
+    """Page table. A step's rows have one for group 0, and `width` for each further group."""
+    row: int
+    """Place of the layer in a page."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """The page groups of a rank's KV pool."""
+    """The page groups of a rank's KV pool. Their pages have one size and come from one pool."""
 
     groups: tuple[GroupDescriptor, ...]
+    """The first one holds every token of a sequence."""
 
     @property
-    def sole_group(self) -> GroupDescriptor:
-        """The group of the pool. Raises ValueError for several: the pool holds pages of one size."""
-        if len(self.groups) != 1:
-            ids = [group.id for group in self.groups]
-            raise ValueError(f"the KV pool holds the pages of one group, the model has {ids}")
+    def full_group(self) -> GroupDescriptor:
         return self.groups[0]
 
     @property
+    def rules(self) -> tuple[GroupRule, ...]:
+        """What sequences hold of the further groups."""
+        return tuple(group.rule for group in self.groups if group.rule is not None)
+
+    @property
+    def layer_places(self) -> list[LayerPlace]:
+        """By layer."""
+        places: dict[int, LayerPlace] = {}
+        table = 0
+        for group in self.groups:
+            in_page = group.shape[0]
+            for place, layer in enumerate(group.layer_numbers):
+                places[layer] = LayerPlace(table + place // in_page, place % in_page)
+            table += group.width
+        return [places[layer] for layer in sorted(places)]
+
+    @property
     def page_bytes(self) -> int:
-        return self.sole_group.page_bytes
+        return self.full_group.page_bytes
 
     @property
     def token_bytes(self) -> int:
-        return self.page_bytes // self.sole_group.page_tokens
+        """Bytes that each token of a sequence takes as long as the sequence lives."""
+        return self.page_bytes // self.full_group.page_tokens
+
+    def divide(self, layers: Sequence[LayerAttention]) -> KVSpec:
+        """The same pool with a further group for each window or chunk that some layers see.
+
+        All pages are as large as those of the layers that see everything: a page of tokens takes
+        several of them where more layers see a part. Without layers that see everything there is
+        nothing that prompts could be found by, and all pages are kept.
+        """
+        (group,) = self.groups
+        by_sight = _layers_by_sight(group, layers)
+        seeing_all = by_sight.pop(None, [])
+        parts = [(sight, numbers) for sight, numbers in by_sight.items() if sight is not None]
+        if not seeing_all or not parts:
+            return self
+        full = _part_of(group, seeing_all, len(seeing_all))
+        further = [
+            replace(
+                _part_of(group, numbers, len(seeing_all)),
+                id=number,
+                kind=kind,
+                retain=f"{'last' if kind == 'window' else 'chunk'} {size}",
+            )
+            for number, ((kind, size), numbers) in enumerate(sorted(parts), start=1)
+        ]
+        return KVSpec((full, *further))
 
     @property
     def groups_hash(self) -> str:
@@ -195,7 +262,7 @@ class KVSpec:
 
     def layout(self, model_hash: str) -> dict[str, object]:
         """What two nodes compare before pages travel: the `layout` of a TransferNode."""
-        group = self.sole_group
+        group = self.full_group
         return {
             "groups": [each.to_wire() for each in self.groups],
             "groups_hash": self.groups_hash,
@@ -204,3 +271,32 @@ class KVSpec:
             "page_bytes": group.page_bytes,
             "model_hash": model_hash,
         }
+
+
+_Sight = tuple[Literal["window", "chunk"], int]
+
+
+def _layers_by_sight(
+    group: GroupDescriptor, layers: Sequence[LayerAttention]
+) -> dict[_Sight | None, list[int]]:
+    """Numbers of layers by the part of a sequence that they see; None: all of it."""
+    parts: dict[_Sight | None, list[int]] = {}
+    for number, layer in zip(group.layer_numbers, layers, strict=True):
+        sight: _Sight | None = None
+        if not isinstance(layer, LatentSpec) and layer.window:
+            sight = ("window", layer.window)
+        parts.setdefault(sight, []).append(number)
+    return parts
+
+
+def _part_of(group: GroupDescriptor, numbers: list[int], in_page: int) -> GroupDescriptor:
+    """The group of some of its layers, `in_page` of them in a page."""
+    shape = (in_page, *group.shape[1:])
+    axes = group.dims.removeprefix("layer,")
+    return replace(
+        group,
+        layers=to_ranges(numbers),
+        dims=f"layer={in_page},{axes}",
+        page_bytes=group.page_bytes // group.shape[0] * in_page,
+        shape=shape,
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.kv_spec import KVSpec
-from baton.layers.spec import AttentionSpec
+from baton.layers.spec import LayerAttention
 
 
 class ServedSpec(Protocol):
@@ -24,7 +24,7 @@ class ServedSpec(Protocol):
         """Longest prompt + answer the model was made for [tokens]."""
 
     @property
-    def attention(self) -> tuple[AttentionSpec, ...]:
+    def attention(self) -> tuple[LayerAttention, ...]:
         """Attention of each layer, for a backend."""
 
     @property

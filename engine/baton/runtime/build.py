@@ -40,6 +40,7 @@ from baton.runtime.model_limits import ModelLimits
 from baton.runtime.runner.capture import CudaRecorder, rows_to_record
 from baton.runtime.runner.cuda_runner import DeviceRunner, make_runner
 from baton.runtime.runner.model_runner import ModelRunner
+from baton.sched.setup import from_config
 
 log = logging.getLogger("baton.engine")
 
@@ -81,7 +82,8 @@ class LoadedModel:
         """
         if grammars is not None:
             self.runner.grammars = grammars.store
-        sizes = PoolSizes(self.kv.num_pages, self.host_pages, self.kv.page_bytes)
+        kv = self.kv
+        sizes = PoolSizes(kv.num_pages, self.host_pages, kv.page_bytes, kv.spec.rules)
         limits = ModelLimits(self.vocab_size, self.max_context)
         return make_engine(
             self.config,
@@ -166,6 +168,7 @@ def load_rank(
         model_dir, placed.num_parameters / 1e6, spec.dtype, pages, config.page_size,
         pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
+    limits = from_config.limits(config, pages, page_groups=kv.spec.rules)
     layout = kv.spec.layout(spec.model_hash)
     if shard.size > 1:
         layout["tp_size"] = shard.size
@@ -178,7 +181,7 @@ def load_rank(
         "host_pages": host_pages,
         "dtype": spec.dtype,
         "layout": layout,
-        "max_total_num_tokens": kv.max_tokens,
+        "max_total_num_tokens": limits.capacity_tokens,
         "kv_pool_bytes": pages * kv.page_bytes,
         "num_pages": pages,
     }
@@ -296,7 +299,23 @@ def _requested_pages(config: EngineConfig, spec: ServedSpec, compute: torch.devi
     """Pages of the KV pool by the flags; None: as many as the device has room for."""
     default_mib = CPU_POOL_MIB if compute.type == "cpu" else None
     mib = config.kv_pool_mib or default_mib
-    return asked_pages(spec.kv_spec(config.page_size), config.max_total_tokens, mib)
+    kv_spec = _kv_spec(config, spec, compute)
+    pages = asked_pages(kv_spec, config.max_total_tokens, mib)
+    if config.max_total_tokens and pages is not None and kv_spec.rules:
+        # So far they are those of group 0; a sequence of so many tokens takes others beside them.
+        pages = from_config.limits(config, pages, page_groups=kv_spec.rules).most_pages(pages)
+    return pages
+
+
+def _kv_spec(config: EngineConfig, spec: ServedSpec, compute: torch.device) -> KVSpec:
+    """The page groups of the pool."""
+    one_group = spec.kv_spec(config.page_size)
+    # The backends of GPUs plan with one page table, and the host tier keeps pages of one group:
+    # there all pages are kept, and windows are computed as everywhere.
+    # Nodes of a pair exchange pages of one group.
+    if compute.type != "cpu" or config.host_kv_gib or config.disaggregation_mode != "null":
+        return one_group
+    return one_group.divide(spec.attention)
 
 
 def _make_pool(
@@ -309,7 +328,7 @@ def _make_pool(
         "another process took memory meanwhile: start again, or lower --mem-fraction-static",
     ):
         kv = make_pool(
-            spec.kv_spec(config.page_size),
+            _kv_spec(config, spec, compute),
             pages,
             native=disaggregated or None,
             device=compute,

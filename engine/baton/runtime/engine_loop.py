@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
+from baton.cache.group_pages import GroupRule
 from baton.cache.ledger import LedgerError
 from baton.cache.pages import PageError
 from baton.config import EngineConfig
@@ -449,6 +450,8 @@ class PoolSizes(NamedTuple):
     num_pages: int
     host_pages: int
     page_bytes: int
+    page_groups: tuple[GroupRule, ...] = ()
+    """Those beside group 0."""
 
 
 def make_engine(

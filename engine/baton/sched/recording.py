@@ -22,6 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from baton.cache.group_pages import GroupRule
 from baton.config import SECRETS, EngineConfig, tenants
 from baton.errors import EngineError, by_code
 from baton.sched.scheduler import Scheduler
@@ -134,6 +135,7 @@ def header(
     num_pages: int,
     host_pages: int = 0,
     page_bytes: int = from_config.ASSUMED_PAGE_BYTES,
+    page_groups: tuple[GroupRule, ...] = (),
 ) -> str:
     """The first line: all that the limits are made from, without secrets."""
     flags = {k: v for k, v in dataclasses.asdict(config).items() if k not in SECRETS}
@@ -141,7 +143,10 @@ def header(
         # The text, because the file may be another one when this is replayed.
         flags["tenant_config"] = tenants.text_of(config.tenant_config)
     sizes = {"num_pages": num_pages, "host_pages": host_pages, "page_bytes": page_bytes}
-    return json.dumps({"version": VERSION, "sizes": sizes, "flags": flags})
+    first: dict[str, Any] = {"version": VERSION, "sizes": sizes, "flags": flags}
+    if page_groups:
+        first["page_groups"] = [dataclasses.astuple(rule) for rule in page_groups]
+    return json.dumps(first)
 
 
 # ---------------------------------------------------------------------- recording
@@ -291,7 +296,8 @@ def _make_scheduler(line: str) -> Scheduler:
         are_sizes = (type(size) is int and 0 <= size <= MAX_SIZE for size in sizes.values())
         if not all(are_sizes):
             raise ValueError(f"sizes are {sizes}")
-        return Scheduler(from_config.limits(EngineConfig(**flags), **sizes))
+        groups = tuple(GroupRule(*rule) for rule in first.get("page_groups", ()))
+        return Scheduler(from_config.limits(EngineConfig(**flags), **sizes, page_groups=groups))
     except Exception as err:
         raise ReplayError(
             "line 1: no scheduler can be made of the recorded flags "

@@ -80,7 +80,7 @@ class StandIn:
 
         assert native, "only a pool that travels is stood in for"
         assert not dummy_page, "nothing is recorded without a GPU"
-        group = spec.sole_group
+        group = spec.full_group
         page_bytes = group.page_bytes
         shape = (num_pages, *group.shape)
         data = self.allocate(num_pages * page_bytes).view(TORCH_DTYPES[group.dtype]).view(shape)

@@ -74,7 +74,7 @@ class Half:
             TransferNode(self.native, json.dumps(node_settings), backend)
         )
         watched = self.node if stand_in is None else stand_in.watched(self.node)
-        group = loaded.kv_spec.sole_group.id
+        group = loaded.kv_spec.full_group.id
         if role == "prefill":
             self.engine: EngineLoop = loaded.make_engine_loop(
                 PrefillTransferDriver(watched, TIMEOUT_SECS, group)

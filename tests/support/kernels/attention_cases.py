@@ -47,7 +47,7 @@ class Case:
         """Filled with NaN: unwritten slots must not be read. Twice the pages needed, so that they lie scattered."""
         pages = 2 * sum(-(-n // self.page_size) for n in self.lengths)
         spec = self.kv_spec()
-        shape = (pages, *spec.sole_group.shape)
+        shape = (pages, *spec.full_group.shape)
         return KvTensors(spec, torch.full(shape, math.nan, dtype=self.dtype, device=device))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from baton.layers.attention import make_backend
-from baton.layers.attention.base import AttentionBackend, ForwardBatch
+from baton.layers.attention.base import AttentionBackend, ForwardBatch, PageTable
 from baton.layers.kv_pool import make_pool
 from baton.models.decoder import Decoder
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
@@ -18,6 +18,8 @@ from tests.support.kernels.attention_batch import AttentionRow, build_batch
 class Sequence:
     tokens: list[int]
     pages: list[int]
+    further: list[list[int]] = field(default_factory=list)
+    """Pages by table of the pool behind table 0; those left behind are another's by now."""
     computed: int = 0
     out: list[int] = field(default_factory=list)
 
@@ -37,7 +39,11 @@ class ModelLoop:
     ) -> None:
         self.decoder = decoder
         self.page_size = page_size
-        self.kv = make_pool(decoder.spec.kv_spec(page_size), max_tokens // page_size, native=False)
+        spec = decoder.spec.kv_spec(page_size).divide(decoder.spec.attention)
+        self._rules = [rule for rule in spec.rules for _ in range(rule.width)]
+        """By table behind table 0."""
+        num_pages = max_tokens // page_size * (1 + len(self._rules))
+        self.kv = make_pool(spec, num_pages, native=False)
         self.kv.data.fill_(torch.nan)
         self.attn = make_backend(backend, decoder.spec.attention, self.kv)
         self._free = list(range(self.kv.num_pages))
@@ -46,31 +52,56 @@ class ModelLoop:
     def start(self, prompt: list[int], room: int) -> Sequence:
         """A sequence with pages for its prompt and `room` more tokens."""
         count = -(-(len(prompt) + room) // self.page_size)
-        return Sequence(list(prompt), [self._free.pop() for _ in range(count)])
+        tables = [[self._free.pop() for _ in range(count)] for _ in range(1 + len(self._rules))]
+        return Sequence(list(prompt), tables[0], tables[1:])
 
     def release(self, seq: Sequence) -> None:
+        self._leave_behind(seq, len(seq.pages))
         self._free.extend(seq.pages)
+
+    def _advance(self, seq: Sequence, n: int) -> None:
+        seq.computed += n
+        for rule, table in zip(self._rules, seq.further, strict=True):
+            self._leave_blocks(table, rule.first_visible(seq.computed) // self.page_size)
+
+    def _leave_behind(self, seq: Sequence, blocks: int) -> None:
+        for table in seq.further:
+            self._leave_blocks(table, blocks)
+
+    def _leave_blocks(self, table: list[int], blocks: int) -> None:
+        """Give pages back that no later row reads. They become NaN, as those of any other owner may."""
+        for block in range(blocks):
+            if table[block] >= 0:
+                self.kv.data[table[block]] = torch.nan
+                self._free.insert(0, table[block])
+                table[block] = -1
 
     def batch(self, work: list[tuple[Sequence, int]]) -> ForwardBatch:
         """`work`: sequences and how many tokens of each to compute, single tokens first."""
 
-        def row(seq: Sequence, n: int) -> AttentionRow:
+        def row(seq: Sequence, n: int, pages: list[int]) -> AttentionRow:
             end = seq.computed + n
             return AttentionRow(
                 seq.tokens[seq.computed : end],
                 seq.computed,
-                seq.pages,
+                [max(page, 0) for page in pages],
                 samples=end == len(seq.tokens),
             )
 
-        return build_batch([row(seq, n) for seq, n in work], self.page_size)
+        batch = build_batch([row(seq, n, seq.pages) for seq, n in work], self.page_size)
+        further = []
+        for table in range(len(self._rules)):
+            rows = [row(seq, n, seq.further[table]) for seq, n in work]
+            same = build_batch(rows, self.page_size)
+            further.append(PageTable(same.slot_mapping, same.page_indices))
+        return replace(batch, further=tuple(further))
 
     def step(self, work: list[tuple[Sequence, int]]) -> None:
         """Compute, and append the likeliest token to every sequence whose known tokens are all computed."""
         logits = self.decoder.forward(self.batch(work), self.attn)
         best = iter(logits.argmax(-1).tolist())
         for seq, n in work:
-            seq.computed += n
+            self._advance(seq, n)
             if seq.computed == len(seq.tokens):
                 seq.out.append(next(best))
                 seq.tokens.append(seq.out[-1])
@@ -82,7 +113,7 @@ class ModelLoop:
         while seq.computed < len(prompt):
             n = min(chunk, len(prompt) - seq.computed)
             pieces.append(forward_all(self.decoder, self.batch([(seq, n)]), self.attn))
-            seq.computed += n
+            self._advance(seq, n)
         self.release(seq)
         return torch.cat(pieces)
 

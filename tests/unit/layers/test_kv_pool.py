@@ -27,7 +27,7 @@ PAGE = 4 * 3 * 2 * 2 * 8 * 2
 def test_page_is_one_span_of_page_bytes():
     kv = make_pool(SPEC, num_pages=5, native=False)
     assert kv.data.shape == (5, 3, 2, 4, 2, 8)
-    assert (kv.page_bytes, kv.max_tokens) == (PAGE, 20)
+    assert (kv.page_bytes, kv.num_pages) == (PAGE, 5)
     assert kv.data[1].data_ptr() - kv.data[0].data_ptr() == PAGE
     assert kv.data[1].is_contiguous()
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.cache.group_pages import GroupRule
 from baton.layers.kv_spec import (
     GroupDescriptor,
     KVSpec,
@@ -112,9 +113,42 @@ def test_layers_that_keep_other_tokens_are_refused(layers: list[LayerAttention])
         describe_attention(layers, "float32", 16)
 
 
-def test_pool_of_several_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"one group, the model has \[0, 1\]"):
-        _ = KVSpec((GROUP, with_other("id"))).sole_group
+def divided(windows: list[int]) -> KVSpec:
+    layers = [AttentionSpec(4, 2, 8, window=window) for window in windows]
+    return KVSpec((describe_attention(layers, "float32", 16),)).divide(layers)
+
+
+def test_layers_with_windows_get_groups_of_pages_as_large_as_those_that_see_all() -> None:
+    spec = divided([64, 64, 0, 64, 32, 0, 64, 64])
+    full, small, large = spec.groups
+    assert (full.kind, full.layers, full.retain, full.width) == ("full", ((2, 3), (5, 6)), "all", 1)
+    assert (small.kind, small.layers, small.retain, small.width) == (
+        "window",
+        ((4, 5),),
+        "last 32",
+        1,
+    )
+    assert (large.layers, large.retain, large.width) == (((0, 2), (3, 4), (6, 8)), "last 64", 3)
+    assert [group.id for group in spec.groups] == [0, 1, 2]
+    assert {group.shape for group in spec.groups} == {(2, 2, 16, 2, 8)}
+    assert {group.page_bytes for group in spec.groups} == {2 * 2 * 16 * 2 * 8 * 4}
+    assert spec.rules == (GroupRule("window", 32, 1), GroupRule("window", 64, 3))
+    # Tables: 0 of group 0, 1 of the small window, 2 to 4 of the large one.
+    assert spec.layer_places == [(2, 0), (2, 1), (0, 0), (3, 0), (1, 0), (0, 1), (3, 1), (4, 0)]
+    assert spec.token_bytes == 2 * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("windows", [[0, 0, 0], [8, 8, 8]])
+def test_layers_that_see_alike_stay_one_group(windows: list[int]) -> None:
+    spec = divided(windows)
+    assert len(spec.groups) == 1
+    assert spec.rules == ()
+    assert spec.layer_places == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_divided_pool_has_another_hash() -> None:
+    assert divided([8, 0]).groups_hash != divided([16, 0]).groups_hash
+    assert json.loads(json.dumps(divided([8, 0]).layout("m")))["groups"][1]["retain"] == "last 8"
 
 
 def test_layout_of_many_scattered_layers_fits_a_route_body() -> None:

@@ -195,7 +195,7 @@ def test_share_has_its_heads_and_its_part_of_the_kv_pool(tmp_path: Path) -> None
     assert [layer.mlp.inner_size for layer in two.layers] == [12, 12]
     assert two.vocab_size == 35
     assert four.attention == (AttentionSpec(1, 1, 4, first_kv_head=1),) * 2
-    whole, half, quarter = (share.kv_spec(16).sole_group for share in (spec, two, four))
+    whole, half, quarter = (share.kv_spec(16).full_group for share in (spec, two, four))
     assert whole.page_bytes == 2 * half.page_bytes
     assert (whole.heads, half.heads) == (((0, 2),), ((1, 2),))
     assert quarter == half, "replicated beyond two"

@@ -41,6 +41,19 @@ NOTHING = torch.empty(0, dtype=torch.int32)
 
 
 @dataclass(slots=True)
+class PageTable:
+    """Pages of a step's rows in a further page group; positions and lengths are those of the step.
+
+    Entries for pages that no query sees name any page of the pool.
+    """
+
+    slot_mapping: Tensor
+    """int64 [T], as ForwardBatch.slot_mapping"""
+    page_indices: Tensor
+    """int32 [page_indptr[-1]], as ForwardBatch.page_indices"""
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """Rows of a step as tensors: T tokens, R rows, S sampling rows.
 
@@ -69,6 +82,12 @@ class ForwardBatch:
     num_prompt_rows: int = 0
     """How many entries of `sample_index` predict prompt tokens."""
     max_kv_len: int = 0
+    further: tuple[PageTable, ...] = ()
+    """Tables 1, 2, ... of the pool (kv_spec.LayerPlace); the fields above are of table 0."""
+
+    @property
+    def tables(self) -> tuple[PageTable, ...]:
+        return PageTable(self.slot_mapping, self.page_indices), *self.further
 
 
 class AttentionBackend(Protocol):
@@ -97,31 +116,32 @@ class PagedAttention(AttentionBackend):
         self._windows = tuple(layer.window for layer in layers)
         """By layer."""
         self._kv = kv
-        self._slot_mapping: Tensor | None = None
-        self._slots: tuple[Tensor, Tensor] | None = None
-        """Pages and offsets, once a layer of the step has asked for them."""
+        self._places = kv.spec.layer_places
+        self._slot_mappings: list[Tensor] = []
+        """By table of the pool."""
+        self._slots: dict[int, tuple[Tensor, Tensor]] = {}
+        """Pages and offsets by table, once a layer of the step has asked for them."""
 
     @functools.cached_property
     def _pages(self) -> list[tuple[Tensor, Tensor]]:
-        return [
-            (self._kv.data[:, layer, 0], self._kv.data[:, layer, 1])
-            for layer in range(len(self._windows))
-        ]
+        data = self._kv.data
+        return [(data[:, place.row, 0], data[:, place.row, 1]) for place in self._places]
 
-    def _set_slots(self, slot_mapping: Tensor) -> None:
-        self._slot_mapping = slot_mapping.to(self._kv.data.device)
-        self._slots = None
+    def _set_slots(self, *slot_mappings: Tensor) -> None:
+        """Args: `slot_mappings`: by table of the pool."""
+        self._slot_mappings = [slots.to(self._kv.data.device) for slots in slot_mappings]
+        self._slots = {}
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert self._slot_mapping is not None, "plan() comes first"
-        if self._slots is None:
-            self._slots = (
-                self._slot_mapping // self._kv.page_size,
-                self._slot_mapping % self._kv.page_size,
-            )
+        table = self._places[layer].table
+        slots = self._slots.get(table)
+        if slots is None:
+            mapping = self._slot_mappings[table]
+            slots = (mapping // self._kv.page_size, mapping % self._kv.page_size)
+            self._slots[table] = slots
         keys, values = self._pages[layer]
-        keys[self._slots] = k
-        values[self._slots] = v
+        keys[slots] = k
+        values[slots] = v
         return self.attend(layer, q)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:

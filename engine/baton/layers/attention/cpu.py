@@ -46,7 +46,9 @@ class _StepRows:
         self._kv = kv  # keeps the memory the layers point into
         self._dtype = data.dtype
         self._batch: ForwardBatch | None = None
-        self._rows: _native.KvRows | None = None
+        self._places = kv.spec.layer_places
+        self._rows: list[_native.KvRows] = []
+        """By table of the pool."""
         self._tokens = 0
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -55,20 +57,17 @@ class _StepRows:
         rows = len(batch.kv_lens)
         tokens = len(batch.slot_mapping)
         pages = len(batch.page_indices)
-        lengths = {
-            "qo_indptr": rows + 1,
-            "kv_lens": rows,
-            "page_indptr": rows + 1,
-            "page_indices": pages,
-        }
+        lengths = {"qo_indptr": rows + 1, "kv_lens": rows, "page_indptr": rows + 1}
         arrays = [
             checked_address(name, getattr(batch, name), torch.int32, (n,))
             for name, n in lengths.items()
         ]
-        slots = checked_address("slot_mapping", batch.slot_mapping, torch.int64, (tokens,))
-        self._rows = _native.KvRows(
-            self._kv.num_pages, self._kv.page_size, rows, tokens, pages, *arrays, slots
-        )
+        sizes = (self._kv.num_pages, self._kv.page_size, rows, tokens, pages)
+        self._rows = []
+        for table in batch.tables:
+            indices = checked_address("page_indices", table.page_indices, torch.int32, (pages,))
+            slots = checked_address("slot_mapping", table.slot_mapping, torch.int64, (tokens,))
+            self._rows.append(_native.KvRows(*sizes, *arrays, indices, slots))
         self._batch = batch  # keeps the tensors the rows point to
         self._tokens = tokens
 
@@ -103,26 +102,27 @@ class CpuAttention(_StepRows):
         bf16 = data.dtype == torch.bfloat16
         shape = (kv.page_size, heads.num_kv_heads, heads.head_dim)
         self._layers = [
-            _native.KvLayer(data[0, layer, 0].data_ptr(), bf16, data.stride(0), *shape)
-            for layer in range(len(layers))
+            _native.KvLayer(data[0, place.row, 0].data_ptr(), bf16, data.stride(0), *shape)
+            for place in self._places
         ]
         self._q_shape = (heads.num_heads, heads.head_dim)
         self._kv_shape = (heads.num_kv_heads, heads.head_dim)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v may be views into one projection: only the stride between tokens is free."""
-        assert self._rows is not None, "plan() comes first"
+        assert self._rows, "plan() comes first"
         q_stride = self._token_stride("q", q, self._q_shape)
         k_stride = self._token_stride("k", k, self._kv_shape)
         v_stride = self._token_stride("v", v, self._kv_shape)
         heads, dim = self._q_shape
         out = torch.empty(self._tokens, heads * dim, dtype=self._dtype)
         pages = self._layers[layer]
-        _native.append(pages, self._rows, k.data_ptr(), k_stride, v.data_ptr(), v_stride)
+        rows = self._rows[self._places[layer].table]
+        _native.append(pages, rows, k.data_ptr(), k_stride, v.data_ptr(), v_stride)
         window = self._windows[layer]
         _native.attend(
             pages,
-            self._rows,
+            rows,
             q.data_ptr(),
             q_stride,
             out.data_ptr(),
@@ -152,17 +152,16 @@ class CpuLatentAttention(_StepRows):
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q is contiguous; of k (latents) and v (rotated keys) the stride between tokens is free."""
-        assert self._rows is not None, "plan() comes first"
+        assert self._rows, "plan() comes first"
+        (rows,) = self._rows
         spec = self._spec
         q_at = checked_address("q", q, self._dtype, (self._tokens, *self._q_shape))
         latent_stride = self._token_stride("k", k, (1, spec.latent_dim))
         key_stride = self._token_stride("v", v, (1, spec.key_dim))
         out = torch.empty(self._tokens, spec.result_size, dtype=self._dtype)
         pages = self._layers[layer]
-        _native.append_latents(
-            pages, self._rows, k.data_ptr(), latent_stride, v.data_ptr(), key_stride
-        )
-        _native.attend_latents(pages, self._rows, q_at, out.data_ptr(), spec.num_heads, spec.scale)
+        _native.append_latents(pages, rows, k.data_ptr(), latent_stride, v.data_ptr(), key_stride)
+        _native.attend_latents(pages, rows, q_at, out.data_ptr(), spec.num_heads, spec.scale)
         return out
 
 

@@ -183,6 +183,7 @@ class FlashInferAttention(PagedAttention):
         """Takes the batch's index tensors on the host. Raises ValueError when they contradict each
         other."""
         self._await_last_plan()
+        assert not batch.further, "pools on GPUs have one page group"
         self._running = self._wrappers
         indices = split_step(
             batch.qo_indptr.numpy(),

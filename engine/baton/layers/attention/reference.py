@@ -51,15 +51,19 @@ class TorchAttention(PagedAttention):
     def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
         super().__init__(layers, kv)
         self._window_sizes = sorted(set(self._windows))
-        self._groups: list[_Rows] = []
+        self._groups: list[list[_Rows]] = []
+        """By table of the pool."""
 
     def plan(self, batch: ForwardBatch) -> None:
-        self._set_slots(batch.slot_mapping)
-        self._groups = _group_rows(batch, self._kv, self._window_sizes)
+        tables = batch.tables
+        self._set_slots(*(table.slot_mapping for table in tables))
+        self._groups = [
+            _group_rows(batch, table.page_indices, self._kv, self._window_sizes) for table in tables
+        ]
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         out = torch.empty(len(q), self._heads.q_size, dtype=q.dtype, device=q.device)
-        for rows in self._groups:
+        for rows in self._groups[self._places[layer].table]:
             tokens = slice(rows.first_token, rows.first_token + rows.num_tokens)
             out[tokens] = self._attend_rows(layer, q[tokens], rows)
         return out
@@ -69,7 +73,8 @@ class TorchAttention(PagedAttention):
         r, n = rows.shape
         gather = rows.by_window[self._windows[layer]]
         # [r, p, 2, page, Hk, D] -> two of [r, Hk, p * page, D]
-        both = self._kv.data[:, layer][gather.pages].float().permute(2, 0, 4, 1, 3, 5).flatten(3, 4)
+        pages = self._kv.data[:, self._places[layer].row]
+        both = pages[gather.pages].float().permute(2, 0, 4, 1, 3, 5).flatten(3, 4)
         # A slot no query sees may hold anything a former owner left, and 0 * NaN is NaN.
         row, slot = gather.unseen
         both[:, row, :, slot] = 0.0
@@ -103,7 +108,7 @@ class TorchLatentAttention:
     def plan(self, batch: ForwardBatch) -> None:
         slots = batch.slot_mapping.to(self._kv.data.device)
         self._slots = (slots // self._kv.page_size, slots % self._kv.page_size)
-        self._groups = _group_rows(batch, self._kv, (0,))
+        self._groups = _group_rows(batch, batch.page_indices, self._kv, (0,))
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self._slots is not None, "plan() comes first"
@@ -135,12 +140,14 @@ class TorchLatentAttention:
         return out.transpose(1, 2).reshape(r * n, spec.result_size).to(q.dtype)
 
 
-def _group_rows(batch: ForwardBatch, kv: KvTensors, windows: Sequence[int]) -> list[_Rows]:
+def _group_rows(
+    batch: ForwardBatch, page_indices: Tensor, kv: KvTensors, windows: Sequence[int]
+) -> list[_Rows]:
     """The rows of a step that are attended together: all decode rows, and each other row alone."""
     starts = batch.qo_indptr.tolist()
     kv_lens = batch.kv_lens.tolist()
     first_page = batch.page_indptr.tolist()
-    pages = batch.page_indices.long()
+    pages = page_indices.long()
     tables = [pages[a:b] for a, b in itertools.pairwise(first_page)]
     decode = list(range(batch.num_decode))
     groups = [decode] if decode else []

@@ -29,12 +29,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.layers.attention.base import AttentionBackend, ForwardBatch
+from baton.layers.attention.base import AttentionBackend, ForwardBatch, PageTable
 from baton.layers.kv_pool import KvTensors, copy_pages
 from baton.models.served import ServedModel
 from baton.runtime.grammar.store import GrammarStore
 from baton.runtime.grammar.token_masks import MaskFiller
 from baton.runtime.runner.step_inputs import (
+    FurtherGrowth,
     Growth,
     StepArrays,
     StepInputs,
@@ -82,6 +83,12 @@ class ModelRunner:
         self._page_table: NDArray[np.int32] = np.zeros(
             (max_slots, min(longest, kv.num_pages)), np.int32
         )
+        self._further_tables: list[NDArray[np.int32]] = [
+            np.zeros((*self._page_table.shape, rule.width), np.int32) for rule in kv.spec.rules
+        ]
+        """Page tables of the further page groups: [slots, pages of tokens, width]. Entries of pages
+        that no row sees any more are those of the last owner of the slot.
+        """
         self._last_token: NDArray[np.int64] = np.full(max_slots, UNKNOWN_TOKEN, np.int64)
         self._sample_rows: list[SampleRow | None] = [None] * max_slots
         self._prompts = PromptTable()
@@ -245,6 +252,7 @@ class ModelRunner:
             growth,
             plan.copies,
             new_pages,
+            [FurtherGrowth(*growth) for growth in plan.further],
         )
 
     def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -260,6 +268,8 @@ class ModelRunner:
             return None
         for slot, base, pages in step.growth:
             self._page_table[slot, base : base + len(pages)] = pages
+        for slot, group, base, pages in step.further:
+            self._further_tables[group][slot].reshape(-1)[base : base + len(pages)] = pages
         slots = step.slots
         starts = step.starts
         qo_indptr = np.zeros(count + 1, np.int32)
@@ -271,23 +281,35 @@ class ModelRunner:
             - qo_indptr[row_of_token]
             + starts[row_of_token]
         )
-        pages = self._page_table[slots[row_of_token], positions // self._kv.page_size].astype(
-            np.int64
-        )
-        num_pages = -(-kv_lens // self._kv.page_size)
+        page_size = self._kv.page_size
+        row_slots = slots[row_of_token]
+        blocks = positions // page_size
+        offsets = positions % page_size
+        num_pages = -(-kv_lens // page_size)
+
+        def indices_of(table: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+            """KV slot of each token, and the rows' pages, by a table [slots, pages of tokens]."""
+            pages = table[row_slots, blocks].astype(np.int64)
+            rows = [table[slot, :n] for slot, n in zip(slots, num_pages, strict=True)]
+            return pages * page_size + offsets, np.concatenate(rows)
+
+        slot_mapping, page_indices = indices_of(self._page_table)
         sampling = qo_indptr[1:][step.samples].astype(np.int64) - 1
         page_indptr = np.zeros(count + 1, np.int32)
         np.cumsum(num_pages, out=page_indptr[1:])
         return StepArrays(
             token_ids=step.token_ids,
             positions=positions,
-            slot_mapping=pages * self._kv.page_size + positions % self._kv.page_size,
+            slot_mapping=slot_mapping,
             sample_index=np.concatenate((sampling, step.prompt_rows)),
             qo_indptr=qo_indptr,
             kv_lens=kv_lens.astype(np.int32),
             page_indptr=page_indptr,
-            page_indices=np.concatenate(
-                [self._page_table[slot, :n] for slot, n in zip(slots, num_pages, strict=True)]
+            page_indices=page_indices,
+            further=tuple(
+                indices_of(table[:, :, part])
+                for table in self._further_tables
+                for part in range(table.shape[2])
             ),
         )
 
@@ -304,4 +326,8 @@ class ModelRunner:
             num_decode=step.num_decode,
             num_prompt_rows=len(step.prompt_rows),
             max_kv_len=int(indices.kv_lens.max()),
+            further=tuple(
+                PageTable(torch.from_numpy(slots), torch.from_numpy(pages))
+                for slots, pages in indices.further
+            ),
         )

@@ -15,7 +15,7 @@ every rank executes the plan, or the group ends.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -37,6 +37,15 @@ class Growth(NamedTuple):
     """New pages of a slot: they continue its page table at index `base`."""
 
     slot: int
+    base: int
+    pages: IntArray
+
+
+class FurtherGrowth(NamedTuple):
+    """New pages of a slot in a further page group, as of sched.types.plan."""
+
+    slot: int
+    group: int
     base: int
     pages: IntArray
 
@@ -65,6 +74,7 @@ class StepInputs:
     """Pages with new content, which peers must not take for the old (StepPlan); empty where no peer
     reads them.
     """
+    further: list[FurtherGrowth] = field(default_factory=list)
 
 
 class StepArrays(NamedTuple):
@@ -78,6 +88,8 @@ class StepArrays(NamedTuple):
     kv_lens: Int32
     page_indptr: Int32
     page_indices: Int32
+    further: tuple[tuple[Int64, Int32], ...] = ()
+    """`slot_mapping` and `page_indices` of tables 1, 2, ... of the pool."""
 
 
 def _unpack_array(kind: Any, packed: bytes) -> Any:
@@ -117,6 +129,7 @@ def checksum_step(step: StepInputs, indices: StepArrays | None, before: int) -> 
     parts: tuple[NDArray[Any], ...] = (
         indices.token_ids, indices.positions, indices.qo_indptr, indices.kv_lens,
         indices.page_indices, indices.slot_mapping, indices.sample_index,
+        *(part for table in indices.further for part in table),
     )  # fmt: skip
     for part in parts:
         value = zlib.crc32(np.ascontiguousarray(part).data, value)

@@ -461,8 +461,7 @@ class KvManager:
         # What the next row does not see gets no block: D pulls the end of a window alone.
         visible = [max(group.first_block(position), first) for group in self._groups]
         sizes = [
-            (end - start) * group.width
-            for group, start in zip(self._groups, visible, strict=True)
+            (end - start) * group.width for group, start in zip(self._groups, visible, strict=True)
         ]
         pages = self.allocate(need + sum(sizes))
         if pages is None:
@@ -470,9 +469,7 @@ class KvManager:
         seq.pages.extend(pages[:need])
         seq.private.update(pages[:need])
         taken = need
-        for group, held, start, size in zip(
-            self._groups, seq.further, visible, sizes, strict=True
-        ):
+        for group, held, start, size in zip(self._groups, seq.further, visible, sizes, strict=True):
             # No block in front of the first visible one is held, so that none is left behind.
             if start > first:
                 held.pages.extend(array("i", (NO_PAGE,)) * ((start - first) * group.width))

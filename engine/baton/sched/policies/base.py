@@ -152,8 +152,8 @@ def batches(seqs: Sequence[Seq], size: int) -> Iterator[Sequence[Seq]]:
 def cached_tokens(seq: Seq, index: RadixCache) -> int:
     """Prompt tokens of a sequence that need no computing, by the pages of group 0.
 
-    With further page groups fewer of them may be usable (KvManager.cached_tokens); orders leave that
-    out, because eviction in a further group changes it without a change of the tree.
+    With further page groups fewer of them may be usable (KvManager.cached_tokens). Orders leave
+    that out, because eviction in a further group changes it without a change of the tree.
     """
     if seq.pages:
         return seq.computed

@@ -6,6 +6,7 @@ import math
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from baton.cache.group_pages import GroupRule
 from baton.config import EngineConfig, kv_events, tenants
 from baton.config.classes import ClassRules, parse_classes
 from baton.sched.fairness.fair_queue import FairnessRules
@@ -41,7 +42,11 @@ def _from_flags(cls: type[Made], config: EngineConfig, **values: Any) -> Made:
 
 
 def limits(
-    config: EngineConfig, num_pages: int, host_pages: int = 0, page_bytes: int = ASSUMED_PAGE_BYTES
+    config: EngineConfig,
+    num_pages: int,
+    host_pages: int = 0,
+    page_bytes: int = ASSUMED_PAGE_BYTES,
+    page_groups: tuple[GroupRule, ...] = (),
 ) -> Limits:
     """The budgets of one rank whose KV pool has `num_pages` on the device and `host_pages` behind
     them.
@@ -55,6 +60,7 @@ def limits(
         Limits,
         c,
         num_pages=num_pages,
+        page_groups=page_groups,
         is_chunked=c.chunked_prefill_size > 0,
         role=c.disaggregation_mode,
         policy=resolve_policy(c),

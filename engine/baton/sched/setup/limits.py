@@ -100,10 +100,10 @@ class Limits:
         if not self.page_groups:
             return self.num_pages * self.page_size
         # A row may be as long as the longest prompt: the more tokens, the more pages it takes.
-        fits = bisect.bisect_right(range(self.num_pages + 1), self.num_pages, key=self._most_pages)
+        fits = bisect.bisect_right(range(self.num_pages + 1), self.num_pages, key=self.most_pages)
         return (fits - 1) * self.page_size
 
-    def _most_pages(self, blocks: int) -> int:
+    def most_pages(self, blocks: int) -> int:
         """Most pages that a sequence of `blocks` pages of tokens holds, in all groups."""
         row_tokens = self.longest_chunk(blocks * self.page_size)
         return blocks + sum(

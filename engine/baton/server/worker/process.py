@@ -260,7 +260,7 @@ class RankProcess:
             late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
             runtime = TpTransferNode(own, self._executors, late_secs)
         self._node = runtime
-        group = loaded.kv_spec.sole_group.id
+        group = loaded.kv_spec.full_group.id
         if c.disaggregation_mode == "decode":
             return DecodeTransferDriver(runtime, c.request_timeout_secs, group, loaded.vocab_size)
         node: TransferNode = runtime

@@ -265,6 +265,7 @@ impl<E: ElementType> SimdKernel for Walk<'_, E> {
             rows.find::<E>(a, item, at, n);
             for head in 0..item.heads {
                 let state = state.of_head(&plan, head);
+                rows.hide(plan.begin.saturating_sub(at));
                 pack_block::<S, E>(&plan, &rows, n, &state);
                 attend_block::<S, E>(a, &plan, at, n, &state);
                 rows.next_head::<E>(&plan, n);
@@ -408,6 +409,14 @@ impl BlockRows {
         });
         self.keys[n..].fill(ZEROS.as_ptr());
         self.values[n..].fill(ZEROS.as_ptr());
+    }
+
+    /// Let zeros take the place of the first `n` positions, which lie in front of the window: their
+    /// pages may belong to another sequence by now, and 0 * NaN is NaN.
+    #[inline(always)]
+    fn hide(&mut self, n: usize) {
+        self.keys[..n].fill(ZEROS.as_ptr());
+        self.values[..n].fill(ZEROS.as_ptr());
     }
 
     /// On to the next KV head of the same `n` positions.
