@@ -1,6 +1,6 @@
 """The native CPU kernels against torch doing the same work, arms interleaved in one run.
 
-    python tests/perf/bench_kernels.py [--threads 1] [--seconds 0.4] [attention|linear|small …]
+    python tests/perf/bench_kernels.py [--threads 1] [--seconds 0.4] [attention|latents|linear|small …]
 
 Each line: best and median time of ours, and the ratio torch / ours (above 1: ours is faster) as median over rounds with
 the 10th and 90th percentile. A round runs every arm once, in turn, so that a neighbor's load falls on all. Results of
@@ -22,10 +22,10 @@ from torch.nn import functional
 
 from baton import _native
 from baton.layers import ops_cpu
-from baton.layers.attention.cpu import CpuAttention
+from baton.layers.attention.cpu import CpuAttention, CpuLatentAttention
 from baton.layers.kv_pool import make_pool
 from baton.layers.kv_spec import KVSpec, describe_attention
-from baton.layers.spec import AttentionSpec
+from baton.layers.spec import AttentionSpec, LatentSpec
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
 Arm = Callable[[], Any]
@@ -74,6 +74,53 @@ def attention(seconds: float) -> None:
                 (1, 2048, 256),
             ]:
                 _attention_case(heads, kv_heads, dim, dtype, rows, kv_len, new, seconds)
+
+
+def latents(seconds: float) -> None:
+    """DeepSeek V2 Lite's heads, and V3's."""
+    for heads in (16, 128):
+        for rows, kv_len, new in [(1, 512, 1), (8, 1024, 1), (1, 512, 512), (1, 2048, 256)]:
+            _latent_case(heads, torch.bfloat16, rows, kv_len, new, seconds)
+
+
+def _latent_case(
+    heads: int, dtype: torch.dtype, rows: int, kv_len: int, new: int, seconds: float
+) -> None:
+    """Ours reads scattered pages; torch gets contiguous latents, in the absorbed form too."""
+    size = 16
+    spec = LatentSpec(heads, latent_dim=512, key_dim=64, scale=192**-0.5)
+    kv_spec = KVSpec((describe_attention([spec], "bfloat16", size),))
+    each = -(-kv_len // size)
+    kv = make_pool(kv_spec, rows * each, native=False)
+    kv.data.copy_(torch.randn(kv.data.shape))
+    order = torch.randperm(rows * each, generator=torch.Generator().manual_seed(1)).tolist()
+    backend = CpuLatentAttention(spec, 1, kv)
+    tables = [order[r * each : (r + 1) * each] for r in range(rows)]
+    backend.plan(build_batch([AttentionRow(range(new), kv_len - new, t) for t in tables], size))
+    q = torch.randn(rows * new, heads, spec.row_dim).to(dtype)
+    kept = torch.randn(rows * new, 1, spec.row_dim).to(dtype)
+    new_tokens = kept.split((spec.latent_dim, spec.key_dim), dim=2)
+    backend.forward(0, q, *new_tokens)
+    gathered = kv.data[:, 0][torch.tensor(tables)].flatten(1, 2)[:, None, :kv_len]
+    queries = q.view(rows, new, heads, -1).transpose(1, 2)
+    visible = torch.ones(new, kv_len, dtype=torch.bool).tril(kv_len - new)
+
+    def reference() -> Tensor:
+        values = gathered[..., : spec.latent_dim]
+        out = functional.scaled_dot_product_attention(
+            queries, gathered, values, attn_mask=visible, enable_gqa=True, scale=spec.scale
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+    pairs = rows * sum(range(kv_len - new + 1, kv_len + 1))
+    compare(
+        f"latents {heads} heads bfloat16 {rows} x {new} of {kv_len}",
+        lambda: backend.forward(0, q, *new_tokens),
+        reference,
+        seconds,
+        2.0 * pairs * heads * (spec.row_dim + spec.latent_dim),
+        "GFLOP/s",
+    )
 
 
 def _attention_case(
@@ -203,7 +250,7 @@ def _small_cases(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, Arm, Arm]
     yield "rope", lambda: ops_cpu.apply_rope(q, k, at, cos, sin)[0], rope
 
 
-GROUPS = {"attention": attention, "linear": linear, "small": small}
+GROUPS = {"attention": attention, "latents": latents, "linear": linear, "small": small}
 
 
 def main() -> None:

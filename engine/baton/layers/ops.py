@@ -297,3 +297,12 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
         return product
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh") * up
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x) for x [T, N]. On CPUs a row has the same bits in any batch: torch's own
+    function rounds the last elements of a tensor in another way than those before them."""
+    if native := _native_for(x):
+        values: Tensor = native.sigmoid(x)
+        return values
+    return x.sigmoid()

@@ -26,6 +26,7 @@ from baton._native import multiply_gated as _multiply_gated
 from baton._native import rms_norm as _rms_norm
 from baton._native import rope as _rope
 from baton._native import set_threads as set_threads
+from baton._native import sigmoid as _sigmoid
 from baton.errors import ConfigError
 
 _BF16 = torch.bfloat16
@@ -244,6 +245,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     return _gated_product(gate_up, gelu=True)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    rows = x.contiguous()
+    out = torch.empty_like(rows)
+    _sigmoid(x.dtype == _BF16, rows.data_ptr(), *rows.shape, out.data_ptr())
+    return out
 
 
 def _gated_product(gate_up: Tensor, *, gelu: bool) -> Tensor:

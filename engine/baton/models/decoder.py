@@ -25,13 +25,13 @@ from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.layers.collectives import ALONE, Collectives
 from baton.layers.shard import WHOLE, Shard
 from baton.models.blocks.attention import AttentionBlock
-from baton.models.blocks.latent import LatentBlock
+from baton.models.blocks.mla import MlaBlock
 from baton.models.blocks.mlp import MlpBlock
 from baton.models.blocks.moe import MoeBlock
 from baton.models.blocks.norm import NormBlock
 from baton.models.blocks.rope import RopeTables
 from baton.models.blocks.tensors import move_tensors
-from baton.models.spec.latent import LatentBlockSpec
+from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.model import LayerSpec, ModelSpec
 from baton.models.spec.moe import MoeSpec
 from baton.models.spec.rope import RopeSpec
@@ -41,7 +41,7 @@ from baton.models.spec.rope import RopeSpec
 class DecoderLayer:
     """Blocks of a layer, and the norms around each."""
 
-    attention: AttentionBlock | LatentBlock
+    attention: AttentionBlock | MlaBlock
     mlp: MlpBlock | MoeBlock
     before_attention_norm: NormBlock | None = None
     after_attention_norm: NormBlock | None = None
@@ -53,9 +53,9 @@ class DecoderLayer:
         """Args: `spec`: of this rank's share. `tensors`: by the names of `LayerSpec.params`."""
         left = dict(tensors)
         norms = {n: NormBlock.make(spec.norms.norm, n, left) for n in spec.norms.sources}
-        attention: AttentionBlock | LatentBlock
-        if isinstance(spec.attention, LatentBlockSpec):
-            attention = LatentBlock.make(spec.attention, left)
+        attention: AttentionBlock | MlaBlock
+        if isinstance(spec.attention, MlaBlockSpec):
+            attention = MlaBlock.make(spec.attention, left)
         else:
             attention = AttentionBlock.make(spec.attention, left, tp)
         if isinstance(spec.mlp, MoeSpec):

@@ -35,7 +35,7 @@ from baton.models.families import FAMILIES
 from baton.models.quantized.forms import ON_LOAD_FORMS
 from baton.models.quantized.methods import read_quantization
 from baton.models.quantized.scheme import QuantizationScheme
-from baton.models.spec.latent import LatentBlockSpec
+from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.model import LayerSpec, ModelSpec
 from baton.models.spec.moe import MoeSpec
 from baton.models.spec.norm import NormSpec
@@ -119,7 +119,7 @@ def read_spec(
 
 def _refuse_gpu(config: ModelConfig, architecture: str, layers: tuple[LayerSpec, ...]) -> None:
     """Raise ConfigError for blocks that have no kernels on GPUs, or have never run on one."""
-    if any(isinstance(layer.attention, LatentBlockSpec) for layer in layers):
+    if any(isinstance(layer.attention, MlaBlockSpec) for layer in layers):
         config.refuse("architectures", [architecture], "latent attention needs --device cpu")
     if any(isinstance(layer.mlp, MoeSpec) for layer in layers):
         config.refuse("architectures", [architecture], "experts need --device cpu")

@@ -342,6 +342,49 @@ impl RowKernel for GatedProduct {
     }
 }
 
+/// out = 1 / (1 + e^-x), with the same bits wherever an element stands.
+#[derive(Clone, Copy, Debug)]
+pub struct Sigmoid {
+    pub dtype: Dtype,
+    /// `[rows, len]`, contiguous.
+    pub x: *const u8,
+    pub rows: usize,
+    pub len: usize,
+    /// As x.
+    pub out: *mut u8,
+}
+
+// SAFETY: rows are disjoint; the caller of `sigmoid` vouches for the memory.
+unsafe impl Sync for Sigmoid {}
+
+/// # Safety
+/// Pointers cover the shapes; no other thread accesses `out` or writes `x` meanwhile.
+pub unsafe fn sigmoid(call: &Sigmoid) {
+    // SAFETY: passed on.
+    unsafe { sigmoid_on(isa::current(), call) }
+}
+
+/// # Safety
+/// As [`sigmoid`], and `isa.runs_here()`.
+pub unsafe fn sigmoid_on(isa: Isa, call: &Sigmoid) {
+    for_rows(isa, call.dtype, call.rows, call.len, call);
+}
+
+impl RowKernel for Sigmoid {
+    #[inline(always)]
+    unsafe fn rows<S: Simd, E: ElementType>(&self, first: usize, end: usize) {
+        for i in (first * self.len..end * self.len).step_by(S::LANES) {
+            let left = end * self.len - i;
+            let x = load_part::<S, E>(self.x.cast::<E::T>().add(i), left);
+            // Held below 2^126: the quotient is 0 to working precision long before.
+            let power = S::max(S::splat(-126.0), S::mul(x, S::splat(LOG2_E)));
+            let e = exp2::<S>(S::sub(S::splat(0.0), power));
+            let y = S::div(S::splat(1.0), S::add(S::splat(1.0), e));
+            store_part::<S, E>(self.out.cast::<E::T>().add(i), y, left);
+        }
+    }
+}
+
 const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 
 /// out = g / (1 + 2^-power(g)) * up for the `n` gates g of a row.
@@ -559,6 +602,47 @@ mod tests {
                         "{isa:?} {dtype:?} dim {dim} {pairs:?} [{i}]: {a} not {b}"
                     );
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn sigmoid_is_close_to_f64_and_does_not_depend_on_the_place() {
+        let rows = 7;
+        let len = 13;
+        for (isa, dtype) in Isa::available()
+            .into_iter()
+            .flat_map(|isa| DTYPES.map(|d| (isa, d)))
+        {
+            let mut values: Vec<f32> = noise(rows * len, 3).iter().map(|x| x * 30.0).collect();
+            values[..4].copy_from_slice(&[f32::MAX, f32::MIN, 0.0, -0.0]);
+            let x = Stored::new(dtype, &values);
+            let size = dtype.bytes();
+            let run = |from: usize, rows: usize| {
+                let mut out = vec![0xff_u8; rows * len * size];
+                let call = Sigmoid {
+                    dtype,
+                    x: x.1[from * len * size..].as_ptr(),
+                    rows,
+                    len,
+                    out: out.as_mut_ptr(),
+                };
+                // SAFETY: shapes as described.
+                unsafe { sigmoid_on(isa, &call) };
+                out
+            };
+            let whole = run(0, rows);
+            for row in 0..rows {
+                let bytes = row * len * size..(row + 1) * len * size;
+                assert_eq!(run(row, 1), whole[bytes], "{isa:?} {dtype:?} row {row}");
+            }
+            let room = if dtype == Dtype::F32 { 4e-7 } else { 4e-3 };
+            for (x, y) in x.values().iter().zip(Stored(dtype, whole).values()) {
+                let want = 1.0 / (1.0 + (-f64::from(*x)).exp());
+                assert!(
+                    (f64::from(y) - want).abs() <= room * want.max(1e-30),
+                    "{isa:?} {dtype:?}: sigmoid {x} = {y}, not {want}"
+                );
             }
         }
     }

@@ -8,7 +8,7 @@ use kernels::attention::append::{LayerPages, NewTokens, kv_append};
 use kernels::attention::latent::{LatentAttention, LatentPages, latent_append, latent_attention};
 use kernels::attention::{PagedAttention, paged_attention};
 use kernels::elementwise::{
-    self, Activation, GatedProduct, HeadVectors, RmsNorm, RotaryEmbedding, RotaryPairs,
+    self, Activation, GatedProduct, HeadVectors, RmsNorm, RotaryEmbedding, RotaryPairs, Sigmoid,
 };
 use kernels::linear::{
     self, CodeType, CodedMatrix, HeadProducts, LinearProduct, Weight, WeightShape,
@@ -405,6 +405,20 @@ fn multiply_gated(
     py.detach(|| unsafe { elementwise::multiply_gated(gated.get()) });
 }
 
+/// out = 1 / (1 + e^-x) for x [rows, len], both contiguous.
+#[pyfunction]
+fn sigmoid(py: Python<'_>, bf16: bool, x: usize, rows: usize, len: usize, out: usize) {
+    let call = Shared(Sigmoid {
+        dtype: dtype(bf16),
+        x: x as *const u8,
+        rows,
+        len,
+        out: out as *mut u8,
+    });
+    // SAFETY: the Python side holds the tensors and has checked their shapes.
+    py.detach(|| unsafe { elementwise::sigmoid(call.get()) });
+}
+
 /// A weight matrix [outputs, inputs] in the kernels' order; owns its memory.
 #[pyclass(frozen, module = "baton._native")]
 struct PackedWeight(linear::PackedWeight);
@@ -654,5 +668,6 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(attend_latents, m)?)?;
     m.add_function(wrap_pyfunction!(rms_norm, m)?)?;
     m.add_function(wrap_pyfunction!(rope, m)?)?;
-    m.add_function(wrap_pyfunction!(multiply_gated, m)?)
+    m.add_function(wrap_pyfunction!(multiply_gated, m)?)?;
+    m.add_function(wrap_pyfunction!(sigmoid, m)?)
 }

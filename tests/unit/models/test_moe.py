@@ -20,7 +20,7 @@ from baton.models.blocks.router import route
 from baton.models.families import FAMILIES
 from baton.models.load import load_weights
 from baton.models.spec.model import share_of, weight_bytes
-from baton.models.spec.moe import ExpertNames, MoeSpec, RouterSpec
+from baton.models.spec.moe import ExpertNames, MoeSpec, RouterSpec, Scoring
 from baton.models.spec_reader import read_spec
 from tests.support.models.checkpoints import make_checkpoint, reference_model
 from tests.support.models.model_loop import ModelLoop
@@ -286,6 +286,18 @@ def test_result_is_the_weighted_sum_of_the_chosen_experts(experts_per_token: int
     torch.testing.assert_close(block.forward(x).double(), want, rtol=1e-4, atol=1e-4)
     block.pack()
     torch.testing.assert_close(block.forward(x).double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+def test_weights_of_experts_have_the_same_bits_in_any_company(scoring: Scoring) -> None:
+    """The number of experts fills no vector register: torch.sigmoid rounds by the place in a tensor."""
+    pytest.importorskip("baton._native", reason="the native module is not built")
+    spec = RouterSpec(10, 3, scoring=scoring, normalizes=True)
+    logits = torch.randn(333, 10, generator=torch.Generator().manual_seed(0))
+    whole = route(logits, spec).weights
+    for size in (1, 3, 7, 100):
+        parts = [route(part, spec).weights for part in logits.split(size)]
+        assert torch.equal(torch.cat(parts), whole), size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

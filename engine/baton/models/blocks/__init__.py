@@ -3,7 +3,7 @@
 | module | holds |
 |---|---|
 | `attention`, `rope` | projections, norms and rotation around an attention backend; tables of the rotation |
-| `latent` | the same with latents in the pages |
+| `mla` | the same with latents in the pages |
 | `mlp` | the gated MLP |
 | `norm` | norms of rows and of heads |
 | `moe`, `router` | the mixture of experts, and the choice of a token's experts |

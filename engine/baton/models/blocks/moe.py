@@ -87,7 +87,7 @@ class MoeBlock:
             return result
         shared = self.shared.forward(x)
         if self.shared_gate is not None:
-            shared = ops.linear(x, self.shared_gate).sigmoid() * shared
+            shared = ops.sigmoid(ops.linear(x, self.shared_gate)) * shared
         return result + shared
 
     def _pass_experts(self, x: Tensor, experts: Tensor) -> Tensor:

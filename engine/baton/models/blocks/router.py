@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baton.layers import ops
 from baton.models.spec.moe import RouterSpec
 
 _LEAST_SUM = 1e-20
@@ -39,7 +40,7 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> Routi
     if spec.scoring in ("softmax_of_chosen", "sigmoid_of_chosen"):
         return _score_chosen(logits, spec)
     wide = logits.float()
-    scores = wide.sigmoid() if spec.scoring == "sigmoid" else wide.softmax(-1)
+    scores = ops.sigmoid(wide) if spec.scoring == "sigmoid" else wide.softmax(-1)
     ranking = scores if bias is None else scores + bias
     if spec.kept_groups < spec.num_groups:
         if spec.group_rank == "best":
@@ -65,7 +66,7 @@ def _score_chosen(logits: Tensor, spec: RouterSpec) -> Routing:
     chosen = logits.gather(1, experts)
     if spec.scoring == "softmax_of_chosen":
         return Routing(experts, chosen.softmax(-1))
-    return Routing(experts, chosen.float().sigmoid().to(logits.dtype))
+    return Routing(experts, ops.sigmoid(chosen.float()).to(logits.dtype))
 
 
 def _mix_two(logits: Tensor, spec: RouterSpec) -> Routing:

@@ -3,7 +3,7 @@
 | module | holds |
 |---|---|
 | `base` | `ModelFamily`: what all read alike |
-| `latent` | `LatentFamily`: what those with latent attention read alike |
+| `mla` | `MlaFamily`: what those with latent attention read alike |
 | `windows`, `experts`, `rope_config`, `longrope` | fields that several families share |
 | the others | a family each |
 """

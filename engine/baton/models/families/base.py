@@ -14,7 +14,7 @@ from baton.layers.spec import AttentionSpec
 from baton.models.config_file import MAX_LAYERS, ModelConfig
 from baton.models.families.rope_config import read_rope, stretched_context
 from baton.models.spec.attention import AttentionBlockSpec
-from baton.models.spec.latent import LatentBlockSpec
+from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.model import LayerSpec, StreamSpec
 from baton.models.spec.moe import MoeSpec
@@ -77,7 +77,7 @@ class ModelFamily:
             layers.append(blocks[key])
         return tuple(layers)
 
-    def read_attention_block(self, config: ModelConfig) -> AttentionBlockSpec | LatentBlockSpec:
+    def read_attention_block(self, config: ModelConfig) -> AttentionBlockSpec | MlaBlockSpec:
         """The attention block that all layers have, before windows and rotations of a layer."""
         return self.read_attention(config)
 

@@ -10,14 +10,14 @@ from baton.models.families.experts import (
     read_experts_per_token,
     read_shared_experts,
 )
-from baton.models.families.latent import LatentFamily
+from baton.models.families.mla import MlaFamily
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec, RouterSpec
 
 _GROUP_LIMITED = "group_limited_greedy"
 
 
-class DeepseekV2Family(LatentFamily):
+class DeepseekV2Family(MlaFamily):
     """Latent attention; the first layers are dense, the others have experts beside shared ones."""
 
     architecture = "DeepseekV2ForCausalLM"

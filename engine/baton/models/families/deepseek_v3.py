@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from baton.models.config_file import ModelConfig
 from baton.models.families.experts import read_biased_router, read_shared_experts
-from baton.models.families.latent import LatentFamily
+from baton.models.families.mla import MlaFamily
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec
 
 
-class DeepseekV3Family(LatentFamily):
+class DeepseekV3Family(MlaFamily):
     """Latent attention; the first layers are dense, the others have experts beside shared ones."""
 
     architecture = "DeepseekV3ForCausalLM"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.models.config_file import MAX_LAYERS, ModelConfig
 from baton.models.families.experts import read_biased_router, read_shared_experts
-from baton.models.families.latent import LatentFamily
+from baton.models.families.mla import MlaFamily
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec
 
@@ -12,7 +12,7 @@ _DENSE = "dense"
 _SPARSE = "sparse"
 
 
-class Glm4MoeLiteFamily(LatentFamily):
+class Glm4MoeLiteFamily(MlaFamily):
     """Latent attention; config.json says which layers are dense, by default the first one."""
 
     architecture = "Glm4MoeLiteForCausalLM"

@@ -18,7 +18,7 @@ from baton.layers.spec import DTYPE_BYTES, KernelShapes, LayerAttention, common_
 from baton.models.quantized.forms import OnLoadForm
 from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.spec.attention import AttentionBlockSpec
-from baton.models.spec.latent import LatentBlockSpec
+from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.moe import MoeSpec
 from baton.models.spec.norm import LayerNormsSpec, NormSpec
@@ -33,7 +33,7 @@ class LayerSpec:
     """Attention, then MLP or mixture of experts, each added to the residual stream, with norms
     around them."""
 
-    attention: AttentionBlockSpec | LatentBlockSpec
+    attention: AttentionBlockSpec | MlaBlockSpec
     mlp: MlpSpec | MoeSpec
     norms: LayerNormsSpec
 

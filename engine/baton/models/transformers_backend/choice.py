@@ -16,7 +16,7 @@ from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.models.config_file import ModelConfig, read_model_config
 from baton.models.families import FAMILIES
-from baton.models.families.latent import refuse_indexer
+from baton.models.families.mla import refuse_indexer
 from baton.models.spec_reader import find_architecture, read_architecture
 
 ModelImpl = Literal["native", "transformers"]

@@ -22,7 +22,7 @@
 
 use std::marker::PhantomData;
 
-use super::{BLOCK, ITEM_ROWS, MAX_TILE_ROWS, P_STRIDE, RowSoftmax, pack_keys, pack_values};
+use super::{BLOCK, ITEM_ROWS, P_STRIDE, RowSoftmax, pack_keys, pack_values};
 use crate::attention::append::NewTokens;
 use crate::elem::{Bf16, Bf16Dot, Dtype, ElementType, F32};
 use crate::isa::{self, Isa};
@@ -38,6 +38,8 @@ pub const MAX_ROW_DIM: usize = 576;
 /// Words from one packed query row to the next: no multiple of a page, so that rows fall into
 /// different cache sets.
 const X_STRIDE: usize = MAX_ROW_DIM + 16;
+/// Rows of a tile at any level. Tiles are tall, because an item has many rows of long vectors.
+const MAX_TALL_ROWS: usize = 12;
 
 /// View of one layer of the KV pool `[page, layer, slot, latent | key]`. Strides count elements.
 #[derive(Clone, Copy, Debug)]
@@ -158,11 +160,7 @@ fn cut_items(a: &LatentAttention, threads: usize) -> Vec<Item> {
     // Several parts of the heads pack the same blocks, which only pays where threads would be
     // without work.
     let whole_items = total * a.heads / ITEM_ROWS + rows;
-    let parts = if threads == 1 || whole_items >= 2 * threads {
-        1
-    } else {
-        (2 * threads).div_ceil(whole_items)
-    };
+    let parts = threads.div_ceil(whole_items);
     let heads = a.heads.div_ceil(parts).min(ITEM_ROWS);
     let tokens = (ITEM_ROWS / heads).max(1);
     let mut items = Vec::with_capacity((total / tokens + rows) * a.heads.div_ceil(heads));
@@ -197,8 +195,8 @@ unsafe fn walk<E: ElementType>(isa: Isa, a: &LatentAttention, item: Item) {
         plan.rows * plan.padded_latent,
         units * BLOCK,
         BLOCK * plan.padded_latent / E::PER_UNIT,
-        MAX_TILE_ROWS * BLOCK,
-        MAX_TILE_ROWS * P_STRIDE,
+        MAX_TALL_ROWS * BLOCK,
+        MAX_TALL_ROWS * P_STRIDE,
         plan.rows,
         plan.rows * SUM_LANES,
     ];
@@ -267,9 +265,9 @@ struct State {
     keys: *mut u32,
     /// [BLOCK / PER_UNIT, padded_latent] this block's latents
     values: *mut u32,
-    /// [MAX_TILE_ROWS, BLOCK]
+    /// [MAX_TALL_ROWS, BLOCK]
     scores: *mut f32,
-    /// [MAX_TILE_ROWS, P_STRIDE] packed probabilities
+    /// [MAX_TALL_ROWS, P_STRIDE] packed probabilities
     probs: *mut u32,
     /// [rows] running maximum of score * scale * log2(e)
     max: *mut f32,
@@ -352,7 +350,7 @@ impl<E: ElementType> Walk<'_, E> {
     /// Positions [at, at + n) for all query rows, tile by tile.
     #[inline(always)]
     unsafe fn attend_block<S: Simd>(&self, at: usize, n: usize) {
-        let groups = self.plan.rows.div_ceil(S::TILE_ROWS);
+        let groups = self.plan.rows.div_ceil(S::TALL_ROWS);
         let mut row = 0;
         for group in 0..groups {
             let rows = (self.plan.rows - row).div_ceil(groups - group);

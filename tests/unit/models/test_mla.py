@@ -13,10 +13,10 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.layers.shard import Shard
 from baton.layers.spec import LatentSpec
-from baton.models.blocks.latent import LatentBlock
+from baton.models.blocks.mla import MlaBlock
 from baton.models.blocks.rope import RopeTables
 from baton.models.load import load_weights
-from baton.models.spec.latent import LatentBlockSpec
+from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.model import ModelSpec, plan_weights, share_of
 from baton.models.spec_reader import read_spec
 from tests.support.models.checkpoints import make_checkpoint, variant_config
@@ -34,9 +34,9 @@ def read(path: Path, name: str, *, on_cpu: bool = True, **changes: Any) -> Model
     return read_spec(path, load_format="dummy", on_cpu=on_cpu)
 
 
-def block_of(spec: ModelSpec) -> LatentBlockSpec:
+def block_of(spec: ModelSpec) -> MlaBlockSpec:
     (block,) = {layer.attention for layer in spec.layers}
-    assert isinstance(block, LatentBlockSpec)
+    assert isinstance(block, MlaBlockSpec)
     return block
 
 
@@ -182,8 +182,8 @@ def test_matrix_that_is_taken_apart_stays_plain_where_others_are_quantized_at_lo
     path = make_checkpoint("deepseek-v2-lite", tmp_path / "m")
     plain = load_weights(read_spec(path), path).weights.layers[1].attention
     quantized = load_weights(read_spec(path, quantization="int8"), path).weights.layers[1].attention
-    assert isinstance(plain, LatentBlock)
-    assert isinstance(quantized, LatentBlock)
+    assert isinstance(plain, MlaBlock)
+    assert isinstance(quantized, MlaBlock)
     assert not isinstance(quantized.o, Tensor)
     for ours, before in (
         (quantized.key_up, plain.key_up),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.models.config_file import ModelConfig
 from baton.models.families.base import ModelFamily
-from baton.models.spec.latent import LatentBlockSpec
+from baton.models.spec.mla import MlaBlockSpec
 from baton.models.spec.norm import NormSpec
 
 _LATENT_EPS = 1e-6
@@ -22,7 +22,7 @@ def refuse_indexer(config: ModelConfig) -> None:
         )
 
 
-class LatentFamily(ModelFamily):
+class MlaFamily(ModelFamily):
     """Multi-head latent attention; attributes are defaults of transformers' class."""
 
     q_rank: int
@@ -35,7 +35,7 @@ class LatentFamily(ModelFamily):
     value_dim: int = 128
     attention = "latents and a rotated key per token (MLA); YaRN scales scores"
 
-    def read_attention_block(self, config: ModelConfig) -> LatentBlockSpec:
+    def read_attention_block(self, config: ModelConfig) -> MlaBlockSpec:
         refuse_indexer(config)
         heads = config.read_integer("num_attention_heads")
         if config.read_integer("num_key_value_heads", heads) != heads:
@@ -61,7 +61,7 @@ class LatentFamily(ModelFamily):
         bias = config.read_flag("attention_bias", False)
         if bias and q_rank is None:
             config.refuse("attention_bias", bias, "without q_lora_rank: false")
-        return LatentBlockSpec(
+        return MlaBlockSpec(
             heads,
             plain_dim,
             rope_dim,

@@ -17,15 +17,15 @@ from baton.layers.attention.base import AttentionBackend, ForwardBatch
 from baton.models.blocks.norm import NormBlock
 from baton.models.blocks.rope import RopeTables
 from baton.models.blocks.tensors import move_tensors
-from baton.models.spec.latent import LatentBlockSpec
+from baton.models.spec.mla import MlaBlockSpec
 
 
 @dataclass(slots=True)
-class LatentBlock:
-    """Weights in compute dtype, contiguous. Matrices are [out, in]; see `spec.latent` for the
+class MlaBlock:
+    """Weights in compute dtype, contiguous. Matrices are [out, in]; see `spec.mla` for the
     stacked one."""
 
-    spec: LatentBlockSpec
+    spec: MlaBlockSpec
     """This rank's share."""
     qkv_a: ops.Matrix
     kv_a_norm: NormBlock
@@ -40,11 +40,11 @@ class LatentBlock:
     q_b: ops.Matrix | None = None
 
     @staticmethod
-    def make(spec: LatentBlockSpec, tensors: dict[str, Tensor]) -> LatentBlock:
-        """Args: `tensors`: by the names of `LatentBlockSpec.params`; they are removed."""
+    def make(spec: MlaBlockSpec, tensors: dict[str, Tensor]) -> MlaBlock:
+        """Args: `tensors`: by the names of `MlaBlockSpec.params`; they are removed."""
         kv_b = tensors.pop("kv_b").view(spec.num_heads, -1, spec.kv_rank)
         key_rows, value_rows = kv_b.split((spec.plain_dim, spec.value_dim), dim=1)
-        block = LatentBlock(
+        block = MlaBlock(
             spec,
             tensors.pop("qkv_a"),
             NormBlock.make(spec.latent_norm, "kv_a_norm", tensors),

@@ -25,7 +25,7 @@ from baton.models.spec.tensors import (
 
 
 @dataclass(frozen=True, slots=True)
-class LatentBlockSpec:
+class MlaBlockSpec:
     """qkv_a = [q_a_proj or q_proj; kv_a_proj_with_mqa], then q_b, kv_b, o."""
 
     num_heads: int
@@ -68,13 +68,13 @@ class LatentBlockSpec:
             is_interleaved=self.is_interleaved,
         )
 
-    def of_layer(self, window: int, rope: RopeSpec | None) -> LatentBlockSpec:
+    def of_layer(self, window: int, rope: RopeSpec | None) -> MlaBlockSpec:
         """The block of a layer that turns so. Raises ValueError for a window."""
         if window:
             raise ValueError(f"latent attention sees everything, a window of {window} is given")
         return replace(self, rope=rope)
 
-    def with_rope(self, rope: RopeSpec) -> LatentBlockSpec:
+    def with_rope(self, rope: RopeSpec) -> MlaBlockSpec:
         return replace(self, rope=rope)
 
     def params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
@@ -122,7 +122,7 @@ class LatentBlockSpec:
         heads = self.num_heads * self.kv_rank * (self.plain_dim + self.value_dim)
         return queries + latents + heads + hidden_size * self.num_heads * self.value_dim
 
-    def share(self, shard: Shard) -> LatentBlockSpec:
+    def share(self, shard: Shard) -> MlaBlockSpec:
         """The block as one rank computes it: some heads, and all latents."""
         return replace(self, num_heads=self.num_heads // shard.size)
 
