@@ -35,6 +35,7 @@ from baton.server.request.validation import RequestValidator
 from baton.server.text import model_info
 from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.tokenizer import Tokenizer
+from tests.support.effort import examples
 from tests.support.models import tiny_model
 
 CONTEXT = 128
@@ -158,7 +159,7 @@ def test_prompts_behind_one_that_is_too_long_are_not_tokenized(
 TEXT_FORMS = [("/v1/completions", "prompt", completion), ("/generate", "text", generate)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     excess=st.integers(-2, 2), character=st.sampled_from(["x", "é", "😀", '"', "\n"]), escaped=st.booleans(),
     form=st.sampled_from(TEXT_FORMS), in_list=st.booleans(),
@@ -457,7 +458,7 @@ SHARING = {"priority_classes": "a:2,b:1", "tenant_config": "{}"}
     mode=st.sampled_from(["null", "prefill", "decode"]),
     flags=st.sampled_from([{}, SHARING]),
 )
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_any_json_is_accepted_or_refused_on_purpose(
     path: Path,
     tokenizer: Tokenizer,
