@@ -61,6 +61,13 @@ def make(path: Path, tokenizer: Tokenizer) -> Make:
     return validator
 
 
+@pytest.fixture(scope="module")
+def unchanged(path: Path, tokenizer: Tokenizer) -> RequestValidator:
+    """A validator for tests that change nothing of it: its checks of grammars are a process."""
+    config = build_config({"model_path": str(path), "served_model_name": "tiny"})
+    return RequestValidator(config, model_info.load(config), tokenizer)
+
+
 def chat(v: RequestValidator, **body: Any) -> AcceptedRequest:
     return asyncio.run(v.chat({"messages": [{"role": "user", "content": "hello"}], **body}))
 
@@ -101,13 +108,13 @@ def tokenize(v: RequestValidator, **body: Any) -> Any:
     ],
 )
 def test_text_too_long_for_any_tokens_is_refused_untokenized(
-    make: Make, tokenizer: Tokenizer, form: Any, field: str
+    unchanged: RequestValidator, tokenizer: Tokenizer, form: Any, field: str
 ) -> None:
     chars = CONTEXT * tokenizer.max_chars_per_token + 1
     text = "x" * chars
     body = {field: [{"role": "user", "content": text}] if field == "messages" else text}
     with pytest.raises(PromptTooLong) as caught:
-        form(make(), **body)
+        form(unchanged, **body)
     assert caught.value.param == field
     assert f"context length is {CONTEXT} tokens" in caught.value.message
     assert re.search(r"at least \d+ tokens", caught.value.message)
@@ -295,10 +302,10 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 )
 @pytest.mark.parametrize("form", [chat, completion], ids=["chat", "completion"])
 def test_bad_fields_are_named(
-    make: Make, form: Any, body: dict[str, Any], code: str, param: str
+    unchanged: RequestValidator, form: Any, body: dict[str, Any], code: str, param: str
 ) -> None:
     with pytest.raises(EngineError) as caught:
-        form(make(), **body)
+        form(unchanged, **body)
     assert caught.value.code == code
     expected = ("messages" if form is chat else "prompt") if param == "*" else param
     assert caught.value.param == expected
@@ -349,9 +356,11 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(
     ("body", "code", "param"), CHAT_REFUSALS, ids=[str(b)[:60] for b, _, _ in CHAT_REFUSALS]
 )
-def test_bad_chat_fields_are_named(make: Make, body: dict[str, Any], code: str, param: str) -> None:
+def test_bad_chat_fields_are_named(
+    unchanged: RequestValidator, body: dict[str, Any], code: str, param: str
+) -> None:
     with pytest.raises(EngineError) as caught:
-        chat(make(), **body)
+        chat(unchanged, **body)
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
@@ -389,10 +398,10 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ids=[str(b)[:60] for b, _, _ in COMPLETION_REFUSALS],
 )
 def test_bad_completion_fields_are_named(
-    make: Make, body: dict[str, Any], code: str, param: str
+    unchanged: RequestValidator, body: dict[str, Any], code: str, param: str
 ) -> None:
     with pytest.raises(EngineError) as caught:
-        completion(make(), **body)
+        completion(unchanged, **body)
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
@@ -422,10 +431,10 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ("body", "code", "param"), GENERATE_REFUSALS, ids=[str(b)[:60] for b, _, _ in GENERATE_REFUSALS]
 )
 def test_bad_generate_fields_are_named(
-    make: Make, body: dict[str, Any], code: str, param: str
+    unchanged: RequestValidator, body: dict[str, Any], code: str, param: str
 ) -> None:
     with pytest.raises(EngineError) as caught:
-        generate(make(), **body)
+        generate(unchanged, **body)
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
@@ -825,12 +834,12 @@ def test_allowed_token_ids_become_bits(make: Make) -> None:
 )
 @pytest.mark.parametrize(("form", "prefix"), [(chat, ""), (completion, ""), (generate, "nested")])
 def test_allowed_token_ids_that_cannot_be_drawn_are_refused(
-    make: Make, form: Any, prefix: str, ids: list[Any], message: str
+    unchanged: RequestValidator, form: Any, prefix: str, ids: list[Any], message: str
 ) -> None:
     fields = {"allowed_token_ids": ids}
     body = {"sampling_params": fields} if prefix else fields
     with pytest.raises(BadRequest, match=message) as caught:
-        form(make(), **body)
+        form(unchanged, **body)
     assert caught.value.param == ("sampling_params." if prefix else "") + "allowed_token_ids"
 
 
