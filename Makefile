@@ -3,6 +3,8 @@
 py := .venv/bin/
 # Tests and nodes are hundreds of processes that import the same modules: their bytecode is kept.
 unexport PYTHONDONTWRITEBYTECODE
+# Tests of Rust mostly wait, for timeouts and for pauses of their own.
+export RUST_TEST_THREADS ?= $(shell expr 4 \* $$(nproc))
 
 help:      ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -17,7 +19,8 @@ smoke: setup ## start the cluster, send real requests through it, stop; exit cod
 test: setup ## every test that needs no GPU, except the slow ones
 	cargo test --locked --workspace --quiet
 	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not slow and not gpu and not kube" $(ARGS)
-test-all: setup ## the slow ones too
+test-all: export BATON_TEST_EFFORT = all
+test-all: setup ## the slow ones too, and all examples of property tests
 	@tests/clients/setup.sh
 	cargo test --locked --workspace --quiet
 	$(py)pytest -n auto --maxprocesses 4 --dist loadgroup -m "not gpu and not kube" $(ARGS)

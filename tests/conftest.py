@@ -1,4 +1,4 @@
-"""Property tests have no time limit; tests that start servers take turns on one worker while others run beside them."""
+"""Property tests have no time limit; tests that start servers run in a few groups, others beside them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,41 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 ROOT = Path(__file__).parents[1]
-SERVERS = {"tests/clients", "tests/contract", "tests/e2e", "tests/fault"}
+SERVER_GROUPS = {
+    # Tests that ask the clusters of a session: a second worker would start them again.
+    "shared clusters": (
+        "tests/clients",
+        "tests/e2e/api",
+        "tests/e2e/engines",
+        "tests/e2e/failover/test_failover.py",
+        "tests/e2e/failover/test_faults.py",
+        "tests/e2e/traffic/test_load.py",
+        "tests/fault",
+    ),
+    "own clusters": ("tests/e2e",),
+    "fronts without a model": ("tests/contract",),
+}
+"""Groups of tests that start servers, and where they are. The first match counts."""
 
-# Two workers share the cores: a second compute thread in each would only wait for the other's.
+# Workers share the cores: a second compute thread in each would only wait for the others'.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores for `-n auto`: tests of servers wait half of the time."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+def group_of(path: Path) -> str:
+    """Name of the group that runs on one worker: tests of servers by kind, other tests by file."""
+    for group, folders in SERVER_GROUPS.items():
+        if any(path.is_relative_to(folder) for folder in folders):
+            return group
+    return path.as_posix()
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for `pytest --dist loadgroup`: one of all that start servers, one of each other file (shared fixtures)."""
+    """Groups for `pytest --dist loadgroup`."""
     for item in items:
-        path = item.path.relative_to(ROOT)
-        is_server = "/".join(path.parts[:2]) in SERVERS
-        item.add_marker(pytest.mark.xdist_group("servers" if is_server else path.as_posix()))
+        item.add_marker(pytest.mark.xdist_group(group_of(item.path.relative_to(ROOT))))

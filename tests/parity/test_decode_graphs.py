@@ -36,9 +36,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-CASES = [(flags, "greedy") for flags in FLAGS] + [
-    (flags, kind) for flags in ({}, SMALL) for kind in PARAMS
+CASES = [
+    *((flags, "greedy") for flags in FLAGS),
+    *(({}, kind) for kind in PARAMS if kind != "greedy"),
+    *(pytest.param(SMALL, kind, marks=pytest.mark.slow) for kind in PARAMS if kind != "greedy"),
 ]
+"""Flags and kinds of parameters. That preempted rows are replayed is shown by greedy ones."""
 
 
 @pytest.mark.parametrize(("flags", "kind"), CASES, ids=str)

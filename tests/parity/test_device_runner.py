@@ -5,6 +5,7 @@ Until a step is waited for, its tokens on the host are garbage: reading too earl
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from array import array
@@ -71,15 +72,22 @@ def prompts() -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        pytest.param(flags, kind, marks=[] if not flags or kind == "greedy" else pytest.mark.slow)
+        for flags, kind in itertools.product(FLAGS, PARAMS)
+    ],
+    ids=str,
+)
 def test_tokens_of_the_cpu(
     reference: Callable[[str], Reference],
     device: Device,
     flags: dict[str, object],
-    params: SamplingParams,
+    kind: str,
 ) -> None:
-    path = reference("llama").path
+    """Each kind of parameters with the default flags, and all flags with greedy answers; every pair as `slow`."""
+    path, params = reference("llama").path, PARAMS[kind]
     host = make_engine(path, **flags)
     late = device.late(path, **flags)
     assert answer(late, prompts(), params) == answer(host, prompts(), params)

@@ -1,4 +1,4 @@
-"""Read access of tests to the parts of four classes that have no public view.
+"""Read access of tests to the parts of a few classes that have no public view.
 
 A test asserts on a part through the probe of its class, so that a renamed attribute changes one
 line here.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from baton.cache.group_pages import GroupPages
     from baton.cache.radix import RadixCache
     from baton.sched.memory.kv_manager import KvManager
     from baton.sched.scheduler import Scheduler
@@ -90,6 +91,22 @@ class RadixCacheProbe:
             return walk(tokens, namespace, limit)
 
         self._cache._walk_edges = watched  # type: ignore[method-assign, assignment]
+
+
+class GroupPagesProbe:
+    """Blocks of a further page group in a tree."""
+
+    def __init__(self, group: GroupPages) -> None:
+        self._group = group
+
+    @property
+    def passed(self) -> list[int]:
+        """Blocks to be evicted before all others, in this order."""
+        return list(self._group._passed)
+
+    @property
+    def locks(self) -> dict[int, int]:
+        return self._group._locks
 
 
 class RunnerProbe:

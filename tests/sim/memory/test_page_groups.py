@@ -6,11 +6,17 @@ The pretend device checks what every row reads of each group, the watched schedu
 from __future__ import annotations
 
 import dataclasses
+import random
+from array import array
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from baton.cache.group_pages import GroupRule
+from baton.sched.setup.limits import Limits
+from tests.support.probes import GroupPagesProbe
 from tests.support.sched.scenarios import Scenario, run_scenario, scenarios
+from tests.support.sched.sched_sim import VOCAB, Node, reference, request
 
 GROUPS = {
     "window": (GroupRule("window", 5, 1),),
@@ -36,3 +42,100 @@ def test_every_invariant_holds_with_several_groups(scenario: Scenario) -> None:
 @pytest.mark.parametrize("scenario", with_groups(800, is_tight=True)[::7], ids=str)
 def test_every_invariant_holds_in_short_queues(scenario: Scenario) -> None:
     assert run_scenario(scenario, 120).steps >= 0
+
+
+# ---- hits, memory in use, and long runs ----
+
+
+def limits_of(pages: int, groups: tuple[GroupRule, ...], **values: object) -> Limits:
+    return Limits(
+        pages,
+        page_size=4,
+        max_running_requests=8,
+        max_queued_requests=100_000,
+        step_tokens=32,
+        page_groups=groups,
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def answer_all(node: Node, prompts: Iterable[list[int]], most_waiting: int = 6) -> None:
+    """Answer prompts of 6 tokens each, a few at a time."""
+    for handle, prompt in enumerate(prompts, start=len(node.finished)):
+        req = request(handle, prompt, 6, ignore_eos=True)
+        node.sched.add(req)
+        while len(node.probe.seqs) > most_waiting:
+            assert node.step()
+        assert handle in node.probe.seqs or node.outputs[handle] == reference(req.prompt, 6, True)
+    node.run()
+
+
+WINDOW = GroupRule("window", 16, 2)
+
+
+def test_prefix_is_found_whose_window_its_own_prompt_has_left_behind() -> None:
+    node = Node(limits_of(400, (WINDOW,)), depth=2)
+    system = [n % 5 for n in range(200)]
+    answer_all(node, [system + [1] * 60])
+    cached = node.sched.ledger().cached
+    # What every layer keeps: 66 full pages of prompt and answer, in both groups but for the last one.
+    assert cached >= 66 + 2 * 60
+    answer_all(node, [system + [2] * 60, system[:101] + [3] * 9])
+    assert node.cached == {0: 0, 1: 200, 2: 100}
+
+
+def test_pages_left_behind_are_the_first_to_be_evicted_unless_a_second_prompt_used_them() -> None:
+    node = Node(limits_of(400, (WINDOW,)), depth=1)
+    system = [n % 5 for n in range(80)]
+    answer_all(node, [system + [1] * 60, system + [2] * 60])
+    cache = node.probe.memory.cache
+    (group,) = cache.groups
+    before = node.sched.ledger().cached
+    free = node.sched.ledger().free
+    num_passed = group.width * len(GroupPagesProbe(group).passed)
+    assert cache.evict(num_passed) == num_passed
+    assert node.sched.ledger().free == free + num_passed
+    assert node.sched.ledger().cached == before - num_passed
+    answer_all(node, [system + [3] * 60])
+    assert node.cached[2] == 80, "the window in front of the branch was kept"
+
+
+def test_pool_is_full_when_the_first_request_waits_for_pages() -> None:
+    """A few long prompts: the windows take what they need, and the rest is group 0's."""
+    node = Node(limits_of(300, (WINDOW,), schedule_conservativeness=0.1), depth=1)
+    for handle in range(8):
+        node.sched.add(request(handle, [handle % 5, handle] * 60, 40, ignore_eos=True))
+    used = []
+    while node.step():
+        ledger = node.sched.ledger()
+        if node.sched.report.counts()["waiting"]:
+            used.append((ledger.held + ledger.cached) / 300)
+    assert max(used) >= 0.9
+
+
+def prompts_with_shared_beginnings(rng: random.Random, count: int) -> Iterator[list[int]]:
+    """System prompts by popularity, and conversations that go on."""
+    systems = [[rng.randrange(VOCAB) for _ in range(rng.randint(16, 120))] for _ in range(12)]
+    turns: list[list[int]] = []
+    for _ in range(count):
+        if turns and rng.random() < 0.5:
+            prompt = turns.pop(rng.randrange(len(turns)))
+        else:
+            prompt = list(systems[min(int(rng.expovariate(0.4)), 11)])
+        prompt = prompt + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
+        yield prompt
+        answer = reference(array("i", prompt), 6, True)
+        if len(prompt) < 200:
+            turns = [*turns[-20:], prompt + answer]
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_as_many_tokens_are_found_as_with_all_pages_kept(count: int) -> None:
+    """Pools of equal bytes: with one group a page holds all layers, and is as large as three pages."""
+    hits = []
+    for groups, pages in [((WINDOW,), 900), ((), 300)]:
+        node = Node(limits_of(pages, groups), depth=2)
+        answer_all(node, prompts_with_shared_beginnings(random.Random(5), count))
+        hits.append(node.sched.hit_tokens["device"] + node.sched.hit_tokens["in_flight"])
+        node.sched.ledger().check_idle(pages)
+    assert hits[0] >= 0.95 * hits[1]

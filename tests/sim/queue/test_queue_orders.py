@@ -21,6 +21,7 @@ from baton.sched.queue.waiting_queue import EXACT_UP_TO, KEYS_PER_LOOK, WaitingQ
 from baton.sched.types.priority import PriorityRule
 from baton.sched.types.sequence import Seq
 from tests.sim.queue.test_policies import Plain
+from tests.support.effort import examples
 from tests.support.probes import RadixCacheProbe
 from tests.support.sched.sched_sim import duplicates, ordered, ranks, request
 
@@ -208,7 +209,7 @@ def test_blocked_queue_computes_no_key_again(policy: str) -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(0, len(RULES) - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_dfs_weight_follows_the_tree_from_look_to_look(seed: int, rule: int) -> None:
     """Requests come and go, edges are cut, pages evicted; looks are rare, so that much changes between two of them."""
     world = World("dfs-weight", RULES[rule], seed)
@@ -422,7 +423,7 @@ def test_edf_lets_no_request_pass_for_ever() -> None:
     now=st.floats(0.0, 1e4),
     others=st.lists(st.tuples(st.floats(0.0, 1e3), st.integers(1, 1000)), max_size=8),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_edf_puts_every_request_before_all_that_arrive_after_a_bounded_time(
     deadline: float | None, work: int, now: float, others: list[tuple[float, int]]
 ) -> None:

@@ -27,6 +27,7 @@ from baton.sched.types.hashing import uniform
 from baton.sched.types.plan import StepPlan, StepResult
 from baton.sched.types.priority import LOWEST_PRIORITY
 from baton.sched.types.sequence import Seq, SeqState
+from tests.support.probes import GroupPagesProbe
 
 CACHE_AWARE = frozenset({"lpm", "short-first", "srpt-aging", "edf", "hrrn"})
 """Orders that change when the tree does."""
@@ -329,7 +330,7 @@ class WatchedScheduler(Scheduler):
         )
         num_locked = sum(pages.values())
         for group, block_counts in zip(groups, block_locks, strict=True):
-            assert group._locks == dict(block_counts), "locks of blocks differ from holders"
+            assert GroupPagesProbe(group).locks == dict(block_counts), "locks of blocks differ from holders"
             num_locked += len(block_counts) * group.width
         assert num_locked == state.memory.cache.locked_pages
         for node, count in locks.items():

@@ -14,6 +14,7 @@ from baton.cache.host import HostPage, HostTier
 from baton.cache.ledger import HostLedger, LedgerError
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache, RadixNode
+from tests.support.effort import examples
 from tests.support.probes import RadixCacheProbe
 
 
@@ -116,7 +117,7 @@ class Machine:
             todo += [(child, path, namespace) for child in node.children.values()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(sorted(EVICTION_POLICIES)))
 def test_whatever_happens_a_page_is_found_only_by_its_own_prefix(
     rng: random.Random, eviction: str

@@ -21,6 +21,7 @@ from baton.cache.eviction import EVICTION_POLICIES
 from baton.cache.ledger import PageLedger
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import DEAD_ENTRIES, LOWEST_PRIORITY, InsertResult, PrefixProbe, RadixCache
+from tests.support.effort import examples
 from tests.support.probes import RadixCacheProbe
 from tests.support.sched.sched_sim import duplicates
 
@@ -341,7 +342,9 @@ class RadixMachine(RuleBasedStateMachine):
         assert not RadixCacheProbe(self.cache).eviction_queue, "a dead node was kept"
 
 
-RadixMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+RadixMachine.TestCase.settings = settings(
+    max_examples=examples(200), stateful_step_count=40, deadline=None
+)
 TestRadix = RadixMachine.TestCase
 
 

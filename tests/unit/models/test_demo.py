@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.effort import examples
 from tools.demo_model import corpus, train
 from tools.demo_model.corpus import OffTopic, Questions, Sampler, Turn, render
 
@@ -110,7 +111,7 @@ def test_training_code_and_transformers_compute_the_same(model: Any, tokenizer: 
 
 
 @given(st.text())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_tokenizer_returns_any_text_unchanged(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text).input_ids
     assert ids[0] == tokenizer.bos_token_id

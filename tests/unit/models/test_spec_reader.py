@@ -20,6 +20,7 @@ from baton.models.spec.model import ModelSpec
 from baton.models.spec.norm import NormSpec
 from baton.models.spec.rope import RopeSpec
 from baton.models.spec_reader import hash_model, read_max_context, read_spec
+from tests.support.effort import examples
 from tests.support.models.published import PUBLISHED, published_config
 
 LLAMA_32_1B = {
@@ -333,7 +334,9 @@ FIELDS = (
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data(), junk=JUNK, windowed=st.booleans(), is_nested=st.booleans())
 def test_junk_in_any_field_is_a_config_error_or_harmless(

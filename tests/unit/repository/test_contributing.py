@@ -115,10 +115,13 @@ def test_steps_of_the_policy_example_make_a_policy(tmp_path: Path) -> None:
     insert(tmp_path / "tests/support/sched/watched.py", r'^            case "lof":', definition)
     run("-m", "tests.support.sched.recorded_plans")
     assert run("-c", ORDER_OF_ENDS) == "[3, 2, 1, 0]\n"
-    run("-m", "pytest", "-p", "no:cacheprovider", "tests/unit/sched/policies/test_policy_lists.py",
-        "tests/unit/repository/test_generated_docs.py::test_flags_table_is_current")  # fmt: skip
-    run("-m", "pytest", "-p", "no:cacheprovider", "-k", "newest",
+    chosen = "newest or test_policy_lists or test_flags_table_is_current"
+    report = run("-m", "pytest", "-p", "no:cacheprovider", "-rA", "-k", chosen,
+        "tests/unit/sched/policies/test_policy_lists.py", "tests/unit/repository/test_generated_docs.py",
         "tests/sim/scenarios/test_scenarios.py", "tests/sim/replay/test_recorded_plans.py")  # fmt: skip
+    passed = "\n".join(re.findall(r"^PASSED (\S+)", report, re.MULTILINE))
+    for name in ("test_policy_lists", "test_flags_table", "test_scenarios", "test_recorded_plans"):
+        assert name in passed
 
 
 def test_example_of_a_family_computes_what_transformers_computes(

@@ -20,6 +20,7 @@ from baton.sched.types.reasoning import (
     ReasoningPhase,
 )
 from baton.sched.types.request import SamplingParams
+from tests.support.effort import examples
 from tests.support.engines.engine_run import make_engine
 from tests.support.grammars.engines import follow_grammars, make_store, request, run_to_end
 from tests.support.grammars.reasoning import make_thinking_checkpoint
@@ -85,7 +86,7 @@ def texts_of_reasoning(answer: str, *, starts_inside: bool) -> list[str]:
     parts=st.lists(st.sampled_from([*PIECES, HEADER, HEADER, FINAL, "CYm", "abab"]), max_size=14),
     budget=st.integers(0, 6),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_text_of_all_messages_has_at_most_the_limit(
     forced_end: str, starts_inside: bool, parts: list[str], budget: int
 ) -> None:

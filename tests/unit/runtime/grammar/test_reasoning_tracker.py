@@ -14,6 +14,7 @@ from baton.runtime.grammar.reasoning_tracker import (
     tokens_of_answer,
 )
 from baton.sched.types.reasoning import ReasoningGate, ReasoningMarker, ReasoningPhase
+from tests.support.effort import examples
 
 PIECES = ("a", "b{", " ", "\n", "\n\n", "x\n", "«", "»", "☎")
 """Tokens by id; the last three are the markers that begin and end the reasoning, and a call."""
@@ -76,7 +77,7 @@ def has_many_newlines(start: ReasoningPhase, text: str) -> bool:
 
 @pytest.mark.parametrize("start", ReasoningPhase)
 @given(tokens=TOKENS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_answer_is_that_of_the_whole_text(start: ReasoningPhase, tokens: list[int]) -> None:
     text = "".join(PIECES[token] for token in tokens)
     assume(not has_many_newlines(start, text))
@@ -86,7 +87,7 @@ def test_answer_is_that_of_the_whole_text(start: ReasoningPhase, tokens: list[in
 
 @pytest.mark.parametrize("start", ReasoningPhase)
 @given(tokens=TOKENS, budget=st.none() | st.integers(0, 5), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_forced_tokens_end_a_reasoning_at_its_limit(
     start: ReasoningPhase, tokens: list[int], budget: int | None, data: st.DataObject
 ) -> None:

@@ -23,6 +23,7 @@ from baton.runtime.sampling.sampler import SampleRow
 from baton.runtime.sampling.step_sampler import sample_tokens
 from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN, INVALID_TOKEN
 from baton.sched.types.request import SamplingParams
+from tests.support.effort import examples
 from tests.support.models.checkpoints import EOS, VOCAB, write_tokenizer
 
 EOS_IDS = frozenset((EOS,))
@@ -110,7 +111,7 @@ def test_masks_are_the_same_whatever_threads_and_lexers_fill_them(
     count=st.integers(1, 70),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_packed_masks_set_forbidden_logits_alone(vocab: int, count: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.normal(size=(count + 3, vocab)).astype(np.float32))

@@ -18,6 +18,7 @@ from baton.runtime.sampling.step_sampler import sample_tokens
 from baton.sched.types.hashing import uniform
 from baton.sched.types.plan import INVALID_TOKEN
 from baton.sched.types.request import SamplingParams
+from tests.support.effort import examples
 from tests.support.models.plain_sampler import edit
 
 
@@ -179,7 +180,7 @@ class TestDistribution:
         counts = np.bincount(sample_tokens(logits.expand(n, -1), rows).tokens, minlength=30)
         assert chi_square(counts, naive_distribution(logits[0], rows[0].params) * n) < 4
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(
         st.integers(0, 2**32), st.sampled_from([0.3, 1.0, 4.0]), st.sampled_from([0, 2, 17, 64, 200, 1000]),
         st.sampled_from([0.05, 0.5, 0.95, 0.999, 1.0]), st.sampled_from([0.0, 0.001, 0.3]),

@@ -13,6 +13,7 @@ from baton.runtime.sampling.sampler import SampleRow
 from baton.runtime.sampling.step_sampler import sample_tokens
 from baton.sched.types.plan import GRAMMAR_FAILED_TOKEN
 from baton.sched.types.request import SamplingParams
+from tests.support.effort import examples
 from tests.support.models.allowed_ids import pack_ids
 from tests.support.models.plain_sampler import sample
 
@@ -82,7 +83,7 @@ def test_words_with_beginnings_of_several_lengths_ban_their_last_tokens(
     min_new_tokens=st.integers(0, 8),
     bias=st.sampled_from(((), ((3, 20.0), (60, -20.0)))),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_draw_is_that_of_a_plain_row_with_forbidden_logits_at_minus_infinity(
     few: int,
     is_on_host: bool,

@@ -35,6 +35,7 @@ from baton.server.request.validation import RequestValidator
 from baton.server.text import model_info
 from baton.server.text.chat_template import ChatTemplate
 from baton.server.text.tokenizer import Tokenizer
+from tests.support.effort import examples
 from tests.support.models import tiny_model
 
 CONTEXT = 128
@@ -58,6 +59,13 @@ def make(path: Path, tokenizer: Tokenizer) -> Make:
         return RequestValidator(config, model_info.load(config), tokenizer)
 
     return validator
+
+
+@pytest.fixture(scope="module")
+def unchanged(path: Path, tokenizer: Tokenizer) -> RequestValidator:
+    """A validator for tests that change nothing of it: its checks of grammars are a process."""
+    config = build_config({"model_path": str(path), "served_model_name": "tiny"})
+    return RequestValidator(config, model_info.load(config), tokenizer)
 
 
 def chat(v: RequestValidator, **body: Any) -> AcceptedRequest:
@@ -100,13 +108,13 @@ def tokenize(v: RequestValidator, **body: Any) -> Any:
     ],
 )
 def test_text_too_long_for_any_tokens_is_refused_untokenized(
-    make: Make, tokenizer: Tokenizer, form: Any, field: str
+    unchanged: RequestValidator, tokenizer: Tokenizer, form: Any, field: str
 ) -> None:
     chars = CONTEXT * tokenizer.max_chars_per_token + 1
     text = "x" * chars
     body = {field: [{"role": "user", "content": text}] if field == "messages" else text}
     with pytest.raises(PromptTooLong) as caught:
-        form(make(), **body)
+        form(unchanged, **body)
     assert caught.value.param == field
     assert f"context length is {CONTEXT} tokens" in caught.value.message
     assert re.search(r"at least \d+ tokens", caught.value.message)
@@ -158,7 +166,7 @@ def test_prompts_behind_one_that_is_too_long_are_not_tokenized(
 TEXT_FORMS = [("/v1/completions", "prompt", completion), ("/generate", "text", generate)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     excess=st.integers(-2, 2), character=st.sampled_from(["x", "é", "😀", '"', "\n"]), escaped=st.booleans(),
     form=st.sampled_from(TEXT_FORMS), in_list=st.booleans(),
@@ -294,10 +302,10 @@ SHARED_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 )
 @pytest.mark.parametrize("form", [chat, completion], ids=["chat", "completion"])
 def test_bad_fields_are_named(
-    make: Make, form: Any, body: dict[str, Any], code: str, param: str
+    unchanged: RequestValidator, form: Any, body: dict[str, Any], code: str, param: str
 ) -> None:
     with pytest.raises(EngineError) as caught:
-        form(make(), **body)
+        form(unchanged, **body)
     assert caught.value.code == code
     expected = ("messages" if form is chat else "prompt") if param == "*" else param
     assert caught.value.param == expected
@@ -348,9 +356,11 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(
     ("body", "code", "param"), CHAT_REFUSALS, ids=[str(b)[:60] for b, _, _ in CHAT_REFUSALS]
 )
-def test_bad_chat_fields_are_named(make: Make, body: dict[str, Any], code: str, param: str) -> None:
+def test_bad_chat_fields_are_named(
+    unchanged: RequestValidator, body: dict[str, Any], code: str, param: str
+) -> None:
     with pytest.raises(EngineError) as caught:
-        chat(make(), **body)
+        chat(unchanged, **body)
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
@@ -388,10 +398,10 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ids=[str(b)[:60] for b, _, _ in COMPLETION_REFUSALS],
 )
 def test_bad_completion_fields_are_named(
-    make: Make, body: dict[str, Any], code: str, param: str
+    unchanged: RequestValidator, body: dict[str, Any], code: str, param: str
 ) -> None:
     with pytest.raises(EngineError) as caught:
-        completion(make(), **body)
+        completion(unchanged, **body)
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
@@ -421,10 +431,10 @@ GENERATE_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ("body", "code", "param"), GENERATE_REFUSALS, ids=[str(b)[:60] for b, _, _ in GENERATE_REFUSALS]
 )
 def test_bad_generate_fields_are_named(
-    make: Make, body: dict[str, Any], code: str, param: str
+    unchanged: RequestValidator, body: dict[str, Any], code: str, param: str
 ) -> None:
     with pytest.raises(EngineError) as caught:
-        generate(make(), **body)
+        generate(unchanged, **body)
     assert (caught.value.code, caught.value.param) == (code, param)
 
 
@@ -457,7 +467,7 @@ SHARING = {"priority_classes": "a:2,b:1", "tenant_config": "{}"}
     mode=st.sampled_from(["null", "prefill", "decode"]),
     flags=st.sampled_from([{}, SHARING]),
 )
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_any_json_is_accepted_or_refused_on_purpose(
     path: Path,
     tokenizer: Tokenizer,
@@ -824,12 +834,12 @@ def test_allowed_token_ids_become_bits(make: Make) -> None:
 )
 @pytest.mark.parametrize(("form", "prefix"), [(chat, ""), (completion, ""), (generate, "nested")])
 def test_allowed_token_ids_that_cannot_be_drawn_are_refused(
-    make: Make, form: Any, prefix: str, ids: list[Any], message: str
+    unchanged: RequestValidator, form: Any, prefix: str, ids: list[Any], message: str
 ) -> None:
     fields = {"allowed_token_ids": ids}
     body = {"sampling_params": fields} if prefix else fields
     with pytest.raises(BadRequest, match=message) as caught:
-        form(make(), **body)
+        form(unchanged, **body)
     assert caught.value.param == ("sampling_params." if prefix else "") + "allowed_token_ids"
 
 

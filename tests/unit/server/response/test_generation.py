@@ -30,6 +30,7 @@ from baton.server.text.answer_spec import AnswerSpec, Dialect
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.client import AnswerSink, RankClient, RankSet
 from baton.server.worker.messages import TokenBatch, encoder
+from tests.support.effort import examples
 from tests.support.models import tiny_model
 
 Options = dict[str, Any]
@@ -204,7 +205,7 @@ def play(
     takes=st.lists(st.booleans(), min_size=1, max_size=5),
     form=st.sampled_from([Dialect.CHAT, Dialect.COMPLETIONS]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_stream_and_whole_answer_agree(
     tokenizer: Tokenizer, given: list[Script], stops: list[str], include: bool, min_tokens: int, logprobs: int,
     takes: list[bool], form: Any,
@@ -263,7 +264,7 @@ def _logprobs(form: Any, choices: list[Any]) -> list[Any]:
     takes=st.lists(st.booleans(), min_size=1, max_size=3),
     special_every=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_offset_of_a_token_is_the_place_of_its_character(
     tokenizer: Tokenizer, text: str, takes: list[bool], special_every: int
 ) -> None:
@@ -295,7 +296,7 @@ def _is_boundary(raw: bytes, at: int) -> bool:
     given=st.lists(scripts, min_size=1, max_size=2),
     takes=st.lists(st.booleans(), min_size=1, max_size=3),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_native_stream_ends_with_the_whole_answer(
     tokenizer: Tokenizer, given: list[Script], takes: list[bool]
 ) -> None:

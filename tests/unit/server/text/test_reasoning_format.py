@@ -31,6 +31,7 @@ from baton.server.text.answer_spec import (
 from baton.server.text.reasoning_format import ReasoningFormat, ReasoningRules
 from baton.server.text.tokenizer import Tokenizer
 from baton.server.worker.messages import TokenBatch, encoder
+from tests.support.effort import examples
 from tests.support.models.streamed_text import HANDLE, stream_spec
 
 TEXTS = ("<think>", "</think>", "\n", "a", " ", "<", "Hello", "\r", "\n\n")
@@ -120,7 +121,7 @@ def read_answer(
 @pytest.mark.parametrize("has_tools", [False, True])
 @pytest.mark.parametrize("prompt", PROMPTS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_rank_and_text_layer_find_the_same_end(
     tool_parser: str,
     tokenizer: Tokenizer,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from baton.server.request.grammar.checks import history
 from baton.server.request.grammar.checks.history import CheckBudget, SlowChecks
 from baton.server.request.grammar.checks.turns import CheckTurns
+from tests.support.effort import examples
 
 CLIENTS = "abcd"
 MAX_WAITING = 5
@@ -76,7 +77,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_turns_are_those_of_a_naive_model(steps: list[tuple[str, str | int | None]]) -> None:
     turns: CheckTurns[Check] = CheckTurns(max_waiting=MAX_WAITING, max_in_work=MAX_IN_WORK)
     model = NaiveTurns()
@@ -105,7 +106,7 @@ def test_turns_are_those_of_a_naive_model(steps: list[tuple[str, str | int | Non
     counts=st.dictionaries(st.sampled_from(CLIENTS), st.integers(1, 9), min_size=1),
     ends=st.lists(st.integers(0, 9), min_size=40, max_size=40),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_each_client_starts_at_most_one_check_between_two_of_another(
     counts: dict[str, int], ends: list[int]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -37,8 +38,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.make(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-def make(path: Path) -> Iterator[Make]:
+@pytest.fixture(scope="module")
+def make_new(path: Path) -> Iterator[Make]:
+    """A reader of its own at each call, with a check process that starts with the first constraint."""
     made = []
 
     def make_reader(**flags: Any) -> GrammarReader:
@@ -50,6 +52,12 @@ def make(path: Path) -> Iterator[Make]:
     yield make_reader
     for each in made:
         each.close()
+
+
+@pytest.fixture(scope="module")
+def make(make_new: Make) -> Make:
+    """The reader with these flags, one for all tests."""
+    return functools.cache(make_new)
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +341,7 @@ def test_engines_without_grammars_refuse(make: Make, flags: dict[str, Any]) -> N
     assert read(reader, {"response_format": {"type": "text"}}).text == ""
 
 
-def test_checks_run_beside_the_event_loop(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_run_beside_the_event_loop(make_new: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one is checked, the loop serves others; equal constraints are checked once."""
     release = threading.Event()
     threads = []
@@ -345,7 +353,7 @@ def test_checks_run_beside_the_event_loop(make: Make, monkeypatch: pytest.Monkey
         return work(process, request, param, cpu_secs)
 
     monkeypatch.setattr(CheckProcess, "check", held)
-    reader = make()
+    reader = make_new()
 
     async def go() -> None:
         check = asyncio.create_task(reader.read({"regex": "a"}))
@@ -363,8 +371,10 @@ def test_checks_run_beside_the_event_loop(make: Make, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("limit", ["KEPT_CHARS", "KEPT_CHECKS"])
-def test_kept_grammars_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    reader = make()
+def test_kept_grammars_are_bounded(
+    make_new: Make, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    reader = make_new()
     text = read(reader, {"regex": "a10"}).text
     value = 3 if limit == "KEPT_CHECKS" else 3 * len(text)
     monkeypatch.setattr(reader_module, limit, value)

@@ -17,6 +17,7 @@ from baton.server.request.grammar.ebnf.recursion import (
     recursive_rules,
     without_simple_recursion,
 )
+from tests.support.effort import examples
 from tests.support.grammars.naive_ebnf import Node, words_of, write_rules
 from tests.support.models.checkpoints import EOS, VOCAB, write_tokenizer
 
@@ -84,7 +85,9 @@ nodes = st.recursive(
 
 
 @given(bodies=st.tuples(nodes, nodes, nodes))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(
+    max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
+)
 def test_translation_accepts_what_the_grammar_describes(
     trie: LLTokenizer, bodies: tuple[Node, Node, Node]
 ) -> None:
@@ -199,7 +202,7 @@ def test_texts_that_are_no_grammar(text: str, message: str) -> None:
 
 
 @given(st.text(st.sampled_from('root::= "ab[]^-\\x|*+?(){1,}#.\n'), max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
         ebnf_grammar("root ::= " + text, "ebnf")

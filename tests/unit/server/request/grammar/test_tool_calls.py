@@ -73,7 +73,11 @@ PIECES = [
     "{",
     "[",
 ]
-WALKS = 25
+SEEDS = [
+    (1, 2, 5, 6, 7, 24),
+    pytest.param((0, 3, 4, *range(8, 24), *range(25, 32)), marks=pytest.mark.slow),
+]
+"""Seeds of random tools and answers. In text, the format without markers is called with seed 24 alone."""
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +123,15 @@ def grammar_of(vocabulary: MarkedVocabulary, rules: CallRules) -> str:
 
 
 @pytest.mark.parametrize(("family", "has_tokens"), CASES)
+@pytest.mark.parametrize("seeds", SEEDS, ids=["few", "many"])
 def test_forced_calls_are_read_back(
-    vocabulary_of: Callable[..., MarkedVocabulary], family: str, has_tokens: bool
+    vocabulary_of: Callable[..., MarkedVocabulary],
+    seeds: tuple[int, ...],
+    family: str,
+    has_tokens: bool,
 ) -> None:
     vocabulary = vocabulary_of(family, has_tokens)
-    for seed in range(WALKS):
+    for seed in seeds:
         rng = random.Random(seed)
         tools = random_tools(rng)
         rules = CallRules(family, tools, ChoiceMode.REQUIRED, is_parallel=rng.random() < 0.5)
@@ -137,12 +145,16 @@ def test_forced_calls_are_read_back(
 
 
 @pytest.mark.parametrize(("family", "has_tokens"), CASES)
+@pytest.mark.parametrize("seeds", SEEDS, ids=["few", "many"])
 def test_calls_in_text_follow_their_schemas(
-    vocabulary_of: Callable[..., MarkedVocabulary], family: str, has_tokens: bool
+    vocabulary_of: Callable[..., MarkedVocabulary],
+    seeds: tuple[int, ...],
+    family: str,
+    has_tokens: bool,
 ) -> None:
     vocabulary = vocabulary_of(family, has_tokens)
     called = 0
-    for seed in range(WALKS):
+    for seed in seeds:
         rng = random.Random(seed)
         tools = random_tools(rng)
         rules = CallRules(family, tools, ChoiceMode.AUTO, is_parallel=rng.random() < 0.5)

@@ -49,6 +49,7 @@ from baton.server.worker.tensor_parallel.transfer_node import (
     TpTransferNode,
     execute_call,
 )
+from tests.support.effort import examples
 
 ROOM = 7
 PULLED = PulledPages("shm", 3, 12288, 0.002, 0.01)
@@ -194,7 +195,7 @@ WEIGHTS = {
 }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.integers(1, 4), st.integers(0, 2**32))
 def test_all_heads_of_a_page_are_there_or_none_is_used(size: int, seed: int) -> None:
     rng = random.Random(seed)

@@ -1,0 +1,19 @@
+"""How much a property test tries: a part of its examples in `make test`, all in `make test-all`.
+
+Hypothesis draws other examples in each run, so that many short runs try as much as a long one. `make test-all` sets
+BATON_TEST_EFFORT=all.
+"""
+
+from __future__ import annotations
+
+import os
+
+EVERY = os.environ.get("BATON_TEST_EFFORT") == "all"
+PART = 4
+"""`make test` tries one of so many examples."""
+FEWEST = 8
+
+
+def examples(count: int) -> int:
+    """Return `max_examples` of a property test that tries `count` in `make test-all`."""
+    return count if EVERY else max(count // PART, FEWEST)
