@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.cache.group_pages import NO_PAGE, GroupRule
 from baton.cache.radix import RadixNode as TreeNode
 from baton.sched.setup.limits import Limits
 from baton.sched.types.priority import PriorityRule
@@ -22,6 +23,12 @@ from tests.support.sched.sched_sim import Node, chain, reference, request
 from tests.support.sched.watched import WatchedScheduler
 
 PAGES = 9
+GROUPS: list[tuple[GroupRule, ...]] = [
+    (),
+    (),
+    (GroupRule("window", 3, 2),),
+    (GroupRule("window", 6, 1), GroupRule("chunk", 4, 1)),
+]
 
 
 class PagesMachine(RuleBasedStateMachine):
@@ -33,13 +40,24 @@ class PagesMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["recompute", "cache", "offload", "auto"]),
         host=st.sampled_from([0, 3, 20]),
         estimate=st.sampled_from([0.05, 1.0]),
+        groups=st.sampled_from(GROUPS),
     )
     def start(
-        self, page: int, depth: int, slots: int, chunk: int, mode: str, host: int, estimate: float
+        self,
+        page: int,
+        depth: int,
+        slots: int,
+        chunk: int,
+        mode: str,
+        host: int,
+        estimate: float,
+        groups: tuple[GroupRule, ...],
     ) -> None:
+        self.pages = PAGES * (1 + sum(rule.width for rule in groups))
         limits = Limits(
-            PAGES, page, slots, 100, page * chunk, schedule_conservativeness=estimate, preemption_mode=mode,
-            host_pages=host, priority=PriorityRule(enabled=True, preemption_threshold=0),
+            self.pages, page, slots, 100, page * chunk, schedule_conservativeness=estimate,
+            preemption_mode=mode, host_pages=0 if groups else host, page_groups=groups,
+            priority=PriorityRule(enabled=True, preemption_threshold=0),
             preemption_min_remaining_tokens=0,
         )  # fmt: skip
         self.node = Node(limits, depth)
@@ -85,8 +103,10 @@ class PagesMachine(RuleBasedStateMachine):
     @rule(pages=st.integers(1, PAGES))
     def evict(self, pages: int) -> None:
         before = self.sched.ledger()
-        freed = SchedulerProbe(self.sched).memory.cache.evict(pages)
-        assert freed == min(pages, before.cached)
+        memory = SchedulerProbe(self.sched).memory
+        freed = memory.cache.evict(pages)
+        assert min(pages, before.cached) <= freed < pages + memory.pages_per_block
+        assert self.sched.ledger().cached == before.cached - freed
 
     @rule()
     def flush(self) -> None:
@@ -118,19 +138,33 @@ class PagesMachine(RuleBasedStateMachine):
                 for i, token in enumerate(tokens):
                     page, offset = divmod(i, self.node.limits.page_size)
                     state = chain(state, token)
-                    if node.pages[page] not in unwritten:
-                        assert self.node.device.memory[node.pages[page]][offset] == state
+                    held = [node.pages[page]]
+                    for group, pages in zip(cache.groups, node.further, strict=True):
+                        held += pages[page * group.width : (page + 1) * group.width]
+                    for cached in set(held) - unwritten - {NO_PAGE}:
+                        assert self.node.device.memory[cached][offset] == state
             stack.extend((child, state) for child in node.children.values())
 
     def _pages_of_flight(self) -> set[int]:
         """Pages that the steps in flight are going to write, also those of requests that have ended meanwhile."""
         size = self.node.limits.page_size
         tables = [list(slot.table) for slot in self.node.device.slots]
+        further = [[list(table) for table in slot.further] for slot in self.node.device.slots]
+        rules = self.node.limits.page_groups
         pages: set[int] = set()
         for plan in self.node.flight:
+            for admitted in plan.admitted:
+                further[admitted.slot] = [[] for _ in rules]
+            for growth in plan.further:
+                table = further[growth.slot][growth.group][: growth.base]
+                table += [NO_PAGE] * (growth.base - len(table))
+                further[growth.slot][growth.group] = table + list(growth.pages)
             for row in plan.rows:
                 table = tables[row.slot] = tables[row.slot][: row.page_base] + list(row.pages)
-                pages.update(table[row.start // size : (row.start + row.n - 1) // size + 1])
+                first, end = row.start // size, (row.start + row.n - 1) // size + 1
+                pages.update(table[first:end])
+                for each, blocks in zip(rules, further[row.slot], strict=True):
+                    pages.update(blocks[first * each.width : end * each.width])
         return pages
 
     def teardown(self) -> None:
@@ -144,9 +178,9 @@ class PagesMachine(RuleBasedStateMachine):
             else:
                 assert got == tokens
                 assert self.node.finished[handle] is FinishReason.LENGTH
-        self.sched.ledger().check_idle(PAGES)
+        self.sched.ledger().check_idle(self.pages)
         self.sched.flush_cache()
-        assert self.sched.ledger().free == PAGES
+        assert self.sched.ledger().free == self.pages
 
 
 PagesMachine.TestCase.settings = settings(

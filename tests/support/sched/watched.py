@@ -330,7 +330,9 @@ class WatchedScheduler(Scheduler):
         )
         num_locked = sum(pages.values())
         for group, block_counts in zip(groups, block_locks, strict=True):
-            assert GroupPagesProbe(group).locks == dict(block_counts), "locks of blocks differ from holders"
+            assert GroupPagesProbe(group).locks == dict(block_counts), (
+                "locks of blocks differ from holders"
+            )
             num_locked += len(block_counts) * group.width
         assert num_locked == state.memory.cache.locked_pages
         for node, count in locks.items():
