@@ -103,7 +103,8 @@ def _kept_of_token(layer: LayerAttention) -> tuple[str, str]:
 def kv_table() -> str:
     """Bytes of KV that a token of published models takes."""
     header = (
-        "model", "architecture", "layers", "KV heads", "head size", "bytes per token", "windows",
+        "model", "architecture", "layers", "KV heads", "head size", "bytes per token",
+        "windows", "bytes of windows",
     )  # fmt: skip
     rows = []
     for name in PUBLISHED:
@@ -112,6 +113,8 @@ def kv_table() -> str:
         counts = {size: windows.count(size) for size in sorted(set(windows))}
         shown = ", ".join(f"{count} of {size}" for size, count in counts.items())
         kv_heads, head_dim = _kept_of_token(spec.attention[0])
+        kv = spec.kv_spec(16).divide(spec.attention)
+        blocks = sum(rule.most_blocks(16, 1) * rule.width for rule in kv.rules)
         rows.append(
             (
                 name,
@@ -119,8 +122,9 @@ def kv_table() -> str:
                 str(spec.num_layers),
                 kv_heads,
                 head_dim,
-                f"{spec.kv_spec(16).token_bytes:,}".replace(",", " "),
+                f"{kv.token_bytes:,}".replace(",", " "),
                 shown or "none",
+                f"{blocks * kv.page_bytes:,}".replace(",", " "),
             )
         )
     return _table(header, rows)

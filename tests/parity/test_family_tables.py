@@ -39,6 +39,17 @@ def test_kv_of_a_token_is_that_of_the_published_model(name: str, size: int) -> N
     assert read_published(name).kv_spec(16).token_bytes == size
 
 
+@pytest.mark.parametrize(("name", "share"), [("Gemma 3 1B", 0.3), ("Gemma 2 9B", 0.63)])
+def test_sequence_of_32k_tokens_holds_less_without_what_windows_have_passed(
+    name: str, share: float
+) -> None:
+    spec = read_published(name)
+    whole = spec.kv_spec(16)
+    kv = whole.divide(spec.attention)
+    held = 2048 + sum(rule.most_blocks(16, 1) * rule.width for rule in kv.rules)
+    assert held * kv.page_bytes <= share * 2048 * whole.page_bytes
+
+
 @pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items())
 def test_parameters_are_those_of_the_model_card(name: str, parameters: float) -> None:
     assert read_published(name).num_parameters == pytest.approx(parameters, rel=0.01)

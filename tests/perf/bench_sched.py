@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from baton.cache.group_pages import GroupRule
 from baton.cache.pages import PageAllocator
 from baton.cache.radix import RadixCache
 from baton.sched.fairness.sharing import SharingStrategy
@@ -119,10 +120,11 @@ def request(
 ROWS = 256
 
 
-def decoding(queued: int, *, policy: str = "fcfs") -> Scheduler:
+def decoding(queued: int, *, policy: str = "fcfs", groups: tuple[GroupRule, ...] = ()) -> Scheduler:
     """256 answers under way on as many slots, page boundaries spread evenly, and `queued` prompts behind them."""
     rng = random.Random(1)
-    sched = Scheduler(Limits(1 << 18, 16, ROWS, 10_000, step_tokens=8192, policy=policy))
+    limits = Limits(1 << 18, 16, ROWS, 10_000, step_tokens=8192, policy=policy, page_groups=groups)
+    sched = Scheduler(limits)
     for handle in range(ROWS):
         sched.add(request(handle, tokens_of(rng, 64 + handle % 16), 100_000))
     for handle in range(ROWS, ROWS + queued):
@@ -175,7 +177,12 @@ def _commit(sched: Scheduler, plan: StepPlan, result: StepResult) -> None:
 
 
 def time_steps(
-    name: str, sched: Scheduler, seconds: float, stop: StopReason, steps: int = 8000
+    name: str,
+    sched: Scheduler,
+    seconds: float,
+    stop: StopReason,
+    steps: int = 8000,
+    budget: float = 300e-6,
 ) -> None:
     planning, committing, plain = Times(), Times(), Times()
     gc.collect()
@@ -190,12 +197,16 @@ def time_steps(
         result = StepResult([7] * ROWS)
         committing.call(functools.partial(_commit, sched, plan, result))
         plain.call(_rows_alone)
-    report(f"plan, {name}", planning, budget=300e-6, plain=plain)
+    report(f"plan, {name}", planning, budget=budget, plain=plain)
     report(f"commit + events, {name}", committing)
 
 
 def bench_plan(seconds: float) -> None:
     time_steps(f"{ROWS} decoding rows", decoding(0), seconds, StopReason.QUEUE_EMPTY)
+    groups = (GroupRule("window", 128, 1), GroupRule("window", 1024, 5))
+    name = f"{ROWS} decoding rows, three page groups"
+    several = decoding(0, groups=groups)
+    time_steps(name, several, seconds, StopReason.QUEUE_EMPTY, budget=800e-6)
     for policy in ("fcfs", "lpm", "srpt-aging"):
         name = f"{ROWS} rows, 1000 queued, no slot, {policy}"
         time_steps(name, decoding(1000, policy=policy), seconds, StopReason.NO_SLOT)
