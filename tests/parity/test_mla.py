@@ -83,7 +83,8 @@ def test_suspended_on_either_node_of_a_pair_the_tokens_are_transformers(
     prompts = prompts_of(random.Random(4), LENGTHS)
     want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
     rng = random.Random(page_size)
-    pair = pair_module.Pair(ref.path, transport, page_size=page_size, chunked_prefill_size=16)
+    chunk = max(16, page_size)
+    pair = pair_module.Pair(ref.path, transport, page_size=page_size, chunked_prefill_size=chunk)
 
     def disturb(half: Any, handles: list[int]) -> None:
         storm(half.engine, rng)(handles)

@@ -179,6 +179,7 @@ def test_ranks_have_their_heads_and_all_latents(tmp_path: Path) -> None:
 def test_matrix_that_is_taken_apart_stays_plain_where_others_are_quantized_at_load(
     tmp_path: Path,
 ) -> None:
+    pytest.importorskip("baton._native", reason="the native module is not built")
     path = make_checkpoint("deepseek-v2-lite", tmp_path / "m")
     plain = load_weights(read_spec(path), path).weights.layers[1].attention
     quantized = load_weights(read_spec(path, quantization="int8"), path).weights.layers[1].attention
