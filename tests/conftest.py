@@ -20,6 +20,7 @@ SERVER_GROUPS = {
         "tests/e2e/engines",
         "tests/e2e/failover/test_failover.py",
         "tests/e2e/failover/test_faults.py",
+        "tests/e2e/failover/test_resume.py",
         "tests/e2e/traffic/test_load.py",
         "tests/fault",
     ),

@@ -17,6 +17,7 @@ from baton._native import BootstrapServer
 
 from baton.server.observability.diagnosis import _mac, key_proof, sign_request
 from tests.support.processes.front import FakeEngine, fake_engine, model
+from tests.support.processes.ports import reserve_port
 
 KEY = "cluster-secret"
 SECOND_KEY = "rotated"
@@ -124,13 +125,12 @@ def test_rank_of_a_prefill_node_is_reached_through_its_bootstrap_server(engine: 
 
 
 def test_closed_transfer_port_is_named(engine: FakeEngine) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        free_port = closed.getsockname()[1]
+    closed_port = reserve_port()
     with bootstrap(KEY) as port:
-        register(port, free_port)
+        register(port, closed_port)
         rank = look(engine, port)["ranks"][0]
     assert rank["transfer"] == "unreachable"
-    assert f"127.0.0.1:{free_port}" in rank["detail"]
+    assert f"127.0.0.1:{closed_port}" in rank["detail"]
 
 
 def test_port_that_closes_at_once_is_no_transfer_port(engine: FakeEngine) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.processes.front import FakeEngine, end, fake_engine, model, spawn
+from tests.support.processes.ports import reserve_port
 
 STATES = ("starting", "loading", "ready", "draining", "dead")
 
@@ -34,9 +34,7 @@ def engine(path: str) -> Iterator[FakeEngine]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    return reserve_port()
 
 
 def wait_until(fact: Callable[[], Any], secs: float = 60.0) -> None:

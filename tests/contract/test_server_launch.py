@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.support.processes.front import REPO, FakeEngine, end, fake_engine, model, spawn
+from tests.support.processes.ports import reserve_port
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +28,7 @@ def path() -> str:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    return reserve_port()
 
 
 def post(url: str, results: list[Any], **body: Any) -> threading.Thread:

@@ -35,3 +35,10 @@ def solo() -> Iterator[Cluster]:
     """Router and one engine that does both phases: the reference."""
     with Cluster.up("--workers", "1") as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def two_workers() -> Iterator[Cluster]:
+    """Router and two engines that do both phases: one resumes answers of the other."""
+    with Cluster.up("--workers", "2") as cluster:
+        yield cluster

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import baton.models
 from tests.clients.environments import clean_environment, python_of
-from tests.clients.routers.environment import free_port
 from tests.support.processes.cluster import STOP_SECS, eventually, get
+from tests.support.processes.ports import reserve_port
 
 NAME = "transformers-serve"
 MODEL = "demo"
@@ -40,7 +40,7 @@ class ChatServer:
 @contextlib.contextmanager
 def chat_server(log: Path, *lacking: str) -> Iterator[ChatServer]:
     """The server from ready until it is killed. `lacking`: paths that it answers with 404."""
-    port = free_port()
+    port = reserve_port()
     command = [str(python_of(NAME)), str(SCRIPT), MODEL, str(port), *lacking]
     with log.open("wb") as out:
         process = subprocess.Popen(

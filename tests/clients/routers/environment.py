@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,22 +11,17 @@ from typing import Any
 
 from tests.clients.environments import python_of
 from tests.support.processes.cluster import STOP_SECS, Cluster, eventually, get
+from tests.support.processes.ports import reserve_port
 
 READY_SECS = 90.0
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @contextlib.contextmanager
 def gateway(name: str, module: str, flags: list[str], workers: int, log: Path) -> Iterator[str]:
     """A peer's router, from ready with that many healthy workers until SIGTERM; gives its URL."""
-    port = free_port()
+    port = reserve_port()
     command = [str(python_of(name)), "-m", module, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-port", str(free_port()), "--log-level", "warn", *flags]
+    command += ["--prometheus-port", str(reserve_port()), "--log-level", "warn", *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

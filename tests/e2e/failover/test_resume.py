@@ -20,12 +20,6 @@ DRAWN: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster.up("--workers", "2") as cluster:
-        yield cluster
-
-
 def streamed(
     url: str, path: str, body: dict[str, Any]
 ) -> list[tuple[dict[str, Any] | None, dict[str, Any]]]:
@@ -108,7 +102,7 @@ def _rows(lp: dict[str, Any]) -> list[Any]:
     ],
 )
 def test_every_cut_is_continued_as_if_nothing_had_been(
-    cluster: Cluster, path: str, form: dict[str, Any]
+    two_workers: Cluster, path: str, form: dict[str, Any]
 ) -> None:
     body: dict[str, Any] = {**form, **DRAWN}
     if path == "/generate":
@@ -120,7 +114,7 @@ def test_every_cut_is_continued_as_if_nothing_had_been(
         body = {**form, "stream": True, "sampling_params": sampling}
     else:
         body["model"] = "demo"
-    first, second = (cluster.node("worker", i)["url"] for i in (0, 1))
+    first, second = (two_workers.node("worker", i)["url"] for i in (0, 1))
     for _ in range(20):  # a client on a busy machine gets many tokens in one event
         whole = streamed(first, path, body)
         if sum(comment is not None for comment, _ in whole) >= 12:
@@ -150,10 +144,10 @@ def test_every_cut_is_continued_as_if_nothing_had_been(
     ],
 )
 def test_invalid_resume_members_are_refused(
-    cluster: Cluster, change: dict[str, Any], why: str
+    two_workers: Cluster, change: dict[str, Any], why: str
 ) -> None:
     resume = {"ids": [1, 2], "seed": 7, "created": 1, **change}
     body = {"model": "demo", "prompt": "Baton is", **DRAWN, "baton_resume": resume}
-    answer = httpx.post(cluster.node("worker")["url"] + "/v1/completions", json=body)
+    answer = httpx.post(two_workers.node("worker")["url"] + "/v1/completions", json=body)
     assert answer.status_code == 400
     assert why in answer.json()["error"]["message"]

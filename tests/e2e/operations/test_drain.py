@@ -126,7 +126,7 @@ def answered_here(node: str) -> float:
     return metric(node, "baton_http_requests_total")
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_drain_through_one_router_is_applied_by_the_other(role: str) -> None:
     with Cluster.up(*FLEET) as cluster, two_routers(cluster) as (first, second):
         node = cluster.node(role)["url"]

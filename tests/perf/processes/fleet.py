@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import platform
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 import aiohttp
 
 from baton_ops.launch.supervisor import ChildProcess
+from tests.support.processes.ports import reserve_port
 
 REPO = Path(__file__).parents[3]
 READY_SECS = 120.0
@@ -58,12 +58,6 @@ async def clients(timeout_secs: float) -> AsyncIterator[aiohttp.ClientSession]:
     timeout = aiohttp.ClientTimeout(total=timeout_secs)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         yield session
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def installed(arms: Sequence[Arm]) -> list[Arm]:
@@ -135,11 +129,11 @@ class Fleet:
         self, arm: Arm, session: aiohttp.ClientSession
     ) -> AsyncIterator[tuple[str, int]]:
         """`arm`'s router before the fleet, from ready until stopped: its URL and pid."""
-        port = free_port()
+        port = reserve_port()
         argv = [sys.executable, "-m", "baton_ops.cli", "router"]
         if arm.peer is not None:
             python = REPO / ".venv-peers" / arm.peer / "bin" / "python"
-            argv = [str(python), "-m", PEERS[arm.peer], "--prometheus-port", str(free_port())]
+            argv = [str(python), "-m", PEERS[arm.peer], "--prometheus-port", str(reserve_port())]
         argv += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warn", *arm.flags]
         if workers := self.urls("worker"):
             argv += ["--worker-urls", *workers]

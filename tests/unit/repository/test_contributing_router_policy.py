@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -23,6 +24,41 @@ def policy_names() -> list[str]:
     return [re.sub(r"(?<!^)([A-Z])", r"_\1", variant).lower() for variant in variants]
 
 
+COMPANION = """
+[package]
+name = "companion"
+edition = "2024"
+[lib]
+test = false
+doctest = false
+[dependencies]
+"""
+
+
+def write_companion(crate: Path) -> None:
+    """A crate with the dependencies of all crates of the workspace.
+
+    Tested beside the copy of `router-core`, it makes Cargo choose the same features of packages as
+    for the whole workspace. With others, what the copy needs would be compiled again for a minute.
+    """
+    members = re.search(r"^members = (\[.*\])$", (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
+    assert members is not None
+    needed: dict[str, str] = {}
+    for member in json.loads(members[1]):
+        text = (ROOT / member / "Cargo.toml").read_text(encoding="utf-8")
+        sections = re.split(r"^\[(.*)\]\n", text, flags=re.MULTILINE)
+        for name, lines in zip(sections[1::2], sections[2::2], strict=True):
+            if name.endswith("dependencies"):
+                rows = re.findall(r"^(([\w-]+)[. ].*)", lines, re.MULTILINE)
+                needed |= {package: row for row, package in rows}
+    own = {"baton-router", "baton-text", "kernels", "kv_transfer", "router-core"}
+    without_python = {name: row for name, row in needed.items() if name not in own | {"pyo3"}}
+    (crate / "src").mkdir(parents=True)
+    (crate / "src/lib.rs").touch()
+    manifest = crate / "Cargo.toml"
+    manifest.write_text(COMPANION + "\n".join(without_python.values()) + "\n", encoding="utf-8")
+
+
 def test_steps_of_the_router_policy_example_make_a_policy(tmp_path: Path) -> None:
     """The copy is compiled in the build folder of the workspace, where its dependencies are.
 
@@ -36,7 +72,10 @@ def test_steps_of_the_router_policy_example_make_a_policy(tmp_path: Path) -> Non
     shutil.copy(ROOT / "docs/protocol.md", tmp_path / "docs")
     workspace = (ROOT / "Cargo.toml").read_text(encoding="utf-8")
     alone, replaced = re.subn(
-        r"^members = .*$", 'members = ["example/core"]', workspace, flags=re.MULTILINE
+        r"^members = .*$",
+        'members = ["example/core", "example/companion"]',
+        workspace,
+        flags=re.MULTILINE,
     )
     assert replaced == 1
     (tmp_path / "Cargo.toml").write_text(alone, encoding="utf-8")
@@ -49,7 +88,9 @@ def test_steps_of_the_router_policy_example_make_a_policy(tmp_path: Path) -> Non
     insert(policies / "mod.rs", r"^        PolicyKind::Cost => ", constructor)
 
     tests = ("policy::least_requests", "policy::tests")
-    command = ["cargo", "test", "--offline", "-p", "router-core", "--lib", "--", *tests]
+    write_companion(tmp_path / "example/companion")
+    packages = ("-p", "router-core", "-p", "companion")
+    command = ["cargo", "test", "--offline", *packages, "--lib", "--", *tests]
     env = {**os.environ, "CARGO_TARGET_DIR": str(ROOT / "target")}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
