@@ -1,5 +1,5 @@
-"""Families with windows or chunks answer prompts at their borders as transformers does: in one process and in a pair,
-whatever page size, chunking, prefix hit or preemption."""
+"""Families with windows or chunks answer prompts at their borders as transformers does: in one
+process and in a pair, whatever page size, chunking, prefix hit or preemption."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAGE_SIZES = [16, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4
 def cases(
     reference: Callable[[str], Reference],
 ) -> Callable[[str], tuple[Reference, list[list[int]], list[list[int]]]]:
-    """cases(variant): the checkpoint, prompts around one and two widths, and transformers' tokens."""
+    """cases(variant): the checkpoint, prompts around one and two widths, transformers' tokens."""
 
     @cache
     def make(variant: str) -> tuple[Reference, list[list[int]], list[list[int]]]:

@@ -190,7 +190,8 @@ fn append(
 }
 
 /// Attend with q [tokens, heads, head_dim] into out [tokens, heads * head_dim]. `window`: 0 sees
-/// everything before, as `chunk` does. `soft_cap`: 0 leaves the scores. `sinks`: float32 [heads], or 0.
+/// everything before, as `chunk` does. `soft_cap`: 0 leaves the scores. `sinks`: float32 [heads],
+/// or 0.
 #[pyfunction]
 #[expect(
     clippy::too_many_arguments,

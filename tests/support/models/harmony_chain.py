@@ -1,4 +1,5 @@
-"""A gpt-oss checkpoint that answers in harmony's format: its likeliest next token depends on the last one alone."""
+"""A gpt-oss checkpoint that answers in harmony's format: its likeliest next token depends on the
+last one alone."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ PROMPT_END = "t"
 
 
 def make_harmony_checkpoint(path: Path, answer: tuple[str, ...]) -> Path:
-    """Write a checkpoint that answers each prompt with these tokens, all different, to directory `path`; returns
-    `path`."""
+    """Write a checkpoint that answers each prompt with these tokens, all different, to directory
+    `path`; returns `path`."""
     import torch
     import transformers
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -40,7 +41,8 @@ def make_harmony_checkpoint(path: Path, answer: tuple[str, ...]) -> Path:
     config = transformers.GptOssConfig(
         vocab_size=size, hidden_size=size, intermediate_size=32, num_hidden_layers=2, head_dim=16,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-        sliding_window=8, bos_token_id=None, eos_token_id=[ids[end] for end in (RETURN, CALL) if end in ids],
+        sliding_window=8, bos_token_id=None,
+        eos_token_id=[ids[end] for end in (RETURN, CALL) if end in ids],
     )  # fmt: skip
     model: Any = transformers.GptOssForCausalLM(config)
     with torch.no_grad():

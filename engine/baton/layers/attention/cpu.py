@@ -87,8 +87,8 @@ class _StepRows:
 
 
 class CpuAttention(_StepRows):
-    """Paged causal attention with grouped queries, windows or chunks by layer, soft-capped scores and
-    sinks, on CPU tensors in float32 or bfloat16."""
+    """Paged causal attention with grouped queries, windows or chunks by layer, soft-capped scores
+    and sinks, on CPU tensors in float32 or bfloat16."""
 
     def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
         super().__init__(kv)

@@ -126,8 +126,8 @@ class FlashInferAttention(PagedAttention):
         library = library or flashinfer_loader.load_flashinfer()
         if any(layer.chunk for layer in layers):
             raise ConfigError(
-                "--attention-backend flashinfer: it has windows, and no chunks as the model's layers "
-                f"have; use --attention-backend {SLOWER}"
+                "--attention-backend flashinfer: it has windows, and no chunks as the model's "
+                f"layers have; use --attention-backend {SLOWER}"
             )
         super().__init__(layers, kv)
         self._sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, kv.page_size)

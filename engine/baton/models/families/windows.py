@@ -1,5 +1,5 @@
-"""Which layers see only the last `sliding_window` tokens, or their own chunk, and which do not turn,
-in the spellings of several families. No torch here."""
+"""Which layers see only the last `sliding_window` tokens, or their own chunk, and which do not
+turn, in the spellings of several families. No torch here."""
 
 from __future__ import annotations
 

@@ -243,8 +243,8 @@ class GptqForm:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Form:
-    """gpt-oss's packing of all experts: FP4 (e2m1), 32 columns of a row in 16 bytes, and an exponent
-    for each of these blocks (OCP Microscaling Formats 1.0, MXFP4)."""
+    """gpt-oss's packing of all experts: FP4 (e2m1), 32 columns of a row in 16 bytes, and an
+    exponent for each of these blocks (OCP Microscaling Formats 1.0, MXFP4)."""
 
     @property
     def code_bits(self) -> int:

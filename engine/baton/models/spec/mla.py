@@ -72,7 +72,8 @@ class MlaBlockSpec:
         """The block of a layer that turns so. Raises ValueError for a window or chunks."""
         if window or chunk:
             raise ValueError(
-                f"latent attention sees everything, a window of {window} or chunks of {chunk} are given"
+                f"latent attention sees everything, a window of {window} or chunks of {chunk} "
+                "are given"
             )
         return replace(self, rope=rope)
 

@@ -1,4 +1,5 @@
-"""MXFP4 experts of gpt-oss: the numbers are those that transformers dequantizes, whole and divided."""
+"""MXFP4 experts of gpt-oss: the numbers are those that transformers dequantizes, whole and
+divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A gpt-oss checkpoint is answered in harmony's format without a flag: calls and reasoning are read."""
+"""Answers of a gpt-oss checkpoint are read in harmony's format without a flag: calls and
+reasoning."""
 
 from __future__ import annotations
 
