@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -93,6 +93,12 @@ def windows_of(spec: ModelSpec) -> list[int]:
     return [layer.window for layer in with_heads if layer.window]
 
 
+def chunks_of(spec: ModelSpec) -> list[int]:
+    """Chunks of the layers that have them."""
+    with_heads = [layer for layer in spec.attention if isinstance(layer, AttentionSpec)]
+    return [layer.chunk for layer in with_heads if layer.chunk]
+
+
 def _kept_of_token(layer: LayerAttention) -> tuple[str, str]:
     """How many heads of K and V a layer keeps, and their size."""
     if isinstance(layer, LatentSpec):
@@ -109,9 +115,12 @@ def kv_table() -> str:
     rows = []
     for name in PUBLISHED:
         spec = read_published(name)
-        windows = windows_of(spec)
-        counts = {size: windows.count(size) for size in sorted(set(windows))}
-        shown = ", ".join(f"{count} of {size}" for size, count in counts.items())
+        windows = Counter(windows_of(spec))
+        chunks = Counter(chunks_of(spec))
+        shown = ", ".join(
+            [f"{count} of {size}" for size, count in sorted(windows.items())]
+            + [f"{count} with chunks of {size}" for size, count in sorted(chunks.items())]
+        )
         kv_heads, head_dim = _kept_of_token(spec.attention[0])
         kv = spec.kv_spec(16).divide(spec.attention)
         blocks = sum(rule.most_blocks(16, 1) * rule.width for rule in kv.rules)

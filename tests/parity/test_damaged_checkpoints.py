@@ -45,8 +45,8 @@ def cut_row(tensors: Tensors) -> str:
 
 
 def add_unknown(tensors: Tensors) -> str:
-    tensors["model.layers.0.self_attn.sinks"] = torch.ones(4)
-    return "unexpected tensor model.layers.0.self_attn.sinks"
+    tensors["model.layers.0.self_attn.q_scale"] = torch.ones(4)
+    return "unexpected tensor model.layers.0.self_attn.q_scale"
 
 
 @pytest.mark.parametrize("damage", [drop_last, drop_norm, cut_row, add_unknown])

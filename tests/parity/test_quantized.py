@@ -24,6 +24,7 @@ QUICK = [
     ("phi3", "awq"),
     ("glm4-moe", "gptq-order"),
     ("deepseek-v3", "fp8-ragged"),
+    ("gpt-oss", "mxfp4"),
 ]
 VARIANTS = (
     "llama-tied-bias",

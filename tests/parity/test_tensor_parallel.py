@@ -91,6 +91,8 @@ DIVIDED_AS_ANOTHER = [
     ("qwen3-moe-mixed", 2),
     ("deepseek-v2-lite", 2),
     ("glm4-moe-lite", 2),
+    ("gpt-oss", 2),
+    ("llama4", 2),
 ]
 FAMILIES = [*DIVIDED_ANOTHER_WAY, *DIVIDED_AS_ANOTHER]
 
@@ -119,7 +121,9 @@ def test_tokens_and_logits_equal_transformers(
     torch.testing.assert_close(torch.cat(seen.steps)[:STEPS], want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("variant", "size"), [("qwen3-moe-mixed", 2), ("glm4-moe", 4)])
+@pytest.mark.parametrize(
+    ("variant", "size"), [("qwen3-moe-mixed", 2), ("glm4-moe", 4), ("gpt-oss", 2), ("llama4", 2)]
+)
 def test_whole_experts_on_ranks_give_the_same_tokens(
     reference: Callable[[str], Reference], executors: ExecutorProcesses, variant: str, size: int
 ) -> None:

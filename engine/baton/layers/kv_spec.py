@@ -283,8 +283,8 @@ def _layers_by_sight(
     parts: dict[_Sight | None, list[int]] = {}
     for number, layer in zip(group.layer_numbers, layers, strict=True):
         sight: _Sight | None = None
-        if not isinstance(layer, LatentSpec) and layer.window:
-            sight = ("window", layer.window)
+        if not isinstance(layer, LatentSpec) and (layer.window or layer.chunk):
+            sight = ("window", layer.window) if layer.window else ("chunk", layer.chunk)
         parts.setdefault(sight, []).append(number)
     return parts
 

@@ -306,3 +306,14 @@ def sigmoid(x: Tensor) -> Tensor:
         values: Tensor = native.sigmoid(x)
         return values
     return x.sigmoid()
+
+
+def clamped_silu_mul(gate_up: Tensor, gain: float, limit: float) -> Tensor:
+    """gate * sigmoid(gain * gate) * (up + 1) for gate_up [T, 2N] = [gate | up]: a new [T, N]. The
+    gate is at most `limit`, up at most as far from 0. CPUs alone have a kernel for it."""
+    if native := _native_for(gate_up):
+        product: Tensor = native.clamped_silu_mul(gate_up, gain, limit)
+        return product
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return gate * (gate * gain).sigmoid() * (up.clamp(-limit, limit) + 1)

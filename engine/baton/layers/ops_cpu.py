@@ -22,6 +22,7 @@ from baton._native import PackedHeads as _NativeHeads
 from baton._native import PackedWeight as _NativeWeight
 from baton._native import QuantizedWeight as _NativeQuantized
 from baton._native import cpu_isa as _cpu_isa
+from baton._native import multiply_clamped as _multiply_clamped
 from baton._native import multiply_gated as _multiply_gated
 from baton._native import rms_norm as _rms_norm
 from baton._native import rope as _rope
@@ -141,7 +142,7 @@ class QuantizedWeight(NativeMatrix):
 
     def __init__(
         self,
-        code_type: Literal["int4", "int8", "fp8"],
+        code_type: Literal["int4", "int8", "fp8", "fp4"],
         codes: Tensor,
         *,
         scales: Tensor,
@@ -153,7 +154,7 @@ class QuantizedWeight(NativeMatrix):
 
         Args:
             codes: uint8 [outputs, inputs], a byte each.
-            scales: float32 [outputs, groups].
+            scales: float32 [outputs, groups]; of fp4 powers of two.
             zeros: as scales, or one for all.
             column_group: int32 [inputs], in [0, groups).
             dtype: float32 or bfloat16, of the product.
@@ -254,23 +255,28 @@ def sigmoid(x: Tensor) -> Tensor:
     return out
 
 
+def clamped_silu_mul(gate_up: Tensor, gain: float, limit: float) -> Tensor:
+    out = _gated_output(gate_up)
+    layout = (gate_up.data_ptr(), gate_up.stride(0), *out.shape, out.data_ptr())
+    _multiply_clamped(gate_up.dtype == _BF16, gain, limit, *layout)
+    return out
+
+
 def _gated_product(gate_up: Tensor, *, gelu: bool) -> Tensor:
+    out = _gated_output(gate_up)
+    layout = (gate_up.data_ptr(), gate_up.stride(0), *out.shape, out.data_ptr())
+    _multiply_gated(gate_up.dtype == _BF16, gelu, *layout)
+    return out
+
+
+def _gated_output(gate_up: Tensor) -> Tensor:
+    """Where the product of gate_up's halves goes."""
     rows, both = gate_up.shape
     if gate_up.stride(1) != 1 or both % 2:
         raise ValueError(
             f"gate_up is {list(gate_up.shape)} with strides {gate_up.stride()}, not [T, 2N] in rows"
         )
-    out = gate_up.new_empty((rows, both // 2))
-    _multiply_gated(
-        gate_up.dtype == _BF16,
-        gelu,
-        gate_up.data_ptr(),
-        gate_up.stride(0),
-        rows,
-        both // 2,
-        out.data_ptr(),
-    )
-    return out
+    return gate_up.new_empty((rows, both // 2))
 
 
 def _vector_layout(name: str, x: Tensor) -> tuple[int, int, int, int, int, int]:

@@ -39,3 +39,8 @@ class Shard:
 
 
 WHOLE = Shard()
+
+
+def slice_length(cut: slice) -> int:
+    """Entries that a slice with a start and a stop takes."""
+    return len(range(cut.start, cut.stop, cut.step or 1))

@@ -22,6 +22,8 @@ class AttentionSpec:
     head_dim: int
     window: int = 0
     """0 sees everything before it, W > 0 the last W tokens including itself."""
+    chunk: int = 0
+    """C > 0 sees tokens from the last multiple of C on; 0 everything. Not beside a window."""
     factor: float | None = None
     """Factor of the products of queries and keys; None: 1 / sqrt(head_dim)."""
     first_kv_head: int = 0
@@ -29,6 +31,8 @@ class AttentionSpec:
     there."""
     soft_cap: float = 0.0
     """c > 0 makes c * tanh(x / c) of a score x, before the mask; 0 leaves it."""
+    has_sinks: bool = False
+    """Each query head has one more score, a learned one, whose probability weighs no value."""
 
     @property
     def q_size(self) -> int:
@@ -77,7 +81,7 @@ LayerAttention: TypeAlias = AttentionSpec | LatentSpec
 
 
 def common_heads(layers: Sequence[LayerAttention]) -> AttentionSpec:
-    """The heads that all layers have, without their windows.
+    """The heads that all layers have, without their windows and chunks.
 
     Raises ValueError where layers differ, because the pool has one shape for all of them.
     """
@@ -92,7 +96,7 @@ def common_heads(layers: Sequence[LayerAttention]) -> AttentionSpec:
 
 
 def _without_window(layer: LayerAttention) -> LayerAttention:
-    return layer if isinstance(layer, LatentSpec) else replace(layer, window=0)
+    return layer if isinstance(layer, LatentSpec) else replace(layer, window=0, chunk=0)
 
 
 def common_latents(layers: Sequence[LayerAttention]) -> LatentSpec | None:

@@ -126,12 +126,14 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeig
     for _, param in params:
         for part in param.parts:
             if part.source not in sources:
-                is_optional = param.name in _OFTEN_PLAIN
+                # A tensor of all experts' biases looks like a matrix, too.
+                is_optional = param.name in _OFTEN_PLAIN or len(param.shape) < 2
                 sources[part.source] = finder.find(
                     part.source,
                     part.whole,
                     is_optional=is_optional,
                     can_convert=param.name not in _TAKEN_APART,
+                    is_transposed=part.is_transposed,
                 )
     used = {entry.name for source in sources.values() for entry in source.tensors.values()}
     if shard.size > 1:

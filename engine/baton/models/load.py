@@ -139,10 +139,8 @@ def _dummy_tensors(
         )
         if (mine := own_params.get((layer, param.name))) is None:
             continue
-        shares = [
-            rows[part.share]
-            for rows, part in zip(tensor.split(param.part_rows), mine.parts, strict=True)
-        ]
+        parts = zip(tensor.split(param.part_rows), mine.parts, param.parts, strict=True)
+        shares = [rows[part.cuts_within(whole)] for rows, part, whole in parts]
         share = tensor if mine == param else torch.cat(shares)
         tensors[layer][param.name] = share.to(TORCH_DTYPES[spec.dtype_of(param)])
         progress.add(share.numel(), share.nbytes)
@@ -209,11 +207,11 @@ def _from_files(
                     taken = files.read(
                         source.tensors["weight"], () if part.shape == part.whole else part.share
                     )
-                    rows.copy_(taken)
+                    rows.copy_(taken.t() if part.is_transposed else taken)
                     progress.add(taken.numel(), taken.nbytes)
                 else:
                     with _refuse_damaged(source):
-                        share = MatrixShare.of(part.share)
+                        share = MatrixShare.of(part.share, is_transposed=part.is_transposed)
                         read_grouped(files, source, share).dequantize_into(rows)
                     progress.add(rows.numel(), rows.nbytes)
     _log_quantization(spec, stored, tensors, len(kept), kernel is not None)
@@ -230,7 +228,7 @@ def _keep_quantized(
     """The matrix as its kernel takes it; None where its parts are stored in different ways."""
     sources = [stored.sources[part.source] for part in param.parts]
     parts = [
-        read_grouped(files, source, MatrixShare.of(part.share))
+        read_grouped(files, source, MatrixShare.of(part.share, is_transposed=part.is_transposed))
         for source, part in zip(sources, param.parts, strict=True)
     ]
     bits = max(source.form.code_bits for source in sources if source.form is not None)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from baton.config.files import is_given, read_regular_file
 from baton.errors import ConfigError
-from baton.layers.spec import DTYPE_BYTES
+from baton.layers.spec import DTYPE_BYTES, AttentionSpec
 from baton.models.config_file import (
     ModelConfig,
     read_generation_config,
@@ -121,6 +121,12 @@ def _refuse_gpu(config: ModelConfig, architecture: str, layers: tuple[LayerSpec,
     """Raise ConfigError for blocks that have no kernels on GPUs, or have never run on one."""
     if any(isinstance(layer.attention, MlaBlockSpec) for layer in layers):
         config.refuse("architectures", [architecture], "latent attention needs --device cpu")
+    heads = [layer.attention.heads for layer in layers]
+    kinds = [each for each in heads if isinstance(each, AttentionSpec)]
+    if any(each.has_sinks for each in kinds):
+        config.refuse("architectures", [architecture], "attention sinks need --device cpu")
+    if any(each.chunk for each in kinds):
+        config.refuse("architectures", [architecture], "chunked attention needs --device cpu")
     if any(isinstance(layer.mlp, MoeSpec) for layer in layers):
         config.refuse("architectures", [architecture], "experts need --device cpu")
     ropes = [layer.attention.rope for layer in layers]

@@ -284,11 +284,17 @@ unsafe fn turn_neighbors<E: ElementType>(
 }
 
 /// What a gate passes before it multiplies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     Silu,
     /// GELU in its tanh form.
     GeluTanh,
+    /// x * sigmoid(gain * x) of a gate that `limit` bounds from above; `up`, which it bounds on
+    /// both sides, grows by 1 (gpt-oss).
+    ClampedSilu {
+        gain: f32,
+        limit: f32,
+    },
 }
 
 /// out = activation(gate) * up.
@@ -328,15 +334,28 @@ impl RowKernel for GatedProduct {
             let gate = self.gate_up.cast::<E::T>().add(row * self.stride);
             let to = self.out.cast::<E::T>().add(row * self.len);
             match self.activation {
-                Activation::Silu => {
-                    multiply_row::<S, E, _>(gate, self.len, to, |g| S::mul(g, S::splat(LOG2_E)))
-                }
+                Activation::Silu => multiply_row::<S, E, _>(gate, self.len, to, |g, up| {
+                    let power = S::mul(g, S::splat(LOG2_E));
+                    S::mul(E::round::<S>(pass_gate::<S>(g, power)), up)
+                }),
                 // x / 2 * (1 + tanh(u)) = x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
-                Activation::GeluTanh => multiply_row::<S, E, _>(gate, self.len, to, |g| {
+                Activation::GeluTanh => multiply_row::<S, E, _>(gate, self.len, to, |g, up| {
                     let linear = S::splat(2.0 * SQRT_2_OVER_PI * LOG2_E);
                     let cubic = S::splat(2.0 * SQRT_2_OVER_PI * LOG2_E * 0.044_715);
-                    S::mul(g, S::fma(S::mul(g, g), cubic, linear))
+                    let power = S::mul(g, S::fma(S::mul(g, g), cubic, linear));
+                    S::mul(E::round::<S>(pass_gate::<S>(g, power)), up)
                 }),
+                Activation::ClampedSilu { gain, limit } => {
+                    multiply_row::<S, E, _>(gate, self.len, to, |g, up| {
+                        let most = S::splat(limit);
+                        let g = S::select_lt(most, g, most, g);
+                        let up = S::select_lt(most, up, most, up);
+                        let up = S::add(S::max(S::splat(-limit), up), S::splat(1.0));
+                        let power = S::mul(g, S::splat(gain * LOG2_E));
+                        let passed = E::round::<S>(pass_gate::<S>(g, power));
+                        S::mul(passed, E::round::<S>(up))
+                    });
+                }
             }
         }
     }
@@ -387,27 +406,29 @@ impl RowKernel for Sigmoid {
 
 const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 
-/// out = g / (1 + 2^-power(g)) * up for the `n` gates g of a row.
+/// g / (1 + 2^-power).
 #[inline(always)]
-unsafe fn multiply_row<S: Simd, E: ElementType, P: Fn(S::F) -> S::F>(
+unsafe fn pass_gate<S: Simd>(g: S::F, power: S::F) -> S::F {
+    // Held below 2^126: the quotient is 0 to working precision long before.
+    let held = S::max(S::splat(-126.0), power);
+    let e = exp2::<S>(S::sub(S::splat(0.0), held));
+    S::div(g, S::add(S::splat(1.0), e))
+}
+
+/// out = product(gate, up) for the `n` gates of a row, and as many values behind them.
+#[inline(always)]
+unsafe fn multiply_row<S: Simd, E: ElementType, P: Fn(S::F, S::F) -> S::F>(
     gate: *const E::T,
     n: usize,
     to: *mut E::T,
-    power: P,
+    product: P,
 ) {
     let up = gate.add(n);
     let mut i = 0;
     while i < n {
         let g = load_part::<S, E>(gate.add(i), n - i);
-        // Held below 2^126: the quotient is 0 to working precision long before.
-        let held = S::max(S::splat(-126.0), power(g));
-        let e = exp2::<S>(S::sub(S::splat(0.0), held));
-        let activated = E::round::<S>(S::div(g, S::add(S::splat(1.0), e)));
-        store_part::<S, E>(
-            to.add(i),
-            S::mul(activated, load_part::<S, E>(up.add(i), n - i)),
-            n - i,
-        );
+        let u = load_part::<S, E>(up.add(i), n - i);
+        store_part::<S, E>(to.add(i), product(g, u), n - i);
         i += S::LANES;
     }
 }
@@ -699,7 +720,11 @@ mod tests {
 
     #[test]
     fn gated_products_equal_the_reference_also_far_out() {
-        for activation in [Activation::Silu, Activation::GeluTanh] {
+        let clamped = Activation::ClampedSilu {
+            gain: 1.702,
+            limit: 7.0,
+        };
+        for activation in [Activation::Silu, Activation::GeluTanh, clamped] {
             for (isa, dtype) in Isa::available()
                 .into_iter()
                 .flat_map(|isa| DTYPES.map(|d| (isa, d)))
@@ -734,6 +759,12 @@ mod tests {
                                 let inner = (2.0 / std::f64::consts::PI).sqrt()
                                     * (g + 0.044_715 * g.powi(3));
                                 g / 2.0 * (1.0 + inner.tanh()) * u
+                            }
+                            Activation::ClampedSilu { gain, limit } => {
+                                let limit = f64::from(limit);
+                                let g = g.min(limit);
+                                let u = u.clamp(-limit, limit);
+                                g / (1.0 + (-g * f64::from(gain)).exp()) * (u + 1.0)
                             }
                         }
                     })

@@ -190,7 +190,8 @@ fn append(
 }
 
 /// Attend with q [tokens, heads, head_dim] into out [tokens, heads * head_dim]. `window`: 0 sees
-/// everything before. `soft_cap`: 0 leaves the scores.
+/// everything before, as `chunk` does. `soft_cap`: 0 leaves the scores. `sinks`: float32 [heads],
+/// or 0.
 #[pyfunction]
 #[expect(
     clippy::too_many_arguments,
@@ -206,7 +207,9 @@ fn attend(
     heads: usize,
     scale: f32,
     window: usize,
+    chunk: usize,
     soft_cap: f32,
+    sinks: usize,
 ) {
     py.detach(|| {
         // SAFETY: the Python side holds the tensors and has checked their shapes.
@@ -220,7 +223,9 @@ fn attend(
                 rows: rows.0,
                 scale,
                 window,
+                chunk,
                 soft_cap,
+                sinks: sinks as *const f32,
             });
         }
     });
@@ -392,6 +397,44 @@ fn multiply_gated(
     } else {
         Activation::Silu
     };
+    multiply_activated(py, bf16, activation, gate_up, stride, rows, len, out);
+}
+
+/// As `multiply_gated`, with the clamped activation of gpt-oss.
+#[pyfunction]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "a record would cost more than the call"
+)]
+fn multiply_clamped(
+    py: Python<'_>,
+    bf16: bool,
+    gain: f32,
+    limit: f32,
+    gate_up: usize,
+    stride: usize,
+    rows: usize,
+    len: usize,
+    out: usize,
+) {
+    let activation = Activation::ClampedSilu { gain, limit };
+    multiply_activated(py, bf16, activation, gate_up, stride, rows, len, out);
+}
+
+#[expect(
+    clippy::too_many_arguments,
+    reason = "a record would cost more than the call"
+)]
+fn multiply_activated(
+    py: Python<'_>,
+    bf16: bool,
+    activation: Activation,
+    gate_up: usize,
+    stride: usize,
+    rows: usize,
+    len: usize,
+    out: usize,
+) {
     let gated = Shared(GatedProduct {
         dtype: dtype(bf16),
         activation,
@@ -518,7 +561,8 @@ struct QuantizedWeight(linear::QuantizedWeight);
 #[pymethods]
 impl QuantizedWeight {
     /// Copy codes (u8, a byte each) [outputs, inputs], scales and zeros (f32; 0: `zero` for all)
-    /// [outputs, groups] and the group of each input (int32). `code_type`: int4, int8 or fp8.
+    /// [outputs, groups] and the group of each input (int32). `code_type`: int4, int8,
+    /// fp8 or fp4, whose scales must be exact in bf16.
     #[new]
     #[allow(
         clippy::too_many_arguments,
@@ -541,9 +585,10 @@ impl QuantizedWeight {
             "int4" => CodeType::Int4,
             "int8" => CodeType::Int8,
             "fp8" => CodeType::Fp8,
+            "fp4" => CodeType::Fp4,
             _ => {
                 return Err(PyValueError::new_err(format!(
-                    "codes of {code_type}: int4, int8 or fp8 are needed"
+                    "codes of {code_type}: int4, int8, fp8 or fp4 are needed"
                 )));
             }
         };
@@ -669,5 +714,6 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(rms_norm, m)?)?;
     m.add_function(wrap_pyfunction!(rope, m)?)?;
     m.add_function(wrap_pyfunction!(multiply_gated, m)?)?;
-    m.add_function(wrap_pyfunction!(sigmoid, m)?)
+    m.add_function(wrap_pyfunction!(sigmoid, m)?)?;
+    m.add_function(wrap_pyfunction!(multiply_clamped, m)?)
 }

@@ -35,6 +35,13 @@ LONGROPE = {
     "long_factor": [1.5 + i / 10 for i in range(36)],
 }
 """Of 36 pairs: heads of 72, or of 96 of which three quarters turn."""
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "truncate": False,
+}
 _OLMO3 = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
     "full_attention": _YARN,
@@ -267,6 +274,36 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLite",
         {**_LATENT, "qk_nope_head_dim": 24, "v_head_dim": 32, "tie_word_embeddings": True},
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "sliding_window": 9,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            # A limit that a tenth of the values exceed.
+            "swiglu_limit": 0.7,
+            "rope_parameters": _GPT_OSS_ROPE,
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "attention_chunk_size": 11,
+            "rope_parameters": {**_LLAMA3, "high_freq_factor": 1.0},
+            "no_rope_layers": [1, 0, 1, 1],
+            "floor_scale": 7,
+            "attn_scale": 0.3,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 96,
+        },
+    ),
 }
 
 
@@ -336,8 +373,8 @@ def variant_config(variant: str) -> Any:
     import transformers
 
     family, changes = VARIANTS[variant]
-    # Gemma 3's classes for text have another config than those with images.
-    name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    # Some classes for text have another config than those with images.
+    name = f"{family}TextConfig" if family in ("Gemma3", "Llama4") else f"{family}Config"
     return getattr(transformers, name)(**{**_SHAPE, **changes})
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama 3.1 8B": {
         "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
@@ -192,6 +196,34 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_group": 1, "topk_group": 1,
         "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.8,
         "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 1,
+    },
+    "gpt-oss 20B": {
+        "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 201088,
+        "max_position_embeddings": 131072, "initial_context_length": 4096, "rope_theta": 150000,
+        "rope_scaling": _GPT_OSS_ROPE, "attention_bias": True, "sliding_window": 128, "swiglu_limit": 7.0,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    },
+    "gpt-oss 120B": {
+        "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+        "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 201088,
+        "max_position_embeddings": 131072, "initial_context_length": 4096, "rope_theta": 150000,
+        "rope_scaling": _GPT_OSS_ROPE, "attention_bias": True, "sliding_window": 128, "swiglu_limit": 7.0,
+        "num_local_experts": 128, "num_experts_per_tok": 4, "experts_per_token": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+    },
+    "Llama 4 Scout": {
+        "architectures": ["Llama4ForCausalLM"], "hidden_size": 5120, "intermediate_size": 8192, "head_dim": 128,
+        "intermediate_size_mlp": 16384, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "vocab_size": 202048, "max_position_embeddings": 10485760,
+        "rope_theta": 500000.0, "attention_chunk_size": 8192, "attn_temperature_tuning": 4, "attn_scale": 0.1,
+        "floor_scale": 8192, "use_qk_norm": True, "no_rope_layers": [], "interleave_moe_layer_step": 1,
+        "num_local_experts": 16, "num_experts_per_tok": 1,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
     },
 }  # fmt: skip
 """Lists of longrope's factors stand for those of the files, which are as long."""

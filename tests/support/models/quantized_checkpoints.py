@@ -33,8 +33,8 @@ class Format(NamedTuple):
     config: dict[str, Any]
     """`quantization_config`"""
     encode: Callable[[Tensor], Encoded]
-    kinds: tuple[str, ...] = ()
-    """Ends of the names of modules; empty: all linear ones in layers."""
+    names_of: Callable[[str, str], str] = lambda module, role: f"{module}.{role}"
+    """Name of the tensor that has a role."""
 
 
 # ---- FP8 and int8 with a grid of scales ---------------------------------------------------------
@@ -203,6 +203,24 @@ def encode_awq(weight: Tensor, **how: Any) -> Encoded:
     return Encoded(tensors, made.dense)
 
 
+# ---- FP4 of all experts -------------------------------------------------------------------------
+
+FP4_NUMBERS = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def encode_mxfp4(weight: Tensor) -> Encoded:
+    """gpt-oss's packing. Args: `weight`: [experts, inputs, outputs]."""
+    blocks = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
+    # The largest number is 6: three bits.
+    exponents = blocks.abs().amax(-1).log2().floor() - 2
+    scales = torch.exp2(exponents)[..., None]
+    codes = ((blocks / scales)[..., None] - FP4_NUMBERS).abs().argmin(-1)
+    dense = (FP4_NUMBERS[codes] * scales).flatten(2).transpose(1, 2)
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    packed = (low | high << 4).to(torch.uint8)
+    return Encoded({"blocks": packed, "scales": (exponents + 127).to(torch.uint8)}, dense)
+
+
 # ---- the formats --------------------------------------------------------------------------------
 
 
@@ -303,28 +321,47 @@ FORMATS: dict[str, Format] = {
 }
 
 
+MXFP4 = Format(
+    {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+    },
+    encode_mxfp4,
+    lambda module, role: f"{module}_{role}",
+)  # fmt: skip
+"""Of gpt-oss alone, whose experts are in joint tensors."""
+
+
+def is_joint(name: str) -> bool:
+    """Tell matrices of all experts in one tensor."""
+    return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+
 def is_linear(name: str) -> bool:
     """Tell matrices that writers quantize from heads, embeddings, routers and norms."""
     if not name.startswith("model.layers.") or not name.endswith(".weight"):
         return False
-    return not name.endswith((".gate.weight", "_gate.weight", "norm.weight"))
+    return not name.endswith((".gate.weight", "_gate.weight", ".router.weight", "norm.weight"))
 
 
 def quantize(source: Path, name: str, folder: Path) -> tuple[Path, Path]:
     """Write checkpoint `source` in a format, and its plain twin: the two directories."""
-    made = FORMATS[name]
+    made = MXFP4 if name == "mxfp4" else FORMATS[name]
+    is_chosen = is_joint if name == "mxfp4" else is_linear
     tensors = load_file(source / "model.safetensors")
     quantized: Roles = {}
     plain: Roles = {}
     for tensor_name, tensor in tensors.items():
-        if not is_linear(tensor_name):
+        if not is_chosen(tensor_name):
             quantized[tensor_name] = plain[tensor_name] = tensor
             continue
         encoded = made.encode(tensor)
         plain[tensor_name] = encoded.dense
         module = tensor_name.removesuffix(".weight")
         for role, stored in encoded.tensors.items():
-            quantized[f"{module}.{role}"] = stored
+            quantized[made.names_of(module, role)] = stored
         if made.config.get("activation_scheme") == "static":
             quantized[f"{module}.input_scale"] = torch.tensor(0.5)
     return (

@@ -157,6 +157,15 @@ def test_silu_mul_equals_torch(dtype: torch.dtype) -> None:
         assert_close(ops_cpu.silu_mul(gate_up), ops.silu_mul(gate_up))
 
 
+@pytest.mark.usefixtures("torch_ops")
+@both_dtypes
+def test_clamped_silu_mul_equals_torch_below_and_above_its_limits(dtype: torch.dtype) -> None:
+    for rows, n in ((1, 64), (5, 50), (300, 1024)):
+        gate_up = noise(rows, 2 * n + 3, dtype=dtype)[:, : 2 * n] * 4
+        got = ops_cpu.clamped_silu_mul(gate_up, 1.702, 1.5)
+        assert_close(got, ops.clamped_silu_mul(gate_up.float(), 1.702, 1.5).to(dtype))
+
+
 def test_wrong_tensors_are_refused_with_both_sides_named() -> None:
     x, w = torch.zeros(2, 8), torch.ones(8)
     packed = ops_cpu.PackedWeight(torch.zeros(4, 8))

@@ -69,16 +69,12 @@ def router_of(name: str, fields: dict[str, Any]) -> Any:
 
 
 def spec_of(name: str, fields: dict[str, Any]) -> RouterSpec:
-    """Our description of a router: by the family, or where none has blocks yet, of its fields."""
+    """Our description of a router, by its family."""
     from baton.models.config_file import ModelConfig
 
-    count = fields["num_experts_per_tok"]
-    if name == "GptOss":
-        return RouterSpec(EXPERTS, count, scoring="softmax_of_chosen")
-    if name == "Llama4Text":
-        return RouterSpec(EXPERTS, count, scoring="sigmoid_of_chosen")
     values = {"num_hidden_layers": 1, "intermediate_size": 8, "first_k_dense_replace": 0, **fields}
-    mlp = FAMILIES[f"{name}ForCausalLM"].read_mlp(ModelConfig(Path("config.json"), values), 0)
+    architecture = f"{name.removesuffix('Text')}ForCausalLM"
+    mlp = FAMILIES[architecture].read_mlp(ModelConfig(Path("config.json"), values), 0)
     assert isinstance(mlp, MoeSpec)
     return mlp.router
 
@@ -370,6 +366,30 @@ def test_ranks_have_whole_experts_with_ep_size(tmp_path: Path, *, is_joined: boo
     assert all(torch.equal(a, b) for a, b in zip(held, whole.gate_up, strict=True))
 
 
+@pytest.mark.parametrize("variant", ["gpt-oss", "qwen3-moe"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_each_rank_has_its_part_of_every_expert(
+    tmp_path: Path, variant: str, load_format: str
+) -> None:
+    path = make_checkpoint(variant, tmp_path / "m")
+    spec = read_spec(path, load_format=load_format)
+    ranks = []
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
+        mlp = load_weights(spec, path, load_format, shard=shard).weights.layers[1].mlp
+        assert isinstance(mlp, MoeBlock)
+        ranks.append(mlp)
+    whole, *parts = ranks
+    for expert in range(8):
+        halves = [held_tensors(part.gate_up)[expert].chunk(2) for part in parts]
+        gate, up = (torch.cat(half) for half in zip(*halves, strict=True))
+        assert torch.equal(torch.cat((gate, up)), held_tensors(whole.gate_up)[expert])
+        columns = [held_tensors(part.down)[expert] for part in parts]
+        assert torch.equal(torch.cat(columns, dim=1), held_tensors(whole.down)[expert])
+    assert [len(rank.down_bias) for rank in ranks] == (
+        [8, 8, 0] if variant == "gpt-oss" else [0] * 3
+    )
+
+
 def test_models_that_cannot_be_divided_by_experts_are_refused(tmp_path: Path) -> None:
     few = edited(make_checkpoint("mixtral", tmp_path / "a"), num_local_experts=2)
     spec = read_spec(few, load_format="dummy")
@@ -429,10 +449,53 @@ def test_groups_that_do_not_divide_the_experts_are_refused(tmp_path: Path) -> No
         read_spec(edited(path, n_group=3))
 
 
-def test_gpu_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    path = make_checkpoint("qwen3-moe", tmp_path / "m")
-    with pytest.raises(ConfigError, match="experts need --device cpu"):
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [
+        ("qwen3-moe", "experts need"),
+        ("gpt-oss", "attention sinks need"),
+        ("llama4", "chunked attention needs"),
+    ],
+)
+def test_gpu_is_refused_before_anything_is_loaded(tmp_path: Path, variant: str, words: str) -> None:
+    path = make_checkpoint(variant, tmp_path / "m")
+    with pytest.raises(ConfigError, match=f"{words} --device cpu"):
         read_spec(path, on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "words"),
+    [
+        ("gpt-oss", {"hidden_act": "gelu"}, ["hidden_act", "silu"]),
+        ("gpt-oss", {"swiglu_limit": 0}, ["swiglu_limit = 0", "positive number"]),
+        (
+            "gpt-oss",
+            {"layer_types": ["chunked_attention"] * 3},
+            ["layer_types", "sliding_attention"],
+        ),
+        ("llama4", {"attention_chunk_size": None}, ["attention_chunk_size", "need a size"]),
+        (
+            "llama4",
+            {"layer_types": ["sliding_attention"] * 4},
+            ["layer_types", "chunked_attention"],
+        ),
+        ("llama4", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "each of 4 layers"]),
+        ("llama4", {"moe_layers": [True]}, ["moe_layers", "list of layer numbers"]),
+        (
+            "llama4",
+            {"attn_temperature_tuning": "yes"},
+            ["attn_temperature_tuning", "true or false"],
+        ),
+    ],
+)
+def test_fields_of_gpt_oss_and_llama_4_that_mean_nothing_are_refused(
+    tmp_path: Path, variant: str, changes: dict[str, Any], words: list[str]
+) -> None:
+    path = edited(make_checkpoint(variant, tmp_path / "m"), **changes)
+    with pytest.raises(ConfigError) as err:
+        read_spec(path)
+    for word in words:
+        assert word in err.value.message
 
 
 def test_partial_rotation_is_refused_on_a_gpu(tmp_path: Path) -> None:

@@ -155,7 +155,9 @@ class DeviceCheck:
             if isinstance(value, Tensor):
                 self.seen.add((name, value.device.type))
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         assert {x.device.type for x in (q, k, v)} == {"cuda"}
         return q.new_empty(len(q), q.shape[1] * q.shape[2])
 
@@ -237,9 +239,11 @@ def test_steps_time_begins_when_its_inputs_are_queued(tmp_path: Path) -> None:
         def plan(self, batch: ForwardBatch) -> None:
             calls.append("plan")
 
-        def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def forward(
+            self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        ) -> Tensor:
             calls.append("kernel")
-            return super().forward(layer, q, k, v)
+            return super().forward(layer, q, k, v, sinks)
 
     model = load_model(tiny_model.make(tmp_path / "m"), load_format="dummy")
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -96,7 +96,9 @@ class AttentionBackend(Protocol):
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare for the layers of one step."""
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Write k, v [T, Hk, D] of the step into the pool, then attend with q [T, Hq, D]: returns
         [T, Hq * D].
 
@@ -104,6 +106,8 @@ class AttentionBackend(Protocol):
         for v. A query [T, Hq, L + R] has been multiplied by its head's share of the key
         projection, and the result [T, Hq * L] is yet to be multiplied by that of the value
         projection.
+
+        Args: `sinks`: float32 [Hq] for layers that have them.
         """
 
 
@@ -114,6 +118,8 @@ class PagedAttention(AttentionBackend):
     def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
         self._heads = common_heads(layers)
         self._windows = tuple(layer.window for layer in layers)
+        """By layer."""
+        self._chunks = tuple(layer.chunk for layer in layers)
         """By layer."""
         self._kv = kv
         self._places = kv.spec.layer_places
@@ -132,7 +138,9 @@ class PagedAttention(AttentionBackend):
         self._slot_mappings = [slots.to(self._kv.data.device) for slots in slot_mappings]
         self._slots = {}
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         table = self._places[layer].table
         slots = self._slots.get(table)
         if slots is None:
@@ -142,14 +150,14 @@ class PagedAttention(AttentionBackend):
         keys, values = self._pages[layer]
         keys[slots] = k
         values[slots] = v
-        return self.attend(layer, q)
+        return self.attend(layer, q, sinks)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, each [pages, page_size, Hk, D] with strides of the pool."""
         return self._pages[layer]
 
     @abstractmethod
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """`forward` for K and V that are in the pool already."""
 
 

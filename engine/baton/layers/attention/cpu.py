@@ -87,16 +87,16 @@ class _StepRows:
 
 
 class CpuAttention(_StepRows):
-    """Paged causal attention with grouped queries, per-layer windows and soft-capped scores, on CPU
-    tensors in float32 or bfloat16."""
+    """Paged causal attention with grouped queries, windows or chunks by layer, soft-capped scores
+    and sinks, on CPU tensors in float32 or bfloat16."""
 
     def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
         super().__init__(kv)
         data = kv.data
         heads = common_heads(layers)
         _check_heads(heads)
-        self._windows = tuple(layer.window for layer in layers)
-        """By layer."""
+        self._sights = tuple((layer.window, layer.chunk) for layer in layers)
+        """Windows and chunks by layer."""
         self._scale = heads.scale
         self._soft_cap = heads.soft_cap
         bf16 = data.dtype == torch.bfloat16
@@ -108,7 +108,9 @@ class CpuAttention(_StepRows):
         self._q_shape = (heads.num_heads, heads.head_dim)
         self._kv_shape = (heads.num_kv_heads, heads.head_dim)
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """q, k, v may be views into one projection: only the stride between tokens is free."""
         assert self._rows, "plan() comes first"
         q_stride = self._token_stride("q", q, self._q_shape)
@@ -119,7 +121,9 @@ class CpuAttention(_StepRows):
         pages = self._layers[layer]
         rows = self._rows[self._places[layer].table]
         _native.append(pages, rows, k.data_ptr(), k_stride, v.data_ptr(), v_stride)
-        window = self._windows[layer]
+        sinks_at = 0
+        if sinks is not None:
+            sinks_at = checked_address("sinks", sinks, torch.float32, (heads,))
         _native.attend(
             pages,
             rows,
@@ -128,8 +132,9 @@ class CpuAttention(_StepRows):
             out.data_ptr(),
             heads,
             self._scale,
-            window,
+            *self._sights[layer],
             self._soft_cap,
+            sinks_at,
         )
         return out
 
@@ -150,7 +155,9 @@ class CpuLatentAttention(_StepRows):
             for layer in range(num_layers)
         ]
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """q is contiguous; of k (latents) and v (rotated keys) the stride between tokens is free."""
         assert self._rows, "plan() comes first"
         (rows,) = self._rows

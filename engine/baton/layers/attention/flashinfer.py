@@ -86,6 +86,8 @@ def _find_unsupported(spec: AttentionSpec, kv: KvTensors) -> str | None:
         )
     if spec.num_heads % spec.num_kv_heads:
         return f"it takes whole groups, the model has {spec.num_heads} query and {spec.num_kv_heads} KV heads"
+    if spec.has_sinks:
+        return "it is used without attention sinks, which the model has"
     if kv.page_size > MAX_PAGE_SIZE:
         return f"it is used with pages up to {MAX_PAGE_SIZE} tokens, --page-size is {kv.page_size}"
     return None
@@ -122,6 +124,11 @@ class FlashInferAttention(PagedAttention):
                 f"--attention-backend flashinfer: {problem}; use --attention-backend {SLOWER}"
             )
         library = library or flashinfer_loader.load_flashinfer()
+        if any(layer.chunk for layer in layers):
+            raise ConfigError(
+                "--attention-backend flashinfer: it has windows, and no chunks as the model's "
+                f"layers have; use --attention-backend {SLOWER}"
+            )
         super().__init__(layers, kv)
         self._sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, kv.page_size)
         dtype = kv.data.dtype
@@ -300,7 +307,8 @@ class FlashInferAttention(PagedAttention):
         window_left = window - 1 if window else -1
         plan(*rows, *self._sizes, window_left=window_left, **self._arithmetic, **only_prefill)
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None, "layers with sinks are refused at the start"
         pages = self._pages[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         wrappers = self._running[self._windows[layer]]

@@ -4,7 +4,7 @@ Decode rows are gathered together, padded to the longest, and attended in one ba
 prefill row is attended alone. All arithmetic is float32, whatever the pool's type; results are
 rounded once, at the end.
 
-A row with a window W reads only the pages its oldest query can see:
+A row with a window W, or with chunks, reads only the pages its oldest query can see:
 
     positions   0 …… first page start ….. (start - W + 1) …… start …… kv_len
                       |<------------------ gathered ------------------->|
@@ -25,8 +25,24 @@ from baton.layers.kv_pool import KvTensors
 from baton.layers.spec import AttentionSpec, LatentSpec
 
 
+class _Sight(NamedTuple):
+    """Which tokens before it a token sees; 0 is all."""
+
+    window: int
+    chunk: int
+
+    def first_seen(self, position: int) -> int:
+        """Position of the first token that one at `position` sees."""
+        if self.chunk:
+            return position - position % self.chunk
+        return max(0, position - self.window + 1) if self.window else 0
+
+
+_EVERYTHING = _Sight(0, 0)
+
+
 class _Gather(NamedTuple):
-    """Rows attended together, for one window size."""
+    """Rows attended together, for one kind of layers."""
 
     pages: Tensor
     """int64 [r, p]: padded with a page of the row itself."""
@@ -42,36 +58,39 @@ class _Rows(NamedTuple):
     num_tokens: int
     shape: tuple[int, int]
     """(rows, queries per row)"""
-    by_window: dict[int, _Gather]
+    by_sight: dict[_Sight, _Gather]
 
 
 class TorchAttention(PagedAttention):
-    """Paged causal attention with grouped queries, per-layer windows and soft-capped scores."""
+    """Paged causal attention with grouped queries, windows or chunks by layer, soft-capped scores
+    and sinks."""
 
     def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
         super().__init__(layers, kv)
-        self._window_sizes = sorted(set(self._windows))
+        self._sights = [_Sight(*pair) for pair in zip(self._windows, self._chunks, strict=True)]
+        """By layer."""
         self._groups: list[list[_Rows]] = []
         """By table of the pool."""
 
     def plan(self, batch: ForwardBatch) -> None:
         tables = batch.tables
         self._set_slots(*(table.slot_mapping for table in tables))
+        sights = tuple(dict.fromkeys(self._sights))
         self._groups = [
-            _group_rows(batch, table.page_indices, self._kv, self._window_sizes) for table in tables
+            _group_rows(batch, table.page_indices, self._kv, sights) for table in tables
         ]
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         out = torch.empty(len(q), self._heads.q_size, dtype=q.dtype, device=q.device)
         for rows in self._groups[self._places[layer].table]:
             tokens = slice(rows.first_token, rows.first_token + rows.num_tokens)
-            out[tokens] = self._attend_rows(layer, q[tokens], rows)
+            out[tokens] = self._attend_rows(layer, q[tokens], rows, sinks)
         return out
 
-    def _attend_rows(self, layer: int, q: Tensor, rows: _Rows) -> Tensor:
+    def _attend_rows(self, layer: int, q: Tensor, rows: _Rows, sinks: Tensor | None) -> Tensor:
         spec = self._heads
         r, n = rows.shape
-        gather = rows.by_window[self._windows[layer]]
+        gather = rows.by_sight[self._sights[layer]]
         # [r, p, 2, page, Hk, D] -> two of [r, Hk, p * page, D]
         pages = self._kv.data[:, self._places[layer].row]
         both = pages[gather.pages].float().permute(2, 0, 4, 1, 3, 5).flatten(3, 4)
@@ -81,8 +100,8 @@ class TorchAttention(PagedAttention):
         keys, values = both
         queries = q.reshape(r, n, spec.num_heads, spec.head_dim).transpose(1, 2).float()
         visible = gather.visible[:, None]
-        if spec.soft_cap:
-            out = _attend_capped(queries, keys, values, visible, spec)
+        if spec.soft_cap or sinks is not None:
+            out = _attend_scored(queries, keys, values, visible, spec=spec, sinks=sinks)
         else:
             out = functional.scaled_dot_product_attention(
                 queries,
@@ -108,9 +127,11 @@ class TorchLatentAttention:
     def plan(self, batch: ForwardBatch) -> None:
         slots = batch.slot_mapping.to(self._kv.data.device)
         self._slots = (slots // self._kv.page_size, slots % self._kv.page_size)
-        self._groups = _group_rows(batch, batch.page_indices, self._kv, (0,))
+        self._groups = _group_rows(batch, batch.page_indices, self._kv, (_EVERYTHING,))
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         assert self._slots is not None, "plan() comes first"
         pages = self._kv.data[:, layer]
         pages[self._slots] = torch.cat((k, v), dim=2)[:, 0]
@@ -123,7 +144,7 @@ class TorchLatentAttention:
     def _attend_rows(self, pages: Tensor, q: Tensor, rows: _Rows) -> Tensor:
         spec = self._spec
         r, n = rows.shape
-        gather = rows.by_window[0]
+        gather = rows.by_sight[_EVERYTHING]
         # [r, p, page, L + R] -> [r, p * page, L + R]
         kept = pages[gather.pages].float().flatten(1, 2)
         # As in `TorchAttention`: what no query sees may be NaN.
@@ -141,7 +162,7 @@ class TorchLatentAttention:
 
 
 def _group_rows(
-    batch: ForwardBatch, page_indices: Tensor, kv: KvTensors, windows: Sequence[int]
+    batch: ForwardBatch, page_indices: Tensor, kv: KvTensors, sights: Sequence[_Sight]
 ) -> list[_Rows]:
     """The rows of a step that are attended together: all decode rows, and each other row alone."""
     starts = batch.qo_indptr.tolist()
@@ -157,18 +178,18 @@ def _group_rows(
         n = starts[rows[0] + 1] - starts[rows[0]]
         row_tables = [tables[r] for r in rows]
         row_lens = [kv_lens[r] for r in rows]
-        by_window = {w: _gather_rows(kv, row_tables, row_lens, n, w) for w in windows}
-        grouped.append(_Rows(starts[rows[0]], n * len(rows), (len(rows), n), by_window))
+        by_sight = {sight: _gather_rows(kv, row_tables, row_lens, n, sight) for sight in sights}
+        grouped.append(_Rows(starts[rows[0]], n * len(rows), (len(rows), n), by_sight))
     return grouped
 
 
 def _gather_rows(
-    kv: KvTensors, tables: list[Tensor], kv_lens: list[int], n: int, window: int
+    kv: KvTensors, tables: list[Tensor], kv_lens: list[int], n: int, sight: _Sight
 ) -> _Gather:
     """Pages and visibility of rows with n queries each, of which the last is at position kv_len
     - 1."""
     size = kv.page_size
-    skipped = [max(0, kv_len - n - window + 1) // size if window else 0 for kv_len in kv_lens]
+    skipped = [sight.first_seen(kv_len - n) // size for kv_len in kv_lens]
     used = [-(-kv_len // size) for kv_len in kv_lens]
     width = max(u - s for u, s in zip(used, skipped, strict=True))
     pages = torch.stack(
@@ -179,26 +200,40 @@ def _gather_rows(
     query = last_query + torch.arange(n)[None, :, None]
     slot = first + torch.arange(width * size)[None, None, :]
     visible = slot <= query
-    if window:
-        visible &= slot > query - window
+    if sight.window:
+        visible &= slot > query - sight.window
+    if sight.chunk:
+        visible &= slot >= query - query % sight.chunk
     row, slot = (~visible.any(1)).nonzero(as_tuple=True)
     device = kv.data.device
     return _Gather(pages.to(device), visible.to(device), (row.to(device), slot.to(device)))
 
 
-def _attend_capped(
-    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, spec: AttentionSpec
+def _attend_scored(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    *,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention whose scores pass a soft cap, which torch's own function has no argument for.
+    """Attention whose scores pass a soft cap or meet a sink, which torch's own function has no
+    arguments for.
 
-    Args: queries [r, Hq, n, D]; keys, values [r, Hk, m, D]; visible [r, 1, n, m].
+    Args: queries [r, Hq, n, D]; keys, values [r, Hk, m, D]; visible [r, 1, n, m]; sinks [Hq].
     """
     group = spec.num_heads // spec.num_kv_heads
     keys = keys.repeat_interleave(group, dim=1)
     values = values.repeat_interleave(group, dim=1)
     scores = queries @ keys.transpose(-1, -2) * spec.scale
-    capped = (scores / spec.soft_cap).tanh() * spec.soft_cap
-    return capped.masked_fill(~visible, -torch.inf).softmax(-1) @ values
+    if spec.soft_cap:
+        scores = (scores / spec.soft_cap).tanh() * spec.soft_cap
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ values
+    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1] @ values
 
 
 def _pad_pages(pages: Tensor, width: int) -> Tensor:

@@ -29,8 +29,12 @@ class AttentionBlock:
     o: ops.Matrix
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
+    sinks: Tensor | None = None
+    """float32 [Hq], where the heads have them."""
     q_norm: NormBlock | None = None
     k_norm: NormBlock | None = None
+    ones: Tensor | None = None
+    """[D], the weight of the norm of heads that have turned."""
     tp: Collectives = ALONE
     """The ranks that norm all heads together."""
 
@@ -45,8 +49,11 @@ class AttentionBlock:
             tensors.pop("o"),
             tensors.pop("qkv_bias", None),
             tensors.pop("o_bias", None),
+            tensors.pop("sinks", None),
             tp=tp,
         )
+        if spec.turned_norm_eps is not None:
+            block.ones = torch.ones(spec.heads.head_dim, dtype=block.qkv.dtype)
         if spec.qk_norm is not None:
             block.q_norm = NormBlock.make(spec.qk_norm, "q_norm", tensors)
             block.k_norm = NormBlock.make(spec.qk_norm, "k_norm", tensors)
@@ -95,7 +102,7 @@ class AttentionBlock:
                 paged.pages(layer),
                 batch.slot_mapping,
             )
-            return paged.attend(layer, heads[:, : spec.num_heads])
+            return paged.attend(layer, heads[:, : spec.num_heads], self.sinks)
         q, k, v = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             if self.spec.norms_all_heads:
@@ -106,12 +113,26 @@ class AttentionBlock:
         if rope is not None:
             turned = rope.rotary_dim
             if turned == spec.head_dim:
-                q, k = ops.apply_rope(q, k, batch.positions, rope.cos, rope.sin)
+                q, k = ops.apply_rope(
+                    q,
+                    k,
+                    batch.positions,
+                    rope.cos,
+                    rope.sin,
+                    is_interleaved=self.spec.is_interleaved,
+                )
             else:
                 # The first dimensions turn in place, the others pass.
                 first = (q[..., :turned], k[..., :turned])
                 ops.apply_rope(*first, batch.positions, rope.cos, rope.sin)
-        return attn.forward(layer, q, k, v)
+        if rope is not None and self.ones is not None and self.spec.turned_norm_eps is not None:
+            q = ops.rms_norm(q, self.ones, self.spec.turned_norm_eps)
+            k = ops.rms_norm(k, self.ones, self.spec.turned_norm_eps)
+        if rope is None and (temperature := self.spec.temperature) is not None:
+            steps = torch.floor((batch.positions.float() + 1.0) / temperature.scale)
+            factors = torch.log1p(steps) * temperature.factor + 1.0
+            q = (q * factors[:, None, None]).to(q.dtype)
+        return attn.forward(layer, q, k, v, self.sinks)
 
     def _norm_all_heads(
         self, q: Tensor, k: Tensor, q_norm: NormBlock, k_norm: NormBlock

@@ -39,6 +39,11 @@ class MoeBlock:
     down: list[ops.Matrix]
     """[hidden, inner] of each expert that the rank has."""
     router_bias: Tensor | None = None
+    logit_bias: Tensor | None = None
+    gate_up_bias: list[Tensor] = field(default_factory=list)
+    """[2 * inner] of each expert that the rank has, where they have one."""
+    down_bias: list[Tensor] = field(default_factory=list)
+    """[hidden] of each expert that the rank has, where this rank adds it."""
     shared: MlpBlock | None = None
     shared_gate: Tensor | None = None
     """[1, hidden]"""
@@ -51,14 +56,17 @@ class MoeBlock:
     @staticmethod
     def make(spec: MoeSpec, tensors: dict[str, Tensor]) -> MoeBlock:
         """Args: `tensors`: by the names of `spec.moe.MoeSpec.params`."""
-        numbers = spec.held_experts
+        names = [f"experts.{number}." for number in spec.held_experts]
         shared = take_prefixed(tensors, "shared.")
         return MoeBlock(
             spec,
             tensors["router"],
-            [tensors[f"experts.{number}.gate_up"] for number in numbers],
-            [tensors[f"experts.{number}.down"] for number in numbers],
+            [tensors[f"{name}gate_up"] for name in names],
+            [tensors[f"{name}down"] for name in names],
             tensors.get("router_bias"),
+            tensors.get("logit_bias"),
+            [tensors[f"{name}gate_up_bias"] for name in names if f"{name}gate_up_bias" in tensors],
+            [tensors[f"{name}down_bias"] for name in names if f"{name}down_bias" in tensors],
             None if spec.shared is None else MlpBlock.make(spec.shared, shared),
             tensors.get("shared_gate"),
         )
@@ -80,9 +88,10 @@ class MoeBlock:
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden]: this rank's part of the result [T, hidden]; parts of all ranks are to be
         summed."""
-        logits = ops.linear(x.float() if self.spec.router.computes_float32 else x, self.router)
+        routed = x.float() if self.spec.router.computes_float32 else x
+        logits = ops.linear(routed, self.router, self.logit_bias)
         routing = route(logits, self.spec.router, self.router_bias)
-        result = self._add_weighted(self._pass_experts(x, routing.experts), routing).to(x.dtype)
+        result = self._add_weighted(self._pass_experts(x, routing), routing).to(x.dtype)
         if self.shared is None:
             return result
         shared = self.shared.forward(x)
@@ -90,11 +99,13 @@ class MoeBlock:
             shared = ops.sigmoid(ops.linear(x, self.shared_gate)) * shared
         return result + shared
 
-    def _pass_experts(self, x: Tensor, experts: Tensor) -> Tensor:
+    def _pass_experts(self, x: Tensor, routing: Routing) -> Tensor:
         """Results of each token's experts: [T, experts_per_token, hidden]."""
-        slots = experts.flatten()
+        slots = routing.experts.flatten()
         by_expert = slots.argsort(stable=True)
         rows = x[by_expert // self.spec.router.experts_per_token]
+        if self.spec.weighs_inputs:
+            rows = rows * routing.weights.flatten()[by_expert, None].to(x.dtype)
         # Zero for experts of other ranks, because the ranks' sums are added.
         results = torch.zeros_like(rows)
         held = self.spec.held_experts
@@ -111,14 +122,27 @@ class MoeBlock:
             if expert not in held:
                 continue
             own = expert - held.start
-            inner = ops.silu_mul(ops.linear(rows[chosen], self.gate_up[own]))
-            results[chosen] = ops.linear(inner, self.down[own])
+            results[chosen] = self._pass_expert(own, rows[chosen])
         in_order = torch.empty_like(results)
         in_order[by_expert] = results
-        return in_order.view(*experts.shape, -1)
+        return in_order.view(*routing.experts.shape, -1)
+
+    def _pass_expert(self, own: int, x: Tensor) -> Tensor:
+        """Results [n, hidden] of one of this rank's experts."""
+        gate_up_bias = self.gate_up_bias[own] if self.gate_up_bias else None
+        down_bias = self.down_bias[own] if self.down_bias else None
+        gate_up = ops.linear(x, self.gate_up[own], gate_up_bias)
+        clamped = self.spec.activation
+        if clamped is None:
+            inner = ops.silu_mul(gate_up)
+        else:
+            inner = ops.clamped_silu_mul(gate_up, clamped.gain, clamped.limit)
+        return ops.linear(inner, self.down[own], down_bias)
 
     def _add_weighted(self, results: Tensor, routing: Routing) -> Tensor:
         """float32 [T, hidden]."""
+        if self.spec.weighs_inputs:
+            return results.float().sum(1)
         total = torch.zeros(len(results), results.shape[-1], device=results.device)
         for choice in range(results.shape[1]):
             weight = routing.weights[:, choice, None].float()

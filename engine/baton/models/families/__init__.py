@@ -15,8 +15,10 @@ from baton.models.families.gemma2 import Gemma2Family
 from baton.models.families.gemma3 import Gemma3Family
 from baton.models.families.glm4_moe import Glm4MoeFamily
 from baton.models.families.glm4_moe_lite import Glm4MoeLiteFamily
+from baton.models.families.gpt_oss import GptOssFamily
 from baton.models.families.granite import GraniteFamily
 from baton.models.families.llama import LlamaFamily
+from baton.models.families.llama4 import Llama4Family
 from baton.models.families.mistral import MistralFamily
 from baton.models.families.mixtral import MixtralFamily
 from baton.models.families.olmo2 import Olmo2Family
@@ -51,6 +53,8 @@ _ALL: tuple[ModelFamily, ...] = (
     DeepseekV2Family(),
     DeepseekV3Family(),
     Glm4MoeLiteFamily(),
+    GptOssFamily(),
+    Llama4Family(),
 )
 FAMILIES = {family.architecture: family for family in _ALL}
 """By the name in `architectures` of config.json."""

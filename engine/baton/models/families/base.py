@@ -66,14 +66,16 @@ class ModelFamily:
         ropes = self.read_ropes(config, windows)
         attention = self.read_attention_block(config)
         norms = LayerNormsSpec(self.read_norm(config), self.norm_places)
-        blocks: dict[tuple[int, RopeSpec | None, MlpSpec | MoeSpec], LayerSpec] = {}
+        chunks = self.read_chunks(config, count)
+        blocks: dict[tuple[int, int, RopeSpec | None, MlpSpec | MoeSpec], LayerSpec] = {}
         layers = []
-        for number, (window, rope) in enumerate(zip(windows, ropes, strict=True)):
+        for number, (window, chunk, rope) in enumerate(zip(windows, chunks, ropes, strict=True)):
             mlp = self.read_mlp(config, number)
             # Equal layers are one object, because a deep model has thousands of them.
-            key = (window, rope, mlp)
+            key = (window, chunk, rope, mlp)
             if key not in blocks:
-                blocks[key] = LayerSpec(attention.of_layer(window, rope), mlp, norms)
+                block = attention.of_layer(window, rope, chunk=chunk)
+                blocks[key] = LayerSpec(block, mlp, norms)
             layers.append(blocks[key])
         return tuple(layers)
 
@@ -128,6 +130,10 @@ class ModelFamily:
 
     def read_windows(self, config: ModelConfig, layers: int) -> tuple[int, ...]:
         """The window of each layer, 0 where it sees everything."""
+        return (0,) * layers
+
+    def read_chunks(self, config: ModelConfig, layers: int) -> tuple[int, ...]:
+        """The size of the chunks of each layer, 0 where it has none."""
         return (0,) * layers
 
     def read_mlp(self, config: ModelConfig, layer: int) -> MlpSpec | MoeSpec:

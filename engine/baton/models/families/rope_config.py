@@ -168,9 +168,10 @@ def _scaled_rope(
     if kind == "llama3":
         low = read_required("low_freq_factor")
         high = read_required("high_freq_factor")
-        if low >= high:
+        # Equal ones (Llama 4 Scout) leave no frequencies between the kept and the stretched ones.
+        if low > high:
             rope.refuse(
-                f"{field}.high_freq_factor", high, f"it must exceed low_freq_factor ({low})"
+                f"{field}.high_freq_factor", high, f"it must not be below low_freq_factor ({low})"
             )
         return RopeSpec(
             theta,

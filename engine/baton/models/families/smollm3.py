@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from baton.models.config_file import ModelConfig
 from baton.models.families.base import ModelFamily
-from baton.models.families.windows import types_of_flags, window_if_used
+from baton.models.families.windows import (
+    read_turning_layers,
+    types_of_flags,
+    window_if_used,
+)
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.rope import RopeSpec
 
@@ -21,7 +25,7 @@ class SmolLM3Family(ModelFamily):
     attention = "grouped queries, no rotation in every fourth layer, windows as config.json says"
 
     def read_windows(self, config: ModelConfig, layers: int) -> tuple[int, ...]:
-        turns = self._read_turning_layers(config, layers)
+        turns = read_turning_layers(config, layers)
         # The class has no window where neither field states one.
         if config.get("sliding_window") is None and config.get("layer_types") is None:
             return (0,) * layers
@@ -32,20 +36,8 @@ class SmolLM3Family(ModelFamily):
         self, config: ModelConfig, windows: tuple[int, ...]
     ) -> tuple[RopeSpec | None, ...]:
         rope = self.read_rope(config)
-        turns = self._read_turning_layers(config, len(windows))
+        turns = read_turning_layers(config, len(windows))
         return tuple(rope if flag else None for flag in turns)
-
-    def _read_turning_layers(self, config: ModelConfig, layers: int) -> list[bool]:
-        """`no_rope_layers`, which has 1 for each layer that turns."""
-        interval = config.read_integer("no_rope_layer_interval", 4)
-        default = [int((number + 1) % interval != 0) for number in range(layers)]
-        flags = config.read_checked(
-            "no_rope_layers",
-            default,
-            f"a list of 0 or 1 for each of {layers} layers",
-            lambda v: type(v) is list and len(v) == layers and all(x in (0, 1) for x in v),
-        )
-        return [bool(flag) for flag in flags]
 
     def read_mlp(self, config: ModelConfig, layer: int) -> MlpSpec:
         bias = config.read_flag("mlp_bias", False)

@@ -1,5 +1,5 @@
-"""Which layers see only the last `sliding_window` tokens, in the spellings of several families. No
-torch here."""
+"""Which layers see only the last `sliding_window` tokens, or their own chunk, and which do not
+turn, in the spellings of several families. No torch here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from baton.models.config_file import ModelConfig
 
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
+_CHUNKED = "chunked_attention"
 
 
 def window_all_layers(config: ModelConfig, layers: int, default: int | None) -> tuple[int, ...]:
@@ -47,6 +48,38 @@ def window_by_layer_types(
             "layer_types", types, f"supported: {layers} times full_attention or sliding_attention"
         )
     return tuple(window if kind == _SLIDING else 0 for kind in types)
+
+
+def chunk_by_layer_types(
+    config: ModelConfig, layers: int, default_chunk: int, turns: list[bool]
+) -> tuple[int, ...]:
+    """`layer_types` says which layers have chunks of `attention_chunk_size` (Llama 4).
+
+    Args: `turns`: the layers that have chunks if config.json is silent.
+    """
+    default_types = [_CHUNKED if flag else _FULL for flag in turns]
+    types = config.read_names("layer_types", default_types)
+    if len(types) != layers or not set(types) <= {_FULL, _CHUNKED}:
+        config.refuse(
+            "layer_types", types, f"supported: {layers} times full_attention or chunked_attention"
+        )
+    if _CHUNKED in types and config.is_null("attention_chunk_size"):
+        config.refuse("attention_chunk_size", None, "layers of chunked_attention need a size")
+    chunk = config.read_integer("attention_chunk_size", default_chunk)
+    return tuple(chunk if kind == _CHUNKED else 0 for kind in types)
+
+
+def read_turning_layers(config: ModelConfig, layers: int) -> list[bool]:
+    """`no_rope_layers`, which has 1 for each layer that turns."""
+    interval = config.read_integer("no_rope_layer_interval", 4)
+    default = [int((number + 1) % interval != 0) for number in range(layers)]
+    flags = config.read_checked(
+        "no_rope_layers",
+        default,
+        f"a list of 0 or 1 for each of {layers} layers",
+        lambda v: type(v) is list and len(v) == layers and all(x in (0, 1) for x in v),
+    )
+    return [bool(flag) for flag in flags]
 
 
 def types_from_layer(config: ModelConfig, layers: int, default_first: int) -> list[str]:

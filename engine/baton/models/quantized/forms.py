@@ -17,6 +17,8 @@ FLOAT_TYPES = ("F32", "F16", "BF16")
 PLAIN_TYPES = (*FLOAT_TYPES, "F64")
 EXPONENT_TYPES = ("U8", "F8_E8M0")
 """Scales that are powers of two: the exponent plus 127."""
+MXFP4_BLOCK = 32
+"""Columns that share a scale."""
 _WORD_BITS = 32
 DEFAULT_BLOCK = (128, 128)
 """Of FP8, where config.json does not state one."""
@@ -240,6 +242,29 @@ class GptqForm:
 
 
 @dataclass(frozen=True, slots=True)
+class Mxfp4Form:
+    """gpt-oss's packing of all experts: FP4 (e2m1), 32 columns of a row in 16 bytes, and an
+    exponent for each of these blocks (OCP Microscaling Formats 1.0, MXFP4)."""
+
+    @property
+    def code_bits(self) -> int:
+        return 4
+
+    def __str__(self) -> str:
+        return f"MXFP4, {_group_words(MXFP4_BLOCK)}"
+
+    def expected(self, source: str, shape: Shape, stored: Container[str]) -> Expected:
+        *experts, rows, columns = shape
+        grid = (*experts, rows, count_groups(columns, MXFP4_BLOCK))
+        blocks = tensor_name(source, "weight_blocks")
+        scales = tensor_name(source, "weight_scales")
+        return {
+            "weight": ExpectedTensor(blocks, ((*grid, MXFP4_BLOCK // 2),), ("U8",)),
+            "scale": ExpectedTensor(scales, (grid,), EXPONENT_TYPES),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class OnLoadForm:
     """Plain numbers that are quantized as they are loaded."""
 
@@ -258,11 +283,11 @@ class OnLoadForm:
         return {"weight": ExpectedTensor(source, (shape,), PLAIN_TYPES)}
 
 
-MatrixForm: TypeAlias = ScaledForm | PackedForm | AwqForm | GptqForm | OnLoadForm
+MatrixForm: TypeAlias = ScaledForm | PackedForm | AwqForm | GptqForm | Mxfp4Form | OnLoadForm
 ON_LOAD_FORMS = {"int8": OnLoadForm(8, 128), "int4": OnLoadForm(4, 32)}
 """By the values of --quantization."""
 
-SIGNS = ("weight_scale_inv", "weight_scale", "weight_packed", "qweight")
+SIGNS = ("weight_scale_inv", "weight_scale", "weight_packed", "qweight", "weight_blocks")
 """Roles of tensors that only quantized matrices have."""
 UNUSED = (
     "input_scale", "input_zero_point", "activation_scale", "output_scale", "output_zero_point",

@@ -25,6 +25,8 @@ class GroupedMatrix(NamedTuple):
     """int64 [n]"""
     column_group: Tensor
     """int64 [k]"""
+    code_numbers: Tensor | None = None
+    """float32: the number of each code; None: a code is its number."""
 
     def dequantize_into(self, out: Tensor) -> None:
         """Compute in float32, and round once to the type of `out` [n, k], on any device.
@@ -36,7 +38,7 @@ class GroupedMatrix(NamedTuple):
         for first in range(0, rows, step):
             part = slice(first, min(first + step, rows))
             groups = self.row_group[part]
-            numbers = self.codes[part].float()
+            numbers = self._numbers(part)
             if isinstance(self.zeros, Tensor):
                 numbers -= self.zeros[groups].index_select(1, self.column_group)
             elif self.zeros:
@@ -45,3 +47,8 @@ class GroupedMatrix(NamedTuple):
             if not torch.isfinite(numbers).all():
                 raise ValueError("a code or a scale is no finite number")
             out[part].copy_(numbers)
+
+    def _numbers(self, rows: slice) -> Tensor:
+        """Codes of some rows as float32."""
+        codes = self.codes[rows]
+        return codes.float() if self.code_numbers is None else self.code_numbers[codes.int()]

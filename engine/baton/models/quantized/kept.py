@@ -36,7 +36,7 @@ def keep_quantized(
     groups = slice(int(column_group.min()), int(column_group.max()) + 1)
     scales = torch.cat([part.scales[part.row_group, groups] for part in parts])
     stacked_codes = torch.cat([part.codes.contiguous().view(torch.uint8) for part in parts])
-    code_type, codes, offset = _unsigned_codes(stacked_codes, first.codes.dtype, bits)
+    code_type, codes, offset = _unsigned_codes(stacked_codes, first, bits)
     zeros: Tensor | float
     if isinstance(first.zeros, Tensor):
         stacked = [_zeros_of(part)[part.row_group, groups] for part in parts]
@@ -81,10 +81,12 @@ def _zeros_of(part: GroupedMatrix) -> Tensor:
 
 
 def _unsigned_codes(
-    codes: Tensor, stored_as: torch.dtype, bits: int
-) -> tuple[Literal["int4", "int8", "fp8"], Tensor, int]:
+    codes: Tensor, stored_as: GroupedMatrix, bits: int
+) -> tuple[Literal["int4", "int8", "fp8", "fp4"], Tensor, int]:
     """The type of codes, the codes, and what their zeros grow by."""
-    match stored_as:
+    if stored_as.code_numbers is not None:
+        return "fp4", codes, 0
+    match stored_as.codes.dtype:
         case torch.float8_e4m3fn:
             return "fp8", codes, 0
         case torch.int8:

@@ -18,6 +18,7 @@ from baton.models.quantized.forms import (
     ExpectedTensor,
     GptqForm,
     MatrixForm,
+    Mxfp4Form,
     OnLoadForm,
     Shape,
     count_groups,
@@ -37,10 +38,13 @@ class StoredSource:
     name: str
     """The unquantized checkpoint's."""
     shape: Shape
+    """Ours; that of the plain tensor has the last two dimensions in turn if `is_transposed`."""
     form: MatrixForm | None
     """None: a plain tensor."""
     tensors: Mapping[str, TensorEntry]
     """By role of the form; a plain tensor's is `weight`."""
+    is_transposed: bool = False
+    """Plain numbers are stored as [inputs, outputs]."""
 
     @property
     def column_groups(self) -> int:
@@ -56,6 +60,8 @@ class StoredSource:
         """Size of a share in memory, where kernels take it as it is (`kept`)."""
         assert self.form is not None, "a plain tensor is not quantized"
         codes = rows * columns // (2 if self.form.code_bits <= KEPT_NIBBLE else 1)
+        if isinstance(self.form, Mxfp4Form):
+            return codes + rows * self.column_groups * 2
         return codes + rows * self.column_groups * 4 * (2 if "zero" in self.tensors else 1)
 
     @property
@@ -83,23 +89,38 @@ class SourceFinder:
         """Modules whose tensors and config.json disagree."""
 
     def find(
-        self, name: str, shape: Shape, *, is_optional: bool, can_convert: bool = True
+        self,
+        name: str,
+        shape: Shape,
+        *,
+        is_optional: bool,
+        can_convert: bool = True,
+        is_transposed: bool = False,
     ) -> StoredSource:
         """Args:
         name, shape: in an unquantized checkpoint.
         is_optional: the module may be plain although config.json does not exclude it, as heads
         and routers are.
         can_convert: a plain matrix gets the form of `on_load`.
+        is_transposed: matrices are [inputs, outputs] in `shape`.
         """
         form = self._find_form(name, shape, is_optional=is_optional)
         if form is self._on_load and not can_convert:
             form = None
+        ours = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
         if _module_of(name) in self._contradicted:
-            return StoredSource(name, shape, form, {})
-        if form is None:
+            return StoredSource(name, ours, form, {}, is_transposed)
+        if form is None or isinstance(form, OnLoadForm):
             expected = {"weight": ExpectedTensor(name, (shape,), PLAIN_TYPES)}
+        elif is_transposed and not isinstance(form, Mxfp4Form):
+            self._contradict(
+                _module_of(name),
+                f"{name} is {form}; all experts in one tensor of [inputs, outputs] are read as "
+                "plain numbers or MXFP4: use such a checkpoint",
+            )
+            return StoredSource(name, ours, form, {}, is_transposed)
         else:
-            expected = form.expected(name, shape, self._entries)
+            expected = form.expected(name, ours, self._entries)
         found = {}
         for role, tensor in expected.items():
             entry = self._entries.get(tensor.name)
@@ -108,7 +129,7 @@ class SourceFinder:
                 continue
             found[role] = entry
             self._check(entry, tensor, form)
-        return StoredSource(name, shape, form, found)
+        return StoredSource(name, ours, form, found, is_transposed)
 
     def expected_names(self, name: str, shape: Shape) -> set[str]:
         """Names that some rank reads, without any check."""

@@ -20,6 +20,15 @@ from baton.models.spec.tensors import (
 
 
 @dataclass(frozen=True, slots=True)
+class QueryTemperature:
+    """A query at position p is multiplied by 1 + factor * log(1 + floor((p + 1) / scale)) (arXiv
+    2501.19399)."""
+
+    factor: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBlockSpec:
     """Grouped queries: qkv = [q_proj; k_proj; v_proj], then o."""
 
@@ -32,6 +41,13 @@ class AttentionBlockSpec:
     """q and k are normed before they turn."""
     norms_all_heads: bool = False
     """All heads of q, and of k, are normed as one row; else each by itself."""
+    is_interleaved: bool = False
+    """Neighbors in a head turn together; else element i with i + head_dim / 2."""
+    turned_norm_eps: float | None = None
+    """Added to the mean square of q and k, which are divided by their root mean square after they
+    have turned. None: they are not."""
+    temperature: QueryTemperature | None = None
+    """Of queries that do not turn."""
     is_fused: bool = False
     """Checkpoints hold q, k and v in one tensor, `qkv_proj`; it has no bias."""
 
@@ -43,9 +59,10 @@ class AttentionBlockSpec:
     def with_rope(self, rope: RopeSpec) -> AttentionBlockSpec:
         return replace(self, rope=rope)
 
-    def of_layer(self, window: int, rope: RopeSpec | None) -> AttentionBlockSpec:
-        """The block of a layer that sees the last `window` tokens (0 is all), and turns so."""
-        return replace(self, heads=replace(self.heads, window=window), rope=rope)
+    def of_layer(self, window: int, rope: RopeSpec | None, *, chunk: int = 0) -> AttentionBlockSpec:
+        """The block of a layer that sees the last `window` tokens, or those of its `chunk` (0 is
+        all), and turns so."""
+        return replace(self, heads=replace(self.heads, window=window, chunk=chunk), rope=rope)
 
     def params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
         """Tensors that a rank holds of the whole block; their checkpoint names start with
@@ -74,6 +91,9 @@ class AttentionBlockSpec:
             for name, axis in axes.items():
                 rows = axis if self.norms_all_heads else dim
                 yield from self.qk_norm.params(name, f"{prefix}self_attn.{name}", rows)
+        if heads.has_sinks:
+            sinks = TensorAxis(heads.num_heads, own_heads)
+            yield make_param("sinks", {f"{prefix}self_attn.sinks": sinks}, is_float32=True)
         yield make_param("o", {f"{prefix}self_attn.o_proj.weight": hidden}, q)
         if self.o_bias and shard.rank == 0:
             yield make_param("o_bias", {f"{prefix}self_attn.o_proj.bias": hidden})

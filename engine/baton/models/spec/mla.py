@@ -68,10 +68,13 @@ class MlaBlockSpec:
             is_interleaved=self.is_interleaved,
         )
 
-    def of_layer(self, window: int, rope: RopeSpec | None) -> MlaBlockSpec:
-        """The block of a layer that turns so. Raises ValueError for a window."""
-        if window:
-            raise ValueError(f"latent attention sees everything, a window of {window} is given")
+    def of_layer(self, window: int, rope: RopeSpec | None, *, chunk: int = 0) -> MlaBlockSpec:
+        """The block of a layer that turns so. Raises ValueError for a window or chunks."""
+        if window or chunk:
+            raise ValueError(
+                f"latent attention sees everything, a window of {window} or chunks of {chunk} "
+                "are given"
+            )
         return replace(self, rope=rope)
 
     def with_rope(self, rope: RopeSpec) -> MlaBlockSpec:

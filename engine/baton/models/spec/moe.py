@@ -3,7 +3,8 @@
 Checkpoints store an expert's matrices one by one (`mlp.experts.7.gate_proj.weight`), or those of
 all experts in one tensor (`mlp.experts.gate_up_proj` [experts, 2 * inner, hidden],
 `mlp.experts.down_proj` [experts, hidden, inner]), as transformers 5 holds them. Which form a file
-has is seen from its tensors.
+has is seen from its tensors; files of some families have the second one alone, in a layout of its
+own (`JointLayout`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal
 
 from baton.layers.shard import Shard
 from baton.models.spec.mlp import MlpSpec
-from baton.models.spec.tensors import Param, TensorAxis, make_param, whole_axis
+from baton.models.spec.tensors import Param, Part, TensorAxis, make_param, whole_axis
 
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sparsemixer"]
 """Where an expert's score comes from: all logits of a token, or those of the chosen experts."""
@@ -33,6 +34,8 @@ class RouterSpec:
     """The weights of the chosen experts are divided by their sum."""
     rounds_weights: bool = True
     """The weights are rounded to the type that the model computes in; else they stay float32."""
+    has_logit_bias: bool = False
+    """A bias per expert is added to the logits."""
     has_bias: bool = False
     """A bias per expert counts for the choice, and not for the weights."""
     is_float32: bool = False
@@ -66,6 +69,37 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
+class JointLayout:
+    """Order of the numbers in the tensors that have the matrices of all experts."""
+
+    is_transposed: bool = False
+    """[experts, inputs, outputs]."""
+    is_interleaved: bool = False
+    """An output of the gate, then one of up, in turn; else all gates first."""
+
+    def halves(self, inner: slice, inner_size: int) -> tuple[slice, slice]:
+        """Outputs of the gate and of up that belong to these of `inner_size`."""
+        if self.is_interleaved:
+            stop = 2 * inner.stop
+            return slice(2 * inner.start, stop, 2), slice(2 * inner.start + 1, stop, 2)
+        return inner, slice(inner.start + inner_size, inner.stop + inner_size)
+
+    def part(self, source: str, entry: TensorAxis, rows: TensorAxis, columns: TensorAxis) -> Part:
+        """An expert's share of a joint tensor. Args: `rows`, `columns`: outputs and inputs."""
+        axes = (entry, columns, rows) if self.is_transposed else (entry, rows, columns)
+        whole = tuple(axis.size for axis in axes)
+        return Part(source, whole, tuple(axis.share for axis in axes), self.is_transposed)
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSilu:
+    """gate * sigmoid(gain * gate) * (up + 1), of gates up to `limit`, and of up as far from 0."""
+
+    gain: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class MoeSpec:
     """Experts, each a gated MLP of `inner_size`, of which each token passes some; their weighted
     sum is the result."""
@@ -75,6 +109,15 @@ class MoeSpec:
     size_field: str = "moe_intermediate_size"
     """Field of config.json that states `inner_size`."""
     names: ExpertNames = ExpertNames()
+    layout: JointLayout = JointLayout()
+    is_always_joint: bool = False
+    """Files never store an expert's matrices one by one."""
+    has_biases: bool = False
+    """Both products of an expert have one."""
+    weighs_inputs: bool = False
+    """A token's weight for an expert multiplies what enters it, and not its result."""
+    activation: ClampedSilu | None = None
+    """None: silu(gate) * up."""
     shared: MlpSpec | None = None
     """An MLP that every token passes; its result is added."""
     has_shared_gate: bool = False
@@ -102,7 +145,9 @@ class MoeSpec:
         if self.router.has_bias:
             bias = f"{gate}.e_score_correction_bias"
             yield make_param("router_bias", {bias: experts}, is_float32=True)
-        if f"{prefix}{self.names.all_gate_up}" in stored:
+        if self.router.has_logit_bias:
+            yield make_param("logit_bias", {f"{gate}.bias": experts})
+        if self.is_always_joint or f"{prefix}{self.names.all_gate_up}" in stored:
             yield from self._joint_params(prefix, hidden_size, shard)
         else:
             yield from self._single_params(prefix, hidden_size, shard)
@@ -135,20 +180,28 @@ class MoeSpec:
 
     def _joint_params(self, prefix: str, hidden_size: int, shard: Shard) -> Iterator[Param]:
         inner = self._own_inner(shard)
-        up = slice(inner.start + self.inner_size, inner.stop + self.inner_size)
+        halves = [
+            TensorAxis(2 * self.inner_size, half)
+            for half in self.layout.halves(inner, self.inner_size)
+        ]
         hidden = whole_axis(hidden_size)
+        columns = TensorAxis(self.inner_size, inner)
         gate_up = f"{prefix}{self.names.all_gate_up}"
         down = f"{prefix}{self.names.all_down}"
-        both = 2 * self.inner_size
         for expert in self._own_experts(shard):
             entry = TensorAxis(self.router.num_experts, expert)
-            halves = [
-                make_param("", {gate_up: entry}, TensorAxis(both, half), hidden).parts[0]
-                for half in (inner, up)
-            ]
-            yield Param(f"experts.{expert}.gate_up", tuple(halves))
-            columns = TensorAxis(self.inner_size, inner)
-            yield make_param(f"experts.{expert}.down", {down: entry}, hidden, columns)
+            parts = tuple(self.layout.part(gate_up, entry, half, hidden) for half in halves)
+            yield Param(f"experts.{expert}.gate_up", parts)
+            down_part = self.layout.part(down, entry, hidden, columns)
+            yield Param(f"experts.{expert}.down", (down_part,))
+            if not self.has_biases:
+                continue
+            biases = [make_param("", {f"{gate_up}_bias": entry}, half).parts[0] for half in halves]
+            yield Param(f"experts.{expert}.gate_up_bias", tuple(biases))
+            # Parts of an expert's result are added, so its bias may come once.
+            if shard.rank == 0 or shard.divides_experts:
+                name = f"experts.{expert}.down_bias"
+                yield make_param(name, {f"{down}_bias": entry}, hidden)
 
     def num_parameters(self, hidden_size: int) -> int:
         """Weights that are multiplied, for one token or another."""

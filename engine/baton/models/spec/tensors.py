@@ -11,13 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from baton.layers.shard import slice_length
+
 
 class TensorAxis(NamedTuple):
     """Dimension of a checkpoint tensor."""
 
     size: int
     share: slice | int
-    """Taken by this rank; an index takes one entry, and the dimension goes."""
+    """Taken by this rank; an index takes one entry, and the dimension goes. A slice may have a
+    step."""
 
 
 class Part(NamedTuple):
@@ -28,10 +31,26 @@ class Part(NamedTuple):
     """Shape in the checkpoint."""
     share: tuple[slice | int, ...]
     """Slice or index taken of it, per dimension."""
+    is_transposed: bool = False
+    """The tensor has [inputs, outputs] where ours has [outputs, inputs]."""
+
+    @property
+    def cuts(self) -> tuple[slice, ...]:
+        """Slices taken of the tensor, in the order of our dimensions."""
+        cuts = tuple(cut for cut in self.share if isinstance(cut, slice))
+        return cuts[::-1] if self.is_transposed else cuts
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(cut.stop - cut.start for cut in self.share if isinstance(cut, slice))
+        return tuple(slice_length(cut) for cut in self.cuts)
+
+    def cuts_within(self, other: Part) -> tuple[slice, ...]:
+        """What this part takes of the tensor that `other` takes, which has all of it."""
+        cuts = []
+        for own, outer in zip(self.cuts, other.cuts, strict=True):
+            first = (own.start - outer.start) // (outer.step or 1)
+            cuts.append(slice(first, first + slice_length(own)))
+        return tuple(cuts)
 
 
 class Param(NamedTuple):

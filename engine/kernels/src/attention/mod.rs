@@ -1,5 +1,6 @@
 //! Causal attention over paged K and V: decode and prefill rows in one call, online softmax (as in
-//! FlashAttention, arXiv 2205.14135), grouped queries, optional sliding window and soft cap.
+//! FlashAttention, arXiv 2205.14135), grouped queries, optional sliding window or chunks, soft
+//! cap and attention sinks (arXiv 2309.17453, a learned score for each query head).
 //!
 //! A call becomes items: some tokens of a row with some KV heads, up to `ITEM_ROWS` query rows (a
 //! query row is one head of one token). A prompt's items have one head, which packs each block for
@@ -73,8 +74,25 @@ pub struct PagedAttention<'a> {
     pub scale: f32,
     /// A token sees the last `window` positions, itself included; 0: all.
     pub window: usize,
+    /// A token sees positions from the last multiple of `chunk` on; 0: all. Not beside a window.
+    pub chunk: usize,
     /// c > 0 makes c * tanh(x / c) of each scaled score x, before the mask; 0 leaves it.
     pub soft_cap: f32,
+    /// `[heads]`, or null: one more score of each query head, whose probability weighs no V.
+    pub sinks: *const f32,
+}
+
+impl PagedAttention<'_> {
+    /// First position that a token at `position` sees.
+    fn first_seen(&self, position: usize) -> usize {
+        if self.chunk > 0 {
+            position - position % self.chunk
+        } else if self.window > 0 {
+            (position + 1).saturating_sub(self.window)
+        } else {
+            0
+        }
+    }
 }
 
 // SAFETY: items write disjoint parts of `out` and only read the rest; the caller of
@@ -305,11 +323,7 @@ impl Plan {
             dim: a.pages.head_dim,
             padded_dim: a.pages.head_dim.next_multiple_of(SUM_LANES),
             position,
-            begin: if a.window == 0 {
-                0
-            } else {
-                (position + 1).saturating_sub(a.window)
-            },
+            begin: a.first_seen(position),
             end: position + item.tokens,
         }
     }
@@ -449,6 +463,14 @@ unsafe fn start<S: Simd, E: ElementType>(
         state.max.add(row).write(f32::NEG_INFINITY);
     }
     state.sums.write_bytes(0, plan.rows * SUM_LANES);
+    if !a.sinks.is_null() {
+        // The sink is the first score of every row: its probability relative to itself is 1.
+        for row in 0..plan.rows {
+            let head = (item.head + head) * plan.group + row % plan.group;
+            state.max.add(row).write(a.sinks.add(head).read() * LOG2_E);
+            state.sums.add(row * SUM_LANES).write(1.0);
+        }
+    }
     state.acc.write_bytes(0, plan.rows * plan.padded_dim);
 }
 
@@ -595,14 +617,7 @@ unsafe fn softmax_row<S: Simd, E: ElementType>(
     let scores = state.scores.add(tile_row * BLOCK);
     let position = plan.position_of_row(row);
     let hi = (position + 1).saturating_sub(at).min(BLOCK) as i32;
-    let lo = if a.window == 0 {
-        0
-    } else {
-        (position + 1)
-            .saturating_sub(a.window)
-            .saturating_sub(at)
-            .min(BLOCK) as i32
-    };
+    let lo = a.first_seen(position).saturating_sub(at).min(BLOCK) as i32;
     let scale = if a.soft_cap > 0.0 {
         cap_scores::<S>(scores, columns, a.scale, a.soft_cap);
         S::splat(LOG2_E)

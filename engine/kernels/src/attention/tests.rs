@@ -28,7 +28,10 @@ struct Shape {
     dim: usize,
     page_size: usize,
     window: usize,
+    chunk: usize,
     soft_cap: f32,
+    /// Factor of the noise that is the heads' sinks; 0: there are none.
+    sinks: f32,
 }
 
 /// A sequence in every head's full K and V, and paged calls on any part of it.
@@ -107,16 +110,25 @@ impl World {
         self.shape.kv_heads * self.shape.group
     }
 
+    /// One for each query head, or none.
+    fn sinks(&self) -> Vec<f32> {
+        if self.shape.sinks == 0.0 {
+            return Vec::new();
+        }
+        let drawn = noise(self.heads(), 4);
+        drawn.iter().map(|x| x * self.shape.sinks).collect()
+    }
+
     /// [len, heads * dim]
     fn reference(&self) -> Vec<f64> {
         let h = self.heads();
         let d = self.shape.dim;
         let mut out = vec![0.0; self.len * h * d];
         for t in 0..self.len {
-            let first = if self.shape.window == 0 {
-                0
-            } else {
-                (t + 1).saturating_sub(self.shape.window)
+            let first = match (self.shape.window, self.shape.chunk) {
+                (0, 0) => 0,
+                (0, chunk) => t / chunk * chunk,
+                (window, _) => (t + 1).saturating_sub(window),
             };
             for head in 0..h {
                 let kv_head = head / self.shape.group;
@@ -133,9 +145,11 @@ impl World {
                     .map(|p| dot(p) * f64::from(self.scale()))
                     .map(|s| if cap > 0.0 { cap * (s / cap).tanh() } else { s })
                     .collect();
-                let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let sinks = self.sinks();
+                let sink = sinks.get(head).map_or(f64::NEG_INFINITY, |&s| f64::from(s));
+                let top = scores.iter().copied().fold(sink, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
-                let total: f64 = weights.iter().sum();
+                let total = weights.iter().sum::<f64>() + (sink - top).exp();
                 for (p, w) in (first..=t).zip(&weights) {
                     for i in 0..d {
                         out[(t * h + head) * d + i] += w / total * f64::from(self.v[at(p) + i]);
@@ -174,6 +188,7 @@ impl World {
         };
         // Scattered: sequence w's page i, in descending order and interleaved.
         let page_of = |w: usize, i: usize| ((pages_each - 1 - i) * everyone.len() + w) as i32;
+        let sinks = self.sinks();
         let mut out = Vec::new();
         let mut done = 0;
         for &n in chunks {
@@ -230,7 +245,13 @@ impl World {
                 rows,
                 scale: self.scale(),
                 window: s.window,
+                chunk: s.chunk,
                 soft_cap: s.soft_cap,
+                sinks: if sinks.is_empty() {
+                    std::ptr::null()
+                } else {
+                    sinks.as_ptr()
+                },
             };
             // SAFETY: all shapes are built above.
             unsafe {
@@ -281,7 +302,9 @@ fn shape(
         dim,
         page_size,
         window,
+        chunk: 0,
         soft_cap: 0.0,
+        sinks: 0.0,
     }
 }
 
@@ -296,6 +319,31 @@ fn soft_cap_bends_scores_before_the_mask() {
             for (i, window) in [0, 5, 64].into_iter().enumerate() {
                 let plain = shape(dtype, 2, 3, 32, 16, window);
                 World::new(capped(0.7, plain), 150, i as u64).check(isa);
+            }
+        }
+    }
+}
+
+#[test]
+fn sinks_take_their_share_of_the_probability() {
+    for isa in Isa::available() {
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            // 40: the sink is far above or below every score.
+            for (i, (sinks, window)) in [(2.0, 0), (2.0, 5), (40.0, 64)].into_iter().enumerate() {
+                let plain = shape(dtype, 2, 3, 32, 16, window);
+                World::new(Shape { sinks, ..plain }, 150, i as u64).check(isa);
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_see_their_own_chunk_alone() {
+    for isa in Isa::available() {
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            for chunk in [1, 7, 64, 100, 150] {
+                let plain = shape(dtype, 2, 3, 32, 16, 0);
+                World::new(Shape { chunk, ..plain }, 150, chunk as u64).check(isa);
             }
         }
     }
@@ -403,11 +451,15 @@ proptest! {
         group in 1_usize..=8,
         page_log in 0_u32..7,
         window in prop_oneof![Just(0_usize), 1_usize..150],
+        chunk in prop_oneof![Just(0_usize), 1_usize..150],
         soft_cap in prop_oneof![Just(0.0_f32), Just(1.5)],
+        sinks in prop_oneof![Just(0.0_f32), Just(3.0)],
         seed: u64,
     ) {
         let dtype = if bf16 { Dtype::Bf16 } else { Dtype::F32 };
-        let s = capped(soft_cap, shape(dtype, 2, group, 16, 1 << page_log, window));
+        let plain = shape(dtype, 2, group, 16, 1 << page_log, window);
+        let chunk = if window == 0 { chunk } else { 0 };
+        let s = Shape { chunk, sinks, ..capped(soft_cap, plain) };
         let world = World::new(s.clone(), len, seed);
         let company = World::new(s, other, seed ^ 77);
         let isa = Isa::best();

@@ -10,15 +10,16 @@
 //! one row pays for decoding, and reads a half or a quarter of the memory.
 //!
 //! Codes lie in 16-bit words, 2 or 4 columns of a row in each; in a panel, for each step of so many
-//! columns, the words of its rows side by side. A code becomes a number without shifts: in the
-//! mantissa of a power of two whose last place has the weight of the code's lowest bit.
+//! columns, the words of its rows side by side. An integer becomes a number without shifts: in the
+//! mantissa of a power of two whose last place has the weight of the code's lowest bit. FP4 codes
+//! are looked up, and their scales, powers of two, kept as bf16: 4.5 bits for each number.
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, pointers cover the shape"
 )]
 
 use super::{PANEL, WeightShape};
-use crate::elem::{Bf16, Dtype, ElementType, F32};
+use crate::elem::{Bf16, Dtype, ElementType, F32, to_bf16};
 use crate::isa;
 use crate::memory::AlignedWords;
 use crate::pool;
@@ -33,14 +34,25 @@ pub enum CodeType {
     Int8,
     /// e4m3: a sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities.
     Fp8,
+    /// e2m1: a sign, 2 bits of exponent with bias 1, 1 of mantissa; finite. Scales must be exact in
+    /// bf16.
+    Fp4,
 }
 
 impl CodeType {
     /// Columns whose codes share a word.
     const fn per_word(self) -> usize {
         match self {
-            CodeType::Int4 => 4,
+            CodeType::Int4 | CodeType::Fp4 => 4,
             CodeType::Int8 | CodeType::Fp8 => 2,
+        }
+    }
+
+    /// Bytes of a scale in memory.
+    const fn scale_bytes(self) -> usize {
+        match self {
+            CodeType::Fp4 => 2,
+            CodeType::Int4 | CodeType::Int8 | CodeType::Fp8 => 4,
         }
     }
 }
@@ -72,9 +84,9 @@ pub struct QuantizedWeight {
     groups: usize,
     /// u16 `[panels, words of a row, PANEL]`
     codes: AlignedWords,
-    /// f32 `[panels, groups, PANEL]`
+    /// f32 or bf16 `[panels, groups, PANEL]`
     scales: AlignedWords,
-    /// As `scales`; None: `zero` for all.
+    /// f32, as `scales`; None: `zero` for all.
     zeros: Option<AlignedWords>,
     zero: f32,
     /// By column, padded to whole words.
@@ -100,7 +112,9 @@ impl QuantizedWeight {
             code_type: from.code_type,
             groups: from.groups,
             codes,
-            scales: AlignedWords::new(panels * panel_places),
+            scales: AlignedWords::new(
+                panels * panel_places * from.code_type.scale_bytes() / size_of::<u32>(),
+            ),
             zeros: (!from.zeros.is_null()).then(|| AlignedWords::new(panels * panel_places)),
             zero: from.zero,
             group_of,
@@ -109,9 +123,13 @@ impl QuantizedWeight {
             // SAFETY: passed on; each panel has its own part of the memory.
             unsafe {
                 packed.pack_codes(from, panel);
-                packed.pack_places(from.scales, &packed.scales, panel);
+                if from.code_type == CodeType::Fp4 {
+                    packed.pack_places(from.scales, &packed.scales, panel, to_bf16);
+                } else {
+                    packed.pack_places(from.scales, &packed.scales, panel, |scale| scale);
+                }
                 if let Some(zeros) = &packed.zeros {
-                    packed.pack_places(from.zeros, zeros, panel);
+                    packed.pack_places(from.zeros, zeros, panel, |zero| zero);
                 }
             }
         });
@@ -140,8 +158,14 @@ impl QuantizedWeight {
     }
 
     /// Scales or zeros of a panel, lanes side by side; 0 for rows that there are not.
-    unsafe fn pack_places(&self, from: *const f32, to: &AlignedWords, panel: usize) {
-        let to = to.as_ptr().cast::<f32>().add(panel * self.groups * PANEL);
+    unsafe fn pack_places<T>(
+        &self,
+        from: *const f32,
+        to: &AlignedWords,
+        panel: usize,
+        convert: impl Fn(f32) -> T,
+    ) {
+        let to = to.as_ptr().cast::<T>().add(panel * self.groups * PANEL);
         for lane in 0..PANEL {
             let row = panel * PANEL + lane;
             for group in 0..self.groups {
@@ -150,7 +174,7 @@ impl QuantizedWeight {
                 } else {
                     0.0
                 };
-                to.add(group * PANEL + lane).write(value);
+                to.add(group * PANEL + lane).write(convert(value));
             }
         }
     }
@@ -161,9 +185,10 @@ impl QuantizedWeight {
 
     /// Size in memory.
     pub fn bytes(&self) -> usize {
-        let places = self.shape.panels() * self.groups * PANEL * 4;
+        let places = self.shape.panels() * self.groups * PANEL;
         let codes = self.shape.panels() * self.row_words() * PANEL * 2;
-        codes + places * (1 + usize::from(self.zeros.is_some())) + self.group_of.len() * 4
+        let zeros = if self.zeros.is_some() { places * 4 } else { 0 };
+        codes + places * self.code_type.scale_bytes() + zeros + self.group_of.len() * 4
     }
 
     fn row_words(&self) -> usize {
@@ -227,6 +252,7 @@ impl QuantizedWeight {
             CodeType::Int4 => self.decode_codes::<S, E, Nibbles>(panel, from, units, tile),
             CodeType::Int8 => self.decode_codes::<S, E, Bytes>(panel, from, units, tile),
             CodeType::Fp8 => self.decode_codes::<S, E, Fp8Bytes>(panel, from, units, tile),
+            CodeType::Fp4 => self.decode_codes::<S, E, Fp4Nibbles>(panel, from, units, tile),
         }
         if E::PER_UNIT == 2 && self.shape.inputs % 2 == 1 && from + units == self.shape.units() {
             // The column behind the last one is 0, as in a packed weight.
@@ -249,7 +275,7 @@ impl QuantizedWeight {
         let words = (units * E::PER_UNIT).div_ceil(C::PER_WORD);
         let codes = self.panel_codes(panel).add(first * PANEL);
         let places = panel * self.groups * PANEL;
-        let scales = self.scales.as_ptr().cast::<f32>().add(places);
+        let scales = self.scales.as_ptr().cast_const();
         let zeros = self
             .zeros
             .as_ref()
@@ -268,7 +294,8 @@ impl QuantizedWeight {
                         Some(zeros) => S::load(zeros.add(at)),
                         None => S::splat(self.zero),
                     };
-                    numbers[i] = S::mul(S::sub(numbers[i], zero), S::load(scales.add(at)));
+                    let scale = C::scales::<S>(scales, places + at);
+                    numbers[i] = S::mul(S::sub(numbers[i], zero), scale);
                 }
                 let to = tile.add(word * C::PER_WORD / E::PER_UNIT * PANEL + lane);
                 if E::PER_UNIT == 1 {
@@ -329,6 +356,11 @@ trait Codes {
     const PER_WORD: usize;
     /// Codes of a word, lowest first, as numbers; those behind `PER_WORD` are 0.
     unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4];
+    /// Scales from number `at` on; `scales` has enough.
+    #[inline(always)]
+    unsafe fn scales<S: Simd>(scales: *const u32, at: usize) -> S::F {
+        S::load(scales.cast::<f32>().add(at))
+    }
 }
 
 /// An unsigned code whose lowest bit is bit `place`.
@@ -392,6 +424,35 @@ impl Codes for Fp8Bytes {
             none,
             none,
         ]
+    }
+}
+
+struct Fp4Nibbles;
+
+static FP4_NUMBERS: [f32; 16] = [
+    0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
+];
+
+impl Codes for Fp4Nibbles {
+    const PER_WORD: usize = 4;
+
+    #[inline(always)]
+    unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4] {
+        let table = FP4_NUMBERS.as_ptr();
+        let by_4 = S::shr4(word);
+        let by_8 = S::shr4(by_4);
+        let by_12 = S::shr4(by_8);
+        [
+            S::look_up(table, word),
+            S::look_up(table, by_4),
+            S::look_up(table, by_8),
+            S::look_up(table, by_12),
+        ]
+    }
+
+    #[inline(always)]
+    unsafe fn scales<S: Simd>(scales: *const u32, at: usize) -> S::F {
+        S::from_bits(S::shl16(S::load_u16(scales.cast::<u16>().add(at))))
     }
 }
 

@@ -191,11 +191,33 @@ fn fp8_value(code: u8) -> f32 {
     }
 }
 
+fn fp4_value(code: u8) -> f32 {
+    let exponent = i32::from(code >> 1 & 3);
+    let mantissa = f32::from(code & 1);
+    let magnitude = if exponent == 0 {
+        mantissa / 2.0
+    } else {
+        (1.0 + mantissa / 2.0) * 2.0_f32.powi(exponent - 1)
+    };
+    if code >> 3 == 1 {
+        -magnitude
+    } else {
+        magnitude
+    }
+}
+
+fn is_float(code_type: CodeType) -> bool {
+    matches!(code_type, CodeType::Fp8 | CodeType::Fp4)
+}
+
 impl Coded {
     fn new(code_type: CodeType, shape: WeightShape, groups: usize, has_zeros: bool) -> Coded {
         let n = shape.outputs * shape.inputs;
         let places = shape.outputs * groups;
-        let top = if code_type == CodeType::Int4 { 16 } else { 256 };
+        let top = match code_type {
+            CodeType::Int4 | CodeType::Fp4 => 16,
+            CodeType::Int8 | CodeType::Fp8 => 256,
+        };
         let codes = (0..n).map(|i| (i * 2_654_435_761 % 65_537 % top) as u8);
         // Codes 0x7f and 0xff of FP8 are no numbers.
         let codes = codes.map(|code| match code_type {
@@ -206,7 +228,15 @@ impl Coded {
             code_type,
             groups,
             codes: codes.collect(),
-            scales: noise(places, 7).iter().map(|x| x * 0.01).collect(),
+            scales: match code_type {
+                // From 2^-127, below the normal numbers, to 2^0.
+                CodeType::Fp4 => (0..places)
+                    .map(|i| {
+                        f32::from_bits(0x0040_0000 << (i % 2)) * 2.0_f32.powi((i % 127) as i32)
+                    })
+                    .collect(),
+                _ => noise(places, 7).iter().map(|x| x * 0.01).collect(),
+            },
             zeros: has_zeros.then(|| (0..places).map(|i| (i * 7 % top) as f32).collect()),
             // Neither in order nor evenly.
             group_of: (0..shape.inputs)
@@ -231,11 +261,7 @@ impl Coded {
     }
 
     fn zero(&self) -> f32 {
-        if self.code_type == CodeType::Fp8 {
-            0.0
-        } else {
-            ZERO
-        }
+        if is_float(self.code_type) { 0.0 } else { ZERO }
     }
 
     fn numbers(&self, shape: WeightShape) -> Stored {
@@ -245,6 +271,7 @@ impl Coded {
                     i / shape.inputs * self.groups + self.group_of[i % shape.inputs] as usize;
                 let code = match self.code_type {
                     CodeType::Fp8 => fp8_value(self.codes[i]),
+                    CodeType::Fp4 => fp4_value(self.codes[i]),
                     _ => f32::from(self.codes[i]),
                 };
                 let zero = self
@@ -258,7 +285,7 @@ impl Coded {
     }
 }
 
-const CODE_TYPES: [CodeType; 3] = [CodeType::Int4, CodeType::Int8, CodeType::Fp8];
+const CODE_TYPES: [CodeType; 4] = [CodeType::Int4, CodeType::Int8, CodeType::Fp8, CodeType::Fp4];
 
 #[test]
 fn quantized_weights_multiply_like_their_numbers_to_the_bit() {
@@ -266,7 +293,7 @@ fn quantized_weights_multiply_like_their_numbers_to_the_bit() {
         for (rows, inputs, outputs) in [(1, 1, 1), (3, 33, 65), (2, 514, 64), (60, 777, 130)] {
             let mut case = Case::new(dtype, rows, inputs, outputs, rows > 1);
             for code_type in CODE_TYPES {
-                for (groups, has_zeros) in [(1, false), (5, code_type != CodeType::Fp8)] {
+                for (groups, has_zeros) in [(1, false), (5, !is_float(code_type))] {
                     let coded = Coded::new(code_type, case.shape, groups, has_zeros);
                     case.w = coded.numbers(case.shape);
                     let packed = case.packed();
@@ -336,6 +363,7 @@ fn quantized_weights_take_the_memory_of_their_codes() {
     let scales = 128 * 2 * 4 + 256 * 4;
     assert_eq!(size(CodeType::Int4), 128 * 256 / 2 + scales);
     assert_eq!(size(CodeType::Int8), 128 * 256 + scales);
+    assert_eq!(size(CodeType::Fp4), 128 * 256 / 2 + 128 * 2 * 2 + 256 * 4);
 }
 
 #[test]

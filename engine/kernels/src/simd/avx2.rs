@@ -90,6 +90,17 @@ impl Simd for Avx2 {
         _mm256_slli_epi32::<16>(a)
     }
     #[inline(always)]
+    unsafe fn shr4(a: __m256i) -> __m256i {
+        _mm256_srli_epi32::<4>(a)
+    }
+    #[inline(always)]
+    unsafe fn look_up(table: *const f32, i: __m256i) -> __m256 {
+        // The permutation takes the low 3 bits of an index, the blend its 4th one as a sign.
+        let low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), i);
+        let high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.add(8)), i);
+        _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(i)))
+    }
+    #[inline(always)]
     unsafe fn shr16(a: __m256i) -> __m256i {
         _mm256_srli_epi32::<16>(a)
     }

@@ -153,6 +153,14 @@ macro_rules! level {
                 _mm512_slli_epi32::<16>(a)
             }
             #[inline(always)]
+            unsafe fn shr4(a: __m512i) -> __m512i {
+                _mm512_srli_epi32::<4>(a)
+            }
+            #[inline(always)]
+            unsafe fn look_up(table: *const f32, i: __m512i) -> __m512 {
+                _mm512_permutexvar_ps(i, _mm512_loadu_ps(table))
+            }
+            #[inline(always)]
             unsafe fn shr16(a: __m512i) -> __m512i {
                 _mm512_srli_epi32::<16>(a)
             }

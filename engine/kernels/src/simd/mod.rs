@@ -144,7 +144,10 @@ pub trait Simd: Copy + Send + Sync + 'static {
     unsafe fn add_u32(a: Self::I, b: Self::I) -> Self::I;
     unsafe fn shl4(a: Self::I) -> Self::I;
     unsafe fn shl16(a: Self::I) -> Self::I;
+    unsafe fn shr4(a: Self::I) -> Self::I;
     unsafe fn shr16(a: Self::I) -> Self::I;
+    /// Entry `i % 16` of the 16 at `table`, for each lane i.
+    unsafe fn look_up(table: *const f32, i: Self::I) -> Self::F;
     /// LANES u16, zero-extended.
     unsafe fn load_u16(p: *const u16) -> Self::I;
     /// The low halves of the lanes.

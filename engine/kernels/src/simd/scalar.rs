@@ -146,6 +146,14 @@ impl Simd for Scalar {
         map(a, |x| x << 16)
     }
     #[inline(always)]
+    unsafe fn shr4(a: I) -> I {
+        map(a, |x| x >> 4)
+    }
+    #[inline(always)]
+    unsafe fn look_up(table: *const f32, i: I) -> F {
+        map(i, |x| table.add(x as usize % 16).read())
+    }
+    #[inline(always)]
     unsafe fn shr16(a: I) -> I {
         map(a, |x| x >> 16)
     }

@@ -31,6 +31,8 @@ class Sizes:
     head_dim: int
     windows: tuple[int, int] = (0, 0)
     dtype: str = "float32"
+    chunks: tuple[int, int] = (0, 0)
+    has_sinks: bool = False
 
     def kv_spec(self, page_size: int) -> KVSpec:
         return KVSpec((describe_attention(self.layers, self.dtype, page_size),))
@@ -38,9 +40,22 @@ class Sizes:
     @property
     def layers(self) -> list[AttentionSpec]:
         return [
-            AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, window)
-            for window in self.windows
+            AttentionSpec(
+                self.num_heads,
+                self.num_kv_heads,
+                self.head_dim,
+                window,
+                chunk,
+                has_sinks=self.has_sinks,
+            )
+            for window, chunk in zip(self.windows, self.chunks, strict=True)
         ]
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        if not self.has_sinks:
+            return None
+        return torch.linspace(-4, 4, self.num_heads)
 
 
 def make_kv(spec: Sizes, page_size: int, num_pages: int = 64) -> KvTensors:
@@ -77,7 +92,7 @@ def run(
     layers = []
     for layer in range(LAYERS):
         fused = torch.cat([s.qkv[layer, start : start + n] for s, start, n in parts])
-        layers.append(backend.forward(layer, *fused.split(sizes, dim=1)))
+        layers.append(backend.forward(layer, *fused.split(sizes, dim=1), spec.sinks))
     return list(torch.stack(layers).split([n for _, _, n in parts], dim=1))
 
 
@@ -97,6 +112,18 @@ def test_equals_the_torch_backend(
     heads: int, kv_heads: int, dim: int, page_size: int, windows: tuple[int, int], dtype: str
 ) -> None:
     spec = Sizes(heads, kv_heads, dim, windows, dtype)
+    assert_equal_backends(spec, page_size)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_sinks_and_chunks_equal_the_torch_backend(page_size: int, dtype: str) -> None:
+    assert_equal_backends(Sizes(8, 2, 64, (17, 0), dtype, has_sinks=True), page_size)
+    assert_equal_backends(Sizes(4, 2, 32, (0, 0), dtype, chunks=(64, 23)), page_size)
+
+
+def assert_equal_backends(spec: Sizes, page_size: int) -> None:
+    dim = spec.head_dim
     free = list(range(512))
     random.Random(dim).shuffle(free)
     sequences = [Sequence(spec, n, page_size, free, n) for n in (1, 17, 64, 65, 150)]
@@ -109,14 +136,14 @@ def test_equals_the_torch_backend(
             backend, spec, [(s, s.length - 3, 2) for s in sequences if s.length > 3], page_size
         )
         results.append(prefill + middle + run(backend, spec, decode, page_size))
-    tolerance = {"float32": (1e-5, 3e-6), "bfloat16": (1.6e-2, 1e-2)}[dtype]
+    tolerance = {"float32": (1e-5, 3e-6), "bfloat16": (1.6e-2, 1e-2)}[spec.dtype]
     for ours, reference in zip(*results, strict=True):
         torch.testing.assert_close(ours, reference, rtol=tolerance[0], atol=tolerance[1])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunks_neighbors_and_phase_do_not_change_a_bit(dtype: str) -> None:
-    spec = Sizes(4, 2, 32, (0, 50), dtype)
+    spec = Sizes(4, 2, 32, (0, 50), dtype, chunks=(33, 0), has_sinks=True)
     rng = random.Random(7)
     whole: torch.Tensor | None = None
     for case in range(12):

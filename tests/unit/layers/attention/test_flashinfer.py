@@ -129,6 +129,24 @@ def test_shapes_outside_the_kernels_are_refused(case: Case, message: str) -> Non
         FlashInferAttention(case.layers(), case.pool("cpu"), fake_flashinfer)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"has_sinks": True}, "without attention sinks"),
+        ({"chunk": 64}, "it has windows, and no chunks"),
+    ],
+)
+def test_layers_that_the_kernels_are_not_used_for_are_refused(
+    changes: dict[str, Any], words: str
+) -> None:
+    case = Case()
+    layers = [replace(layer, **changes) for layer in case.layers()]
+    with pytest.raises(
+        ConfigError, match=rf"flashinfer: .*{words}.*; use --attention-backend torch"
+    ):
+        FlashInferAttention(layers, case.pool("cpu"), fake_flashinfer)
+
+
 def test_flashinfer_asked_for_by_name_is_an_error_on_a_cpu_pool() -> None:
     case = Case()
     with pytest.raises(

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.layers import ops
 from baton.layers.shard import WHOLE, Shard
+from baton.models.blocks.moe import MoeBlock
 from baton.models.checkpoint import check_files
 from baton.models.decoder import Decoder
 from baton.models.load import load_weights
@@ -35,25 +36,29 @@ def packed_logits(path: Path, dtype: str, prompt: list[int]) -> torch.Tensor:
     return ModelLoop(model, "cpu", page_size=4).prompt_logits(prompt, 7)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("variant", "name"), [*(("llama", name) for name in FORMATS), ("gpt-oss", "mxfp4")]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_are_those_of_dequantized_weights_to_the_bit(
-    tmp_path: Path, name: str, dtype: str
+    tmp_path: Path, variant: str, name: str, dtype: str
 ) -> None:
-    quantized, plain = quantize(make_checkpoint("llama", tmp_path / "m"), name, tmp_path)
-    attention = load_model(quantized, dtype).weights.layers[0].attention
-    assert isinstance(attention.qkv, QuantizedWeight)
+    quantized, plain = quantize(make_checkpoint(variant, tmp_path / "m"), name, tmp_path)
+    layer = load_model(quantized, dtype).weights.layers[0]
+    matrix = layer.mlp.down[0] if isinstance(layer.mlp, MoeBlock) else layer.attention.qkv
+    assert isinstance(matrix, QuantizedWeight)
     prompt = torch.randint(0, VOCAB, (33,), generator=torch.Generator().manual_seed(1)).tolist()
     assert torch.equal(packed_logits(quantized, dtype, prompt), packed_logits(plain, dtype, prompt))
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "int-quantized", "awq", "packed-int4"])
+@pytest.mark.parametrize("name", ["fp8-block", "int-quantized", "awq", "packed-int4", "mxfp4"])
 @pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)])
 def test_memory_that_a_start_checks_is_what_the_weights_take(
     tmp_path: Path, name: str, shard: Shard
 ) -> None:
     # Rows are whole panels of the kernels, whose padding is not counted.
-    source = make_checkpoint("qwen3-moe", tmp_path / "m")
+    variant = "gpt-oss" if name == "mxfp4" else "qwen3-moe"
+    source = make_checkpoint(variant, tmp_path / "m")
     quantized, _ = quantize(source, name, tmp_path)
     spec = read_spec(quantized, "bfloat16")
     expected = check_files(spec, quantized, shard).memory(spec)

@@ -17,7 +17,12 @@ from baton.models.decoder import Decoder
 from baton.models.load import load_weights
 from baton.models.spec_reader import read_spec
 from tests.support.models.checkpoints import make_checkpoint
-from tests.support.models.quantized_checkpoints import is_linear, quantize, write_checkpoint
+from tests.support.models.quantized_checkpoints import (
+    is_joint,
+    is_linear,
+    quantize,
+    write_checkpoint,
+)
 from tests.support.models.whole_model import held_tensors, load_model
 
 GROUPS = {"int8": (8, 128), "int4": (4, 32)}
@@ -41,7 +46,7 @@ def nearest_codes(weight: Tensor, bits: int, size: int) -> Tensor:
 
 @pytest.mark.parametrize("quantization", GROUPS)
 @pytest.mark.parametrize("shard", [Shard(), Shard(0, 2), Shard(1, 2)])
-@pytest.mark.parametrize("variant", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3-moe", "gpt-oss"])
 def test_each_group_is_rounded_to_its_nearest_codes(
     tmp_path: Path, variant: str, quantization: str, shard: Shard
 ) -> None:
@@ -50,6 +55,10 @@ def test_each_group_is_rounded_to_its_nearest_codes(
     for name, tensor in tensors.items():
         if is_linear(name):
             tensors[name] = nearest_codes(tensor, *GROUPS[quantization])
+        elif is_joint(name):
+            # [inputs, outputs] of each expert.
+            codes = [nearest_codes(each.t(), *GROUPS[quantization]).t() for each in tensor]
+            tensors[name] = torch.stack(codes)
     plain = write_checkpoint(source, tmp_path / "plain", tensors, None)
     got = held_tensors(load_quantized(source, quantization, shard))
     want = held_tensors(load_quantized(plain, None, shard))

@@ -42,7 +42,7 @@ def with_weights(**changes: Any) -> dict[str, Any]:
         ({}, ["quant_method = null", "fp8, awq, gptq"]),
         ({"quant_method": "bitsandbytes"}, ["bitsandbytes", "model.dequantize()"]),
         ({"quant_method": "gguf"}, ["gguf", "gguf_file", "save_pretrained"]),
-        ({"quant_method": "mxfp4"}, ["mxfp4", "dequantize"]),
+        ({"quant_method": "mxfp4", "block_size": 16}, ["block_size = 16", "not known here"]),
         ({"quant_method": "quark"}, ["quark", "use the unquantized checkpoint"]),
         (AWQ | {"version": "gemv"}, ["version", "gemv", "gemm"]),
         (AWQ | {"bits": 8}, ["bits = 8", "4 is needed"]),

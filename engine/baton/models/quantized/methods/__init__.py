@@ -8,7 +8,7 @@ from pathlib import Path
 
 from baton.config.files import is_given
 from baton.models.config_file import ModelConfig
-from baton.models.quantized.methods import awq, compressed_tensors, fp8, gptq
+from baton.models.quantized.methods import awq, compressed_tensors, fp8, gptq, mxfp4
 from baton.models.quantized.scheme import QuantizationScheme
 
 FIELD = "quantization_config"
@@ -18,13 +18,13 @@ _READERS: dict[str, Callable[[ModelConfig], QuantizationScheme]] = {
     "awq": awq.read_scheme,
     "gptq": gptq.read_scheme,
     "compressed-tensors": compressed_tensors.read_scheme,
+    "mxfp4": mxfp4.read_scheme,
 }
 _DEQUANTIZE = "load it with transformers, call model.dequantize(), and save_pretrained the result"
 _REMEDIES = {
     "bitsandbytes": f"{_DEQUANTIZE}; or use the unquantized, an FP8, AWQ or GPTQ checkpoint",
     "gguf": "load it with transformers (from_pretrained with gguf_file), and save_pretrained the "
     "result; or use the unquantized, an FP8, AWQ or GPTQ checkpoint",
-    "mxfp4": f"{_DEQUANTIZE}; or use an unquantized checkpoint",
 }
 
 

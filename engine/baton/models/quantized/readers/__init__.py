@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from baton.models.quantized.forms import AwqForm, GptqForm, OnLoadForm, PackedForm, ScaledForm
+from baton.models.quantized.forms import (
+    AwqForm,
+    GptqForm,
+    Mxfp4Form,
+    OnLoadForm,
+    PackedForm,
+    ScaledForm,
+)
 from baton.models.quantized.grouped import GroupedMatrix
-from baton.models.quantized.readers import awq, gptq, on_load, packed, scaled
+from baton.models.quantized.readers import awq, gptq, mxfp4, on_load, packed, scaled
 from baton.models.quantized.readers.files import MatrixShare, OpenCheckpoint
 from baton.models.quantized.stored import StoredSource
 
@@ -22,6 +29,8 @@ def read_grouped(files: OpenCheckpoint, source: StoredSource, share: MatrixShare
             return awq.read_share(files, source, source.form, share)
         case GptqForm():
             return gptq.read_share(files, source, source.form, share)
+        case Mxfp4Form():
+            return mxfp4.read_share(files, source, share)
         case OnLoadForm():
             return on_load.read_share(files, source, source.form, share)
         case None:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.layers.shard import slice_length
 from baton.models.quantized.forms import count_groups
 from baton.models.quantized.stored import StoredSource
 from baton.models.weight_files import TensorEntry, refuse_unreadable
@@ -25,11 +26,13 @@ class MatrixShare(NamedTuple):
     expert: int | None = None
 
     @staticmethod
-    def of(share: tuple[slice | int, ...]) -> MatrixShare:
-        """Args: `share`: of a checkpoint's tensor, by dimension."""
+    def of(share: tuple[slice | int, ...], *, is_transposed: bool) -> MatrixShare:
+        """Args: `share`: of a checkpoint's tensor, by dimension. `is_transposed`: its matrices are
+        [inputs, outputs]."""
         slices = [cut for cut in share if isinstance(cut, slice)]
+        rows, columns = slices[::-1] if is_transposed else slices
         experts = [cut for cut in share if isinstance(cut, int)]
-        return MatrixShare(slices[0], slices[1], experts[0] if experts else None)
+        return MatrixShare(rows, columns, experts[0] if experts else None)
 
     @property
     def entry(self) -> tuple[int, ...]:
@@ -38,7 +41,7 @@ class MatrixShare(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return (self.rows.stop - self.rows.start, self.columns.stop - self.columns.start)
+        return (slice_length(self.rows), slice_length(self.columns))
 
 
 class OpenCheckpoint:
@@ -66,6 +69,13 @@ class OpenCheckpoint:
                 file.get_slice(entry.name)[share] if share else file.get_tensor(entry.name)
             )
             return taken
+
+    def read_plain(self, source: StoredSource, share: MatrixShare, columns: slice) -> Tensor:
+        """Plain numbers of the share's rows and of `columns`: [rows, columns]."""
+        entry = source.tensors["weight"]
+        if source.is_transposed:
+            return self.read(entry, (*share.entry, columns, share.rows)).t()
+        return self.read(entry, (*share.entry, share.rows, columns))
 
 
 @contextlib.contextmanager

@@ -21,8 +21,7 @@ def read_share(
     size = form.group_size
     first = share.columns.start // size * size
     end = min(-(-share.columns.stop // size) * size, source.shape[-1])
-    entry = source.tensors["weight"]
-    weight = files.read(entry, (*share.entry, share.rows, slice(first, end))).float()
+    weight = files.read_plain(source, share, slice(first, end)).float()
     padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % size))
     groups = padded.unflatten(1, (-1, size))
     # Codes are 1 to 2 * zero - 1, as many above zero as below.

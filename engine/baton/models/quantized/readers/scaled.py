@@ -31,10 +31,15 @@ def read_share(
     return GroupedMatrix(codes, scales, zeros, row_group, column_group)
 
 
+def read_exponents(stored: Tensor) -> Tensor:
+    """Scales that are stored as exponents (e8m0): float32."""
+    return torch.exp2(stored.view(torch.uint8).float() - _EXPONENT_BIAS)
+
+
 def _read_grid(files: OpenCheckpoint, entry: TensorEntry, share: MatrixShare) -> Tensor:
     """Scales or zeros of the whole matrix: float32 [row groups, column groups]."""
     grid = files.read(entry, share.entry)
     if entry.dtype in EXPONENT_TYPES:
-        grid = torch.exp2(grid.view(torch.uint8).float() - _EXPONENT_BIAS)
+        grid = read_exponents(grid)
     # One number for all, or one per row without a second dimension.
     return grid.float().reshape(-1, grid.shape[-1] if grid.dim() == 2 else 1)
