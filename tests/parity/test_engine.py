@@ -56,7 +56,7 @@ def test_engine_equals_transformers(
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("variant", ["qwen2-window", "gemma3"])
+@pytest.mark.parametrize("variant", ["qwen2-window", "gemma3", "gpt-oss", "llama4"])
 @pytest.mark.parametrize(
     "flags",
     [
