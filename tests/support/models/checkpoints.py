@@ -244,9 +244,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {
             **_LATENT,
-            "first_k_dense_replace": 0,
-            "n_group": 1,
-            "topk_group": 1,
+            "first_k_dense_replace": 2,
             "rope_interleave": False,
             "attention_bias": True,
             "rope_parameters": {**_YARN, "mscale_all_dim": 1.0},
