@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -44,12 +43,6 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
         "model": "demo", "messages": [{"role": "user", "content": "What is a page?"}], "stream": True, **GREEDY,
     }),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster.up("--prefill", "1", "--decode", "2") as cluster:
-        yield cluster
 
 
 async def events_of(
@@ -234,15 +227,17 @@ def ask_all(
         for at, kind in enumerate(("greedy", "drawn", "chat", "generate", "responses", "messages"))
     ],
 )
-def test_killed_decode_node_in_mid_stream_changes_nothing(cluster: Cluster, at: int) -> None:
-    assert_kills_change_nothing(cluster, [ASKED[at]])
+def test_killed_decode_node_in_mid_stream_changes_nothing(
+    two_decode_nodes: Cluster, at: int
+) -> None:
+    assert_kills_change_nothing(two_decode_nodes, [ASKED[at]])
 
 
-def test_many_streams_are_resumed_at_once(cluster: Cluster) -> None:
+def test_many_streams_are_resumed_at_once(two_decode_nodes: Cluster) -> None:
     asked = [
         ("/v1/completions", {**ASKED[i % 2][1], "prompt": f"{i} Baton is"}) for i in range(AT_ONCE)
     ]
-    assert_kills_change_nothing(cluster, asked, streams=2)
+    assert_kills_change_nothing(two_decode_nodes, asked, streams=2)
 
 
 def test_only_decode_node_is_killed_and_resumes_its_stream_when_it_is_back(pair: Cluster) -> None:
