@@ -1,4 +1,4 @@
-"""Property tests have no time limit; tests that start servers run in a few groups, others beside them."""
+"""Property tests have no time limit; tests that start servers run in groups, others beside them."""
 
 from __future__ import annotations
 

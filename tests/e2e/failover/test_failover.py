@@ -15,7 +15,8 @@ from tests.support.processes.cluster import Cluster, eventually, metric
 pytestmark = pytest.mark.timeout(240)
 AT_ONCE = 20
 SLOW = {"greedy", "chat", "generate", "responses", "messages"}
-"""Forms of which tests of the router, with workers made for them, cut every event: dialect_failover.rs."""
+"""Forms that tests of the router cut at every event, with workers made for them: `failover.rs` and
+`dialect_failover.rs`."""
 MAX_TRIES = 10
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 300}
