@@ -1,4 +1,4 @@
-"""Property tests have no time limit; tests that start servers run in a few groups, others beside them."""
+"""Property tests have no time limit; tests that start servers run in groups, others beside them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ SERVER_GROUPS = {
         "tests/clients",
         "tests/e2e/api",
         "tests/e2e/engines",
-        "tests/e2e/failover/test_failover.py",
-        "tests/e2e/failover/test_faults.py",
-        "tests/e2e/failover/test_resume.py",
+        "tests/e2e/failover",
         "tests/e2e/traffic/test_load.py",
         "tests/fault",
     ),

@@ -38,6 +38,17 @@ def solo() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
+def two_decode_nodes() -> Iterator[Cluster]:
+    """Router, one prefill and two decode nodes: one resumes answers of the other.
+
+    Its chunks are small, so that a long prompt can be interrupted.
+    """
+    flags = ("--prefill", "1", "--decode", "2", "--chunked-prefill-size", "16")
+    with Cluster.up(*flags) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
 def two_workers() -> Iterator[Cluster]:
     """Router and two engines that do both phases: one resumes answers of the other."""
     with Cluster.up("--workers", "2") as cluster:

@@ -86,7 +86,7 @@ def test_tokens_of_the_cpu(
     flags: dict[str, object],
     kind: str,
 ) -> None:
-    """Each kind of parameters with the default flags, and all flags with greedy answers; every pair as `slow`."""
+    """Each kind of parameters with the default flags, all flags with greedy answers; others are slow."""
     path, params = reference("llama").path, PARAMS[kind]
     host = make_engine(path, **flags)
     late = device.late(path, **flags)

@@ -1,7 +1,7 @@
 """How much a property test tries: a part of its examples in `make test`, all in `make test-all`.
 
-Hypothesis draws other examples in each run, so that many short runs try as much as a long one. `make test-all` sets
-BATON_TEST_EFFORT=all.
+Hypothesis draws other examples in each run, so that many short runs try as much as a long one.
+`make test-all` sets BATON_TEST_EFFORT=all.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def resume_everywhere(
 ) -> dict[str, Any]:
     """The answer of engine `first`, which `second` resumes at events of it to the same answer.
 
-    In the fast suite that is each third event, from another one in each test, and in `make test-all` every event.
+    In the fast suite that is each third event, in `make test-all` every event.
     """
     path = "/v1/chat/completions"
     whole = streamed(first, path, request)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -16,7 +15,8 @@ from tests.support.processes.cluster import Cluster, eventually, metric
 pytestmark = pytest.mark.timeout(240)
 AT_ONCE = 20
 SLOW = {"greedy", "chat", "generate", "responses", "messages"}
-"""Forms of which tests of the router, with workers made for them, cut every event: dialect_failover.rs."""
+"""Forms that tests of the router cut at every event, with workers made for them: `failover.rs` and
+`dialect_failover.rs`."""
 MAX_TRIES = 10
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 300}
@@ -44,12 +44,6 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
         "model": "demo", "messages": [{"role": "user", "content": "What is a page?"}], "stream": True, **GREEDY,
     }),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster.up("--prefill", "1", "--decode", "2") as cluster:
-        yield cluster
 
 
 async def events_of(
@@ -234,15 +228,17 @@ def ask_all(
         for at, kind in enumerate(("greedy", "drawn", "chat", "generate", "responses", "messages"))
     ],
 )
-def test_killed_decode_node_in_mid_stream_changes_nothing(cluster: Cluster, at: int) -> None:
-    assert_kills_change_nothing(cluster, [ASKED[at]])
+def test_killed_decode_node_in_mid_stream_changes_nothing(
+    two_decode_nodes: Cluster, at: int
+) -> None:
+    assert_kills_change_nothing(two_decode_nodes, [ASKED[at]])
 
 
-def test_many_streams_are_resumed_at_once(cluster: Cluster) -> None:
+def test_many_streams_are_resumed_at_once(two_decode_nodes: Cluster) -> None:
     asked = [
         ("/v1/completions", {**ASKED[i % 2][1], "prompt": f"{i} Baton is"}) for i in range(AT_ONCE)
     ]
-    assert_kills_change_nothing(cluster, asked, streams=2)
+    assert_kills_change_nothing(two_decode_nodes, asked, streams=2)
 
 
 def test_only_decode_node_is_killed_and_resumes_its_stream_when_it_is_back(pair: Cluster) -> None:

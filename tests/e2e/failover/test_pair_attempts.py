@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes.cluster import Cluster, eventually, metric
+from tests.support.processes.cluster import Cluster, count, eventually, metric, settled
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -38,36 +38,38 @@ class Asking(threading.Thread):
         self.answer = self._cluster.post("/v1/completions", body(self._prompt))
 
 
-def test_killed_decode_node_costs_neither_the_answer_nor_a_second_prefill() -> None:
-    with Cluster.up("--prefill", "1", "--decode", "2", "--chunked-prefill-size", "16") as cluster:
-        prefill = cluster.node("prefill")["url"]
+def test_killed_decode_node_costs_neither_the_answer_nor_a_second_prefill(
+    two_decode_nodes: Cluster,
+) -> None:
+    cluster = two_decode_nodes
+    prefill = cluster.node("prefill")["url"]
 
-        def computed() -> float:
-            return metric(prefill, "baton_prompt_tokens_computed_total")
+    def computed() -> float:
+        return metric(prefill, "baton_prompt_tokens_computed_total")
 
-        before = eventually(
-            "the prefill node reports", lambda: [n for n in [computed()] if n >= 0]
-        )[0]
-        asking = Asking(cluster, LONG)
-        urls = [cluster.node("decode", i)["url"] for i in (0, 1)]
-        victim = eventually("it is sent", lambda: [i for i in (0, 1) if cluster.loads()[urls[i]]])[
-            0
-        ]
-        cluster.kill("decode", victim)
-        asking.join(90)
-        assert asking.answer is not None
-        status, got = asking.answer
-        assert status == 200, got
-        assert metric(cluster.url, "baton_router_decode_retries_total", result="opened") == 1
-        cluster.await_restart("decode", victim)
-        cluster.assert_nothing_is_held()
-        tokens = got["usage"]["prompt_tokens"]
-        # What await_restart asks is some tokens more.
-        assert tokens <= computed() - before < 1.5 * tokens
-        assert (
-            cluster.post("/v1/completions", body(LONG))[1]["choices"][0]["text"]
-            == got["choices"][0]["text"]
-        )
+    eventually("the prefill node reports", lambda: computed() >= 0)
+    before = settled(computed)
+    urls = [cluster.node("decode", i)["url"] for i in (0, 1)]
+    restarts = [cluster.node("decode", i)["restarts"] for i in (0, 1)]
+    opened = count(cluster.url, "baton_router_decode_retries_total", result="opened")
+    asking = Asking(cluster, LONG)
+    victim = eventually("it is sent", lambda: [i for i in (0, 1) if cluster.loads()[urls[i]]])[0]
+    cluster.kill("decode", victim)
+    asking.join(90)
+    assert asking.answer is not None
+    status, got = asking.answer
+    assert status == 200, got
+    now_opened = count(cluster.url, "baton_router_decode_retries_total", result="opened")
+    assert now_opened - opened == 1
+    cluster.await_restart("decode", victim, restarts[victim] + 1)
+    cluster.assert_nothing_is_held()
+    tokens = got["usage"]["prompt_tokens"]
+    # What await_restart asks is some tokens more.
+    assert tokens <= computed() - before < 1.5 * tokens
+    assert (
+        cluster.post("/v1/completions", body(LONG))[1]["choices"][0]["text"]
+        == got["choices"][0]["text"]
+    )
 
 
 def test_decode_node_prefills_what_is_short_and_everything_when_no_prefill_node_is_left() -> None:

@@ -255,7 +255,7 @@ class Going:
             raise ValueError("an illegal memory access was encountered")
         if device.engine._flight:
             with device.changed:
-                assert device.changed.wait_for(lambda: device.launched > self.step, timeout=10), (
+                assert device.changed.wait_for(lambda: device.launched > self.step, timeout=60), (
                     "launching waits"
                 )
             device.ahead += 1

@@ -8,9 +8,9 @@ import socket
 def reserve_port() -> int:
     """Return a port of 127.0.0.1 that the system gives to no other socket for the next minute.
 
-    A port that was merely free a moment ago is given to the next socket that asks for any, perhaps of the test beside
-    this one. Here a connection has just ended at the port (TIME_WAIT): a server that names it may listen
-    (SO_REUSEADDR), and no socket that asks for any port gets it.
+    A port that was merely free a moment ago is given to the next socket that asks for any, perhaps
+    of the test beside this one. Here a connection has just ended at the port (TIME_WAIT): a server
+    that names it may listen (SO_REUSEADDR), and no socket that asks for any port gets it.
     """
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -95,7 +95,7 @@ def page_prose(path: str) -> str:
 
 
 def statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """All statements below a node. `ast.walk` visits their expressions too, ten times as many nodes."""
+    """All statements below a node. `ast.walk` visits ten times as many nodes: expressions too."""
     for block in ("body", "handlers", "orelse", "finalbody", "cases"):
         for child in getattr(node, block, ()):
             if isinstance(child, ast.stmt):

@@ -24,6 +24,6 @@ print(len(os.listdir("/proc/self/task")) - before)
 def test_one_compute_thread_means_one_thread() -> None:
     """Seen without the setting: each token cost 18 ms of CPU instead of 1, most of it in a spinning barrier."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=True
     )
     assert int(done.stdout) == 1

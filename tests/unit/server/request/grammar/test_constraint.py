@@ -40,7 +40,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def make_new(path: Path) -> Iterator[Make]:
-    """A reader of its own at each call, with a check process that starts with the first constraint."""
+    """A new reader at each call, with a check process that starts with the first constraint."""
     made = []
 
     def make_reader(**flags: Any) -> GrammarReader:

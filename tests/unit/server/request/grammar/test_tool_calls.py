@@ -77,7 +77,8 @@ SEEDS = [
     (1, 2, 5, 6, 7, 24),
     pytest.param((0, 3, 4, *range(8, 24), *range(25, 32)), marks=pytest.mark.slow),
 ]
-"""Seeds of random tools and answers. In text, the format without markers is called with seed 24 alone."""
+"""Seeds of random tools and answers. In text, the format without markers is called with seed 24
+alone."""
 
 
 @pytest.fixture(scope="module")
