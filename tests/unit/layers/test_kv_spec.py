@@ -138,6 +138,14 @@ def test_layers_with_windows_get_groups_of_pages_as_large_as_those_that_see_all(
     assert spec.token_bytes == 2 * 2 * 2 * 8 * 4
 
 
+def test_layers_with_chunks_get_a_group_of_their_own() -> None:
+    layers = [AttentionSpec(4, 2, 8, chunk=chunk) for chunk in (32, 32, 32, 0)]
+    full, chunked = KVSpec((describe_attention(layers, "float32", 16),)).divide(layers).groups
+    assert (full.layers, full.retain) == (((3, 4),), "all")
+    assert (chunked.kind, chunked.layers, chunked.retain) == ("chunk", ((0, 3),), "chunk 32")
+    assert chunked.rule == GroupRule("chunk", 32, 3)
+
+
 @pytest.mark.parametrize("windows", [[0, 0, 0], [8, 8, 8]])
 def test_layers_that_see_alike_stay_one_group(windows: list[int]) -> None:
     spec = divided(windows)

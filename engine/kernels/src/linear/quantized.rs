@@ -290,12 +290,14 @@ impl QuantizedWeight {
                 let mut numbers = C::numbers::<S>(S::load_u16(codes.add(word * PANEL + lane)));
                 for i in 0..C::PER_WORD {
                     let at = group_at[i] + lane;
-                    let zero = match zeros {
-                        Some(zeros) => S::load(zeros.add(at)),
-                        None => S::splat(self.zero),
-                    };
-                    let scale = C::scales::<S>(scales, places + at);
-                    numbers[i] = S::mul(S::sub(numbers[i], zero), scale);
+                    if C::HAS_ZEROS {
+                        let zero = match zeros {
+                            Some(zeros) => S::load(zeros.add(at)),
+                            None => S::splat(self.zero),
+                        };
+                        numbers[i] = S::sub(numbers[i], zero);
+                    }
+                    numbers[i] = S::mul(numbers[i], C::scales::<S>(scales, places + at));
                 }
                 let to = tile.add(word * C::PER_WORD / E::PER_UNIT * PANEL + lane);
                 if E::PER_UNIT == 1 {
@@ -304,7 +306,11 @@ impl QuantizedWeight {
                     }
                 } else {
                     for i in 0..C::PER_WORD / 2 {
-                        let unit = pair_bf16::<S>(numbers[2 * i], numbers[2 * i + 1]);
+                        let unit = if C::IS_EXACT_IN_BF16 {
+                            pair_upper::<S>(S::bits(numbers[2 * i]), S::bits(numbers[2 * i + 1]))
+                        } else {
+                            pair_bf16::<S>(numbers[2 * i], numbers[2 * i + 1])
+                        };
                         S::store_u32(to.add(i * PANEL), unit);
                     }
                 }
@@ -316,10 +322,13 @@ impl QuantizedWeight {
 /// Two finite numbers rounded to bf16, the first one in the low half.
 #[inline(always)]
 unsafe fn pair_bf16<S: Simd>(low: S::F, high: S::F) -> S::I {
-    S::or(
-        S::shr16(rounded_bits::<S>(low)),
-        S::and(rounded_bits::<S>(high), S::splat_u32(0xffff_0000)),
-    )
+    pair_upper::<S>(rounded_bits::<S>(low), rounded_bits::<S>(high))
+}
+
+/// The upper halves of two numbers' bits, the first one in the low half.
+#[inline(always)]
+unsafe fn pair_upper<S: Simd>(low: S::I, high: S::I) -> S::I {
+    S::or(S::shr16(low), S::and(high, S::splat_u32(0xffff_0000)))
 }
 
 /// The upper half is the nearest bf16, ties to even.
@@ -354,6 +363,10 @@ impl<E: ElementType> SimdKernel for DecodeTile<'_, E> {
 trait Codes {
     /// Columns in a word.
     const PER_WORD: usize;
+    /// A zero is subtracted from each number; else it is 0.
+    const HAS_ZEROS: bool = true;
+    /// Numbers times scales have at most 8 bits of mantissa.
+    const IS_EXACT_IN_BF16: bool = false;
     /// Codes of a word, lowest first, as numbers; those behind `PER_WORD` are 0.
     unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4];
     /// Scales from number `at` on; `scales` has enough.
@@ -435,6 +448,9 @@ static FP4_NUMBERS: [f32; 16] = [
 
 impl Codes for Fp4Nibbles {
     const PER_WORD: usize = 4;
+    const HAS_ZEROS: bool = false;
+    // Two bits times a power of two, also where both are below the normal numbers.
+    const IS_EXACT_IN_BF16: bool = true;
 
     #[inline(always)]
     unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4] {
