@@ -34,6 +34,8 @@ bench: setup ## ratios of interleaved arms, the quick ones; the long ones and al
 	$(py)python -W ignore -m tests.perf.bench_engine
 	cargo bench --locked --quiet -p baton-kv-transfer --bench transfer
 	$(py)python -m tests.perf.bench_kernels
+	$(py)python -W ignore -m tests.perf.bench_experts
+	$(py)python -W ignore -m tests.perf.bench_quantized
 	$(py)python -W ignore -m tests.perf.bench_sched
 	$(py)python -W ignore -m tests.perf.grammars.bench_masks --rounds 5
 	$(py)python -m tests.perf.bench_front --rounds 1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.layers import ops
 from baton.layers.ops_cuda import FlashInferOps, find_obstacle, try_out
-from tests.support.kernels import head_cases
+from tests.support.kernels import expert_cases, head_cases
 from tests.support.models import shapes
 from tests.support.models.whole_model import load_model
 
@@ -87,6 +87,11 @@ def test_heads_are_normed_rotated_and_stored() -> None:
         head_cases.check(
             replace(shape, tokens=min(64, head_cases.PAGES * shape.page_size)), seed, CUDA
         )
+
+
+def test_experts_are_the_sums_of_plain_torch() -> None:
+    for seed, shape in enumerate(expert_cases.shapes(60)):
+        expert_cases.check(shape, seed, CUDA)
 
 
 @pytest.mark.parametrize("inner", [256, 3072, 14336])

@@ -58,10 +58,10 @@ class Transformers:
 
 
 class Baton:
-    def __init__(self, path: Path, dtype: str, threads: int) -> None:
+    def __init__(self, path: Path, dtype: str, threads: int, **flags: Any) -> None:
         self.engine: EngineLoop = make_engine(
             path, dtype=dtype, cpu_threads=threads, page_size=16, max_total_tokens=16384, disable_radix_cache=True,
-            chunked_prefill_size=2048,
+            chunked_prefill_size=2048, **flags,
         )  # fmt: skip
 
     def run(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:

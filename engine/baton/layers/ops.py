@@ -78,6 +78,11 @@ def _choose_triton(shapes: KernelShapes, device: torch.device, *, required: bool
 
         _head_kernel = store_heads
         log.info("norm, rotation and store of heads, and the sampler: Triton")
+    elif shapes.experts:
+        raise ConfigError(
+            f"Triton's kernels cannot run here ({problem}), and experts have no others on a GPU; "
+            f"{triton_kernels.REMEDY}, or use --device cpu"
+        )
     elif required:
         raise ConfigError(
             f"Triton's kernels cannot run here ({problem}); {triton_kernels.REMEDY}, or use --attention-backend "
@@ -132,6 +137,17 @@ class FusedOps(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
 
+NO_EXPERT = -1
+"""A choice that adds nothing: of the rows that fill up a recorded step, on a GPU."""
+
+
+class ExpertKernel(Protocol):
+    """The routed experts of a layer that this process has, computed together."""
+
+    def pass_tokens(self, x: Tensor, experts: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """`pass_experts`, and choices are added to `counts`, int64 [experts of all ranks]."""
+
+
 def _kernels_for(x: Tensor) -> FusedOps | None:
     return _native_for(x) if x.is_cpu else _flashinfer
 
@@ -176,6 +192,39 @@ def pack_heads(weights: HeadMatrices) -> HeadMatrices:
     return packed
 
 
+def pack_experts(
+    gate_up: list[Matrix], down: list[Matrix], first_expert: int
+) -> ExpertKernel | None:
+    """One kernel for the experts of a layer; None: `pass_experts` computes them.
+
+    On the CPU it takes matrices that `pack_weight` has packed, or that stay quantized, and shares
+    their memory. On a GPU it has copies of them, side by side, and both lists are emptied.
+
+    Args:
+        gate_up: [2 * inner, hidden] of each expert: gate rows, then up rows.
+        down: [hidden, inner] of each.
+        first_expert: number of the first one.
+    """
+    plain_gate_up = [matrix for matrix in gate_up if isinstance(matrix, Tensor)]
+    plain_down = [matrix for matrix in down if isinstance(matrix, Tensor)]
+    kernel: ExpertKernel
+    if not plain_gate_up and not plain_down and _native is not None:
+        kernel = _native.ExpertWeights(gate_up, down, first_expert)
+        return kernel
+    if all(matrix.is_cpu for matrix in plain_gate_up):
+        return None
+    from baton.layers.kernels.experts import StackedExperts
+
+    # One list after the other, so that a copy exists of one at a time.
+    stacked_gate_up = torch.stack(plain_gate_up)
+    plain_gate_up.clear()
+    gate_up.clear()
+    stacked_down = torch.stack(plain_down)
+    down.clear()
+    kernel = StackedExperts(stacked_gate_up, stacked_down, first_expert)
+    return kernel
+
+
 def quantized_kernel(dtype: torch.dtype, device: torch.device) -> type[QuantizedWeight] | None:
     """The class of weights that stay quantized in memory, for products in `dtype`; None: there is
     no kernel, and they must be dequantized."""
@@ -201,6 +250,52 @@ def linear_by_head(x: Tensor, weights: HeadMatrices, out: Tensor) -> None:
         weights.multiply(x, out)
         return
     out.copy_(torch.einsum("thk,hnk->thn", x, weights))
+
+
+def pass_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    *,
+    held: range,
+    pass_expert: Callable[[int, Tensor], Tensor],
+    weighs_inputs: bool = False,
+) -> Tensor:
+    """Weighted sums of the results of each token's experts: [T, hidden] in x's type.
+
+    A result is rounded to x's type; the sum is taken in float32, in the order of the slots.
+
+    Args:
+        x: [T, hidden].
+        experts: int64 [T, slots].
+        weights: [T, slots].
+        held: numbers of the experts that are here; others add nothing.
+        pass_expert: results [n, hidden] of the expert at a place of `held`, for rows [n, hidden].
+        weighs_inputs: a weight multiplies what enters an expert, and not its result.
+    """
+    slots = experts.shape[1]
+    by_expert = experts.flatten().argsort(stable=True)
+    rows = x[by_expert // slots]
+    if weighs_inputs:
+        rows = rows * weights.flatten()[by_expert, None].to(x.dtype)
+    results = torch.zeros_like(rows)
+    first = 0
+    for number, count in enumerate(experts.flatten().bincount().tolist()):
+        chosen = slice(first, first + count)
+        first += count
+        # The matrices of an expert that no token chose are not read; another rank adds the results
+        # of experts that it has.
+        if count and number in held:
+            results[chosen] = pass_expert(number - held.start, rows[chosen])
+    in_order = torch.empty_like(results)
+    in_order[by_expert] = results
+    by_slot = in_order.view(*experts.shape, -1)
+    if weighs_inputs:
+        return by_slot.float().sum(1).to(x.dtype)
+    total = torch.zeros(x.shape, device=x.device)
+    for slot in range(slots):
+        total += by_slot[:, slot].float() * weights[:, slot, None].float()
+    return total.to(x.dtype)
 
 
 def embed_tokens(weight: Matrix, ids: Tensor) -> Tensor:

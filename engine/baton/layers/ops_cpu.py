@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from baton._native import ExpertWeights as _NativeExperts
 from baton._native import PackedHeads as _NativeHeads
 from baton._native import PackedWeight as _NativeWeight
 from baton._native import QuantizedWeight as _NativeQuantized
@@ -184,6 +185,75 @@ class QuantizedWeight(NativeMatrix):
         """Size in memory."""
         size: int = self._native.nbytes
         return size
+
+
+class ExpertWeights:
+    """The routed experts of a layer that this process has, as one kernel passes tokens through
+    them."""
+
+    __slots__ = ("_dtype", "_first", "_hidden", "_native", "visited_bytes")
+
+    def __init__(
+        self, gate_up: list[NativeMatrix], down: list[NativeMatrix], first_expert: int
+    ) -> None:
+        """Shares the memory of the matrices.
+
+        Args:
+            gate_up: [2 * inner, hidden] of each expert: gate rows, then up rows.
+            down: [hidden, inner] of each.
+            first_expert: number of the first one.
+        Raises:
+            ValueError: shapes or types differ.
+        """
+        self._native = _NativeExperts(
+            [matrix._native for matrix in gate_up], [matrix._native for matrix in down]
+        )
+        self._first = first_expert
+        self._hidden = down[0].shape[0]
+        self._dtype = down[0].dtype
+        self.visited_bytes = 0
+        """Bytes of weights that all calls have read."""
+
+    def expert_bytes(self, place: int) -> int:
+        """Bytes of the matrices of the expert at `place` among the held ones, as they are read."""
+        size: int = self._native.expert_bytes(place)
+        return size
+
+    def pass_tokens(self, x: Tensor, experts: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """Weighted sums of the chosen experts' results: a new [T, hidden] in x's type. Experts that
+        are not held add nothing.
+
+        Args:
+            x: [T, hidden].
+            experts: int64 [T, slots].
+            weights: [T, slots].
+            counts: int64 [experts of all ranks], to which the choices are added.
+        Raises:
+            ValueError: a choice is no expert.
+        """
+        tokens, slots = experts.shape
+        if x.dtype != self._dtype or x.shape != (tokens, self._hidden) or x.stride(1) != 1:
+            needed = f"{self._dtype} [{tokens}, {self._hidden}] with contiguous rows"
+            raise ValueError(
+                f"x is {x.dtype} {list(x.shape)} with strides {x.stride()}, not {needed}"
+            )
+        y = x.new_empty(x.shape)
+        # Weights in x's type are rounded already: no float32 changes their value.
+        wide = weights.float().contiguous()
+        chosen = experts.contiguous()
+        self.visited_bytes += self._native.pass_tokens(
+            self._first,
+            tokens,
+            slots,
+            x.data_ptr(),
+            x.stride(0),
+            checked_address("experts", chosen, torch.int64, (tokens, slots)),
+            checked_address("weights", wide, torch.float32, (tokens, slots)),
+            len(counts),
+            checked_address("counts", counts, torch.int64, (len(counts),)),
+            y.data_ptr(),
+        )
+        return y
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -114,6 +114,14 @@ def common_latents(layers: Sequence[LayerAttention]) -> LatentSpec | None:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShapes:
+    """Sizes of a mixture of experts on one rank."""
+
+    inner_size: int
+    experts_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class KernelShapes:
     """Sizes of one rank's share of a model that decide which GPU kernels can compute it."""
 
@@ -123,3 +131,5 @@ class KernelShapes:
     inner_sizes: dict[str, int]
     """Width behind each activation, by the name of its field in config.json."""
     heads: AttentionSpec
+    experts: tuple[ExpertShapes, ...] = ()
+    """Those of all layers, each once."""

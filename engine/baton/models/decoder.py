@@ -120,7 +120,7 @@ class Decoder:
         self._embedding_factor = factor
 
     def to(self, device: torch.device) -> None:
-        """Move weights and tables; before `pack`, which is for the CPU only."""
+        """Move weights and tables; before `pack`."""
         w = self.weights
         tied = w.lm_head is w.embed
         move_tensors(w, device)
@@ -138,8 +138,8 @@ class Decoder:
         return [mlp.token_counts for mlp in mlps if isinstance(mlp, MoeBlock)]
 
     def pack(self) -> None:
-        """Re-order the matrices for the CPU kernels, one after the other: peak memory is the model
-        and its largest one.
+        """Bring the matrices into the order of the device's kernels, one after the other: peak
+        memory is the model and its largest one; on a GPU, and the experts of a layer.
 
         The embedding is packed only as the output head it is tied to; else it is looked up, never
         multiplied.
@@ -204,7 +204,7 @@ class Decoder:
             x = tp.all_reduce(layer.attention.project(attended))
             x = self._leave_block(layer.after_attention_norm, x)
             normed, residual = _enter_block(layer.before_mlp_norm, x, residual)
-            x = tp.all_reduce(layer.mlp.forward(normed))
+            x = tp.all_reduce(_feed_forward(layer.mlp, normed, batch))
             x = self._leave_block(layer.after_mlp_norm, x)
         assert residual is not None, "a spec has at least one layer"
         normed, _ = self.weights.norm.add(x, residual)
@@ -246,6 +246,12 @@ class Decoder:
         elsewhere = (ids < share.start) | (ids >= share.stop)
         rows = ops.embed_tokens(self.weights.embed, (ids - share.start).masked_fill_(elsewhere, 0))
         return self._tp.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+
+
+def _feed_forward(mlp: MlpBlock | MoeBlock, x: Tensor, batch: ForwardBatch) -> Tensor:
+    """This rank's part of the result [T, hidden]."""
+    # Padding would make a recorded step read the weights of experts that no token chose.
+    return mlp.forward(x, batch.is_padding) if isinstance(mlp, MoeBlock) else mlp.forward(x)
 
 
 def _enter_block(

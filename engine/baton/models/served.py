@@ -49,7 +49,7 @@ class ServedModel(Protocol):
     def spec(self) -> ServedSpec: ...
 
     def pack(self) -> None:
-        """Bring the weights into the form that the CPU's kernels take."""
+        """Bring the weights into the form that the device's kernels take."""
 
     def expert_counts(self) -> list[Tensor]:
         """How many tokens chose each expert so far, by layer that has experts: int64 [experts].

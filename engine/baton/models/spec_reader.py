@@ -127,8 +127,9 @@ def _refuse_gpu(config: ModelConfig, architecture: str, layers: tuple[LayerSpec,
         config.refuse("architectures", [architecture], "attention sinks need --device cpu")
     if any(each.chunk for each in kinds):
         config.refuse("architectures", [architecture], "chunked attention needs --device cpu")
-    if any(isinstance(layer.mlp, MoeSpec) for layer in layers):
-        config.refuse("architectures", [architecture], "experts need --device cpu")
+    mlps = [layer.mlp for layer in layers]
+    if any(isinstance(mlp, MoeSpec) and not mlp.is_plain for mlp in mlps):
+        config.refuse("architectures", [architecture], "its experts need --device cpu")
     ropes = [layer.attention.rope for layer in layers]
     if any(rope is not None and rope.partial != 1.0 for rope in ropes):
         config.refuse("partial_rotary_factor", "below 1", "partial rotation needs --device cpu")

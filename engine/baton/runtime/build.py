@@ -254,7 +254,12 @@ def _load_native(
     if memory is not None:
         shapes = model.spec.kernel_shapes
         ops.choose_cuda(shapes, compute, required=config.attention_backend != "torch")
+    with no_room("the experts of a layer a second time", NO_ROOM_REMEDY):
+        model.pack()
     return _PlacedModel(model, compute, whole_spec.num_parameters, group, memory)
+
+
+NO_ROOM_REMEDY = "use a smaller one, a GPU with more memory, or more of them by --tp-size"
 
 
 def _load_share(
@@ -266,11 +271,9 @@ def _load_share(
     compute: torch.device,
     on_progress: OnProgress,
 ) -> Decoder:
-    """This rank's share of the weights, on its device, in the form its kernels take."""
-    with no_room(
-        "the model", "use a smaller one, a GPU with more memory, or more of them by --tp-size"
-    ):
-        model = load_weights(
+    """This rank's share of the weights, on its device."""
+    with no_room("the model", NO_ROOM_REMEDY):
+        return load_weights(
             whole_spec,
             model_dir,
             config.load_format,
@@ -280,9 +283,6 @@ def _load_share(
             compute,
             on_progress,
         )
-    if compute.type == "cpu":
-        model.pack()
-    return model
 
 
 def _context_length(config: EngineConfig, spec: ServedSpec) -> int:

@@ -21,7 +21,7 @@ use crate::simd::{SUM_LANES, Simd, SimdKernel, dispatch, tree_sum};
 const SHARE: usize = 1 << 14;
 
 /// Work on independent rows.
-trait RowKernel: Sync {
+pub(crate) trait RowKernel: Sync {
     /// # Safety
     /// The CPU supports `S`; rows [first, end) exist and are this call's.
     unsafe fn rows<S: Simd, E: ElementType>(&self, first: usize, end: usize);
@@ -36,7 +36,17 @@ impl<K: RowKernel, E: ElementType> SimdKernel for Span<'_, K, E> {
     }
 }
 
-unsafe fn for_rows<K: RowKernel>(isa: Isa, dtype: Dtype, rows: usize, row_len: usize, kernel: &K) {
+/// Run `kernel` over all rows, in shares that do not depend on the number of threads.
+///
+/// # Safety
+/// `isa.runs_here()`, and the kernel's own requirements.
+pub(crate) unsafe fn for_rows<K: RowKernel>(
+    isa: Isa,
+    dtype: Dtype,
+    rows: usize,
+    row_len: usize,
+    kernel: &K,
+) {
     let share = (SHARE / row_len.max(1)).max(1);
     pool::for_each(rows.div_ceil(share), &|i| {
         let first = i * share;
@@ -332,30 +342,16 @@ impl RowKernel for GatedProduct {
     unsafe fn rows<S: Simd, E: ElementType>(&self, first: usize, end: usize) {
         for row in first..end {
             let gate = self.gate_up.cast::<E::T>().add(row * self.stride);
+            let up = gate.add(self.len);
             let to = self.out.cast::<E::T>().add(row * self.len);
-            match self.activation {
-                Activation::Silu => multiply_row::<S, E, _>(gate, self.len, to, |g, up| {
-                    let power = S::mul(g, S::splat(LOG2_E));
-                    S::mul(E::round::<S>(pass_gate::<S>(g, power)), up)
-                }),
-                // x / 2 * (1 + tanh(u)) = x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
-                Activation::GeluTanh => multiply_row::<S, E, _>(gate, self.len, to, |g, up| {
-                    let linear = S::splat(2.0 * SQRT_2_OVER_PI * LOG2_E);
-                    let cubic = S::splat(2.0 * SQRT_2_OVER_PI * LOG2_E * 0.044_715);
-                    let power = S::mul(g, S::fma(S::mul(g, g), cubic, linear));
-                    S::mul(E::round::<S>(pass_gate::<S>(g, power)), up)
-                }),
-                Activation::ClampedSilu { gain, limit } => {
-                    multiply_row::<S, E, _>(gate, self.len, to, |g, up| {
-                        let most = S::splat(limit);
-                        let g = S::select_lt(most, g, most, g);
-                        let up = S::select_lt(most, up, most, up);
-                        let up = S::add(S::max(S::splat(-limit), up), S::splat(1.0));
-                        let power = S::mul(g, S::splat(gain * LOG2_E));
-                        let passed = E::round::<S>(pass_gate::<S>(g, power));
-                        S::mul(passed, E::round::<S>(up))
-                    });
-                }
+            let mut i = 0;
+            while i < self.len {
+                let left = self.len - i;
+                let g = load_part::<S, E>(gate.add(i), left);
+                let u = load_part::<S, E>(up.add(i), left);
+                let product = self.activation.multiply::<S, E>(g, u);
+                store_part::<S, E>(to.add(i), product, left);
+                i += S::LANES;
             }
         }
     }
@@ -415,21 +411,35 @@ unsafe fn pass_gate<S: Simd>(g: S::F, power: S::F) -> S::F {
     S::div(g, S::add(S::splat(1.0), e))
 }
 
-/// out = product(gate, up) for the `n` gates of a row, and as many values behind them.
-#[inline(always)]
-unsafe fn multiply_row<S: Simd, E: ElementType, P: Fn(S::F, S::F) -> S::F>(
-    gate: *const E::T,
-    n: usize,
-    to: *mut E::T,
-    product: P,
-) {
-    let up = gate.add(n);
-    let mut i = 0;
-    while i < n {
-        let g = load_part::<S, E>(gate.add(i), n - i);
-        let u = load_part::<S, E>(up.add(i), n - i);
-        store_part::<S, E>(to.add(i), product(g, u), n - i);
-        i += S::LANES;
+impl Activation {
+    /// The product of gates g and their values up, not rounded.
+    ///
+    /// # Safety
+    /// The CPU supports `S`.
+    #[inline(always)]
+    pub(crate) unsafe fn multiply<S: Simd, E: ElementType>(self, g: S::F, up: S::F) -> S::F {
+        match self {
+            Activation::Silu => {
+                let power = S::mul(g, S::splat(LOG2_E));
+                S::mul(E::round::<S>(pass_gate::<S>(g, power)), up)
+            }
+            // x / 2 * (1 + tanh(u)) = x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+            Activation::GeluTanh => {
+                let linear = S::splat(2.0 * SQRT_2_OVER_PI * LOG2_E);
+                let cubic = S::splat(2.0 * SQRT_2_OVER_PI * LOG2_E * 0.044_715);
+                let power = S::mul(g, S::fma(S::mul(g, g), cubic, linear));
+                S::mul(E::round::<S>(pass_gate::<S>(g, power)), up)
+            }
+            Activation::ClampedSilu { gain, limit } => {
+                let most = S::splat(limit);
+                let g = S::select_lt(most, g, most, g);
+                let up = S::select_lt(most, up, most, up);
+                let up = S::add(S::max(S::splat(-limit), up), S::splat(1.0));
+                let power = S::mul(g, S::splat(gain * LOG2_E));
+                let passed = E::round::<S>(pass_gate::<S>(g, power));
+                S::mul(passed, E::round::<S>(up))
+            }
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 //! | module | what it computes |
 //! |---|---|
 //! | [`linear`] | x * W^T + bias, any number of rows; weights packed at load, or quantized |
+//! | [`experts`] | the experts of a mixture that a step's tokens chose, and their weighted sums |
 //! | [`elementwise`] | RMS norm with or without residual, rotary embedding, gated activations |
 //! | [`rows`] | nothing: checks the index vectors of a step |
 //! | [`attention::append`] | new K and V of a step, scattered into the pages of the KV pool |
@@ -32,6 +33,7 @@
 pub mod attention;
 mod elem;
 pub mod elementwise;
+pub mod experts;
 pub mod isa;
 pub mod linear;
 mod math;

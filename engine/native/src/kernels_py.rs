@@ -10,6 +10,7 @@ use kernels::attention::{PagedAttention, paged_attention};
 use kernels::elementwise::{
     self, Activation, GatedProduct, HeadVectors, RmsNorm, RotaryEmbedding, RotaryPairs, Sigmoid,
 };
+use kernels::experts::{self, ExpertMatrix, ExpertStep};
 use kernels::linear::{
     self, CodeType, CodedMatrix, HeadProducts, LinearProduct, Weight, WeightShape,
 };
@@ -17,6 +18,7 @@ use kernels::rows::SequenceRows;
 use kernels::{Dtype, isa, pool};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
+use std::sync::Arc;
 
 fn dtype(bf16: bool) -> Dtype {
     if bf16 { Dtype::Bf16 } else { Dtype::F32 }
@@ -464,7 +466,7 @@ fn sigmoid(py: Python<'_>, bf16: bool, x: usize, rows: usize, len: usize, out: u
 
 /// A weight matrix [outputs, inputs] in the kernels' order; owns its memory.
 #[pyclass(frozen, module = "baton._native")]
-struct PackedWeight(linear::PackedWeight);
+struct PackedWeight(Arc<linear::PackedWeight>);
 
 #[pymethods]
 impl PackedWeight {
@@ -477,9 +479,9 @@ impl PackedWeight {
             inputs,
         };
         // SAFETY: the Python side holds the tensor and has checked its shape.
-        PackedWeight(
-            py.detach(|| unsafe { linear::PackedWeight::pack(shape, weight as *const u8) }),
-        )
+        let packed =
+            py.detach(|| unsafe { linear::PackedWeight::pack(shape, weight as *const u8) });
+        PackedWeight(Arc::new(packed))
     }
 
     /// y [rows, outputs] = x [rows, inputs] * W^T + bias [outputs] (0: none); rows of x are
@@ -556,7 +558,7 @@ impl PackedHeads {
 
 /// A weight that stays quantized in memory, for products in f32 or bf16.
 #[pyclass(frozen, module = "baton._native")]
-struct QuantizedWeight(linear::QuantizedWeight);
+struct QuantizedWeight(Arc<linear::QuantizedWeight>);
 
 #[pymethods]
 impl QuantizedWeight {
@@ -614,9 +616,8 @@ impl QuantizedWeight {
             group_of: group_of as *const u32,
         });
         // SAFETY: as above; the groups are checked.
-        Ok(QuantizedWeight(py.detach(|| unsafe {
-            linear::QuantizedWeight::pack(shape, matrix.get())
-        })))
+        let packed = py.detach(|| unsafe { linear::QuantizedWeight::pack(shape, matrix.get()) });
+        Ok(QuantizedWeight(Arc::new(packed)))
     }
 
     /// Size in memory.
@@ -646,6 +647,89 @@ impl QuantizedWeight {
         py.detach(|| unsafe { self.0.rows(ids, out as *mut u8) });
         Ok(())
     }
+}
+
+/// The routed experts of a layer that this process has. Shares the memory of the matrices.
+#[pyclass(frozen, module = "baton._native")]
+struct ExpertWeights(experts::ExpertWeights);
+
+#[pymethods]
+impl ExpertWeights {
+    /// A PackedWeight or QuantizedWeight per expert: gate's rows then up's, and down. Raises
+    /// ValueError where shapes differ.
+    #[new]
+    fn new(gate_up: Vec<Bound<'_, PyAny>>, down: Vec<Bound<'_, PyAny>>) -> PyResult<ExpertWeights> {
+        let of = |matrices: Vec<Bound<'_, PyAny>>| {
+            let of_each = matrices.iter().map(expert_matrix);
+            of_each.collect::<PyResult<Vec<ExpertMatrix>>>()
+        };
+        experts::ExpertWeights::new(of(gate_up)?, of(down)?)
+            .map(ExpertWeights)
+            .map_err(|err| PyValueError::new_err(err.to_string()))
+    }
+
+    /// Bytes of the matrices of the expert at place `number`, as they are read.
+    fn expert_bytes(&self, number: usize) -> usize {
+        self.0.expert_bytes(number)
+    }
+
+    /// y [tokens, hidden] = weighted sums of the experts that each token of x [tokens, hidden]
+    /// chose; rows of x are `x_stride` elements apart. The first expert here has the number
+    /// `first_expert`.
+    ///
+    /// Addresses of int64 chosen and float32 weights [tokens, slots], and of int64 counts
+    /// [experts of all ranks], to which the choices are added. Returns the bytes of weights that
+    /// were read. Raises ValueError for a choice that is no expert.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a record would cost more than the call"
+    )]
+    fn pass_tokens(
+        &self,
+        py: Python<'_>,
+        first_expert: usize,
+        tokens: usize,
+        slots: usize,
+        x: usize,
+        x_stride: usize,
+        chosen: usize,
+        weights: usize,
+        num_experts: usize,
+        counts: usize,
+        y: usize,
+    ) -> PyResult<u64> {
+        // SAFETY: the Python side holds the tensors and has checked their types and shapes.
+        let (chosen, weights) = unsafe {
+            (
+                slice(chosen, tokens * slots),
+                slice(weights, tokens * slots),
+            )
+        };
+        // SAFETY: as above; nothing else reads or writes the counts during this call.
+        let counts = unsafe { std::slice::from_raw_parts_mut(counts as *mut i64, num_experts) };
+        experts::count_choices(chosen, slots, counts)
+            .map_err(|err| PyValueError::new_err(err.to_string()))?;
+        let step = Shared(ExpertStep {
+            experts: &self.0,
+            first_expert,
+            slots,
+            chosen,
+            weights,
+            x: x as *const u8,
+            x_stride,
+            y: y as *mut u8,
+        });
+        // SAFETY: as above.
+        Ok(py.detach(|| unsafe { experts::pass_experts(step.get()) }))
+    }
+}
+
+fn expert_matrix(matrix: &Bound<'_, PyAny>) -> PyResult<ExpertMatrix> {
+    if let Ok(packed) = matrix.cast::<PackedWeight>() {
+        return Ok(ExpertMatrix::Packed(Arc::clone(&packed.get().0)));
+    }
+    let quantized = matrix.cast::<QuantizedWeight>()?;
+    Ok(ExpertMatrix::Quantized(Arc::clone(&quantized.get().0)))
 }
 
 fn multiply(
@@ -704,6 +788,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<PackedWeight>()?;
     m.add_class::<PackedHeads>()?;
     m.add_class::<QuantizedWeight>()?;
+    m.add_class::<ExpertWeights>()?;
     m.add_function(wrap_pyfunction!(cpu_isa, m)?)?;
     m.add_function(wrap_pyfunction!(set_threads, m)?)?;
     m.add_function(wrap_pyfunction!(threads, m)?)?;

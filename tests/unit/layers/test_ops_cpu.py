@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -164,6 +165,109 @@ def test_clamped_silu_mul_equals_torch_below_and_above_its_limits(dtype: torch.d
         gate_up = noise(rows, 2 * n + 3, dtype=dtype)[:, : 2 * n] * 4
         got = ops_cpu.clamped_silu_mul(gate_up, 1.702, 1.5)
         assert_close(got, ops.clamped_silu_mul(gate_up.float(), 1.702, 1.5).to(dtype))
+
+
+def make_experts(
+    dtype: torch.dtype, count: int = 5, hidden: int = 64, inner: int = 128
+) -> tuple[list[ops_cpu.NativeMatrix], list[ops_cpu.NativeMatrix]]:
+    """Packed gate_up and down of each expert; of every second one, quantized."""
+
+    def make(outputs: int, inputs: int, seed: int) -> ops_cpu.NativeMatrix:
+        if seed % 2:
+            return ops_cpu.PackedWeight(noise(outputs, inputs, dtype=dtype, seed=seed))
+        codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+        return ops_cpu.QuantizedWeight(
+            "int4", codes, scales=torch.rand(outputs, 1), zeros=8.0,
+            column_group=torch.zeros(inputs, dtype=torch.int32), dtype=dtype,
+        )  # fmt: skip
+
+    gate_up = [make(2 * inner, hidden, 2 * number + number % 2) for number in range(count)]
+    down = [make(hidden, inner, 2 * number + 1 - number % 2) for number in range(count)]
+    return gate_up, down
+
+
+def expert_of(
+    gate_up: Sequence[ops.Matrix], down: Sequence[ops.Matrix]
+) -> Callable[[int, Tensor], Tensor]:
+    """Results of one expert, by products of its own."""
+
+    def pass_expert(place: int, x: Tensor) -> Tensor:
+        return ops.linear(ops.silu_mul(ops.linear(x, gate_up[place])), down[place])
+
+    return pass_expert
+
+
+def choices_of(tokens: int, slots: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Distinct experts of each token, and weights."""
+    generator = torch.Generator().manual_seed(tokens)
+    experts = torch.rand(tokens, num_experts, generator=generator).argsort(dim=-1)[:, :slots]
+    return experts, torch.rand(tokens, slots, generator=generator)
+
+
+@both_dtypes
+def test_experts_have_the_bits_of_single_products_summed_in_order(dtype: torch.dtype) -> None:
+    gate_up, down = make_experts(dtype)
+    kernel = ops_cpu.ExpertWeights(gate_up, down, first_expert=2)
+    counts = torch.zeros(8, dtype=torch.int64)
+    for tokens in (1, 2, 9, 70):
+        x = noise(tokens, 80, dtype=dtype, seed=tokens)[:, 7:71]
+        experts, weights = choices_of(tokens, 3, 8)
+        want = ops.pass_experts(
+            x, experts, weights, held=range(2, 7), pass_expert=expert_of(gate_up, down)
+        )
+        before = counts.clone()
+        assert torch.equal(kernel.pass_tokens(x, experts, weights, counts), want), tokens
+        assert torch.equal(counts - before, experts.flatten().bincount(minlength=8))
+
+
+@pytest.mark.usefixtures("torch_ops")
+def test_experts_without_kernels_are_the_same_sum() -> None:
+    """Against the formula in float64."""
+    gate_up = [noise(24, 16, dtype=torch.float32, seed=number) for number in range(4)]
+    down = [noise(16, 12, dtype=torch.float32, seed=9 + number) for number in range(4)]
+    experts, weights = choices_of(11, 2, 6)
+    x = noise(11, 16, dtype=torch.float32)
+    got = ops.pass_experts(
+        x, experts, weights, held=range(1, 5), pass_expert=expert_of(gate_up, down)
+    )
+    for token in range(11):
+        want = torch.zeros(16, dtype=torch.float64)
+        for expert, weight in zip(experts[token].tolist(), weights[token], strict=True):
+            if 1 <= expert < 5:
+                gate, up = (gate_up[expert - 1].double() @ x[token].double()).chunk(2)
+                want += weight * (down[expert - 1].double() @ (functional.silu(gate) * up))
+        torch.testing.assert_close(got[token].double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["packed", "int4"])
+def test_decode_step_reads_the_chosen_experts_only(kind: str) -> None:
+    gate_up, down = make_experts(torch.bfloat16, 8, 256, 384)
+    first = 1 if kind == "packed" else 0
+    kernel = ops_cpu.ExpertWeights(gate_up[first::2], down[first::2], first_expert=0)
+    for token in range(3):
+        experts, weights = choices_of(token + 1, 2, 4)
+        before = kernel.visited_bytes
+        counts = torch.zeros(4, dtype=torch.int64)
+        x = noise(1, 256, dtype=torch.bfloat16)
+        kernel.pass_tokens(x, experts[-1:], weights[-1:], counts)
+        chosen = sum(kernel.expert_bytes(place) for place in experts[-1].tolist())
+        assert chosen <= kernel.visited_bytes - before <= 1.15 * chosen
+
+
+def test_choice_of_no_expert_and_foreign_tensors_are_refused() -> None:
+    gate_up, down = make_experts(torch.float32, 2)
+    kernel = ops_cpu.ExpertWeights(gate_up, down, first_expert=0)
+    x = torch.zeros(1, 64)
+    weights = torch.ones(1, 1)
+    counts = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="token 0 chose expert 2 of 2"):
+        kernel.pass_tokens(x, torch.tensor([[2]]), weights, counts)
+    with pytest.raises(ValueError, match=r"x is torch.float32 \[1, 63\] .* \[1, 64\]"):
+        kernel.pass_tokens(x[:, 1:], torch.tensor([[1]]), weights, counts)
+    with pytest.raises(ValueError, match=r"counts is torch.int32"):
+        kernel.pass_tokens(x, torch.tensor([[1]]), weights, counts.int())
+    with pytest.raises(ValueError, match="expert 0: gate_up is F32"):
+        ops_cpu.ExpertWeights(down, gate_up, first_expert=0)
 
 
 def test_wrong_tensors_are_refused_with_both_sides_named() -> None:

@@ -84,6 +84,8 @@ class ForwardBatch:
     max_kv_len: int = 0
     further: tuple[PageTable, ...] = ()
     """Tables 1, 2, ... of the pool (kv_spec.LayerPlace); the fields above are of table 0."""
+    is_padding: Tensor | None = None
+    """bool [T]: rows that fill up a recorded step; None: there are none."""
 
     @property
     def tables(self) -> tuple[PageTable, ...]:

@@ -1,5 +1,5 @@
 """Kernels of our own, in Triton, which comes with torch's CUDA builds: `draw` and `masks` for the
-sampler, `heads` for a layer.
+sampler, `heads` and `experts` for a layer.
 
 Triton compiles a kernel at its first launch, and the launcher with a C compiler: `find_obstacle`
 does both at start.
@@ -43,6 +43,7 @@ def find_obstacle(shapes: KernelShapes, device: torch.device) -> str | None:
 def _try_out(shapes: KernelShapes, device: torch.device) -> None:
     from baton.layers.kernels.draw import draw_rows
     from baton.layers.kernels.draw_columns import DrawColumns
+    from baton.layers.kernels.experts import MANY_ROWS, StackedExperts
     from baton.layers.kernels.heads import store_heads
     from baton.layers.kernels.masks import mask_rows
 
@@ -70,5 +71,17 @@ def _try_out(shapes: KernelShapes, device: torch.device) -> None:
             (pages[0], pages[1]),
             integers[:1],
         )
+    for mixture in shapes.experts:
+        gate_up = torch.zeros(
+            1, 2 * mixture.inner_size, shapes.hidden_size, dtype=dtype, device=device
+        )
+        down = torch.zeros(1, shapes.hidden_size, mixture.inner_size, dtype=dtype, device=device)
+        one = StackedExperts(gate_up, down, first_expert=0)
+        # Small tiles, and large ones.
+        for tokens in (1, MANY_ROWS):
+            x = torch.zeros(tokens, shapes.hidden_size, dtype=dtype, device=device)
+            places = (tokens, mixture.experts_per_token)
+            chosen = torch.zeros(places, dtype=torch.int64, device=device)
+            one.pass_tokens(x, chosen, torch.zeros(places, device=device), integers[:1])
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # raises the error of a failed launch

@@ -2,11 +2,11 @@
 sum is the result.
 
 1. The router's logits, and from them each token's experts and weights (`blocks.router`).
-2. Rows are grouped by expert, so that a step reads the matrices of chosen experts only, each once.
-3. A token's results are multiplied by their weights and added in float32, in the order of its
-   choice. A packed product gives a row the same bits in any batch, and so does this sum: a token's
-   result depends on nothing but the token.
-4. The shared expert's result is added, if the model has one.
+2. The weighted sum of the experts' results, which reads the matrices of chosen experts only: by
+   one kernel for all of a layer's (`ops.pack_experts`), or, where they are not plain, by products
+   of one after the other (`ops.pass_experts`). On the CPU a token's result depends on nothing but
+   the token.
+3. The shared expert's result is added, if the model has one.
 
 Source: arXiv 2101.03961 (routing), arXiv 2401.06066 (shared experts), and transformers' classes of
 the families.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.layers import ops
+from baton.layers.ops import NO_EXPERT
 from baton.models.blocks.mlp import MlpBlock
 from baton.models.blocks.router import Routing, route
 from baton.models.blocks.tensors import move_tensors, take_prefixed
@@ -49,6 +50,8 @@ class MoeBlock:
     """[1, hidden]"""
     token_counts: Tensor = field(init=False)
     """How many tokens chose each expert, in all steps so far: int64 [experts]."""
+    kernel: ops.ExpertKernel | None = field(init=False, default=None)
+    """Of packed experts; None: plain products, one expert after the other."""
 
     def __post_init__(self) -> None:
         self.token_counts = torch.zeros(self.spec.router.num_experts, dtype=torch.int64)
@@ -77,21 +80,31 @@ class MoeBlock:
             self.shared.to(device)
 
     def pack(self) -> None:
-        """Re-order the matrices for the CPU kernels, one after the other."""
+        """Re-order the matrices for the kernels, one after the other."""
         self.router = ops.pack_weight(self.router)
         for matrices in (self.gate_up, self.down):
             for number, matrix in enumerate(matrices):
                 matrices[number] = ops.pack_weight(matrix)
+        if self.spec.is_plain:
+            first_expert = self.spec.held_experts.start
+            self.kernel = ops.pack_experts(self.gate_up, self.down, first_expert)
         if self.shared is not None:
             self.shared.pack()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_padding: Tensor | None = None) -> Tensor:
         """x [T, hidden]: this rank's part of the result [T, hidden]; parts of all ranks are to be
-        summed."""
+        summed.
+
+        Args: `is_padding`: bool [T], rows that choose no expert; None: there are none. For the
+        kernel of GPUs.
+        """
         routed = x.float() if self.spec.router.computes_float32 else x
         logits = ops.linear(routed, self.router, self.logit_bias)
         routing = route(logits, self.spec.router, self.router_bias)
-        result = self._add_weighted(self._pass_experts(x, routing), routing).to(x.dtype)
+        if is_padding is not None:
+            experts = routing.experts.masked_fill(is_padding[:, None], NO_EXPERT)
+            routing = routing._replace(experts=experts)
+        result = self._sum_experts(x, routing)
         if self.shared is None:
             return result
         shared = self.shared.forward(x)
@@ -99,33 +112,18 @@ class MoeBlock:
             shared = ops.sigmoid(ops.linear(x, self.shared_gate)) * shared
         return result + shared
 
-    def _pass_experts(self, x: Tensor, routing: Routing) -> Tensor:
-        """Results of each token's experts: [T, experts_per_token, hidden]."""
-        slots = routing.experts.flatten()
-        by_expert = slots.argsort(stable=True)
-        rows = x[by_expert // self.spec.router.experts_per_token]
-        if self.spec.weighs_inputs:
-            rows = rows * routing.weights.flatten()[by_expert, None].to(x.dtype)
-        # Zero for experts of other ranks, because the ranks' sums are added.
-        results = torch.zeros_like(rows)
-        held = self.spec.held_experts
-        counts = slots.bincount(minlength=self.spec.router.num_experts)
-        self.token_counts += counts
-        first = 0
-        for expert, count in enumerate(counts.tolist()):
-            # The matrices of an expert that no token chose are not read.
-            if count == 0:
-                continue
-            chosen = slice(first, first + count)
-            first += count
-            # Another rank has it, and adds its result.
-            if expert not in held:
-                continue
-            own = expert - held.start
-            results[chosen] = self._pass_expert(own, rows[chosen])
-        in_order = torch.empty_like(results)
-        in_order[by_expert] = results
-        return in_order.view(*routing.experts.shape, -1)
+    def _sum_experts(self, x: Tensor, routing: Routing) -> Tensor:
+        """Weighted sum of each token's experts that the rank has: [T, hidden] in x's type."""
+        if self.kernel is not None:
+            return self.kernel.pass_tokens(x, *routing, self.token_counts)
+        self.token_counts += routing.experts.flatten().bincount(minlength=len(self.token_counts))
+        return ops.pass_experts(
+            x,
+            *routing,
+            held=self.spec.held_experts,
+            pass_expert=self._pass_expert,
+            weighs_inputs=self.spec.weighs_inputs,
+        )
 
     def _pass_expert(self, own: int, x: Tensor) -> Tensor:
         """Results [n, hidden] of one of this rank's experts."""
@@ -138,13 +136,3 @@ class MoeBlock:
         else:
             inner = ops.clamped_silu_mul(gate_up, clamped.gain, clamped.limit)
         return ops.linear(inner, self.down[own], down_bias)
-
-    def _add_weighted(self, results: Tensor, routing: Routing) -> Tensor:
-        """float32 [T, hidden]."""
-        if self.spec.weighs_inputs:
-            return results.float().sum(1)
-        total = torch.zeros(len(results), results.shape[-1], device=results.device)
-        for choice in range(results.shape[1]):
-            weight = routing.weights[:, choice, None].float()
-            total += results[:, choice].float() * weight
-        return total

@@ -120,8 +120,16 @@ class ModelSpec:
         inner_sizes: dict[str, int] = {}
         for layer in self.layers:
             inner_sizes |= layer.mlp.inner_sizes
-        heads = common_heads(self.attention)
-        return KernelShapes(self.dtype, self.vocab_size, self.hidden_size, inner_sizes, heads)
+        mlps = (layer.mlp for layer in self.layers)
+        mixtures = [mlp.shapes for mlp in mlps if isinstance(mlp, MoeSpec)]
+        return KernelShapes(
+            dtype=self.dtype,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            inner_sizes=inner_sizes,
+            heads=common_heads(self.attention),
+            experts=tuple(dict.fromkeys(mixtures)),
+        )
 
     @property
     def num_parameters(self) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from baton.layers.shard import Shard
+from baton.layers.spec import ExpertShapes
 from baton.models.spec.mlp import MlpSpec
 from baton.models.spec.tensors import Param, Part, TensorAxis, make_param, whole_axis
 
@@ -126,6 +127,11 @@ class MoeSpec:
     """First and end of the experts that this rank has; None: all."""
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the kernels of experts take them: others pass one expert after the other."""
+        return not self.has_biases and not self.weighs_inputs and self.activation is None
+
+    @property
     def held_experts(self) -> range:
         """Numbers of the experts that this rank has."""
         return range(*(self.held or (0, self.router.num_experts)))
@@ -208,6 +214,11 @@ class MoeSpec:
         experts = self.router.num_experts * (3 * self.inner_size + 1) * hidden_size
         shared = 0 if self.shared is None else self.shared.num_parameters(hidden_size)
         return experts + shared + (hidden_size if self.has_shared_gate else 0)
+
+    @property
+    def shapes(self) -> ExpertShapes:
+        """Sizes that the kernels need."""
+        return ExpertShapes(self.inner_size, self.router.experts_per_token)
 
     @property
     def inner_sizes(self) -> dict[str, int]:

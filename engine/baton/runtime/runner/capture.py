@@ -11,7 +11,7 @@ table. Any other step, and a larger one, runs eagerly.
     token table       slots of the rows      dummy      one entry beyond the slots
 
 A padding row reads and writes the dummy page and the dummy entry only, so it changes no other row's
-tokens.
+tokens. It chooses no experts.
 
 A recorded step reads only `GraphInputs`, the table, the weights and the pool, because Python runs
 at recording only.
@@ -150,6 +150,7 @@ class DecodeGraphs:
             slot_mapping=static.slot_mapping[rows],
             sample_index=static.entries[rows],  # as many as there are tokens: every row samples
             num_decode=size,
+            is_padding=static.entries[rows] == self.table.dummy,
         )
         self._logits[rows].copy_(self.model.compute(batch, self.attn))
         self._greedy[rows].copy_(greedy_tokens(self._logits[rows]))

@@ -18,8 +18,8 @@
 //! Exact: y[m][n] is one chain of fused multiply-adds over k, whatever M, the threads and the cuts:
 //! rows of a batch, chunks of a prompt and single tokens get the same bits.
 //!
-//! A weight may stay [`quantized`] in memory; its panels are decoded block by block. Products of
-//! many small weights, one per head, are one call ([`by_head`]).
+//! A weight may stay [`quantized`] in memory; its panels are decoded some units at a time. Products
+//! of many small weights, one per head, are one call ([`by_head`]).
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "one contract for the module: the CPU has level S, Linear's pointers cover its shapes"
@@ -33,27 +33,22 @@ use crate::memory::AlignedWords;
 use crate::memory::scratch::{padded, with_call_scratch, with_scratch};
 use crate::pool;
 use crate::simd::{Simd, SimdKernel, dispatch};
-use crate::tile::{TileOperands, product};
 
 mod by_head;
+pub(crate) mod panels;
 mod quantized;
 
 pub use by_head::{HeadProducts, multiply_heads, multiply_heads_on};
+use panels::{PACK_ROWS, PackedRows, PanelSums, TILE_UNITS};
 pub use quantized::{CodeType, CodedMatrix, QuantizedWeight};
 
 /// Outputs side by side: a row of tiles at AVX-512.
 pub const PANEL: usize = 64;
-/// Packed words of x per row and reduction block: with a panel's share of W (64 KiB) it stays in
-/// the second-level cache.
-const BLOCK_WORDS: usize = 256;
-/// Words between rows of a packed block: no power of two, so that rows fall into different cache
-/// sets.
-const X_STRIDE: usize = BLOCK_WORDS + 16;
 /// Rows of an item: enough to pay for reading W from the last-level cache.
-const ITEM_ROWS: usize = 192;
-const ITEM_PANELS: usize = 4;
+pub(crate) const ITEM_ROWS: usize = 192;
+pub(crate) const ITEM_PANELS: usize = 4;
 /// Multiply-adds below which another thread costs more than it gives (about 10 us).
-const ALONE: usize = 1 << 20;
+pub(crate) const ALONE: usize = 1 << 20;
 
 /// Shape and type of a weight matrix.
 #[derive(Clone, Copy, Debug)]
@@ -71,7 +66,7 @@ impl WeightShape {
         }
     }
 
-    fn panels(&self) -> usize {
+    pub(crate) fn panels(&self) -> usize {
         self.outputs.div_ceil(PANEL)
     }
 }
@@ -213,6 +208,22 @@ impl Weight<'_> {
             Weight::Quantized(weight) => weight.shape(),
         }
     }
+
+    /// Bytes that are read of memory for one panel.
+    pub(crate) fn panel_bytes(self) -> usize {
+        match self {
+            Weight::Packed(weight) => weight.shape.units() * PANEL * 4,
+            Weight::Quantized(weight) => weight.panel_bytes(),
+        }
+    }
+
+    /// Scratch words for decoded units of a panel, where the weight is quantized.
+    pub(crate) fn tile_words(self) -> usize {
+        match self {
+            Weight::Packed(_) => 0,
+            Weight::Quantized(_) => TILE_UNITS * PANEL,
+        }
+    }
 }
 
 /// Arguments of one product. x and y are in the weight's type.
@@ -255,68 +266,46 @@ pub unsafe fn linear_on(isa: Isa, l: &LinearProduct) {
     }
 }
 
-/// x in blocks `[block][row][X_STRIDE]`.
-#[derive(Clone, Copy)]
-struct PackedX(*mut u32);
-
-impl PackedX {
-    fn words(self) -> *mut u32 {
-        self.0
-    }
-}
-
-// SAFETY: written by items for disjoint rows, then only read.
-unsafe impl Sync for PackedX {}
-
-const fn block_units<E: ElementType>() -> usize {
-    BLOCK_WORDS / E::X_WORDS
-}
-
 unsafe fn multiply<E: ElementType>(isa: Isa, l: &LinearProduct) {
-    let blocks = l.weight.shape().units().div_ceil(block_units::<E>());
-    with_call_scratch(padded(blocks * l.rows * X_STRIDE), |mut carver| {
-        let x = PackedX(carver.take(blocks * l.rows * X_STRIDE));
+    let shape = l.weight.shape();
+    let x_words = PackedRows::words::<E>(l.rows, shape.inputs);
+    with_call_scratch(padded(x_words), |mut carver| {
+        let x = PackedRows::new(carver.take(x_words), l.rows);
         let pack = |first: usize, rows: usize| {
             // SAFETY: passed on; the rows are this item's.
-            unsafe { dispatch(isa, PackX::<E>(l, x.words(), first, rows, PhantomData)) }
+            unsafe { dispatch(isa, PackX::<E>(l, x, first, rows, PhantomData)) }
         };
         let row_cuts = l.rows.div_ceil(ITEM_ROWS).max(1);
-        let panel_cuts = l.weight.shape().panels().div_ceil(ITEM_PANELS);
+        let panel_cuts = shape.panels().div_ceil(ITEM_PANELS);
         let run = |i: usize| {
             let cut = i % row_cuts;
             let panel = i / row_cuts * ITEM_PANELS;
             let first = cut * l.rows / row_cuts;
             let end = (cut + 1) * l.rows / row_cuts;
-            let count = ITEM_PANELS.min(l.weight.shape().panels() - panel);
+            let panels: [usize; ITEM_PANELS] = std::array::from_fn(|p| panel + p);
+            let count = ITEM_PANELS.min(shape.panels() - panel);
             let sum_words = (end - first) * count * PANEL;
-            let tile_words = match l.weight {
-                Weight::Packed(_) => 0,
-                Weight::Quantized(_) => block_units::<E>() * PANEL,
-            };
+            let tile_words = l.weight.tile_words();
             with_scratch(padded(sum_words) + padded(tile_words), |mut carver| {
-                let sums = carver.take(sum_words).cast();
-                let tile = carver.take(tile_words);
-                let item = Item {
-                    l,
-                    x: x.words(),
+                let sums = PanelSums {
+                    weight: l.weight,
+                    x,
                     first,
                     rows: end - first,
-                    panel,
-                    count,
-                    sums,
-                    tile,
+                    panels: &panels[..count],
+                    sums: carver.take(sum_words).cast(),
+                    tile: carver.take(tile_words),
                     elem: PhantomData::<E>,
                 };
                 // SAFETY: passed on; x is packed, the sums have room for the item.
-                unsafe { dispatch(isa, item) }
+                unsafe { dispatch(isa, Item(l, sums)) }
             });
         };
-        if l.rows * l.weight.shape().outputs * l.weight.shape().inputs < ALONE {
+        if l.rows * shape.outputs * shape.inputs < ALONE {
             pack(0, l.rows);
             (0..row_cuts * panel_cuts).for_each(run);
             return;
         }
-        const PACK_ROWS: usize = 32;
         pool::for_each(l.rows.div_ceil(PACK_ROWS), &|i| {
             pack(i * PACK_ROWS, PACK_ROWS.min(l.rows - i * PACK_ROWS));
         });
@@ -326,7 +315,7 @@ unsafe fn multiply<E: ElementType>(isa: Isa, l: &LinearProduct) {
 
 struct PackX<'a, E: ElementType>(
     &'a LinearProduct<'a>,
-    *mut u32,
+    PackedRows,
     usize,
     usize,
     PhantomData<E>,
@@ -338,116 +327,34 @@ impl<E: ElementType> SimdKernel for PackX<'_, E> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let PackX(l, x, first, rows, _) = self;
-        let per_block = block_units::<E>() * E::PER_UNIT;
         for row in first..first + rows {
             let from = l.x.cast::<E::T>().add(row * l.x_stride);
-            let mut block = 0;
-            while block * per_block < l.weight.shape().inputs {
-                let n = per_block.min(l.weight.shape().inputs - block * per_block);
-                E::pack_x::<S>(
-                    from.add(block * per_block),
-                    n,
-                    x.add((block * l.rows + row) * X_STRIDE),
-                );
-                block += 1;
-            }
+            x.pack::<S, E>(row, from, l.weight.shape().inputs);
         }
     }
 }
 
-/// Rows [first, first + rows) times panels [panel, panel + count).
-struct Item<'a, E: ElementType> {
-    l: &'a LinearProduct<'a>,
-    x: *const u32,
-    first: usize,
-    rows: usize,
-    panel: usize,
-    count: usize,
-    /// [rows, count * PANEL]
-    sums: *mut f32,
-    /// A block of a panel, where the weight is quantized.
-    tile: *mut u32,
-    elem: PhantomData<E>,
-}
+/// Some rows of a product, for some panels side by side.
+struct Item<'a, E: ElementType>(&'a LinearProduct<'a>, PanelSums<'a, E>);
 
 impl<E: ElementType> SimdKernel for Item<'_, E> {
     const DOT: bool = E::DOT;
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // Few rows: W is read once, in memory order. Many: a block of x is used for every panel
-        // before the next.
-        if self.rows <= S::TALL_ROWS {
-            for p in 0..self.count {
-                for block in 0..self.blocks() {
-                    self.block::<S>(p, block, true);
-                }
-            }
-        } else {
-            for block in 0..self.blocks() {
-                for p in 0..self.count {
-                    self.block::<S>(p, block, false);
-                }
-            }
-        }
-        self.finish::<S>();
-    }
-}
-
-impl<E: ElementType> Item<'_, E> {
-    fn blocks(&self) -> usize {
-        self.l.weight.shape().units().div_ceil(block_units::<E>())
-    }
-
-    fn width(&self) -> usize {
-        self.count * PANEL
-    }
-
-    #[inline(always)]
-    unsafe fn block<S: Simd>(&self, p: usize, block: usize, stream: bool) {
-        let all_units = self.l.weight.shape().units();
-        let from = block * block_units::<E>();
-        let units = block_units::<E>().min(all_units - from);
-        let panel = self.panel + p;
-        let (w, stream) = match self.l.weight {
-            Weight::Packed(weight) => {
-                let at = weight
-                    .words
-                    .as_ptr()
-                    .add((panel * all_units + from) * PANEL);
-                (at.cast_const(), stream)
-            }
-            Weight::Quantized(weight) => {
-                weight.decode::<S, E>(panel, from, units, self.tile);
-                (self.tile.cast_const(), false)
-            }
-        };
-        let operands = TileOperands {
-            x: self.x.add((block * self.l.rows + self.first) * X_STRIDE),
-            w,
-            w_stride: PANEL,
-            units,
-            out: self.sums.add(p * PANEL),
-            out_stride: self.width(),
-            add: block > 0,
-            stream,
-        };
-        product::<S, E, X_STRIDE, true>(self.rows, PANEL / S::LANES, operands);
-    }
-
-    #[inline(always)]
-    unsafe fn finish<S: Simd>(&self) {
-        let l = self.l;
-        let column = self.panel * PANEL;
-        let columns = self.width().min(l.weight.shape().outputs - column);
+        let Item(l, sums) = self;
+        sums.compute::<S>();
+        let outputs = l.weight.shape().outputs;
+        let column = sums.panels[0] * PANEL;
+        let columns = sums.width().min(outputs - column);
         let bias = l.bias.cast::<E::T>();
-        for row in 0..self.rows {
+        for row in 0..sums.rows {
             let to =
                 l.y.cast::<E::T>()
-                    .add((self.first + row) * l.y_stride + column);
+                    .add((sums.first + row) * l.y_stride + column);
             let mut c = 0;
             while c < columns {
-                let mut v = S::load(self.sums.add(row * self.width() + c));
+                let mut v = S::load(sums.row(row).add(c));
                 if !bias.is_null() {
                     v = S::add(v, load_part::<S, E>(bias.add(column + c), columns - c));
                 }
@@ -459,4 +366,4 @@ impl<E: ElementType> Item<'_, E> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

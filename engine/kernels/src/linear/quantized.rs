@@ -25,6 +25,9 @@ use crate::memory::AlignedWords;
 use crate::pool;
 use crate::simd::{Simd, SimdKernel, dispatch};
 
+/// Codes' words between use and prefetch: 4 KiB, as in a product with numbers.
+const AHEAD: usize = 2048;
+
 /// Meaning of a code's bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CodeType {
@@ -88,6 +91,7 @@ pub struct QuantizedWeight {
     scales: AlignedWords,
     /// f32, as `scales`; None: `zero` for all.
     zeros: Option<AlignedWords>,
+    /// 0 where each group has its own.
     zero: f32,
     /// By column, padded to whole words.
     group_of: Vec<u32>,
@@ -107,6 +111,7 @@ impl QuantizedWeight {
         group_of[..shape.inputs]
             .copy_from_slice(std::slice::from_raw_parts(from.group_of, shape.inputs));
         let panel_places = from.groups * PANEL;
+        let has_common_zero = from.zeros.is_null() && is_common_zero(from.code_type, from.zero);
         let packed = QuantizedWeight {
             shape,
             code_type: from.code_type,
@@ -115,21 +120,29 @@ impl QuantizedWeight {
             scales: AlignedWords::new(
                 panels * panel_places * from.code_type.scale_bytes() / size_of::<u32>(),
             ),
-            zeros: (!from.zeros.is_null()).then(|| AlignedWords::new(panels * panel_places)),
-            zero: from.zero,
+            zeros: (!has_common_zero).then(|| AlignedWords::new(panels * panel_places)),
+            zero: if has_common_zero { from.zero } else { 0.0 },
             group_of,
         };
         pool::for_each(panels, &|panel| {
             // SAFETY: passed on; each panel has its own part of the memory.
             unsafe {
                 packed.pack_codes(from, panel);
+                let scale_of = |at| from.scales.add(at).read();
                 if from.code_type == CodeType::Fp4 {
-                    packed.pack_places(from.scales, &packed.scales, panel, to_bf16);
+                    packed.pack_places(|at| to_bf16(scale_of(at)), &packed.scales, panel);
                 } else {
-                    packed.pack_places(from.scales, &packed.scales, panel, |scale| scale);
+                    packed.pack_places(scale_of, &packed.scales, panel);
                 }
                 if let Some(zeros) = &packed.zeros {
-                    packed.pack_places(from.zeros, zeros, panel, |zero| zero);
+                    let zero_of = |at| {
+                        if from.zeros.is_null() {
+                            from.zero
+                        } else {
+                            from.zeros.add(at).read()
+                        }
+                    };
+                    packed.pack_places(zero_of, zeros, panel);
                 }
             }
         });
@@ -158,23 +171,22 @@ impl QuantizedWeight {
     }
 
     /// Scales or zeros of a panel, lanes side by side; 0 for rows that there are not.
-    unsafe fn pack_places<T>(
+    unsafe fn pack_places<T: Default>(
         &self,
-        from: *const f32,
+        from: impl Fn(usize) -> T,
         to: &AlignedWords,
         panel: usize,
-        convert: impl Fn(f32) -> T,
     ) {
         let to = to.as_ptr().cast::<T>().add(panel * self.groups * PANEL);
         for lane in 0..PANEL {
             let row = panel * PANEL + lane;
             for group in 0..self.groups {
                 let value = if row < self.shape.outputs {
-                    from.add(row * self.groups + group).read()
+                    from(row * self.groups + group)
                 } else {
-                    0.0
+                    T::default()
                 };
-                to.add(group * PANEL + lane).write(convert(value));
+                to.add(group * PANEL + lane).write(value);
             }
         }
     }
@@ -185,10 +197,15 @@ impl QuantizedWeight {
 
     /// Size in memory.
     pub fn bytes(&self) -> usize {
-        let places = self.shape.panels() * self.groups * PANEL;
-        let codes = self.shape.panels() * self.row_words() * PANEL * 2;
+        self.shape.panels() * self.panel_bytes() + self.group_of.len() * 4
+    }
+
+    /// Bytes of a panel's codes, scales and zeros.
+    pub(super) fn panel_bytes(&self) -> usize {
+        let places = self.groups * PANEL;
+        let codes = self.row_words() * PANEL * 2;
         let zeros = if self.zeros.is_some() { places * 4 } else { 0 };
-        codes + places * self.code_type.scale_bytes() + zeros + self.group_of.len() * 4
+        codes + places * self.code_type.scale_bytes() + zeros
     }
 
     fn row_words(&self) -> usize {
@@ -282,22 +299,22 @@ impl QuantizedWeight {
             .map(|zeros| zeros.as_ptr().cast::<f32>().add(places).cast_const());
         for word in 0..words {
             let column = (first + word) * C::PER_WORD;
+            S::prefetch(codes.wrapping_add(word * PANEL + AHEAD).cast());
+            S::prefetch(codes.wrapping_add(word * PANEL + AHEAD + PANEL / 2).cast());
             let mut group_at = [0; 4];
             for (i, at) in group_at.iter_mut().enumerate().take(C::PER_WORD) {
                 *at = *self.group_of.get_unchecked(column + i) as usize * PANEL;
             }
             for lane in (0..PANEL).step_by(S::LANES) {
-                let mut numbers = C::numbers::<S>(S::load_u16(codes.add(word * PANEL + lane)));
+                let word_codes = S::load_u16(codes.add(word * PANEL + lane));
+                let mut numbers = C::differences::<S>(word_codes, self.zero);
                 for i in 0..C::PER_WORD {
                     let at = group_at[i] + lane;
-                    if C::HAS_ZEROS {
-                        let zero = match zeros {
-                            Some(zeros) => S::load(zeros.add(at)),
-                            None => S::splat(self.zero),
-                        };
-                        numbers[i] = S::sub(numbers[i], zero);
+                    if let Some(zeros) = zeros {
+                        numbers[i] = S::sub(numbers[i], S::load(zeros.add(at)));
                     }
-                    numbers[i] = S::mul(numbers[i], C::scales::<S>(scales, places + at));
+                    let scale = C::scales::<S>(scales, places + at);
+                    numbers[i] = S::mul(numbers[i], scale);
                 }
                 let to = tile.add(word * C::PER_WORD / E::PER_UNIT * PANEL + lane);
                 if E::PER_UNIT == 1 {
@@ -306,37 +323,13 @@ impl QuantizedWeight {
                     }
                 } else {
                     for i in 0..C::PER_WORD / 2 {
-                        let unit = if C::IS_EXACT_IN_BF16 {
-                            pair_upper::<S>(S::bits(numbers[2 * i]), S::bits(numbers[2 * i + 1]))
-                        } else {
-                            pair_bf16::<S>(numbers[2 * i], numbers[2 * i + 1])
-                        };
+                        let unit = S::pair_bf16(numbers[2 * i], numbers[2 * i + 1]);
                         S::store_u32(to.add(i * PANEL), unit);
                     }
                 }
             }
         }
     }
-}
-
-/// Two finite numbers rounded to bf16, the first one in the low half.
-#[inline(always)]
-unsafe fn pair_bf16<S: Simd>(low: S::F, high: S::F) -> S::I {
-    pair_upper::<S>(rounded_bits::<S>(low), rounded_bits::<S>(high))
-}
-
-/// The upper halves of two numbers' bits, the first one in the low half.
-#[inline(always)]
-unsafe fn pair_upper<S: Simd>(low: S::I, high: S::I) -> S::I {
-    S::or(S::shr16(low), S::and(high, S::splat_u32(0xffff_0000)))
-}
-
-/// The upper half is the nearest bf16, ties to even.
-#[inline(always)]
-unsafe fn rounded_bits<S: Simd>(v: S::F) -> S::I {
-    let bits = S::bits(v);
-    let odd = S::and(S::shr16(bits), S::splat_u32(1));
-    S::add_u32(bits, S::add_u32(odd, S::splat_u32(0x7fff)))
 }
 
 struct DecodeTile<'a, E: ElementType> {
@@ -363,12 +356,9 @@ impl<E: ElementType> SimdKernel for DecodeTile<'_, E> {
 trait Codes {
     /// Columns in a word.
     const PER_WORD: usize;
-    /// A zero is subtracted from each number; else it is 0.
-    const HAS_ZEROS: bool = true;
-    /// Numbers times scales have at most 8 bits of mantissa.
-    const IS_EXACT_IN_BF16: bool = false;
-    /// Codes of a word, lowest first, as numbers; those behind `PER_WORD` are 0.
-    unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4];
+    /// Codes of a word, lowest first, less `zero`; those behind `PER_WORD` are 0. `zero` is one
+    /// that `is_common_zero` takes.
+    unsafe fn differences<S: Simd>(word: S::I, zero: f32) -> [S::F; 4];
     /// Scales from number `at` on; `scales` has enough.
     #[inline(always)]
     unsafe fn scales<S: Simd>(scales: *const u32, at: usize) -> S::F {
@@ -376,15 +366,27 @@ trait Codes {
     }
 }
 
-/// An unsigned code whose lowest bit is bit `place`.
+/// Whether every code's difference to `zero` is exact in one subtraction, with the code in the
+/// mantissa of a power of two.
+fn is_common_zero(code_type: CodeType, zero: f32) -> bool {
+    match code_type {
+        CodeType::Fp8 | CodeType::Fp4 => zero == 0.0,
+        CodeType::Int4 | CodeType::Int8 => zero.fract() == 0.0 && (0.0..256.0).contains(&zero),
+    }
+}
+
+/// An unsigned code whose lowest bit is bit `place`, less `zero`.
 #[inline(always)]
-unsafe fn unsigned_code<S: Simd>(word: S::I, mask: u32, place: u32) -> S::F {
+unsafe fn code_difference<S: Simd>(word: S::I, mask: u32, place: u32, zero: f32) -> S::F {
     let power = (127 + 23 - place) << 23;
     let in_mantissa = S::or(
         S::and(word, S::splat_u32(mask << place)),
         S::splat_u32(power),
     );
-    S::sub(S::from_bits(in_mantissa), S::splat(f32::from_bits(power)))
+    S::sub(
+        S::from_bits(in_mantissa),
+        S::splat(f32::from_bits(power) + zero),
+    )
 }
 
 struct Nibbles;
@@ -393,12 +395,12 @@ impl Codes for Nibbles {
     const PER_WORD: usize = 4;
 
     #[inline(always)]
-    unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4] {
+    unsafe fn differences<S: Simd>(word: S::I, zero: f32) -> [S::F; 4] {
         [
-            unsigned_code::<S>(word, 0xf, 0),
-            unsigned_code::<S>(word, 0xf, 4),
-            unsigned_code::<S>(word, 0xf, 8),
-            unsigned_code::<S>(word, 0xf, 12),
+            code_difference::<S>(word, 0xf, 0, zero),
+            code_difference::<S>(word, 0xf, 4, zero),
+            code_difference::<S>(word, 0xf, 8, zero),
+            code_difference::<S>(word, 0xf, 12, zero),
         ]
     }
 }
@@ -409,11 +411,11 @@ impl Codes for Bytes {
     const PER_WORD: usize = 2;
 
     #[inline(always)]
-    unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4] {
+    unsafe fn differences<S: Simd>(word: S::I, zero: f32) -> [S::F; 4] {
         let none = S::splat(0.0);
         [
-            unsigned_code::<S>(word, 0xff, 0),
-            unsigned_code::<S>(word, 0xff, 8),
+            code_difference::<S>(word, 0xff, 0, zero),
+            code_difference::<S>(word, 0xff, 8, zero),
             none,
             none,
         ]
@@ -426,7 +428,7 @@ impl Codes for Fp8Bytes {
     const PER_WORD: usize = 2;
 
     #[inline(always)]
-    unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4] {
+    unsafe fn differences<S: Simd>(word: S::I, _zero: f32) -> [S::F; 4] {
         let by_12 = S::shl4(S::shl4(S::shl4(word)));
         let by_16 = S::shl16(word);
         let by_20 = S::shl4(by_16);
@@ -448,12 +450,9 @@ static FP4_NUMBERS: [f32; 16] = [
 
 impl Codes for Fp4Nibbles {
     const PER_WORD: usize = 4;
-    const HAS_ZEROS: bool = false;
-    // Two bits times a power of two, also where both are below the normal numbers.
-    const IS_EXACT_IN_BF16: bool = true;
 
     #[inline(always)]
-    unsafe fn numbers<S: Simd>(word: S::I) -> [S::F; 4] {
+    unsafe fn differences<S: Simd>(word: S::I, _zero: f32) -> [S::F; 4] {
         let table = FP4_NUMBERS.as_ptr();
         let by_4 = S::shr4(word);
         let by_8 = S::shr4(by_4);

@@ -165,7 +165,7 @@ fn unpacked_rows_are_the_original_ones() {
 }
 
 /// A quantized matrix, and its numbers by the formula, element by element.
-struct Coded {
+pub(crate) struct Coded {
     code_type: CodeType,
     groups: usize,
     codes: Vec<u8>,
@@ -211,7 +211,12 @@ fn is_float(code_type: CodeType) -> bool {
 }
 
 impl Coded {
-    fn new(code_type: CodeType, shape: WeightShape, groups: usize, has_zeros: bool) -> Coded {
+    pub(crate) fn new(
+        code_type: CodeType,
+        shape: WeightShape,
+        groups: usize,
+        has_zeros: bool,
+    ) -> Coded {
         let n = shape.outputs * shape.inputs;
         let places = shape.outputs * groups;
         let top = match code_type {
@@ -245,7 +250,7 @@ impl Coded {
         }
     }
 
-    fn pack(&self, shape: WeightShape) -> QuantizedWeight {
+    pub(crate) fn pack(&self, shape: WeightShape) -> QuantizedWeight {
         let zeros = self.zeros.as_ref();
         let matrix = CodedMatrix {
             code_type: self.code_type,
@@ -285,7 +290,8 @@ impl Coded {
     }
 }
 
-const CODE_TYPES: [CodeType; 4] = [CodeType::Int4, CodeType::Int8, CodeType::Fp8, CodeType::Fp4];
+pub(crate) const CODE_TYPES: [CodeType; 4] =
+    [CodeType::Int4, CodeType::Int8, CodeType::Fp8, CodeType::Fp4];
 
 #[test]
 fn quantized_weights_multiply_like_their_numbers_to_the_bit() {

@@ -1,4 +1,4 @@
-//! x86-64-v4: sixteen lanes, thirty-two registers; the two levels differ in `dot2` alone.
+//! x86-64-v4: sixteen lanes, thirty-two registers; the two levels differ in `dot2` and `pair_bf16` alone.
 
 use std::arch::x86_64::*;
 
@@ -201,5 +201,27 @@ level!(
         let x = std::mem::transmute::<__m512i, __m512bh>(x);
         let w = std::mem::transmute::<__m512i, __m512bh>(w);
         _mm512_dpbf16_ps(acc, x, w)
+    },
+    // Numbers that are subnormal become 0, as `dot2` takes them.
+    #[inline(always)]
+    unsafe fn pair_bf16(low: __m512, high: __m512) -> __m512i {
+        // SAFETY: both types are 512 plain bits.
+        let halves = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+        let order = _mm512_load_si512(INTERLEAVED.0.as_ptr().cast());
+        _mm512_permutexvar_epi16(order, halves)
     }
 );
+
+#[repr(align(64))]
+struct Words([u16; 32]);
+
+/// Words of the lower half at even places, of the upper one at odd places.
+static INTERLEAVED: Words = {
+    let mut order = [0; 32];
+    let mut place = 0;
+    while place < 32 {
+        order[place] = (place / 2 + place % 2 * 16) as u16;
+        place += 1;
+    }
+    Words(order)
+};

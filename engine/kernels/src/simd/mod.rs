@@ -152,6 +152,19 @@ pub trait Simd: Copy + Send + Sync + 'static {
     unsafe fn load_u16(p: *const u16) -> Self::I;
     /// The low halves of the lanes.
     unsafe fn store_u16(p: *mut u16, v: Self::I);
+    /// Two finite numbers rounded to bf16, ties to even, the first one in the low half.
+    #[inline(always)]
+    unsafe fn pair_bf16(low: Self::F, high: Self::F) -> Self::I {
+        let rounded = |v| {
+            let bits = Self::bits(v);
+            let odd = Self::and(Self::shr16(bits), Self::splat_u32(1));
+            Self::add_u32(bits, Self::add_u32(odd, Self::splat_u32(0x7fff)))
+        };
+        Self::or(
+            Self::shr16(rounded(low)),
+            Self::and(rounded(high), Self::splat_u32(0xffff_0000)),
+        )
+    }
     /// acc + x1 * w1 + x0 * w0 of bf16 pairs, high half first; at the level that has the
     /// instruction.
     unsafe fn dot2(_acc: Self::F, _x: Self::I, _w: Self::I) -> Self::F {

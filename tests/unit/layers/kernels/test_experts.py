@@ -1,0 +1,108 @@
+"""The kernels of experts: values in Triton's interpreter, in an engine with recorded steps, and machine code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.errors import ConfigError
+from baton.layers import kernels, ops
+from baton.layers.spec import KernelShapes
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.whole_model import load_model
+from tests.unit.layers.kernels.test_heads import CPU, needs_triton, output
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from baton.layers.kernels import experts
+
+sizes = {"HIDDEN": 2048, "INNER": 768, "COLUMNS": experts.COLUMNS, "DEPTH": experts.DEPTH, "PRECISION": "tf32"}
+types = dict.fromkeys(("x", "gate_up", "down", "gated", "results", "y"), "*bf16")
+types |= dict.fromkeys(("experts", "counts"), "*i64")
+types |= dict.fromkeys(("order", "num_tiles", "tile_table"), "*i32")
+types |= {"weights": "*fp32"}
+
+def compile(kernel, **constants):
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    positions = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=positions)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": experts.WARPS})
+    print(kernel.__name__, len(made.asm["cubin"]) > 0)
+
+compile(experts._group_choices, ROWS=16, SCAN=experts.SCAN)
+for rows in (experts.FEW_ROWS, experts.MANY_ROWS):
+    compile(experts._multiply_gate_up, **sizes, SLOTS=8, ROWS=rows)
+    compile(experts._multiply_down, **sizes, ROWS=rows)
+compile(experts._add_results, HIDDEN=2048, SLOTS=8, COLUMNS=experts.ADD)
+"""
+
+
+@needs_triton
+def test_experts_are_the_sums_of_plain_torch() -> None:
+    module = "tests.support.kernels.expert_cases"
+    assert "8 shapes" in output("-m", module, TRITON_INTERPRET="1")
+
+
+@needs_triton
+def test_machine_code_is_made_without_a_gpu() -> None:
+    found = output("-c", COMPILE).splitlines()
+    products = ["_multiply_gate_up True", "_multiply_down True"]
+    assert found == ["_group_choices True", *products, *products, "_add_results True"]
+
+
+@needs_triton
+@pytest.mark.slow
+def test_recorded_steps_have_the_tokens_of_plain_torch_and_padding_chooses_nothing(
+    tmp_path: Path,
+) -> None:
+    module = "tests.support.devices.expert_engine"
+    found = output("-m", module, "qwen3-moe", str(tmp_path), TRITON_INTERPRET="1")
+    assert "choices" in found
+
+
+@pytest.fixture
+def kernel_shapes(tmp_path: Path) -> KernelShapes:
+    return load_model(make_checkpoint("qwen3-moe", tmp_path / "m")).spec.kernel_shapes
+
+
+@needs_triton
+def test_kernels_are_tried_with_the_sizes_of_the_mixture(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3-moe", tmp_path / "m")
+    code = f"""
+import torch
+from tests.support.models.whole_model import load_model
+from baton.layers import kernels
+from baton.layers.kernels.experts import StackedExperts
+shapes = load_model({str(path)!r}).spec.kernel_shapes
+tried = []
+StackedExperts.pass_tokens = lambda self, x, experts, *_: tried.append((self.down.shape[1:], tuple(experts.shape)))
+print(kernels.find_obstacle(shapes, torch.device("cpu")), tried)
+"""
+    expected = "None [(torch.Size([64, 32]), (1, 2)), (torch.Size([64, 32]), (64, 2))]"
+    assert output("-c", code, TRITON_INTERPRET="1").splitlines()[-1] == expected
+
+
+def test_experts_without_triton_end_the_start_whatever_the_backend(
+    kernel_shapes: KernelShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(ops, "_head_kernel", None)
+    monkeypatch.setattr(kernels, "usable", True)
+    monkeypatch.setattr(kernels, "_try_out", fail)
+    for required in (False, True):
+        with pytest.raises(
+            ConfigError, match=r"cannot run here \(Failed .*\), and experts have no others on a GPU"
+        ):
+            ops.choose_cuda(kernel_shapes, CPU, required=required)
+
+
+def test_experts_of_host_memory_get_no_kernel_of_a_gpu() -> None:
+    matrices = [torch.zeros(4, 2), torch.zeros(4, 2)]
+    assert ops.pack_experts(list(matrices), list(matrices), 0) is None
