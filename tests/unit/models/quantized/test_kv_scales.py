@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
