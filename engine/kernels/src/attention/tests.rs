@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::attention::append::{LayerPages, NewTokens, kv_append};
-use crate::attention::codes::{decode, encode};
+use crate::attention::codes::{KvScales, decode, encode};
 use crate::elem::{from_bf16, to_bf16};
 
 /// Deterministic noise in [-1, 1).
