@@ -36,21 +36,13 @@ KILLED_AT = 4
 SUSPENDED_AT = (3, 9, 15)
 """Turns."""
 
-PACKINGS = (
-    "fp8-ragged",
-    "float-quantized",
-    "int-asymmetric",
-    "packed-int4-order",
-    "awq",
-    "gptq-order",
-)
 FORM_FLAGS: dict[str, dict[str, object]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "FP8 cache": {"kv_cache_dtype": FP8},
     "int8 made at load": {"quantization": "int8"},
     "int4 made at load": {"quantization": "int4"},
-    **{name: {} for name in PACKINGS},
+    **{name: {} for name in FORMATS},
 }
 SURROUNDINGS = {
     "nodes": ["one", "shm", "tcp"],

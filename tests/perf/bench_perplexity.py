@@ -63,10 +63,7 @@ def main() -> None:
         perplexity = -rows.gather(1, predicted[:, None]).mean()
         divergence = (plain.exp() * (plain - rows)).sum(-1).mean()
         same = (plain.argmax(-1) == rows.argmax(-1)).float().mean()
-        print(
-            f"{name:8} perplexity {perplexity.exp():8.3f}  KL {divergence:.5f}  "
-            f"same {same:.4f}"
-        )
+        print(f"{name:8} perplexity {perplexity.exp():8.3f}  KL {divergence:.5f}  same {same:.4f}")
 
 
 if __name__ == "__main__":

@@ -131,11 +131,11 @@ def _check_fp8_cache(layers: tuple[LayerSpec, ...], *, on_cpu: bool) -> None:
     """Raise ConfigError where K and V cannot be kept as codes."""
     problem = None
     if not on_cpu:
-        problem = "there are no kernels for it on a GPU in this version; use --device cpu"
+        problem = "there are no kernels for it on a GPU in this version, only with --device cpu"
     elif any(isinstance(layer.attention, MlaBlockSpec) for layer in layers):
         problem = "latent attention keeps latents in the compute type in this version"
     if problem is not None:
-        raise ConfigError(f"--kv-cache-dtype {FP8}: {problem}, or use --kv-cache-dtype auto")
+        raise ConfigError(f"--kv-cache-dtype {FP8}: {problem}; use --kv-cache-dtype auto")
 
 
 def _refuse_gpu(config: ModelConfig, architecture: str, layers: tuple[LayerSpec, ...]) -> None:

@@ -195,7 +195,7 @@ def test_scales_that_nothing_reads_are_unexpected_tensors(with_scales) -> None:
 
 
 def test_gpu_is_refused_by_name(plain: Path) -> None:
-    with pytest.raises(ConfigError, match=r"fp8_e4m3: there are no kernels .* use --device cpu"):
+    with pytest.raises(ConfigError, match=r"fp8_e4m3: there are no kernels .* --device cpu; use"):
         read_spec(plain, on_cpu=False, kv_cache_dtype=FP8)
 
 
