@@ -183,6 +183,19 @@ def test_layers_that_see_alike_stay_one_group(windows: list[int]) -> None:
     assert spec.layer_places == [(0, 0), (0, 1), (0, 2)]
 
 
+def test_layers_keep_their_scales_and_type_in_a_divided_pool() -> None:
+    layers = [AttentionSpec(4, 2, 8, window=window) for window in (64, 0, 64, 0)]
+    scales = tuple(KvScales(key=number) for number in (0.5, 1.5, 2.5, 3.5))
+    whole = KVSpec((describe_attention(layers, FP8, 16, scales),), "float32")
+    spec = whole.divide(layers)
+    assert [[scale.key for scale in group.scales] for group in spec.groups] == [
+        [1.5, 3.5],
+        [0.5, 2.5],
+    ]
+    assert spec.layer_scales == whole.layer_scales == scales
+    assert (spec.compute_dtype, spec.page_dtype) == ("float32", FP8)
+
+
 def test_divided_pool_has_another_hash() -> None:
     assert divided([8, 0]).groups_hash != divided([16, 0]).groups_hash
     assert json.loads(json.dumps(divided([8, 0]).layout("m")))["groups"][1]["retain"] == "last 8"

@@ -199,6 +199,12 @@ def test_gpu_is_refused_by_name(plain: Path) -> None:
         read_spec(plain, on_cpu=False, kv_cache_dtype=FP8)
 
 
+def test_latents_are_refused_by_name(tmp_path: Path) -> None:
+    path = make_checkpoint("deepseek-v3", tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"fp8_e4m3: latent attention keeps .*; use .* auto"):
+        read_spec(path, kv_cache_dtype=FP8)
+
+
 def test_random_weights_have_scales_of_one(with_scales) -> None:
     path = with_scales(of_layers("k_scale", "v_scale"), scheme())
     spec = read_spec(path, load_format="dummy", kv_cache_dtype=FP8)
