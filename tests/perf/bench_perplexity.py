@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -20,7 +21,7 @@ from baton.models.load import load_weights
 from baton.models.spec_reader import read_spec
 from tests.support.models.model_loop import ModelLoop
 
-ARMS: dict[str, dict[str, str]] = {
+ARMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
@@ -30,7 +31,7 @@ ARMS: dict[str, dict[str, str]] = {
 
 
 def log_probabilities(
-    path: Path, arguments: dict[str, str], windows: list[list[int]]
+    path: Path, arguments: dict[str, Any], windows: list[list[int]]
 ) -> list[torch.Tensor]:
     """Of each window, [tokens, vocab] in float32."""
     model = load_weights(read_spec(path, "float32", **arguments), path)

@@ -100,7 +100,9 @@ class CpuAttention(_StepRows):
         self._scale = heads.scale
         self._soft_cap = heads.soft_cap
         bf16 = self._dtype == torch.bfloat16
-        scales = [(layer.key, layer.value) for layer in kv.scales] or [None] * len(layers)
+        scales: list[tuple[float, float] | None] = [None] * len(layers)
+        if kv.scales:
+            scales = [(layer.key, layer.value) for layer in kv.scales]
         shape = (kv.page_size, heads.num_kv_heads, heads.head_dim)
         self._layers = [
             _native.KvLayer(data[0, place.row, 0].data_ptr(), bf16, scale, data.stride(0), *shape)
