@@ -1,4 +1,5 @@
-"""A KV cache of FP8 codes: transformers' logits with rounded K and V, and one answer however it is computed."""
+"""A KV cache of FP8 codes: transformers' logits with rounded K and V, and the same tokens however
+they are computed."""
 
 from __future__ import annotations
 

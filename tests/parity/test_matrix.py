@@ -1,7 +1,9 @@
-"""Each family in each form of its weights and cache, with what happens to a request on one node, on two, or on ranks.
+"""Each family in each form of its weights and cache, with what happens to a request on one node, on
+two, or on ranks.
 
-Two settings together break what each alone does not, so the cases hold every pair of values. A new family is in them
-once it has a variant in VARIANTS; `tests.parity.family_tables` makes a table of docs/models.md of them.
+Two settings together break what each alone does not, so the cases hold every pair of values. A new
+family is in them once it has a variant in VARIANTS; `tests.parity.family_tables` makes a table of
+docs/models.md of them.
 """
 
 from __future__ import annotations
@@ -52,8 +54,7 @@ SURROUNDINGS = {
 
 
 def representatives() -> list[str]:
-    """A variant of each family: the last one, which has most of what config.json can say, or the last one that is
-    divided among ranks."""
+    """A variant of each family: the last one that is divided among ranks, else the last one."""
     divided = {name for name, _ in DIVIDED}
     chosen: dict[str, str] = {}
     for name, (family, _) in VARIANTS.items():
@@ -63,8 +64,8 @@ def representatives() -> list[str]:
 
 
 def is_valid(case: Case) -> bool:
-    """Ranks are compared in one node; sums over ranks round otherwise than one process does in bfloat16. There is no
-    FP8 cache of latents."""
+    """Ranks are compared in one node; sums over ranks round otherwise than one process does in
+    bfloat16. There is no FP8 cache of latents."""
     _, config = VARIANTS[case["variant"]]
     if case["form"] == "FP8 cache" and "kv_lora_rank" in config:
         return False
@@ -74,8 +75,8 @@ def is_valid(case: Case) -> bool:
 
 
 def choose_cases() -> list[Case]:
-    """Each family in each form once, in the surroundings with most pairs that no earlier case has, and of several the
-    rarest."""
+    """Each family in each form once, in the surroundings with most pairs that no earlier case has,
+    and of several the rarest."""
     surroundings = [
         dict(zip(SURROUNDINGS, values, strict=True))
         for values in itertools.product(*SURROUNDINGS.values())
@@ -129,8 +130,8 @@ def executors() -> Iterator[ExecutorProcesses]:
 
 
 def prepare(ref: Reference, form: str, folder: Path) -> Prepared:
-    """The judge is transformers in float32, on dequantized weights; for a form that rounds otherwise one process that
-    answers the prompts one by one, without cache and chunks."""
+    """The judge is transformers in float32, on dequantized weights; for a form that rounds
+    otherwise one process that answers the prompts one by one, without cache and chunks."""
     prompts = prompts_of(random.Random(7), LENGTHS)
     flags = FORM_FLAGS[form]
     if flags:
@@ -195,8 +196,8 @@ def check_cluster(cluster: Cluster, made: Prepared, case: Case) -> None:
 
 
 def answer_after_death(transport: str, made: Prepared, flags: dict[str, object]) -> list[list[int]]:
-    """A decode node dies in the middle of all answers; another one goes on with what clients have, as the router
-    asks it to."""
+    """A decode node dies in the middle of all answers; another one resumes what clients have, as
+    the router asks it to."""
     pair_module: Any = pytest.importorskip(
         "tests.support.engines.pair",
         reason="needs the native module: make setup",

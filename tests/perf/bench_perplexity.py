@@ -1,4 +1,5 @@
-"""Perplexity of a text under a checkpoint: plain, as --quantization makes it, and with --kv-cache-dtype fp8_e4m3.
+"""Perplexity of a text under a checkpoint: plain, as --quantization makes it, and with
+--kv-cache-dtype fp8_e4m3.
 
     python -m tests.perf.bench_perplexity [--model-path DIR] [--window 512] FILE …
 

@@ -3,11 +3,11 @@
     data [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]      index 0 of dimension 2 is K, 1 is V
     data [num_pages, num_layers, page_size, latent_dim + key_dim]           where attention has latents
 
-Shape and type of a page are those of the pool's page group (`kv_spec`). A page is one span of bytes, which
-is what travels between P and D. The memory belongs to the native `KvPool` (a sealed memfd other
-processes may map read-only) and the tensor is a view of it; without the native module it is
-ordinary torch memory, which serves a single process but cannot be transferred. On a GPU the native
-pool has the pages' generations only, and moves the pages through `layers.cuda.device_pages`.
+Shape and type of a page are those of the pool's page group (`kv_spec`). A page is one span of
+bytes, which is what travels between P and D. The memory belongs to the native `KvPool` (a sealed
+memfd other processes may map read-only) and the tensor is a view of it; without the native module
+it is ordinary torch memory, which serves a single process but cannot be transferred. On a GPU the
+native pool has the pages' generations only, and moves the pages through `layers.cuda.device_pages`.
 
 Behind it there may be a host pool of the same page shape (`--host-kv-gib`); whole pages are copied
 between the two.

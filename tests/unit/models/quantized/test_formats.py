@@ -105,7 +105,7 @@ def test_experts_in_one_fp8_tensor_are_cut_right(
 
 
 def put_together(path: Path, folder: Path) -> Path:
-    """The checkpoint with each kind of tensor of a layer's experts as one, gate and up above each other."""
+    """The checkpoint with each kind of tensor of a layer's experts as one, gate above up."""
     tensors = load_file(path / "model.safetensors")
     joined = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for name in tensors:
