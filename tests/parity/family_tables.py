@@ -14,6 +14,7 @@ from baton.layers.spec import AttentionSpec, LatentSpec, LayerAttention
 from baton.models.families import FAMILIES
 from baton.models.spec.model import ModelSpec
 from baton.models.spec_reader import read_spec
+from tests.parity.test_matrix import CASES, FORM_FLAGS, SURROUNDINGS
 from tests.parity.test_tensor_parallel import FAMILIES as DIVIDED
 from tests.parity.test_transformers_backend import OFTEN
 from tests.support.models.checkpoints import VARIANTS, variant_config
@@ -87,6 +88,18 @@ def families_table() -> str:
     return _table(header, rows)
 
 
+def matrix_table() -> str:
+    """How many families each form meets an event with, and on which nodes."""
+    values = [value for axis in ("event", "nodes") for value in SURROUNDINGS[axis]]
+    rows = []
+    for form, flags in FORM_FLAGS.items():
+        cases = [case for case in CASES if case["form"] == form]
+        counts = Counter(case[axis] for case in cases for axis in ("event", "nodes"))
+        judge = "one process, one by one" if flags else "transformers"
+        rows.append((form, judge, *(str(counts[value]) for value in values), str(len(cases))))
+    return _table(("weights and cache", "answers are those of", *values, "all"), rows)
+
+
 def windows_of(spec: ModelSpec) -> list[int]:
     """Windows of the layers that have one."""
     with_heads = [layer for layer in spec.attention if isinstance(layer, AttentionSpec)]
@@ -158,7 +171,7 @@ def foreign_table() -> str:
     return _table(header, rows)
 
 
-TABLES = (families_table, kv_table, foreign_table)
+TABLES = (families_table, matrix_table, kv_table, foreign_table)
 
 if __name__ == "__main__":
     print("\n".join(table() for table in TABLES), end="")

@@ -1,4 +1,7 @@
-"""Quantized checkpoints on a pair of engines give transformers' tokens on dequantized weights."""
+"""Quantized checkpoints on a pair of engines give transformers' tokens on dequantized weights.
+
+`test_matrix` has every family in every format.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from tests.parity.test_engine import prompts_of
 from tests.support.engines.engine_run import greedy
 from tests.support.models.checkpoints import make_checkpoint, reference_greedy, reference_model
-from tests.support.models.quantized_checkpoints import FORMATS, quantize
+from tests.support.models.quantized_checkpoints import quantize
 
 pair_module = pytest.importorskip(
     "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
@@ -26,24 +29,9 @@ QUICK = [
     ("deepseek-v3", "fp8-ragged"),
     ("gpt-oss", "mxfp4"),
 ]
-VARIANTS = (
-    "llama-tied-bias",
-    "qwen2",
-    "qwen3",
-    "phi3",
-    "mixtral",
-    "qwen2-moe",
-    "glm4-moe",
-    "deepseek-v3",
-)
-WIDE = [("llama", name) for name in FORMATS]
-WIDE += [(variant, name) for variant in VARIANTS for name in ("fp8-block", "packed-int4", "gptq")]
 
 
-@pytest.mark.parametrize(
-    ("variant", "name"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDE if case not in QUICK)],
-)
+@pytest.mark.parametrize(("variant", "name"), QUICK)
 def test_pair_equals_transformers_on_dequantized_weights(
     tmp_path: Path, variant: str, name: str
 ) -> None:

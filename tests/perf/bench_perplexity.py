@@ -1,4 +1,5 @@
-"""Perplexity of a text under a checkpoint, plain and as --quantization makes it.
+"""Perplexity of a text under a checkpoint: plain, as --quantization makes it, and with
+--kv-cache-dtype fp8_e4m3.
 
     python -m tests.perf.bench_perplexity [--model-path DIR] [--window 512] FILE …
 
@@ -10,23 +11,31 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
 import baton.models
+from baton.layers.kv_spec import FP8
 from baton.models.load import load_weights
 from baton.models.spec_reader import read_spec
 from tests.support.models.model_loop import ModelLoop
 
-ARMS = (None, "int8", "int4")
+ARMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    FP8: {"kv_cache_dtype": FP8},
+}
+"""Arguments of `read_spec`."""
 
 
 def log_probabilities(
-    path: Path, quantization: str | None, windows: list[list[int]]
+    path: Path, arguments: dict[str, Any], windows: list[list[int]]
 ) -> list[torch.Tensor]:
     """Of each window, [tokens, vocab] in float32."""
-    model = load_weights(read_spec(path, "float32", quantization=quantization), path)
+    model = load_weights(read_spec(path, "float32", **arguments), path)
     longest = max(map(len, windows))
     loop = ModelLoop(model, "torch", page_size=16, max_tokens=(longest + 16) * len(windows) + 16)
     return [loop.prompt_logits(window, longest).log_softmax(-1) for window in windows]
@@ -48,18 +57,15 @@ def main() -> None:
     predicted = torch.cat([torch.tensor(window[1:]) for window in windows])
     print(f"{len(predicted)} tokens in {len(windows)} windows")
     plain = None
-    for quantization in ARMS:
+    for name, arguments in ARMS.items():
         rows = torch.cat(
-            [rows[:-1] for rows in log_probabilities(args.model_path, quantization, windows)]
+            [rows[:-1] for rows in log_probabilities(args.model_path, arguments, windows)]
         )
         plain = rows if plain is None else plain
         perplexity = -rows.gather(1, predicted[:, None]).mean()
         divergence = (plain.exp() * (plain - rows)).sum(-1).mean()
         same = (plain.argmax(-1) == rows.argmax(-1)).float().mean()
-        print(
-            f"{quantization or 'plain':6} perplexity {perplexity.exp():8.3f}  KL {divergence:.5f}  "
-            f"same {same:.4f}"
-        )
+        print(f"{name:8} perplexity {perplexity.exp():8.3f}  KL {divergence:.5f}  same {same:.4f}")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,6 @@ INSTEAD: dict[str, str] = {
     "--trust-remote-code": "no code of a checkpoint is ever run; leave it out",
     "--gpu-memory-utilization": "use --mem-fraction-static: the share for weights and KV pool, "
     "without activations",
-    "--kv-cache-dtype": "KV is kept in the compute type; use --dtype",
     **dict.fromkeys(
         ("--pp-size", "--pipeline-parallel-size"), "there are no pipeline stages; use --tp-size"
     ),

@@ -3,11 +3,11 @@
     data [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]      index 0 of dimension 2 is K, 1 is V
     data [num_pages, num_layers, page_size, latent_dim + key_dim]           where attention has latents
 
-The shape of a page is that of the pool's page group (`kv_spec`). A page is one span of bytes, which
-is what travels between P and D. The memory belongs to the native `KvPool` (a sealed memfd other
-processes may map read-only) and the tensor is a view of it; without the native module it is
-ordinary torch memory, which serves a single process but cannot be transferred. On a GPU the native
-pool has the pages' generations only, and moves the pages through `layers.cuda.device_pages`.
+Shape and type of a page are those of the pool's page group (`kv_spec`). A page is one span of
+bytes, which is what travels between P and D. The memory belongs to the native `KvPool` (a sealed
+memfd other processes may map read-only) and the tensor is a view of it; without the native module
+it is ordinary torch memory, which serves a single process but cannot be transferred. On a GPU the
+native pool has the pages' generations only, and moves the pages through `layers.cuda.device_pages`.
 
 Behind it there may be a host pool of the same page shape (`--host-kv-gib`); whole pages are copied
 between the two.
@@ -31,13 +31,14 @@ from baton.cache.host import CopyRun
 from baton.errors import ConfigError
 from baton.layers.cuda import ipc
 from baton.layers.cuda.device_pages import CudaQueue, DevicePages
-from baton.layers.kv_spec import KVSpec
+from baton.layers.kv_spec import FP8, KvScales, KVSpec
 from baton.layers.ops import TORCH_DTYPES
 
 log = logging.getLogger("baton.kv_pool")
 
 MIB = 1 << 20
 GIB = 1 << 30
+_PAGE_DTYPES = {**TORCH_DTYPES, FP8: torch.float8_e4m3fn}
 
 
 @dataclass(slots=True)
@@ -64,6 +65,16 @@ class KvTensors:
     @property
     def page_bytes(self) -> int:
         return self.spec.page_bytes
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of a step's q, k and v."""
+        return TORCH_DTYPES[self.spec.compute_dtype]
+
+    @property
+    def scales(self) -> tuple[KvScales, ...]:
+        """By layer, where the pages hold codes; else empty."""
+        return self.spec.layer_scales
 
 
 def asked_pages(spec: KVSpec, max_total_tokens: int, kv_pool_mib: int | None) -> int | None:
@@ -117,7 +128,7 @@ def make_pool(
     dummy = num_pages if dummy_page else None
     group = spec.full_group
     shape = (total, *group.shape)
-    dtype = TORCH_DTYPES[group.dtype]
+    dtype = _PAGE_DTYPES[group.dtype]
     on_host = device is None or device.type == "cpu"
     pool_class = (
         _native_pool_class(required=bool(native))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -31,6 +32,11 @@ GroupKind = Literal["full", "latent", "window", "chunk"]
 """Every token of a sequence has a place in a page: `full` for its K and V, `latent` for a latent
 and a rotated key that all heads share. `window` and `chunk`: tokens that later ones still see."""
 HASH_CHARS = 16
+FP8 = "fp8_e4m3"
+"""Pages hold codes of a byte: a sign, 4 bits of exponent, 3 of mantissa."""
+PAGE_DTYPE_BYTES = {**DTYPE_BYTES, FP8: 1}
+UNSCALED = "none"
+"""In place of scales, for pages that hold K and V themselves."""
 
 
 def to_ranges(numbers: Iterable[int]) -> tuple[NumberRange, ...]:
@@ -48,6 +54,19 @@ def to_ranges(numbers: Iterable[int]) -> tuple[NumberRange, ...]:
         else:
             ranges.append((number, number + 1))
     return tuple(ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class KvScales:
+    """What the numbers of a layer's codes are multiplied by: float32, positive and finite."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+def _hash_scales(scales: Sequence[KvScales]) -> str:
+    numbers = [number for layer in scales for number in (layer.key, layer.value)]
+    return hashlib.sha256(struct.pack(f"<{len(numbers)}f", *numbers)).hexdigest()[:HASH_CHARS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +93,8 @@ class GroupDescriptor:
     the last W tokens is in them; `chunk C`, while the sequence is in the same C tokens."""
     shape: tuple[int, ...]
     """Of a page as a tensor: the sizes of the axes of `dims`."""
+    scales: tuple[KvScales, ...] = ()
+    """Of the codes of each layer of the group; empty where pages hold K and V themselves."""
 
     @property
     def layer_numbers(self) -> list[int]:
@@ -104,6 +125,7 @@ class GroupDescriptor:
             "page_tokens": self.page_tokens,
             "page_bytes": self.page_bytes,
             "retain": self.retain,
+            "scales": _hash_scales(self.scales) if self.scales else UNSCALED,
         }
 
 
@@ -115,13 +137,17 @@ def describe_heads(
     dtype: str,
     page_tokens: int,
     head_padding: int = 0,
+    scales: tuple[KvScales, ...] = (),
 ) -> GroupDescriptor:
     """The group of K and V of attention heads.
 
     Args:
         layers, heads: their numbers in the whole model, ascending.
         head_padding: unused elements behind the `head_dim` of each head.
+        scales: of the codes of each layer, for a `dtype` of codes.
     """
+    if len(scales) != (len(layers) if dtype == FP8 else 0):
+        raise ValueError(f"{len(scales)} scales for {len(layers)} layers of {dtype}")
     padding = f"+{head_padding}" if head_padding else ""
     shape = (len(layers), 2, page_tokens, len(heads), head_dim + head_padding)
     return GroupDescriptor(
@@ -132,9 +158,10 @@ def describe_heads(
         dims=f"layer,kv=2,slot,head,head_dim={head_dim}{padding}",
         dtype=dtype,
         page_tokens=page_tokens,
-        page_bytes=math.prod(shape) * DTYPE_BYTES[dtype],
+        page_bytes=math.prod(shape) * PAGE_DTYPE_BYTES[dtype],
         retain="all",
         shape=shape,
+        scales=scales,
     )
 
 
@@ -163,9 +190,14 @@ def describe_latents(
 
 
 def describe_attention(
-    layers: Sequence[LayerAttention], dtype: str, page_tokens: int
+    layers: Sequence[LayerAttention],
+    dtype: str,
+    page_tokens: int,
+    scales: tuple[KvScales, ...] = (),
 ) -> GroupDescriptor:
     """The group of a decoder whose layers all have the same heads, or the same latents.
+
+    Args: `scales`: of the codes of each layer's heads.
 
     Raises ValueError where they differ: one group has one shape.
     """
@@ -179,6 +211,7 @@ def describe_attention(
         heads.head_dim,
         dtype=dtype,
         page_tokens=page_tokens,
+        scales=scales,
     )
 
 
@@ -197,6 +230,18 @@ class KVSpec:
 
     groups: tuple[GroupDescriptor, ...]
     """The first one holds every token of a sequence."""
+    computed_in: str | None = None
+    """Type of the K and V that a step writes; None: that of the pages, which hold no codes."""
+
+    @property
+    def page_dtype(self) -> str:
+        """Type of the pages."""
+        return self.full_group.dtype
+
+    @property
+    def compute_dtype(self) -> str:
+        """Type in which the model computes, and attention with it."""
+        return self.computed_in or self.page_dtype
 
     @property
     def full_group(self) -> GroupDescriptor:
@@ -218,6 +263,14 @@ class KVSpec:
                 places[layer] = LayerPlace(table + place // in_page, place % in_page)
             table += group.width
         return [places[layer] for layer in sorted(places)]
+
+    @property
+    def layer_scales(self) -> tuple[KvScales, ...]:
+        """By layer, where the pages hold codes; else empty."""
+        scales: dict[int, KvScales] = {}
+        for group in self.groups:
+            scales.update(zip(group.layer_numbers, group.scales, strict=False))
+        return tuple(scales[layer] for layer in sorted(scales))
 
     @property
     def page_bytes(self) -> int:
@@ -251,7 +304,7 @@ class KVSpec:
             )
             for number, ((kind, size), numbers) in enumerate(sorted(parts), start=1)
         ]
-        return KVSpec((full, *further))
+        return replace(self, groups=(full, *further))
 
     @property
     def groups_hash(self) -> str:
@@ -266,7 +319,7 @@ class KVSpec:
         return {
             "groups": [each.to_wire() for each in self.groups],
             "groups_hash": self.groups_hash,
-            "dtype": group.dtype,
+            "dtype": self.compute_dtype,
             "page_size": group.page_tokens,
             "page_bytes": group.page_bytes,
             "model_hash": model_hash,
@@ -292,6 +345,7 @@ def _layers_by_sight(
 def _part_of(group: GroupDescriptor, numbers: list[int], in_page: int) -> GroupDescriptor:
     """The group of some of its layers, `in_page` of them in a page."""
     shape = (in_page, *group.shape[1:])
+    scales = dict(zip(group.layer_numbers, group.scales, strict=False))
     axes = group.dims.removeprefix("layer,")
     return replace(
         group,
@@ -299,4 +353,5 @@ def _part_of(group: GroupDescriptor, numbers: list[int], in_page: int) -> GroupD
         dims=f"layer={in_page},{axes}",
         page_bytes=group.page_bytes // group.shape[0] * in_page,
         shape=shape,
+        scales=tuple(scales[number] for number in numbers if number in scales),
     )

@@ -14,6 +14,7 @@ from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.layers.shard import WHOLE, Shard
 from baton.layers.spec import DTYPE_BYTES
+from baton.models.quantized.kv_scales import is_kv_scale
 from baton.models.quantized.stored import SourceFinder, StoredSource
 from baton.models.spec.model import (
     ModelSpec,
@@ -57,6 +58,7 @@ def check_checkpoint(config: EngineConfig, path: Path, nodes: int = 1) -> None:
         context_length=config.context_length,
         on_cpu=config.device != "cuda",
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     share_of(spec, Shard(0, config.tp_size, divides_experts=config.ep_size > 1))
     weights = weight_bytes(spec)
@@ -143,7 +145,10 @@ def check_files(spec: ModelSpec, root: Path, shard: Shard = WHOLE) -> StoredWeig
     problems = finder.problems + [
         f"{entry.file.name}: unexpected tensor {name}"
         for name, entry in entries.items()
-        if name not in used and not is_ignorable(spec, name) and not finder.is_unused(name)
+        if name not in used
+        and not is_ignorable(spec, name)
+        and not finder.is_unused(name)
+        and not (spec.kv_scales and is_kv_scale(name))
     ]
     if problems:
         shown = problems[:_SHOWN] + (

@@ -29,7 +29,7 @@ class ServedSpec(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Compute type, also of the KV cache."""
+        """Compute type."""
 
     def kv_spec(self, page_size: int) -> KVSpec:
         """The page groups of a pool with `page_size` tokens a page."""

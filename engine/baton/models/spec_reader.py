@@ -24,6 +24,7 @@ from pathlib import Path
 
 from baton.config.files import is_given, read_regular_file
 from baton.errors import ConfigError
+from baton.layers.kv_spec import FP8, KvScales
 from baton.layers.spec import DTYPE_BYTES, AttentionSpec
 from baton.models.config_file import (
     ModelConfig,
@@ -33,6 +34,7 @@ from baton.models.config_file import (
 )
 from baton.models.families import FAMILIES
 from baton.models.quantized.forms import ON_LOAD_FORMS
+from baton.models.quantized.kv_scales import read_kv_scales
 from baton.models.quantized.methods import read_quantization
 from baton.models.quantized.scheme import QuantizationScheme
 from baton.models.spec.mla import MlaBlockSpec
@@ -64,6 +66,7 @@ def read_spec(
     context_length: int | None = None,
     on_cpu: bool = True,
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> ModelSpec:
     """Read and check a Hugging Face model directory.
 
@@ -71,6 +74,8 @@ def read_spec(
         dtype: auto takes the checkpoint's type, on a CPU bfloat16 for float16 (CPUs compute that
         ten times slower).
         quantization: int8 or int4, made of plain matrices at load; enters `model_hash`.
+        kv_cache_dtype: auto keeps K and V in the compute type; fp8_e4m3 makes codes of them with the
+        scales of the checkpoint.
         load_format, seed: enter `model_hash` only, so that dummy weights of two seeds are never
         paired.
         context_length: tokens of the longest prompt + answer that is served; None: as many as the
@@ -98,6 +103,10 @@ def read_spec(
             f"--dtype float16: activations of {architecture} exceed its range, and answers would "
             "be NaN; use bfloat16 or float32"
         )
+    kv_scales: tuple[KvScales, ...] = ()
+    if kv_cache_dtype == FP8:
+        _check_fp8_cache(layers, on_cpu=on_cpu)
+        kv_scales = read_kv_scales(config, root, len(layers), load_format)
     return ModelSpec(
         architecture=architecture,
         vocab_size=config.read_integer("vocab_size"),
@@ -114,7 +123,19 @@ def read_spec(
         has_draft_layers=family.has_draft_layers,
         quantization=scheme,
         form_on_load=None if quantization is None else ON_LOAD_FORMS[quantization],
+        kv_scales=kv_scales,
     )
+
+
+def _check_fp8_cache(layers: tuple[LayerSpec, ...], *, on_cpu: bool) -> None:
+    """Raise ConfigError where K and V cannot be kept as codes."""
+    problem = None
+    if not on_cpu:
+        problem = "there are no kernels for it on a GPU in this version, only with --device cpu"
+    elif any(isinstance(layer.attention, MlaBlockSpec) for layer in layers):
+        problem = "latent attention keeps latents in the compute type in this version"
+    if problem is not None:
+        raise ConfigError(f"--kv-cache-dtype {FP8}: {problem}; use --kv-cache-dtype auto")
 
 
 def _refuse_gpu(config: ModelConfig, architecture: str, layers: tuple[LayerSpec, ...]) -> None:

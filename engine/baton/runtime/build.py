@@ -163,10 +163,10 @@ def load_rank(
     if memory is not None and isinstance(runner, DeviceRunner):
         _record_graphs(runner, config, compute, context, memory)
     log.info(
-        "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens = %.0f MiB, "
+        "loaded %s: %.1f M parameters (%s), pool of %d pages x %d tokens (%s) = %.0f MiB, "
         "%d thread(s), %.1f s",
         model_dir, placed.num_parameters / 1e6, spec.dtype, pages, config.page_size,
-        pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
+        kv.spec.page_dtype, pages * kv.page_bytes / 2**20, threads, time.monotonic() - started,
     )  # fmt: skip
     limits = from_config.limits(config, pages, page_groups=kv.spec.rules)
     layout = kv.spec.layout(spec.model_hash)
@@ -180,6 +180,7 @@ def load_rank(
         "context_length": context,
         "host_pages": host_pages,
         "dtype": spec.dtype,
+        "kv_cache_dtype": kv.spec.page_dtype,
         "layout": layout,
         "max_total_num_tokens": limits.capacity_tokens,
         "kv_pool_bytes": pages * kv.page_bytes,
@@ -201,6 +202,7 @@ def _read_spec(
         context_length=config.context_length,
         on_cpu=on_cpu,
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     if on_cpu and spec.dtype == "float16":
         log.warning(
@@ -229,7 +231,12 @@ def _load_module(config: EngineConfig, model_dir: str, on_progress: OnProgress) 
     from baton.models.transformers_backend.model import load_module
 
     model = load_module(
-        model_dir, config.dtype, config.load_format, config.random_seed, on_progress
+        model_dir,
+        config.dtype,
+        config.load_format,
+        config.random_seed,
+        on_progress,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     return _PlacedModel(model, torch.device("cpu"), model.spec.num_parameters)
 

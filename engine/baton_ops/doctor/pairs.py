@@ -108,7 +108,7 @@ REMEDIES = {
     "tokenizer": "start both with the same tokenizer files",
     "chat_template": "start both with the same --chat-template",
     "page_size": "start both with the same --page-size",
-    "dtype": "start both with the same --dtype",
+    "dtype": "start both with the same --dtype and --kv-cache-dtype",
     "kv_layout": "start both with the same --tp-size and checkpoint",
 }
 

@@ -5,6 +5,7 @@
 //! computes releases the GIL.
 
 use kernels::attention::append::{LayerPages, NewTokens, kv_append};
+use kernels::attention::codes::KvScales;
 use kernels::attention::latent::{LatentAttention, LatentPages, latent_append, latent_attention};
 use kernels::attention::{PagedAttention, paged_attention};
 use kernels::elementwise::{
@@ -69,11 +70,14 @@ unsafe impl Sync for KvLayer {}
 
 #[pymethods]
 impl KvLayer {
-    /// `base`: address of slot 0's K in page 0. `page_stride`: elements from page to page.
+    /// `base`: address of slot 0's K in page 0. `bf16`: type of a step, else float32. `scales`: of K
+    /// and V, where the pages hold FP8 codes. `page_stride`: elements from page to page.
     #[new]
+    #[expect(clippy::too_many_arguments, reason = "a flat record")]
     fn new(
         base: usize,
         bf16: bool,
+        scales: Option<(f32, f32)>,
         page_stride: usize,
         page_size: usize,
         kv_heads: usize,
@@ -81,6 +85,7 @@ impl KvLayer {
     ) -> Self {
         KvLayer(LayerPages {
             dtype: dtype(bf16),
+            scales: scales.map(|(key, value)| KvScales { key, value }),
             base: base as *mut u8,
             page_stride,
             page_size,

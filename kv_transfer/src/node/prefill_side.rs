@@ -186,7 +186,7 @@ impl PrefillSide {
             let difference = theirs.and_then(|theirs| theirs.first_difference(&own.layout));
             let reason = format!(
                 "the decode and the prefill node hold different pages: {}; start both with the same \
-                 checkpoint, --dtype, --page-size and --tp-size",
+                 checkpoint, --dtype, --kv-cache-dtype, --page-size and --tp-size",
                 difference.unwrap_or_else(|| "another layout was named in HELLO".into())
             );
             (ReasonCode::LayoutMismatch, reason)

@@ -39,6 +39,14 @@ pub struct GroupDescriptor {
     pub page_bytes: u64,
     /// How long a sequence's pages are kept.
     pub retain: String,
+    /// Hash of the numbers by which codes in the pages are multiplied.
+    #[serde(default = "unscaled")]
+    pub scales: String,
+}
+
+/// Scales of pages that hold no codes.
+fn unscaled() -> String {
+    "none".to_owned()
 }
 
 impl GroupDescriptor {
@@ -59,6 +67,7 @@ impl GroupDescriptor {
                 theirs.page_tokens.to_string(),
             ),
             ("retain", self.retain.clone(), theirs.retain.clone()),
+            ("scales", self.scales.clone(), theirs.scales.clone()),
             (
                 "page_bytes",
                 self.page_bytes.to_string(),
@@ -175,6 +184,7 @@ pub(crate) mod tests {
             page_tokens: 16,
             page_bytes,
             retain: "all".into(),
+            scales: unscaled(),
         };
         let facts = [("model_hash", "m"), (GROUPS_HASH, "g")]
             .map(|(name, value)| (name.to_owned(), Value::from(value)));
@@ -221,6 +231,18 @@ pub(crate) mod tests {
             ),
             (
                 |it| {
+                    it.groups[0].dtype = "fp8_e4m3".into();
+                    it.groups[0].scales = "5d".into();
+                    it.groups[0].page_bytes = 2048;
+                },
+                "page group 0: dtype bfloat16 against fp8_e4m3",
+            ),
+            (
+                |it| it.groups[0].scales = "5d".into(),
+                "page group 0: scales none against 5d",
+            ),
+            (
+                |it| {
                     it.groups[0].page_tokens = 32;
                     it.groups[0].page_bytes = 8192;
                 },
@@ -260,7 +282,7 @@ pub(crate) mod tests {
 
     #[test]
     fn coordinates_of_a_later_version_are_read_over_and_facts_are_kept() {
-        let json = r#"{"groups": [{"id": 0, "kind": "full", "layers": [[0, 24]], "heads": [[0, 2]], "dims": "layer,kv=2,slot,head,head_dim=64", "dtype": "bfloat16", "page_tokens": 16, "page_bytes": 4096, "retain": "all", "scale": "none"}], "groups_hash": "g", "model_hash": "m"}"#;
+        let json = r#"{"groups": [{"id": 0, "kind": "full", "layers": [[0, 24]], "heads": [[0, 2]], "dims": "layer,kv=2,slot,head,head_dim=64", "dtype": "bfloat16", "page_tokens": 16, "page_bytes": 4096, "retain": "all", "shade": "none"}], "groups_hash": "g", "model_hash": "m"}"#;
         let read: PageLayout = serde_json::from_str(json).expect("a layout");
         assert_eq!(read, layout(4096));
         let packed = rmp_serde::to_vec_named(&read).expect("plain data");

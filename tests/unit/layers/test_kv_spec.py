@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from baton.cache.group_pages import GroupRule
 from baton.layers.kv_spec import (
+    FP8,
     GroupDescriptor,
+    KvScales,
     KVSpec,
     describe_attention,
     describe_heads,
@@ -37,6 +39,7 @@ def with_other(name: str) -> GroupDescriptor:
         "page_tokens": 8,
         "page_bytes": 1,
         "retain": "last 64",
+        "scales": (KvScales(),) * 3,
     }
     return replace(GROUP, **{name: others[name]})
 
@@ -70,6 +73,40 @@ def test_padding_of_heads_is_part_of_the_dims() -> None:
     assert padded.dims == "layer,kv=2,slot,head,head_dim=4+4"
     assert (padded.shape, padded.page_bytes) == (GROUP.shape, GROUP.page_bytes)
     assert KVSpec((padded,)).groups_hash != KVSpec((GROUP,)).groups_hash
+
+
+SCALES = (KvScales(0.5, 2.0), KvScales(), KvScales(1.0, 0.125))
+
+
+def describe_codes(scales: tuple[KvScales, ...] = SCALES) -> KVSpec:
+    group = describe_heads(range(3), range(2), 8, dtype=FP8, page_tokens=4, scales=scales)
+    return KVSpec((group,), "bfloat16")
+
+
+def test_pages_of_codes_have_a_byte_per_number_and_state_both_types() -> None:
+    spec = describe_codes()
+    assert spec.page_bytes == GROUP.page_bytes // 2
+    assert (spec.page_dtype, spec.compute_dtype) == (FP8, "bfloat16")
+    layout = json.loads(json.dumps(spec.layout("m")))
+    assert (layout["dtype"], layout["groups"][0]["dtype"]) == ("bfloat16", FP8)
+    assert KVSpec((GROUP,)).layout("m")["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_each_scale_of_each_layer_enters_the_hash(layer: int, name: str) -> None:
+    other = list(SCALES)
+    other[layer] = replace(other[layer], **{name: 0.25})
+    assert describe_codes(tuple(other)).groups_hash != describe_codes().groups_hash
+    assert describe_codes(tuple(SCALES)).groups_hash == describe_codes().groups_hash
+
+
+@pytest.mark.parametrize(("dtype", "scales"), [(FP8, ()), (FP8, SCALES[:2]), ("bfloat16", SCALES)])
+def test_scales_that_do_not_fit_type_or_layers_are_refused(
+    dtype: str, scales: tuple[KvScales, ...]
+) -> None:
+    with pytest.raises(ValueError, match=f"{len(scales)} scales for 3 layers of {dtype}"):
+        describe_heads(range(3), range(2), 8, dtype=dtype, page_tokens=4, scales=scales)
 
 
 def test_rank_names_its_heads_by_their_numbers_in_the_model() -> None:
@@ -152,6 +189,19 @@ def test_layers_that_see_alike_stay_one_group(windows: list[int]) -> None:
     assert len(spec.groups) == 1
     assert spec.rules == ()
     assert spec.layer_places == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_layers_keep_their_scales_and_type_in_a_divided_pool() -> None:
+    layers = [AttentionSpec(4, 2, 8, window=window) for window in (64, 0, 64, 0)]
+    scales = tuple(KvScales(key=number) for number in (0.5, 1.5, 2.5, 3.5))
+    whole = KVSpec((describe_attention(layers, FP8, 16, scales),), "float32")
+    spec = whole.divide(layers)
+    assert [[scale.key for scale in group.scales] for group in spec.groups] == [
+        [1.5, 3.5],
+        [0.5, 2.5],
+    ]
+    assert spec.layer_scales == whole.layer_scales == scales
+    assert (spec.compute_dtype, spec.page_dtype) == ("float32", FP8)
 
 
 def test_divided_pool_has_another_hash() -> None:

@@ -33,8 +33,10 @@ FILE_ENDINGS = (".py", ".rs", ".js", ".go", ".h", ".json", ".yml", ".env", ".jin
 OUTSIDE = frozenset(
     {
         # products and methods
+        "AutoFP8",
         "CuTe",
         "FlashAttention",
+        "ModelOpt",
         "OpenAPI",
         "OpenMP",
         "OpenTelemetry",

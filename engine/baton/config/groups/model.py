@@ -59,6 +59,13 @@ class ModelFlags:
         choices=("int8", "int4"),
         on_device=True,
     )
+    kv_cache_dtype: str = opt(
+        "auto",
+        "type of the KV cache; auto: the compute type; fp8_e4m3: a byte per number, with the "
+        "checkpoint's scales, on the CPU (docs/checkpoints.md)",
+        choices=("auto", "fp8_e4m3"),
+        on_device=True,
+    )
     simulate: str | None = opt(
         None,
         "no model: steps take the time of this device, reference or h200-8b; then name=number, "

@@ -124,6 +124,8 @@ class PagedAttention(AttentionBackend):
         self._chunks = tuple(layer.chunk for layer in layers)
         """By layer."""
         self._kv = kv
+        self._scales = kv.scales
+        """By layer, where the pages hold codes; else empty."""
         self._places = kv.spec.layer_places
         self._slot_mappings: list[Tensor] = []
         """By table of the pool."""
@@ -150,8 +152,13 @@ class PagedAttention(AttentionBackend):
             slots = (mapping // self._kv.page_size, mapping % self._kv.page_size)
             self._slots[table] = slots
         keys, values = self._pages[layer]
-        keys[slots] = k
-        values[slots] = v
+        if self._scales:
+            scales = self._scales[layer]
+            _store_codes(keys, slots, k, scales.key)
+            _store_codes(values, slots, v, scales.value)
+        else:
+            keys[slots] = k
+            values[slots] = v
         return self.attend(layer, q, sinks)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -161,6 +168,12 @@ class PagedAttention(AttentionBackend):
     @abstractmethod
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """`forward` for K and V that are in the pool already."""
+
+
+def _store_codes(pages: Tensor, slots: tuple[Tensor, Tensor], x: Tensor, scale: float) -> None:
+    """Write the codes of x / scale; what exceeds the largest code becomes it."""
+    limit = torch.finfo(pages.dtype).max
+    pages[slots] = (x.float() / scale).clamp(-limit, limit).to(pages.dtype)
 
 
 class GraphInputs:

@@ -39,12 +39,12 @@ class _StepRows:
     def __init__(self, kv: KvTensors) -> None:
         """Raises ConfigError for a pool that the kernels cannot read."""
         data = kv.data
-        if data.dtype not in _DTYPES or not data.is_cpu or not data.is_contiguous():
+        if kv.compute_dtype not in _DTYPES or not data.is_cpu or not data.is_contiguous():
             raise ConfigError(
                 f"--attention-backend cpu: the KV pool is {data.dtype} on {data.device}; use torch"
             )
         self._kv = kv  # keeps the memory the layers point into
-        self._dtype = data.dtype
+        self._dtype = kv.compute_dtype
         self._batch: ForwardBatch | None = None
         self._places = kv.spec.layer_places
         self._rows: list[_native.KvRows] = []
@@ -88,7 +88,7 @@ class _StepRows:
 
 class CpuAttention(_StepRows):
     """Paged causal attention with grouped queries, windows or chunks by layer, soft-capped scores
-    and sinks, on CPU tensors in float32 or bfloat16."""
+    and sinks, on CPU tensors in float32 or bfloat16, over pages of that type or of FP8 codes."""
 
     def __init__(self, layers: Sequence[AttentionSpec], kv: KvTensors) -> None:
         super().__init__(kv)
@@ -99,11 +99,14 @@ class CpuAttention(_StepRows):
         """Windows and chunks by layer."""
         self._scale = heads.scale
         self._soft_cap = heads.soft_cap
-        bf16 = data.dtype == torch.bfloat16
+        bf16 = self._dtype == torch.bfloat16
+        scales: list[tuple[float, float] | None] = [None] * len(layers)
+        if kv.scales:
+            scales = [(layer.key, layer.value) for layer in kv.scales]
         shape = (kv.page_size, heads.num_kv_heads, heads.head_dim)
         self._layers = [
-            _native.KvLayer(data[0, place.row, 0].data_ptr(), bf16, data.stride(0), *shape)
-            for place in self._places
+            _native.KvLayer(data[0, place.row, 0].data_ptr(), bf16, scale, data.stride(0), *shape)
+            for place, scale in zip(self._places, scales, strict=True)
         ]
         self._q_shape = (heads.num_heads, heads.head_dim)
         self._kv_shape = (heads.num_kv_heads, heads.head_dim)

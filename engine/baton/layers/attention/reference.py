@@ -1,8 +1,8 @@
 """Reference attention in plain torch: the definition the fast backends are compared with.
 
 Decode rows are gathered together, padded to the longest, and attended in one batched product; each
-prefill row is attended alone. All arithmetic is float32, whatever the pool's type; results are
-rounded once, at the end.
+prefill row is attended alone. All arithmetic is float32, whatever the pool's type, and codes of K
+and V become numbers first; results are rounded once, at the end.
 
 A row with a window W, or with chunks, reads only the pages its oldest query can see:
 
@@ -98,6 +98,10 @@ class TorchAttention(PagedAttention):
         row, slot = gather.unseen
         both[:, row, :, slot] = 0.0
         keys, values = both
+        if self._kv.scales:
+            scales = self._kv.scales[layer]
+            keys *= scales.key
+            values *= scales.value
         queries = q.reshape(r, n, spec.num_heads, spec.head_dim).transpose(1, 2).float()
         visible = gather.visible[:, None]
         if spec.soft_cap or sinks is not None:

@@ -9,6 +9,7 @@ mean.
 | `stored` | a matrix of the model and its tensors in the files; contradictions (no torch) |
 | `readers/` | a share of a stored matrix as codes, scales and zeros, a file per packing |
 | `grouped` | such a share as numbers |
+| `kv_scales` | scales of the KV cache (no torch) |
 | `kept` | matrices that stay quantized in memory, for a kernel |
 
 Every packing is one formula: W[n, k] = (code[n, k] - zero[n, group(k)]) * scale[n, group(k)]. It is

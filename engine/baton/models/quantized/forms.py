@@ -291,10 +291,10 @@ SIGNS = ("weight_scale_inv", "weight_scale", "weight_packed", "qweight", "weight
 """Roles of tensors that only quantized matrices have."""
 UNUSED = (
     "input_scale", "input_zero_point", "activation_scale", "output_scale", "output_zero_point",
-    "k_scale", "v_scale",
+    "q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale",
 )  # fmt: skip
-"""Roles of tensors that a checkpoint may have for activations and for the KV cache, which are not
-quantized."""
+"""Roles of tensors that a checkpoint may have for activations, which are not quantized, and for the
+KV cache (`kv_scales`)."""
 
 
 def count_groups(columns: int, group_size: int) -> int:

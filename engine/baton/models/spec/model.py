@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from baton.errors import ConfigError
-from baton.layers.kv_spec import KVSpec, describe_attention
+from baton.layers.kv_spec import FP8, KvScales, KVSpec, describe_attention
 from baton.layers.shard import MAX_SIZE, WHOLE, Shard
 from baton.layers.spec import DTYPE_BYTES, KernelShapes, LayerAttention, common_heads
 from baton.models.quantized.forms import OnLoadForm
@@ -88,7 +88,7 @@ class ModelSpec:
     """The output head is the embedding matrix: config.json says so, and the files hold no other
     head."""
     dtype: str
-    """Compute type, also of the KV cache: float32 | bfloat16 | float16."""
+    """Compute type: float32 | bfloat16 | float16."""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     model_hash: str
@@ -101,6 +101,8 @@ class ModelSpec:
     """How the matrices of the checkpoint are stored; None: as plain numbers."""
     form_on_load: OnLoadForm | None = None
     """What the plain matrices of layers are made at load (--quantization)."""
+    kv_scales: tuple[KvScales, ...] = ()
+    """By layer, for a KV cache of FP8 codes; empty: it is kept in the compute type."""
 
     @property
     def num_layers(self) -> int:
@@ -113,7 +115,9 @@ class ModelSpec:
 
     def kv_spec(self, page_size: int) -> KVSpec:
         """The page groups of a pool with `page_size` tokens a page."""
-        return KVSpec((describe_attention(self.attention, self.dtype, page_size),))
+        dtype = FP8 if self.kv_scales else self.dtype
+        group = describe_attention(self.attention, dtype, page_size, self.kv_scales)
+        return KVSpec((group,), self.dtype)
 
     @property
     def kernel_shapes(self) -> KernelShapes:

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from baton.errors import ConfigError
 from baton.layers.attention.base import AttentionBackend, ForwardBatch
-from baton.layers.kv_spec import KVSpec, describe_attention
+from baton.layers.kv_spec import FP8, KvScales, KVSpec, describe_attention
 from baton.layers.ops import TORCH_DTYPES
 from baton.layers.spec import AttentionSpec, common_heads
 from baton.models.config_file import read_model_config
+from baton.models.quantized.kv_scales import read_kv_scales
 from baton.models.spec_reader import (
     checkpoint_dtype,
     compute_dtype,
@@ -56,6 +57,8 @@ class ForeignSpec:
     model_hash: str
     """That of the checkpoint and of this implementation, whose KV differs by rounding."""
     num_parameters: int
+    kv_scales: tuple[KvScales, ...] = ()
+    """By layer, for a KV cache of FP8 codes; empty: it is kept in the compute type."""
 
     @property
     def num_layers(self) -> int:
@@ -63,7 +66,9 @@ class ForeignSpec:
 
     def kv_spec(self, page_size: int) -> KVSpec:
         """The page groups of a pool with `page_size` tokens a page."""
-        return KVSpec((describe_attention(self.attention, self.dtype, page_size),))
+        dtype = FP8 if self.kv_scales else self.dtype
+        group = describe_attention(self.attention, dtype, page_size, self.kv_scales)
+        return KVSpec((group,), self.dtype)
 
 
 class TransformersModel:
@@ -148,8 +153,11 @@ def load_module(
     load_format: str,
     seed: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    kv_cache_dtype: str = "auto",
 ) -> TransformersModel:
-    """The model at `path` in transformers' class. Args: as of `models.load.load_weights`.
+    """The model at `path` in transformers' class. Args: as of `models.load.load_weights`, and
+    `kv_cache_dtype` as of `models.spec_reader.read_spec`.
 
     Raises ConfigError for weights that do not fit, and for modules that cannot be served.
     """
@@ -170,6 +178,9 @@ def load_module(
         dtype=name,
         model_hash=_hash_impl(hash_model(root, load_format, seed)),
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        kv_scales=read_kv_scales(config, root, len(attention), load_format)
+        if kv_cache_dtype == FP8
+        else (),
     )
     on_progress(spec.num_parameters, spec.num_parameters)
     log.info(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from baton.config.files import is_given, read_regular_file
 from baton.models.weight_files import refuse_unreadable
@@ -55,10 +56,18 @@ def _content(file: Path) -> bytes:
         return read_regular_file(file)
 
 
+def _number_types(layout: Mapping[str, Any]) -> str:
+    """Type of the computation, and that of the pages where it is another one."""
+    computed_in = str(layout["dtype"])
+    others = dict.fromkeys(group["dtype"] for group in layout["groups"])
+    others.pop(computed_in, None)
+    return ", KV cache ".join([computed_in, *others])
+
+
 def fingerprint(
     facts: ModelFacts,
     tokenizer: str,
-    layout: Mapping[str, object],
+    layout: Mapping[str, Any],
     answer_format: str,
     grammar: str,
 ) -> dict[str, str]:
@@ -71,7 +80,7 @@ def fingerprint(
         "tokenizer": tokenizer,
         "chat_template": _short((facts.chat_template or "").encode(), facts.template_caps.encode()),
         "page_size": str(layout["page_size"]),
-        "dtype": str(layout["dtype"]),
+        "dtype": _number_types(layout),
         "kv_layout": _short(
             *(f"{name}={layout[name]}".encode() for name in LAYOUT_FIELDS if name in layout)
         ),

@@ -1,11 +1,19 @@
 //! Scatter a step's new K and V into the pages of one layer.
 
-use crate::elem::Dtype;
+use std::marker::PhantomData;
+
+use crate::attention::codes::{KvScales, encode_row};
+use crate::elem::{Bf16, Dtype, ElementType, F32};
+use crate::isa;
+use crate::simd::{Simd, SimdKernel, dispatch};
 
 /// View of one layer of the KV pool `[page, layer, 2, slot, head, dim]`. Strides count elements.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerPages {
+    /// Type of a step's q, K, V and result, and of the pages without `scales`.
     pub dtype: Dtype,
+    /// The pages hold FP8 codes of K and V over these scales; `None`: K and V themselves.
+    pub scales: Option<KvScales>,
     /// K of slot 0 of page 0 of this layer.
     pub base: *mut u8,
     /// From a page to the next: layers * 2 * page_size * kv_heads * head_dim.
@@ -16,6 +24,14 @@ pub struct LayerPages {
 }
 
 impl LayerPages {
+    /// Size of an element of the pages.
+    pub fn element_bytes(&self) -> usize {
+        match self.scales {
+            Some(_) => 1,
+            None => self.dtype.bytes(),
+        }
+    }
+
     /// Elements of one token's K.
     pub fn slot_len(&self) -> usize {
         self.kv_heads * self.head_dim
@@ -32,15 +48,16 @@ impl LayerPages {
     }
 }
 
-/// New K or V: `[tokens, kv_heads, head_dim]`, heads contiguous, tokens `stride` elements apart, in
-/// the pages' type.
+/// New K or V: `[tokens, kv_heads, head_dim]`, heads contiguous, tokens `stride` elements apart, of
+/// `LayerPages::dtype`.
 #[derive(Clone, Copy, Debug)]
 pub struct NewTokens {
     pub data: *const u8,
     pub stride: usize,
 }
 
-/// Copy token t of `k` and `v` to slot `slots[t]`; a negative slot skips the token (padding).
+/// Write token t of `k` and `v` to slot `slots[t]`, encoded where the pages hold codes; a negative
+/// slot skips the token (padding).
 ///
 /// Cost: reads and writes 2 * tokens * slot_len elements once; one thread.
 ///
@@ -48,6 +65,27 @@ pub struct NewTokens {
 /// `k`, `v` cover `slots.len()` tokens; every slot lies in the pages; no other thread reads or
 /// writes those slots meanwhile.
 pub unsafe fn kv_append(pages: &LayerPages, k: NewTokens, v: NewTokens, slots: &[i64]) {
+    // SAFETY: passed on.
+    unsafe {
+        match (pages.scales, pages.dtype) {
+            (None, _) => copy_tokens(pages, k, v, slots),
+            (Some(scales), Dtype::F32) => {
+                dispatch(
+                    isa::current(),
+                    EncodeTokens::<F32>::new(pages, scales, [k, v], slots),
+                );
+            }
+            (Some(scales), Dtype::Bf16) => {
+                dispatch(
+                    isa::current(),
+                    EncodeTokens::<Bf16>::new(pages, scales, [k, v], slots),
+                );
+            }
+        }
+    }
+}
+
+unsafe fn copy_tokens(pages: &LayerPages, k: NewTokens, v: NewTokens, slots: &[i64]) {
     let size = pages.dtype.bytes();
     let bytes = pages.slot_len() * size;
     for (t, &slot) in slots.iter().enumerate() {
@@ -69,6 +107,54 @@ pub unsafe fn kv_append(pages: &LayerPages, k: NewTokens, v: NewTokens, slots: &
     }
 }
 
+struct EncodeTokens<'a, E: ElementType> {
+    pages: &'a LayerPages,
+    scales: KvScales,
+    /// K and V.
+    new: [NewTokens; 2],
+    slots: &'a [i64],
+    elem: PhantomData<E>,
+}
+
+impl<'a, E: ElementType> EncodeTokens<'a, E> {
+    fn new(
+        pages: &'a LayerPages,
+        scales: KvScales,
+        new: [NewTokens; 2],
+        slots: &'a [i64],
+    ) -> EncodeTokens<'a, E> {
+        EncodeTokens {
+            pages,
+            scales,
+            new,
+            slots,
+            elem: PhantomData,
+        }
+    }
+}
+
+impl<E: ElementType> SimdKernel for EncodeTokens<'_, E> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let count = self.pages.slot_len();
+        let scales = [self.scales.key, self.scales.value];
+        for (t, &slot) in self.slots.iter().enumerate() {
+            let Ok(slot) = usize::try_from(slot) else {
+                continue;
+            };
+            let at = self.pages.slot_offset(slot);
+            let places = [at, at + self.pages.value_offset()];
+            for ((new, scale), place) in self.new.iter().zip(scales).zip(places) {
+                // SAFETY: the caller of `kv_append` vouches for both ends.
+                unsafe {
+                    let from = new.data.cast::<E::T>().add(t * new.stride);
+                    encode_row::<S, E>(from, count, scale, self.pages.base.add(place));
+                }
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -86,6 +172,7 @@ mod tests {
         let base = unsafe { memory.as_mut_ptr().add(layer) }.cast();
         let pages = LayerPages {
             dtype: Dtype::F32,
+            scales: None,
             base,
             page_stride,
             page_size,

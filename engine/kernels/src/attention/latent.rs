@@ -421,7 +421,7 @@ impl<E: ElementType> Walk<'_, E> {
         let out = self.a.out.cast::<E::T>();
         for row in 0..self.plan.rows {
             let to = out.add(self.place_of(row) * latent_dim);
-            self.softmax(row, 0).finish::<S, E>(to, latent_dim);
+            self.softmax(row, 0).finish::<S, E>(to, latent_dim, 1.0);
         }
     }
 }

@@ -7,7 +7,8 @@
 //! as many tokens as possible; a decode row's have as many heads as leave work for every thread,
 //! because heads are neighbors in memory and are read in its order. An item (1) packs its queries;
 //! (2) walks the KV in blocks of `BLOCK` positions aligned to position 0; per block it packs K
-//! transposed and V in units, once for all heads of the group; (3) per tile of query rows: scores,
+//! transposed and V in units, once for all heads of the group, after it has made numbers of the
+//! codes that FP8 pages hold; (3) per tile of query rows: scores,
 //! running maximum, probabilities, weighted V; (4) divides by the sums.
 //!
 //! ```text
@@ -29,12 +30,16 @@
 
 /// New K and V of a step, into the pages of the pool.
 pub mod append;
+/// Pages of FP8 codes.
+pub mod codes;
 /// Attention over latents, which all heads share.
 pub mod latent;
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use crate::attention::append::LayerPages;
+use crate::attention::codes::decode_row;
 use crate::elem::{Bf16, Bf16Dot, Dtype, ElementType, F32, store_part};
 use crate::isa::{self, Isa};
 use crate::math::{LOG2_E, exp2, tanh};
@@ -62,10 +67,10 @@ const MAX_TILE_ROWS: usize = 6;
 #[derive(Clone, Copy, Debug)]
 pub struct PagedAttention<'a> {
     pub pages: LayerPages,
-    /// `[T, heads, head_dim]` in the pages' type, tokens `q_stride` elements apart.
+    /// `[T, heads, head_dim]` of the pages' `dtype`, tokens `q_stride` elements apart.
     pub q: *const u8,
     pub q_stride: usize,
-    /// `[T, heads * head_dim]`, contiguous, in the pages' type.
+    /// `[T, heads * head_dim]`, contiguous, of the pages' `dtype`.
     pub out: *mut u8,
     /// A multiple of the pages' kv_heads.
     pub heads: usize,
@@ -98,6 +103,18 @@ impl PagedAttention<'_> {
 // SAFETY: items write disjoint parts of `out` and only read the rest; the caller of
 // `paged_attention` vouches for it.
 unsafe impl Sync for PagedAttention<'_> {}
+
+impl PagedAttention<'_> {
+    /// Factor of the products of queries and what the pages hold of K.
+    fn score_factor(&self) -> f32 {
+        self.scale * self.pages.scales.map_or(1.0, |scales| scales.key)
+    }
+
+    /// Factor of the weighted sums of what the pages hold of V.
+    fn value_factor(&self) -> f32 {
+        self.pages.scales.map_or(1.0, |scales| scales.value)
+    }
+}
 
 /// Attend at the process's instruction level.
 ///
@@ -219,11 +236,18 @@ unsafe fn walk<E: ElementType>(isa: Isa, a: &PagedAttention, item: Item) {
         units * BLOCK,
         BLOCK * plan.padded_dim / E::PER_UNIT,
     ];
+    let decoded = if a.pages.scales.is_some() {
+        BLOCK * plan.padded_dim / E::PER_UNIT
+    } else {
+        0
+    };
     let tile = [
         MAX_TILE_ROWS * BLOCK,
         MAX_TILE_ROWS * P_STRIDE,
         rows,
         rows * SUM_LANES,
+        decoded,
+        decoded,
     ];
     let words = sizes.iter().chain(&tile).map(|&n| padded(n)).sum();
     with_scratch(words, |mut carver| {
@@ -236,6 +260,8 @@ unsafe fn walk<E: ElementType>(isa: Isa, a: &PagedAttention, item: Item) {
             probs: carver.take(tile[1]),
             max: carver.take(tile[2]).cast(),
             sums: carver.take(tile[3]).cast(),
+            decoded_keys: carver.take(tile[4]),
+            decoded_values: carver.take(tile[5]),
         };
         // SAFETY: the pieces have the sizes they need; the rest is passed on.
         unsafe {
@@ -277,16 +303,24 @@ impl<E: ElementType> SimdKernel for Walk<'_, E> {
             start::<S, E>(a, item, &plan, head, &state.of_head(&plan, head));
         }
         let mut rows = BlockRows::new();
+        let mut decoded = BlockRows::new();
         let mut at = plan.begin - plan.begin % BLOCK;
         while at < plan.end {
             let n = BLOCK.min(plan.end - at);
-            rows.find::<E>(a, item, at, n);
+            rows.find(a, item, at, n);
             for head in 0..item.heads {
                 let state = state.of_head(&plan, head);
-                rows.hide(plan.begin.saturating_sub(at));
-                pack_block::<S, E>(&plan, &rows, n, &state);
+                let hidden = plan.begin.saturating_sub(at);
+                let numbers = if a.pages.scales.is_some() {
+                    decoded.decode::<S, E>(&plan, &rows, hidden..n, &state);
+                    &mut decoded
+                } else {
+                    &mut rows
+                };
+                numbers.hide(hidden);
+                pack_block::<S, E>(&plan, numbers, n, &state);
                 attend_block::<S, E>(a, &plan, at, n, &state);
-                rows.next_head::<E>(&plan, n);
+                rows.next_head(&plan, n, a.pages.element_bytes());
             }
             at += BLOCK;
         }
@@ -357,6 +391,10 @@ struct State {
     max: *mut f32,
     /// [rows, SUM_LANES] running sums of probabilities
     sums: *mut f32,
+    /// [BLOCK, padded_dim] numbers of this block's K; empty where the pages hold no codes
+    decoded_keys: *mut u32,
+    /// The same of V
+    decoded_values: *mut u32,
 }
 
 impl State {
@@ -406,16 +444,18 @@ impl BlockRows {
 
     /// Look up the `n` positions from `at`, a multiple of BLOCK.
     #[inline(always)]
-    unsafe fn find<E: ElementType>(&mut self, a: &PagedAttention, item: Item, at: usize, n: usize) {
-        let value_offset = a.pages.value_offset();
-        let base = a.pages.base.cast::<E::T>();
+    unsafe fn find(&mut self, a: &PagedAttention, item: Item, at: usize, n: usize) {
+        let element = a.pages.element_bytes();
+        let slot_bytes = a.pages.slot_len() * element;
+        let value_offset = a.pages.value_offset() * element;
         let mut j = 0;
         let head = item.head * a.pages.head_dim;
         let size = a.pages.page_size;
         a.rows.each_run(item.row, size, at, n, |slot, run| {
-            let first = base.add(a.pages.slot_offset(slot) + head);
+            let first = (a.pages.slot_offset(slot) + head) * element;
+            let first = a.pages.base.add(first);
             for place in 0..run {
-                let key = first.add(place * a.pages.slot_len());
+                let key = first.add(place * slot_bytes);
                 self.keys[j] = key.cast();
                 self.values[j] = key.add(value_offset).cast();
                 j += 1;
@@ -435,10 +475,33 @@ impl BlockRows {
 
     /// On to the next KV head of the same `n` positions.
     #[inline(always)]
-    fn next_head<E: ElementType>(&mut self, plan: &Plan, n: usize) {
+    fn next_head(&mut self, plan: &Plan, n: usize, element_bytes: usize) {
         for row in self.keys[..n].iter_mut().chain(&mut self.values[..n]) {
-            *row = row.cast::<E::T>().wrapping_add(plan.dim).cast();
+            *row = row.wrapping_byte_add(plan.dim * element_bytes);
         }
+    }
+
+    /// Make numbers of the codes of some positions, and point at them.
+    #[inline(always)]
+    unsafe fn decode<S: Simd, E: ElementType>(
+        &mut self,
+        plan: &Plan,
+        codes: &BlockRows,
+        positions: Range<usize>,
+        state: &State,
+    ) {
+        let n = positions.end;
+        for j in positions {
+            let at = j * plan.padded_dim;
+            let key = state.decoded_keys.cast::<E::T>().add(at);
+            let value = state.decoded_values.cast::<E::T>().add(at);
+            decode_row::<S, E>(codes.keys[j].cast(), plan.dim, key);
+            decode_row::<S, E>(codes.values[j].cast(), plan.dim, value);
+            self.keys[j] = key.cast();
+            self.values[j] = value.cast();
+        }
+        self.keys[n..].fill(ZEROS.as_ptr());
+        self.values[n..].fill(ZEROS.as_ptr());
     }
 }
 
@@ -619,10 +682,10 @@ unsafe fn softmax_row<S: Simd, E: ElementType>(
     let hi = (position + 1).saturating_sub(at).min(BLOCK) as i32;
     let lo = a.first_seen(position).saturating_sub(at).min(BLOCK) as i32;
     let scale = if a.soft_cap > 0.0 {
-        cap_scores::<S>(scores, columns, a.scale, a.soft_cap);
+        cap_scores::<S>(scores, columns, a.score_factor(), a.soft_cap);
         S::splat(LOG2_E)
     } else {
-        S::splat(a.scale * LOG2_E)
+        S::splat(a.score_factor() * LOG2_E)
     };
     state
         .softmax(plan, row, tile_row)
@@ -696,11 +759,12 @@ impl RowSoftmax {
         }
     }
 
-    /// The row's result of `n` dimensions: the weighted V divided by the sum of probabilities.
+    /// The row's result of `n` dimensions: `factor` times the weighted V, divided by the sum of
+    /// probabilities.
     #[inline(always)]
-    unsafe fn finish<S: Simd, E: ElementType>(&self, to: *mut E::T, n: usize) {
+    unsafe fn finish<S: Simd, E: ElementType>(&self, to: *mut E::T, n: usize, factor: f32) {
         let total = tree_sum(&self.sums.cast::<[f32; SUM_LANES]>().read());
-        let inverse = S::splat(1.0 / total);
+        let inverse = S::splat(factor / total);
         let mut d = 0;
         while d < n {
             let v = S::mul(S::load(self.acc.add(d)), inverse);
@@ -747,7 +811,10 @@ unsafe fn finish<S: Simd, E: ElementType>(
         let token = first_token + row / plan.group;
         let head = (item.head + head) * plan.group + row % plan.group;
         let to = out.add((token * a.heads + head) * plan.dim);
-        state.softmax(plan, row, 0).finish::<S, E>(to, plan.dim);
+        let factor = a.value_factor();
+        state
+            .softmax(plan, row, 0)
+            .finish::<S, E>(to, plan.dim, factor);
     }
 }
 

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::attention::append::{LayerPages, NewTokens, kv_append};
+use crate::attention::codes::{KvScales, decode, encode};
 use crate::elem::{from_bf16, to_bf16};
 
 /// Deterministic noise in [-1, 1).
@@ -32,12 +33,13 @@ struct Shape {
     soft_cap: f32,
     /// Factor of the noise that is the heads' sinks; 0: there are none.
     sinks: f32,
+    scales: Option<KvScales>,
 }
 
 /// A sequence in every head's full K and V, and paged calls on any part of it.
 struct World {
     shape: Shape,
-    /// [position, head, dim] in f32, already rounded to the storage type
+    /// [position, head, dim] in f32, already rounded to the type of a step
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -119,8 +121,22 @@ impl World {
         drawn.iter().map(|x| x * self.shape.sinks).collect()
     }
 
+    /// K and V as the pages keep them.
+    fn kept(&self) -> [Vec<f64>; 2] {
+        let Some(scales) = self.shape.scales else {
+            return [&self.k, &self.v].map(|x| x.iter().map(|&x| f64::from(x)).collect());
+        };
+        [(&self.k, scales.key), (&self.v, scales.value)].map(|(numbers, scale)| {
+            let codes = numbers.iter().map(|x| encode(x / scale));
+            codes
+                .map(|code| f64::from(decode(code)) * f64::from(scale))
+                .collect()
+        })
+    }
+
     /// [len, heads * dim]
     fn reference(&self) -> Vec<f64> {
+        let [keys, values] = self.kept();
         let h = self.heads();
         let d = self.shape.dim;
         let mut out = vec![0.0; self.len * h * d];
@@ -136,8 +152,8 @@ impl World {
                 let q = &self.q[(t * h + head) * d..][..d];
                 let dot = |p: usize| -> f64 {
                     q.iter()
-                        .zip(&self.k[at(p)..][..d])
-                        .map(|(a, b)| f64::from(*a) * f64::from(*b))
+                        .zip(&keys[at(p)..][..d])
+                        .map(|(a, b)| f64::from(*a) * b)
                         .sum()
                 };
                 let cap = f64::from(self.shape.soft_cap);
@@ -152,7 +168,7 @@ impl World {
                 let total = weights.iter().sum::<f64>() + (sink - top).exp();
                 for (p, w) in (first..=t).zip(&weights) {
                     for i in 0..d {
-                        out[(t * h + head) * d + i] += w / total * f64::from(self.v[at(p) + i]);
+                        out[(t * h + head) * d + i] += w / total * values[at(p) + i];
                     }
                 }
             }
@@ -173,19 +189,24 @@ impl World {
             .div_ceil(s.page_size);
         let count = everyone.len() * pages_each;
         let page_stride = LAYERS * 2 * s.page_size * s.kv_heads * s.dim;
-        // Unwritten slots hold NaN, so that reading one shows.
-        let mut memory = Stored::new(s.dtype, &vec![f32::NAN; count * page_stride]).1;
-        let layer_offset = page_stride / LAYERS * s.dtype.bytes();
-        // SAFETY: the last layer of the first page.
-        let base = unsafe { memory.as_mut_ptr().add(layer_offset) };
-        let pages = LayerPages {
+        let mut pages = LayerPages {
             dtype: s.dtype,
-            base,
+            scales: s.scales,
+            base: std::ptr::null_mut(),
             page_stride,
             page_size: s.page_size,
             kv_heads: s.kv_heads,
             head_dim: s.dim,
         };
+        // Unwritten slots hold NaN, so that reading one shows.
+        let unwritten = vec![f32::NAN; count * page_stride];
+        let mut memory = match s.scales {
+            Some(_) => unwritten.into_iter().map(encode).collect(),
+            None => Stored::new(s.dtype, &unwritten).1,
+        };
+        let layer_offset = page_stride / LAYERS * pages.element_bytes();
+        // SAFETY: the last layer of the first page.
+        pages.base = unsafe { memory.as_mut_ptr().add(layer_offset) };
         // Scattered: sequence w's page i, in descending order and interleaved.
         let page_of = |w: usize, i: usize| ((pages_each - 1 - i) * everyone.len() + w) as i32;
         let sinks = self.sinks();
@@ -305,11 +326,30 @@ fn shape(
         chunk: 0,
         soft_cap: 0.0,
         sinks: 0.0,
+        scales: None,
     }
 }
 
 fn capped(soft_cap: f32, shape: Shape) -> Shape {
     Shape { soft_cap, ..shape }
+}
+
+fn coded(key: f32, value: f32, shape: Shape) -> Shape {
+    let scales = Some(KvScales { key, value });
+    Shape { scales, ..shape }
+}
+
+#[test]
+fn pages_of_codes_equal_the_reference_of_what_they_hold() {
+    for isa in Isa::available() {
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            for (i, dim) in [8, 20, 32, 64, 80, 256].into_iter().enumerate() {
+                let plain = shape(dtype, 2, 3, dim, [1, 4, 16][i % 3], [0, 70][i % 2]);
+                let coded = coded(0.01, [0.004, 1.5][i % 2], plain);
+                World::new(capped([0.0, 0.7][i % 2], coded), 131, i as u64).check(isa);
+            }
+        }
+    }
 }
 
 #[test]
@@ -454,12 +494,14 @@ proptest! {
         chunk in prop_oneof![Just(0_usize), 1_usize..150],
         soft_cap in prop_oneof![Just(0.0_f32), Just(1.5)],
         sinks in prop_oneof![Just(0.0_f32), Just(3.0)],
+        has_codes: bool,
         seed: u64,
     ) {
         let dtype = if bf16 { Dtype::Bf16 } else { Dtype::F32 };
         let plain = shape(dtype, 2, group, 16, 1 << page_log, window);
         let chunk = if window == 0 { chunk } else { 0 };
-        let s = Shape { chunk, sinks, ..capped(soft_cap, plain) };
+        let plain = Shape { chunk, sinks, ..capped(soft_cap, plain) };
+        let s = if has_codes { coded(0.01, 0.3, plain) } else { plain };
         let world = World::new(s.clone(), len, seed);
         let company = World::new(s, other, seed ^ 77);
         let isa = Isa::best();

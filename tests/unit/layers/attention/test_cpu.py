@@ -17,7 +17,7 @@ from baton.layers.attention.base import ForwardBatch
 from baton.layers.attention.cpu import CpuAttention
 from baton.layers.attention.reference import TorchAttention
 from baton.layers.kv_pool import KvTensors, make_pool
-from baton.layers.kv_spec import KVSpec, describe_attention
+from baton.layers.kv_spec import FP8, KvScales, KVSpec, describe_attention
 from baton.layers.spec import AttentionSpec
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 
@@ -33,9 +33,12 @@ class Sizes:
     dtype: str = "float32"
     chunks: tuple[int, int] = (0, 0)
     has_sinks: bool = False
+    scales: tuple[KvScales, ...] = ()
 
     def kv_spec(self, page_size: int) -> KVSpec:
-        return KVSpec((describe_attention(self.layers, self.dtype, page_size),))
+        pages = FP8 if self.scales else self.dtype
+        group = describe_attention(self.layers, pages, page_size, self.scales)
+        return KVSpec((group,), self.dtype)
 
     @property
     def layers(self) -> list[AttentionSpec]:
@@ -96,6 +99,11 @@ def run(
     return list(torch.stack(layers).split([n for _, _, n in parts], dim=1))
 
 
+SCALES = (KvScales(0.02, 0.008), KvScales(0.3, 1.5))
+"""Of two layers: in the second one many codes are small."""
+
+
+@pytest.mark.parametrize("scales", [(), SCALES])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "page_size", "windows"),
@@ -109,17 +117,28 @@ def run(
     ],
 )
 def test_equals_the_torch_backend(
-    heads: int, kv_heads: int, dim: int, page_size: int, windows: tuple[int, int], dtype: str
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    windows: tuple[int, int],
+    dtype: str,
+    scales: tuple[KvScales, ...],
 ) -> None:
-    spec = Sizes(heads, kv_heads, dim, windows, dtype)
+    spec = Sizes(heads, kv_heads, dim, windows, dtype, scales=scales)
     assert_equal_backends(spec, page_size)
 
 
+@pytest.mark.parametrize("scales", [(), SCALES])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_sinks_and_chunks_equal_the_torch_backend(page_size: int, dtype: str) -> None:
-    assert_equal_backends(Sizes(8, 2, 64, (17, 0), dtype, has_sinks=True), page_size)
-    assert_equal_backends(Sizes(4, 2, 32, (0, 0), dtype, chunks=(64, 23)), page_size)
+def test_sinks_and_chunks_equal_the_torch_backend(
+    page_size: int, dtype: str, scales: tuple[KvScales, ...]
+) -> None:
+    sinks = Sizes(8, 2, 64, (17, 0), dtype, has_sinks=True, scales=scales)
+    assert_equal_backends(sinks, page_size)
+    chunks = Sizes(4, 2, 32, (0, 0), dtype, chunks=(64, 23), scales=scales)
+    assert_equal_backends(chunks, page_size)
 
 
 def assert_equal_backends(spec: Sizes, page_size: int) -> None:
@@ -141,9 +160,49 @@ def assert_equal_backends(spec: Sizes, page_size: int) -> None:
         torch.testing.assert_close(ours, reference, rtol=tolerance[0], atol=tolerance[1])
 
 
+@pytest.mark.parametrize("backend_class", [CpuAttention, TorchAttention])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stored_codes_are_those_that_torch_rounds_to(
+    backend_class: type[CpuAttention | TorchAttention], dtype: torch.dtype
+) -> None:
+    """Over the whole range, and beyond it, where codes stop at the largest one."""
+    spec = Sizes(2, 2, 32, dtype=str(dtype).removeprefix("torch."), scales=SCALES)
+    kv = make_kv(spec, 16, 4)
+    backend = backend_class(spec.layers, kv)
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.empty(2, 48, 2, 32).uniform_(-14, 11, generator=generator)
+    signs = torch.empty_like(exponents).uniform_(-1, 1, generator=generator).sign()
+    k, v = (signs * exponents.exp2()).to(dtype)
+    backend.plan(build_batch([AttentionRow(range(48), 0, [3, 0, 2])], 16))
+    for layer, scales in enumerate(SCALES):
+        backend.forward(layer, torch.zeros(48, 2, 32, dtype=dtype), k, v)
+        for place, (numbers, scale) in enumerate(((k, scales.key), (v, scales.value))):
+            quotients = numbers.float() / torch.tensor(scale)
+            expected = quotients.clamp(-448, 448).to(torch.float8_e4m3fn)
+            assert (quotients.abs() > 448).any(), "some exceed the largest code"
+            stored = kv.data[[3, 0, 2], layer, place].flatten(0, 1)
+            assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
+    assert kv.data[1].isnan().all(), "other pages stay as they were"
+
+
+def test_codes_that_are_no_numbers_show_in_the_result() -> None:
+    spec = Sizes(2, 2, 32, scales=SCALES)
+    backend = CpuAttention(spec.layers, make_kv(spec, 16, 4))
+    backend.plan(build_batch([AttentionRow(range(3), 0, [3])], 16))
+    k = torch.ones(3, 2, 32)
+    v = torch.ones(3, 2, 32)
+    v[1, 0, 5] = torch.nan
+    out = backend.forward(0, torch.ones(3, 2, 32), k, v).view(3, 2, 32)
+    assert out[1:, 0, 5].isnan().all()
+    assert out[:, 1].isfinite().all(), "the other head"
+
+
+@pytest.mark.parametrize("scales", [(), SCALES])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chunks_neighbors_and_phase_do_not_change_a_bit(dtype: str) -> None:
-    spec = Sizes(4, 2, 32, (0, 50), dtype, chunks=(33, 0), has_sinks=True)
+def test_chunks_neighbors_and_phase_do_not_change_a_bit(
+    dtype: str, scales: tuple[KvScales, ...]
+) -> None:
+    spec = Sizes(4, 2, 32, (0, 50), dtype, chunks=(33, 0), has_sinks=True, scales=scales)
     rng = random.Random(7)
     whole: torch.Tensor | None = None
     for case in range(12):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton.errors import ConfigError
 from baton.layers.shard import Shard
 from baton.models.load import load_weights
 from baton.models.spec_reader import read_spec
@@ -100,6 +102,61 @@ def test_experts_in_one_fp8_tensor_are_cut_right(
     _, plain = quantized("qwen3-moe", name)
     joined, twin = join_experts(plain, FORMATS[name], tmp_path, has_halves=has_halves)
     assert_equal_models((joined, twin), shard)
+
+
+def put_together(path: Path, folder: Path) -> Path:
+    """The checkpoint with each kind of tensor of a layer's experts as one, gate above up."""
+    tensors = load_file(path / "model.safetensors")
+    joined = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name in tensors:
+        prefix, is_expert, projection = name.partition(".experts.0.")
+        if not is_expert or projection.startswith("up_proj."):
+            continue
+        experts = []
+        for expert in range(8):
+            one = tensors[f"{prefix}.experts.{expert}.{projection}"]
+            if projection.startswith("gate_proj."):
+                up = projection.replace("gate_proj", "up_proj")
+                one = torch.cat((one, tensors[f"{prefix}.experts.{expert}.{up}"]))
+            experts.append(one)
+        joint = projection.replace("gate_proj", "gate_up_proj").replace(".weight", "")
+        joined[f"{prefix}.experts.{joint}"] = torch.stack(experts)
+    config = json.loads((path / "config.json").read_text())
+    return write_checkpoint(path, folder, joined, config.get("quantization_config"))
+
+
+@pytest.mark.parametrize("name", ["int-quantized", "int-asymmetric", "float-quantized"])
+@pytest.mark.parametrize("shard", [Shard(1, 2), Shard(1, 2, divides_experts=True)], ids=str)
+def test_experts_in_one_tensor_of_scaled_codes_are_those_stored_one_by_one(
+    quantized, tmp_path: Path, name: str, shard: Shard
+) -> None:
+    path, _ = quantized("qwen3-moe", name)
+    assert_equal_models((put_together(path, tmp_path / "joined"), path), shard)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("shard", [Shard(1, 2), Shard(1, 2, divides_experts=True)], ids=str)
+def test_experts_in_one_tensor_are_quantized_at_load_like_those_stored_one_by_one(
+    tmp_path: Path, name: str, shard: Shard
+) -> None:
+    path = make_checkpoint("qwen3-moe", tmp_path / "m")
+    joined = put_together(path, tmp_path / "joined")
+    got, want = (
+        held_tensors(load_weights(read_spec(each, "float32", quantization=name), each, shard=shard))
+        for each in (joined, path)
+    )
+    assert len(got) == len(want)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("name", ["packed-int4", "awq", "gptq"])
+def test_packed_words_of_several_experts_in_one_tensor_are_refused(
+    quantized, tmp_path: Path, name: str
+) -> None:
+    path, _ = quantized("qwen3-moe", name)
+    joined = put_together(path, tmp_path / "joined")
+    with pytest.raises(ConfigError, match=r"missing tensor model.layers.0.mlp.experts.0.gate_proj"):
+        loaded(joined, Shard(), "float32")
 
 
 def join_experts(plain: Path, made: Format, folder: Path, *, has_halves: bool) -> tuple[Path, Path]:

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.models.checkpoints import make_checkpoint
+from baton.layers.kv_spec import FP8, KvScales
+from baton.models.spec_reader import read_spec
+from tests.support.models.checkpoints import make_checkpoint, reference_model
 from tests.support.models.quantized_checkpoints import (
     FORMATS,
     encode_scaled,
@@ -125,3 +127,28 @@ def test_transformers_dequantizes_fp8_blocks_to_the_same_numbers(
     plain = write_checkpoint(source, tmp_path / "theirs", theirs, None)
     # Without a type to round to, transformers rounds to bfloat16 where scales are exponents.
     assert_equal_models(ours, plain, "bfloat16" if powers_of_two else "float32")
+
+
+def test_scales_of_a_cache_that_compressed_tensors_quantizes_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="exists for Python 3.11 and newer")
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    plain = make_checkpoint("llama", tmp_path / "m")
+    scheme = QuantizationConfig(
+        config_groups={},
+        kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"},
+        quantization_status="compressed",
+    )
+    model = reference_model(plain)
+    apply_quantization_config(model, scheme)
+    tensors = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    scales = [name for name in tensors if name.endswith("_scale")]
+    assert len(scales) == 4, "of K and V in two layers"
+    for number, name in enumerate(scales):
+        tensors[name].fill_(0.25 * (1 + number))
+    path = write_checkpoint(plain, tmp_path / "theirs", tensors, scheme.to_dict())
+    assert read_spec(path, kv_cache_dtype=FP8).kv_scales == (
+        KvScales(0.25, 0.5),
+        KvScales(0.75, 1.0),
+    )
+    assert_equal_models(path, plain)

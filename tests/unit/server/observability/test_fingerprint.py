@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.config import build_config
-from baton.layers.kv_spec import KVSpec, describe_heads
+from baton.layers.kv_spec import FP8, KvScales, KVSpec, describe_heads
 from baton.server.observability.fingerprint import fingerprint, tokenizer_hash
 from baton.server.text import model_info
 from tests.support.models import tiny_model
@@ -23,9 +23,19 @@ def layout_of(
     dtype: str = "bfloat16",
     page_tokens: int = 16,
     model_hash: str = "abc",
+    key_scale: float | None = None,
 ) -> dict[str, object]:
-    group = describe_heads(range(layers), heads, head_dim, dtype=dtype, page_tokens=page_tokens)
-    return KVSpec((group,)).layout(model_hash)
+    """Args: `key_scale`: pages hold codes, with this scale of keys in all layers."""
+    scales = () if key_scale is None else (KvScales(key=key_scale),) * layers
+    group = describe_heads(
+        range(layers),
+        heads,
+        head_dim,
+        dtype=FP8 if scales else dtype,
+        page_tokens=page_tokens,
+        scales=scales,
+    )
+    return KVSpec((group,), dtype).layout(model_hash)
 
 
 def of(path: Path, template: str | None = None, **coordinates: Any) -> dict[str, str]:
@@ -54,6 +64,7 @@ def differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
     [
         ({"page_tokens": 32}, ["page_size", "kv_layout"]),
         ({"dtype": "float16"}, ["dtype", "kv_layout"]),
+        ({"key_scale": 1.0}, ["dtype", "kv_layout"]),
         ({"model_hash": "def"}, ["model"]),
         ({"heads": range(1)}, ["kv_layout"]),
         ({"heads": range(2, 4)}, ["kv_layout"]),
@@ -64,6 +75,13 @@ def test_difference_shows_in_its_aspect(
     path: Path, coordinates: dict[str, Any], aspects: list[str]
 ) -> None:
     assert differing(of(path), of(path, **coordinates)) == aspects
+
+
+def test_types_of_computation_and_pages_and_the_scales_show(path: Path) -> None:
+    codes = of(path, key_scale=1.0)
+    assert codes["dtype"] == "bfloat16, KV cache fp8_e4m3"
+    assert differing(codes, of(path, key_scale=1.0, dtype="float32")) == ["dtype"]
+    assert differing(codes, of(path, key_scale=0.5)) == ["kv_layout"]
 
 
 def test_template_and_tokenizer(path: Path) -> None:

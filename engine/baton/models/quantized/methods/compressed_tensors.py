@@ -82,8 +82,13 @@ def read_scheme(config: ModelConfig) -> CompressedTensorsScheme:
         is_dense = isinstance(value, dict) and value.get("format") == "dense"
         if value and not is_dense:
             config.refuse(field, value, "use a checkpoint that is only quantized")
+    # Where the KV cache alone is quantized, there are none.
+    may_be_empty = bool(config.get("kv_cache_scheme"))
     groups = config.read_checked(
-        "config_groups", None, "an object with groups", lambda v: type(v) is dict and bool(v)
+        "config_groups",
+        None,
+        "an object with groups",
+        lambda v: type(v) is dict and (bool(v) or may_be_empty),
     )
     return CompressedTensorsScheme(
         tuple(_read_group(config, name, values) for name, values in groups.items()),
