@@ -35,7 +35,6 @@ from baton.models.served import ServedModel
 from baton.runtime.grammar.store import GrammarStore
 from baton.runtime.grammar.token_masks import MaskFiller
 from baton.runtime.runner.step_inputs import (
-    FurtherGrowth,
     Growth,
     StepArrays,
     StepInputs,
@@ -252,7 +251,7 @@ class ModelRunner:
             growth,
             plan.copies,
             new_pages,
-            [FurtherGrowth(*growth) for growth in plan.further],
+            plan.further,
         )
 
     def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:

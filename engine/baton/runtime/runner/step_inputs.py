@@ -15,7 +15,7 @@ every rank executes the plan, or the group ends.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from baton.cache.host import CopyRun
 from baton.cache.int_array import IntArray, pack, unpack
+from baton.sched.types.plan import FurtherGrowth
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -37,15 +38,6 @@ class Growth(NamedTuple):
     """New pages of a slot: they continue its page table at index `base`."""
 
     slot: int
-    base: int
-    pages: IntArray
-
-
-class FurtherGrowth(NamedTuple):
-    """New pages of a slot in a further page group, as of sched.types.plan."""
-
-    slot: int
-    group: int
     base: int
     pages: IntArray
 
@@ -74,7 +66,8 @@ class StepInputs:
     """Pages with new content, which peers must not take for the old (StepPlan); empty where no peer
     reads them.
     """
-    further: list[FurtherGrowth] = field(default_factory=list)
+    further: tuple[FurtherGrowth, ...] = ()
+    """Growth of page tables in further page groups."""
 
 
 class StepArrays(NamedTuple):

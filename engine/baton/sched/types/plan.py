@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.cache.host import CopyRun
+from baton.cache.int_array import IntArray
 from baton.sched.types.request import SamplingParams
 
 UNKNOWN_TOKEN = -1
@@ -104,7 +105,7 @@ class FurtherGrowth(NamedTuple):
     group: int
     """0 is the first one after group 0."""
     base: int
-    pages: array[int]
+    pages: IntArray
 
 
 @dataclass(frozen=True, slots=True)
