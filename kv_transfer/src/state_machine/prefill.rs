@@ -173,7 +173,7 @@ impl PublishedPages {
     }
 
     /// The pages from number `start_page` on.
-    fn from(&self, start_page: u32) -> &[PageState] {
+    fn pages_from(&self, start_page: u32) -> &[PageState] {
         let skipped = start_page.saturating_sub(self.first) as usize;
         &self.pages[skipped.min(self.pages.len())..]
     }
@@ -592,7 +592,7 @@ impl PrefillRoom {
         let mut ready: Vec<(PromptPage, PageDigest)> = Vec::new();
         for (published, &start_page) in self.published.iter().zip(&start_pages) {
             let group = published.group;
-            let states = (start_page.max(published.first)..).zip(published.from(start_page));
+            let states = (start_page.max(published.first)..).zip(published.pages_from(start_page));
             ready.extend(states.filter_map(|(index, state)| {
                 let digest = state.digest()?;
                 Some((PromptPage { group, index }, digest))
@@ -624,7 +624,7 @@ impl PrefillRoom {
         let starts = output.groups.iter().zip(&reader.start_pages);
         let totals = self.published.iter().zip(starts);
         let totals = totals.map(|(published, (pages, &start_page))| {
-            let states = published.from(start_page).iter();
+            let states = published.pages_from(start_page).iter();
             let sums = states.filter_map(|state| Some(state.digest()?.sum));
             GroupTotal {
                 group: pages.group,
