@@ -71,7 +71,8 @@ pub struct NodeConfig {
     /// Without a cluster key: take KV from any host instead of from loopback addresses only.
     #[serde(default)]
     pub insecure: bool,
-    /// The page groups of the pool, all of which have its page size. Two nodes pair only if all fields are equal.
+    /// The page groups of the pool, all of which have its page size. Two nodes pair only if all
+    /// fields are equal.
     pub layout: PageLayout,
     #[serde(default)]
     pub dp_rank: u32,
