@@ -191,8 +191,46 @@ fn request_for_pages_of_another_group_ends_its_connection() {
             message,
             connection: true,
             ..
-        } => assert_eq!(message, "SLAB_READ names page group 3, this node has [2]"),
+        } => assert_eq!(message, "SLAB_READ names page group 3, but there are [2]"),
         other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn open_for_other_groups_than_those_of_the_layout_is_refused_with_the_group() {
+    let p = Rank::start("prefill", &json!({"layout": two_groups()}));
+    p.node.offer_room(1, 0, HASH, DEADLINE_MS).unwrap();
+    let mut control = Visitor::new(&p, "d", Channel::Control);
+    let start_of = |group| GroupStart { group, ..ALL_PAGES };
+    for (groups, difference) in [
+        (vec![ALL_PAGES], "page group 5 of [2, 5] is missing"),
+        (
+            vec![ALL_PAGES, start_of(WINDOW), ALL_PAGES],
+            "page group 2 is named twice",
+        ),
+        (
+            vec![ALL_PAGES, start_of(WINDOW), start_of(7)],
+            "page group 7, but there are [2, 5]",
+        ),
+    ] {
+        control.send(&Msg::Open(OpenMessage {
+            room: 1,
+            attempt: 0,
+            d_inc: "d".into(),
+            p_inc_expected: p.node.incarnation().into(),
+            layout_hash: control.opened.peer.layout_hash.clone(),
+            prompt_hash: HASH.to_vec(),
+            groups,
+            deadline_ms: DEADLINE_MS,
+            prio: 0,
+        }));
+        match control.answer_until(|msg| matches!(msg, Msg::Reject { .. })) {
+            Msg::Reject { code, message, .. } => {
+                assert_eq!(code, ReasonCode::LayoutMismatch);
+                assert!(message.ends_with(difference), "{message}");
+            }
+            other => panic!("{other:?}"),
+        }
     }
 }
 

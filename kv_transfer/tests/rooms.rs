@@ -83,7 +83,10 @@ fn only_the_pages_that_decode_lacks_are_pulled() {
         pair.d.write(&held, 77);
         pair.open(1);
         pair.p.prefill(1, &span(0, 20), 7);
-        pair.d.node.grant_pages(1, GROUP, 12, &ids(&dst)).unwrap();
+        pair.d
+            .node
+            .grant_pages(1, &[(GROUP, 12, &ids(&dst))])
+            .unwrap();
         assert_eq!(pair.d.end_code(1), "COMMITTED");
         assert!(pair.d.holds(&dst, 1, 12), "prompt pages 12..20");
         assert!(pair.d.holds(&held, 77, 0), "the held prefix is untouched");
@@ -93,11 +96,138 @@ fn only_the_pages_that_decode_lacks_are_pulled() {
     }
 }
 
+/// The pages of a prompt in the layout of `two_groups`: 20 of the first group, and those with the
+/// numbers 34 to 39 of the second.
+fn pages_of_two_groups() -> Vec<GroupPages> {
+    let mut groups = group_pages(20, 3);
+    groups.push(GroupPages {
+        group: WINDOW,
+        first_page: 34,
+        total_pages: 40,
+        last_page_tokens: 3,
+    });
+    groups
+}
+
+/// Two nodes with the layout of `two_groups`. P has computed the pages of a prompt in room 1: its
+/// pages 0.. are those of the first group, with seed 1, its pages 100.. those of the second, with
+/// seed 2.
+fn pair_of_two_groups(transport: &str) -> Pair {
+    let config = json!({"transports": [transport], "layout": two_groups()});
+    let pair = Pair::with(&config, &config);
+    pair.p.node.offer_room(1, 0, HASH, DEADLINE_MS).unwrap();
+    pair.p.write(&span(0, 20), 1);
+    pair.p.write(&span(100, 6), 2);
+    pair
+}
+
+fn publish_in_turns(p: &Rank) {
+    for (group, first, pages) in [
+        (GROUP, 0, span(0, 11)),
+        (WINDOW, 34, span(100, 2)),
+        (GROUP, 11, span(11, 9)),
+        (WINDOW, 36, span(102, 4)),
+    ] {
+        p.node.publish_pages(1, group, first, &ids(&pages)).unwrap();
+    }
+}
+
+#[test]
+fn prompt_of_two_groups_is_committed_with_the_pages_that_decode_lacks() {
+    for transport in TRANSPORTS {
+        let pair = pair_of_two_groups(transport);
+        let (dst, window) = (span(500, 15), span(600, 4));
+        pair.open(1);
+        let full = (GROUP, 5, &ids(&dst)[..]);
+        let last = (WINDOW, 36, &ids(&window)[..]);
+        pair.d.node.grant_pages(1, &[last, full]).unwrap();
+        publish_in_turns(&pair.p);
+        pair.p
+            .node
+            .finish_prompt(1, pages_of_two_groups(), vec![])
+            .unwrap();
+        match pair.d.end(1) {
+            NodeEvent::Committed { groups, stats, .. } => {
+                assert_eq!(groups, pages_of_two_groups());
+                assert_eq!((stats.transport, stats.pages), (transport, 19));
+            }
+            other => panic!("{other:?}"),
+        }
+        assert!(pair.d.holds(&dst, 1, 5));
+        assert!(pair.d.holds(&window, 2, 2));
+        assert_eq!(pair.p.end_code(1), "DONE");
+        pair.assert_idle();
+    }
+}
+
+#[test]
+fn room_of_two_groups_ends_on_both_sides_when_one_group_does_not_fit() {
+    for (start_page, pages, reason) in [
+        (
+            33,
+            7,
+            "prefill has the pages of group 5 from 34 on, but those from 33 on are needed here",
+        ),
+        (
+            36,
+            3,
+            "pages [36, 39) of group 5 were granted, but prefill has [34, 40)",
+        ),
+    ] {
+        let pair = pair_of_two_groups("shm");
+        pair.open(1);
+        let full = (GROUP, 0, &ids(&span(500, 20))[..]);
+        let window = (WINDOW, start_page, &ids(&span(600, pages))[..]);
+        pair.d.node.grant_pages(1, &[full, window]).unwrap();
+        publish_in_turns(&pair.p);
+        let finished = pair.p.node.finish_prompt(1, pages_of_two_groups(), vec![]);
+        finished.unwrap();
+        match pair.d.end(1) {
+            NodeEvent::Failed { code, message, .. } => {
+                assert_eq!(
+                    (code.as_str(), message.as_str()),
+                    ("PROMPT_MISMATCH", reason)
+                );
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(pair.p.end_code(1), "PROMPT_MISMATCH");
+        pair.assert_idle();
+    }
+}
+
+#[test]
+fn abort_while_one_group_is_pulled_stops_the_writes_to_all() {
+    for transport in TRANSPORTS {
+        let pair = pair_of_two_groups(transport);
+        let (dst, window) = (span(500, 20), span(600, 6));
+        pair.open(1);
+        let full = (GROUP, 0, &ids(&dst)[..]);
+        let last = (WINDOW, 34, &ids(&window)[..]);
+        pair.d.node.grant_pages(1, &[full, last]).unwrap();
+        let published = pair.p.node.publish_pages(1, GROUP, 0, &ids(&span(0, 20)));
+        published.unwrap();
+        until("the first group is pulled", || {
+            pair.d.detail("pull")[transport]["pages"] == 20
+        });
+        pair.d.node.abort_room(1, "CLIENT_GONE").unwrap();
+        assert_eq!(pair.d.end_code(1), "ABORTED");
+        assert_eq!(pair.p.end_code(1), "CLIENT_GONE");
+        let late = pair
+            .p
+            .node
+            .publish_pages(1, WINDOW, 34, &ids(&span(100, 6)));
+        late.unwrap();
+        assert!(!pair.d.holds(&window, 2, 0));
+        pair.assert_idle();
+    }
+}
+
 #[test]
 fn full_hit_commits_without_any_page() {
     let pair = Pair::new("shm");
     pair.open(1);
-    pair.d.node.grant_pages(1, GROUP, 20, &[]).unwrap();
+    pair.d.node.grant_pages(1, &[(GROUP, 20, &[])]).unwrap();
     pair.p.prefill(1, &span(0, 20), 20);
     assert_eq!(pair.d.end_code(1), "COMMITTED");
     assert_eq!(pair.p.end_code(1), "DONE");
@@ -337,7 +467,10 @@ fn room_number_belongs_to_one_request_and_its_last_reader() {
         "the room is read by the last to ask"
     );
     let dst = span(500, 5);
-    second.node.grant_pages(1, GROUP, 0, &ids(&dst)).unwrap();
+    second
+        .node
+        .grant_pages(1, &[(GROUP, 0, &ids(&dst))])
+        .unwrap();
     pair.p.publish(1, &span(0, 5), 5);
     pair.p.finish(1, 5);
     assert_eq!(
@@ -374,7 +507,7 @@ fn invalid_calls_are_errors_at_once() {
     assert!(matches!(
         pair.d
             .node
-            .grant_pages(1, GROUP, 0, &ids(&[POOL_PAGES as u32])),
+            .grant_pages(1, &[(GROUP, 0, &ids(&[POOL_PAGES as u32]))]),
         Err(NodeError::Pages(_))
     ));
     let other = GROUP + 1;
@@ -383,13 +516,38 @@ fn invalid_calls_are_errors_at_once() {
         group: other,
         ..both[0]
     });
-    for refused in [
-        pair.d.node.grant_pages(1, other, 0, &ids(&[0])),
-        pair.p.node.publish_pages(1, other, 0, &ids(&[0])),
-        pair.p.node.finish_prompt(1, both, vec![]),
+    let page = ids(&[0]);
+    let twice = [(GROUP, 0, &page[..]), (GROUP, 0, &page[..])];
+    for (refused, reason) in [
+        (
+            pair.d.node.grant_pages(1, &[(other, 0, &page)]),
+            "page group 3, but there are [2]",
+        ),
+        (
+            pair.p.node.publish_pages(1, other, 0, &page),
+            "page group 3, but there are [2]",
+        ),
+        (
+            pair.p.node.finish_prompt(1, both, vec![]),
+            "page group 3, but there are [2]",
+        ),
+        (
+            pair.d.node.grant_pages(1, &[]),
+            "page group 2 of [2] is missing",
+        ),
+        (
+            pair.d.node.grant_pages(1, &twice),
+            "page group 2 is named twice",
+        ),
     ] {
-        let reason = refused.unwrap_err().to_string();
-        assert_eq!(reason, "page group 3: the pool has the pages of group 2");
+        let said = refused.unwrap_err().to_string();
+        assert_eq!(
+            said,
+            format!(
+                "{reason}: publish names a group of the pool's layout, finish and grant each one \
+                 once"
+            )
+        );
     }
     assert!(matches!(
         pair.p.node.offer_room(1, 0, &[0; 65], 1),

@@ -16,7 +16,15 @@ from unittest import mock
 
 import pytest
 
-from baton.disagg.calls import FinishCall, GrantCall, GroupPages, OfferCall, OpenCall, PublishCall
+from baton.disagg.calls import (
+    FinishCall,
+    GrantCall,
+    GroupGrant,
+    GroupPages,
+    OfferCall,
+    OpenCall,
+    PublishCall,
+)
 from baton.disagg.events import NodeEvent, RoomFailed, RoomReleased
 from baton.disagg.native_node import NativeTransferNode
 from baton.layers.cuda.device_pages import DevicePages
@@ -194,9 +202,9 @@ def test_page_given_away_under_the_copy_fails_its_room_only(
         pages = b"".join(page.to_bytes(4, "little") for page in range(4))
         p.call(OfferCall(5, 0, b"h", 20_000))
         d.call(OpenCall(5, 0, "127.0.0.1", rig.pair.bootstrap.port, 0, b"h", 20_000))
-        d.call(GrantCall(5, 0, 0, pages))
+        d.call(GrantCall(5, (GroupGrant(0, 0, pages),)))
         p.call(PublishCall(5, 0, 0, pages))
-        p.call(FinishCall(5, (GroupPages(0, 4, 1),), b""))
+        p.call(FinishCall(5, (GroupPages(0, 0, 4, 1),), b""))
         eventually("a copy is made", (tmp_path / "copied.reached").exists)
         rig.pair.p.native.begin_write(pages[:4])
         (tmp_path / "copied.go").touch()
@@ -238,9 +246,9 @@ def test_deadline_ends_a_room_whose_copies_do_not(reference: Callable[[str], Ref
         pages = b"".join(page.to_bytes(4, "little") for page in range(4))
         p.call(OfferCall(5, 0, b"h", 20_000))
         d.call(OpenCall(5, 0, "127.0.0.1", rig.pair.bootstrap.port, 0, b"h", 300))
-        d.call(GrantCall(5, 0, 0, pages))
+        d.call(GrantCall(5, (GroupGrant(0, 0, pages),)))
         p.call(PublishCall(5, 0, 0, pages))
-        p.call(FinishCall(5, (GroupPages(0, 4, 1),), b""))
+        p.call(FinishCall(5, (GroupPages(0, 0, 4, 1),), b""))
         failed = heard(d)
         assert isinstance(failed, RoomFailed)
         assert (failed.room, failed.code) == (5, "DEADLINE")

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from baton.disagg.calls import FinishCall, GrantCall, GroupPages, OfferCall, OpenCall, PublishCall
+from baton.disagg.calls import (
+    FinishCall,
+    GrantCall,
+    GroupGrant,
+    GroupPages,
+    OfferCall,
+    OpenCall,
+    PublishCall,
+)
 from baton.disagg.events import RoomFailed
 from tests.parity.conftest import Reference
 from tests.parity.test_engine import prompts_of
@@ -136,9 +144,9 @@ def test_peer_that_closes_in_the_middle(reference: Callable[[str], Reference]) -
     pair.p.node.call(OfferCall(5, 0, b"h", 20_000))
     pages = b"".join(page.to_bytes(4, "little") for page in range(4))
     pair.d.node.call(OpenCall(5, 0, "127.0.0.1", pair.bootstrap.port, 0, b"h", 20_000))
-    pair.d.node.call(GrantCall(5, 0, 0, pages))
+    pair.d.node.call(GrantCall(5, (GroupGrant(0, 0, pages),)))
     pair.p.node.call(PublishCall(5, 0, 0, pages))
-    pair.p.node.call(FinishCall(5, (GroupPages(0, 4, 1),), b""))
+    pair.p.node.call(FinishCall(5, (GroupPages(0, 0, 4, 1),), b""))
     pair.until(lambda: gauges(pair.p)['kv_communicators{state="open"}'] == 1)
     pair.p.node.close()
     pair.wait()

@@ -12,12 +12,27 @@ import msgspec
 
 
 class GroupPages(NamedTuple):
-    """Pages of one page group that a prompt has."""
+    """Pages of one page group that a prompt has: those with the numbers [first_page, total_pages).
+
+    Each group numbers its pages of a prompt from 0. The first ones do not exist in a group that
+    keeps the last tokens only.
+    """
 
     group: int
     """Id of the group's descriptor in the layout of the node."""
+    first_page: int
     total_pages: int
     last_page_tokens: int
+
+
+class GroupGrant(NamedTuple):
+    """Where the pages of one page group go."""
+
+    group: int
+    start_page: int
+    """Pages with lower numbers are here or not needed."""
+    dst_pages: bytes
+    """For all other pages, in their order: pages of the pool, int32, little endian."""
 
 
 class RoomCall(msgspec.Struct, frozen=True):
@@ -50,7 +65,10 @@ class OpenCall(RoomCall, frozen=True, tag="open"):
 
 
 class PublishCall(RoomCall, frozen=True, tag="publish"):
-    """P: a group's prompt pages from `first_page` on are final. Seals them."""
+    """P: a group's prompt pages from `first_page` on are final. Seals them.
+
+    A group's first call may begin at any page, each later one continues it without a gap.
+    """
 
     group: int
     first_page: int
@@ -62,19 +80,16 @@ class FinishCall(RoomCall, frozen=True, tag="finish"):
     """P: prefill has ended, and all pages are published. The lease begins."""
 
     groups: tuple[GroupPages, ...]
+    """One for each group of the layout."""
     payload: bytes
     """At most 2 MiB, which D gets unread."""
 
 
 class GrantCall(RoomCall, frozen=True, tag="grant"):
-    """D: a group's prompt pages before `start_page` are here; the others, all of them, go to these
-    pages of the pool. They are written until the room ends, and not after.
-    """
+    """D: where the prompt's pages go. They are written until the room ends, and not after."""
 
-    group: int
-    start_page: int
-    dst_pages: bytes
-    """int32, little endian."""
+    groups: tuple[GroupGrant, ...]
+    """One for each group of the layout."""
 
 
 class RevokeCall(RoomCall, frozen=True, tag="revoke"):

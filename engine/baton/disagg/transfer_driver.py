@@ -33,6 +33,7 @@ from baton.disagg.calls import (
     AbortCall,
     FinishCall,
     GrantCall,
+    GroupGrant,
     GroupPages,
     OfferCall,
     OpenCall,
@@ -213,10 +214,12 @@ class RoomCalls:
     A call that fails ends its own room; the rank continues.
     """
 
-    def __init__(self, node: TransferNode, timeout_secs: float, group: int) -> None:
-        """`group`: the page group of the scheduler's pages."""
+    def __init__(self, node: TransferNode, timeout_secs: float, groups: Sequence[int]) -> None:
+        """`groups`: ids of the page groups in the order of the layout. The scheduler numbers them
+        in this order, from 0.
+        """
         self._node = node
-        self._group = group
+        self._groups = tuple(groups)
         self._timeout_ms = int(timeout_secs * 1000)
         self.counters = {kind.counter: 0.0 for kind in RoomErrorKind}
 
@@ -279,8 +282,8 @@ class PrefillTransferDriver(RoomCalls):
     room.
     """
 
-    def __init__(self, node: TransferNode, timeout_secs: float, group: int) -> None:
-        super().__init__(node, timeout_secs, group)
+    def __init__(self, node: TransferNode, timeout_secs: float, groups: Sequence[int]) -> None:
+        super().__init__(node, timeout_secs, groups)
         self._offered = Counter[int]()
         """Offers of each room whose end was not polled yet.
 
@@ -302,14 +305,22 @@ class PrefillTransferDriver(RoomCalls):
     def apply_event(self, event: events.Event, sched: Scheduler) -> None:
         if isinstance(event, events.PagesFinal):
             room = _rendezvous(event.req).room
-            publish = PublishCall(room, self._group, event.first_page, event.pages.tobytes())
+            group = self._groups[event.group]
+            publish = PublishCall(room, group, event.first_page, event.pages.tobytes())
             self._continue(sched, event.req, publish)
         elif isinstance(event, events.PrefillDone):
-            pages = GroupPages(self._group, event.total_pages, event.last_page_tokens)
-            finish = FinishCall(_rendezvous(event.req).room, (pages,), _payload_of(event))
+            room = _rendezvous(event.req).room
+            finish = FinishCall(room, self._pages_of(event), _payload_of(event))
             self._continue(sched, event.req, finish)
         elif isinstance(event, events.AbortTransfer):
             self._abort(event.req, event.code)
+
+    def _pages_of(self, event: events.PrefillDone) -> tuple[GroupPages, ...]:
+        ranges = ((0, event.total_pages), *event.further)
+        return tuple(
+            GroupPages(group, first_page, total_pages, event.last_page_tokens)
+            for group, (first_page, total_pages) in zip(self._groups, ranges, strict=True)
+        )
 
     def poll(self, sched: Scheduler) -> None:
         """Take over what the transfer runtime reports."""
@@ -337,9 +348,9 @@ class DecodeTransferDriver(RoomCalls):
     """D's half."""
 
     def __init__(
-        self, node: TransferNode, timeout_secs: float, group: int, vocab_size: int
+        self, node: TransferNode, timeout_secs: float, groups: Sequence[int], vocab_size: int
     ) -> None:
-        super().__init__(node, timeout_secs, group)
+        super().__init__(node, timeout_secs, groups)
         self._vocab_size = vocab_size
 
     def accept(self, req: ValidatedRequest) -> None:
@@ -366,12 +377,18 @@ class DecodeTransferDriver(RoomCalls):
                 sched.transfer_failed(rendezvous.room, err)
         elif isinstance(event, events.GrantPages):
             room = _rendezvous(event.req).room
-            grant = GrantCall(room, self._group, event.start_page, event.pages.tobytes())
-            self._continue(sched, event.req, grant)
+            self._continue(sched, event.req, GrantCall(room, self._grants_of(event)))
         elif isinstance(event, events.RevokeGrant):
             self._continue(sched, event.req, RevokeCall(_rendezvous(event.req).room))
         elif isinstance(event, events.AbortTransfer):
             self._abort(event.req, event.code)
+
+    def _grants_of(self, event: events.GrantPages) -> tuple[GroupGrant, ...]:
+        granted = ((event.start_page, event.pages), *event.further)
+        return tuple(
+            GroupGrant(group, start_page, pages.tobytes())
+            for group, (start_page, pages) in zip(self._groups, granted, strict=True)
+        )
 
     def poll(self, sched: Scheduler) -> None:
         for event in self._node.poll(POLL_BATCH):

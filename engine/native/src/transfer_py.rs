@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyTuple};
 
 use crate::comm_py::PyBackend;
@@ -155,17 +156,22 @@ fn node_error(err: NodeError) -> PyErr {
         NodeError::Config(_)
         | NodeError::TooLarge { .. }
         | NodeError::UnknownCode(_)
-        | NodeError::UnknownGroup { .. } => PyValueError::new_err(text),
+        | NodeError::Groups(_) => PyValueError::new_err(text),
         NodeError::Start { .. } | NodeError::Register(_) => PyOSError::new_err(text),
         NodeError::Full(_) | NodeError::Unhealthy(_) => PyRuntimeError::new_err(text),
     }
 }
 
-/// A group's pages as (group, total_pages, last_page_tokens).
-type GroupTuple = (u32, u32, u32);
+/// A group's pages as (group, first_page, total_pages, last_page_tokens).
+type GroupTuple = (u32, u32, u32, u32);
 
 fn group_tuple(pages: &GroupPages) -> GroupTuple {
-    (pages.group, pages.total_pages, pages.last_page_tokens)
+    (
+        pages.group,
+        pages.first_page,
+        pages.total_pages,
+        pages.last_page_tokens,
+    )
 }
 
 /// The event as the tuple the contract names.
@@ -307,7 +313,8 @@ impl PyTransferNode {
     }
 
     /// P: the group's prompt pages [first_page, first_page + n), at these pool pages (int32 little
-    /// endian), are final. Seals them.
+    /// endian), are final. Seals them. A group's first call may begin at any page, each later one
+    /// continues it without a gap.
     fn publish(
         &self,
         py: Python<'_>,
@@ -320,8 +327,8 @@ impl PyTransferNode {
             .map_err(node_error)
     }
 
-    /// P: prefill is over. `groups`: (group, total_pages, last_page_tokens) of each, whose pages
-    /// must all be published. `payload` (at most 2 MiB) reaches D unread. The lease starts.
+    /// P: prefill is over. `groups`: (group, first_page, total_pages, last_page_tokens) of each,
+    /// whose pages [first_page, total_pages) must all be published. `payload` (at most 2 MiB) reaches D unread. The lease starts.
     fn finish(
         &self,
         py: Python<'_>,
@@ -331,11 +338,14 @@ impl PyTransferNode {
     ) -> PyResult<()> {
         let groups = groups
             .into_iter()
-            .map(|(group, total_pages, last_page_tokens)| GroupPages {
-                group,
-                total_pages,
-                last_page_tokens,
-            })
+            .map(
+                |(group, first_page, total_pages, last_page_tokens)| GroupPages {
+                    group,
+                    first_page,
+                    total_pages,
+                    last_page_tokens,
+                },
+            )
             .collect();
         py.detach(|| self.node.finish_prompt(room, groups, payload.to_vec()))
             .map_err(node_error)
@@ -370,18 +380,20 @@ impl PyTransferNode {
         .map_err(node_error)
     }
 
-    /// D: the group's pages of the prompt before `start_page` are here; the others go to these pool
-    /// pages (int32 little endian), all of them. They are written until the room ends, and not
-    /// after.
+    /// D: `groups`: (group, start_page, dst_pages) of each. The group's pages of the prompt before
+    /// `start_page` are here or not needed; the others go to these pool pages (int32 little
+    /// endian), all of them. They are written until the room ends, and not after.
     fn grant(
         &self,
         py: Python<'_>,
         room: u64,
-        group: u32,
-        start_page: u32,
-        dst_pages: &[u8],
+        groups: Vec<(u32, u32, PyBackedBytes)>,
     ) -> PyResult<()> {
-        py.detach(|| self.node.grant_pages(room, group, start_page, dst_pages))
+        let groups: Vec<(u32, u32, &[u8])> = groups
+            .iter()
+            .map(|(group, start_page, dst_pages)| (*group, *start_page, &dst_pages[..]))
+            .collect();
+        py.detach(|| self.node.grant_pages(room, &groups))
             .map_err(node_error)
     }
 

@@ -1,11 +1,13 @@
 //! Configuration of a transfer node. Parsed and checked once, never changed.
 
+use std::collections::BTreeSet;
+
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
 use crate::pool::KvPool;
 use crate::protocol::{
-    ClusterKeys, GroupId, MAX_READ_PAGES, MAX_SLAB_BYTES, MAX_SLABS, PageLayout,
+    ClusterKeys, GroupId, MAX_GROUPS, MAX_READ_PAGES, MAX_SLAB_BYTES, MAX_SLABS, PageLayout,
 };
 use crate::state_machine::communicator::SlabLimits;
 use crate::transport::fault_injection::Faults;
@@ -69,7 +71,8 @@ pub struct NodeConfig {
     /// Without a cluster key: take KV from any host instead of from loopback addresses only.
     #[serde(default)]
     pub insecure: bool,
-    /// The page groups of the pool. Two nodes pair only if all fields are equal.
+    /// The page groups of the pool, all of which have its page size. Two nodes pair only if all
+    /// fields are equal.
     pub layout: PageLayout,
     #[serde(default)]
     pub dp_rank: u32,
@@ -197,12 +200,17 @@ impl NodeConfig {
     }
 
     fn check_limits(&self, pool: &KvPool) -> Result<(), String> {
-        let [group] = &self.layout.groups[..] else {
-            let number = self.layout.groups.len();
+        let groups = self.layout.group_ids();
+        if groups.is_empty() || groups.len() > MAX_GROUPS {
+            let number = groups.len();
             return Err(format!(
-                "layout.groups has {number} page groups; a pool holds the pages of one"
+                "layout.groups has {number} page groups; a pool holds the pages of 1 to {MAX_GROUPS}"
             ));
-        };
+        }
+        let distinct: BTreeSet<GroupId> = groups.iter().copied().collect();
+        if distinct.len() < groups.len() {
+            return Err(format!("page groups {groups:?}: each id names one group"));
+        }
         let layout_bytes = self.layout_json().len();
         if layout_bytes > MAX_LAYOUT_BYTES {
             return Err(format!(
@@ -210,12 +218,12 @@ impl NodeConfig {
                  HELLO"
             ));
         }
-        if group.page_bytes != pool.page_bytes() as u64 {
+        let pool_bytes = pool.page_bytes() as u64;
+        let mut described = self.layout.groups.iter();
+        if let Some(group) = described.find(|group| group.page_bytes != pool_bytes) {
             return Err(format!(
-                "page_bytes of page group {} is {}, the pool's pages have {} bytes",
-                group.id,
-                group.page_bytes,
-                pool.page_bytes()
+                "page_bytes of page group {} is {}, the pool's pages have {pool_bytes} bytes",
+                group.id, group.page_bytes
             ));
         }
         let positive = [
@@ -312,11 +320,6 @@ impl NodeConfig {
         }
     }
 
-    /// The page group of the pool.
-    pub fn group(&self) -> GroupId {
-        self.layout.groups[0].id // `check_limits` has seen that there is one
-    }
-
     /// Equal on both sides exactly if every field of the layout is.
     pub fn layout_hash(&self) -> String {
         Sha256::digest(self.layout_json())[..16]
@@ -339,6 +342,11 @@ mod tests {
         let pool = KvPool::create(2, 4096).expect("memfd");
         let parse = |text: &str| NodeConfig::parse(text, &pool);
         let good = r#"{"role": "decode", "host": "127.0.0.1", "port": 0, "transports": ["shm", "tcp"], "layout": {"groups": [{"id": 0, "kind": "full", "layers": [[0, 2]], "heads": [[0, 1]], "dims": "layer,kv=2,slot,head,head_dim=64", "dtype": "float32", "page_tokens": 4, "page_bytes": 4096, "retain": "all"}]}}"#;
+        let group = |id: u32, page_bytes: u64| {
+            format!(
+                r#"{{"id": {id}, "kind": "window", "layers": [], "heads": [], "dims": "", "dtype": "", "page_tokens": 4, "page_bytes": {page_bytes}, "retain": "last 8"}}"#
+            )
+        };
         let config = parse(good).expect("valid");
         assert_eq!(
             (config.role, config.lease_ms, config.transports.len()),
@@ -347,6 +355,24 @@ mod tests {
         for (from, to, says) in [
             ("4096", "8192", "page_bytes"),
             (r#"[{"id""#, r#"[], "later": [{"id""#, "0 page groups"),
+            (
+                r#""groups": ["#,
+                &format!(r#""groups": [{}, "#, group(0, 4096)),
+                "page groups [0, 0]: each id names one group",
+            ),
+            (
+                r#""groups": ["#,
+                &format!(r#""groups": [{}, "#, group(1, 64)),
+                "page_bytes of page group 1 is 64",
+            ),
+            (
+                r#""groups": ["#,
+                &format!(
+                    r#""groups": [{}"#,
+                    format!("{}, ", group(1, 4096)).repeat(16)
+                ),
+                "17 page groups",
+            ),
             ("float32", &"x".repeat(MAX_LAYOUT_BYTES), "bytes of JSON"),
             (r#"["shm", "tcp"]"#, "[]", "transports"),
             (r#"["shm", "tcp"]"#, r#"["rdma"]"#, "rdma"),

@@ -52,10 +52,10 @@ use crate::pool::{KvPool, PoolError};
 use crate::protocol::handshake::Identity;
 use crate::protocol::{
     Channel, GroupId, GroupPages, Hello, MAX_PAYLOAD_BYTES, MAX_PROMPT_HASH_BYTES, MIN_VERSION,
-    VERSION,
+    VERSION, one_per_group, unknown_group,
 };
 use crate::reason_code::ReasonCode;
-use crate::state_machine::decode::DecodeEvent;
+use crate::state_machine::decode::{DecodeEvent, GroupGrant};
 use crate::state_machine::prefill::{PrefillEvent, PrefillOutput};
 use crate::transport::communicator::CommBackend;
 use crate::transport::copy_threads::panic_text;
@@ -77,8 +77,8 @@ pub enum NodeError {
     DuplicateRoom(u64),
     #[error("{0} rooms are live or not yet polled, which is this node's limit (max_rooms)")]
     Full(usize),
-    #[error("page group {asked}: the pool has the pages of group {own}")]
-    UnknownGroup { asked: GroupId, own: GroupId },
+    #[error("{0}: publish names a group of the pool's layout, finish and grant each one once")]
+    Groups(String),
     #[error("{what} has {bytes} bytes, at most {limit} are accepted")]
     TooLarge {
         what: &'static str,
@@ -107,8 +107,8 @@ pub struct TransferNode {
     thread: Mutex<Option<JoinHandle<()>>>,
     port: u16,
     incarnation: String,
-    /// The page group of the pool.
-    group: GroupId,
+    /// The page groups of the pool.
+    groups: Vec<GroupId>,
 }
 
 impl TransferNode {
@@ -189,7 +189,7 @@ impl TransferNode {
             local,
         };
         let parts = (shared.clone(), pool.clone());
-        let group = config.group();
+        let groups = config.layout.group_ids();
         let thread = start_thread(config, parts, identity, (port, listeners), backend, inbox)?;
         Ok(Self {
             shared,
@@ -198,7 +198,7 @@ impl TransferNode {
             thread: Mutex::new(Some(thread)),
             port,
             incarnation,
-            group,
+            groups,
         })
     }
 
@@ -217,16 +217,6 @@ impl TransferNode {
     fn send_command(&self, command: EngineCommand) -> Result<(), NodeError> {
         self.commands.try_send(command).map_err(|_| {
             NodeError::Unhealthy(self.shared.unhealthy.lock().clone().unwrap_or_default())
-        })
-    }
-
-    fn check_group(&self, group: GroupId) -> Result<(), NodeError> {
-        if group == self.group {
-            return Ok(());
-        }
-        Err(NodeError::UnknownGroup {
-            asked: group,
-            own: self.group,
         })
     }
 
@@ -281,8 +271,9 @@ impl TransferNode {
         self.claim_room(RoomSide::Prefill, room, EngineCommand::Offer(room, request))
     }
 
-    /// P: prompt pages [first_page, first_page + n) are final. Seals them now; checksums and
-    /// PROGRESS follow on other threads.
+    /// P: the group's pages [first_page, first_page + n) of the prompt are final. Seals them now;
+    /// checksums and PROGRESS follow on other threads. A group's first call may begin at any page,
+    /// each later one continues it without a gap.
     pub fn publish_pages(
         &self,
         room: u64,
@@ -290,7 +281,9 @@ impl TransferNode {
         first_page: u32,
         pages: &[u8],
     ) -> Result<(), NodeError> {
-        self.check_group(group)?;
+        if !self.groups.contains(&group) {
+            return Err(NodeError::Groups(unknown_group(group, &self.groups)));
+        }
         let pages = self.pool.check_pages(pages)?;
         let generations = self.pool.seal_pages(&pages);
         let pages = pages.into_iter().zip(generations).collect();
@@ -305,7 +298,7 @@ impl TransferNode {
         ))
     }
 
-    /// P: finish prefill, whose prompt has these pages; the lease starts.
+    /// P: finish prefill, whose prompt has these pages in each group; the lease starts.
     pub fn finish_prompt(
         &self,
         room: u64,
@@ -313,9 +306,7 @@ impl TransferNode {
         payload: Vec<u8>,
     ) -> Result<(), NodeError> {
         check_size("payload", payload.len(), MAX_PAYLOAD_BYTES)?;
-        groups
-            .iter()
-            .try_for_each(|pages| self.check_group(pages.group))?;
+        self.check_groups(&groups, |pages| pages.group)?;
         let output = PrefillOutput { groups, payload };
         self.send_command(EngineCommand::Prefill(room, PrefillEvent::Finish(output)))
     }
@@ -348,25 +339,34 @@ impl TransferNode {
         self.claim_room(RoomSide::Decode, room, EngineCommand::Open(room, request))
     }
 
-    /// D: the group's pages of the prompt before `start_page` are here; all others go to
-    /// `dst_pages`.
+    /// D: where the prompt's pages of each group go, as (group, start_page, dst_pages): those
+    /// before `start_page` are here or not needed, all others go to `dst_pages`.
     pub fn grant_pages(
         &self,
         room: u64,
-        group: GroupId,
-        start_page: u32,
-        dst_pages: &[u8],
+        groups: &[(GroupId, u32, &[u8])],
     ) -> Result<(), NodeError> {
-        self.check_group(group)?;
-        let pages = self.pool.check_pages(dst_pages)?;
-        self.send_command(EngineCommand::Decode(
-            room,
-            DecodeEvent::Grant {
+        self.check_groups(groups, |&(group, ..)| group)?;
+        let mut grants = Vec::with_capacity(groups.len());
+        for &(group, start_page, dst_pages) in groups {
+            grants.push(GroupGrant {
                 group,
                 start_page,
-                pages,
-            },
-        ))
+                pages: self.pool.check_pages(dst_pages)?,
+            });
+        }
+        self.send_command(EngineCommand::Decode(room, DecodeEvent::Grant(grants)))
+    }
+
+    fn check_groups<T>(
+        &self,
+        named: &[T],
+        group_of: impl Fn(&T) -> GroupId,
+    ) -> Result<(), NodeError> {
+        match one_per_group(&self.groups, named, group_of) {
+            Ok(_) => Ok(()),
+            Err(difference) => Err(NodeError::Groups(difference)),
+        }
     }
 
     /// D: revoke the grant. `poll_events` answers with `Revoked`, or with `Announced`: then it

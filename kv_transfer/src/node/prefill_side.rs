@@ -9,11 +9,11 @@ use super::records::events::NodeEvent;
 use super::records::room_history::RoomSide;
 use crate::protocol::{GroupId, Msg, OpenMessage, PageDigest, clip_text};
 use crate::reason_code::ReasonCode;
-use crate::state_machine::ConnectionId;
 use crate::state_machine::pending_opens::{
     EVERY_ATTEMPT, EndedRooms, PendingOpen, PendingOpenError, PendingOpens,
 };
 use crate::state_machine::prefill::{PrefillAction, PrefillEvent, PrefillPhase, PrefillRoom};
+use crate::state_machine::{ConnectionId, PromptPage};
 use crate::transport::copy_threads::CopyJob;
 
 /// Pages hashed in one job: a few milliseconds of a copy thread, so that pulls are not delayed.
@@ -24,7 +24,7 @@ const RETRY_AFTER_MS: u64 = 1000;
 struct PrefillEntry {
     room: PrefillRoom,
     hashing: bool,
-    to_hash: VecDeque<(u32, u32, u64)>,
+    to_hash: VecDeque<(PromptPage, u32, u64)>,
 }
 
 impl PrefillEntry {
@@ -94,7 +94,7 @@ impl PrefillSide {
             prompt_hash,
             deadline,
             ctx.config.lease_ms,
-            ctx.config.group(),
+            &ctx.config.layout.group_ids(),
         );
         self.ended_rooms.forget_room(room);
         let state = machine.phase.name();
@@ -151,7 +151,12 @@ impl PrefillSide {
         }
     }
 
-    pub fn on_hashed(&mut self, ctx: &mut NodeContext, room: u64, sums: Vec<(u32, PageDigest)>) {
+    pub fn on_hashed(
+        &mut self,
+        ctx: &mut NodeContext,
+        room: u64,
+        sums: Vec<(PromptPage, PageDigest)>,
+    ) {
         ctx.shared.stats.lock().pages_hashed += sums.len() as u64;
         if let Some(entry) = self.rooms.get_mut(&room) {
             entry.hashing = false;

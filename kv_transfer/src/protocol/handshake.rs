@@ -7,7 +7,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::{
     Channel, ClusterKeys, FrameError, FrameOpener, FrameSealer, GroupId, HEADER_BYTES, Handshake,
-    Hello, MAX_HELLO_BYTES, MIN_VERSION, Msg, VERSION, frame_len,
+    Hello, MAX_HELLO_BYTES, MIN_VERSION, Msg, VERSION, frame_len, unknown_group,
 };
 use crate::reason_code::ReasonCode;
 
@@ -132,12 +132,12 @@ pub struct Identity {
 impl Identity {
     /// Refuse a request for pages of a group that this node does not have.
     pub fn check_group(&self, message: &str, group: GroupId) -> Result<(), ConnectionError> {
-        let own = &self.hello.layout.groups;
-        if own.iter().any(|descriptor| descriptor.id == group) {
+        let layout = &self.hello.layout;
+        if layout.groups.iter().any(|own| own.id == group) {
             return Ok(());
         }
-        let own: Vec<GroupId> = own.iter().map(|descriptor| descriptor.id).collect();
-        let reason = format!("{message} names page group {group}, this node has {own:?}");
+        let reason = unknown_group(group, &layout.group_ids());
+        let reason = format!("{message} names {reason}");
         Err(ConnectionError::transport_broken(reason))
     }
 

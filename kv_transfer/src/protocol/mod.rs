@@ -34,7 +34,9 @@ pub use frame::{
     FrameError, FrameOpener, FrameSealer, HEADER_BYTES, Handshake, MAX_FRAME_BYTES, frame_len,
 };
 
-pub use page_groups::{GroupDescriptor, GroupId, MAX_GROUPS, PageLayout};
+pub use page_groups::{
+    GroupDescriptor, GroupId, MAX_GROUPS, PageLayout, one_per_group, unknown_group,
+};
 
 use crate::reason_code::ReasonCode;
 
@@ -118,26 +120,32 @@ pub struct PageDigest {
     pub sum: u64,
 }
 
-/// Pages of one group that D asks for: those from prompt page `start_page` on.
+/// Pages of one group that D asks for: those from number `start_page` on.
+///
+/// A prompt has a sequence of pages in each group, numbered from 0. In a group that keeps the last
+/// tokens only, the first pages of the sequence do not exist.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GroupStart {
     pub group: GroupId,
     pub start_page: u32,
 }
 
-/// Pages of one group that a prompt has.
+/// Pages of one group that a prompt has: those with the numbers [first_page, total_pages).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GroupPages {
     pub group: GroupId,
+    pub first_page: u32,
     pub total_pages: u32,
     pub last_page_tokens: u32,
 }
 
-/// Pages of one group that P has announced: their number, and a hash over the checksums of pages
-/// start_page.. in order.
+/// Pages of one group that P has announced: their numbers, and a hash over the checksums of those
+/// from D's start page on, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct GroupTotal {
     pub group: GroupId,
+    /// The first page that exists.
+    pub first_page: u32,
     pub total_pages: u32,
     pub last_page_tokens: u32,
     pub root: u64,
@@ -148,6 +156,7 @@ impl GroupTotal {
     pub fn pages(&self) -> GroupPages {
         GroupPages {
             group: self.group,
+            first_page: self.first_page,
             total_pages: self.total_pages,
             last_page_tokens: self.last_page_tokens,
         }
@@ -224,7 +233,8 @@ pub enum Msg {
         #[serde(with = "serde_bytes")]
         payload: Vec<u8>,
     },
-    /// All pages are copied and verified; P may end the lease.
+    /// All pages are copied and verified; P may end the lease. `root`: over the roots of the groups
+    /// in the order of the layout.
     Done {
         room: u64,
         attempt: u32,
@@ -399,6 +409,8 @@ impl Msg {
                 at_most("groups", groups.len(), MAX_GROUPS)?;
                 for total in groups {
                     at_most("total_pages", total.total_pages as usize, i32::MAX as usize)?;
+                    let total_pages = total.total_pages as usize;
+                    at_most("first_page", total.first_page as usize, total_pages)?;
                 }
                 at_most("payload bytes", payload.len(), MAX_PAYLOAD_BYTES)
             }
@@ -478,7 +490,8 @@ pub fn clip_text(text: &str) -> String {
     text[..end.unwrap_or(0)].to_owned()
 }
 
-/// Root of a run of page checksums: equal on both sides only if every page of the run is.
+/// Root of a run of page checksums: equal on both sides only if every page of the run is. Roots
+/// are checksums, too: the root over those of all groups is the room's.
 pub fn root_of(sums: impl Iterator<Item = u64>) -> u64 {
     let mut hash = xxhash_rust::xxh3::Xxh3::new();
     for sum in sums {

@@ -49,6 +49,37 @@ fn unscaled() -> String {
     "none".to_owned()
 }
 
+/// The items of a call or message in the order of the `own` groups.
+///
+/// `Err`: the items are not exactly one for each of these groups, and which group is at fault.
+pub fn one_per_group<'a, T>(
+    own: &[GroupId],
+    items: &'a [T],
+    group_of: impl Fn(&T) -> GroupId,
+) -> Result<Vec<&'a T>, String> {
+    let unknown = items.iter().map(&group_of).find(|id| !own.contains(id));
+    if let Some(group) = unknown {
+        return Err(unknown_group(group, own));
+    }
+    let mut ordered = Vec::with_capacity(own.len());
+    for &group in own {
+        let mut named = items.iter().filter(|item| group_of(item) == group);
+        let Some(item) = named.next() else {
+            return Err(format!("page group {group} of {own:?} is missing"));
+        };
+        if named.next().is_some() {
+            return Err(format!("page group {group} is named twice"));
+        }
+        ordered.push(item);
+    }
+    Ok(ordered)
+}
+
+/// Why a page group is refused that is none of the `own` ones.
+pub fn unknown_group(group: GroupId, own: &[GroupId]) -> String {
+    format!("page group {group}, but there are {own:?}")
+}
+
 impl GroupDescriptor {
     /// The first coordinate that differs, as `NAME OWN against THEIRS`.
     fn first_difference(&self, theirs: &Self) -> Option<String> {
@@ -126,16 +157,19 @@ pub struct PageLayout {
 }
 
 impl PageLayout {
+    pub fn group_ids(&self) -> Vec<GroupId> {
+        self.groups.iter().map(|group| group.id).collect()
+    }
+
     /// The first difference between the own layout and a peer's, as `NAME OWN against THEIRS`;
     /// `None` if they are equal.
     pub fn first_difference(&self, theirs: &Self) -> Option<String> {
         if self == theirs {
             return None;
         }
-        let ids = |layout: &Self| -> Vec<GroupId> { layout.groups.iter().map(|g| g.id).collect() };
-        if ids(self) != ids(theirs) {
-            let own = ids(self);
-            let other = ids(theirs);
+        let own = self.group_ids();
+        let other = theirs.group_ids();
+        if own != other {
             return Some(format!("page groups {own:?} against {other:?}"));
         }
         let in_group = self
@@ -191,6 +225,23 @@ pub(crate) mod tests {
         PageLayout {
             groups: vec![group],
             facts: facts.into(),
+        }
+    }
+
+    #[test]
+    fn items_are_ordered_by_group_and_the_group_at_fault_is_named() {
+        let check = |items: &[GroupId]| {
+            one_per_group(&[4, 9], items, |id| *id)
+                .map(|ordered| ordered.into_iter().copied().collect::<Vec<_>>())
+        };
+        assert_eq!(check(&[9, 4]), Ok(vec![4, 9]));
+        for (items, reason) in [
+            (&[4][..], "page group 9 of [4, 9] is missing"),
+            (&[], "page group 4 of [4, 9] is missing"),
+            (&[4, 9, 4], "page group 4 is named twice"),
+            (&[4, 5, 9], "page group 5, but there are [4, 9]"),
+        ] {
+            assert_eq!(check(items), Err(reason.to_owned()));
         }
     }
 

@@ -64,14 +64,15 @@ fn any_msg() -> impl Strategy<Value = Msg> {
         (
             room(),
             attempt(),
-            any::<u16>(),
+            (any::<u16>(), any::<u16>()),
             proptest::collection::vec(any::<u8>(), 0..200)
         )
-            .prop_map(|(room, attempt, n, payload)| Msg::Final {
+            .prop_map(|(room, attempt, (first, n), payload)| Msg::Final {
                 room,
                 attempt,
                 groups: vec![GroupTotal {
                     group: 1,
+                    first_page: first.min(n).into(),
                     total_pages: n.into(),
                     last_page_tokens: 7,
                     root: 9,
@@ -236,6 +237,7 @@ fn oversized_and_inconsistent_messages_are_refused() {
     }));
     let total = GroupTotal {
         group: 0,
+        first_page: 0,
         total_pages: 1,
         last_page_tokens: 1,
         root: 0,
@@ -249,6 +251,16 @@ fn oversized_and_inconsistent_messages_are_refused() {
     assert!(!refused(fin(MAX_GROUPS, MAX_PAYLOAD_BYTES)));
     assert!(refused(fin(MAX_GROUPS + 1, 0)));
     assert!(refused(fin(1, MAX_PAYLOAD_BYTES + 1)));
+    let ends_before_it_begins = Msg::Final {
+        room: 1,
+        attempt: 0,
+        groups: vec![GroupTotal {
+            first_page: 2,
+            ..total
+        }],
+        payload: vec![],
+    };
+    assert!(refused(ends_before_it_begins));
 }
 
 #[test]
@@ -356,6 +368,35 @@ fn open_is_a_map_of_named_fields() {
     let wire = b"\x81\xa4OPEN\x89\xa4room\x07\xa7attempt\x02\xa5d_inc\xa1d\xaep_inc_expected\xa1p\xablayout_hash\xa1l\xabprompt_hash\xc4\x02\x01\x02\xa6groups\x91\x82\xa5group\x05\xaastart_page\x03\xabdeadline_ms\xcd\x03\xe8\xa4prio\xff";
     assert_eq!(open.encode(), wire);
     assert_eq!(Msg::decode(wire).unwrap(), open);
+}
+
+/// Made with Python's msgspec.
+#[test]
+fn final_counts_the_pages_of_each_group() {
+    let fin = Msg::Final {
+        room: 7,
+        attempt: 2,
+        groups: vec![
+            GroupTotal {
+                group: 0,
+                first_page: 0,
+                total_pages: 300,
+                last_page_tokens: 5,
+                root: 1 << 40,
+            },
+            GroupTotal {
+                group: 1,
+                first_page: 268,
+                total_pages: 300,
+                last_page_tokens: 5,
+                root: 9,
+            },
+        ],
+        payload: vec![8, 9],
+    };
+    let wire = b"\x81\xa5FINAL\x84\xa4room\x07\xa7attempt\x02\xa6groups\x92\x85\xa5group\x00\xaafirst_page\x00\xabtotal_pages\xcd\x01\x2c\xb0last_page_tokens\x05\xa4root\xcf\x00\x00\x01\x00\x00\x00\x00\x00\x85\xa5group\x01\xaafirst_page\xcd\x01\x0c\xabtotal_pages\xcd\x01\x2c\xb0last_page_tokens\x05\xa4root\x09\xa7payload\xc4\x02\x08\x09";
+    assert_eq!(fin.encode(), wire);
+    assert_eq!(Msg::decode(wire).unwrap(), fin);
 }
 
 /// Made with Python's msgspec: without the layout, which version 3 added.

@@ -7,8 +7,11 @@
 //!
 //! The grant (where the pages go) may come at any time, before the peer even answered. Pages are
 //! pulled as they are announced; every pull is verified by generation and checksum when it
-//! completes. The room commits when FINAL is known, every page from `start_page` on is verified,
-//! and the root over their checksums equals P's.
+//! completes. The room commits when FINAL is known and, in every page group, all pages from
+//! `start_page` on are verified and the root over their checksums equals P's.
+//!
+//! A grant has pages for every group or is refused, and all of it is revoked: a prompt is here only
+//! when it is in all groups.
 //!
 //! A room that is announced while it has no grant is reported to the engine: P holds pages for it
 //! and will finish it. A grant can be revoked until then, so that a full D can give its pages to a
@@ -17,10 +20,13 @@
 //! A room that ends early first stops its pulls; the terminal action comes when none is in flight,
 //! so that the engine may reuse the pages as soon as the end is reported.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 
 use super::{ConnectionId, InvalidTransition};
-use crate::protocol::{GroupId, GroupStart, GroupTotal, PageDigest, root_of};
+use crate::protocol::{
+    GroupId, GroupStart, GroupTotal, PageDigest, one_per_group, root_of, unknown_group,
+};
 use crate::reason_code::ReasonCode;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, strum::IntoStaticStr)]
@@ -57,7 +63,7 @@ impl DecodePhase {
 pub struct PullLimits {
     pub pages_per_pull: usize,
     pub pulls_in_flight: usize,
-    /// Prompt pages a peer may announce at most.
+    /// Prompt pages of all groups a peer may announce at most.
     pub max_pages: usize,
     /// The longest wait for the peer's answer, and for a pull while one is in flight.
     pub wait_ms: u64,
@@ -78,6 +84,129 @@ enum PageState {
     Verified(PageDigest),
 }
 
+impl PageState {
+    fn digest(&self) -> Option<PageDigest> {
+        match *self {
+            PageState::Unknown => None,
+            PageState::Announced(digest)
+            | PageState::Pulling(digest)
+            | PageState::Verified(digest) => Some(digest),
+        }
+    }
+}
+
+/// Where the pages of one group go: those before `start_page` are here or not needed, the others
+/// are written into `pages`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct GroupGrant {
+    pub group: GroupId,
+    pub start_page: u32,
+    pub pages: Vec<u32>,
+}
+
+impl GroupGrant {
+    /// Numbers of the granted pages.
+    fn range(&self) -> Range<u32> {
+        self.start_page..self.start_page.saturating_add(self.pages.len() as u32)
+    }
+}
+
+/// What P has announced of one group.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct AnnouncedPages {
+    /// The pages that OPEN asks for.
+    start: GroupStart,
+    /// Number of the first of `pages`.
+    first: u32,
+    pages: VecDeque<PageState>,
+}
+
+impl AnnouncedPages {
+    fn new(start: GroupStart) -> Self {
+        Self {
+            start,
+            first: start.start_page,
+            pages: VecDeque::new(),
+        }
+    }
+
+    /// Numbers of the pages from the first to the last one announced.
+    fn range(&self) -> Range<u32> {
+        self.first..self.first + self.pages.len() as u32
+    }
+
+    /// `range` when these pages are announced, too.
+    fn range_with(&self, announced: &Range<u32>) -> Range<u32> {
+        // Pages that OPEN did not ask for may come with the others.
+        let from = announced.start.max(self.start.start_page);
+        if from >= announced.end {
+            return self.range();
+        }
+        if self.pages.is_empty() {
+            return from..announced.end;
+        }
+        let own = self.range();
+        own.start.min(from)..own.end.max(announced.end)
+    }
+
+    fn record(&mut self, first_page: u32, pages: &[PageDigest]) {
+        let end = first_page + pages.len() as u32;
+        let range = self.range_with(&(first_page..end));
+        if self.pages.is_empty() {
+            self.first = range.start;
+        }
+        while self.first > range.start {
+            self.pages.push_front(PageState::Unknown);
+            self.first -= 1;
+        }
+        self.pages.resize(range.len(), PageState::Unknown);
+        for (index, &digest) in (first_page..end).zip(pages) {
+            if let Some(state @ PageState::Unknown) = self.get_mut(index) {
+                *state = PageState::Announced(digest);
+            }
+        }
+    }
+
+    fn get_mut(&mut self, index: u32) -> Option<&mut PageState> {
+        let i = index.checked_sub(self.first)?;
+        self.pages.get_mut(i as usize)
+    }
+
+    /// The states of the pages with these numbers; fewer where not all were announced.
+    fn states(&self, range: &Range<u32>) -> impl Iterator<Item = (u32, &PageState)> {
+        let own = self.range();
+        let from = range.start.clamp(own.start, own.end);
+        let to = range.end.clamp(from, own.end);
+        let skipped = (from - own.start) as usize;
+        let states = self.pages.range(skipped..skipped + (to - from) as usize);
+        (from..to).zip(states)
+    }
+
+    /// Numbers of the pages that P announces in all: those that exist and that OPEN asks for.
+    fn needed(&self, total: &GroupTotal) -> Range<u32> {
+        let from = total.first_page.max(self.start.start_page);
+        from..total.total_pages.max(from)
+    }
+
+    fn are_all(&self, range: &Range<u32>, is_wanted: impl Fn(&PageState) -> bool) -> bool {
+        let mut states = self.states(range).map(|(_, state)| state);
+        let mut found = 0;
+        states.all(|state| {
+            found += 1;
+            is_wanted(state)
+        }) && found == range.len()
+    }
+
+    /// Root over the checksums of all pages that P announces.
+    fn root(&self, total: &GroupTotal) -> u64 {
+        let needed = self.needed(total);
+        root_of(
+            self.states(&needed)
+                .filter_map(|(_, state)| Some(state.digest()?.sum)),
+        )
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum RoomEnd {
     Fail(ReasonCode, String),
@@ -88,8 +217,8 @@ enum RoomEnd {
 pub struct DecodeRoom {
     pub phase: DecodePhase,
     pub attempt: u32,
-    /// The page group of the pool, and the first page that is asked for.
-    pub start: GroupStart,
+    /// By the page groups of the pool, in the order of the layout.
+    announced: Vec<AnnouncedPages>,
     /// Every phase ends by then: the deadline of the request.
     deadline: u64,
     /// Time of the transfer's last progress; see `next_due`.
@@ -97,13 +226,20 @@ pub struct DecodeRoom {
     limits: PullLimits,
     peer: Option<ConnectionId>,
     accepted: bool,
-    held: usize, // prompt pages from start_page on that are here already, by the grant
-    grant: Option<Vec<u32>>,
-    pages: Vec<PageState>, // by index in the prompt, minus start_page
-    fin: Option<(GroupTotal, FinalMessage)>,
-    in_flight: BTreeMap<u64, Vec<usize>>, // ticket -> indices into `pages`
+    /// In the order of `announced`, as the groups of `fin`.
+    grant: Option<Vec<GroupGrant>>,
+    fin: Option<FinalMessage>,
+    in_flight: BTreeMap<u64, PulledPages>, // by ticket
     next_ticket: u64,
     ending: Option<RoomEnd>,
+}
+
+/// Pages of a pull in flight, by their numbers in one group.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct PulledPages {
+    /// Position of the group among those of the room.
+    group: usize,
+    indices: Vec<u32>,
 }
 
 /// Page of a pull: from the peer's page to ours.
@@ -131,7 +267,7 @@ pub enum DecodeEvent {
         code: ReasonCode,
         reason: String,
     },
-    /// P announced pages of a group from prompt page `first_page` on.
+    /// P announced pages of a group from number `first_page` on.
     Progress {
         peer: ConnectionId,
         attempt: u32,
@@ -159,13 +295,8 @@ pub enum DecodeEvent {
     },
     /// The peer's process lives, but its engine makes no progress: unannounced pages will not come.
     PeerStalled { peer: ConnectionId, reason: String },
-    /// Own engine: the group's pages of the prompt before start_page are here; `pages` are for the
-    /// later ones.
-    Grant {
-        group: GroupId,
-        start_page: u32,
-        pages: Vec<u32>,
-    },
+    /// Own engine: where the pages of every group go.
+    Grant(Vec<GroupGrant>),
     /// Own engine: take the granted pages back, unless they are being filled.
     Revoke,
     /// Own engine; the code is sent to the peer.
@@ -236,9 +367,10 @@ pub enum DecodeAction {
 }
 
 impl DecodeRoom {
+    /// `starts`: the pages to ask for in each group of the pool.
     pub fn new(
         attempt: u32,
-        start: GroupStart,
+        starts: Vec<GroupStart>,
         now: u64,
         deadline: u64,
         limits: PullLimits,
@@ -246,15 +378,13 @@ impl DecodeRoom {
         Self {
             phase: DecodePhase::Resolving,
             attempt,
-            start,
+            announced: starts.into_iter().map(AnnouncedPages::new).collect(),
             deadline,
             moved_at: now,
             limits,
             peer: None,
             accepted: false,
-            held: 0,
             grant: None,
-            pages: Vec::new(),
             fin: None,
             in_flight: BTreeMap::new(),
             next_ticket: 0,
@@ -292,20 +422,22 @@ impl DecodeRoom {
         self.in_flight.len()
     }
 
+    /// The pages that OPEN asks for.
+    pub fn starts(&self) -> Vec<GroupStart> {
+        self.announced.iter().map(|group| group.start).collect()
+    }
+
+    fn groups(&self) -> Vec<GroupId> {
+        let groups = self.announced.iter();
+        groups.map(|group| group.start.group).collect()
+    }
+
     /// (pages announced, pages verified), for the timeline.
     pub fn page_counts(&self) -> (usize, usize) {
-        let announced = self
-            .pages
-            .iter()
-            .filter(|state| **state != PageState::Unknown)
-            .count();
-        (
-            announced,
-            self.pages
-                .iter()
-                .filter(|state| matches!(state, PageState::Verified(_)))
-                .count(),
-        )
+        let states = || self.announced.iter().flat_map(|group| &group.pages);
+        let announced = states().filter(|state| **state != PageState::Unknown);
+        let verified = states().filter(|state| matches!(state, PageState::Verified(_)));
+        (announced.count(), verified.count())
     }
 
     pub fn verified_pages(&self) -> usize {
@@ -320,9 +452,7 @@ impl DecodeRoom {
     ) -> Result<Vec<DecodeAction>, InvalidTransition> {
         if self.phase.is_over() {
             return match event {
-                DecodeEvent::Grant { .. }
-                | DecodeEvent::Abort(_)
-                | DecodeEvent::Connected { .. } => {
+                DecodeEvent::Grant(_) | DecodeEvent::Abort(_) | DecodeEvent::Connected { .. } => {
                     Err(self.invalid_transition(&event, "the room is over"))
                 }
                 _ => Ok(vec![]),
@@ -346,35 +476,22 @@ impl DecodeRoom {
                 self.moved_at = now;
                 return Ok(vec![DecodeAction::Open { peer }]);
             }
-            DecodeEvent::Grant { group, .. } if group != self.start.group => {
-                return Err(self.invalid_transition(&event, "the room has no such page group"));
-            }
-            DecodeEvent::Grant {
-                start_page,
-                ref pages,
-                ..
-            } => {
-                if self.grant.is_some() {
-                    return Err(self.invalid_transition(&event, "pages were granted before"));
-                }
-                self.held = start_page.saturating_sub(self.start.start_page) as usize;
-                self.grant = Some(pages.clone());
-            }
+            DecodeEvent::Grant(ref grants) => match self.check_grant(grants) {
+                Ok(grant) => self.grant = Some(grant),
+                Err(reason) => return Err(self.invalid_transition(&event, &reason)),
+            },
             DecodeEvent::Revoke if self.grant.is_none() => {
                 return Err(self.invalid_transition(&event, "no pages are granted"));
             }
             DecodeEvent::Revoke if self.is_announced() => return Ok(vec![DecodeAction::Announced]),
             DecodeEvent::Revoke => {
                 self.grant = None;
-                self.held = 0;
                 return Ok(vec![DecodeAction::Revoked]);
             }
             DecodeEvent::Pulled { ticket } => {
                 self.moved_at = now;
-                for index in self.in_flight.remove(&ticket).unwrap_or_default() {
-                    if let PageState::Pulling(digest) = self.pages[index] {
-                        self.pages[index] = PageState::Verified(digest);
-                    }
+                if let Some(PulledPages { group, indices }) = self.in_flight.remove(&ticket) {
+                    self.mark_verified(group, &indices);
                 }
             }
             DecodeEvent::PullFailed {
@@ -462,17 +579,39 @@ impl DecodeRoom {
 
     /// P holds pages for this room and will finish it.
     fn is_announced(&self) -> bool {
-        !self.pages.is_empty() || self.fin.is_some()
+        let mut groups = self.announced.iter();
+        groups.any(|group| !group.pages.is_empty()) || self.fin.is_some()
     }
 
-    fn check_group(&self, message: &str, group: GroupId) -> Result<(), String> {
-        let own = self.start.group;
-        if group == own {
-            return Ok(());
+    /// The grant in the order of the room's groups.
+    fn check_grant(&self, grants: &[GroupGrant]) -> Result<Vec<GroupGrant>, String> {
+        if self.grant.is_some() {
+            return Err("pages were granted before".into());
         }
-        Err(format!(
-            "{message} names page group {group} in a room of group {own}"
-        ))
+        let ordered = one_per_group(&self.groups(), grants, |grant| grant.group)?;
+        for (grant, announced) in ordered.iter().zip(&self.announced) {
+            let asked = announced.start.start_page;
+            // P never announces the pages in between: the room would wait until its deadline.
+            if grant.start_page < asked {
+                return Err(format!(
+                    "pages of group {} are granted from {} on, but OPEN asks for those from \
+                     {asked} on",
+                    grant.group, grant.start_page
+                ));
+            }
+        }
+        Ok(ordered.into_iter().cloned().collect())
+    }
+
+    fn mark_verified(&mut self, group: usize, indices: &[u32]) {
+        for &index in indices {
+            let state = self.announced[group].get_mut(index);
+            if let Some(state) = state
+                && let PageState::Pulling(digest) = *state
+            {
+                *state = PageState::Verified(digest);
+            }
+        }
     }
 
     fn record_announced(
@@ -481,89 +620,117 @@ impl DecodeRoom {
         first_page: u32,
         pages: &[PageDigest],
     ) -> Result<(), String> {
-        self.check_group("PROGRESS", group)?;
-        let end =
-            (first_page as usize + pages.len()).saturating_sub(self.start.start_page as usize);
-        if end > self.limits.max_pages {
+        let position = self.announced.iter().position(|it| it.start.group == group);
+        let Some(position) = position else {
+            let reason = unknown_group(group, &self.groups());
+            return Err(format!("PROGRESS names {reason}"));
+        };
+        // The protocol bounds the sum.
+        let end = first_page + pages.len() as u32;
+        let spans = self.announced.iter().enumerate().map(|(i, it)| {
+            let range = if i == position {
+                it.range_with(&(first_page..end))
+            } else {
+                it.range()
+            };
+            range.len()
+        });
+        let pages_in_all: usize = spans.sum();
+        if pages_in_all > self.limits.max_pages {
             return Err(format!(
-                "the peer announces prompt page {}, at most {} fit",
-                first_page as usize + pages.len(),
+                "the peer announces {pages_in_all} prompt pages, up to page {end} of group \
+                 {group}; at most {} fit",
                 self.limits.max_pages
             ));
         }
-        if self.pages.len() < end {
-            self.pages.resize(end, PageState::Unknown);
-        }
-        for (index, &digest) in (first_page..).zip(pages) {
-            let Some(index) = index.checked_sub(self.start.start_page) else {
-                continue;
-            };
-            let state = &mut self.pages[index as usize];
-            if *state == PageState::Unknown {
-                *state = PageState::Announced(digest);
-            }
-        }
+        self.announced[position].record(first_page, pages);
         Ok(())
     }
 
     fn record_final(&mut self, fin: FinalMessage) -> Result<(), String> {
-        let [total] = fin.groups[..] else {
-            let number = fin.groups.len();
-            return Err(format!(
-                "FINAL counts the pages of {number} groups, not of one"
-            ));
-        };
-        self.check_group("FINAL", total.group)?;
-        self.fin.get_or_insert((total, fin));
+        let ordered = one_per_group(&self.groups(), &fin.groups, |total| total.group);
+        let groups = ordered.map_err(|difference| format!("FINAL: {difference}"))?;
+        let groups = groups.into_iter().copied().collect();
+        let payload = fin.payload;
+        self.fin.get_or_insert(FinalMessage { groups, payload });
         Ok(())
     }
 
-    fn needed_pages(&self) -> Option<usize> {
-        let (total, _) = self.fin.as_ref()?;
-        Some(total.total_pages.saturating_sub(self.start.start_page) as usize)
+    /// What P has announced of each group, and what FINAL says of it; `None` before FINAL.
+    fn totals(&self) -> Option<impl Iterator<Item = (&AnnouncedPages, &GroupTotal)>> {
+        let fin = self.fin.as_ref()?;
+        Some(self.announced.iter().zip(&fin.groups))
     }
 
     /// Everything that is needed from the peer's control connection is here.
     fn all_announced(&self) -> bool {
-        self.needed_pages().is_some_and(|n| {
-            self.pages.len() >= n
-                && self.pages[..n]
-                    .iter()
-                    .all(|state| *state != PageState::Unknown)
+        self.totals().is_some_and(|mut totals| {
+            totals.all(|(announced, total)| {
+                let needed = announced.needed(total);
+                announced.are_all(&needed, |state| *state != PageState::Unknown)
+            })
         })
+    }
+
+    /// Every page that the grant has a place for is here.
+    fn all_verified(&self) -> bool {
+        self.grant.as_ref().is_some_and(|grant| {
+            self.announced.iter().zip(grant).all(|(announced, grant)| {
+                let is_verified = |state: &PageState| matches!(state, PageState::Verified(_));
+                announced.are_all(&grant.range(), is_verified)
+            })
+        })
+    }
+
+    /// Why the pages that P has, those it announced and those granted cannot be one prompt.
+    fn find_mismatch(&self) -> Option<(ReasonCode, String)> {
+        let granted = self.grant.iter().flatten().zip(self.totals()?);
+        for (grant, (announced, total)) in granted {
+            let Range { start, end } = grant.range();
+            let prefilled = announced.needed(total);
+            let group = total.group;
+            if start < prefilled.start {
+                let reason = format!(
+                    "prefill has the pages of group {group} from {} on, but those from {start} on \
+                     are needed here",
+                    prefilled.start
+                );
+                return Some((ReasonCode::PromptMismatch, reason));
+            }
+            if end != total.total_pages {
+                let reason = format!(
+                    "pages [{start}, {end}) of group {group} were granted, but prefill has \
+                     [{}, {})",
+                    total.first_page, total.total_pages
+                );
+                return Some((ReasonCode::PromptMismatch, reason));
+            }
+        }
+        for (announced, total) in self.totals()? {
+            let range = announced.range();
+            let needed = announced.needed(total);
+            let is_within = needed.start <= range.start && range.end <= needed.end;
+            if !range.is_empty() && !is_within {
+                let reason = format!(
+                    "pages [{}, {}) of group {} were announced, but FINAL counts [{}, {})",
+                    range.start, range.end, total.group, needed.start, needed.end
+                );
+                return Some((ReasonCode::TransportBroken, reason));
+            }
+        }
+        None
     }
 
     /// Start pulls that are possible now, or commit.
     fn pull_or_commit(&mut self, now: u64) -> Vec<DecodeAction> {
-        if let (Some(needed), Some(granted)) =
-            (self.needed_pages(), self.grant.as_ref().map(Vec::len))
-            && granted + self.held != needed
-        {
-            let held_pages = self.start.start_page as usize + self.held;
-            let reason = format!(
-                "{granted} pages were granted beyond the {held_pages} held, but prefill has \
-                 {needed} from page {} on",
-                self.start.start_page
-            );
-            return self.fail_room(ReasonCode::PromptMismatch, reason);
-        }
-        if let Some(needed) = self.needed_pages()
-            && self.pages.len() > needed
-        {
-            let reason = format!(
-                "{} pages from page {} on were announced, but FINAL counts {needed}",
-                self.pages.len(),
-                self.start.start_page
-            );
-            return self.fail_room(ReasonCode::TransportBroken, reason);
+        if let Some((code, reason)) = self.find_mismatch() {
+            return self.fail_room(code, reason);
         }
         let mut actions = self.start_pulls(now);
         if self.grant.is_some()
             && self.in_flight.is_empty()
             && self.all_announced()
-            && self
-                .needed_pages()
-                .is_some_and(|n| self.verified_pages() + self.held == n)
+            && self.all_verified()
         {
             self.phase = DecodePhase::Verifying;
             actions.extend(self.commit_room());
@@ -593,61 +760,69 @@ impl DecodeRoom {
     }
 
     fn start_pulls(&mut self, now: u64) -> Vec<DecodeAction> {
-        let (Some(grant), true) = (&self.grant, self.accepted) else {
+        let (Some(grants), true) = (&self.grant, self.accepted) else {
             return vec![];
         };
         let mut actions = Vec::new();
-        let end = self.pages.len().min(self.held + grant.len());
-        let mut ready = (self.held..end)
-            .filter(|&i| matches!(self.pages[i], PageState::Announced(_)))
-            .collect::<Vec<_>>()
-            .into_iter();
-        while self.in_flight.len() < self.limits.pulls_in_flight {
-            let indices: Vec<usize> = ready.by_ref().take(self.limits.pages_per_pull).collect();
-            if indices.is_empty() {
-                break;
-            }
-            let mut pages = Vec::with_capacity(indices.len());
-            for &i in &indices {
-                if let PageState::Announced(src) = self.pages[i] {
-                    pages.push(PullPage {
-                        src,
-                        dst: grant[i - self.held],
-                    });
-                    self.pages[i] = PageState::Pulling(src);
+        for (group, grant) in grants.iter().enumerate() {
+            let announced = &mut self.announced[group];
+            let mut ready = grant.range();
+            while self.in_flight.len() < self.limits.pulls_in_flight {
+                let states = announced.states(&ready);
+                let startable =
+                    states.filter(|(_, state)| matches!(state, PageState::Announced(_)));
+                let indices = startable.map(|(index, _)| index);
+                let indices: Vec<u32> = indices.take(self.limits.pages_per_pull).collect();
+                let Some(last) = indices.last() else {
+                    break;
+                };
+                ready.start = last + 1;
+                let mut pages = Vec::with_capacity(indices.len());
+                for &index in &indices {
+                    if let Some(state) = announced.get_mut(index)
+                        && let PageState::Announced(src) = *state
+                    {
+                        let dst = grant.pages[(index - grant.start_page) as usize];
+                        pages.push(PullPage { src, dst });
+                        *state = PageState::Pulling(src);
+                    }
                 }
+                let ticket = self.next_ticket;
+                self.next_ticket += 1;
+                if self.in_flight.is_empty() {
+                    self.moved_at = now;
+                }
+                self.in_flight
+                    .insert(ticket, PulledPages { group, indices });
+                self.phase = DecodePhase::Pulling;
+                actions.push(DecodeAction::Pull {
+                    ticket,
+                    group: grant.group,
+                    pages,
+                });
             }
-            let ticket = self.next_ticket;
-            self.next_ticket += 1;
-            if self.in_flight.is_empty() {
-                self.moved_at = now;
-            }
-            self.in_flight.insert(ticket, indices);
-            self.phase = DecodePhase::Pulling;
-            actions.push(DecodeAction::Pull {
-                ticket,
-                group: self.start.group,
-                pages,
-            });
         }
         actions
     }
 
     fn commit_room(&mut self) -> Vec<DecodeAction> {
-        let Some((total, fin)) = self.fin.clone() else {
+        let Some(fin) = self.fin.clone() else {
             return vec![];
         };
-        let sums = self.pages.iter().filter_map(|state| match state {
-            // announced only: held here already
-            PageState::Verified(digest) | PageState::Announced(digest) => Some(digest.sum),
-            _ => None,
-        });
-        let root = root_of(sums);
-        if root != total.root {
-            let reason = "the root over the page checksums differs from the prefill side's";
-            return self.fail_room(ReasonCode::Checksum, reason);
+        let mut roots = Vec::with_capacity(fin.groups.len());
+        for (announced, total) in self.announced.iter().zip(&fin.groups) {
+            let root = announced.root(total);
+            if root != total.root {
+                let reason = format!(
+                    "the root over the page checksums of group {} differs from the prefill side's",
+                    total.group
+                );
+                return self.fail_room(ReasonCode::Checksum, reason);
+            }
+            roots.push(root);
         }
         self.phase = DecodePhase::Committed;
+        let root = root_of(roots.into_iter());
         let done_action = self.peer.map(|peer| DecodeAction::Done { peer, root });
         done_action
             .into_iter()

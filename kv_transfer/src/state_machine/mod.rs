@@ -6,8 +6,9 @@
 //!
 //! Invariants: a transition that returns `InvalidTransition` changed nothing; each machine gives
 //! exactly one terminal action (`Released`; `Commit`, `Fail` or `Aborted`) in its life; the decode
-//! machine gives its terminal action only when no pull is in flight; it commits only when every
-//! page of the prompt from `start_page` on is verified and the checksum root agrees.
+//! machine gives its terminal action only when no pull is in flight; it commits only when, in every
+//! page group, all pages of the prompt from `start_page` on are verified and the checksum root
+//! agrees.
 
 pub mod communicator;
 pub mod decode;
@@ -21,7 +22,15 @@ mod model_check;
 #[cfg(test)]
 mod properties;
 
+use crate::protocol::GroupId;
 use crate::reason_code::ReasonCode;
+
+/// Place of a page in a prompt: its number in the sequence of the group's pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PromptPage {
+    pub group: GroupId,
+    pub index: u32,
+}
 
 /// Number of a control connection. A reconnect gets another number.
 pub type ConnectionId = u64;

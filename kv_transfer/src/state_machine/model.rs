@@ -7,8 +7,9 @@
 //! naively, and every terminal action is checked against it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
-use super::{ConnectionId, decode, prefill};
+use super::{ConnectionId, PromptPage, decode, prefill};
 use crate::protocol::{GroupId, GroupPages, GroupStart, GroupTotal, PageDigest};
 use crate::reason_code::ReasonCode;
 
@@ -18,11 +19,29 @@ pub const P_DEADLINE: u64 = 1000;
 pub const D_DEADLINE: u64 = 900;
 const LEASE: u64 = 50;
 const HASH: [u8; 1] = [7];
-/// OPEN asks for all pages of the one group.
-const WHOLE: GroupStart = GroupStart {
-    group: 4,
-    start_page: 0,
-};
+/// Pages of the pools that belong to one group: page i of group g has id g × this + i at P, and
+/// `DST` more at D.
+const GROUP_PAGES: u32 = 50;
+const DST: u32 = 1000;
+
+/// Pages of one group of the prompt: those with the numbers [first, total) exist, D holds or does
+/// not need those before `start`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ModelGroup {
+    pub first: u32,
+    pub total: u32,
+    pub start: u32,
+}
+
+/// Id of the group at this position.
+fn id_of(position: usize) -> GroupId {
+    4 + 3 * position as GroupId
+}
+
+/// P's page of a place in the prompt.
+fn page_of(place: PromptPage) -> u32 {
+    (place.group - 4) / 3 * GROUP_PAGES + place.index
+}
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ToP {
@@ -40,7 +59,7 @@ pub enum ToD {
         first: u32,
         pages: Vec<(u32, u64, u64)>,
     },
-    Final(GroupTotal),
+    Final(Vec<GroupTotal>),
     Abort(ReasonCode),
 }
 
@@ -62,12 +81,13 @@ pub struct Model {
     pub d: decode::DecodeRoom,
     to_p: Vec<ToP>,
     to_d: Vec<ToD>,
-    hashing: Vec<(u32, u32, u64)>,
+    hashing: Vec<(PromptPage, u32, u64)>,
     pulls: BTreeMap<u64, Vec<decode::PullPage>>,
     cancelled: bool,
-    p_step: u32, // pages published; one more after finish
-    total: u32,
-    start: u32,
+    groups: Vec<ModelGroup>,
+    /// Number of the next page to publish, by group.
+    next: Vec<u32>,
+    finished: bool,
     connected: bool,
     granted: bool,
     p_knows_cut: bool,
@@ -84,7 +104,9 @@ pub struct Model {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Transition {
-    PEngine,
+    /// P's engine publishes the next page of the group at this position.
+    Publish(usize),
+    Finish,
     PAbort,
     DConnect,
     DGrant,
@@ -108,20 +130,37 @@ pub enum Transition {
     TickD,
 }
 
+fn places_of(position: usize, indices: Range<u32>) -> impl Iterator<Item = PromptPage> {
+    let group = id_of(position);
+    indices.map(move |index| PromptPage { group, index })
+}
+
+/// OPEN for all pages of these groups.
+fn whole(groups: &[ModelGroup]) -> Vec<GroupStart> {
+    let positions = 0..groups.len();
+    positions
+        .map(|position| GroupStart {
+            group: id_of(position),
+            start_page: 0,
+        })
+        .collect()
+}
+
 impl Model {
-    /// A prompt of `total` pages of which D holds `start`.
-    pub fn new(total: u32, start: u32, limits: decode::PullLimits, budget: Budget) -> Self {
+    /// A prompt with these pages; OPEN asks for all of them.
+    pub fn new(groups: &[ModelGroup], limits: decode::PullLimits, budget: Budget) -> Self {
+        let ids: Vec<GroupId> = (0..groups.len()).map(id_of).collect();
         Self {
-            p: prefill::PrefillRoom::new(0, HASH.to_vec(), P_DEADLINE, LEASE, WHOLE.group),
-            d: decode::DecodeRoom::new(0, WHOLE, 0, D_DEADLINE, limits),
+            p: prefill::PrefillRoom::new(0, HASH.to_vec(), P_DEADLINE, LEASE, &ids),
+            d: decode::DecodeRoom::new(0, whole(groups), 0, D_DEADLINE, limits),
             to_p: vec![],
             to_d: vec![],
             hashing: vec![],
             pulls: BTreeMap::new(),
             cancelled: false,
-            p_step: 0,
-            total,
-            start,
+            groups: groups.to_vec(),
+            next: groups.iter().map(|group| group.first).collect(),
+            finished: false,
             connected: false,
             granted: false,
             p_knows_cut: false,
@@ -134,6 +173,23 @@ impl Model {
             p_end: None,
             d_end: None,
         }
+    }
+
+    /// P's pages that D must have pulled when it commits.
+    fn wanted_pages(&self) -> BTreeSet<u32> {
+        let groups = self.groups.iter().enumerate();
+        groups
+            .flat_map(|(position, group)| places_of(position, group.start..group.total))
+            .map(page_of)
+            .collect()
+    }
+
+    fn published_pages(&self) -> Vec<u32> {
+        let groups = self.groups.iter().zip(&self.next).enumerate();
+        groups
+            .flat_map(|(position, (group, &next))| places_of(position, group.first..next))
+            .map(page_of)
+            .collect()
     }
 
     pub fn is_over(&self) -> bool {
@@ -150,7 +206,13 @@ impl Model {
         };
         let p_live = self.p_end.is_none();
         let d_live = self.d_end.is_none();
-        may(p_live && self.p_step <= self.total, Transition::PEngine);
+        let mut is_published = true;
+        for (position, group) in self.groups.iter().enumerate() {
+            let has_next = self.next[position] < group.total;
+            is_published &= !has_next;
+            may(p_live && has_next, Transition::Publish(position));
+        }
+        may(p_live && is_published && !self.finished, Transition::Finish);
         may(p_live && self.budget.p_aborts > 0, Transition::PAbort);
         may(d_live && !self.connected && !self.cut, Transition::DConnect);
         may(d_live && !self.granted, Transition::DGrant);
@@ -174,7 +236,7 @@ impl Model {
             may(true, Transition::Pull(ticket));
             may(self.cancelled, Transition::StopPull(ticket));
         }
-        for page in 0..self.p_step.min(self.total) {
+        for page in self.published_pages() {
             may(
                 self.budget.stale > 0 && !self.reassigned.contains(&page),
                 Transition::Reassign(page),
@@ -196,25 +258,33 @@ impl Model {
 
     pub fn apply(&mut self, m: &Transition) {
         match *m {
-            Transition::PEngine => {
-                let event = if self.p_step < self.total {
-                    prefill::PrefillEvent::Publish {
-                        group: WHOLE.group,
-                        first: self.p_step,
-                        pages: vec![(self.p_step, 2)],
-                    }
-                } else {
-                    prefill::PrefillEvent::Finish(prefill::PrefillOutput {
-                        groups: vec![GroupPages {
-                            group: WHOLE.group,
-                            total_pages: self.total,
-                            last_page_tokens: 1,
-                        }],
-                        payload: vec![],
-                    })
+            Transition::Publish(position) => {
+                let place = PromptPage {
+                    group: id_of(position),
+                    index: self.next[position],
                 };
-                self.p_step += 1;
+                self.next[position] += 1;
+                let event = prefill::PrefillEvent::Publish {
+                    group: place.group,
+                    first: place.index,
+                    pages: vec![(page_of(place), 2)],
+                };
                 self.step_p(event, 0);
+            }
+            Transition::Finish => {
+                self.finished = true;
+                let groups = self.groups.iter().enumerate();
+                let groups = groups.map(|(position, group)| GroupPages {
+                    group: id_of(position),
+                    first_page: group.first,
+                    total_pages: group.total,
+                    last_page_tokens: 1,
+                });
+                let output = prefill::PrefillOutput {
+                    groups: groups.collect(),
+                    payload: vec![],
+                };
+                self.step_p(prefill::PrefillEvent::Finish(output), 0);
             }
             Transition::PAbort => {
                 self.budget.p_aborts -= 1;
@@ -226,15 +296,16 @@ impl Model {
             }
             Transition::DGrant => {
                 self.granted = true;
-                let pages = (self.start..self.total).map(|i| 100 + i).collect();
-                self.step_d(
-                    decode::DecodeEvent::Grant {
-                        group: WHOLE.group,
-                        start_page: self.start,
-                        pages,
-                    },
-                    0,
-                );
+                let groups = self.groups.iter().enumerate();
+                let grants = groups.map(|(position, group)| decode::GroupGrant {
+                    group: id_of(position),
+                    start_page: group.start,
+                    pages: places_of(position, group.start..group.total)
+                        .map(|place| DST + page_of(place))
+                        .collect(),
+                });
+                let event = decode::DecodeEvent::Grant(grants.collect());
+                self.step_d(event, 0);
             }
             Transition::DRevoke => {
                 self.budget.revokes -= 1;
@@ -248,9 +319,9 @@ impl Model {
                 let sums = std::mem::take(&mut self.hashing);
                 let sums = sums
                     .into_iter()
-                    .map(|(index, page, generation)| {
+                    .map(|(place, page, generation)| {
                         (
-                            index,
+                            place,
                             PageDigest {
                                 page,
                                 generation,
@@ -368,7 +439,7 @@ impl Model {
     fn end_pull(&mut self, ticket: u64) {
         let pages = self.pulls.remove(&ticket).expect("moves name live pulls");
         for page in &pages {
-            let index = page.dst - 100;
+            let index = page.dst - DST;
             self.written.insert(index);
             // A page that P reassigned does not verify.
             if self.reassigned.contains(&page.src.page) {
@@ -406,7 +477,7 @@ impl Model {
                 peer: D,
                 attempt: 0,
                 prompt_hash: HASH.to_vec(),
-                groups: vec![WHOLE],
+                groups: whole(&self.groups),
             },
             ToP::Done => prefill::PrefillEvent::Done {
                 peer: D,
@@ -454,11 +525,11 @@ impl Model {
                     pages,
                 }
             }
-            ToD::Final(total) => decode::DecodeEvent::Final {
+            ToD::Final(groups) => decode::DecodeEvent::Final {
                 peer: P,
                 attempt: 0,
                 fin: decode::FinalMessage {
-                    groups: vec![total],
+                    groups,
                     payload: vec![],
                 },
             },
@@ -498,10 +569,7 @@ impl Model {
                     });
                 }
                 prefill::PrefillAction::Final { groups, .. } => {
-                    let [total] = groups[..] else {
-                        panic!("the room has one group, not {groups:?}")
-                    };
-                    self.send_d(ToD::Final(total));
+                    self.send_d(ToD::Final(groups));
                 }
                 prefill::PrefillAction::SendAbort { code, .. } => self.send_d(ToD::Abort(code)),
                 prefill::PrefillAction::AckAbort { .. }
@@ -533,11 +601,12 @@ impl Model {
                     group,
                     pages,
                 } => {
-                    assert_eq!(group, WHOLE.group);
                     for page in &pages {
-                        let index = page.dst - 100;
+                        let index = page.dst - DST;
                         assert!(
-                            index >= self.start && page.src.page == index,
+                            self.wanted_pages().contains(&index)
+                                && page.src.page == index
+                                && id_of((index / GROUP_PAGES) as usize) == group,
                             "page {page:?} is pulled to the wrong place"
                         );
                         assert!(
@@ -553,12 +622,10 @@ impl Model {
                 decode::DecodeAction::SendAbort { code, .. } => self.send_p(ToP::Abort(code)),
                 decode::DecodeAction::AckAbort { .. } => {}
                 decode::DecodeAction::Commit(_) => {
-                    assert!(
-                        self.good.iter().copied().eq(self.start..self.total),
-                        "committed with {:?} of {}..{}",
+                    assert_eq!(
                         self.good,
-                        self.start,
-                        self.total
+                        self.wanted_pages(),
+                        "committed without all pages"
                     );
                     self.end_d("committed");
                 }

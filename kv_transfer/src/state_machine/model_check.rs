@@ -6,7 +6,7 @@ use std::hash::Hash;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::decode::PullLimits;
-use super::model::{Budget, Model};
+use super::model::{Budget, Model, ModelGroup};
 
 /// 128 bits stand for a visited state.
 fn fingerprint(model: &Model) -> u128 {
@@ -69,6 +69,43 @@ const ONE_PAGE: PullLimits = PullLimits {
     wait_ms: 300,
 };
 
+/// A prompt of one group: `total` pages of which D holds `start`.
+fn one_group(total: u32, start: u32) -> [ModelGroup; 1] {
+    [ModelGroup {
+        first: 0,
+        total,
+        start,
+    }]
+}
+
+/// A prompt of two groups with one page each: of the second, the pages in front do not exist.
+const TWO_GROUPS: [ModelGroup; 2] = [
+    ModelGroup {
+        first: 0,
+        total: 1,
+        start: 0,
+    },
+    ModelGroup {
+        first: 2,
+        total: 3,
+        start: 2,
+    },
+];
+
+/// D needs a page that P has left behind.
+const LEFT_BEHIND: [ModelGroup; 2] = [
+    ModelGroup {
+        first: 0,
+        total: 1,
+        start: 0,
+    },
+    ModelGroup {
+        first: 2,
+        total: 3,
+        start: 1,
+    },
+];
+
 fn reaches(explored: &Explored, d: &'static str, p: &str) -> bool {
     explored.ends.contains(&(Some(d), p.into()))
 }
@@ -76,7 +113,7 @@ fn reaches(explored: &Explored, d: &'static str, p: &str) -> bool {
 #[test]
 fn without_faults_every_order_of_events_ends_in_commit_and_done() {
     for (total, start) in [(2, 0), (3, 1), (2, 2)] {
-        let explored = explore(Model::new(total, start, ONE_PAGE, NOTHING));
+        let explored = explore(Model::new(&one_group(total, start), ONE_PAGE, NOTHING));
         assert_eq!(
             explored.ends,
             HashSet::from([(Some("committed"), "DONE".to_owned())]),
@@ -93,7 +130,11 @@ fn revoked_grants_and_repeated_ones_change_no_outcome() {
         ..NOTHING
     };
     for (total, start) in [(2, 0), (2, 1), (2, 2)] {
-        let explored = explore(Model::new(total, start, ONE_PAGE, budget.clone()));
+        let explored = explore(Model::new(
+            &one_group(total, start),
+            ONE_PAGE,
+            budget.clone(),
+        ));
         assert_eq!(
             explored.ends,
             HashSet::from([(Some("committed"), "DONE".to_owned())]),
@@ -107,7 +148,7 @@ fn revoked_grants_and_repeated_ones_change_no_outcome() {
         ticks: 1,
         ..NOTHING
     };
-    let explored = explore(Model::new(2, 0, ONE_PAGE, faulty));
+    let explored = explore(Model::new(&one_group(2, 0), ONE_PAGE, faulty));
     assert!(
         reaches(&explored, "aborted", "CLIENT_GONE") && reaches(&explored, "committed", "DONE"),
         "{:?}",
@@ -123,7 +164,7 @@ fn lost_doubled_and_reordered_messages_never_break_a_promise() {
         ticks: 1,
         ..NOTHING
     };
-    let explored = explore(Model::new(2, 0, ONE_PAGE, budget));
+    let explored = explore(Model::new(&one_group(2, 0), ONE_PAGE, budget));
     assert!(
         reaches(&explored, "committed", "DONE")
             && reaches(&explored, "committed", "LEASE_EXPIRED")
@@ -143,7 +184,7 @@ fn aborts_on_either_side_at_any_moment_end_both_rooms() {
         ticks: 1,
         ..NOTHING
     };
-    let explored = explore(Model::new(2, 0, ONE_PAGE, budget));
+    let explored = explore(Model::new(&one_group(2, 0), ONE_PAGE, budget));
     assert!(
         reaches(&explored, "aborted", "CLIENT_GONE") && reaches(&explored, "failed", "CLIENT_GONE"),
         "{:?}",
@@ -159,7 +200,7 @@ fn pages_given_away_under_the_lease_are_never_committed_unverified() {
         ticks: 1,
         ..NOTHING
     };
-    let explored = explore(Model::new(2, 0, ONE_PAGE, budget));
+    let explored = explore(Model::new(&one_group(2, 0), ONE_PAGE, budget));
     assert!(
         reaches(&explored, "failed", "STALE_PAGE") && reaches(&explored, "committed", "DONE"),
         "{:?}",
@@ -176,11 +217,91 @@ fn cut_connection_is_survived_only_by_rooms_that_need_nothing_more() {
         ticks: 1,
         ..NOTHING
     };
-    let explored = explore(Model::new(2, 0, ONE_PAGE, budget));
+    let explored = explore(Model::new(&one_group(2, 0), ONE_PAGE, budget));
     assert!(
         reaches(&explored, "committed", "LEASE_EXPIRED")
             && reaches(&explored, "failed", "LEASE_EXPIRED"),
         "{:?}",
         explored.ends
     );
+}
+
+#[test]
+fn two_groups_without_faults_end_in_commit_and_done() {
+    let [full, window] = TWO_GROUPS;
+    let longer = ModelGroup { total: 2, ..full };
+    let held = ModelGroup { start: 3, ..window };
+    for groups in [
+        TWO_GROUPS,
+        [window, longer],
+        [longer, window],
+        [longer, held],
+    ] {
+        let budget = Budget {
+            revokes: 1,
+            ..NOTHING
+        };
+        let explored = explore(Model::new(&groups, ONE_PAGE, budget));
+        assert_eq!(
+            explored.ends,
+            HashSet::from([(Some("committed"), "DONE".to_owned())]),
+            "{groups:?}"
+        );
+    }
+}
+
+#[test]
+fn two_groups_keep_their_promises_under_loss_aborts_and_reassigned_pages() {
+    let faults = [
+        Budget {
+            losses: 1,
+            doubles: 1,
+            ticks: 1,
+            ..NOTHING
+        },
+        Budget {
+            losses: 1,
+            p_aborts: 1,
+            d_aborts: 1,
+            revokes: 1,
+            ..NOTHING
+        },
+        Budget {
+            stale: 1,
+            cuts: 1,
+            ticks: 1,
+            ..NOTHING
+        },
+    ];
+    let expected = [
+        ("failed", "DEADLINE"),
+        ("aborted", "CLIENT_GONE"),
+        ("failed", "STALE_PAGE"),
+    ];
+    for (budget, (d, p)) in faults.into_iter().zip(expected) {
+        let explored = explore(Model::new(&TWO_GROUPS, ONE_PAGE, budget.clone()));
+        assert!(
+            reaches(&explored, d, p) && reaches(&explored, "committed", "DONE"),
+            "{budget:?}: {:?}",
+            explored.ends
+        );
+        assert!(explored.states > 1000, "{}", explored.states);
+    }
+}
+
+#[test]
+fn prompt_whose_needed_page_was_left_behind_never_commits() {
+    let budget = Budget {
+        losses: 1,
+        ticks: 1,
+        ..NOTHING
+    };
+    let explored = explore(Model::new(&LEFT_BEHIND, ONE_PAGE, budget));
+    assert!(
+        reaches(&explored, "failed", "PROMPT_MISMATCH"),
+        "{:?}",
+        explored.ends
+    );
+    let committed = explored.ends.iter().any(|(d, _)| *d == Some("committed"));
+    assert!(!committed, "{:?}", explored.ends);
 }

@@ -6,6 +6,9 @@
 //!    └──────────────────────▶ ABORTED(code)                      └──▶ EXPIRED
 //! ```
 //!
+//! The pages of a prompt lie in one or several page groups. Those of a group are numbered; the
+//! engine publishes them from the first one that D needs on, without a gap, groups in any order.
+//!
 //! P computes whether or not D has sent OPEN. D's OPEN binds the room to one reader, which then
 //! gets everything published so far and everything after it; FINAL follows when the engine has
 //! finished and every page has its checksum. While LEASED the pages stay locked in P's cache; D's
@@ -15,8 +18,10 @@
 //! reader, which reads the same pages without a second prefill. A lease without a reader is short
 //! (`REOPEN_MS`).
 
-use super::{ConnectionId, InvalidTransition};
-use crate::protocol::{GroupId, GroupPages, GroupStart, GroupTotal, PageDigest, root_of};
+use super::{ConnectionId, InvalidTransition, PromptPage};
+use crate::protocol::{
+    GroupId, GroupPages, GroupStart, GroupTotal, PageDigest, one_per_group, root_of, unknown_group,
+};
 use crate::reason_code::ReasonCode;
 
 /// Lease of a room whose reader has left [ms]: a router notices a dead node within milliseconds.
@@ -58,14 +63,14 @@ pub struct PrefillOutput {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Reader {
     peer: ConnectionId,
-    start_page: u32,
+    /// In the order of the room's groups.
+    start_pages: Vec<u32>,
     final_sent: bool,
 }
 
-/// State of a prompt page.
+/// State of a published page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum PageState {
-    Missing,
     Hashing { page: u32, generation: u64 },
     Ready(PageDigest),
 }
@@ -74,8 +79,103 @@ impl PageState {
     fn digest(&self) -> Option<PageDigest> {
         match self {
             PageState::Ready(digest) => Some(*digest),
-            _ => None,
+            PageState::Hashing { .. } => None,
         }
+    }
+
+    fn page_and_generation(&self) -> (u32, u64) {
+        match *self {
+            PageState::Hashing { page, generation } => (page, generation),
+            PageState::Ready(digest) => (digest.page, digest.generation),
+        }
+    }
+}
+
+/// Published pages of one group: those with the numbers [first, end).
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct PublishedPages {
+    group: GroupId,
+    first: u32,
+    pages: Vec<PageState>,
+}
+
+impl PublishedPages {
+    fn new(group: GroupId) -> Self {
+        Self {
+            group,
+            first: 0,
+            pages: Vec::new(),
+        }
+    }
+
+    fn end(&self) -> u32 {
+        self.first + self.pages.len() as u32
+    }
+
+    fn get_mut(&mut self, index: u32) -> Option<&mut PageState> {
+        let i = index.checked_sub(self.first)?;
+        self.pages.get_mut(i as usize)
+    }
+
+    /// The number of new pages in front of which `pages`, from number `first` on, repeat published
+    /// ones. `Err`: they do not continue what is published.
+    fn repeated_pages(&self, first: u32, pages: &[(u32, u64)]) -> Result<usize, String> {
+        let group = self.group;
+        if first as usize + pages.len() > i32::MAX as usize {
+            let n = pages.len();
+            return Err(format!(
+                "{n} pages from {first} on exceed the numbers of messages"
+            ));
+        }
+        if self.pages.is_empty() {
+            return Ok(0);
+        }
+        // D would wait for pages of a gap, and has begun behind earlier ones.
+        if first < self.first || first > self.end() {
+            let published = self.first;
+            let end = self.end();
+            return Err(format!(
+                "pages [{published}, {end}) of group {group} are published, page {first} does not \
+                 continue them"
+            ));
+        }
+        let published = self.pages[(first - self.first) as usize..].iter();
+        for ((index, state), now) in (first..).zip(published.clone()).zip(pages) {
+            let before = state.page_and_generation();
+            if before != *now {
+                return Err(format!(
+                    "page {index} of group {group} was published as page {} generation {}, now as \
+                     page {} generation {}",
+                    before.0, before.1, now.0, now.1
+                ));
+            }
+        }
+        Ok(published.len().min(pages.len()))
+    }
+
+    /// Why these are not the pages that were published.
+    fn difference_from(&self, pages: &GroupPages) -> Option<String> {
+        let is_equal = if self.pages.is_empty() {
+            pages.first_page == pages.total_pages
+        } else {
+            (self.first, self.end()) == (pages.first_page, pages.total_pages)
+        };
+        (!is_equal).then(|| {
+            format!(
+                "prefill has pages [{}, {}) of group {}, but [{}, {}) are published",
+                pages.first_page,
+                pages.total_pages,
+                self.group,
+                self.first,
+                self.end()
+            )
+        })
+    }
+
+    /// The pages from number `start_page` on.
+    fn pages_from(&self, start_page: u32) -> &[PageState] {
+        let skipped = start_page.saturating_sub(self.first) as usize;
+        &self.pages[skipped.min(self.pages.len())..]
     }
 }
 
@@ -86,24 +186,24 @@ pub struct PrefillRoom {
     prompt_hash: Vec<u8>,
     deadline: u64,
     lease_ms: u64,
-    /// The page group of the pool.
-    group: GroupId,
-    pages: Vec<PageState>,
-    finish: Option<(GroupPages, Vec<u8>)>,
+    /// By the page groups of the pool, in the order of the layout.
+    published: Vec<PublishedPages>,
+    /// Its groups are in the order of `published`.
+    finish: Option<PrefillOutput>,
     reader: Option<Reader>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case")] // the names in `InvalidTransition`
 pub enum PrefillEvent {
-    /// Own engine: the group's prompt pages [first, first + n) are final, as (page, generation).
+    /// Own engine: the group's pages [first, first + n) are final, as (page, generation).
     Publish {
         group: GroupId,
         first: u32,
         pages: Vec<(u32, u64)>,
     },
-    /// Own copy thread: checksums of pages published before, as (index in the prompt, page).
-    Hashed(Vec<(u32, PageDigest)>),
+    /// Own copy thread: checksums of pages published before.
+    Hashed(Vec<(PromptPage, PageDigest)>),
     /// Own engine: the forward passes are over.
     Finish(PrefillOutput),
     /// Own engine.
@@ -136,8 +236,8 @@ pub enum PrefillEvent {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum PrefillAction {
-    /// Compute checksums of (index in the prompt, page, generation).
-    Hash(Vec<(u32, u32, u64)>),
+    /// Compute checksums of (place in the prompt, page, generation).
+    Hash(Vec<(PromptPage, u32, u64)>),
     /// Send OPEN_OK.
     Accept { peer: ConnectionId },
     /// Send REJECT.
@@ -189,7 +289,7 @@ impl PrefillRoom {
         prompt_hash: Vec<u8>,
         deadline: u64,
         lease_ms: u64,
-        group: GroupId,
+        groups: &[GroupId],
     ) -> Self {
         Self {
             phase: PrefillPhase::Waiting,
@@ -197,8 +297,7 @@ impl PrefillRoom {
             prompt_hash,
             deadline,
             lease_ms,
-            group,
-            pages: Vec::new(),
+            published: groups.iter().copied().map(PublishedPages::new).collect(),
             finish: None,
             reader: None,
         }
@@ -219,18 +318,13 @@ impl PrefillRoom {
 
     /// (pages published, pages with a checksum), for the timeline.
     pub fn page_counts(&self) -> (usize, usize) {
-        let ready = self
-            .pages
-            .iter()
-            .filter(|state| matches!(state, PageState::Ready(_)))
-            .count();
-        (
-            self.pages
-                .iter()
-                .filter(|state| **state != PageState::Missing)
-                .count(),
-            ready,
-        )
+        let states = || self.published.iter().flat_map(|group| &group.pages);
+        let ready = states().filter(|state| state.digest().is_some());
+        (states().count(), ready.count())
+    }
+
+    fn groups(&self) -> Vec<GroupId> {
+        self.published.iter().map(|group| group.group).collect()
     }
 
     /// The transition function: on `Err` the room is as it was.
@@ -352,41 +446,26 @@ impl PrefillRoom {
         first: u32,
         pages: &[(u32, u64)],
     ) -> Result<Vec<PrefillAction>, InvalidTransition> {
-        if group != self.group {
-            let own = self.group;
-            let reason = format!("pages of group {group} in a room of group {own}");
-            return Err(self.invalid_transition("publish", reason));
-        }
         if self.finish.is_some() {
             return Err(self.invalid_transition("publish", "finish() came before"));
         }
-        let mut fresh = Vec::new();
-        for (index, &(page, generation)) in (first..).zip(pages) {
-            match self.pages.get(index as usize) {
-                None | Some(PageState::Missing) => fresh.push((index, page, generation)),
-                Some(
-                    PageState::Hashing {
-                        page: p,
-                        generation: g,
-                    }
-                    | PageState::Ready(PageDigest {
-                        page: p,
-                        generation: g,
-                        ..
-                    }),
-                ) => {
-                    if (*p, *g) != (page, generation) {
-                        return Err(self.invalid_transition("publish", format!("prompt page {index} was published as page {p} generation {g}, now as page {page} generation {generation}")));
-                    }
-                }
-            }
+        let Some(published) = self.published.iter_mut().find(|it| it.group == group) else {
+            let reason = unknown_group(group, &self.groups());
+            return Err(self.invalid_transition("publish", reason));
+        };
+        let repeated = match published.repeated_pages(first, pages) {
+            Ok(repeated) => repeated,
+            Err(reason) => return Err(self.invalid_transition("publish", reason)),
+        };
+        if published.pages.is_empty() {
+            published.first = first;
         }
-        let end = first as usize + pages.len();
-        if self.pages.len() < end {
-            self.pages.resize(end, PageState::Missing);
-        }
-        for &(index, page, generation) in &fresh {
-            self.pages[index as usize] = PageState::Hashing { page, generation };
+        let mut fresh = Vec::with_capacity(pages.len() - repeated);
+        for &(page, generation) in &pages[repeated..] {
+            let index = published.end();
+            fresh.push((PromptPage { group, index }, page, generation));
+            let state = PageState::Hashing { page, generation };
+            published.pages.push(state);
         }
         self.phase = PrefillPhase::Prefilling;
         Ok(if fresh.is_empty() {
@@ -396,26 +475,33 @@ impl PrefillRoom {
         })
     }
 
-    fn record_digests(&mut self, sums: &[(u32, PageDigest)]) -> Vec<PrefillAction> {
-        let mut ready: Vec<(u32, PageDigest)> = Vec::with_capacity(sums.len());
-        for &(index, digest) in sums {
+    fn record_digests(&mut self, sums: &[(PromptPage, PageDigest)]) -> Vec<PrefillAction> {
+        let mut ready: Vec<(PromptPage, PageDigest)> = Vec::with_capacity(sums.len());
+        let start_pages = self.reader.as_ref().map(|reader| &reader.start_pages[..]);
+        for &(place, digest) in sums {
+            let position = self.published.iter().position(|it| it.group == place.group);
+            let Some(group) = position else {
+                continue;
+            };
             // Compared with the request: the answer may belong to an earlier room of this number.
             let expected_state = PageState::Hashing {
                 page: digest.page,
                 generation: digest.generation,
             };
-            if let Some(state) = self.pages.get_mut(index as usize)
+            if let Some(state) = self.published[group].get_mut(place.index)
                 && *state == expected_state
             {
                 *state = PageState::Ready(digest);
-                ready.push((index, digest));
+                // D holds the pages before its start page.
+                if start_pages.is_some_and(|start_pages| place.index >= start_pages[group]) {
+                    ready.push((place, digest));
+                }
             }
         }
-        let Some(reader) = &self.reader else {
+        let Some(peer) = self.reader() else {
             return vec![];
         };
-        ready.retain(|&(index, _)| index >= reader.start_page);
-        let mut actions = progress_runs(reader.peer, self.group, &ready);
+        let mut actions = progress_runs(peer, &ready);
         actions.extend(self.try_final());
         actions
     }
@@ -429,29 +515,16 @@ impl PrefillRoom {
             return Err(self.invalid_transition("finish", "it was called before"));
         }
         let PrefillOutput { groups, payload } = finish;
-        let pages = match groups[..] {
-            [pages] if pages.group == self.group => pages,
-            _ => {
-                let own = self.group;
-                let named: Vec<GroupId> = groups.iter().map(|pages| pages.group).collect();
-                let reason = format!("pages of groups {named:?} in a room of group {own}");
-                return Err(self.invalid_transition("finish", reason));
-            }
-        };
-        let published = self
-            .pages
-            .iter()
-            .take_while(|state| **state != PageState::Missing)
-            .count();
-        if published != pages.total_pages as usize || self.pages.len() != published {
-            let total = pages.total_pages;
-            let page_count = self.pages.len();
-            let reason = format!(
-                "{total} pages in all, but pages [0, {published}) of {page_count} are published"
-            );
+        let groups: Vec<GroupPages> =
+            match one_per_group(&self.groups(), &groups, |pages| pages.group) {
+                Ok(ordered) => ordered.into_iter().copied().collect(),
+                Err(reason) => return Err(self.invalid_transition("finish", reason)),
+            };
+        let mut compared = self.published.iter().zip(&groups);
+        if let Some(reason) = compared.find_map(|(own, pages)| own.difference_from(pages)) {
             return Err(self.invalid_transition("finish", reason));
         }
-        self.finish = Some((pages, payload));
+        self.finish = Some(PrefillOutput { groups, payload });
         self.phase = PrefillPhase::Leased {
             until: now + self.lease_ms,
         };
@@ -481,19 +554,17 @@ impl PrefillRoom {
             return reject(ReasonCode::DupRoom, &reason);
         }
         // Pages of other groups would never be announced: D would wait for them until its deadline.
-        let start_page = match groups {
-            [start] if start.group == self.group => start.start_page,
-            _ => {
-                let asked: Vec<GroupId> = groups.iter().map(|start| start.group).collect();
+        let start_pages: Vec<u32> = match one_per_group(&self.groups(), groups, |it| it.group) {
+            Ok(ordered) => ordered.into_iter().map(|start| start.start_page).collect(),
+            Err(difference) => {
                 let reason = format!(
-                    "the decode node asks for page groups {asked:?}, the room has [{}]",
-                    self.group
+                    "the decode node does not ask for the page groups of the room: {difference}"
                 );
                 return reject(ReasonCode::LayoutMismatch, &reason);
             }
         };
         match &self.reader {
-            Some(reader) if reader.peer == peer && reader.start_page != start_page => {
+            Some(reader) if reader.peer == peer && reader.start_pages != start_pages => {
                 return reject(
                     ReasonCode::DupRoom,
                     "this decode rank reads the room already",
@@ -518,19 +589,23 @@ impl PrefillRoom {
             });
             actions.push(PrefillAction::ReaderLeft { peer: before });
         }
+        let mut ready: Vec<(PromptPage, PageDigest)> = Vec::new();
+        for (published, &start_page) in self.published.iter().zip(&start_pages) {
+            let group = published.group;
+            let states = (start_page.max(published.first)..).zip(published.pages_from(start_page));
+            ready.extend(states.filter_map(|(index, state)| {
+                let digest = state.digest()?;
+                Some((PromptPage { group, index }, digest))
+            }));
+        }
         self.reader = Some(Reader {
             peer,
-            start_page,
+            start_pages,
             final_sent: false,
         });
         self.renew_lease(now);
-        let ready: Vec<(u32, PageDigest)> = (0u32..)
-            .zip(&self.pages)
-            .skip(start_page as usize)
-            .filter_map(|(index, state)| Some((index, state.digest()?)))
-            .collect();
         actions.push(PrefillAction::Accept { peer });
-        actions.extend(progress_runs(peer, self.group, &ready));
+        actions.extend(progress_runs(peer, &ready));
         actions.extend(self.try_final());
         actions
     }
@@ -538,33 +613,31 @@ impl PrefillRoom {
     /// Send FINAL once: when there is a reader, the engine has finished and all checksums are
     /// known.
     fn try_final(&mut self) -> Vec<PrefillAction> {
-        let (Some((pages, payload)), Some(reader)) = (&self.finish, &mut self.reader) else {
+        let (Some(output), Some(reader)) = (&self.finish, &mut self.reader) else {
             return vec![];
         };
-        if reader.final_sent
-            || self
-                .pages
-                .iter()
-                .any(|state| !matches!(state, PageState::Ready(_)))
-        {
+        let mut states = self.published.iter().flat_map(|group| &group.pages);
+        if reader.final_sent || states.any(|state| state.digest().is_none()) {
             return vec![];
         }
         reader.final_sent = true;
-        let sums = self
-            .pages
-            .iter()
-            .skip(reader.start_page as usize)
-            .filter_map(|state| Some(state.digest()?.sum));
-        let total = GroupTotal {
-            group: self.group,
-            total_pages: pages.total_pages,
-            last_page_tokens: pages.last_page_tokens,
-            root: root_of(sums),
-        };
+        let starts = output.groups.iter().zip(&reader.start_pages);
+        let totals = self.published.iter().zip(starts);
+        let totals = totals.map(|(published, (pages, &start_page))| {
+            let states = published.pages_from(start_page).iter();
+            let sums = states.filter_map(|state| Some(state.digest()?.sum));
+            GroupTotal {
+                group: pages.group,
+                first_page: pages.first_page,
+                total_pages: pages.total_pages,
+                last_page_tokens: pages.last_page_tokens,
+                root: root_of(sums),
+            }
+        });
         vec![PrefillAction::Final {
             peer: reader.peer,
-            groups: vec![total],
-            payload: payload.clone(),
+            groups: totals.collect(),
+            payload: output.payload.clone(),
         }]
     }
 
@@ -601,19 +674,15 @@ impl PrefillRoom {
     }
 }
 
-/// PROGRESS speaks of consecutive pages: one action per run.
-fn progress_runs(
-    peer: ConnectionId,
-    group: GroupId,
-    ready: &[(u32, PageDigest)],
-) -> Vec<PrefillAction> {
+/// PROGRESS speaks of consecutive pages of a group: one action per run.
+fn progress_runs(peer: ConnectionId, ready: &[(PromptPage, PageDigest)]) -> Vec<PrefillAction> {
     ready
-        .chunk_by(|a, b| a.0 + 1 == b.0)
+        .chunk_by(|(a, _), (b, _)| a.group == b.group && a.index + 1 == b.index)
         .flat_map(|run| run.chunks(crate::protocol::MAX_PROGRESS_PAGES))
         .map(|run| PrefillAction::Progress {
             peer,
-            group,
-            first_page: run[0].0,
+            group: run[0].0.group,
+            first_page: run[0].0.index,
             pages: run.iter().map(|&(_, digest)| digest).collect(),
         })
         .collect()

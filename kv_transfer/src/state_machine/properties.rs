@@ -3,13 +3,13 @@
 use proptest::prelude::*;
 
 use super::decode::PullLimits;
-use super::model::{Budget, Model};
+use super::model::{Budget, Model, ModelGroup};
 
 fn limits() -> impl Strategy<Value = PullLimits> {
     (1usize..4, 1usize..4).prop_map(|(pages_per_pull, pulls_in_flight)| PullLimits {
         pages_per_pull,
         pulls_in_flight,
-        max_pages: 16,
+        max_pages: 32,
         wait_ms: 300,
     })
 }
@@ -39,6 +39,19 @@ fn budget() -> impl Strategy<Value = Budget> {
         )
 }
 
+/// One to three groups of which D holds or does not need a part of those that exist.
+fn groups() -> impl Strategy<Value = Vec<ModelGroup>> {
+    let group = (0u32..4, 0u32..6, 0u32..6).prop_map(|(first, pages, held)| {
+        let total = first + pages;
+        ModelGroup {
+            first,
+            total,
+            start: (first + held).min(total),
+        }
+    });
+    proptest::collection::vec(group, 1..4)
+}
+
 /// Apply transitions until none is left (or the walk is long enough).
 fn walk(model: &mut Model, choices: &[prop::sample::Index]) {
     for choice in choices {
@@ -58,16 +71,16 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn whatever_happens_both_rooms_end_once_and_truthfully(total in 1u32..8, start in 0u32..8, limits in limits(), budget in budget(), choices in choices()) {
-        let mut model = Model::new(total, start.min(total), limits, budget);
+    fn whatever_happens_both_rooms_end_once_and_truthfully(groups in groups(), limits in limits(), budget in budget(), choices in choices()) {
+        let mut model = Model::new(&groups, limits, budget);
         walk(&mut model, &choices);
         model.run_out(); // asserts that both rooms end
     }
 
     #[test]
-    fn without_faults_the_prompt_always_arrives(total in 1u32..8, start in 0u32..8, limits in limits(), choices in proptest::collection::vec(any::<prop::sample::Index>(), 200)) {
+    fn without_faults_the_prompt_always_arrives(groups in groups(), limits in limits(), choices in proptest::collection::vec(any::<prop::sample::Index>(), 200)) {
         let none = Budget { losses: 0, doubles: 0, stale: 0, p_aborts: 0, d_aborts: 0, revokes: 3, cuts: 0, ticks: 0 };
-        let mut model = Model::new(total, start.min(total), limits, none);
+        let mut model = Model::new(&groups, limits, none);
         walk(&mut model, &choices);
         prop_assert_eq!((model.d_end, model.p_end), (Some("committed"), Some(None)));
     }

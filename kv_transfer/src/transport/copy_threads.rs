@@ -18,14 +18,14 @@ use crate::pool::device::{DeviceError, DevicePages, PeerPages};
 use crate::pool::{KvPool, RemotePool, SumKind};
 use crate::protocol::PageDigest;
 use crate::reason_code::ReasonCode;
-use crate::state_machine::PullError;
 use crate::state_machine::decode::PullPage;
+use crate::state_machine::{PromptPage, PullError};
 
 pub enum CopyJob {
-    /// Pages of a room, as (index in the prompt, page, generation).
+    /// Pages of a room, as (place in the prompt, page, generation).
     Hash {
         room: u64,
-        pages: Vec<(u32, u32, u64)>,
+        pages: Vec<(PromptPage, u32, u64)>,
     },
     /// Copy pages from a peer's memory and verify them.
     Pull { pull: Pull, from: Arc<RemotePool> },
@@ -34,10 +34,10 @@ pub enum CopyJob {
 }
 
 pub enum CopyReport {
-    /// Checksums of a room's pages, by index in the prompt.
+    /// Checksums of a room's pages, by place in the prompt.
     Hashed {
         room: u64,
-        sums: Vec<(u32, PageDigest)>,
+        sums: Vec<(PromptPage, PageDigest)>,
     },
     /// A pull has ended.
     Pulled(PullEnd),
@@ -207,7 +207,10 @@ impl Worker {
 
     /// Checksums of the pages under these generations. If a page was reassigned meanwhile, its
     /// checksum is useless, and so is the generation: a pull finds it stale.
-    fn digests_of(&self, pages: &[(u32, u32, u64)]) -> Result<Vec<(u32, PageDigest)>, DeviceError> {
+    fn digests_of(
+        &self,
+        pages: &[(PromptPage, u32, u64)],
+    ) -> Result<Vec<(PromptPage, PageDigest)>, DeviceError> {
         let cached_sums: Vec<Option<u64>> = pages
             .iter()
             .map(|&(_, page, generation)| self.pool.sums().get(page, generation))
@@ -228,7 +231,7 @@ impl Worker {
             pages
                 .iter()
                 .zip(cached_sums)
-                .map(|(&(index, page, generation), cached_sum)| {
+                .map(|(&(place, page, generation), cached_sum)| {
                     let sum = cached_sum
                         .or_else(|| computed_sums.next())
                         .unwrap_or_default();
@@ -240,7 +243,7 @@ impl Worker {
                         generation,
                         sum,
                     };
-                    (index, digest)
+                    (place, digest)
                 });
         Ok(digest.collect())
     }

@@ -23,6 +23,8 @@ pub const DEADLINE_MS: u64 = 20_000;
 pub const HASH: &[u8] = b"prompt";
 /// The page group of both nodes.
 pub const GROUP: GroupId = 2;
+/// The second one of `two_groups`.
+pub const WINDOW: GroupId = 5;
 
 /// One node and its pool.
 pub struct Rank {
@@ -48,10 +50,24 @@ pub fn layout(head_dim: usize) -> Value {
     })
 }
 
+/// As `layout`, with a second group, which keeps the last pages of a prompt only.
+pub fn two_groups() -> Value {
+    let mut both = layout(64);
+    let groups = both["groups"].as_array_mut().unwrap();
+    let mut window = groups[0].clone();
+    window["id"] = json!(WINDOW);
+    window["kind"] = json!("window");
+    window["layers"] = json!([[1, 2]]);
+    window["retain"] = json!("last 128");
+    groups.push(window);
+    both
+}
+
 /// The pages of a whole prompt.
 pub fn group_pages(total_pages: usize, last_page_tokens: u32) -> Vec<GroupPages> {
     vec![GroupPages {
         group: GROUP,
+        first_page: 0,
         total_pages: total_pages as u32,
         last_page_tokens,
     }]
@@ -369,7 +385,7 @@ impl Pair {
     pub fn grant(&self, room: u64, pages: &[u32]) {
         self.d
             .node
-            .grant_pages(room, GROUP, 0, &ids(pages))
+            .grant_pages(room, &[(GROUP, 0, &ids(pages))])
             .unwrap();
     }
 

@@ -51,7 +51,8 @@ class Grants:
             now = time.monotonic()
             match call:
                 case GrantCall():
-                    self.granted[call.room] = (now, len(call.dst_pages) // 4)
+                    pages = sum(len(grant.dst_pages) // 4 for grant in call.groups)
+                    self.granted[call.room] = (now, pages)
                 case RevokeCall():
                     since, pages = self.granted.pop(call.room)
                     self.revoked += 1

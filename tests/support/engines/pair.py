@@ -74,14 +74,14 @@ class Half:
             TransferNode(self.native, json.dumps(node_settings), backend)
         )
         watched = self.node if stand_in is None else stand_in.watched(self.node)
-        group = loaded.kv_spec.full_group.id
+        groups = [group.id for group in loaded.kv_spec.groups]
         if role == "prefill":
             self.engine: EngineLoop = loaded.make_engine_loop(
-                PrefillTransferDriver(watched, TIMEOUT_SECS, group)
+                PrefillTransferDriver(watched, TIMEOUT_SECS, groups)
             )
         else:
             self.engine = loaded.make_engine_loop(
-                DecodeTransferDriver(watched, TIMEOUT_SECS, group, loaded.vocab_size)
+                DecodeTransferDriver(watched, TIMEOUT_SECS, groups, loaded.vocab_size)
             )
         self.got: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}

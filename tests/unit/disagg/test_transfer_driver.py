@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import msgspec
 import pytest
 
-from baton.disagg.calls import GroupPages, TransferCall
+from baton.disagg.calls import GroupGrant, GroupPages, TransferCall
 from baton.disagg.events import (
     GrantRevoked,
     NodeEvent,
@@ -28,14 +29,14 @@ from baton.disagg.transfer_driver import (
 from baton.errors import PromptTooLong, QueueFull
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup.limits import Limits
-from baton.sched.types.events import EmittedTokens, PrefillDone
+from baton.sched.types.events import EmittedTokens, GrantPages, PagesFinal, PrefillDone
 from baton.sched.types.request import FinishReason
 from baton.sched.types.request_timeline import PulledPages
 from tests.support.sched.sched_sim import Node, request
 
 VOCAB = 100
-GROUP = 5
-PAGES = (GroupPages(GROUP, 3, 4),)
+GROUPS = (5,)
+PAGES = (GroupPages(5, 0, 3, 4),)
 PULLED = PulledPages("shm", 3, 1, 0.1, 0.1)
 GOOD = msgspec.msgpack.encode([42, 0])
 
@@ -65,7 +66,7 @@ FULL = RuntimeError("8320 rooms are live or not yet polled, which is this node's
 
 def decode(node: Runtime) -> tuple[Scheduler, DecodeTransferDriver]:
     return Scheduler(Limits(32, 4, 4, 100, 64, role="decode")), DecodeTransferDriver(
-        node, 60.0, GROUP, VOCAB
+        node, 60.0, GROUPS, VOCAB
     )
 
 
@@ -98,7 +99,7 @@ def errors(driver: DecodeTransferDriver | PrefillTransferDriver, kind: str) -> f
 
 def test_full_runtime_refuses_the_request_on_p() -> None:
     node = Runtime(offer=FULL)
-    driver = PrefillTransferDriver(node, 60.0, GROUP)
+    driver = PrefillTransferDriver(node, 60.0, GROUPS)
     with pytest.raises(QueueFull, match="NO_CAPACITY: 8320 rooms") as refused:
         driver.accept(request(1, [1, 2, 3], 3, room=101))
     assert refused.value.retry_after_secs == 2
@@ -166,6 +167,51 @@ def test_first_token_that_completes_its_grammar_ends_the_answer(completes: bool 
     sched.ledger().check_idle(32)
 
 
+TWO_GROUPS = (5, 8)
+"""Ids of the page groups whose numbers are 0 and 1 to the scheduler."""
+
+
+def test_pages_of_each_group_are_published_and_finished_under_its_id() -> None:
+    node = Runtime()
+    driver = PrefillTransferDriver(node, 60.0, TWO_GROUPS)
+    sched = Scheduler(Limits(32, 4, 4, 100, 64, role="prefill"))
+    req = request(1, [1] * 12, 3, room=101)
+    driver.apply_event(PagesFinal(req, 0, array("i", [7, 9])), sched)
+    driver.apply_event(PagesFinal(req, 4, array("i", [3]), group=1), sched)
+    done = PrefillDone(
+        req=req,
+        total_pages=2,
+        last_page_tokens=6,
+        token=42,
+        cached_tokens=0,
+        logprobs=None,
+        further=((4, 5),),
+    )
+    driver.apply_event(done, sched)
+    assert node.calls == [
+        ("publish", 101, 5, 0, array("i", [7, 9]).tobytes()),
+        ("publish", 101, 8, 4, array("i", [3]).tobytes()),
+        ("finish", 101, (GroupPages(5, 0, 2, 6), GroupPages(8, 4, 5, 6)), _payload_of(done)),
+    ]
+
+
+def test_pages_of_all_groups_are_granted_by_one_call() -> None:
+    node = Runtime()
+    driver = DecodeTransferDriver(node, 60.0, TWO_GROUPS, VOCAB)
+    further = ((4, array("i", [3])),)
+    event = GrantPages(request(1, [1] * 12, 3, room=101), 1, array("i", [9, 2]), further)
+    driver.apply_event(event, Scheduler(Limits(32, 4, 4, 100, 64, role="decode")))
+    full = GroupGrant(5, 1, array("i", [9, 2]).tobytes())
+    assert node.calls == [("grant", 101, (full, GroupGrant(8, 4, array("i", [3]).tobytes())))]
+
+
+def test_event_that_leaves_a_group_out_is_an_error_of_the_scheduler() -> None:
+    driver = DecodeTransferDriver(Runtime(), 60.0, TWO_GROUPS, VOCAB)
+    event = GrantPages(request(1, [1] * 12, 3, room=101), 0, array("i", [9]))
+    with pytest.raises(ValueError, match="shorter"):
+        driver.apply_event(event, Scheduler(Limits(32, 4, 4, 100, 64, role="decode")))
+
+
 def test_prefill_node_says_that_its_token_completes_the_grammar() -> None:
     for completes in (True, False):
         done = PrefillDone(
@@ -204,7 +250,7 @@ def test_call_that_fails_on_p_ends_its_request(call: str) -> None:
     runtime = Runtime(**{call: RuntimeError("the runtime is 65536 commands behind")})
     p, driver = (
         Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1),
-        PrefillTransferDriver(runtime, 60.0, GROUP),
+        PrefillTransferDriver(runtime, 60.0, GROUPS),
     )
     req = request(1, [1] * 12, 3, room=101)
     driver.accept(req)
@@ -233,7 +279,7 @@ def test_end_of_a_former_offer_does_not_end_a_later_one() -> None:
     node = Runtime()
     p, driver = (
         Node(Limits(8, 4, 8, 100, 64, role="prefill"), depth=1),
-        PrefillTransferDriver(node, 60.0, GROUP),
+        PrefillTransferDriver(node, 60.0, GROUPS),
     )
     first, second = (request(handle, [handle] * 12, 3, room=101) for handle in (1, 2))
     driver.accept(first)
@@ -252,7 +298,7 @@ def test_end_of_a_former_offer_does_not_end_a_later_one() -> None:
 
 def test_prompt_too_long_for_p_is_not_retried() -> None:
     node = Runtime()
-    driver = PrefillTransferDriver(node, 60.0, GROUP)
+    driver = PrefillTransferDriver(node, 60.0, GROUPS)
     for error in (PromptTooLong("prompt has 9000 tokens"), QueueFull("full")):
         driver.refuse(request(1, [1], 3, room=101), error)
     assert [code for _, _, code in node.calls] == ["PROMPT_TOO_LONG", "NO_CAPACITY"]
@@ -303,7 +349,7 @@ PULLED_JSON = (
         (("announced", 7), RoomAnnounced(7)),
         (("revoked", 7), GrantRevoked(7)),
         (
-            ("committed", 7, b"token", [(5, 3, 4)], PULLED_JSON),
+            ("committed", 7, b"token", [(5, 0, 3, 4)], PULLED_JSON),
             RoomCommitted(7, b"token", PAGES, PULLED),
         ),
         (("failed", 7, "AUTH", "why", False), RoomFailed(7, "AUTH", "why", False)),

@@ -14,7 +14,16 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from baton.disagg.calls import GroupPages, TransferCall
+from baton.disagg.calls import (
+    FinishCall,
+    GrantCall,
+    GroupGrant,
+    GroupPages,
+    OfferCall,
+    OpenCall,
+    PublishCall,
+    TransferCall,
+)
 from baton.disagg.events import (
     RELEASED_AFTER_PULL,
     NodeEvent,
@@ -24,6 +33,7 @@ from baton.disagg.events import (
     RoomReleased,
     read_event,
 )
+from baton.disagg.native_node import NativeTransferNode
 from baton.layers.kv_spec import KVSpec, describe_heads
 from baton.server.observability.metrics import RANK
 
@@ -107,11 +117,11 @@ def test_prompt_is_transferred_and_both_sides_are_notified(
     pages = np.frombuffer(src.buffer(), dtype=np.uint8).reshape(8, PAGE)
     pages[5], pages[3] = 11, 22
     p.publish(7, 0, 0, ids(5, 3))
-    p.finish(7, (GroupPages(0, 2, 9),), b"payload")
-    d.grant(7, 0, 0, ids(0, 1))
+    p.finish(7, (GroupPages(0, 0, 2, 9),), b"payload")
+    d.grant(7, (GroupGrant(0, 0, ids(0, 1)),))
     committed = next_event(d)
     assert isinstance(committed, RoomCommitted)
-    assert committed == RoomCommitted(7, b"payload", (GroupPages(0, 2, 9),), committed.pulled)
+    assert committed == RoomCommitted(7, b"payload", (GroupPages(0, 0, 2, 9),), committed.pulled)
     assert committed.pulled.bytes == 2 * PAGE
     got = np.frombuffer(dst.buffer(), dtype=np.uint8).reshape(8, PAGE)
     assert (got[0] == 11).all()
@@ -123,6 +133,44 @@ def test_prompt_is_transferred_and_both_sides_are_notified(
         "PULLING",
         "COMMITTED",
     }
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_prompt_of_two_groups_arrives_with_the_last_pages_of_the_second(transport: str) -> None:
+    """D holds the first page of the first group, and needs the last two of the second."""
+    window = {**GROUP.to_wire(), "id": 1, "kind": "window", "layers": [[1, 2]], "retain": "last 3"}
+    layout = {"groups": [GROUP.to_wire(), window], "model_hash": "m"}
+    server = native.BootstrapServer("127.0.0.1", 0, None)
+    src, dst = native.KvPool(16, PAGE), native.KvPool(16, PAGE)
+    p_native = start(src, "prefill", transports=[transport], layout=layout)
+    d_native = start(dst, "decode", transports=[transport], layout=layout)
+    p, d = NativeTransferNode(p_native), NativeTransferNode(d_native)
+    p.register("127.0.0.1", server.port, 5000)
+    try:
+        pages = np.frombuffer(src.buffer(), dtype=np.uint8).reshape(16, PAGE)
+        src.begin_write(ids(*range(16)))
+        pages[:] = np.arange(16, dtype=np.uint8)[:, None]
+        d.call(OpenCall(7, 0, "127.0.0.1", server.port, 0, b"hash", 10_000))
+        full = GroupGrant(0, 1, ids(10, 11))
+        d.call(GrantCall(7, (full, GroupGrant(1, 8, ids(13, 12)))))
+        p.call(OfferCall(7, 0, b"hash", 10_000))
+        p.call(PublishCall(7, 1, 7, ids(4, 5)))
+        p.call(PublishCall(7, 0, 0, ids(1, 2, 3)))
+        p.call(PublishCall(7, 1, 9, ids(6)))
+        groups = (GroupPages(0, 0, 3, 1), GroupPages(1, 7, 10, 1))
+        p.call(FinishCall(7, groups, b"payload"))
+        committed = next_event(d_native)
+        assert isinstance(committed, RoomCommitted)
+        assert committed.groups == groups
+        assert (committed.pulled.transport, committed.pulled.pages) == (transport, 4)
+        got = np.frombuffer(dst.buffer(), dtype=np.uint8).reshape(16, PAGE)
+        assert (got == got[:, :1]).all()
+        assert got[:, 0].tolist() == [0] * 10 + [2, 3, 6, 5, 0, 0]
+        assert next_event(p_native) == RoomReleased(7, RELEASED_AFTER_PULL)
+    finally:
+        d.close()
+        p.close()
+        server.stop()
 
 
 def test_ends_other_than_success(pair: tuple[Any, Any, Any, Any, Any]) -> None:
@@ -151,10 +199,13 @@ def test_misuse_is_a_value_error_and_a_live_room_has_its_own(
     with pytest.raises(ValueError, match="reason code"):
         d.abort(1, "whatever")
     with pytest.raises(ValueError, match="page 8"):
-        d.grant(1, 0, 0, ids(8))
-    for call in (lambda: d.grant(1, 3, 0, ids(0)), lambda: p.publish(1, 3, 0, ids(0))):
-        with pytest.raises(ValueError, match="page group 3: the pool has the pages of group 0"):
+        d.grant(1, (GroupGrant(0, 0, ids(8)),))
+    other = (GroupGrant(3, 0, ids(0)),)
+    for call in (lambda: d.grant(1, other), lambda: p.publish(1, 3, 0, ids(0))):
+        with pytest.raises(ValueError, match=r"page group 3, but there are \[0\]"):
             call()
+    with pytest.raises(ValueError, match=r"page group 0 of \[0\] is missing"):
+        d.grant(1, ())
     with pytest.raises(ValueError, match="color"):
         start(native.KvPool(1, PAGE), "decode", color=1)
     with pytest.raises(OSError, match="registering"):

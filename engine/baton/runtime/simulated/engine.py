@@ -156,7 +156,7 @@ class PacedTransfer:
         self._node.call(call)
 
     def _delay(self, call: FinishCall) -> None:
-        (pages,) = call.groups
+        pages = call.groups[0]  # the first group has every token of the prompt
         tokens = (pages.total_pages - 1) * self._page_size + pages.last_page_tokens
         tokens *= self._simulated.length_scale
         due_at = (

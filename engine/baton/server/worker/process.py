@@ -260,16 +260,16 @@ class RankProcess:
             late_secs = c.kv_transfer_timeout_secs + c.kv_lease_secs + c.dist_timeout
             runtime = TpTransferNode(own, self._executors, late_secs)
         self._node = runtime
-        group = loaded.kv_spec.full_group.id
+        groups = [group.id for group in loaded.kv_spec.groups]
         if c.disaggregation_mode == "decode":
-            return DecodeTransferDriver(runtime, c.request_timeout_secs, group, loaded.vocab_size)
+            return DecodeTransferDriver(runtime, c.request_timeout_secs, groups, loaded.vocab_size)
         node: TransferNode = runtime
         if c.simulate is not None:
             from baton.runtime.simulated.engine import SimLoaded
 
             assert isinstance(loaded, SimLoaded), "with --simulate, no model is loaded"
             node = loaded.pace_transfer(runtime)
-        return PrefillTransferDriver(node, c.request_timeout_secs, group)
+        return PrefillTransferDriver(node, c.request_timeout_secs, groups)
 
     # ------------------------------------------------------------------ the loop
 

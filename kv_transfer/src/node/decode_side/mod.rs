@@ -109,12 +109,17 @@ impl DecodeSide {
         };
         let now = ctx.now_ms();
         let note = format!("{host}:{port} rank {dp_rank}");
-        let start = GroupStart {
-            group: ctx.config.group(),
-            start_page: 0,
-        };
+        let starts = ctx
+            .config
+            .layout
+            .group_ids()
+            .into_iter()
+            .map(|group| GroupStart {
+                group,
+                start_page: 0,
+            });
         let deadline = now.saturating_add(deadline_ms);
-        let machine = DecodeRoom::new(attempt, start, now, deadline, limits);
+        let machine = DecodeRoom::new(attempt, starts.collect(), now, deadline, limits);
         let record = ctx.record_of(RoomSide::Decode, room, attempt, machine.phase.name(), note);
         ctx.record_state(record, false);
         ctx.timers.set(&NodeTimer::Decode(room), machine.next_due());
@@ -364,8 +369,8 @@ impl DecodeSide {
                 groups,
                 payload,
             } => {
-                let total_pages: u32 = groups.iter().map(|total| total.total_pages).sum();
-                self.add_note(ctx, room, attempt, format!("FINAL: {total_pages} pages"));
+                let note = format!("FINAL: {}", to_text(&groups));
+                self.add_note(ctx, room, attempt, note);
                 let fin = FinalMessage { groups, payload };
                 (room, DecodeEvent::Final { peer, attempt, fin })
             }
@@ -386,7 +391,7 @@ impl DecodeSide {
                     return ctx.mark_lost(peer, err);
                 }
                 let end = first_page as usize + ids.len();
-                let note = format!("PROGRESS: pages {first_page}..{end}");
+                let note = format!("PROGRESS: pages {first_page}..{end} of group {group}");
                 self.add_note(ctx, room, attempt, note);
                 let pages = ids.into_iter().zip(gens).zip(sums);
                 let pages = pages.map(|((page, generation), sum)| PageDigest {
@@ -628,7 +633,7 @@ impl DecodeSide {
             p_inc_expected: conn.peer.inc.clone(),
             layout_hash: ctx.identity.hello.layout_hash.clone(),
             prompt_hash: entry.prompt_hash.clone(),
-            groups: vec![entry.room.start],
+            groups: entry.room.starts(),
             deadline_ms: entry.room.deadline().saturating_sub(ctx.now_ms()),
             prio: 0,
         });
@@ -680,4 +685,14 @@ impl DecodeSide {
         ctx.detach_room(entry.room.peer(), RoomSide::Decode, room);
         Some(entry)
     }
+}
+
+/// Pages of a prompt by group, for the timeline.
+fn to_text(groups: &[GroupTotal]) -> String {
+    let texts = groups.iter().map(|total| {
+        let first_page = total.first_page;
+        let total_pages = total.total_pages;
+        format!("pages {first_page}..{total_pages} of group {}", total.group)
+    });
+    texts.collect::<Vec<_>>().join(", ")
 }

@@ -2,6 +2,8 @@ use super::*;
 
 const D: ConnectionId = 7;
 const GROUP: GroupId = 4;
+/// A second group, which keeps the last pages only.
+const WINDOW: GroupId = 9;
 
 fn starts(start_page: u32) -> Vec<GroupStart> {
     vec![GroupStart {
@@ -11,7 +13,7 @@ fn starts(start_page: u32) -> Vec<GroupStart> {
 }
 
 fn room() -> PrefillRoom {
-    PrefillRoom::new(1, vec![1, 2], 1000, 100, GROUP)
+    PrefillRoom::new(1, vec![1, 2], 1000, 100, &[GROUP])
 }
 
 fn digest(page: u32) -> PageDigest {
@@ -31,15 +33,40 @@ fn open(start_page: u32) -> PrefillEvent {
     }
 }
 
+fn pages_of(group: GroupId, first_page: u32, total_pages: u32) -> GroupPages {
+    GroupPages {
+        group,
+        first_page,
+        total_pages,
+        last_page_tokens: 3,
+    }
+}
+
 fn finish(total_pages: u32) -> PrefillEvent {
+    finish_with(vec![pages_of(GROUP, 0, total_pages)])
+}
+
+fn finish_with(groups: Vec<GroupPages>) -> PrefillEvent {
     PrefillEvent::Finish(PrefillOutput {
-        groups: vec![GroupPages {
-            group: GROUP,
-            total_pages,
-            last_page_tokens: 3,
-        }],
+        groups,
         payload: vec![9],
     })
+}
+
+/// Page `page` of the pool is the one with this number.
+fn publish_one(group: GroupId, index: u32, page: u32) -> PrefillEvent {
+    PrefillEvent::Publish {
+        group,
+        first: index,
+        pages: vec![(page, 2)],
+    }
+}
+
+fn place(index: u32) -> PromptPage {
+    PromptPage {
+        group: GROUP,
+        index,
+    }
 }
 
 /// `room` with pages 10.. published and hashed.
@@ -54,7 +81,7 @@ fn with_pages(mut room: PrefillRoom, n: u32) -> PrefillRoom {
     )
     .expect("publish is legal");
     room.apply_event(
-        PrefillEvent::Hashed((0..n).map(|i| (i, digest(10 + i))).collect()),
+        PrefillEvent::Hashed((0..n).map(|i| (place(i), digest(10 + i))).collect()),
         0,
     )
     .expect("always legal");
@@ -119,7 +146,7 @@ fn final_waits_for_the_last_checksum() {
         "DONE before FINAL means nothing"
     );
     let actions = room
-        .apply_event(PrefillEvent::Hashed(vec![(0, digest(10))]), 0)
+        .apply_event(PrefillEvent::Hashed(vec![(place(0), digest(10))]), 0)
         .expect("legal");
     assert!(matches!(
         actions[..],
@@ -148,12 +175,12 @@ fn checksums_of_another_room_of_the_same_number_are_not_taken() {
         },
     ] {
         assert_eq!(
-            room.apply_event(PrefillEvent::Hashed(vec![(0, foreign)]), 0),
+            room.apply_event(PrefillEvent::Hashed(vec![(place(0), foreign)]), 0),
             Ok(vec![])
         );
     }
     assert_eq!(
-        room.apply_event(PrefillEvent::Hashed(vec![(0, digest(10))]), 0)
+        room.apply_event(PrefillEvent::Hashed(vec![(place(0), digest(10))]), 0)
             .map(|a| a.len()),
         Ok(1)
     );
@@ -343,7 +370,7 @@ fn another_reader_gets_the_pages_of_one_that_died_during_prefill() {
 
 #[test]
 fn lease_whose_reader_left_is_short_until_another_opens() {
-    let mut room = PrefillRoom::new(1, vec![1, 2], 1_000_000, 60_000, GROUP);
+    let mut room = PrefillRoom::new(1, vec![1, 2], 1_000_000, 60_000, &[GROUP]);
     room = with_pages(room, 1);
     room.apply_event(open(0), 0).expect("legal");
     room.apply_event(finish(1), 0).expect("legal");
@@ -450,23 +477,40 @@ fn illegal_pairs_are_typed_errors_and_change_nothing() {
             publish(11),
             "was published as page 10",
         ),
-        (with_pages(room(), 1), finish(2), "2 pages in all"),
+        (
+            with_pages(room(), 1),
+            finish(2),
+            "prefill has pages [0, 2) of group 4, but [0, 1) are published",
+        ),
         (
             room(),
-            PrefillEvent::Publish {
-                group: GROUP + 1,
-                first: 0,
-                pages: vec![(10, 2)],
-            },
-            "pages of group 5 in a room of group 4",
+            publish_one(GROUP + 1, 0, 10),
+            "page group 5, but there are [4]",
+        ),
+        (
+            with_pages(room(), 2),
+            publish_one(GROUP, 3, 13),
+            "pages [0, 2) of group 4 are published, page 3 does not continue them",
         ),
         (
             with_pages(room(), 1),
-            PrefillEvent::Finish(PrefillOutput {
-                groups: vec![],
-                payload: vec![],
-            }),
-            "pages of groups [] in a room of group 4",
+            publish_one(GROUP, i32::MAX as u32, 11),
+            "exceed the numbers of messages",
+        ),
+        (
+            with_pages(room(), 1),
+            finish_with(vec![]),
+            "page group 4 of [4] is missing",
+        ),
+        (
+            with_pages(room(), 1),
+            finish_with(vec![pages_of(GROUP, 0, 1), pages_of(GROUP, 0, 1)]),
+            "page group 4 is named twice",
+        ),
+        (
+            room(),
+            finish_with(vec![pages_of(GROUP, 1, 2)]),
+            "prefill has pages [1, 2) of group 4, but [0, 0) are published",
         ),
     ];
     for (mut room, event, reason) in cases {
@@ -491,4 +535,154 @@ fn publishing_the_same_pages_again_is_harmless() {
         ),
         Ok(vec![])
     );
+}
+
+/// A room of two groups: pages 0 and 1 of the first are published, and 40 and 41 of the second.
+fn two_groups() -> PrefillRoom {
+    let mut room = PrefillRoom::new(1, vec![1, 2], 1000, 100, &[GROUP, WINDOW]);
+    for (group, index) in [(WINDOW, 40), (GROUP, 0), (WINDOW, 41), (GROUP, 1)] {
+        let page = 100 + index;
+        let place = PromptPage { group, index };
+        assert_eq!(
+            room.apply_event(publish_one(group, index, page), 0),
+            Ok(vec![PrefillAction::Hash(vec![(place, page, 2)])])
+        );
+    }
+    room
+}
+
+fn open_two(groups: &[(GroupId, u32)]) -> PrefillEvent {
+    let starts = groups
+        .iter()
+        .map(|&(group, start_page)| GroupStart { group, start_page });
+    PrefillEvent::Open {
+        peer: D,
+        attempt: 1,
+        prompt_hash: vec![1, 2],
+        groups: starts.collect(),
+    }
+}
+
+fn both_finished() -> PrefillEvent {
+    finish_with(vec![pages_of(WINDOW, 40, 42), pages_of(GROUP, 0, 2)])
+}
+
+#[test]
+fn groups_are_announced_from_what_exists_and_what_is_asked_for() {
+    let progress = |group, first_page, pages: &[u32]| PrefillAction::Progress {
+        peer: D,
+        group,
+        first_page,
+        pages: pages.iter().copied().map(digest).collect(),
+    };
+    let sum = |page| digest(page).sum;
+    for (asked, announced, roots) in [
+        (
+            [(WINDOW, 0), (GROUP, 0)],
+            [
+                progress(GROUP, 0, &[100, 101]),
+                progress(WINDOW, 40, &[140, 141]),
+            ],
+            [
+                root_of([sum(100), sum(101)].into_iter()),
+                root_of([sum(140), sum(141)].into_iter()),
+            ],
+        ),
+        (
+            [(GROUP, 1), (WINDOW, 41)],
+            [progress(GROUP, 1, &[101]), progress(WINDOW, 41, &[141])],
+            [
+                root_of([sum(101)].into_iter()),
+                root_of([sum(141)].into_iter()),
+            ],
+        ),
+    ] {
+        let mut room = two_groups();
+        assert_eq!(room.apply_event(both_finished(), 0), Ok(vec![]));
+        let sums = [(WINDOW, 41), (GROUP, 0), (GROUP, 1), (WINDOW, 40)];
+        let sums = sums.map(|(group, index)| (PromptPage { group, index }, digest(100 + index)));
+        assert_eq!(
+            room.apply_event(PrefillEvent::Hashed(sums.to_vec()), 0),
+            Ok(vec![]),
+            "there is no reader"
+        );
+        let actions = room.apply_event(open_two(&asked), 0).expect("legal");
+        let total = |group, first_page, total_pages, root| GroupTotal {
+            group,
+            first_page,
+            total_pages,
+            last_page_tokens: 3,
+            root,
+        };
+        let fin = PrefillAction::Final {
+            peer: D,
+            groups: vec![
+                total(GROUP, 0, 2, roots[0]),
+                total(WINDOW, 40, 42, roots[1]),
+            ],
+            payload: vec![9],
+        };
+        let [first, second] = announced;
+        let accept = PrefillAction::Accept { peer: D };
+        assert_eq!(actions, vec![accept, first, second, fin]);
+    }
+}
+
+#[test]
+fn final_waits_for_the_checksums_of_every_group() {
+    let mut room = two_groups();
+    room.apply_event(open_two(&[(GROUP, 0), (WINDOW, 0)]), 0)
+        .expect("legal");
+    room.apply_event(both_finished(), 0).expect("legal");
+    let hashed = |group, first, n: u32| {
+        let pages =
+            (first..first + n).map(|index| (PromptPage { group, index }, digest(100 + index)));
+        PrefillEvent::Hashed(pages.collect())
+    };
+    let actions = room.apply_event(hashed(GROUP, 0, 2), 0).expect("legal");
+    assert!(matches!(actions[..], [PrefillAction::Progress { .. }]));
+    let actions = room.apply_event(hashed(WINDOW, 40, 2), 0).expect("legal");
+    assert!(matches!(
+        actions[..],
+        [PrefillAction::Progress { .. }, PrefillAction::Final { .. }]
+    ));
+}
+
+#[test]
+fn open_that_does_not_ask_for_each_group_once_is_refused_with_the_group() {
+    for (asked, difference) in [
+        (&[(GROUP, 0)][..], "page group 9 of [4, 9] is missing"),
+        (
+            &[(GROUP, 0), (WINDOW, 0), (WINDOW, 0)],
+            "page group 9 is named twice",
+        ),
+        (
+            &[(GROUP, 0), (WINDOW, 0), (5, 0)],
+            "page group 5, but there are [4, 9]",
+        ),
+    ] {
+        let mut room = two_groups();
+        let before = room.clone();
+        let reason =
+            format!("the decode node does not ask for the page groups of the room: {difference}");
+        assert_eq!(
+            room.apply_event(open_two(asked), 0),
+            Ok(vec![PrefillAction::Reject {
+                peer: D,
+                code: ReasonCode::LayoutMismatch,
+                reason
+            }])
+        );
+        assert_eq!(room, before);
+    }
+}
+
+#[test]
+fn group_of_which_nothing_exists_is_finished_empty() {
+    let mut room = PrefillRoom::new(1, vec![1, 2], 1000, 100, &[GROUP, WINDOW]);
+    room.apply_event(publish_one(GROUP, 0, 10), 0)
+        .expect("legal");
+    let groups = vec![pages_of(GROUP, 0, 1), pages_of(WINDOW, 7, 7)];
+    assert_eq!(room.apply_event(finish_with(groups), 0), Ok(vec![]));
+    assert!(matches!(room.phase, PrefillPhase::Leased { .. }));
 }

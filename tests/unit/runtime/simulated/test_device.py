@@ -123,7 +123,7 @@ class Wire:
 
 
 def one_page(tokens: int) -> tuple[GroupPages, ...]:
-    return (GroupPages(0, 1, tokens),)
+    return (GroupPages(0, 0, 1, tokens),)
 
 
 def finish(room: int, tokens: int, payload: bytes) -> FinishCall:

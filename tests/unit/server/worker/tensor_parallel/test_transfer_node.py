@@ -18,6 +18,7 @@ from baton.disagg.calls import (
     DrainCall,
     FinishCall,
     GrantCall,
+    GroupGrant,
     GroupPages,
     OfferCall,
     OpenCall,
@@ -52,11 +53,12 @@ from baton.server.worker.tensor_parallel.transfer_node import (
 from tests.support.effort import examples
 
 ROOM = 7
+GRANTS = (GroupGrant(5, 0, b"pages"), GroupGrant(6, 4, b"more"))
 PULLED = PulledPages("shm", 3, 12288, 0.002, 0.01)
 
 
 def committed(payload: bytes = b"") -> RoomCommitted:
-    return RoomCommitted(ROOM, payload, (GroupPages(0, 3, 9),), PULLED)
+    return RoomCommitted(ROOM, payload, (GroupPages(0, 0, 3, 9),), PULLED)
 
 
 class Rank:
@@ -123,7 +125,7 @@ class RoomOnRanks:
     def grant(self) -> None:
         if not self.granted and not self.ended:
             self.granted = True
-            grant = GrantCall(ROOM, 5, 0, b"pages")
+            grant = GrantCall(ROOM, GRANTS)
             self.merger.granted(grant)
             self.call_ranks(grant)
 
@@ -306,8 +308,8 @@ def test_each_process_of_d_reads_from_the_one_of_p_with_its_heads() -> None:
     tp_node, _ = tp_node_of(nodes)
     tp_node.call(OpenCall(ROOM, 0, "host", 8998, -1, b"hash", 1000))
     assert [node.calls[0][5] for node in nodes] == [0, 1, 2]
-    tp_node.call(GrantCall(ROOM, 5, 0, b"pages"))
-    assert all(node.calls[-1] == ("grant", ROOM, 5, 0, b"pages") for node in nodes)
+    tp_node.call(GrantCall(ROOM, GRANTS))
+    assert all(node.calls[-1] == ("grant", ROOM, GRANTS) for node in nodes)
 
 
 def test_each_call_reaches_all_ranks_with_its_arguments() -> None:
@@ -315,14 +317,14 @@ def test_each_call_reaches_all_ranks_with_its_arguments() -> None:
     tp_node, _ = tp_node_of(nodes)
     tp_node.call(OfferCall(ROOM, 2, b"hash", 1000))
     tp_node.call(PublishCall(ROOM, 5, 3, b"pages"))
-    tp_node.call(FinishCall(ROOM, (GroupPages(5, 9, 7),), b"token"))
+    tp_node.call(FinishCall(ROOM, (GroupPages(5, 2, 9, 7),), b"token"))
     tp_node.call(RevokeCall(ROOM))
     tp_node.call(AbortCall(ROOM, "CLIENT_GONE"))
     tp_node.call(DrainCall())
     expected = [
         ("offer", ROOM, 2, b"hash", 1000),
         ("publish", ROOM, 5, 3, b"pages"),
-        ("finish", ROOM, (GroupPages(5, 9, 7),), b"token"),
+        ("finish", ROOM, (GroupPages(5, 2, 9, 7),), b"token"),
         ("revoke", ROOM),
         ("abort", ROOM, "CLIENT_GONE"),
         ("drain",),
@@ -385,7 +387,7 @@ def test_call_that_an_executor_refuses_aborts_the_room() -> None:
     nodes = [FakeNode(), Broken()]
     tp_node, _ = tp_node_of(nodes)
     tp_node.call(OpenCall(ROOM, 0, "host", 8998, -1, b"hash", 1000))
-    tp_node.call(GrantCall(ROOM, 5, 0, b"odd"))
+    tp_node.call(GrantCall(ROOM, (GroupGrant(5, 0, b"odd"),)))
     assert nodes[1].calls[-1] == ("abort", ROOM, "TRANSPORT_BROKEN")
 
 
