@@ -319,8 +319,7 @@ def _kv_spec(config: EngineConfig, spec: ServedSpec, compute: torch.device) -> K
     one_group = spec.kv_spec(config.page_size)
     # The backends of GPUs plan with one page table, and the host tier keeps pages of one group:
     # there all pages are kept, and windows are computed as everywhere.
-    # Nodes of a pair exchange pages of one group.
-    if compute.type != "cpu" or config.host_kv_gib or config.disaggregation_mode != "null":
+    if compute.type != "cpu" or config.host_kv_gib:
         return one_group
     return one_group.divide(spec.attention)
 
