@@ -9,6 +9,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.unit.repository.test_contributing import ROOT, code_of, insert
 
 KINDS = re.search(
@@ -59,6 +61,7 @@ def write_companion(crate: Path) -> None:
     manifest.write_text(COMPANION + "\n".join(without_python.values()) + "\n", encoding="utf-8")
 
 
+@pytest.mark.timeout(900)  # compiles a crate, perhaps beside other compilers
 def test_steps_of_the_router_policy_example_make_a_policy(tmp_path: Path) -> None:
     """The copy is compiled in the build folder of the workspace, where its dependencies are.
 
