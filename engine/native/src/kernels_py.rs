@@ -73,7 +73,6 @@ impl KvLayer {
     /// `base`: address of slot 0's K in page 0. `bf16`: type of a step, else float32. `scales`: of K
     /// and V, where the pages hold FP8 codes. `page_stride`: elements from page to page.
     #[new]
-    #[expect(clippy::too_many_arguments, reason = "a flat record")]
     fn new(
         base: usize,
         bf16: bool,
