@@ -521,13 +521,33 @@ class RadixCache:
 
     def unlocked_pages(self, probe: PrefixProbe) -> int:
         """Pages of a probe's prefix that nothing locks: locking it would leave so many fewer
-        evictable. O(depth).
+        evictable. O(depth), and with further groups O(pages of the prefix).
         """
+        if self.groups:
+            return self._unlocked_pages_of_all(probe)
         node = probe.node
         while node.parent is not None and not node.locks:
             node = node.parent
         locked_pages = sum(len(ancestor.pages) for ancestor in node.path())
         return max(probe.num_tokens // self.page_size - locked_pages, 0)
+
+    def _unlocked_pages_of_all(self, probe: PrefixProbe) -> int:
+        """`unlocked_pages` in all groups: of further ones, what a row behind the prefix reads."""
+        length = self.valid_tokens(probe) // self.page_size
+        count = 0
+        first = 0
+        for node in probe.node.path():
+            end = min(first + len(node.pages), length)
+            if not node.locks:
+                count += max(end - first, 0)
+            for index, group in enumerate(self.groups):
+                visible = max(group.first_block(length * self.page_size), first)
+                for place in range(visible, end):
+                    block = node.further[index][(place - first) * group.width]
+                    if not group.is_locked(block):
+                        count += group.width
+            first += len(node.pages)
+        return count
 
     def branch_pages(self, node: RadixNode) -> int:
         """Pages that `evict_branch` would free."""

@@ -14,6 +14,7 @@ import pytest
 
 from baton.cache.group_pages import GroupRule
 from baton.sched.setup.limits import Limits
+from baton.sched.types.sequence import Seq
 from tests.support.probes import GroupPagesProbe
 from tests.support.sched.scenarios import Scenario, run_scenario, scenarios
 from tests.support.sched.sched_sim import VOCAB, Node, reference, request
@@ -139,3 +140,19 @@ def test_as_many_tokens_are_found_as_with_all_pages_kept(count: int) -> None:
         hits.append(node.sched.hit_tokens["device"] + node.sched.hit_tokens["in_flight"])
         node.sched.ledger().check_idle(pages)
     assert hits[0] >= 0.95 * hits[1]
+
+
+def test_prefix_that_is_matched_takes_its_window_from_what_is_evictable() -> None:
+    """A request that waits is told the same pages as one that is admitted, or it would not preempt."""
+    node = Node(limits_of(400, (WINDOW,)), depth=1)
+    answer_all(node, [[n % 5 for n in range(80)] + [1] * 60])
+    memory = node.probe.memory
+    for shared in (0, 3, 40, 80):
+        prompt = [n % 5 for n in range(shared)] + [4] * 20
+        seq = Seq(request(9, prompt, 6), array("i", prompt), 6)
+        told = memory.available_to(seq)
+        match = memory.match_prefix(seq, seq.reusable_tokens)
+        assert match.num_tokens == shared // 4 * 4
+        assert memory.available == told
+        memory.drop_match(match)
+        assert memory.available == 400
