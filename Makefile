@@ -4,7 +4,7 @@ py := .venv/bin/
 # Tests and nodes are hundreds of processes that import the same modules: their bytecode is kept.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests of Rust mostly wait, for timeouts and for pauses of their own.
-export RUST_TEST_THREADS ?= $(shell expr 4 \* $$(nproc))
+export RUST_TEST_THREADS ?= $(shell expr 2 \* $$(nproc))
 
 help:      ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
