@@ -41,7 +41,8 @@ class Case:
         ]
 
     def kv_spec(self) -> KVSpec:
-        return KVSpec((describe_attention(self.layers(), "bfloat16", self.page_size),))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return KVSpec((describe_attention(self.layers(), dtype, self.page_size),))
 
     def pool(self, device: str) -> KvTensors:
         """Filled with NaN: unwritten slots must not be read. Twice the pages needed, so that they lie scattered."""

@@ -17,6 +17,7 @@ from baton.errors import ConfigError
 from baton.layers import attention
 from baton.layers.attention.flashinfer import FlashInferAttention
 from baton.layers.attention.reference import TorchAttention
+from baton.layers.kv_pool import KvTensors
 from tests.support.devices import fake_flashinfer
 from tests.support.kernels.attention_batch import AttentionRow, build_batch
 from tests.support.kernels.attention_cases import CASES, Case, check
@@ -186,8 +187,8 @@ def test_auto_on_cuda_refuses_and_names_what_flashinfer_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = Case()
-    data = SimpleNamespace(device=torch.device("cuda"), dtype=case.dtype)
-    kv: Any = SimpleNamespace(page_size=case.page_size, data=data)
+    data: Any = SimpleNamespace(device=torch.device("cuda"), dtype=case.dtype)
+    kv = KvTensors(case.kv_spec(), data)
     monkeypatch.setitem(
         sys.modules, "flashinfer", None
     )  # what an absent package looks like to import
