@@ -140,7 +140,8 @@ def prepare(ref: Reference, form: str, folder: Path) -> Prepared:
         want = [answer(engine, [prompt], greedy(STEPS))[0] for prompt in prompts]
         engine.close()
         return Prepared(ref.path, flags, prompts, want)
-    path, model = ref.path, ref.model
+    path = ref.path
+    model = ref.model
     if form in FORMATS:
         path, plain_twin = quantize(ref.path, form, folder)
         model = reference_model(plain_twin)

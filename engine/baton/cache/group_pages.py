@@ -144,6 +144,7 @@ class GroupPages:
         """
         queue = self._passed if passed else self._kept
         block = next(iter(queue), None)
+        # The caller evicts elsewhere, or has freed all that there is.
         if block is None:
             return array("i")
         pages = self._node_of[block].further[self._index]
@@ -187,6 +188,7 @@ class GroupPages:
         if left_behind:
             self._left_behind.add(block)
         self._locks[block] -= 1
+        # Another sequence may still read it.
         if self._locks[block]:
             return
         del self._locks[block]

@@ -594,14 +594,27 @@ class RadixCache:
             if self._policy.key(node) != key:
                 self._push_candidate(node)  # used since it was queued
                 continue
-            wanted = n_pages - freed
-            if len(node.pages) > wanted:
-                self._split_edge(node, len(node.pages) - wanted)
+            kept = self._pages_kept(node, n_pages - freed)
+            if kept:
+                self._split_edge(node, kept)
             freed += self._remove_leaf(node, for_good)
         # No unlocked page of group 0 is left: the blocks are those of locked paths.
         if self.groups and freed < n_pages:
             freed += self._evict_blocks(n_pages - freed, passed=False)
         return freed
+
+    def _pages_kept(self, node: RadixNode, wanted: int) -> int:
+        """Pages of a leaf that stay when its last ones go to free `wanted` pages in all groups."""
+        if not self.groups:
+            return max(len(node.pages) - wanted, 0)
+        kept = len(node.pages)
+        while kept and wanted > 0:
+            kept -= 1
+            wanted -= 1
+            for index, group in enumerate(self.groups):
+                if node.further[index][kept * group.width] != NO_PAGE:
+                    wanted -= group.width
+        return kept
 
     def _evict_blocks(self, n_pages: int, *, passed: bool) -> int:
         freed = 0

@@ -161,7 +161,8 @@ class PagesMachine(RuleBasedStateMachine):
                 further[growth.slot][growth.group] = table + list(growth.pages)
             for row in plan.rows:
                 table = tables[row.slot] = tables[row.slot][: row.page_base] + list(row.pages)
-                first, end = row.start // size, (row.start + row.n - 1) // size + 1
+                first = row.start // size
+                end = (row.start + row.n - 1) // size + 1
                 pages.update(table[first:end])
                 for each, blocks in zip(rules, further[row.slot], strict=True):
                     pages.update(blocks[first * each.width : end * each.width])

@@ -353,8 +353,7 @@ class KvManager:
                 group.unlock(block, left_behind=False)
             elif not is_own_work:
                 group.reuse(block)
-        if not seq.further:
-            seq.further = [FurtherPages() for _ in self._groups]
+        self._hold_further(seq)
         for group, held, pages in zip(self._groups, seq.further, match.further, strict=True):
             visible = group.first_block(match.num_tokens)
             self._give_back(group, held, min(visible, num_own), left_behind=True)
@@ -453,8 +452,7 @@ class KvManager:
 
     def _extend_all(self, seq: Seq, need: int, position: int) -> bool:
         """`extend` by `need` pages of tokens in all groups."""
-        if not seq.further:
-            seq.further = [FurtherPages() for _ in self._groups]
+        self._hold_further(seq)
         self._leave_behind(seq, position)
         first = len(seq.pages)
         end = first + need
@@ -478,6 +476,12 @@ class KvManager:
             held.private.update(pages[taken : taken + size])
             taken += size
         return True
+
+    def _hold_further(self, seq: Seq) -> None:
+        """Let a sequence have page tables of the further groups, from its first pages on."""
+        # A sequence that goes on keeps the blocks that it has.
+        if not seq.further:
+            seq.further = [FurtherPages(group.width) for group in self._groups]
 
     def _leave_behind(self, seq: Seq, position: int) -> None:
         """Give back the blocks of further groups that no row from `position` on reads.

@@ -59,7 +59,8 @@ class PlanDraft:
         """
         sent = seq.pages_sent_to_runner
         for group, held in enumerate(seq.further):
-            width = len(held.pages) // len(seq.pages) if seq.pages else 0
-            base = max(sent, held.first) * width
+            base = max(sent, held.first) * held.width
+            # A pulled prompt whose window ends with it has no page here: an empty growth would
+            # travel to every rank.
             if base < len(held.pages):
                 self.further.append(FurtherGrowth(seq.slot, group, base, held.pages[base:]))

@@ -77,6 +77,8 @@ class IllegalTransition(RuntimeError):
 class FurtherPages:
     """A sequence's pages of a further page group (cache.group_pages)."""
 
+    width: int
+    """Pages of the pool that one page of tokens takes."""
     pages: array[int] = field(default_factory=lambda: array("i"))
     """By position, `width` per page of tokens; NO_PAGE in front of `first`."""
     private: set[int] = field(default_factory=set)

@@ -52,7 +52,8 @@ impl Case {
     fn new(experts: ExpertWeights, num_experts: usize, tokens: usize, slots: usize) -> Case {
         let dtype = experts.dtype;
         let chosen = (0..tokens * slots).map(|choice| {
-            let (token, slot) = (choice / slots, choice % slots);
+            let token = choice / slots;
+            let slot = choice % slots;
             ((token * token + slot * 5 + token) % num_experts) as i64
         });
         Case {
