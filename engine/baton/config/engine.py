@@ -20,7 +20,7 @@ from baton.config.groups.model import ModelFlags
 from baton.config.groups.queue import CacheFlags, FairnessFlags, OrderFlags, PriorityFlags
 from baton.config.groups.ranks import MemoryFlags, RankFlags
 from baton.config.groups.service import ServiceFlags
-from baton.config.groups.steps import LimitFlags, LoopFlags, StepFlags
+from baton.config.groups.steps import LimitFlags, LoopFlags, SpeculationFlags, StepFlags
 
 LOOPBACK = "127.0.0.1"
 UNSPECIFIED_HOSTS = ("0.0.0.0", "::", "")
@@ -40,6 +40,7 @@ launches; 8192 tokens match SGLang's on an H200, 256 rows are the largest record
 class EngineConfig(
     # The first heading comes last: a dataclass counts the fields of its last base first.
     ServiceFlags,
+    SpeculationFlags,
     LoopFlags,
     CacheFlags,
     PriorityFlags,

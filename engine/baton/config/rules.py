@@ -21,6 +21,7 @@ from baton.config.engine import (
 )
 from baton.config.flags import flag_name, out_of_range
 from baton.config.groups.ranks import MEM_FRACTION
+from baton.config.groups.steps import SpeculationFlags
 from baton.errors import ConfigError
 
 
@@ -35,6 +36,7 @@ def find_mistakes(config: EngineConfig) -> Iterator[str]:
         _check_sharing,
         _check_priority,
         _check_memory,
+        _check_speculation,
         _check_simulated,
     ):
         yield from rules(config)
@@ -130,6 +132,24 @@ def _check_step(c: EngineConfig) -> Iterator[str]:
             f"--max-decode-gap-ms {c.max_decode_gap_ms}: {reason}; otherwise they join every "
             "step: leave it out"
         )
+
+
+def _check_speculation(c: EngineConfig) -> Iterator[str]:
+    algorithm = c.speculative_algorithm
+    if algorithm is None:
+        for f in dataclasses.fields(SpeculationFlags):
+            if getattr(c, f.name) != f.default:
+                yield (
+                    f"{flag_name(f.name)} {getattr(c, f.name)}: nothing is drafted without "
+                    "--speculative-algorithm; give that, too, or leave it out"
+                )
+        return
+    for is_refused, reason in (
+        (c.device == "cuda", "tokens are drafted with --device cpu alone"),
+        (c.disaggregation_mode == "prefill", "a prefill node decodes nothing"),
+    ):
+        if is_refused:
+            yield f"--speculative-algorithm {algorithm}: {reason}; leave it out"
 
 
 def _check_queue(c: EngineConfig) -> Iterator[str]:

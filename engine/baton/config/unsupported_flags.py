@@ -23,7 +23,7 @@ _REASONING = (
     "--reasoning-parser"
 )
 _LORA = "there are no LoRA adapters in this version; merge the adapter into the checkpoint"
-_SPECULATIVE = "there is no speculative decoding in this version; leave it out"
+_DRAFT_MODEL = "there are no draft models in this version; use --speculative-algorithm NGRAM"
 _DOWNLOAD = (
     "nothing is downloaded at start; run hf download MODEL first, with its own --revision "
     "and --local-dir"
@@ -49,9 +49,15 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(
         ("--enable-lora", "--lora-paths", "--lora-modules", "--max-loras", "--max-lora-rank"), _LORA
     ),
+    "--speculative-config": "use --speculative-algorithm and --speculative-num-draft-tokens",
     **dict.fromkeys(
-        ("--speculative-algorithm", "--speculative-config", "--speculative-draft-model-path"),
-        _SPECULATIVE,
+        (
+            "--speculative-draft-model-path",
+            "--speculative-draft-model-revision",
+            "--speculative-num-steps",
+            "--speculative-eagle-topk",
+        ),
+        _DRAFT_MODEL,
     ),
     "--enable-expert-parallel": "use --ep-size with the value of --tp-size",
     **dict.fromkeys(("--revision", "--download-dir"), _DOWNLOAD),

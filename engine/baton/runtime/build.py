@@ -40,6 +40,8 @@ from baton.runtime.model_limits import ModelLimits
 from baton.runtime.runner.capture import CudaRecorder, rows_to_record
 from baton.runtime.runner.cuda_runner import DeviceRunner, make_runner
 from baton.runtime.runner.model_runner import ModelRunner
+from baton.runtime.speculation.ngram import NgramDrafter
+from baton.runtime.speculation.speculator import Speculator
 from baton.sched.setup import from_config
 
 log = logging.getLogger("baton.engine")
@@ -95,7 +97,17 @@ class LoadedModel:
             model_limits=limits,
             grammars=grammars,
             model_gauges=ExpertLoad(self.runner.expert_counts, self.config.ep_size).gauges,
+            speculator=self._make_speculator(),
         )
+
+    def _make_speculator(self) -> Speculator | None:
+        config = self.config
+        if config.speculative_algorithm is None:
+            return None
+        drafter = NgramDrafter(
+            config.speculative_ngram_min_match_window_size, config.speculative_ngram_capacity
+        )
+        return Speculator(drafter, config.speculative_num_draft_tokens, self.runner)
 
     @property
     def vocab_size(self) -> int:

@@ -48,6 +48,7 @@ from baton.sched.types.request_timeline import RequestTimeline
 if TYPE_CHECKING:
     from baton.disagg.transfer_driver import TransferDriver
     from baton.runtime.model_limits import ModelLimits
+    from baton.runtime.speculation.speculator import Speculator
 
 log = logging.getLogger("baton.engine")
 
@@ -157,12 +158,16 @@ class EngineLoop:
     page_bytes: int = 0
     model_gauges: Callable[[], dict[str, float]] = dict
     """Gauges of the model, for `gauges`; none by default."""
+    speculator: Speculator | None = None
+    """Offers drafted tokens; None: there is no speculative decoding."""
 
     def __post_init__(self) -> None:
         self._depth = 2 if self.overlap else 1
         self._flight: deque[InFlightStep] = deque()
         self.not_accepting_reason: str | None = None
         """Reason to take and compute no more requests: the page ledger does not balance."""
+        self._collected_at: float | None = None
+        """When the last step was collected, while none is in flight and the next follows."""
         self._outputs: list[EmittedTokens] = []
         self._timelines: list[RequestTimeline] = []
         self.counters: dict[str, float] = {
@@ -283,22 +288,50 @@ class EngineLoop:
         self.sched.expire(now)
         if self.hook is not None:
             self.hook.run_due(self.sched, now)
+        steps_before = self.counters["engine_steps_total"]
+        if self.speculator is not None:
+            self._offer_drafts(self.speculator)
         # With a broken ledger nothing is computed: it could write into another request's pages.
         plan = self.sched.plan(now) if self.not_accepting_reason is None else None
         # Before the device gets the plan: a final page must leave before its next owner writes to
         # it.
         self._carry_out()
         if plan is not None:
+            if self.speculator is not None:
+                self._note_planned(self.speculator, plan)
             self._flight.append(
                 InFlightStep(plan, self.device.submit_job(lambda: self.runner.execute(plan)))
             )
-        busy = plan is not None
+        busy = plan is not None or self.counters["engine_steps_total"] > steps_before
         # Without a plan there is nothing to overlap with, and only a commit can make progress.
-        if self._flight and (plan is None or len(self._flight) >= self._depth):
+        # Behind drafts nothing can be planned before their step has committed.
+        is_full = plan is None or len(self._flight) >= self._depth or bool(plan.drafted)
+        if self._flight and is_full:
             self._collect_step()
             self._carry_out()
             busy = True
         return self.take_outputs(), busy
+
+    def _offer_drafts(self, speculator: Speculator) -> None:
+        """Offer drafts for the next plan, if it is expected to take some."""
+        sched = self.sched
+        # Without overlap the device waits for each plan, with drafts or without.
+        wait = speculator.wait_secs if self.overlap else 0.0
+        if not speculator.is_drafting:
+            if not speculator.is_look_due:
+                return
+            if not sched.would_draft(speculator.look(sched.report.answering()), wait):
+                return
+        while self._flight:
+            self._collect_step()
+            self._carry_out()
+        sched.offer_drafts(speculator.make_offers(sched.report.answering()), wait)
+
+    def _note_planned(self, speculator: Speculator, plan: StepPlan) -> None:
+        if speculator.is_drafting and self._collected_at is not None:
+            speculator.on_waited(self.clock() - self._collected_at)
+        self._collected_at = None
+        speculator.on_planned(plan)
 
     def set_time(self, now: float) -> None:
         """Set the time for timelines of requests that end before the next plan."""
@@ -319,6 +352,7 @@ class EngineLoop:
     def _collect_step(self) -> None:
         flight = self._flight.popleft()
         result, seconds = flight.wait()
+        self._collected_at = None if self._flight else self.clock()
         self.sched.commit(flight.plan, result, self.clock())
         self.sched.observe(flight.plan, seconds, result.copy_seconds)
         for run in flight.plan.copies:
@@ -328,9 +362,7 @@ class EngineLoop:
         self.counters["kv_host_copy_seconds_total"] += result.copy_seconds
         self.counters["engine_steps_total"] += 1
         self.counters["engine_step_seconds_total"] += seconds
-        self.counters["prompt_tokens_computed_total"] += (
-            flight.plan.num_tokens - flight.plan.num_decode
-        )
+        self.counters["prompt_tokens_computed_total"] += flight.plan.num_prompt_tokens
         invalid = sum(token == INVALID_TOKEN for token in result.tokens)
         failed = sum(token == GRAMMAR_FAILED_TOKEN for token in result.tokens)
         self.counters["generated_tokens_total"] += len(result.tokens) - invalid - failed
@@ -464,6 +496,7 @@ def make_engine(
     model_limits: ModelLimits | None = None,
     grammars: GrammarQueue | None = None,
     model_gauges: Callable[[], dict[str, float]] = dict,
+    speculator: Speculator | None = None,
 ) -> EngineLoop:
     """Make the loop of a rank from its flags.
 
@@ -487,4 +520,5 @@ def make_engine(
     return EngineLoop(
         scheduler, runner, driver, overlap=overlap, limits=model_limits, hook=hook, device=device,
         page_bytes=page_bytes, grammars=grammars, model_gauges=model_gauges,
+        speculator=speculator,
     )  # fmt: skip

@@ -52,6 +52,7 @@ INPUTS = (
     "grant_revoked",
     "release",
     "adjust_priorities",
+    "offer_drafts",
     "plan",
     "observe",
     "commit",
@@ -181,9 +182,11 @@ def _plain_argument(value: Any) -> Any:
         return value.step
     if isinstance(value, StepResult):
         tokens = list(value.tokens)
-        if not value.completed:
+        # Without these, as files were written before rows had drafts.
+        if not value.completed and not value.runs:
             return tokens
-        return {"tokens": tokens, "completed": sorted(value.completed)}
+        more = {"runs": list(value.runs)} if value.runs else {}
+        return {"tokens": tokens, "completed": sorted(value.completed), **more}
     if dataclasses.is_dataclass(value) and type(value).__name__ not in _CLASSES:
         return None  # log-probabilities
     return to_plain(value)
@@ -307,10 +310,16 @@ def _make_scheduler(line: str) -> Scheduler:
 
 
 def _step_result(recorded: list[int] | dict[str, list[int]]) -> StepResult:
-    """A result as `_plain_argument` writes it: its tokens, and those that complete a grammar."""
+    """A result as `_plain_argument` writes it: its tokens, those that complete a grammar, and how
+    many each row has.
+    """
     if isinstance(recorded, list):
         return StepResult(recorded)
-    return StepResult(recorded["tokens"], completed=frozenset(recorded["completed"]))
+    return StepResult(
+        recorded["tokens"],
+        completed=frozenset(recorded["completed"]),
+        runs=tuple(recorded.get("runs", ())),
+    )
 
 
 def _repeat_call(sched: Scheduler, name: str, args: list[Any], flight: dict[int, StepPlan]) -> Any:

@@ -13,6 +13,7 @@ chooses the victims. After every call free + cached + locked + private pages = c
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 
@@ -24,6 +25,7 @@ from baton.sched.queue.deadlines import DeadlineQueue
 from baton.sched.setup.limits import Limits
 from baton.sched.state.report import SchedulerReport
 from baton.sched.state.tables import SchedulerState
+from baton.sched.types.draft_offer import DraftOffer
 from baton.sched.types.events import (
     AbortTransfer,
     Event,
@@ -39,6 +41,8 @@ from baton.sched.types.sequence import TAKES_TOKENS, Seq, SeqState
 
 RUNNING = SeqState.RUNNING
 """For loops over rows: an attribute of an enum takes a call."""
+ONE_EACH = itertools.repeat(1)
+"""Lengths of runs where no row has drafts."""
 
 
 class Scheduler:
@@ -346,6 +350,23 @@ class Scheduler:
 
     # ------------------------------------------------------------------ planning
 
+    def offer_drafts(self, offers: Sequence[DraftOffer], wait: float = 0.0) -> None:
+        """Drafted tokens for the next plan, in place of those that were offered before.
+
+        Args:
+            wait: seconds in which the device waits for the host where a step has drafts.
+        """
+        state = self._state
+        # A replayed recording has plain tuples.
+        state.draft_offers = {offer[0]: DraftOffer(*offer) for offer in offers}
+        state.draft_wait = wait
+
+    def would_draft(self, offers: Sequence[DraftOffer], wait: float) -> bool:
+        """True if a step would be planned with some of these drafts; the next tokens of the
+        sequences need not be known yet.
+        """
+        return self._planner.drafts.would_choose(offers, wait)
+
     def plan(self, now: float = 0.0) -> StepPlan | None:
         """Choose the next forward pass; None when there is nothing to compute. Same state and
         `now`, same plan.
@@ -354,7 +375,13 @@ class Scheduler:
             now: seconds, the clock of ValidatedRequest.arrival; only policies that weigh waiting
                 time read it.
         """
+        state = self._state
+        assert not state.has_drafts_in_flight, (
+            "a step with drafts is committed before the next plan"
+        )
         outcome = self._planner.plan(now)
+        state.draft_offers = {}
+        state.has_drafts_in_flight = outcome.plan is not None and bool(outcome.plan.drafted)
         self._record_decision(outcome, now)
         return outcome.plan
 
@@ -374,7 +401,7 @@ class Scheduler:
             if not self.decisions.is_new_reason(outcome.stopped_by):
                 return
         state.stats.requeued.clear()
-        decode_rows = plan.num_decode if plan else 0
+        decode_rows = plan.num_answering if plan else 0
         decision = StepDecision(
             step=state.planned_step,
             now=now,
@@ -382,7 +409,8 @@ class Scheduler:
             stopped_by=outcome.stopped_by.value,
             policy=state.arrival_policy.active,
             decode_rows=decode_rows,
-            prefill_tokens=plan.num_tokens - decode_rows if plan else 0,
+            drafted_tokens=sum(plan.drafted) if plan else 0,
+            prefill_tokens=plan.num_prompt_tokens if plan else 0,
             prefill_requests=len(plan.rows) - decode_rows if plan else 0,
             token_budget=limits.step_tokens,
             seconds_budget=outcome.seconds_budget,
@@ -419,9 +447,11 @@ class Scheduler:
         state.now = max(state.now, now)
         assert plan.step == state.committed_step + 1, "steps are committed in order"
         state.step_committed(plan.step)
-        state.computed_tokens += plan.num_tokens - plan.num_decode
+        state.has_drafts_in_flight = False
+        state.computed_tokens += plan.num_prompt_tokens
         state.stats.on_computed(plan, state.now)
-        sampled = -1
+        first = next_first = 0
+        runs = iter(result.runs) if result.runs else ONE_EACH
         seqs = state.seqs
         retained = state.retained
         tokens = result.tokens
@@ -429,12 +459,21 @@ class Scheduler:
         completed = result.completed
         for handle, _, start, n, sample, _, _, _ in plan.rows:
             if sample:
-                sampled += 1
+                first = next_first
+                next_first += next(runs)
             seq = seqs.get(handle)
             if seq is None:
                 continue
             seq.inflight_steps -= 1
             end = start + n
+            # Behind the tokens that the sequence has drawn the row computed drafts that it has not.
+            drafts = seq.drafts_in_flight
+            if drafts:
+                end = start + next_first - first
+                seq.drafts_in_flight = 0
+                # Sent back meanwhile, it has nothing computed.
+                if seq.state is RUNNING:
+                    seq.computed = end
             if seq.logprob_position < seq.prompt_len:
                 state.emit_prompt_logprobs(seq, end, result.prompt_logprobs.get(handle))
             if end > seq.committed and (seq.state is RUNNING or handle in retained):
@@ -447,8 +486,13 @@ class Scheduler:
                     computed_tokens = seq.prompt_len - max(seq.cached_tokens, 0)
                     state.times.on_prompt_computed(computed_tokens, state.now)
                 if seq.state in TAKES_TOKENS:
-                    completes = sampled in completed
-                    self._take_token(seq, tokens[sampled], logprobs.get(sampled), completes)
+                    completes = first in completed
+                    self._take_token(seq, tokens[first], logprobs.get(first), completes)
+                if drafts:
+                    behind = self._take_run(seq, result, range(first + 1, next_first))
+                    # The last token of the run is no draft.
+                    drawn = min(1 + behind, next_first - first - 1)
+                    state.stats.on_drafted(seq, drafts, drawn)
         state.stats.on_step(plan, state.now)
         state.release_grants()
         state.settle()
@@ -498,6 +542,19 @@ class Scheduler:
         else:
             seq.finish = finish
             state.end_request(seq, "")
+
+    def _take_run(self, seq: Seq, result: StepResult, behind: range) -> int:
+        """Take the tokens that a row with drafts drew behind its first one.
+
+        Returns how many there are, as far as the answer goes.
+        """
+        for taken, index in enumerate(behind):
+            # The answer ended inside the run: without drafts nothing would have been drawn behind.
+            if seq.state not in TAKES_TOKENS:
+                return taken
+            completes = index in result.completed
+            self._take_token(seq, result.tokens[index], result.logprobs.get(index), completes)
+        return len(behind)
 
     def _announce_pages(self, seq: Seq) -> None:
         """P: prompt pages that the committed steps made final, the last partial one with the end of

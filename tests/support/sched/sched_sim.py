@@ -8,6 +8,7 @@ too late or published wrongly fails at once; and the tokens a request gets must 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from array import array
 from collections.abc import Callable, Hashable, Sequence
@@ -18,6 +19,7 @@ from baton.cache.radix import InsertResult
 from baton.sched.policies import Policy, PolicyContext
 from baton.sched.scheduler import Scheduler
 from baton.sched.setup.limits import Limits
+from baton.sched.types.draft_offer import DraftOffer
 from baton.sched.types.events import (
     AbortTransfer,
     EmittedTokens,
@@ -120,7 +122,9 @@ class Device:
             table[growth.base :] = list(growth.pages)
         states: list[int] = []
         tokens: list[int] = []
-        for row in plan.rows:
+        runs: list[int] = []
+        drafted = [0] * plan.num_decode + [*plan.drafted]
+        for row, drafts in itertools.zip_longest(plan.rows, drafted, fillvalue=0):
             slot = self.slots[row.slot]
             assert len(slot.table) >= row.page_base
             slot.table[row.page_base :] = list(row.pages)
@@ -128,8 +132,10 @@ class Device:
             assert UNKNOWN_TOKEN not in ids
             assert len(ids) == row.n
             state = 1 if row.start == 0 else self._read(slot, row.start - 1)
+            drawn: list[int] = []
             for i, token in enumerate(ids):
                 state = chain(state, token)
+                drawn.append(next_token(state))
                 page, off = divmod(row.start + i, self.page_size)
                 self.memory[slot.table[page]][off] = state
                 for index in range(len(self.groups)):
@@ -137,10 +143,14 @@ class Device:
                         self.memory[copy][off] = state
             states.append(state)
             if row.sample:
-                tokens.append(next_token(state))
+                run = drawn[row.n - 1 - drafts :]
+                wrong = [i for i in range(drafts) if run[i] != ids[row.n - drafts + i]]
+                run = run[: wrong[0] + 1] if wrong else run
+                runs.append(len(run))
+                tokens += run
                 slot.last = tokens[-1]
         self._check(plan, states)
-        return StepResult(tokens)
+        return StepResult(tokens, runs=tuple(runs) if plan.drafted else ())
 
     def spoil_all(self) -> None:
         """Let every KV slot of the device hold NaN."""
@@ -220,6 +230,8 @@ class Node:
         self.stages: dict[int, FirstTokenStages] = {}
         self.last_row: dict[int, int] = {}
         self.steps = 0
+        self.make_offers: Callable[[Scheduler], list[DraftOffer]] | None = None
+        """Drafts for the next plan, before which no step may be in flight."""
 
     @property
     def probe(self) -> SchedulerProbe:
@@ -265,23 +277,38 @@ class Node:
 
     def step(self) -> bool:
         """Plan once, then commit until fewer than `depth` plans fly. False when nothing happened."""
+        if self.make_offers is not None:
+            offers = self.make_offers(self.sched)
+            # Drafts follow the last token of each sequence.
+            if offers:
+                self._commit_all_but(0)
+                self.sched.offer_drafts(self.make_offers(self.sched))
         plan = self.sched.plan(self.clock())
         self.absorb()
         if plan is not None:
-            budget = max(self.limits.step_tokens, plan.num_decode + self.limits.page_size)
+            answers = plan.num_tokens - plan.num_prompt_tokens
+            budget = max(self.limits.step_tokens, answers + self.limits.page_size)
             assert plan.num_tokens <= budget
             assert len({row.handle for row in plan.rows}) == len(plan.rows)
             assert plan.rows or plan.copies, "a plan without rows is made for its copies only"
             self.steps += 1
             self.flight.append(plan)
+        if plan is None or plan.drafted:
+            committed = self._commit_all_but(0)
+        else:
+            committed = self._commit_all_but(self.depth - 1)
+        return plan is not None or committed
+
+    def _commit_all_but(self, left: int) -> bool:
+        """Commit the oldest steps; returns whether there was one."""
         committed = False
-        while self.flight and (len(self.flight) >= self.depth or plan is None):
+        while len(self.flight) > left:
             oldest = self.flight.pop(0)
             self.sched.commit(oldest, self.device.execute(oldest), self.clock())
             committed = True
             self.sched.ledger()
             self.absorb()
-        return plan is not None or committed
+        return committed
 
     def run(self, limit: int = 20000) -> None:
         for _ in range(limit):

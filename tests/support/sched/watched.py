@@ -66,6 +66,7 @@ LATER_FIELDS = frozenset(
     (
         "allowed_tokens",
         "bad_words",
+        "drafted",
         "further",
         "grammar",
         "logprob_position",

@@ -83,6 +83,43 @@ class StepFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationFlags:
+    HEADING: ClassVar = "speculative decoding"
+
+    speculative_algorithm: str | None = opt(
+        None,
+        "draft tokens and compute several of an answer in one step, without changing any: NGRAM "
+        "drafts what followed the last tokens earlier in the request or in a recent answer (not on "
+        "GPUs)",
+        choices=("NGRAM",),
+        on_device=True,
+    )
+    speculative_num_draft_tokens: int = opt(
+        16,
+        "most drafted tokens of a row and step; how many there are is decided in each step by "
+        "measured acceptance and time [tokens]",
+        on_device=True,
+        ge=1,
+        le=64,
+    )
+    speculative_ngram_min_match_window_size: int = opt(
+        2,
+        "an answer's last tokens are looked for from this many on [tokens]",
+        on_device=True,
+        ge=1,
+        le=64,
+    )
+    speculative_ngram_capacity: int = opt(
+        1_000_000,
+        "most tokens of recent answers that drafts are taken from, per DP rank; those of another "
+        "tenant or cache_salt are never used; 0: of the request alone [tokens]",
+        on_device=True,
+        ge=0,
+        le=100_000_000,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopFlags:
     HEADING: ClassVar = "the loop"
 

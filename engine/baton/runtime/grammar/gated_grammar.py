@@ -13,6 +13,7 @@ Invariant: the matcher has consumed the tokens behind the reasoning, in order, a
 from __future__ import annotations
 
 import bisect
+import copy
 import functools
 import itertools
 import logging
@@ -127,6 +128,40 @@ class GatedGrammar(TokenConstraint):
         else:
             self.state = self._grammar.advance(token)
         return self.state
+
+    def fork(self) -> GatedGrammar:
+        copied = copy.copy(self)
+        copied._tracker = self._tracker.fork()
+        if self._grammar is not None:
+            copied._grammar = self._grammar.fork()
+        return copied
+
+    def count_admitted(self, tokens: Sequence[int]) -> int:
+        ahead = self.fork()
+        for count, token in enumerate(tokens):
+            if ahead.state is not GrammarState.OPEN or not ahead._admits(token):
+                return count
+            ahead.advance(token)
+        return len(tokens)
+
+    def _admits(self, token: int) -> bool:
+        """True if the token may come next; where the model may choose to reason instead of
+        following the grammar, only the grammar's tokens count.
+        """
+        forced = self._tracker.forced_token
+        if forced is not None:
+            return token == forced
+        if self.has_mask and self._grammar is not None:
+            return self._grammar.accepts(token)
+        return token not in self.banned_ids
+
+    def forced_tokens(self) -> list[int]:
+        forced = self._tracker.forced_token
+        if forced is not None:
+            return [forced]
+        if self._grammar is None or self._tracker.phase is not ReasoningPhase.CONTENT:
+            return []
+        return self._grammar.forced_tokens()
 
     def _restart_grammar(self) -> None:
         """Begin the grammar again: what it has consumed was the beginning of a marker."""

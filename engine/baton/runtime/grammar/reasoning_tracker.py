@@ -19,6 +19,7 @@ tokens alone.
 
 from __future__ import annotations
 
+import copy
 import enum
 import itertools
 from collections.abc import Callable, Iterable
@@ -85,6 +86,13 @@ class ReasoningTracker:
                 return self._advance_behind(token)
             case ReasoningPhase.CONTENT:
                 return TokenPlace.ANSWER
+
+    def fork(self) -> ReasoningTracker:
+        """A copy that goes on by itself."""
+        copied = copy.copy(self)
+        copied._head_ids = self._head_ids.copy()
+        copied._recent_ids = self._recent_ids.copy()
+        return copied
 
     @property
     def forced_token(self) -> int | None:

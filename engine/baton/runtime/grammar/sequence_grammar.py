@@ -13,6 +13,7 @@ llguidance answers a mask of the end tokens then, which would look like success.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,22 @@ class SequenceGrammar(TokenConstraint):
             and self.state is GrammarState.OPEN
             and self.matcher.validate_tokens([token]) == 1
         )
+
+    def fork(self) -> SequenceGrammar:
+        copied = copy.copy(self)
+        if self.matcher is not None:
+            copied.matcher = self.matcher.deep_copy()
+        return copied
+
+    def count_admitted(self, tokens: Sequence[int]) -> int:
+        if self.matcher is None or self.state is not GrammarState.OPEN:
+            return 0
+        return self.matcher.validate_tokens(list(tokens))
+
+    def forced_tokens(self) -> list[int]:
+        if self.matcher is None or self.state is not GrammarState.OPEN:
+            return []
+        return self.matcher.compute_ff_tokens()
 
     @property
     def fillable_matcher(self) -> LLMatcher | None:

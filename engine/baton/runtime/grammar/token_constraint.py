@@ -41,6 +41,18 @@ class TokenConstraint(ABC):
     def advance(self, token: int) -> GrammarState:
         """Take over the token that the sequence has now; returns the state behind it."""
 
+    @abstractmethod
+    def fork(self) -> TokenConstraint:
+        """A copy that goes on by itself."""
+
+    @abstractmethod
+    def count_admitted(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, may come next."""
+
+    @abstractmethod
+    def forced_tokens(self) -> list[int]:
+        """Tokens that come next whatever the model likes, as far as that is known."""
+
     @property
     @abstractmethod
     def has_mask(self) -> bool:

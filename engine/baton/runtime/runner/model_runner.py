@@ -18,9 +18,10 @@ Not thread-safe: one thread calls `execute` or `execute_remote`, in plan order.
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ from baton.runtime.runner.step_inputs import (
 from baton.runtime.sampling.prompt_logprobs import SLICE_ROWS, PromptRows, PromptTable
 from baton.runtime.sampling.sampler import Put, SampleRow
 from baton.runtime.sampling.step_sampler import sample_tokens
+from baton.runtime.sampling.verification import DraftedRows
 from baton.sched.types.plan import UNKNOWN_TOKEN, Row, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -111,21 +113,32 @@ class ModelRunner:
         if indices is None:
             return StepResult((), copy_seconds=copy_seconds)
         sampling = [row for row in plan.rows if row.sample]
+        sample_rows = [self._sample_row(row) for row in sampling]
+        drafted = None
+        if plan.drafted:
+            drafted = DraftedRows(sampling, plan.drafted, plan.num_decode)
+            sample_rows = drafted.along_drafts(sample_rows)
         batch = self._make_batch(step, indices)
         self._model.prepare(batch, self._attn)
         hidden = self._model.compute_hidden(batch, self._attn)
-        logits = self._model.compute_logits(hidden[: len(sampling)]).float()
-        sample_rows = [self._sample_row(row) for row in sampling]
+        num_draws = len(sample_rows)
+        logits = self._model.compute_logits(hidden[:num_draws]).float()
         result = sample_tokens(logits, sample_rows, self._mask_filler)
+        last_tokens = result.tokens
+        if drafted is not None:
+            result = drafted.keep_runs(result)
+            sample_rows = drafted.rows_at_ends(result.runs)
+            last_tokens = [result.tokens[end - 1] for end in itertools.accumulate(result.runs)]
         if prompt_rows is not None:
-            records = self._prompt_records(prompt_rows, hidden[len(sampling) :], torch.from_numpy)
+            records = self._prompt_records(prompt_rows, hidden[num_draws:], torch.from_numpy)
             found = prompt_rows.split_records(map(Tensor.numpy, records), self.vocab_size)
             result = replace(result, prompt_logprobs=found)
-        for row, sample_row, token in zip(sampling, sample_rows, result.tokens, strict=True):
+        for row, sample_row, token in zip(sampling, sample_rows, last_tokens, strict=True):
             token = max(
                 token, 0
             )  # of a row that has ended (INVALID_TOKEN) another step may be planned already
             sample_row.append(token)
+            self._sample_rows[row.slot] = sample_row
             self._last_token[row.slot] = token
         return replace(result, copy_seconds=copy_seconds)
 
@@ -252,7 +265,24 @@ class ModelRunner:
             plan.copies,
             new_pages,
             plan.further,
+            len(plan.drafted),
         )
+
+    def forced_tokens(self, slot: int) -> list[int]:
+        """Tokens that come next in this slot whatever the model likes, as far as that is known. No
+        step may be in progress.
+        """
+        row = self._sample_rows[slot]
+        return [] if row is None or row.grammar is None else row.grammar.forced_tokens()
+
+    def count_admitted(self, slot: int, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, the grammar of this slot's answer admits. No
+        step may be in progress.
+        """
+        row = self._sample_rows[slot]
+        if row is None or row.grammar is None:
+            return len(tokens)
+        return row.grammar.count_admitted(tokens)
 
     def _open_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """The last token sampled in each of these slots."""
@@ -293,7 +323,10 @@ class ModelRunner:
             return pages * page_size + offsets, np.concatenate(rows)
 
         slot_mapping, page_indices = indices_of(self._page_table)
-        sampling = qo_indptr[1:][step.samples].astype(np.int64) - 1
+        draws = step.count_draws()
+        last_draws = np.cumsum(draws)
+        places_back = np.repeat(last_draws, draws) - np.arange(draws.sum())
+        sampling = np.repeat(qo_indptr[1:].astype(np.int64), draws) - places_back
         page_indptr = np.zeros(count + 1, np.int32)
         np.cumsum(num_pages, out=page_indptr[1:])
         return StepArrays(

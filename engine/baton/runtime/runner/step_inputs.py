@@ -68,6 +68,15 @@ class StepInputs:
     """
     further: tuple[FurtherGrowth, ...] = ()
     """Growth of page tables in further page groups."""
+    num_drafted_rows: int = 0
+    """Rows behind the decode rows that have drafts: a token is drawn behind each of theirs."""
+
+    def count_draws(self) -> Int64:
+        """How many tokens are drawn in each row, behind its last ones: int64 [R]."""
+        counts = self.samples.astype(np.int64)
+        drafted = slice(self.num_decode, self.num_decode + self.num_drafted_rows)
+        counts[drafted] = self.lengths[drafted]
+        return counts
 
 
 class StepArrays(NamedTuple):

@@ -6,6 +6,7 @@ ends with the word's other tokens; tokens of the prompt count for nothing.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -33,6 +34,12 @@ class BadWords:
     def need_tokens(self) -> bool:
         """True if the ban depends on the tokens drawn before."""
         return bool(self._last_tokens)
+
+    def fork(self) -> BadWords:
+        """A copy that goes on by itself."""
+        copied = copy.copy(self)
+        copied._recent = self._recent.copy()
+        return copied
 
     def append(self, token: int) -> None:
         """Record the token that now ends the answer."""

@@ -28,6 +28,7 @@ and `draw_columns`.
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
@@ -133,6 +134,19 @@ class SampleRow:
             self._count_token(token, 1)
         if self._bad_words is not None:
             self._bad_words.append(token)
+
+    def fork(self) -> SampleRow:
+        """A copy that goes on by itself, its grammar too."""
+        copied = copy.copy(self)
+        if self.has_penalties:
+            copied._index = self._index.copy()
+            copied._ids = self._ids[:]
+            copied._counts = self._counts[:]
+        if self._bad_words is not None:
+            copied._bad_words = self._bad_words.fork()
+        if self.grammar is not None:
+            copied.grammar = self.grammar.fork()
+        return copied
 
     @property
     def is_plain(self) -> bool:

@@ -110,6 +110,11 @@ class SchedStats:
         self.decode_rate = 0.0
         """Tokens of decode rows per second of steps that had some, smoothed."""
         self.recomputed_tokens = 0
+        self.draft_rows = 0
+        self.draft_tokens = 0
+        self.drafts_drawn: Counter[int] = Counter()
+        """How often the draft at each place of a row was the token drawn."""
+        self._drafts_drawn_in_step = 0
         self.deadlines_missed = {"ttft": 0, "total": 0}
         self.waiting_time = defaultdict[str, Histogram](lambda: Histogram(STAGE_BUCKETS))
         self.overtaken = Histogram(REQUEST_BUCKETS)
@@ -244,7 +249,7 @@ class SchedStats:
         """A step is done; its tokens have not been handed out yet."""
         self.now = now
         if self._timelines:
-            for row in plan.rows[plan.num_decode :]:
+            for row in plan.prompt_rows:
                 timeline = self._timelines.get(row.handle)
                 if timeline is not None:
                     timeline.on_computed(now, row.n)
@@ -268,19 +273,32 @@ class SchedStats:
                 since = self._last_token_at.pop(handle, None)
                 if since is not None:
                     self.decode_stall.observe(now - since)
-        if stayed and plan.num_decode < len(plan.rows):
+        if stayed and plan.num_answering < len(plan.rows):
             self.decode_stall.observe(now - last_at, stayed)
         self._last_step = current
         self._last_step_at = now
 
     def on_observed(self, plan: StepPlan, seconds: float) -> None:
-        """How long a step took on the device."""
-        if plan.num_decode and seconds > 0:
-            rate = plan.num_decode / seconds
+        """How long a step took on the device; it has been committed."""
+        tokens = plan.num_answering + self._drafts_drawn_in_step
+        self._drafts_drawn_in_step = 0
+        if plan.num_answering and seconds > 0:
+            rate = tokens / seconds
             if self.decode_rate:
                 self.decode_rate += RATE_SMOOTHING * (rate - self.decode_rate)
             else:
                 self.decode_rate = rate
+
+    def on_drafted(self, seq: Seq, drafts: int, drawn: int) -> None:
+        """A row with drafts: so many of them, from the first on, were the tokens drawn."""
+        self.draft_rows += 1
+        self.draft_tokens += drafts
+        self._drafts_drawn_in_step += drawn
+        for position in range(drawn):
+            self.drafts_drawn[position] += 1
+        timeline = self.timeline_of(seq)
+        timeline.draft_tokens += drafts
+        timeline.drafts_drawn += drawn
 
     def on_first_token(self, seq: Seq, now: float) -> FirstTokenStages:
         """By the step that ended `now`; or, on D, it came with the pages, after the last plan was
@@ -359,6 +377,12 @@ class SchedStats:
         for kind, n in self.deadlines_missed.items():
             values[f'deadline_missed_total{{kind="{kind}"}}'] = float(n)
         values["recomputed_tokens_total"] = float(self.recomputed_tokens)
+        values["spec_decode_num_drafts_total"] = float(self.draft_rows)
+        values["spec_decode_num_draft_tokens_total"] = float(self.draft_tokens)
+        values["spec_decode_num_accepted_tokens_total"] = float(self.drafts_drawn.total())
+        for position, n in sorted(self.drafts_drawn.items()):
+            name = f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'
+            values[name] = float(n)
         return values
 
     def histograms(self) -> dict[str, Histogram]:

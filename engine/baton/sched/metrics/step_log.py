@@ -33,6 +33,8 @@ class StepDecision(NamedTuple):
     """Why no further prompt tokens were taken (sched.types.plan.StopReason)."""
     policy: str
     decode_rows: int
+    drafted_tokens: int
+    """In decode rows, beside the known token of each."""
     prefill_tokens: int
     prefill_requests: int
     token_budget: int

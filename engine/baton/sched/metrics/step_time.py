@@ -1,17 +1,18 @@
 """Predicted duration of a step, learned from those that ran: it sizes prompt chunks by time instead
 of tokens.
 
-Two small models, each a least-squares fit with exponentially fading memory:
+Small models, each a least-squares fit with exponentially fading memory:
 
     decode step    seconds = base + per_row * rows
-    prompt chunks  seconds beyond that = per_token * tokens + per_pair * pairs
+    drafts         seconds beyond that = per_draft * drafted tokens
+    prompt chunks  seconds beyond both = per_token * tokens + per_pair * pairs
 
 where pairs counts (new token, token it attends to): the part of a long prompt's cost that grows
-with its context. Steps with decode rows teach the second model too. The memory of each model fades
-only when a step of its own kind is seen, so that an hour of decoding forgets nothing about prompts;
-the second one's fades by tokens, so that many short prompts do not displace the observation of a
-long one. Coefficients are never negative; until something was observed a prompt token costs 1 /
-INITIAL_PREFILL_RATE.
+with its context. A step teaches one model: that of the prompts where it has some, else that of the
+drafts. The memory of each model fades only when a step of its own kind is seen, so that an hour of
+decoding forgets nothing about prompts; that of the prompts fades by tokens, so that many short
+prompts do not displace the observation of a long one. Coefficients are never negative; until
+something was observed a prompt token costs 1 / INITIAL_PREFILL_RATE.
 
 This is the engine's only estimate of prefill throughput. It may refuse a request only while
 `confirms` holds: the evidence is a prompt of comparable length that was computed recently. Evidence
@@ -33,6 +34,8 @@ count.
 """
 EVIDENCE_SECS = 10.0
 """How long a computed prompt confirms the estimate for prompts up to twice as long [s]."""
+INITIAL_DRAFT_SHARE = 0.1
+"""Time of a drafted token, as a share of a step with one row, until one has been observed."""
 TOKENS_UNIT = 1e3
 PAIRS_UNIT = 1e6
 
@@ -85,6 +88,7 @@ class StepTime:
     def __init__(self, step_tokens: int) -> None:
         self._step_tokens = step_tokens
         self._decode = StepTimeFit()
+        self._draft = StepTimeFit()
         self._prompt = StepTimeFit()
         self._prompt.a = TOKENS_UNIT / INITIAL_PREFILL_RATE
         self._evidence = (-math.inf, 0)
@@ -108,21 +112,33 @@ class StepTime:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from a step that took `seconds` on the device."""
-        if plan.num_decode == len(plan.rows):
-            if plan.rows:
-                self._decode.observe(1.0, plan.num_decode, seconds)
+        rows = plan.num_answering
+        drafts = sum(plan.drafted)
+        if rows == len(plan.rows):
+            if drafts:
+                beyond = max(seconds - self.decode_seconds(rows), 0.0)
+                self._draft.observe(drafts, 0.0, beyond)
+            elif rows:
+                self._decode.observe(1.0, rows, seconds)
             return
         tokens = pairs = 0
-        for row in plan.rows[plan.num_decode :]:
+        for row in plan.prompt_rows:
             tokens += row.n
             pairs += attended_pairs(row.start, row.n)
-        beyond = max(seconds - self.decode_seconds(plan.num_decode), 0.0)
+        beyond = max(seconds - self.decode_seconds(rows) - self.draft_seconds(drafts), 0.0)
         keep = MEMORY ** min(tokens / self._step_tokens, 1.0)
         self._prompt.observe(tokens / TOKENS_UNIT, pairs / PAIRS_UNIT, beyond, keep)
 
     def decode_seconds(self, rows: int) -> float:
         """A step's time without prompt chunks."""
         return self._decode.a + self._decode.b * rows
+
+    def draft_seconds(self, drafts: int) -> float:
+        """Time that so many drafted tokens add to a step."""
+        per_draft = self._draft.ratio
+        if per_draft is None:
+            per_draft = INITIAL_DRAFT_SHARE * self.decode_seconds(1)
+        return per_draft * drafts
 
     def chunk_seconds(self, start: int, n: int) -> float:
         """Time that prompt tokens [start, start + n) add to a step."""

@@ -8,19 +8,32 @@ from dataclasses import dataclass, field
 from baton.sched.types.plan import UNKNOWN_TOKEN, AdmittedSeq, FurtherGrowth, Row
 from baton.sched.types.sequence import Seq
 
+NO_DRAFTS = array("i")
+
 
 @dataclass(slots=True)
 class PlanDraft:
     rows: list[Row] = field(default_factory=list)
     admitted: list[AdmittedSeq] = field(default_factory=list)
     further: list[FurtherGrowth] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    """How many drafted tokens the last rows have."""
     preemptor: Seq | None = None
     """The waiting request that others were preempted for in this plan, until it is tried."""
     seconds_budget: float | None = None
     """Time the prompts are allowed to take."""
 
-    def add_row(self, seq: Seq, n: int) -> None:
-        """Plan the next `n` tokens of a sequence."""
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of the rows that extend answers, before prompts are planned."""
+        return len(self.rows) + sum(self.drafted)
+
+    def add_row(self, seq: Seq, n: int, drafts: array[int] = NO_DRAFTS) -> None:
+        """Plan the next `n` tokens of a sequence.
+
+        Args:
+            drafts: tokens that may follow the last known one, if that is one of the `n`.
+        """
         start = seq.computed
         sent = seq.pages_sent_to_runner
         end = seq.computed + n
@@ -42,8 +55,15 @@ class PlanDraft:
             # The step in flight samples it: the runner reads it from its own table.
             tokens.append(UNKNOWN_TOKEN)
         samples = end == seq.total_len
+        if drafts:
+            tokens.extend(drafts)
+            self.drafted.append(len(drafts))
+            seq.drafts_in_flight = len(drafts)
+            # The first draft stands where the next token will: until the step has committed no
+            # other row may compute it.
+            end += 1
         self.rows.append(
-            Row(seq.handle, seq.slot, start, n, samples, tokens, sent, seq.pages[sent:])
+            Row(seq.handle, seq.slot, start, len(tokens), samples, tokens, sent, seq.pages[sent:])
         )
         self.add_further(seq)
         seq.pages_sent_to_runner = len(seq.pages)

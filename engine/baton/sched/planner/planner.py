@@ -1,5 +1,5 @@
-"""Planner of the next forward pass: one token for every decoding sequence, then prompt chunks in
-policy order.
+"""Planner of the next forward pass: the next token of every decoding sequence, then prompt chunks
+in policy order.
 
 Works on sched.state.tables.SchedulerState and advances `computed` there, so that the next plan can
 be made while it runs (overlap scheduling). Rules:
@@ -10,6 +10,8 @@ be made while it runs (overlap scheduling). Rules:
   reads. Pages leave the engine only after commit.
 * Decode rows stand in the order of importance, then age (PriorityRule.sort_key): the first get
   pages first, and the events of a step follow its rows.
+* Rows with drafts stand behind the other decode rows (sched.planner.drafts); a step that may
+  compute prompts has none.
 * Admission is by estimate, the truth comes at allocation; a request that is alone is always
   admitted.
 
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from baton.sched.planner.admission import AdmissionEstimate
 from baton.sched.planner.decode import plan_decode_rows
 from baton.sched.planner.draft import PlanDraft
+from baton.sched.planner.drafts import DraftPlanner
 from baton.sched.planner.preemption import PreemptionPlanner
 from baton.sched.planner.prefill import PrefillPlanner
 from baton.sched.planner.reservation import ReservationHolder, ReservedGrowth
@@ -51,6 +54,7 @@ class Planner:
         self._growth = ReservedGrowth(state)
         self.reservation = ReservationHolder(state)
         """Pages kept for one request of the waiting queue."""
+        self.drafts = DraftPlanner(state)
         estimate = AdmissionEstimate(state, self._growth)
         self._transfers = TransferPlanner(state, self._growth)
         self._preemption = PreemptionPlanner(state, estimate, self.reservation)
@@ -73,6 +77,7 @@ class Planner:
         state.release_grants()
         self._growth.reset()
         draft = PlanDraft()
+        draft_lengths = self.drafts.choose(list(state.draft_offers.values()), state.draft_wait)
         # Without priorities no request is worth more than another's work, and none is preempted.
         if limits.priority.enabled:
             can_mix = not limits.prefill_first or limits.enable_mixed_chunk
@@ -84,11 +89,11 @@ class Planner:
         if skip_decode:
             prompts = list(state.running.values())
         else:
-            prompts = plan_decode_rows(state, draft)
-        num_decode = len(draft.rows)
+            prompts = plan_decode_rows(state, draft, draft_lengths)
+        num_answering = len(draft.rows)
         stopped_by = StopReason.PREEMPTED
         # Under --prefill-first a step has either prompts or decode rows, as in SGLang.
-        if num_decode and limits.prefill_first and not limits.enable_mixed_chunk:
+        if num_answering and limits.prefill_first and not limits.enable_mixed_chunk:
             stopped_by = StopReason.DECODE_ONLY
         # A prompt would take the pages that a retraction freed, and the next step would retract
         # again; vLLM v1 plans no prompt after a preemption either.
@@ -96,17 +101,17 @@ class Planner:
             stopped_by = self.prefill.plan(draft, prompts)
         # No prompt got a row: an empty step would delay the running answers for nothing.
         if skip_decode and not draft.rows:
-            plan_decode_rows(state, draft)
-            num_decode = len(draft.rows)
+            plan_decode_rows(state, draft, draft_lengths)
+            num_answering = len(draft.rows)
         num_retracted = state.retractions - retractions
         if not draft.rows and (num_retracted or self._release_retained(stopped_by)):
             # The pages just freed may let another sequence run; each round frees those of one.
             return self.plan(now)
-        plan = self._finish_plan(draft, num_decode, stopped_by, num_retracted)
+        plan = self._finish_plan(draft, num_answering, stopped_by, num_retracted)
         return PlanOutcome(plan, stopped_by, draft.seconds_budget, self._growth.counted)
 
     def _finish_plan(
-        self, draft: PlanDraft, num_decode: int, stopped_by: StopReason, retracted: int
+        self, draft: PlanDraft, num_answering: int, stopped_by: StopReason, retracted: int
     ) -> StepPlan | None:
         """Make the plan of a draft; None when it has neither rows nor copies."""
         state = self._state
@@ -123,7 +128,7 @@ class Planner:
             # Evicted pages are copied to the host by a plan: without one they would be lost.
             if not memory.has_copies:
                 return None
-        if num_decode:
+        if num_answering:
             memory.ratio.on_decode_step()
             self._prefill_run_secs = None
         else:
@@ -134,13 +139,14 @@ class Planner:
         return StepPlan(
             step=state.step_planned(),
             rows=tuple(draft.rows),
-            num_decode=num_decode,
+            num_decode=num_answering - len(draft.drafted),
             admitted=tuple(draft.admitted),
             new_pages=memory.take_new_pages(),
             stopped_by=stopped_by,
             retracted=retracted,
             copies=memory.take_copies(),
             further=tuple(draft.further),
+            drafted=tuple(draft.drafted),
         )
 
     def _release_retained(self, stopped_by: StopReason) -> bool:

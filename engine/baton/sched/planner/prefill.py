@@ -66,7 +66,7 @@ class PrefillPlanner:
         """
         state = self._state
         self._growth.reset()  # decode rows have changed it
-        budget = PromptBudget(state.limits, state.times, len(draft.rows))
+        budget = PromptBudget(state.limits, state.times, draft)
         draft.seconds_budget = budget.seconds
         context = self._make_context(draft, prompts, budget)
         candidates = state.sharing.order_prefill(context)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from baton.sched.metrics.step_time import StepTime
+from baton.sched.planner.draft import PlanDraft
 from baton.sched.setup.limits import Limits
 from baton.sched.types.plan import StopReason
 
 
 class PromptBudget:
-    """Budget of one step beside its decode rows."""
+    """Budget of one step beside the rows that extend answers, which are in `draft`."""
 
-    def __init__(self, limits: Limits, times: StepTime, num_decode: int) -> None:
+    def __init__(self, limits: Limits, times: StepTime, draft: PlanDraft) -> None:
         self._limits = limits
         self._times = times
-        self.tokens = limits.prompt_tokens(num_decode)
+        self.tokens = limits.prompt_tokens(draft.answer_tokens)
         """Prompt tokens that may still be taken."""
-        self.seconds = self._initial_seconds(num_decode)
+        self.seconds = self._initial_seconds(draft)
         """Predicted time that prompt chunks may still add; None: they are sized by tokens alone."""
         self.exhausted_by: StopReason | None = None
         """The budget that is used up; None: another prompt may be tried."""
         self._num_prompts = 0
 
-    def _initial_seconds(self, num_decode: int) -> float | None:
+    def _initial_seconds(self, draft: PlanDraft) -> float | None:
         limits = self._limits
         if limits.step_target_secs:
             # The target holds for the whole step, and decode rows are not negotiable.
-            decode_secs = self._times.decode_seconds(num_decode)
+            decode_secs = self._times.decode_seconds(len(draft.rows))
+            decode_secs += self._times.draft_seconds(sum(draft.drafted))
             return max(limits.step_target_secs - decode_secs, 0.0)
         # A chunk may take as long as the first of a prompt, whose attention costs least.
         if limits.enable_dynamic_chunking:

@@ -81,12 +81,12 @@ class Limits:
     starvation_secs: float = 10.0
     """Waiting for longer, overtaken by later requests, is starving (metrics only)."""
 
-    def prompt_tokens(self, num_decode: int) -> int:
-        """Prompt tokens of a step with so many decode rows.
+    def prompt_tokens(self, answer_tokens: int) -> int:
+        """Prompt tokens of a step whose decode rows have so many tokens, drafts included.
 
         At least a page: beside more decode rows than `step_tokens` no prompt would advance.
         """
-        return max(self.step_tokens - num_decode, self.page_size)
+        return max(self.step_tokens - answer_tokens, self.page_size)
 
     def longest_chunk(self, tokens: int) -> int:
         """Most tokens of a row of a sequence that has `tokens` to compute."""

@@ -11,6 +11,7 @@ from baton.sched.policies.base import tokens_to_compute
 from baton.sched.queue.priority_hook import LoadView, RequestView
 from baton.sched.state.load_report import LoadReport, measure_load
 from baton.sched.state.tables import SchedulerState
+from baton.sched.types.sequence import Seq
 
 DUMPED_DECISIONS = 20
 """Decisions in the dump of a scheduler whose page ledger does not balance."""
@@ -22,6 +23,10 @@ class SchedulerReport:
     def __init__(self, state: SchedulerState, decisions: StepLog) -> None:
         self._state = state
         self._decisions = decisions
+
+    def answering(self) -> list[Seq]:
+        """Running sequences whose answers have begun, to be read."""
+        return [seq for seq in self._state.running.values() if len(seq.tokens) > seq.prompt_len]
 
     def load(self) -> LoadReport:
         """Load report for routers."""

@@ -40,6 +40,7 @@ from baton.sched.queue.admission import AdmissionController
 from baton.sched.queue.priority_buckets import class_of
 from baton.sched.queue.waiting_queue import WaitingQueue
 from baton.sched.setup.limits import Limits
+from baton.sched.types.draft_offer import DraftOffer
 from baton.sched.types.events import (
     AbortTransfer,
     EmittedTokens,
@@ -96,6 +97,11 @@ class SchedulerState:
         self.retained: dict[int, Seq] = {}
         """P: sequences, suspended or waiting again, that hold pages for D. A view, not a table."""
         self.slots = list(range(limits.max_running_requests - 1, -1, -1))
+        self.draft_offers: dict[int, DraftOffer] = {}
+        """Drafted tokens for the next plan, by handle."""
+        self.draft_wait = 0.0
+        """Time in which the device waits for the host where a step has drafts [s]."""
+        self.has_drafts_in_flight = False
         self.outbox: list[Event] = []
         self._grants: deque[tuple[int, Seq, GrantPages]] = deque()
         self.stats = SchedStats(limits.starvation_secs, label)

@@ -112,10 +112,11 @@ class FurtherGrowth(NamedTuple):
 class StepPlan:
     step: int
     rows: tuple[Row, ...]
-    """Decode rows first, by priority and arrival; then prompt chunks, by priority and in policy
-    order.
+    """Decode rows first, by priority and arrival; then those with drafts, likewise; then prompt
+    chunks, by priority and in policy order.
     """
     num_decode: int
+    """Decode rows of one token."""
     admitted: tuple[AdmittedSeq, ...]
     new_pages: array[int]
     """Pages that got a new owner in this plan: their old content is void from now on."""
@@ -125,17 +126,35 @@ class StepPlan:
     """Pages to move between device and host before the rows run, in this order."""
     further: tuple[FurtherGrowth, ...] = ()
     """Growth of the rows' page tables in further page groups."""
+    drafted: tuple[int, ...] = ()
+    """Rows behind the decode rows: how many drafted tokens follow the known one in each. Such a row
+    draws a token behind each of its tokens.
+    """
+
+    @property
+    def num_answering(self) -> int:
+        """Rows that extend an answer, with drafts or without: those in front of the prompts."""
+        return self.num_decode + len(self.drafted)
+
+    @property
+    def prompt_rows(self) -> tuple[Row, ...]:
+        return self.rows[self.num_answering :]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(row.n for row in self.prompt_rows)
 
     @property
     def mode(self) -> ForwardMode:
         if not self.rows:
             return ForwardMode.IDLE
-        if self.num_decode == len(self.rows):
+        if self.num_answering == len(self.rows):
             return ForwardMode.DECODE
-        return ForwardMode.MIXED if self.num_decode else ForwardMode.EXTEND
+        return ForwardMode.MIXED if self.num_answering else ForwardMode.EXTEND
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the step computes, drafted ones included."""
         return self.num_decode + sum(row.n for row in self.rows[self.num_decode :])
 
 
@@ -182,8 +201,8 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens of a step, one per row with `sample`, in row order; logprobs by index into `tokens`
-    where asked for.
+    """Tokens of a step, one per row with `sample` or a run of them (`runs`), in row order; logprobs
+    by index into `tokens` where asked for.
     """
 
     tokens: Sequence[int]
@@ -194,3 +213,9 @@ class StepResult:
     """By handle, of the prompt tokens that the step's rows predict."""
     copy_seconds: float = 0.0
     """How long the plan's copies took; 0 when it is not known."""
+    runs: tuple[int, ...] = ()
+    """How many of `tokens` each row with `sample` has; empty: one each.
+
+    A run is what the row's sequence would have drawn step by step: drafted tokens as far as they
+    are those, then one more.
+    """

@@ -7,6 +7,7 @@ which the scheduler wraps in a `sched.types.sequence.Seq` with its mutable progr
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass, field
 
 from baton.cache.int_array import IntArray
@@ -124,6 +125,10 @@ class ValidatedRequest:
     """For whom this is computed (sched.fairness.tenants); "": no tenant, and without a tenant's
     limits.
     """
+    prediction: IntArray = field(default_factory=lambda: array("i"))
+    """Tokens that the client expects in the answer: drafts may come from them."""
+    draft_limit: int | None = None
+    """Most drafted tokens of a step; None: as many as the engine's flags allow."""
 
 
 class FinishReason(enum.IntEnum):

@@ -67,6 +67,10 @@ class RequestTimeline:
     recomputed_tokens: int = 0
     """Computed again after the first token, because it was sent back."""
     output_tokens: int = 0
+    draft_tokens: int = 0
+    """Drafted for it (speculative decoding)."""
+    drafts_drawn: int = 0
+    """Those of them that were the tokens drawn."""
     retractions: int = 0
     preemptions: int = 0
     pulled: PulledPages | None = None

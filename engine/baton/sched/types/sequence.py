@@ -113,11 +113,15 @@ class Seq:
     """By further page group, while it holds pages; `pages` and `private` are those of group 0."""
     node: RadixNode | None = None
     computed: int = 0
-    """Tokens whose KV exists or is being computed by a step in flight."""
+    """Tokens whose KV exists or is being computed by a step in flight: with drafts the token that
+    is drawn next is one of them, whatever it will be.
+    """
     committed: int = 0
     """Tokens whose KV was computed by a committed step."""
     inflight: int = 0
     """1 while a step in flight samples this sequence's next token."""
+    drafts_in_flight: int = 0
+    """Drafted tokens behind the known one in the row that a step in flight has of it."""
     inflight_steps: int = 0
     """Steps in flight that hold a row of this sequence."""
     published: int = 0

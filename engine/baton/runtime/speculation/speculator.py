@@ -1,0 +1,165 @@
+"""Offers drafted tokens for the steps of one rank, and learns which drafts come true.
+
+1. Every LOOK_INTERVAL-th step the speculator looks at the running answers without waiting for the
+   device: it compares its last proposals with the tokens that came, whether a step had them as
+   drafts or not, and proposes again. So acceptance is measured where nothing is drafted, at no
+   cost but the host's.
+2. Where the scheduler would draft (Scheduler.would_draft), the loop waits for the steps in flight,
+   because drafts follow the last token, and offers what is proposed then; it does so before each
+   step until LINGER steps in a row had no drafts.
+
+The scheduler decides how many of the drafts a row gets (sched.planner.drafts). Grammars: their
+forced tokens are offered before any other, and drafts end in front of the first token that a
+grammar refuses.
+
+Deterministic: all that it knows are the tokens of sequences.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.runtime.speculation.acceptance import Acceptance
+from baton.runtime.speculation.drafter import Drafter
+from baton.sched.types.draft_offer import DraftOffer
+from baton.sched.types.plan import StepPlan
+from baton.sched.types.sequence import Seq, SeqState
+
+LOOK_INTERVAL = 8
+LINGER = 4
+FORCED_ACCEPTANCE = 0.98
+"""Of the tokens that a grammar forces: the model may spell the same text with other tokens."""
+HOPED_FOR = array("i", (0, 0))
+"""Stands for the forced tokens of a grammar that cannot be asked while a step is in progress."""
+WAIT_SMOOTHING = 0.1
+LONGEST_WAIT_SECS = 0.1
+"""A longer pause between two steps was not the planning."""
+
+
+class Constraints(Protocol):
+    """What the runner knows of the grammars of answers, by slot."""
+
+    def forced_tokens(self, slot: int) -> list[int]: ...
+    def count_admitted(self, slot: int, tokens: Sequence[int]) -> int: ...
+
+
+@dataclass(slots=True)
+class FollowedSeq:
+    seq: Seq
+    known: int
+    """Tokens of it that the drafter knows."""
+    proposal: array[int] = field(default_factory=lambda: array("i"))
+    """Made behind the first `known` tokens."""
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+
+class Speculator:
+    def __init__(self, drafter: Drafter, most_drafts: int, constraints: Constraints) -> None:
+        self._drafter = drafter
+        self._most = most_drafts
+        self._constraints = constraints
+        self._followed: dict[int, FollowedSeq] = {}
+        self._steps_to_look = 0
+        self._steps_to_linger = 0
+        self.wait_secs = 0.0
+        """Smoothed time in which the device waited for the host between two steps [s]."""
+
+    @property
+    def is_drafting(self) -> bool:
+        """True while each step is planned with the last tokens known."""
+        return self._steps_to_linger > 0
+
+    @property
+    def is_look_due(self) -> bool:
+        return self._steps_to_look <= 0
+
+    def on_planned(self, plan: StepPlan) -> None:
+        self._steps_to_look -= 1
+        self._steps_to_linger = LINGER if plan.drafted else max(self._steps_to_linger - 1, 0)
+
+    def on_waited(self, seconds: float) -> None:
+        """The device waited so long for a step that was planned with the last tokens known."""
+        if seconds <= LONGEST_WAIT_SECS:
+            self.wait_secs += WAIT_SMOOTHING * (seconds - self.wait_secs)
+
+    def look(self, answering: Sequence[Seq]) -> list[DraftOffer]:
+        """Offers behind the tokens known so far, with steps in flight: to decide by."""
+        self._steps_to_look = LOOK_INTERVAL
+        offers = []
+        for followed in self._propose(answering):
+            tokens = followed.proposal
+            if not tokens and followed.seq.req.params.is_constrained:
+                tokens = HOPED_FOR
+            if tokens:
+                offers.append(self._make_offer(followed, tokens, followed.acceptance.share))
+        return offers
+
+    def make_offers(self, answering: Sequence[Seq]) -> list[DraftOffer]:
+        """Offers for the next step, while none is in flight."""
+        offers = []
+        for followed in self._propose(answering):
+            seq = followed.seq
+            tokens = followed.proposal
+            acceptance = followed.acceptance.share
+            if seq.req.params.is_constrained:
+                # The slot's grammar is still that of its last owner.
+                if not seq.pages_sent_to_runner:
+                    continue
+                forced = self._constraints.forced_tokens(seq.slot)
+                if forced:
+                    tokens = array("i", forced[: self._limit(seq)])
+                    acceptance = FORCED_ACCEPTANCE
+                else:
+                    tokens = tokens[: self._constraints.count_admitted(seq.slot, tokens)]
+            if tokens:
+                offers.append(self._make_offer(followed, tokens, acceptance))
+        return offers
+
+    def _make_offer(
+        self, followed: FollowedSeq, tokens: array[int], acceptance: float
+    ) -> DraftOffer:
+        return DraftOffer(followed.seq.handle, followed.known, tokens, acceptance)
+
+    def _propose(self, answering: Sequence[Seq]) -> list[FollowedSeq]:
+        """Take over the tokens that came, and propose for all that may be drafted for."""
+        self._drop_ended()
+        current = [self._follow(seq) for seq in answering if self._limit(seq)]
+        fresh = [followed for followed in current if not followed.proposal]
+        handles = [followed.seq.handle for followed in fresh]
+        proposals = self._drafter.propose(handles, [self._limit(f.seq) for f in fresh])
+        for followed, proposal in zip(fresh, proposals, strict=True):
+            followed.proposal = proposal
+        return current
+
+    def _limit(self, seq: Seq) -> int:
+        """Most drafts of a row of this sequence."""
+        asked = seq.req.draft_limit
+        return self._most if asked is None else min(self._most, asked)
+
+    def _follow(self, seq: Seq) -> FollowedSeq:
+        followed = self._followed.get(seq.handle)
+        if followed is None:
+            self._drafter.start(seq)
+            followed = self._followed[seq.handle] = FollowedSeq(seq, len(seq.tokens))
+            return followed
+        self._take_over_tokens(followed)
+        return followed
+
+    def _take_over_tokens(self, followed: FollowedSeq) -> None:
+        came = followed.seq.tokens[followed.known :]
+        if not came:
+            return
+        followed.acceptance.compare(followed.proposal, came)
+        followed.proposal = array("i")
+        followed.known += len(came)
+        self._drafter.append(followed.seq.handle, came)
+
+    def _drop_ended(self) -> None:
+        ended = [f for f in self._followed.values() if f.seq.state is SeqState.FINISHED]
+        for followed in ended:
+            self._take_over_tokens(followed)
+            self._drafter.finish(followed.seq.handle)
+            del self._followed[followed.seq.handle]
