@@ -120,16 +120,27 @@ impl DraftedRequest {
         if let Some(answers) = store.group(&self.group) {
             let index = answers.index();
             self.last_stored = find_match(index, answers.version(), context, self.last_stored);
-            matches[0] = self.last_stored.map(|last| (last.found, MatchedText::Other(index)));
+            matches[0] = self
+                .last_stored
+                .map(|last| (last.found, MatchedText::Other(index)));
         }
         if let Some(text) = &mut self.prediction {
             text.last = find_match(&text.index, 0, context, text.last);
-            matches[1] = text.last.map(|last| (last.found, MatchedText::Other(&text.index)));
+            matches[1] = text
+                .last
+                .map(|last| (last.found, MatchedText::Other(&text.index)));
         }
-        matches[2] = own.last.map(|last| (last.found, MatchedText::Own(&own.index)));
-        let longest = matches.into_iter().flatten().max_by_key(|(found, _)| found.len);
+        matches[2] = own
+            .last
+            .map(|last| (last.found, MatchedText::Own(&own.index)));
+        let longest = matches
+            .into_iter()
+            .flatten()
+            .max_by_key(|(found, _)| found.len);
         match longest {
-            Some((found, MatchedText::Own(index))) => index.repeated_continuation(found.place, most),
+            Some((found, MatchedText::Own(index))) => {
+                index.repeated_continuation(found.place, most)
+            }
             Some((found, MatchedText::Other(index))) => index.continuation(found.place, most),
             None => Vec::new(),
         }

@@ -213,13 +213,14 @@ impl SuffixIndex {
 }
 
 fn take_tokens<'a>(ids: impl Iterator<Item = &'a i32>, most: usize) -> Vec<i32> {
-    ids.copied().take(most).take_while(|&id| is_token(id)).collect()
+    ids.copied()
+        .take(most)
+        .take_while(|&id| is_token(id))
+        .collect()
 }
 
 /// Tokens at the ends of both that are equal, at most `limit`.
 fn common_suffix(a: &[i32], b: &[i32], limit: usize) -> usize {
     let pairs = a.iter().rev().zip(b.iter().rev()).take(limit);
-    pairs
-        .take_while(|(a, b)| a == b && is_token(**a))
-        .count()
+    pairs.take_while(|(a, b)| a == b && is_token(**a)).count()
 }

@@ -74,7 +74,9 @@ struct NaiveDrafter {
 impl NaiveDrafter {
     fn stored(&self) -> usize {
         let charges = self.answers.iter();
-        charges.map(|(_, answer)| answer.len() + ANSWER_OVERHEAD).sum()
+        charges
+            .map(|(_, answer)| answer.len() + ANSWER_OVERHEAD)
+            .sum()
     }
 
     fn finish(&mut self, handle: usize) {
@@ -106,7 +108,10 @@ impl NaiveDrafter {
             first: prompt.len(),
             repeats: false,
         };
-        let same_group = self.answers.iter().filter(|(group, _)| *group == request.group);
+        let same_group = self
+            .answers
+            .iter()
+            .filter(|(group, _)| *group == request.group);
         let stored = same_group.map(|(_, answer)| NaiveText {
             tokens: answer.clone(),
             first: 0,
@@ -308,12 +313,18 @@ fn draft_of(tokens: &[i32], prompt_len: usize, prediction: &[i32]) -> Vec<i32> {
 
 #[test]
 fn longest_match_wins_over_newer_place() {
-    assert_eq!(draft_of(&[7, 1, 2, 10, 11, 12, 13, 1, 2, 20, 7, 1, 2], 13, &[]), [10, 11, 12, 13]);
+    assert_eq!(
+        draft_of(&[7, 1, 2, 10, 11, 12, 13, 1, 2, 20, 7, 1, 2], 13, &[]),
+        [10, 11, 12, 13]
+    );
 }
 
 #[test]
 fn newest_of_equally_long_matches_wins() {
-    assert_eq!(draft_of(&[1, 2, 10, 5, 1, 2, 20, 21, 6, 1, 2], 11, &[]), [20, 21, 6, 1]);
+    assert_eq!(
+        draft_of(&[1, 2, 10, 5, 1, 2, 20, 21, 6, 1, 2], 11, &[]),
+        [20, 21, 6, 1]
+    );
 }
 
 #[test]
@@ -327,9 +338,15 @@ fn prediction_is_proposed_from_first_token_and_again_after_difference() {
     let prompt = [1, 2, 3];
     let prediction = [10, 11, 12, 13, 14, 15, 16];
     assert_eq!(draft_of(&prompt, 3, &prediction), [10, 11, 12, 13]);
-    assert_eq!(draft_of(&[1, 2, 3, 10, 11], 3, &prediction), [12, 13, 14, 15]);
+    assert_eq!(
+        draft_of(&[1, 2, 3, 10, 11], 3, &prediction),
+        [12, 13, 14, 15]
+    );
     assert_eq!(draft_of(&[1, 2, 3, 10, 90], 3, &prediction), [0; 0]);
-    assert_eq!(draft_of(&[1, 2, 3, 10, 90, 12, 13], 3, &prediction), [14, 15, 16]);
+    assert_eq!(
+        draft_of(&[1, 2, 3, 10, 90, 12, 13], 3, &prediction),
+        [14, 15, 16]
+    );
 }
 
 #[test]
@@ -435,7 +452,10 @@ fn full_store_drops_oldest_answers_of_any_group() {
     assert!(found(&store, b"one", 1).is_none());
     assert!(found(&store, b"two", 2).is_some());
     store.insert(&one, &[5; 200]);
-    assert!(store.group(b"two").is_none(), "a group without answers is forgotten");
+    assert!(
+        store.group(b"two").is_none(),
+        "a group without answers is forgotten"
+    );
     assert!(found(&store, b"one", 3).is_none());
     assert_eq!(store.used(), 3 * (10 + ANSWER_OVERHEAD));
 }
@@ -446,7 +466,9 @@ fn text_of_stored_answers_stays_within_twice_the_capacity() {
     let mut store = AnswerStore::new(2, 1000);
     for answer in 0..500 {
         store.insert(&group, &vec![answer; 1 + answer as usize % 90]);
-        let text = store.group(b"").map_or(0, |answers| answers.index().tokens().len());
+        let text = store
+            .group(b"")
+            .map_or(0, |answers| answers.index().tokens().len());
         assert!(text <= 2 * 1000, "{text}");
     }
 }
