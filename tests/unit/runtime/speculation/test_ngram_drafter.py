@@ -60,7 +60,7 @@ def earlier_places(tokens: list[int]) -> list[int]:
     return []
 
 
-@settings(max_examples=examples(150, 2000))
+@settings(max_examples=examples(600))
 @given(tokens=REPEATED_TEXTS)
 def test_draft_is_that_of_prompt_lookup_where_longest_ngram_stands_once(tokens: list[int]) -> None:
     drafter = NgramDrafter(min_match=1, store_tokens=0)
@@ -73,7 +73,7 @@ def test_draft_is_that_of_prompt_lookup_where_longest_ngram_stands_once(tokens: 
         assert draft[: len(theirs)] == theirs
 
 
-@settings(max_examples=examples(60, 1000))
+@settings(max_examples=examples(240))
 @given(tokens=REPEATED_TEXTS, cut=st.integers(0, 40), size=st.integers(1, 7))
 def test_tokens_that_are_appended_in_pieces_give_the_draft_of_the_whole(
     tokens: list[int], cut: int, size: int
