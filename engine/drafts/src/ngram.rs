@@ -3,11 +3,10 @@
 //! A request's draft comes from the place that matches the end of its text, prompt and answer, in
 //! most tokens. Three texts are searched:
 //!
-//! | text | what is found there |
-//! |---|---|
-//! | its own | code that is edited, passages that are quoted, lists that go on as they began |
-//! | its client's prediction | the answer that the client expects; it is matched as if it stood behind the prompt, so it is proposed from the first token on |
-//! | recent answers of its group | calls, headings and phrases that agents repeat |
+//! * its own: code that is edited, passages that are quoted, lists that go on as they began;
+//! * its client's prediction: the answer that the client expects. It is matched as if it stood
+//!   behind the prompt, so it is proposed from the first token on;
+//! * recent answers of its group: calls, headings and phrases that agents repeat.
 //!
 //! Among equally long matches the first of these texts wins, and within a text the newest place:
 //! what was written last is what an edit left. (Rewriting 120 files of this repository with some
@@ -39,6 +38,7 @@ pub struct DraftStart<'a> {
     pub group: &'a [u8],
     /// Prompt and, of a resumed request, the answer so far.
     pub tokens: &'a [i32],
+    /// Tokens of the prompt alone: behind them the answer begins, and the prediction.
     pub prompt_len: usize,
     /// The answer that the client expects; empty: none.
     pub prediction: &'a [i32],
@@ -115,7 +115,7 @@ impl DraftedRequest {
         let own = &mut self.own;
         let context = own.index.tokens();
         own.last = find_match(&own.index, 0, context, own.last);
-        // The store's first and the own text's last, because the last of equally long ones is taken.
+        // The store first and the own text last: the last of equally long matches is taken.
         let mut matches: [Option<(SuffixMatch, MatchedText<'_>)>; 3] = [None, None, None];
         if let Some(answers) = store.group(&self.group) {
             let index = answers.index();

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from baton._native import NgramDrafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from baton._native import NgramDrafter
 from tests.support.effort import examples
 
 MOST = 5
