@@ -275,6 +275,29 @@ proptest! {
         }
     }
 
+    #[test]
+    fn followed_match_is_what_search_finds(
+        min_match in 1..5usize,
+        tokens in text(200),
+        context in text(200),
+    ) {
+        let mut index = SuffixIndex::new(min_match);
+        index.extend(&tokens);
+        for end in 1..context.len() {
+            let last = index.longest_match(&context[..end]);
+            let followed = last.and_then(|last| index.follow(last, context[end]));
+            let Some(followed) = followed else {
+                continue;
+            };
+            let searched = index.longest_match(&context[..=end]);
+            if followed.len < MATCH_LIMIT {
+                prop_assert_eq!(Some(followed), searched);
+            } else {
+                prop_assert_eq!(Some(followed.len), searched.map(|searched| searched.len));
+            }
+        }
+    }
+
     /// Also where texts have more equal places than one search looks at.
     #[test]
     fn match_is_never_longer_than_what_agrees(
