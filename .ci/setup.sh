@@ -90,8 +90,8 @@ native_key() {
     {
         rustc --version
         echo "$profile"
-        find Cargo.toml Cargo.lock pyproject.toml router kv_transfer engine/kernels engine/native engine/text -type f \
-            -not -path '*/tests/*' -not -path '*/benches/*' -print0 | sort -z | xargs -0 sha256sum
+        find Cargo.toml Cargo.lock pyproject.toml router kv_transfer engine/drafts engine/kernels engine/native engine/text \
+            -type f -not -path '*/tests/*' -not -path '*/benches/*' -print0 | sort -z | xargs -0 sha256sum
     } | sha256sum | cut -c1-16
 }
 

@@ -16,6 +16,7 @@ CRATES = (
     "router/src",
     "router/core/src",
     "kv_transfer/src",
+    "engine/drafts/src",
     "engine/kernels/src",
     "engine/native/src",
     "engine/text/src",

@@ -79,13 +79,27 @@ def test_use_trees_are_expanded() -> None:
 CRATES_BELOW = {
     "router/core": set(),
     "kv_transfer": set(),
+    "engine/drafts": set(),
     "engine/kernels": set(),
     "engine/text": set(),
     "router": {"router-core", "baton-text"},
-    "engine/native": {"baton-router", "baton-text", "kernels", "kv_transfer"},
+    "engine/native": {
+        "baton-drafts",
+        "baton-router",
+        "baton-text",
+        "kernels",
+        "kv_transfer",
+    },
 }
 """Crate → crates of this workspace that it depends on."""
-OWN_CRATES = {"baton-router", "baton-text", "kernels", "kv_transfer", "router-core"}
+OWN_CRATES = {
+    "baton-drafts",
+    "baton-router",
+    "baton-text",
+    "kernels",
+    "kv_transfer",
+    "router-core",
+}
 INPUT_AND_OUTPUT = {"axum", "hyper", "hyper-util", "kube", "pyo3", "socket2", "tokio", "tower"}
 
 
@@ -101,7 +115,7 @@ def test_crates_depend_on_those_below_them(crate: str) -> None:
     assert dependencies(crate) & OWN_CRATES == CRATES_BELOW[crate]
 
 
-@pytest.mark.parametrize("crate", ["router/core", "engine/text", "engine/kernels"])
+@pytest.mark.parametrize("crate", ["router/core", "engine/text", "engine/drafts", "engine/kernels"])
 def test_deciding_crates_depend_on_no_library_of_input_and_output(crate: str) -> None:
     assert dependencies("router") >= {"axum", "hyper", "tokio"}
     assert dependencies(crate) & INPUT_AND_OUTPUT == set()

@@ -10,6 +10,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 mod comm_py;
 mod device_py;
+mod drafts_py;
 mod kernels_py;
 mod logs_py;
 mod router_py;
@@ -20,6 +21,7 @@ mod transfer_py;
 #[pymodule]
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    drafts_py::register(m)?;
     kernels_py::register(m)?;
     logs_py::register(m)?;
     router_py::register(m)?;

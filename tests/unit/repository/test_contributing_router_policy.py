@@ -53,7 +53,14 @@ def write_companion(crate: Path) -> None:
             if name.endswith("dependencies"):
                 rows = re.findall(r"^(([\w-]+)[. ].*)", lines, re.MULTILINE)
                 needed |= {package: row for row, package in rows}
-    own = {"baton-router", "baton-text", "kernels", "kv_transfer", "router-core"}
+    own = {
+        "baton-drafts",
+        "baton-router",
+        "baton-text",
+        "kernels",
+        "kv_transfer",
+        "router-core",
+    }
     without_python = {name: row for name, row in needed.items() if name not in own | {"pyo3"}}
     (crate / "src").mkdir(parents=True)
     (crate / "src/lib.rs").touch()
