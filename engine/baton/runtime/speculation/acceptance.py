@@ -1,5 +1,4 @@
-"""Share of the drafts made for one sequence that are the tokens drawn, as far as they were compared.
-"""
+"""Share of the drafts made for one sequence that are the tokens drawn, of those compared."""
 
 from __future__ import annotations
 

@@ -1,0 +1,249 @@
+"""Speculative decoding on the CPU: tokens/s with drafts against without, on one model in this process.
+
+    python -m tests.perf.bench_speculation [--model-path DIR] [--rounds N] [--threads N] [--tokens N]
+
+Two engines have the same model, one with --speculative-algorithm NGRAM. A round answers the prompts of a row on each
+in turn; the answers are compared token by token, and the ratio is of their times, taken within a round.
+
+* steps: time of a step whose only row has 1, 2, 4 and 8 tokens, over that of one token;
+* edit: a function of 20 lines, to be repeated with one name changed;
+* quote: a text, of which the answer cites sentences;
+* json: an answer that follows a JSON schema;
+* free: an open question, sampled at temperature 1;
+* batch: 32 open questions at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoTokenizer
+
+import baton.models
+from baton.runtime.engine_loop import EngineLoop
+from baton.runtime.grammar.store import GrammarStore
+from baton.runtime.grammar.token_masks import MaskFiller
+from baton.runtime.grammar.token_trie import TokenizerSource, build_trie
+from baton.runtime.runner.model_runner import ModelRunner
+from baton.sched.types.plan import AdmittedSeq, Row, StepPlan, StopReason
+from baton.sched.types.request import SamplingParams, ValidatedRequest
+from tests.support.engines.engine_run import make_engine
+from tests.support.grammars.engines import follow_grammars, schema_text
+
+DEMO = Path(baton.models.__file__).parent / "demo"
+CODE = '''def read_records(path, limit=100):
+    """Read at most `limit` records from a file of lines."""
+    records = []
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            name, _, value = line.partition("=")
+            if not name:
+                raise ValueError(f"{path}:{number}: a record needs a name")
+            records.append((name.strip(), value.strip()))
+            if len(records) >= limit:
+                break
+    return records
+'''
+TEXT = """The harbor of the old town was closed in 1911, when the new pier was opened two miles further north.
+For thirty years nobody used the warehouses. In 1942 the navy moved in and repaired the eastern quay, which is still
+the longest in the county. After the war the warehouses became workshops: a rope maker, two boat builders and a
+printer of charts. The printer, Anna Lindqvist, kept the harbor's diary, and wrote down every ship that came in."""
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "customer_name": {"type": "string", "maxLength": 12},
+        "delivery_address": {
+            "type": "object",
+            "properties": {
+                "street_and_number": {"type": "string", "maxLength": 12},
+                "postal_code": {"type": "string", "pattern": "[0-9]{5}"},
+                "country_code": {"enum": ["DE", "FR", "SE"]},
+            },
+            "required": ["street_and_number", "postal_code", "country_code"],
+            "additionalProperties": False,
+        },
+        "number_of_items": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
+    "required": ["customer_name", "delivery_address", "number_of_items"],
+    "additionalProperties": False,
+}
+QUESTIONS = ("Why is the sky blue?", "Write a story about a lighthouse.", "How does a clock work?")
+
+
+class Arm:
+    """An engine whose answers may follow grammars."""
+
+    def __init__(self, path: Path, threads: int, **flags: Any) -> None:
+        engine = make_engine(
+            path, dtype="bfloat16", cpu_threads=threads, page_size=16, max_total_tokens=32768,
+            disable_radix_cache=True, chunked_prefill_size=2048, **flags,
+        )  # fmt: skip
+        assert isinstance(engine.runner, ModelRunner)
+        self.runner: ModelRunner = engine.runner
+        vocab = self.runner.vocab_size
+        eos: Any = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
+        eos_ids = [eos] if isinstance(eos, int) else eos
+        source = TokenizerSource((path / "tokenizer.json").read_text(), [], eos_ids)
+        trie = build_trie(source, vocab)
+        store = GrammarStore(trie, MaskFiller(trie.vocab_size, vocab, threads=1))
+        self.engine: EngineLoop = follow_grammars(engine, store)
+        self._handles = itertools.count(1)
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> TimedAnswers:
+        handles = [next(self._handles) for _ in prompts]
+        for i, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
+            own = replace(params, seed=i)
+            self.engine.submit(
+                ValidatedRequest(
+                    handle, f"r{handle}", array("i", prompt), own, arrival=time.monotonic()
+                )
+            )
+        tokens: dict[int, list[int]] = {handle: [] for handle in handles}
+        unfinished = set(handles)
+        began = None
+        while unfinished:
+            for out in self.engine.step(time.monotonic())[0]:
+                assert out.error is None, out.error
+                tokens[out.handle] += out.tokens
+                if out.finish is not None:
+                    unfinished.discard(out.handle)
+            if began is None and all(tokens.values()):
+                began = time.perf_counter()
+        assert began is not None
+        seconds = time.perf_counter() - began
+        while self.engine.step(time.monotonic())[1]:
+            pass
+        return TimedAnswers([tokens[handle] for handle in handles], seconds)
+
+    def counters(self) -> tuple[float, float, float]:
+        """Rows with drafts, drafted tokens, and those of them that were drawn."""
+        found = self.engine.sched.stats.counters()
+        kinds = ("drafts", "draft_tokens", "accepted_tokens")
+        drafts, tokens, drawn = (found[f"spec_decode_num_{kind}_total"] for kind in kinds)
+        return drafts, tokens, drawn
+
+
+class TimedAnswers(NamedTuple):
+    tokens: list[list[int]]
+    seconds: float
+    """From the first tokens of all answers to the end of the last one."""
+
+
+def time_steps(arm: Arm, rounds: int) -> None:
+    """Print the time of a step with several tokens in its row."""
+    prompt = array("i", range(3, 67))
+    pages = array("i", range(64 // 16 + 2))
+    params = SamplingParams(max_new_tokens=100, temperature=0.0)
+    admitted = AdmittedSeq(0, 0, params, len(prompt), prompt)
+    row = Row(0, 0, 0, len(prompt), True, prompt, 0, pages)
+    plan = functools.partial(
+        StepPlan, step=1, new_pages=array("i"), stopped_by=StopReason.QUEUE_EMPTY
+    )
+    arm.runner.run_to_end(plan(rows=(row,), num_decode=0, admitted=(admitted,)))
+    times: dict[int, list[float]] = {count: [] for count in (1, 2, 4, 8)}
+    for _ in range(20 * rounds):
+        for count, seconds in times.items():
+            tokens = array("i", range(3, 3 + count))
+            row = Row(0, 0, len(prompt), count, True, tokens, len(pages), array("i"))
+            drafted = (count - 1,) if count > 1 else ()
+            step = plan(rows=(row,), num_decode=int(count == 1), admitted=(), drafted=drafted)
+            began = time.perf_counter()
+            arm.runner.run_to_end(step)
+            seconds.append(time.perf_counter() - began)
+    one = statistics.median(times[1])
+    ratios = ", ".join(f"{n}: {statistics.median(s) / one:.2f}" for n, s in times.items())
+    print(f"step of one token {one * 1e3:.1f} ms; of n tokens, over that: {ratios}", flush=True)
+
+
+def compare(name: str, rounds: int, arms: Sequence[Arm], work: Work) -> None:
+    plain, drafting = arms
+    ratios = []
+    before = drafting.counters()
+    for _ in range(rounds):
+        without = plain.answer(work.prompts, work.params)
+        with_drafts = drafting.answer(work.prompts, work.params)
+        assert with_drafts.tokens == without.tokens, "drafts changed an answer"
+        ratios.append(without.seconds / with_drafts.seconds)
+    drafts, tokens, drawn = (b - a for a, b in zip(before, drafting.counters(), strict=True))
+    answered = rounds * sum(map(len, without.tokens))
+    rate = f"{answered / rounds / without.seconds:9.1f}"
+    per_step = f"{answered / max(answered - drawn, 1):5.2f}"
+    share = f"{drawn / tokens if tokens else 0:5.2f}"
+    spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
+    print(
+        f"{name:<8} {rate} {statistics.median(ratios):6.2f} {spread:>11}  n={rounds}"
+        f" {per_step} {share} {int(drafts):6d}",
+        flush=True,
+    )
+
+
+class Work(NamedTuple):
+    prompts: list[list[int]]
+    params: SamplingParams
+
+
+def make_work(path: Path, tokens: int) -> dict[str, Work]:
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+
+    def chat(text: str) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    greedy = SamplingParams(max_new_tokens=tokens, temperature=0.0)
+    schema = schema_text(SCHEMA)
+    eos = (tokenizer.eos_token_id,)
+    edit = f"Repeat this code with the function renamed to load_records:\n```python\n{CODE}```"
+    quote = f"{TEXT}\n\nRepeat the text above, then name the printer."
+    questions = [chat(f"{QUESTIONS[i % 3]} ({i})") for i in range(32)]
+    return {
+        "edit": Work([chat(edit)], greedy),
+        "quote": Work([chat(quote)], greedy),
+        "json": Work(
+            [chat(f"Make an order of a customer. {i}") for i in range(1)],
+            replace(greedy, max_new_tokens=300, grammar=schema, stop_token_ids=eos),
+        ),
+        "free": Work(questions[:1], replace(greedy, temperature=1.0)),
+        "batch": Work(questions, replace(greedy, temperature=1.0)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model-path", type=Path, default=DEMO, help="default: the demo model")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--tokens", type=int, default=128, help="longest answer")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    path: Path = args.model_path
+    plain = Arm(path, args.threads)
+    drafting = Arm(path, args.threads, speculative_algorithm="NGRAM")
+    print(f"{path.name}, {args.threads} threads, torch {torch.__version__}")
+    time_steps(plain, args.rounds)
+    print("            tokens/s  ratio      spread      per step drawn drafts")
+    for name, work in make_work(path, args.tokens).items():
+        for arm in (plain, drafting):
+            arm.answer(work.prompts, work.params)
+        compare(name, args.rounds, (plain, drafting), work)
+    for arm in (plain, drafting):
+        arm.engine.close()
+
+
+if __name__ == "__main__":
+    main()
