@@ -435,7 +435,7 @@ class Scheduler:
         """
         seconds -= copy_seconds
         self._state.times.observe(plan, seconds)
-        self._state.stats.on_observed(plan, seconds)
+        self._state.stats.on_observed(plan, seconds, self._state.times)
         self._state.memory.observe_copies(plan.copies, copy_seconds)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> None:

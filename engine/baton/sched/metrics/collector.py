@@ -36,6 +36,7 @@ from baton.sched.metrics.histogram import (
     STAGE_BUCKETS,
     Histogram,
 )
+from baton.sched.metrics.step_time import StepTime
 from baton.sched.types.plan import StepPlan
 from baton.sched.types.request_timeline import FirstTokenStages, PulledPages, RequestTimeline
 from baton.sched.types.sequence import Seq, SeqState
@@ -115,6 +116,7 @@ class SchedStats:
         self.drafts_drawn: Counter[int] = Counter()
         """How often the draft at each place of a row was the token drawn."""
         self._drafts_drawn_in_step = 0
+        self.draft_seconds = {"saved": 0.0, "spent": 0.0}
         self.deadlines_missed = {"ttft": 0, "total": 0}
         self.waiting_time = defaultdict[str, Histogram](lambda: Histogram(STAGE_BUCKETS))
         self.overtaken = Histogram(REQUEST_BUCKETS)
@@ -278,9 +280,15 @@ class SchedStats:
         self._last_step = current
         self._last_step_at = now
 
-    def on_observed(self, plan: StepPlan, seconds: float) -> None:
+    def on_observed(self, plan: StepPlan, seconds: float, times: StepTime) -> None:
         """How long a step took on the device; it has been committed."""
-        tokens = plan.num_answering + self._drafts_drawn_in_step
+        rows = plan.num_answering
+        tokens = rows + self._drafts_drawn_in_step
+        if plan.drafted:
+            # So many steps more would have been needed.
+            steps = self._drafts_drawn_in_step / rows
+            self.draft_seconds["saved"] += steps * times.decode_seconds(rows)
+            self.draft_seconds["spent"] += times.draft_seconds(sum(plan.drafted))
         self._drafts_drawn_in_step = 0
         if plan.num_answering and seconds > 0:
             rate = tokens / seconds
@@ -380,6 +388,8 @@ class SchedStats:
         values["spec_decode_num_drafts_total"] = float(self.draft_rows)
         values["spec_decode_num_draft_tokens_total"] = float(self.draft_tokens)
         values["spec_decode_num_accepted_tokens_total"] = float(self.drafts_drawn.total())
+        for kind, seconds in self.draft_seconds.items():
+            values[f"spec_decode_{kind}_seconds_total"] = seconds
         for position, n in sorted(self.drafts_drawn.items()):
             name = f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'
             values[name] = float(n)

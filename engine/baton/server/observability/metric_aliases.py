@@ -199,6 +199,19 @@ VLLM = (
     ),
     Alias("vllm:prefix_cache_queries", "counter", "prompt tokens looked up", "prompt_tokens"),
     Alias("vllm:prefix_cache_hits", "counter", "prompt tokens found", "cached_prompt_tokens"),
+    Alias("vllm:spec_decode_num_drafts", "counter", "rows with drafts", "spec_decode_num_drafts"),
+    Alias(
+        "vllm:spec_decode_num_draft_tokens",
+        "counter",
+        "tokens drafted",
+        "spec_decode_num_draft_tokens",
+    ),
+    Alias(
+        "vllm:spec_decode_num_accepted_tokens",
+        "counter",
+        "drafted tokens that were drawn",
+        "spec_decode_num_accepted_tokens",
+    ),
     Alias(
         "vllm:request_success",
         "counter",

@@ -181,6 +181,22 @@ RANK = (
     ),
     _counter("request_retraction_reasons", "the same: memory, priority, slots, admin", ("reason",)),
     _counter("recomputed_tokens", "tokens computed again because their request was sent back"),
+    _counter("spec_decode_num_drafts", "rows of answers that had drafted tokens"),
+    _counter("spec_decode_num_draft_tokens", "tokens drafted in them"),
+    _counter(
+        "spec_decode_num_accepted_tokens",
+        "drafted tokens that were the tokens drawn; over the rows, plus one: tokens per row",
+    ),
+    _counter(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "the same, by place behind the known token, from 0",
+        ("position",),
+    ),
+    _counter(
+        "spec_decode_saved_seconds",
+        "time that steps for the accepted tokens alone would have taken, by the rank's estimate",
+    ),
+    _counter("spec_decode_spent_seconds", "time that drafted tokens took, by the same estimate"),
     _histogram(
         "priority_waiting_time_seconds",
         "arrival of a request to its first admission",

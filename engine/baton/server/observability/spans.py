@@ -236,9 +236,17 @@ def _describe_transfer(timeline: RequestTimeline) -> Attributes:
 
 
 def _describe_decode(timeline: RequestTimeline) -> Attributes:
+    drafts: Attributes = []
+    # Most engines draft nothing.
+    if timeline.draft_tokens:
+        drafts = [
+            ("baton.draft_tokens", timeline.draft_tokens),
+            ("baton.accepted_draft_tokens", timeline.drafts_drawn),
+        ]
     return [
         ("gen_ai.usage.output_tokens", timeline.output_tokens),
         ("baton.retractions", timeline.retractions),
         ("baton.preemptions", timeline.preemptions),
         ("baton.recomputed_tokens", timeline.recomputed_tokens),
+        *drafts,
     ]
