@@ -20,6 +20,9 @@ from tests.support.grammars.engines import REGEX, follow_grammars, make_store
 from tests.support.models.allowed_ids import pack_ids
 from tests.support.models.checkpoints import EOS, VOCAB
 
+pair_module = pytest.importorskip(
+    "tests.support.engines.pair", reason="needs the native module: make setup", exc_type=ImportError
+)
 STEPS = 24
 PROMPTS = [[5, 6, 7, 8], list(range(40, 110)), [9], [5, 6, 7, 8, 9, 10, 11]]
 
@@ -149,4 +152,39 @@ def test_a_pool_that_is_too_small(reference: Callable[[str], Reference]) -> None
     answers = run(speculate(engine, drafter), params, ref.prompts)
     assert [answer.tokens for answer in answers] == ref.greedy
     assert engine.sched.report.counters()["retractions_total"] > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_decode_node_drafts_from_the_first_token_of_p_on(
+    reference: Callable[[str], Reference], transport: str
+) -> None:
+    ref = reference("llama")
+    pair = pair_module.Pair(ref.path, transport)
+    try:
+        answers = {(tuple(p), 0): g for p, g in zip(ref.prompts, ref.greedy, strict=True)}
+        speculate(pair.d.engine, ScriptedDrafter(answers, 0.8, VOCAB))
+        params = greedy(len(ref.greedy[0]))
+        assert pair.answer(ref.prompts, params) == ref.greedy
+        assert pair.answer(ref.prompts[::-1], params) == ref.greedy[::-1], (
+            "pages that hold accepted tokens are found again"
+        )
+        counters = pair.d.engine.sched.stats.counters()
+        assert counters["spec_decode_num_accepted_tokens_total"] > 0
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma3"])
+def test_repeated_text_is_drafted(reference: Callable[[str], Reference], variant: str) -> None:
+    """The drafter of --speculative-algorithm, on answers that run in circles and on the same ones again."""
+    ref = reference(variant)
+    params = greedy(len(ref.greedy[0]))
+    engine = make_engine(ref.path, page_size=4, speculative_algorithm="NGRAM")
+    engine.sched.observe = lambda *_: None  # type: ignore[method-assign]
+    for _ in range(3):
+        answers = run(engine, params, ref.prompts)
+        assert [answer.tokens for answer in answers] == ref.greedy
+    counters = engine.sched.stats.counters()
+    assert counters["spec_decode_num_accepted_tokens_total"] > 50
     engine.close()

@@ -16,6 +16,7 @@ from baton.sched.types.request import SamplingParams
 from tests.parity.conftest import Reference
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.engines.executor_ranks import ExecutorProcesses
+from tests.support.engines.scripted_drafter import ScriptedDrafter, speculate
 from tests.support.models import tiny_model
 from tests.support.models.checkpoints import VOCAB, reference_greedy
 from tests.support.probes import RunnerProbe
@@ -267,3 +268,15 @@ def test_executor_rank_with_a_different_step_ends_the_group(
     assert executors.endings[0].startswith(
         f"StepMismatch: step {sent[3].number}: what this tensor-parallel rank would"
     )
+
+
+def test_ranks_compute_rows_with_drafts(
+    reference: Callable[[str], Reference], executors: ExecutorProcesses
+) -> None:
+    ref = reference("llama")
+    answers = {(tuple(p), 0): g for p, g in zip(ref.prompts, ref.greedy, strict=True)}
+    with executors.engine(ref.path, 2) as engine:
+        speculate(engine, ScriptedDrafter(answers, 0.8, VOCAB))
+        assert answer(engine, ref.prompts, greedy(len(ref.greedy[0]))) == ref.greedy
+        assert engine.sched.stats.counters()["spec_decode_num_accepted_tokens_total"] > 0
+    assert executors.endings == ["stopped"]

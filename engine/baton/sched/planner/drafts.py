@@ -55,7 +55,9 @@ class DraftPlanner:
             return {}
         times = self._state.times
         rows = sum(map(is_ready_to_decode, self._state.running.values()))
-        costs = StepCosts(times.decode_seconds(rows), times.draft_seconds(1), wait)
+        plain = times.decode_seconds(rows)
+        # Before any step is measured a wait has nothing to be compared with.
+        costs = StepCosts(plain, times.draft_seconds(1), wait if plain else 0.0)
         room = self._state.limits.step_tokens - rows
         return choose_draft_lengths(candidates, rows, room, costs)
 
