@@ -22,7 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.runtime.speculation.acceptance import Acceptance
+from baton.runtime.speculation.acceptance import (
+    FIRST_SHARE,
+    RANK_MEMORY,
+    SEQ_MEMORY,
+    Acceptance,
+    compare_drafts,
+)
 from baton.runtime.speculation.drafter import Drafter
 from baton.sched.types.draft_offer import DraftOffer
 from baton.sched.types.plan import StepPlan
@@ -51,9 +57,9 @@ class FollowedSeq:
     seq: Seq
     known: int
     """Tokens of it that the drafter knows."""
+    acceptance: Acceptance
     proposal: array[int] = field(default_factory=lambda: array("i"))
     """Made behind the first `known` tokens."""
-    acceptance: Acceptance = field(default_factory=Acceptance)
 
 
 class Speculator:
@@ -62,6 +68,8 @@ class Speculator:
         self._most = most_drafts
         self._constraints = constraints
         self._followed: dict[int, FollowedSeq] = {}
+        self._acceptance = Acceptance(FIRST_SHARE, RANK_MEMORY)
+        """Of all sequences: what is expected of a new one."""
         self._steps_to_look = 0
         self._steps_to_linger = 0
         self.wait_secs = 0.0
@@ -143,7 +151,8 @@ class Speculator:
         followed = self._followed.get(seq.handle)
         if followed is None:
             self._drafter.start(seq)
-            followed = self._followed[seq.handle] = FollowedSeq(seq, len(seq.tokens))
+            acceptance = Acceptance(self._acceptance.share, SEQ_MEMORY)
+            followed = self._followed[seq.handle] = FollowedSeq(seq, len(seq.tokens), acceptance)
             return followed
         self._take_over_tokens(followed)
         return followed
@@ -152,7 +161,9 @@ class Speculator:
         came = followed.seq.tokens[followed.known :]
         if not came:
             return
-        followed.acceptance.compare(followed.proposal, came)
+        right, trials = compare_drafts(followed.proposal, came)
+        followed.acceptance.learn(right, trials)
+        self._acceptance.learn(right, trials)
         followed.proposal = array("i")
         followed.known += len(came)
         self._drafter.append(followed.seq.handle, came)
