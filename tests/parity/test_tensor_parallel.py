@@ -17,7 +17,7 @@ from tests.parity.conftest import Reference
 from tests.support.engines.engine_run import answer, greedy, make_engine
 from tests.support.engines.executor_ranks import ExecutorProcesses
 from tests.support.models import tiny_model
-from tests.support.models.checkpoints import VOCAB, reference_greedy
+from tests.support.models.checkpoints import VOCAB
 from tests.support.probes import RunnerProbe
 
 pytestmark = pytest.mark.timeout(
@@ -110,12 +110,13 @@ def test_tokens_and_logits_equal_transformers(
     ref = reference(variant)
     seen = Logits()
     prompt = ref.prompts[2]
+    answers = ref.greedy
     with executors.engine(ref.path, size, touch=seen.watch) as engine:
-        assert answer(engine, ref.prompts, greedy(64)) == ref.greedy
+        assert answer(engine, ref.prompts, greedy(64)) == answers
         seen.steps.clear()
-        assert answer(engine, [prompt], greedy(STEPS)) == [ref.greedy[2][:STEPS]]
+        assert answer(engine, [prompt], greedy(STEPS)) == [answers[2][:STEPS]]
     assert executors.endings == ["stopped"] * (size - 1)
-    known = prompt + ref.greedy[2][:STEPS]
+    known = prompt + answers[2][:STEPS]
     with torch.inference_mode():
         want = ref.model(torch.tensor([known])).logits[0, len(prompt) - 1 : -1]
     torch.testing.assert_close(torch.cat(seen.steps)[:STEPS], want, atol=1e-4, rtol=1e-4)
@@ -128,8 +129,9 @@ def test_whole_experts_on_ranks_give_the_same_tokens(
     reference: Callable[[str], Reference], executors: ExecutorProcesses, variant: str, size: int
 ) -> None:
     ref = reference(variant)
+    answers = ref.greedy
     with executors.engine(ref.path, size, ep_size=size) as engine:
-        assert answer(engine, ref.prompts, greedy(64)) == ref.greedy
+        assert answer(engine, ref.prompts, greedy(64)) == answers
     assert executors.endings == ["stopped"] * (size - 1)
 
 
@@ -160,7 +162,7 @@ def test_chunks_hits_overlap_retraction_and_host_pages_change_nothing(
     flags: dict[str, object],
 ) -> None:
     ref = reference("llama")
-    want = [reference_greedy(ref.model, p, STEPS) for p in prompts]
+    want = ref.answers(prompts, STEPS)
     with executors.engine(ref.path, size, **flags) as engine:
         assert answer(engine, prompts, greedy(STEPS)) == want
         assert answer(engine, prompts[::-1], greedy(STEPS), stagger=2) == want[::-1], (
