@@ -1,4 +1,4 @@
-"""Property tests have no time limit; tests that start servers run in groups, others beside them."""
+"""Property tests have no time limit; tests that share what is slow to start run in groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 ROOT = Path(__file__).parents[1]
-SERVER_GROUPS = {
+SHARED_GROUPS = {
     # Tests that ask the clusters of a session: a second worker would start them again.
     "shared clusters": (
         "tests/clients",
@@ -24,8 +24,13 @@ SERVER_GROUPS = {
     ),
     "own clusters": ("tests/e2e",),
     "fronts without a model": ("tests/contract",),
+    # A second worker would make the checkpoints again, and compute transformers' answers.
+    "checkpoints of transformers": ("tests/parity",),
+    "prepared Python processes": ("tests/unit/layers",),
 }
-"""Groups of tests that start servers, and where they are. The first match counts."""
+"""Groups of tests that share servers, processes or files of a session, and where they are. The
+first match counts.
+"""
 
 # Workers share the cores: a second compute thread in each would only wait for the others'.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,8 +42,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def group_of(path: Path) -> str:
-    """Name of the group that runs on one worker: tests of servers by kind, other tests by file."""
-    for group, folders in SERVER_GROUPS.items():
+    """Name of the group that runs on one worker: a shared one, or the file."""
+    for group, folders in SHARED_GROUPS.items():
         if any(path.is_relative_to(folder) for folder in folders):
             return group
     return path.as_posix()
