@@ -39,8 +39,10 @@ class Reference:
     @cached_property
     def logits(self) -> list[torch.Tensor]:
         """Per prompt, [len, vocab]."""
+        # Made outside: tensors of a model that is loaded in inference mode could not be changed later.
+        model = self.model
         with torch.inference_mode():
-            return [self.model(torch.tensor([prompt])).logits[0] for prompt in self.prompts]
+            return [model(torch.tensor([prompt])).logits[0] for prompt in self.prompts]
 
     @property
     def greedy(self) -> list[list[int]]:

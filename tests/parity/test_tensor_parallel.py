@@ -123,7 +123,13 @@ def test_tokens_and_logits_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    ("variant", "size"), [("qwen3-moe-mixed", 2), ("glm4-moe", 4), ("gpt-oss", 2), ("llama4", 2)]
+    ("variant", "size"),
+    [
+        ("qwen3-moe-mixed", 2),
+        ("llama4", 2),
+        pytest.param("glm4-moe", 4, marks=pytest.mark.slow),
+        pytest.param("gpt-oss", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_whole_experts_on_ranks_give_the_same_tokens(
     reference: Callable[[str], Reference], executors: ExecutorProcesses, variant: str, size: int
@@ -140,7 +146,8 @@ def test_whole_experts_on_ranks_give_the_same_tokens(
     [
         (2, {"page_size": 1, "chunked_prefill_size": 7}),
         (2, {"disable_overlap_schedule": True, "attention_backend": "torch"}),
-        (2, {"max_total_tokens": 120, "schedule_conservativeness": 0.05}),
+        # The same pool with a host tier is below.
+        pytest.param(2, SMALL_POOL, marks=pytest.mark.slow),
         (
             2,
             {
@@ -150,7 +157,9 @@ def test_whole_experts_on_ranks_give_the_same_tokens(
                 "chunked_prefill_size": 8,
             },
         ),
-        (4, {"chunked_prefill_size": 12, "max_running_requests": 2}),
+        pytest.param(
+            4, {"chunked_prefill_size": 12, "max_running_requests": 2}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -178,7 +187,7 @@ def test_chunks_hits_overlap_retraction_and_host_pages_change_nothing(
         engine.sched.ledger().check_idle(engine.sched.limits.num_pages)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bfloat16_is_as_close_as_in_one_process(
     reference: Callable[[str], Reference], executors: ExecutorProcesses, size: int
 ) -> None:
@@ -223,7 +232,7 @@ def test_sampled_tokens_are_those_of_one_process(
         assert answer(engine, prompts, params, stagger=1) == want
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_random_weights_are_the_same_model_however_divided(
     executors: ExecutorProcesses, tmp_path: Path, size: int
 ) -> None:
