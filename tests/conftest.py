@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 ROOT = Path(__file__).parents[1]
 SHARED_GROUPS = {
+    # Most of it is in the process of the tests: beside the servers of others.
+    "promises": ("tests/fault/promises",),
+    "real weights": ("tests/e2e/engines/test_real_weights.py",),
     # Tests that ask the clusters of a session: a second worker would start them again.
     "shared clusters": (
         "tests/clients",
@@ -49,8 +54,17 @@ def group_of(path: Path) -> str:
     return path.as_posix()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for `pytest --dist loadgroup`."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item.path.relative_to(ROOT))))
+class GroupScheduling(LoadScopeScheduling):
+    """Gives all tests of a group to one worker.
+
+    xdist's own groups travel in the ids of tests, which pytest 9.2 does not let it change: each
+    test was then given to any worker, and every worker started every cluster.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(Path(nodeid.partition("::")[0]))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    """The scheduler of `pytest -n`, whatever `--dist` says."""
+    return GroupScheduling(config, log)
